@@ -1,0 +1,1 @@
+"""Pure decisions: synchronous code over immutable values, no clock, no I/O."""

@@ -1,0 +1,192 @@
+"""The deployment document as frozen structures; what it may say and how a refusal reads.
+
+``parse`` takes the decoded YAML and returns a :class:`Deployment` or raises
+:class:`policy.errors.ConfigError` with the dotted path, the value and what was expected.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from policy.errors import ConfigError, TargetError
+from policy.types import EngineKind, Runner
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}(/[A-Za-z0-9][A-Za-z0-9_.-]{0,127})?")
+SHAPE_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,31}")
+MODES = ("single-large", "multi-replica")
+
+# What Tidegate sets itself: the guard owns the port and the secret, the shape owns the cards.
+OWNED_ENGINE_ARGS = frozenset(
+    {
+        "model", "tokenizer", "served_model_name", "host", "port", "uds", "api_key", "root_path",
+        "middleware", "ssl_keyfile", "ssl_certfile", "tensor_parallel_size", "runner", "headless",
+        "hf_token", "data_parallel_size", "enable_server_load_tracking", "allowed_origins",
+    }
+)  # fmt: skip
+# Development routes and unauthenticated loading, or metrics diverted from the engine's own port.
+FORBIDDEN_ENV = frozenset(
+    {
+        "VLLM_SERVER_DEV_MODE",
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING",
+        "VLLM_API_KEY",
+        "PROMETHEUS_MULTIPROC_DIR",
+        "VLLM_CPU_OMP_THREADS_BIND",
+        "CUDA_VISIBLE_DEVICES",
+        "PYTHONPATH",
+        "LD_PRELOAD",
+    }
+)
+
+Count = Annotated[int, Meta(ge=0, le=4096)]
+Positive = Annotated[int, Meta(ge=1)]
+Seconds = Annotated[float, Meta(gt=0, le=86_400)]
+Port = Annotated[int, Meta(ge=1, le=65_535)]
+Scalar = str | int | float | bool | None
+
+
+class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A mapping of the YAML: keyword fields, unknown keys refused."""
+
+
+class Shape(_Section):
+    """How a replica is built: whole GPUs or CPU cores, and engine arguments on top of the model's."""
+
+    gpus: Annotated[int, Meta(ge=0, le=64)] = 0
+    cpus: Annotated[int, Meta(ge=0, le=1024)] = 0
+    tensor_parallel: Annotated[int, Meta(ge=1, le=64)] = 1
+    max_in_flight: Annotated[int, Meta(ge=1, le=65_536)] = 256
+    engine_args: dict[str, Any] = {}
+
+
+class Replicas(_Section):
+    """The counts that a mode may have; ``min`` is what it starts with."""
+
+    min: Count = 1
+    max: Positive = 1
+
+
+class Mode(_Section):
+    """A shape and how many of it."""
+
+    shape: str
+    replicas: Positive | Replicas = 1
+
+    @property
+    def bounds(self) -> Replicas:
+        """The counts this mode may have, a plain number read as exactly that many."""
+        if isinstance(self.replicas, Replicas):
+            return self.replicas
+        return Replicas(min=self.replicas, max=self.replicas)
+
+
+class Sim(_Section):
+    """The simulated engine: which engine-model profile times it, how much faster than real time."""
+
+    profile: str = "cpu-smollm2-135m"
+    seed: Annotated[int, Meta(ge=0)] = 0
+    speed: Annotated[float, Meta(gt=0, le=1e6)] = 1.0
+    start_s: Annotated[float, Meta(ge=0, le=3600)] = 0.0
+
+
+class Drain(_Section):
+    """How a replica leaves: in-flight requests get ``drain_timeout_s`` to finish."""
+
+    drain_timeout_s: Seconds = 120.0
+
+
+class Scale(_Section):
+    """How many replicas of a model must stay ready while anything changes."""
+
+    min_healthy: Count = 1
+
+
+class Control(_Section):
+    """What bounds a change of count or mode."""
+
+    scale: Scale = Scale()
+    mode: Drain = Drain()
+    start_timeout_s: Seconds = 600.0
+    progress_timeout_s: Seconds = 60.0
+
+
+class ModelSpec(_Section):
+    """One model: where its weights come from, its engine, its shapes and modes."""
+
+    name: str
+    source: str = ""
+    engine: EngineKind = EngineKind.VLLM
+    runner: Runner = Runner.GENERATE
+    engine_args: dict[str, Any] = {}
+    env: dict[str, str] = {}
+    token_file: str | None = None
+    shapes: dict[str, Shape] = {}
+    modes: dict[str, Mode] = {}
+    mode: str | None = None
+    urls: tuple[str, ...] = ()
+    sim: Sim = Sim()
+    control: Control = Control()
+
+    @property
+    def first_mode(self) -> str:
+        """The mode to start in: ``mode``, else the first that is written."""
+        return self.mode or next(iter(self.modes), "")
+
+
+class Budget(_Section):
+    """What all models share; ``None`` leaves a resource unbounded."""
+
+    gpus: Count | None = None
+    cpus: Count | None = None
+
+
+class Cluster(_Section):
+    """Where Ray is and where the controller listens.
+
+    ``address: local`` starts a Ray head of our own; anything else joins that cluster.
+    """
+
+    address: str = "local"
+    controller: str = "127.0.0.1:7070"
+    dashboard_port: Port = 8265
+    gcs_port: Port = 6379
+
+
+class GatewayConfig(_Section):
+    """The data plane: where it listens and how long it waits."""
+
+    host: str = "127.0.0.1"
+    port: Port = 8080
+    workers: Annotated[int, Meta(ge=1, le=256)] = 2
+    admin_host: str = "127.0.0.1"
+    admin_port: Port = 8081
+    queue_timeout_s: Seconds = 60.0
+    max_queue: Annotated[int, Meta(ge=1, le=1_000_000)] = 1024
+    max_body_bytes: Annotated[int, Meta(ge=1024)] = 16 * 1024 * 1024
+    connect_timeout_s: Seconds = 2.0
+    drain_timeout_s: Seconds = 30.0
+
+
+class Deployment(_Section):
+    """The whole document."""
+
+    models: Annotated[tuple[ModelSpec, ...], Meta(min_length=1)]
+    budget: Budget = Budget()
+    cluster: Cluster = Cluster()
+    gateway: GatewayConfig = GatewayConfig()
+
+    @property
+    def needs_controller(self) -> bool:
+        """Whether any model is one that Tidegate deploys itself."""
+        return any(model.engine is not EngineKind.EXTERNAL for model in self.models)
+
+    def model(self, name: str) -> ModelSpec:
+        """The model called ``name``; raises :class:`policy.errors.TargetError` if there is none."""
+        for model in self.models:
+            if model.name == name:
+                return model
+        known = ", ".join(model.name for model in self.models)
+        raise TargetError(f"no model is called {name!r}; this deployment has {known}")

@@ -1,0 +1,76 @@
+"""Every error that Tidegate raises on purpose.
+
+TidegateError
+  ConfigError         a document says something impossible: path, value, what was expected
+  TargetError         a target that a model's modes or the budget do not allow
+  SwitchRefused       a mode switch that would break a promise, with the reason
+  ModelUnavailable    weights that cannot be prepared
+  EngineFailed        an engine that did not start, or that died
+  ActuatorFailed      the cluster refused or did not answer
+  Unreachable         a part of Tidegate that does not answer
+
+``Refusal`` is the closed vocabulary of why a request is not served; the gateway's edge alone
+maps it to HTTP.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class TidegateError(Exception):
+    """The root of the tree."""
+
+
+class ConfigError(TidegateError):
+    """``path`` (dotted, as in the YAML) holds ``value``, and ``expected`` says what may stand there."""
+
+    def __init__(self, path: str, value: object, expected: str) -> None:
+        self.path = path
+        self.value = value
+        self.expected = expected
+        super().__init__(f"{path}: got {value!r}, expected {expected}")
+
+
+class TargetError(TidegateError):
+    """The wanted count or mode is not one that the deployment allows."""
+
+
+class SwitchRefused(TidegateError):
+    """The switch of mode would cut streams or starve the queue; the text says how."""
+
+
+class ModelUnavailable(TidegateError):
+    """The weights could not be fetched, converted or verified."""
+
+
+class EngineFailed(TidegateError):
+    """An engine did not become ready, or died."""
+
+
+class ActuatorFailed(TidegateError):
+    """The actuator could not carry out a step."""
+
+
+class Unreachable(TidegateError):
+    """A controller, supervisor or replica did not answer."""
+
+
+class Refusal(StrEnum):
+    """Why a request is not served (closed: a new reason is a new member)."""
+
+    BUSY = "busy"
+    DRAINING = "draining"
+    STARTING = "starting"
+    QUEUE_FULL = "queue_full"
+    DEADLINE = "deadline"
+    NO_REPLICA = "no_replica"
+    UPSTREAM_FAILED = "upstream_failed"
+    STREAM_BROKEN = "stream_broken"
+    BAD_REQUEST = "bad_request"
+    UNKNOWN_MODEL = "unknown_model"
+    UNSUPPORTED = "unsupported"
+    NOT_FOUND = "not_found"
+    TOO_LARGE = "too_large"
+    UNAUTHORIZED = "unauthorized"
+    SHUTTING_DOWN = "shutting_down"

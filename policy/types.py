@@ -1,0 +1,110 @@
+"""The vocabulary: what a replica, a fleet and a load are. Read this first.
+
+Durations are seconds and end in ``_s``; instants are Unix seconds and are called ``at``;
+fractions are 0..1.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+
+class EngineKind(StrEnum):
+    """What produces the tokens of a model."""
+
+    VLLM = "vllm"
+    SIM = "sim"
+    EXTERNAL = "external"
+
+
+class Runner(StrEnum):
+    """What a model does: write text, or turn text into vectors and scores."""
+
+    GENERATE = "generate"
+    POOLING = "pooling"
+
+
+class ReplicaState(StrEnum):
+    """The life of a replica; traffic goes to ``READY`` alone."""
+
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"
+    STOPPED = "stopped"
+
+
+class Load(msgspec.Struct, frozen=True, kw_only=True):
+    """What a replica counted itself, at ``at``.
+
+    ``in_flight`` counts requests inside the guard, ``bound`` is how many it admits;
+    ``running`` and ``waiting`` are the engine's own split of them, ``kv_used`` the fraction of
+    its KV cache in use. ``tokens`` counts scheduled tokens since the engine started.
+    """
+
+    at: float
+    in_flight: int = 0
+    bound: int = 0
+    running: int = 0
+    waiting: int = 0
+    kv_used: float = 0.0
+    tokens: int = 0
+
+
+class Replica(msgspec.Struct, frozen=True, kw_only=True):
+    """One engine with its own HTTP address.
+
+    ``url`` is empty until the engine listens. ``generation`` is the configuration of engine and
+    weights it was built from, ``incarnation`` counts restarts of its engine in place.
+    """
+
+    id: str
+    model: str
+    shape: str
+    generation: int
+    state: ReplicaState
+    load: Load
+    url: str = ""
+    node: str = ""
+    incarnation: int = 0
+    pid: int = 0
+    adapters: tuple[str, ...] = ()
+    reason: str = ""
+    start_s: float | None = None
+
+
+class Model(msgspec.Struct, frozen=True, kw_only=True):
+    """What clients name in ``model``, and what is wanted of it."""
+
+    name: str
+    engine: EngineKind
+    runner: Runner = Runner.GENERATE
+    mode: str = ""
+    shape: str = ""
+    target: int = 0
+    generation: int = 0
+    max_model_len: int | None = None
+    created: int = 0
+    note: str = ""
+
+
+class Fleet(msgspec.Struct, frozen=True, kw_only=True):
+    """An immutable snapshot of models and replicas.
+
+    ``epoch`` is the instant at which the controller that wrote it started, so a snapshot of a
+    restarted controller is newer than any of its predecessor; ``version`` orders within an epoch.
+    """
+
+    epoch: float
+    version: int
+    at: float
+    models: tuple[Model, ...] = ()
+    replicas: tuple[Replica, ...] = ()
+
+    def newer_than(self, other: Fleet) -> bool:
+        """Whether this snapshot supersedes ``other``."""
+        return (self.epoch, self.version) > (other.epoch, other.version)
+
+
+EMPTY_FLEET = Fleet(epoch=0.0, version=0, at=0.0)

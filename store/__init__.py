@@ -1,0 +1,1 @@
+"""What must last: the state directory, secrets and prepared models."""

@@ -1,0 +1,153 @@
+"""The state directory: one place per deployment for the secret, the lock, process ids and logs."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import secrets
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+T = TypeVar("T")
+
+SECRET_HEADER = "x-tidegate-secret"
+
+
+def default_root() -> Path:
+    """``TIDEGATE_STATE_DIR``, else ``$XDG_STATE_HOME/tidegate``, else ``~/.local/state/tidegate``."""
+    if chosen := os.environ.get("TIDEGATE_STATE_DIR"):
+        return Path(chosen).expanduser().resolve()
+    base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(base) / "tidegate"
+
+
+def write_atomic(path: Path, data: bytes, mode: int = 0o644) -> None:
+    """Replace ``path`` by ``data`` whole or not at all; readers never see a part."""
+    part = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
+    descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+
+
+@dataclass(frozen=True)
+class StateDir:
+    """Paths under one root, created on demand with mode 700."""
+
+    root: Path
+
+    def ensure(self) -> StateDir:
+        """Create the directory and its logs folder."""
+        self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.logs.mkdir(mode=0o700, exist_ok=True)
+        return self
+
+    @property
+    def lock_path(self) -> Path:
+        return self.root / "supervisor.lock"
+
+    @property
+    def socket_path(self) -> Path:
+        """The supervisor's unix socket.
+
+        A unix socket's path is at most 107 bytes, so a deep state directory gets a short one under
+        the runtime directory, named by the digest of the root.
+        """
+        direct = self.root / "supervisor.sock"
+        if len(os.fsencode(direct)) <= 100:
+            return direct
+        short = hashlib.sha256(os.fsencode(self.root)).hexdigest()[:16]
+        base = os.environ.get("XDG_RUNTIME_DIR") or "/tmp"
+        return Path(base) / f"tidegate-{os.getuid()}-{short}.sock"
+
+    @property
+    def secret_path(self) -> Path:
+        return self.root / "secret"
+
+    @property
+    def deployment_path(self) -> Path:
+        """The document that was applied last, as JSON."""
+        return self.root / "deployment.json"
+
+    @property
+    def targets_path(self) -> Path:
+        """The controller's targets and generations."""
+        return self.root / "targets.json"
+
+    @property
+    def fleet_path(self) -> Path:
+        """The last fleet that a gateway saw."""
+        return self.root / "fleet.json"
+
+    @property
+    def processes_path(self) -> Path:
+        """Process ids that ``down`` may end."""
+        return self.root / "processes.json"
+
+    @property
+    def metrics_dir(self) -> Path:
+        """Where gateway workers keep their shared counters."""
+        return self.root / "metrics"
+
+    @property
+    def logs(self) -> Path:
+        return self.root / "logs"
+
+    def secret(self) -> str:
+        """The secret that guards every internal port, made on first use with mode 600."""
+        self.ensure()
+        if not self.secret_path.exists():
+            write_atomic(self.secret_path, secrets.token_urlsafe(32).encode(), mode=0o600)
+        return self.secret_path.read_text().strip()
+
+    def load(self, path: Path, kind: type[T]) -> T | None:
+        """Decode a JSON file of this directory; ``None`` when it does not exist."""
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=kind)
+        except FileNotFoundError:
+            return None
+
+    def save(self, path: Path, value: Any) -> None:
+        """Write ``value`` as JSON, atomically."""
+        self.ensure()
+        write_atomic(path, msgspec.json.encode(value), mode=0o600)
+
+    def try_lock(self) -> int | None:
+        """Take the supervisor's lock; ``None`` when another process holds it.
+
+        The lock lives as long as the returned descriptor, so a dead supervisor holds nothing.
+        """
+        self.ensure()
+        descriptor = os.open(self.lock_path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(descriptor)
+            return None
+        return descriptor
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A bound, listening TCP socket; raises ``OSError`` when the port is taken."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind((host, port))
+        sock.listen(4096)
+    except OSError:
+        sock.close()
+        raise
+    sock.setblocking(False)
+    return sock
