@@ -1,0 +1,178 @@
+"""Continuous batching as vLLM's scheduler does it, one deterministic step at a time.
+
+Each step takes the running requests first, in the order in which they were admitted, then the
+waiting ones, each as many tokens as it needs and the batch still holds: one for a decode, a chunk
+of the prompt for a prefill. When KV cache runs out the youngest running request is preempted: it
+gives back its KV, waits in front, and computes prompt and output again. Source: vLLM's
+``v1/core/sched/scheduler.py``. Cached prefixes are not shared: each request holds its own KV.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from policy.engine_model import EngineModel, Limits
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A request to run: counts in tokens.
+
+    ``prompt_tokens`` are to be computed but for ``cached_tokens``, found in the prefix cache;
+    ``output_tokens`` are produced, the first in the step that completes the prompt.
+    """
+
+    id: str
+    prompt_tokens: int
+    output_tokens: int
+    cached_tokens: int = 0
+    # What the scheduler keeps: tokens in KV, and tokens produced.
+    computed: int = 0
+    produced: int = 0
+
+
+@dataclass(slots=True, frozen=True)
+class StepResult:
+    """One step: it lasts ``duration_s`` seconds, and then has happened what the rest says.
+
+    ``tokens`` counts new output tokens by request id, in scheduling order; ``finished`` have had
+    their last; ``preempted`` lost their KV. ``scheduled`` is n, ``running`` R during the step;
+    ``waiting`` requests and ``kv_used`` tokens are as after it.
+    """
+
+    duration_s: float
+    tokens: dict[str, int]
+    finished: tuple[str, ...]
+    preempted: tuple[str, ...]
+    scheduled: int
+    running: int
+    waiting: int
+    kv_used: int
+
+
+class Scheduler:
+    """The requests of one engine; mutable, without a clock: a step says how long it takes."""
+
+    def __init__(self, model: EngineModel, limits: Limits) -> None:
+        self._model = model
+        self._limits = limits
+        self._requests: dict[str, Request] = {}
+        self._running: list[Request] = []
+        self._waiting: deque[Request] = deque()
+        self._kv_used = 0
+
+    @property
+    def running(self) -> int:
+        """Requests that hold KV."""
+        return len(self._running)
+
+    @property
+    def waiting(self) -> int:
+        """Requests that are queued, new or preempted."""
+        return len(self._waiting)
+
+    @property
+    def kv_used(self) -> int:
+        """Tokens in KV cache."""
+        return self._kv_used
+
+    def submit(self, request: Request) -> None:
+        """Queue ``request``.
+
+        Raises :class:`ValueError` for an id in use, for counts that make no request, and for one
+        that could never hold its prompt and output in KV.
+        """
+        if request.id in self._requests:
+            raise ValueError(f"request {request.id!r} is already here")
+        if request.output_tokens < 1 or not 0 <= request.cached_tokens < request.prompt_tokens:
+            raise ValueError(f"request {request.id!r} asks for nothing, or has nothing left to compute")
+        # The last token produced is never computed.
+        needed = request.prompt_tokens + request.output_tokens - 1
+        if needed > self._limits.kv_tokens:
+            raise ValueError(f"request {request.id!r} needs {needed} of {self._limits.kv_tokens} KV tokens")
+        request.computed = request.produced = 0
+        self._requests[request.id] = request
+        self._waiting.append(request)
+
+    def abort(self, request_id: str) -> bool:
+        """Drop a request and free its KV; whether it was here."""
+        request = self._requests.pop(request_id, None)
+        if request is None:
+            return False
+        # In KV at all means running: a preempted request has given its tokens back.
+        if request.computed:
+            self._running.remove(request)
+            self._kv_used -= request.computed
+        else:
+            self._waiting.remove(request)
+        return True
+
+    def step(self) -> StepResult:
+        """Run one step; with nothing to run it lasts 0 seconds and schedules nothing."""
+        preempted: list[Request] = []
+        budget = self._continue_running(self._limits.max_num_batched_tokens, preempted)
+        if not preempted:
+            budget = self._admit(budget)
+        scheduled = self._limits.max_num_batched_tokens - budget
+        running = len(self._running)
+        duration = self._model.step_time(scheduled, self._kv_used, running) if scheduled else 0.0
+        tokens: dict[str, int] = {}
+        finished: list[str] = []
+        for request in self._running:
+            if request.computed == request.prompt_tokens + request.produced:
+                request.produced += 1
+                tokens[request.id] = 1
+                if request.produced == request.output_tokens:
+                    finished.append(request.id)
+                    self._kv_used -= request.computed
+                    del self._requests[request.id]
+        if finished:
+            self._running = [r for r in self._running if r.produced < r.output_tokens]
+        return StepResult(
+            duration_s=duration,
+            tokens=tokens,
+            finished=tuple(finished),
+            preempted=tuple(request.id for request in preempted),
+            scheduled=scheduled,
+            running=running,
+            waiting=len(self._waiting),
+            kv_used=self._kv_used,
+        )
+
+    def _continue_running(self, budget: int, preempted: list[Request]) -> int:
+        """Schedule the running requests; what is left of ``budget``."""
+        running, capacity = self._running, self._limits.kv_tokens
+        index = 0
+        while index < len(running) and budget:
+            request = running[index]
+            part = min(request.prompt_tokens + request.produced - request.computed, budget)
+            while self._kv_used + part > capacity:
+                victim = running.pop()
+                self._kv_used -= victim.computed
+                victim.computed = 0
+                self._waiting.appendleft(victim)
+                preempted.append(victim)
+                if victim is request:
+                    return budget
+            request.computed += part
+            self._kv_used += part
+            budget -= part
+            index += 1
+        return budget
+
+    def _admit(self, budget: int) -> int:
+        """Start waiting requests while batch, seats and KV last; what is left of ``budget``."""
+        limits = self._limits
+        while budget and self._waiting and len(self._running) < limits.max_num_seqs:
+            request = self._waiting[0]
+            missing = request.prompt_tokens + request.produced - request.cached_tokens
+            part = min(missing, budget)
+            if self._kv_used + request.cached_tokens + part > limits.kv_tokens:
+                break
+            self._waiting.popleft()
+            self._running.append(request)
+            request.computed = request.cached_tokens + part
+            self._kv_used += request.computed
+            budget -= part
+        return budget
