@@ -52,7 +52,7 @@ class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """A mapping of the YAML: keyword fields, unknown keys refused."""
 
 
-class Shape(_Section):
+class Shape(_Section, frozen=True):
     """How a replica is built: whole GPUs or CPU cores, and engine arguments on top of the model's."""
 
     gpus: Annotated[int, Meta(ge=0, le=64)] = 0
@@ -62,14 +62,14 @@ class Shape(_Section):
     engine_args: dict[str, Any] = {}
 
 
-class Replicas(_Section):
+class Replicas(_Section, frozen=True):
     """The counts that a mode may have; ``min`` is what it starts with."""
 
     min: Count = 1
     max: Positive = 1
 
 
-class Mode(_Section):
+class Mode(_Section, frozen=True):
     """A shape and how many of it."""
 
     shape: str
@@ -83,7 +83,7 @@ class Mode(_Section):
         return Replicas(min=self.replicas, max=self.replicas)
 
 
-class Sim(_Section):
+class Sim(_Section, frozen=True):
     """The simulated engine: which engine-model profile times it, how much faster than real time."""
 
     profile: str = "cpu-smollm2-135m"
@@ -92,28 +92,32 @@ class Sim(_Section):
     start_s: Annotated[float, Meta(ge=0, le=3600)] = 0.0
 
 
-class Drain(_Section):
+class Drain(_Section, frozen=True):
     """How a replica leaves: in-flight requests get ``drain_timeout_s`` to finish."""
 
     drain_timeout_s: Seconds = 120.0
 
 
-class Scale(_Section):
+class Scale(_Section, frozen=True):
     """How many replicas of a model must stay ready while anything changes."""
 
     min_healthy: Count = 1
 
 
-class Control(_Section):
-    """What bounds a change of count or mode."""
+class Control(_Section, frozen=True):
+    """What bounds a change of count or mode.
+
+    ``assumed_start_s`` stands in for the measured start-to-ready time of a shape that never ran.
+    """
 
     scale: Scale = Scale()
     mode: Drain = Drain()
     start_timeout_s: Seconds = 600.0
+    assumed_start_s: Seconds = 60.0
     progress_timeout_s: Seconds = 60.0
 
 
-class ModelSpec(_Section):
+class ModelSpec(_Section, frozen=True):
     """One model: where its weights come from, its engine, its shapes and modes."""
 
     name: str
@@ -136,26 +140,27 @@ class ModelSpec(_Section):
         return self.mode or next(iter(self.modes), "")
 
 
-class Budget(_Section):
+class Budget(_Section, frozen=True):
     """What all models share; ``None`` leaves a resource unbounded."""
 
     gpus: Count | None = None
     cpus: Count | None = None
 
 
-class Cluster(_Section):
+class Cluster(_Section, frozen=True):
     """Where Ray is and where the controller listens.
 
-    ``address: local`` starts a Ray head of our own; anything else joins that cluster.
+    ``address: local`` starts a Ray head of our own at ``node_ip``; anything else joins that cluster.
     """
 
     address: str = "local"
     controller: str = "127.0.0.1:7070"
     dashboard_port: Port = 8265
     gcs_port: Port = 6379
+    node_ip: str = "127.0.0.1"
 
 
-class GatewayConfig(_Section):
+class GatewayConfig(_Section, frozen=True):
     """The data plane: where it listens and how long it waits."""
 
     host: str = "127.0.0.1"
@@ -170,7 +175,7 @@ class GatewayConfig(_Section):
     drain_timeout_s: Seconds = 30.0
 
 
-class Deployment(_Section):
+class Deployment(_Section, frozen=True):
     """The whole document."""
 
     models: Annotated[tuple[ModelSpec, ...], Meta(min_length=1)]

@@ -56,7 +56,8 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True):
     """One engine with its own HTTP address.
 
     ``url`` is empty until the engine listens. ``generation`` is the configuration of engine and
-    weights it was built from, ``incarnation`` counts restarts of its engine in place.
+    weights it was built from, ``incarnation`` counts restarts of its engine in place, ``failures``
+    the last ones of them in a row. ``start_s`` is how long the last start to ready took.
     """
 
     id: str
@@ -72,6 +73,8 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True):
     adapters: tuple[str, ...] = ()
     reason: str = ""
     start_s: float | None = None
+    failures: int = 0
+    max_model_len: int | None = None
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):

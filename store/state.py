@@ -7,6 +7,7 @@ import hashlib
 import os
 import secrets
 import socket
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,7 +36,7 @@ def write_atomic(path: Path, data: bytes, mode: int = 0o644) -> None:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(part, path)
+        part.replace(path)
     except BaseException:
         part.unlink(missing_ok=True)
         raise
@@ -68,7 +69,7 @@ class StateDir:
         if len(os.fsencode(direct)) <= 100:
             return direct
         short = hashlib.sha256(os.fsencode(self.root)).hexdigest()[:16]
-        base = os.environ.get("XDG_RUNTIME_DIR") or "/tmp"
+        base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
         return Path(base) / f"tidegate-{os.getuid()}-{short}.sock"
 
     @property

@@ -1,0 +1,139 @@
+"""From a goal to the next counts: one pure step of a scale, a mode switch or a new generation.
+
+A layer is what one Serve application holds: the replicas of one shape and generation of a model.
+The step is computed anew each time from what is observed, so a controller that was restarted in
+the middle of a switch goes on with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import msgspec
+
+# While shapes change places on CPUs, cores may be claimed twice: threads share them for a moment,
+# and no request waits for a cold start.
+CPU_OVERCOMMIT = 2
+
+
+class LayerKey(msgspec.Struct, frozen=True, order=True):
+    """One shape of one generation of a model."""
+
+    model: str
+    shape: str
+    generation: int
+
+
+class Layer(msgspec.Struct, frozen=True, kw_only=True):
+    """What is observed of a layer: the count asked for, and its replicas by state.
+
+    ``failures`` counts starts that failed in a row, ``broken`` is the cluster giving up on it.
+    """
+
+    wanted: int = 0
+    starting: int = 0
+    ready: int = 0
+    draining: int = 0
+    failures: int = 0
+    broken: bool = False
+
+    @property
+    def occupied(self) -> int:
+        """Replicas that hold resources, or will at once."""
+        return max(self.wanted, self.starting + self.ready + self.draining)
+
+
+class Footprint(msgspec.Struct, frozen=True, kw_only=True):
+    """What one replica of a shape takes."""
+
+    gpus: int = 0
+    cpus: int = 0
+
+
+class Goal(msgspec.Struct, frozen=True, kw_only=True):
+    """The layer that should serve alone, and with how many replicas.
+
+    ``gap`` allows a moment with fewer than ``min_healthy`` ready replicas, when the queue can hold it.
+    """
+
+    key: LayerKey
+    count: int
+    min_healthy: int = 1
+    gap: bool = False
+
+
+def fits(free: int | None, each: int) -> int:
+    """How many more replicas that take ``each`` fit into ``free``; ``None`` is unbounded."""
+    if free is None or each == 0:
+        return 1 << 30
+    return max(0, free // each)
+
+
+def step(
+    goal: Goal,
+    layers: Mapping[LayerKey, Layer],
+    footprints: Mapping[LayerKey, Footprint],
+    gpus: int | None,
+    cpus: int | None,
+) -> dict[LayerKey, int]:
+    """The counts to ask for next, for every layer of the goal's model.
+
+    ``gpus`` and ``cpus`` are what this model may hold in all. Make before break where there is
+    room: the others stay whole until the goal is ready. Where there is none, roll by halves: give
+    up half of the others, or as many as one new replica needs, once they have drained start what
+    fits, and repeat. Never below ``min_healthy`` ready replicas unless the goal allows the gap.
+    """
+    target = layers.get(goal.key, Layer())
+    others = {key: layer for key, layer in layers.items() if key != goal.key}
+    counts = {key: layer.wanted for key, layer in others.items()}
+    if target.ready >= goal.count:
+        counts = dict.fromkeys(others, 0)
+        # Scale-downs wait for the switch: while others drain, the goal's layer may carry their load.
+        settled = not any(layer.occupied for layer in others.values())
+        counts[goal.key] = goal.count if settled else max(goal.count, target.wanted)
+        return counts
+
+    room = _room(goal, layers, footprints, gpus, cpus)
+    counts[goal.key] = min(goal.count, max(target.wanted, target.occupied + room))
+    stuck = counts[goal.key] < goal.count and target.starting == 0 and target.ready >= target.wanted
+    waiting = any(layer.occupied > layer.wanted for layer in others.values())
+    if stuck and not waiting:
+        counts |= _give_way(goal, target, others, footprints, gpus, cpus)
+    return counts
+
+
+def _room(
+    goal: Goal,
+    layers: Mapping[LayerKey, Layer],
+    footprints: Mapping[LayerKey, Footprint],
+    gpus: int | None,
+    cpus: int | None,
+) -> int:
+    each = footprints[goal.key]
+    used_gpus = sum(layer.occupied * footprints[key].gpus for key, layer in layers.items())
+    used_cpus = sum(layer.occupied * footprints[key].cpus for key, layer in layers.items())
+    free_gpus = None if gpus is None else gpus - used_gpus
+    free_cpus = None if cpus is None else CPU_OVERCOMMIT * cpus - used_cpus
+    return min(fits(free_gpus, each.gpus), fits(free_cpus, each.cpus))
+
+
+def _give_way(
+    goal: Goal,
+    target: Layer,
+    others: Mapping[LayerKey, Layer],
+    footprints: Mapping[LayerKey, Footprint],
+    gpus: int | None,
+    cpus: int | None,
+) -> dict[LayerKey, int]:
+    """Shrink the others by half, further while not even one new replica would fit."""
+    keep = {key: (layer.wanted + 1) // 2 if layer.wanted > 1 else 0 for key, layer in others.items()}
+    keep = {key: min(count, others[key].wanted) for key, count in keep.items()}
+    while any(keep.values()):
+        after = {key: Layer(wanted=count) for key, count in keep.items()} | {goal.key: target}
+        if _room(goal, after, footprints, gpus, cpus) >= 1:
+            break
+        widest = max(keep, key=lambda key: (keep[key], key))
+        keep[widest] -= 1
+    if target.ready + sum(keep.values()) < goal.min_healthy and not goal.gap:
+        return {}
+    return keep

@@ -1,0 +1,54 @@
+"""Whether an aim was reached, failed, or would leave a gap: the judgements around a switch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from policy.plan import Footprint, Goal, Layer, LayerKey, step
+
+# A start that failed this often in a row is not tried again while something else can serve.
+MAX_FAILURES = 3
+
+
+def reached(count: int, layer: Layer) -> bool:
+    """Whether the layer has what was aimed for."""
+    return layer.ready >= count
+
+
+def verdict(layer: Layer, elapsed_s: float, start_timeout_s: float) -> str:
+    """Why the aim cannot be had, or an empty string while it still may be.
+
+    A layer in which a replica is ready is not failed: a scale-up that is slow is no reason to go
+    back. ``elapsed_s`` counts from when the aim was set.
+    """
+    if layer.ready:
+        return ""
+    if layer.failures >= MAX_FAILURES:
+        return f"{layer.failures} starts in a row failed"
+    if layer.broken:
+        return "the cluster gave up starting it"
+    if elapsed_s > start_timeout_s:
+        return f"not ready after {elapsed_s:.0f} s"
+    return ""
+
+
+def gap_needed(
+    goal: Goal,
+    layers: Mapping[LayerKey, Layer],
+    footprints: Mapping[LayerKey, Footprint],
+    gpus: int | None,
+    cpus: int | None,
+) -> bool:
+    """Whether the goal can be had only by falling below ``min_healthy`` ready replicas.
+
+    Plays the switch forward on the planner itself, every step taken to succeed at once.
+    """
+    now = {key: Layer(wanted=layer.wanted, ready=layer.wanted) for key, layer in layers.items()}
+    while True:
+        counts = step(goal, now, footprints, gpus, cpus)
+        then = {key: Layer(wanted=count, ready=count) for key, count in counts.items()}
+        if then.get(goal.key, Layer()).ready >= goal.count:
+            return False
+        if then == now:
+            return True
+        now = then

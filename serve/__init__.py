@@ -1,0 +1,1 @@
+"""The control plane: replicas on Ray Serve, the actuator and the controller."""

@@ -1,0 +1,194 @@
+"""The actuator of one machine: each replica host is a process of its own (``--no-ray``).
+
+Hosts are sessions of their own and are recorded on disk before they are relied on, so a controller
+that was killed finds them again, and nothing is left behind when it is told to stop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import sys
+import time
+from collections.abc import Mapping
+
+import msgspec
+import psutil
+
+from policy.config import ModelSpec
+from policy.errors import ActuatorFailed
+from policy.plan import LayerKey
+from serve.actuator.port import Held
+from serve.host import HostSpec
+from serve.local_host import LocalHost
+from store.logs import RotatingLog
+from store.state import StateDir
+
+# A host ends its engine within this after its drain; then it is killed.
+GRACE_S = 15.0
+BACKOFF_S = (0.5, 2.0, 8.0, 30.0)
+
+
+class Process(msgspec.Struct, frozen=True, kw_only=True):
+    """A host process: ``created`` tells it from a later one with the same id."""
+
+    pid: int
+    created: float
+    replica: str
+    leaving: bool = False
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True):
+    """A layer and its host processes, oldest first."""
+
+    key: LayerKey
+    digest: str
+    model: ModelSpec
+    wanted: int
+    processes: tuple[Process, ...] = ()
+    failures: int = 0
+    retry_at: float = 0.0
+
+
+class LocalActuator:
+    """The actuator port over child processes."""
+
+    name = "local"
+
+    def __init__(self, state: StateDir, controller: str) -> None:
+        self._state = state
+        self._controller = controller
+        self._path = state.root / "hosts.json"
+        self._log = RotatingLog(state.logs / "hosts.log")
+        self._records: dict[LayerKey, Record] = {
+            record.key: record for record in state.load(self._path, list[Record]) or []
+        }
+        self._children: dict[int, asyncio.subprocess.Process] = {}
+        self._lock = asyncio.Lock()
+
+    async def layers(self) -> Mapping[LayerKey, Held]:
+        async with self._lock:
+            for key in tuple(self._records):
+                await self._reconcile(key)
+        return {
+            key: Held(
+                wanted=record.wanted,
+                digest=record.digest,
+                trouble=f"{record.failures} hosts in a row failed" if record.failures >= 3 else "",
+            )
+            for key, record in self._records.items()
+        }
+
+    async def deploy(self, key: LayerKey, model: ModelSpec, digest: str, count: int) -> None:
+        async with self._lock:
+            if key not in self._records:
+                self._put(Record(key=key, digest=digest, model=model, wanted=count))
+            await self._reconcile(key)
+
+    async def scale(self, key: LayerKey, count: int) -> None:
+        async with self._lock:
+            record = self._records.get(key)
+            if record is None:
+                raise ActuatorFailed(f"there is no layer {key} to scale")
+            self._put(msgspec.structs.replace(record, wanted=count))
+            await self._reconcile(key)
+
+    async def delete(self, key: LayerKey) -> None:
+        async with self._lock:
+            if key not in self._records:
+                return
+            self._put(msgspec.structs.replace(self._records[key], wanted=0))
+            await self._reconcile(key)
+            if not self._records[key].processes:
+                del self._records[key]
+                self._save()
+
+    async def stop(self) -> None:
+        processes = [p for record in self._records.values() for p in record.processes]
+        running = [found for p in processes if (found := _find(p)) is not None]
+        for process in running:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.terminate()
+        _, alive = await asyncio.to_thread(psutil.wait_procs, running, GRACE_S)
+        for process in alive:
+            # Its engine holds the host's lifeline and follows.
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        self._records.clear()
+        self._save()
+
+    async def _reconcile(self, key: LayerKey) -> None:
+        """Forget what ended, then start or end hosts until the count is right."""
+        record = self._records[key]
+        living = tuple(p for p in record.processes if _find(p) is not None)
+        died = sum(not p.leaving for p in record.processes) - sum(not p.leaving for p in living)
+        if len(living) != len(record.processes):
+            failures = record.failures + died
+            delay = BACKOFF_S[min(failures, len(BACKOFF_S)) - 1] if died else 0.0
+            record = msgspec.structs.replace(
+                record, processes=living, failures=failures, retry_at=time.time() + delay
+            )
+            self._put(record)
+        staying = [p for p in record.processes if not p.leaving]
+        for _ in range(record.wanted - len(staying)):
+            if time.time() < record.retry_at:
+                break
+            record = await self._start(record)
+        # The newest leave first: the oldest has the warmest caches.
+        for process in staying[record.wanted :]:
+            self._leave(process)
+            kept = tuple(
+                msgspec.structs.replace(p, leaving=True) if p is process else p for p in record.processes
+            )
+            record = msgspec.structs.replace(record, processes=kept)
+            self._put(record)
+
+    async def _start(self, record: Record) -> Record:
+        key = record.key
+        replica = f"{key.model.replace('/', '.')}-{key.shape}-g{key.generation}-{secrets.token_hex(3)}"
+        spec = HostSpec(
+            model=record.model,
+            shape=key.shape,
+            generation=key.generation,
+            state_dir=str(self._state.root),
+            controller=self._controller,
+            secret=self._state.secret(),
+        )
+        child = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "serve.local_host", stdin=asyncio.subprocess.PIPE,
+            stdout=self._log.descriptor, stderr=self._log.descriptor, start_new_session=True,
+        )  # fmt: skip
+        created = psutil.Process(child.pid).create_time()
+        self._children[child.pid] = child
+        process = Process(pid=child.pid, created=created, replica=replica)
+        record = msgspec.structs.replace(record, processes=(*record.processes, process))
+        self._put(record)
+        assert child.stdin is not None
+        child.stdin.write(msgspec.json.encode(LocalHost(replica=replica, spec=spec)) + b"\n")
+        child.stdin.close()
+        return record
+
+    def _leave(self, process: Process) -> None:
+        found = _find(process)
+        if found is not None:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                found.terminate()
+
+    def _put(self, record: Record) -> None:
+        self._records[record.key] = record
+        self._save()
+
+    def _save(self) -> None:
+        self._state.save(self._path, list(self._records.values()))
+
+
+def _find(process: Process) -> psutil.Process | None:
+    """The live process that was recorded; a zombie or a later one with its id is none."""
+    try:
+        found = psutil.Process(process.pid)
+        if abs(found.create_time() - process.created) > 0.5 or found.status() == psutil.STATUS_ZOMBIE:
+            return None
+    except psutil.NoSuchProcess:
+        return None
+    return found

@@ -1,0 +1,151 @@
+"""The actuator on Ray Serve: one application per layer, scaled only through Serve's scale API.
+
+An application is never redeployed: that would replace its running replicas. Source of the REST
+paths: Ray 2.60, ``dashboard/modules/serve/serve_head.py``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+import msgspec
+from ray import serve as ray_serve
+from ray.serve.api import RunTarget
+
+from policy.config import ModelSpec, Shape
+from policy.errors import ActuatorFailed
+from policy.plan import CPU_OVERCOMMIT, LayerKey
+from serve.actuator.port import Held
+from serve.host import HostSpec
+from serve.ray_host import RayHost
+from store.state import StateDir
+
+DEPLOYMENT = "replica"
+# The name of an application carries all that a controller without a memory needs to know.
+_NAME = re.compile(r"tidegate\+(?P<model>[^+]+)\+(?P<shape>[^+]+)\+g(?P<generation>\d+)-(?P<digest>\w+)")
+_BROKEN = frozenset({"DEPLOY_FAILED", "UNHEALTHY"})
+# Serve waits this long before a replica's shutdown hook; the hook is what refuses new requests.
+BEFORE_HOOK_S = 0.1
+AFTER_DRAIN_S = 15.0
+
+
+def _application(key: LayerKey, digest: str) -> str:
+    return f"tidegate+{key.model.replace('/', '@')}+{key.shape}+g{key.generation}-{digest}"
+
+
+def _resources(shape: Shape) -> dict[str, Any]:
+    """What a host asks of Ray; cores are asked for in parts, so that two shapes can change places."""
+    if shape.gpus:
+        return {"num_gpus": shape.gpus, "num_cpus": shape.cpus}
+    return {"num_cpus": shape.cpus / CPU_OVERCOMMIT}
+
+
+class RayActuator:
+    """The actuator port over Serve's REST API and, to deploy, its Python API."""
+
+    name = "ray"
+
+    def __init__(self, state: StateDir, controller: str, dashboard: str, token: str) -> None:
+        self._state = state
+        self._controller = controller
+        self._applications: dict[LayerKey, str] = {}
+        self._http = httpx.AsyncClient(
+            base_url=f"http://{dashboard}",
+            headers={"authorization": f"Bearer {token}"},
+            timeout=10.0,
+            trust_env=False,
+        )
+
+    async def layers(self) -> Mapping[LayerKey, Held]:
+        answer = await self._call("GET", "/api/serve/applications/")
+        found: dict[LayerKey, Held] = {}
+        for name, application in answer["applications"].items():
+            match = _NAME.fullmatch(name)
+            if match is None or application["status"] in ("DELETING", "NOT_STARTED"):
+                continue
+            key = LayerKey(match["model"].replace("@", "/"), match["shape"], int(match["generation"]))
+            deployment = application["deployments"].get(DEPLOYMENT)
+            if deployment is None:
+                continue
+            self._applications[key] = name
+            found[key] = Held(
+                wanted=deployment["target_num_replicas"],
+                digest=match["digest"],
+                trouble=deployment["message"] if application["status"] in _BROKEN else "",
+            )
+        return found
+
+    async def deploy(self, key: LayerKey, model: ModelSpec, digest: str, count: int) -> None:
+        if key in await self.layers():
+            return
+        drain_s = model.control.mode.drain_timeout_s
+        spec = HostSpec(
+            model=model,
+            shape=key.shape,
+            generation=key.generation,
+            state_dir=str(self._state.root),
+            controller=self._controller,
+            secret=self._state.secret(),
+        )
+        application = RayHost.options(
+            name=DEPLOYMENT,
+            num_replicas=count,
+            ray_actor_options=_resources(model.shapes[key.shape]),
+            max_ongoing_requests=1,
+            health_check_period_s=2.0,
+            health_check_timeout_s=model.control.start_timeout_s,
+            graceful_shutdown_wait_loop_s=BEFORE_HOOK_S,
+            graceful_shutdown_timeout_s=drain_s + AFTER_DRAIN_S,
+        ).bind(msgspec.json.encode(spec))
+        target = RunTarget(
+            target=application,
+            name=_application(key, digest),
+            route_prefix=None,
+            external_scaler_enabled=True,
+        )
+        await asyncio.to_thread(_deploy, target)
+
+    async def scale(self, key: LayerKey, count: int) -> None:
+        name = self._applications.get(key)
+        if name is None:
+            raise ActuatorFailed(f"there is no layer {key} to scale")
+        path = f"/api/v1/applications/{quote(name, safe='')}/deployments/{DEPLOYMENT}/scale"
+        await self._call("POST", path, {"target_num_replicas": count})
+
+    async def delete(self, key: LayerKey) -> None:
+        await self.layers()
+        name = self._applications.pop(key, None)
+        if name is not None:
+            await asyncio.to_thread(ray_serve.delete, name, _blocking=False)
+
+    async def stop(self) -> None:
+        await self.layers()
+        names = list(self._applications.values())
+        self._applications.clear()
+        for name in names:
+            await asyncio.to_thread(ray_serve.delete, name, _blocking=True)
+
+    async def _call(self, method: str, path: str, body: object = None) -> Any:
+        try:
+            answer = await self._http.request(method, path, json=body)
+        except httpx.HTTPError as error:
+            raise ActuatorFailed(f"Serve's API does not answer: {error!r}") from error
+        if answer.status_code != httpx.codes.OK:
+            raise ActuatorFailed(f"Serve's API answered {answer.status_code}: {answer.text[:300]}")
+        return answer.json()
+
+
+def _deploy(target: RunTarget) -> None:
+    try:
+        ray_serve.start(proxy_location="Disabled")
+        ray_serve.run_many(
+            [target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False
+        )
+    except Exception as error:
+        # Ray raises its whole own tree here; the controller tries again at its next tick.
+        raise ActuatorFailed(f"Serve did not take {target.name}: {error}") from error

@@ -1,0 +1,133 @@
+"""Ray itself: the head that the supervisor runs, and ``start``/``stop`` of what Tidegate has on it.
+
+``python -m serve.cluster start --state DIR`` makes sure that the controller runs; ``stop`` deletes
+Tidegate's applications and actor, and leaves everything else on the cluster alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hashlib
+import os
+import secrets
+import sys
+import tempfile
+from pathlib import Path
+
+import msgspec
+
+from policy.config import Deployment
+from policy.errors import TidegateError, Unreachable
+from policy.parsing import parse
+from store.state import StateDir, write_atomic
+
+# Tidegate passes no objects through Ray; its store only holds Ray's own few.
+OBJECT_STORE_BYTES = 128 * 1024 * 1024
+
+
+def token_path(state: StateDir) -> Path:
+    """Where the token of our own head is kept."""
+    return state.root / "ray_token"
+
+
+def environment(deployment: Deployment, state: StateDir) -> dict[str, str]:
+    """What every client of the cluster needs: token authentication is on in all of them."""
+    env = {"RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0", "RAY_SERVE_LOG_TO_STDERR": "0"}
+    if deployment.cluster.address == "local":
+        path = token_path(state)
+        if not path.exists():
+            state.ensure()
+            write_atomic(path, secrets.token_hex(32).encode(), mode=0o600)
+        env["RAY_AUTH_TOKEN_PATH"] = str(path)
+    return env
+
+
+def temp_dir(state: StateDir) -> Path:
+    """Ray's own directory for this deployment, short because Ray puts unix sockets below it."""
+    digest = hashlib.sha256(os.fsencode(state.root)).hexdigest()[:8]
+    return Path(tempfile.gettempdir()) / f"tidegate-ray-{os.getuid()}-{digest}"
+
+
+def head_command(deployment: Deployment, state: StateDir) -> tuple[list[str], dict[str, str]]:
+    """The command, and what to add to its environment, that runs a Ray head in the foreground.
+
+    Everything that Ray lets us bind is bound to loopback; its GCS, raylet and workers listen on
+    every interface whatever they are told, hence the token.
+    """
+    cluster = deployment.cluster
+    argv = [
+        str(Path(sys.executable).with_name("ray")), "start", "--head", "--block",
+        "--node-ip-address", cluster.node_ip, "--port", str(cluster.gcs_port),
+        "--dashboard-host", "127.0.0.1", "--dashboard-port", str(cluster.dashboard_port),
+        "--object-store-memory", str(OBJECT_STORE_BYTES), "--temp-dir", str(temp_dir(state)),
+        "--disable-usage-stats",
+    ]  # fmt: skip
+    return argv, environment(deployment, state)
+
+
+def address(deployment: Deployment) -> str:
+    """Where clients join: our own head, or the cluster that the document names."""
+    cluster = deployment.cluster
+    return f"{cluster.node_ip}:{cluster.gcs_port}" if cluster.address == "local" else cluster.address
+
+
+def _say(step: str, message: str) -> None:
+    sys.stdout.buffer.write(msgspec.json.encode({"step": step, "message": message}) + b"\n")
+    sys.stdout.flush()
+
+
+def _connect(deployment: Deployment, state: StateDir) -> tuple[str, str]:
+    """Join the cluster; returns the dashboard's address and the token."""
+    os.environ.update(environment(deployment, state))
+    import ray  # noqa: PLC0415  # the token must be in the environment before Ray is loaded
+
+    try:
+        context = ray.init(address=address(deployment), namespace="tidegate", log_to_driver=False)
+    except (ConnectionError, RuntimeError, TimeoutError) as error:
+        raise Unreachable(f"Ray at {address(deployment)} cannot be joined: {error}") from error
+    path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+    token = os.environ.get("RAY_AUTH_TOKEN") or (path.read_text().strip() if path.exists() else "")
+    return context.dashboard_url, token
+
+
+def start(deployment: Deployment, state: StateDir) -> None:
+    """Make sure that the controller actor exists."""
+    _say("ray", f"joining {address(deployment)}")
+    dashboard, token = _connect(deployment, state)
+    from serve import ray_controller  # noqa: PLC0415  # imports Ray
+
+    _say("controller", f"starting at {deployment.cluster.controller}")
+    pid = ray_controller.ensure(str(state.root), deployment.cluster.controller, dashboard, token)
+    _say("controller", f"runs as process {pid}")
+
+
+def stop(deployment: Deployment, state: StateDir) -> None:
+    """Delete Tidegate's actor and applications."""
+    dashboard, token = _connect(deployment, state)
+    from serve import ray_controller  # noqa: PLC0415  # imports Ray
+    from serve.actuator.ray import RayActuator  # noqa: PLC0415  # imports Ray
+
+    # The actor first: it would deploy again what is being deleted.
+    ray_controller.remove()
+    _say("ray", "deleting applications")
+    asyncio.run(RayActuator(state, deployment.cluster.controller, dashboard, token).stop())
+
+
+def main() -> None:
+    """Entry point; prints JSON lines, exits 1 with ``{"error": ...}`` when it fails."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("action", choices=("start", "stop"))
+    parser.add_argument("--state", type=Path, required=True)
+    given = parser.parse_args()
+    state = StateDir(given.state)
+    try:
+        deployment = parse(state.load(state.deployment_path, dict[str, object]))
+        {"start": start, "stop": stop}[given.action](deployment, state)
+    except TidegateError as error:
+        sys.stdout.buffer.write(msgspec.json.encode({"error": str(error)}) + b"\n")
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

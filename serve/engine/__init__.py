@@ -1,0 +1,1 @@
+"""Engines: child processes that turn requests into tokens behind the guard."""

@@ -1,0 +1,167 @@
+"""The guard: the only way into an engine's app. It checks, counts, refuses and drains."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+from collections.abc import AsyncIterator, Callable
+
+import msgspec
+
+from policy.errors import Refusal
+from policy.types import Load, ReplicaState
+from serve.engine.port import ALLOWED, Engine, Receive, Scope, Send
+from store.state import SECRET_HEADER
+
+REFUSAL_HEADER = b"x-tidegate-refusal"
+CANARY_HEADER = b"x-tidegate-canary"
+
+# Load lines are coalesced: a burst of arrivals is one line, and silence still says "alive".
+COALESCE_S = 0.02
+HEARTBEAT_S = 1.0
+
+
+class LoadLine(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of ``GET /internal/load``."""
+
+    state: ReplicaState
+    load: Load
+    adapters: tuple[str, ...] = ()
+
+
+class Guard:
+    """ASGI middleware that owns a replica's in-flight count.
+
+    The count is the truth the gateways route on: it is incremented before the engine's app sees a
+    request and decremented when the app is done with it, whatever ended it.
+    """
+
+    def __init__(self, engine: Engine, *, secret: str, bound: int, clock: Callable[[], float]) -> None:
+        self._engine = engine
+        self._secret = secret.encode()
+        self._bound = bound
+        self._clock = clock
+        self._in_flight = 0
+        self._state = ReplicaState.STARTING
+        self._changed = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def state(self) -> ReplicaState:
+        return self._state
+
+    def become(self, state: ReplicaState) -> None:
+        """Move to ``state``; a draining replica never becomes ready again."""
+        if self._state is ReplicaState.DRAINING and state is ReplicaState.READY:
+            return
+        self._state = state
+        self._notify()
+
+    def line(self) -> LoadLine:
+        """The load of this instant."""
+        stats = self._engine.stats()
+        load = Load(
+            at=self._clock(),
+            in_flight=self._in_flight,
+            bound=self._bound,
+            running=stats.running,
+            waiting=stats.waiting,
+            kv_used=stats.kv_used,
+            tokens=stats.tokens,
+        )
+        return LoadLine(state=self._state, load=load, adapters=self._engine.adapters())
+
+    async def idle(self) -> None:
+        """Return once nothing is in flight."""
+        await self._idle.wait()
+
+    async def lines(self) -> AsyncIterator[LoadLine]:
+        """One line now, one after each change, and one per :data:`HEARTBEAT_S` at least."""
+        while True:
+            changed = self._changed
+            yield self.line()
+            await asyncio.sleep(COALESCE_S)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(HEARTBEAT_S - COALESCE_S):
+                    await changed.wait()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._engine.app(scope, receive, send)
+            return
+        if scope["type"] != "http":
+            return
+        headers = dict(scope["headers"])
+        given = headers.get(SECRET_HEADER.encode(), b"")
+        if not hmac.compare_digest(given, self._secret):
+            await _answer(send, 401, Refusal.UNAUTHORIZED, "the internal secret is missing or wrong")
+            return
+        route = (scope["method"], scope["path"])
+        if route == ("GET", "/internal/load"):
+            await self._stream_load(receive, send)
+        elif route == ("POST", "/internal/drain"):
+            self.become(ReplicaState.DRAINING)
+            await _start(send, 200, [(b"content-type", b"application/json")])
+            await send({"type": "http.response.body", "body": msgspec.json.encode(self.line())})
+        elif route not in ALLOWED:
+            await _answer(send, 404, Refusal.NOT_FOUND, "a replica serves no such path")
+        elif scope["method"] == "GET":
+            await self._engine.app(scope, receive, send)
+        elif (refusal := self._refusal(CANARY_HEADER in headers)) is not None:
+            await _answer(send, 503, refusal, f"this replica is {refusal}")
+        else:
+            await self._count(scope, receive, send)
+
+    def _refusal(self, canary: bool) -> Refusal | None:
+        if self._state is ReplicaState.STARTING:
+            return None if canary else Refusal.STARTING
+        if self._state is not ReplicaState.READY:
+            return Refusal.DRAINING
+        return Refusal.BUSY if self._in_flight >= self._bound else None
+
+    async def _count(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._in_flight += 1
+        self._idle.clear()
+        self._notify()
+        try:
+            await self._engine.app(scope, receive, send)
+        finally:
+            self._in_flight -= 1
+            if not self._in_flight:
+                self._idle.set()
+            self._notify()
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _stream_load(self, receive: Receive, send: Send) -> None:
+        await receive()
+        gone = asyncio.ensure_future(receive())
+        await _start(send, 200, [(b"content-type", b"application/x-ndjson")])
+        try:
+            async for line in self.lines():
+                if gone.done():
+                    return
+                body = msgspec.json.encode(line) + b"\n"
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+        finally:
+            gone.cancel()
+
+
+async def _start(send: Send, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+
+
+async def _answer(send: Send, status: int, refusal: Refusal, message: str) -> None:
+    error = {"message": message, "type": "tidegate_error", "param": None, "code": str(refusal)}
+    body = msgspec.json.encode({"error": error})
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+        (REFUSAL_HEADER, str(refusal).encode()),
+    ]
+    await _start(send, status, headers)
+    await send({"type": "http.response.body", "body": body})

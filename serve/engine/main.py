@@ -1,0 +1,160 @@
+"""An engine's process: it builds the engine, guards its port, and tells the host how it is.
+
+Standard input is the lifeline: its first line is the :class:`serve.engine.port.EngineSpec`, later
+lines are commands, and its end means that the host is gone, so the whole process group ends.
+Events go to the descriptor given with ``--events`` as JSON lines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import importlib
+import os
+import signal
+import sys
+import time
+import traceback
+
+import msgspec
+import uvicorn
+import uvloop
+
+from policy.errors import EngineFailed, TidegateError
+from policy.types import EngineKind, ReplicaState
+from serve.engine import canary
+from serve.engine.guard import Guard, LoadLine
+from serve.engine.port import Engine, EngineSpec
+from serve.http import Server
+from store.state import listen
+
+MODULES = {EngineKind.VLLM: "serve.engine.vllm", EngineKind.SIM: "serve.engine.sim"}
+CHECK_S = 0.25
+REPORT_S = 0.1
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One line from the engine to its host; ``line`` is its load, ``failed`` its last words."""
+
+    url: str = ""
+    max_model_len: int | None = None
+    line: LoadLine | None = None
+    failed: str = ""
+
+
+class Events:
+    """The pipe to the host."""
+
+    def __init__(self, descriptor: int) -> None:
+        os.set_inheritable(descriptor, False)
+        self._descriptor = descriptor
+
+    def send(self, event: Event) -> None:
+        """Write one line; a host that is gone is noticed at the lifeline, not here."""
+        with contextlib.suppress(BrokenPipeError):
+            os.write(self._descriptor, msgspec.json.encode(event) + b"\n")
+
+
+class Progress:
+    """Notices an engine that holds requests but steps no more."""
+
+    def __init__(self, timeout_s: float, now: float) -> None:
+        self._timeout_s = timeout_s
+        self._steps = -1
+        self._since = now
+
+    def check(self, steps: int, busy: bool, now: float) -> None:
+        """Raise :class:`policy.errors.EngineFailed` after ``timeout_s`` without a step while busy."""
+        if steps != self._steps or not busy:
+            self._steps, self._since = steps, now
+        elif now - self._since > self._timeout_s:
+            raise EngineFailed(f"no engine step for {now - self._since:.0f} s with requests running")
+
+
+async def _lifeline(reader: asyncio.StreamReader, guard: Guard) -> None:
+    while line := await reader.readline():
+        if line.strip() == b"drain":
+            guard.become(ReplicaState.DRAINING)
+    # The host is gone and nobody else would end the engine's own processes.
+    os.killpg(0, signal.SIGKILL)
+
+
+async def _watch(engine: Engine, guard: Guard, timeout_s: float) -> None:
+    progress = Progress(timeout_s, time.monotonic())
+    while True:
+        await asyncio.sleep(CHECK_S)
+        await engine.check()
+        stats = engine.stats()
+        progress.check(stats.steps, stats.running + stats.waiting > 0, time.monotonic())
+
+
+async def _report(guard: Guard, events: Events) -> None:
+    async for line in guard.lines():
+        events.send(Event(line=line))
+        await asyncio.sleep(REPORT_S)
+
+
+async def run(spec: EngineSpec, stdin: asyncio.StreamReader, events: Events) -> None:
+    """Serve ``spec`` until the engine fails or the process is told to stop."""
+    create = importlib.import_module(MODULES[spec.kind]).create
+    engine: Engine = await create(spec)
+    guard = Guard(engine, secret=spec.secret, bound=spec.bound, clock=time.time)
+    # Bound after the engine has made its own processes, so that none of them inherits the port.
+    sock = listen(spec.host, 0)
+    config = uvicorn.Config(
+        guard, http="httptools", loop="uvloop", access_log=False, log_level="warning", lifespan="auto",
+        timeout_keep_alive=300, timeout_graceful_shutdown=1,
+    )  # fmt: skip
+    server = Server(config)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, server.handle_exit, signal.SIGTERM, None)
+    url = f"http://{spec.host}:{sock.getsockname()[1]}"
+    tasks = {
+        asyncio.create_task(server.serve(sockets=[sock])),
+        asyncio.create_task(_lifeline(stdin, guard)),
+        asyncio.create_task(_watch(engine, guard, spec.progress_timeout_s)),
+        asyncio.create_task(_report(guard, events)),
+    }
+    singing = asyncio.create_task(canary.sing(url, spec, spec.progress_timeout_s))
+    done, _ = await asyncio.wait({*tasks, singing}, return_when=asyncio.FIRST_COMPLETED)
+    if done == {singing}:
+        singing.result()
+        events.send(Event(url=url, max_model_len=engine.max_model_len))
+        guard.become(ReplicaState.READY)
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in done:
+        task.result()
+    await engine.close()
+
+
+async def _main(descriptor: int) -> None:
+    reader = asyncio.StreamReader()
+    loop = asyncio.get_running_loop()
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin.buffer)
+    spec = msgspec.json.decode(await reader.readline(), type=EngineSpec)
+    events = Events(descriptor)
+    try:
+        await run(spec, reader, events)
+    except (TidegateError, ValueError, RuntimeError, OSError) as error:
+        # vLLM reports bad arguments and a dead engine core as ValueError and RuntimeError.
+        events.send(Event(failed=f"{type(error).__name__}: {error}"[:2000]))
+        raise
+
+
+def main() -> None:
+    """Entry point: ``python -m serve.engine.main --events FD``."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--events", type=int, required=True)
+    try:
+        uvloop.run(_main(parser.parse_args().events))
+    except BaseException:
+        traceback.print_exc()
+        # The engine's own processes are in this group, and none may outlive it.
+        os.killpg(0, signal.SIGKILL)
+        raise
+    # Threads that an engine leaves behind must not keep a stopped replica alive.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""The engine port: what a replica host needs of an engine, whatever makes the tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any, Protocol
+
+import msgspec
+
+from policy.config import Sim
+from policy.types import EngineKind, Runner
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+ASGIApp = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+# The only paths that reach an engine's app; vLLM's other routes control or reveal too much.
+ALLOWED = frozenset(
+    {
+        ("POST", "/v1/chat/completions"),
+        ("POST", "/v1/completions"),
+        ("POST", "/v1/embeddings"),
+        ("POST", "/v1/responses"),
+        ("POST", "/v1/messages"),
+        ("POST", "/tokenize"),
+        ("POST", "/detokenize"),
+        ("POST", "/v1/score"),
+        ("POST", "/v1/rerank"),
+        ("GET", "/v1/models"),
+        ("GET", "/metrics"),
+    }
+)
+
+
+class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything an engine process is told, as one JSON line on its standard input.
+
+    ``host`` is the address to listen on, ``bound`` how many requests the guard admits at once,
+    ``weights`` a local directory (empty for the simulated engine).
+    """
+
+    kind: EngineKind
+    replica: str
+    model: str
+    runner: Runner
+    shape: str
+    generation: int
+    host: str
+    secret: str
+    bound: int
+    weights: str = ""
+    tensor_parallel: int = 1
+    engine_args: dict[str, Any] = {}
+    sim: Sim = Sim()
+    progress_timeout_s: float = 60.0
+
+
+class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
+    """The engine's own counts; ``steps`` and scheduled ``tokens`` are totals that never fall."""
+
+    running: int = 0
+    waiting: int = 0
+    kv_used: float = 0.0
+    tokens: int = 0
+    steps: int = 0
+
+
+class Engine(Protocol):
+    """One engine in this process. ``app`` is its OpenAI-compatible HTTP surface."""
+
+    app: ASGIApp
+    max_model_len: int | None
+
+    def stats(self) -> EngineStats:
+        """Counts of this instant, without blocking."""
+        ...
+
+    def adapters(self) -> tuple[str, ...]:
+        """Names of the LoRA adapters it can serve now."""
+        ...
+
+    async def check(self) -> None:
+        """Raise :class:`policy.errors.EngineFailed` when the engine can make no more tokens."""
+        ...
+
+    async def close(self) -> None:
+        """Free what it holds."""
+        ...

@@ -1,0 +1,150 @@
+"""vLLM as an engine: its ``AsyncLLM`` and its own OpenAI app, in this process.
+
+The only module that imports vLLM. Source of the calls: vLLM's
+``entrypoints/launchers/api_server/entry.py`` (0.32), whose server we replace by our guard's.
+"""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import msgspec
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+from vllm.entrypoints.launchers.app import build_app
+from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.metrics.loggers import StatLoggerBase
+
+from policy.errors import EngineFailed
+from serve.engine.port import ASGIApp, EngineSpec, EngineStats
+
+
+class StepLogger(StatLoggerBase):  # type: ignore[misc]  # vLLM ships no types
+    """What every engine step reports, kept as the latest counts.
+
+    Handed to ``AsyncLLM`` rather than scraped: it sees each step, so it shows token progress.
+    """
+
+    def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+        self.latest = EngineStats()
+
+    def record(
+        self,
+        scheduler_stats: Any,
+        iteration_stats: Any,
+        mm_cache_stats: Any = None,
+        engine_idx: int = 0,
+    ) -> None:
+        """Called by vLLM once a step; either part may be missing."""
+        last = self.latest
+        tokens = last.tokens
+        if iteration_stats is not None:
+            tokens += iteration_stats.num_generation_tokens + iteration_stats.num_prompt_tokens
+        if scheduler_stats is None:
+            self.latest = EngineStats(
+                running=last.running,
+                waiting=last.waiting,
+                kv_used=last.kv_used,
+                tokens=tokens,
+                steps=last.steps + 1,
+            )
+            return
+        self.latest = EngineStats(
+            running=scheduler_stats.num_running_reqs,
+            waiting=scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs,
+            kv_used=scheduler_stats.kv_cache_usage,
+            tokens=tokens,
+            steps=last.steps + 1,
+        )
+
+    def log_engine_initialized(self) -> None:
+        """vLLM's hook after start-up; there is nothing to keep of it."""
+
+
+class VLLMEngine:
+    """The engine port over one ``AsyncLLM``."""
+
+    def __init__(self, llm: AsyncLLM, app: ASGIApp, steps: StepLogger, base: str) -> None:
+        self.app = app
+        self.max_model_len: int | None = llm.model_config.max_model_len
+        self._llm = llm
+        self._steps = steps
+        self._base = base
+
+    def stats(self) -> EngineStats:
+        return self._steps.latest
+
+    def adapters(self) -> tuple[str, ...]:
+        models = self.app.state.openai_serving_models  # type: ignore[attr-defined]
+        return tuple(models.lora_requests)
+
+    async def check(self) -> None:
+        if self._llm.errored:
+            raise EngineFailed(f"vLLM's engine core is dead: {self._llm.dead_error}")
+        await self._llm.check_health()
+
+    async def close(self) -> None:
+        self._llm.shutdown()
+
+
+def arguments(spec: EngineSpec) -> Any:
+    """vLLM's parsed arguments for ``spec``; raises :class:`EngineFailed` with vLLM's own words.
+
+    The arguments pass through vLLM's own parser as a command line would, so what it refuses there
+    is refused here, and nested configurations become the objects that it expects.
+    """
+    parser = make_arg_parser(FlexibleArgumentParser())
+
+    def refuse(message: str) -> None:
+        raise EngineFailed(f"engine_args: {message}")
+
+    parser.error = refuse
+    owned = {
+        "model": spec.weights,
+        "served_model_name": spec.model,
+        "tensor_parallel_size": spec.tensor_parallel,
+        "runner": str(spec.runner),
+        # Prompts are the clients' own, and the gateway counts requests: neither belongs in a log.
+        "enable_log_requests": False,
+        "disable_uvicorn_access_log": True,
+    }
+    args = parser.parse_args(
+        [word for item in {**spec.engine_args, **owned}.items() for word in _flag(*item)]
+    )
+    validate_parsed_serve_args(args)
+    return args
+
+
+def _flag(name: str, value: Any) -> list[str]:
+    flag = f"--{name.replace('_', '-')}"
+    if value is None:
+        return []
+    if isinstance(value, bool):
+        return [flag if value else f"--no-{flag[2:]}"]
+    if isinstance(value, dict):
+        return [flag, msgspec.json.encode(value).decode()]
+    if isinstance(value, list):
+        return [flag, *(msgspec.json.encode(v).decode() if isinstance(v, dict) else str(v) for v in value)]
+    return [flag, str(value)]
+
+
+async def create(spec: EngineSpec) -> VLLMEngine:
+    """Build the engine and its app; takes as long as vLLM needs to load the weights."""
+    args = arguments(spec)
+    engine_args = AsyncEngineArgs.from_cli_args(args)
+    loggers: list[StepLogger] = []
+
+    def stat_logger(vllm_config: Any, engine_index: int) -> StepLogger:
+        loggers.append(StepLogger(vllm_config, engine_index))
+        return loggers[-1]
+
+    llm = AsyncLLM.from_engine_args(engine_args, stat_loggers=[stat_logger])
+    tasks = await llm.get_supported_tasks()
+    app = build_app(args, supported_tasks=tasks, model_config=llm.model_config)
+    await init_app_state(llm, app.state, args, tasks)
+    # vLLM's error handler reaches for the server to stop it when the engine dies; ours ends by itself.
+    app.state.server = types.SimpleNamespace()
+    return VLLMEngine(llm, app, loggers[0], spec.model)

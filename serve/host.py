@@ -1,0 +1,276 @@
+"""The replica host: it owns a replica's resources and keeps its engine, a child process, alive."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import msgspec
+
+from policy.config import ModelSpec
+from policy.errors import EngineFailed, TidegateError
+from policy.types import EngineKind, Load, Replica, ReplicaState
+from serve import cores
+from serve.engine.main import Event
+from serve.engine.port import EngineSpec
+from store.logs import RotatingLog
+from store.models import prepare
+from store.preparation import Progress
+from store.state import StateDir
+
+# After this many starts in a row that failed, the host gives up its place to a fresh one.
+MAX_FAILURES = 3
+STABLE_S = 60.0
+KILL_AFTER_S = 10.0
+
+
+class HostSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """What a host is told when it is made: one shape of one generation of one model."""
+
+    model: ModelSpec
+    shape: str
+    generation: int
+    state_dir: str
+    controller: str
+    secret: str
+
+
+class ReplicaHost:
+    """Runs one engine and restarts it in place with backoff.
+
+    ``changed`` is set whenever :meth:`snapshot` has changed in more than its load, ``lost`` once
+    the engine failed too often in a row and the host should be replaced.
+    """
+
+    def __init__(self, spec: HostSpec, *, replica: str, address: str, node: str) -> None:
+        self.spec = spec
+        self.changed = asyncio.Event()
+        self.lost = asyncio.Event()
+        self._replica = replica
+        self._address = address
+        self._node = node
+        self._state = ReplicaState.STARTING
+        self._load = Load(at=time.time())
+        self._adapters: tuple[str, ...] = ()
+        self._url = ""
+        self._reason = ""
+        self._incarnation = 0
+        self._failures = 0
+        self._start_s: float | None = None
+        self.max_model_len: int | None = None
+        self._process: asyncio.subprocess.Process | None = None
+        self._cores: tuple[int, ...] = ()
+        self._weights = ""
+        self._log = RotatingLog(StateDir(Path(spec.state_dir)).logs / f"replica-{replica}.log")
+        self._task: asyncio.Task[None] | None = None
+        self._settled = asyncio.Event()
+
+    def snapshot(self) -> Replica:
+        """The replica as it is now."""
+        return Replica(
+            id=self._replica,
+            model=self.spec.model.name,
+            shape=self.spec.shape,
+            generation=self.spec.generation,
+            state=self._state,
+            load=self._load,
+            url=self._url,
+            node=self._node,
+            incarnation=self._incarnation,
+            pid=self._process.pid if self._process else 0,
+            adapters=self._adapters,
+            reason=self._reason,
+            start_s=self._start_s,
+            max_model_len=self.max_model_len,
+            failures=self._failures,
+        )
+
+    async def start(self) -> None:
+        """Return when the engine is ready; raises :class:`EngineFailed` when it keeps failing."""
+        self._task = asyncio.create_task(self._keep_alive())
+        await self._settled.wait()
+        if self._state is not ReplicaState.READY:
+            raise EngineFailed(self._reason)
+
+    async def drain(self, timeout_s: float) -> None:
+        """Refuse new requests at once, and return when none is in flight or after ``timeout_s``."""
+        if self._state is not ReplicaState.READY or self._process is None or self._process.stdin is None:
+            return
+        self._become(ReplicaState.DRAINING, "draining")
+        with contextlib.suppress(ConnectionError):
+            self._process.stdin.write(b"drain\n")
+            await self._process.stdin.drain()
+        asked = time.time()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while self._process.returncode is None and (self._load.in_flight or self._load.at < asked):
+                    await asyncio.sleep(0.05)
+
+    async def stop(self) -> None:
+        """End the engine and everything that it started."""
+        self._become(ReplicaState.STOPPED, "stopped")
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+        self._log.close()
+
+    def _become(self, state: ReplicaState, reason: str = "") -> None:
+        self._state = state
+        self._reason = reason
+        self.changed.set()
+
+    async def _keep_alive(self) -> None:
+        while True:
+            began = time.monotonic()
+            try:
+                await self._run_engine(began)
+                reason = "the engine ended"
+            except (TidegateError, OSError) as error:
+                reason = str(error)
+            self._failures = 1 if time.monotonic() - began > STABLE_S else self._failures + 1
+            self._url = ""
+            self._incarnation += 1
+            self._become(ReplicaState.STARTING, reason)
+            if self._failures >= MAX_FAILURES:
+                self.lost.set()
+                self._settled.set()
+                return
+            await asyncio.sleep(min(0.2 * 4 ** (self._failures - 1), 10.0))
+
+    async def _run_engine(self, began: float) -> None:
+        model, shape = self.spec.model, self.spec.model.shapes[self.spec.shape]
+        if model.engine is EngineKind.VLLM:
+            prepared = await asyncio.to_thread(
+                prepare, model.source, token_file=model.token_file, progress=self._log_progress
+            )
+            self._weights = str(prepared.path)
+            if not shape.gpus and not self._cores:
+                self._cores = await asyncio.to_thread(cores.claim, cores.default_path(), shape.cpus)
+        read, write = os.pipe()
+        try:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "serve.engine.main", "--events", str(write),
+                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.STDOUT, pass_fds=(write,), env=self._environment(),
+                start_new_session=True,
+            )  # fmt: skip
+        except BaseException:
+            os.close(read)
+            raise
+        finally:
+            os.close(write)
+        self._process = process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        pump = asyncio.create_task(self._log.pump(process.stdout))
+        try:
+            process.stdin.write(msgspec.json.encode(self._engine_spec()) + b"\n")
+            failed = await self._listen(read, began)
+            if failed:
+                raise EngineFailed(failed)
+            code = await process.wait()
+            raise EngineFailed(f"the engine ended with {_status(code)}")
+        finally:
+            await _end(process)
+            pump.cancel()
+
+    async def _listen(self, read: int, began: float) -> str:
+        """Follow the engine's events until its pipe closes; returns its last words."""
+        reader = asyncio.StreamReader(limit=1 << 20)
+        loop = asyncio.get_running_loop()
+        transport, _ = await loop.connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(read, "rb")
+        )
+        process = self._process
+        assert process is not None
+        ended = asyncio.create_task(process.wait())
+        failed = ""
+        try:
+            while True:
+                line = asyncio.create_task(reader.readline())
+                # The engine's own children may hold the pipe open after it died: its end counts.
+                await asyncio.wait({line, ended}, return_when=asyncio.FIRST_COMPLETED)
+                if not line.done():
+                    line.cancel()
+                    return failed
+                if not line.result():
+                    return failed
+                failed = self._take(msgspec.json.decode(line.result(), type=Event), began) or failed
+        finally:
+            ended.cancel()
+            transport.close()
+
+    def _take(self, event: Event, began: float) -> str:
+        if event.url:
+            self._url = event.url
+            self.max_model_len = event.max_model_len
+            self._start_s = time.monotonic() - began
+        if event.line is not None:
+            self._load = event.line.load
+            self._adapters = event.line.adapters
+            if event.line.state is ReplicaState.READY and self._state is ReplicaState.STARTING:
+                self._become(ReplicaState.READY)
+                self._settled.set()
+        return event.failed
+
+    def _engine_spec(self) -> EngineSpec:
+        model, shape = self.spec.model, self.spec.model.shapes[self.spec.shape]
+        return EngineSpec(
+            kind=model.engine,
+            replica=self._replica,
+            model=model.name,
+            runner=model.runner,
+            shape=self.spec.shape,
+            generation=self.spec.generation,
+            host=self._address,
+            secret=self.spec.secret,
+            bound=shape.max_in_flight,
+            weights=self._weights,
+            tensor_parallel=shape.tensor_parallel,
+            engine_args={**model.engine_args, **shape.engine_args},
+            sim=model.sim,
+            progress_timeout_s=model.control.progress_timeout_s,
+        )
+
+    def _log_progress(self, progress: Progress) -> None:
+        self._log.write(f"{progress.step}: {progress.message}\n".encode())
+
+    def _environment(self) -> dict[str, str]:
+        # Ray narrows a worker's threads and metrics; neither is the engine's.
+        env = {k: v for k, v in os.environ.items() if k not in _NOT_INHERITED}
+        env |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONUNBUFFERED": "1"}
+        if self._cores:
+            env["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, self._cores))
+        return env | self.spec.model.env
+
+
+_NOT_INHERITED = frozenset(
+    {
+        "OMP_NUM_THREADS",
+        "PROMETHEUS_MULTIPROC_DIR",
+        "VLLM_SERVER_DEV_MODE",
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING",
+        "VLLM_API_KEY",
+    }
+)
+
+
+def _status(code: int) -> str:
+    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    """Terminate, then kill, the engine's whole process group."""
+    if process.returncode is None:
+        process.terminate()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(KILL_AFTER_S):
+                await process.wait()
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    await process.wait()

@@ -1,0 +1,65 @@
+"""The controller as a named Ray actor, pinned to the head node and restarted by Ray."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import traceback
+from pathlib import Path
+
+import ray
+import uvloop
+
+from serve.actuator.ray import RayActuator
+from serve.server import serve_controller
+from store.state import StateDir
+
+NAME = "tidegate-controller"
+NAMESPACE = "tidegate"
+
+
+@ray.remote(num_cpus=0, max_restarts=-1, resources={"node:__internal_head__": 0.001})  # type: ignore[untyped-decorator]
+class ControllerActor:
+    """Runs the controller on a thread of its own: Ray runs ``__init__`` again after a crash."""
+
+    def __init__(self, state_dir: str, address: str, dashboard: str, token: str) -> None:
+        state = StateDir(Path(state_dir))
+        actuator = RayActuator(state, address, dashboard, token)
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", force=True)
+        logging.getLogger("httpx").setLevel(logging.WARNING)
+        self._thread = threading.Thread(
+            target=self._run, args=(actuator, state, address), name="controller", daemon=True
+        )
+        self._thread.start()
+
+    def _run(self, actuator: RayActuator, state: StateDir, address: str) -> None:
+        try:
+            uvloop.run(serve_controller(actuator, state, address))
+        except BaseException:
+            traceback.print_exc()
+        # A controller that ended is restarted by Ray only if its process ends.
+        sys.stderr.flush()
+        os._exit(1)
+
+    def ping(self) -> int:
+        """The process id, once the actor exists."""
+        return os.getpid()
+
+
+def ensure(state_dir: str, address: str, dashboard: str, token: str) -> int:
+    """Make the actor unless it exists; returns its process id."""
+    actor = ControllerActor.options(
+        name=NAME, namespace=NAMESPACE, lifetime="detached", get_if_exists=True
+    ).remote(state_dir, address, dashboard, token)
+    return int(ray.get(actor.ping.remote()))
+
+
+def remove() -> None:
+    """End the actor for good; one that does not exist is no error."""
+    try:
+        actor = ray.get_actor(NAME, namespace=NAMESPACE)
+    except ValueError:
+        return
+    ray.kill(actor, no_restart=True)

@@ -1,0 +1,119 @@
+"""What is wanted of each model: mode, count and generation, kept across restarts."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import msgspec
+
+from policy.config import Deployment, ModelSpec
+from policy.errors import TargetError
+from policy.plan import LayerKey
+from store.state import StateDir
+
+
+def engine_digest(spec: ModelSpec) -> str:
+    """Eight hex digits over what makes an engine: weights, arguments, environment, shapes."""
+    made_of = (
+        spec.source, str(spec.engine), str(spec.runner), spec.engine_args, spec.env, spec.shapes, spec.sim
+    )  # fmt: skip
+    return hashlib.sha256(msgspec.json.encode(made_of, order="deterministic")).hexdigest()[:8]
+
+
+class Aim(msgspec.Struct, frozen=True, kw_only=True):
+    """One point to steer for: a mode's shape, a count, and the generation it is built from."""
+
+    mode: str
+    count: int
+    generation: int
+
+
+class Target(msgspec.Struct, frozen=True, kw_only=True):
+    """What is wanted of one model, and what to go back to if it cannot be had.
+
+    ``since`` is when the aim was set; ``settled`` whether it was reached once; ``note`` says what
+    the operator should know. ``specs`` keeps the configuration of each generation in use.
+    """
+
+    aim: Aim
+    since: float
+    settled: bool = False
+    fallback: Aim | None = None
+    gap: bool = False
+    note: str = ""
+    specs: dict[int, ModelSpec]
+
+    @property
+    def spec(self) -> ModelSpec:
+        """The configuration that the aim is built from."""
+        return self.specs[self.aim.generation]
+
+    def key(self, aim: Aim | None = None) -> LayerKey:
+        """The layer of an aim, by default of the current one."""
+        aim = aim or self.aim
+        spec = self.specs[aim.generation]
+        return LayerKey(spec.name, spec.modes[aim.mode].shape, aim.generation)
+
+    def toward(self, aim: Aim, now: float, *, gap: bool = False) -> Target:
+        """Steer for ``aim``; go back to what served before if it fails.
+
+        What served is the current aim once it was reached, else its own fallback.
+        """
+        back = self.aim if self.settled else self.fallback
+        if back is not None and self.key(back) == LayerKey(
+            self.specs[aim.generation].name,
+            self.specs[aim.generation].modes[aim.mode].shape,
+            aim.generation,
+        ):
+            back = None
+        return msgspec.structs.replace(
+            self, aim=aim, since=now, settled=False, fallback=back, gap=gap, note=""
+        )
+
+
+class Targets:
+    """All targets, saved at each change."""
+
+    def __init__(self, state: StateDir) -> None:
+        self._state = state
+        self._path: Path = state.targets_path
+        self._all: dict[str, Target] = state.load(self._path, dict[str, Target]) or {}
+
+    def __iter__(self):  # type: ignore[no-untyped-def]
+        return iter(self._all)
+
+    def names(self) -> tuple[str, ...]:
+        """The models, in the order in which they were first wanted."""
+        return tuple(self._all)
+
+    def get(self, model: str) -> Target:
+        """The target of ``model``; raises :class:`policy.errors.TargetError` if it has none."""
+        try:
+            return self._all[model]
+        except KeyError:
+            raise TargetError(
+                f"no model is called {model!r}; this deployment has {', '.join(self._all)}"
+            ) from None
+
+    def put(self, model: str, target: Target) -> None:
+        """Set and save."""
+        self._all[model] = target
+        self._state.save(self._path, self._all)
+
+    def drop(self, model: str) -> None:
+        """Forget a model whose replicas are gone."""
+        self._all.pop(model, None)
+        self._state.save(self._path, self._all)
+
+
+def first_target(spec: ModelSpec, now: float, generation: int = 1) -> Target:
+    """Where a model starts: its first mode at its lowest count, one replica at least."""
+    bounds = spec.modes[spec.first_mode].bounds
+    aim = Aim(mode=spec.first_mode, count=max(bounds.min, 1), generation=generation)
+    return Target(aim=aim, since=now, specs={generation: spec})
+
+
+def wanted_models(deployment: Deployment) -> list[ModelSpec]:
+    """The models that Tidegate deploys itself."""
+    return [spec for spec in deployment.models if spec.modes]

@@ -1,0 +1,57 @@
+"""A log file that is rotated by size, written by one process."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+MAX_BYTES = 16 * 1024 * 1024
+KEPT = 2
+
+
+class RotatingLog:
+    """Append bytes to ``path``; past ``max_bytes`` it becomes ``path.1``, and ``KEPT`` are kept."""
+
+    def __init__(self, path: Path, max_bytes: int = MAX_BYTES) -> None:
+        self._path = path
+        self._max_bytes = max_bytes
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._file = path.open("ab", buffering=0)
+
+    def write(self, data: bytes) -> None:
+        """Append ``data``, rotating first when it would not fit."""
+        if self._file.tell() + len(data) > self._max_bytes:
+            self._rotate()
+        self._file.write(data)
+
+    @property
+    def descriptor(self) -> int:
+        """For a child that writes by itself; such a file is not rotated while it is held."""
+        return self._file.fileno()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def tail(self, lines: int) -> str:
+        """The last ``lines`` lines of the current file, from its last 64 KiB."""
+        with self._path.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - 65_536))
+            return "\n".join(file.read().decode(errors="replace").splitlines()[-lines:])
+
+    async def pump(self, source: asyncio.StreamReader) -> None:
+        """Copy ``source`` until its end."""
+        while data := await source.read(65_536):
+            self.write(data)
+
+    def _rotate(self) -> None:
+        self._file.close()
+        for index in range(KEPT, 0, -1):
+            older = self._path if index == 1 else self._numbered(index - 1)
+            if older.exists():
+                older.replace(self._numbered(index))
+        self._file = self._path.open("ab", buffering=0)
+
+    def _numbered(self, index: int) -> Path:
+        return self._path.with_name(f"{self._path.name}.{index}")
