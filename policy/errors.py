@@ -8,6 +8,7 @@ TidegateError
   EngineFailed        an engine that did not start, or that died
   ActuatorFailed      the cluster refused or did not answer
   Unreachable         a part of Tidegate that does not answer
+  PreconditionFailed  something on this machine is in the way: a port, memory, another Ray
 
 ``Refusal`` is the closed vocabulary of why a request is not served; the gateway's edge alone
 maps it to HTTP.
@@ -56,6 +57,10 @@ class Unreachable(TidegateError):
     """A controller, supervisor or replica did not answer."""
 
 
+class PreconditionFailed(TidegateError):
+    """A port that is taken, too little memory, or a Ray cluster that is not ours."""
+
+
 class Refusal(StrEnum):
     """Why a request is not served (closed: a new reason is a new member)."""
 
@@ -67,10 +72,13 @@ class Refusal(StrEnum):
     NO_REPLICA = "no_replica"
     UPSTREAM_FAILED = "upstream_failed"
     STREAM_BROKEN = "stream_broken"
+    REPLICA_LOST = "replica_lost"
+    INTERNAL = "internal"
     BAD_REQUEST = "bad_request"
     UNKNOWN_MODEL = "unknown_model"
     UNSUPPORTED = "unsupported"
     NOT_FOUND = "not_found"
+    METHOD_NOT_ALLOWED = "method_not_allowed"
     TOO_LARGE = "too_large"
     UNAUTHORIZED = "unauthorized"
     SHUTTING_DOWN = "shutting_down"

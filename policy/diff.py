@@ -1,0 +1,112 @@
+"""What changes between two deployments, and what each change takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+
+from policy.config import Deployment, ModelSpec
+
+
+class Effect(StrEnum):
+    """What a change takes: nothing, new replicas made ready before the old drain, or down and up."""
+
+    LIVE = "live"
+    NEW_GENERATION = "new_generation"
+    RESTART = "restart"
+
+
+class Change(msgspec.Struct, frozen=True, kw_only=True):
+    """One value that differs; ``None`` where it is absent. Models are named: ``models[NAME].key``."""
+
+    path: str
+    before: Any
+    after: Any
+    effect: Effect
+    why: str = ""
+
+
+# What the running processes were started with.
+_SOCKETS = frozenset({"host", "port", "admin_host", "admin_port", "workers"})
+# What an engine was built from.
+_ENGINE = frozenset({"source", "engine", "runner", "engine_args", "env", "token_file", "sim"})
+
+
+def diff(old: Deployment, new: Deployment) -> tuple[Change, ...]:
+    """Every leaf that differs, in the order of the document; empty when nothing does."""
+    return tuple(_changes(old, new))
+
+
+def _changes(old: Deployment, new: Deployment) -> Iterator[Change]:
+    yield from _models(old, new)
+    for section in ("budget", "cluster", "gateway"):
+        before, after = _plain(getattr(old, section)), _plain(getattr(new, section))
+        for path, one, other in _leaves(section, before, after):
+            effect, why = _section_effect(path)
+            yield Change(path=path, before=one, after=other, effect=effect, why=why)
+
+
+def _models(old: Deployment, new: Deployment) -> Iterator[Change]:
+    before = {spec.name: spec for spec in old.models}
+    after = {spec.name: spec for spec in new.models}
+    # Without a model of our own no controller runs, so the first (and the last) takes a new start.
+    cluster = old.needs_controller != new.needs_controller
+    for name in [*before, *(name for name in after if name not in before)]:
+        one, other = before.get(name), after.get(name)
+        if one is None or other is None:
+            yield _whole_model(name, one, other, cluster)
+            continue
+        for path, was, becomes in _leaves(f"models[{name}]", _plain(one), _plain(other)):
+            if cluster and path.endswith("].engine"):
+                yield _restarted(path, was, becomes)
+            else:
+                effect = _model_effect(path.removeprefix(f"models[{name}]."), one, other)
+                yield Change(path=path, before=was, after=becomes, effect=effect)
+
+
+def _whole_model(name: str, one: ModelSpec | None, other: ModelSpec | None, cluster: bool) -> Change:
+    before, after = (spec and str(spec.engine) for spec in (one, other))
+    path = f"models[{name}]"
+    if cluster:
+        return _restarted(path, before, after)
+    return Change(path=path, before=before, after=after, effect=Effect.LIVE)
+
+
+def _restarted(path: str, before: Any, after: Any) -> Change:
+    why = "whether a controller runs is decided at the start"
+    return Change(path=path, before=before, after=after, effect=Effect.RESTART, why=why)
+
+
+def _model_effect(path: str, one: ModelSpec, other: ModelSpec) -> Effect:
+    key, *rest = path.replace("[", ".").split(".")
+    if key in _ENGINE:
+        return Effect.NEW_GENERATION
+    # A shape that only one of the two has is built when a mode wants it.
+    if key == "shapes" and rest and rest[0] in one.shapes and rest[0] in other.shapes:
+        return Effect.NEW_GENERATION
+    return Effect.LIVE
+
+
+def _section_effect(path: str) -> tuple[Effect, str]:
+    section, key = path.split(".")[:2]
+    if section == "cluster":
+        return Effect.RESTART, "the cluster is joined at the start"
+    if section == "gateway" and key in _SOCKETS:
+        return Effect.RESTART, "the gateway's sockets and workers are made at the start"
+    return Effect.LIVE, ""
+
+
+def _leaves(path: str, one: Any, other: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Where two plain values differ: mappings key by key, everything else whole."""
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        for key in [*one, *(key for key in other if key not in one)]:
+            yield from _leaves(f"{path}.{key}", one.get(key), other.get(key))
+    elif one != other:
+        yield path, one, other
+
+
+def _plain(section: msgspec.Struct) -> Any:
+    return msgspec.to_builtins(section)

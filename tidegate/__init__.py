@@ -1,0 +1,1 @@
+"""The command line and the supervisor: they compose the gateway, the replicas and the state."""

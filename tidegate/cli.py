@@ -1,0 +1,82 @@
+"""The command ``tidegate``: names, global options, and errors as one line instead of a traceback."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+import click
+
+from policy.errors import TidegateError
+from store.state import StateDir, default_root
+from tidegate.exits import MEANINGS, Exit, exit_of
+
+# Where each command lives. A module is imported when its command runs, so that `--help` and `up`
+# do not pay for httpx and rich.
+_COMMANDS = {
+    "up": ("lifecycle", "Start detached, and return when every model answers."),
+    "run": ("lifecycle", "Run in the foreground until SIGINT or SIGTERM."),
+    "down": ("lifecycle", "Stop what was started, and nothing else."),
+    "status": ("status", "Show processes, models and replicas."),
+    "logs": ("logs", "Print the log of one part, or of all."),
+    "scale": ("targets", "Set how many replicas a model has in its current mode."),
+    "mode": ("targets", "Switch a model between single-large and multi-replica."),
+    "check": ("documents", "Validate a deployment document."),
+    "apply": ("documents", "Show what a document would change, and apply it."),
+}
+
+_EPILOG = "Exit codes: " + "; ".join(f"{code.value} {text}" for code, text in MEANINGS.items()) + "."
+
+
+class _LazyGroup(click.Group):
+    """A group that knows its commands' names and one-line helps without importing them."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(_COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in _COMMANDS:
+            return None
+        module = importlib.import_module(f"tidegate.commands.{_COMMANDS[cmd_name][0]}")
+        command = getattr(module, cmd_name)
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, text) for name, (_, text) in _COMMANDS.items()])
+
+
+@click.group(cls=_LazyGroup, epilog=_EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option(
+    "--state-dir",
+    type=click.Path(file_okay=False, path_type=Path),
+    envvar="TIDEGATE_STATE_DIR",
+    help="Where secrets, process ids and logs are kept; one directory per deployment.",
+)
+@click.version_option(package_name="tidegate")
+@click.pass_context
+def group(ctx: click.Context, state_dir: Path | None) -> None:
+    """Serve language models behind one OpenAI-compatible gateway."""
+    ctx.obj = StateDir(state_dir.expanduser().resolve() if state_dir else default_root())
+
+
+def main() -> None:
+    """The entry point; every expected failure is one message on standard error and an exit code."""
+    try:
+        group(standalone_mode=False, prog_name="tidegate")
+    except click.exceptions.Exit as done:
+        sys.exit(done.exit_code)
+    except click.exceptions.Abort:
+        sys.exit(Exit.INTERRUPTED)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except BrokenPipeError:
+        # The reader went away (`tidegate logs | head`); nothing is left to say to it.
+        sys.stderr.close()
+        sys.exit(Exit.OK)
+    except (TidegateError, OSError) as error:
+        click.echo(f"tidegate: {error}", err=True)
+        sys.exit(exit_of(error))

@@ -1,0 +1,115 @@
+"""``check`` and ``apply``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from policy.diff import Change, Effect, diff
+from policy.errors import ConfigError
+from policy.parsing import parse
+from store.state import StateDir
+from tidegate import document as documents
+from tidegate.exits import Exit
+from tidegate.socket_api import SupervisorClient
+
+_SECRETS = ("token", "key", "secret", "password")
+_EFFECTS = {
+    Effect.LIVE: "at once",
+    Effect.NEW_GENERATION: "new generation: made ready before the old drains",
+    Effect.RESTART: "needs down and up",
+}
+_file = click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+_as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+
+
+@click.command(help="Validate FILE; a refusal names the path, the value and what was expected.")
+@_file
+@_as_json
+@click.pass_obj
+def check(_state: StateDir, file: Path, as_json: bool) -> None:
+    try:
+        deployment = documents.load(file).deployment
+    except ConfigError as error:
+        if not as_json:
+            raise
+        _print({"ok": False, "path": error.path, "value": error.value, "expected": error.expected})
+        sys.exit(Exit.INVALID)
+    models = [
+        {"name": spec.name, "engine": spec.engine, "mode": spec.first_mode} for spec in deployment.models
+    ]
+    if as_json:
+        _print({"ok": True, "models": models})
+        return
+    for model in models:
+        click.echo(
+            f"{model['name']}: engine {model['engine']}"
+            + (f", {model['mode']} first" if model["mode"] else "")
+        )
+    click.echo(f"{file} is valid.")
+
+
+@click.command(
+    help="Show what FILE would change in the running deployment, and apply it whole or not at all."
+)
+@_file
+@click.option("--dry-run", is_flag=True, help="Only show the changes.")
+@_as_json
+@click.pass_obj
+def apply(state: StateDir, file: Path, dry_run: bool, as_json: bool) -> None:
+    document = documents.load(file)
+    client = SupervisorClient(state)
+    changes = diff(parse(client.status().document), document.deployment)
+    refused = [change for change in changes if change.effect is Effect.RESTART]
+    applied = bool(changes) and not refused and not dry_run
+    if not as_json:
+        _table(changes)
+    if applied:
+        client.apply(document.raw)
+    if as_json:
+        shown = [{**msgspec.to_builtins(change), **_masked(change)} for change in changes]
+        _print({"applied": applied, "changes": shown})
+    elif applied:
+        click.echo("Applied.")
+    for change in refused:
+        before, after = _masked(change).values()
+        click.echo(
+            f"tidegate: {change.path}: got {after!r}, expected {before!r} (or down and up: {change.why})",
+            err=True,
+        )
+    if refused:
+        sys.exit(Exit.REFUSED)
+
+
+def _table(changes: tuple[Change, ...]) -> None:
+    if not changes:
+        click.echo("Nothing changes.")
+        return
+    table = Table("path", "before", "after", "takes effect", box=None, header_style="bold")
+    for change in changes:
+        before, after = _masked(change).values()
+        table.add_row(change.path, _text(before), _text(after), _EFFECTS[change.effect])
+    Console(highlight=False, markup=False).print(table)
+
+
+def _masked(change: Change) -> dict[str, Any]:
+    """Before and after, without the values of variables that are named like secrets."""
+    last = change.path.rpartition(".")[2].lower()
+    values = {"before": change.before, "after": change.after}
+    if ".env." in change.path and any(word in last for word in _SECRETS):
+        return {key: None if value is None else "***" for key, value in values.items()}
+    return values
+
+
+def _text(value: object) -> str:
+    return "-" if value is None else value if isinstance(value, str) else msgspec.json.encode(value).decode()
+
+
+def _print(value: object) -> None:
+    click.echo(msgspec.json.encode(value).decode())

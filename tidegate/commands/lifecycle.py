@@ -1,0 +1,184 @@
+"""``up``, ``run`` and ``down``."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+
+from policy.errors import PreconditionFailed, Unreachable
+from store.state import StateDir
+from tidegate import document as documents
+from tidegate.children import ROOT
+from tidegate.commands.welcome import EventPrinter, welcome
+from tidegate.exits import Exit
+from tidegate.ledger import Ledger, end
+from tidegate.progress import Event, Progress
+from tidegate.socket_api import SupervisorClient
+
+_CONNECT_S = 0.02
+
+_file = click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path), required=False)
+_no_ray = click.option("--no-ray", is_flag=True, help="Run replicas as child processes of this machine.")
+_timeout = click.option(
+    "--timeout-s",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Seconds to become ready in; default: the models' control.start_timeout_s.",
+)
+
+
+@click.command(
+    help="Start FILE detached, and return when every model answers.\n\nWithout FILE: what was applied last."
+)
+@_file
+@click.option("--foreground", is_flag=True, help="The same as `tidegate run`.")
+@_no_ray
+@_timeout
+@click.pass_obj
+def up(state: StateDir, file: Path | None, foreground: bool, no_ray: bool, timeout_s: float | None) -> None:
+    path = _chosen(state, file)
+    document = documents.load(path)
+    if foreground:
+        sys.exit(_run(state, document, no_ray, timeout_s))
+    client = SupervisorClient(state)
+    try:
+        running = client.status()
+    except Unreachable:
+        sys.exit(_start_detached(state, path, document, no_ray, timeout_s))
+    if running.document != document.raw:
+        click.echo(f"Tidegate is already running at {running.endpoint} with another document.")
+        click.echo(f"To change it while it runs: tidegate apply {path}")
+        return
+    if running.phase == "ready":
+        click.echo(f"Tidegate is already running at {running.endpoint}.")
+        return
+    sys.exit(_watch(client.follow(), document))
+
+
+@click.command(help="Run FILE in the foreground until SIGINT or SIGTERM (systemd, containers).")
+@click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@_no_ray
+@_timeout
+@click.pass_obj
+def run(state: StateDir, file: Path, no_ray: bool, timeout_s: float | None) -> None:
+    sys.exit(_run(state, documents.load(file), no_ray, timeout_s))
+
+
+@click.command(help="Stop what `up` or `run` started, and nothing else; harmless when nothing runs.")
+@click.pass_obj
+def down(state: StateDir) -> None:
+    printer = EventPrinter()
+    try:
+        for event in SupervisorClient(state).stop():
+            printer(event)
+            if event.kind in ("stopped", "failed"):
+                return
+    except Unreachable:
+        pass
+    # It does not answer: it was killed, or it hangs. What it recorded is ended, and nothing else.
+    ledger = Ledger(state)
+    living = ledger.living()
+    left = end(living, grace_s=10.0, tell=lambda entry: click.echo(f"ended {entry.name} (pid {entry.pid})"))
+    if left:
+        raise Unreachable(
+            f"these do not end: {', '.join(f'{entry.name} (pid {entry.pid})' for entry in left)}"
+        )
+    ledger.clear()
+    if not living:
+        click.echo("Nothing is running.")
+
+
+def _chosen(state: StateDir, file: Path | None) -> Path:
+    if file is not None:
+        return file.resolve()
+    if not state.deployment_path.exists():
+        raise click.UsageError(
+            "no document was applied before: name one, such as deployments/smollm2-cpu.yaml"
+        )
+    return state.deployment_path
+
+
+def _run(state: StateDir, document: documents.Document, no_ray: bool, timeout_s: float | None) -> int:
+    lock = state.try_lock()
+    if lock is None:
+        raise PreconditionFailed(f"a supervisor already runs on {state.root}: see `tidegate status`")
+    from tidegate.supervisor import Supervisor  # noqa: PLC0415 - `up` and `down` answer without it
+
+    printer = EventPrinter()
+
+    def echo(event: Event) -> None:
+        printer(event)
+        if event.kind == "ready":
+            click.echo(welcome(document.deployment))
+
+    async def supervise() -> int:
+        progress = Progress(echo)
+        return await Supervisor(state, document, ray=not no_ray, timeout_s=timeout_s, progress=progress).run()
+
+    return asyncio.run(supervise())
+
+
+def _start_detached(
+    state: StateDir, path: Path, document: documents.Document, no_ray: bool, timeout_s: float | None
+) -> int:
+    """Start ``tidegate run`` in a session of its own and follow it; Ctrl-C stops what it started."""
+    state.ensure()
+    options = ["--no-ray"] if no_ray else []
+    options += ["--timeout-s", str(timeout_s)] if timeout_s else []
+    log_path = state.logs / "supervisor.log"
+    with log_path.open("wb") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tidegate", "--state-dir", str(state.root), "run", str(path), *options],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        )
+    client = SupervisorClient(state)
+    try:
+        code = _watch(_events(client, process), document)
+    except KeyboardInterrupt:
+        click.echo("interrupted: ending what was started", err=True)
+        process.terminate()
+        process.wait()
+        return Exit.INTERRUPTED
+    except Unreachable:
+        # It ended before it could be asked; its own words are in the log.
+        code = process.wait()
+        click.echo(log_path.read_text(errors="replace").rstrip(), err=True)
+        return code or Exit.FAILED
+    return code
+
+
+def _events(client: SupervisorClient, process: subprocess.Popen[bytes]) -> Iterator[Event]:
+    while True:
+        seen = False
+        try:
+            for event in client.follow():
+                seen = True
+                yield event
+            return
+        except Unreachable:
+            if seen or process.poll() is not None:
+                raise
+        time.sleep(_CONNECT_S)
+
+
+def _watch(events: Iterator[Event], document: documents.Document) -> int:
+    printer = EventPrinter()
+    for event in events:
+        printer(event)
+        if event.kind == "ready":
+            click.echo(welcome(document.deployment))
+            return Exit.OK
+        if event.kind == "failed":
+            return event.exit_code
+    raise Unreachable("the supervisor ended before it was ready")

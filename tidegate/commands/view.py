@@ -1,0 +1,94 @@
+"""What there is to show: gathered from the supervisor, the controller and the gateways."""
+
+from __future__ import annotations
+
+import urllib.request
+
+import msgspec
+
+from policy.config import Deployment
+from policy.errors import Unreachable
+from policy.parsing import parse
+from policy.types import EMPTY_FLEET, Fleet
+from serve.client import ControllerClient, ModelStatus
+from store.state import StateDir
+from tidegate.socket_api import SupervisorClient, SupervisorStatus
+
+
+class View(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything there is to show; ``fleet_age_s`` says how old the replicas' part is."""
+
+    state_dir: str
+    at: float
+    supervisor: SupervisorStatus | None
+    models: tuple[ModelStatus, ...]
+    fleet: Fleet
+    fleet_age_s: float
+    controller: str
+    events: tuple[str, ...] = ()
+
+
+def gather(state: StateDir, at: float) -> View:
+    """Ask everyone; who does not answer is replaced by what was last known."""
+    try:
+        supervisor = SupervisorClient(state).status()
+    except Unreachable:
+        return View(
+            state_dir=str(state.root), at=at, supervisor=None, models=(), fleet=EMPTY_FLEET,
+            fleet_age_s=0.0, controller="",
+        )  # fmt: skip
+    deployment = parse(supervisor.document)
+    models: tuple[ModelStatus, ...] = ()
+    events: tuple[str, ...] = ()
+    fleet, word = None, "none: every model is external"
+    if deployment.needs_controller:
+        client = ControllerClient(deployment.cluster.controller, state.secret(), timeout_s=3.0)
+        try:
+            answer, fleet = client.status(), client.fleet()
+            models, events, word = answer.models, answer.events, f"{answer.actuator}, pid {answer.pid}"
+        except Unreachable:
+            word = "does not answer"
+    if fleet is None:
+        fleet = _known_fleet(state, supervisor)
+    return View(
+        state_dir=str(state.root),
+        at=at,
+        supervisor=supervisor,
+        models=models or _guessed(deployment, fleet),
+        fleet=fleet,
+        fleet_age_s=max(0.0, at - fleet.at) if fleet.at else 0.0,
+        controller=word,
+        events=events,
+    )
+
+
+def _known_fleet(state: StateDir, supervisor: SupervisorStatus) -> Fleet:
+    """What a gateway knows, else what one last wrote down."""
+    try:
+        with urllib.request.urlopen(f"{supervisor.admin}/admin/fleet", timeout=2.0) as answer:  # noqa: S310 - ours
+            return msgspec.json.decode(answer.read(), type=Fleet)
+    except (OSError, msgspec.MsgspecError):
+        return state.load(state.fleet_path, Fleet) or EMPTY_FLEET
+
+
+def _guessed(deployment: Deployment, fleet: Fleet) -> tuple[ModelStatus, ...]:
+    """Models as the fleet last showed them, with no controller to say what they are doing."""
+    known = {model.name: model for model in fleet.models}
+    rows = []
+    for spec in deployment.models:
+        model = known.get(spec.name)
+        ready = sum(r.model == spec.name and r.state == "ready" for r in fleet.replicas)
+        rows.append(
+            ModelStatus(
+                name=spec.name,
+                engine=str(spec.engine),
+                mode=model.mode if model else spec.first_mode,
+                shape=model.shape if model else "",
+                generation=model.generation if model else 0,
+                target=model.target if model else 0,
+                ready=ready,
+                phase="external" if spec.urls else "unknown",
+                note=model.note if model else "",
+            )
+        )
+    return tuple(rows)

@@ -1,0 +1,114 @@
+"""Read a deployment document: YAML to a checked :class:`policy.config.Deployment`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import yaml
+
+from policy.config import Deployment
+from policy.errors import ConfigError
+from policy.parsing import parse
+
+
+@dataclass(frozen=True)
+class Document:
+    """A document with its paths made absolute: ``raw`` is what is stored and sent on."""
+
+    raw: dict[str, Any]
+    deployment: Deployment
+
+
+class _Loader(yaml.SafeLoader):
+    """The safe loader, except that a key written twice is an error instead of the last one winning."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[Hashable] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if isinstance(key, Hashable):
+                if key in seen:
+                    raise yaml.MarkedYAMLError(
+                        problem=f"the key {key!r} is written twice", problem_mark=key_node.start_mark
+                    )
+                seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+def load(path: Path) -> Document:
+    """Read and check the YAML (or JSON) file at ``path``.
+
+    Relative model paths and token files are taken from the file's folder; ``RAY_ADDRESS`` takes
+    the place of ``cluster.address: local``. Raises :class:`policy.errors.ConfigError`.
+    """
+    path = path.resolve()
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(str(path), error.strerror, "a file that can be read") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(str(path), f"byte {error.start}", "UTF-8 text") from None
+    decoded = _decode(path, text)
+    if not isinstance(decoded, Mapping):
+        raise ConfigError(str(path), decoded, "a mapping with the key 'models'")
+    raw = _plain(path, decoded)
+    parse(raw)  # types are right from here on
+    _absolute_paths(raw, path.parent)
+    address = os.environ.get("RAY_ADDRESS")
+    if address and raw.get("cluster", {}).get("address", "local") == "local":
+        raw["cluster"] = {**raw.get("cluster", {}), "address": address}
+    return Document(raw=raw, deployment=parse(raw))
+
+
+def _decode(path: Path, text: str) -> object:
+    try:
+        return yaml.load(text, Loader=_Loader)  # noqa: S506 - _Loader is a SafeLoader
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else str(path)
+        line = text.splitlines()[mark.line].strip() if mark and mark.line < len(text.splitlines()) else ""
+        raise ConfigError(where, line, f"valid YAML ({error.problem})") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(str(path), None, f"valid YAML ({error})") from None
+
+
+def _plain(path: Path, decoded: Mapping[Any, Any]) -> dict[str, Any]:
+    """The document as JSON carries it, so that what is checked is what is stored."""
+    try:
+        return msgspec.json.decode(msgspec.json.encode(decoded), type=dict[str, Any])
+    except (TypeError, RecursionError, msgspec.MsgspecError) as error:
+        raise ConfigError(
+            str(path), None, f"mappings with text keys, lists, text, numbers ({error})"
+        ) from None
+
+
+def _absolute_paths(raw: dict[str, Any], folder: Path) -> None:
+    for i, model in enumerate(raw["models"]):
+        source = model.get("source", "")
+        if source and (local := _local(source, folder)) is not None:
+            if not local.exists():
+                raise ConfigError(f"models[{i}].source", source, f"a path that exists (looked at {local})")
+            model["source"] = str(local)
+        if model.get("token_file"):
+            token = (folder / Path(model["token_file"]).expanduser()).resolve()
+            if not token.is_file():
+                raise ConfigError(
+                    f"models[{i}].token_file", model["token_file"], f"a file that exists (looked at {token})"
+                )
+            model["token_file"] = str(token)
+
+
+def _local(source: str, folder: Path) -> Path | None:
+    """The directory that ``source`` names, or ``None`` for a package or a Hugging Face id.
+
+    ``ORG/NAME`` is a path only where that folder exists beside the document.
+    """
+    if source.startswith("package:"):
+        return None
+    path = (folder / Path(source).expanduser()).resolve()
+    return path if source.startswith((".", "/", "~")) or path.exists() else None

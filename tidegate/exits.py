@@ -1,0 +1,51 @@
+"""What an exit code means, and which error ends in which."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+from policy.errors import (
+    ConfigError,
+    PreconditionFailed,
+    SwitchRefused,
+    TargetError,
+    Unreachable,
+)
+
+
+class Exit(IntEnum):
+    """The exit codes of every command."""
+
+    OK = 0
+    FAILED = 1
+    USAGE = 2
+    INVALID = 3
+    NOT_RUNNING = 4
+    REFUSED = 5
+    PRECONDITION = 6
+    INTERRUPTED = 130
+
+
+MEANINGS = {
+    Exit.OK: "ok",
+    Exit.FAILED: "failed",
+    Exit.USAGE: "usage error",
+    Exit.INVALID: "invalid deployment document",
+    Exit.NOT_RUNNING: "nothing is running, or it does not answer",
+    Exit.REFUSED: "refused: target, switch, or a change that needs down and up",
+    Exit.PRECONDITION: "precondition: port taken, too little memory, foreign Ray",
+    Exit.INTERRUPTED: "interrupted",
+}
+
+_BY_ERROR: tuple[tuple[type[Exception], Exit], ...] = (
+    (ConfigError, Exit.INVALID),
+    (Unreachable, Exit.NOT_RUNNING),
+    (TargetError, Exit.REFUSED),
+    (SwitchRefused, Exit.REFUSED),
+    (PreconditionFailed, Exit.PRECONDITION),
+)
+
+
+def exit_of(error: BaseException) -> Exit:
+    """The exit code that says what kind of failure ``error`` is."""
+    return next((code for kind, code in _BY_ERROR if isinstance(error, kind)), Exit.FAILED)

@@ -1,0 +1,45 @@
+"""Read log files from their end, and go on reading while they grow and rotate."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def tail(path: Path, lines: int, max_bytes: int = 1024 * 1024) -> list[str]:
+    """The last ``lines`` lines within the last ``max_bytes``; none for a file that is not there."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - max_bytes))
+            text = file.read().decode(errors="replace")
+    except FileNotFoundError:
+        return []
+    return text.splitlines()[-lines:] if lines > 0 else []
+
+
+class Follower:
+    """Lines added to ``path`` from now on (``whole``: from its start), across rotations."""
+
+    def __init__(self, path: Path, *, whole: bool = False) -> None:
+        self._path = path
+        self._file = path.open("rb")
+        if not whole:
+            self._file.seek(0, 2)
+        self._rest = b""
+
+    def lines(self) -> list[str]:
+        """What was added since the last call."""
+        data = self._rest + self._file.read()
+        if self._rotated():
+            self._file.close()
+            self._file = self._path.open("rb")
+            data += self._file.read()
+        *whole, self._rest = data.split(b"\n")
+        return [line.decode(errors="replace") for line in whole]
+
+    def _rotated(self) -> bool:
+        try:
+            return self._path.stat().st_ino != os.fstat(self._file.fileno()).st_ino
+        except FileNotFoundError:
+            return False
