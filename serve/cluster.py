@@ -63,7 +63,8 @@ def head_command(deployment: Deployment, state: StateDir) -> tuple[list[str], di
         "--object-store-memory", str(OBJECT_STORE_BYTES), "--temp-dir", str(temp_dir(state)),
         "--disable-usage-stats",
     ]  # fmt: skip
-    return argv, environment(deployment, state)
+    # The supervisor deletes what runs on the cluster before it ends the head: nothing is left to drain.
+    return argv, environment(deployment, state) | {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0"}
 
 
 def address(deployment: Deployment) -> str:

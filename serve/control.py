@@ -76,11 +76,11 @@ class Controller:
             key = LayerKey(replica.model, replica.shape, replica.generation)
             if replica.start_s is not None:
                 self._start_s[key] = replica.start_s
-            if replica.failures:
+            if replica.state is ReplicaState.READY:
+                self._failed.pop(key, None)
+            elif replica.state is ReplicaState.STARTING and replica.failures:
                 # Kept past the replica: a host that failed too often is gone before the next tick.
                 self._failed[key] = replica
-            elif replica.state is ReplicaState.READY:
-                self._failed.pop(key, None)
             self._wake.set()
 
     def scale(self, model: str, replicas: int) -> ModelStatus:
@@ -126,7 +126,7 @@ class Controller:
         self._state.save(self._state.deployment_path, document)
         self._deployment, self._document = deployment, document
         for spec in wanted_models(deployment):
-            self._adopt(spec, now)
+            self._adopt(spec, now, retry=True)
         self._event("a new deployment was applied")
         self._wake.set()
         return self.status()
@@ -158,7 +158,7 @@ class Controller:
             if spec.name not in self._targets.names():
                 self._targets.put(spec.name, self._found(spec, now) or first_target(spec, now))
             else:
-                self._adopt(spec, now)
+                self._adopt(spec, now, retry=False)
 
     async def _patient_layers(self) -> Mapping[LayerKey, Held]:
         while True:
@@ -182,12 +182,19 @@ class Controller:
         aim = Aim(mode=mode, count=count, generation=key.generation)
         return Target(aim=aim, since=now, specs={key.generation: spec})
 
-    def _adopt(self, spec: ModelSpec, now: float) -> None:
-        """Make ``spec`` the model's configuration: live where it can, a new generation where not."""
+    def _adopt(self, spec: ModelSpec, now: float, *, retry: bool) -> None:
+        """Make ``spec`` the model's configuration: live where it can, a new generation where not.
+
+        A configuration that was rolled back is tried again only when it is applied again.
+        """
         if spec.name not in self._targets.names():
             self._targets.put(spec.name, first_target(spec, now))
             return
         target = self._targets.get(spec.name)
+        if retry or engine_digest(spec) != target.rejected:
+            self._steer_to_spec(target, spec, now)
+
+    def _steer_to_spec(self, target: Target, spec: ModelSpec, now: float) -> None:
         aim = target.aim
         if engine_digest(spec) != engine_digest(target.spec):
             generation = max(target.specs) + 1
@@ -262,9 +269,11 @@ class Controller:
             reason = self._reason(target.key()) or failed
             note = f"rolled back from {_said(target.aim)}: {reason}"
             self._event(f"{name}: {note}")
+            new_generation = target.fallback.generation != target.aim.generation
             target = msgspec.structs.replace(
-                target, aim=target.fallback, fallback=None, since=time.time(), gap=True, note=note
-            )
+                target, aim=target.fallback, fallback=None, since=time.time(), gap=True, note=note,
+                rejected=engine_digest(target.spec) if new_generation else target.rejected,
+            )  # fmt: skip
             self._steer(name, target)
         return target
 

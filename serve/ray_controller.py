@@ -37,11 +37,11 @@ class ControllerActor:
     def _run(self, actuator: RayActuator, state: StateDir, address: str) -> None:
         try:
             uvloop.run(serve_controller(actuator, state, address))
-        except BaseException:
+        finally:
+            # A controller that ended is restarted by Ray only if its process ends.
             traceback.print_exc()
-        # A controller that ended is restarted by Ray only if its process ends.
-        sys.stderr.flush()
-        os._exit(1)
+            sys.stderr.flush()
+            os._exit(1)
 
     def ping(self) -> int:
         """The process id, once the actor exists."""

@@ -33,7 +33,8 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     """What is wanted of one model, and what to go back to if it cannot be had.
 
     ``since`` is when the aim was set; ``settled`` whether it was reached once; ``note`` says what
-    the operator should know. ``specs`` keeps the configuration of each generation in use.
+    the operator should know. ``rejected`` is the digest of the configuration that was rolled back last,
+    ``specs`` keeps the configuration of each generation in use.
     """
 
     aim: Aim
@@ -42,6 +43,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     fallback: Aim | None = None
     gap: bool = False
     note: str = ""
+    rejected: str = ""
     specs: dict[int, ModelSpec]
 
     @property
@@ -68,7 +70,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
         ):
             back = None
         return msgspec.structs.replace(
-            self, aim=aim, since=now, settled=False, fallback=back, gap=gap, note=""
+            self, aim=aim, since=now, settled=False, fallback=back, gap=gap, note="", rejected=""
         )
 
 

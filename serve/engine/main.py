@@ -21,7 +21,7 @@ import msgspec
 import uvicorn
 import uvloop
 
-from policy.errors import EngineFailed, TidegateError
+from policy.errors import EngineFailed
 from policy.types import EngineKind, ReplicaState
 from serve.engine import canary
 from serve.engine.guard import Guard, LoadLine
@@ -135,8 +135,8 @@ async def _main(descriptor: int) -> None:
     events = Events(descriptor)
     try:
         await run(spec, reader, events)
-    except (TidegateError, ValueError, RuntimeError, OSError) as error:
-        # vLLM reports bad arguments and a dead engine core as ValueError and RuntimeError.
+    except Exception as error:
+        # Whatever an engine raises, its last words are what the operator needs.
         events.send(Event(failed=f"{type(error).__name__}: {error}"[:2000]))
         raise
 

@@ -1,0 +1,79 @@
+"""The simulated engine's HTTP surface: vLLM's routes for its runner, and no others."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from policy.types import Runner
+from serve.engine.sim.chat import chat
+from serve.engine.sim.completions import completions, detokenize, tokenize
+from serve.engine.sim.http import ApiError, answer, on_api_error, on_http_exception
+from serve.engine.sim.messages import messages
+from serve.engine.sim.pooling import embeddings, rerank, score
+from serve.engine.sim.responses import responses
+from serve.engine.sim.service import Service
+
+Endpoint = Callable[[Service, Request], Awaitable[Response]]
+
+
+async def models(service: Service, _: Request) -> Response:
+    """The base model and its adapters."""
+
+    def card(name: str, root: str, parent: str | None) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": service.created,
+            "owned_by": "vllm",
+            "root": root,
+            "parent": parent,
+            "max_model_len": service.max_model_len if parent is None else None,
+            "permission": [],
+        }
+
+    adapters = [card(name, path, service.model) for name, path in service.adapters.items()]
+    return answer({"object": "list", "data": [card(service.model, service.model, None), *adapters]})
+
+
+async def metrics(service: Service, _: Request) -> Response:
+    """Prometheus' text format."""
+    return Response(service.metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+_ALWAYS: dict[str, Endpoint] = {"/tokenize": tokenize, "/detokenize": detokenize}
+_POST: dict[Runner, dict[str, Endpoint]] = {
+    Runner.GENERATE: {
+        "/v1/chat/completions": chat,
+        "/v1/completions": completions,
+        "/v1/responses": responses,
+        "/v1/messages": messages,
+    },
+    Runner.POOLING: {"/v1/embeddings": embeddings, "/v1/score": score, "/v1/rerank": rerank},
+}
+_GET: dict[str, Endpoint] = {"/v1/models": models, "/metrics": metrics}
+
+
+def build(service: Service) -> Starlette:
+    """The ASGI app over ``service``."""
+
+    def route(path: str, endpoint: Endpoint, method: str) -> Route:
+        async def call(request: Request) -> Response:
+            return await endpoint(service, request)
+
+        return Route(path, call, methods=[method])
+
+    posts = {**_ALWAYS, **_POST[service.runner]}
+    return Starlette(
+        routes=[
+            *(route(path, endpoint, "POST") for path, endpoint in posts.items()),
+            *(route(path, endpoint, "GET") for path, endpoint in _GET.items()),
+        ],
+        exception_handlers={ApiError: on_api_error, HTTPException: on_http_exception},
+    )

@@ -1,0 +1,100 @@
+"""The engine port over the simulation: from an :class:`EngineSpec` to an app and its step loop."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from policy.errors import EngineFailed
+from policy.kv_memory import BLOCK
+from policy.profiles import profile
+from serve.engine.port import ASGIApp, EngineSpec, EngineStats
+from serve.engine.sim.app import build
+from serve.engine.sim.loop import StepLoop
+from serve.engine.sim.metrics import Metrics
+from serve.engine.sim.prefix import PrefixCache
+from serve.engine.sim.service import Service
+
+Positive = Annotated[int, Meta(ge=1)]
+
+
+class SimArgs(msgspec.Struct, frozen=True, kw_only=True):
+    """The engine arguments that change a simulation; vLLM's others are accepted and change nothing.
+
+    ``num_gpu_blocks_override`` is the KV cache in blocks of 16 tokens, ``lora_modules`` maps the
+    names of adapters to their paths, which are not read.
+    """
+
+    max_num_batched_tokens: Positive | None = None
+    max_num_seqs: Positive | None = None
+    max_model_len: Annotated[int, Meta(ge=2)] | None = None
+    num_gpu_blocks_override: Positive | None = None
+    enable_prefix_caching: bool = True
+    lora_modules: dict[str, str] = {}
+
+
+class SimEngine:
+    """One simulated engine in this process."""
+
+    def __init__(self, spec: EngineSpec, clock: Callable[[], float]) -> None:
+        try:
+            args = msgspec.convert(spec.engine_args, SimArgs)
+        except msgspec.ValidationError as error:
+            raise EngineFailed(f"engine_args: {error}") from None
+        timing = profile(spec.sim.profile)
+        limits = timing.limits(spec.tensor_parallel)
+        if args.num_gpu_blocks_override is not None:
+            limits = msgspec.structs.replace(limits, kv_tokens=BLOCK * args.num_gpu_blocks_override)
+        limits = msgspec.structs.replace(
+            limits,
+            max_num_batched_tokens=args.max_num_batched_tokens or limits.max_num_batched_tokens,
+            max_num_seqs=args.max_num_seqs or limits.max_num_seqs,
+        )
+        if args.max_model_len is not None and args.max_model_len > limits.kv_tokens:
+            raise EngineFailed(
+                f"max_model_len {args.max_model_len} is larger than the {limits.kv_tokens} tokens of KV cache"
+            )
+        length = args.max_model_len or min(timing.max_model_len, limits.kv_tokens)
+        metrics = Metrics(spec.model)
+        self._loop = StepLoop(timing.model.at_degree(spec.tensor_parallel), limits, spec.sim.speed, metrics)
+        self._adapters = tuple(args.lora_modules)
+        self.max_model_len: int | None = length
+        service = Service(
+            model=spec.model,
+            adapters=args.lora_modules,
+            runner=spec.runner,
+            max_model_len=length,
+            seed=spec.sim.seed,
+            loop=self._loop,
+            prefix=PrefixCache(limits.kv_tokens) if args.enable_prefix_caching else None,
+            metrics=metrics,
+            clock=clock,
+        )
+        self.app: ASGIApp = build(service)
+
+    def stats(self) -> EngineStats:
+        return self._loop.stats()
+
+    def adapters(self) -> tuple[str, ...]:
+        return self._adapters
+
+    async def check(self) -> None:
+        self._loop.check()
+
+    async def close(self) -> None:
+        await self._loop.close()
+
+
+async def create(spec: EngineSpec) -> SimEngine:
+    """Start the engine that ``spec`` describes, after ``spec.sim.start_s`` seconds of cold start.
+
+    Raises :class:`policy.errors.ConfigError` for an unknown profile and one whose weights do not
+    fit, :class:`policy.errors.EngineFailed` for engine arguments that make no engine.
+    """
+    await asyncio.sleep(spec.sim.start_s)
+    return SimEngine(spec, time.time)

@@ -1,0 +1,202 @@
+"""The simulated engine's heart: a task that steps the scheduler and hands out tokens on time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+
+from policy.engine_model import EngineModel, Limits
+from policy.errors import EngineFailed
+from policy.stepping import Request, Scheduler, StepResult
+from serve.engine.port import EngineStats
+from serve.engine.sim.metrics import Metrics
+from serve.engine.sim.text import Output, Prompt
+
+# A process that was held up catches up at most this much; more would come out as one burst.
+MAX_LAG_S = 0.25
+
+
+class Aborted(Exception):
+    """The request was dropped because its client left."""
+
+
+class Generation:
+    """One HTTP request in the engine: its choices, and the tokens that are ready.
+
+    ``prompts`` and ``outputs`` run in parallel, one of each per choice.
+    """
+
+    def __init__(self, name: str, prompts: Sequence[Prompt], outputs: Sequence[Output]) -> None:
+        self.name = name
+        self.prompts = prompts
+        self.outputs = outputs
+        self._left = len(outputs)
+        self._ready: deque[tuple[int, int]] = deque()
+        self._more = asyncio.Event()
+        self._done = asyncio.Event()
+        self._error: Exception | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether it ended, however it ended."""
+        return self._done.is_set()
+
+    def put(self, choice: int, position: int) -> None:
+        """Token ``position`` of ``choice`` is there."""
+        self._ready.append((choice, position))
+        self._more.set()
+        if position + 1 == len(self.outputs[choice].deltas):
+            self._left -= 1
+            if not self._left:
+                self._done.set()
+
+    def fail(self, error: Exception) -> None:
+        """End it: whoever waits for it gets ``error``."""
+        if not self.done:
+            self._error = error
+            self._done.set()
+            self._more.set()
+
+    async def finish(self) -> None:
+        """Return when every choice is whole; raises :class:`Aborted` or EngineFailed."""
+        await self._done.wait()
+        if self._error is not None:
+            raise self._error
+
+    async def tokens(self) -> AsyncIterator[tuple[int, int]]:
+        """(choice, position) of each token as it is made; raises as :meth:`finish` does."""
+        while True:
+            while self._ready and self._error is None:
+                yield self._ready.popleft()
+            if self.done:
+                await self.finish()
+                return
+            self._more.clear()
+            await self._more.wait()
+
+
+@dataclass(slots=True)
+class _Live:
+    """A choice in the engine; instants are of the loop's clock."""
+
+    generation: Generation
+    choice: int
+    arrived: float
+    last: float = 0.0
+    position: int = 0
+
+
+class StepLoop:
+    """Owns the scheduler. ``speed`` is how many modelled seconds pass in a real one."""
+
+    def __init__(self, model: EngineModel, limits: Limits, speed: float, metrics: Metrics) -> None:
+        self._scheduler = Scheduler(model, limits)
+        self._kv_tokens = limits.kv_tokens
+        self._speed = speed
+        self._metrics = metrics
+        self._live: dict[str, _Live] = {}
+        self._work = asyncio.Event()
+        self._tokens = self._steps = 0
+        self._loop = asyncio.get_running_loop()
+        self._task = asyncio.create_task(self._run(), name="simulated engine")
+        self._task.add_done_callback(self._ended)
+        metrics.watch(
+            lambda: self.stats().running, lambda: self.stats().waiting, lambda: self.stats().kv_used
+        )
+
+    def stats(self) -> EngineStats:
+        """Counts of this instant; a request whose last token is in the running step still runs."""
+        waiting = self._scheduler.waiting
+        return EngineStats(
+            running=len(self._live) - waiting,
+            waiting=waiting,
+            kv_used=self._scheduler.kv_used / self._kv_tokens,
+            tokens=self._tokens,
+            steps=self._steps,
+        )
+
+    def check(self) -> None:
+        """Raise :class:`policy.errors.EngineFailed` when the step task has ended."""
+        if self._task.done():
+            error = None if self._task.cancelled() else self._task.exception()
+            raise EngineFailed(f"the simulated engine steps no more: {error!r}")
+
+    def submit(self, generation: Generation, cached: Sequence[int]) -> None:
+        """Queue all choices; ``cached`` are the prompt tokens of each found in the prefix cache.
+
+        Raises EngineFailed when the engine is dead, :class:`ValueError` as the scheduler does.
+        """
+        self.check()
+        now = self._loop.time()
+        for choice, (prompt, output) in enumerate(zip(generation.prompts, generation.outputs, strict=True)):
+            name = f"{generation.name}-{choice}"
+            self._scheduler.submit(Request(name, len(prompt.tokens), len(output.deltas), cached[choice]))
+            self._live[name] = _Live(generation, choice, now)
+        self._work.set()
+
+    def abort(self, generation: Generation) -> None:
+        """Free every slot of ``generation`` at once; harmless when it has ended."""
+        if generation.done:
+            return
+        generation.fail(Aborted())
+        for choice in range(len(generation.outputs)):
+            name = f"{generation.name}-{choice}"
+            # A choice whose last token waits for the step's end is only here any more.
+            self._scheduler.abort(name)
+            if self._live.pop(name, None) is not None:
+                self._metrics.success("abort")
+
+    async def close(self) -> None:
+        """End the task; requests that are left fail."""
+        self._task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        for live in self._live.values():
+            live.generation.fail(EngineFailed(f"the engine ended: {error!r}"))
+        self._live.clear()
+
+    async def _run(self) -> None:
+        due = self._loop.time()
+        while True:
+            if not self._live:
+                self._work.clear()
+                await self._work.wait()
+                due = self._loop.time()
+            result = self._scheduler.step()
+            # Sleeping until the scheduled end, not for the duration, keeps the pace over many steps.
+            due = max(due + result.duration_s / self._speed, self._loop.time() - MAX_LAG_S)
+            await asyncio.sleep(max(0.0, due - self._loop.time()))
+            self._deliver(result)
+
+    def _deliver(self, result: StepResult) -> None:
+        metrics, now = self._metrics, self._loop.time()
+        self._steps += 1
+        self._tokens += result.scheduled
+        metrics.iteration.observe(result.scheduled)
+        metrics.preemptions.inc(len(result.preempted))
+        produced = 0
+        for name in result.tokens:
+            live = self._live.get(name)
+            if live is None:
+                continue
+            produced += 1
+            generation = live.generation
+            if live.position:
+                metrics.itl.observe(now - live.last)
+            else:
+                metrics.ttft.observe(now - live.arrived)
+                metrics.prompt_tokens.inc(len(generation.prompts[live.choice].tokens))
+            live.last = now
+            generation.put(live.choice, live.position)
+            live.position += 1
+        metrics.generation_tokens.inc(produced)
+        for name in result.finished:
+            if (live := self._live.pop(name, None)) is not None:
+                metrics.e2e.observe(now - live.arrived)
+                metrics.success(live.generation.outputs[live.choice].finish_reason)

@@ -1,0 +1,99 @@
+"""``POST /v1/messages`` of the simulated engine: Anthropic's shapes and event types."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+from starlette.requests import Request
+from starlette.responses import Response
+
+from serve.engine.sim.chat import Message, template
+from serve.engine.sim.http import ApiError, EventStream, answer, event, read, whole
+from serve.engine.sim.loop import Generation
+from serve.engine.sim.service import Service, request_id
+
+
+class MessagesRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """The body of a message; ``max_tokens`` is required, as Anthropic does."""
+
+    model: str
+    messages: Annotated[list[Message], Meta(min_length=1)]
+    max_tokens: Annotated[int, Meta(ge=1)]
+    system: str | list[dict[str, Any]] | None = None
+    stop_sequences: list[str] | None = None
+    stream: bool | None = False
+
+
+_DECODER = msgspec.json.Decoder(MessagesRequest)
+_TYPES = {400: "invalid_request_error", 404: "not_found_error"}
+
+
+async def messages(service: Service, request: Request) -> Response:
+    """A message, streamed or whole."""
+    body = await read(request, _DECODER)
+    try:
+        return await _messages(service, request, body)
+    except ApiError as error:
+        kind = _TYPES.get(error.status, "internal_error")
+        return answer({"type": "error", "error": {"type": kind, "message": error.message}}, error.status)
+
+
+async def _messages(service: Service, request: Request, body: MessagesRequest) -> Response:
+    adapter = service.resolve(body.model)
+    turns = body.messages
+    if body.system:
+        turns = [Message("system", body.system), *turns]
+    generation = service.generate(
+        [template(turns)],
+        adapter=adapter,
+        seed=None,
+        max_tokens=body.max_tokens,
+        stops=body.stop_sequences or (),
+    )
+    head = {
+        "id": request_id(request, "msg"),
+        "type": "message",
+        "role": "assistant",
+        "model": adapter or service.model,
+    }
+    if body.stream:
+        return EventStream(_events(generation, head), lambda: service.abort(generation))
+    await whole(request, generation, lambda: service.abort(generation))
+    content = [{"type": "text", "text": generation.outputs[0].text}]
+    return answer({**head, "content": content, **_stop(generation), "usage": _usage(generation)})
+
+
+async def _events(generation: Generation, head: dict[str, Any]) -> AsyncIterator[bytes]:
+    def say(kind: str, **fields: Any) -> bytes:
+        return event({"type": kind, **fields}, kind)
+
+    deltas = generation.outputs[0].deltas
+    async for _, position in generation.tokens():
+        if position == 0:
+            begun = {**head, "content": [], "stop_reason": None, "stop_sequence": None}
+            usage = {**_usage(generation), "output_tokens": 0}
+            yield say("message_start", message={**begun, "usage": usage})
+            yield say("content_block_start", index=0, content_block={"type": "text", "text": ""})
+        delta = {"type": "text_delta", "text": deltas[position]}
+        yield say("content_block_delta", index=0, delta=delta)
+    yield say("content_block_stop", index=0)
+    yield say("message_delta", delta=_stop(generation), usage=_usage(generation))
+    yield say("message_stop")
+
+
+def _usage(generation: Generation) -> dict[str, int]:
+    return {
+        "input_tokens": len(generation.prompts[0].tokens),
+        "output_tokens": len(generation.outputs[0].deltas),
+    }
+
+
+def _stop(generation: Generation) -> dict[str, str | None]:
+    output = generation.outputs[0]
+    if output.stop is not None:
+        return {"stop_reason": "stop_sequence", "stop_sequence": output.stop}
+    reason = "max_tokens" if output.finish_reason == "length" else "end_turn"
+    return {"stop_reason": reason, "stop_sequence": None}

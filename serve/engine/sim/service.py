@@ -1,0 +1,123 @@
+"""From a request's parameters to a generation in the step loop: what every endpoint goes through."""
+
+from __future__ import annotations
+
+import itertools
+import uuid
+from collections.abc import Callable, Sequence
+
+from starlette.requests import Request
+
+from policy.types import Runner
+from serve.engine.sim.http import ApiError
+from serve.engine.sim.loop import Generation, StepLoop
+from serve.engine.sim.metrics import Metrics
+from serve.engine.sim.prefix import PrefixCache
+from serve.engine.sim.text import Output, Prompt, natural_length, seed_of, write
+
+
+class Service:
+    """One engine as its endpoints see it; ``clock`` gives Unix seconds for ``created`` fields."""
+
+    def __init__(
+        self,
+        *,
+        model: str,
+        adapters: dict[str, str],
+        runner: Runner,
+        max_model_len: int,
+        seed: int,
+        loop: StepLoop,
+        prefix: PrefixCache | None,
+        metrics: Metrics,
+        clock: Callable[[], float],
+    ) -> None:
+        self.model = model
+        self.adapters = adapters
+        self.runner = runner
+        self.max_model_len = max_model_len
+        self.seed = seed
+        self.metrics = metrics
+        self.created = int(clock())
+        self._loop = loop
+        self._prefix = prefix
+        self._clock = clock
+        self._names = itertools.count()
+
+    def now(self) -> int:
+        """Unix seconds, whole as in ``created``."""
+        return int(self._clock())
+
+    def resolve(self, model: str | None) -> str:
+        """The adapter that ``model`` names, empty for the base; raises 404 for any other name."""
+        if model is None or model == self.model:
+            return ""
+        if model in self.adapters:
+            return model
+        raise ApiError(404, f"The model `{model}` does not exist.", "model")
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        adapter: str,
+        seed: int | None,
+        max_tokens: int | None,
+        n: int = 1,
+        stops: Sequence[str] = (),
+        ignore_eos: bool = False,
+        salt: str | None = None,
+    ) -> Generation:
+        """Start ``n`` choices of each prompt; choice i of prompt j has index ``j n + i``.
+
+        With ``max_tokens`` an answer has exactly so many tokens unless a stop sequence ends it;
+        without, it has a length of its own, or runs to the end of the context with ``ignore_eos``.
+        Raises a 400 when a prompt leaves no room in the context.
+        """
+        outputs = []
+        for prompt in prompts:
+            room = self._room(prompt)
+            for choice in range(n):
+                own = seed_of(self.seed, seed, adapter, choice, prompt=prompt)
+                wanted = max_tokens or (room if ignore_eos else natural_length(own))
+                ends = max_tokens is None and not ignore_eos and wanted <= room
+                outputs.append(write(own, min(wanted, room), ends=ends, stops=stops))
+        return self._submit([prompt for prompt in prompts for _ in range(n)], outputs, (adapter, salt))
+
+    def encode(self, prompts: Sequence[Prompt], *, adapter: str) -> Generation:
+        """Run the prompts through the engine without writing anything: a prefill, and one token."""
+        for prompt in prompts:
+            self._room(prompt)
+        return self._submit(prompts, [Output([""], "stop")] * len(prompts), (adapter, None))
+
+    def abort(self, generation: Generation) -> None:
+        """Free what ``generation`` holds; harmless when it has ended."""
+        self._loop.abort(generation)
+
+    def _room(self, prompt: Prompt) -> int:
+        count = len(prompt.tokens)
+        if count >= self.max_model_len:
+            raise ApiError(
+                400,
+                f"This model's maximum context length is {self.max_model_len} tokens. However, your "
+                f"request has {count} input tokens. Please reduce the length of the input messages.",
+                "input_tokens",
+            )
+        return self.max_model_len - count
+
+    def _submit(
+        self, prompts: Sequence[Prompt], outputs: Sequence[Output], salt: tuple[str, str | None]
+    ) -> Generation:
+        cached = [0] * len(prompts)
+        if self._prefix is not None:
+            cached = [self._prefix.admit(prompt.tokens, salt) for prompt in prompts]
+            self.metrics.prefix_queries.inc(sum(len(prompt.tokens) for prompt in prompts))
+            self.metrics.prefix_hits.inc(sum(cached))
+        generation = Generation(str(next(self._names)), prompts, outputs)
+        self._loop.submit(generation, cached)
+        return generation
+
+
+def request_id(request: Request, prefix: str) -> str:
+    """The id of the answer: the caller's ``x-request-id`` after ``prefix``, else a random one."""
+    return f"{prefix}-{request.headers.get('x-request-id') or uuid.uuid4().hex}"

@@ -1,0 +1,117 @@
+"""Text and tokens without a model: a reversible pseudo-tokenizer and a seeded stream of words.
+
+A token is a word or a piece of one with the space before it, at most six bytes of UTF-8, which
+makes about four characters a token in English. Its id is its bytes as a number with a leading 1,
+so no vocabulary is kept and any text comes back as it was.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+_PIECE = re.compile(rb"\s?[^\s]{1,5}|\s")
+_MASK = (1 << 64) - 1
+# At most five characters, so that each is one token after a space.
+_SPOKEN = (
+    "the of and to in is it that for was on are as with his they at be this from have or by one had "
+    "not but what all were when we there can an your which their said if do will each about how up "
+    "out them then she many some so these would other into has more her two like him see time could "
+    "no make than first been its who now my made over did down only way find use may water long "
+    "very after words just where most know tide gate. shore sea, boat, wave. moon, sand. salt, wind."
+)
+_WORDS = _SPOKEN.split()
+
+
+def tokenize(text: str) -> list[bytes]:
+    """The tokens of ``text``; joined, they are its UTF-8 bytes."""
+    return _PIECE.findall(text.encode())
+
+
+def token_id(token: bytes) -> int:
+    """The id of a token, below 2**49."""
+    return int.from_bytes(b"\x01" + token)
+
+
+def token_bytes(number: int) -> bytes:
+    """The token with that id; raises :class:`ValueError` when it is the id of none."""
+    size = (number.bit_length() - 1) // 8
+    if number < 0 or not 1 <= size <= 6 or number >> (8 * size) != 1:
+        raise ValueError(f"Token id {number} is out of vocabulary")
+    return number.to_bytes(size + 1)[1:]
+
+
+@dataclass(slots=True, frozen=True)
+class Prompt:
+    """A prompt as its tokens (or foreign token ids) and the bytes that seed its answer."""
+
+    tokens: Sequence[bytes | int]
+    digest: bytes
+
+    @classmethod
+    def of_text(cls, text: str) -> Prompt:
+        return cls(tokenize(text) or [b""], text.encode())
+
+    @classmethod
+    def of_ids(cls, ids: Sequence[int]) -> Prompt:
+        return cls(ids, ",".join(map(str, ids)).encode())
+
+
+@dataclass(slots=True, frozen=True)
+class Output:
+    """What a choice will say: one delta of text per token, and why it ends.
+
+    ``stop`` is the stop sequence that ended it; the text ends before it, so the deltas of its
+    last tokens may be empty.
+    """
+
+    deltas: list[str]
+    finish_reason: str
+    stop: str | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(self.deltas)
+
+
+def seed_of(*parts: object, prompt: Prompt) -> int:
+    """64 bits that depend on every part and on the prompt."""
+    told = repr(parts).encode()
+    return int.from_bytes(hashlib.blake2b(told + prompt.digest, digest_size=8).digest())
+
+
+def natural_length(seed: int) -> int:
+    """How many tokens an answer has when nothing bounds it: 16 to 256."""
+    return 16 + seed % 241
+
+
+def write(seed: int, tokens: int, *, ends: bool, stops: Sequence[str] = ()) -> Output:
+    """An answer of ``tokens`` tokens, or fewer when one of ``stops`` appears in it.
+
+    ``ends`` says that the length is its own, so that it finishes with ``stop`` and not ``length``.
+    """
+    deltas = [" " + _WORDS[mix(seed + index) % len(_WORDS)] for index in range(tokens)]
+    deltas[0] = deltas[0][1:]
+    reason = "stop" if ends else "length"
+    text = "".join(deltas)
+    found = min(((at, stop) for stop in stops if stop and (at := text.find(stop)) >= 0), default=None)
+    if found is None:
+        return Output(deltas, reason)
+    at, stop = found
+    kept, position = [], 0
+    for delta in deltas:
+        if position >= at + len(stop):
+            break
+        kept.append(delta[: max(0, at - position)])
+        position += len(delta)
+    return Output(kept, "stop", stop)
+
+
+def mix(value: int) -> int:
+    """A well-mixed 64-bit number (splitmix64)."""
+    value = (value * 0x9E3779B97F4A7C15 + 0x9E3779B97F4A7C15) & _MASK
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
+    return value ^ (value >> 31)
