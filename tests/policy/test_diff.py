@@ -1,0 +1,93 @@
+"""Laws of the difference between two deployments, and what each kind of change takes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from example_documents import EXTERNAL, GOOD, changed
+from hypothesis import given
+from hypothesis import strategies as st
+
+from policy.config import Deployment
+from policy.diff import Effect, diff
+from policy.parsing import parse
+
+CHANGES: list[tuple[str, Any, str, Effect]] = [
+    ("models[0].source", "package:other", "models[m].source", Effect.NEW_GENERATION),
+    ("models[0].engine", "sim", "models[m].engine", Effect.NEW_GENERATION),
+    ("models[0].runner", "pooling", "models[m].runner", Effect.NEW_GENERATION),
+    ("models[0].engine_args.seed", 1, "models[m].engine_args.seed", Effect.NEW_GENERATION),
+    ("models[0].env.A", "1", "models[m].env.A", Effect.NEW_GENERATION),
+    ("models[0].sim.speed", 2.0, "models[m].sim.speed", Effect.NEW_GENERATION),
+    ("models[0].shapes.large.cpus", 1, "models[m].shapes.large.cpus", Effect.NEW_GENERATION),
+    ("models[0].shapes.extra", {"cpus": 1}, "models[m].shapes.extra", Effect.LIVE),
+    ("models[0].mode", "multi-replica", "models[m].mode", Effect.LIVE),
+    (
+        "models[0].modes.multi-replica.replicas.max",
+        1,
+        "models[m].modes.multi-replica.replicas.max",
+        Effect.LIVE,
+    ),
+    ("models[0].control.mode.drain_timeout_s", 9.0, "models[m].control.mode.drain_timeout_s", Effect.LIVE),
+    ("budget.cpus", 4, "budget.cpus", Effect.LIVE),
+    ("gateway.queue_timeout_s", 9.0, "gateway.queue_timeout_s", Effect.LIVE),
+    ("gateway.port", 9000, "gateway.port", Effect.RESTART),
+    ("gateway.workers", 3, "gateway.workers", Effect.RESTART),
+    ("cluster.controller", "127.0.0.1:1", "cluster.controller", Effect.RESTART),
+]
+
+
+@pytest.mark.parametrize(("at", "value", "path", "effect"), CHANGES, ids=[change[0] for change in CHANGES])
+def test_one_change_is_one_line_with_its_effect(at: str, value: Any, path: str, effect: Effect) -> None:
+    (change,) = diff(parse(GOOD), parse(changed(GOOD, at, value)))
+    assert (change.path, change.effect) == (path, effect)
+    assert change.before != change.after
+    assert bool(change.why) == (effect is Effect.RESTART)
+
+
+def several(chosen: list[tuple[str, Any, str, Effect]]) -> Deployment:
+    document = GOOD
+    for at, value, _, _ in chosen:
+        document = changed(document, at, value)
+    return parse(document)
+
+
+subsets = st.lists(st.sampled_from(CHANGES), unique_by=lambda change: change[0])
+
+
+@given(subsets)
+def test_what_was_changed_is_what_is_said(chosen: list[tuple[str, Any, str, Effect]]) -> None:
+    changes = diff(parse(GOOD), several(chosen))
+    assert {change.path for change in changes} == {path for _, _, path, _ in chosen}
+
+
+@given(subsets, subsets)
+def test_back_again_is_the_mirror_image(
+    one: list[tuple[str, Any, str, Effect]], other: list[tuple[str, Any, str, Effect]]
+) -> None:
+    there, back = diff(several(one), several(other)), diff(several(other), several(one))
+    assert {(c.path, repr(c.before), repr(c.after), c.effect) for c in there} == {
+        (c.path, repr(c.after), repr(c.before), c.effect) for c in back
+    }
+
+
+@given(subsets)
+def test_nothing_differs_from_itself(chosen: list[tuple[str, Any, str, Effect]]) -> None:
+    assert diff(several(chosen), several(chosen)) == ()
+
+
+def test_models_come_and_go_live_beside_others_of_ours() -> None:
+    second = {**GOOD["models"][0], "name": "n"}
+    two = parse(changed(GOOD, "models", [GOOD["models"][0], second]))
+    (added,) = diff(parse(GOOD), two)
+    (removed,) = diff(two, parse(GOOD))
+    assert (added.path, added.before, added.after, added.effect) == ("models[n]", None, "vllm", Effect.LIVE)
+    assert (removed.before, removed.after) == ("vllm", None)
+
+
+def test_the_first_model_of_ours_takes_a_new_start() -> None:
+    both = parse(changed(GOOD, "models", [*EXTERNAL["models"], *GOOD["models"]]))
+    external = parse(changed(EXTERNAL, "budget", GOOD["budget"]))
+    assert [change.effect for change in diff(external, both)] == [Effect.RESTART]
+    assert [change.effect for change in diff(both, external)] == [Effect.RESTART]
