@@ -11,10 +11,17 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from policy.errors import EngineFailed
 from policy.types import Runner
 from serve.engine.sim.chat import chat
 from serve.engine.sim.completions import completions, detokenize, tokenize
-from serve.engine.sim.http import ApiError, answer, on_api_error, on_http_exception
+from serve.engine.sim.http import (
+    ApiError,
+    answer,
+    on_api_error,
+    on_engine_failed,
+    on_http_exception,
+)
 from serve.engine.sim.messages import messages
 from serve.engine.sim.pooling import embeddings, rerank, score
 from serve.engine.sim.responses import responses
@@ -75,5 +82,9 @@ def build(service: Service) -> Starlette:
             *(route(path, endpoint, "POST") for path, endpoint in posts.items()),
             *(route(path, endpoint, "GET") for path, endpoint in _GET.items()),
         ],
-        exception_handlers={ApiError: on_api_error, HTTPException: on_http_exception},
+        exception_handlers={
+            ApiError: on_api_error,
+            EngineFailed: on_engine_failed,
+            HTTPException: on_http_exception,
+        },
     )

@@ -48,6 +48,11 @@ async def on_api_error(_: Request, error: Exception) -> Response:
     return answer(error.body, error.status)
 
 
+async def on_engine_failed(_: Request, error: Exception) -> Response:
+    """Starlette's handler of :class:`policy.errors.EngineFailed`."""
+    return answer(ApiError(500, str(error)).body, 500)
+
+
 async def on_http_exception(_: Request, error: Exception) -> Response:
     """Starlette's handler of its own 404 and 405."""
     assert isinstance(error, HTTPException)
@@ -90,14 +95,12 @@ async def attended(receive: Receive, leave: Callable[[], None]) -> AsyncIterator
 
 
 async def whole(request: Request, generation: Generation, leave: Callable[[], None]) -> None:
-    """Wait for all of ``generation``; ``leave`` aborts it. Raises :class:`ApiError` when it fails."""
+    """Wait for all of ``generation``; ``leave`` aborts it. Raises EngineFailed, and a 499 once aborted."""
     async with attended(request.receive, leave):
         try:
             await generation.finish()
         except Aborted:
             raise ApiError(499, "the client closed the request") from None
-        except EngineFailed as error:
-            raise ApiError(500, str(error)) from None
 
 
 class EventStream(Response):

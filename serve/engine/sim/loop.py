@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
@@ -150,10 +149,9 @@ class StepLoop:
                 self._metrics.success("abort")
 
     async def close(self) -> None:
-        """End the task; requests that are left fail."""
+        """End the task; requests that are left fail, and what ended it before is :meth:`check`'s to say."""
         self._task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._task
+        await asyncio.wait([self._task])
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         error = None if task.cancelled() else task.exception()
