@@ -38,6 +38,10 @@ class Follower:
         *whole, self._rest = data.split(b"\n")
         return [line.decode(errors="replace") for line in whole]
 
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
     def _rotated(self) -> bool:
         try:
             return self._path.stat().st_ino != os.fstat(self._file.fileno()).st_ino

