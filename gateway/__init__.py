@@ -1,0 +1,1 @@
+"""The data plane: OpenAI's HTTP API, admission, routing and relay to the replicas."""

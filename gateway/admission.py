@@ -1,0 +1,165 @@
+"""Who may go to a replica now, who waits, and who is sent away: one queue for each model."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from gateway.errors import Refused
+from gateway.fleet import FleetView, Served
+from gateway.metrics import Metrics
+from gateway.replicas import Link
+from policy.errors import Refusal
+from policy.routing import least_loaded
+from policy.waiting import Waiting
+
+
+@dataclass(slots=True, eq=False)
+class Place:
+    """A request's place in the queue of its model; ``deadline`` in loop time.
+
+    ``avoid`` are replicas that already failed it: taken again only when there is no other.
+    """
+
+    served: Served
+    adapter: str | None
+    deadline: float
+    ticket: int
+    avoid: set[str] = field(default_factory=set)
+    granted: asyncio.Future[Link] | None = None
+
+
+class _Queue:
+    def __init__(self) -> None:
+        self.waiting: Waiting[Place] = Waiting()
+        self.timer: asyncio.TimerHandle | None = None
+
+
+class Admission:
+    """Late binding: a request waits here, not in a replica, while none can take it."""
+
+    def __init__(
+        self, fleet: FleetView, metrics: Metrics, rng: random.Random, max_queue: Callable[[], int]
+    ) -> None:
+        self._fleet = fleet
+        self._metrics = metrics
+        self._rng = rng
+        self._max_queue = max_queue
+        self._queues: dict[str, _Queue] = {}
+        fleet.on_capacity = self.pump
+
+    def arrive(self, served: Served, adapter: str | None, deadline: float) -> Place:
+        """A place at the end of the model's queue."""
+        return Place(served, adapter, deadline, self._queue(served.name).waiting.ticket())
+
+    async def admit(self, place: Place) -> Link:
+        """The replica to send it to, with its slot taken (:meth:`Link.begin`).
+
+        Asking again after a refusal stands in the old place. Raises
+        :class:`gateway.errors.Refused` when the queue is full or the deadline passes.
+        """
+        queue = self._queue(place.served.name)
+        # Whoever waits came earlier, unless this one was only sent back to its old place.
+        if not queue.waiting and (link := self._choose(place)) is not None:
+            link.begin()
+            return link
+        if len(queue.waiting) >= self._max_queue():
+            raise Refused(
+                Refusal.QUEUE_FULL,
+                f"{len(queue.waiting)} requests already wait for {place.served.name}.",
+            )
+        loop = asyncio.get_running_loop()
+        if place.deadline <= loop.time():
+            raise self._expired(place)
+        place.granted = loop.create_future()
+        queue.waiting.put(place.ticket, place, place.deadline)
+        self._changed(place.served.name, queue)
+        self.pump(place.served.name)
+        try:
+            return await place.granted
+        except asyncio.CancelledError:
+            if not queue.waiting.remove(place.ticket) and _was_granted(place.granted):
+                self.release(place.served, place.granted.result())
+            raise
+        finally:
+            self._changed(place.served.name, queue)
+
+    def release(self, served: Served, link: Link) -> None:
+        """A request ended on ``link``: its slot is free."""
+        link.end()
+        if (queue := self._queues.get(served.name)) is not None and queue.waiting:
+            self.pump(served.name)
+
+    def pump(self, model: str) -> None:
+        """Hand out what capacity there is, the oldest first."""
+        queue = self._queues.get(model)
+        if queue is None or not queue.waiting:
+            return
+        for ticket, place in queue.waiting.in_order():
+            link = self._choose(place)
+            if link is None:
+                if place.adapter is None:
+                    break
+                continue  # the adapter is elsewhere; who comes after may still fit
+            queue.waiting.remove(ticket)
+            assert place.granted is not None
+            if place.granted.done():
+                continue
+            link.begin()
+            place.granted.set_result(link)
+        self._changed(model, queue)
+
+    def has_other(self, place: Place) -> bool:
+        """Whether a replica that has not failed this request could take it now."""
+        return any(
+            link.admissible
+            and link.id not in place.avoid
+            and (place.adapter is None or place.adapter in link.adapters)
+            for link in place.served.links
+        )
+
+    def _choose(self, place: Place) -> Link | None:
+        links = [
+            link
+            for link in place.served.links
+            if link.admissible and (place.adapter is None or place.adapter in link.adapters)
+        ]
+        if place.avoid:
+            links = [link for link in links if link.id not in place.avoid] or links
+        chosen = least_loaded([(link.in_flight, link.bound) for link in links], self._rng.random())
+        return None if chosen is None else links[chosen]
+
+    def _queue(self, model: str) -> _Queue:
+        queue = self._queues.get(model)
+        if queue is None:
+            queue = self._queues[model] = _Queue()
+        return queue
+
+    def _changed(self, model: str, queue: _Queue) -> None:
+        """Publish the depth and set the timer to the next deadline."""
+        self._metrics.model(model).queue_depth = len(queue.waiting)
+        if queue.timer is not None:
+            queue.timer.cancel()
+            queue.timer = None
+        if (at := queue.waiting.next_deadline()) is not None:
+            loop = asyncio.get_running_loop()
+            queue.timer = loop.call_at(at, self._expire, model, queue)
+
+    def _expire(self, model: str, queue: _Queue) -> None:
+        # The timer's clock has a coarser tick than the deadline, and may fire a hair early.
+        for place in queue.waiting.expire(asyncio.get_running_loop().time() + 0.002):
+            if place.granted is not None and not place.granted.done():
+                place.granted.set_exception(self._expired(place))
+        self._changed(model, queue)
+
+    def _expired(self, place: Place) -> Refused:
+        name = place.served.name
+        if any(link.admissible for link in place.served.links):
+            return Refused(Refusal.DEADLINE, f"No replica of {name} had room before the request's deadline.")
+        return Refused(Refusal.NO_REPLICA, f"No replica of {name} was ready before the request's deadline.")
+
+
+def _was_granted(granted: asyncio.Future[Link]) -> bool:
+    return granted.done() and not granted.cancelled() and granted.exception() is None

@@ -1,0 +1,173 @@
+"""What the gateway reads of a request's body: one decode, few fields, and what it refuses."""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+from msgspec import Raw
+
+from gateway.errors import Refused
+from policy.errors import Refusal
+
+MAX_DEPTH = 64
+MAX_N = 8
+MAX_STOP = 4
+_ABSENT = Raw(b"")
+
+# They steer an engine past what a tenant may decide: scheduling, caches, files, foreign templates.
+STEERING = (
+    "priority",
+    "request_id",
+    "kv_transfer_params",
+    "ec_transfer_params",
+    "vllm_xargs",
+    "mm_processor_kwargs",
+    "media_io_kwargs",
+    "prompt_embeds",
+    "allowed_token_ids",
+    "use_beam_search",
+    "return_prompt_text",
+    "prompt_logprobs",
+    "chat_template",
+)
+
+
+class Body(msgspec.Struct):
+    """The fields that are checked or decided on; everything else goes through unread."""
+
+    model: str
+    stream: bool | None = None
+    n: int | None = None
+    stop: Raw = _ABSENT
+    prompt: Raw = _ABSENT
+    background: bool | None = None
+    previous_response_id: Raw = _ABSENT
+    chat_template_kwargs: Raw = _ABSENT
+    priority: Raw = _ABSENT
+    request_id: Raw = _ABSENT
+    kv_transfer_params: Raw = _ABSENT
+    ec_transfer_params: Raw = _ABSENT
+    vllm_xargs: Raw = _ABSENT
+    mm_processor_kwargs: Raw = _ABSENT
+    media_io_kwargs: Raw = _ABSENT
+    prompt_embeds: Raw = _ABSENT
+    allowed_token_ids: Raw = _ABSENT
+    use_beam_search: Raw = _ABSENT
+    return_prompt_text: Raw = _ABSENT
+    prompt_logprobs: Raw = _ABSENT
+    chat_template: Raw = _ABSENT
+
+    @property
+    def choices(self) -> int:
+        """How many choices a complete answer has: ``n`` for each prompt."""
+        return (self.n or 1) * self._prompts()
+
+    def _prompts(self) -> int:
+        raw = bytes(self.prompt).lstrip()
+        if not raw.startswith(b"["):
+            return 1
+        prompts: list[Raw] = msgspec.json.decode(raw, type=list[Raw])
+        if not prompts or bytes(prompts[0]).lstrip()[:1] not in (b'"', b"["):
+            return 1  # one prompt, written as token ids
+        return len(prompts)
+
+
+_decoder = msgspec.json.Decoder(Body)
+_PATH = re.compile(r"^(?P<what>.*?)(?: - at `\$\.?(?P<path>.*)`)?$", re.DOTALL)
+_MISSING = re.compile(r"Object missing required field `(?P<key>.*)`")
+_NOT_BRACKETS = bytes(set(range(256)) - set(b'[]{}"'))
+_STRING = re.compile(rb'"[^"]*"')
+_LEAF = re.compile(rb"\[\]|\{\}")
+
+
+def read(raw: bytes) -> Body:
+    """Decode and check; raises :class:`gateway.errors.Refused` naming the parameter."""
+    try:
+        body = _decoder.decode(raw)
+    except msgspec.ValidationError as error:
+        raise _invalid(str(error)) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise Refused(Refusal.BAD_REQUEST, f"The body is not valid JSON: {error}.") from None
+    except RecursionError:
+        raise _too_deep() from None
+    if raw.count(b"[") + raw.count(b"{") > MAX_DEPTH and depth_exceeds(raw, MAX_DEPTH):
+        raise _too_deep()
+    for name in STEERING:
+        value = getattr(body, name)
+        if value is not _ABSENT and _steers(value):
+            raise _refused_field(name)
+    if body.chat_template_kwargs is not _ABSENT:
+        _check_template_arguments(body.chat_template_kwargs)
+    _check_bounds(body)
+    return body
+
+
+def depth_exceeds(raw: bytes, limit: int) -> bool:
+    """Whether valid JSON nests deeper than ``limit``: each pass removes the innermost level.
+
+    Whole-buffer operations, since a loop over the characters costs more than serving the request.
+    """
+    if b"\\" in raw:
+        raw = raw.replace(b"\\\\", b"").replace(b'\\"', b"")
+    brackets = _STRING.sub(b"", raw.translate(None, _NOT_BRACKETS))
+    for _ in range(limit):
+        if not brackets:
+            return False
+        brackets = _LEAF.sub(b"", brackets)
+    return bool(brackets)
+
+
+def _check_bounds(body: Body) -> None:
+    if body.n is not None and not 1 <= body.n <= MAX_N:
+        raise Refused(Refusal.BAD_REQUEST, f"n must be between 1 and {MAX_N}, got {body.n}.", param="n")
+    if body.stop is not _ABSENT and bytes(body.stop).lstrip().startswith(b"["):
+        count = len(msgspec.json.decode(body.stop, type=list[Raw]))
+        if count > MAX_STOP:
+            raise Refused(
+                Refusal.BAD_REQUEST,
+                f"stop takes at most {MAX_STOP} sequences, got {count}.",
+                param="stop",
+            )
+    if body.previous_response_id is not _ABSENT and bytes(body.previous_response_id) != b"null":
+        raise Refused(
+            Refusal.UNSUPPORTED,
+            "previous_response_id is not supported: send the whole conversation as input.",
+            param="previous_response_id",
+        )
+    if body.background:
+        raise Refused(Refusal.UNSUPPORTED, "background responses are not supported.", param="background")
+
+
+def _check_template_arguments(raw: Raw) -> None:
+    try:
+        arguments = msgspec.json.decode(raw, type=dict[str, Raw] | None) or {}
+    except msgspec.ValidationError:
+        raise Refused(
+            Refusal.BAD_REQUEST, "chat_template_kwargs must be an object.", param="chat_template_kwargs"
+        ) from None
+    for name in STEERING:
+        if name in arguments and _steers(arguments[name]):
+            raise _refused_field(f"chat_template_kwargs.{name}")
+
+
+def _steers(value: Raw) -> bool:
+    """Clients that write out defaults send null or false, which steer nothing."""
+    return bytes(value) not in (b"null", b"false")
+
+
+def _refused_field(name: str) -> Refused:
+    return Refused(Refusal.UNSUPPORTED, f"{name} is not accepted by this server.", param=name)
+
+
+def _too_deep() -> Refused:
+    return Refused(Refusal.BAD_REQUEST, f"The body nests deeper than {MAX_DEPTH} levels.")
+
+
+def _invalid(text: str) -> Refused:
+    match = _PATH.match(text)
+    what, path = (match["what"], match["path"]) if match else (text, None)
+    if (missing := _MISSING.match(what)) is not None:
+        return Refused(Refusal.BAD_REQUEST, f"{missing['key']} is required.", param=missing["key"])
+    where = f"{path}: " if path else "The body: "
+    return Refused(Refusal.BAD_REQUEST, f"{where}{what.replace('`', '')}.", param=path or None)

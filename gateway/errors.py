@@ -1,0 +1,151 @@
+"""How a refusal reads on the wire: one table from reasons to HTTP, and the two envelopes."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import msgspec
+
+from policy.errors import Refusal, TidegateError
+
+MAX_MESSAGE = 2048
+MAX_RETRY_AFTER_S = 120
+
+
+class Answer(NamedTuple):
+    """Status, OpenAI's ``type`` and ``code``, and the seconds after which a retry makes sense."""
+
+    status: int
+    type: str
+    code: str | None
+    retry_after_s: int | None = None
+
+
+TABLE: dict[Refusal, Answer] = {
+    Refusal.BAD_REQUEST: Answer(400, "invalid_request_error", None),
+    Refusal.UNSUPPORTED: Answer(400, "invalid_request_error", "unsupported"),
+    Refusal.UNAUTHORIZED: Answer(401, "authentication_error", "invalid_api_key"),
+    Refusal.UNKNOWN_MODEL: Answer(404, "invalid_request_error", "model_not_found"),
+    Refusal.NOT_FOUND: Answer(404, "invalid_request_error", "not_found"),
+    Refusal.METHOD_NOT_ALLOWED: Answer(405, "invalid_request_error", "method_not_allowed"),
+    Refusal.TOO_LARGE: Answer(413, "invalid_request_error", "request_too_large"),
+    Refusal.QUEUE_FULL: Answer(429, "rate_limit_error", "queue_full", 1),
+    Refusal.REPLICA_LOST: Answer(500, "server_error", "replica_lost"),
+    Refusal.INTERNAL: Answer(500, "server_error", "internal_error"),
+    Refusal.UPSTREAM_FAILED: Answer(502, "server_error", "upstream_failed"),
+    Refusal.STREAM_BROKEN: Answer(502, "server_error", "stream_broken"),
+    Refusal.BUSY: Answer(503, "server_error", "busy", 1),
+    Refusal.DRAINING: Answer(503, "server_error", "draining", 1),
+    Refusal.STARTING: Answer(503, "server_error", "starting", 5),
+    Refusal.DEADLINE: Answer(503, "server_error", "deadline", 5),
+    Refusal.NO_REPLICA: Answer(503, "server_error", "no_replica", 5),
+    Refusal.SHUTTING_DOWN: Answer(503, "server_error", "shutting_down", 1),
+}
+
+_ANTHROPIC = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+class Refused(TidegateError):
+    """A request that is not served, with all that its answer says.
+
+    ``status``, ``code`` and ``retry_after_s`` override the table where an upstream said more.
+    """
+
+    def __init__(
+        self,
+        reason: Refusal,
+        message: str,
+        *,
+        param: str | None = None,
+        status: int | None = None,
+        code: str | None = None,
+        retry_after_s: int | None = None,
+        final: bool = False,
+    ) -> None:
+        super().__init__(message)
+        answer = TABLE[reason]
+        self.reason = reason
+        self.message = message[:MAX_MESSAGE]
+        self.param = param
+        self.status = status or answer.status
+        self.type = answer.type if self.status == answer.status else _type_of(self.status)
+        self.code = code or answer.code
+        self.final = final
+        wait = answer.retry_after_s if retry_after_s is None else retry_after_s
+        if wait is None and self.status in (429, 503):
+            wait = 1
+        self.retry_after_s = None if wait is None else max(1, min(MAX_RETRY_AFTER_S, wait))
+
+    def body(self, *, anthropic: bool = False) -> bytes:
+        """The JSON body, in Anthropic's envelope if asked."""
+        error: dict[str, Any] = {
+            "message": self.message,
+            "type": self.type,
+            "param": self.param,
+            "code": self.code,
+        }
+        if anthropic:
+            error["type"] = _ANTHROPIC.get(self.status, "api_error" if self.status >= 500 else self.type)
+            return msgspec.json.encode({"type": "error", "error": error})
+        return msgspec.json.encode({"error": error})
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """What the answer's head says beside its type and length."""
+        headers = [(b"content-type", b"application/json")]
+        if self.retry_after_s is not None:
+            headers.append((b"retry-after", str(self.retry_after_s).encode()))
+        if self.final:
+            headers.append((b"x-should-retry", b"false"))
+        if self.reason is Refusal.TOO_LARGE:
+            headers.append((b"connection", b"close"))
+        return headers
+
+
+def _type_of(status: int) -> str:
+    if status == 429:
+        return "rate_limit_error"
+    return "server_error" if status >= 500 else "invalid_request_error"
+
+
+def from_upstream(status: int, body: bytes, retry_after: bytes | None, what: str) -> Refused:
+    """An upstream's 4xx in our envelope: integer codes become null, known texts a code.
+
+    ``what`` names the model and path for the answers that say nothing themselves.
+    """
+    message, param, code = read_error(body)
+    wait = int(retry_after) if retry_after is not None and retry_after.isdigit() else None
+    if status in (404, 405) and (not message or message in ("Not Found", "Method Not Allowed")):
+        return Refused(Refusal.UNSUPPORTED, f"{what} is not served by this model's engine.")
+    message = message or f"{what} was refused with status {status}."
+    if code is None and "context length" in message:
+        code = "context_length_exceeded"
+    if code is None and status == 404:
+        code = "model_not_found"
+    return Refused(Refusal.BAD_REQUEST, message, param=param, status=status, code=code, retry_after_s=wait)
+
+
+def read_error(body: bytes) -> tuple[str, str | None, str | None]:
+    """Message, param and code (strings only) of whatever an upstream calls an error."""
+    try:
+        raw = msgspec.json.decode(body)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+        return "", None, None
+    error = raw.get("error", raw) if isinstance(raw, dict) else {}
+    if isinstance(error, str):
+        return error, None, None
+    if not isinstance(error, dict):
+        return "", None, None
+    message = error.get("message", error.get("detail"))
+    param, code = error.get("param"), error.get("code")
+    return (
+        message if isinstance(message, str) else "",
+        param if isinstance(param, str) else None,
+        code if isinstance(code, str) else None,
+    )

@@ -1,0 +1,73 @@
+"""Ask the servers that Tidegate does not deploy whether they answer and what they serve."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import httpx
+import msgspec
+
+from gateway.fleet import FleetView, external_replica
+from policy.config import Deployment, ModelSpec
+from policy.types import EngineKind, Replica
+
+PROBE_EVERY_S = 2.0
+PROBE_TIMEOUT_S = 2.0
+
+
+class _Listed(msgspec.Struct):
+    """One entry of a server's ``/v1/models``."""
+
+    id: str
+    root: str | None = None
+    parent: str | None = None
+    max_model_len: int | None = None
+
+
+class _Models(msgspec.Struct):
+    data: list[_Listed] = []
+
+
+class Prober:
+    """Probes every URL of every external model. No secret of ours goes to servers that are not ours."""
+
+    def __init__(self, view: FleetView, deployment: Callable[[], Deployment]) -> None:
+        self._view = view
+        self._deployment = deployment
+        self._clock = asyncio.get_running_loop().time
+
+    async def run(self) -> None:
+        """Probe until cancelled."""
+        async with httpx.AsyncClient(timeout=PROBE_TIMEOUT_S, trust_env=False) as client:
+            while True:
+                await asyncio.gather(
+                    *(
+                        self._probe_model(client, spec)
+                        for spec in self._deployment().models
+                        if spec.engine is EngineKind.EXTERNAL
+                    )
+                )
+                await asyncio.sleep(PROBE_EVERY_S)
+
+    async def _probe_model(self, client: httpx.AsyncClient, spec: ModelSpec) -> None:
+        found = await asyncio.gather(*(self._probe(client, spec.name, url) for url in spec.urls))
+        lengths = [length for _, length in found if length is not None]
+        self._view.set_external(
+            spec.name, [replica for replica, _ in found], min(lengths) if lengths else None
+        )
+
+    async def _probe(self, client: httpx.AsyncClient, model: str, url: str) -> tuple[Replica, int | None]:
+        base = url.rstrip("/").removesuffix("/v1")
+        listed: list[_Listed] = []
+        try:
+            answer = await client.get(f"{base}/v1/models")
+            ready = answer.status_code == 200
+            if ready:
+                listed = msgspec.json.decode(answer.content, type=_Models).data
+        except (httpx.HTTPError, msgspec.DecodeError):
+            ready = False
+        adapters = tuple(entry.id for entry in listed if entry.parent is not None)
+        own = next((entry for entry in listed if entry.id == model), None)
+        replica = external_replica(model, base, ready=ready, adapters=adapters, at=self._clock())
+        return replica, None if own is None else own.max_model_len

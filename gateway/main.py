@@ -1,0 +1,160 @@
+"""A gateway worker process: two listening sockets in, one event loop, drained on SIGTERM.
+
+``python -m gateway.main --state DIR --fd N --admin-fd M --worker I``; the supervisor binds both
+sockets, so that a worker can be replaced without closing the port.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+import random
+import signal
+import socket
+from collections.abc import Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+import uvloop
+from starlette.types import ASGIApp
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from gateway.app import Gateway
+from gateway.controller import FleetSource
+from gateway.document import Document
+from gateway.external import Prober
+from gateway.log import LibraryHandler, Log
+from gateway.metrics import DIRECTORY_VARIABLE, Metrics
+from store.state import StateDir
+
+PUBLISH_EVERY_S = 0.5
+KEEP_ALIVE_S = 75
+LAST_WORDS_S = 1.0
+
+
+class Listener(uvicorn.Server):
+    """A uvicorn server that leaves signals to the worker, which has two of them."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    def stop(self, timeout_s: float) -> None:
+        """Stop accepting; what is in flight gets ``timeout_s``."""
+        self.config.timeout_graceful_shutdown = max(1, round(timeout_s))
+        self.should_exit = True
+
+
+def listener(app: ASGIApp) -> Listener:
+    """A server for ``app`` on uvloop and httptools; raises ``RuntimeError`` if it would be another."""
+    config = uvicorn.Config(
+        app,
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
+    )
+    config.load()
+    if config.http_protocol_class is not HttpToolsProtocol:
+        raise RuntimeError("the gateway serves on httptools alone; h11 costs six times as much")
+    return Listener(config)
+
+
+async def work(state: StateDir, client_fd: int, admin_fd: int, worker: int) -> None:
+    """Serve until SIGTERM or SIGINT, then drain."""
+    loop = asyncio.get_running_loop()
+    if not isinstance(loop, uvloop.Loop):
+        raise RuntimeError("the gateway runs on uvloop alone")
+    log = Log(worker)
+    logging.getLogger("uvicorn").addHandler(LibraryHandler(log))
+    logging.getLogger("asyncio").addHandler(LibraryHandler(log))
+
+    document = Document(state, log)
+    deployment = document.deployment
+    # Ties between replicas are all that it decides.
+    gateway = Gateway(document, state.secret(), log, random.Random())  # noqa: S311
+    tasks = {
+        "document": document.follow(gateway.fleet.read_document),
+        "prober": Prober(gateway.fleet, lambda: document.deployment).run(),
+        "metrics": _publish(gateway.metrics),
+    }
+    if deployment.needs_controller:
+        source = FleetSource(
+            deployment.cluster.controller,
+            state,
+            gateway.fleet,
+            log,
+            connect_timeout_s=deployment.gateway.connect_timeout_s,
+        )
+        source.start_from_disk()
+        tasks["controller"] = source.feed.run()
+        if worker == 0:
+            tasks["fleet_file"] = source.keep_on_disk()
+    background = [_supervised(log, name, task) for name, task in tasks.items()]
+
+    client, admin = listener(gateway.client), listener(gateway.admin)
+
+    def drain() -> None:
+        gateway.draining = True
+        log.info("draining")
+        client.stop(document.deployment.gateway.drain_timeout_s)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, drain)
+    admin_task = asyncio.create_task(admin.serve(sockets=[socket.socket(fileno=admin_fd)]))
+    log.info("worker_started", pid=os.getpid())
+    await client.serve(sockets=[socket.socket(fileno=client_fd)])
+    if client.server_state.tasks:  # those that the drain cut short say so to their clients
+        await asyncio.wait(client.server_state.tasks, timeout=LAST_WORDS_S)
+    admin.stop(LAST_WORDS_S)
+    await admin_task
+    for task in background:
+        task.cancel()
+    gateway.fleet.close()
+    gateway.metrics.publish()
+    log.info("worker_stopped")
+
+
+async def _publish(metrics: Metrics) -> None:
+    while True:
+        await asyncio.sleep(PUBLISH_EVERY_S)
+        metrics.publish()
+
+
+def _supervised(log: Log, name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    """Run a background task; one that ends by an error ends the worker, which is then replaced."""
+    task = asyncio.create_task(work, name=name)
+
+    def ended(task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("background_failed", task=task.get_name(), error=type(error).__name__)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    task.add_done_callback(ended)
+    return task
+
+
+def main() -> None:
+    """Parse the command line and serve."""
+    parser = argparse.ArgumentParser(prog="python -m gateway.main", description=__doc__)
+    parser.add_argument("--state", type=Path, required=True, help="the state directory")
+    parser.add_argument("--fd", type=int, required=True, help="the listening client socket")
+    parser.add_argument("--admin-fd", type=int, required=True, help="the listening admin socket")
+    parser.add_argument("--worker", type=int, default=0, help="this worker's number; 0 saves the fleet")
+    given = parser.parse_args()
+    if directory := os.environ.get(DIRECTORY_VARIABLE):
+        Path(directory).mkdir(mode=0o700, parents=True, exist_ok=True)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(work(StateDir(given.state), given.fd, given.admin_fd, given.worker))
+
+
+if __name__ == "__main__":
+    main()

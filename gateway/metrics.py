@@ -1,0 +1,147 @@
+"""What the gateway measures, kept in plain numbers on the hot path and published twice a second.
+
+A labelled increment of a multiprocess metric costs several microseconds and a stream has hundreds
+of chunks, so a worker adds up locally and merges into its shared files on a timer. Labels come from
+closed sets: a name that a client made up never becomes one.
+"""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_left
+from collections import Counter as Counts
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest, multiprocess
+
+DIRECTORY_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
+SECONDS = (
+    0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75,
+    1.0, 1.5, 2.0, 3.0, 5.0, 7.5, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 300.0,
+)  # fmt: skip
+GAPS = (
+    0.001, 0.002, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.06, 0.075,
+    0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.0, 5.0, 10.0,
+)  # fmt: skip
+
+
+class Tally:
+    """Observations not yet published, by bucket (seconds)."""
+
+    __slots__ = ("_bounds", "counts", "total")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self._bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def add(self, value: float) -> None:
+        """Count one observation."""
+        self.counts[bisect_left(self._bounds, value)] += 1
+        self.total += value
+
+
+class MergedHistogram(Histogram):
+    """A histogram that takes a whole tally at once."""
+
+    def merge(self, tally: Tally) -> None:
+        """Add ``tally`` and empty it."""
+        for i, count in enumerate(tally.counts):
+            if count:
+                self._buckets[i].inc(count)
+                tally.counts[i] = 0
+        if tally.total:
+            self._sum.inc(tally.total)
+            tally.total = 0.0
+
+
+class ModelMeter:
+    """The numbers of one model in this worker since they were last published."""
+
+    __slots__ = (
+        "attempts", "e2e", "in_flight", "itl", "model", "queue_depth",
+        "queue_wait", "replicas_up", "requests", "ttft",
+    )  # fmt: skip
+
+    def __init__(self, model: str) -> None:
+        self.model = model
+        self.requests: Counts[tuple[str, str]] = Counts()
+        self.attempts: Counts[str] = Counts()
+        self.in_flight = 0
+        self.queue_depth = 0
+        self.replicas_up = 0
+        self.ttft = Tally(SECONDS)
+        self.e2e = Tally(SECONDS)
+        self.queue_wait = Tally(SECONDS)
+        self.itl = Tally(GAPS)
+
+
+class Metrics:
+    """All meters of a worker and their published form."""
+
+    def __init__(self) -> None:
+        self._registry = registry = CollectorRegistry()
+        self._meters: dict[str, ModelMeter] = {}
+        self._requests = Counter(
+            "tidegate_requests", "Requests by outcome.", ("model", "route", "outcome"), registry=registry
+        )
+        self._attempts = Counter(
+            "tidegate_upstream_attempts", "Attempts on replicas.", ("model", "outcome"), registry=registry
+        )
+        self._in_flight = Gauge(
+            "tidegate_in_flight", "Requests in the gateway.", ("model",),
+            registry=registry, multiprocess_mode="livesum",
+        )  # fmt: skip
+        self._queue_depth = Gauge(
+            "tidegate_queue_depth", "Requests that wait for a replica.", ("model",),
+            registry=registry, multiprocess_mode="livesum",
+        )  # fmt: skip
+        self._replicas_up = Gauge(
+            "tidegate_replicas_up", "Replicas that traffic may go to.", ("model",),
+            registry=registry, multiprocess_mode="livemin",
+        )  # fmt: skip
+        self._queue_wait = self._histogram("tidegate_queue_wait_seconds", "Time in the queue.", SECONDS)
+        self._ttft = self._histogram("tidegate_ttft_seconds", "Time to the first body byte.", SECONDS)
+        self._itl = self._histogram("tidegate_itl_seconds", "Gap between chunks of a stream.", GAPS)
+        self._e2e = self._histogram("tidegate_e2e_seconds", "Time of a served request.", SECONDS)
+
+    def _histogram(self, name: str, text: str, bounds: tuple[float, ...]) -> MergedHistogram:
+        return MergedHistogram(name, text, ("model",), buckets=bounds, registry=self._registry)
+
+    def model(self, name: str) -> ModelMeter:
+        """The meter of a model that the deployment knows; the empty name collects all others."""
+        meter = self._meters.get(name)
+        if meter is None:
+            meter = self._meters[name] = ModelMeter(name)
+        return meter
+
+    def publish(self) -> None:
+        """Merge what was counted into the shared metrics."""
+        for meter in self._meters.values():
+            for (route, outcome), count in meter.requests.items():
+                self._requests.labels(meter.model, route, outcome).inc(count)
+            meter.requests.clear()
+            for verdict, count in meter.attempts.items():
+                self._attempts.labels(meter.model, verdict).inc(count)
+            meter.attempts.clear()
+            self._in_flight.labels(meter.model).set(meter.in_flight)
+            self._queue_depth.labels(meter.model).set(meter.queue_depth)
+            self._replicas_up.labels(meter.model).set(meter.replicas_up)
+            self._ttft.labels(meter.model).merge(meter.ttft)
+            self._itl.labels(meter.model).merge(meter.itl)
+            self._e2e.labels(meter.model).merge(meter.e2e)
+            self._queue_wait.labels(meter.model).merge(meter.queue_wait)
+
+    def render(self) -> bytes:
+        """Prometheus text over all workers, live gauges over those that still run."""
+        self.publish()
+        directory = os.environ.get(DIRECTORY_VARIABLE)
+        if not directory:
+            return generate_latest(self._registry)
+        for path in Path(directory).glob("gauge_live*_*.db"):
+            pid = int(path.stem.rpartition("_")[2])
+            if not Path(f"/proc/{pid}").exists():
+                multiprocess.mark_process_dead(pid, directory)  # type: ignore[no-untyped-call]
+        registry = CollectorRegistry()
+        multiprocess.MultiProcessCollector(registry, directory)  # type: ignore[no-untyped-call]
+        return generate_latest(registry)
