@@ -130,6 +130,12 @@ def steady(model: EngineModel, load: Workload, limits: Limits, wait_s: float = 0
     Solves ``t = t(n, K, B)`` with ``B = lam O t``, ``n = B + lam t I (1 - h)``, ``K = B (I + O/2)``.
     Feasible iff ``n <= max_num_batched_tokens`` and ``B <= min(max_num_seqs, KV / (I + O))``.
     Then ITL = t and TTFT = ``wait_s`` + t ceil(I (1 - h) / max_num_batched_tokens).
+
+    Means hide bursts, so this is a lower bound that gets looser with load. Against
+    :mod:`policy.stepping` with Poisson arrivals (h100-8b, 1000 in, 150 out) ITL is 3 % low at 0.05
+    of the feasible rate, 27 % at 0.45 and 48 % at 0.9. TTFT counts mean steps where a prompt's own are
+    long, and is low 4 to 6 times: :meth:`EngineModel.prefill_s` times those, within 20 % of the
+    scheduler's up to 0.2 of the feasible rate.
     """
     t = _fixed_point(model, load)
     if t is None:

@@ -20,6 +20,7 @@ from policy.engine_model import (
 from policy.errors import ConfigError
 from policy.kv_memory import KvMemory
 from policy.profiles import PROFILES, profile
+from policy.stepping import Request, Scheduler
 
 MODEL = EngineModel(o=0.002, w=0.006, c=2e-5, g=1e-7, r=1e-5, layers=32, allreduce_a=1e-5, allreduce_b=2e-8)
 LIMITS = Limits(max_num_batched_tokens=2048, max_num_seqs=256, kv_tokens=400_000)
@@ -145,6 +146,28 @@ def test_the_feasible_rate_grows_with_the_slo_and_is_zero_for_an_impossible_one(
     assert rates[0] == 0.0
     assert rates == sorted(rates)
     assert feasible_rate(MODEL, LOAD, LIMITS, Slo(ttft_s=0.1), wait_s=0.2) == 0.0
+
+
+def test_at_low_load_it_is_what_the_scheduler_does() -> None:
+    """One request a second, evenly spaced: 1000 in, 150 out."""
+    h100 = profile("h100-8b")
+    scheduler = Scheduler(h100.model, h100.limits(1))
+    at, arrived = 0.0, 0
+    first: list[float] = []
+    gaps: list[float] = []
+    while arrived < 20 or scheduler.running:
+        if not scheduler.running:
+            at = max(at, float(arrived))
+            scheduler.submit(Request(str(arrived), 1000, 150))
+            arrived += 1
+        result = scheduler.step()
+        at += result.duration_s
+        (gaps if result.scheduled == 1 else first).append(result.duration_s)
+    load = Workload(lam=20 / at, input_tokens=1000, output_tokens=150)
+    state = steady(h100.model, load, h100.limits(1))
+    assert state is not None
+    assert sum(gaps) / len(gaps) == pytest.approx(state.itl_s, rel=0.01)
+    assert first == [pytest.approx(h100.model.prefill_s(1000, 8192))] * 20
 
 
 def test_golden_feasible_rates() -> None:
