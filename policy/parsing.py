@@ -98,7 +98,9 @@ def _check_deployed(path: str, spec: ModelSpec, deployment: Deployment) -> None:
         raise ConfigError(f"{path}.mode", spec.mode, f"one of the modes: {', '.join(spec.modes)}")
     _check_engine_args(f"{path}.engine_args", spec.engine_args)
     for key in sorted(FORBIDDEN_ENV & set(spec.env)):
-        raise ConfigError(f"{path}.env.{key}", spec.env[key], "a variable that Tidegate does not guard or set")
+        raise ConfigError(
+            f"{path}.env.{key}", spec.env[key], "a variable that Tidegate does not guard or set"
+        )
 
 
 def _check_shape(path: str, name: str, shape: Shape, deployment: Deployment) -> None:

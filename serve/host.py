@@ -62,13 +62,14 @@ class ReplicaHost:
         self._incarnation = 0
         self._failures = 0
         self._start_s: float | None = None
-        self.max_model_len: int | None = None
+        self._max_model_len: int | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._cores: tuple[int, ...] = ()
         self._weights = ""
         self._log = RotatingLog(StateDir(Path(spec.state_dir)).logs / f"replica-{replica}.log")
         self._task: asyncio.Task[None] | None = None
         self._settled = asyncio.Event()
+        self._drained = asyncio.Event()
 
     def snapshot(self) -> Replica:
         """The replica as it is now."""
@@ -86,13 +87,14 @@ class ReplicaHost:
             adapters=self._adapters,
             reason=self._reason,
             start_s=self._start_s,
-            max_model_len=self.max_model_len,
+            max_model_len=self._max_model_len,
             failures=self._failures,
         )
 
     async def start(self) -> None:
         """Return when the engine is ready; raises :class:`EngineFailed` when it keeps failing."""
         self._task = asyncio.create_task(self._keep_alive())
+        self._task.add_done_callback(lambda _: self._settled.set())
         await self._settled.wait()
         if self._state is not ReplicaState.READY:
             raise EngineFailed(self._reason)
@@ -105,11 +107,9 @@ class ReplicaHost:
         with contextlib.suppress(ConnectionError):
             self._process.stdin.write(b"drain\n")
             await self._process.stdin.drain()
-        asked = time.time()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                while self._process.returncode is None and (self._load.in_flight or self._load.at < asked):
-                    await asyncio.sleep(0.05)
+                await self._drained.wait()
 
     async def stop(self) -> None:
         """End the engine and everything that it started."""
@@ -132,13 +132,15 @@ class ReplicaHost:
                 reason = "the engine ended"
             except (TidegateError, OSError) as error:
                 reason = str(error)
+            if self._state is ReplicaState.DRAINING:
+                self._drained.set()
+                return
             self._failures = 1 if time.monotonic() - began > STABLE_S else self._failures + 1
             self._url = ""
             self._incarnation += 1
             self._become(ReplicaState.STARTING, reason)
             if self._failures >= MAX_FAILURES:
                 self.lost.set()
-                self._settled.set()
                 return
             await asyncio.sleep(min(0.2 * 4 ** (self._failures - 1), 10.0))
 
@@ -208,7 +210,7 @@ class ReplicaHost:
     def _take(self, event: Event, began: float) -> str:
         if event.url:
             self._url = event.url
-            self.max_model_len = event.max_model_len
+            self._max_model_len = event.max_model_len
             self._start_s = time.monotonic() - began
         if event.line is not None:
             self._load = event.line.load
@@ -216,6 +218,8 @@ class ReplicaHost:
             if event.line.state is ReplicaState.READY and self._state is ReplicaState.STARTING:
                 self._become(ReplicaState.READY)
                 self._settled.set()
+            elif event.line.state is ReplicaState.DRAINING and not self._load.in_flight:
+                self._drained.set()
         return event.failed
 
     def _engine_spec(self) -> EngineSpec:
@@ -232,6 +236,7 @@ class ReplicaHost:
             bound=shape.max_in_flight,
             weights=self._weights,
             tensor_parallel=shape.tensor_parallel,
+            cpus=0 if shape.gpus else shape.cpus,
             engine_args={**model.engine_args, **shape.engine_args},
             sim=model.sim,
             progress_timeout_s=model.control.progress_timeout_s,

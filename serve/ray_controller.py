@@ -20,7 +20,6 @@ NAME = "tidegate-controller"
 NAMESPACE = "tidegate"
 
 
-@ray.remote(num_cpus=0, max_restarts=-1, resources={"node:__internal_head__": 0.001})  # type: ignore[untyped-decorator]
 class ControllerActor:
     """Runs the controller on a thread of its own: Ray runs ``__init__`` again after a crash."""
 
@@ -50,7 +49,9 @@ class ControllerActor:
 
 def ensure(state_dir: str, address: str, dashboard: str, token: str) -> int:
     """Make the actor unless it exists; returns its process id."""
-    actor = ControllerActor.options(
+    pinned = {"node:__internal_head__": 0.001}
+    actor_class = ray.remote(num_cpus=0, max_restarts=-1, resources=pinned)(ControllerActor)
+    actor = actor_class.options(
         name=NAME, namespace=NAMESPACE, lifetime="detached", get_if_exists=True
     ).remote(state_dir, address, dashboard, token)
     return int(ray.get(actor.ping.remote()))

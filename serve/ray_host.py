@@ -13,7 +13,6 @@ from serve.heartbeat import beat, last_beat
 from serve.host import HostSpec, ReplicaHost
 
 
-@ray_serve.deployment(name="replica")
 class RayHost:
     """Holds the resources that Ray granted and lends them to one engine."""
 

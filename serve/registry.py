@@ -71,6 +71,11 @@ class Registry:
             == (key.model, key.shape, key.generation)
         ]
 
+    def keys(self, model: str) -> set[LayerKey]:
+        """The layers of which ``model`` has replicas."""
+        replicas = (entry.replica for entry in self._entries.values())
+        return {LayerKey(r.model, r.shape, r.generation) for r in replicas if r.model == model}
+
     def fleet(self, now: float) -> Fleet:
         """The snapshot of this instant, loads included."""
         replicas = tuple(sorted((e.replica for e in self._entries.values()), key=lambda r: r.id))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -10,6 +11,7 @@ import msgspec
 from policy.config import Deployment, ModelSpec
 from policy.errors import TargetError
 from policy.plan import LayerKey
+from serve.actuator.port import Held
 from store.state import StateDir
 
 
@@ -32,13 +34,14 @@ class Aim(msgspec.Struct, frozen=True, kw_only=True):
 class Target(msgspec.Struct, frozen=True, kw_only=True):
     """What is wanted of one model, and what to go back to if it cannot be had.
 
-    ``since`` is when the aim was set; ``settled`` whether it was reached once; ``note`` says what
-    the operator should know. ``rejected`` is the digest of the configuration that was rolled back last,
-    ``specs`` keeps the configuration of each generation in use.
+    ``created`` is when the model was first wanted, ``since`` when the aim was set; ``settled`` whether
+    it was reached once; ``note`` says what the operator should know. ``rejected`` is the digest of
+    the configuration that was rolled back last, ``specs`` the configuration of each generation in use.
     """
 
     aim: Aim
     since: float
+    created: float
     settled: bool = False
     fallback: Aim | None = None
     gap: bool = False
@@ -60,18 +63,38 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     def toward(self, aim: Aim, now: float, *, gap: bool = False) -> Target:
         """Steer for ``aim``; go back to what served before if it fails.
 
-        What served is the current aim once it was reached, else its own fallback.
+        What served is the current aim once it was reached, else its own fallback. A count of the
+        same layer has nothing to go back to.
         """
         back = self.aim if self.settled else self.fallback
-        if back is not None and self.key(back) == LayerKey(
-            self.specs[aim.generation].name,
-            self.specs[aim.generation].modes[aim.mode].shape,
-            aim.generation,
-        ):
+        if back is not None and self.key(back) == self.key(aim):
             back = None
         return msgspec.structs.replace(
             self, aim=aim, since=now, settled=False, fallback=back, gap=gap, note="", rejected=""
         )
+
+    def back(self, note: str, now: float) -> Target:
+        """Give the aim up for the fallback, and remember a configuration that failed."""
+        assert self.fallback is not None
+        failed = self.fallback.generation != self.aim.generation
+        rejected = engine_digest(self.spec) if failed else self.rejected
+        return msgspec.structs.replace(
+            self, aim=self.fallback, fallback=None, since=now, gap=True, note=note, rejected=rejected
+        )
+
+    def adopting(self, spec: ModelSpec, now: float) -> Target:
+        """Take ``spec`` as the configuration: a new generation if it makes other engines.
+
+        The count is brought within the bounds of the mode, and a mode that is gone is left.
+        """
+        aim = self.aim
+        if engine_digest(spec) != engine_digest(self.spec):
+            aim = msgspec.structs.replace(aim, generation=max(self.specs) + 1)
+        mode = aim.mode if aim.mode in spec.modes else spec.first_mode
+        bounds = spec.modes[mode].bounds
+        aim = msgspec.structs.replace(aim, mode=mode, count=min(max(aim.count, bounds.min), bounds.max))
+        target = msgspec.structs.replace(self, specs=self.specs | {aim.generation: spec})
+        return target if aim == self.aim else target.toward(aim, now)
 
 
 class Targets:
@@ -81,9 +104,6 @@ class Targets:
         self._state = state
         self._path: Path = state.targets_path
         self._all: dict[str, Target] = state.load(self._path, dict[str, Target]) or {}
-
-    def __iter__(self):  # type: ignore[no-untyped-def]
-        return iter(self._all)
 
     def names(self) -> tuple[str, ...]:
         """The models, in the order in which they were first wanted."""
@@ -109,11 +129,27 @@ class Targets:
         self._state.save(self._path, self._all)
 
 
-def first_target(spec: ModelSpec, now: float, generation: int = 1) -> Target:
+def first_target(spec: ModelSpec, now: float) -> Target:
     """Where a model starts: its first mode at its lowest count, one replica at least."""
     bounds = spec.modes[spec.first_mode].bounds
-    aim = Aim(mode=spec.first_mode, count=max(bounds.min, 1), generation=generation)
-    return Target(aim=aim, since=now, specs={generation: spec})
+    aim = Aim(mode=spec.first_mode, count=max(bounds.min, 1), generation=1)
+    return Target(aim=aim, since=now, created=now, specs={1: spec})
+
+
+def found_target(spec: ModelSpec, held: Mapping[LayerKey, Held], now: float) -> Target | None:
+    """A target that matches what runs, for a controller whose own targets were lost."""
+    digest = engine_digest(spec)
+    running = [
+        (layer.wanted, key)
+        for key, layer in held.items()
+        if key.model == spec.name and layer.digest == digest and layer.wanted
+    ]
+    if not running:
+        return None
+    count, key = max(running)
+    mode = next((name for name, mode in spec.modes.items() if mode.shape == key.shape), spec.first_mode)
+    aim = Aim(mode=mode, count=count, generation=key.generation)
+    return Target(aim=aim, since=now, created=now, specs={key.generation: spec})
 
 
 def wanted_models(deployment: Deployment) -> list[ModelSpec]:

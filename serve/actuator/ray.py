@@ -92,7 +92,7 @@ class RayActuator:
             controller=self._controller,
             secret=self._state.secret(),
         )
-        application = RayHost.options(
+        deployment = ray_serve.deployment(
             name=DEPLOYMENT,
             num_replicas=count,
             ray_actor_options=_resources(model.shapes[key.shape]),
@@ -101,7 +101,8 @@ class RayActuator:
             health_check_timeout_s=model.control.start_timeout_s,
             graceful_shutdown_wait_loop_s=BEFORE_HOOK_S,
             graceful_shutdown_timeout_s=drain_s + AFTER_DRAIN_S,
-        ).bind(msgspec.json.encode(spec))
+        )
+        application = deployment(RayHost).bind(msgspec.json.encode(spec))
         target = RunTarget(
             target=application,
             name=_application(key, digest),

@@ -38,7 +38,8 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     """Everything an engine process is told, as one JSON line on its standard input.
 
     ``host`` is the address to listen on, ``bound`` how many requests the guard admits at once,
-    ``weights`` a local directory (empty for the simulated engine).
+    ``weights`` a local directory (empty for the simulated engine), ``cpus`` the cores of a shape
+    without GPUs.
     """
 
     kind: EngineKind
@@ -52,6 +53,7 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     bound: int
     weights: str = ""
     tensor_parallel: int = 1
+    cpus: int = 0
     engine_args: dict[str, Any] = {}
     sim: Sim = Sim()
     progress_timeout_s: float = 60.0

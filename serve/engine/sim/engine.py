@@ -47,7 +47,8 @@ class SimEngine:
         except msgspec.ValidationError as error:
             raise EngineFailed(f"engine_args: {error}") from None
         timing = profile(spec.sim.profile)
-        limits = timing.limits(spec.tensor_parallel)
+        degree = spec.cpus or spec.tensor_parallel
+        limits = timing.limits(degree)
         if args.num_gpu_blocks_override is not None:
             limits = msgspec.structs.replace(limits, kv_tokens=BLOCK * args.num_gpu_blocks_override)
         limits = msgspec.structs.replace(
@@ -61,7 +62,7 @@ class SimEngine:
             )
         length = args.max_model_len or min(timing.max_model_len, limits.kv_tokens)
         metrics = Metrics(spec.model)
-        self._loop = StepLoop(timing.model.at_degree(spec.tensor_parallel), limits, spec.sim.speed, metrics)
+        self._loop = StepLoop(timing.model.at_degree(degree), limits, spec.sim.speed, metrics)
         self._adapters = tuple(args.lora_modules)
         self.max_model_len: int | None = length
         service = Service(

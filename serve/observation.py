@@ -1,0 +1,91 @@
+"""What is observed: the actuator's layers joined with the replicas' heartbeats."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from policy.config import Budget
+from policy.plan import Footprint, Layer, LayerKey
+from policy.types import Replica, ReplicaState
+from serve.actuator.port import Held
+from serve.registry import Registry
+from serve.targets import Targets
+
+
+class Observation:
+    """The layers of each model, and what they take of the budget."""
+
+    def __init__(self, registry: Registry, targets: Targets) -> None:
+        self._registry = registry
+        self._targets = targets
+        self._failed: dict[LayerKey, Replica] = {}
+        self._start_s: dict[LayerKey, float] = {}
+        self.held: Mapping[LayerKey, Held] = {}
+
+    def note(self, replica: Replica) -> None:
+        """Learn from a heartbeat how long a start took, or why it failed."""
+        key = LayerKey(replica.model, replica.shape, replica.generation)
+        if replica.state is ReplicaState.READY:
+            self._failed.pop(key, None)
+            if replica.start_s is not None:
+                self._start_s[key] = replica.start_s
+        elif replica.state is ReplicaState.STARTING and replica.failures:
+            # Kept past the replica: a host that failed too often is gone before the next tick.
+            self._failed[key] = replica
+
+    def forgive(self, key: LayerKey) -> None:
+        """Judge the layer by what comes next, not by earlier failures."""
+        self._failed.pop(key, None)
+
+    def start_s(self, key: LayerKey, assumed_s: float) -> float:
+        """How long a replica of the layer takes from start to ready: measured, else assumed."""
+        return self._start_s.get(key, assumed_s)
+
+    def layer(self, key: LayerKey) -> Layer:
+        """One layer as it is now."""
+        held = self.held.get(key)
+        states = [replica.state for replica in self._registry.of(key)]
+        failed = self._failed.get(key)
+        return Layer(
+            wanted=held.wanted if held else 0,
+            starting=states.count(ReplicaState.STARTING),
+            ready=states.count(ReplicaState.READY),
+            draining=states.count(ReplicaState.DRAINING),
+            failures=failed.failures if failed else 0,
+            broken=bool(held and held.trouble),
+        )
+
+    def layers(self, model: str) -> dict[LayerKey, Layer]:
+        """Every layer of ``model`` that is held or has replicas."""
+        keys = {key for key in self.held if key.model == model} | self._registry.keys(model)
+        return {key: self.layer(key) for key in keys}
+
+    def reason(self, key: LayerKey) -> str:
+        """What is wrong with the layer, in the engine's words or the cluster's."""
+        if (failed := self._failed.get(key)) is not None:
+            return failed.reason
+        held = self.held.get(key)
+        return held.trouble if held else ""
+
+    def footprints(self, model: str) -> dict[LayerKey, Footprint]:
+        """What one replica takes, for every layer that the target knows or that still runs."""
+        known = {
+            LayerKey(model, shape, generation): Footprint(gpus=made.gpus, cpus=made.cpus)
+            for generation, spec in self._targets.get(model).specs.items()
+            for shape, made in spec.shapes.items()
+        }
+        return {key: known.get(key, Footprint()) for key in {*known, *self.layers(model)}}
+
+    def room(self, model: str, budget: Budget) -> tuple[int | None, int | None]:
+        """GPUs and CPUs that ``model`` may hold: the budget less what the other models hold."""
+        taken_gpus = taken_cpus = 0
+        for other in self._targets.names():
+            if other != model:
+                footprints = self.footprints(other)
+                for key, layer in self.layers(other).items():
+                    taken_gpus += layer.occupied * footprints[key].gpus
+                    taken_cpus += layer.occupied * footprints[key].cpus
+        return (
+            None if budget.gpus is None else budget.gpus - taken_gpus,
+            None if budget.cpus is None else budget.cpus - taken_cpus,
+        )
