@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 
 import msgspec
@@ -12,6 +13,10 @@ from store.state import StateDir
 # A recycled pid would have to be born within this of the recorded birth; the kernel's boot time,
 # which creation times are computed from, moves by up to a second when the clock is set.
 _SAME_BIRTH_S = 2.0
+# How long whoever lost its supervisor gets after SIGTERM, and anyone after SIGKILL.
+ORPHAN_GRACE_S = 5.0
+_KILL_S = 5.0
+_POLL_S = 0.02
 
 
 class Recorded(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,6 +34,14 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True):
             return found if alive and found.status() != psutil.STATUS_ZOMBIE else None
         except psutil.NoSuchProcess:
             return None
+
+
+def alive(pid: int) -> bool:
+    """Whether ``pid`` runs; one that ended and was not collected does not."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 class Ledger:
@@ -90,14 +103,23 @@ def end(
     victims = {entry: process for entry in entries if (process := entry.process()) is not None}
     for process in victims.values():
         _signal(process.terminate)
-    _, left = psutil.wait_procs(list(victims.values()), timeout=grace_s)
-    for process in left:
-        _signal(process.kill)
-    psutil.wait_procs(left, timeout=5.0)
+    for entry in _wait(victims, grace_s):
+        _signal(victims[entry].kill)
+    left = _wait(victims, _KILL_S)
     for entry in victims:
-        if entry.process() is None:
+        if entry not in left:
             tell(entry)
-    return tuple(entry for entry in victims if entry.process() is not None)
+    return left
+
+
+def _wait(entries: Iterable[Recorded], timeout_s: float) -> tuple[Recorded, ...]:
+    """Those that live on after ``timeout_s``; one that nobody collected does not live."""
+    deadline = time.monotonic() + timeout_s
+    while left := tuple(entry for entry in entries if entry.process() is not None):
+        if time.monotonic() >= deadline:
+            break
+        time.sleep(_POLL_S)
+    return left
 
 
 def _signal(send: Callable[[], None]) -> None:

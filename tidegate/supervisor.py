@@ -24,7 +24,7 @@ from tidegate import parts, readiness, socket_api
 from tidegate.children import Child, Part, run_once
 from tidegate.document import Document
 from tidegate.exits import Exit, exit_of
-from tidegate.ledger import Ledger, Recorded, end
+from tidegate.ledger import ORPHAN_GRACE_S, Ledger, Recorded, end
 from tidegate.progress import Event, Progress
 from tidegate.startup import Startup
 
@@ -149,7 +149,7 @@ class Supervisor:
     # Life.
 
     async def _until_stopped(self) -> None:
-        self._clean_up_after_predecessor()
+        await self._clean_up_after_predecessor()
         self._state.secret()
         self._state.save(self._state.deployment_path, self._raw)
         shutil.rmtree(self._state.metrics_dir, ignore_errors=True)
@@ -185,7 +185,7 @@ class Supervisor:
             await self._end_child(start.head, _HEAD_GRACE_S)
         left: tuple[Recorded, ...] = ()
         while remaining := self._remaining(left):
-            left += await asyncio.to_thread(end, remaining, grace_s=5.0, tell=self._tell_ended)
+            left += await asyncio.to_thread(end, remaining, grace_s=ORPHAN_GRACE_S, tell=self._tell_ended)
         if left:
             names = ", ".join(f"{entry.name} (pid {entry.pid})" for entry in left)
             self._note(f"these do not end: {names}")
@@ -214,9 +214,11 @@ class Supervisor:
                 child.kill()
         self._stopping.set()
 
-    def _clean_up_after_predecessor(self) -> None:
+    async def _clean_up_after_predecessor(self) -> None:
         """A supervisor that was killed left a record; its processes would hold our ports."""
-        for entry in end(self._ledger.living(), grace_s=10.0, tell=self._tell_ended):
+        living = self._ledger.living()
+        left = await asyncio.to_thread(end, living, grace_s=ORPHAN_GRACE_S, tell=self._tell_ended)
+        for entry in left:
             self._note(f"{entry.name} (pid {entry.pid}) of an earlier run does not end")
         self._ledger.clear()
         self._ledger.add("supervisor", os.getpid())

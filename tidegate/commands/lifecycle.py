@@ -8,21 +8,24 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from datetime import datetime
 from pathlib import Path
 
 import click
 
 from policy.errors import PreconditionFailed, Unreachable
+from store.logs import RotatingLog
 from store.state import StateDir
 from tidegate import document as documents
 from tidegate.children import ROOT
 from tidegate.commands.welcome import EventPrinter, welcome
 from tidegate.exits import Exit
-from tidegate.ledger import Ledger, end
+from tidegate.ledger import ORPHAN_GRACE_S, Ledger, alive, end
 from tidegate.progress import Event, Progress
 from tidegate.socket_api import SupervisorClient
 
 _CONNECT_S = 0.02
+_LAST_S = 5.0
 
 _file = click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path), required=False)
 _no_ray = click.option("--no-ray", is_flag=True, help="Run replicas as child processes of this machine.")
@@ -74,17 +77,22 @@ def run(state: StateDir, file: Path, no_ray: bool, timeout_s: float | None) -> N
 @click.pass_obj
 def down(state: StateDir) -> None:
     printer = EventPrinter()
+    client = SupervisorClient(state)
     try:
-        for event in SupervisorClient(state).stop():
+        supervisor = client.status().pid
+        for event in client.stop():
             printer(event)
             if event.kind in ("stopped", "failed"):
+                _wait_for_end(supervisor)
                 return
     except Unreachable:
         pass
     # It does not answer: it was killed, or it hangs. What it recorded is ended, and nothing else.
     ledger = Ledger(state)
     living = ledger.living()
-    left = end(living, grace_s=10.0, tell=lambda entry: click.echo(f"ended {entry.name} (pid {entry.pid})"))
+    left = end(
+        living, grace_s=ORPHAN_GRACE_S, tell=lambda entry: click.echo(f"ended {entry.name} (pid {entry.pid})")
+    )
     if left:
         raise Unreachable(
             f"these do not end: {', '.join(f'{entry.name} (pid {entry.pid})' for entry in left)}"
@@ -92,6 +100,13 @@ def down(state: StateDir) -> None:
     ledger.clear()
     if not living:
         click.echo("Nothing is running.")
+
+
+def _wait_for_end(pid: int) -> None:
+    """Its last words are said; what is left of it takes milliseconds."""
+    deadline = time.monotonic() + _LAST_S
+    while time.monotonic() < deadline and alive(pid):
+        time.sleep(_CONNECT_S)
 
 
 def _chosen(state: StateDir, file: Path | None) -> Path:
@@ -111,9 +126,12 @@ def _run(state: StateDir, document: documents.Document, no_ray: bool, timeout_s:
     from tidegate.supervisor import Supervisor  # noqa: PLC0415 - `up` and `down` answer without it
 
     printer = EventPrinter()
+    log = RotatingLog(state.logs / "supervisor.log")
 
     def echo(event: Event) -> None:
         printer(event)
+        words = " ".join(word for word in (event.kind, event.step, event.message) if word)
+        log.write(f"{datetime.now().astimezone().isoformat(timespec='milliseconds')} {words}\n".encode())
         if event.kind == "ready":
             click.echo(welcome(document.deployment))
 
@@ -131,13 +149,14 @@ def _start_detached(
     state.ensure()
     options = ["--no-ray"] if no_ray else []
     options += ["--timeout-s", str(timeout_s)] if timeout_s else []
-    log_path = state.logs / "supervisor.log"
-    with log_path.open("wb") as log:
+    # Its events go to its log by themselves; what breaks before there is one comes out here.
+    last_words = state.logs / "supervisor.err"
+    with last_words.open("wb") as err:
         process = subprocess.Popen(
             [sys.executable, "-m", "tidegate", "--state-dir", str(state.root), "run", str(path), *options],
             stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
+            stdout=subprocess.DEVNULL,
+            stderr=err,
             start_new_session=True,
             cwd=ROOT,
             env={**os.environ, "PYTHONUNBUFFERED": "1"},
@@ -151,10 +170,12 @@ def _start_detached(
         process.wait()
         return Exit.INTERRUPTED
     except Unreachable:
-        # It ended before it could be asked; its own words are in the log.
+        # It ended before it could be asked; its own words are there.
         code = process.wait()
-        click.echo(log_path.read_text(errors="replace").rstrip(), err=True)
+        click.echo(last_words.read_text(errors="replace").rstrip(), err=True)
         return code or Exit.FAILED
+    if code:
+        process.wait()
     return code
 
 

@@ -1,0 +1,151 @@
+"""A deployment of external servers, driven through the command line as a user does."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tidegate.children import ROOT
+
+
+class Upstream(http.server.BaseHTTPRequestHandler):
+    """The least that an OpenAI-compatible server must say."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        self._answer({"object": "list", "data": [{"id": "m", "object": "model"}]})
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["content-length"]))
+        message = {"role": "assistant", "content": "Paris"}
+        self._answer(
+            {
+                "id": "c",
+                "object": "chat.completion",
+                "created": 1,
+                "model": "m",
+                "choices": [{"index": 0, "message": message, "finish_reason": "stop"}],
+                "usage": {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2},
+            }
+        )
+
+    def _answer(self, body: object) -> None:
+        data = json.dumps(body).encode()
+        self.send_response(200)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base class's name
+        return
+
+
+@pytest.fixture(scope="session")
+def upstream() -> Iterator[str]:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Upstream) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody has at this instant."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [sock.getsockname()[1] for sock in sockets]
+
+
+def until(true: Callable[[], Any], what: str, within_s: float = 20.0) -> Any:
+    """Poll other processes until ``true()`` is; fails by saying ``what`` did not happen."""
+    deadline = time.monotonic() + within_s
+    while not (value := true()):
+        assert time.monotonic() < deadline, f"not within {within_s} s: {what}"
+        time.sleep(0.02)
+    return value
+
+
+@dataclass(frozen=True)
+class Site:
+    """One state directory and one document."""
+
+    folder: Path
+    port: int
+    admin_port: int
+    upstream: str
+
+    @property
+    def state(self) -> Path:
+        return self.folder / "state"
+
+    @property
+    def file(self) -> Path:
+        return self.folder / "deployment.yaml"
+
+    def write(self, **gateway: object) -> None:
+        """Write the document, with what is given over the gateway's settings."""
+        settings = {"port": self.port, "admin_port": self.admin_port, "workers": 2, "drain_timeout_s": 2.0}
+        model = {"name": "m", "engine": "external", "urls": [self.upstream]}
+        self.file.write_text(json.dumps({"models": [model], "gateway": {**settings, **gateway}}))
+
+    def popen(self, *arguments: str) -> subprocess.Popen[str]:
+        environment = {**os.environ, "TIDEGATE_STATE_DIR": str(self.state)}
+        environment.pop("RAY_ADDRESS", None)
+        return subprocess.Popen(
+            [sys.executable, "-m", "tidegate", *arguments],
+            cwd=ROOT,
+            env=environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+
+    def tidegate(self, *arguments: str) -> tuple[int, str, str]:
+        """Run a command to its end: exit code, standard output, standard error."""
+        with self.popen(*arguments) as process:
+            out, err = process.communicate(timeout=60)
+            return process.returncode, out, err
+
+    def status(self) -> dict[str, Any]:
+        code, out, _ = self.tidegate("status", "--json")
+        answer: dict[str, Any] = json.loads(out)
+        assert (answer["supervisor"] is None) == (code == 4)
+        return answer
+
+    def pids(self) -> list[int]:
+        """Everything that runs for this state directory, asked of the system, not of the record."""
+        found = []
+        for process in psutil.process_iter(["cmdline"]):
+            if process.pid != os.getpid() and str(self.state) in (process.info["cmdline"] or []):
+                found.append(process.pid)
+        return found
+
+    def workers(self) -> dict[str, int]:
+        return {entry["name"]: entry["pid"] for entry in self.status()["supervisor"]["processes"]}
+
+
+@pytest.fixture
+def site(tmp_path: Path, upstream: str) -> Iterator[Site]:
+    port, admin_port = free_ports(2)
+    made = Site(folder=tmp_path, port=port, admin_port=admin_port, upstream=upstream)
+    made.write()
+    yield made
+    made.tidegate("down")
+    assert made.pids() == []
