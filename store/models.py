@@ -36,7 +36,7 @@ def prepare(source: str, *, token_file: str | None, progress: Report) -> Prepare
     if source.startswith(PACKAGE):
         return prepare_package(source.removeprefix(PACKAGE), report=progress)
     path = Path(source).expanduser()
-    if re.match(r"(/|\.\.?(/|$)|~)", source) or path.is_dir():
+    if re.match(r"(/|\.\.?(/|$)|~)", source) or (source and path.is_dir()):
         return prepare_directory(path.resolve())
     if ID.fullmatch(source):
         return prepare_hub(source, token_file=token_file, report=progress)

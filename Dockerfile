@@ -1,0 +1,78 @@
+# Two images from one file: --target cpu (any x86_64 machine with AVX2) and --target gpu (NVIDIA).
+#
+#   docker build --target cpu -t tidegate:cpu .
+#   docker run --shm-size 2g -p 127.0.0.1:8080:8080 \
+#     -v "$PWD/deployments/smollm2-cpu.yaml:/etc/tidegate/deployment.yaml:ro" tidegate:cpu
+#
+# The deployment decides where the gateway listens: with a published port, gateway.host is 0.0.0.0.
+ARG PYTHON_IMAGE=python:3.11.14-slim-bookworm
+
+# What both have: a user without privileges, and the directories that outlive a container.
+FROM ${PYTHON_IMAGE} AS base
+ENV PATH=/opt/tidegate/bin:$PATH \
+    PYTHONUNBUFFERED=1 \
+    PYTHONDONTWRITEBYTECODE=1 \
+    XDG_CACHE_HOME=/var/cache \
+    TIDEGATE_STATE_DIR=/var/lib/tidegate \
+    TIDEGATE_ADMIN=http://127.0.0.1:8081
+RUN apt-get update \
+    && apt-get install --no-install-recommends -y gcc g++ libnuma1 \
+    && rm -rf /var/lib/apt/lists/* \
+    && groupadd --gid 10001 tidegate \
+    && useradd --uid 10001 --gid tidegate --create-home tidegate \
+    && install -d -o tidegate -g tidegate -m 700 /var/lib/tidegate /var/cache/tidegate \
+    && python -m venv /opt/tidegate
+WORKDIR /src
+
+# Dependencies come before the sources, so that a change of code does not install them again.
+FROM base AS cpu-packages
+COPY requirements/cpu.txt requirements/
+RUN pip install --no-cache-dir --no-deps --index-url https://download.pytorch.org/whl/cpu \
+      "$(grep '^torch==' requirements/cpu.txt)" \
+    && pip install --no-cache-dir --no-deps -r requirements/cpu.txt
+
+FROM base AS gpu-packages
+COPY requirements/gpu.txt requirements/
+RUN pip install --no-cache-dir --no-deps -r requirements/gpu.txt
+
+FROM cpu-packages AS cpu-build
+COPY pyproject.toml README.md LICENSE ./
+COPY policy policy
+COPY store store
+COPY gateway gateway
+COPY serve serve
+COPY tidegate tidegate
+RUN pip install --no-cache-dir --no-deps --no-build-isolation .
+
+FROM gpu-packages AS gpu-build
+COPY pyproject.toml README.md LICENSE ./
+COPY policy policy
+COPY store store
+COPY gateway gateway
+COPY serve serve
+COPY tidegate tidegate
+RUN pip install --no-cache-dir --no-deps --no-build-isolation .
+
+FROM base AS gpu
+COPY --from=gpu-build /opt/tidegate /opt/tidegate
+WORKDIR /var/lib/tidegate
+USER 10001:10001
+VOLUME ["/var/lib/tidegate", "/var/cache/tidegate"]
+EXPOSE 8080
+# Large weights take minutes to load; the admin port answers long before the model does.
+HEALTHCHECK --interval=10s --timeout=5s --start-period=60s --retries=3 \
+  CMD ["python", "-c", "import os, urllib.request; urllib.request.urlopen(os.environ['TIDEGATE_ADMIN'] + '/livez', timeout=4)"]
+ENTRYPOINT ["tidegate"]
+CMD ["run", "/etc/tidegate/deployment.yaml"]
+
+# Last, so that it is what a build without --target makes.
+FROM base AS cpu
+COPY --from=cpu-build /opt/tidegate /opt/tidegate
+WORKDIR /var/lib/tidegate
+USER 10001:10001
+VOLUME ["/var/lib/tidegate", "/var/cache/tidegate"]
+EXPOSE 8080
+HEALTHCHECK --interval=10s --timeout=5s --start-period=60s --retries=3 \
+  CMD ["python", "-c", "import os, urllib.request; urllib.request.urlopen(os.environ['TIDEGATE_ADMIN'] + '/livez', timeout=4)"]
+ENTRYPOINT ["tidegate"]
+CMD ["run", "/etc/tidegate/deployment.yaml"]
