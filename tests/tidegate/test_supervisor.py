@@ -8,9 +8,10 @@ import os
 import signal
 import socket
 
-import psutil
 import pytest
 from conftest import Site, until
+
+from tidegate.ledger import alive
 
 pytestmark = pytest.mark.slow
 
@@ -41,6 +42,7 @@ def test_up_status_down(site: Site) -> None:
     assert status["supervisor"]["phase"] == "ready"
     assert [entry["name"] for entry in status["supervisor"]["processes"]] == ["gateway-0", "gateway-1"]
     assert [(model["name"], model["phase"]) for model in status["models"]] == [("m", "external")]
+    assert [replica["url"] for replica in status["fleet"]["replicas"]] == [site.upstream]
     assert get(site.port, "/v1/models") == 200
     code, table, _ = site.tidegate("status")
     assert code == 0
@@ -130,11 +132,11 @@ def test_what_outlives_its_supervisor_is_ended_by_record(site: Site) -> None:
         os.kill(pid, signal.SIGSTOP)
     os.kill(supervisor_pid(site), signal.SIGKILL)
     for pid in workers.values():
-        assert psutil.pid_exists(pid)
+        assert alive(pid)
     code, out, _ = site.tidegate("up", str(site.file))
     assert code == 0
     assert all(f"pid {pid}" in out for pid in workers.values())
-    assert not any(psutil.pid_exists(pid) for pid in workers.values())
+    assert not any(alive(pid) for pid in workers.values())
 
 
 def test_ctrl_c_during_up_ends_what_was_started(site: Site) -> None:

@@ -98,7 +98,7 @@ def _row(replica: Replica, at: float) -> tuple[RenderableType, ...]:
         f"{load.kv_used:.0%}",
         _age(at - load.at) if load.at else "-",
         replica.node or "-",
-        replica.url or "-",
+        replica.url.removeprefix("http://") or "-",
         str(replica.pid or "-"),
     )
 

@@ -9,10 +9,42 @@ import msgspec
 from policy.config import Deployment
 from policy.errors import Unreachable
 from policy.parsing import parse
-from policy.types import EMPTY_FLEET, Fleet
+from policy.types import EMPTY_FLEET, Fleet, Load, Replica, ReplicaState
 from serve.client import ControllerClient, ModelStatus
 from store.state import StateDir
 from tidegate.socket_api import SupervisorClient, SupervisorStatus
+
+
+class _Seen(msgspec.Struct, frozen=True):
+    """A server as one gateway worker sees it."""
+
+    id: str
+    model: str
+    url: str
+    state: ReplicaState
+    in_flight: int = 0
+    bound: int = 0
+
+
+class _AdminFleet(msgspec.Struct, frozen=True):
+    """What of ``/admin/fleet`` is shown."""
+
+    fleet: Fleet
+    replicas: tuple[_Seen, ...] = ()
+
+    def whole(self, at: float) -> Fleet:
+        """The fleet, with the servers that no controller knows."""
+        known = {replica.id for replica in self.fleet.replicas}
+        external = tuple(
+            Replica(
+                id=seen.id, model=seen.model, shape="", generation=0, state=seen.state, url=seen.url,
+                load=Load(at=at, in_flight=seen.in_flight, bound=seen.bound),
+            )
+            for seen in self.replicas
+            if seen.id not in known
+        )  # fmt: skip
+        fleet = msgspec.structs.replace(self.fleet, replicas=self.fleet.replicas + external)
+        return fleet if known else msgspec.structs.replace(fleet, at=at)
 
 
 class View(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,7 +81,7 @@ def gather(state: StateDir, at: float) -> View:
         except Unreachable:
             word = "does not answer"
     if fleet is None:
-        fleet = _known_fleet(state, supervisor)
+        fleet = _known_fleet(state, supervisor, at)
     return View(
         state_dir=str(state.root),
         at=at,
@@ -62,11 +94,11 @@ def gather(state: StateDir, at: float) -> View:
     )
 
 
-def _known_fleet(state: StateDir, supervisor: SupervisorStatus) -> Fleet:
+def _known_fleet(state: StateDir, supervisor: SupervisorStatus, at: float) -> Fleet:
     """What a gateway knows, else what one last wrote down."""
     try:
         with urllib.request.urlopen(f"{supervisor.admin}/admin/fleet", timeout=2.0) as answer:  # noqa: S310 - ours
-            return msgspec.json.decode(answer.read(), type=Fleet)
+            return msgspec.json.decode(answer.read(), type=_AdminFleet).whole(at)
     except (OSError, msgspec.MsgspecError):
         return state.load(state.fleet_path, Fleet) or EMPTY_FLEET
 
