@@ -1,7 +1,7 @@
 # Two images from one file: --target cpu (any x86_64 machine with AVX2) and --target gpu (NVIDIA).
 #
 #   docker build --target cpu -t tidegate:cpu .
-#   docker run --shm-size 2g -p 127.0.0.1:8080:8080 \
+#   docker run --init --shm-size 2g -p 127.0.0.1:8080:8080 \
 #     -v "$PWD/deployments/smollm2-cpu.yaml:/etc/tidegate/deployment.yaml:ro" tidegate:cpu
 #
 # The deployment decides where the gateway listens: with a published port, gateway.host is 0.0.0.0.
@@ -12,9 +12,11 @@ FROM ${PYTHON_IMAGE} AS base
 ENV PATH=/opt/tidegate/bin:$PATH \
     PYTHONUNBUFFERED=1 \
     PYTHONDONTWRITEBYTECODE=1 \
-    XDG_CACHE_HOME=/var/cache \
+    XDG_CACHE_HOME=/var/cache/tidegate \
     TIDEGATE_STATE_DIR=/var/lib/tidegate \
     TIDEGATE_ADMIN=http://127.0.0.1:8081
+# Torch and Triton compile kernels at run time, which needs a compiler; Debian's point release pins it.
+# hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install --no-install-recommends -y gcc g++ libnuma1 \
     && rm -rf /var/lib/apt/lists/* \
@@ -54,6 +56,8 @@ COPY tidegate tidegate
 RUN pip install --no-cache-dir --no-deps --no-build-isolation .
 
 FROM base AS gpu
+ENV NVIDIA_VISIBLE_DEVICES=all \
+    NVIDIA_DRIVER_CAPABILITIES=compute,utility
 COPY --from=gpu-build /opt/tidegate /opt/tidegate
 WORKDIR /var/lib/tidegate
 USER 10001:10001

@@ -1,0 +1,133 @@
+"""The container file: both targets unprivileged, pinned, healthy by the admin port, from the lock files."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+DOCKERFILE = ROOT / "Dockerfile"
+TARGETS = ("cpu", "gpu")
+
+
+class Stage(NamedTuple):
+    name: str
+    base: str
+    instructions: list[tuple[str, str]]
+
+    def values(self, keyword: str) -> list[str]:
+        return [value for key, value in self.instructions if key == keyword]
+
+
+def parse(text: str) -> tuple[dict[str, str], dict[str, Stage]]:
+    """The global arguments and the stages by name, continuation lines joined."""
+    lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
+    joined = re.sub(r"\\\n\s*", " ", "\n".join(lines))
+    arguments: dict[str, str] = {}
+    stages: dict[str, Stage] = {}
+    for line in filter(None, map(str.strip, joined.splitlines())):
+        keyword, _, value = line.partition(" ")
+        if keyword == "FROM":
+            base, _, name = value.partition(" AS ")
+            last = stages[name] = Stage(name, base, [])
+        elif not stages:
+            assert keyword == "ARG"
+            arguments.update([value.split("=", 1)])
+        else:
+            last.instructions.append((keyword, value))
+    return arguments, stages
+
+
+ARGUMENTS, STAGES = parse(DOCKERFILE.read_text())
+
+
+def ancestry(name: str) -> list[Stage]:
+    """The stage, what it is built on and what it copies from."""
+    stage = STAGES[name]
+    sources = [found for copy in stage.values("COPY") for found in re.findall(r"--from=(\S+)", copy)]
+    parents = [each for each in (stage.base, *sources) if each in STAGES]
+    return [stage, *(each for parent in parents for each in ancestry(parent))]
+
+
+def test_every_image_that_comes_from_outside_is_pinned_to_a_patch_release() -> None:
+    outside = {stage.base for stage in STAGES.values()} - STAGES.keys()
+    assert outside == {"${PYTHON_IMAGE}"}
+    assert re.fullmatch(r"python:3\.11\.\d+-slim-bookworm", ARGUMENTS["PYTHON_IMAGE"])
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_target_runs_tidegate_without_privileges(target: str) -> None:
+    stage = STAGES[target]
+    assert stage.values("USER") == ["10001:10001"]
+    assert [json.loads(value) for value in stage.values("ENTRYPOINT")] == [["tidegate"]]
+    assert [json.loads(value) for value in stage.values("CMD")] == [["run", "/etc/tidegate/deployment.yaml"]]
+    keywords = [key for key, _ in stage.instructions]
+    assert "RUN" not in keywords[keywords.index("USER") :]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_state_and_cache_outlive_the_container(target: str) -> None:
+    (volumes,) = STAGES[target].values("VOLUME")
+    environment = " ".join(STAGES["base"].values("ENV"))
+    for variable in ("TIDEGATE_STATE_DIR", "XDG_CACHE_HOME"):
+        found = re.search(rf"{variable}=(\S+)", environment)
+        assert found is not None
+        assert found[1] in json.loads(volumes)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_health_is_the_admin_port(target: str) -> None:
+    (check,) = STAGES[target].values("HEALTHCHECK")
+    command = json.loads(check.partition(" CMD ")[2])
+    assert command[:2] == ["python", "-c"]
+    compile(command[2], "healthcheck", "exec")
+    assert "/livez" in command[2]
+    assert "TIDEGATE_ADMIN=http://127.0.0.1:8081" in " ".join(STAGES["base"].values("ENV"))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_packages_come_from_the_lock_file_alone(target: str) -> None:
+    installs = [
+        command
+        for stage in ancestry(target)
+        for run in stage.values("RUN")
+        for command in run.split("&&")
+        if "pip install" in command
+    ]
+    assert any(f"-r requirements/{target}.txt" in command for command in installs)
+    assert all("--no-deps" in command for command in installs)
+
+
+def test_what_is_copied_exists_and_is_not_ignored() -> None:
+    rules = (ROOT / ".dockerignore").read_text().splitlines()
+    allowed = [rule[1:] for rule in rules if rule.startswith("!")]
+    for stage in STAGES.values():
+        for copy in stage.values("COPY"):
+            if copy.startswith("--from="):
+                continue
+            *sources, _ = copy.split()
+            for source in sources:
+                assert (ROOT / source).exists(), source
+                assert any(Path(source).match(rule) for rule in allowed), source
+
+
+def test_every_package_that_the_command_line_imports_is_copied() -> None:
+    copied = {word for copy in STAGES["cpu-build"].values("COPY") for word in copy.split()}
+    assert {"policy", "store", "gateway", "serve", "tidegate"} <= copied
+    assert STAGES["gpu-build"].values("COPY") == STAGES["cpu-build"].values("COPY")
+
+
+@pytest.mark.slow
+def test_the_linter_agrees() -> None:
+    linter = shutil.which("hadolint", path=str(Path(sys.executable).parent))
+    if linter is None:
+        pytest.skip("hadolint is not installed: requirements/dev.txt has it")
+    done = subprocess.run([linter, str(DOCKERFILE)], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "")
