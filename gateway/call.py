@@ -22,6 +22,9 @@ _WANTED = frozenset(
         b"x-request-timeout-s",
     }
 )
+# What is read and thrown away of a body that is too large: closing on a client that still sends
+# would reset the connection and lose the answer.
+MAX_DISCARDED = 64 * 1024 * 1024
 _VALID_ID = re.compile(rb"[A-Za-z0-9_-]{1,128}")
 # Unique over processes and restarts by the random part, within one by the count.
 _PREFIX = secrets.token_hex(8).encode()
@@ -73,25 +76,27 @@ class Call:
     async def read(self, limit: int) -> bytes:
         """The whole body; raises :class:`gateway.errors.Refused` above ``limit`` bytes."""
         length = self.headers.get(b"content-length", b"")
-        if length.isdigit() and int(length) > limit:
-            raise _too_large(limit)
         message = await self._receive()
         body: bytes = message.get("body", b"")
+        size = max(len(body), int(length) if length.isdigit() else 0)
         if message.get("more_body"):
-            parts, size = [body], len(body)
+            parts = [body]
+            read = len(body)
             while message.get("more_body"):
                 message = await self._receive()
                 part = message.get("body", b"")
-                size += len(part)
-                if size > limit:
-                    raise _too_large(limit)
-                parts.append(part)
+                read += len(part)
+                size = max(size, read)
+                if size <= limit:
+                    parts.append(part)
+                elif read > limit + MAX_DISCARDED:
+                    break
             body = b"".join(parts)
         if message["type"] == "http.disconnect":
             self.left = True
             raise asyncio.CancelledError
-        if len(body) > limit:
-            raise _too_large(limit)
+        if size > limit:
+            raise Refused(Refusal.TOO_LARGE, f"The body is larger than {limit} bytes.")
         return body
 
     def timeout_s(self, default: float) -> float:
@@ -155,7 +160,3 @@ def request_ids(given: bytes | None) -> tuple[bytes, bytes]:
     if given is not None and _VALID_ID.fullmatch(given):
         return given, given + b"-" + unique
     return unique, unique
-
-
-def _too_large(limit: int) -> Refused:
-    return Refused(Refusal.TOO_LARGE, f"The body is larger than {limit} bytes.")

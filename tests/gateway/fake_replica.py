@@ -1,0 +1,317 @@
+"""A replica and a controller on raw sockets, whose every byte and break a test decides."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import struct
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import httptools
+
+SECRET = "test-secret"
+
+
+class Exchange:
+    """A request that came, and the means to answer it. ``gone`` is set once its client has left."""
+
+    def __init__(self, connection: _Connection) -> None:
+        self._connection = connection
+        self.path = ""
+        self.headers: dict[str, str] = {}
+        self.body = b""
+        self.gone = asyncio.Event()
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    async def write(self, data: bytes) -> None:
+        """Send ``data`` as one segment, as far as a socket lets a program decide that."""
+        self._connection.transport.write(data)
+        await asyncio.sleep(0)
+
+    async def head(
+        self, content_type: str, *, status: int = 200, length: int | None = None, **more: str
+    ) -> None:
+        lines = [f"HTTP/1.1 {status} X", f"content-type: {content_type}"]
+        lines.append("transfer-encoding: chunked" if length is None else f"content-length: {length}")
+        lines += [f"{name.replace('_', '-')}: {value}" for name, value in more.items()]
+        await self.write("\r\n".join([*lines, "", ""]).encode())
+
+    async def chunk(self, data: bytes) -> None:
+        await self.write(b"%x\r\n%b\r\n" % (len(data), data))
+
+    async def end(self) -> None:
+        await self.write(b"0\r\n\r\n")
+
+    async def reply(
+        self, body: bytes, *, status: int = 200, content_type: str = "application/json", **more: str
+    ) -> None:
+        await self.head(content_type, status=status, length=len(body), **more)
+        await self.write(body)
+
+    async def refuse(self, reason: str) -> None:
+        body = json.dumps({"error": {"message": reason, "type": "x", "param": None, "code": None}})
+        await self.reply(body.encode(), status=503, x_tidegate_refusal=reason)
+
+    def close(self) -> None:
+        """End the connection in order (FIN)."""
+        self._connection.transport.close()
+
+    def reset(self) -> None:
+        """Break the connection (RST)."""
+        sock = self._connection.transport.get_extra_info("socket")
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self._connection.transport.abort()
+
+
+Answer = Callable[[Exchange], Awaitable[None]]
+
+
+class _Connection(asyncio.Protocol):
+    def __init__(self, server: _Server) -> None:
+        self._server = server
+        self._parser = httptools.HttpRequestParser(self)
+        self._exchange: Exchange | None = None
+        self.transport: asyncio.Transport
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+        self._server.connections.add(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._server.connections.discard(self)
+        if self._exchange is not None:
+            self._exchange.gone.set()
+
+    def data_received(self, data: bytes) -> None:
+        self._parser.feed_data(data)
+
+    def on_message_begin(self) -> None:
+        self._exchange = Exchange(self)
+
+    def on_url(self, url: bytes) -> None:
+        assert self._exchange is not None
+        self._exchange.path += url.decode()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        assert self._exchange is not None
+        self._exchange.headers[name.decode().lower()] = value.decode()
+
+    def on_body(self, body: bytes) -> None:
+        assert self._exchange is not None
+        self._exchange.body += body
+
+    def on_message_complete(self) -> None:
+        assert self._exchange is not None
+        self._server.take(self._exchange)
+
+
+class _Server:
+    def __init__(self) -> None:
+        self.connections: set[_Connection] = set()
+        self._server: asyncio.Server | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.port = 0
+
+    async def start(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(lambda: _Connection(self), "127.0.0.1", self.port)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    async def stop(self) -> None:
+        """Stop listening and break every connection, as a killed process does."""
+        assert self._server is not None
+        self._server.close()
+        for connection in list(self.connections):
+            connection.transport.abort()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._server.wait_closed()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def take(self, exchange: Exchange) -> None:
+        task = asyncio.create_task(self._run(exchange))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _run(self, exchange: Exchange) -> None:
+        raise NotImplementedError
+
+
+class FakeReplica(_Server):
+    """Speaks the replica port's contract; ``answer`` decides what a request gets."""
+
+    def __init__(self, name: str, model: str = "alpha", *, bound: int = 8) -> None:
+        super().__init__()
+        self.id = name
+        self.model = model
+        self.bound = bound
+        self.in_flight = 0
+        self.state = "ready"
+        self.adapters: list[str] = []
+        self.hits: list[Exchange] = []
+        self.answer: Answer = answer_json
+        self._changed = asyncio.Event()
+
+    def say(self, **news: Any) -> None:
+        """Change what the load stream tells: ``state``, ``in_flight``, ``bound``, ``adapters``."""
+        for name, value in news.items():
+            setattr(self, name, value)
+        self._changed.set()
+
+    def entry(self, state: str = "ready") -> dict[str, Any]:
+        """This replica in a fleet snapshot."""
+        return {
+            "id": self.id,
+            "model": self.model,
+            "shape": "small",
+            "generation": 1,
+            "state": state,
+            "load": self._load(),
+            "url": self.url,
+            "adapters": self.adapters,
+        }
+
+    def _load(self) -> dict[str, Any]:
+        return {"at": 1.0, "in_flight": self.in_flight, "bound": self.bound}
+
+    async def _run(self, exchange: Exchange) -> None:
+        if exchange.headers.get("x-tidegate-secret") != SECRET:
+            await exchange.reply(b"{}", status=401)
+        elif exchange.path == "/internal/load":
+            await exchange.head("application/x-ndjson")
+            while True:
+                self._changed.clear()
+                line = {"state": self.state, "load": self._load(), "adapters": self.adapters}
+                await exchange.chunk(json.dumps(line).encode() + b"\n")
+                await _within(self._changed, 0.5)
+        else:
+            self.hits.append(exchange)
+            self.in_flight += 1
+            self._changed.set()
+            try:
+                await self.answer(exchange)
+            finally:
+                self.in_flight -= 1
+                self._changed.set()
+
+
+class FakeController(_Server):
+    """Streams whatever fleet a test sets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.epoch = 100.0
+        self.version = 1
+        self.models: list[dict[str, Any]] = []
+        self.replicas: list[dict[str, Any]] = []
+        self._changed = asyncio.Event()
+
+    def set(self, *replicas: FakeReplica, state: str = "ready") -> None:
+        """A new version of the fleet with these replicas."""
+        self.version += 1
+        self.replicas = [replica.entry(state) for replica in replicas]
+        self._changed.set()
+
+    async def _run(self, exchange: Exchange) -> None:
+        assert exchange.path == "/fleet/stream"
+        assert exchange.headers["x-tidegate-secret"] == SECRET
+        await exchange.head("application/x-ndjson")
+        while True:
+            self._changed.clear()
+            fleet = {
+                "epoch": self.epoch,
+                "version": self.version,
+                "at": 1.0,
+                "models": self.models,
+                "replicas": self.replicas,
+            }
+            await exchange.chunk(json.dumps(fleet).encode() + b"\n")
+            await _within(self._changed, 0.5)
+
+
+async def _within(event: asyncio.Event, seconds: float) -> None:
+    try:
+        await asyncio.wait_for(event.wait(), seconds)
+    except TimeoutError:
+        return
+
+
+ANSWER = json.dumps(
+    {
+        "id": "cmpl-1",
+        "object": "chat.completion",
+        "created": 1,
+        "model": "alpha",
+        "choices": [
+            {
+                "index": 0,
+                "finish_reason": "stop",
+                "message": {"role": "assistant", "content": "Paris é"},
+            }
+        ],
+        "usage": {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2},
+    }
+).encode()
+
+
+def event(text: str | None = None, finish: str | None = None, index: int = 0) -> bytes:
+    """One chat chunk, written as vLLM writes it."""
+    chunk = {
+        "id": "c",
+        "object": "chat.completion.chunk",
+        "created": 1,
+        "model": "alpha",
+        "choices": [{"index": index, "delta": {"content": text} if text else {}, "finish_reason": finish}],
+    }
+    return b"data: " + json.dumps(chunk, separators=(",", ":")).encode() + b"\n\n"
+
+
+DONE = b"data: [DONE]\n\n"
+STREAM = event("Par") + event('is "finish_reason":"stop" [DONE]\n\ndata: x') + event(finish="stop") + DONE
+
+
+async def answer_json(exchange: Exchange) -> None:
+    """A complete answer, streamed if that was asked for."""
+    if exchange.json.get("stream"):
+        await stream(STREAM)(exchange)
+    else:
+        await exchange.reply(ANSWER)
+
+
+def stream(data: bytes, *, piece: int | None = None) -> Answer:
+    """Send ``data`` as an event stream, in chunks of ``piece`` bytes."""
+
+    async def answer(exchange: Exchange) -> None:
+        await exchange.head("text/event-stream; charset=utf-8")
+        for i in range(0, len(data), piece or len(data)):
+            await exchange.chunk(data[i : i + (piece or len(data))])
+        await exchange.end()
+
+    return answer
+
+
+def hold(until: asyncio.Event, answer: Answer = answer_json) -> Answer:
+    """Answer once ``until`` is set."""
+
+    async def held(exchange: Exchange) -> None:
+        await until.wait()
+        await answer(exchange)
+
+    return held
+
+
+async def forever(exchange: Exchange) -> None:
+    """Stream one event, then nothing more until the client leaves."""
+    await exchange.head("text/event-stream")
+    await exchange.chunk(event("x"))
+    await exchange.gone.wait()

@@ -1,0 +1,240 @@
+"""What the client port accepts and how it says no."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from fake_replica import FakeReplica
+from worker import Stack, until
+
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
+CHAT = {"model": "alpha", "messages": [{"role": "user", "content": "hi"}]}
+
+
+async def one(shared: Stack, name: str, model: str = "alpha") -> FakeReplica:
+    replica = await shared.replica(name, model=model)
+    await shared.ready(replica)
+    return replica
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/", "/health", "/metrics", "/docs", "/openapi.json", "/v1", "/v1/", "/v1/chat/completions/",
+     "/v1/load_lora_adapter", "/tokenize", "/internal/load", "/v1/models/", "//v1/models", "/version"],
+)  # fmt: skip
+async def test_any_other_path_is_404_and_reaches_no_replica(shared: Stack, path: str) -> None:
+    replica = await one(shared, f"unreached-{abs(hash(path))}")
+    for method in ("GET", "POST"):
+        answer = await shared.http.request(method, shared.url + path, content=json.dumps(CHAT))
+        assert answer.status_code == 404
+        assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+        assert answer.headers["x-request-id"]
+    assert replica.hits == []
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "/v1/chat/completions"),
+        ("POST", "/v1/models"),
+        ("DELETE", "/v1/models/alpha"),
+        ("PUT", "/v1/embeddings"),
+    ],
+)
+async def test_the_wrong_method_is_405(shared: Stack, method: str, path: str) -> None:
+    answer = await shared.http.request(method, path)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (405, "method_not_allowed")
+
+
+@pytest.mark.parametrize(
+    ("path", "upstream", "model"),
+    [
+        ("/v1/completions", "/v1/completions", "alpha"),
+        ("/v1/responses", "/v1/responses", "alpha"),
+        ("/v1/messages", "/v1/messages", "alpha"),
+        ("/v1/tokenize", "/tokenize", "alpha"),
+        ("/v1/detokenize", "/detokenize", "alpha"),
+        ("/v1/tokenize", "/tokenize", "vectors"),
+        ("/v1/embeddings", "/v1/embeddings", "vectors"),
+        ("/v1/score", "/v1/score", "vectors"),
+        ("/v1/rerank", "/v1/rerank", "vectors"),
+    ],
+)
+async def test_each_route_reaches_the_replicas_path(
+    shared: Stack, path: str, upstream: str, model: str
+) -> None:
+    replica = await one(shared, f"route-{path[4:].replace('/', '-')}-{model}", model)
+    answer = await shared.http.post(path + "?beta=true", json={"model": model, "input": "x"})
+    assert answer.status_code == 200
+    assert replica.hits[0].path == upstream
+
+
+@pytest.mark.parametrize(
+    ("path", "model"),
+    [("/v1/embeddings", "alpha"), ("/v1/score", "alpha"), ("/v1/rerank", "alpha"),
+     ("/v1/chat/completions", "vectors"), ("/v1/completions", "vectors"),
+     ("/v1/responses", "vectors"), ("/v1/messages", "vectors")],
+)  # fmt: skip
+async def test_the_wrong_runner_is_said(shared: Stack, path: str, model: str) -> None:
+    answer = await shared.http.post(path, json={"model": model, "input": "x"})
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert model in error["message"]
+    assert ("generate" if model == "alpha" else "pooling") in error["message"]
+    assert error["param"] == "model"
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "param", "code"),
+    [
+        (b"", 400, None, None),
+        (b"{", 400, None, None),
+        (b"[]", 400, None, None),
+        (b'"x"', 400, None, None),
+        (b'{"model":"alpha"} x', 400, None, None),
+        (b"{}", 400, "model", None),
+        (b'{"model":null}', 400, "model", None),
+        (b'{"model":7}', 400, "model", None),
+        (b'{"model":"alpha","stream":"yes"}', 400, "stream", None),
+        (b'{"model":"alpha","n":"2"}', 400, "n", None),
+        (b'{"model":"alpha","n":9}', 400, "n", None),
+        (b'{"model":"alpha","n":0}', 400, "n", None),
+        (b'{"model":"alpha","stop":["a","b","c","d","e"]}', 400, "stop", None),
+        (b'{"model":"nobody"}', 404, "model", "model_not_found"),
+        (b'{"model":"alpha","priority":1}', 400, "priority", "unsupported"),
+        (b'{"model":"alpha","chat_template":"x"}', 400, "chat_template", "unsupported"),
+        (
+            b'{"model":"alpha","chat_template_kwargs":{"chat_template":"x"}}',
+            400,
+            "chat_template_kwargs.chat_template",
+            "unsupported",
+        ),
+        (b'{"model":"alpha","previous_response_id":"r"}', 400, "previous_response_id", "unsupported"),
+        (b'{"model":"alpha","background":true}', 400, "background", "unsupported"),
+        (b'{"model":"alpha","x":' + b"[" * 70 + b"]" * 70 + b"}", 400, None, None),
+        (b'{"model":"alpha","x":' + b"[" * 5000 + b"]" * 5000 + b"}", 400, None, None),
+    ],
+)
+async def test_a_bad_body_is_refused_with_its_parameter(
+    shared: Stack, body: bytes, status: int, param: str | None, code: str | None
+) -> None:
+    answer = await shared.http.post("/v1/chat/completions", content=body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"], error["code"]) == (status, param, code)
+    assert error["type"] == "invalid_request_error"
+    assert len(answer.content) < 4096
+
+
+async def test_defaults_that_clients_write_out_pass(shared: Stack) -> None:
+    await one(shared, "defaults")
+    answer = await shared.chat(prompt_logprobs=None, use_beam_search=False, background=False, stop=None)
+    assert answer.status_code == 200
+
+
+async def test_anthropic_errors_have_both_shapes(shared: Stack) -> None:
+    answer = await shared.http.post("/v1/messages", json={"model": "nobody"})
+    assert answer.status_code == 404
+    assert answer.json()["type"] == "error"
+    assert answer.json()["error"]["type"] == "not_found_error"
+    assert answer.json()["error"]["code"] == "model_not_found"
+
+
+async def test_a_body_over_the_cap_is_413(shared: Stack) -> None:
+    shared.gateway["max_body_bytes"] = 2048
+    shared.write_document()
+    try:
+
+        async def too_large(content: object) -> bool:
+            answer = await shared.http.post("/v1/chat/completions", content=content)  # type: ignore[arg-type]
+            return answer.status_code == 413
+
+        await until(lambda: too_large(b" " * 4096))
+
+        async def pieces():  # type: ignore[no-untyped-def]
+            for _ in range(4):
+                yield b" " * 1024
+
+        assert await too_large(pieces())
+    finally:
+        del shared.gateway["max_body_bytes"]
+        shared.write_document()
+
+
+async def test_only_listed_headers_reach_the_replica(shared: Stack) -> None:
+    replica = await one(shared, "headers")
+    sent = {
+        "authorization": "Bearer secret",
+        "x-vllm-priority": "9",
+        "x-data-parallel-rank": "1",
+        "x-tidegate-secret": "guess",
+        "cookie": "a=b",
+        "anthropic-version": "2023-06-01",
+        "x-request-id": "my_id-1",
+    }
+    answer = await shared.http.post("/v1/chat/completions", json=CHAT, headers=sent)
+    assert answer.headers["x-request-id"] == "my_id-1"
+    got = replica.hits[0].headers
+    assert set(got) == {
+        "host", "content-type", "content-length", "x-tidegate-secret", "x-request-id", "accept",
+        "anthropic-version",
+    }  # fmt: skip
+    assert got["x-tidegate-secret"] != "guess"
+    assert got["x-request-id"].startswith("my_id-1-")
+
+
+@pytest.mark.parametrize("given", ["bad id", "x" * 129, "é", ""])
+async def test_an_invalid_request_id_is_replaced(shared: Stack, given: str) -> None:
+    answer = await shared.http.get("/v1/models", headers={"x-request-id": given.encode()})
+    assert answer.headers["x-request-id"] not in ("", given)
+
+
+async def test_models_are_listed_and_retrieved(shared: Stack) -> None:
+    await shared.ready()
+    listed = (await shared.http.get("/v1/models")).json()
+    assert [card["id"] for card in listed["data"]] == ["alpha", "vectors"]
+    assert (await shared.http.get("/v1/models/alpha")).json()["object"] == "model"
+    missing = await shared.http.get("/v1/models/org/nothing")
+    assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
+
+
+async def test_too_long_a_prompt_has_its_code(shared: Stack) -> None:
+    replica = await one(shared, "too-long")
+    text = "This model's maximum context length is 2048 tokens. However, you requested 4000 tokens."
+
+    async def reject(exchange):  # type: ignore[no-untyped-def]
+        await exchange.reply(json.dumps({"error": {"message": text, "code": 400}}).encode(), status=400)
+
+    replica.answer = reject
+    error = (await shared.chat()).json()["error"]
+    assert error == {
+        "message": text,
+        "type": "invalid_request_error",
+        "param": None,
+        "code": "context_length_exceeded",
+    }
+
+
+async def test_the_admin_port_tells_its_state(shared: Stack) -> None:
+    await one(shared, "admin")
+    assert (await shared.admin.get("/livez")).status_code == 200
+    assert (await shared.admin.get("/readyz")).json() == {"ready": True, "reasons": []}
+    fleet = (await shared.admin.get("/admin/fleet")).json()
+    assert fleet["source"] == "controller"
+    assert fleet["replicas"][0]["id"] == "admin"
+    schema = (await shared.admin.get("/openapi.json")).json()
+    assert "/v1/chat/completions" in schema["paths"]
+
+
+async def test_the_metrics_move_and_keep_to_known_names(shared: Stack) -> None:
+    await one(shared, "metrics")
+    labels = {"model": "alpha", "route": "/v1/chat/completions", "outcome": "ok"}
+    before = await shared.metric("tidegate_requests_total", **labels)
+    ttft = await shared.metric("tidegate_ttft_seconds_count", model="alpha")
+    await shared.chat()
+    await shared.chat(stream=True)
+    await shared.chat(model="made-up-name")
+    assert await shared.metric("tidegate_requests_total", **labels) == before + 2
+    assert await shared.metric("tidegate_ttft_seconds_count", model="alpha") == ttft + 1
+    assert await shared.metric("tidegate_in_flight", model="alpha") == 0
+    assert "made-up-name" not in (await shared.admin.get("/metrics")).text

@@ -1,0 +1,221 @@
+"""A worker's life: where it learns of the fleet, who else serves its port, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+from pathlib import Path
+
+import httpx
+import pytest
+from fake_replica import ANSWER, Exchange, FakeReplica, event, forever, hold
+from worker import Stack, model, until
+
+pytestmark = pytest.mark.slow
+CHAT = {"model": "alpha", "messages": [{"role": "user", "content": "hi"}]}
+
+
+async def started(stack: Stack, *, workers: int = 1) -> FakeReplica:
+    await stack.start_controller()
+    for number in range(workers):
+        await stack.start_worker(number)
+    replica = await stack.replica("one", bound=100)
+    await stack.ready(replica)
+    return replica
+
+
+async def test_the_last_fleet_serves_while_the_controller_is_away(stack: Stack, tmp_path: Path) -> None:
+    replica = await started(stack)
+    await until((tmp_path / "fleet.json").exists)
+    await until(lambda: b'"one"' in (tmp_path / "fleet.json").read_bytes())
+    await stack.controller.stop()
+    assert (await stack.chat()).status_code == 200
+
+    stack.workers[0].send_signal(signal.SIGKILL)
+    await stack.workers[0].wait()
+    await stack.start_worker()
+    assert (await stack.chat()).content == ANSWER
+    assert (await stack.admin.get("/admin/fleet")).json()["source"] == "disk"
+    assert (await stack.admin.get("/readyz")).status_code == 200
+
+    await stack.controller.start()
+    stack.controller.epoch += 1
+
+    async def followed() -> bool:
+        return (await stack.admin.get("/admin/fleet")).json()["source"] == "controller"
+
+    await until(followed)
+    assert len(replica.hits) == 2
+
+
+async def test_without_any_fleet_it_is_not_ready_and_says_why(stack: Stack) -> None:
+    await stack.start_worker()
+    answer = await stack.admin.get("/readyz")
+    assert answer.status_code == 503
+    assert "controller" in answer.json()["reasons"][0]
+    answer = await stack.http.post("/v1/chat/completions", json=CHAT, headers={"x-request-timeout-s": "0.05"})
+    assert answer.status_code == 503
+
+
+async def test_a_controller_whose_clock_went_back_is_followed(stack: Stack) -> None:
+    await started(stack)
+    await stack.controller.stop()
+    await stack.controller.start()
+    stack.controller.epoch, stack.controller.version = 1.0, 1
+    other = await stack.replica("other")
+    await stack.ready(other)
+
+
+async def test_draining_in_the_fleet_stops_traffic_and_cuts_nothing(stack: Stack) -> None:
+    leaving = await started(stack)
+    release = asyncio.Event()
+    leaving.answer = hold(release)
+    asked = asyncio.create_task(stack.chat())
+    await until(lambda: len(leaving.hits) == 1)
+    staying = await stack.replica("staying")
+    stack.controller.version += 1
+    stack.controller.replicas = [leaving.entry("draining"), staying.entry()]
+    await until(lambda: stack._admits({"staying"}))
+    assert (await stack.chat()).headers["x-tidegate-replica"] == "staying"
+    await stack.ready(staying)
+    release.set()
+    assert (await asked).headers["x-tidegate-replica"] == "one"
+
+
+async def test_two_workers_share_a_port_and_their_metrics(stack: Stack) -> None:
+    await started(stack, workers=2)
+
+    async def ask() -> None:
+        async with httpx.AsyncClient(base_url=stack.url, trust_env=False, timeout=20) as client:
+            assert (await client.post("/v1/chat/completions", json=CHAT)).status_code == 200
+
+    await asyncio.gather(*(ask() for _ in range(30)))
+
+    async def counted() -> bool:
+        return await stack.metric("tidegate_requests_total", model="alpha", outcome="ok") == 30
+
+    await until(counted)
+
+    stack.workers[0].send_signal(signal.SIGKILL)
+    await stack.workers[0].wait()
+    await asyncio.gather(*(ask() for _ in range(10)))
+    await stack.start_worker(0)
+    await asyncio.gather(*(ask() for _ in range(10)))
+
+
+async def test_sigterm_lets_streams_finish(stack: Stack) -> None:
+    replica = await started(stack)
+    finish = asyncio.Event()
+
+    async def answer(exchange: Exchange) -> None:
+        await exchange.head("text/event-stream")
+        await exchange.chunk(event("a"))
+        await finish.wait()
+        await exchange.chunk(event(finish="stop") + b"data: [DONE]\n\n")
+        await exchange.end()
+
+    replica.answer = answer
+    streams = [asyncio.create_task(stack.chat(stream=True)) for _ in range(20)]
+    await until(lambda: len(replica.hits) == 20)
+    stack.workers[0].send_signal(signal.SIGTERM)
+
+    async def draining() -> bool:
+        return (await stack.admin.get("/readyz")).json()["reasons"] == ["draining"]
+
+    await until(draining)
+    finish.set()
+    for answer_ in await asyncio.gather(*streams):
+        assert answer_.content.endswith(b"data: [DONE]\n\n")
+    assert await stack.workers[0].wait() == 0
+
+
+async def test_a_drain_that_runs_out_of_time_says_so(stack: Stack) -> None:
+    stack.gateway["drain_timeout_s"] = 1
+    replica = await started(stack)
+    replica.answer = forever
+    streaming = asyncio.create_task(stack.chat(stream=True))
+    await until(lambda: len(replica.hits) == 1)
+    stack.controller.set()
+    await until(lambda: stack._admits(set()))
+    queued = asyncio.create_task(stack.chat())
+
+    async def waits() -> bool:
+        return await stack.metric("tidegate_queue_depth", model="alpha") == 1
+
+    await until(waits)
+    stack.workers[0].send_signal(signal.SIGTERM)
+    answer = await streaming
+    assert json.loads(answer.text.splitlines()[-2][6:])["error"]["code"] == "shutting_down"
+    assert "[DONE]" not in answer.text
+    assert ((await queued).status_code, (await queued).json()["error"]["code"]) == (503, "shutting_down")
+    assert await stack.workers[0].wait() == 0
+
+
+async def test_a_changed_document_is_taken_while_running(stack: Stack) -> None:
+    await started(stack)
+    stack.models.append(model("beta"))
+    stack.write_document()
+
+    async def listed() -> bool:
+        return "beta" in (await stack.http.get("/v1/models")).text
+
+    await until(listed)
+    (stack.root / "deployment.json").write_text('{"models": 7}')
+    line = b""
+    while b"document_refused" not in line:
+        assert stack.workers[0].stderr is not None
+        line = await stack.workers[0].stderr.readline()
+    assert (await stack.chat()).status_code == 200
+
+
+async def test_external_servers_need_no_controller_and_get_no_secret(stack: Stack) -> None:
+    server = FakeReplica("external")
+    await server.start()
+    stack.replicas.append(server)
+    seen: list[Exchange] = []
+
+    async def run(exchange: Exchange) -> None:
+        seen.append(exchange)
+        if exchange.path == "/v1/models":
+            listed = {"data": [{"id": "alpha", "max_model_len": 512}, {"id": "sql", "parent": "alpha"}]}
+            await exchange.reply(json.dumps(listed).encode())
+        else:
+            await exchange.reply(ANSWER)
+
+    server._run = run  # type: ignore[method-assign]
+    unused = stack.admin_socket.getsockname()[1]
+    stack.models = [
+        {"name": "alpha", "engine": "external", "urls": [f"{server.url}/v1", f"http://127.0.0.2:{unused}"]}
+    ]
+    await stack.start_worker()
+    assert (await stack.admin.get("/readyz")).status_code == 200
+    answer = await stack.chat()
+    assert answer.content == ANSWER
+    assert answer.headers["x-tidegate-replica"] == f"127.0.0.1:{server.port}"
+    assert all("x-tidegate-secret" not in exchange.headers for exchange in seen)
+    cards = (await stack.http.get("/v1/models")).json()["data"]
+    assert [(card["id"], card["max_model_len"]) for card in cards] == [("alpha", 512), ("sql", 512)]
+
+
+async def test_the_log_holds_nothing_of_a_request(stack: Stack) -> None:
+    replica = await started(stack)
+
+    async def reject(exchange: Exchange) -> None:
+        await exchange.reply(b'{"error": {"message": "canary-word"}}', status=500)
+
+    replica.answer = reject
+    await stack.chat(messages=[{"role": "user", "content": "canary-word"}])
+    await stack.http.post("/v1/chat/completions", content=b"canary-word")
+    reader, writer = await asyncio.open_connection(*stack.url.removeprefix("http://").split(":"))
+    writer.write(b"canary-word \x00 nonsense\r\n\r\n")
+    assert b"400" in await reader.read()
+    writer.close()
+    stack.workers[0].send_signal(signal.SIGTERM)
+    assert stack.workers[0].stderr is not None
+    logged = await stack.workers[0].stderr.read()
+    assert b"worker_stopped" in logged
+    assert b"canary-word" not in logged
+    assert b"Traceback" not in logged
+    for line in logged.splitlines():
+        assert json.loads(line)["event"]

@@ -1,0 +1,168 @@
+"""Real gateway worker processes on sockets that the test binds, and the means to wait for things."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+from fake_replica import SECRET, FakeController, FakeReplica
+
+ROOT = Path(__file__).parents[2]
+PATIENCE_S = 20.0
+
+
+async def until(true: Callable[[], bool] | Callable[[], Awaitable[bool]], what: str = "") -> None:
+    """Poll until ``true``; fails after a time that no healthy machine needs."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + PATIENCE_S
+    while loop.time() < deadline:
+        held = true()
+        if await held if isinstance(held, Awaitable) else held:
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError(f"did not come true: {what or true}")
+
+
+def model(name: str, **more: Any) -> dict[str, Any]:
+    """A deployed model's entry in the document."""
+    return {
+        "name": name,
+        "engine": "sim",
+        "shapes": {"small": {"cpus": 1}},
+        "modes": {"multi-replica": {"shape": "small", "replicas": {"min": 1, "max": 8}}},
+        **more,
+    }
+
+
+class Stack:
+    """A controller, replicas, and gateway workers in front of them."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.controller = FakeController()
+        self.replicas: list[FakeReplica] = []
+        self.workers: list[asyncio.subprocess.Process] = []
+        self.gateway: dict[str, Any] = {"queue_timeout_s": 15}
+        self.models = [model("alpha"), model("vectors", runner="pooling")]
+        self.client_socket = _bound()
+        self.admin_socket = _bound()
+        self.url = f"http://127.0.0.1:{self.client_socket.getsockname()[1]}"
+        self.admin_url = f"http://127.0.0.1:{self.admin_socket.getsockname()[1]}"
+        self.http = httpx.AsyncClient(base_url=self.url, timeout=PATIENCE_S, trust_env=False)
+        self.admin = httpx.AsyncClient(base_url=self.admin_url, timeout=PATIENCE_S, trust_env=False)
+
+    def write_document(self) -> None:
+        document = {
+            "models": self.models,
+            "cluster": {"controller": f"127.0.0.1:{self.controller.port or 9}"},
+            "gateway": self.gateway,
+        }
+        part = self.root / "document.part"
+        part.write_text(json.dumps(document))
+        part.replace(self.root / "deployment.json")
+
+    async def replica(self, name: str, **more: Any) -> FakeReplica:
+        """Start a replica; it is in the fleet once :meth:`ready` says so."""
+        replica = FakeReplica(name, **more)
+        await replica.start()
+        self.replicas.append(replica)
+        return replica
+
+    async def start_controller(self) -> None:
+        await self.controller.start()
+
+    async def start_worker(self, number: int = 0) -> asyncio.subprocess.Process:
+        (self.root / "secret").write_text(SECRET)
+        self.write_document()
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "gateway.main",
+            "--state", str(self.root),
+            "--fd", str(self.client_socket.fileno()),
+            "--admin-fd", str(self.admin_socket.fileno()),
+            "--worker", str(number),
+            cwd=ROOT,
+            env={**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(self.root / "metrics")},
+            pass_fds=(self.client_socket.fileno(), self.admin_socket.fileno()),
+            stderr=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        self.workers.append(process)
+        assert process.stderr is not None
+        while b"worker_started" not in (line := await process.stderr.readline()):
+            assert line, "the worker died at its start"
+        return process
+
+    async def ready(self, *replicas: FakeReplica) -> None:
+        """Make ``replicas`` the fleet and wait until the worker would send them requests."""
+        self.controller.set(*replicas)
+        await until(lambda: self._admits({replica.id for replica in replicas}), "fleet is ready")
+
+    async def _admits(self, ids: set[str]) -> bool:
+        described = (await self.admin.get("/admin/fleet")).json()
+        return ids == {entry["id"] for entry in described["replicas"] if entry["admissible"]}
+
+    async def chat(self, **more: Any) -> httpx.Response:
+        body = {"model": "alpha", "messages": [{"role": "user", "content": "hi"}], **more}
+        return await self.http.post("/v1/chat/completions", json=body)
+
+    async def metric(self, name: str, **labels: str) -> float:
+        """The value of one sample, 0 where there is none yet."""
+        for line in (await self.admin.get("/metrics")).text.splitlines():
+            if line.startswith(name + "{") and all(f'{k}="{v}"' in line for k, v in labels.items()):
+                return float(line.rpartition(" ")[2])
+        return 0.0
+
+    async def close(self) -> None:
+        await self.http.aclose()
+        await self.admin.aclose()
+        for worker in self.workers:
+            if worker.returncode is None:
+                worker.send_signal(signal.SIGKILL)
+            await worker.wait()
+            assert worker.stderr is not None
+            await worker.stderr.read()
+        for replica in self.replicas:
+            await replica.stop()
+        if self.controller.port:
+            await self.controller.stop()
+        self.client_socket.close()
+        self.admin_socket.close()
+
+
+class RawClient:
+    """A client on a bare socket, for leaving at a chosen moment."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader = reader
+        self._writer = writer
+
+    @classmethod
+    async def post(cls, url: str, path: str, body: dict[str, Any]) -> RawClient:
+        host, port = url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        raw = json.dumps(body).encode()
+        head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(raw)}\r\n\r\n"
+        writer.write(head.encode() + raw)
+        await writer.drain()
+        return cls(reader, writer)
+
+    async def leave(self) -> None:
+        self._writer.close()
+        await self._writer.wait_closed()
+
+
+def _bound() -> socket.socket:
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    sock.bind(("127.0.0.1", 0))
+    sock.listen(512)
+    sock.setblocking(False)
+    sock.set_inheritable(True)
+    return sock
