@@ -21,6 +21,7 @@ from tidegate.logtail import tail
 # Children import our packages from here, so that a checkout runs without being installed.
 ROOT = Path(__file__).resolve().parent.parent
 _LINE_BYTES = 1024 * 1024
+_CHUNK_BYTES = 65_536
 
 
 @dataclass
@@ -111,11 +112,16 @@ class Child:
             log.close()
 
     async def _live(self, log: RotatingLog) -> None:
-        self._process = await spawn(self.part, self.ledger, stderr=asyncio.subprocess.STDOUT)
+        try:
+            self._process = await spawn(self.part, self.ledger, stderr=asyncio.subprocess.STDOUT)
+        except OSError as error:
+            self.exit_code = None
+            self.note(f"{self.part.name} cannot be started: {error}")
+            return
         if self._stopping.is_set():
             self._send(signal.SIGTERM)
         assert self._process.stdout is not None
-        pump = asyncio.create_task(log.pump(self._process.stdout))
+        pump = asyncio.create_task(_pump(self._process.stdout, log))
         self.exit_code = await self._process.wait()
         # A grandchild may hold the pipe's other end for as long as it lives.
         await asyncio.wait({pump}, timeout=0.5)
@@ -144,8 +150,20 @@ async def spawn(part: Part, ledger: Ledger, *, stderr: int) -> asyncio.subproces
         start_new_session=True,
         limit=_LINE_BYTES,
     )
-    ledger.add(part.name, process.pid)
+    try:
+        ledger.add(part.name, process.pid)
+    except OSError:
+        # What cannot be recorded could not be ended later.
+        process.kill()
+        raise
     return process
+
+
+async def _pump(source: asyncio.StreamReader, log: RotatingLog) -> None:
+    """Copy ``source`` to its end. A full disk loses lines; it must not block whoever writes them."""
+    while data := await source.read(_CHUNK_BYTES):
+        with contextlib.suppress(OSError):
+            log.write(data)
 
 
 async def run_once(part: Part, state: StateDir, ledger: Ledger, on_line: Callable[[bytes], None]) -> int:
@@ -157,10 +175,11 @@ async def run_once(part: Part, state: StateDir, ledger: Ledger, on_line: Callabl
     process = await spawn(part, ledger, stderr=asyncio.subprocess.PIPE)
     assert process.stdout is not None
     assert process.stderr is not None
-    pump = asyncio.create_task(log.pump(process.stderr))
+    pump = asyncio.create_task(_pump(process.stderr, log))
     try:
         async for line in process.stdout:
-            log.write(line)
+            with contextlib.suppress(OSError):
+                log.write(line)
             on_line(line)
         return await process.wait()
     finally:
@@ -194,6 +213,8 @@ def log_end(state: StateDir, pattern: str, lines: int = 15) -> str:
 
 
 def _how(exit_code: int | None) -> str:
-    if exit_code is not None and exit_code < 0:
+    if exit_code is None:
+        return "not started"
+    if exit_code < 0:
         return signal.Signals(-exit_code).name
     return f"exit status {exit_code}"

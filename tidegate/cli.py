@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import sys
 from pathlib import Path
 
 import click
+import msgspec
 
 from policy.errors import TidegateError
 from store.state import StateDir, default_root
@@ -48,6 +50,16 @@ class _LazyGroup(click.Group):
             formatter.write_dl([(name, text) for name, (_, text) in _COMMANDS.items()])
 
 
+def _version(ctx: click.Context, _parameter: click.Parameter, wanted: bool) -> None:
+    if not wanted:
+        return
+    try:
+        click.echo(f"tidegate {importlib.metadata.version('tidegate')}")
+    except importlib.metadata.PackageNotFoundError:
+        click.echo("tidegate, a checkout that is not installed")
+    ctx.exit()
+
+
 @click.group(cls=_LazyGroup, epilog=_EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option(
     "--state-dir",
@@ -55,7 +67,9 @@ class _LazyGroup(click.Group):
     envvar="TIDEGATE_STATE_DIR",
     help="Where secrets, process ids and logs are kept; one directory per deployment.",
 )
-@click.version_option(package_name="tidegate")
+@click.option(
+    "--version", is_flag=True, is_eager=True, expose_value=False, callback=_version, help="Show the version."
+)
 @click.pass_context
 def group(ctx: click.Context, state_dir: Path | None) -> None:
     """Serve language models behind one OpenAI-compatible gateway."""
@@ -77,6 +91,9 @@ def main() -> None:
         # The reader went away (`tidegate logs | head`); nothing is left to say to it.
         sys.stderr.close()
         sys.exit(Exit.OK)
+    except msgspec.MsgspecError as error:
+        click.echo(f"tidegate: an answer or a state file of another version of Tidegate: {error}", err=True)
+        sys.exit(Exit.FAILED)
     except (TidegateError, OSError) as error:
         click.echo(f"tidegate: {error}", err=True)
         sys.exit(exit_of(error))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 from collections.abc import Collection, Mapping
@@ -141,7 +142,7 @@ def _kv_bytes(spec: ModelSpec) -> int:
 
 
 def _why(port: int, error: OSError) -> str:
-    owner = _owner(port)
+    owner = _owner(port) if error.errno == errno.EADDRINUSE else None
     if owner is None:
         return error.strerror or str(error)
     return f"the port is taken by {owner.name()} (pid {owner.pid}); stop it, or choose another port"

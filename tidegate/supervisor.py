@@ -29,6 +29,7 @@ from tidegate.progress import Event, Progress
 from tidegate.startup import Startup
 
 _SNAPSHOT_S = 2.0
+_COLLECT_S = 0.1
 _CLUSTER_STOP_S = 60.0
 _HEAD_GRACE_S = 20.0
 _PR_SET_CHILD_SUBREAPER = 36
@@ -68,6 +69,8 @@ class Supervisor:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._signalled)
         _adopt_orphans()
+        # Later than at once: a child that ends while it is being started is asyncio's to collect.
+        loop.add_signal_handler(signal.SIGCHLD, lambda: loop.call_later(_COLLECT_S, self._collect_orphans))
         server = await socket_api.serve(self._state.socket_path, self)
         snapshots = asyncio.create_task(self._keep_ledger())
         failure: TidegateError | None = None
@@ -79,8 +82,8 @@ class Supervisor:
             failure = EngineFailed(str(error))
         self._phase = "stopping"
         self._progress.emit(Event(kind="stopping", message="ending what was started"))
-        snapshots.cancel()
         await self._end()
+        snapshots.cancel()
         if failure is None:
             self._progress.emit(Event(kind="stopped", message="nothing is left running"))
         else:
@@ -238,23 +241,31 @@ class Supervisor:
 
     async def _keep_ledger(self) -> None:
         while True:
-            self._snapshot()
+            # A full disk keeps the last record; the next snapshot writes it whole.
+            with contextlib.suppress(OSError):
+                self._snapshot()
             await asyncio.sleep(_SNAPSHOT_S)
 
     def _snapshot(self) -> None:
-        """Record every descendant, and collect orphans that have ended: they are ours to collect."""
+        """Record every descendant."""
+        self._collect_orphans()
         me = psutil.Process()
         living = []
         for process in me.children(recursive=True):
             try:
-                if process.status() == psutil.STATUS_ZOMBIE:
-                    if process.ppid() == me.pid and process.pid not in self._ledger.started:
-                        _collect(process.pid)
-                else:
+                if process.status() != psutil.STATUS_ZOMBIE:
                     living.append(process)
             except psutil.NoSuchProcess:
                 continue
         self._ledger.adopt([me, *living])
+
+    def _collect_orphans(self) -> None:
+        """Collect those that came to us when their parent died: who waits for them sees them gone."""
+        with contextlib.suppress(ChildProcessError):
+            while found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                if found.si_pid in self._ledger.started:
+                    return
+                os.waitpid(found.si_pid, os.WNOHANG)
 
     def _fleet(self) -> Fleet:
         if not self._deployment.needs_controller:
@@ -272,8 +283,3 @@ def _adopt_orphans() -> None:
     """Daemons that detach from the Ray head stay our descendants, so none is lost from sight."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-
-
-def _collect(pid: int) -> None:
-    with contextlib.suppress(ChildProcessError):
-        os.waitpid(pid, os.WNOHANG)

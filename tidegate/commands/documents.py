@@ -8,7 +8,6 @@ from typing import Any
 
 import click
 import msgspec
-from rich.console import Console
 from rich.table import Table
 
 from policy.diff import Change, Effect, diff
@@ -16,6 +15,7 @@ from policy.errors import ConfigError
 from policy.parsing import parse
 from store.state import StateDir
 from tidegate import document as documents
+from tidegate.commands.console import console
 from tidegate.exits import Exit
 from tidegate.socket_api import SupervisorClient
 
@@ -95,7 +95,7 @@ def _table(changes: tuple[Change, ...]) -> None:
     for change in changes:
         before, after = _masked(change).values()
         table.add_row(change.path, _text(before), _text(after), _EFFECTS[change.effect])
-    Console(highlight=False, markup=False).print(table)
+    console().print(table)
 
 
 def _masked(change: Change) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import subprocess
 import sys
@@ -131,7 +132,8 @@ def _run(state: StateDir, document: documents.Document, no_ray: bool, timeout_s:
     def echo(event: Event) -> None:
         printer(event)
         words = " ".join(word for word in (event.kind, event.step, event.message) if word)
-        log.write(f"{datetime.now().astimezone().isoformat(timespec='milliseconds')} {words}\n".encode())
+        with contextlib.suppress(OSError):
+            log.write(f"{datetime.now().astimezone().isoformat(timespec='milliseconds')} {words}\n".encode())
         if event.kind == "ready":
             click.echo(welcome(document.deployment))
 

@@ -1,0 +1,81 @@
+"""A deployment of our own replicas through the command line, without Ray."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+from conftest import Site, free_ports, until
+
+from tidegate.children import ROOT
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def sim(site: Site) -> Iterator[Site]:
+    document = yaml.safe_load((ROOT / "deployments" / "sim.yaml").read_text())
+    document["gateway"] |= {"port": site.port, "admin_port": site.admin_port}
+    document["cluster"] |= {"controller": f"127.0.0.1:{free_ports(1)[0]}"}
+    site.file.write_text(json.dumps(document))
+    code, _, err = site.tidegate("up", str(site.file), "--no-ray", "--timeout-s", "30")
+    assert (code, err) == (0, "")
+    yield site
+
+
+def ready(site: Site) -> list[dict[str, Any]]:
+    return [replica for replica in site.status()["fleet"]["replicas"] if replica["state"] == "ready"]
+
+
+def test_the_simulated_deployment_from_up_to_down(sim: Site) -> None:
+    (model,) = sim.status()["models"]
+    assert (model["mode"], model["target"], model["ready"]) == ("multi-replica", 1, 1)
+
+    code, out, _ = sim.tidegate("scale", "sim-small", "2", "--wait", "--json")
+    assert code == 0
+    assert json.loads(out)["ready"] == 2
+    code, _, err = sim.tidegate("scale", "sim-small", "5")
+    assert code == 5
+    assert "1 to 4" in err
+
+    code, out, _ = sim.tidegate("mode", "sim-small", "single-large", "--wait")
+    assert code == 0
+    assert "single-large, 1 of 1 ready" in out
+    code, _, err = sim.tidegate("mode", "nobody", "single-large")
+    assert code == 5
+    assert "nobody" in err
+
+    replicas = [replica["pid"] for replica in ready(sim)]
+    code, out, _ = sim.tidegate("down")
+    assert code == 0
+    assert "ended controller" in out
+    assert sim.pids() == []
+    assert not any(psutil.pid_exists(pid) for pid in replicas)
+
+
+def test_a_controller_that_dies_comes_back_with_its_fleet(sim: Site) -> None:
+    before = [replica["id"] for replica in ready(sim)]
+    pid = sim.workers()["controller"]
+    os.kill(pid, signal.SIGKILL)
+    # The status answers without it, too.
+    assert sim.status()["supervisor"]["phase"] == "ready"
+    until(lambda: sim.workers()["controller"] not in (0, pid), "a new controller")
+    until(lambda: [replica["id"] for replica in ready(sim)] == before, "the same fleet")
+
+
+def test_apply_changes_what_the_controller_allows(sim: Site) -> None:
+    document = json.loads(sim.file.read_text())
+    document["models"][0]["modes"]["multi-replica"]["replicas"]["max"] = 2
+    sim.file.write_text(json.dumps(document))
+    code, out, _ = sim.tidegate("apply", str(sim.file))
+    assert code == 0
+    assert "models[sim-small].modes.multi-replica.replicas.max" in out
+    code, _, err = sim.tidegate("scale", "sim-small", "3")
+    assert code == 5
+    assert "1 to 2" in err
