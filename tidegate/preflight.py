@@ -56,22 +56,20 @@ def internal_ports(deployment: Deployment, *, ray: bool) -> dict[str, tuple[str,
     return ports
 
 
-def foreign_ray(deployment: Deployment, ours: Collection[int]) -> str | None:
+def foreign_ray(ours: Collection[int]) -> str | None:
     """A Ray that runs on this machine and is not ours, with how to join it instead."""
-    found = next(
-        (
-            process
-            for process in psutil.process_iter(["name"])
-            if process.info["name"] in _RAY_PROCESSES and process.pid not in ours
-        ),
-        None,
-    )
-    if found is None:
+    found = {
+        process.info["name"]: process
+        for process in psutil.process_iter(["name"])
+        if process.info["name"] in _RAY_PROCESSES and process.pid not in ours
+    }
+    if not found:
         return None
-    address = _current_cluster() or f"HOST:{deployment.cluster.gcs_port}"
+    processes = ", ".join(f"{name} (pid {process.pid})" for name, process in sorted(found.items()))
+    address = _gcs_address(found["raylet"]) if "raylet" in found else None
     return (
-        f"another Ray cluster runs on this machine ({found.info['name']}, pid {found.pid}); to join it set "
-        f"RAY_ADDRESS={address} (or cluster.address in the document), or start with --no-ray"
+        f"another Ray cluster runs on this machine: {processes}; to join it set "
+        f"RAY_ADDRESS={address or 'HOST:PORT'} (or cluster.address in the document), or start with --no-ray"
     )
 
 
@@ -162,10 +160,11 @@ def _owner(port: int) -> psutil.Process | None:
     return None
 
 
-def _current_cluster() -> str | None:
-    """The address that Ray itself would join, as ``ray start`` left it."""
+def _gcs_address(raylet: psutil.Process) -> str | None:
+    """The cluster that a raylet belongs to, from its command line."""
+    flag = "--gcs-address="
     try:
-        text = Path("/tmp/ray/ray_current_cluster").read_text().strip()  # noqa: S108 - Ray's own place
-    except OSError:
+        arguments = raylet.cmdline()
+    except psutil.Error:
         return None
-    return text or None
+    return next((word.removeprefix(flag) for word in arguments if word.startswith(flag)), None)

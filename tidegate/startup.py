@@ -85,7 +85,7 @@ class Startup:
                 problems.append(str(error))
         if self.ray and self.deployment.needs_controller and self.deployment.cluster.address == "local":
             ours = {entry.pid for entry in self.ledger.living()}
-            if (foreign := preflight.foreign_ray(self.deployment, ours)) is not None:
+            if (foreign := preflight.foreign_ray(ours)) is not None:
                 problems.append(foreign)
         available = preflight.available_memory()
         sizes = {
