@@ -1,7 +1,6 @@
-"""The deployment document as frozen structures; what it may say and how a refusal reads.
+"""The deployment document as frozen structures: what it may say.
 
-``parse`` takes the decoded YAML and returns a :class:`Deployment` or raises
-:class:`policy.errors.ConfigError` with the dotted path, the value and what was expected.
+:func:`policy.parsing.parse` makes a :class:`Deployment` of the decoded YAML, or refuses it.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from policy.errors import ConfigError, TargetError
+from policy.errors import TargetError
 from policy.types import EngineKind, Runner
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}(/[A-Za-z0-9][A-Za-z0-9_.-]{0,127})?")

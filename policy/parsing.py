@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
+from msgspec import inspect
 
 from policy.config import (
     FORBIDDEN_ENV,
@@ -136,11 +137,9 @@ def _check_mode(path: str, name: str, mode: Mode, spec: ModelSpec, deployment: D
         limit = getattr(deployment.budget, key)
         wanted = getattr(shape, key) * bounds.max
         if limit is not None and wanted > limit:
-            raise ConfigError(
-                f"{path}.replicas",
-                bounds.max,
-                f"at most {limit // getattr(shape, key)}: each needs {getattr(shape, key)} of budget.{key} = {limit}",
-            )
+            each = getattr(shape, key)
+            expected = f"at most {limit // each}: each needs {each} of budget.{key} = {limit}"
+            raise ConfigError(f"{path}.replicas", bounds.max, expected)
 
 
 def _check_engine_args(path: str, args: Mapping[str, Any]) -> None:
@@ -190,8 +189,7 @@ def _located(text: str, raw: object, kind: type[Any], prefix: str) -> ConfigErro
         where = f"{dotted}.{found['key']}" if dotted != "$" else found["key"]
         return ConfigError(where, None, "a value: this key is required")
     if _ENUM.match(what):
-        members = ", ".join(str(member) for member in _type_at(kind, path))
-        return ConfigError(dotted, value, f"one of: {members}")
+        return ConfigError(dotted, value, f"one of: {', '.join(_members_at(kind, path))}")
     expected = re.sub(r"^Expected ", "", what)
     return ConfigError(dotted, value, re.sub(r", got .*$", "", expected).replace("`", ""))
 
@@ -209,28 +207,30 @@ def _value_at(raw: Any, path: str) -> Any:
     return raw
 
 
-def _type_at(kind: Any, path: str) -> Any:
-    """The declared type under ``path``; sequences and unions yield their structured member."""
+def _type_at(kind: Any, path: str) -> inspect.Type:
+    """The declared type under ``path``; unions yield their structured member."""
+    info = _plain(inspect.type_info(kind))
     for step in _steps(path):
-        info = msgspec.inspect.type_info(kind)
-        if step.isdigit() and isinstance(info, msgspec.inspect.VarTupleType):
-            kind = _plain(info.item_type)
-        elif isinstance(info, msgspec.inspect.StructType):
-            kind = _plain(next(field.type for field in info.fields if field.encode_name == step))
-    return kind
+        if step.isdigit() and isinstance(info, inspect.VarTupleType):
+            info = _plain(info.item_type)
+        elif isinstance(info, inspect.StructType):
+            info = _plain(next(field.type for field in info.fields if field.encode_name == step))
+    return info
 
 
-def _plain(info: msgspec.inspect.Type) -> Any:
-    if isinstance(info, msgspec.inspect.Metadata):
+def _plain(info: inspect.Type) -> inspect.Type:
+    if isinstance(info, inspect.Metadata):
         return _plain(info.type)
-    if isinstance(info, msgspec.inspect.UnionType):
-        return next((_plain(t) for t in info.types if isinstance(t, msgspec.inspect.StructType)), object)
-    if isinstance(info, msgspec.inspect.StructType | msgspec.inspect.EnumType):
-        return info.cls
-    if isinstance(info, msgspec.inspect.VarTupleType):
-        return tuple[_plain(info.item_type), ...]
-    return object
+    if isinstance(info, inspect.UnionType):
+        return next((member for member in info.types if isinstance(member, inspect.StructType)), info)
+    return info
 
 
 def _fields_at(kind: Any, path: str) -> list[str]:
-    return [field.encode_name for field in msgspec.structs.fields(_type_at(kind, path))]
+    info = _type_at(kind, path)
+    return [field.encode_name for field in info.fields] if isinstance(info, inspect.StructType) else []
+
+
+def _members_at(kind: Any, path: str) -> list[str]:
+    info = _type_at(kind, path)
+    return [str(member) for member in info.cls] if isinstance(info, inspect.EnumType) else []

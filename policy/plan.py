@@ -42,6 +42,15 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True):
         """Replicas that hold resources, or will at once."""
         return max(self.wanted, self.starting + self.ready + self.draining)
 
+    @property
+    def serving(self) -> int:
+        """Replicas that serve, those included that were not heard of: no data is no reason to act.
+
+        Where starts fail, silence means that there is nothing to hear.
+        """
+        silent = max(0, self.wanted - self.starting - self.ready)
+        return self.ready if self.failures or self.broken else self.ready + silent
+
 
 class Footprint(msgspec.Struct, frozen=True, kw_only=True):
     """What one replica of a shape takes."""
@@ -93,12 +102,11 @@ def step(
         counts[goal.key] = goal.count if settled else max(goal.count, target.wanted)
         return counts
 
-    room = _room(goal, layers, footprints, gpus, cpus)
-    counts[goal.key] = min(goal.count, max(target.wanted, target.occupied + room))
-    stuck = counts[goal.key] < goal.count and target.starting == 0 and target.ready >= target.wanted
-    waiting = any(layer.occupied > layer.wanted for layer in others.values())
-    if stuck and not waiting:
-        counts |= _give_way(goal, target, others, footprints, gpus, cpus)
+    counts[goal.key] = min(goal.count, target.wanted + _room(goal, layers, footprints, gpus, cpus))
+    grows = counts[goal.key] > target.wanted or target.starting or target.ready < target.wanted
+    leaving = any(layer.occupied > layer.wanted for layer in layers.values())
+    if not grows and not leaving:
+        counts |= _give_way(goal, layers, footprints, gpus, cpus)
     return counts
 
 
@@ -109,31 +117,48 @@ def _room(
     gpus: int | None,
     cpus: int | None,
 ) -> int:
+    """How many more replicas the goal's layer may have beside everything that holds resources now."""
     each = footprints[goal.key]
+    own = layers.get(goal.key, Layer()).occupied
     used_gpus = sum(layer.occupied * footprints[key].gpus for key, layer in layers.items())
     used_cpus = sum(layer.occupied * footprints[key].cpus for key, layer in layers.items())
     free_gpus = None if gpus is None else gpus - used_gpus
-    free_cpus = None if cpus is None else CPU_OVERCOMMIT * cpus - used_cpus
+    # Overcommitted beside the others, but not by itself: that is how it stays once they are gone.
+    free_cpus = None if cpus is None else min(CPU_OVERCOMMIT * cpus - used_cpus, cpus - own * each.cpus)
     return min(fits(free_gpus, each.gpus), fits(free_cpus, each.cpus))
 
 
 def _give_way(
     goal: Goal,
-    target: Layer,
-    others: Mapping[LayerKey, Layer],
+    layers: Mapping[LayerKey, Layer],
     footprints: Mapping[LayerKey, Footprint],
     gpus: int | None,
     cpus: int | None,
 ) -> dict[LayerKey, int]:
-    """Shrink the others by half, further while not even one new replica would fit."""
-    keep = {key: (layer.wanted + 1) // 2 if layer.wanted > 1 else 0 for key, layer in others.items()}
-    keep = {key: min(count, others[key].wanted) for key, count in keep.items()}
-    while any(keep.values()):
+    """Shrink the others by half, further while not one new replica would fit, less to stay healthy.
+
+    Nothing is given up where that makes no room. Which replicas of a layer leave is not ours to
+    choose, so each that leaves is taken to be one that serves.
+    """
+    target = layers.get(goal.key, Layer())
+    others = {key: layer for key, layer in layers.items() if key != goal.key}
+
+    def healthy(keep: Mapping[LayerKey, int]) -> int:
+        left = (max(0, layer.serving - layer.wanted + keep[key]) for key, layer in others.items())
+        return target.ready + sum(left)
+
+    def room(keep: Mapping[LayerKey, int]) -> int:
         after = {key: Layer(wanted=count) for key, count in keep.items()} | {goal.key: target}
-        if _room(goal, after, footprints, gpus, cpus) >= 1:
+        return _room(goal, after, footprints, gpus, cpus)
+
+    keep = {key: layer.wanted for key, layer in others.items()}
+    floor = 0 if goal.gap else min(goal.min_healthy, healthy(keep))
+    half = sum(keep.values()) // 2
+    while any(keep.values()) and (sum(keep.values()) > half or not room(keep)):
+        # First what serves nobody, then the widest.
+        key = max((key for key in keep if keep[key]), key=lambda key: (not others[key].ready, keep[key], key))
+        fewer = keep | {key: keep[key] - 1}
+        if healthy(fewer) < floor:
             break
-        widest = max(keep, key=lambda key: (keep[key], key))
-        keep[widest] -= 1
-    if target.ready + sum(keep.values()) < goal.min_healthy and not goal.gap:
-        return {}
-    return keep
+        keep = fewer
+    return keep if room(keep) else {}

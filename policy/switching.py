@@ -41,14 +41,22 @@ def gap_needed(
 ) -> bool:
     """Whether the goal can be had only by falling below ``min_healthy`` ready replicas.
 
-    Plays the switch forward on the planner itself, every step taken to succeed at once.
+    Plays the switch forward on the planner itself, every step taken to succeed at once; what does
+    not serve now is not taken to serve later.
     """
-    now = {key: Layer(wanted=layer.wanted, ready=layer.wanted) for key, layer in layers.items()}
+    now = {key: _played(layer, layer.wanted) for key, layer in layers.items()}
     while True:
+        own = now.get(goal.key, Layer()).wanted
+        now[goal.key] = Layer(wanted=own, ready=own)
         counts = step(goal, now, footprints, gpus, cpus)
-        then = {key: Layer(wanted=count, ready=count) for key, count in counts.items()}
-        if then.get(goal.key, Layer()).ready >= goal.count:
+        if counts[goal.key] >= goal.count:
             return False
+        then = {key: _played(now[key], count) for key, count in counts.items()}
         if then == now:
             return True
         now = then
+
+
+def _played(layer: Layer, count: int) -> Layer:
+    ready = max(0, layer.serving - max(0, layer.wanted - count))
+    return Layer(wanted=count, ready=ready, starting=max(0, count - ready))
