@@ -89,6 +89,11 @@ def _connect(deployment: Deployment, state: StateDir) -> tuple[str, str]:
         raise Unreachable(f"Ray at {address(deployment)} cannot be joined: {error}") from error
     path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
     token = os.environ.get("RAY_AUTH_TOKEN") or (path.read_text().strip() if path.exists() else "")
+    if deployment.cluster.address == "local":
+        # The head names its dashboard only once that is up, and the controller need not wait for it.
+        return f"127.0.0.1:{deployment.cluster.dashboard_port}", token
+    if not context.dashboard_url:
+        raise Unreachable(f"Ray at {address(deployment)} has no dashboard, which carries Serve's scale API")
     return context.dashboard_url, token
 
 
