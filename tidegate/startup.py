@@ -12,8 +12,9 @@ import msgspec
 
 from policy.config import Deployment
 from policy.errors import EngineFailed, ModelUnavailable, PreconditionFailed, Unreachable
-from policy.types import EMPTY_FLEET, EngineKind, Fleet
+from policy.types import EMPTY_FLEET, EngineKind
 from serve import cluster
+from serve.client import ControllerClient
 from store.state import StateDir
 from tidegate import parts, preflight, readiness
 from tidegate.children import Child, Part, check_alive, log_end, run_once
@@ -47,7 +48,7 @@ class Startup:
     ray: bool
     timeout_s: float
     child: Callable[[Part], Child]
-    fleet: Callable[[], Fleet]
+    controller_client: Callable[[], ControllerClient]
     sockets: list[socket.socket] = field(default_factory=list)
     workers: list[Child] = field(default_factory=list)
     controller: Child | None = None
@@ -190,13 +191,20 @@ class Startup:
 
     async def _replicas_lack(self) -> str | None:
         try:
-            fleet = await asyncio.to_thread(self.fleet)
+            fleet = await asyncio.to_thread(lambda: self.controller_client().fleet())
         except Unreachable:
             fleet = EMPTY_FLEET
         lacking = readiness.waiting_for(self.deployment, fleet)
         if fleet is EMPTY_FLEET and lacking:
             return "waiting for the controller"
         return "; ".join(lacking) or None
+
+    def _events(self) -> list[str]:
+        """What the controller did last, where its log is Ray's."""
+        try:
+            return [f"\n  {event}" for event in self.controller_client().status().events[-10:]]
+        except Unreachable:
+            return []
 
     async def _gateway(self) -> None:
         async def lacks() -> str | None:
@@ -217,8 +225,11 @@ class Startup:
             self.progress.step(step, lacking)
             check_alive(needed)
             if clock() >= deadline:
-                ends = "".join(log_end(self.state, pattern) for pattern in _LOGS[step])
-                raise EngineFailed(f"{step}: not ready after {self.timeout_s:.0f} s: {lacking}{ends}")
+                ends = [log_end(self.state, pattern) for pattern in _LOGS[step]]
+                ends += await asyncio.to_thread(self._events) if step == "replica" else []
+                raise EngineFailed(
+                    f"{step}: not ready after {self.timeout_s:.0f} s: {lacking}{''.join(ends)}"
+                )
             await asyncio.sleep(poll_s)
 
 

@@ -17,7 +17,6 @@ import psutil
 from policy.diff import Effect, diff
 from policy.errors import ConfigError, EngineFailed, TidegateError
 from policy.parsing import parse
-from policy.types import EMPTY_FLEET, Fleet
 from serve.client import ControllerClient
 from store.state import StateDir
 from tidegate import parts, readiness, socket_api
@@ -29,6 +28,7 @@ from tidegate.progress import Event, Progress
 from tidegate.startup import Startup
 
 _SNAPSHOT_S = 2.0
+_APPLY_S = 60.0
 _COLLECT_S = 0.1
 _CLUSTER_STOP_S = 60.0
 _HEAD_GRACE_S = 20.0
@@ -60,7 +60,7 @@ class Supervisor:
             ray=ray,
             timeout_s=timeout_s or max(spec.control.start_timeout_s for spec in deployment.models),
             child=self._child,
-            fleet=self._fleet,
+            controller_client=self._controller,
         )
 
     async def run(self) -> int:
@@ -142,7 +142,7 @@ class Supervisor:
         if self._phase != "ready":
             raise EngineFailed(f"the deployment is {self._phase}; apply when it is ready")
         if deployment.needs_controller:
-            await asyncio.to_thread(self._to_controller, document)
+            await asyncio.to_thread(self._controller(_APPLY_S).apply, document)
         # The gateway's workers read this file again when it changes.
         self._state.save(self._state.deployment_path, document)
         self._raw = document
@@ -267,15 +267,9 @@ class Supervisor:
                     return
                 os.waitpid(found.si_pid, os.WNOHANG)
 
-    def _fleet(self) -> Fleet:
-        if not self._deployment.needs_controller:
-            return EMPTY_FLEET
-        client = ControllerClient(self._deployment.cluster.controller, self._state.secret(), timeout_s=2.0)
-        return client.fleet()
-
-    def _to_controller(self, document: object) -> None:
-        ControllerClient(self._deployment.cluster.controller, self._state.secret(), timeout_s=60.0).apply(
-            document
+    def _controller(self, timeout_s: float = 2.0) -> ControllerClient:
+        return ControllerClient(
+            self._deployment.cluster.controller, self._state.secret(), timeout_s=timeout_s
         )
 
 
