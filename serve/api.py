@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 from collections.abc import AsyncIterator, Awaitable, Callable
 
@@ -19,6 +20,8 @@ from serve.control import Controller
 from store.state import SECRET_HEADER
 
 HEARTBEAT_S = 1.0
+# A burst of changes is one snapshot.
+COALESCE_S = 0.05
 
 
 class ScaleRequest(msgspec.Struct, frozen=True):
@@ -97,7 +100,8 @@ async def _snapshots(controller: Controller) -> AsyncIterator[bytes]:
     while True:
         fleet = controller.fleet()
         yield msgspec.json.encode(fleet) + b"\n"
-        await controller.registry.wait(fleet.version, HEARTBEAT_S)
+        await asyncio.sleep(COALESCE_S)
+        await controller.registry.wait(fleet.version, HEARTBEAT_S - COALESCE_S)
 
 
 Handler = Callable[[Request], Awaitable[Response]]

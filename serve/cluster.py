@@ -78,8 +78,11 @@ def _say(step: str, message: str) -> None:
     sys.stdout.flush()
 
 
-def _connect(deployment: Deployment, state: StateDir) -> tuple[str, str]:
-    """Join the cluster; returns the dashboard's address and the token."""
+def join(deployment: Deployment, state: StateDir) -> tuple[str, str]:
+    """Join the cluster from this process; returns the dashboard's address and the token.
+
+    Raises :class:`policy.errors.Unreachable` when it cannot be joined or has no dashboard.
+    """
     os.environ.update(environment(deployment, state))
     import ray  # noqa: PLC0415  # the token must be in the environment before Ray is loaded
 
@@ -100,7 +103,7 @@ def _connect(deployment: Deployment, state: StateDir) -> tuple[str, str]:
 def start(deployment: Deployment, state: StateDir) -> None:
     """Make sure that the controller actor exists."""
     _say("ray", f"joining {address(deployment)}")
-    dashboard, token = _connect(deployment, state)
+    dashboard, token = join(deployment, state)
     from serve import ray_controller  # noqa: PLC0415  # imports Ray
 
     _say("controller", f"starting at {deployment.cluster.controller}")
@@ -110,7 +113,7 @@ def start(deployment: Deployment, state: StateDir) -> None:
 
 def stop(deployment: Deployment, state: StateDir) -> None:
     """Delete Tidegate's actor and applications."""
-    dashboard, token = _connect(deployment, state)
+    dashboard, token = join(deployment, state)
     from serve import ray_controller  # noqa: PLC0415  # imports Ray
     from serve.actuator.ray import RayActuator  # noqa: PLC0415  # imports Ray
 

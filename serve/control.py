@@ -11,15 +11,15 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import msgspec
 
-from policy.config import ModelSpec
+from policy.config import Deployment, ModelSpec
 from policy.errors import SwitchRefused, TargetError, TidegateError
 from policy.parsing import parse
-from policy.plan import Goal, Layer, LayerKey, step
-from policy.switching import gap_needed, reached, verdict
+from policy.plan import Layer, LayerKey, step
+from policy.switching import reached, verdict
 from policy.types import Fleet, Replica
 from serve.actuator.port import Actuator, Held
 from serve.client import ControllerStatus, ModelStatus
@@ -27,12 +27,15 @@ from serve.observation import Observation
 from serve.probe import probe_silent
 from serve.registry import Registry
 from serve.report import model_status, models
-from serve.targets import Aim, Target, Targets, engine_digest, first_target, found_target, wanted_models
+from serve.steering import adopted, goal_of, said, starves
+from serve.targets import Target, Targets, engine_digest, first_target, found_target, wanted_models
 from store.state import StateDir
 
 log = logging.getLogger("tidegate.controller")
 
 TICK_S = 0.2
+# Four beats of a replica host: until then a controller that was restarted has heard of nobody.
+HEARING_S = 2.0
 RETRY_S = 1.0
 EVENTS_KEPT = 100
 
@@ -40,11 +43,22 @@ EVENTS_KEPT = 100
 class Controller:
     """Holds targets and the fleet, and steers the one towards the other."""
 
-    def __init__(self, actuator: Actuator, state: StateDir, pid: int) -> None:
+    def __init__(
+        self,
+        actuator: Actuator,
+        state: StateDir,
+        pid: int,
+        *,
+        wall: Callable[[], float],
+        monotonic: Callable[[], float],
+    ) -> None:
         self._actuator = actuator
         self._state = state
         self._pid = pid
-        self._epoch = time.time()
+        self._wall = wall
+        self._monotonic = monotonic
+        self._epoch = wall()
+        self._hear_until = monotonic() + HEARING_S
         self._targets = Targets(state)
         self.registry = Registry(self._epoch)
         self._observation = Observation(self.registry, self._targets)
@@ -56,7 +70,7 @@ class Controller:
 
     def fleet(self) -> Fleet:
         """The snapshot of this instant."""
-        return self.registry.fleet(time.time())
+        return self.registry.fleet(self._wall())
 
     def status(self) -> ControllerStatus:
         """What each model is doing."""
@@ -71,14 +85,14 @@ class Controller:
     def beat(self, replica: Replica) -> None:
         """Take a heartbeat of a replica host."""
         self._observation.note(replica)
-        if self.registry.put(replica, time.monotonic()):
+        if self.registry.put(replica, self._monotonic()):
             self._event(f"{replica.id}: {replica.state}" + (f" ({replica.reason})" if replica.reason else ""))
             self._wake.set()
 
     def scale(self, model: str, replicas: int) -> ModelStatus:
         """Set the count of the current mode; raises :class:`TargetError` outside its bounds."""
-        target = self._targets.get(model)
-        bounds = target.spec.modes[target.aim.mode].bounds
+        target = self._target(model)
+        bounds = target.bounds
         if not bounds.min <= replicas <= bounds.max:
             expected = f"{bounds.min} to {bounds.max}" if bounds.min < bounds.max else str(bounds.max)
             raise TargetError(
@@ -86,44 +100,48 @@ class Controller:
                 f" (models.{model}.modes.{target.aim.mode}.replicas)"
             )
         aim = msgspec.structs.replace(target.aim, count=replicas)
-        self._steer(model, target.toward(aim, time.time(), gap=target.gap))
+        self._steer(model, target.toward(aim, self._wall(), gap=target.gap))
         return self._model_status(model)
 
     def mode(self, model: str, mode: str) -> ModelStatus:
         """Switch to ``mode`` at its lowest count; raises :class:`SwitchRefused` when it would starve."""
-        target = self._targets.get(model)
+        target = self._target(model)
         if mode not in target.spec.modes:
             raise TargetError(f"{model}: mode {mode!r}, expected one of {', '.join(target.spec.modes)}")
         if mode == target.aim.mode:
             return self._model_status(model)
-        count = max(target.spec.modes[mode].bounds.min, 1)
-        aim = Aim(mode=mode, count=count, generation=target.aim.generation)
-        now = time.time()
-        proposed = target.toward(aim, now)
-        self._steer(model, target.toward(aim, now, gap=True) if self._starves(proposed) else proposed)
+        proposed = target.toward(target.in_mode(mode), self._wall())
+        gap = starves(proposed, self._observation, self._deployment)
+        self._steer(model, msgspec.structs.replace(proposed, gap=gap))
         return self._model_status(model)
 
     def apply(self, document: dict[str, object]) -> ControllerStatus:
-        """Take a new deployment document, whole or not at all."""
+        """Take a new deployment document, whole or not at all.
+
+        Raises :class:`ConfigError` for a document that is none, and :class:`SwitchRefused` for a new
+        generation that would starve the queue.
+        """
         deployment = parse(document)
+        steered = {spec.name: self._adopted(spec, deployment) for spec in wanted_models(deployment)}
         self._state.save(self._state.deployment_path, document)
         self._deployment = deployment
-        for spec in wanted_models(deployment):
-            self._adopt(spec, time.time(), retry=True)
+        for name, target in steered.items():
+            self._steer(name, target)
         self._event("a new deployment was applied")
-        self._wake.set()
         return self.status()
 
     # The loop.
 
     async def run(self) -> None:
         """Tick until cancelled."""
-        await self._rebuild()
-        probing = asyncio.create_task(probe_silent(self.registry, self._state.secret(), self._lost))
+        await self.rebuild()
+        probing = asyncio.create_task(
+            probe_silent(self.registry, self._state.secret(), self._lost, self._monotonic)
+        )
         try:
             while True:
                 try:
-                    await self._tick()
+                    await self.tick()
                 except TidegateError as error:
                     self._event(str(error))
                     await asyncio.sleep(RETRY_S)
@@ -134,16 +152,21 @@ class Controller:
         finally:
             probing.cancel()
 
-    async def _rebuild(self) -> None:
+    async def rebuild(self) -> None:
         """Take up what a predecessor left: counts and generations from the actuator's layers."""
         self._observation.held = await self._patient_layers()
-        now = time.time()
+        now = self._wall()
         for spec in wanted_models(self._deployment):
             if spec.name not in self._targets.names():
-                target = found_target(spec, self._observation.held, now) or first_target(spec, now)
+                held = self._observation.held
+                target = found_target(spec, held, now) or first_target(spec, held, now)
                 self._targets.put(spec.name, target)
-            else:
-                self._adopt(spec, now, retry=False)
+            elif engine_digest(spec) != self._targets.get(spec.name).rejected:
+                # What was rolled back is tried again only when it is applied again.
+                try:
+                    self._steer(spec.name, self._adopted(spec, self._deployment))
+                except SwitchRefused as refused:
+                    self._event(str(refused))
 
     async def _patient_layers(self) -> Mapping[LayerKey, Held]:
         while True:
@@ -153,21 +176,39 @@ class Controller:
                 self._event(str(error))
                 await asyncio.sleep(RETRY_S)
 
-    async def _tick(self) -> None:
+    async def tick(self) -> None:
+        """Observe, and take one step for each model.
+
+        Raises the first :class:`TidegateError`, after the other models had their step.
+        """
         self._observation.held = await self._actuator.layers()
-        for name in self._targets.names():
-            await self._tick_model(name)
+        errors = []
+        if self._heard():
+            for name in self._targets.names():
+                try:
+                    await self._tick_model(name)
+                except TidegateError as error:
+                    errors.append(error)
         self.registry.set_models(models(self._targets, self._observation, self.registry))
+        if errors:
+            raise errors[0]
+
+    def _heard(self) -> bool:
+        """Whether replicas that run had the time to say so: no data means no action."""
+        if self._observation.unheard() and self._monotonic() < self._hear_until:
+            return False
+        self._hear_until = 0.0
+        return True
 
     async def _tick_model(self, name: str) -> None:
         target = self._judge(name, self._targets.get(name))
         layers = self._observation.layers(name)
-        wanted = any(spec.name == name for spec in wanted_models(self._deployment))
+        wanted = self._wanted(name)
         counts = dict.fromkeys(layers, 0)
         if wanted:
-            footprints = self._observation.footprints(name)
+            footprints = self._observation.footprints(target)
             room = self._observation.room(name, self._deployment.budget)
-            counts = step(_goal(target), layers, footprints, *room)
+            counts = step(goal_of(target), layers, footprints, *room)
         for key, count in counts.items():
             await self._actuate(target, key, count)
         await self._sweep(name, target, layers, wanted)
@@ -207,57 +248,37 @@ class Controller:
             target = msgspec.structs.replace(target, settled=True, fallback=None, gap=False)
             self._steer(name, target)
         elif target.fallback is not None:
-            elapsed_s = time.time() - target.since
+            elapsed_s = self._wall() - target.since
             failed = verdict(layer, elapsed_s, target.spec.control.start_timeout_s)
             if failed:
                 reason = self._observation.reason(target.key()) or failed
-                target = target.back(f"rolled back from {_said(target.aim)}: {reason}", time.time())
+                target = target.back(f"rolled back from {said(target.aim)}: {reason}", self._wall())
                 self._event(f"{name}: {target.note}")
                 self._steer(name, target)
         return target
 
-    def _starves(self, proposed: Target) -> bool:
-        """Whether the switch leaves a moment without replicas, which the queue is able to hold.
-
-        Raises :class:`SwitchRefused` when the queue is not.
-        """
-        name, goal = proposed.spec.name, _goal(proposed)
-        layers, footprints = self._observation.layers(name), self._observation.footprints(name)
-        if not gap_needed(goal, layers, footprints, *self._observation.room(name, self._deployment.budget)):
-            return False
-        start_s = self._observation.start_s(goal.key, proposed.spec.control.assumed_start_s)
-        limit_s = self._deployment.gateway.queue_timeout_s
-        if start_s > limit_s:
-            raise SwitchRefused(
-                f"{name}: {proposed.aim.mode} needs resources that the running replicas hold, and its start"
-                f" takes about {start_s:.0f} s: gateway.queue_timeout_s = {limit_s:g} s cannot hold the"
-                " requests that arrive meanwhile"
-            )
-        return True
-
-    def _adopt(self, spec: ModelSpec, now: float, *, retry: bool) -> None:
-        """Make ``spec`` the model's configuration: live where it can, a new generation where not.
-
-        A configuration that was rolled back is tried again only when it is applied again.
-        """
+    def _adopted(self, spec: ModelSpec, deployment: Deployment) -> Target:
         if spec.name not in self._targets.names():
-            self._targets.put(spec.name, first_target(spec, now))
-            return
-        target = self._targets.get(spec.name)
-        if retry or engine_digest(spec) != target.rejected:
-            adopted = target.adopting(spec, now)
-            if adopted.aim == target.aim:
-                self._targets.put(spec.name, adopted)
-            else:
-                self._steer(spec.name, adopted)
+            return first_target(spec, self._observation.held, self._wall())
+        return adopted(self._targets.get(spec.name), spec, self._observation, deployment, self._wall())
+
+    def _wanted(self, model: str) -> bool:
+        return any(spec.name == model for spec in wanted_models(self._deployment))
+
+    def _target(self, model: str) -> Target:
+        """What may be steered; raises :class:`TargetError` for a model that is none or that leaves."""
+        target = self._targets.get(model)
+        if not self._wanted(model):
+            raise TargetError(f"{model} is no longer in the deployment; its replicas are leaving")
+        return target
 
     def _steer(self, model: str, target: Target) -> None:
-        aimed = self._targets.get(model).aim
+        aimed = self._targets.get(model).aim if model in self._targets.names() else None
         self._targets.put(model, target)
         if aimed != target.aim:
             # A new aim is judged by its own starts.
             self._observation.forgive(target.key())
-            self._event(f"{model}: target {_said(target.aim)}")
+            self._event(f"{model}: target {said(target.aim)}")
         self._wake.set()
 
     def _lost(self, replica: Replica) -> None:
@@ -270,16 +291,7 @@ class Controller:
     def _event(self, text: str) -> None:
         if not self._events or not self._events[-1].endswith(text):
             log.info("%s", text)
-            self._events.append(f"{time.strftime('%H:%M:%S')} {text}")
-
-
-def _goal(target: Target) -> Goal:
-    healthy = min(target.spec.control.scale.min_healthy, target.aim.count)
-    return Goal(key=target.key(), count=target.aim.count, min_healthy=healthy, gap=target.gap)
-
-
-def _said(aim: Aim) -> str:
-    return f"{aim.mode} x {aim.count}, generation {aim.generation}"
+            self._events.append(f"{time.strftime('%H:%M:%S', time.localtime(self._wall()))} {text}")
 
 
 def _said_layer(key: LayerKey) -> str:

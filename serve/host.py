@@ -113,7 +113,8 @@ class ReplicaHost:
 
     async def stop(self) -> None:
         """End the engine and everything that it started."""
-        self._become(ReplicaState.STOPPED, "stopped")
+        # Why a host gave up outlasts it: it may be all that the controller hears.
+        self._become(ReplicaState.STOPPED, self._reason if self.lost.is_set() else "stopped")
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
@@ -137,6 +138,7 @@ class ReplicaHost:
                 return
             self._failures = 1 if time.monotonic() - began > STABLE_S else self._failures + 1
             self._url = ""
+            self._load = Load(at=time.time())
             self._incarnation += 1
             self._become(ReplicaState.STARTING, reason)
             if self._failures >= MAX_FAILURES:

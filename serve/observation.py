@@ -6,10 +6,11 @@ from collections.abc import Mapping
 
 from policy.config import Budget
 from policy.plan import Footprint, Layer, LayerKey
+from policy.switching import MAX_FAILURES
 from policy.types import Replica, ReplicaState
 from serve.actuator.port import Held
 from serve.registry import Registry
-from serve.targets import Targets
+from serve.targets import Target, Targets
 
 
 class Observation:
@@ -29,8 +30,11 @@ class Observation:
             self._failed.pop(key, None)
             if replica.start_s is not None:
                 self._start_s[key] = replica.start_s
-        elif replica.state is ReplicaState.STARTING and replica.failures:
-            # Kept past the replica: a host that failed too often is gone before the next tick.
+        elif replica.failures and (
+            replica.state is ReplicaState.STARTING or replica.failures >= MAX_FAILURES
+        ):
+            # Kept past the replica: a host that failed too often is gone before the next tick, and
+            # its last beat may be the only one that says so.
             self._failed[key] = replica
 
     def forgive(self, key: LayerKey) -> None:
@@ -38,8 +42,18 @@ class Observation:
         self._failed.pop(key, None)
 
     def start_s(self, key: LayerKey, assumed_s: float) -> float:
-        """How long a replica of the layer takes from start to ready: measured, else assumed."""
-        return self._start_s.get(key, assumed_s)
+        """How long a replica takes from start to ready: measured of the layer or its shape, else assumed."""
+        if key in self._start_s:
+            return self._start_s[key]
+        shape = (key.model, key.shape)
+        of_shape = (
+            start_s for other, start_s in self._start_s.items() if (other.model, other.shape) == shape
+        )
+        return max(of_shape, default=assumed_s)
+
+    def unheard(self) -> bool:
+        """Whether replicas that the actuator holds have sent no heartbeat yet."""
+        return any(held.wanted > len(self._registry.of(key)) for key, held in self.held.items())
 
     def layer(self, key: LayerKey) -> Layer:
         """One layer as it is now."""
@@ -67,11 +81,12 @@ class Observation:
         held = self.held.get(key)
         return held.trouble if held else ""
 
-    def footprints(self, model: str) -> dict[LayerKey, Footprint]:
-        """What one replica takes, for every layer that the target knows or that still runs."""
+    def footprints(self, target: Target) -> dict[LayerKey, Footprint]:
+        """What one replica takes, for every layer that ``target`` knows or that still runs."""
+        model = target.spec.name
         known = {
             LayerKey(model, shape, generation): Footprint(gpus=made.gpus, cpus=made.cpus)
-            for generation, spec in self._targets.get(model).specs.items()
+            for generation, spec in target.specs.items()
             for shape, made in spec.shapes.items()
         }
         return {key: known.get(key, Footprint()) for key in {*known, *self.layers(model)}}
@@ -81,7 +96,7 @@ class Observation:
         taken_gpus = taken_cpus = 0
         for other in self._targets.names():
             if other != model:
-                footprints = self.footprints(other)
+                footprints = self.footprints(self._targets.get(other))
                 for key, layer in self.layers(other).items():
                     taken_gpus += layer.occupied * footprints[key].gpus
                     taken_cpus += layer.occupied * footprints[key].cpus

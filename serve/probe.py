@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 
 import httpx
@@ -15,15 +14,17 @@ from store.state import SECRET_HEADER
 PERIOD_S = 0.2
 
 
-async def probe_silent(registry: Registry, secret: str, lost: Callable[[Replica], None]) -> None:
+async def probe_silent(
+    registry: Registry, secret: str, lost: Callable[[Replica], None], monotonic: Callable[[], float]
+) -> None:
     """Probe until cancelled; a port that refuses ends a replica's membership at once."""
     async with httpx.AsyncClient(timeout=1.0, headers={SECRET_HEADER: secret}, trust_env=False) as client:
         while True:
             await asyncio.sleep(PERIOD_S)
-            silent = registry.silent(time.monotonic())
+            silent = registry.silent(monotonic())
             answers = await asyncio.gather(*(_refuses(client, replica) for replica in silent))
             for replica, refused in zip(silent, answers, strict=True):
-                if registry.give_up(replica, time.monotonic(), refused=refused):
+                if registry.give_up(replica, monotonic(), refused=refused):
                     lost(replica)
 
 

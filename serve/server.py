@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 
 import uvicorn
 
@@ -19,7 +20,7 @@ async def serve_controller(actuator: Actuator, state: StateDir, address: str) ->
 
     The port is fixed, so a predecessor that is just ending is waited for.
     """
-    controller = Controller(actuator, state, os.getpid())
+    controller = Controller(actuator, state, os.getpid(), wall=time.time, monotonic=time.monotonic)
     host, _, port = address.rpartition(":")
     for attempt in range(50):
         try:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import msgspec
 
-from policy.config import Deployment, ModelSpec
+from policy.config import Deployment, ModelSpec, Replicas
 from policy.errors import TargetError
 from policy.plan import LayerKey
 from serve.actuator.port import Held
@@ -24,9 +24,14 @@ def engine_digest(spec: ModelSpec) -> str:
 
 
 class Aim(msgspec.Struct, frozen=True, kw_only=True):
-    """One point to steer for: a mode's shape, a count, and the generation it is built from."""
+    """One point to steer for: a mode, the shape it had then, a count, and the generation to build from.
+
+    The shape is kept beside the mode: a document may give the mode another, or drop it, while the
+    replicas still run.
+    """
 
     mode: str
+    shape: str
     count: int
     generation: int
 
@@ -57,8 +62,23 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     def key(self, aim: Aim | None = None) -> LayerKey:
         """The layer of an aim, by default of the current one."""
         aim = aim or self.aim
-        spec = self.specs[aim.generation]
-        return LayerKey(spec.name, spec.modes[aim.mode].shape, aim.generation)
+        return LayerKey(self.spec.name, aim.shape, aim.generation)
+
+    @property
+    def bounds(self) -> Replicas:
+        """The counts that may be asked for; of a mode that is gone, only the count it has."""
+        mode = self.spec.modes.get(self.aim.mode)
+        return mode.bounds if mode else Replicas(min=self.aim.count, max=max(self.aim.count, 1))
+
+    def in_mode(self, mode: str) -> Aim:
+        """The aim that ``mode`` starts with: its lowest count, one replica at least."""
+        wanted = self.spec.modes[mode]
+        return Aim(
+            mode=mode,
+            shape=wanted.shape,
+            count=max(wanted.bounds.min, 1),
+            generation=self.aim.generation,
+        )
 
     def toward(self, aim: Aim, now: float, *, gap: bool = False) -> Target:
         """Steer for ``aim``; go back to what served before if it fails.
@@ -70,7 +90,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
         if back is not None and self.key(back) == self.key(aim):
             back = None
         return msgspec.structs.replace(
-            self, aim=aim, since=now, settled=False, fallback=back, gap=gap, note="", rejected=""
+            self, aim=aim, since=now, settled=False, fallback=back, gap=gap, note=""
         )
 
     def back(self, note: str, now: float) -> Target:
@@ -83,17 +103,22 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def adopting(self, spec: ModelSpec, now: float) -> Target:
-        """Take ``spec`` as the configuration: a new generation if it makes other engines.
+        """Take ``spec`` as the configuration: a new generation unless one in use makes its engines.
 
         The count is brought within the bounds of the mode, and a mode that is gone is left.
         """
-        aim = self.aim
-        if engine_digest(spec) != engine_digest(self.spec):
-            aim = msgspec.structs.replace(aim, generation=max(self.specs) + 1)
-        mode = aim.mode if aim.mode in spec.modes else spec.first_mode
-        bounds = spec.modes[mode].bounds
-        aim = msgspec.structs.replace(aim, mode=mode, count=min(max(aim.count, bounds.min), bounds.max))
-        target = msgspec.structs.replace(self, specs=self.specs | {aim.generation: spec})
+        digest = engine_digest(spec)
+        known = (generation for generation, used in self.specs.items() if engine_digest(used) == digest)
+        generation = next(known, max(self.specs) + 1)
+        mode = self.aim.mode if self.aim.mode in spec.modes else spec.first_mode
+        wanted = spec.modes[mode]
+        aim = Aim(
+            mode=mode,
+            shape=wanted.shape,
+            count=min(max(self.aim.count, wanted.bounds.min), wanted.bounds.max),
+            generation=generation,
+        )
+        target = msgspec.structs.replace(self, specs=self.specs | {generation: spec}, rejected="")
         return target if aim == self.aim else target.toward(aim, now)
 
 
@@ -129,11 +154,15 @@ class Targets:
         self._state.save(self._path, self._all)
 
 
-def first_target(spec: ModelSpec, now: float) -> Target:
-    """Where a model starts: its first mode at its lowest count, one replica at least."""
-    bounds = spec.modes[spec.first_mode].bounds
-    aim = Aim(mode=spec.first_mode, count=max(bounds.min, 1), generation=1)
-    return Target(aim=aim, since=now, created=now, specs={1: spec})
+def first_target(spec: ModelSpec, held: Iterable[LayerKey], now: float) -> Target:
+    """Where a model starts: its first mode at its lowest count, one replica at least.
+
+    Its generation is none that ``held`` still has replicas of: those are of another configuration.
+    """
+    generation = 1 + max((key.generation for key in held if key.model == spec.name), default=0)
+    mode = spec.modes[spec.first_mode]
+    aim = Aim(mode=spec.first_mode, shape=mode.shape, count=max(mode.bounds.min, 1), generation=generation)
+    return Target(aim=aim, since=now, created=now, specs={generation: spec})
 
 
 def found_target(spec: ModelSpec, held: Mapping[LayerKey, Held], now: float) -> Target | None:
@@ -148,7 +177,7 @@ def found_target(spec: ModelSpec, held: Mapping[LayerKey, Held], now: float) -> 
         return None
     count, key = max(running)
     mode = next((name for name, mode in spec.modes.items() if mode.shape == key.shape), spec.first_mode)
-    aim = Aim(mode=mode, count=count, generation=key.generation)
+    aim = Aim(mode=mode, shape=key.shape, count=count, generation=key.generation)
     return Target(aim=aim, since=now, created=now, specs={key.generation: spec})
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import secrets
 import sys
 import time
@@ -28,6 +29,8 @@ from store.state import StateDir
 # A host ends its engine within this after its drain; then it is killed.
 GRACE_S = 15.0
 BACKOFF_S = (0.5, 2.0, 8.0, 30.0)
+# Hosts that all live this long end a row of failures.
+STABLE_S = 60.0
 
 
 class Process(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,7 +43,7 @@ class Process(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
-    """A layer and its host processes, oldest first."""
+    """A layer and its host processes, oldest first; ``deleted`` once the last of them may end it."""
 
     key: LayerKey
     digest: str
@@ -49,6 +52,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     processes: tuple[Process, ...] = ()
     failures: int = 0
     retry_at: float = 0.0
+    deleted: bool = False
 
 
 class LocalActuator:
@@ -71,38 +75,41 @@ class LocalActuator:
         async with self._lock:
             for key in tuple(self._records):
                 await self._reconcile(key)
+            records = dict(self._records)
         return {
             key: Held(
                 wanted=record.wanted,
                 digest=record.digest,
                 trouble=f"{record.failures} hosts in a row failed" if record.failures >= 3 else "",
             )
-            for key, record in self._records.items()
+            for key, record in records.items()
+            if not record.deleted
         }
 
     async def deploy(self, key: LayerKey, model: ModelSpec, digest: str, count: int) -> None:
         async with self._lock:
-            if key not in self._records:
-                self._put(Record(key=key, digest=digest, model=model, wanted=count))
+            record = self._records.get(key)
+            if record is None or record.deleted:
+                leaving = record.processes if record else ()
+                self._put(Record(key=key, digest=digest, model=model, wanted=count, processes=leaving))
             await self._reconcile(key)
 
     async def scale(self, key: LayerKey, count: int) -> None:
         async with self._lock:
             record = self._records.get(key)
-            if record is None:
+            if record is None or record.deleted:
                 raise ActuatorFailed(f"there is no layer {key} to scale")
-            self._put(msgspec.structs.replace(record, wanted=count))
+            if count != record.wanted:
+                # Asked anew: earlier failures no longer hold a start back.
+                self._put(msgspec.structs.replace(record, wanted=count, failures=0, retry_at=0.0))
             await self._reconcile(key)
 
     async def delete(self, key: LayerKey) -> None:
         async with self._lock:
             if key not in self._records:
                 return
-            self._put(msgspec.structs.replace(self._records[key], wanted=0))
+            self._put(msgspec.structs.replace(self._records[key], wanted=0, deleted=True))
             await self._reconcile(key)
-            if not self._records[key].processes:
-                del self._records[key]
-                self._save()
 
     async def stop(self) -> None:
         processes = [p for record in self._records.values() for p in record.processes]
@@ -121,6 +128,8 @@ class LocalActuator:
     async def _reconcile(self, key: LayerKey) -> None:
         """Forget what ended, then start or end hosts until the count is right."""
         record = self._records[key]
+        for pid in [pid for pid, child in self._children.items() if child.returncode is not None]:
+            del self._children[pid]
         living = tuple(p for p in record.processes if _find(p) is not None)
         died = sum(not p.leaving for p in record.processes) - sum(not p.leaving for p in living)
         if len(living) != len(record.processes):
@@ -129,6 +138,14 @@ class LocalActuator:
             record = msgspec.structs.replace(
                 record, processes=living, failures=failures, retry_at=time.time() + delay
             )
+            self._put(record)
+        if record.deleted and not record.processes:
+            del self._records[key]
+            self._save()
+            return
+        youngest = max((p.created for p in record.processes if not p.leaving), default=math.inf)
+        if record.failures and time.time() - youngest > STABLE_S:
+            record = msgspec.structs.replace(record, failures=0)
             self._put(record)
         staying = [p for p in record.processes if not p.leaving]
         for _ in range(record.wanted - len(staying)):

@@ -112,6 +112,8 @@ class RayActuator:
         await asyncio.to_thread(_deploy, target)
 
     async def scale(self, key: LayerKey, count: int) -> None:
+        if key not in self._applications:
+            await self.layers()
         name = self._applications.get(key)
         if name is None:
             raise ActuatorFailed(f"there is no layer {key} to scale")
