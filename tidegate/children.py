@@ -7,7 +7,7 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -58,7 +58,7 @@ class Child:
     ledger: Ledger
     note: Callable[[str], None]
     on_exit: Callable[[int], None] = lambda pid: None
-    on_restart: Callable[[], None] = lambda: None
+    before_restart: Callable[[], Awaitable[None]] | None = None
     restarts: int = 0
     backoff: Backoff = field(default_factory=Backoff)
     started_at: float = 0.0
@@ -107,7 +107,8 @@ class Child:
                     await asyncio.wait_for(self._stopping.wait(), delay)
                     return
                 self.restarts += 1
-                self.on_restart()
+                if self.before_restart is not None:
+                    await self.before_restart()
         finally:
             log.close()
 

@@ -11,18 +11,19 @@ from pathlib import Path
 import msgspec
 
 from policy.config import Deployment
-from policy.errors import EngineFailed, ModelUnavailable, PreconditionFailed, Unreachable
+from policy.errors import EngineFailed, ModelUnavailable, PreconditionFailed, TidegateError, Unreachable
 from policy.types import EMPTY_FLEET, EngineKind
 from serve import cluster
 from serve.client import ControllerClient
 from store.state import StateDir
 from tidegate import parts, preflight, readiness
 from tidegate.children import Child, Part, check_alive, log_end, run_once
-from tidegate.ledger import Ledger
-from tidegate.progress import Progress
+from tidegate.ledger import ORPHAN_GRACE_S, Ledger, end
+from tidegate.progress import Event, Progress
 
 _POLL_S = 0.25
 _GATEWAY_POLL_S = 0.05
+_RETRY_S = 5.0
 # Which logs say why a step does not come to its end.
 _LOGS = {"ray": ("ray",), "replica": ("controller", "replica-*"), "gateway": ("gateway-*",)}
 
@@ -48,6 +49,7 @@ class Startup:
     ray: bool
     timeout_s: float
     child: Callable[[Part], Child]
+    snapshot: Callable[[], None]
     controller_client: Callable[[], ControllerClient]
     sockets: list[socket.socket] = field(default_factory=list)
     workers: list[Child] = field(default_factory=list)
@@ -140,8 +142,7 @@ class Startup:
         if address == "local":
             self.progress.step("ray", "starting a head on this machine")
             self.head = self.child(parts.ray_head(self.deployment, self.state))
-            # A head that died took the controller with it.
-            self.head.on_restart = self._restarted_head
+            self.head.before_restart = self._recover_head
             self.head.start()
             await self._until("ray", self._head_listens, self.head)
         else:
@@ -174,12 +175,30 @@ class Startup:
             why = last.error or f"exit status {code}"
             raise EngineFailed(f"the controller did not start: {why}{log_end(self.state, 'cluster')}")
 
-    def _restarted_head(self) -> None:
-        async def again() -> None:
-            await self._until("ray", self._head_listens)
-            await self.start_controller()
+    async def _recover_head(self) -> None:
+        """A head that was killed leaves daemons on its ports, and a new one has no controller."""
+        self.snapshot()
+        left = [entry for entry in self.ledger.living() if entry.pid not in self.ledger.started]
+        await asyncio.to_thread(end, left, grace_s=ORPHAN_GRACE_S, tell=lambda entry: None)
+        self.stop_recovering()
+        self._recovery = asyncio.create_task(self._controller_again())
 
-        self._recovery = asyncio.create_task(again())
+    async def _controller_again(self) -> None:
+        while True:
+            try:
+                await self._until("ray", self._head_listens)
+                await self.start_controller()
+            except TidegateError as error:
+                self.progress.emit(Event(kind="note", message=f"the controller is still away: {error}"))
+                await asyncio.sleep(_RETRY_S)
+            else:
+                self.progress.emit(Event(kind="note", message="the controller is back"))
+                return
+
+    def stop_recovering(self) -> None:
+        """The end is near, or another head died."""
+        if self._recovery is not None:
+            self._recovery.cancel()
 
     async def _local(self) -> None:
         self.controller = self.child(parts.local_controller(self.state))

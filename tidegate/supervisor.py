@@ -60,6 +60,7 @@ class Supervisor:
             ray=ray,
             timeout_s=timeout_s or max(spec.control.start_timeout_s for spec in deployment.models),
             child=self._child,
+            snapshot=self._snapshot,
             controller_client=self._controller,
         )
 
@@ -172,6 +173,7 @@ class Supervisor:
     async def _end(self) -> None:
         """Workers drain, then the controller and its replicas, then the Ray head, then what is left."""
         start = self._start
+        start.stop_recovering()
         drain_s = self._deployment.gateway.drain_timeout_s + 5.0
         await asyncio.gather(*(self._end_child(child, drain_s) for child in start.workers))
         for sock in start.sockets:

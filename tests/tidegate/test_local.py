@@ -18,15 +18,30 @@ from tidegate.children import ROOT
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture
-def sim(site: Site) -> Iterator[Site]:
+def write(site: Site, **sim: object) -> None:
+    """The shipped document on ports of this test's own, with changes to how the engine is simulated."""
     document = yaml.safe_load((ROOT / "deployments" / "sim.yaml").read_text())
     document["gateway"] |= {"port": site.port, "admin_port": site.admin_port}
     document["cluster"] |= {"controller": f"127.0.0.1:{free_ports(1)[0]}"}
+    document["models"][0]["sim"] |= sim
     site.file.write_text(json.dumps(document))
+
+
+@pytest.fixture
+def sim(site: Site) -> Iterator[Site]:
+    write(site)
     code, _, err = site.tidegate("up", str(site.file), "--no-ray", "--timeout-s", "30")
     assert (code, err) == (0, "")
     yield site
+
+
+def test_a_start_that_takes_too_long_says_why_and_leaves_nothing(site: Site) -> None:
+    write(site, start_s=600)
+    code, _, err = site.tidegate("up", str(site.file), "--no-ray", "--timeout-s", "3")
+    assert code == 1
+    assert "replica: not ready after 3 s: sim-small" in err
+    assert "controller | " in err
+    assert site.pids() == []
 
 
 def ready(site: Site) -> list[dict[str, Any]]:
