@@ -35,7 +35,6 @@ class Gateway:
         self.draining = False
         self.metrics = Metrics()
         self.fleet = FleetView(secret, self.metrics)
-        self.fleet.read_document(document.deployment)
         self.admission = Admission(
             self.fleet, self.metrics, rng, lambda: document.deployment.gateway.max_queue
         )
@@ -105,7 +104,8 @@ class Gateway:
 
 def _measure(call: Call, meter: ModelMeter, took_s: float, began: float) -> None:
     meter.requests[(call.route.path, call.outcome)] += 1
-    meter.queue_wait.add(call.queued_s)
+    if meter.model:
+        meter.queue_wait.add(call.queued_s)
     if call.first_byte_at is not None:
         meter.ttft.add(call.first_byte_at - began)
     if call.outcome == "ok":

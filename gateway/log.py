@@ -43,7 +43,8 @@ class Log:
 class LibraryHandler(logging.Handler):
     """Python's own logging in the same form.
 
-    Of an exception only its type is written: its text and traceback may hold what a client sent.
+    Of an exception only its type is written, and of other libraries than uvicorn not even the
+    message: texts, tracebacks and the event loop's handles may hold what a client sent.
     """
 
     def __init__(self, log: Log) -> None:
@@ -56,6 +57,6 @@ class LibraryHandler(logging.Handler):
             "library",
             logger=record.name,
             severity=record.levelname,
-            template=str(record.msg).strip(),
+            template=str(record.msg).strip() if record.name.startswith("uvicorn") else None,
             error=kind.__name__ if kind is not None else None,
         )

@@ -29,6 +29,7 @@ from gateway.document import Document
 from gateway.external import Prober
 from gateway.log import LibraryHandler, Log
 from gateway.metrics import DIRECTORY_VARIABLE, Metrics
+from policy.config import Deployment
 from store.state import StateDir
 
 PUBLISH_EVERY_S = 0.5
@@ -78,27 +79,32 @@ async def work(state: StateDir, client_fd: int, admin_fd: int, worker: int) -> N
     logging.getLogger("asyncio").addHandler(LibraryHandler(log))
 
     document = Document(state, log)
-    deployment = document.deployment
     # Ties between replicas are all that it decides.
     gateway = Gateway(document, state.secret(), log, random.Random())  # noqa: S311
-    tasks = {
-        "document": document.follow(gateway.fleet.read_document),
-        "prober": Prober(gateway.fleet, lambda: document.deployment).run(),
-        "metrics": _publish(gateway.metrics),
-    }
-    if deployment.needs_controller:
-        source = FleetSource(
-            deployment.cluster.controller,
-            state,
-            gateway.fleet,
-            log,
-            connect_timeout_s=deployment.gateway.connect_timeout_s,
-        )
-        source.start_from_disk()
-        tasks["controller"] = source.feed.run()
-        if worker == 0:
-            tasks["fleet_file"] = source.keep_on_disk()
-    background = [_supervised(log, name, task) for name, task in tasks.items()]
+    background: dict[str, asyncio.Task[None]] = {}
+
+    def start(name: str, task: Coroutine[Any, Any, None]) -> None:
+        background[name] = _supervised(log, name, task)
+
+    def read(deployment: Deployment) -> None:
+        gateway.fleet.read_document(deployment)
+        if deployment.needs_controller and "controller" not in background:
+            source = FleetSource(
+                deployment.cluster.controller,
+                state,
+                gateway.fleet,
+                log,
+                connect_timeout_s=deployment.gateway.connect_timeout_s,
+            )
+            source.start_from_disk()
+            start("controller", source.feed.run())
+            if worker == 0:
+                start("fleet_file", source.keep_on_disk())
+
+    read(document.deployment)
+    start("document", document.follow(read))
+    start("prober", Prober(gateway.fleet, lambda: document.deployment).run())
+    start("metrics", _publish(gateway.metrics))
 
     client, admin = listener(gateway.client), listener(gateway.admin)
 
@@ -116,7 +122,7 @@ async def work(state: StateDir, client_fd: int, admin_fd: int, worker: int) -> N
         await asyncio.wait(client.server_state.tasks, timeout=LAST_WORDS_S)
     admin.stop(LAST_WORDS_S)
     await admin_task
-    for task in background:
+    for task in background.values():
         task.cancel()
     gateway.fleet.close()
     gateway.metrics.publish()

@@ -107,12 +107,17 @@ class Relay:
         self._error = bytearray()
 
     def on_data(self, data: bytes, *, complete: bool) -> None:
-        if self._error is not None:
-            self._collect(data, complete)
-        elif self._stream:
-            self._relay_events(data, complete)
-        else:
-            self._relay_bytes(data, complete)
+        try:
+            if self._error is not None:
+                self._collect(data, complete)
+            elif self._stream:
+                self._relay_events(data, complete)
+            else:
+                self._relay_bytes(data, complete)
+        except RuntimeError as error:  # what a server raises for an answer it cannot send
+            self._connection.abort()
+            if not self.done.done():
+                self.done.set_exception(error)
 
     def on_lost(self, *, begun: bool) -> None:
         if self._committed:
