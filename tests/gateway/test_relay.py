@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 
 import httpx
 import pytest
@@ -220,3 +221,38 @@ async def test_a_client_that_does_not_read_holds_its_replica_back(shared: Stack)
     assert others_answer.status_code == 200
     await client.leave()
     await asyncio.wait_for(replica.hits[0].gone.wait(), 2.0)
+
+
+async def test_clients_that_leave_at_any_moment_leak_nothing(shared: Stack) -> None:
+    rng = random.Random(7)  # noqa: S311 - moments, not secrets
+    replica = await shared.replica("leavers", bound=20)
+
+    async def answer(exchange: Exchange) -> None:
+        await asyncio.sleep(rng.uniform(0, 0.02))
+        await exchange.head("text/event-stream")
+        for _ in range(rng.randint(1, 5)):
+            await exchange.chunk(event("x"))
+            await asyncio.sleep(rng.uniform(0, 0.01))
+        await exchange.chunk(event(finish="stop") + DONE)
+        await exchange.end()
+
+    replica.answer = answer
+    await shared.ready(replica)
+
+    async def visit() -> None:
+        client = await RawClient.post(shared.url, "/v1/chat/completions", {**CHAT, "stream": True})
+        await asyncio.sleep(rng.uniform(0, 0.1))
+        await client.leave()
+
+    await asyncio.gather(*(visit() for _ in range(200)))
+
+    async def idle() -> bool:
+        seen = (await shared.admin.get("/admin/fleet")).json()["replicas"][0]
+        return (
+            seen["mine"] == 0
+            and await shared.metric("tidegate_in_flight", model="alpha") == 0
+            and await shared.metric("tidegate_queue_depth", model="alpha") == 0
+        )
+
+    await until(idle)
+    assert (await shared.chat(stream=True)).content.endswith(DONE)
