@@ -106,7 +106,11 @@ def _measure(call: Call, meter: ModelMeter, took_s: float, began: float) -> None
     meter.requests[(call.route.path, call.outcome)] += 1
     if meter.model:
         meter.queue_wait.add(call.queued_s)
-    if call.first_byte_at is not None:
-        meter.ttft.add(call.first_byte_at - began)
+    first_at = call.first_byte_at
+    if first_at is not None:
+        meter.ttft.add(first_at - began)
     if call.outcome == "ok":
         meter.e2e.add(took_s)
+        if first_at is not None:
+            gap_s = (call.last_event_at - first_at) / (call.events - 1) if call.events > 1 else 0.0
+            meter.served_stream(first_at - began, gap_s)

@@ -36,7 +36,8 @@ class Call:
 
     ``started`` once a byte of the answer was sent, ``answered`` once its last one was handed over,
     ``left`` once the client is gone, ``replica`` the one that has it or had it last.
-    ``first_byte_at`` is set for streams alone.
+    ``first_byte_at`` is set for streams alone; ``events`` and ``last_event_at`` count their events up
+    to the one that finishes the answer.
     """
 
     __slots__ = (
@@ -44,8 +45,10 @@ class Call:
         "_task",
         "_watcher",
         "answered",
+        "events",
         "first_byte_at",
         "headers",
+        "last_event_at",
         "left",
         "outcome",
         "queued_s",
@@ -72,6 +75,8 @@ class Call:
         self.queued_s = 0.0
         self.replica = b""
         self.first_byte_at: float | None = None
+        self.events = 0
+        self.last_event_at = 0.0
 
     async def read(self, limit: int) -> bytes:
         """The whole body; raises :class:`gateway.errors.Refused` above ``limit`` bytes."""

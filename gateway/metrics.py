@@ -60,13 +60,14 @@ class ModelMeter:
 
     __slots__ = (
         "attempts", "e2e", "in_flight", "itl", "model", "queue_depth",
-        "queue_wait", "replicas_up", "requests", "ttft",
+        "queue_wait", "replicas_up", "requests", "streams", "ttft",
     )  # fmt: skip
 
     def __init__(self, model: str) -> None:
         self.model = model
         self.requests: Counts[tuple[str, str]] = Counts()
         self.attempts: Counts[str] = Counts()
+        self.streams: Counts[tuple[str, str]] = Counts()
         self.in_flight = 0
         self.queue_depth = 0
         self.replicas_up = 0
@@ -74,6 +75,15 @@ class ModelMeter:
         self.e2e = Tally(SECONDS)
         self.queue_wait = Tally(SECONDS)
         self.itl = Tally(GAPS)
+
+    def served_stream(self, ttft_s: float, mean_gap_s: float) -> None:
+        """Count a served stream where both of its latencies fall."""
+        self.streams[_edge(SECONDS, ttft_s), _edge(GAPS, mean_gap_s)] += 1
+
+
+def _edge(bounds: tuple[float, ...], value: float) -> str:
+    place = bisect_left(bounds, value)
+    return str(bounds[place]) if place < len(bounds) else "+Inf"
 
 
 class Metrics:
@@ -88,6 +98,11 @@ class Metrics:
         self._attempts = Counter(
             "tidegate_upstream_attempts", "Attempts on replicas.", ("model", "outcome"), registry=registry
         )
+        # Both latencies of one stream together: two histograms would not say how many met both limits.
+        self._streams = Counter(
+            "tidegate_served_streams", "Served streams by time to the first byte and mean gap.",
+            ("model", "ttft_le", "itl_le"), registry=registry,
+        )  # fmt: skip
         self._in_flight = Gauge(
             "tidegate_in_flight", "Requests in the gateway.", ("model",),
             registry=registry, multiprocess_mode="livesum",
@@ -124,6 +139,9 @@ class Metrics:
             for verdict, count in meter.attempts.items():
                 self._attempts.labels(meter.model, verdict).inc(count)
             meter.attempts.clear()
+            for edges, count in meter.streams.items():
+                self._streams.labels(meter.model, *edges).inc(count)
+            meter.streams.clear()
             self._in_flight.labels(meter.model).set(meter.in_flight)
             self._queue_depth.labels(meter.model).set(meter.queue_depth)
             self._replicas_up.labels(meter.model).set(meter.replicas_up)

@@ -144,6 +144,7 @@ class Relay:
             self._settle(Verdict.SERVED)
 
     def _relay_events(self, data: bytes, complete: bool) -> None:
+        finished = self._tail.finished
         out = self._tail.feed(data)
         if out:
             now = perf_counter()
@@ -154,6 +155,9 @@ class Relay:
                 self._last_at = now
             elif not out.startswith(b":"):  # comments keep a connection alive through a long prefill
                 self._call.first_byte_at = self._last_at = now
+            if self._last_at and not finished:  # what follows the last token comes at once
+                self._call.events += out.count(b"\n\n")
+                self._call.last_event_at = now
             self._outlet.put({"type": "http.response.body", "body": out, "more_body": True})
         if complete:
             if not self._committed:

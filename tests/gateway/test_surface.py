@@ -226,15 +226,24 @@ async def test_the_admin_port_tells_its_state(shared: Stack) -> None:
     assert "/v1/chat/completions" in schema["paths"]
 
 
+async def served_streams(stack: Stack) -> float:
+    lines = (await stack.admin.get("/metrics")).text.splitlines()
+    return sum(
+        float(line.rpartition(" ")[2]) for line in lines if line.startswith("tidegate_served_streams_total{")
+    )
+
+
 async def test_the_metrics_move_and_keep_to_known_names(shared: Stack) -> None:
     await one(shared, "metrics")
     labels = {"model": "alpha", "route": "/v1/chat/completions", "outcome": "ok"}
     before = await shared.metric("tidegate_requests_total", **labels)
     ttft = await shared.metric("tidegate_ttft_seconds_count", model="alpha")
+    streams = await served_streams(shared)
     await shared.chat()
     await shared.chat(stream=True)
     await shared.chat(model="made-up-name")
     assert await shared.metric("tidegate_requests_total", **labels) == before + 2
     assert await shared.metric("tidegate_ttft_seconds_count", model="alpha") == ttft + 1
+    assert await served_streams(shared) == streams + 1
     assert await shared.metric("tidegate_in_flight", model="alpha") == 0
     assert "made-up-name" not in (await shared.admin.get("/metrics")).text
