@@ -51,6 +51,10 @@ class ControllerClient:
         )
         self._address = address
 
+    def close(self) -> None:
+        """Close the connections."""
+        self._http.close()
+
     def livez(self) -> bool:
         """Whether a controller answers."""
         try:

@@ -20,6 +20,7 @@ import msgspec
 from policy.config import Deployment
 from policy.errors import TidegateError, Unreachable
 from policy.parsing import parse
+from serve.actuator.port import Actuator
 from store.state import StateDir, write_atomic
 
 # Tidegate passes no objects through Ray; its store only holds Ray's own few.
@@ -120,7 +121,12 @@ def stop(deployment: Deployment, state: StateDir) -> None:
     # The actor first: it would deploy again what is being deleted.
     ray_controller.remove()
     _say("ray", "deleting applications")
-    asyncio.run(RayActuator(state, deployment.cluster.controller, dashboard, token).stop())
+    asyncio.run(_end_all(RayActuator(state, deployment.cluster.controller, dashboard, token)))
+
+
+async def _end_all(actuator: Actuator) -> None:
+    await actuator.stop()
+    await actuator.close()
 
 
 def main() -> None:

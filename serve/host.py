@@ -27,6 +27,8 @@ from store.state import StateDir
 MAX_FAILURES = 3
 STABLE_S = 60.0
 KILL_AFTER_S = 10.0
+# What an engine said just before it died is still in the pipe then.
+LAST_WORDS_S = 0.2
 
 
 class HostSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,7 +96,7 @@ class ReplicaHost:
     async def start(self) -> None:
         """Return when the engine is ready; raises :class:`EngineFailed` when it keeps failing."""
         self._task = asyncio.create_task(self._keep_alive())
-        self._task.add_done_callback(lambda _: self._settled.set())
+        self._task.add_done_callback(self._ended)
         await self._settled.wait()
         if self._state is not ReplicaState.READY:
             raise EngineFailed(self._reason)
@@ -113,17 +115,25 @@ class ReplicaHost:
 
     async def stop(self) -> None:
         """End the engine and everything that it started."""
-        # Why a host gave up outlasts it: it may be all that the controller hears.
-        self._become(ReplicaState.STOPPED, self._reason if self.lost.is_set() else "stopped")
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
+        # Said only now, for what a stopped replica held may be given to another; and why a host
+        # gave up outlasts it, for that may be all that the controller hears.
+        self._become(ReplicaState.STOPPED, self._reason if self.lost.is_set() else "stopped")
         self._log.close()
 
     def _become(self, state: ReplicaState, reason: str = "") -> None:
         self._state = state
         self._reason = reason
         self.changed.set()
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            # Nobody watches the engine any more: a fresh host must.
+            self._become(ReplicaState.STARTING, repr(error))
+            self.lost.set()
+        self._settled.set()
 
     async def _keep_alive(self) -> None:
         while True:
@@ -200,9 +210,11 @@ class ReplicaHost:
                 # The engine's own children may hold the pipe open after it died: its end counts.
                 await asyncio.wait({line, ended}, return_when=asyncio.FIRST_COMPLETED)
                 if not line.done():
+                    await asyncio.wait({line}, timeout=LAST_WORDS_S)
+                if not line.done():
                     line.cancel()
                     return failed
-                if not line.result():
+                if not line.result().endswith(b"\n"):
                     return failed
                 failed = self._take(msgspec.json.decode(line.result(), type=Event), began) or failed
         finally:

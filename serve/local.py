@@ -30,10 +30,13 @@ async def _run(state: StateDir) -> None:
     serving.cancel()
     await asyncio.wait({serving})
     await actuator.stop()
+    await actuator.close()
 
 
 async def _stop(state: StateDir) -> None:
-    await LocalActuator(state, "").stop()
+    actuator = LocalActuator(state, "")
+    await actuator.stop()
+    await actuator.close()
 
 
 def main() -> None:

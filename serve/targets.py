@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from policy.errors import TargetError
 from policy.plan import LayerKey
 from serve.actuator.port import Held
 from store.state import StateDir
+
+log = logging.getLogger("tidegate.controller")
 
 
 def engine_digest(spec: ModelSpec) -> str:
@@ -128,7 +131,17 @@ class Targets:
     def __init__(self, state: StateDir) -> None:
         self._state = state
         self._path: Path = state.targets_path
-        self._all: dict[str, Target] = state.load(self._path, dict[str, Target]) or {}
+        self._all = self._read()
+
+    def _read(self) -> dict[str, Target]:
+        try:
+            return self._state.load(self._path, dict[str, Target]) or {}
+        except msgspec.DecodeError as error:
+            # Written by another version: what runs says enough to go on, and the file is kept to look at.
+            aside = self._path.with_suffix(".unreadable")
+            self._path.replace(aside)
+            log.warning("%s cannot be read (%s); kept as %s", self._path, error, aside)
+            return {}
 
     def names(self) -> tuple[str, ...]:
         """The models, in the order in which they were first wanted."""

@@ -125,6 +125,9 @@ class LocalActuator:
         self._records.clear()
         self._save()
 
+    async def close(self) -> None:
+        self._log.close()
+
     async def _reconcile(self, key: LayerKey) -> None:
         """Forget what ended, then start or end hosts until the count is right."""
         record = self._records[key]

@@ -1,4 +1,4 @@
-"""An actuator without processes: its replicas are only said to be there. For tests and dry runs."""
+"""An actuator without processes: its replicas are only said to be there, so tests need not wait for any."""
 
 from __future__ import annotations
 
@@ -129,6 +129,9 @@ class MemoryActuator:
     async def stop(self) -> None:
         for key in await self.layers():
             await self.delete(key)
+
+    async def close(self) -> None:
+        """There is nothing to let go of."""
 
     def _answer(self) -> None:
         if self._cluster.down:

@@ -47,3 +47,7 @@ class Actuator(Protocol):
     async def stop(self) -> None:
         """End every layer that Tidegate made."""
         ...
+
+    async def close(self) -> None:
+        """Let go of files and connections; what runs goes on."""
+        ...

@@ -133,6 +133,9 @@ class RayActuator:
         for name in names:
             await asyncio.to_thread(ray_serve.delete, name, _blocking=True)
 
+    async def close(self) -> None:
+        await self._http.aclose()
+
     async def _call(self, method: str, path: str, body: object = None) -> Any:
         try:
             answer = await self._http.request(method, path, json=body)

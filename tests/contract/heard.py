@@ -1,0 +1,72 @@
+"""Where replica hosts of a test beat: the replicas as they last said they were."""
+
+from __future__ import annotations
+
+import http.server
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import msgspec
+
+from policy.plan import LayerKey
+from policy.types import Replica, ReplicaState
+from store.state import SECRET_HEADER
+
+
+@dataclass
+class Heard:
+    """The replicas that are not stopped, by id; ``states`` keeps what each went through."""
+
+    replicas: dict[str, Replica] = field(default_factory=dict)
+    states: dict[str, list[ReplicaState]] = field(default_factory=dict)
+
+    def beat(self, replica: Replica) -> None:
+        """Take a heartbeat."""
+        seen = self.states.setdefault(replica.id, [])
+        if not seen or seen[-1] is not replica.state:
+            seen.append(replica.state)
+        self.replicas[replica.id] = replica
+        if replica.state is ReplicaState.STOPPED:
+            del self.replicas[replica.id]
+
+    def of(self, key: LayerKey, state: ReplicaState) -> dict[str, int]:
+        """The engine's process id of each replica of the layer in ``state``."""
+        return {
+            replica.id: replica.pid
+            for replica in list(self.replicas.values())
+            if (replica.model, replica.shape, replica.generation) == (key.model, key.shape, key.generation)
+            and replica.state is state
+        }
+
+
+@contextmanager
+def listening(heard: Heard, port: int, secret: str) -> Iterator[None]:
+    """The least of a controller: ``POST /replicas`` behind the secret."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["content-length"]))
+            known = self.path == "/replicas" and self.headers[SECRET_HEADER] == secret
+            if known:
+                heard.beat(msgspec.json.decode(body, type=Replica))
+            self.send_response(200 if known else 401)
+            self.send_header("content-length", "0")
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base class's name
+            return
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler) as server:
+        server.daemon_threads = True
+        server.block_on_close = False
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield
+        finally:
+            server.shutdown()
+            thread.join()

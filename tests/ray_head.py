@@ -1,0 +1,86 @@
+"""A Ray head of the tests' own, started and ended by process id; other Rays are left alone."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from policy.config import Deployment
+from policy.parsing import parse
+from serve.cluster import head_command, temp_dir
+from store.state import StateDir
+from tests.serve.sim_documents import document
+
+START_S = 60.0
+
+
+@dataclass(frozen=True)
+class RayHead:
+    """A running head: ``deployment`` names its ports, ``state`` keeps its token."""
+
+    state: StateDir
+    deployment: Deployment
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody has at this instant."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [sock.getsockname()[1] for sock in sockets]
+
+
+@contextmanager
+def ray_head(root: Path) -> Iterator[RayHead]:
+    """Start a head with its state directory at ``root``; end it and all that it started."""
+    gcs, dashboard, controller, client, agent = free_ports(5)
+    cluster = {"gcs_port": gcs, "dashboard_port": dashboard, "controller": f"127.0.0.1:{controller}"}
+    head = RayHead(StateDir(root).ensure(), parse(document(cluster=cluster)))
+    argv, env = head_command(head.deployment, head.state)
+    # Two more ports that a second head on this machine may not share with the first.
+    argv += ["--ray-client-server-port", str(client), "--dashboard-agent-listen-port", str(agent)]
+    argv += ["--num-cpus", "8"]
+    with (root / "head.log").open("wb") as log:
+        process = subprocess.Popen(
+            argv, env={**os.environ, **env}, stdout=log, stderr=log, start_new_session=True
+        )
+    try:
+        _await_port(dashboard, process, root / "head.log")
+        yield head
+    finally:
+        _end(process)
+        shutil.rmtree(temp_dir(head.state), ignore_errors=True)
+
+
+def _await_port(port: int, process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            socket.create_connection(("127.0.0.1", port), timeout=1.0).close()
+            return
+        except OSError:
+            time.sleep(0.1)
+    raise AssertionError(f"Ray's dashboard did not come up:\n{log.read_text()[-2000:]}")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    started = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(20)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    _, alive = psutil.wait_procs(started, 5)
+    for child in alive:
+        child.kill()
+    psutil.wait_procs(alive, 5)

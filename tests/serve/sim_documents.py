@@ -1,0 +1,34 @@
+"""Deployment documents of simulated models, small enough to start many of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from policy.config import Deployment
+from policy.parsing import parse
+
+
+def sim_model(name: str = "m", **over: Any) -> dict[str, Any]:
+    """One model with the shapes ``large`` (2 cores) and ``small`` (1 core) and both modes."""
+    model: dict[str, Any] = {
+        "name": name,
+        "engine": "sim",
+        "sim": {"profile": "sim-small"},
+        "shapes": {"large": {"cpus": 2}, "small": {"cpus": 1}},
+        "modes": {
+            "multi-replica": {"shape": "small", "replicas": {"min": 1, "max": 4}},
+            "single-large": {"shape": "large", "replicas": 1},
+        },
+        "control": {"mode": {"drain_timeout_s": 10}, "start_timeout_s": 60},
+    }
+    return model | over
+
+
+def document(*models: dict[str, Any], **sections: Any) -> dict[str, Any]:
+    """A whole document over ``models``."""
+    return {"models": list(models) or [sim_model()], **sections}
+
+
+def deployment(*models: dict[str, Any], **sections: Any) -> Deployment:
+    """The same, parsed."""
+    return parse(document(*models, **sections))
