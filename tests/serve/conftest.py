@@ -1,0 +1,15 @@
+"""What tests of the control plane share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from store.state import StateDir
+from tests.serve.plane import Plane
+
+
+@pytest.fixture
+def plane(tmp_path: Path) -> Plane:
+    return Plane(StateDir(tmp_path))

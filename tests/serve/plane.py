@@ -1,0 +1,64 @@
+"""A controller over replicas in memory, with a clock that only tests move."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from policy.plan import LayerKey
+from policy.types import Replica, ReplicaState
+from serve.actuator.memory import MemoryActuator, MemoryCluster
+from serve.control import Controller
+from store.state import StateDir
+
+SMALL, LARGE, NEW_SMALL = LayerKey("m", "small", 1), LayerKey("m", "large", 1), LayerKey("m", "small", 2)
+READY = ReplicaState.READY
+
+
+@dataclass
+class Plane:
+    """A controller, the cluster that it steers, and the time."""
+
+    state: StateDir
+    now: float = 1000.0
+    cluster: MemoryCluster = field(init=False)
+    controller: Controller = field(init=False)
+
+    async def up(self, written: dict[str, Any]) -> Plane:
+        self.cluster = MemoryCluster(self._beat)
+        self.state.save(self.state.deployment_path, written)
+        await self.restart()
+        return self
+
+    async def restart(self) -> None:
+        """A controller that was killed comes back; its hosts beat on."""
+        actuator = MemoryActuator(self.cluster)
+        self.controller = Controller(actuator, self.state, 1, wall=self.clock, monotonic=self.clock)
+        await self.controller.rebuild()
+
+    def clock(self) -> float:
+        return self.now
+
+    def _beat(self, replica: Replica) -> None:
+        self.controller.beat(replica)
+
+    async def ticks(self, count: int = 12) -> None:
+        for _ in range(count):
+            self.now += 0.2
+            self.cluster.beat_all()
+            await self.controller.tick()
+
+    def counts(self, *states: ReplicaState) -> dict[LayerKey, int]:
+        """Replicas by layer, in ``states`` or in any."""
+        found: dict[LayerKey, int] = {}
+        for replica in self.cluster.replicas.values():
+            if replica.state in (states or tuple(ReplicaState)):
+                key = LayerKey(replica.model, replica.shape, replica.generation)
+                found[key] = found.get(key, 0) + 1
+        return found
+
+    def phase(self) -> str:
+        return self.controller.status().models[0].phase
+
+    def note(self) -> str:
+        return self.controller.status().models[0].note

@@ -1,0 +1,177 @@
+"""What operators ask of the controller, as timelines over replicas in memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from policy.errors import ConfigError, SwitchRefused, TargetError
+from policy.types import ReplicaState
+from tests.serve.plane import LARGE, NEW_SMALL, READY, SMALL, Plane
+from tests.serve.sim_documents import document, sim_model
+
+
+def gpus(**over: Any) -> dict[str, Any]:
+    """Two GPUs: one large replica over both, or two small ones."""
+    shapes = {
+        "large": {"gpus": 2, "tensor_parallel": 2, "cpus": 1},
+        "small": {"gpus": 1, "cpus": 1},
+    }
+    modes = {
+        "multi-replica": {"shape": "small", "replicas": {"min": 2, "max": 2}},
+        "single-large": {"shape": "large", "replicas": 1},
+    }
+    model = sim_model(shapes=shapes, modes=modes)
+    model["control"] = {**model["control"], "assumed_start_s": 30}
+    return document(model, budget={"gpus": 2}, **over)
+
+
+async def test_a_model_starts_in_its_first_mode_at_its_lowest_count(plane: Plane) -> None:
+    await plane.up(document())
+    await plane.ticks()
+    assert plane.counts(READY) == {SMALL: 1}
+    (status,) = plane.controller.status().models
+    assert (status.mode, status.target, status.ready, status.phase) == ("multi-replica", 1, 1, "steady")
+    (model,) = plane.controller.fleet().models
+    assert (model.name, model.shape, model.generation, model.target) == ("m", "small", 1, 1)
+
+
+async def test_scaling_keeps_what_runs(plane: Plane) -> None:
+    await plane.up(document())
+    await plane.ticks()
+    first = set(plane.cluster.replicas)
+    assert plane.controller.scale("m", 3).target == 3
+    await plane.ticks()
+    assert plane.counts(READY) == {SMALL: 3}
+    assert first < set(plane.cluster.replicas)
+    plane.controller.scale("m", 1)
+    await plane.ticks()
+    assert set(plane.cluster.replicas) == first
+
+
+async def test_what_is_impossible_is_refused_and_changes_nothing(plane: Plane) -> None:
+    await plane.up(document())
+    await plane.ticks()
+    with pytest.raises(TargetError, match=r"5 replicas in mode multi-replica, expected 1 to 4"):
+        plane.controller.scale("m", 5)
+    with pytest.raises(TargetError, match="no model is called 'x'; this deployment has m"):
+        plane.controller.scale("x", 1)
+    with pytest.raises(TargetError, match="mode 'huge', expected one of multi-replica, single-large"):
+        plane.controller.mode("m", "huge")
+    with pytest.raises(ConfigError, match=r"gateway\.workers"):
+        plane.controller.apply(document(gateway={"workers": 0}))
+    await plane.ticks()
+    assert plane.counts() == {SMALL: 1}
+
+
+async def test_a_mode_is_made_ready_before_the_old_one_drains(plane: Plane) -> None:
+    await plane.up(document(budget={"cpus": 4}))
+    plane.controller.scale("m", 2)
+    await plane.ticks()
+    plane.cluster.slow = True
+    plane.controller.mode("m", "single-large")
+    await plane.ticks()
+    assert plane.counts() == {SMALL: 2, LARGE: 1}
+    assert plane.counts(READY) == {SMALL: 2}
+    assert plane.phase() == "switching"
+    plane.cluster.ready()
+    await plane.ticks()
+    assert plane.counts(ReplicaState.DRAINING) == {SMALL: 2}
+    assert plane.phase() == "draining the old"
+    plane.cluster.drained()
+    await plane.ticks()
+    assert plane.counts() == {LARGE: 1}
+    assert plane.phase() == "steady"
+    # The other shape of the same generation is kept at nothing, to come back to.
+    assert plane.cluster.held[SMALL].wanted == 0
+
+
+async def test_a_new_generation_is_made_ready_before_the_old_one_goes(plane: Plane) -> None:
+    await plane.up(document())
+    await plane.ticks()
+    plane.cluster.slow = True
+    plane.controller.apply(document(sim_model(sim={"profile": "sim-small", "seed": 7})))
+    await plane.ticks()
+    assert plane.counts(READY) == {SMALL: 1}
+    assert plane.counts(ReplicaState.STARTING) == {NEW_SMALL: 1}
+    plane.cluster.ready()
+    await plane.ticks()
+    plane.cluster.drained()
+    await plane.ticks()
+    assert plane.counts() == {NEW_SMALL: 1}
+    assert set(plane.cluster.held) == {NEW_SMALL}
+
+
+async def test_what_only_changes_limits_restarts_nothing(plane: Plane) -> None:
+    await plane.up(document())
+    plane.controller.scale("m", 4)
+    await plane.ticks()
+    running = dict(plane.cluster.replicas)
+    modes = {"multi-replica": {"shape": "small", "replicas": {"min": 1, "max": 3}}}
+    plane.controller.apply(document(sim_model(modes=modes)))
+    await plane.ticks()
+    assert plane.counts(READY) == {SMALL: 3}
+    assert plane.cluster.replicas.items() <= running.items()
+
+
+async def test_a_mode_that_is_gone_is_left_for_the_first(plane: Plane) -> None:
+    await plane.up(document())
+    await plane.ticks()
+    plane.controller.apply(document(sim_model(modes={"single-large": {"shape": "large", "replicas": 1}})))
+    await plane.ticks()
+    assert plane.counts() == {LARGE: 1}
+
+
+async def test_a_model_that_is_no_longer_written_drains_and_goes(plane: Plane) -> None:
+    await plane.up(document(sim_model(), sim_model("other")))
+    await plane.ticks()
+    plane.cluster.slow = True
+    plane.controller.apply(document(sim_model("other")))
+    await plane.ticks()
+    assert plane.counts(ReplicaState.DRAINING) == {SMALL: 1}
+    with pytest.raises(TargetError, match="m is no longer in the deployment"):
+        plane.controller.scale("m", 2)
+    plane.cluster.drained()
+    await plane.ticks()
+    assert [status.name for status in plane.controller.status().models] == ["other"]
+    assert {key.model for key in plane.cluster.held} == {"other"}
+
+
+async def test_a_gap_that_the_queue_cannot_hold_is_refused(plane: Plane) -> None:
+    await plane.up(gpus(gateway={"queue_timeout_s": 20}))
+    await plane.ticks()
+    with pytest.raises(SwitchRefused) as refused:
+        plane.controller.mode("m", "single-large")
+    assert str(refused.value) == (
+        "m: single-large x 1, generation 1 needs resources that the running replicas hold, and its start"
+        " takes about 30 s: gateway.queue_timeout_s = 20 s cannot hold the requests that arrive meanwhile"
+    )
+    await plane.ticks()
+    assert plane.counts() == {SMALL: 2}
+
+
+async def test_a_gap_that_the_queue_can_hold_is_taken_both_ways(plane: Plane) -> None:
+    await plane.up(gpus())
+    await plane.ticks()
+    plane.controller.mode("m", "single-large")
+    await plane.ticks()
+    assert plane.counts() == {LARGE: 1}
+    # What a start took was measured by now: a queue of 20 s holds a start of 1 s.
+    plane.controller.apply(gpus(gateway={"queue_timeout_s": 20}))
+    plane.controller.mode("m", "multi-replica")
+    await plane.ticks()
+    assert plane.counts() == {SMALL: 2}
+
+
+async def test_a_new_generation_that_starves_the_queue_is_refused_whole(plane: Plane) -> None:
+    await plane.up(gpus() | {"gateway": {"queue_timeout_s": 0.5}})
+    await plane.ticks()
+    changed = gpus(gateway={"queue_timeout_s": 0.5})
+    changed["models"][0]["mode"] = "single-large"
+    changed["models"][0]["modes"].pop("multi-replica")
+    with pytest.raises(SwitchRefused):
+        plane.controller.apply(changed)
+    written = plane.state.load(plane.state.deployment_path, dict[str, Any])
+    assert written is not None
+    assert "multi-replica" in written["models"][0]["modes"]

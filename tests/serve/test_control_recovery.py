@@ -1,0 +1,142 @@
+"""What the controller does when starts fail, when it was restarted, and when it lost its memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from policy.errors import ActuatorFailed
+from policy.plan import LayerKey
+from serve.actuator.memory import MemoryActuator
+from serve.control import HEARING_S
+from tests.serve.plane import LARGE, NEW_SMALL, READY, SMALL, Plane
+from tests.serve.sim_documents import document, sim_model
+
+
+async def test_what_fails_to_start_is_rolled_back_and_says_why(plane: Plane) -> None:
+    await plane.up(document())
+    await plane.ticks()
+    running = set(plane.cluster.replicas)
+    plane.cluster.failing[NEW_SMALL] = "ValueError: no such weights"
+    bad = document(sim_model(sim={"profile": "sim-small", "seed": 7}))
+    plane.controller.apply(bad)
+    await plane.ticks()
+    assert set(plane.cluster.replicas) == running
+    assert set(plane.cluster.held) == {SMALL}
+    assert plane.note() == "rolled back from multi-replica x 1, generation 2: ValueError: no such weights"
+
+    # Neither a restart nor another count tries it again; applying it does.
+    plane.controller.scale("m", 2)
+    await plane.restart()
+    await plane.ticks()
+    assert plane.counts() == {SMALL: 2}
+    plane.cluster.failing.clear()
+    plane.controller.apply(bad)
+    await plane.ticks()
+    assert plane.counts() == {NEW_SMALL: 2}
+    assert plane.note() == ""
+
+
+async def test_a_start_that_takes_too_long_is_rolled_back(plane: Plane) -> None:
+    await plane.up(document())
+    await plane.ticks()
+    plane.cluster.slow = True
+    plane.controller.mode("m", "single-large")
+    await plane.ticks()
+    plane.now += 60
+    await plane.ticks()
+    assert "not ready after 6" in plane.note()
+    plane.cluster.drained()
+    await plane.ticks()
+    assert plane.counts() == {SMALL: 1}
+
+
+async def test_reverting_in_the_middle_comes_back_to_the_same_replicas(plane: Plane) -> None:
+    await plane.up(document())
+    await plane.ticks()
+    running = set(plane.cluster.replicas)
+    plane.cluster.slow = True
+    plane.controller.apply(document(sim_model(sim={"profile": "sim-small", "seed": 7})))
+    await plane.ticks()
+    plane.cluster.slow = False
+    plane.controller.apply(document())
+    await plane.ticks()
+    assert set(plane.cluster.replicas) == running
+
+
+async def test_a_restart_in_the_middle_of_a_switch_goes_on_with_it(plane: Plane) -> None:
+    await plane.up(document())
+    await plane.ticks()
+    plane.cluster.slow = True
+    plane.controller.mode("m", "single-large")
+    await plane.ticks(2)
+    # Long enough for the start to count as failed, were it judged before anyone was heard.
+    plane.now += 600
+    plane.cluster.ready()
+    epoch = plane.controller.fleet().epoch
+    await plane.restart()
+    await plane.controller.tick()
+    assert plane.counts(READY) == {SMALL: 1, LARGE: 1}
+    assert plane.controller.fleet().epoch > epoch
+    await plane.ticks()
+    plane.cluster.drained()
+    await plane.ticks()
+    assert plane.counts(READY) == {LARGE: 1}
+    assert plane.note() == ""
+
+
+async def test_replicas_that_stay_silent_are_not_waited_for_forever(plane: Plane) -> None:
+    await plane.up(document())
+    await plane.ticks()
+    plane.cluster.replicas.clear()
+    await plane.restart()
+    plane.controller.scale("m", 2)
+    await plane.controller.tick()
+    assert plane.cluster.held[SMALL].wanted == 1
+    plane.now += HEARING_S
+    await plane.controller.tick()
+    assert plane.cluster.held[SMALL].wanted == 2
+
+
+async def test_targets_that_were_lost_are_read_off_what_runs(plane: Plane) -> None:
+    await plane.up(document())
+    plane.controller.scale("m", 3)
+    await plane.ticks()
+    running = set(plane.cluster.replicas)
+    plane.state.targets_path.unlink()
+    await plane.restart()
+    await plane.ticks()
+    assert set(plane.cluster.replicas) == running
+    assert plane.controller.status().models[0].target == 3
+
+
+async def test_another_configuration_that_runs_is_not_taken_for_ours(plane: Plane) -> None:
+    await plane.up(document())
+    await plane.ticks()
+    plane.state.targets_path.unlink()
+    plane.state.save(
+        plane.state.deployment_path, document(sim_model(sim={"profile": "sim-small", "seed": 7}))
+    )
+    await plane.restart()
+    await plane.ticks()
+    assert plane.counts() == {NEW_SMALL: 1}
+
+
+async def test_one_model_that_cannot_be_deployed_does_not_hold_up_the_others(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deploy = MemoryActuator.deploy
+
+    async def refuse(self: MemoryActuator, key: LayerKey, *rest: Any) -> None:
+        if key.model == "m":
+            raise ActuatorFailed("no")
+        await deploy(self, key, *rest)
+
+    monkeypatch.setattr(MemoryActuator, "deploy", refuse)
+    await plane.up(document(sim_model(), sim_model("other")))
+    for _ in range(3):
+        with pytest.raises(ActuatorFailed, match="no"):
+            await plane.controller.tick()
+    assert plane.counts(READY) == {LayerKey("other", "small", 1): 1}
+    assert [model.name for model in plane.controller.fleet().models] == ["m", "other"]
