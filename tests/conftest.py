@@ -1,4 +1,4 @@
-"""What tests of several rooms share: one Ray head for the whole run."""
+"""What tests of several rooms share: a Ray head of their own."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from serve.cluster import join
 from tests.ray_head import RayHead, ray_head
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def ray_site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayHead]:
     with ray_head(tmp_path_factory.mktemp("ray")) as head:
         yield head
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def ray_joined(ray_site: RayHead) -> Iterator[tuple[str, str]]:
     """This process as a client of the head: the dashboard's address and the token."""
     assert "ray" not in sys.modules, "Ray reads its token mode when it is loaded: join before importing it"

@@ -1,0 +1,41 @@
+"""One real deployment for the whole session: vLLM on the CPU, on Ray Serve, with a chat and a pooling model."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.e2e.stack import ROOT, Stack
+
+CHAT = "smollm2"
+POOLING = "smollm2-embed"
+
+
+@pytest.fixture(scope="session")
+def stack() -> Iterator[Stack]:
+    """The shipped CPU deployment and, beside it, the same weights as a pooling model."""
+    document = yaml.safe_load((ROOT / "deployments" / "smollm2-cpu.yaml").read_text())
+    chat = document["models"][0]
+    pooling = {
+        "name": POOLING,
+        "source": chat["source"],
+        "engine": "vllm",
+        "runner": "pooling",
+        "env": chat["env"],
+        "engine_args": {"dtype": "float32", "enforce_eager": True, "max_model_len": 512},
+        "shapes": {"small": {"cpus": 1}},
+        "modes": {"multi-replica": {"shape": "small", "replicas": 1}},
+    }
+    document["models"].append(pooling)
+    document["budget"] = {"cpus": 3}
+    with tempfile.TemporaryDirectory(prefix="tg-") as folder:
+        stack = Stack(Path(folder), document)
+        try:
+            stack.up()
+            yield stack
+        finally:
+            stack.down()

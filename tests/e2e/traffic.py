@@ -1,0 +1,99 @@
+"""Streams that run while something changes: every one must end as it should."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from dataclasses import dataclass, field
+from types import TracebackType
+
+import httpx
+
+from tests.e2e.stack import Stack
+
+
+@dataclass
+class Outcome:
+    """One request: which replica served it, and what was wrong with it."""
+
+    replica: str
+    problem: str
+    began: float
+    ended: float
+
+
+@dataclass
+class Traffic:
+    """Clients that each send one request after the other until the block ends.
+
+    With ``stream`` an answer counts only with a finish_reason and ``[DONE]``, and no error event.
+    """
+
+    stack: Stack
+    model: str
+    clients: int = 3
+    stream: bool = True
+    max_tokens: int = 24
+    outcomes: list[Outcome] = field(default_factory=list)
+
+    def __enter__(self) -> Traffic:
+        self._stop = threading.Event()
+        self._threads = [threading.Thread(target=self._client, args=(i,)) for i in range(self.clients)]
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(120)
+
+    @property
+    def problems(self) -> list[str]:
+        """What went wrong, one line per failed request."""
+        return [f"{o.replica}: {o.problem}" for o in self.outcomes if o.problem]
+
+    @property
+    def replicas(self) -> set[str]:
+        """Who has served."""
+        return {o.replica for o in self.outcomes if not o.problem}
+
+    def _client(self, number: int) -> None:
+        with httpx.Client(base_url=self.stack.base_url, timeout=120, trust_env=False) as client:
+            count = 0
+            while not self._stop.is_set():
+                count += 1
+                began = time.time()
+                try:
+                    replica, problem = self._one(client, f"{number}.{count}")
+                except httpx.HTTPError as error:
+                    replica, problem = "", repr(error)
+                self.outcomes.append(Outcome(replica, problem, began, time.time()))
+
+    def _one(self, client: httpx.Client, tag: str) -> tuple[str, str]:
+        body = {
+            "model": self.model,
+            "messages": [{"role": "user", "content": f"Tell me story {tag}."}],
+            "max_tokens": self.max_tokens,
+            "ignore_eos": True,
+            "stream": self.stream,
+        }
+        with client.stream("POST", "/chat/completions", json=body) as answer:
+            replica = answer.headers.get("x-tidegate-replica", "")
+            text = answer.read().decode()
+        if answer.status_code != 200:
+            return replica, f"{answer.status_code} {text[:300]}"
+        if not self.stream:
+            reason = json.loads(text)["choices"][0]["finish_reason"]
+            return replica, "" if reason == "length" else f"finish_reason {reason}"
+        events = [line[6:] for line in text.splitlines() if line.startswith("data: ")]
+        if not events or events[-1] != "[DONE]":
+            return replica, f"no [DONE] after {len(events)} events: {text[-300:]}"
+        decoded = [json.loads(event) for event in events[:-1]]
+        if any("error" in event for event in decoded):
+            return replica, f"error event: {decoded[-1]}"
+        reasons = [choice["finish_reason"] for event in decoded for choice in event["choices"]]
+        return replica, "" if reasons[-1] == "length" else f"finish_reason {reasons[-1]}"
