@@ -108,7 +108,11 @@ def start(deployment: Deployment, state: StateDir) -> None:
     from serve import ray_controller  # noqa: PLC0415  # imports Ray
 
     _say("controller", f"starting at {deployment.cluster.controller}")
-    pid = ray_controller.ensure(str(state.root), deployment.cluster.controller, dashboard, token)
+    # Whoever joins a cluster may have nodes elsewhere: its engines listen on their nodes' addresses.
+    loopback = deployment.cluster.address == "local"
+    pid = ray_controller.ensure(
+        str(state.root), deployment.cluster.controller, dashboard, token, loopback=loopback
+    )
     _say("controller", f"runs as process {pid}")
 
 

@@ -32,7 +32,10 @@ LAST_WORDS_S = 0.2
 
 
 class HostSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What a host is told when it is made: one shape of one generation of one model."""
+    """What a host is told when it is made: one shape of one generation of one model.
+
+    ``loopback`` says that the whole fleet is this machine, so nothing needs to listen elsewhere.
+    """
 
     model: ModelSpec
     shape: str
@@ -40,6 +43,7 @@ class HostSpec(msgspec.Struct, frozen=True, kw_only=True):
     state_dir: str
     controller: str
     secret: str
+    loopback: bool = True
 
 
 class ReplicaHost:
@@ -208,18 +212,26 @@ class ReplicaHost:
             while True:
                 line = asyncio.create_task(reader.readline())
                 # The engine's own children may hold the pipe open after it died: its end counts.
-                await asyncio.wait({line, ended}, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait(
+                    {line, ended}, return_when=asyncio.FIRST_COMPLETED, timeout=self._patience_s
+                )
                 if not line.done():
                     await asyncio.wait({line}, timeout=LAST_WORDS_S)
                 if not line.done():
                     line.cancel()
-                    return failed
+                    silent = "" if ended.done() else f"the engine was silent for {self._patience_s:g} s"
+                    return failed or silent
                 if not line.result().endswith(b"\n"):
                     return failed
                 failed = self._take(msgspec.json.decode(line.result(), type=Event), began) or failed
         finally:
             ended.cancel()
             transport.close()
+
+    @property
+    def _patience_s(self) -> float | None:
+        """How long an engine may say nothing: once it listens, it reports every second."""
+        return self.spec.model.control.progress_timeout_s if self._url else None
 
     def _take(self, event: Event, began: float) -> str:
         if event.url:

@@ -23,9 +23,9 @@ NAMESPACE = "tidegate"
 class ControllerActor:
     """Runs the controller on a thread of its own: Ray runs ``__init__`` again after a crash."""
 
-    def __init__(self, state_dir: str, address: str, dashboard: str, token: str) -> None:
+    def __init__(self, state_dir: str, address: str, dashboard: str, token: str, loopback: bool) -> None:
         state = StateDir(Path(state_dir))
-        actuator = RayActuator(state, address, dashboard, token)
+        actuator = RayActuator(state, address, dashboard, token, loopback=loopback)
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", force=True)
         logging.getLogger("httpx").setLevel(logging.WARNING)
         self._thread = threading.Thread(
@@ -47,13 +47,13 @@ class ControllerActor:
         return os.getpid()
 
 
-def ensure(state_dir: str, address: str, dashboard: str, token: str) -> int:
+def ensure(state_dir: str, address: str, dashboard: str, token: str, *, loopback: bool) -> int:
     """Make the actor unless it exists; returns its process id."""
     pinned = {"node:__internal_head__": 0.001}
     actor_class = ray.remote(num_cpus=0, max_restarts=-1, resources=pinned)(ControllerActor)
     actor = actor_class.options(
         name=NAME, namespace=NAMESPACE, lifetime="detached", get_if_exists=True
-    ).remote(state_dir, address, dashboard, token)
+    ).remote(state_dir, address, dashboard, token, loopback)
     return int(ray.get(actor.ping.remote()))
 
 

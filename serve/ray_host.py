@@ -24,7 +24,7 @@ class RayHost:
         self._host = ReplicaHost(
             spec,
             replica=f"{name}-{spec.shape}-g{spec.generation}-{unique}",
-            address=_listen_address(spec.controller),
+            address="127.0.0.1" if spec.loopback else ray.util.get_node_ip_address(),
             node=ray.get_runtime_context().get_node_id()[:8],
         )
         self._beating: asyncio.Task[None] | None = None
@@ -53,9 +53,3 @@ class RayHost:
         if self._beating is not None:
             self._beating.cancel()
         await last_beat(self._host)
-
-
-def _listen_address(controller: str) -> str:
-    """Where the engine listens: a controller on loopback means that the fleet is one machine."""
-    loopback = controller.startswith(("127.", "localhost:", "[::1]"))
-    return "127.0.0.1" if loopback else str(ray.util.get_node_ip_address())

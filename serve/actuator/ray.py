@@ -50,9 +50,12 @@ class RayActuator:
 
     name = "ray"
 
-    def __init__(self, state: StateDir, controller: str, dashboard: str, token: str) -> None:
+    def __init__(
+        self, state: StateDir, controller: str, dashboard: str, token: str, *, loopback: bool = True
+    ) -> None:
         self._state = state
         self._controller = controller
+        self._loopback = loopback
         self._applications: dict[LayerKey, str] = {}
         self._http = httpx.AsyncClient(
             base_url=f"http://{dashboard}",
@@ -91,6 +94,7 @@ class RayActuator:
             state_dir=str(self._state.root),
             controller=self._controller,
             secret=self._state.secret(),
+            loopback=self._loopback,
         )
         deployment = ray_serve.deployment(
             name=DEPLOYMENT,
