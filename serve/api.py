@@ -115,7 +115,8 @@ def _refusing(handler: Handler) -> Handler:
             return await handler(request)
         except TidegateError as error:
             return _error(409, type(error).__name__, str(error), error)
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            # msgspec raises the second for text that is not UTF-8.
             return _error(400, "BadRequest", str(error))
 
     return wrapped

@@ -1,0 +1,177 @@
+"""The controller's HTTP API: the secret, the refusals, the stream, and the client that reads them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from policy.errors import ConfigError, SwitchRefused, TargetError, Unreachable
+from policy.types import Fleet, Load, Replica, ReplicaState
+from serve import api
+from serve.api import build_app
+from serve.client import ControllerClient, ControllerStatus, ModelStatus
+from store.state import SECRET_HEADER
+from tests.serve.plane import Plane
+from tests.serve.sim_documents import document
+
+SECRET = {SECRET_HEADER: "s"}
+PATHS = [
+    *(("GET", path) for path in ("/livez", "/fleet", "/fleet/stream", "/status", "/nowhere")),
+    *(("POST", path) for path in ("/replicas", "/scale", "/mode", "/apply")),
+]
+
+
+@pytest.fixture
+async def served(plane: Plane) -> AsyncIterator[httpx.AsyncClient]:
+    await plane.up(document())
+    await plane.ticks()
+    transport = httpx.ASGITransport(build_app(plane.controller, "s"))
+    async with httpx.AsyncClient(transport=transport, base_url="http://c", headers=SECRET) as client:
+        yield client
+
+
+@pytest.mark.parametrize(("method", "path"), PATHS)
+@pytest.mark.parametrize("given", [{}, {SECRET_HEADER: "wrong"}])
+async def test_nothing_is_told_without_the_secret(
+    served: httpx.AsyncClient, method: str, path: str, given: dict[str, str]
+) -> None:
+    served.headers.pop(SECRET_HEADER)
+    answer = await served.request(method, path, headers=given)
+    assert answer.status_code == 401
+    assert answer.json()["error"]["type"] == "Unauthorized"
+
+
+async def test_what_it_tells(plane: Plane, served: httpx.AsyncClient) -> None:
+    assert (await served.get("/livez")).json() == {"ok": True}
+    fleet = msgspec.json.decode((await served.get("/fleet")).content, type=Fleet)
+    assert fleet == plane.controller.fleet()
+    assert [replica.state for replica in fleet.replicas] == [ReplicaState.READY]
+    status = msgspec.json.decode((await served.get("/status")).content, type=ControllerStatus)
+    assert (status.actuator, status.pid, status.models[0].phase) == ("memory", 1, "steady")
+    assert status.events
+
+
+async def test_a_heartbeat_is_in_the_next_snapshot(served: httpx.AsyncClient) -> None:
+    beat = Replica(
+        id="new", model="m", shape="small", generation=1, state=ReplicaState.STARTING, load=Load(at=1.0)
+    )
+    assert (await served.post("/replicas", content=msgspec.json.encode(beat))).status_code == 200
+    fleet = msgspec.json.decode((await served.get("/fleet")).content, type=Fleet)
+    assert beat in fleet.replicas
+
+
+async def test_targets_are_set(plane: Plane, served: httpx.AsyncClient) -> None:
+    answer = await served.post("/scale", json={"model": "m", "replicas": 2})
+    assert msgspec.json.decode(answer.content, type=ModelStatus).target == 2
+    answer = await served.post("/mode", json={"model": "m", "mode": "single-large"})
+    assert msgspec.json.decode(answer.content, type=ModelStatus).shape == "large"
+    answer = await served.post("/apply", json=document(gateway={"workers": 3}))
+    assert msgspec.json.decode(answer.content, type=ControllerStatus).models[0].generation == 1
+    written = plane.state.load(plane.state.deployment_path, dict[str, Any])
+    assert written == document(gateway={"workers": 3})
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "kind"),
+    [
+        ("/scale", {"model": "m", "replicas": 9}, "TargetError"),
+        ("/scale", {"model": "x", "replicas": 1}, "TargetError"),
+        ("/mode", {"model": "m", "mode": "x"}, "TargetError"),
+        ("/apply", document(gateway={"workers": 0}), "ConfigError"),
+    ],
+)
+async def test_a_refusal_is_409_and_says_why(
+    served: httpx.AsyncClient, path: str, body: object, kind: str
+) -> None:
+    answer = await served.post(path, json=body)
+    assert answer.status_code == 409
+    error = answer.json()["error"]
+    assert error["type"] == kind
+    assert error["message"]
+    if kind == "ConfigError":
+        assert (error["path"], error["value"]) == ("gateway.workers", 0)
+        assert error["expected"]
+
+
+UNDECODABLE = [
+    (path, body)
+    for path in ("/replicas", "/scale", "/mode", "/apply")
+    for body in (b"", b"{", b"[]", b"\xff\xfe", b'{"model": "\xff"}')
+]
+
+
+@pytest.mark.parametrize(("path", "body"), [*UNDECODABLE, ("/scale", b'{"model": 1, "replicas": 1}')])
+async def test_what_cannot_be_decoded_is_400(served: httpx.AsyncClient, path: str, body: bytes) -> None:
+    answer = await served.post(path, content=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["type"] == "BadRequest"
+
+
+async def test_the_stream_tells_each_change_and_a_burst_once(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(api, "HEARTBEAT_S", 3600.0)
+    await plane.up(document())
+    await plane.ticks()
+    lines = api._snapshots(plane.controller)
+    first = msgspec.json.decode(await anext(lines), type=Fleet)
+    assert len(first.replicas) == 1
+    following = asyncio.ensure_future(anext(lines))
+    await asyncio.sleep(0)
+    plane.controller.scale("m", 3)
+    await plane.ticks()
+    second = msgspec.json.decode(await following, type=Fleet)
+    assert second.newer_than(first)
+    assert (len(second.replicas), second.models[0].target) == (3, 3)
+    assert second.version > first.version + 1
+    await lines.aclose()
+
+
+async def test_the_stream_beats_when_nothing_changes(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api, "HEARTBEAT_S", api.COALESCE_S)
+    await plane.up(document())
+    lines = api._snapshots(plane.controller)
+    first, second = [msgspec.json.decode(await anext(lines), type=Fleet) for _ in range(2)]
+    assert first.version == second.version
+    await lines.aclose()
+
+
+def answering(status: int, body: object) -> ControllerClient:
+    client = ControllerClient("127.0.0.1:1", "s")
+    client._http.close()
+    transport = httpx.MockTransport(lambda _: httpx.Response(status, json=body))
+    client._http = httpx.Client(base_url="http://c", transport=transport)
+    return client
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [("TargetError", TargetError), ("SwitchRefused", SwitchRefused), ("Unauthorized", Unreachable)],
+)
+def test_the_client_raises_what_the_controller_refused(kind: str, expected: type[Exception]) -> None:
+    client = answering(409, {"error": {"type": kind, "message": "why"}})
+    with pytest.raises(expected, match="why"):
+        client.scale("m", 1)
+    client._http.close()
+
+
+def test_the_client_raises_the_place_in_the_document() -> None:
+    error = {"type": "ConfigError", "message": "m", "path": "a.b", "value": 3, "expected": "less"}
+    client = answering(409, {"error": error})
+    with pytest.raises(ConfigError) as refused:
+        client.apply({})
+    assert (refused.value.path, refused.value.value, refused.value.expected) == ("a.b", 3, "less")
+    client._http.close()
+
+
+def test_nobody_there_is_unreachable() -> None:
+    client = ControllerClient("127.0.0.1:1", "s", timeout_s=0.2)
+    assert not client.livez()
+    with pytest.raises(Unreachable, match=r"127\.0\.0\.1:1 does not answer"):
+        client.status()
+    client._http.close()

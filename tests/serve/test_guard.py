@@ -1,0 +1,267 @@
+"""The guard: what it lets in, what it counts, and how it refuses."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from policy.types import ReplicaState
+from serve.engine import guard as guard_module
+from serve.engine.guard import CANARY_HEADER, REFUSAL_HEADER, Guard, LoadLine
+from serve.engine.port import ALLOWED, EngineStats, Message, Receive, Scope, Send
+from store.state import SECRET_HEADER
+
+SECRET = {SECRET_HEADER: "s"}
+CHAT = "/v1/chat/completions"
+
+
+class Held:
+    """An engine whose answers wait for ``go``; ``reached`` lists what came through the guard."""
+
+    max_model_len: int | None = 512
+
+    def __init__(self) -> None:
+        self.go = asyncio.Event()
+        self.reached: list[str] = []
+        self.fail = False
+
+    async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.reached.append(f"{scope['method']} {scope['path']}")
+        await receive()
+        if scope["method"] == "POST":
+            going = asyncio.ensure_future(self.go.wait())
+            left = asyncio.ensure_future(receive())
+            await asyncio.wait({going, left}, return_when=asyncio.FIRST_COMPLETED)
+            going.cancel()
+            left.cancel()
+        if self.fail:
+            raise RuntimeError("the app is wrong")
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+    def stats(self) -> EngineStats:
+        return EngineStats(running=1, waiting=2, kv_used=0.5, tokens=7)
+
+    def adapters(self) -> tuple[str, ...]:
+        return ("sql",)
+
+    async def check(self) -> None:
+        return
+
+    async def close(self) -> None:
+        return
+
+
+class Request:
+    """A request at the guard whose client can leave; ``sent`` is the answer so far."""
+
+    def __init__(self, guard: Guard, method: str, path: str, headers: dict[str, str]) -> None:
+        self.sent: list[Message] = []
+        self._gone = asyncio.Event()
+        self._begun = False
+        scope = {
+            "type": "http",
+            "method": method,
+            "path": path,
+            "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
+        }
+        self.task = asyncio.ensure_future(guard(scope, self._receive, self._send))
+
+    def leave(self) -> None:
+        self._gone.set()
+
+    async def _receive(self) -> Message:
+        if not self._begun:
+            self._begun = True
+            return {"type": "http.request", "body": b"{}", "more_body": False}
+        await self._gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: Message) -> None:
+        self.sent.append(message)
+
+
+@pytest.fixture
+def engine() -> Held:
+    return Held()
+
+
+@pytest.fixture
+def guard(engine: Held) -> Guard:
+    made = Guard(engine, secret="s", bound=2, clock=lambda: 42.0)
+    made.become(ReplicaState.READY)
+    return made
+
+
+@pytest.fixture
+async def client(guard: Guard) -> AsyncIterator[httpx.AsyncClient]:
+    transport = httpx.ASGITransport(guard)  # type: ignore[arg-type]
+    async with httpx.AsyncClient(transport=transport, base_url="http://r", headers=SECRET) as made:
+        yield made
+
+
+async def in_flight(guard: Guard, count: int) -> None:
+    while guard.line().load.in_flight != count:  # noqa: ASYNC110 - the test's own timeout bounds it
+        await asyncio.sleep(0)
+
+
+def refusal(answer: httpx.Response) -> str:
+    """Why, as the header says; the envelope says the same."""
+    body = answer.json()["error"]
+    assert body.keys() == {"message", "type", "param", "code"}
+    assert body["code"] == answer.headers[REFUSAL_HEADER.decode()]
+    return str(body["code"])
+
+
+@pytest.mark.parametrize("given", [{}, {SECRET_HEADER: ""}, {SECRET_HEADER: "S"}, {SECRET_HEADER: "ss"}])
+async def test_nothing_is_served_without_the_secret(
+    engine: Held, client: httpx.AsyncClient, given: dict[str, str]
+) -> None:
+    client.headers.pop(SECRET_HEADER)
+    inside = {("GET", "/internal/load"), ("POST", "/internal/drain"), ("GET", "/nowhere")}
+    for method, path in {*ALLOWED, *inside}:
+        answer = await client.request(method, path, headers=given)
+        assert answer.status_code == 401
+        assert refusal(answer) == "unauthorized"
+    assert engine.reached == []
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("POST", "/v1/load_lora_adapter"),
+        ("POST", "/collective_rpc"),
+        ("POST", "/sleep"),
+        ("GET", "/health"),
+        ("GET", CHAT),
+        ("DELETE", "/v1/models"),
+        ("POST", f"{CHAT}/"),
+        ("POST", f"/x/..{CHAT}"),
+        ("POST", "/internal/load"),
+    ],
+)
+async def test_what_is_not_listed_reaches_no_engine(
+    engine: Held, guard: Guard, method: str, path: str
+) -> None:
+    request = Request(guard, method, path, SECRET)
+    await request.task
+    assert request.sent[0]["status"] == 404
+    assert dict(request.sent[0]["headers"])[REFUSAL_HEADER] == b"not_found"
+    assert engine.reached == []
+
+
+async def test_everything_listed_reaches_the_engine(engine: Held, client: httpx.AsyncClient) -> None:
+    engine.go.set()
+    for method, path in ALLOWED:
+        assert (await client.request(method, path)).status_code == 200
+    assert sorted(engine.reached) == sorted(f"{method} {path}" for method, path in ALLOWED)
+
+
+async def test_over_the_bound_is_busy_at_once(engine: Held, guard: Guard, client: httpx.AsyncClient) -> None:
+    held = [Request(guard, "POST", CHAT, SECRET) for _ in range(2)]
+    await in_flight(guard, 2)
+    answer = await client.post(CHAT)
+    assert (answer.status_code, refusal(answer)) == (503, "busy")
+    # What only asks is not counted, so a full replica still shows what it is.
+    assert (await client.get("/v1/models")).status_code == 200
+    engine.go.set()
+    await asyncio.gather(*(request.task for request in held))
+    assert guard.line().load.in_flight == 0
+    assert (await client.post(CHAT)).status_code == 200
+
+
+@pytest.mark.parametrize("how", ["stdin", "http"])
+async def test_draining_refuses_at_once_while_what_is_in_flight_finishes(
+    engine: Held, guard: Guard, client: httpx.AsyncClient, how: str
+) -> None:
+    held = Request(guard, "POST", CHAT, SECRET)
+    await in_flight(guard, 1)
+    idle = asyncio.ensure_future(guard.idle())
+    if how == "http":
+        line = msgspec.json.decode((await client.post("/internal/drain")).content, type=LoadLine)
+        assert (line.state, line.load.in_flight) == (ReplicaState.DRAINING, 1)
+    else:
+        guard.become(ReplicaState.DRAINING)
+    answer = await client.post(CHAT)
+    assert (answer.status_code, refusal(answer)) == (503, "draining")
+    assert not idle.done()
+    engine.go.set()
+    await held.task
+    assert held.sent[0]["status"] == 200
+    await idle
+    guard.become(ReplicaState.READY)
+    assert guard.state is ReplicaState.DRAINING
+
+
+async def test_starting_serves_the_canary_alone(engine: Held, client: httpx.AsyncClient) -> None:
+    guard = Guard(engine, secret="s", bound=2, clock=lambda: 42.0)
+    engine.go.set()
+    refused = Request(guard, "POST", CHAT, SECRET)
+    await refused.task
+    assert refused.sent[0]["status"] == 503
+    assert dict(refused.sent[0]["headers"])[REFUSAL_HEADER] == b"starting"
+    canary = Request(guard, "POST", CHAT, {**SECRET, CANARY_HEADER.decode(): "1"})
+    await canary.task
+    assert canary.sent[0]["status"] == 200
+
+
+async def test_the_count_comes_back_after_an_exception(engine: Held, guard: Guard) -> None:
+    engine.fail = True
+    engine.go.set()
+    request = Request(guard, "POST", CHAT, SECRET)
+    with pytest.raises(RuntimeError, match="the app is wrong"):
+        await request.task
+    assert guard.line().load.in_flight == 0
+    await guard.idle()
+
+
+@pytest.mark.parametrize("how", ["leave", "cancel"])
+async def test_the_count_comes_back_when_a_client_leaves(guard: Guard, how: str) -> None:
+    requests = [Request(guard, "POST", CHAT, SECRET) for _ in range(2)]
+    await in_flight(guard, 2)
+    for request in requests:
+        request.leave() if how == "leave" else request.task.cancel()
+    await asyncio.gather(*(request.task for request in requests), return_exceptions=True)
+    assert guard.line().load.in_flight == 0
+
+
+async def test_a_load_line_says_what_engine_and_guard_count(guard: Guard) -> None:
+    request = Request(guard, "POST", CHAT, SECRET)
+    await in_flight(guard, 1)
+    line = guard.line()
+    assert (line.state, line.adapters, line.load.at) == (ReplicaState.READY, ("sql",), 42.0)
+    load = line.load
+    assert (load.in_flight, load.bound, load.running, load.waiting) == (1, 2, 1, 2)
+    assert (load.kv_used, load.tokens) == (0.5, 7)
+    request.task.cancel()
+
+
+def loads(request: Request) -> list[dict[str, Any]]:
+    bodies = [message["body"] for message in request.sent if message["type"] == "http.response.body"]
+    return [msgspec.json.decode(body) for body in bodies]
+
+
+async def test_a_burst_is_one_line_and_no_change_goes_unsaid(
+    engine: Held, guard: Guard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guard_module, "HEARTBEAT_S", 3600.0)
+    stream = Request(guard, "GET", "/internal/load", SECRET)
+    while not loads(stream):  # noqa: ASYNC110 - the test's own timeout bounds it
+        await asyncio.sleep(0)
+    assert loads(stream)[0]["load"]["in_flight"] == 0
+    # Both come and go within the wait after the first line: one line tells of all four changes.
+    engine.go.set()
+    await asyncio.gather(*(Request(guard, "POST", CHAT, SECRET).task for _ in range(2)))
+    guard.become(ReplicaState.DRAINING)
+    while len(loads(stream)) < 2:  # noqa: ASYNC110 - the test's own timeout bounds it
+        await asyncio.sleep(0.001)
+    await asyncio.sleep(2 * guard_module.COALESCE_S)
+    assert [line["state"] for line in loads(stream)] == ["ready", "draining"]
+    stream.leave()
+    guard.become(ReplicaState.STOPPED)
+    await stream.task

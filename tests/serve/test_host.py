@@ -1,0 +1,177 @@
+"""The replica host with a real engine process: its starts, its deaths and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from policy.errors import EngineFailed
+from policy.types import Replica, ReplicaState
+from serve import cores
+from serve.host import MAX_FAILURES, HostSpec, ReplicaHost
+from store.state import SECRET_HEADER, StateDir
+from tests.serve.sim_documents import deployment, sim_model
+
+pytestmark = pytest.mark.slow
+WITHIN_S = 30.0
+Make = Callable[..., ReplicaHost]
+
+
+@pytest.fixture
+async def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Make]:
+    monkeypatch.setattr(cores, "default_path", lambda: tmp_path / "cores.json")
+    made: list[ReplicaHost] = []
+
+    def host(**over: Any) -> ReplicaHost:
+        spec = HostSpec(
+            model=deployment(sim_model(**over)).models[0],
+            shape="small",
+            generation=1,
+            state_dir=str(StateDir(tmp_path).ensure().root),
+            controller="127.0.0.1:1",
+            secret="s",
+        )
+        made.append(ReplicaHost(spec, replica=f"r{len(made)}", address="127.0.0.1", node="local"))
+        return made[-1]
+
+    yield host
+    for one in made:
+        if one.snapshot().state is not ReplicaState.STOPPED:
+            await one.stop()
+
+
+async def until(host: ReplicaHost, true: Callable[[Replica], bool]) -> Replica:
+    """The first snapshot of which ``true`` holds; loads change without an event."""
+    async with asyncio.timeout(WITHIN_S):
+        while not true(host.snapshot()):  # noqa: ASYNC110 - loads have no event
+            await asyncio.sleep(0.02)
+    return host.snapshot()
+
+
+def client(host: ReplicaHost) -> httpx.AsyncClient:
+    headers = {SECRET_HEADER: "s"}
+    return httpx.AsyncClient(base_url=host.snapshot().url, headers=headers, timeout=WITHIN_S, trust_env=False)
+
+
+def prompt(max_tokens: int) -> dict[str, Any]:
+    return {"model": "m", "prompt": "hi", "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
+
+
+async def test_it_is_ready_once_its_engine_answered(make: Make) -> None:
+    host = make()
+    assert host.snapshot().state is ReplicaState.STARTING
+    await host.start()
+    replica = host.snapshot()
+    assert replica.state is ReplicaState.READY
+    assert (replica.id, replica.model, replica.shape, replica.generation) == ("r0", "m", "small", 1)
+    assert (replica.incarnation, replica.failures, replica.reason) == (0, 0, "")
+    assert replica.start_s is not None
+    assert replica.max_model_len
+    assert replica.load.bound == 256
+    # The canary is no traffic, but it was a real request: the engine stepped for it.
+    assert (await until(host, lambda r: r.load.tokens > 0)).load.in_flight == 0
+    async with client(host) as http:
+        assert (await http.get("/v1/models")).json()["data"][0]["id"] == "m"
+
+
+async def test_its_load_follows_its_requests(make: Make) -> None:
+    host = make(sim={"profile": "sim-small", "speed": 0.01})
+    await host.start()
+    async with client(host) as http, http.stream("POST", "/v1/completions", json=prompt(100)):
+        loaded = await until(host, lambda r: r.load.in_flight == 1)
+        assert loaded.state is ReplicaState.READY
+    await until(host, lambda r: r.load.in_flight == 0)
+
+
+async def test_an_engine_that_was_killed_comes_back_in_place_and_says_so(make: Make) -> None:
+    host = make()
+    await host.start()
+    before = host.snapshot()
+    os.kill(before.pid, signal.SIGKILL)
+    fallen = await until(host, lambda r: r.state is ReplicaState.STARTING)
+    assert (fallen.url, fallen.incarnation, fallen.failures) == ("", 1, 1)
+    assert "SIGKILL" in fallen.reason
+    back = await until(host, lambda r: r.state is ReplicaState.READY)
+    assert back.id == before.id
+    assert back.pid != before.pid
+    assert (back.incarnation, back.reason) == (1, "")
+    assert not host.lost.is_set()
+
+
+async def test_an_engine_that_keeps_failing_is_given_up_with_its_reason(make: Make) -> None:
+    host = make(sim={"profile": "no-such-machine"})
+    with pytest.raises(EngineFailed) as failed:
+        await host.start()
+    assert host.lost.is_set()
+    replica = host.snapshot()
+    assert (replica.state, replica.failures) == (ReplicaState.STARTING, MAX_FAILURES)
+    assert "no-such-machine" in str(failed.value)
+    assert replica.reason == str(failed.value)
+    await host.stop()
+    # The last word of a host that gave up is why.
+    last = host.snapshot()
+    assert (last.state, last.reason, last.failures) == (ReplicaState.STOPPED, replica.reason, MAX_FAILURES)
+
+
+async def test_draining_waits_for_the_stream_and_refuses_others(make: Make) -> None:
+    host = make()
+    await host.start()
+    async with client(host) as http:
+        async with http.stream("POST", "/v1/completions", json=prompt(300)) as answer:
+            lines = answer.aiter_lines()
+            await anext(lines)
+            draining = asyncio.ensure_future(host.drain(WITHIN_S))
+            await until(host, lambda r: r.state is ReplicaState.DRAINING and r.load.in_flight == 1)
+            # The host says so at once, and its engine as soon as it hears of it.
+            async with asyncio.timeout(WITHIN_S):
+                while (refused := await http.post("/v1/completions", json=prompt(1))).is_success:
+                    pass
+            assert (refused.status_code, refused.headers["x-tidegate-refusal"]) == (503, "draining")
+            assert not draining.done()
+            rest = [line async for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+        await draining
+    await host.stop()
+    assert host.snapshot().state is ReplicaState.STOPPED
+
+
+async def test_draining_ends_at_its_deadline(make: Make) -> None:
+    host = make(sim={"profile": "sim-small", "speed": 0.001})
+    await host.start()
+    async with client(host) as http, http.stream("POST", "/v1/completions", json=prompt(1000)):
+        await until(host, lambda r: r.load.in_flight == 1)
+        await host.drain(0.05)
+        assert host.snapshot().load.in_flight == 1
+
+
+async def test_an_engine_that_dies_while_it_drains_is_waited_for_no_longer(make: Make) -> None:
+    host = make(sim={"profile": "sim-small", "speed": 0.001})
+    await host.start()
+    async with client(host) as http, http.stream("POST", "/v1/completions", json=prompt(1000)):
+        await until(host, lambda r: r.load.in_flight == 1)
+        draining = asyncio.ensure_future(host.drain(3600.0))
+        await until(host, lambda r: r.state is ReplicaState.DRAINING)
+        os.kill(host.snapshot().pid, signal.SIGKILL)
+        async with asyncio.timeout(WITHIN_S):
+            await draining
+
+
+@pytest.mark.parametrize("when", ["starting", "ready"])
+async def test_stopping_leaves_no_process(make: Make, when: str) -> None:
+    host = make(sim={"profile": "sim-small", "start_s": 60.0 if when == "starting" else 0.0})
+    starting = asyncio.ensure_future(host.start())
+    await until(host, lambda r: r.pid != 0 and (when == "starting" or r.state is ReplicaState.READY))
+    pid = host.snapshot().pid
+    assert psutil.pid_exists(pid)
+    await host.stop()
+    assert not psutil.pid_exists(pid)
+    await asyncio.gather(starting, return_exceptions=True)
+    assert not [p for p in psutil.Process().children() if "serve.engine.main" in p.cmdline()]

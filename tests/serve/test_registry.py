@@ -1,0 +1,135 @@
+"""The registry: heartbeats in, versions and snapshots out."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+import pytest
+
+from policy.plan import LayerKey
+from policy.types import EngineKind, Load, Model, Replica, ReplicaState
+from serve.registry import GONE_S, SILENT_S, Registry
+
+KEY = LayerKey("m", "small", 1)
+
+
+def replica(id: str = "r1", **over: Any) -> Replica:  # noqa: A002 - the field's name
+    made = Replica(
+        id=id,
+        model="m",
+        shape="small",
+        generation=1,
+        state=ReplicaState.READY,
+        load=Load(at=1.0),
+        url="http://127.0.0.1:1",
+    )
+    return msgspec.structs.replace(made, **over)
+
+
+@pytest.fixture
+def registry() -> Registry:
+    return Registry(epoch=5.0)
+
+
+def version(registry: Registry) -> int:
+    return registry.fleet(0.0).version
+
+
+def test_a_load_alone_is_no_new_version_but_is_in_the_snapshot(registry: Registry) -> None:
+    assert registry.put(replica(), now=0.0)
+    before = version(registry)
+    assert not registry.put(replica(load=Load(at=2.0, in_flight=3)), now=0.5)
+    assert version(registry) == before
+    assert registry.fleet(0.5).replicas[0].load.in_flight == 3
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"state": ReplicaState.DRAINING},
+        {"url": "http://127.0.0.1:2"},
+        {"incarnation": 1},
+        {"adapters": ("sql",)},
+        {"reason": "why"},
+        {"failures": 1},
+        {"pid": 9},
+    ],
+)
+def test_everything_else_is_a_new_version(registry: Registry, change: dict[str, Any]) -> None:
+    registry.put(replica(), now=0.0)
+    before = registry.fleet(0.0)
+    assert registry.put(replica(**change), now=0.5)
+    assert registry.fleet(0.5).newer_than(before)
+
+
+def test_a_stopped_replica_leaves_once(registry: Registry) -> None:
+    registry.put(replica(), now=0.0)
+    assert registry.put(replica(state=ReplicaState.STOPPED), now=0.5)
+    before = version(registry)
+    assert not registry.put(replica(state=ReplicaState.STOPPED), now=0.6)
+    assert (registry.fleet(0.6).replicas, version(registry)) == ((), before)
+
+
+def test_a_silent_replica_is_asked_and_goes_when_its_port_refuses(registry: Registry) -> None:
+    registry.put(replica(), now=0.0)
+    assert registry.silent(SILENT_S) == []
+    (quiet,) = registry.silent(SILENT_S + 0.1)
+    assert not registry.give_up(quiet, SILENT_S + 0.1, refused=False)
+    assert registry.give_up(quiet, SILENT_S + 0.1, refused=True)
+    assert registry.of(KEY) == []
+
+
+def test_a_replica_that_neither_beats_nor_refuses_goes_after_a_while(registry: Registry) -> None:
+    registry.put(replica(), now=0.0)
+    (quiet,) = registry.silent(GONE_S)
+    assert not registry.give_up(quiet, GONE_S, refused=False)
+    assert registry.give_up(quiet, GONE_S + 0.1, refused=False)
+    assert not registry.give_up(quiet, GONE_S + 0.1, refused=True)
+
+
+def test_a_beat_during_the_probe_saves_it(registry: Registry) -> None:
+    registry.put(replica(), now=0.0)
+    (quiet,) = registry.silent(GONE_S + 1)
+    registry.put(replica(), now=GONE_S + 1)
+    assert not registry.give_up(quiet, GONE_S + 1, refused=True)
+    assert len(registry.of(KEY)) == 1
+
+
+def test_layers_and_order(registry: Registry) -> None:
+    for made in (replica("b"), replica("a"), replica("c", shape="large"), replica("d", model="x")):
+        registry.put(made, now=0.0)
+    assert [r.id for r in registry.of(KEY)] == ["b", "a"]
+    assert registry.keys("m") == {KEY, LayerKey("m", "large", 1)}
+    assert [r.id for r in registry.fleet(0.0).replicas] == ["a", "b", "c", "d"]
+
+
+def test_models_are_a_new_version_only_when_they_change(registry: Registry) -> None:
+    model = Model(name="m", engine=EngineKind.SIM, target=1)
+    registry.set_models([model])
+    before = version(registry)
+    registry.set_models([model])
+    assert version(registry) == before
+    registry.set_models([msgspec.structs.replace(model, target=2)])
+    assert version(registry) == before + 1
+
+
+def test_a_restarted_controller_supersedes_its_predecessor() -> None:
+    old, new = Registry(epoch=5.0), Registry(epoch=6.0)
+    for _ in range(3):
+        old.put(replica(), now=0.0)
+        old.put(replica(state=ReplicaState.STOPPED), now=0.0)
+    assert new.fleet(0.0).newer_than(old.fleet(0.0))
+
+
+async def test_waiting_ends_with_the_next_version(registry: Registry) -> None:
+    seen = version(registry)
+    waiting = asyncio.ensure_future(registry.wait(seen, 3600.0))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    registry.put(replica(), now=0.0)
+    await waiting
+    # One that is behind does not wait, and one that waits in vain comes back.
+    await registry.wait(seen, 3600.0)
+    await registry.wait(version(registry), 0.0)

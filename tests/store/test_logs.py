@@ -1,0 +1,77 @@
+"""Rotating logs: bounded, whole, and readable at their end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from store.logs import KEPT, RotatingLog
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "logs" / "x.log"
+
+
+@pytest.fixture
+def log(path: Path) -> Iterator[RotatingLog]:
+    made = RotatingLog(path, max_bytes=10)
+    yield made
+    made.close()
+
+
+def contents(path: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in sorted(path.parent.iterdir())}
+
+
+def test_it_rotates_before_it_would_be_too_large_and_keeps_some(path: Path, log: RotatingLog) -> None:
+    for number in range(6):
+        log.write(b"%d" % number * 6)
+    assert contents(path) == {"x.log": b"555555", "x.log.1": b"444444", "x.log.2": b"333333"}
+    assert len(contents(path)) == KEPT + 1
+
+
+def test_what_fits_exactly_stays_in_one_file(path: Path, log: RotatingLog) -> None:
+    log.write(b"12345")
+    log.write(b"67890")
+    assert contents(path) == {"x.log": b"1234567890"}
+
+
+def test_one_write_is_never_split(path: Path, log: RotatingLog) -> None:
+    log.write(b"a")
+    log.write(b"b" * 30)
+    log.write(b"c")
+    assert contents(path) == {"x.log": b"c", "x.log.1": b"b" * 30, "x.log.2": b"a"}
+
+
+def test_a_log_that_is_opened_again_goes_on(path: Path, log: RotatingLog) -> None:
+    log.write(b"123456")
+    again = RotatingLog(path, max_bytes=10)
+    again.write(b"7890")
+    assert contents(path) == {"x.log": b"1234567890"}
+    again.write(b"x")
+    assert contents(path) == {"x.log": b"x", "x.log.1": b"1234567890"}
+    again.close()
+
+
+def test_the_tail_is_the_last_lines_even_of_a_long_file(path: Path) -> None:
+    log = RotatingLog(path)
+    log.write(b"".join(b"%06d\n" % number for number in range(20_000)))
+    log.write(b"\xff last\n")
+    assert log.tail(2) == "019999\n\ufffd last"
+    assert len(log.tail(10**6)) <= 65_536
+    log.close()
+
+
+async def test_it_pumps_a_stream_to_its_end(path: Path) -> None:
+    log = RotatingLog(path)
+    source = asyncio.StreamReader()
+    source.feed_data(b"one\n")
+    source.feed_data(b"two\n")
+    source.feed_eof()
+    await log.pump(source)
+    assert log.tail(9) == "one\ntwo"
+    log.close()
