@@ -1,0 +1,120 @@
+"""The same run as the gateway's own metrics saw it, beside what the users measured."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from loadtests.slo import Ledger, Objective
+
+# Workers publish twice a second: two equal readings further apart than that are complete.
+PUBLISHED_S = 0.6
+SETTLE_S = 10.0
+# A sample's name and sorted labels.
+Key = tuple[str, tuple[tuple[str, str], ...]]
+ROUTES = ("/v1/chat/completions", "/v1/completions")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One quantity measured on both sides; ``unit`` belongs to both."""
+
+    name: str
+    unit: str
+    users: float
+    gateway: float
+
+    @property
+    def difference(self) -> float:
+        """The users' figure over the gateway's, minus 1; infinite where the gateway has none."""
+        if self.gateway == self.users:
+            return 0.0
+        return self.users / self.gateway - 1 if self.gateway else float("inf")
+
+
+def read(text: str, model: str) -> Counter[Key]:
+    """A model's samples from Prometheus text."""
+    return Counter(
+        {
+            (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if sample.labels.get("model") == model
+        }
+    )
+
+
+def settled(fetch: Callable[[], Counter[Key]], sleep: Callable[[float], None] = time.sleep) -> Counter[Key]:
+    """Samples once all workers have published and no request is left, or as they are after 10 s."""
+    before = fetch()
+    for _ in range(int(SETTLE_S / PUBLISHED_S)):
+        sleep(PUBLISHED_S)
+        now = fetch()
+        if now == before and not _sum(now, "tidegate_in_flight"):
+            break
+        before = now
+    return now
+
+
+def compare(before: Counter[Key], after: Counter[Key], ledger: Ledger, objective: Objective) -> list[Row]:
+    """The run on both sides: means in ms, counts, and goodput over the users' duration.
+
+    Goodput is of streams: of a whole answer the gateway knows no tokens.
+    """
+    delta = Counter({key: value - before[key] for key, value in after.items()})
+    total = ledger.total()
+    served = sum(_sum(delta, "tidegate_requests_total", route=route, outcome="ok") for route in ROUTES)
+    met = _met(delta, objective)
+    seconds = ledger.seconds or 1.0
+
+    def mean(name: str) -> float:
+        count = _sum(delta, f"tidegate_{name}_seconds_count")
+        return 1000 * _sum(delta, f"tidegate_{name}_seconds_sum") / count if count else 0.0
+
+    return [
+        Row("TTFT mean", "ms", _mean_ms(total.ttft_s, total.begun), mean("ttft")),
+        Row("ITL mean", "ms", _mean_ms(total.itl_s, total.gaps), mean("itl")),
+        Row("E2E mean", "ms", _mean_ms(total.e2e_s, total.served), mean("e2e")),
+        Row("streams begun", "", total.begun, _sum(delta, "tidegate_ttft_seconds_count")),
+        Row("requests served", "", total.served, served),
+        Row("goodput of streams", "/s", total.met_streams / seconds, met / seconds),
+    ]
+
+
+def _met(delta: Counter[Key], objective: Objective) -> float:
+    """Streams within both limits; a bucket that a limit divides counts by the part below it."""
+    ttft_edges = sorted(_edges(delta, "tidegate_ttft_seconds_bucket"))
+    itl_edges = sorted(_edges(delta, "tidegate_itl_seconds_bucket"))
+    return sum(
+        value
+        * _below(objective.ttft_s, float(labels["ttft_le"]), ttft_edges)
+        * _below(objective.itl_s, float(labels["itl_le"]), itl_edges)
+        for labels, value in _samples(delta, "tidegate_served_streams_total")
+    )
+
+
+def _below(limit: float, edge: float, edges: list[float]) -> float:
+    start = max((each for each in edges if each < edge), default=0.0)
+    if limit >= edge or limit <= start:
+        return float(limit >= edge)
+    return (limit - start) / (edge - start)  # 0 in the last bucket, which is endless
+
+
+def _edges(samples: Counter[Key], name: str) -> set[float]:
+    return {float(labels["le"]) for labels, _ in _samples(samples, name)}
+
+
+def _samples(samples: Counter[Key], name: str) -> Iterator[tuple[dict[str, str], float]]:
+    return ((dict(key[1]), value) for key, value in samples.items() if key[0] == name)
+
+
+def _sum(samples: Counter[Key], name: str, **labels: str) -> float:
+    return sum(value for have, value in _samples(samples, name) if labels.items() <= have.items())
+
+
+def _mean_ms(total_s: float, count: int) -> float:
+    return 1000 * total_s / count if count else 0.0

@@ -1,0 +1,27 @@
+"""Load for a Tidegate deployment, with TTFT, ITL, tokens/s and goodput; docs/load-testing.md says how.
+
+Run from the checkout: ``.venv/bin/locust -f loadtests/locustfile.py --headless -u 8 -t 60s``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from locust import events
+
+from loadtests import options
+from loadtests.run import Run
+from loadtests.slo import Ledger
+from loadtests.users import ChatUser, CompletionUser
+
+__all__ = ["ChatUser", "CompletionUser"]
+
+
+def prepare(environment: Any, **_: object) -> None:
+    """Give the process its ledger, which users find in locust's environment, and its listeners."""
+    environment.ledger = Ledger()
+    Run(environment)
+
+
+events.init_command_line_parser.add_listener(options.add)
+events.init.add_listener(prepare)

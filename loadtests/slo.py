@@ -1,0 +1,147 @@
+"""Which requests met the objective, and the sums behind every mean and rate of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One request that ended. ``error`` is empty for a success; ``aborted`` is a client that left.
+
+    Seconds and tokens; ``ttft_s`` is None for an answer that was not streamed, ``itl_s`` is the mean
+    time per token after the first, ``gaps`` the seconds between reads.
+    """
+
+    user: str
+    e2e_s: float
+    ttft_s: float | None = None
+    itl_s: float = 0.0
+    gaps: tuple[float, ...] = ()
+    prompt_tokens: int = 0
+    tokens: int = 0
+    error: str = ""
+    aborted: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """The service level objective of a request, in seconds."""
+
+    ttft_s: float
+    itl_s: float
+
+    def met(self, outcome: Outcome) -> bool:
+        """Whether a request met it.
+
+        A stream must keep both limits. A whole answer has no first token, so it must come by the
+        moment at which a stream that just keeps both would have ended.
+        """
+        if outcome.error or outcome.aborted:
+            return False
+        if outcome.ttft_s is None:
+            return outcome.e2e_s <= self.ttft_s + self.itl_s * max(outcome.tokens - 1, 0)
+        return outcome.ttft_s <= self.ttft_s and outcome.itl_s <= self.itl_s
+
+
+@dataclass(slots=True)
+class Tally:
+    """Sums of one kind of user. ``requests`` ended by the server, well or not; ``served`` well.
+
+    Times are sums in seconds: ``ttft_s`` over ``begun`` streams, ``itl_s`` over ``gaps`` gaps,
+    ``e2e_s`` over ``served`` requests.
+    """
+
+    requests: int = 0
+    served: int = 0
+    aborted: int = 0
+    met: int = 0
+    met_streams: int = 0
+    begun: int = 0
+    gaps: int = 0
+    prompt_tokens: int = 0
+    tokens: int = 0
+    ttft_s: float = 0.0
+    itl_s: float = 0.0
+    e2e_s: float = 0.0
+
+    def add(self, outcome: Outcome, objective: Objective) -> None:
+        """Count a request that ended; its first event was counted when it came."""
+        self.gaps += len(outcome.gaps)
+        self.itl_s += sum(outcome.gaps)
+        self.aborted += outcome.aborted
+        self.requests += not outcome.aborted
+        if outcome.error or outcome.aborted:
+            return
+        self.served += 1
+        self.e2e_s += outcome.e2e_s
+        self.prompt_tokens += outcome.prompt_tokens
+        self.tokens += outcome.tokens
+        if objective.met(outcome):
+            self.met += 1
+            self.met_streams += outcome.ttft_s is not None
+
+    def merge(self, other: Tally) -> None:
+        """Add another's sums."""
+        for each in fields(self):
+            setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
+
+    @property
+    def attainment(self) -> float:
+        """The fraction of requests that met the objective, 0 without requests; failures did not."""
+        return self.met / self.requests if self.requests else 0.0
+
+
+@dataclass(slots=True)
+class Ledger:
+    """A run: tallies by kind of user, and the time it covers, in seconds of one process's steady clock."""
+
+    tallies: dict[str, Tally] = field(default_factory=dict)
+    began_at: float = 0.0
+    ended_at: float = 0.0
+
+    def of(self, user: str) -> Tally:
+        """The tally of a kind of user."""
+        return self.tallies.setdefault(user, Tally())
+
+    def begin(self, at: float) -> None:
+        """Forget everything; the run begins ``at``."""
+        self.tallies.clear()
+        self.began_at = self.ended_at = at
+
+    def first_event(self, user: str, ttft_s: float) -> None:
+        """Count the first event of a stream when it comes, whatever becomes of the stream."""
+        tally = self.of(user)
+        tally.begun += 1
+        tally.ttft_s += ttft_s
+
+    def end(self, outcome: Outcome, objective: Objective, at: float) -> None:
+        """Count a request that ended ``at``."""
+        self.of(outcome.user).add(outcome, objective)
+        self.ended_at = max(self.ended_at, at)
+
+    def total(self) -> Tally:
+        """All kinds of users together."""
+        total = Tally()
+        for tally in self.tallies.values():
+            total.merge(tally)
+        return total
+
+    @property
+    def seconds(self) -> float:
+        """From the beginning to the end of the last request."""
+        return self.ended_at - self.began_at
+
+    def take(self) -> dict[str, Any]:
+        """What was counted since the last time, as plain data for another process."""
+        said = {name: asdict(tally) for name, tally in self.tallies.items()}
+        self.tallies.clear()
+        return said
+
+    def put(self, said: Mapping[str, Any], at: float) -> None:
+        """Add what another process took; it came ``at`` by this process's clock."""
+        for name, sums in said.items():
+            self.of(name).merge(Tally(**sums))
+            self.ended_at = max(self.ended_at, at)

@@ -1,0 +1,193 @@
+"""The users: each asks, waits for the end of the answer, and asks again."""
+
+from __future__ import annotations
+
+import random
+import time
+from time import perf_counter
+from typing import Any
+
+import msgspec
+from locust import User, constant
+
+from loadtests.prompts import prompt
+from loadtests.slo import Objective, Outcome
+from loadtests.sse import Reading, Stream
+from loadtests.wire import Connection, Gone
+
+# A server that is down is not asked thousands of times a second.
+PAUSE_S = 0.2
+
+
+class RequestFailed(Exception):
+    """Why a request is a failure in locust's statistics."""
+
+
+def first_model(connection: Connection) -> str:
+    """The first id of ``/v1/models``; raises RequestFailed when there is none."""
+    status, body = connection.get("/v1/models")
+    if status != 200:
+        raise RequestFailed(f"/v1/models answered {status}: {body[:200].decode(errors='replace')}")
+    models = msgspec.json.decode(body)["data"]
+    if not models:
+        raise RequestFailed("/v1/models is empty; name a model with --model")
+    return str(models[0]["id"])
+
+
+def objective(options: Any) -> Objective:
+    """What the options ask of a request."""
+    return Objective(ttft_s=options.slo_ttft_s, itl_s=options.slo_itl_s)
+
+
+class ModelUser(User):  # type: ignore[misc] # locust ships no types that strict mode can follow
+    """A user of one route; its outcomes go to the ledger of the run and to locust's statistics."""
+
+    abstract = True
+    host = "http://127.0.0.1:8080"
+    wait_time = constant(0)
+    kind = ""
+    path = ""
+
+    def on_start(self) -> None:
+        """Connect and learn the model's name."""
+        self._options = self.environment.parsed_options
+        self._rng = random.Random()  # noqa: S311 - load, not secrets
+        self._connection = Connection(self.host, self._options.api_key)
+        self._model = self._options.model or first_model(self._connection)
+
+    def on_stop(self) -> None:
+        """Hang up."""
+        self._connection.close()
+
+    def ask(self) -> None:
+        """One request from its first byte to its last."""
+        streamed = self._rng.random() < self._options.stream_share
+        aborts = self._rng.random() < self._options.abort_share
+        body = {"model": self._model, "max_tokens": self._options.max_tokens, **self.question()}
+        if streamed:
+            body |= {"stream": True, "stream_options": {"include_usage": True}}
+        raw = msgspec.json.encode(body)
+        name = f"{self.kind}, {'streamed' if streamed else 'whole'}"
+        began = perf_counter()
+        try:
+            outcome = self._stream(name, raw, aborts) if streamed else self._whole(name, raw, aborts)
+        except (OSError, Gone) as error:
+            outcome = Outcome(name, perf_counter() - began, error=f"{type(error).__name__}: {error}")
+            time.sleep(PAUSE_S)
+        self._report(outcome)
+
+    tasks = [ask]  # noqa: RUF012 - the name and form that locust reads
+
+    def question(self) -> dict[str, Any]:
+        """The part of the body that is this route's own."""
+        raise NotImplementedError
+
+    def _prompt(self) -> str:
+        return prompt(self._options.prompt_tokens, self._rng)
+
+    def _stream(self, name: str, raw: bytes, aborts: bool) -> Outcome:
+        said = Stream()
+        connection = self._connection
+        refusal = bytearray()
+        leave_after = self._rng.randint(1, max(1, self._options.max_tokens // 2)) if aborts else 0
+
+        def sink(data: bytes, at: float) -> bool:
+            new = said.first_at is None
+            said.feed(data, at)
+            if said.first_at is None:
+                refusal.extend(data)
+            elif new:
+                self._first(name, said.first_at - connection.began)
+            return not leave_after or said.events < leave_after
+
+        answer = connection.post(self.path, raw, sink)
+        if answer.status != 200:
+            said.take(bytes(refusal))
+        return Outcome(
+            name,
+            answer.ended - connection.began,
+            ttft_s=said.first_at - connection.began if said.first_at is not None else None,
+            itl_s=said.mean_itl_s(),
+            gaps=tuple(said.gaps),
+            prompt_tokens=said.prompt_tokens,
+            tokens=said.tokens,
+            error=_error(answer.status, said) if answer.complete else "",
+            aborted=not answer.complete,
+        )
+
+    def _whole(self, name: str, raw: bytes, aborts: bool) -> Outcome:
+        said = Reading()
+        body = bytearray()
+
+        def sink(data: bytes, at: float) -> bool:
+            body.extend(data)
+            return True
+
+        began = perf_counter()
+        if aborts:
+            try:
+                answer = self._connection.post(
+                    self.path, raw, sink, timeout_s=self._rng.uniform(0.001, self._options.slo_ttft_s)
+                )
+            except TimeoutError:
+                return Outcome(name, perf_counter() - began, aborted=True)
+        else:
+            answer = self._connection.post(self.path, raw, sink)
+        said.take(bytes(body))
+        return Outcome(
+            name,
+            answer.ended - self._connection.began,
+            prompt_tokens=said.prompt_tokens,
+            tokens=said.tokens,
+            error=_error(answer.status, said),
+        )
+
+    def _first(self, name: str, ttft_s: float) -> None:
+        # Counted when it comes, as the gateway does, whatever becomes of the stream.
+        self.environment.ledger.first_event(name, ttft_s)
+        self.environment.stats.get(name, "TTFT").log(1000 * ttft_s, 0)
+
+    def _report(self, outcome: Outcome) -> None:
+        self.environment.ledger.end(outcome, objective(self._options), perf_counter())
+        # Not by the request event: locust's totals count requests, not tokens.
+        for gap in outcome.gaps:
+            self.environment.stats.get(outcome.user, "ITL").log(1000 * gap, 0)
+        if not outcome.aborted:
+            self.environment.events.request.fire(
+                request_type="E2E",
+                name=outcome.user,
+                response_time=1000 * outcome.e2e_s,
+                response_length=outcome.tokens,
+                exception=RequestFailed(outcome.error) if outcome.error else None,
+                context={},
+            )
+
+
+class ChatUser(ModelUser):
+    """Asks ``/v1/chat/completions``."""
+
+    weight = 3
+    kind = "chat"
+    path = "/v1/chat/completions"
+
+    def question(self) -> dict[str, Any]:
+        """One turn."""
+        return {"messages": [{"role": "user", "content": self._prompt()}]}
+
+
+class CompletionUser(ModelUser):
+    """Asks ``/v1/completions``."""
+
+    weight = 1
+    kind = "completion"
+    path = "/v1/completions"
+
+    def question(self) -> dict[str, Any]:
+        """A bare prompt."""
+        return {"prompt": self._prompt()}
+
+
+def _error(status: int, said: Reading) -> str:
+    if status != 200:
+        return f"{status}: {said.error or 'no message'}"
+    return said.error or ("" if said.finish_reason else "the answer ended without a finish_reason")
