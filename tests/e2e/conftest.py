@@ -1,4 +1,4 @@
-"""One real deployment for the whole session: vLLM on the CPU, on Ray Serve, with a chat and a pooling model."""
+"""One real deployment for the session: vLLM on the CPU, on Ray Serve, a chat and a pooling model."""
 
 from __future__ import annotations
 

@@ -52,11 +52,15 @@ class Stack:
     def __init__(self, folder: Path, document: dict[str, Any], *flags: str) -> None:
         self.document = on_free_ports(document)
         self.file = folder / "deployment.yaml"
-        self.file.write_text(yaml.safe_dump(self.document, sort_keys=False))
+        self.write()
         self.state = StateDir(folder / "state")
         self.base_url = f"http://127.0.0.1:{self.document['gateway']['port']}/v1"
         self.admin_url = f"http://127.0.0.1:{self.document['gateway']['admin_port']}"
         self._flags = flags
+
+    def write(self) -> None:
+        """Write the document, in its own order: the first mode is the one that starts."""
+        self.file.write_text(yaml.safe_dump(self.document, sort_keys=False))
 
     def run(self, *words: str, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
         """Run ``tidegate`` with the stack's state directory."""

@@ -6,7 +6,8 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest_asyncio
-from worker import Stack
+
+from tests.gateway.worker import Stack
 
 
 @pytest_asyncio.fixture

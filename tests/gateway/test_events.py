@@ -6,12 +6,12 @@ import itertools
 import json
 
 import pytest
-from fake_replica import DONE, STREAM, event
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.body import depth_exceeds
 from gateway.sse import MAX_EVENT_BYTES, ChatTail, MessagesTail, ResponsesTail
+from tests.gateway.fake_replica import DONE, STREAM, event
 
 CRLF = STREAM.replace(b"\n", b"\r\n")
 

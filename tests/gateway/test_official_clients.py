@@ -9,8 +9,9 @@ import anthropic
 import openai
 import pytest
 import pytest_asyncio
-from fake_replica import DONE, Exchange, event, stream
-from worker import Stack
+
+from tests.gateway.fake_replica import DONE, Exchange, event, stream
+from tests.gateway.worker import Stack
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 MESSAGES = [{"role": "user", "content": "hi"}]

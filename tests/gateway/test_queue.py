@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from fake_replica import ANSWER, DONE, Exchange, FakeReplica, answer_json, event, hold, stream
-from worker import RawClient, Stack, until
+
+from tests.gateway.fake_replica import ANSWER, DONE, Exchange, FakeReplica, answer_json, event, hold, stream
+from tests.gateway.worker import RawClient, Stack, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 CHAT = {"model": "alpha", "messages": [{"role": "user", "content": "hi"}]}

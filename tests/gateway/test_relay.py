@@ -8,7 +8,8 @@ import random
 
 import httpx
 import pytest
-from fake_replica import (
+
+from tests.gateway.fake_replica import (
     ANSWER,
     DONE,
     STREAM,
@@ -19,7 +20,7 @@ from fake_replica import (
     hold,
     stream,
 )
-from worker import RawClient, Stack, until
+from tests.gateway.worker import RawClient, Stack, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 CHAT = {"model": "alpha", "messages": [{"role": "user", "content": "hi"}]}

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
-from fake_replica import FakeReplica
-from worker import Stack, until
+
+from tests.gateway.fake_replica import FakeReplica
+from tests.gateway.worker import Stack, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 CHAT = {"model": "alpha", "messages": [{"role": "user", "content": "hi"}]}

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import httpx
 import pytest
-from fake_replica import ANSWER, Exchange, FakeReplica, event, forever, hold
-from worker import Stack, model, until
+
+from tests.gateway.fake_replica import ANSWER, Exchange, FakeReplica, event, forever, hold
+from tests.gateway.worker import Stack, model, until
 
 pytestmark = pytest.mark.slow
 CHAT = {"model": "alpha", "messages": [{"role": "user", "content": "hi"}]}

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from fake_replica import SECRET, FakeController, FakeReplica
+
+from tests.gateway.fake_replica import SECRET, FakeController, FakeReplica
 
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 20.0

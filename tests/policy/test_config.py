@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import yaml
-from example_documents import EXTERNAL, GOOD, changed
 
 from policy.config import Deployment, Replicas
 from policy.errors import ConfigError, TargetError
 from policy.parsing import parse
+from tests.policy.example_documents import EXTERNAL, GOOD, changed
 
 DEPLOYMENTS = sorted((Path(__file__).parents[2] / "deployments").glob("*.yaml"))
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from example_documents import EXTERNAL, GOOD, changed
 from hypothesis import given
 from hypothesis import strategies as st
 
 from policy.config import Deployment
 from policy.diff import Effect, diff
 from policy.parsing import parse
+from tests.policy.example_documents import EXTERNAL, GOOD, changed
 
 CHANGES: list[tuple[str, Any, str, Effect]] = [
     ("models[0].source", "package:other", "models[m].source", Effect.NEW_GENERATION),

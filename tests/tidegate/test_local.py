@@ -11,8 +11,8 @@ from typing import Any
 import psutil
 import pytest
 import yaml
-from conftest import Site, free_ports, until
 
+from tests.tidegate.conftest import Site, free_ports, until
 from tidegate.children import ROOT
 
 pytestmark = pytest.mark.slow

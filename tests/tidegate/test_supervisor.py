@@ -9,8 +9,8 @@ import signal
 import socket
 
 import pytest
-from conftest import Site, until
 
+from tests.tidegate.conftest import Site, until
 from tidegate.ledger import alive
 
 pytestmark = pytest.mark.slow

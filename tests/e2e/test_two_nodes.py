@@ -1,0 +1,104 @@
+"""A cluster of two Ray nodes with two addresses, joined rather than started."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from tests.e2e.stack import Stack, eventually, free_ports
+from tests.e2e.traffic import Traffic
+
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
+
+HEAD, NODE = "127.0.0.2", "127.0.0.3"
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A head and a node of one core each; yields the address to join."""
+    # Ray puts unix sockets below its directory, and their paths are short.
+    folder = Path(tempfile.mkdtemp(prefix="tgr-"))
+    token = folder / "token"
+    token.write_text(secrets.token_hex(32))
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(token))
+    gcs, dashboard, client = free_ports(3)
+    address = f"{HEAD}:{gcs}"
+    common = ["--block", "--num-cpus", "1", "--object-store-memory", "100000000", "--disable-usage-stats"]
+    head = ["--head", "--node-ip-address", HEAD, "--port", str(gcs), "--dashboard-port", str(dashboard)]
+    head += ["--temp-dir", str(folder / "ray"), "--ray-client-server-port", str(client)]
+    node = ["--address", address, "--node-ip-address", NODE]
+    ray = str(Path(sys.executable).with_name("ray"))
+    env = {**os.environ, "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0"}
+    started: list[subprocess.Popen[bytes]] = []
+    with (folder / "log").open("wb") as log:
+        try:
+            for words in (head, node):
+                started.append(
+                    subprocess.Popen([ray, "start", *words, *common], stdout=log, stderr=log, env=env)
+                )
+                _wait_for_raylet(started[-1])
+            yield address
+        finally:
+            for process in reversed(started):
+                family = [process.pid, *(p.pid for p in psutil.Process(process.pid).children(recursive=True))]
+                process.terminate()
+                process.wait(30)
+                _end(family)
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def test_replicas_spread_and_answer_on_their_nodes_addresses(cluster: str, tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    document = {
+        "models": [
+            {
+                "name": "sim",
+                "engine": "sim",
+                "sim": {"profile": "sim-small"},
+                "shapes": {"small": {"cpus": 1}},
+                "modes": {"multi-replica": {"shape": "small", "replicas": {"min": 2, "max": 2}}},
+            }
+        ]
+    }
+    stack = Stack(tmp_path, document)
+    stack.document["cluster"] |= {"address": cluster, "controller": f"{HEAD}:{port}"}
+    stack.write()
+    try:
+        stack.up(120)
+        replicas = stack.replicas("sim")
+        assert {httpx.URL(replica.url).host for replica in replicas} == {HEAD, NODE}
+        assert len({replica.node for replica in replicas}) == 2
+        with Traffic(stack, "sim", clients=2, max_tokens=8) as traffic:
+            eventually(lambda: len(traffic.outcomes) >= 20, 60)
+        assert not traffic.problems
+        assert traffic.replicas == {replica.id for replica in replicas}
+    finally:
+        stack.down()
+    # The cluster is not ours: it goes on.
+    assert any("raylet" in name for name in (p.name() for p in psutil.process_iter()))
+
+
+def _wait_for_raylet(process: subprocess.Popen[bytes]) -> None:
+    def up() -> bool:
+        return any("raylet" in p.name() for p in psutil.Process(process.pid).children(recursive=True))
+
+    eventually(up, 60)
+
+
+def _end(pids: list[int]) -> None:
+    for pid in pids:
+        try:
+            psutil.Process(pid).kill()
+        except psutil.NoSuchProcess:
+            continue
