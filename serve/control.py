@@ -211,7 +211,7 @@ class Controller:
             counts = step(goal_of(target), layers, footprints, *room)
         for key, count in counts.items():
             await self._actuate(target, key, count)
-        await self._sweep(name, target, layers, wanted)
+        await self._sweep(name, layers)
 
     async def _actuate(self, target: Target, key: LayerKey, count: int) -> None:
         held = self._observation.held.get(key)
@@ -223,18 +223,21 @@ class Controller:
             self._event(f"{key.model}: {_said_layer(key)}: {held.wanted} -> {count}")
             await self._actuator.scale(key, count)
 
-    async def _sweep(self, name: str, target: Target, layers: Mapping[LayerKey, Layer], wanted: bool) -> None:
-        """End layers that serve nobody and never will, and forget their configuration."""
-        current = {aim.generation for aim in (target.aim, target.fallback) if aim is not None}
+    async def _sweep(self, name: str, layers: Mapping[LayerKey, Layer]) -> None:
+        """End layers that serve nobody and never will, and forget their configuration.
+
+        The target is asked for again after each call of the actuator: it may have been set meanwhile.
+        """
         for key, layer in layers.items():
-            idle = not layer.occupied and key in self._observation.held
-            if idle and (not wanted or key.generation not in current):
+            left = not self._wanted(name) or key.generation not in self._targets.get(name).generations
+            if left and not layer.occupied and key in self._observation.held:
                 self._event(f"{name}: delete {_said_layer(key)}")
                 await self._actuator.delete(key)
-        if not wanted and not layers:
+        if not self._wanted(name) and not layers:
             self._targets.drop(name)
             return
-        in_use = current | {key.generation for key in layers}
+        target = self._targets.get(name)
+        in_use = target.generations | {key.generation for key in layers}
         if set(target.specs) - in_use:
             specs = {generation: spec for generation, spec in target.specs.items() if generation in in_use}
             self._targets.put(name, msgspec.structs.replace(target, specs=specs))
@@ -248,9 +251,8 @@ class Controller:
             target = msgspec.structs.replace(target, settled=True, fallback=None, gap=False)
             self._steer(name, target)
         elif target.fallback is not None:
-            elapsed_s = self._wall() - target.since
-            failed = verdict(layer, elapsed_s, target.spec.control.start_timeout_s)
-            if failed:
+            timeout_s = target.spec.control.start_timeout_s
+            if failed := verdict(layer, self._wall() - target.since, timeout_s):
                 reason = self._observation.reason(target.key()) or failed
                 target = target.back(f"rolled back from {said(target.aim)}: {reason}", self._wall())
                 self._event(f"{name}: {target.note}")

@@ -68,6 +68,11 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
         return LayerKey(self.spec.name, aim.shape, aim.generation)
 
     @property
+    def generations(self) -> set[int]:
+        """What the aim and its fallback are built from."""
+        return {aim.generation for aim in (self.aim, self.fallback) if aim is not None}
+
+    @property
     def bounds(self) -> Replicas:
         """The counts that may be asked for; of a mode that is gone, only the count it has."""
         mode = self.spec.modes.get(self.aim.mode)

@@ -179,7 +179,11 @@ class LocalActuator:
             sys.executable, "-m", "serve.local_host", stdin=asyncio.subprocess.PIPE,
             stdout=self._log.descriptor, stderr=self._log.descriptor, start_new_session=True,
         )  # fmt: skip
-        created = psutil.Process(child.pid).create_time()
+        try:
+            created = psutil.Process(child.pid).create_time()
+        except psutil.NoSuchProcess:
+            # It ended at once; the next look counts it as one that died.
+            created = 0.0
         self._children[child.pid] = child
         process = Process(pid=child.pid, created=created, replica=replica)
         record = msgspec.structs.replace(record, processes=(*record.processes, process))

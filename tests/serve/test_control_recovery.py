@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
 
 from policy.errors import ActuatorFailed
 from policy.plan import LayerKey
+from serve import control
 from serve.actuator.memory import MemoryActuator
 from serve.control import HEARING_S
 from tests.serve.plane import LARGE, NEW_SMALL, READY, SMALL, Plane
@@ -140,3 +142,55 @@ async def test_one_model_that_cannot_be_deployed_does_not_hold_up_the_others(
             await plane.controller.tick()
     assert plane.counts(READY) == {LayerKey("other", "small", 1): 1}
     assert [model.name for model in plane.controller.fleet().models] == ["m", "other"]
+
+
+async def test_a_target_that_is_set_while_the_actuator_works_is_kept(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    delete = MemoryActuator.delete
+
+    async def meanwhile(self: MemoryActuator, key: LayerKey) -> None:
+        plane.controller.scale("m", 3)
+        await delete(self, key)
+
+    monkeypatch.setattr(MemoryActuator, "delete", meanwhile)
+    await plane.up(document())
+    await plane.ticks()
+    plane.controller.apply(document(sim_model(sim={"profile": "sim-small", "seed": 7})))
+    await plane.ticks()
+    assert plane.counts() == {NEW_SMALL: 3}
+
+
+async def test_a_model_that_comes_back_while_it_goes_is_deployed_again(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    delete = MemoryActuator.delete
+
+    async def meanwhile(self: MemoryActuator, key: LayerKey) -> None:
+        await delete(self, key)
+        plane.controller.apply(document(sim_model(), sim_model("other")))
+
+    await plane.up(document(sim_model(), sim_model("other")))
+    await plane.ticks()
+    monkeypatch.setattr(MemoryActuator, "delete", meanwhile)
+    plane.controller.apply(document(sim_model("other")))
+    await plane.ticks()
+    assert plane.counts(READY) == {SMALL: 1, LayerKey("other", "small", 1): 1}
+
+
+async def test_the_loop_runs_by_itself_and_survives_a_cluster_that_is_away(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control, "RETRY_S", 0.0)
+    await plane.up(document())
+    plane.cluster.down = "Serve's API does not answer"
+    running = asyncio.ensure_future(plane.controller.run())
+    while not plane.controller.status().events:  # noqa: ASYNC110 - the test's own timeout bounds it
+        await asyncio.sleep(0)
+    assert plane.controller.status().events[-1].endswith("Serve's API does not answer")
+    plane.cluster.down = ""
+    while not plane.counts(READY):  # noqa: ASYNC110 - the test's own timeout bounds it
+        await asyncio.sleep(0.001)
+    running.cancel()
+    await asyncio.wait([running])
+    assert running.cancelled()

@@ -1,0 +1,101 @@
+"""The local actuator over hosts that end at once: it backs off, says so, and forgives."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from policy.plan import LayerKey
+from serve.actuator import local
+from serve.actuator.local import STABLE_S, LocalActuator
+from store.state import StateDir
+from tests.serve.sim_documents import deployment
+
+KEY = LayerKey("m", "small", 1)
+
+
+class Clock:
+    """Real time, and as much more as a test adds; process start times are real."""
+
+    ahead_s = 0.0
+
+    def __call__(self) -> float:
+        return time.time() + self.ahead_s
+
+    def past(self, instant: float) -> None:
+        self.ahead_s = max(self.ahead_s, instant - time.time())
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(local, "time", SimpleNamespace(time=made))
+    return made
+
+
+@pytest.fixture
+async def actuator(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock
+) -> AsyncIterator[LocalActuator]:
+    run(monkeypatch, tmp_path, "false")
+    made = LocalActuator(StateDir(tmp_path).ensure(), "127.0.0.1:1")
+    yield made
+    await made.stop()
+    await made.close()
+
+
+def run(monkeypatch: pytest.MonkeyPatch, folder: Path, command: str) -> None:
+    """Let a host be the shell's ``command`` instead of Tidegate's own."""
+    program = folder / command.replace(" ", "-")
+    program.write_text(f"#!/bin/sh\nexec {command}\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(local, "sys", SimpleNamespace(executable=str(program)))
+
+
+async def failures(actuator: LocalActuator, count: int, clock: Clock) -> None:
+    """Look until ``count`` hosts have failed, going past each backoff."""
+    while actuator._records[KEY].failures < count:
+        clock.past(actuator._records[KEY].retry_at)
+        await actuator.layers()
+        await asyncio.sleep(0.001)
+
+
+async def test_hosts_that_fail_are_trouble_until_asked_anew(actuator: LocalActuator, clock: Clock) -> None:
+    await actuator.deploy(KEY, deployment().models[0], "d", 1)
+    assert (await actuator.layers())[KEY].trouble == ""
+    await failures(actuator, 3, clock)
+    assert (await actuator.layers())[KEY].trouble == "3 hosts in a row failed"
+    await actuator.scale(KEY, 0)
+    assert (await actuator.layers())[KEY].trouble == ""
+
+
+async def test_a_start_waits_for_its_backoff(actuator: LocalActuator, clock: Clock) -> None:
+    await actuator.deploy(KEY, deployment().models[0], "d", 1)
+    await failures(actuator, 2, clock)
+    while actuator._records[KEY].processes:
+        await actuator.layers()
+        await asyncio.sleep(0.001)
+    await actuator.layers()
+    assert actuator._records[KEY].processes == ()
+    clock.past(actuator._records[KEY].retry_at)
+    await actuator.layers()
+    assert len(actuator._records[KEY].processes) == 1
+
+
+async def test_a_host_that_lives_long_ends_the_row(
+    actuator: LocalActuator, clock: Clock, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    await actuator.deploy(KEY, deployment().models[0], "d", 1)
+    await failures(actuator, 3, clock)
+    run(monkeypatch, tmp_path, "sleep 600")
+    clock.past(actuator._records[KEY].retry_at)
+    while not actuator._records[KEY].processes:
+        await actuator.layers()
+    assert (await actuator.layers())[KEY].trouble != ""
+    clock.ahead_s += STABLE_S + 1
+    assert (await actuator.layers())[KEY].trouble == ""
