@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -70,6 +71,7 @@ def test_a_switch_keeps_its_promises_at_every_tick(cluster: Cluster) -> None:
         assert cluster.cpus is None or cluster.used("cpus") <= cluster.cpus
 
 
+@pytest.mark.slow
 @given(clusters())
 def test_a_goal_that_was_reached_stays(cluster: Cluster) -> None:
     for _ in range(ENOUGH_TICKS):

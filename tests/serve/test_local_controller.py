@@ -1,0 +1,121 @@
+"""The controller as a process of this machine: killed and started again, it finds what runs."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from policy.types import Replica, ReplicaState
+from serve.client import ControllerClient
+from store.state import StateDir
+from tests.ray_head import free_ports
+from tests.serve.sim_documents import document
+
+pytestmark = pytest.mark.slow
+WITHIN_S = 60.0
+
+
+@dataclass
+class Local:
+    """Controller processes over one state directory, and a client of whichever runs."""
+
+    state: StateDir
+    client: ControllerClient
+    process: subprocess.Popen[bytes] = field(init=False)
+
+    def start(self) -> None:
+        """Start it, and return once it answers."""
+        command = [sys.executable, "-m", "serve.local", "--state", str(self.state.root)]
+        with (self.state.logs / "controller.log").open("ab") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=log)
+        until(self.client.livez)
+
+    def end(self, how: signal.Signals) -> None:
+        """Send ``how`` and wait for the end."""
+        self.process.send_signal(how)
+        self.process.wait(WITHIN_S)
+
+    def ready(self, count: int) -> dict[str, Replica]:
+        """The ``count`` ready replicas, by id, once they are all there is."""
+
+        def found() -> list[Replica]:
+            replicas = list(self.client.fleet().replicas)
+            ready = [replica for replica in replicas if replica.state is ReplicaState.READY]
+            return ready if len(ready) == len(replicas) == count else []
+
+        return {replica.id: replica for replica in until(found)}
+
+
+def until(true: Callable[[], Any]) -> Any:
+    """Poll other processes."""
+    deadline = time.monotonic() + WITHIN_S
+    while not (value := true()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return value
+
+
+@contextmanager
+def client_of(address: str, secret: str) -> Iterator[ControllerClient]:
+    client = ControllerClient(address, secret)
+    try:
+        yield client
+    finally:
+        client._http.close()
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> Iterator[Local]:
+    state = StateDir(tmp_path / "state").ensure()
+    address = f"127.0.0.1:{free_ports(1)[0]}"
+    state.save(state.deployment_path, document(cluster={"controller": address}))
+    with client_of(address, state.secret()) as client:
+        made = Local(state, client)
+        made.start()
+        yield made
+        if made.process.poll() is None:
+            made.end(signal.SIGTERM)
+    subprocess.run([sys.executable, "-m", "serve.local", "--state", str(state.root), "--stop"], check=True)
+
+
+def test_a_controller_that_was_killed_finds_its_replicas_and_restarts_none(local: Local) -> None:
+    local.client.scale("m", 2)
+    before = local.ready(2)
+    epoch = local.client.fleet().epoch
+    local.end(signal.SIGKILL)
+    local.start()
+    after = local.ready(2)
+    assert {(r.id, r.pid, r.incarnation) for r in after.values()} == {
+        (r.id, r.pid, r.incarnation) for r in before.values()
+    }
+    assert local.client.fleet().epoch > epoch
+    assert local.client.status().models[0].target == 2
+
+
+def test_a_host_that_was_killed_is_replaced_and_a_switch_ends_the_other_shape(local: Local) -> None:
+    (first,) = local.ready(1).values()
+    # Its engine holds the host's lifeline, and goes with it.
+    psutil.Process(psutil.Process(first.pid).ppid()).kill()
+    until(lambda: not psutil.pid_exists(first.pid))
+    until(lambda: first.id not in local.ready(1))
+    local.client.mode("m", "single-large")
+    until(lambda: {replica.shape for replica in local.ready(1).values()} == {"large"})
+    assert local.client.status().models[0].phase in ("steady", "draining the old")
+
+
+def test_sigterm_ends_every_replica(local: Local) -> None:
+    (replica,) = local.ready(1).values()
+    local.end(signal.SIGTERM)
+    assert local.process.returncode == 0
+    assert not psutil.pid_exists(replica.pid)
+    assert local.state.load(local.state.root / "hosts.json", list[Any]) == []
