@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, NamedTuple
 
 import msgspec
 
+from gateway.surface import Route
 from policy.errors import Refusal, TidegateError
 
 MAX_MESSAGE = 2048
@@ -50,6 +52,10 @@ _ANTHROPIC = {
     429: "rate_limit_error",
     503: "overloaded_error",
 }
+
+
+# The names of an engine's own classes, which stand for the branches of a union.
+_CLASS = re.compile(r"[A-Z]\w*")
 
 
 class Refused(TidegateError):
@@ -114,18 +120,19 @@ def _type_of(status: int) -> str:
     return "server_error" if status >= 500 else "invalid_request_error"
 
 
-def from_upstream(status: int, body: bytes, retry_after: bytes | None, what: str) -> Refused:
+def from_upstream(status: int, body: bytes, retry_after: bytes | None, route: Route) -> Refused:
     """An upstream's 4xx in our envelope: integer codes become null, known texts a code.
 
-    ``what`` names the model and path for the answers that say nothing themselves.
+    ``route`` names what the answer leaves out: the path, and the field of a prompt that is too long.
     """
     message, param, code = read_error(body)
     wait = int(retry_after) if retry_after is not None and retry_after.isdigit() else None
     if status in (404, 405) and (not message or message in ("Not Found", "Method Not Allowed")):
-        return Refused(Refusal.UNSUPPORTED, f"{what} is not served by this model's engine.")
-    message = message or f"{what} was refused with status {status}."
+        return Refused(Refusal.UNSUPPORTED, f"{route.path} is not served by this model's engine.")
+    message = message or f"{route.path} was refused with status {status}."
     if code is None and "context length" in message:
         code = "context_length_exceeded"
+        param = route.prompt
     if code is None and status == 404:
         code = "model_not_found"
     return Refused(Refusal.BAD_REQUEST, message, param=param, status=status, code=code, retry_after_s=wait)
@@ -146,6 +153,14 @@ def read_error(body: bytes) -> tuple[str, str | None, str | None]:
     param, code = error.get("param"), error.get("code")
     return (
         message if isinstance(message, str) else "",
-        param if isinstance(param, str) else None,
+        _field(param) if isinstance(param, str) else None,
         code if isinstance(code, str) else None,
     )
+
+
+def _field(location: str) -> str | None:
+    """A parameter as clients write it: of ``body.messages.0.SomeParam.role`` this is ``messages.0.role``."""
+    parts = location.split(".")
+    if parts[0] == "body":
+        parts = [part for part in parts[1:] if not _CLASS.fullmatch(part)]
+    return ".".join(parts) or None

@@ -194,7 +194,7 @@ class Relay:
             self.reason = _REASONS.get(reason, Refusal.BUSY)
             self._settle(Verdict.REFUSED)
         elif 400 <= self._status < 500 and self._status not in (401, 403, 407):
-            self.refused = from_upstream(self._status, bytes(self._error), retry_after, self._call.route.path)
+            self.refused = from_upstream(self._status, bytes(self._error), retry_after, self._call.route)
             self._settle(Verdict.REJECTED)
         else:
             why = Refusal.NO_REPLICA if self._status == 503 else Refusal.UPSTREAM_FAILED

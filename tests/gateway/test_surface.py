@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tests.gateway.fake_replica import FakeReplica
+from tests.gateway.fake_replica import Answer, Exchange, FakeReplica
 from tests.gateway.worker import Stack, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
@@ -199,21 +199,43 @@ async def test_models_are_listed_and_retrieved(shared: Stack) -> None:
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
 
 
-async def test_too_long_a_prompt_has_its_code(shared: Stack) -> None:
+async def test_too_long_a_prompt_has_its_code_and_its_field(shared: Stack) -> None:
     replica = await one(shared, "too-long")
     text = "This model's maximum context length is 2048 tokens. However, you requested 4000 tokens."
-
-    async def reject(exchange):  # type: ignore[no-untyped-def]
-        await exchange.reply(json.dumps({"error": {"message": text, "code": 400}}).encode(), status=400)
-
-    replica.answer = reject
+    replica.answer = reject(text, "input_tokens")
     error = (await shared.chat()).json()["error"]
     assert error == {
         "message": text,
         "type": "invalid_request_error",
-        "param": None,
+        "param": "messages",
         "code": "context_length_exceeded",
     }
+
+
+@pytest.mark.parametrize(
+    ("location", "param"),
+    [
+        ("body.messages", "messages"),
+        ("body.messages.0.ChatCompletionUserMessageParam.content", "messages.0.content"),
+        ("body", None),
+        ("temperature", "temperature"),
+        (None, None),
+    ],
+)
+async def test_a_parameter_is_named_as_clients_write_it(
+    shared: Stack, location: str | None, param: str | None
+) -> None:
+    replica = await one(shared, "param")
+    replica.answer = reject("no", location)
+    assert (await shared.chat()).json()["error"]["param"] == param
+
+
+def reject(message: str, param: str | None) -> Answer:
+    async def answer(exchange: Exchange) -> None:
+        error = {"message": message, "type": "BadRequestError", "param": param, "code": 400}
+        await exchange.reply(json.dumps({"error": error}).encode(), status=400)
+
+    return answer
 
 
 async def test_the_admin_port_tells_its_state(shared: Stack) -> None:
