@@ -16,9 +16,10 @@ from loadtests.slo import Ledger
 from loadtests.users import ModelUser, RequestFailed, first_model, objective
 from loadtests.wire import Connection, Gone
 
-
-# The name of a worker's last word to the master, and how long past its users' end the master waits.
-LAST_WORD = "tidegate-ledger"
+# The master tells its workers to end their users, each answers with its last word; and how long past
+# the users' own time to end the master waits for it.
+END_USERS = "tidegate-end-users"
+LAST_WORD = "tidegate-last-word"
 LAST_WORD_S = 5.0
 
 
@@ -37,6 +38,7 @@ class Run:
             events.test_start.add_listener(self._begin)
             events.report_to_master.add_listener(self._to_master)
             events.test_stop.add_listener(self._say_last)
+            environment.runner.register_message(END_USERS, self._end_users)
             return
         events.test_start.add_listener(self._start)
         events.reset_stats.add_listener(self._begin)
@@ -73,7 +75,11 @@ class Run:
 
     def _quit(self, **_: object) -> None:
         # A run that was interrupted is stopped after this event; its last requests count as well.
-        self._environment.runner.stop()
+        runner = self._environment.runner
+        if isinstance(runner, MasterRunner):
+            runner.stop(send_stop_to_client=False)
+        else:
+            runner.stop()
         total = self._ledger.total()
         wanted = self._environment.parsed_options.slo_attainment
         if not total.requests:
@@ -115,8 +121,12 @@ class Run:
         self._ledger.put(msg.data, perf_counter())
         self._last_words += 1
 
+    def _end_users(self, **_: object) -> None:
+        self._environment.runner.stop()
+
     def _wait_for_workers(self) -> None:
-        # Locust's master stops counting users when they are told to stop, not when they have ended.
+        # Locust's master ends a headless test before its workers know, so what they count is not complete.
+        self._environment.runner.send_message(END_USERS)
         deadline = perf_counter() + self._environment.stop_timeout + LAST_WORD_S
         while self._last_words < self._environment.runner.worker_count and perf_counter() < deadline:
             time.sleep(0.05)
