@@ -18,18 +18,16 @@ def reached(count: int, layer: Layer) -> bool:
 def verdict(layer: Layer, elapsed_s: float, start_timeout_s: float) -> str:
     """Why the aim cannot be had, or an empty string while it still may be.
 
-    A layer in which a replica is ready is not failed: a scale-up that is slow is no reason to go
-    back. ``elapsed_s`` counts from when the aim was set.
+    A layer in which a replica is ready has shown that it can start, so it gets all of
+    ``start_timeout_s`` to have the rest. ``elapsed_s`` counts from when the aim was set.
     """
+    if elapsed_s > start_timeout_s:
+        return f"not ready after {elapsed_s:.0f} s"
     if layer.ready:
         return ""
     if layer.failures >= MAX_FAILURES:
         return f"{layer.failures} starts in a row failed"
-    if layer.broken:
-        return "the cluster gave up starting it"
-    if elapsed_s > start_timeout_s:
-        return f"not ready after {elapsed_s:.0f} s"
-    return ""
+    return "the cluster gave up starting it" if layer.broken else ""
 
 
 def gap_needed(

@@ -26,7 +26,7 @@ from serve.local_host import LocalHost
 from store.logs import RotatingLog
 from store.state import StateDir
 
-# A host ends its engine within this after its drain; then it is killed.
+# How long hosts may take to end when everything is stopped: the gateways have drained by then.
 GRACE_S = 15.0
 BACKOFF_S = (0.5, 2.0, 8.0, 30.0)
 # Hosts that all live this long end a row of failures.
