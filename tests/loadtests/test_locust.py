@@ -1,0 +1,144 @@
+"""Locust against simulated replicas: what its users measure is what the gateway's metrics say."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tidegate.children import ROOT
+
+pytestmark = pytest.mark.slow
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """A running deployment and a folder for what a run writes."""
+
+    folder: Path
+    port: int
+    admin_port: int
+
+    def tidegate(self, *arguments: str) -> str:
+        return _run("-m", "tidegate", *arguments, folder=self.folder).stdout
+
+    def locust(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        urls = [f"--host=http://127.0.0.1:{self.port}", f"--admin-url=http://127.0.0.1:{self.admin_port}"]
+        common = ["-f", "loadtests/locustfile.py", "--headless", "--only-summary", *urls]
+        return _run("-m", "locust", *common, *arguments, folder=self.folder, check=False)
+
+
+def _run(*arguments: str, folder: Path, check: bool = True) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "TIDEGATE_STATE_DIR": str(folder / "state")}
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env=environment,
+        text=True,
+        capture_output=True,
+        timeout=120,
+        check=check,
+    )
+
+
+def _free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [sock.getsockname()[1] for sock in sockets]
+
+
+@pytest.fixture(scope="module")
+def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    port, admin_port, controller = _free_ports(3)
+    folder = tmp_path_factory.mktemp("load")
+    # Times of a real engine on cores, so that the way to it is a small part of them.
+    model = {
+        "name": "sim-small",
+        "engine": "sim",
+        "sim": {"profile": "cpu-smollm2-135m", "speed": 2.0},
+        "shapes": {"small": {"cpus": 1, "max_in_flight": 64}},
+        "modes": {"multi-replica": {"shape": "small", "replicas": {"min": 1, "max": 1}}},
+    }
+    document = {
+        "models": [model],
+        "cluster": {"controller": f"127.0.0.1:{controller}"},
+        "gateway": {"port": port, "admin_port": admin_port, "workers": 2},
+    }
+    (folder / "deployment.yaml").write_text(json.dumps(document))
+    made = Deployment(folder, port, admin_port)
+    try:
+        made.tidegate("up", str(folder / "deployment.yaml"), "--no-ray", "--timeout-s", "60")
+        yield made
+    finally:
+        made.tidegate("down")
+
+
+def rows(path: Path) -> dict[str, dict[str, str]]:
+    """A CSV by its first column."""
+    with path.open(newline="") as file:
+        return {next(iter(row.values())): row for row in csv.DictReader(file)}
+
+
+def test_users_and_gateway_agree(deployment: Deployment) -> None:
+    prefix = deployment.folder / "run"
+    load = ["-u", "4", "-r", "4", "-t", "10s", "--max-tokens", "24"]
+    limits = ["--slo-ttft-s", "5", "--slo-itl-s", "1", "--slo-attainment", "0.9"]
+    ran = deployment.locust(*load, *limits, "--csv", str(prefix))
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "Service level objective: TTFT <= 5 s and mean ITL <= 1 s" in ran.stdout
+
+    every = rows(prefix.with_name("run_slo.csv"))["all"]
+    assert int(every["Requests"]) >= 8
+    assert (every["Failed"], every["SLO met (%)"]) == ("0", "100.0")
+    compared = rows(prefix.with_name("run_gateway.csv"))
+    assert compared["requests served"]["users"] == compared["requests served"]["gateway"]
+    assert compared["streams begun"]["users"] == compared["streams begun"]["gateway"]
+    for quantity in ("TTFT mean", "E2E mean", "goodput of streams"):
+        assert float(compared[quantity]["users"]) > 0
+        assert abs(float(compared[quantity]["difference (%)"])) <= 5, (quantity, ran.stdout)
+
+    kinds = {(row["Type"], row["Name"]) for row in _stats(prefix)}
+    assert {("TTFT", "chat, streamed"), ("ITL", "chat, streamed"), ("E2E", "chat, streamed")} <= kinds
+    # Locust's own total counts requests: no token gap and no first token is one.
+    total = next(row for row in _stats(prefix) if row["Name"] == "Aggregated")
+    assert total["Request Count"] == every["Requests"]
+
+
+def _stats(prefix: Path) -> list[dict[str, str]]:
+    with prefix.with_name("run_stats.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_an_objective_that_is_missed_is_an_exit_code(deployment: Deployment) -> None:
+    limits = ["--slo-ttft-s", "0.001", "--slo-attainment", "0.5", "--stream-share", "1"]
+    ran = deployment.locust("-u", "2", "-t", "2s", "--max-tokens", "4", *limits)
+    assert ran.returncode == 1
+    assert "0.000 of the requests met the objective; 0.5 was asked for" in ran.stderr
+
+
+def test_processes_that_share_the_load_report_once_and_in_full(deployment: Deployment) -> None:
+    prefix = deployment.folder / "shared"
+    load = ["-u", "4", "-r", "4", "-t", "3s", "--processes", "2", "--max-tokens", "8", "--abort-share", "0.3"]
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        master = str(free.getsockname()[1])
+    ports = ["--master-bind-port", master, "--master-port", master]
+    ran = deployment.locust(*load, *ports, "--csv", str(prefix))
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    compared = rows(prefix.with_name("shared_gateway.csv"))
+    for quantity in ("requests served", "streams begun"):
+        assert compared[quantity]["users"] == compared[quantity]["gateway"], ran.stdout
+
+
+def test_a_model_that_does_not_exist_is_a_failure_with_its_message(deployment: Deployment) -> None:
+    ran = deployment.locust("-u", "1", "-t", "2s", "--model", "nobody")
+    assert ran.returncode == 1
+    assert "404: The model 'nobody' does not exist." in ran.stdout + ran.stderr

@@ -1,0 +1,167 @@
+"""The accounts of a run: what met the objective, what is summed, and what the gateway says of it."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from gateway.metrics import Metrics
+from loadtests import gateway_view, report
+from loadtests.gateway_view import compare, read, settled
+from loadtests.prompts import prompt
+from loadtests.slo import Ledger, Objective, Outcome
+
+OBJECTIVE = Objective(ttft_s=0.5, itl_s=0.05)
+
+
+def stream(ttft_s: float, itl_s: float, **more: object) -> Outcome:
+    return Outcome("chat, streamed", e2e_s=2.0, ttft_s=ttft_s, itl_s=itl_s, **more)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("outcome", "met"),
+    [
+        (stream(0.5, 0.05), True),
+        (stream(0.51, 0.01), False),
+        (stream(0.1, 0.051), False),
+        (stream(0.1, 0.01, error="cut"), False),
+        (stream(0.1, 0.01, aborted=True), False),
+        (Outcome("chat, whole", e2e_s=0.95, tokens=10), True),
+        (Outcome("chat, whole", e2e_s=0.96, tokens=10), False),
+    ],
+)
+def test_the_objective(outcome: Outcome, met: bool) -> None:
+    assert OBJECTIVE.met(outcome) is met
+
+
+def played() -> Ledger:
+    """Two streams of which one is slow, a whole answer, a failure and a client that left, in 4 s."""
+    ledger = Ledger()
+    ledger.begin(100.0)
+    for ttft_s in (0.2, 0.6, 0.1):
+        ledger.first_event("chat, streamed", ttft_s)
+    outcomes = [
+        stream(0.2, 0.02, gaps=(0.02, 0.04), prompt_tokens=10, tokens=20),
+        stream(0.6, 0.02, gaps=(0.03,), tokens=20),
+        stream(0.1, 0.02, aborted=True),
+        Outcome("chat, whole", e2e_s=1.0, tokens=40),
+        Outcome("chat, whole", e2e_s=9.0, error="503: queue full"),
+    ]
+    for at, outcome in enumerate(outcomes):
+        ledger.end(outcome, OBJECTIVE, 100.0 + at)
+    return ledger
+
+
+def test_failures_count_against_attainment_and_clients_that_left_do_not() -> None:
+    ledger = played()
+    total = ledger.total()
+    assert (total.requests, total.served, total.aborted, total.met, total.met_streams) == (4, 3, 1, 2, 1)
+    assert total.attainment == 0.5
+    # The failure's 9 s are no served request's.
+    assert total.e2e_s == 5.0
+    assert (total.begun, total.gaps, total.tokens) == (3, 3, 80)
+    assert ledger.seconds == 4.0
+
+
+def test_what_workers_send_adds_up_to_the_same() -> None:
+    master, worker = Ledger(), played()
+    master.begin(50.0)
+    master.put(worker.take(), 52.0)
+    master.put(worker.take(), 60.0)
+    assert master.total() == played().total()
+    assert master.seconds == 2.0, "a worker with nothing to say does not make the run longer"
+
+
+def test_the_table_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ledger = played()
+    streamed, whole, every = report.rows(ledger)
+    assert (streamed["ttft"], streamed["goodput"], streamed["met"]) == ("300.0", "0.25", "50.0")
+    assert (whole["ttft"], whole["failed"]) == ("", "1")
+    assert (every["user"], every["requests"], every["output"]) == ("all", "4", "20.00")
+    report.show(ledger, OBJECTIVE, [], "nobody is there")
+    printed = capsys.readouterr().out
+    assert "TTFT <= 0.5 s and mean ITL <= 0.05 s" in printed
+    assert "nobody is there" in printed
+    report.save(str(tmp_path / "run"), ledger, [])
+    assert (tmp_path / "run_slo.csv").read_text().count("\n") == 4
+    assert not (tmp_path / "run_gateway.csv").exists()
+
+
+def test_a_run_without_requests_has_a_table() -> None:
+    (every,) = report.rows(Ledger())
+    assert (every["requests"], every["goodput"], every["met"]) == ("0", "", "")
+
+
+@pytest.fixture
+def metrics(monkeypatch: pytest.MonkeyPatch) -> Metrics:
+    monkeypatch.delenv("PROMETHEUS_MULTIPROC_DIR", raising=False)
+    return Metrics()
+
+
+def samples(metrics: Metrics) -> Counter[gateway_view.Key]:
+    return read(metrics.render().decode(), "m")
+
+
+def test_the_gateway_sees_the_same_run(metrics: Metrics) -> None:
+    meter = metrics.model("m")
+    route = ("/v1/chat/completions", "ok")
+    # What was there before the run, and another model, are not of the run.
+    meter.requests[route] += 5
+    meter.ttft.add(40.0)
+    meter.served_stream(0.1, 0.01)
+    metrics.model("other").requests[route] += 9
+    before = samples(metrics)
+    for ttft_s in (0.2, 0.6, 0.1):
+        meter.ttft.add(ttft_s)
+    for gap_s in (0.02, 0.04, 0.03):
+        meter.itl.add(gap_s)
+    for e2e_s in (2.0, 2.0, 1.0):
+        meter.e2e.add(e2e_s)
+    meter.requests[route] += 3
+    meter.requests[("/v1/chat/completions", "cancelled")] += 1
+    meter.served_stream(0.2, 0.02)
+    meter.served_stream(0.6, 0.02)
+    compared = compare(before, samples(metrics), played(), OBJECTIVE)
+    assert [row.name for row in compared][-1] == "goodput of streams"
+    assert [row.difference for row in compared] == pytest.approx([0.0] * 6)
+    assert [row.gateway for row in compared] == pytest.approx([300.0, 30.0, 5000 / 3, 3, 3, 0.25])
+
+
+def test_a_limit_within_a_bucket_takes_its_part(metrics: Metrics) -> None:
+    before = samples(metrics)
+    for _ in range(10):
+        metrics.model("m").served_stream(0.45, 0.03)
+    metrics.model("m").served_stream(1000.0, 0.03)
+    metrics.model("m").ttft.add(0.45)
+    metrics.model("m").itl.add(0.03)
+    after = samples(metrics)
+    ledger = Ledger(began_at=0.0, ended_at=1.0)
+    half = compare(before, after, ledger, Objective(ttft_s=0.45, itl_s=1.0))[-1]
+    assert half.gateway == pytest.approx(5.0), "0.45 s halves the bucket from 0.4 to 0.5 s"
+    assert compare(before, after, ledger, Objective(ttft_s=0.4, itl_s=1.0))[-1].gateway == 0.0
+    assert half.difference == -1.0
+
+
+def test_metrics_are_read_when_every_worker_has_published() -> None:
+    busy: gateway_view.Key = ("tidegate_in_flight", ())
+    served: gateway_view.Key = ("tidegate_requests_total", ())
+    readings = [
+        Counter({busy: 1, served: 1}),
+        Counter({busy: 1, served: 1}),
+        Counter({busy: 0, served: 1}),
+        Counter({busy: 0, served: 2}),
+        Counter({busy: 0, served: 2}),
+        Counter({busy: 0, served: 3}),
+    ]
+    assert settled(iter(readings).__next__, sleep=lambda _: None)[served] == 2
+
+
+def test_prompts_differ_from_the_first_word_and_have_their_length() -> None:
+    rng = random.Random(0)  # noqa: S311 - load, not secrets
+    one, other = prompt(100, rng), prompt(100, rng)
+    assert one.split()[0] != other.split()[0]
+    assert 90 <= len(one.split()) <= 110
+    assert prompt(1, rng)

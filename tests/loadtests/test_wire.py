@@ -1,0 +1,106 @@
+"""The users' connection against a server that is scripted byte by byte."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from loadtests.wire import Connection, Gone
+
+WHOLE = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nhi"
+CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
+
+Script = Callable[[socket.socket], None]
+
+
+@contextmanager
+def server(*scripts: Script) -> Iterator[str]:
+    """One connection after another, each played by its script."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def play() -> None:
+            for script in scripts:
+                connection, _ = listener.accept()
+                with connection:
+                    script(connection)
+
+        thread = threading.Thread(target=play)
+        thread.start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        thread.join(timeout=5)
+        assert not thread.is_alive()
+
+
+def asked(connection: socket.socket) -> bytes:
+    data = b""
+    while b"\r\n\r\n" not in data:
+        data += connection.recv(65536)
+    return data
+
+
+def answers_once(connection: socket.socket) -> None:
+    asked(connection)
+    connection.sendall(WHOLE)
+
+
+def ignored(data: bytes, at: float) -> bool:
+    return True
+
+
+def test_a_kept_connection_that_was_closed_is_replaced() -> None:
+    with server(answers_once, answers_once) as url, Connection(url) as connection:
+        assert connection.get("/a") == (200, b"hi")
+        assert connection.get("/b") == (200, b"hi")
+
+
+def test_an_answer_that_breaks_is_not_asked_for_again() -> None:
+    def breaks(connection: socket.socket) -> None:
+        asked(connection)
+        connection.sendall(CHUNKED + b"2\r\nhi\r\n")
+
+    with server(breaks) as url, Connection(url) as connection, pytest.raises(Gone):
+        connection.post("/a", b"", ignored)
+
+
+def test_a_new_connection_that_says_nothing_is_a_failure() -> None:
+    def silent(connection: socket.socket) -> None:
+        asked(connection)
+
+    with server(silent) as url, Connection(url) as connection, pytest.raises(Gone):
+        connection.post("/a", b"", ignored)
+
+
+def test_a_client_that_leaves_hangs_up() -> None:
+    seen: list[bytes] = []
+
+    def streams(connection: socket.socket) -> None:
+        asked(connection)
+        connection.sendall(CHUNKED + b"2\r\nhi\r\n")
+        seen.append(connection.recv(1))
+
+    with server(streams) as url, Connection(url) as connection:
+        answer = connection.post("/a", b"", lambda data, at: False)
+        assert (answer.status, answer.complete) == (200, False)
+    assert seen == [b""]
+
+
+def test_the_key_and_the_prefix_go_along() -> None:
+    heads: list[bytes] = []
+
+    def notes(connection: socket.socket) -> None:
+        heads.append(asked(connection))
+        connection.sendall(WHOLE)
+
+    with server(notes) as url, Connection(url + "/prefix/", "secret") as connection:
+        connection.get("/v1/models")
+    assert heads[0].startswith(b"GET /prefix/v1/models HTTP/1.1\r\n")
+    assert b"authorization: Bearer secret\r\n" in heads[0]
+
+
+def test_a_url_of_another_kind_is_refused() -> None:
+    with pytest.raises(ValueError, match="not an http or https URL"):
+        Connection("127.0.0.1:8080")
