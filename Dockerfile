@@ -43,6 +43,7 @@ COPY policy policy
 COPY store store
 COPY gateway gateway
 COPY serve serve
+COPY sim sim
 COPY tidegate tidegate
 RUN pip install --no-cache-dir --no-deps --no-build-isolation .
 
@@ -52,6 +53,7 @@ COPY policy policy
 COPY store store
 COPY gateway gateway
 COPY serve serve
+COPY sim sim
 COPY tidegate tidegate
 RUN pip install --no-cache-dir --no-deps --no-build-isolation .
 
