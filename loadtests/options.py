@@ -16,7 +16,7 @@ def add(parser: Any, **_: object) -> None:
         parser.add_argument(name, default=default, type=type(default), env_var=variable, help=text, **more)
 
     option("--model", "", "What requests name in `model`; the first of /v1/models if empty")
-    option("--prompt-tokens", 64, "Length of each prompt in tokens, roughly")
+    option("--prompt-tokens", 256, "Length of each prompt in tokens, roughly")
     option("--max-tokens", 64, "Bound of each answer in tokens")
     option("--stream-share", 0.75, "Fraction of requests that are streamed")
     option("--abort-share", 0.0, "Fraction of requests whose client leaves before the end")

@@ -90,7 +90,7 @@ def rows(path: Path) -> dict[str, dict[str, str]]:
 
 def test_users_and_gateway_agree(deployment: Deployment) -> None:
     prefix = deployment.folder / "run"
-    load = ["-u", "4", "-r", "4", "-t", "10s", "--max-tokens", "24"]
+    load = ["-u", "4", "-r", "4", "-t", "10s", "--prompt-tokens", "64", "--max-tokens", "24"]
     limits = ["--slo-ttft-s", "5", "--slo-itl-s", "1", "--slo-attainment", "0.9"]
     ran = deployment.locust(*load, *limits, "--csv", str(prefix))
     assert ran.returncode == 0, ran.stdout + ran.stderr
