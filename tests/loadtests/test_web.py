@@ -12,7 +12,7 @@ from loadtests.slo import Ledger, Objective, Outcome
 
 
 def test_the_page_has_a_tab_with_the_rows() -> None:
-    app = Flask("locust")
+    app = Flask("page")
     app.add_url_rule("/stats/requests", "stats", lambda: {"state": "running"})
     app.add_url_rule("/other", "other", lambda: {"state": "running"})
     ledger = Ledger()
