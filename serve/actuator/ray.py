@@ -20,6 +20,7 @@ from ray.serve.api import RunTarget
 from policy.config import ModelSpec, Shape
 from policy.errors import ActuatorFailed
 from policy.plan import CPU_OVERCOMMIT, LayerKey
+from policy.types import EngineKind
 from serve.actuator.port import Held
 from serve.host import HostSpec
 from serve.ray_host import RayHost
@@ -32,14 +33,21 @@ _BROKEN = frozenset({"DEPLOY_FAILED", "UNHEALTHY"})
 # Serve waits this long before a replica's shutdown hook; the hook is what refuses new requests.
 BEFORE_HOOK_S = 0.1
 AFTER_DRAIN_S = 15.0
+SIM_CPUS = 0.01
 
 
 def _application(key: LayerKey, digest: str) -> str:
     return f"tidegate+{key.model.replace('/', '@')}+{key.shape}+g{key.generation}-{digest}"
 
 
-def _resources(shape: Shape) -> dict[str, Any]:
-    """What a host asks of Ray; cores are asked for in parts, so that two shapes can change places."""
+def _resources(model: ModelSpec, shape: Shape) -> dict[str, Any]:
+    """What a host asks of Ray.
+
+    Cores are asked for in parts, so that two shapes can change places. What a simulated engine
+    imitates it does not take: eight GPUs fit on a laptop.
+    """
+    if model.engine is EngineKind.SIM:
+        return {"num_cpus": SIM_CPUS}
     if shape.gpus:
         return {"num_gpus": shape.gpus, "num_cpus": shape.cpus}
     return {"num_cpus": shape.cpus / CPU_OVERCOMMIT}
@@ -99,7 +107,7 @@ class RayActuator:
         deployment = ray_serve.deployment(
             name=DEPLOYMENT,
             num_replicas=count,
-            ray_actor_options=_resources(model.shapes[key.shape]),
+            ray_actor_options=_resources(model, model.shapes[key.shape]),
             max_ongoing_requests=1,
             health_check_period_s=2.0,
             health_check_timeout_s=model.control.start_timeout_s,

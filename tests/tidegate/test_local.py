@@ -39,7 +39,7 @@ def test_a_start_that_takes_too_long_says_why_and_leaves_nothing(site: Site) -> 
     write(site, start_s=600)
     code, _, err = site.tidegate("up", str(site.file), "--no-ray", "--timeout-s", "3")
     assert code == 1
-    assert "replica: not ready after 3 s: sim-small" in err
+    assert "replica: not ready after 3 s: sim" in err
     assert "controller | " in err
     assert site.pids() == []
 
@@ -52,14 +52,14 @@ def test_the_simulated_deployment_from_up_to_down(sim: Site) -> None:
     (model,) = sim.status()["models"]
     assert (model["mode"], model["target"], model["ready"]) == ("multi-replica", 1, 1)
 
-    code, out, _ = sim.tidegate("scale", "sim-small", "2", "--wait", "--json")
+    code, out, _ = sim.tidegate("scale", "sim", "2", "--wait", "--json")
     assert code == 0
     assert json.loads(out)["ready"] == 2
-    code, _, err = sim.tidegate("scale", "sim-small", "5")
+    code, _, err = sim.tidegate("scale", "sim", "5")
     assert code == 5
     assert "1 to 4" in err
 
-    code, out, _ = sim.tidegate("mode", "sim-small", "single-large", "--wait")
+    code, out, _ = sim.tidegate("mode", "sim", "single-large", "--wait")
     assert code == 0
     assert "single-large, 1 of 1 ready" in out
     code, _, err = sim.tidegate("mode", "nobody", "single-large")
@@ -90,7 +90,7 @@ def test_apply_changes_what_the_controller_allows(sim: Site) -> None:
     sim.file.write_text(json.dumps(document))
     code, out, _ = sim.tidegate("apply", str(sim.file))
     assert code == 0
-    assert "models[sim-small].modes.multi-replica.replicas.max" in out
-    code, _, err = sim.tidegate("scale", "sim-small", "3")
+    assert "models[sim].modes.multi-replica.replicas.max" in out
+    code, _, err = sim.tidegate("scale", "sim", "3")
     assert code == 5
     assert "1 to 2" in err
