@@ -138,6 +138,15 @@ def from_upstream(status: int, body: bytes, retry_after: bytes | None, route: Ro
     return Refused(Refusal.BAD_REQUEST, message, param=param, status=status, code=code, retry_after_s=wait)
 
 
+def rejection_status(body: bytes) -> int | None:
+    """The 4xx status that an upstream's error names as its integer ``code``, if it names one."""
+    try:
+        code = msgspec.json.decode(body)["error"]["code"]
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError, LookupError, TypeError):
+        return None
+    return code if isinstance(code, int) and 400 <= code < 500 else None
+
+
 def read_error(body: bytes) -> tuple[str, str | None, str | None]:
     """Message, param and code (strings only) of whatever an upstream calls an error."""
     try:

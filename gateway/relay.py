@@ -11,7 +11,7 @@ from enum import StrEnum
 from time import perf_counter
 
 from gateway.call import Call
-from gateway.errors import Refused, from_upstream
+from gateway.errors import Refused, from_upstream, rejection_status
 from gateway.metrics import ModelMeter
 from gateway.outlet import Outlet
 from gateway.sse import Tail
@@ -149,6 +149,13 @@ class Relay:
         if out:
             now = perf_counter()
             if not self._committed:
+                if self._tail.error and (status := rejection_status(self._tail.error)) is not None:
+                    # vLLM opens the stream before it has checked all; nothing was said to the client yet.
+                    if not complete:
+                        self._connection.abort()
+                    self.refused = from_upstream(status, self._tail.error, None, self._call.route)
+                    self._settle(Verdict.REJECTED)
+                    return
                 self._commit([(b"cache-control", b"no-cache")])
             if self._last_at:
                 self._meter.itl.add(now - self._last_at)

@@ -36,6 +36,7 @@ _decoder = msgspec.json.Decoder(_Payload)
 class Tail:
     """One stream. ``finished`` once it has said all it must, ``failed`` once it said an error.
 
+    ``error`` is the payload of the upstream's error event, empty until there is one.
     This base class knows no last word: any clean end is a good one.
     """
 
@@ -45,6 +46,7 @@ class Tail:
         self.finished = not self.markers
         self.failed = False
         self.closed = False
+        self.error = b""
         self._held = b""
 
     def feed(self, data: bytes) -> bytes:
@@ -104,6 +106,7 @@ class Tail:
             self.finished = True
         elif said.type == "error" or bytes(said.error) != b"null":
             self.failed = self.closed = True
+            self.error = payload
             return self.error_event(_relayed_error(payload))
         return event
 

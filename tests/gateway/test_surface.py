@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tests.gateway.fake_replica import Answer, Exchange, FakeReplica
+from tests.gateway.fake_replica import DONE, STREAM, Answer, Exchange, FakeReplica, stream
 from tests.gateway.worker import Stack, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
@@ -228,6 +228,20 @@ async def test_a_parameter_is_named_as_clients_write_it(
     replica = await one(shared, "param")
     replica.answer = reject("no", location)
     assert (await shared.chat()).json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize("piece", [None, 7], ids=["whole", "pieces"])
+async def test_a_stream_that_opens_with_a_rejection_is_one(shared: Stack, piece: int | None) -> None:
+    """vLLM checks some parameters only after it has sent the head of the stream."""
+    replica = await one(shared, "late-rejection")
+    error = {"message": "no such token", "type": "BadRequestError", "param": "logit_bias", "code": 400}
+    replica.answer = stream(b"data: " + json.dumps({"error": error}).encode() + b"\n\n" + DONE, piece=piece)
+    answer = await shared.chat(stream=True)
+    assert answer.status_code == 400
+    assert answer.headers["content-type"] == "application/json"
+    assert answer.json()["error"] == {**error, "type": "invalid_request_error", "code": None}
+    replica.answer = stream(STREAM)
+    assert (await shared.chat(stream=True)).content == STREAM
 
 
 def reject(message: str, param: str | None) -> Answer:
