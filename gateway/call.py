@@ -138,6 +138,8 @@ class Call:
     def head(self, status: int, headers: list[tuple[bytes, bytes]]) -> Message:
         """The start of the answer, with the id of the request."""
         headers.append((b"x-request-id", self.request_id))
+        if self.route.api is Api.MESSAGES:  # the name that Anthropic's clients read
+            headers.append((b"request-id", self.request_id))
         return {"type": "http.response.start", "status": status, "headers": headers}
 
     async def answer(self, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:

@@ -94,6 +94,7 @@ async def test_messages_and_their_stream(shared: Stack, claude: anthropic.AsyncA
     replica.answer = whole
     answer = await claude.messages.create(model="alpha", max_tokens=5, messages=MESSAGES)  # type: ignore[call-overload]
     assert answer.content[0].text == "Paris"
+    assert answer._request_id
 
     def said(kind: str, **more: object) -> bytes:
         return f"event: {kind}\ndata: {json.dumps({'type': kind, **more})}\n\n".encode()
@@ -109,5 +110,6 @@ async def test_messages_and_their_stream(shared: Stack, claude: anthropic.AsyncA
         async with claude.messages.stream(model="alpha", max_tokens=5, messages=MESSAGES) as parts:  # type: ignore[arg-type]
             async for _ in parts:
                 pass
-    with pytest.raises(anthropic.NotFoundError):
+    with pytest.raises(anthropic.NotFoundError) as missing:
         await claude.messages.create(model="nobody", max_tokens=5, messages=MESSAGES)  # type: ignore[call-overload]
+    assert missing.value.request_id
