@@ -1,0 +1,137 @@
+"""What users of the official Anthropic client get from a real model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import anthropic
+import pytest
+
+from tests.e2e.conftest import CHAT, POOLING
+from tests.e2e.stack import Stack
+
+pytestmark = [pytest.mark.vllm, pytest.mark.ray, pytest.mark.timeout(120)]
+
+QUESTION: Any = [{"role": "user", "content": "What is the capital of France?"}]
+# The client has no temperature of its own any more.
+GREEDY = {"temperature": 0}
+ASK: dict[str, Any] = {"model": CHAT, "messages": QUESTION, "max_tokens": 16, "extra_body": GREEDY}
+
+
+@pytest.fixture(scope="module")
+def claude(stack: Stack) -> Iterator[anthropic.Anthropic]:
+    url = stack.base_url.removesuffix("/v1")
+    with anthropic.Anthropic(base_url=url, api_key="unused", max_retries=0, timeout=60) as client:
+        yield client
+
+
+def text_of(message: anthropic.types.Message) -> str:
+    (block,) = message.content
+    assert block.type == "text"
+    return block.text
+
+
+def test_a_message_knows_the_capital_of_france(claude: anthropic.Anthropic) -> None:
+    answer = claude.messages.create(**ASK, extra_headers={"x-request-id": "mine-1"})
+    assert "Paris" in text_of(answer)
+    assert (answer.role, answer.model, answer.stop_reason) == ("assistant", CHAT, "end_turn")
+    assert answer.usage.input_tokens > 0
+    assert answer.usage.output_tokens > 0
+    assert answer._request_id == "mine-1"
+
+
+def test_a_stream_adds_up_to_the_message(claude: anthropic.Anthropic) -> None:
+    whole = claude.messages.create(**ASK)
+    with claude.messages.stream(**ASK) as stream:
+        deltas = list(stream.text_stream)
+        final = stream.get_final_message()
+    assert len(deltas) > 1
+    assert "".join(deltas) == text_of(final) == text_of(whole)
+    assert final.stop_reason == "end_turn"
+    assert final.usage == whole.usage
+    kinds = [event.type for event in claude.messages.create(**ASK, stream=True)]
+    assert (kinds[0], kinds[-1]) == ("message_start", "message_stop")
+
+
+async def test_the_async_client_streams(stack: Stack) -> None:
+    url = stack.base_url.removesuffix("/v1")
+    async with (
+        anthropic.AsyncAnthropic(base_url=url, api_key="unused", max_retries=0) as client,
+        client.messages.stream(**ASK) as stream,
+    ):
+        assert "Paris" in "".join([text async for text in stream.text_stream])
+
+
+def test_a_system_prompt_is_read(claude: anthropic.Anthropic) -> None:
+    plain = claude.messages.create(**ASK)
+    told = claude.messages.create(**ASK, system="Answer with one word.")
+    assert told.usage.input_tokens != plain.usage.input_tokens
+    blocks = claude.messages.create(**ASK, system=[{"type": "text", "text": "Answer with one word."}])
+    assert blocks.usage.input_tokens == told.usage.input_tokens
+    assert text_of(blocks) == text_of(told)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [({"stop_sequences": ["Paris"]}, "stop_sequence"), ({"max_tokens": 3}, "max_tokens")],
+)
+def test_a_message_says_why_it_ended(
+    claude: anthropic.Anthropic, change: dict[str, Any], reason: str
+) -> None:
+    answer = claude.messages.create(**{**ASK, **change})
+    assert answer.stop_reason == reason
+    assert "Paris" not in text_of(answer)
+    with claude.messages.stream(**{**ASK, **change}) as stream:
+        assert stream.get_final_message().stop_reason == reason
+
+
+def test_a_tool_is_used(claude: anthropic.Anthropic) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"city": {"enum": ["Paris", "Rome"]}},
+        "required": ["city"],
+        "additionalProperties": False,
+    }
+    answer = claude.messages.create(
+        **ASK | {"max_tokens": 80},
+        tools=[{"name": "get_weather", "input_schema": schema, "strict": True}],
+        tool_choice={"type": "any"},
+    )
+    assert answer.stop_reason == "tool_use"
+    (block,) = answer.content
+    assert block.type == "tool_use"
+    assert block.name == "get_weather"
+    assert block.input["city"] in ("Paris", "Rome")
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "name"),
+    [
+        ({"model": "nobody"}, anthropic.NotFoundError, "not_found_error"),
+        ({"model": POOLING}, anthropic.BadRequestError, "invalid_request_error"),
+        ({"messages": "hi"}, anthropic.BadRequestError, "invalid_request_error"),
+        ({"max_tokens": 80_000}, anthropic.BadRequestError, "invalid_request_error"),
+        ({"extra_body": {"temperature": -3}}, anthropic.BadRequestError, "invalid_request_error"),
+        (
+            {"messages": [{"role": "user", "content": "cat " * 3000}]},
+            anthropic.BadRequestError,
+            "invalid_request_error",
+        ),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_a_bad_message_raises_its_class(
+    claude: anthropic.Anthropic,
+    change: dict[str, Any],
+    kind: type[anthropic.APIStatusError],
+    name: str,
+    stream: bool,
+) -> None:
+    with pytest.raises(kind) as caught:
+        claude.messages.create(**{**ASK, **change, "stream": stream}, extra_headers={"x-request-id": "bad-1"})
+    said: Any = caught.value.body
+    assert said["type"] == "error"
+    assert said["error"]["type"] == name
+    assert said["error"]["message"]
+    assert caught.value.request_id == "bad-1"

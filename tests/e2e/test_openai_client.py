@@ -1,0 +1,255 @@
+"""What users of the official OpenAI client get from a real model: answers, streams and exception classes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import openai
+import pytest
+from pydantic import BaseModel, Field
+
+from tests.e2e.conftest import CHAT, POOLING
+from tests.e2e.stack import Stack
+
+pytestmark = [pytest.mark.vllm, pytest.mark.ray, pytest.mark.timeout(300)]
+
+QUESTION: Any = [{"role": "user", "content": "What is the capital of France?"}]
+COUNT = "1, 2, 3, 4, 5, 6,"
+WEATHER: Any = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "strict": True,
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"enum": ["Paris", "Rome"]}},
+            "required": ["city"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+@pytest.fixture(scope="module")
+def client(stack: Stack) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=stack.base_url, api_key="unused", max_retries=0, timeout=120) as client:
+        yield client
+
+
+def test_a_chat_knows_the_capital_of_france(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(model=CHAT, messages=QUESTION, temperature=0, max_tokens=16)
+    assert "Paris" in (answer.choices[0].message.content or "")
+    assert (answer.model, answer.choices[0].finish_reason) == (CHAT, "stop")
+    assert answer.usage is not None
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+    parts = client.chat.completions.create(
+        model=CHAT, messages=QUESTION, temperature=0, max_tokens=16, stream=True
+    )
+    said = [part.choices[0] for part in parts]
+    assert "".join(choice.delta.content or "" for choice in said) == answer.choices[0].message.content
+    assert [choice.finish_reason for choice in said if choice.finish_reason] == ["stop"]
+
+
+async def test_the_async_client_streams_several_at_once(stack: Stack) -> None:
+    async def ask(client: openai.AsyncOpenAI) -> str:
+        parts = await client.chat.completions.create(
+            model=CHAT, messages=QUESTION, temperature=0, max_completion_tokens=16, stream=True
+        )
+        return "".join([part.choices[0].delta.content or "" async for part in parts])
+
+    async with openai.AsyncOpenAI(base_url=stack.base_url, api_key="unused", max_retries=0) as client:
+        answers = await asyncio.gather(*(ask(client) for _ in range(3)))
+    assert all("Paris" in answer for answer in answers)
+
+
+def test_a_completion_stops_before_its_stop_sequence(client: openai.OpenAI) -> None:
+    answer = client.completions.create(model=CHAT, prompt=COUNT, temperature=0, max_tokens=16, stop=["9"])
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == (" 7, 8, ", "stop")
+    parts = client.completions.create(
+        model=CHAT, prompt=COUNT, temperature=0, max_tokens=16, stop=["9"], stream=True
+    )
+    assert "".join(part.choices[0].text for part in parts) == " 7, 8, "
+
+
+def test_every_choice_of_several_is_finished(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(model=CHAT, messages=QUESTION, n=2, max_tokens=4)
+    assert [choice.index for choice in answer.choices] == [0, 1]
+    assert all(choice.finish_reason for choice in answer.choices)
+    parts = client.completions.create(model=CHAT, prompt=["a b c", COUNT], n=2, max_tokens=3, stream=True)
+    reasons = {choice.index: choice.finish_reason for part in parts for choice in part.choices}
+    assert reasons == dict.fromkeys(range(4), "length")
+
+
+def test_usage_is_the_last_chunk_of_a_stream(client: openai.OpenAI) -> None:
+    *parts, last = client.chat.completions.create(
+        model=CHAT, messages=QUESTION, n=2, max_tokens=3, stream=True, stream_options={"include_usage": True},
+        extra_body={"ignore_eos": True},
+    )  # fmt: skip
+    assert {choice.index for part in parts for choice in part.choices if choice.finish_reason} == {0, 1}
+    assert all(part.usage is None for part in parts)
+    assert last.choices == []
+    assert last.usage is not None
+    assert last.usage.completion_tokens == 6
+
+
+def test_log_probabilities_agree_with_what_was_chosen(client: openai.OpenAI) -> None:
+    chat = client.chat.completions.create(
+        model=CHAT, messages=QUESTION, temperature=0, max_tokens=3, logprobs=True, top_logprobs=2
+    ).choices[0]
+    assert chat.logprobs is not None
+    assert chat.logprobs.content is not None
+    assert "".join(token.token for token in chat.logprobs.content) == chat.message.content
+    for token in chat.logprobs.content:
+        assert len(token.top_logprobs) == 2
+        assert token.logprob == max(top.logprob for top in token.top_logprobs) <= 0
+    text = client.completions.create(model=CHAT, prompt=COUNT, temperature=0, max_tokens=3, logprobs=2)
+    said = text.choices[0].logprobs
+    assert said is not None
+    assert "".join(said.tokens or ()) == text.choices[0].text
+    assert all(len(top) == 2 for top in said.top_logprobs or ())
+
+
+def test_a_seed_repeats_a_sampled_text(client: openai.OpenAI) -> None:
+    first, again, other = (
+        client.completions.create(model=CHAT, prompt="Once", temperature=1, max_tokens=12, seed=seed)
+        for seed in (7, 7, 8)
+    )
+    assert first.choices[0].text == again.choices[0].text != other.choices[0].text
+
+
+class City(BaseModel):
+    name: Literal["Paris", "Rome"]
+    millions: int = Field(ge=1, le=9)
+
+
+def test_a_schema_is_followed(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.parse(
+        model=CHAT, messages=QUESTION, temperature=0, max_tokens=60, response_format=City
+    )
+    assert answer.choices[0].message.parsed is not None
+    assert answer.choices[0].message.parsed.name == "Paris"
+    response = client.responses.parse(
+        model=CHAT, input="Name a city.", temperature=0, max_output_tokens=60, text_format=City
+    )
+    assert isinstance(response.output_parsed, City)
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
+def test_a_tool_is_called_with_arguments_of_its_schema(client: openai.OpenAI, choice: Any) -> None:
+    ask = {"model": CHAT, "messages": QUESTION, "temperature": 0, "max_tokens": 80, "tools": [WEATHER]}
+    answer = client.chat.completions.create(**ask, tool_choice=choice).choices[0]
+    (call,) = answer.message.tool_calls or ()
+    assert call.function.name == "get_weather"
+    assert json.loads(call.function.arguments)["city"] in ("Paris", "Rome")
+    parts = client.chat.completions.create(**ask, tool_choice=choice, stream=True)
+    said = [delta.function for part in parts for delta in part.choices[0].delta.tool_calls or ()]
+    assert [function.name for function in said if function.name] == ["get_weather"]
+    # Streamed arguments come as the model wrote them, whole ones written anew.
+    streamed = "".join(function.arguments or "" for function in said)
+    assert json.loads(streamed) == json.loads(call.function.arguments)
+
+
+def test_tools_that_may_be_left_alone_are(client: openai.OpenAI) -> None:
+    """The model's chat template shows it no tools, so it answers; a tool's result is one more message."""
+    call = {"id": "a", "type": "function", "function": {"name": "get_weather", "arguments": "{}"}}
+    history: Any = [
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "a", "content": "sunny"},
+    ]
+    for messages in (QUESTION, QUESTION + history):
+        answer = client.chat.completions.create(
+            model=CHAT, messages=messages, tools=[WEATHER], tool_choice="auto", temperature=0, max_tokens=12
+        )
+        assert "Paris" in (answer.choices[0].message.content or "")
+
+
+def test_a_pooling_model_turns_texts_into_vectors(client: openai.OpenAI) -> None:
+    texts = ["The cat sat on the mat.", "A cat is sitting on the mat.", "Quarterly tax revenue rose."]
+    # Left to itself the client asks for base64 and decodes it.
+    packed = client.embeddings.create(model=POOLING, input=texts).data
+    plain = client.embeddings.create(model=POOLING, input=texts, encoding_format="float").data
+    cat, same, tax = (vector.embedding for vector in plain)
+    assert len(cat) == 576
+    assert math.hypot(*cat) == pytest.approx(1.0, abs=1e-3)
+    assert dot(cat, same) > dot(cat, tax) + 0.05
+    assert [vector.embedding for vector in packed] == [pytest.approx(v.embedding, abs=1e-5) for v in plain]
+
+
+def dot(one: Sequence[float], other: Sequence[float]) -> float:
+    return sum(a * b for a, b in zip(one, other, strict=True))
+
+
+def test_a_pooling_model_scores_and_ranks(stack: Stack) -> None:
+    """Without a head for classes the score is the cosine of the two vectors."""
+    query, documents = "A cat is sitting on the mat.", ["Tax revenue rose.", "The cat sat on the mat."]
+    scored = stack.http.post(
+        f"{stack.base_url}/score", json={"model": POOLING, "text_1": query, "text_2": documents}
+    ).json()["data"]
+    ranked = stack.http.post(
+        f"{stack.base_url}/rerank", json={"model": POOLING, "query": query, "documents": documents}
+    ).json()["results"]
+    assert [result["index"] for result in ranked] == [1, 0]
+    assert ranked[0]["document"]["text"] == documents[1]
+    assert [scored[1]["score"], scored[0]["score"]] == pytest.approx([r["relevance_score"] for r in ranked])
+
+
+@pytest.mark.parametrize("model", [CHAT, POOLING])
+def test_text_survives_tokens_and_back(stack: Stack, model: str) -> None:
+    text = "Grüße, world: 1 + 1 = 2"
+    said = stack.http.post(f"{stack.base_url}/tokenize", json={"model": model, "prompt": text}).json()
+    assert said["count"] == len(said["tokens"]) > 5
+    back = {"model": model, "tokens": said["tokens"]}
+    assert stack.http.post(f"{stack.base_url}/detokenize", json=back).json() == {"prompt": text}
+
+
+def test_a_response_and_its_stream(client: openai.OpenAI) -> None:
+    question = QUESTION[0]["content"]
+    answer = client.responses.create(model=CHAT, input=question, temperature=0, max_output_tokens=16)
+    assert "Paris" in answer.output_text
+    assert answer.status == "completed"
+    assert answer.usage is not None
+    assert answer.usage.output_tokens > 0
+    with client.responses.stream(model=CHAT, input=question, temperature=0, max_output_tokens=16) as events:
+        said = list(events)
+        assert events.get_final_response().output_text == answer.output_text
+    assert (said[0].type, said[-1].type) == ("response.created", "response.completed")
+    deltas = [event.delta for event in said if event.type == "response.output_text.delta"]
+    assert "".join(deltas) == answer.output_text
+    cut = client.responses.create(model=CHAT, input=question, temperature=0, max_output_tokens=2)
+    assert cut.status == "incomplete"
+
+
+def test_models_are_listed_and_retrieved(client: openai.OpenAI) -> None:
+    listed = client.models.list()
+    assert [card.id for card in listed.data] == [CHAT, POOLING]
+    for card in listed.data:
+        assert (card.object, card.owned_by) == ("model", "tidegate")
+        assert client.models.retrieve(card.id) == card
+    # Where the weights lie is nobody's business.
+    assert "/" not in listed.to_json()
+
+
+def test_an_answer_carries_the_id_of_its_request(client: openai.OpenAI) -> None:
+    ask: Any = {"model": CHAT, "prompt": COUNT, "max_tokens": 1}
+    mine = client.completions.create(**ask, extra_headers={"x-request-id": "mine-1"})
+    assert mine._request_id == "mine-1"
+    one, other = (client.completions.create(**ask)._request_id for _ in range(2))
+    assert one
+    assert other
+    assert one != other
+    raw = client.completions.with_streaming_response.create(
+        **ask, stream=True, extra_headers={"x-request-id": "mine-2"}
+    )
+    with raw as stream:
+        assert stream.headers["x-request-id"] == "mine-2"
+        stream.read()
+
+
+def test_more_tokens_than_remain_are_cut_to_what_remains(client: openai.OpenAI) -> None:
+    """The limit of the model is accepted although the prompt takes some of it."""
+    answer = client.chat.completions.create(model=CHAT, messages=QUESTION, temperature=0, max_tokens=2048)
+    assert answer.choices[0].finish_reason == "stop"
