@@ -97,6 +97,7 @@ def build_app(controller: Controller, secret: str) -> Starlette:
 
 
 async def _snapshots(controller: Controller) -> AsyncIterator[bytes]:
+    await controller.heard()
     while True:
         fleet = controller.fleet()
         yield msgspec.json.encode(fleet) + b"\n"

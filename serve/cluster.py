@@ -21,7 +21,7 @@ from policy.config import Deployment
 from policy.errors import TidegateError, Unreachable
 from policy.parsing import parse
 from serve.actuator.port import Actuator
-from store.state import StateDir, write_atomic
+from store.state import StateDir, own_directory, write_atomic
 
 # Tidegate passes no objects through Ray; its store only holds Ray's own few.
 OBJECT_STORE_BYTES = 128 * 1024 * 1024
@@ -47,7 +47,7 @@ def environment(deployment: Deployment, state: StateDir) -> dict[str, str]:
 def temp_dir(state: StateDir) -> Path:
     """Ray's own directory for this deployment, short because Ray puts unix sockets below it."""
     digest = hashlib.sha256(os.fsencode(state.root)).hexdigest()[:8]
-    return Path(tempfile.gettempdir()) / f"tidegate-ray-{os.getuid()}-{digest}"
+    return own_directory(Path(tempfile.gettempdir()) / f"tidegate-ray-{os.getuid()}-{digest}")
 
 
 def head_command(deployment: Deployment, state: StateDir) -> tuple[list[str], dict[str, str]]:

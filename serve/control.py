@@ -59,6 +59,7 @@ class Controller:
         self._monotonic = monotonic
         self._epoch = wall()
         self._hear_until = monotonic() + HEARING_S
+        self._heard_all = asyncio.Event()
         self._targets = Targets(state)
         self.registry = Registry(self._epoch)
         self._observation = Observation(self.registry, self._targets)
@@ -71,6 +72,15 @@ class Controller:
     def fleet(self) -> Fleet:
         """The snapshot of this instant."""
         return self.registry.fleet(self._wall())
+
+    async def heard(self) -> None:
+        """Return once the replicas that run had the time to beat.
+
+        Before that a snapshot of a controller that was restarted would take them from the gateways.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(HEARING_S):
+                await self._heard_all.wait()
 
     def status(self) -> ControllerStatus:
         """What each model is doing."""
@@ -198,6 +208,7 @@ class Controller:
         if self._observation.unheard() and self._monotonic() < self._hear_until:
             return False
         self._hear_until = 0.0
+        self._heard_all.set()
         return True
 
     async def _tick_model(self, name: str) -> None:

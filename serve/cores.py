@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +11,8 @@ from pathlib import Path
 
 import msgspec
 import psutil
+
+from store.state import private_directory
 
 
 class Claim(msgspec.Struct, frozen=True):
@@ -25,7 +26,6 @@ class Claim(msgspec.Struct, frozen=True):
 @contextmanager
 def _claims(path: Path) -> Iterator[list[Claim]]:
     """The live claims of this node under a lock; what the caller leaves in the list is kept."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     with path.open("a+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         file.seek(0)
@@ -46,7 +46,7 @@ def _alive(claim: Claim) -> bool:
 
 
 def claim(path: Path, count: int, cores: tuple[int, ...] | None = None) -> tuple[int, ...]:
-    """Take ``count`` of this node's cores for the calling process, until it ends or releases.
+    """Take ``count`` of this node's cores for the calling process, until it ends.
 
     Cores may be claimed more than once: while a mode is switched, the old and the new shape share
     them. The least claimed ones are taken first, so replicas of one mode do not overlap.
@@ -59,13 +59,6 @@ def claim(path: Path, count: int, cores: tuple[int, ...] | None = None) -> tuple
     return chosen
 
 
-def release(path: Path) -> None:
-    """Give back what the calling process claimed."""
-    with _claims(path) as live:
-        live[:] = [held for held in live if held.pid != os.getpid()]
-
-
 def default_path() -> Path:
     """The claims file that every Tidegate process of this user on this node shares."""
-    base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
-    return Path(base) / f"tidegate-{os.getuid()}" / "cores.json"
+    return private_directory() / "cores.json"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from pathlib import Path
 
 MAX_BYTES = 16 * 1024 * 1024
@@ -33,17 +34,14 @@ class RotatingLog:
         """Close the file."""
         self._file.close()
 
-    def tail(self, lines: int) -> str:
-        """The last ``lines`` lines of the current file, from its last 64 KiB."""
-        with self._path.open("rb") as file:
-            size = file.seek(0, 2)
-            file.seek(max(0, size - 65_536))
-            return "\n".join(file.read().decode(errors="replace").splitlines()[-lines:])
-
     async def pump(self, source: asyncio.StreamReader) -> None:
-        """Copy ``source`` until its end."""
+        """Copy ``source`` until its end.
+
+        What a full disk does not take is dropped: whoever writes must not stop for want of a reader.
+        """
         while data := await source.read(65_536):
-            self.write(data)
+            with contextlib.suppress(OSError):
+                self.write(data)
 
     def _rotate(self) -> None:
         self._file.close()

@@ -7,6 +7,7 @@ import hashlib
 import os
 import secrets
 import socket
+import stat
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ import msgspec
 T = TypeVar("T")
 
 SECRET_HEADER = "x-tidegate-secret"
+MIN_SECRET = 16
 
 
 def default_root() -> Path:
@@ -25,6 +27,26 @@ def default_root() -> Path:
         return Path(chosen).expanduser().resolve()
     base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     return Path(base) / "tidegate"
+
+
+def own_directory(path: Path) -> Path:
+    """Make ``path``, in a place where others may write, and make sure that it is this user's.
+
+    Raises ``PermissionError`` when another user made it first: what lies in it would be theirs to choose.
+    """
+    path.mkdir(mode=0o700, exist_ok=True)
+    found = path.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        raise PermissionError(f"{path}: expected a directory of this user; remove what is there")
+    return path
+
+
+def private_directory() -> Path:
+    """A directory of this user on this node that lasts until it restarts, with a short path."""
+    base = os.environ.get("XDG_RUNTIME_DIR", "")
+    if not Path(base).is_dir() or not base:
+        base = tempfile.gettempdir()
+    return own_directory(Path(base) / f"tidegate-{os.getuid()}")
 
 
 def write_atomic(path: Path, data: bytes, mode: int = 0o644) -> None:
@@ -69,8 +91,7 @@ class StateDir:
         if len(os.fsencode(direct)) <= 100:
             return direct
         short = hashlib.sha256(os.fsencode(self.root)).hexdigest()[:16]
-        base = os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir()
-        return Path(base) / f"tidegate-{os.getuid()}-{short}.sock"
+        return private_directory() / f"{short}.sock"
 
     @property
     def secret_path(self) -> Path:
@@ -110,7 +131,13 @@ class StateDir:
         self.ensure()
         if not self.secret_path.exists():
             write_atomic(self.secret_path, secrets.token_urlsafe(32).encode(), mode=0o600)
-        return self.secret_path.read_text().strip()
+        secret = self.secret_path.read_text().strip()
+        if len(secret) < MIN_SECRET or self.secret_path.stat().st_mode & 0o077:
+            raise PermissionError(
+                f"{self.secret_path}: expected at least {MIN_SECRET} characters that only its owner may read"
+                " (mode 600); remove it to have a new one made"
+            )
+        return secret
 
     def load(self, path: Path, kind: type[T]) -> T | None:
         """Decode a JSON file of this directory; ``None`` when it does not exist."""

@@ -21,7 +21,6 @@ from tidegate.logtail import tail
 # Children import our packages from here, so that a checkout runs without being installed.
 ROOT = Path(__file__).resolve().parent.parent
 _LINE_BYTES = 1024 * 1024
-_CHUNK_BYTES = 65_536
 
 
 @dataclass
@@ -122,7 +121,7 @@ class Child:
         if self._stopping.is_set():
             self._send(signal.SIGTERM)
         assert self._process.stdout is not None
-        pump = asyncio.create_task(_pump(self._process.stdout, log))
+        pump = asyncio.create_task(log.pump(self._process.stdout))
         self.exit_code = await self._process.wait()
         # A grandchild may hold the pipe's other end for as long as it lives.
         await asyncio.wait({pump}, timeout=0.5)
@@ -160,13 +159,6 @@ async def spawn(part: Part, ledger: Ledger, *, stderr: int) -> asyncio.subproces
     return process
 
 
-async def _pump(source: asyncio.StreamReader, log: RotatingLog) -> None:
-    """Copy ``source`` to its end. A full disk loses lines; it must not block whoever writes them."""
-    while data := await source.read(_CHUNK_BYTES):
-        with contextlib.suppress(OSError):
-            log.write(data)
-
-
 async def run_once(part: Part, state: StateDir, ledger: Ledger, on_line: Callable[[bytes], None]) -> int:
     """Run ``part`` to its end, each line of its output to ``on_line``; returns the exit status.
 
@@ -176,7 +168,7 @@ async def run_once(part: Part, state: StateDir, ledger: Ledger, on_line: Callabl
     process = await spawn(part, ledger, stderr=asyncio.subprocess.PIPE)
     assert process.stdout is not None
     assert process.stderr is not None
-    pump = asyncio.create_task(_pump(process.stderr, log))
+    pump = asyncio.create_task(log.pump(process.stderr))
     try:
         async for line in process.stdout:
             with contextlib.suppress(OSError):

@@ -45,8 +45,6 @@ class Guard:
         self._in_flight = 0
         self._state = ReplicaState.STARTING
         self._changed = asyncio.Event()
-        self._idle = asyncio.Event()
-        self._idle.set()
 
     @property
     def state(self) -> ReplicaState:
@@ -73,10 +71,6 @@ class Guard:
         )
         return LoadLine(state=self._state, load=load, adapters=self._engine.adapters())
 
-    async def idle(self) -> None:
-        """Return once nothing is in flight."""
-        await self._idle.wait()
-
     async def lines(self) -> AsyncIterator[LoadLine]:
         """One line now, one after each change, and one per :data:`HEARTBEAT_S` at least."""
         while True:
@@ -101,10 +95,6 @@ class Guard:
         route = (scope["method"], scope["path"])
         if route == ("GET", "/internal/load"):
             await self._stream_load(receive, send)
-        elif route == ("POST", "/internal/drain"):
-            self.become(ReplicaState.DRAINING)
-            await _start(send, 200, [(b"content-type", b"application/json")])
-            await send({"type": "http.response.body", "body": msgspec.json.encode(self.line())})
         elif route not in ALLOWED:
             await _answer(send, 404, Refusal.NOT_FOUND, "a replica serves no such path")
         elif scope["method"] == "GET":
@@ -123,14 +113,11 @@ class Guard:
 
     async def _count(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._in_flight += 1
-        self._idle.clear()
         self._notify()
         try:
             await self._engine.app(scope, receive, send)
         finally:
             self._in_flight -= 1
-            if not self._in_flight:
-                self._idle.set()
             self._notify()
 
     def _notify(self) -> None:

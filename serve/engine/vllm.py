@@ -75,7 +75,10 @@ class VLLMEngine:
         self._base = base
 
     def stats(self) -> EngineStats:
-        return self._steps.latest
+        latest = self._steps.latest
+        # A core that hangs while idle never reports the requests that come then; its front end counts them.
+        unseen = self._llm.get_num_unfinished_requests() - latest.running
+        return msgspec.structs.replace(latest, waiting=max(latest.waiting, unseen, 0))
 
     def adapters(self) -> tuple[str, ...]:
         models = self.app.state.openai_serving_models  # type: ignore[attr-defined]

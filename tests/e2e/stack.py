@@ -136,6 +136,10 @@ class Stack:
         decoded: dict[str, Any] = json.loads(done.stdout)
         return decoded
 
+    def processes_by_name(self) -> dict[str, int]:
+        """The supervisor's children and their process ids, 0 for one that is being restarted."""
+        return {process["name"]: process["pid"] for process in self.status()["supervisor"]["processes"]}
+
     def ask_replica(self, replica: Replica, path: str, *, secret: bool = True) -> httpx.Response:
         """GET a replica's own port."""
         headers = {"x-tidegate-secret": self.state.secret()} if secret else {}

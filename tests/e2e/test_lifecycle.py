@@ -81,12 +81,9 @@ def test_serves_own_controller_may_die(stack: Stack) -> None:
 
 
 def test_a_gateway_worker_that_dies_is_replaced(stack: Stack) -> None:
-    workers = {p["name"]: p["pid"] for p in stack.status()["processes"] if p["name"].startswith("gateway")}
-    victim = workers["gateway-0"]
+    victim = stack.processes_by_name()["gateway-0"]
     psutil.Process(victim).kill()
-    eventually(
-        lambda: victim not in {p["pid"] for p in stack.status()["processes"] if p["state"] == "running"}, 20
-    )
+    eventually(lambda: stack.processes_by_name()["gateway-0"] not in (0, victim), 20)
     for _ in range(8):
         # A fresh connection each: both workers accept.
         answer = httpx.post(f"{stack.base_url}/completions", json=_short(), timeout=60, trust_env=False)
@@ -104,10 +101,10 @@ def test_a_replica_lets_nobody_in_without_the_secret(stack: Stack) -> None:
 
 
 def test_up_twice_is_harmless(stack: Stack) -> None:
-    before = {p["pid"] for p in stack.status()["processes"]}
+    before = stack.processes_by_name()
     done = stack.run("up", str(stack.file))
     assert done.returncode == 0
-    assert {p["pid"] for p in stack.status()["processes"]} == before
+    assert stack.processes_by_name() == before
 
 
 def _short() -> dict[str, object]:

@@ -12,7 +12,7 @@ import pytest
 
 from policy.types import ReplicaState
 from serve.engine import guard as guard_module
-from serve.engine.guard import CANARY_HEADER, REFUSAL_HEADER, Guard, LoadLine
+from serve.engine.guard import CANARY_HEADER, REFUSAL_HEADER, Guard
 from serve.engine.port import ALLOWED, EngineStats, Message, Receive, Scope, Send
 from store.state import SECRET_HEADER
 
@@ -123,7 +123,7 @@ async def test_nothing_is_served_without_the_secret(
     engine: Held, client: httpx.AsyncClient, given: dict[str, str]
 ) -> None:
     client.headers.pop(SECRET_HEADER)
-    inside = {("GET", "/internal/load"), ("POST", "/internal/drain"), ("GET", "/nowhere")}
+    inside = {("GET", "/internal/load"), ("GET", "/nowhere")}
     for method, path in {*ALLOWED, *inside}:
         answer = await client.request(method, path, headers=given)
         assert answer.status_code == 401
@@ -175,25 +175,20 @@ async def test_over_the_bound_is_busy_at_once(engine: Held, guard: Guard, client
     assert (await client.post(CHAT)).status_code == 200
 
 
-@pytest.mark.parametrize("how", ["stdin", "http"])
 async def test_draining_refuses_at_once_while_what_is_in_flight_finishes(
-    engine: Held, guard: Guard, client: httpx.AsyncClient, how: str
+    engine: Held, guard: Guard, client: httpx.AsyncClient
 ) -> None:
     held = Request(guard, "POST", CHAT, SECRET)
     await in_flight(guard, 1)
-    idle = asyncio.ensure_future(guard.idle())
-    if how == "http":
-        line = msgspec.json.decode((await client.post("/internal/drain")).content, type=LoadLine)
-        assert (line.state, line.load.in_flight) == (ReplicaState.DRAINING, 1)
-    else:
-        guard.become(ReplicaState.DRAINING)
+    guard.become(ReplicaState.DRAINING)
+    assert (guard.line().state, guard.line().load.in_flight) == (ReplicaState.DRAINING, 1)
     answer = await client.post(CHAT)
     assert (answer.status_code, refusal(answer)) == (503, "draining")
-    assert not idle.done()
+    assert not held.task.done()
     engine.go.set()
     await held.task
     assert held.sent[0]["status"] == 200
-    await idle
+    assert guard.line().load.in_flight == 0
     guard.become(ReplicaState.READY)
     assert guard.state is ReplicaState.DRAINING
 
@@ -217,7 +212,6 @@ async def test_the_count_comes_back_after_an_exception(engine: Held, guard: Guar
     with pytest.raises(RuntimeError, match="the app is wrong"):
         await request.task
     assert guard.line().load.in_flight == 0
-    await guard.idle()
 
 
 @pytest.mark.parametrize("how", ["leave", "cancel"])

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
+import tempfile
 from pathlib import Path
 
 import pytest
 
-from store.state import StateDir, default_root, listen, write_atomic
+from store.state import StateDir, default_root, listen, own_directory, write_atomic
 
 
 @pytest.fixture
@@ -26,6 +28,28 @@ def test_the_secret_is_made_once_and_private(state: StateDir) -> None:
     assert state.secret() == StateDir(state.root).secret() == secret
     assert mode(state.secret_path) == 0o600
     assert mode(state.root) == mode(state.logs) == 0o700
+
+
+@pytest.mark.parametrize(("text", "bits"), [("", 0o600), ("short", 0o600), ("x" * 40, 0o644)])
+def test_a_secret_that_guards_nothing_is_refused(state: StateDir, text: str, bits: int) -> None:
+    state.ensure()
+    state.secret_path.write_text(text)
+    state.secret_path.chmod(bits)
+    with pytest.raises(PermissionError, match="mode 600"):
+        state.secret()
+
+
+def test_a_directory_in_a_shared_place_must_be_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "shared"
+    assert own_directory(path) == own_directory(path) == path
+    assert mode(path) == 0o700
+    link = tmp_path / "link"
+    link.symlink_to(path)
+    with pytest.raises(PermissionError, match="link"):
+        own_directory(link)
+    monkeypatch.setattr(os, "getuid", lambda: 4711)
+    with pytest.raises(PermissionError, match="a directory of this user"):
+        own_directory(path)
 
 
 def test_two_directories_have_two_secrets(state: StateDir, tmp_path: Path) -> None:
@@ -75,13 +99,16 @@ def test_one_holder_has_the_lock(state: StateDir) -> None:
 
 
 def test_a_deep_directory_gets_a_short_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", "/run/user/1")
+    runtime = Path(tempfile.mkdtemp(prefix="r-"))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
     shallow, deep = StateDir(Path("/s")), StateDir(tmp_path / ("d" * 120))
     assert shallow.socket_path == Path("/s/supervisor.sock")
     assert len(os.fsencode(deep.socket_path)) <= 107
-    assert deep.socket_path.parent == Path("/run/user/1")
+    assert deep.socket_path.parent.parent == runtime
     assert deep.socket_path == StateDir(deep.root).socket_path
     assert deep.socket_path != StateDir(tmp_path / ("e" * 120)).socket_path
+    shutil.rmtree(runtime)
+    assert len(os.fsencode(deep.socket_path)) <= 107
 
 
 def test_the_root_follows_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
