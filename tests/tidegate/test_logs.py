@@ -1,0 +1,57 @@
+"""``tidegate logs``: which parts a word names, and how their lines are told apart."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from tests.tidegate.conftest import Site, until
+from tidegate.cli import group
+
+
+@pytest.fixture
+def state(tmp_path: Path) -> Path:
+    (tmp_path / "logs").mkdir()
+    for part in ("gateway-1", "gateway-10", "replica-m-a", "replica-m-b", "ray"):
+        (tmp_path / "logs" / f"{part}.log").write_text(f"first of {part}\nlast of {part}\n")
+    return tmp_path
+
+
+def logs(state: Path, *words: str) -> Result:
+    return CliRunner().invoke(group, ["--state-dir", str(state), "logs", *words])
+
+
+def test_a_prefix_names_every_part_that_begins_with_it(state: Path) -> None:
+    shown = logs(state, "replica", "-n", "1")
+    assert shown.exit_code == 0
+    assert shown.output == "replica-m-a    | last of replica-m-a\nreplica-m-b    | last of replica-m-b\n"
+
+
+@pytest.mark.parametrize(("word", "part"), [("gateway-1", "gateway-1"), ("ra", "ray")])
+def test_a_single_part_is_printed_bare_and_a_whole_name_is_that_part_alone(
+    state: Path, word: str, part: str
+) -> None:
+    assert logs(state, word).output == f"first of {part}\nlast of {part}\n"
+
+
+def test_a_word_that_begins_no_part_names_those_that_there_are(state: Path) -> None:
+    shown = logs(state, "nobody")
+    assert shown.exit_code == 2
+    assert "replica-m-b" in shown.output
+
+
+@pytest.mark.slow
+def test_following_a_prefix_takes_up_parts_that_begin_later(site: Site) -> None:
+    folder = site.state / "logs"
+    folder.mkdir(parents=True)
+    (folder / "replica-a.log").write_text("old\n")
+    with site.popen("logs", "replica", "-f") as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "old\n"
+        (folder / "replica-b.log").write_text("new\n")
+        (folder / "ray.log").write_text("other\n")
+        line = until(process.stdout.readline, "the new part's line")
+        process.terminate()
+    assert line == "replica-b      | new\n"
