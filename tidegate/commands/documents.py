@@ -17,9 +17,9 @@ from store.state import StateDir
 from tidegate import document as documents
 from tidegate.commands.console import console
 from tidegate.exits import Exit
+from tidegate.masking import masked
 from tidegate.socket_api import SupervisorClient
 
-_SECRETS = ("token", "key", "secret", "password")
 _EFFECTS = {
     Effect.LIVE: "at once",
     Effect.NEW_GENERATION: "new generation: made ready before the old drains",
@@ -99,12 +99,8 @@ def _table(changes: tuple[Change, ...]) -> None:
 
 
 def _masked(change: Change) -> dict[str, Any]:
-    """Before and after, without the values of variables that are named like secrets."""
-    last = change.path.rpartition(".")[2].lower()
-    values = {"before": change.before, "after": change.after}
-    if ".env." in change.path and any(word in last for word in _SECRETS):
-        return {key: None if value is None else "***" for key, value in values.items()}
-    return values
+    """Before and after, as they may be shown."""
+    return {"before": masked(change.before, change.path), "after": masked(change.after, change.path)}
 
 
 def _text(value: object) -> str:

@@ -12,6 +12,7 @@ from policy.parsing import parse
 from policy.types import EMPTY_FLEET, Fleet, Load, Replica, ReplicaState
 from serve.client import ControllerClient, ModelStatus
 from store.state import StateDir
+from tidegate.masking import masked
 from tidegate.socket_api import SupervisorClient, SupervisorStatus
 
 
@@ -48,7 +49,10 @@ class _AdminFleet(msgspec.Struct, frozen=True):
 
 
 class View(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything there is to show; ``fleet_age_s`` says how old the replicas' part is."""
+    """Everything there is to show; ``fleet_age_s`` says how old the replicas' part is.
+
+    The supervisor's document is without its secrets.
+    """
 
     state_dir: str
     at: float
@@ -85,7 +89,7 @@ def gather(state: StateDir, at: float) -> View:
     return View(
         state_dir=str(state.root),
         at=at,
-        supervisor=supervisor,
+        supervisor=msgspec.structs.replace(supervisor, document=masked(supervisor.document)),
         models=models or _guessed(deployment, fleet),
         fleet=fleet,
         fleet_age_s=max(0.0, at - fleet.at) if fleet.at else 0.0,

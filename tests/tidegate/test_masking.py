@@ -1,0 +1,47 @@
+"""Secrets in a model's environment are used, and not shown."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.tidegate.conftest import Site, free_ports
+from tidegate.masking import masked
+
+
+def test_only_variables_named_like_secrets_are_masked() -> None:
+    model = {"name": "token", "env": {"HF_TOKEN": "hf-1", "API_KEY": "k", "OMP_NUM_THREADS": "1"}}
+    shown: Any = masked({"models": [model], "gateway": {"port": 1}})
+    assert shown["models"][0] == {
+        "name": "token", "env": {"HF_TOKEN": "***", "API_KEY": "***", "OMP_NUM_THREADS": "1"},
+    }  # fmt: skip
+    assert shown["gateway"] == {"port": 1}
+    assert masked(None, "models[m].env.HF_TOKEN") is None
+
+
+@pytest.mark.slow
+def test_status_shows_no_secret_and_apply_still_sees_one_change(site: Site) -> None:
+    document = json.loads(site.file.read_text())
+    document["models"].append(
+        {
+            "name": "s", "engine": "sim", "env": {"HF_TOKEN": "hf-first", "PLAIN": "seen"},
+            "shapes": {"small": {"gpus": 1}}, "modes": {"multi-replica": {"shape": "small"}},
+        }
+    )  # fmt: skip
+    document["cluster"] = {"controller": f"127.0.0.1:{free_ports(1)[0]}"}
+    site.file.write_text(json.dumps(document))
+    code, _, err = site.tidegate("up", str(site.file), "--no-ray", "--timeout-s", "30")
+    assert (code, err) == (0, "")
+    _, out, _ = site.tidegate("status", "--json")
+    assert "hf-first" not in out
+    assert json.loads(out)["supervisor"]["document"]["models"][1]["env"] == {
+        "HF_TOKEN": "***", "PLAIN": "seen",
+    }  # fmt: skip
+
+    document["models"][1]["env"]["HF_TOKEN"] = "hf-second"
+    site.file.write_text(json.dumps(document))
+    _, out, _ = site.tidegate("apply", str(site.file), "--dry-run", "--json")
+    (change,) = json.loads(out)["changes"]
+    assert (change["path"], change["before"], change["after"]) == ("models[s].env.HF_TOKEN", "***", "***")

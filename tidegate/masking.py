@@ -1,0 +1,20 @@
+"""Values that are not shown: environment variables that are named like secrets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_SECRETS = ("token", "key", "secret", "password")
+_MASK = "***"
+
+
+def masked(value: Any, path: str = "") -> Any:
+    """``value``, which stands at the dotted ``path`` of a document, without the secrets in it."""
+    if isinstance(value, Mapping):
+        return {key: masked(inner, f"{path}.{key}") for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [masked(inner, path) for inner in value]
+    last = path.rpartition(".")[2].lower()
+    secret = ".env." in path and any(word in last for word in _SECRETS)
+    return _MASK if secret and value is not None else value
