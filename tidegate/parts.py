@@ -13,6 +13,7 @@ from tidegate.children import Part
 
 # Inherited, it would divert an engine's own metrics into the gateway's files.
 _METRICS = "PROMETHEUS_MULTIPROC_DIR"
+LOCAL_CONTROLLER = "controller"
 
 
 def _environment(**more: str) -> Mapping[str, str]:
@@ -41,7 +42,7 @@ def gateway_worker(state: StateDir, worker: int, fd: int, admin_fd: int) -> Part
 def local_controller(state: StateDir) -> Part:
     """The controller and its replicas without Ray."""
     return Part(
-        name="controller", argv=_python("serve.local", "--state", str(state.root)), env=_environment()
+        name=LOCAL_CONTROLLER, argv=_python("serve.local", "--state", str(state.root)), env=_environment()
     )
 
 

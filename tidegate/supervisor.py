@@ -20,17 +20,17 @@ from policy.parsing import parse
 from serve.client import ControllerClient
 from store.state import StateDir
 from tidegate import parts, readiness, socket_api
-from tidegate.children import Child, Part, run_once
+from tidegate.children import Child, Part, log_end, run_once
 from tidegate.document import Document
 from tidegate.exits import Exit, exit_of
 from tidegate.ledger import ORPHAN_GRACE_S, Ledger, Recorded, end
+from tidegate.leftovers import CLUSTER_STOP_S, forget_targets
 from tidegate.progress import Event, Progress
 from tidegate.startup import Startup
 
 _SNAPSHOT_S = 2.0
 _APPLY_S = 60.0
 _COLLECT_S = 0.1
-_CLUSTER_STOP_S = 60.0
 _HEAD_GRACE_S = 20.0
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -83,17 +83,19 @@ class Supervisor:
             failure = EngineFailed(str(error))
         self._phase = "stopping"
         self._progress.emit(Event(kind="stopping", message="ending what was started"))
-        await self._end()
+        complete = await self._end()
         snapshots.cancel()
         if failure is None:
-            self._progress.emit(Event(kind="stopped", message="nothing is left running"))
+            self._progress.emit(_stopped(complete))
         else:
             self._progress.emit(Event(kind="failed", message=str(failure), exit_code=exit_of(failure)))
         server.close()
         # Followers read their last event before the process goes.
         await asyncio.sleep(0.05)
         self._state.socket_path.unlink(missing_ok=True)
-        return Exit.OK if failure is None else exit_of(failure)
+        if failure is not None:
+            return exit_of(failure)
+        return Exit.OK if complete else Exit.FAILED
 
     # What the socket asks for.
 
@@ -170,8 +172,11 @@ class Supervisor:
         self._progress.emit(Event(kind="ready", message=self.status().endpoint))
         await stopped
 
-    async def _end(self) -> None:
-        """Workers drain, then the controller and its replicas, then the Ray head, then what is left."""
+    async def _end(self) -> bool:
+        """Workers drain, then the controller and its replicas, then the Ray head, then what is left.
+
+        Returns whether nothing is left; otherwise the record stays for `down`.
+        """
         start = self._start
         start.stop_recovering()
         drain_s = self._deployment.gateway.drain_timeout_s + 5.0
@@ -179,11 +184,7 @@ class Supervisor:
         for sock in start.sockets:
             sock.close()
         replicas_s = 30.0 + max(spec.control.mode.drain_timeout_s for spec in self._deployment.models)
-        if start.joined:
-            with contextlib.suppress(TimeoutError, TidegateError):
-                async with asyncio.timeout(_CLUSTER_STOP_S + replicas_s):
-                    stop = parts.cluster(self._state, "stop")
-                    await run_once(stop, self._state, self._ledger, lambda line: None)
+        left_cluster = not start.joined or await self._leave_cluster(replicas_s)
         if start.controller is not None:
             await self._end_child(start.controller, replicas_s)
         if start.head is not None:
@@ -194,8 +195,24 @@ class Supervisor:
         if left:
             names = ", ".join(f"{entry.name} (pid {entry.pid})" for entry in left)
             self._note(f"these do not end: {names}")
-        else:
-            self._ledger.clear()
+        if left or not left_cluster:
+            return False
+        self._ledger.clear()
+        forget_targets(self._state)
+        return True
+
+    async def _leave_cluster(self, replicas_s: float) -> bool:
+        """Delete what is ours there; a head of our own takes it along anyway."""
+        code: int | None = None
+        with contextlib.suppress(TimeoutError, TidegateError):
+            async with asyncio.timeout(CLUSTER_STOP_S + replicas_s):
+                stop = parts.cluster(self._state, "stop")
+                code = await run_once(stop, self._state, self._ledger, lambda line: None)
+        address = self._deployment.cluster.address
+        if code == 0 or address == "local":
+            return True
+        self._note(f"the Ray cluster at {address} keeps what is ours{log_end(self._state, 'cluster')}")
+        return False
 
     async def _end_child(self, child: Child, grace_s: float) -> None:
         pid = child.pid
@@ -273,6 +290,13 @@ class Supervisor:
         return ControllerClient(
             self._deployment.cluster.controller, self._state.secret(), timeout_s=timeout_s
         )
+
+
+def _stopped(complete: bool) -> Event:
+    if complete:
+        return Event(kind="stopped", message="nothing is left running")
+    message = "not everything has ended: run `tidegate down` again"
+    return Event(kind="stopped", message=message, exit_code=Exit.FAILED)
 
 
 def _adopt_orphans() -> None:

@@ -21,7 +21,8 @@ from tidegate import document as documents
 from tidegate.children import ROOT
 from tidegate.commands.welcome import EventPrinter, welcome
 from tidegate.exits import Exit
-from tidegate.ledger import ORPHAN_GRACE_S, Ledger, alive, end
+from tidegate.ledger import alive
+from tidegate.leftovers import clean_up
 from tidegate.progress import Event, Progress
 from tidegate.socket_api import SupervisorClient
 
@@ -85,21 +86,12 @@ def down(state: StateDir) -> None:
             printer(event)
             if event.kind in ("stopped", "failed"):
                 _wait_for_end(supervisor)
-                return
+                # A start that has failed is not a stop that has.
+                sys.exit(event.exit_code if event.kind == "stopped" else Exit.OK)
     except Unreachable:
         pass
-    # It does not answer: it was killed, or it hangs. What it recorded is ended, and nothing else.
-    ledger = Ledger(state)
-    living = ledger.living()
-    left = end(
-        living, grace_s=ORPHAN_GRACE_S, tell=lambda entry: click.echo(f"ended {entry.name} (pid {entry.pid})")
-    )
-    if left:
-        raise Unreachable(
-            f"these do not end: {', '.join(f'{entry.name} (pid {entry.pid})' for entry in left)}"
-        )
-    ledger.clear()
-    if not living:
+    # It does not answer: it was killed, or it hangs. What it left is ended, and nothing else.
+    if not clean_up(state, click.echo):
         click.echo("Nothing is running.")
 
 

@@ -1,0 +1,117 @@
+"""What ``down`` does when the supervisor is dead: processes by record, and all that is on a cluster."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+from click.testing import CliRunner, Result
+
+from store.state import StateDir
+from tidegate import parts
+from tidegate.children import Part
+from tidegate.cli import group
+from tidegate.ledger import Ledger, Recorded
+
+SIM = {
+    "name": "sim", "engine": "sim", "shapes": {"small": {"cpus": 1}},
+    "modes": {"multi-replica": {"shape": "small"}},
+}  # fmt: skip
+EXTERNAL = {"name": "e", "engine": "external", "urls": ["http://127.0.0.1:1"]}
+JOINED = {"address": "10.0.0.1:6379"}
+
+
+@dataclass
+class Site:
+    """A state directory whose supervisor died, and a stand-in for the tool that cleans a cluster."""
+
+    state: StateDir
+    child: subprocess.Popen[bytes]
+    exit_code: int = 0
+
+    def left(self, model: object, cluster: dict[str, str], *recorded: str) -> None:
+        self.state.save(self.state.deployment_path, {"models": [model], "cluster": cluster})
+        self.state.save(self.state.targets_path, {})
+        self.state.save(self.state.root / "hosts.json", [])
+        pid = self.child.pid
+        living = Recorded(name=recorded[0], pid=pid, created_at=psutil.Process(pid).create_time())
+        dead = [Recorded(name=name, pid=2**22 + 1, created_at=1.0) for name in recorded[1:]]
+        self.state.save(self.state.processes_path, [living, *dead])
+
+    def tool(self, state: StateDir, verb: str) -> Part:
+        code = (
+            f"import json, sys; open({str(self.calls)!r}, 'a').write({verb!r});"
+            f"print(json.dumps({{'error': 'it is away'}})); sys.exit({self.exit_code})"
+        )
+        return Part(name="cluster", argv=(sys.executable, "-c", code), env={})
+
+    @property
+    def calls(self) -> Path:
+        return self.state.root / "calls"
+
+    def down(self) -> Result:
+        return CliRunner().invoke(group, ["--state-dir", str(self.state.root), "down"])
+
+
+@pytest.fixture
+def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as child:
+        made = Site(StateDir(tmp_path).ensure(), child)
+        monkeypatch.setattr(parts, "cluster", made.tool)
+        yield made
+        child.kill()
+
+
+def test_a_joined_cluster_is_cleaned_and_nothing_is_remembered(site: Site) -> None:
+    site.left(SIM, JOINED, "gateway-0", "supervisor")
+    done = site.down()
+    assert done.exit_code == 0
+    assert "ended gateway-0" in done.output
+    assert "10.0.0.1:6379" in done.output
+    assert site.calls.read_text() == "stop"
+    assert site.child.wait(5) != 0
+    assert not site.state.targets_path.exists()
+    assert not (site.state.root / "hosts.json").exists()
+    # Everything has ended: a second `down` has nothing to ask of the cluster.
+    assert site.down().output == "Nothing is running.\n"
+    assert site.calls.read_text() == "stop"
+
+
+def test_what_a_cluster_keeps_can_be_tried_again(site: Site) -> None:
+    site.left(SIM, JOINED, "gateway-0")
+    site.exit_code = 1
+    done = site.down()
+    assert "it is away" in str(done.exception)
+    assert Ledger(site.state).entries
+    assert site.state.targets_path.exists()
+    site.exit_code = 0
+    assert site.down().exit_code == 0
+    assert site.calls.read_text() == "stopstop"
+
+
+@pytest.mark.parametrize(
+    ("model", "cluster", "recorded"),
+    [
+        (SIM, {"address": "local"}, "ray"),
+        (SIM, JOINED, "controller"),
+        (EXTERNAL, JOINED, "gateway-0"),
+    ],
+    ids=["a head of our own", "without Ray", "nothing of our own"],
+)
+def test_a_cluster_is_left_alone_that_has_nothing_of_ours(
+    site: Site, model: object, cluster: dict[str, str], recorded: str
+) -> None:
+    site.left(model, cluster, recorded)
+    assert site.down().exit_code == 0
+    assert not site.calls.exists()
+
+
+def test_what_was_never_started_is_not_looked_for(site: Site) -> None:
+    site.state.save(site.state.deployment_path, {"models": [SIM], "cluster": JOINED})
+    assert site.down().output == "Nothing is running.\n"
+    assert not site.calls.exists()
