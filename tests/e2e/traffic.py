@@ -32,7 +32,7 @@ class Traffic:
 
     stack: Stack
     model: str
-    clients: int = 3
+    clients: int = 2
     stream: bool = True
     max_tokens: int = 24
     outcomes: list[Outcome] = field(default_factory=list)
@@ -44,12 +44,16 @@ class Traffic:
             thread.start()
         return self
 
+    def stop(self) -> None:
+        """Let what is asked finish, and ask nothing more."""
+        self._stop.set()
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._stop.set()
+        self.stop()
         for thread in self._threads:
-            thread.join(120)
+            thread.join(300)
 
     @property
     def problems(self) -> list[str]:
@@ -62,7 +66,7 @@ class Traffic:
         return {o.replica for o in self.outcomes if not o.problem}
 
     def _client(self, number: int) -> None:
-        with httpx.Client(base_url=self.stack.base_url, timeout=120, trust_env=False) as client:
+        with httpx.Client(base_url=self.stack.base_url, timeout=200, trust_env=False) as client:
             count = 0
             while not self._stop.is_set():
                 count += 1
