@@ -11,7 +11,7 @@ from typing import Any
 
 import httptools
 
-SECRET = "test-secret"
+SECRET = "secret-of-the-tests"
 
 
 class Exchange:

@@ -81,7 +81,9 @@ class Stack:
         await self.controller.start()
 
     async def start_worker(self, number: int = 0) -> asyncio.subprocess.Process:
-        (self.root / "secret").write_text(SECRET)
+        secret = self.root / "secret"
+        secret.touch(mode=0o600)
+        secret.write_text(SECRET)
         self.write_document()
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "gateway.main",
