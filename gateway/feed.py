@@ -31,7 +31,7 @@ class Feed:
         on_line: Callable[[bytes], None],
         on_down: Callable[[], None],
     ) -> None:
-        self._pool = Pool(url, connect_timeout_s)
+        self._pool = Pool(url, connect_timeout_s, max_idle=0)
         self._head = (
             f"GET {path} HTTP/1.1\r\nhost: {self._pool.host_header.decode()}\r\n"
             f"{SECRET_HEADER}: {secret}\r\naccept: application/x-ndjson\r\n\r\n"
@@ -64,7 +64,7 @@ class Feed:
                     pause = min(LAST_RETRY_S, pause * 2)
         finally:
             if self._connection is not None:
-                self._connection.abort()
+                self._connection.abort(self)
 
     async def _follow(self) -> bool:
         """One connection to its end; whether it brought a line."""
@@ -84,14 +84,14 @@ class Feed:
                     break
             except TimeoutError:
                 continue
-        self._connection.abort()
+        self._connection.abort(self)
         return self._lines > 0
 
     # the connection's sink
 
     def on_head(self, status: int, headers: dict[bytes, bytes]) -> None:
         if status != 200 and self._connection is not None:
-            self._connection.abort()
+            self._connection.abort(self)
             self._ended.set()
 
     def on_data(self, data: bytes, *, complete: bool) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from enum import StrEnum
+from functools import partial
 from time import perf_counter
 
 from gateway.call import Call
@@ -64,7 +65,7 @@ class Relay:
         self._connection = connection
         self._tail = tail
         self._meter = meter
-        self._outlet = Outlet(call.send, connection.pause, connection.resume)
+        self._outlet = Outlet(call.send, partial(connection.pause, self), partial(connection.resume, self))
         self._status = 0
         self._headers: dict[bytes, bytes] = {}
         self._stream = False
@@ -82,7 +83,7 @@ class Relay:
             verdict = await self.done
             await self._outlet.drained()
         except asyncio.CancelledError:
-            self._connection.abort()
+            self._connection.abort(self)
             self._outlet.drop()
             if self._committed and self._stream and not (self._call.left or self._call.answered):
                 # The drain has run out of time: a cut must not look like an end.
@@ -115,7 +116,7 @@ class Relay:
             else:
                 self._relay_bytes(data, complete)
         except RuntimeError as error:  # what a server raises for an answer it cannot send
-            self._connection.abort()
+            self._connection.abort(self)
             if not self.done.done():
                 self.done.set_exception(error)
 
@@ -152,7 +153,7 @@ class Relay:
                 if self._tail.error and (status := rejection_status(self._tail.error)) is not None:
                     # vLLM opens the stream before it has checked all; nothing was said to the client yet.
                     if not complete:
-                        self._connection.abort()
+                        self._connection.abort(self)
                     self.refused = from_upstream(status, self._tail.error, None, self._call.route)
                     self._settle(Verdict.REJECTED)
                     return
@@ -195,7 +196,7 @@ class Relay:
         if not complete and len(self._error) <= MAX_ERROR_BYTES:
             return
         if not complete:
-            self._connection.abort()
+            self._connection.abort(self)
         retry_after = self._headers.get(b"retry-after")
         if self._status == 503 and (reason := self._headers.get(REFUSAL_HEADER)) is not None:
             self.reason = _REASONS.get(reason, Refusal.BUSY)

@@ -34,7 +34,11 @@ class Sink(Protocol):
 
 
 class Connection(asyncio.Protocol):
-    """One connection, one response at a time."""
+    """One connection, one response at a time.
+
+    A sink may pause, resume and abort it from :meth:`send` to the end of its response. After that
+    the connection may already serve another, so that its calls do nothing.
+    """
 
     __slots__ = (
         "_chunks",
@@ -44,6 +48,7 @@ class Connection(asyncio.Protocol):
         "_interim",
         "_keep",
         "_parser",
+        "_paused",
         "_pool",
         "_sink",
         "_transport",
@@ -57,6 +62,7 @@ class Connection(asyncio.Protocol):
         self._parser = httptools.HttpResponseParser(self)
         self._transport: asyncio.Transport | None = None
         self._sink: Sink | None = None
+        self._paused = False
         self.reused = False
         self._reset()
 
@@ -83,20 +89,25 @@ class Connection(asyncio.Protocol):
             self._transport.write(head)
             self._transport.write(body)
 
-    def pause(self) -> None:
+    def pause(self, sink: Sink) -> None:
         """Stop reading: the client does not keep up."""
-        if self.alive:
+        if self._sink is sink and self.alive:
             assert self._transport is not None
+            self._paused = True
             self._transport.pause_reading()
 
-    def resume(self) -> None:
+    def resume(self, sink: Sink) -> None:
         """Read on."""
-        if self.alive:
-            assert self._transport is not None
-            self._transport.resume_reading()
+        if self._sink is sink:
+            self._read_on()
 
-    def abort(self) -> None:
+    def abort(self, sink: Sink) -> None:
         """Close at once: the replica sees its client gone and frees the slot."""
+        if self._sink is sink:
+            self.kill()
+
+    def kill(self) -> None:
+        """Close at once, whomever it serves; no sink is told."""
         self._sink = None
         if self._transport is not None:
             self._transport.abort()
@@ -112,7 +123,7 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self._sink is None:  # bytes that nobody asked for
-            self.abort()
+            self.kill()
             return
         self.begun = True
         try:
@@ -179,8 +190,15 @@ class Connection(asyncio.Protocol):
         self._complete = True
         self._keep = self._parser.should_keep_alive()
 
+    def _read_on(self) -> None:
+        if self._paused and self.alive:
+            assert self._transport is not None
+            self._paused = False
+            self._transport.resume_reading()
+
     def _release(self) -> None:
         if self._keep and not self._extra and self.alive:
+            self._read_on()
             self.reused = True
             self._pool.give(self)
         elif self._transport is not None:
@@ -188,7 +206,7 @@ class Connection(asyncio.Protocol):
 
     def _fail(self) -> None:
         sink, begun = self._sink, self.begun
-        self.abort()
+        self.kill()
         if sink is not None:
             sink.on_lost(begun=begun)
 
@@ -196,12 +214,13 @@ class Connection(asyncio.Protocol):
 class Pool:
     """Connections to one server."""
 
-    def __init__(self, url: str, connect_timeout_s: float) -> None:
+    def __init__(self, url: str, connect_timeout_s: float, *, max_idle: int = MAX_IDLE) -> None:
         parts = urlsplit(url)
         self.host = parts.hostname or "127.0.0.1"
         self.port = parts.port or 80
         self.host_header = parts.netloc.rpartition("@")[2].encode()
         self.connect_timeout_s = connect_timeout_s
+        self._max_idle = max_idle
         self._idle: list[Connection] = []
         self._closed = False
 
@@ -222,8 +241,8 @@ class Pool:
 
     def give(self, connection: Connection) -> None:
         """Keep ``connection`` for the next request."""
-        if self._closed or len(self._idle) >= MAX_IDLE:
-            connection.abort()
+        if self._closed or len(self._idle) >= self._max_idle:
+            connection.kill()
         else:
             self._idle.append(connection)
 
@@ -237,4 +256,4 @@ class Pool:
         self._closed = True
         idle, self._idle = self._idle, []
         for connection in idle:
-            connection.abort()
+            connection.kill()
