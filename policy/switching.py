@@ -6,8 +6,11 @@ from collections.abc import Mapping
 
 from policy.plan import Footprint, Goal, Layer, LayerKey, step
 
-# A start that failed this often in a row is not tried again while something else can serve.
+# A start that failed this often in a row is not tried again while something else can serve, and a host
+# whose engine did gives up its place to a fresh one.
 MAX_FAILURES = 3
+# What has served this long (seconds) and dies begins a new row of failures.
+STABLE_S = 60.0
 
 
 def reached(count: int, layer: Layer) -> bool:

@@ -14,6 +14,7 @@ import msgspec
 
 from policy.config import ModelSpec
 from policy.errors import EngineFailed, TidegateError
+from policy.switching import MAX_FAILURES, STABLE_S
 from policy.types import EngineKind, Load, Replica, ReplicaState
 from serve import cores
 from serve.engine.main import Event
@@ -23,9 +24,6 @@ from store.models import prepare
 from store.preparation import Progress
 from store.state import StateDir
 
-# After this many starts in a row that failed, the host gives up its place to a fresh one.
-MAX_FAILURES = 3
-STABLE_S = 60.0
 KILL_AFTER_S = 10.0
 # What an engine said just before it died is still in the pipe then.
 LAST_WORDS_S = 0.2
@@ -68,6 +66,7 @@ class ReplicaHost:
         self._incarnation = 0
         self._failures = 0
         self._start_s: float | None = None
+        self._ready_at: float | None = None
         self._max_model_len: int | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._cores: tuple[int, ...] = ()
@@ -141,16 +140,18 @@ class ReplicaHost:
 
     async def _keep_alive(self) -> None:
         while True:
-            began = time.monotonic()
+            self._ready_at = None
             try:
-                await self._run_engine(began)
+                await self._run_engine(time.monotonic())
                 reason = "the engine ended"
             except (TidegateError, OSError) as error:
                 reason = str(error)
             if self._state is ReplicaState.DRAINING:
                 self._drained.set()
                 return
-            self._failures = 1 if time.monotonic() - began > STABLE_S else self._failures + 1
+            # Loading is no life: a start that is slow and fails is one of a row of failures.
+            lived_s = 0.0 if self._ready_at is None else time.monotonic() - self._ready_at
+            self._failures = 1 if lived_s > STABLE_S else self._failures + 1
             self._url = ""
             self._load = Load(at=time.time())
             self._incarnation += 1
@@ -242,6 +243,7 @@ class ReplicaHost:
             self._load = event.line.load
             self._adapters = event.line.adapters
             if event.line.state is ReplicaState.READY and self._state is ReplicaState.STARTING:
+                self._ready_at = time.monotonic()
                 self._become(ReplicaState.READY)
                 self._settled.set()
             elif event.line.state is ReplicaState.DRAINING and not self._load.in_flight:

@@ -20,6 +20,7 @@ import psutil
 from policy.config import ModelSpec
 from policy.errors import ActuatorFailed
 from policy.plan import LayerKey
+from policy.switching import MAX_FAILURES, STABLE_S
 from serve.actuator.port import Held
 from serve.host import HostSpec
 from serve.local_host import LocalHost
@@ -29,8 +30,6 @@ from store.state import StateDir
 # How long hosts may take to end when everything is stopped: the gateways have drained by then.
 GRACE_S = 15.0
 BACKOFF_S = (0.5, 2.0, 8.0, 30.0)
-# Hosts that all live this long end a row of failures.
-STABLE_S = 60.0
 
 
 class Process(msgspec.Struct, frozen=True, kw_only=True):
@@ -80,7 +79,7 @@ class LocalActuator:
             key: Held(
                 wanted=record.wanted,
                 digest=record.digest,
-                trouble=f"{record.failures} hosts in a row failed" if record.failures >= 3 else "",
+                trouble=f"{record.failures} hosts in a row failed" if record.failures >= MAX_FAILURES else "",
             )
             for key, record in records.items()
             if not record.deleted
@@ -147,7 +146,8 @@ class LocalActuator:
             self._save()
             return
         youngest = max((p.created for p in record.processes if not p.leaving), default=math.inf)
-        if record.failures and time.time() - youngest > STABLE_S:
+        # Whether a host is ready is not known here: what it may take to start does not count as its life.
+        if record.failures and time.time() - youngest > record.model.control.start_timeout_s + STABLE_S:
             record = msgspec.structs.replace(record, failures=0)
             self._put(record)
         staying = [p for p in record.processes if not p.leaving]

@@ -14,9 +14,11 @@ import psutil
 import pytest
 
 from policy.errors import EngineFailed
+from policy.switching import MAX_FAILURES
 from policy.types import Replica, ReplicaState
 from serve import cores
-from serve.host import MAX_FAILURES, HostSpec, ReplicaHost
+from serve import host as hosts
+from serve.host import HostSpec, ReplicaHost
 from store.state import SECRET_HEADER, StateDir
 from tests.serve.sim_documents import deployment, sim_model
 
@@ -119,6 +121,33 @@ async def test_an_engine_that_keeps_failing_is_given_up_with_its_reason(make: Ma
     # The last word of a host that gave up is why.
     last = host.snapshot()
     assert (last.state, last.reason, last.failures) == (ReplicaState.STOPPED, replica.reason, MAX_FAILURES)
+
+
+async def test_starts_that_are_slow_to_fail_are_a_row_of_failures(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Every start takes longer than an engine must live to be called stable.
+    monkeypatch.setattr(hosts, "STABLE_S", 0.0)
+    host = make(sim={"profile": "no-such-machine"})
+    async with asyncio.timeout(WITHIN_S):
+        with pytest.raises(EngineFailed):
+            await host.start()
+    assert host.snapshot().failures == MAX_FAILURES
+
+
+async def test_an_engine_that_lived_long_begins_a_new_row(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hosts, "STABLE_S", 0.0)
+    host = make()
+    await host.start()
+    for incarnation in range(1, MAX_FAILURES + 1):
+        os.kill(host.snapshot().pid, signal.SIGKILL)
+        back = await until(
+            host, lambda r, n=incarnation: r.incarnation == n and r.state is ReplicaState.READY
+        )
+        assert back.failures == 1
+    assert not host.lost.is_set()
 
 
 async def test_draining_waits_for_the_stream_and_refuses_others(make: Make) -> None:
