@@ -63,14 +63,24 @@ def test_up_twice_is_harmless(site: Site) -> None:
     code, out, _ = site.tidegate("up", str(site.file))
     assert code == 0
     assert f"already running at http://127.0.0.1:{site.port}" in out
-    site.write(queue_timeout_s=7)
-    code, out, _ = site.tidegate("up", str(site.file))
-    assert code == 0
-    assert "tidegate apply" in out
+    # The same settings, one of them written out: the same deployment.
+    site.write(queue_timeout_s=60)
+    assert site.tidegate("up", str(site.file))[0] == 0
     code, _, err = site.tidegate("run", str(site.file))
     assert code == 6
     assert "already runs" in err
     assert site.workers() == before
+
+
+def test_up_with_another_document_is_refused_and_changes_nothing(site: Site) -> None:
+    site.tidegate("up", str(site.file))
+    before = (site.workers(), (site.state / "deployment.json").read_bytes())
+    site.write(queue_timeout_s=7)
+    code, _, err = site.tidegate("up", str(site.file))
+    assert code == 5
+    assert "with another document" in err
+    assert f"tidegate apply {site.file}" in err
+    assert (site.workers(), (site.state / "deployment.json").read_bytes()) == before
 
 
 def test_without_a_file_up_takes_what_was_applied_last(site: Site) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 import click
 
 from policy.errors import PreconditionFailed, Unreachable
+from policy.parsing import parse
 from store.logs import RotatingLog
 from store.state import StateDir
 from tidegate import document as documents
@@ -56,10 +57,10 @@ def up(state: StateDir, file: Path | None, foreground: bool, no_ray: bool, timeo
         running = client.status()
     except Unreachable:
         sys.exit(_start_detached(state, path, document, no_ray, timeout_s))
-    if running.document != document.raw:
-        click.echo(f"Tidegate is already running at {running.endpoint} with another document.")
-        click.echo(f"To change it while it runs: tidegate apply {path}")
-        return
+    if parse(running.document) != document.deployment:
+        click.echo(f"tidegate: it is already running at {running.endpoint} with another document", err=True)
+        click.echo(f"To change it while it runs: tidegate apply {path}", err=True)
+        sys.exit(Exit.REFUSED)
     if running.phase == "ready":
         click.echo(f"Tidegate is already running at {running.endpoint}.")
         return
