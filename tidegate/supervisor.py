@@ -47,6 +47,7 @@ class Supervisor:
         self._deployment = deployment
         self._progress = progress
         self._stopping = asyncio.Event()
+        self._applying = asyncio.Lock()
         self._phase: Literal["starting", "ready", "stopping"] = "starting"
         self._ledger = Ledger(state)
         self._actuator: Literal["ray", "local", "external"] = (
@@ -137,19 +138,21 @@ class Supervisor:
         only a new start can change, and what the controller raises.
         """
         deployment = parse(document)
-        for change in diff(self._deployment, deployment):
-            if change.effect is Effect.RESTART:
-                raise ConfigError(
-                    change.path, change.after, f"{change.before!r}, or down and up: {change.why}"
-                )
-        if self._phase != "ready":
-            raise EngineFailed(f"the deployment is {self._phase}; apply when it is ready")
-        if deployment.needs_controller:
-            await asyncio.to_thread(self._controller(_APPLY_S).apply, document)
-        # The gateway's workers read this file again when it changes.
-        self._state.save(self._state.deployment_path, document)
-        self._raw = document
-        self._deployment = deployment
+        # One at a time: the file, the controller and what the next is compared with stay the same.
+        async with self._applying:
+            for change in diff(self._deployment, deployment):
+                if change.effect is Effect.RESTART:
+                    raise ConfigError(
+                        change.path, change.after, f"{change.before!r}, or down and up: {change.why}"
+                    )
+            if self._phase != "ready":
+                raise EngineFailed(f"the deployment is {self._phase}; apply when it is ready")
+            if deployment.needs_controller:
+                await asyncio.to_thread(self._controller(_APPLY_S).apply, document)
+            # The gateway's workers read this file again when it changes.
+            self._state.save(self._state.deployment_path, document)
+            self._raw = document
+            self._deployment = deployment
         self._note("applied a new document")
 
     # Life.
