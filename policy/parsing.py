@@ -37,7 +37,8 @@ def parse(document: object) -> Deployment:
     """Decode and check a whole document.
 
     Raises :class:`policy.errors.ConfigError` for unknown keys, wrong types, values out of range,
-    modes that name no shape, and shapes that do not fit the budget. Nothing is half-parsed.
+    modes that name no shape, shapes that do not fit the budget, and a controller that other nodes
+    cannot reach. Nothing is half-parsed.
     """
     if not isinstance(document, Mapping):
         raise ConfigError("$", document, "a mapping with the key 'models'")
@@ -60,7 +61,7 @@ def parse(document: object) -> Deployment:
             _check_external(path, spec)
         else:
             _check_deployed(path, spec, deployment)
-    _check_host_port("cluster.controller", deployment.cluster.controller)
+    _check_cluster(deployment)
     gateway = deployment.gateway
     if (gateway.port, gateway.host) == (gateway.admin_port, gateway.admin_host):
         raise ConfigError("gateway.admin_port", gateway.admin_port, "a port other than gateway.port")
@@ -149,6 +150,20 @@ def _check_engine_args(path: str, args: Mapping[str, Any]) -> None:
             raise ConfigError(f"{path}.{key}", value, "an argument that Tidegate does not set itself")
         if not re.fullmatch(r"[a-z][a-z0-9_]*", key):
             raise ConfigError(f"{path}.{key}", value, "a name of an engine argument in snake_case")
+
+
+def _check_cluster(deployment: Deployment) -> None:
+    cluster = deployment.cluster
+    _check_host_port("cluster.controller", cluster.controller)
+    joined = deployment.needs_controller and cluster.address != "local"
+    if joined and _loopback(cluster.controller) and not _loopback(cluster.address):
+        expected = f"HOST:PORT that every node of cluster.address = {cluster.address!r} reaches"
+        raise ConfigError("cluster.controller", cluster.controller, expected)
+
+
+def _loopback(address: str) -> bool:
+    host = address.rpartition("/")[2].rpartition(":")[0].strip("[]")
+    return host in ("localhost", "::1") or re.fullmatch(r"127(\.\d{1,3}){3}", host) is not None
 
 
 def _check_host_port(path: str, value: str) -> None:

@@ -62,6 +62,9 @@ REFUSED = [
     ("budget.gpu", 1, "budget.gpu", "did you mean 'gpus'"),
     ("cluster.controller", "7070", "cluster.controller", "HOST:PORT"),
     ("cluster.controller", "h:99999", "cluster.controller", "HOST:PORT"),
+    ("cluster.address", "10.0.0.1:6379", "cluster.controller", "cluster.address = '10.0.0.1:6379'"),
+    ("cluster.address", "ray://head:10001", "cluster.controller", "every node of cluster.address"),
+    ("cluster.address", "auto", "cluster.controller", "every node of cluster.address"),
     ("gateway.port", 70_000, "gateway.port", "<= 65535"),
     ("gateway.port", 8081, "gateway.admin_port", "other than gateway.port"),
     ("gateway.workers", 0, "gateway.workers", ">= 1"),
@@ -95,6 +98,26 @@ def test_external_refusals(at: str, value: Any, path: str, expected: str) -> Non
     with pytest.raises(ConfigError) as caught:
         parse(changed(EXTERNAL, at, value))
     assert (caught.value.path, expected in caught.value.expected) == (path, True)
+
+
+@pytest.mark.parametrize(
+    ("address", "controller"),
+    [
+        ("local", "127.0.0.1:7070"),
+        ("127.0.0.2:6379", "127.0.0.1:7070"),
+        ("ray://localhost:10001", "127.0.0.1:7070"),
+        ("[::1]:6379", "127.0.0.1:7070"),
+        ("10.0.0.1:6379", "10.0.0.1:7070"),
+        ("10.0.0.1:6379", "127.example.org:7070"),
+    ],
+)
+def test_a_controller_that_the_nodes_reach(address: str, controller: str) -> None:
+    joined = changed(GOOD, "cluster", {"address": address, "controller": controller})
+    assert parse(joined).cluster.address == address
+
+
+def test_without_a_controller_of_ours_nobody_needs_to_reach_it() -> None:
+    assert parse(changed(EXTERNAL, "cluster.address", "10.0.0.1:6379")).cluster.controller == "127.0.0.1:7070"
 
 
 @pytest.mark.parametrize("document", [None, [], "models", 3])
