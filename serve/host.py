@@ -22,7 +22,7 @@ from serve.engine.port import EngineSpec
 from store.logs import RotatingLog
 from store.models import prepare
 from store.preparation import Progress
-from store.state import StateDir
+from store.state import StateDir, default_root, private_directory
 
 KILL_AFTER_S = 10.0
 # What an engine said just before it died is still in the pipe then.
@@ -32,7 +32,8 @@ LAST_WORDS_S = 0.2
 class HostSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What a host is told when it is made: one shape of one generation of one model.
 
-    ``loopback`` says that the whole fleet is this machine, so nothing needs to listen elsewhere.
+    ``state_dir`` is a path of the head, for logs where this node can make it. ``loopback`` says that
+    the whole fleet is this machine, so nothing needs to listen elsewhere.
     """
 
     model: ModelSpec
@@ -71,7 +72,7 @@ class ReplicaHost:
         self._process: asyncio.subprocess.Process | None = None
         self._cores: tuple[int, ...] = ()
         self._weights = ""
-        self._log = RotatingLog(StateDir(Path(spec.state_dir)).logs / f"replica-{replica}.log")
+        self._log = _log_of(Path(spec.state_dir), f"replica-{replica}.log")
         self._task: asyncio.Task[None] | None = None
         self._settled = asyncio.Event()
         self._drained = asyncio.Event()
@@ -291,6 +292,17 @@ _NOT_INHERITED = frozenset(
         "VLLM_API_KEY",
     }
 )
+
+
+def _log_of(root: Path, name: str) -> RotatingLog:
+    """The log below ``root``, or on a node that cannot make it below the user's own directory there."""
+    try:
+        return RotatingLog(StateDir(root).logs / name)
+    except OSError:
+        try:
+            return RotatingLog(StateDir(default_root()).logs / name)
+        except (OSError, RuntimeError):  # a user without a home
+            return RotatingLog(private_directory() / "logs" / name)
 
 
 def _status(code: int) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import psutil
 import pytest
 
@@ -121,6 +122,25 @@ async def test_an_engine_that_keeps_failing_is_given_up_with_its_reason(make: Ma
     # The last word of a host that gave up is why.
     last = host.snapshot()
     assert (last.state, last.reason, last.failures) == (ReplicaState.STOPPED, replica.reason, MAX_FAILURES)
+
+
+async def test_a_node_without_the_heads_directory_keeps_its_logs_elsewhere(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.delenv("TIDEGATE_STATE_DIR", raising=False)
+    for name in ("XDG_STATE_HOME", "XDG_RUNTIME_DIR"):
+        monkeypatch.setenv(name, str(tmp_path / name))
+        (tmp_path / name).mkdir()
+    heads = tmp_path / "file" / "state"
+    spec = msgspec.structs.replace(make().spec, state_dir=str(heads))
+    ReplicaHost(spec, replica="a", address="127.0.0.1", node="n")._log.close()
+    assert (tmp_path / "XDG_STATE_HOME" / "tidegate" / "logs" / "replica-a.log").exists()
+    # Not even the user's own state directory can be made.
+    monkeypatch.setenv("XDG_STATE_HOME", str(heads))
+    ReplicaHost(spec, replica="b", address="127.0.0.1", node="n")._log.close()
+    (log,) = (tmp_path / "XDG_RUNTIME_DIR").glob("tidegate-*/logs/replica-b.log")
+    assert log.exists()
 
 
 async def test_starts_that_are_slow_to_fail_are_a_row_of_failures(
