@@ -19,6 +19,7 @@ from policy.types import EngineKind, Load, Replica, ReplicaState
 from serve import cores
 from serve.engine.main import Event
 from serve.engine.port import EngineSpec
+from serve.versions import Versions
 from store.logs import RotatingLog
 from store.models import prepare
 from store.preparation import Progress
@@ -33,7 +34,7 @@ class HostSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What a host is told when it is made: one shape of one generation of one model.
 
     ``state_dir`` is a path of the head, for logs where this node can make it. ``loopback`` says that
-    the whole fleet is this machine, so nothing needs to listen elsewhere.
+    the whole fleet is this machine, so nothing needs to listen elsewhere. ``versions`` are the head's.
     """
 
     model: ModelSpec
@@ -43,6 +44,7 @@ class HostSpec(msgspec.Struct, frozen=True, kw_only=True):
     controller: str
     secret: str
     loopback: bool = True
+    versions: Versions
 
 
 class ReplicaHost:

@@ -11,12 +11,20 @@ from ray import serve as ray_serve
 from policy.errors import EngineFailed
 from serve.heartbeat import beat, last_beat
 from serve.host import HostSpec, ReplicaHost
+from serve.versions import Versions, installed, refuse_other
+
+
+class _Sender(msgspec.Struct, frozen=True, kw_only=True):
+    """The part of a :class:`serve.host.HostSpec` that every version can read."""
+
+    versions: Versions
 
 
 class RayHost:
     """Holds the resources that Ray granted and lends them to one engine."""
 
     def __init__(self, encoded: bytes) -> None:
+        refuse_other(msgspec.json.decode(encoded, type=_Sender).versions, installed())
         spec = msgspec.json.decode(encoded, type=HostSpec)
         unique = ray_serve.get_replica_context().replica_id.unique_id
         name = spec.model.name.replace("/", ".")

@@ -24,6 +24,7 @@ from policy.switching import MAX_FAILURES, STABLE_S
 from serve.actuator.port import Held
 from serve.host import HostSpec
 from serve.local_host import LocalHost
+from serve.versions import installed
 from store.logs import RotatingLog
 from store.state import StateDir
 
@@ -174,6 +175,7 @@ class LocalActuator:
             state_dir=str(self._state.root),
             controller=self._controller,
             secret=self._state.secret(),
+            versions=installed(),
         )
         child = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "serve.local_host", stdin=asyncio.subprocess.PIPE,

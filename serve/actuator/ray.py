@@ -24,6 +24,7 @@ from policy.types import EngineKind
 from serve.actuator.port import Held
 from serve.host import HostSpec
 from serve.ray_host import RayHost
+from serve.versions import installed
 from store.state import StateDir
 
 DEPLOYMENT = "replica"
@@ -103,6 +104,7 @@ class RayActuator:
             controller=self._controller,
             secret=self._state.secret(),
             loopback=self._loopback,
+            versions=installed(),
         )
         deployment = ray_serve.deployment(
             name=DEPLOYMENT,

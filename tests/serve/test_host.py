@@ -20,6 +20,7 @@ from policy.types import Replica, ReplicaState
 from serve import cores
 from serve import host as hosts
 from serve.host import HostSpec, ReplicaHost
+from serve.versions import installed
 from store.state import SECRET_HEADER, StateDir
 from tests.serve.sim_documents import deployment, sim_model
 
@@ -41,6 +42,7 @@ async def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
             state_dir=str(StateDir(tmp_path).ensure().root),
             controller="127.0.0.1:1",
             secret="s",
+            versions=installed(),
         )
         made.append(ReplicaHost(spec, replica=f"r{len(made)}", address="127.0.0.1", node="local"))
         return made[-1]
