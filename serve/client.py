@@ -55,13 +55,6 @@ class ControllerClient:
         """Close the connections."""
         self._http.close()
 
-    def livez(self) -> bool:
-        """Whether a controller answers."""
-        try:
-            return self._http.get("/livez").status_code == 200
-        except httpx.HTTPError:
-            return False
-
     def fleet(self) -> Fleet:
         """The current snapshot."""
         return self._call("GET", "/fleet", None, Fleet)

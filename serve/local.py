@@ -33,22 +33,14 @@ async def _run(state: StateDir) -> None:
     await actuator.close()
 
 
-async def _stop(state: StateDir) -> None:
-    actuator = LocalActuator(state, "")
-    await actuator.stop()
-    await actuator.close()
-
-
 def main() -> None:
-    """Run the controller until SIGTERM, which ends its replicas; ``--stop`` ends those of a dead one."""
+    """Run the controller until SIGTERM, which ends its replicas."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--state", type=Path, required=True)
-    parser.add_argument("--stop", action="store_true")
     given = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    state = StateDir(given.state)
-    uvloop.run(_stop(state) if given.stop else _run(state))
+    uvloop.run(_run(StateDir(given.state)))
 
 
 if __name__ == "__main__":

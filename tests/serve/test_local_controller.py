@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,9 @@ from typing import Any
 import psutil
 import pytest
 
+from policy.errors import Unreachable
 from policy.types import Replica, ReplicaState
+from serve.actuator.local import LocalActuator
 from serve.client import ControllerClient
 from store.state import StateDir
 from tests.ray_head import free_ports
@@ -38,7 +41,13 @@ class Local:
         command = [sys.executable, "-m", "serve.local", "--state", str(self.state.root)]
         with (self.state.logs / "controller.log").open("ab") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log)
-        until(self.client.livez)
+        until(self.answers)
+
+    def answers(self) -> bool:
+        """Whether a controller is there."""
+        with suppress(Unreachable):
+            return bool(self.client.status().pid)
+        return False
 
     def end(self, how: signal.Signals) -> None:
         """Send ``how`` and wait for the end."""
@@ -85,7 +94,14 @@ def local(tmp_path: Path) -> Iterator[Local]:
         yield made
         if made.process.poll() is None:
             made.end(signal.SIGTERM)
-    subprocess.run([sys.executable, "-m", "serve.local", "--state", str(state.root), "--stop"], check=True)
+    # What a test that failed has left.
+    asyncio.run(_end_hosts(state))
+
+
+async def _end_hosts(state: StateDir) -> None:
+    actuator = LocalActuator(state, "")
+    await actuator.stop()
+    await actuator.close()
 
 
 def test_a_controller_that_was_killed_finds_its_replicas_and_restarts_none(local: Local) -> None:
