@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import http.client
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import msgspec
@@ -29,11 +29,19 @@ def endpoint(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
+def idle(deployment: Deployment, fleet: Fleet) -> frozenset[str]:
+    """The models of ours of which the controller wants no replica."""
+    targets = {model.name: model.target for model in fleet.models}
+    ours = (spec.name for spec in deployment.models if spec.engine is not EngineKind.EXTERNAL)
+    return frozenset(name for name in ours if targets.get(name) == 0)
+
+
 def waiting_for(deployment: Deployment, fleet: Fleet) -> list[str]:
-    """What each model of ours lacks until one replica is ready; empty when nothing."""
+    """What each model of ours that is not idle lacks until one replica is ready; empty when nothing."""
     lacking = []
+    unwanted = idle(deployment, fleet)
     for spec in deployment.models:
-        if spec.engine is EngineKind.EXTERNAL or spec.modes[spec.first_mode].bounds.min == 0:
+        if spec.engine is EngineKind.EXTERNAL or spec.name in unwanted:
             continue
         replicas = [replica for replica in fleet.replicas if replica.model == spec.name]
         if any(replica.state is ReplicaState.READY for replica in replicas):
@@ -57,13 +65,13 @@ def gateway_lacks(deployment: Deployment) -> str | None:
     return f"models not listed yet: {', '.join(missing)}" if missing else None
 
 
-def answers(deployment: Deployment) -> None:
-    """One token from each text model of ours, through the gateway; raises ``EngineFailed``."""
+def answers(deployment: Deployment, unwanted: Collection[str]) -> None:
+    """One token from each text model of ours but the ``unwanted``; raises ``EngineFailed``."""
     gateway = deployment.gateway
     for spec in deployment.models:
         if spec.engine is EngineKind.EXTERNAL or spec.runner is not Runner.GENERATE:
             continue
-        if spec.modes[spec.first_mode].bounds.min == 0:
+        if spec.name in unwanted:
             continue
         body = {"model": spec.name, "prompt": "Hello", "max_tokens": 1}
         status, answer = _call(

@@ -56,6 +56,7 @@ class Startup:
     controller: Child | None = None
     head: Child | None = None
     joined: bool = False
+    _idle: frozenset[str] = frozenset()
     _recovery: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
@@ -206,7 +207,8 @@ class Startup:
 
     async def _replicas(self) -> None:
         await self._until("replica", self._replicas_lack, *self.children)
-        self.progress.done("replica", "every model has a ready replica")
+        but = f", but {', '.join(sorted(self._idle))}, whose target is 0" if self._idle else ""
+        self.progress.done("replica", f"every model has a ready replica{but}")
 
     async def _replicas_lack(self) -> str | None:
         try:
@@ -216,6 +218,7 @@ class Startup:
         lacking = readiness.waiting_for(self.deployment, fleet)
         if fleet is EMPTY_FLEET and lacking:
             return "waiting for the controller"
+        self._idle = readiness.idle(self.deployment, fleet)
         return "; ".join(lacking) or None
 
     def _events(self) -> list[str]:
@@ -230,7 +233,7 @@ class Startup:
             return await asyncio.to_thread(readiness.gateway_lacks, self.deployment)
 
         await self._until("gateway", lacks, *self.children, poll_s=_GATEWAY_POLL_S)
-        await asyncio.to_thread(readiness.answers, self.deployment)
+        await asyncio.to_thread(readiness.answers, self.deployment, self._idle)
         gateway = self.deployment.gateway
         self.progress.done("gateway", readiness.endpoint(gateway.host, gateway.port))
 

@@ -94,3 +94,33 @@ def test_apply_changes_what_the_controller_allows(sim: Site) -> None:
     code, _, err = sim.tidegate("scale", "sim", "3")
     assert code == 5
     assert "1 to 2" in err
+
+
+def elastic(site: Site) -> None:
+    """A document whose first mode may have no replica."""
+    write(site)
+    document = json.loads(site.file.read_text())
+    document["models"][0]["modes"]["multi-replica"]["replicas"] = {"min": 0, "max": 4}
+    site.file.write_text(json.dumps(document))
+
+
+def test_an_orderly_stop_forgets_targets_and_a_crash_keeps_them(site: Site) -> None:
+    elastic(site)
+    up = ("up", str(site.file), "--no-ray", "--timeout-s", "30")
+    assert site.tidegate(*up)[0] == 0
+    assert site.tidegate("scale", "sim", "0", "--wait")[0] == 0
+    os.kill(site.status()["supervisor"]["pid"], signal.SIGKILL)
+    until(lambda: site.pids() == [], "what it started follows its supervisor")
+
+    # After a crash: as it was last steered. Nothing is wanted, so nothing is waited for.
+    code, out, err = site.tidegate(*up)
+    assert (code, err) == (0, "")
+    assert "but sim, whose target is 0" in out
+    assert [(m["target"], m["ready"]) for m in site.status()["models"]] == [(0, 0)]
+    assert site.tidegate("mode", "sim", "single-large", "--wait")[0] == 0
+
+    # After an orderly stop: as the document says.
+    assert site.tidegate("down")[0] == 0
+    assert site.tidegate(*up)[0] == 0
+    (model,) = site.status()["models"]
+    assert (model["mode"], model["target"], model["ready"]) == ("multi-replica", 1, 1)

@@ -231,8 +231,8 @@ def replica(state: ReplicaState, reason: str = "") -> Replica:
     )
 
 
-def fleet(*replicas: Replica, note: str = "") -> Fleet:
-    model = Model(name="m", engine="vllm", note=note)
+def fleet(*replicas: Replica, note: str = "", target: int = 1) -> Fleet:
+    model = Model(name="m", engine="vllm", note=note, target=target)
     return Fleet(epoch=1.0, version=1, at=1.0, models=(model,), replicas=replicas)
 
 
@@ -241,6 +241,16 @@ def test_what_a_model_waits_for_is_said() -> None:
     starting = fleet(replica(ReplicaState.STARTING, "loading weights"))
     assert readiness.waiting_for(deployment(), starting) == ["m: m-1 starting (loading weights)"]
     assert readiness.waiting_for(deployment(), fleet(replica(ReplicaState.READY))) == []
+
+
+def test_what_the_controller_wants_is_waited_for_whatever_the_document_starts_with() -> None:
+    may_be_none = {"shape": "small", "replicas": {"min": 0, "max": 2}}
+    elastic = deployment(modes={"multi-replica": may_be_none})
+    assert readiness.waiting_for(elastic, fleet(target=1)) == ["m: no replica yet"]
+    assert readiness.waiting_for(elastic, fleet(target=0)) == []
+    assert readiness.idle(elastic, fleet(target=0)) == {"m"}
+    # A controller that has not said what it wants may want anything.
+    assert readiness.waiting_for(elastic, Fleet(epoch=0.0, version=0, at=0.0)) == ["m: no replica yet"]
 
 
 @pytest.mark.parametrize(
