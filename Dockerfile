@@ -4,7 +4,8 @@
 #   docker run --init --shm-size 2g -p 127.0.0.1:8080:8080 \
 #     -v "$PWD/deployments/smollm2-cpu.yaml:/etc/tidegate/deployment.yaml:ro" tidegate:cpu
 #
-# The deployment decides where the gateway listens: with a published port, gateway.host is 0.0.0.0.
+# In the image TIDEGATE_GATEWAY_HOST is 0.0.0.0, in place of the deployment's gateway.host: a published port
+# leads to the container's own address. The admin port stays inside.
 ARG PYTHON_IMAGE=python:3.11.14-slim-bookworm
 
 # What both have: a user without privileges, and the directories that outlive a container.
@@ -14,6 +15,7 @@ ENV PATH=/opt/tidegate/bin:$PATH \
     PYTHONDONTWRITEBYTECODE=1 \
     XDG_CACHE_HOME=/var/cache/tidegate \
     TIDEGATE_STATE_DIR=/var/lib/tidegate \
+    TIDEGATE_GATEWAY_HOST=0.0.0.0 \
     TIDEGATE_ADMIN=http://127.0.0.1:8081
 # Torch and Triton compile kernels at run time, which needs a compiler; Debian's point release pins it.
 # hadolint ignore=DL3008

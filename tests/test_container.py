@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import pytest
 
+from tidegate.document import load
+
 ROOT = Path(__file__).parent.parent
 DOCKERFILE = ROOT / "Dockerfile"
 TARGETS = ("cpu", "gpu")
@@ -90,6 +92,22 @@ def test_health_is_the_admin_port(target: str) -> None:
     compile(command[2], "healthcheck", "exec")
     assert "/livez" in command[2]
     assert "TIDEGATE_ADMIN=http://127.0.0.1:8081" in " ".join(STAGES["base"].values("ENV"))
+
+
+def test_the_files_own_example_serves_on_the_port_it_publishes(monkeypatch: pytest.MonkeyPatch) -> None:
+    (command,) = re.findall(
+        r"^#   docker run (.*?tidegate:cpu)$", DOCKERFILE.read_text(), re.DOTALL | re.MULTILINE
+    )
+    (mounted,) = re.findall(r"\$PWD/(\S+?):(\S+?):ro", command)
+    (published,) = re.findall(r"-p 127\.0\.0\.1:\d+:(\d+)", command)
+    assert mounted[1] in STAGES["cpu"].values("CMD")[0]
+    assert published in STAGES["cpu"].values("EXPOSE")
+    monkeypatch.delenv("TIDEGATE_ADMIN_HOST", raising=False)
+    for name, value in re.findall(r"(TIDEGATE_\w+)=(\S+)", " ".join(STAGES["base"].values("ENV"))):
+        monkeypatch.setenv(name, value)
+    gateway = load(ROOT / mounted[0]).deployment.gateway
+    assert (gateway.host, gateway.port) == ("0.0.0.0", int(published))
+    assert gateway.admin_host == "127.0.0.1"
 
 
 @pytest.mark.parametrize("target", TARGETS)

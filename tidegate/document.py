@@ -15,6 +15,9 @@ from policy.config import Deployment
 from policy.errors import ConfigError
 from policy.parsing import parse
 
+# Where to listen is a matter of where it runs: inside a container loopback reaches nobody.
+_HOSTS = {"host": "TIDEGATE_GATEWAY_HOST", "admin_host": "TIDEGATE_ADMIN_HOST"}
+
 
 @dataclass(frozen=True)
 class Document:
@@ -43,8 +46,9 @@ class _Loader(yaml.SafeLoader):
 def load(path: Path) -> Document:
     """Read and check the YAML (or JSON) file at ``path``.
 
-    Relative model paths and token files are taken from the file's folder; ``RAY_ADDRESS`` takes
-    the place of ``cluster.address: local``. Raises :class:`policy.errors.ConfigError`.
+    Relative model paths and token files are taken from the file's folder. ``RAY_ADDRESS`` takes
+    the place of ``cluster.address: local``, ``TIDEGATE_GATEWAY_HOST`` and ``TIDEGATE_ADMIN_HOST`` that of
+    ``gateway.host`` and ``gateway.admin_host``. Raises :class:`policy.errors.ConfigError`.
     """
     path = path.resolve()
     try:
@@ -62,6 +66,9 @@ def load(path: Path) -> Document:
     address = os.environ.get("RAY_ADDRESS")
     if address and raw.get("cluster", {}).get("address", "local") == "local":
         raw["cluster"] = {**raw.get("cluster", {}), "address": address}
+    for key, variable in _HOSTS.items():
+        if host := os.environ.get(variable):
+            raw["gateway"] = {**raw.get("gateway", {}), key: host}
     return Document(raw=raw, deployment=parse(raw))
 
 

@@ -26,7 +26,8 @@ models:
 
 @pytest.fixture(autouse=True)
 def no_cluster_around(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    for name in ("RAY_ADDRESS", "TIDEGATE_GATEWAY_HOST", "TIDEGATE_ADMIN_HOST"):
+        monkeypatch.delenv(name, raising=False)
 
 
 def write(folder: Path, text: str) -> Path:
@@ -108,6 +109,18 @@ def test_ray_address_takes_the_place_of_local(tmp_path: Path, monkeypatch: pytes
     assert load(write(tmp_path, EXTERNAL)).deployment.cluster.address == "10.0.0.1:6379"
     named = write(tmp_path, EXTERNAL + "cluster: {address: '10.0.0.2:6379'}\n")
     assert load(named).deployment.cluster.address == "10.0.0.2:6379"
+
+
+def test_the_environment_says_where_to_listen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    named = write(tmp_path, EXTERNAL + "gateway: {host: 127.0.0.1, port: 9000}\n")
+    monkeypatch.setenv("TIDEGATE_GATEWAY_HOST", "0.0.0.0")
+    monkeypatch.setenv("TIDEGATE_ADMIN_HOST", "")
+    document = load(named)
+    gateway = document.deployment.gateway
+    assert (gateway.host, gateway.admin_host, gateway.port) == ("0.0.0.0", "127.0.0.1", 9000)
+    assert document.raw["gateway"] == {"host": "0.0.0.0", "port": 9000}
+    monkeypatch.setenv("TIDEGATE_ADMIN_HOST", "10.0.0.1")
+    assert load(write(tmp_path, EXTERNAL)).deployment.gateway.admin_host == "10.0.0.1"
 
 
 def test_a_stored_document_reads_back_as_itself(tmp_path: Path) -> None:
