@@ -87,7 +87,7 @@ def read(raw: bytes) -> Body:
         body = _decoder.decode(raw)
     except msgspec.ValidationError as error:
         raise _invalid(str(error)) from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise Refused(Refusal.BAD_REQUEST, f"The body is not valid JSON: {error}.") from None
     except RecursionError:
         raise _too_deep() from None
@@ -142,7 +142,7 @@ def _check_bounds(body: Body) -> None:
 def _check_template_arguments(raw: Raw) -> None:
     try:
         arguments = msgspec.json.decode(raw, type=dict[str, Raw] | None) or {}
-    except msgspec.ValidationError:
+    except ValueError:  # also for names that are no UTF-8
         raise Refused(
             Refusal.BAD_REQUEST, "chat_template_kwargs must be an object.", param="chat_template_kwargs"
         ) from None

@@ -50,7 +50,7 @@ class FleetSource:
         """Serve on with the last fleet until the controller answers."""
         try:
             fleet = self._state.load(self._state.fleet_path, Fleet)
-        except msgspec.DecodeError:
+        except ValueError:
             self._log.warning("fleet_file_unreadable")
             return
         if fleet is not None and self._view.source == "none":
@@ -74,7 +74,7 @@ class FleetSource:
     def _on_line(self, line: bytes) -> None:
         try:
             fleet = self._decoder.decode(line)
-        except msgspec.DecodeError:
+        except ValueError:
             self._log.warning("fleet_line_unreadable")
             return
         if self._connected and self._view.fleet.newer_than(fleet):

@@ -36,7 +36,7 @@ class Document:
                     continue
                 self._mtime_ns = mtime_ns
                 self.deployment = self._read()
-            except (OSError, ConfigError, msgspec.DecodeError) as error:
+            except (OSError, ConfigError, ValueError) as error:
                 self._log.error("document_refused", error=type(error).__name__)
                 continue
             self._log.info("document_read")

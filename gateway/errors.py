@@ -142,7 +142,7 @@ def rejection_status(body: bytes) -> int | None:
     """The 4xx status that an upstream's error names as its integer ``code``, if it names one."""
     try:
         code = msgspec.json.decode(body)["error"]["code"]
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError, LookupError, TypeError):
+    except (ValueError, RecursionError, LookupError, TypeError):
         return None
     return code if isinstance(code, int) and 400 <= code < 500 else None
 
@@ -151,7 +151,7 @@ def read_error(body: bytes) -> tuple[str, str | None, str | None]:
     """Message, param and code (strings only) of whatever an upstream calls an error."""
     try:
         raw = msgspec.json.decode(body)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError):
+    except (ValueError, RecursionError):
         return "", None, None
     error = raw.get("error", raw) if isinstance(raw, dict) else {}
     if isinstance(error, str):

@@ -65,7 +65,7 @@ class Prober:
             ready = answer.status_code == 200
             if ready:
                 listed = msgspec.json.decode(answer.content, type=_Models).data
-        except (httpx.HTTPError, msgspec.DecodeError):
+        except (httpx.HTTPError, ValueError, RecursionError):  # no answer, or one that is not JSON
             ready = False
         adapters = tuple(entry.id for entry in listed if entry.parent is not None)
         own = next((entry for entry in listed if entry.id == model), None)

@@ -115,12 +115,18 @@ class Relay:
                 self._relay_events(data, complete)
             else:
                 self._relay_bytes(data, complete)
-        except RuntimeError as error:  # what a server raises for an answer it cannot send
-            self._connection.abort(self)
-            if not self.done.done():
-                self.done.set_exception(error)
+        except Exception as error:  # noqa: BLE001 - whatever breaks here, the call must end
+            self._fail(error)
 
     def on_lost(self, *, begun: bool) -> None:
+        try:
+            self._lose(begun)
+        except Exception as error:  # noqa: BLE001 - whatever breaks here, the call must end
+            self._fail(error)
+
+    # what each kind of answer needs
+
+    def _lose(self, begun: bool) -> None:
         if self._committed:
             if self._stream:
                 self._end_stream(clean=False)
@@ -129,8 +135,6 @@ class Relay:
             self._settle(Verdict.STALE)
         else:
             self._settle(Verdict.LOST)
-
-    # what each kind of answer needs
 
     def _relay_bytes(self, data: bytes, complete: bool) -> None:
         if not self._committed:
@@ -213,6 +217,11 @@ class Relay:
     def _settle(self, verdict: Verdict) -> None:
         if not self.done.done():
             self.done.set_result(verdict)
+
+    def _fail(self, error: Exception) -> None:
+        self._connection.abort(self)
+        if not self.done.done():
+            self.done.set_exception(error)
 
 
 _REASONS = {b"busy": Refusal.BUSY, b"draining": Refusal.DRAINING, b"starting": Refusal.STARTING}

@@ -100,7 +100,10 @@ class Link:
         loop = asyncio.get_running_loop()
 
         def on_line(line: bytes) -> None:
-            self.count(line, loop.time())
+            try:
+                self.count(line, loop.time())
+            except ValueError:  # what cannot be understood is not heard
+                self.lost()
             on_change(self)
 
         def on_down() -> None:

@@ -100,7 +100,7 @@ class Tail:
         """Note what ``event`` says; returns the bytes that go to the client for it."""
         try:
             said = _decoder.decode(payload)
-        except (msgspec.DecodeError, RecursionError):
+        except (ValueError, RecursionError):  # also for bytes that are no UTF-8
             return event
         if self._terminal(said):
             self.finished = True

@@ -192,7 +192,7 @@ class FakeReplica(_Server):
             while True:
                 self._changed.clear()
                 line = {"state": self.state, "load": self._load(), "adapters": self.adapters}
-                await exchange.chunk(json.dumps(line).encode() + b"\n")
+                await exchange.chunk(_line(line))
                 await _within(self._changed, 0.5)
         else:
             self.hits.append(exchange)
@@ -235,8 +235,13 @@ class FakeController(_Server):
                 "models": self.models,
                 "replicas": self.replicas,
             }
-            await exchange.chunk(json.dumps(fleet).encode() + b"\n")
+            await exchange.chunk(_line(fleet))
             await _within(self._changed, 0.5)
+
+
+def _line(said: dict[str, Any]) -> bytes:
+    """A line of NDJSON, in which a lone surrogate stands for a byte that is no text."""
+    return json.dumps(said, ensure_ascii=False).encode(errors="surrogateescape") + b"\n"
 
 
 async def _within(event: asyncio.Event, seconds: float) -> None:

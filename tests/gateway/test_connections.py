@@ -147,6 +147,23 @@ async def test_leaving_before_the_whole_answer_came_closes_the_connection(line: 
     assert line.wire.closed
 
 
+@pytest.mark.parametrize("lost", [False, True])
+async def test_an_answer_that_cannot_be_handed_over_ends_its_call(line: Line, lost: bool) -> None:
+    async def broken(message: Message) -> None:
+        if not message.get("more_body", True):
+            raise LookupError
+
+    asked = await line.ask(broken)
+    stream = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+    line.answer(stream + b"9\r\ndata: 1\n\n\r\n")
+    if lost:
+        line.connection.connection_lost(None)
+    else:
+        line.answer(b"0\r\n\r\n")
+    with pytest.raises(LookupError):
+        await asked
+
+
 async def test_a_kept_connection_is_read(line: Line) -> None:
     asked = await line.ask(Client(slow_from=2).send)
     line.answer(HEAD + BODY[:4])

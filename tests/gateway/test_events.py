@@ -40,6 +40,13 @@ def test_text_that_looks_like_an_end_is_not_one() -> None:
     assert tail.end(clean=True) is not None
 
 
+def test_bytes_that_are_no_text_finish_nothing() -> None:
+    tail = ChatTail(1)
+    data = event(finish="stop").replace(b'"stop"', b'"\xff"')
+    assert tail.feed(data) == data
+    assert tail.end(clean=True) is not None
+
+
 def test_an_event_without_end_is_bounded() -> None:
     tail = ChatTail(1)
     out = b"".join(tail.feed(b"x" * (1 << 20)) for _ in range(2 + MAX_EVENT_BYTES // (1 << 20)))

@@ -167,6 +167,17 @@ async def test_a_killed_replica_is_out_at_once_and_back_by_itself(shared: Stack)
     assert (await asked).status_code == 200
 
 
+async def test_a_replica_that_talks_nonsense_is_out_until_it_talks_sense(shared: Stack) -> None:
+    replica = await shared.replica("babbles")
+    await shared.ready(replica)
+    connected = set(replica.connections)
+    replica.say(state="\udcff")
+    await until(lambda: shared._admits(set()))
+    replica.say(state="ready")
+    await until(lambda: shared._admits({replica.id}))
+    assert connected <= replica.connections
+
+
 async def test_a_poison_request_touches_two_replicas_at_most(shared: Stack) -> None:
     async def die(exchange: Exchange) -> None:
         exchange.reset()

@@ -111,6 +111,8 @@ async def test_the_wrong_runner_is_said(shared: Stack, path: str, model: str) ->
             "chat_template_kwargs.chat_template",
             "unsupported",
         ),
+        (b'{"model":"alpha","chat_template_kwargs":7}', 400, "chat_template_kwargs", None),
+        (b'{"model":"alpha","chat_template_kwargs":{"\xff":1}}', 400, "chat_template_kwargs", None),
         (b'{"model":"alpha","previous_response_id":"r"}', 400, "previous_response_id", "unsupported"),
         (b'{"model":"alpha","background":true}', 400, "background", "unsupported"),
         (b'{"model":"alpha","x":' + b"[" * 70 + b"]" * 70 + b"}", 400, None, None),

@@ -199,6 +199,41 @@ async def test_external_servers_need_no_controller_and_get_no_secret(stack: Stac
     assert [(card["id"], card["max_model_len"]) for card in cards] == [("alpha", 512), ("sql", 512)]
 
 
+@pytest.mark.parametrize(
+    "nonsense", [b'{"data":[{"id":"\xff"}]}', b'{"x":' + b"[" * 100_000], ids=["bytes", "deep"]
+)
+async def test_an_external_server_that_talks_nonsense_is_not_ready(stack: Stack, nonsense: bytes) -> None:
+    server = FakeReplica("external")
+    await server.start()
+    stack.replicas.append(server)
+    listing = nonsense
+    probes = 0
+
+    async def run(exchange: Exchange) -> None:
+        nonlocal probes
+        probes += exchange.path == "/v1/models"
+        await exchange.reply(listing if exchange.path == "/v1/models" else ANSWER)
+
+    server._run = run  # type: ignore[method-assign]
+    stack.models = [{"name": "alpha", "engine": "external", "urls": [f"{server.url}/v1"]}]
+    worker = await stack.start_worker()
+    await until(lambda: probes > 1)
+    assert await stack._admits(set())
+    listing = b'{"data":[]}'
+    assert (await stack.chat()).content == ANSWER
+    assert worker.returncode is None
+
+
+async def test_a_fleet_that_is_no_text_is_passed_over(stack: Stack) -> None:
+    await started(stack)
+    stack.controller.models = [{"name": "\udcff", "runner": "generate", "engine": "sim"}]
+    stack.controller.set()
+    assert stack.workers[0].stderr is not None
+    while b"fleet_line_unreadable" not in (line := await stack.workers[0].stderr.readline()):
+        assert b"library" not in line
+    assert (await stack.chat()).status_code == 200
+
+
 async def test_the_log_holds_nothing_of_a_request(stack: Stack) -> None:
     replica = await started(stack)
 
