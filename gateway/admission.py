@@ -21,12 +21,14 @@ class Place:
     """A request's place in the queue of its model; ``deadline`` in loop time.
 
     ``avoid`` are replicas that already failed it: taken again only when there is no other.
+    ``entered`` once it was found to fit: what is sent back later is not asked again.
     """
 
     served: Served
     adapter: str | None
     deadline: float
     ticket: int
+    entered: bool = False
     avoid: set[str] = field(default_factory=set)
     granted: asyncio.Future[Link] | None = None
 
@@ -57,19 +59,21 @@ class Admission:
     async def admit(self, place: Place) -> Link:
         """The replica to send it to, with its slot taken (:meth:`Link.begin`).
 
-        Asking again after a refusal stands in the old place. Raises
-        :class:`gateway.errors.Refused` when the queue is full or the deadline passes.
+        Asking again after a refusal stands in the old place, however full the queue has become.
+        Raises :class:`gateway.errors.Refused` when the queue is full or the deadline passes.
         """
         queue = self._queue(place.served.name)
         # Whoever waits came earlier, unless this one was only sent back to its old place.
         if not queue.waiting and (link := self._choose(place)) is not None:
+            place.entered = True
             link.begin()
             return link
-        if len(queue.waiting) >= self._max_queue():
+        if not place.entered and len(queue.waiting) >= self._max_queue():
             raise Refused(
                 Refusal.QUEUE_FULL,
                 f"{len(queue.waiting)} requests already wait for {place.served.name}.",
             )
+        place.entered = True
         loop = asyncio.get_running_loop()
         if place.deadline <= loop.time():
             raise self._expired(place)
