@@ -15,10 +15,14 @@ from policy.errors import Refusal
 from policy.routing import least_loaded
 from policy.waiting import Waiting
 
+# What waits is held in memory: without a bound it were max_queue bodies of max_body_bytes, 16 GiB by
+# their defaults. Of chats of 8 KiB this holds 32,768, so that max_queue speaks first.
+MAX_WAITING_BYTES = 256 * 1024 * 1024
+
 
 @dataclass(slots=True, eq=False)
 class Place:
-    """A request's place in the queue of its model; ``deadline`` in loop time.
+    """A request's place in the queue of its model; ``deadline`` in loop time, ``size`` of its body in bytes.
 
     ``avoid`` are replicas that already failed it: taken again only when there is no other.
     ``entered`` once it was found to fit: what is sent back later is not asked again.
@@ -28,6 +32,7 @@ class Place:
     adapter: str | None
     deadline: float
     ticket: int
+    size: int
     entered: bool = False
     avoid: set[str] = field(default_factory=set)
     granted: asyncio.Future[Link] | None = None
@@ -50,11 +55,12 @@ class Admission:
         self._rng = rng
         self._max_queue = max_queue
         self._queues: dict[str, _Queue] = {}
+        self._waiting_bytes = 0
         fleet.on_capacity = self.pump
 
-    def arrive(self, served: Served, adapter: str | None, deadline: float) -> Place:
+    def arrive(self, served: Served, adapter: str | None, deadline: float, size: int) -> Place:
         """A place at the end of the model's queue."""
-        return Place(served, adapter, deadline, self._queue(served.name).waiting.ticket())
+        return Place(served, adapter, deadline, self._queue(served.name).waiting.ticket(), size)
 
     async def admit(self, place: Place) -> Link:
         """The replica to send it to, with its slot taken (:meth:`Link.begin`).
@@ -68,17 +74,15 @@ class Admission:
             place.entered = True
             link.begin()
             return link
-        if not place.entered and len(queue.waiting) >= self._max_queue():
-            raise Refused(
-                Refusal.QUEUE_FULL,
-                f"{len(queue.waiting)} requests already wait for {place.served.name}.",
-            )
-        place.entered = True
+        if not place.entered:
+            self._check_room(place, queue)
+            place.entered = True
         loop = asyncio.get_running_loop()
         if place.deadline <= loop.time():
             raise self._expired(place)
         place.granted = loop.create_future()
         queue.waiting.put(place.ticket, place, place.deadline)
+        self._waiting_bytes += place.size
         self._changed(place.served.name, queue)
         self.pump(place.served.name)
         try:
@@ -88,6 +92,7 @@ class Admission:
                 self.release(place.served, place.granted.result())
             raise
         finally:
+            self._waiting_bytes -= place.size
             self._changed(place.served.name, queue)
 
     def release(self, served: Served, link: Link) -> None:
@@ -123,6 +128,17 @@ class Admission:
             and (place.adapter is None or place.adapter in link.adapters)
             for link in place.served.links
         )
+
+    def _check_room(self, place: Place, queue: _Queue) -> None:
+        if len(queue.waiting) >= self._max_queue():
+            raise Refused(
+                Refusal.QUEUE_FULL, f"{len(queue.waiting)} requests already wait for {place.served.name}."
+            )
+        # A body that is larger than all may be still waits where nothing else does.
+        if self._waiting_bytes and self._waiting_bytes + place.size > MAX_WAITING_BYTES:
+            raise Refused(
+                Refusal.QUEUE_FULL, f"Requests of {self._waiting_bytes} bytes already wait in this gateway."
+            )
 
     def _choose(self, place: Place) -> Link | None:
         links = [

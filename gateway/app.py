@@ -56,7 +56,7 @@ class Gateway:
             meter.in_flight += 1
             try:
                 call.watch()
-                place = self.admission.arrive(served, adapter, deadline)
+                place = self.admission.arrive(served, adapter, deadline, len(raw))
                 await Delivery(self.admission, place, call, meter, body=body, raw=raw).run()
             finally:
                 meter.in_flight -= 1
