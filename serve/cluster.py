@@ -1,7 +1,8 @@
 """Ray itself: the head that the supervisor runs, and ``start``/``stop`` of what Tidegate has on it.
 
-``python -m serve.cluster start --state DIR`` makes sure that the controller runs; ``stop`` deletes
-Tidegate's applications and actor, and leaves everything else on the cluster alone.
+``python -m serve.cluster start --state DIR`` makes sure that the controller runs, with the document on
+disk; ``stop`` deletes the deployment's applications and actor, and leaves everything else on the
+cluster alone, other deployments of Tidegate too.
 """
 
 from __future__ import annotations
@@ -110,20 +111,20 @@ def start(deployment: Deployment, state: StateDir) -> None:
     _say("controller", f"starting at {deployment.cluster.controller}")
     # Whoever joins a cluster may have nodes elsewhere: its engines listen on their nodes' addresses.
     loopback = deployment.cluster.address == "local"
-    pid = ray_controller.ensure(
-        str(state.root), deployment.cluster.controller, dashboard, token, loopback=loopback
+    pid, _existed = ray_controller.ensure(
+        state, deployment.cluster.controller, dashboard, token, loopback=loopback
     )
     _say("controller", f"runs as process {pid}")
 
 
 def stop(deployment: Deployment, state: StateDir) -> None:
-    """Delete Tidegate's actor and applications."""
+    """Delete the deployment's actor and applications."""
     dashboard, token = join(deployment, state)
     from serve import ray_controller  # noqa: PLC0415  # imports Ray
     from serve.actuator.ray import RayActuator  # noqa: PLC0415  # imports Ray
 
     # The actor first: it would deploy again what is being deleted.
-    ray_controller.remove()
+    ray_controller.remove(state)
     _say("ray", "deleting applications")
     asyncio.run(_end_all(RayActuator(state, deployment.cluster.controller, dashboard, token)))
 

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import ray
 import uvloop
+from ray.actor import ActorHandle
 
-from serve.actuator.ray import RayActuator
+from serve.actuator.ray import RayActuator, deployment_id
 from serve.server import serve_controller
 from store.state import StateDir
 
-NAME = "tidegate-controller"
 NAMESPACE = "tidegate"
 
 
@@ -47,20 +47,29 @@ class ControllerActor:
         return os.getpid()
 
 
-def ensure(state_dir: str, address: str, dashboard: str, token: str, *, loopback: bool) -> int:
-    """Make the actor unless it exists; returns its process id."""
+def ensure(state: StateDir, address: str, dashboard: str, token: str, *, loopback: bool) -> tuple[int, bool]:
+    """Make the actor unless it exists; returns its process id, and whether it existed."""
+    existed = _find(state) is not None
     pinned = {"node:__internal_head__": 0.001}
     actor_class = ray.remote(num_cpus=0, max_restarts=-1, resources=pinned)(ControllerActor)
     actor = actor_class.options(
-        name=NAME, namespace=NAMESPACE, lifetime="detached", get_if_exists=True
-    ).remote(state_dir, address, dashboard, token, loopback)
-    return int(ray.get(actor.ping.remote()))
+        name=_name(state), namespace=NAMESPACE, lifetime="detached", get_if_exists=True
+    ).remote(str(state.root), address, dashboard, token, loopback)
+    return int(ray.get(actor.ping.remote())), existed
 
 
-def remove() -> None:
+def remove(state: StateDir) -> None:
     """End the actor for good; one that does not exist is no error."""
+    if (actor := _find(state)) is not None:
+        ray.kill(actor, no_restart=True)
+
+
+def _find(state: StateDir) -> ActorHandle | None:
     try:
-        actor = ray.get_actor(NAME, namespace=NAMESPACE)
+        return ray.get_actor(_name(state), namespace=NAMESPACE)
     except ValueError:
-        return
-    ray.kill(actor, no_restart=True)
+        return None
+
+
+def _name(state: StateDir) -> str:
+    return f"tidegate-controller-{deployment_id(state)}"

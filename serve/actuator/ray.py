@@ -1,12 +1,14 @@
 """The actuator on Ray Serve: one application per layer, scaled only through Serve's scale API.
 
-An application is never redeployed: that would replace its running replicas. Source of the REST
+An application is never redeployed: that would replace its running replicas. Applications carry the
+deployment in their names, so several share a cluster and see only their own. Source of the REST
 paths: Ray 2.60, ``dashboard/modules/serve/serve_head.py``.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -29,7 +31,9 @@ from store.state import StateDir
 
 DEPLOYMENT = "replica"
 # The name of an application carries all that a controller without a memory needs to know.
-_NAME = re.compile(r"tidegate\+(?P<model>[^+]+)\+(?P<shape>[^+]+)\+g(?P<generation>\d+)-(?P<digest>\w+)")
+_NAME = re.compile(
+    r"tidegate-(?P<deployment>\w+)\+(?P<model>[^+]+)\+(?P<shape>[^+]+)\+g(?P<generation>\d+)-(?P<digest>\w+)"
+)
 _BROKEN = frozenset({"DEPLOY_FAILED", "UNHEALTHY"})
 # Serve waits this long before a replica's shutdown hook; the hook is what refuses new requests.
 BEFORE_HOOK_S = 0.1
@@ -37,8 +41,16 @@ AFTER_DRAIN_S = 15.0
 SIM_CPUS = 0.01
 
 
-def _application(key: LayerKey, digest: str) -> str:
-    return f"tidegate+{key.model.replace('/', '@')}+{key.shape}+g{key.generation}-{digest}"
+def deployment_id(state: StateDir) -> str:
+    """What tells this deployment from others on the cluster: eight hex digits over its secret.
+
+    Not over its directory: two machines may well have the same path.
+    """
+    return hashlib.sha256(f"deployment {state.secret()}".encode()).hexdigest()[:8]
+
+
+def _application(deployment: str, key: LayerKey, digest: str) -> str:
+    return f"tidegate-{deployment}+{key.model.replace('/', '@')}+{key.shape}+g{key.generation}-{digest}"
 
 
 def _resources(model: ModelSpec, shape: Shape) -> dict[str, Any]:
@@ -63,6 +75,7 @@ class RayActuator:
         self, state: StateDir, controller: str, dashboard: str, token: str, *, loopback: bool = True
     ) -> None:
         self._state = state
+        self._id = deployment_id(state)
         self._controller = controller
         self._loopback = loopback
         self._applications: dict[LayerKey, str] = {}
@@ -78,7 +91,9 @@ class RayActuator:
         found: dict[LayerKey, Held] = {}
         for name, application in answer["applications"].items():
             match = _NAME.fullmatch(name)
-            if match is None or application["status"] in ("DELETING", "NOT_STARTED"):
+            if match is None or match["deployment"] != self._id:
+                continue
+            if application["status"] in ("DELETING", "NOT_STARTED"):
                 continue
             key = LayerKey(match["model"].replace("@", "/"), match["shape"], int(match["generation"]))
             deployment = application["deployments"].get(DEPLOYMENT)
@@ -119,7 +134,7 @@ class RayActuator:
         application = deployment(RayHost).bind(msgspec.json.encode(spec))
         target = RunTarget(
             target=application,
-            name=_application(key, digest),
+            name=_application(self._id, key, digest),
             route_prefix=None,
             external_scaler_enabled=True,
         )

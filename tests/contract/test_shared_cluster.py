@@ -1,0 +1,106 @@
+"""Two deployments on one Ray cluster: each has its own controller and applications, and ends only those."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from policy.errors import Unreachable
+from serve.client import ControllerClient
+from serve.cluster import token_path
+from store.state import StateDir
+from tests.ray_head import RayHead, free_ports
+from tests.serve.sim_documents import document
+
+pytestmark = [pytest.mark.slow, pytest.mark.ray]
+WITHIN_S = 90.0
+
+
+@dataclass
+class Tenant:
+    """One deployment on the head."""
+
+    state: StateDir
+    cluster: dict[str, Any]
+    client: ControllerClient
+
+    def write(self, *models: dict[str, Any]) -> None:
+        """Put a document on disk, as a supervisor does before it starts anything."""
+        self.state.save(self.state.deployment_path, document(*models, cluster=self.cluster))
+
+    def command(self, verb: str) -> None:
+        """``python -m serve.cluster VERB``."""
+        done = subprocess.run(
+            [sys.executable, "-m", "serve.cluster", verb, "--state", str(self.state.root)],
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    def ready(self, *models: str) -> set[str]:
+        """The process of the controller and its replicas, once each of ``models`` has one."""
+
+        def found() -> bool:
+            try:
+                status = self.client.status()
+            except Unreachable:
+                return False
+            return {model.name: model.ready for model in status.models} == dict.fromkeys(models, 1)
+
+        until(found)
+        replicas = {replica.id for replica in self.client.fleet().replicas}
+        return replicas | {str(self.client.status().pid)}
+
+
+def until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WITHIN_S
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+@pytest.fixture
+def tenants(ray_site: RayHead, tmp_path: Path) -> Iterator[tuple[Tenant, Tenant]]:
+    made = []
+    for name, port in zip(("a", "b"), free_ports(2), strict=True):
+        state = StateDir(tmp_path / name).ensure()
+        shutil.copy(token_path(ray_site.state), token_path(state))
+        cluster = msgspec.to_builtins(ray_site.deployment.cluster) | {"controller": f"127.0.0.1:{port}"}
+        client = ControllerClient(cluster["controller"], state.secret())
+        made.append(Tenant(state, cluster, client))
+    yield made[0], made[1]
+    for tenant in made:
+        if tenant.state.deployment_path.exists():
+            tenant.command("stop")
+        tenant.client.close()
+
+
+def test_each_sees_and_ends_only_its_own(ray_site: RayHead, tenants: tuple[Tenant, Tenant]) -> None:
+    one, other = tenants
+    for tenant in tenants:
+        # The same model of the same configuration in both.
+        tenant.write()
+        tenant.command("start")
+    mine, others = one.ready("m"), other.ready("m")
+    assert not mine & others
+    one.command("stop")
+    with pytest.raises(Unreachable):
+        one.client.status()
+    assert other.ready("m") == others
+    assert len(_applications(ray_site)) == 1
+
+
+def _applications(head: RayHead) -> list[str]:
+    token = token_path(head.state).read_text()
+    url = f"http://127.0.0.1:{head.deployment.cluster.dashboard_port}/api/serve/applications/"
+    answer = httpx.get(url, headers={"authorization": f"Bearer {token}"}, trust_env=False)
+    return list(answer.json()["applications"])
