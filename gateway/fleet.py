@@ -11,6 +11,9 @@ from gateway.replicas import Link
 from policy.config import Deployment
 from policy.types import EMPTY_FLEET, EngineKind, Fleet, Load, Replica, ReplicaState, Runner
 
+# A controller that was just started may not have heard of every replica yet.
+SETTLE_S = 2.0
+
 Source = Literal["none", "disk", "controller"]
 
 
@@ -43,6 +46,7 @@ class FleetView:
         self.fleet: Fleet = EMPTY_FLEET
         self.source: Source = "none"
         self.seen_at: float | None = None
+        self._epoch_began = 0.0
         self.on_capacity: Callable[[str], None] = lambda model: None
 
     @property
@@ -73,7 +77,13 @@ class FleetView:
                 link.pool.connect_timeout_s = self._connect_timeout_s
 
     def take(self, fleet: Fleet, source: Source, at: float) -> None:
-        """Follow a snapshot of the controller (or of the last one, from disk); ``at`` is loop time."""
+        """Follow a snapshot of the controller (or of the last one, from disk); ``at`` is loop time.
+
+        In the first :data:`SETTLE_S` of a new epoch a replica that it does not list as ready is kept
+        while the replica itself says that it is.
+        """
+        if fleet.epoch != self.fleet.epoch:
+            self._epoch_began = at
         self.source = source
         self.seen_at = at
         self.fleet = fleet
@@ -88,9 +98,19 @@ class FleetView:
         for replica in fleet.replicas:
             if replica.url and replica.state in (ReplicaState.READY, ReplicaState.DRAINING):
                 by_model.setdefault(replica.model, []).append(replica)
+        settling = at < self._epoch_began + SETTLE_S
         for served in self._served.values():
-            if served.engine is not EngineKind.EXTERNAL:
-                self._link(served, by_model.get(served.name, []))
+            if served.engine is EngineKind.EXTERNAL:
+                continue
+            replicas = by_model.get(served.name, [])
+            if settling:
+                listed = {replica.id for replica in replicas}
+                replicas += [
+                    link.replica
+                    for link in served.links
+                    if link.id not in listed and link.answering and link.open
+                ]
+            self._link(served, replicas)
 
     def set_external(self, name: str, replicas: list[Replica], max_model_len: int | None) -> None:
         """Follow the servers of an external model: those that answered are ready."""
