@@ -71,6 +71,17 @@ def test_a_command_that_is_wrong_is_found(command: str) -> None:
         understood(command.split())
 
 
+def test_the_rooms_of_the_house_are_what_the_architecture_says() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    rooms = re.findall(r"^\| `(\w+)/` \| (.*?) \| (.*?) \|$", page, re.MULTILINE)
+    assert len(rooms) == 6
+    for folder, purpose, first in rooms:
+        modules = {path.stem for path in (ROOT / folder).glob("*.py")} - {"__init__"}
+        assert set(re.findall(r"`(\w+)`", first)) <= modules, folder
+        # A folder without a module is said to be one.
+        assert ("holds nothing but its import contract" in purpose) == (not modules), folder
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
     for link in _LINK.findall(page.read_text()):
