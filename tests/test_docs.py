@@ -73,7 +73,7 @@ def test_a_command_that_is_wrong_is_found(command: str) -> None:
 
 def test_the_rooms_of_the_house_are_what_the_architecture_says() -> None:
     page = (ROOT / "docs" / "architecture.md").read_text()
-    rooms = re.findall(r"^\| `(\w+)/` \| (.*?) \| (.*?) \|$", page, re.MULTILINE)
+    rooms = re.findall(r"^\| `(\w+)/` \| (.*?) \|(.*?)\|$", page, re.MULTILINE)
     assert len(rooms) == 6
     for folder, purpose, first in rooms:
         modules = {path.stem for path in (ROOT / folder).glob("*.py")} - {"__init__"}
