@@ -57,6 +57,7 @@ class Stack:
         self.base_url = f"http://127.0.0.1:{self.document['gateway']['port']}/v1"
         self.admin_url = f"http://127.0.0.1:{self.document['gateway']['admin_port']}"
         self._flags = flags
+        self.said = ""
 
     def write(self) -> None:
         """Write the document, in its own order: the first mode is the one that starts."""
@@ -70,7 +71,7 @@ class Stack:
         )  # fmt: skip
 
     def up(self, timeout_s: float = 420) -> None:
-        """Start, and fail with the output and the logs of what did not come up."""
+        """Start, keep what it says, and fail with that and the logs of what did not come up."""
         done = self.run("up", str(self.file), *self._flags, timeout_s=timeout_s)
         if done.returncode:
             logs = "\n".join(
@@ -78,6 +79,7 @@ class Stack:
                 for path in sorted(self.state.logs.glob("*.log"))
             )
             raise AssertionError(f"up failed:\n{done.stdout}\n{done.stderr}\n{logs}")
+        self.said = done.stdout
 
     def down(self) -> None:
         """Stop, and hold the promise that nothing is left."""

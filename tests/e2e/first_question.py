@@ -1,0 +1,31 @@
+"""The first question: the ``curl`` that ``up`` prints, given to a shell as it is printed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+_CURL = re.compile(r"^curl .*?(?=\n\n)", re.MULTILINE | re.DOTALL)
+
+
+def ask(said: str, folder: Path) -> str:
+    """Run the command in what ``up`` said; returns the answer's text, once its status is 200."""
+    if shutil.which("curl") is None:
+        pytest.skip("curl is not installed")
+    (command,) = _CURL.findall(said)
+    # The command stays as it is; the status comes from curl's own configuration.
+    (folder / ".curlrc").write_text('silent\nnoproxy = "*"\nwrite-out = "\\n%{http_code}"\n')
+    env = os.environ | {"CURL_HOME": str(folder)}
+    done = subprocess.run(
+        ["/bin/sh", "-c", command], env=env, capture_output=True, text=True, timeout=120, check=True
+    )
+    body, _, status = done.stdout.rpartition("\n")
+    assert status == "200", done.stdout
+    text: str = json.loads(body)["choices"][0]["message"]["content"]
+    return text
