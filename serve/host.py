@@ -1,4 +1,7 @@
-"""The replica host: it owns a replica's resources and keeps its engine, a child process, alive."""
+"""The replica host: it owns a replica's resources and keeps its engine, a child process, alive.
+
+One module though over 300 lines: the start, watch and end of an engine change one state, read as one story.
+"""
 
 from __future__ import annotations
 
