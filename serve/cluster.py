@@ -14,6 +14,7 @@ import os
 import secrets
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import msgspec
@@ -22,10 +23,13 @@ from policy.config import Deployment
 from policy.errors import TidegateError, Unreachable
 from policy.parsing import parse
 from serve.actuator.port import Actuator
+from serve.client import ControllerClient
 from store.state import StateDir, own_directory, write_atomic
 
 # Tidegate passes no objects through Ray; its store only holds Ray's own few.
 OBJECT_STORE_BYTES = 128 * 1024 * 1024
+# How long a controller that exists may take to answer.
+ANSWER_S = 30.0
 
 
 def token_path(state: StateDir) -> Path:
@@ -103,7 +107,7 @@ def join(deployment: Deployment, state: StateDir) -> tuple[str, str]:
 
 
 def start(deployment: Deployment, state: StateDir) -> None:
-    """Make sure that the controller actor exists."""
+    """Make sure that the controller actor exists and has the document on disk."""
     _say("ray", f"joining {address(deployment)}")
     dashboard, token = join(deployment, state)
     from serve import ray_controller  # noqa: PLC0415  # imports Ray
@@ -111,10 +115,33 @@ def start(deployment: Deployment, state: StateDir) -> None:
     _say("controller", f"starting at {deployment.cluster.controller}")
     # Whoever joins a cluster may have nodes elsewhere: its engines listen on their nodes' addresses.
     loopback = deployment.cluster.address == "local"
-    pid, _existed = ray_controller.ensure(
+    pid, existed = ray_controller.ensure(
         state, deployment.cluster.controller, dashboard, token, loopback=loopback
     )
+    if existed:
+        # It outlived its supervisor, and still steers for the document of then.
+        _say("controller", "handing it the document")
+        _hand_over(deployment.cluster.controller, state)
     _say("controller", f"runs as process {pid}")
+
+
+def _hand_over(address: str, state: StateDir) -> None:
+    """Apply the document on disk; raises what the controller refuses it with."""
+    client = ControllerClient(address, state.secret(), timeout_s=ANSWER_S)
+    document = state.load(state.deployment_path, dict[str, object])
+    deadline = time.monotonic() + ANSWER_S
+    try:
+        while True:
+            try:
+                client.apply(document)
+                return
+            except Unreachable:
+                # Ray may just be restarting it.
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.5)
+    finally:
+        client.close()
 
 
 def stop(deployment: Deployment, state: StateDir) -> None:

@@ -20,7 +20,7 @@ from serve.client import ControllerClient
 from serve.cluster import token_path
 from store.state import StateDir
 from tests.ray_head import RayHead, free_ports
-from tests.serve.sim_documents import document
+from tests.serve.sim_documents import document, sim_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray]
 WITHIN_S = 90.0
@@ -104,3 +104,17 @@ def _applications(head: RayHead) -> list[str]:
     url = f"http://127.0.0.1:{head.deployment.cluster.dashboard_port}/api/serve/applications/"
     answer = httpx.get(url, headers={"authorization": f"Bearer {token}"}, trust_env=False)
     return list(answer.json()["applications"])
+
+
+def test_a_controller_that_outlived_its_supervisor_takes_the_document_on_disk(
+    tenants: tuple[Tenant, Tenant],
+) -> None:
+    one, _ = tenants
+    one.write()
+    one.command("start")
+    before = one.ready("m")
+    one.write(sim_model(), sim_model("other"))
+    one.command("start")
+    after = one.ready("m", "other")
+    # The same controller and the same replica go on.
+    assert before < after
