@@ -58,7 +58,10 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def test_replicas_spread_and_answer_on_their_nodes_addresses(cluster: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("supervised", [True, False], ids=["orderly", "supervisor killed"])
+def test_replicas_spread_over_the_nodes_and_leave_with_down(
+    cluster: str, tmp_path: Path, supervised: bool
+) -> None:
     (port,) = free_ports(1)
     document = {
         "models": [
@@ -83,8 +86,13 @@ def test_replicas_spread_and_answer_on_their_nodes_addresses(cluster: str, tmp_p
             eventually(lambda: len(traffic.outcomes) >= 20, 60)
         assert not traffic.problems
         assert traffic.replicas == {replica.id for replica in replicas}
+        if not supervised:
+            psutil.Process(stack.status()["supervisor"]["pid"]).kill()
+            eventually(lambda: stack.run("status").returncode == 4, 20)
+            assert {replica.pid for replica in stack.replicas("sim")} == {r.pid for r in replicas}
     finally:
         stack.down()
+    eventually(lambda: not any(psutil.pid_exists(replica.pid) for replica in replicas), 10)
     # The cluster is not ours: it goes on.
     assert any("raylet" in name for name in (p.name() for p in psutil.process_iter()))
 
