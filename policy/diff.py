@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from policy.config import Deployment, ModelSpec
+from policy.generation import changed_shapes, made_of, used_shapes
 
 
 class Effect(StrEnum):
@@ -31,8 +32,6 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
 
 # What the running processes were started with.
 _SOCKETS = frozenset({"host", "port", "admin_host", "admin_port", "workers"})
-# What an engine was built from.
-_ENGINE = frozenset({"source", "engine", "runner", "engine_args", "env", "token_file", "sim"})
 
 
 def diff(old: Deployment, new: Deployment) -> tuple[Change, ...]:
@@ -59,11 +58,12 @@ def _models(old: Deployment, new: Deployment) -> Iterator[Change]:
         if one is None or other is None:
             yield _whole_model(name, one, other, cluster)
             continue
+        rebuilt = _rebuilt(one, other)
         for path, was, becomes in _leaves(f"models[{name}]", _plain(one), _plain(other)):
             if cluster and path.endswith("].engine"):
                 yield _restarted(path, was, becomes)
             else:
-                effect = _model_effect(path.removeprefix(f"models[{name}]."), one, other)
+                effect = Effect.NEW_GENERATION if f"{path}.".startswith(rebuilt) else Effect.LIVE
                 yield Change(path=path, before=was, after=becomes, effect=effect)
 
 
@@ -80,14 +80,12 @@ def _restarted(path: str, before: Any, after: Any) -> Change:
     return Change(path=path, before=before, after=after, effect=Effect.RESTART, why=why)
 
 
-def _model_effect(path: str, one: ModelSpec, other: ModelSpec) -> Effect:
-    key, *rest = path.replace("[", ".").split(".")
-    if key in _ENGINE:
-        return Effect.NEW_GENERATION
-    # A shape that only one of the two has is built when a mode wants it.
-    if key == "shapes" and rest and rest[0] in one.shapes and rest[0] in other.shapes:
-        return Effect.NEW_GENERATION
-    return Effect.LIVE
+def _rebuilt(one: ModelSpec, other: ModelSpec) -> tuple[str, ...]:
+    """Where the two differ in what the running engines are made of; empty when these can stay."""
+    model = f"models[{one.name}]"
+    made = [path for path, _, _ in _leaves(model, made_of(one), made_of(other))]
+    shapes = [f"{model}.shapes.{shape}" for shape in changed_shapes(used_shapes(one), other)]
+    return tuple(f"{path}." for path in made + shapes)
 
 
 def _section_effect(path: str) -> tuple[Effect, str]:

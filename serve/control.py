@@ -18,6 +18,7 @@ import msgspec
 
 from policy.config import Deployment, ModelSpec
 from policy.errors import SwitchRefused, TargetError, TidegateError
+from policy.generation import digest
 from policy.parsing import parse
 from policy.plan import Layer, LayerKey, step
 from policy.switching import reached, verdict
@@ -29,7 +30,7 @@ from serve.probe import probe_silent
 from serve.registry import Registry
 from serve.report import model_status, models
 from serve.steering import adopted, goal_of, said, starves
-from serve.targets import Target, Targets, engine_digest, first_target, found_target, wanted_models
+from serve.targets import Target, Targets, first_target, found_target, wanted_models
 from store.state import StateDir
 
 log = logging.getLogger("tidegate.controller")
@@ -172,7 +173,7 @@ class Controller:
                 held = self._observation.held
                 target = found_target(spec, held, now) or first_target(spec, held, now)
                 self._targets.put(spec.name, target)
-            elif engine_digest(spec) != self._targets.get(spec.name).rejected:
+            elif digest(spec) != self._targets.get(spec.name).rejected:
                 # What was rolled back is tried again only when it is applied again.
                 try:
                     self._steer(spec.name, self._adopted(spec, self._deployment))
@@ -230,7 +231,7 @@ class Controller:
         if held is None and count:
             spec = target.specs[key.generation]
             self._event(f"{key.model}: deploy {_said_layer(key)} with {count}")
-            await self._actuator.deploy(key, spec, engine_digest(spec), count)
+            await self._actuator.deploy(key, spec, digest(spec, key.shape), count)
         elif held is not None and held.wanted != count:
             self._event(f"{key.model}: {_said_layer(key)}: {held.wanted} -> {count}")
             await self._actuator.scale(key, count)
@@ -241,7 +242,7 @@ class Controller:
         The target is asked for again after each call of the actuator: it may have been set meanwhile.
         """
         for key, layer in layers.items():
-            left = not self._wanted(name) or key.generation not in self._targets.get(name).generations
+            left = not self._wanted(name) or not self._targets.get(name).keeps(key)
             if left and not layer.occupied and key in self._observation.held:
                 self._event(f"{name}: delete {_said_layer(key)}")
                 await self._actuator.delete(key)
@@ -249,10 +250,8 @@ class Controller:
             self._targets.drop(name)
             return
         target = self._targets.get(name)
-        in_use = target.generations | {key.generation for key in layers}
-        if set(target.specs) - in_use:
-            specs = {generation: spec for generation, spec in target.specs.items() if generation in in_use}
-            self._targets.put(name, msgspec.structs.replace(target, specs=specs))
+        if (pruned := target.pruned(layers)) != target:
+            self._targets.put(name, pruned)
 
     def _judge(self, name: str, target: Target) -> Target:
         """Settle an aim that was reached; go back from one that failed."""

@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 import msgspec
 
 from policy.config import Deployment, ModelSpec, Replicas
 from policy.errors import TargetError
+from policy.generation import as_built, digest, same_engines, used_shapes
 from policy.plan import LayerKey
 from serve.actuator.port import Held
 from store.state import StateDir
 
 log = logging.getLogger("tidegate.controller")
-
-
-def engine_digest(spec: ModelSpec) -> str:
-    """Eight hex digits over what makes an engine: weights, arguments, environment, shapes."""
-    made_of = (
-        spec.source, str(spec.engine), str(spec.runner), spec.engine_args, spec.env, spec.shapes, spec.sim
-    )  # fmt: skip
-    return hashlib.sha256(msgspec.json.encode(made_of, order="deterministic")).hexdigest()[:8]
 
 
 class Aim(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,7 +36,8 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
 
     ``created`` is when the model was first wanted, ``since`` when the aim was set; ``settled`` whether
     it was reached once; ``note`` says what the operator should know. ``rejected`` is the digest of
-    the configuration that was rolled back last, ``specs`` the configuration of each generation in use.
+    the configuration that was rolled back last, ``specs`` the configuration of each generation in use,
+    its shapes as its layers are built.
     """
 
     aim: Aim
@@ -105,7 +98,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
         """Give the aim up for the fallback, and remember a configuration that failed."""
         assert self.fallback is not None
         failed = self.fallback.generation != self.aim.generation
-        rejected = engine_digest(self.spec) if failed else self.rejected
+        rejected = digest(self.spec) if failed else self.rejected
         return msgspec.structs.replace(
             self, aim=self.fallback, fallback=None, since=now, gap=True, note=note, rejected=rejected
         )
@@ -115,9 +108,10 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
 
         The count is brought within the bounds of the mode, and a mode that is gone is left.
         """
-        digest = engine_digest(spec)
-        known = (generation for generation, used in self.specs.items() if engine_digest(used) == digest)
-        generation = next(known, max(self.specs) + 1)
+        same = [generation for generation, used in self.specs.items() if same_engines(used, spec)]
+        ours = self.aim.generation
+        generation = ours if ours in same else max(same, default=max(self.specs) + 1)
+        before = self.specs[generation].shapes if same else {}
         mode = self.aim.mode if self.aim.mode in spec.modes else spec.first_mode
         wanted = spec.modes[mode]
         aim = Aim(
@@ -126,8 +120,30 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
             count=min(max(self.aim.count, wanted.bounds.min), wanted.bounds.max),
             generation=generation,
         )
-        target = msgspec.structs.replace(self, specs=self.specs | {generation: spec}, rejected="")
+        specs = self.specs | {generation: as_built(spec, before)}
+        target = msgspec.structs.replace(self, specs=specs, rejected="")
         return target if aim == self.aim else target.toward(aim, now)
+
+    def keeps(self, key: LayerKey) -> bool:
+        """Whether the layer is steered for, or a mode of a generation in use may come back to it."""
+        if key in (self.key(), self.fallback and self.key(self.fallback)):
+            return True
+        return key.generation in self.generations and key.shape in used_shapes(self.specs[key.generation])
+
+    def pruned(self, layers: Collection[LayerKey]) -> Target:
+        """Forget the configurations and shapes that nothing is built of any more."""
+        in_use = self.generations | {key.generation for key in layers}
+        specs = {}
+        for generation, spec in self.specs.items():
+            if generation in in_use:
+                keys = {shape: LayerKey(spec.name, shape, generation) for shape in spec.shapes}
+                shapes = {
+                    shape: spec.shapes[shape]
+                    for shape, key in keys.items()
+                    if key in layers or self.keeps(key)
+                }
+                specs[generation] = msgspec.structs.replace(spec, shapes=shapes)
+        return msgspec.structs.replace(self, specs=specs)
 
 
 class Targets:
@@ -180,23 +196,26 @@ def first_target(spec: ModelSpec, held: Iterable[LayerKey], now: float) -> Targe
     generation = 1 + max((key.generation for key in held if key.model == spec.name), default=0)
     mode = spec.modes[spec.first_mode]
     aim = Aim(mode=spec.first_mode, shape=mode.shape, count=max(mode.bounds.min, 1), generation=generation)
-    return Target(aim=aim, since=now, created=now, specs={generation: spec})
+    return Target(aim=aim, since=now, created=now, specs={generation: as_built(spec, {})})
 
 
 def found_target(spec: ModelSpec, held: Mapping[LayerKey, Held], now: float) -> Target | None:
     """A target that matches what runs, for a controller whose own targets were lost."""
-    digest = engine_digest(spec)
     running = [
         (layer.wanted, key)
         for key, layer in held.items()
-        if key.model == spec.name and layer.digest == digest and layer.wanted
+        if key.model == spec.name
+        and key.shape in spec.shapes
+        and layer.digest == digest(spec, key.shape)
+        and layer.wanted
     ]
     if not running:
         return None
     count, key = max(running)
     mode = next((name for name, mode in spec.modes.items() if mode.shape == key.shape), spec.first_mode)
     aim = Aim(mode=mode, shape=key.shape, count=count, generation=key.generation)
-    return Target(aim=aim, since=now, created=now, specs={key.generation: spec})
+    built = as_built(spec, {key.shape: spec.shapes[key.shape]})
+    return Target(aim=aim, since=now, created=now, specs={key.generation: built})
 
 
 def wanted_models(deployment: Deployment) -> list[ModelSpec]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from policy.config import Deployment
 from policy.diff import Effect, diff
+from policy.generation import same_engines, used_shapes
 from policy.parsing import parse
 from tests.policy.example_documents import EXTERNAL, GOOD, changed
 
@@ -19,9 +21,11 @@ CHANGES: list[tuple[str, Any, str, Effect]] = [
     ("models[0].runner", "pooling", "models[m].runner", Effect.NEW_GENERATION),
     ("models[0].engine_args.seed", 1, "models[m].engine_args.seed", Effect.NEW_GENERATION),
     ("models[0].env.A", "1", "models[m].env.A", Effect.NEW_GENERATION),
-    ("models[0].sim.speed", 2.0, "models[m].sim.speed", Effect.NEW_GENERATION),
+    # No engine of vLLM is made of what times the simulated one.
+    ("models[0].sim.speed", 2.0, "models[m].sim.speed", Effect.LIVE),
     ("models[0].shapes.large.cpus", 1, "models[m].shapes.large.cpus", Effect.NEW_GENERATION),
     ("models[0].shapes.extra", {"cpus": 1}, "models[m].shapes.extra", Effect.LIVE),
+    ("models[0].token_file", "/t", "models[m].token_file", Effect.LIVE),
     ("models[0].mode", "multi-replica", "models[m].mode", Effect.LIVE),
     (
         "models[0].modes.multi-replica.replicas.max",
@@ -29,7 +33,19 @@ CHANGES: list[tuple[str, Any, str, Effect]] = [
         "models[m].modes.multi-replica.replicas.max",
         Effect.LIVE,
     ),
-    ("models[0].control.mode.drain_timeout_s", 9.0, "models[m].control.mode.drain_timeout_s", Effect.LIVE),
+    (
+        "models[0].control.mode.drain_timeout_s",
+        9.0,
+        "models[m].control.mode.drain_timeout_s",
+        Effect.NEW_GENERATION,
+    ),
+    (
+        "models[0].control.progress_timeout_s",
+        9.0,
+        "models[m].control.progress_timeout_s",
+        Effect.NEW_GENERATION,
+    ),
+    ("models[0].control.start_timeout_s", 9.0, "models[m].control.start_timeout_s", Effect.LIVE),
     ("budget.cpus", 4, "budget.cpus", Effect.LIVE),
     ("gateway.queue_timeout_s", 9.0, "gateway.queue_timeout_s", Effect.LIVE),
     ("gateway.port", 9000, "gateway.port", Effect.RESTART),
@@ -75,6 +91,40 @@ def test_back_again_is_the_mirror_image(
 @given(subsets)
 def test_nothing_differs_from_itself(chosen: list[tuple[str, Any, str, Effect]]) -> None:
     assert diff(several(chosen), several(chosen)) == ()
+
+
+@given(subsets, subsets)
+def test_a_new_generation_is_said_when_one_is_made(
+    one: list[tuple[str, Any, str, Effect]], other: list[tuple[str, Any, str, Effect]]
+) -> None:
+    old, new = several(one), several(other)
+    said = any(change.effect is Effect.NEW_GENERATION for change in diff(old, new))
+    spec = old.model("m")
+    built = msgspec.structs.replace(spec, shapes=used_shapes(spec))
+    assert said is not same_engines(built, new.model("m"))
+
+
+def test_a_shape_counts_once_a_mode_uses_it() -> None:
+    idle = changed(GOOD, "models[0].shapes.extra", {"cpus": 1})
+    (change,) = diff(parse(idle), parse(changed(idle, "models[0].shapes.extra.max_in_flight", 3)))
+    assert change.effect is Effect.LIVE
+    # To use it builds it, beside what runs of the others.
+    used = changed(idle, "models[0].modes.multi-replica.shape", "extra")
+    assert [change.effect for change in diff(parse(idle), parse(used))] == [Effect.LIVE]
+    (change,) = diff(parse(used), parse(changed(used, "models[0].shapes.extra.max_in_flight", 3)))
+    assert change.effect is Effect.NEW_GENERATION
+
+
+def test_another_engine_is_made_of_other_things() -> None:
+    new = changed(changed(GOOD, "models[0].engine", "sim"), "models[0].sim.speed", 2.0)
+    effects = {change.path: change.effect for change in diff(parse(GOOD), parse(new))}
+    assert effects == {
+        "models[m].engine": Effect.NEW_GENERATION,
+        "models[m].sim.speed": Effect.NEW_GENERATION,
+    }
+    moved = changed(new, "models[0].source", "package:other")
+    (change,) = diff(parse(new), parse(moved))
+    assert (change.path, change.effect) == ("models[m].source", Effect.LIVE)
 
 
 def test_models_come_and_go_live_beside_others_of_ours() -> None:

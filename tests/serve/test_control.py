@@ -121,6 +121,28 @@ async def test_a_mode_that_is_gone_is_left_for_the_first(plane: Plane) -> None:
     plane.controller.apply(document(sim_model(modes={"single-large": {"shape": "large", "replicas": 1}})))
     await plane.ticks()
     assert plane.counts() == {LARGE: 1}
+    # No mode comes back to it.
+    assert set(plane.cluster.held) == {LARGE}
+
+
+async def test_a_shape_that_comes_back_otherwise_is_built_anew(plane: Plane) -> None:
+    await plane.up(document())
+    await plane.ticks()
+    plane.cluster.slow = True
+    plane.controller.apply(document(sim_model(modes={"single-large": {"shape": "large", "replicas": 1}})))
+    await plane.ticks()
+    plane.cluster.ready()
+    await plane.ticks()
+    # The first of its name still drains.
+    assert plane.counts(ReplicaState.DRAINING) == {SMALL: 1}
+    plane.cluster.slow = False
+    shapes = {"large": {"cpus": 2}, "small": {"cpus": 1, "max_in_flight": 3}}
+    model = sim_model(shapes=shapes)
+    model["mode"] = "multi-replica"
+    plane.controller.apply(document(model))
+    plane.controller.mode("m", "multi-replica")
+    await plane.ticks()
+    assert plane.counts(READY) == {NEW_SMALL: 1}
 
 
 async def test_a_model_that_is_no_longer_written_drains_and_goes(plane: Plane) -> None:

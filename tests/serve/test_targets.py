@@ -10,9 +10,10 @@ import pytest
 
 from policy.config import ModelSpec
 from policy.errors import TargetError
+from policy.generation import digest
 from policy.plan import LayerKey
 from serve.actuator.port import Held
-from serve.targets import Aim, Target, Targets, engine_digest, first_target, found_target
+from serve.targets import Aim, Target, Targets, first_target, found_target
 from store.state import StateDir
 from tests.serve.sim_documents import deployment, sim_model
 
@@ -85,7 +86,7 @@ def test_other_engines_are_a_new_generation(first: Target) -> None:
 
 
 def test_limits_are_no_new_generation(first: Target) -> None:
-    changed = spec(control={"start_timeout_s": 5})
+    changed = spec(control={"mode": {"drain_timeout_s": 10}, "start_timeout_s": 5})
     adopted = settled(first).adopting(changed, now=20.0)
     assert (adopted.aim, adopted.settled, adopted.spec) == (first.aim, True, changed)
 
@@ -119,9 +120,9 @@ def test_a_mode_of_another_shape_is_steered_to(first: Target) -> None:
 def test_a_configuration_that_failed_is_remembered_until_it_is_adopted_again(first: Target) -> None:
     bad = spec(sim=OTHER)
     failed = settled(first).adopting(bad, now=20.0).back("why", now=30.0)
-    assert failed.rejected == engine_digest(bad)
+    assert failed.rejected == digest(bad)
     more = failed.toward(msgspec.structs.replace(failed.aim, count=2), now=40.0)
-    assert more.rejected == engine_digest(bad)
+    assert more.rejected == digest(bad)
     assert more.adopting(bad, now=50.0).rejected == ""
 
 
@@ -130,29 +131,63 @@ def test_a_mode_that_failed_rejects_no_configuration(first: Target) -> None:
     assert served.toward(served.in_mode("single-large"), now=20.0).back("why", now=30.0).rejected == ""
 
 
+SHAPES = {"large": {"cpus": 2}, "small": {"cpus": 1}}
+LARGE_ONLY = {"single-large": {"shape": "large", "replicas": 1}}
+
+
 @pytest.mark.parametrize(
     ("change", "same"),
     [
         ({}, True),
-        ({"control": {"start_timeout_s": 5}}, True),
-        ({"modes": {"single-large": {"shape": "large", "replicas": 1}}}, True),
+        ({"control": {"mode": {"drain_timeout_s": 10}, "start_timeout_s": 5}}, True),
+        ({"token_file": "/t"}, True),
+        ({"source": "package:of-no-use-to-sim"}, True),
+        ({"modes": LARGE_ONLY}, True),
+        ({"modes": LARGE_ONLY, "shapes": {"large": {"cpus": 2}, "small": {"cpus": 2}}}, True),
+        ({"shapes": {**SHAPES, "idle": {"cpus": 3}}}, True),
+        ({"control": {"mode": {"drain_timeout_s": 11}}}, False),
+        ({"control": {"mode": {"drain_timeout_s": 10}, "progress_timeout_s": 5}}, False),
         ({"sim": OTHER}, False),
         ({"env": {"A": "1"}}, False),
         ({"engine_args": {"max_model_len": 64}}, False),
-        ({"shapes": {"large": {"cpus": 2}, "small": {"cpus": 1, "max_in_flight": 3}}}, False),
+        ({"shapes": {**SHAPES, "small": {"cpus": 1, "max_in_flight": 3}}}, False),
     ],
 )
-def test_the_digest_is_over_what_makes_an_engine(change: dict[str, Any], same: bool) -> None:
-    assert (engine_digest(spec(**change)) == engine_digest(spec())) is same
+def test_other_engines_alone_are_a_new_generation(first: Target, change: dict[str, Any], same: bool) -> None:
+    assert (settled(first).adopting(spec(**change), now=20.0).aim.generation == 1) is same
+
+
+def test_a_shape_that_still_runs_is_not_taken_for_another_of_its_name(first: Target) -> None:
+    small = LayerKey("m", "small", 1)
+    without = settled(first).adopting(spec(modes=LARGE_ONLY), now=20.0)
+    again = spec(shapes={"large": {"cpus": 2}, "small": {"cpus": 1, "max_in_flight": 3}})
+    # What runs of it is remembered while it runs, and no longer.
+    assert without.pruned({small}).adopting(again, now=30.0).aim.generation == 2
+    reached = settled(without)
+    assert not reached.keeps(small)
+    assert reached.pruned(set()).adopting(again, now=30.0).aim.generation == 1
+
+
+def test_what_may_be_come_back_to_is_kept(first: Target) -> None:
+    served = settled(first)
+    adopted = served.adopting(spec(sim=OTHER), now=20.0)
+    kept = [LayerKey("m", shape, generation) for generation in (1, 2) for shape in ("small", "large")]
+    assert all(adopted.keeps(key) for key in kept)
+    assert adopted.pruned(set()) == adopted
+    done = settled(adopted)
+    assert [done.keeps(key) for key in kept] == [False, False, True, True]
+    assert set(done.pruned({kept[0]}).specs) == {1, 2}
+    assert set(done.pruned(set()).specs) == {2}
 
 
 def test_what_runs_is_found_by_its_digest() -> None:
-    ours = engine_digest(spec())
+    small, large = digest(spec(), "small"), digest(spec(), "large")
     held = {
-        LayerKey("m", "large", 2): Held(wanted=1, digest=ours),
-        LayerKey("m", "small", 2): Held(wanted=3, digest=ours),
+        LayerKey("m", "large", 2): Held(wanted=1, digest=large),
+        LayerKey("m", "small", 2): Held(wanted=3, digest=small),
         LayerKey("m", "small", 1): Held(wanted=4, digest="another"),
-        LayerKey("x", "small", 1): Held(wanted=9, digest=ours),
+        LayerKey("m", "gone", 1): Held(wanted=5, digest=small),
+        LayerKey("x", "small", 1): Held(wanted=9, digest=small),
     }
     found = found_target(spec(), held, now=5.0)
     assert found is not None
