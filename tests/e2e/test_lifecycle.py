@@ -42,7 +42,7 @@ def test_a_killed_engine_leaves_the_fleet_and_comes_back(stack: Stack, victim: s
     (before,) = stack.replicas(CHAT)
     family = [psutil.Process(before.pid), *psutil.Process(before.pid).children(recursive=True)]
     doomed = next((p for p in family if victim in " ".join(p.cmdline())), family[0])
-    with Traffic(stack, CHAT, clients=1, max_tokens=800) as streaming:
+    with Traffic(stack, CHAT, clients=1, max_tokens=200) as streaming:
         eventually(lambda: stack.replicas(CHAT)[0].load.tokens > before.load.tokens + 20, 30)
         doomed.kill()
         eventually(lambda: not any(r.state == "ready" for r in stack.replicas(CHAT)), 2.0)
