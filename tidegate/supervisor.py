@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import os
 import shutil
 import signal
-import sys
 from collections.abc import AsyncIterator
 from typing import Literal
 
@@ -22,7 +20,7 @@ from policy.errors import ConfigError, EngineFailed, TidegateError
 from policy.parsing import parse
 from serve.client import ControllerClient
 from store.state import StateDir
-from tidegate import parts, readiness, socket_api
+from tidegate import orphans, parts, readiness, socket_api
 from tidegate.children import Child, Part, log_end, run_once
 from tidegate.document import Document
 from tidegate.exits import Exit, exit_of
@@ -35,7 +33,6 @@ _SNAPSHOT_S = 2.0
 _APPLY_S = 60.0
 _COLLECT_S = 0.1
 _HEAD_GRACE_S = 20.0
-_PR_SET_CHILD_SUBREAPER = 36
 
 
 class Supervisor:
@@ -73,7 +70,7 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._signalled)
-        _adopt_orphans()
+        orphans.adopt()
         # Later than at once: a child that ends while it is being started is asyncio's to collect.
         loop.add_signal_handler(signal.SIGCHLD, lambda: loop.call_later(_COLLECT_S, self._collect_orphans))
         server = await socket_api.serve(self._state.socket_path, self)
@@ -285,12 +282,7 @@ class Supervisor:
         self._ledger.adopt([me, *living])
 
     def _collect_orphans(self) -> None:
-        """Collect those that came to us when their parent died: who waits for them sees them gone."""
-        with contextlib.suppress(ChildProcessError):
-            while found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-                if found.si_pid in self._ledger.started:
-                    return
-                os.waitpid(found.si_pid, os.WNOHANG)
+        orphans.collect(self._ledger.started)
 
     def _controller(self, timeout_s: float = 2.0) -> ControllerClient:
         return ControllerClient(
@@ -303,9 +295,3 @@ def _stopped(complete: bool) -> Event:
         return Event(kind="stopped", message="nothing is left running")
     message = "not everything has ended: run `tidegate down` again"
     return Event(kind="stopped", message=message, exit_code=Exit.FAILED)
-
-
-def _adopt_orphans() -> None:
-    """Daemons that detach from the Ray head stay our descendants, so none is lost from sight."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
