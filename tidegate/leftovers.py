@@ -52,13 +52,14 @@ def forget_targets(state: StateDir) -> None:
 
 def _leave_cluster(state: StateDir, entries: tuple[Recorded, ...], tell: Callable[[str], None]) -> bool:
     """Delete our applications and actor on a cluster that we joined; it outlives every process here."""
-    raw = state.load(state.deployment_path, dict[str, Any])
-    if raw is None:
-        return False
-    deployment = parse(raw)
+    raw = state.load(state.deployment_path, dict[str, Any]) or {}
     # A controller of this machine was a child, and its replicas were recorded.
     local = any(entry.name == parts.LOCAL_CONTROLLER for entry in entries)
-    if local or not deployment.needs_controller or deployment.cluster.address == "local":
+    # Read before the whole is checked: another version's document keeps nobody from `down`.
+    if local or raw.get("cluster", {}).get("address", "local") == "local":
+        return False
+    deployment = parse(raw)
+    if not deployment.needs_controller:
         return False
     tell(f"deleting what is left on the Ray cluster at {deployment.cluster.address}")
     part = parts.cluster(state, "stop")

@@ -23,7 +23,7 @@ SIM = {
     "modes": {"multi-replica": {"shape": "small"}},
 }  # fmt: skip
 EXTERNAL = {"name": "e", "engine": "external", "urls": ["http://127.0.0.1:1"]}
-JOINED = {"address": "10.0.0.1:6379"}
+JOINED = {"address": "10.0.0.1:6379", "controller": "10.0.0.1:7070"}
 
 
 @dataclass
