@@ -91,6 +91,9 @@ class Relay:
                 self._call.answered = True
                 await self._call.send({"type": "http.response.body", "body": self._tail.error_event(refused)})
             raise
+        finally:
+            # It holds this relay: as a cycle, request and body would stay until a collection.
+            del self._outlet
         return verdict
 
     # the connection's sink

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import weakref
 from collections.abc import Awaitable, Callable
 from typing import cast
 
@@ -162,6 +164,20 @@ async def test_an_answer_that_cannot_be_handed_over_ends_its_call(line: Line, lo
         line.answer(b"0\r\n\r\n")
     with pytest.raises(LookupError):
         await asked
+
+
+async def test_what_a_call_held_is_freed_with_it(line: Line) -> None:
+    client = Client()
+    held = weakref.ref(client)
+    gc.disable()
+    try:
+        asked = await line.ask(client.send)
+        line.answer()
+        assert await asked is Verdict.SERVED
+        del client, asked
+        assert held() is None
+    finally:
+        gc.enable()
 
 
 async def test_a_kept_connection_is_read(line: Line) -> None:
