@@ -31,6 +31,8 @@ from serve.registry import Registry
 from serve.report import model_status, models
 from serve.steering import adopted, goal_of, said, starves
 from serve.targets import Target, Targets, first_target, found_target, wanted_models
+from serve.weighing import Weighing
+from serve.weights import Resolver
 from store.state import StateDir
 
 log = logging.getLogger("tidegate.controller")
@@ -67,6 +69,7 @@ class Controller:
         self._observation = Observation(self.registry, self._targets)
         self._events: deque[str] = deque(maxlen=EVENTS_KEPT)
         self._wake = asyncio.Event()
+        self._weighing = Weighing(self._observation, Resolver(monotonic, self._wake.set), self._event)
         self._deployment = parse(state.load(state.deployment_path, dict[str, object]))
 
     # What the HTTP API calls.
@@ -139,6 +142,7 @@ class Controller:
         self._deployment = deployment
         for name, target in steered.items():
             self._steer(name, target)
+            self._weighing.look_again(name)
         self._event("a new deployment was applied")
         return self.status()
 
@@ -168,9 +172,12 @@ class Controller:
         """Take up what a predecessor left: counts and generations from the actuator's layers."""
         self._observation.held = await self._patient_layers()
         now = self._wall()
+        held = self._observation.held
+        for name in self._targets.names():
+            running = {key.generation for key in held if key.model == name}
+            self._targets.put(name, self._targets.get(name).resting(running))
         for spec in wanted_models(self._deployment):
             if spec.name not in self._targets.names():
-                held = self._observation.held
                 target = found_target(spec, held, now) or first_target(spec, held, now)
                 self._targets.put(spec.name, target)
             elif digest(spec) != self._targets.get(spec.name).rejected:
@@ -214,11 +221,12 @@ class Controller:
         return True
 
     async def _tick_model(self, name: str) -> None:
-        target = self._judge(name, self._targets.get(name))
+        target = self._weighed(name, self._judge(name, self._targets.get(name)))
         layers = self._observation.layers(name)
         wanted = self._wanted(name)
-        counts = dict.fromkeys(layers, 0)
-        if wanted:
+        counts = {key: layer.wanted if wanted else 0 for key, layer in layers.items()}
+        # Nothing gives way to a generation of which it is not known whether it can be had.
+        if wanted and target.weighed:
             footprints = self._observation.footprints(target)
             room = self._observation.room(name, self._deployment.budget)
             counts = step(goal_of(target), layers, footprints, *room)
@@ -229,9 +237,10 @@ class Controller:
     async def _actuate(self, target: Target, key: LayerKey, count: int) -> None:
         held = self._observation.held.get(key)
         if held is None and count:
-            spec = target.specs[key.generation]
+            spec, weights = target.specs[key.generation], target.weights.get(key.generation)
+            made_of = digest(spec, key.shape) + (weights.short if weights else "")
             self._event(f"{key.model}: deploy {_said_layer(key)} with {count}")
-            await self._actuator.deploy(key, spec, digest(spec, key.shape), count)
+            await self._actuator.deploy(key, spec, weights, made_of, count)
         elif held is not None and held.wanted != count:
             self._event(f"{key.model}: {_said_layer(key)}: {held.wanted} -> {count}")
             await self._actuator.scale(key, count)
@@ -269,6 +278,13 @@ class Controller:
                 self._event(f"{name}: {target.note}")
                 self._steer(name, target)
         return target
+
+    def _weighed(self, name: str, target: Target) -> Target:
+        """Find out of which weights the aim's generation is made."""
+        taken = self._weighing.look(target, self._deployment, self._wall())
+        if taken != target:
+            self._steer(name, taken)
+        return taken
 
     def _adopted(self, spec: ModelSpec, deployment: Deployment) -> Target:
         if spec.name not in self._targets.names():

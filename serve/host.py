@@ -18,13 +18,13 @@ import msgspec
 from policy.config import ModelSpec
 from policy.errors import EngineFailed, TidegateError
 from policy.switching import MAX_FAILURES, STABLE_S
-from policy.types import EngineKind, Load, Replica, ReplicaState
+from policy.types import Load, Replica, ReplicaState
 from serve import cores
 from serve.engine.main import Event
 from serve.engine.port import EngineSpec
 from serve.versions import Versions
+from serve.weights import Weights, prepare_same
 from store.logs import RotatingLog
-from store.models import prepare
 from store.preparation import Progress
 from store.state import StateDir, default_root, private_directory
 
@@ -36,11 +36,13 @@ LAST_WORDS_S = 0.2
 class HostSpec(msgspec.Struct, frozen=True, kw_only=True):
     """What a host is told when it is made: one shape of one generation of one model.
 
+    ``weights`` are the generation's, ``None`` for an engine that has none.
     ``state_dir`` is a path of the head, for logs where this node can make it. ``loopback`` says that
     the whole fleet is this machine, so nothing needs to listen elsewhere. ``versions`` are the head's.
     """
 
     model: ModelSpec
+    weights: Weights | None
     shape: str
     generation: int
     state_dir: str
@@ -169,9 +171,9 @@ class ReplicaHost:
 
     async def _run_engine(self, began: float) -> None:
         model, shape = self.spec.model, self.spec.model.shapes[self.spec.shape]
-        if model.engine is EngineKind.VLLM:
+        if (weights := self.spec.weights) is not None:
             prepared = await asyncio.to_thread(
-                prepare, model.source, token_file=model.token_file, progress=self._log_progress
+                prepare_same, weights, token_file=model.token_file, progress=self._log_progress
             )
             self._weights = str(prepared.path)
             if not shape.gpus and not self._cores:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import msgspec
+
 from policy.config import Budget
 from policy.plan import Footprint, Layer, LayerKey
 from policy.switching import MAX_FAILURES
@@ -13,13 +15,20 @@ from serve.registry import Registry
 from serve.targets import Target, Targets
 
 
+class _Failed(msgspec.Struct, frozen=True, kw_only=True):
+    """Starts in a row that failed, and why the last one did."""
+
+    failures: int
+    reason: str
+
+
 class Observation:
     """The layers of each model, and what they take of the budget."""
 
     def __init__(self, registry: Registry, targets: Targets) -> None:
         self._registry = registry
         self._targets = targets
-        self._failed: dict[LayerKey, Replica] = {}
+        self._failed: dict[LayerKey, _Failed] = {}
         self._start_s: dict[LayerKey, float] = {}
         self.held: Mapping[LayerKey, Held] = {}
 
@@ -35,7 +44,12 @@ class Observation:
         ):
             # Kept past the replica: a host that failed too often is gone before the next tick, and
             # its last beat may be the only one that says so.
-            self._failed[key] = replica
+            self._failed[key] = _Failed(failures=replica.failures, reason=replica.reason)
+
+    def cannot_start(self, key: LayerKey, reason: str) -> None:
+        """A start failed before there was any replica."""
+        before = self._failed[key].failures if key in self._failed else 0
+        self._failed[key] = _Failed(failures=before + 1, reason=reason)
 
     def forgive(self, key: LayerKey) -> None:
         """Judge the layer by what comes next, not by earlier failures."""
@@ -68,6 +82,14 @@ class Observation:
             failures=failed.failures if failed else 0,
             broken=bool(held and held.trouble),
         )
+
+    def digests(self, model: str, generation: int) -> set[str]:
+        """Of which configurations and weights the held layers of a generation are."""
+        return {
+            held.digest
+            for key, held in self.held.items()
+            if (key.model, key.generation) == (model, generation)
+        }
 
     def layers(self, model: str) -> dict[LayerKey, Layer]:
         """Every layer of ``model`` that is held or has replicas."""

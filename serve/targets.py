@@ -12,7 +12,9 @@ from policy.config import Deployment, ModelSpec, Replicas
 from policy.errors import TargetError
 from policy.generation import as_built, digest, same_engines, used_shapes
 from policy.plan import LayerKey
+from policy.types import EngineKind
 from serve.actuator.port import Held
+from serve.weights import Weights
 from store.state import StateDir
 
 log = logging.getLogger("tidegate.controller")
@@ -37,7 +39,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     ``created`` is when the model was first wanted, ``since`` when the aim was set; ``settled`` whether
     it was reached once; ``note`` says what the operator should know. ``rejected`` is the digest of
     the configuration that was rolled back last, ``specs`` the configuration of each generation in use,
-    its shapes as its layers are built.
+    its shapes as its layers are built, and ``weights`` which ones each was found to be made of.
     """
 
     aim: Aim
@@ -49,6 +51,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     note: str = ""
     rejected: str = ""
     specs: dict[int, ModelSpec]
+    weights: dict[int, Weights] = {}
 
     @property
     def spec(self) -> ModelSpec:
@@ -124,6 +127,25 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
         target = msgspec.structs.replace(self, specs=specs, rejected="")
         return target if aim == self.aim else target.toward(aim, now)
 
+    @property
+    def weighed(self) -> bool:
+        """Whether it is known which weights the aim's generation is made of, where its engine has any."""
+        return self.spec.engine is not EngineKind.VLLM or self.aim.generation in self.weights
+
+    def weighing(self, found: Weights, now: float, *, others_run: bool) -> Target:
+        """Make the aim's generation of ``found``, or a new one where ``others_run`` in it."""
+        aim, target = self.aim, self
+        if others_run:
+            aim = msgspec.structs.replace(aim, generation=max(self.specs) + 1)
+            specs = self.specs | {aim.generation: as_built(self.spec, {})}
+            target = msgspec.structs.replace(self, specs=specs).toward(aim, now)
+        return msgspec.structs.replace(target, weights=self.weights | {aim.generation: found})
+
+    def resting(self, held: Collection[int]) -> Target:
+        """Forget which weights generations were made of that nothing runs of: they may be other ones now."""
+        kept = {generation: weights for generation, weights in self.weights.items() if generation in held}
+        return msgspec.structs.replace(self, weights=kept)
+
     def keeps(self, key: LayerKey) -> bool:
         """Whether the layer is steered for, or a mode of a generation in use may come back to it."""
         if key in (self.key(), self.fallback and self.key(self.fallback)):
@@ -143,7 +165,8 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
                     if key in layers or self.keeps(key)
                 }
                 specs[generation] = msgspec.structs.replace(spec, shapes=shapes)
-        return msgspec.structs.replace(self, specs=specs)
+        weights = {generation: found for generation, found in self.weights.items() if generation in specs}
+        return msgspec.structs.replace(self, specs=specs, weights=weights)
 
 
 class Targets:
@@ -206,7 +229,7 @@ def found_target(spec: ModelSpec, held: Mapping[LayerKey, Held], now: float) -> 
         for key, layer in held.items()
         if key.model == spec.name
         and key.shape in spec.shapes
-        and layer.digest == digest(spec, key.shape)
+        and layer.digest.startswith(digest(spec, key.shape))
         and layer.wanted
     ]
     if not running:

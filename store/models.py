@@ -10,6 +10,7 @@ import argparse
 import re
 import signal
 import sys
+from enum import StrEnum
 from pathlib import Path
 from typing import NoReturn
 
@@ -25,24 +26,44 @@ from store.preparation import Prepared, Report
 PACKAGE = "package:"
 
 
-def prepare(source: str, *, token_file: str | None, progress: Report) -> Prepared:
-    """The directory of ``source``, fetched, converted and verified as it needs.
+class Origin(StrEnum):
+    """Where weights come from."""
 
-    ``source`` is ``package:NAME``, a local directory (``/``, ``./``, ``../`` or ``~`` in front, or
-    one that exists), or a Hugging Face id ``ORG/NAME``, optionally ``@REVISION``, for which
-    ``token_file`` may hold an access token. Blocks; safe to call from several processes at once.
-    Raises :class:`policy.errors.ModelUnavailable`.
+    PACKAGE = "package"
+    DIRECTORY = "directory"
+    HUB = "hub"
+
+
+def origin(source: str) -> Origin:
+    """What ``source`` names: ``package:NAME``, a local directory (``/``, ``./``, ``../`` or ``~`` in
+    front, or one that exists), or a Hugging Face id ``ORG/NAME``, optionally ``@REVISION``.
+
+    Raises :class:`policy.errors.ModelUnavailable` when it is none of them.
     """
     if source.startswith(PACKAGE):
-        return prepare_package(source.removeprefix(PACKAGE), report=progress)
-    path = Path(source).expanduser()
-    if re.match(r"(/|\.\.?(/|$)|~)", source) or (source and path.is_dir()):
-        return prepare_directory(path.resolve())
+        return Origin.PACKAGE
+    if re.match(r"(/|\.\.?(/|$)|~)", source) or (source and Path(source).expanduser().is_dir()):
+        return Origin.DIRECTORY
     if ID.fullmatch(source):
-        return prepare_hub(source, token_file=token_file, report=progress)
+        return Origin.HUB
     raise ModelUnavailable(
         f"{source!r} is not package:NAME, a local directory or a Hugging Face id (ORG/NAME)"
     )
+
+
+def prepare(source: str, *, token_file: str | None, progress: Report) -> Prepared:
+    """The directory of ``source``, fetched, converted and verified as it needs.
+
+    ``source`` is what :func:`origin` knows; for the hub ``token_file`` may hold an access token.
+    Blocks; safe to call from several processes at once. Raises
+    :class:`policy.errors.ModelUnavailable`.
+    """
+    kind = origin(source)
+    if kind is Origin.PACKAGE:
+        return prepare_package(source.removeprefix(PACKAGE), report=progress)
+    if kind is Origin.DIRECTORY:
+        return prepare_directory(Path(source).expanduser().resolve())
+    return prepare_hub(source, token_file=token_file, report=progress)
 
 
 def _print(line: object) -> None:

@@ -25,6 +25,7 @@ from serve.actuator.port import Held
 from serve.host import HostSpec
 from serve.local_host import LocalHost
 from serve.versions import installed
+from serve.weights import Weights
 from store.logs import RotatingLog
 from store.state import StateDir
 
@@ -48,6 +49,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     key: LayerKey
     digest: str
     model: ModelSpec
+    weights: Weights | None
     wanted: int
     processes: tuple[Process, ...] = ()
     failures: int = 0
@@ -86,12 +88,18 @@ class LocalActuator:
             if not record.deleted
         }
 
-    async def deploy(self, key: LayerKey, model: ModelSpec, digest: str, count: int) -> None:
+    async def deploy(
+        self, key: LayerKey, model: ModelSpec, weights: Weights | None, digest: str, count: int
+    ) -> None:
         async with self._lock:
             record = self._records.get(key)
             if record is None or record.deleted:
                 leaving = record.processes if record else ()
-                self._put(Record(key=key, digest=digest, model=model, wanted=count, processes=leaving))
+                self._put(
+                    Record(
+                        key=key, digest=digest, model=model, weights=weights, wanted=count, processes=leaving
+                    )
+                )
             await self._reconcile(key)
 
     async def scale(self, key: LayerKey, count: int) -> None:
@@ -170,6 +178,7 @@ class LocalActuator:
         replica = f"{key.model.replace('/', '.')}-{key.shape}-g{key.generation}-{secrets.token_hex(3)}"
         spec = HostSpec(
             model=record.model,
+            weights=record.weights,
             shape=key.shape,
             generation=key.generation,
             state_dir=str(self._state.root),

@@ -14,6 +14,7 @@ from policy.plan import LayerKey
 from policy.switching import MAX_FAILURES
 from policy.types import Load, Replica, ReplicaState
 from serve.actuator.port import Held
+from serve.weights import Weights
 
 
 @dataclass
@@ -108,7 +109,9 @@ class MemoryActuator:
         self._answer()
         return dict(self._cluster.held)
 
-    async def deploy(self, key: LayerKey, model: ModelSpec, digest: str, count: int) -> None:
+    async def deploy(
+        self, key: LayerKey, model: ModelSpec, weights: Weights | None, digest: str, count: int
+    ) -> None:
         self._answer()
         if key not in self._cluster.held:
             self._cluster.held[key] = Held(wanted=count, digest=digest)

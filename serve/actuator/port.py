@@ -9,6 +9,7 @@ import msgspec
 
 from policy.config import ModelSpec
 from policy.plan import LayerKey
+from serve.weights import Weights
 
 
 class Held(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,8 +33,13 @@ class Actuator(Protocol):
         """What is held now, also by a predecessor of this process."""
         ...
 
-    async def deploy(self, key: LayerKey, model: ModelSpec, digest: str, count: int) -> None:
-        """Make the layer with ``count`` >= 1 replicas; one that exists is left as it is."""
+    async def deploy(
+        self, key: LayerKey, model: ModelSpec, weights: Weights | None, digest: str, count: int
+    ) -> None:
+        """Make the layer with ``count`` >= 1 replicas; one that exists is left as it is.
+
+        ``weights`` are those of the generation, ``None`` for an engine that has none.
+        """
         ...
 
     async def scale(self, key: LayerKey, count: int) -> None:

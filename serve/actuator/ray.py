@@ -27,6 +27,7 @@ from serve.actuator.port import Held
 from serve.host import HostSpec
 from serve.ray_host import RayHost
 from serve.versions import installed
+from serve.weights import Weights
 from store.state import StateDir
 
 DEPLOYMENT = "replica"
@@ -107,12 +108,15 @@ class RayActuator:
             )
         return found
 
-    async def deploy(self, key: LayerKey, model: ModelSpec, digest: str, count: int) -> None:
+    async def deploy(
+        self, key: LayerKey, model: ModelSpec, weights: Weights | None, digest: str, count: int
+    ) -> None:
         if key in await self.layers():
             return
         drain_s = model.control.mode.drain_timeout_s
         spec = HostSpec(
             model=model,
+            weights=weights,
             shape=key.shape,
             generation=key.generation,
             state_dir=str(self._state.root),

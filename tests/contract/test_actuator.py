@@ -42,7 +42,7 @@ class Site:
         self.actuator = self.make()
 
     async def deploy(self, count: int, key: LayerKey = KEY) -> None:
-        await self.actuator.deploy(key, self.deployment.models[0], "d1", count)
+        await self.actuator.deploy(key, self.deployment.models[0], None, "d1", count)
 
     async def ready(self, count: int, key: LayerKey = KEY) -> dict[str, int]:
         """The process ids by replica, once ``count`` of them are ready and no other is left."""

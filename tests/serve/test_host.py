@@ -37,6 +37,7 @@ async def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
     def host(**over: Any) -> ReplicaHost:
         spec = HostSpec(
             model=deployment(sim_model(**over)).models[0],
+            weights=None,
             shape="small",
             generation=1,
             state_dir=str(StateDir(tmp_path).ensure().root),

@@ -67,7 +67,7 @@ async def failures(actuator: LocalActuator, count: int, clock: Clock) -> None:
 
 
 async def test_hosts_that_fail_are_trouble_until_asked_anew(actuator: LocalActuator, clock: Clock) -> None:
-    await actuator.deploy(KEY, deployment().models[0], "d", 1)
+    await actuator.deploy(KEY, deployment().models[0], None, "d", 1)
     assert (await actuator.layers())[KEY].trouble == ""
     await failures(actuator, 3, clock)
     assert (await actuator.layers())[KEY].trouble == "3 hosts in a row failed"
@@ -76,7 +76,7 @@ async def test_hosts_that_fail_are_trouble_until_asked_anew(actuator: LocalActua
 
 
 async def test_a_start_waits_for_its_backoff(actuator: LocalActuator, clock: Clock) -> None:
-    await actuator.deploy(KEY, deployment().models[0], "d", 1)
+    await actuator.deploy(KEY, deployment().models[0], None, "d", 1)
     await failures(actuator, 2, clock)
     while actuator._records[KEY].processes:
         await actuator.layers()
@@ -91,7 +91,7 @@ async def test_a_start_waits_for_its_backoff(actuator: LocalActuator, clock: Clo
 async def test_a_host_that_lives_long_ends_the_row(
     actuator: LocalActuator, clock: Clock, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    await actuator.deploy(KEY, deployment().models[0], "d", 1)
+    await actuator.deploy(KEY, deployment().models[0], None, "d", 1)
     await failures(actuator, MAX_FAILURES, clock)
     run(monkeypatch, tmp_path, "sleep 600")
     clock.past(actuator._records[KEY].retry_at)

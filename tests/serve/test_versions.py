@@ -43,6 +43,7 @@ def test_a_host_on_ray_asks_before_it_reads_the_rest() -> None:
     # Another version may have other fields: what is asked first is all that both must understand.
     spec = HostSpec(
         model=deployment().models[0],
+        weights=None,
         shape="small",
         generation=1,
         state_dir="/s",
