@@ -179,7 +179,11 @@ def test_apply_is_whole_or_not_at_all(site: Site) -> None:
     site.tidegate("up", str(site.file))
     stored = site.state / "deployment.json"
     before = stored.read_bytes()
+    assert site.tidegate("apply", "--dry-run", str(site.file))[1] == "Nothing changes.\n"
+    written = stored.stat().st_ino
+    # It is sent all the same: it tries again what failed.
     assert site.tidegate("apply", str(site.file))[1] == "Nothing changes.\n"
+    assert stored.stat().st_ino != written
 
     site.write(queue_timeout_s=7, port=site.port + 1)
     code, out, err = site.tidegate("apply", str(site.file))

@@ -67,7 +67,8 @@ def apply(state: StateDir, file: Path, dry_run: bool, as_json: bool) -> None:
     client = SupervisorClient(state)
     changes = diff(parse(client.status().document), document.deployment)
     refused = [change for change in changes if change.effect is Effect.RESTART]
-    applied = bool(changes) and not refused and not dry_run
+    # Also without a change: what failed is tried again, and weights in a directory are looked at again.
+    applied = not refused and not dry_run
     if not as_json:
         _table(changes)
     if applied:
@@ -75,7 +76,7 @@ def apply(state: StateDir, file: Path, dry_run: bool, as_json: bool) -> None:
     if as_json:
         shown = [{**msgspec.to_builtins(change), **_masked(change)} for change in changes]
         _print({"applied": applied, "changes": shown})
-    elif applied:
+    elif applied and changes:
         click.echo("Applied.")
     for change in refused:
         before, after = _masked(change).values()
