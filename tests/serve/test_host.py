@@ -17,10 +17,13 @@ import pytest
 from policy.errors import EngineFailed
 from policy.switching import MAX_FAILURES
 from policy.types import Replica, ReplicaState
-from serve import cores
+from serve import cores, weights
 from serve import host as hosts
 from serve.host import HostSpec, ReplicaHost
 from serve.versions import installed
+from serve.weights import Weights
+from store.models import Origin
+from store.preparation import Prepared
 from store.state import SECRET_HEADER, StateDir
 from tests.serve.sim_documents import deployment, sim_model
 
@@ -144,6 +147,20 @@ async def test_a_node_without_the_heads_directory_keeps_its_logs_elsewhere(
     ReplicaHost(spec, replica="b", address="127.0.0.1", node="n")._log.close()
     (log,) = (tmp_path / "XDG_RUNTIME_DIR").glob("tidegate-*/logs/replica-b.log")
     assert log.exists()
+
+
+async def test_a_node_that_has_other_weights_than_the_head_is_given_up_with_both(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weights, "prepare", lambda *_, **__: Prepared(path=tmp_path, digest="here"))
+    told = Weights(origin=Origin.PACKAGE, source="package:p", digest="there")
+    host = ReplicaHost(
+        msgspec.structs.replace(make().spec, weights=told), replica="r", address="127.0.0.1", node="n"
+    )
+    with pytest.raises(EngineFailed, match="have the digest here, those of the head there"):
+        await host.start()
+    assert host.lost.is_set()
+    await host.stop()
 
 
 async def test_starts_that_are_slow_to_fail_are_a_row_of_failures(
