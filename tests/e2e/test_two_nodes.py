@@ -15,6 +15,7 @@ import httpx
 import psutil
 import pytest
 
+from policy.types import Replica
 from tests.e2e.stack import Stack, eventually, free_ports
 from tests.e2e.traffic import Traffic
 
@@ -70,7 +71,7 @@ def test_replicas_spread_over_the_nodes_and_leave_with_down(
                 "engine": "sim",
                 "sim": {"profile": "sim-small"},
                 "shapes": {"small": {"cpus": 1}},
-                "modes": {"multi-replica": {"shape": "small", "replicas": {"min": 2, "max": 2}}},
+                "modes": {"multi-replica": {"shape": "small", "replicas": {"min": 2, "max": 8}}},
             }
         ]
     }
@@ -79,13 +80,11 @@ def test_replicas_spread_over_the_nodes_and_leave_with_down(
     stack.write()
     try:
         stack.up(120)
-        replicas = stack.replicas("sim")
-        assert {httpx.URL(replica.url).host for replica in replicas} == {HEAD, NODE}
+        replicas = on_both_nodes(stack)
         assert len({replica.node for replica in replicas}) == 2
         with Traffic(stack, "sim", clients=2, max_tokens=8) as traffic:
-            eventually(lambda: len(traffic.outcomes) >= 20, 60)
+            eventually(lambda: traffic.replicas == {replica.id for replica in replicas}, 60)
         assert not traffic.problems
-        assert traffic.replicas == {replica.id for replica in replicas}
         if not supervised:
             psutil.Process(stack.status()["supervisor"]["pid"]).kill()
             eventually(lambda: stack.run("status").returncode == 4, 20)
@@ -95,6 +94,17 @@ def test_replicas_spread_over_the_nodes_and_leave_with_down(
     eventually(lambda: not any(psutil.pid_exists(replica.pid) for replica in replicas), 10)
     # The cluster is not ours: it goes on.
     assert any("raylet" in name for name in (p.name() for p in psutil.process_iter()))
+
+
+def on_both_nodes(stack: Stack) -> list[Replica]:
+    """The replicas, once each node has one: Serve spreads them, and promises no place."""
+    for count in range(2, 9):
+        assert stack.run("scale", "sim", str(count)).returncode == 0
+        stack.steady("sim", count)
+        replicas = stack.replicas("sim")
+        if {httpx.URL(replica.url).host for replica in replicas} == {HEAD, NODE}:
+            return replicas
+    raise AssertionError(f"eight replicas on one node: {replicas}")
 
 
 def _wait_for_raylet(process: subprocess.Popen[bytes]) -> None:
