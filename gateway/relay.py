@@ -207,7 +207,8 @@ class Relay:
         retry_after = self._headers.get(b"retry-after")
         if self._status == 503 and (reason := self._headers.get(REFUSAL_HEADER)) is not None:
             self.reason = _REASONS.get(reason, Refusal.BUSY)
-            self._settle(Verdict.REFUSED)
+            # An engine that died under the request charges it as a lost connection would.
+            self._settle(Verdict.LOST if self.reason is Refusal.REPLICA_LOST else Verdict.REFUSED)
         elif 400 <= self._status < 500 and self._status not in (401, 403, 407):
             self.refused = from_upstream(self._status, bytes(self._error), retry_after, self._call.route)
             self._settle(Verdict.REJECTED)
@@ -227,4 +228,7 @@ class Relay:
             self.done.set_exception(error)
 
 
-_REASONS = {b"busy": Refusal.BUSY, b"draining": Refusal.DRAINING, b"starting": Refusal.STARTING}
+_REASONS = {
+    str(reason).encode(): reason
+    for reason in (Refusal.BUSY, Refusal.DRAINING, Refusal.STARTING, Refusal.REPLICA_LOST)
+}

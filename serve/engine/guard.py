@@ -11,7 +11,7 @@ import msgspec
 
 from policy.errors import Refusal
 from policy.types import Load, ReplicaState
-from serve.engine.port import ALLOWED, Engine, Receive, Scope, Send
+from serve.engine.port import ALLOWED, Engine, Message, Receive, Scope, Send
 from store.state import SECRET_HEADER
 
 REFUSAL_HEADER = b"x-tidegate-refusal"
@@ -105,6 +105,9 @@ class Guard:
             await self._count(scope, receive, send)
 
     def _refusal(self, canary: bool) -> Refusal | None:
+        if self._engine.dead and self._state is ReplicaState.READY:
+            # The process ends within a moment; until then nobody else should come.
+            self.become(ReplicaState.STARTING)
         if self._state is ReplicaState.STARTING:
             return None if canary else Refusal.STARTING
         if self._state is not ReplicaState.READY:
@@ -114,8 +117,9 @@ class Guard:
     async def _count(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._in_flight += 1
         self._notify()
+        answer = _Answer(self._engine, send)
         try:
-            await self._engine.app(scope, receive, send)
+            await self._engine.app(scope, receive, answer)
         finally:
             self._in_flight -= 1
             self._notify()
@@ -136,6 +140,35 @@ class Guard:
                 await send({"type": "http.response.body", "body": body, "more_body": True})
         finally:
             gone.cancel()
+
+
+class _Answer:
+    """Holds back the head of an answer until its first byte, and says so when there will be none.
+
+    An engine that dies makes its app answer 500, or 200 and an error: the gateway could not tell a
+    request that never began from one that is wrong.
+    """
+
+    def __init__(self, engine: Engine, send: Send) -> None:
+        self._engine = engine
+        self._send = send
+        self._head: Message | None = None
+        self._lost = False
+
+    async def __call__(self, message: Message) -> None:
+        if self._lost:
+            return
+        if message["type"] == "http.response.start":
+            self._head = message
+            return
+        if self._head is not None:
+            if self._engine.dead:
+                self._lost = True
+                await _answer(self._send, 503, Refusal.REPLICA_LOST, "the engine died under this request")
+                return
+            await self._send(self._head)
+            self._head = None
+        await self._send(message)
 
 
 async def _start(send: Send, status: int, headers: list[tuple[bytes, bytes]]) -> None:

@@ -83,6 +83,11 @@ class Engine(Protocol):
         """Names of the LoRA adapters it can serve now."""
         ...
 
+    @property
+    def dead(self) -> bool:
+        """Whether it is known to make no more tokens; cheap enough to ask for every request."""
+        ...
+
     async def check(self) -> None:
         """Raise :class:`policy.errors.EngineFailed` when the engine can make no more tokens."""
         ...

@@ -84,6 +84,10 @@ class VLLMEngine:
         models = self.app.state.openai_serving_models  # type: ignore[attr-defined]
         return tuple(models.lora_requests)
 
+    @property
+    def dead(self) -> bool:
+        return bool(self._llm.errored)
+
     async def check(self) -> None:
         if self._llm.errored:
             raise EngineFailed(f"vLLM's engine core is dead: {self._llm.dead_error}")

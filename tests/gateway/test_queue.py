@@ -178,11 +178,15 @@ async def test_a_replica_that_talks_nonsense_is_out_until_it_talks_sense(shared:
     assert connected <= replica.connections
 
 
-async def test_a_poison_request_touches_two_replicas_at_most(shared: Stack) -> None:
+@pytest.mark.parametrize("death", ["a reset", "the guard's word"])
+async def test_a_poison_request_touches_two_replicas_at_most(shared: Stack, death: str) -> None:
     async def die(exchange: Exchange) -> None:
-        exchange.reset()
+        if death == "a reset":
+            exchange.reset()
+        else:
+            await exchange.refuse("replica_lost")
 
-    replicas = [await shared.replica(f"poisoned-{i}") for i in range(4)]
+    replicas = [await shared.replica(f"poisoned-{death[0]}-{i}") for i in range(4)]
     for replica in replicas:
         replica.answer = die
     await shared.ready(*replicas)

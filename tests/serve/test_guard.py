@@ -29,6 +29,7 @@ class Held:
         self.go = asyncio.Event()
         self.reached: list[str] = []
         self.fail = False
+        self.status = 200
 
     async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.reached.append(f"{scope['method']} {scope['path']}")
@@ -41,7 +42,7 @@ class Held:
             left.cancel()
         if self.fail:
             raise RuntimeError("the app is wrong")
-        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.start", "status": self.status, "headers": []})
         await send({"type": "http.response.body", "body": b"{}"})
 
     def stats(self) -> EngineStats:
@@ -49,6 +50,8 @@ class Held:
 
     def adapters(self) -> tuple[str, ...]:
         return ("sql",)
+
+    dead = False
 
     async def check(self) -> None:
         return
@@ -191,6 +194,25 @@ async def test_draining_refuses_at_once_while_what_is_in_flight_finishes(
     assert guard.line().load.in_flight == 0
     guard.become(ReplicaState.READY)
     assert guard.state is ReplicaState.DRAINING
+
+
+@pytest.mark.parametrize("status", [200, 500])
+async def test_an_engine_that_dies_under_a_request_says_so(
+    engine: Held, guard: Guard, client: httpx.AsyncClient, status: int
+) -> None:
+    engine.status = status
+    held = Request(guard, "POST", CHAT, SECRET)
+    await in_flight(guard, 1)
+    engine.dead = True
+    engine.go.set()
+    await held.task
+    assert held.sent[0]["status"] == 503
+    assert dict(held.sent[0]["headers"])[REFUSAL_HEADER] == b"replica_lost"
+    assert len(held.sent) == 2
+    # Who comes now began nothing, and may go elsewhere uncharged.
+    late = await client.post(CHAT)
+    assert (late.status_code, refusal(late)) == (503, "starting")
+    assert guard.state is ReplicaState.STARTING
 
 
 async def test_starting_serves_the_canary_alone(engine: Held, client: httpx.AsyncClient) -> None:

@@ -84,6 +84,10 @@ class SimEngine:
     def adapters(self) -> tuple[str, ...]:
         return self._adapters
 
+    @property
+    def dead(self) -> bool:
+        return self._loop.ended
+
     async def check(self) -> None:
         self._loop.check()
 

@@ -117,9 +117,14 @@ class StepLoop:
             steps=self._steps,
         )
 
+    @property
+    def ended(self) -> bool:
+        """Whether the step task has ended."""
+        return self._task.done()
+
     def check(self) -> None:
         """Raise :class:`policy.errors.EngineFailed` when the step task has ended."""
-        if self._task.done():
+        if self.ended:
             error = None if self._task.cancelled() else self._task.exception()
             raise EngineFailed(f"the simulated engine steps no more: {error!r}")
 
