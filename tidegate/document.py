@@ -43,12 +43,13 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def load(path: Path) -> Document:
+def load(path: Path, *, ray: bool = True) -> Document:
     """Read and check the YAML (or JSON) file at ``path``.
 
     Relative model paths and token files are taken from the file's folder. ``RAY_ADDRESS`` takes
-    the place of ``cluster.address: local``, ``TIDEGATE_GATEWAY_HOST`` and ``TIDEGATE_ADMIN_HOST`` that of
-    ``gateway.host`` and ``gateway.admin_host``. Raises :class:`policy.errors.ConfigError`.
+    the place of ``cluster.address: local`` (where ``ray`` will be used at all),
+    ``TIDEGATE_GATEWAY_HOST`` and ``TIDEGATE_ADMIN_HOST`` that of ``gateway.host`` and
+    ``gateway.admin_host``. Raises :class:`policy.errors.ConfigError`.
     """
     path = path.resolve()
     try:
@@ -63,7 +64,7 @@ def load(path: Path) -> Document:
     raw = _plain(path, decoded)
     parse(raw)  # types are right from here on
     _absolute_paths(raw, path.parent)
-    address = os.environ.get("RAY_ADDRESS")
+    address = os.environ.get("RAY_ADDRESS") if ray else None
     if address and raw.get("cluster", {}).get("address", "local") == "local":
         raw["cluster"] = {**raw.get("cluster", {}), "address": address}
     for key, variable in _HOSTS.items():

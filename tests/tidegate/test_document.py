@@ -109,6 +109,7 @@ def test_ray_address_takes_the_place_of_local(tmp_path: Path, monkeypatch: pytes
     assert load(write(tmp_path, EXTERNAL)).deployment.cluster.address == "10.0.0.1:6379"
     named = write(tmp_path, EXTERNAL + "cluster: {address: '10.0.0.2:6379'}\n")
     assert load(named).deployment.cluster.address == "10.0.0.2:6379"
+    assert load(write(tmp_path, EXTERNAL), ray=False).deployment.cluster.address == "local"
 
 
 def test_the_environment_says_where_to_listen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

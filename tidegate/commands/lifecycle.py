@@ -49,7 +49,7 @@ _timeout = click.option(
 @click.pass_obj
 def up(state: StateDir, file: Path | None, foreground: bool, no_ray: bool, timeout_s: float | None) -> None:
     path = _chosen(state, file)
-    document = documents.load(path)
+    document = documents.load(path, ray=not no_ray)
     if foreground:
         sys.exit(_run(state, document, no_ray, timeout_s))
     client = SupervisorClient(state)
@@ -73,7 +73,7 @@ def up(state: StateDir, file: Path | None, foreground: bool, no_ray: bool, timeo
 @_timeout
 @click.pass_obj
 def run(state: StateDir, file: Path, no_ray: bool, timeout_s: float | None) -> None:
-    sys.exit(_run(state, documents.load(file), no_ray, timeout_s))
+    sys.exit(_run(state, documents.load(file, ray=not no_ray), no_ray, timeout_s))
 
 
 @click.command(help="Stop what `up` or `run` started, and nothing else; harmless when nothing runs.")
