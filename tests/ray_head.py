@@ -9,7 +9,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from policy.config import Deployment
 from policy.parsing import parse
 from serve.cluster import head_command, temp_dir
 from store.state import StateDir
+from tests.ports import free_ports
 from tests.serve.sim_documents import document
 
 START_S = 60.0
@@ -30,13 +31,6 @@ class RayHead:
 
     state: StateDir
     deployment: Deployment
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that nobody has at this instant."""
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [sock.getsockname()[1] for sock in sockets]
 
 
 @contextmanager

@@ -19,7 +19,8 @@ from serve.actuator.memory import MemoryActuator, MemoryCluster
 from serve.actuator.port import Actuator
 from store.state import SECRET_HEADER, StateDir
 from tests.contract.heard import Heard, listening
-from tests.ray_head import RayHead, free_ports
+from tests.ports import free_ports
+from tests.ray_head import RayHead
 from tests.serve.sim_documents import deployment
 
 KEY = LayerKey("m", "small", 1)

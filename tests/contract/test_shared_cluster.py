@@ -19,7 +19,8 @@ from policy.errors import Unreachable
 from serve.client import ControllerClient
 from serve.cluster import token_path
 from store.state import StateDir
-from tests.ray_head import RayHead, free_ports
+from tests.ports import free_ports
+from tests.ray_head import RayHead
 from tests.serve.sim_documents import document, sim_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray]

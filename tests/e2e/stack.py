@@ -20,20 +20,9 @@ import yaml
 from policy.types import Fleet, Replica
 from serve.client import ControllerClient, ModelStatus
 from store.state import StateDir
+from tests.ports import free_ports
 
 ROOT = Path(__file__).parents[2]
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports of loopback that nobody listens on now."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for sock in sockets:
-            sock.bind(("127.0.0.1", 0))
-        return [sock.getsockname()[1] for sock in sockets]
-    finally:
-        for sock in sockets:
-            sock.close()
 
 
 def on_free_ports(document: dict[str, Any]) -> dict[str, Any]:

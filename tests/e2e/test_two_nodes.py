@@ -16,8 +16,9 @@ import psutil
 import pytest
 
 from policy.types import Replica
-from tests.e2e.stack import Stack, eventually, free_ports
+from tests.e2e.stack import Stack, eventually
 from tests.e2e.traffic import Traffic
+from tests.ports import free_ports
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
 

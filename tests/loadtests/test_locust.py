@@ -8,13 +8,13 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import yaml
 
+from tests.ports import free_ports
 from tidegate.children import ROOT
 
 pytestmark = pytest.mark.slow
@@ -50,15 +50,9 @@ def _run(*arguments: str, folder: Path, check: bool = True) -> subprocess.Comple
     )
 
 
-def _free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [sock.getsockname()[1] for sock in sockets]
-
-
 @pytest.fixture(scope="module")
 def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
-    port, admin_port, controller = _free_ports(3)
+    port, admin_port, controller = free_ports(3)
     folder = tmp_path_factory.mktemp("load")
     # As it ships, on ports of its own.
     document = yaml.safe_load((ROOT / "deployments" / "sim.yaml").read_text())

@@ -21,7 +21,7 @@ from policy.types import Replica, ReplicaState
 from serve.actuator.local import LocalActuator
 from serve.client import ControllerClient
 from store.state import StateDir
-from tests.ray_head import free_ports
+from tests.ports import free_ports
 from tests.serve.sim_documents import document
 
 pytestmark = pytest.mark.slow

@@ -5,13 +5,11 @@ from __future__ import annotations
 import http.server
 import json
 import os
-import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.ports import free_ports
 from tidegate.children import ROOT
 
 
@@ -64,13 +63,6 @@ def upstream() -> Iterator[str]:
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
         thread.join()
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that nobody has at this instant."""
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [sock.getsockname()[1] for sock in sockets]
 
 
 def until(true: Callable[[], Any], what: str, within_s: float = 20.0) -> Any:

@@ -12,7 +12,8 @@ import psutil
 import pytest
 import yaml
 
-from tests.tidegate.conftest import Site, free_ports, until
+from tests.ports import free_ports
+from tests.tidegate.conftest import Site, until
 from tidegate.children import ROOT
 
 pytestmark = pytest.mark.slow

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.tidegate.conftest import Site, free_ports
+from tests.ports import free_ports
+from tests.tidegate.conftest import Site
 from tidegate.masking import masked
 
 
