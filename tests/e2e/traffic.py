@@ -28,6 +28,7 @@ class Traffic:
     """Clients that each send one request after the other until the block ends.
 
     With ``stream`` an answer counts only with a finish_reason and ``[DONE]``, and no error event.
+    Each rests ``pause_s`` between two requests: on two cores a replica that starts needs its share.
     """
 
     stack: Stack
@@ -35,6 +36,7 @@ class Traffic:
     clients: int = 2
     stream: bool = True
     max_tokens: int = 24
+    pause_s: float = 1.0
     outcomes: list[Outcome] = field(default_factory=list)
 
     def __enter__(self) -> Traffic:
@@ -76,6 +78,7 @@ class Traffic:
                 except httpx.HTTPError as error:
                     replica, problem = "", repr(error)
                 self.outcomes.append(Outcome(replica, problem, began, time.time()))
+                self._stop.wait(self.pause_s)
 
     def _one(self, client: httpx.Client, tag: str) -> tuple[str, str]:
         body = {
