@@ -112,7 +112,7 @@ class Stack:
         """What the controller says of one model."""
         return next(model for model in self.controller.status().models if model.name == name)
 
-    def steady(self, name: str, count: int, timeout_s: float = 240) -> None:
+    def steady(self, name: str, count: int, timeout_s: float = 300) -> None:
         """Wait until the model has exactly ``count`` replicas, all ready, and nothing else to do."""
         eventually(
             lambda: self.model(name).phase == "steady" and len(self.replicas(name)) == count,

@@ -14,7 +14,7 @@ from tests.e2e.conftest import CHAT
 from tests.e2e.stack import Stack, eventually
 from tests.e2e.traffic import Traffic
 
-pytestmark = [pytest.mark.vllm, pytest.mark.ray, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.vllm, pytest.mark.ray, pytest.mark.timeout(900)]
 
 
 def test_a_mode_switch_and_a_scale_cut_no_stream(stack: Stack) -> None:

@@ -104,7 +104,7 @@ def _stats(prefix: Path) -> list[dict[str, str]]:
 
 def test_an_objective_that_is_missed_is_an_exit_code(deployment: Deployment) -> None:
     limits = ["--slo-ttft-s", "0.001", "--slo-attainment", "0.5", "--stream-share", "1"]
-    ran = deployment.locust("-u", "2", "-t", "2s", "--max-tokens", "4", *limits)
+    ran = deployment.locust("-u", "2", "-t", "8s", "--max-tokens", "4", *limits)
     assert ran.returncode == 1
     assert "0.000 of the requests met the objective; 0.5 was asked for" in ran.stderr
 
@@ -123,6 +123,6 @@ def test_processes_that_share_the_load_report_once_and_in_full(deployment: Deplo
 
 
 def test_a_model_that_does_not_exist_is_a_failure_with_its_message(deployment: Deployment) -> None:
-    ran = deployment.locust("-u", "1", "-t", "2s", "--model", "nobody")
+    ran = deployment.locust("-u", "1", "-t", "8s", "--model", "nobody")
     assert ran.returncode == 1
     assert "404: The model 'nobody' does not exist." in ran.stdout + ran.stderr

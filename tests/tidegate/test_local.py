@@ -38,9 +38,9 @@ def sim(site: Site) -> Iterator[Site]:
 
 def test_a_start_that_takes_too_long_says_why_and_leaves_nothing(site: Site) -> None:
     write(site, start_s=600)
-    code, _, err = site.tidegate("up", str(site.file), "--no-ray", "--timeout-s", "3")
+    code, _, err = site.tidegate("up", str(site.file), "--no-ray", "--timeout-s", "8")
     assert code == 1
-    assert "replica: not ready after 3 s: sim" in err
+    assert "replica: not ready after 8 s: sim" in err
     assert "controller | " in err
     assert site.pids() == []
 
