@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from gateway.errors import Refused
 from gateway.fleet import FleetView, Served
 from gateway.metrics import Metrics
 from gateway.replicas import Link
+from gateway.router import Routes
 from policy.errors import Refusal
-from policy.routing import least_loaded
+from policy.request import Request
+from policy.routing import Quote
 from policy.waiting import Waiting
 
 # What waits is held in memory: without a bound it were max_queue bodies of max_body_bytes, 16 GiB by
@@ -22,19 +23,16 @@ MAX_WAITING_BYTES = 256 * 1024 * 1024
 
 @dataclass(slots=True, eq=False)
 class Place:
-    """A request's place in the queue of its model; ``deadline`` in loop time, ``size`` of its body in bytes.
+    """A request's place in the queue of its model.
 
-    ``avoid`` are replicas that already failed it: taken again only when there is no other.
-    ``entered`` once it was found to fit: what is sent back later is not asked again.
+    ``entered`` once it was found to fit: what is sent back later is not asked again. ``quote`` is what
+    was predicted for the replica that it was sent to last.
     """
 
     served: Served
-    adapter: str | None
-    deadline: float
-    ticket: int
-    size: int
+    request: Request
     entered: bool = False
-    avoid: set[str] = field(default_factory=set)
+    quote: Quote | None = None
     granted: asyncio.Future[Link] | None = None
 
 
@@ -48,19 +46,20 @@ class Admission:
     """Late binding: a request waits here, not in a replica, while none can take it."""
 
     def __init__(
-        self, fleet: FleetView, metrics: Metrics, rng: random.Random, max_queue: Callable[[], int]
+        self, fleet: FleetView, metrics: Metrics, routes: Routes, max_queue: Callable[[], int]
     ) -> None:
         self._fleet = fleet
         self._metrics = metrics
-        self._rng = rng
+        self._routes = routes
         self._max_queue = max_queue
         self._queues: dict[str, _Queue] = {}
         self._waiting_bytes = 0
         fleet.on_capacity = self.pump
 
-    def arrive(self, served: Served, adapter: str | None, deadline: float, size: int) -> Place:
+    def arrive(self, served: Served, request: Request) -> Place:
         """A place at the end of the model's queue."""
-        return Place(served, adapter, deadline, self._queue(served.name).waiting.ticket(), size)
+        request.ticket = self._queue(served.name).waiting.ticket()
+        return Place(served, request)
 
     async def admit(self, place: Place) -> Link:
         """The replica to send it to, with its slot taken (:meth:`Link.begin`).
@@ -72,27 +71,27 @@ class Admission:
         # Whoever waits came earlier, unless this one was only sent back to its old place.
         if not queue.waiting and (link := self._choose(place)) is not None:
             place.entered = True
-            link.begin()
+            self._send(place, link)
             return link
         if not place.entered:
             self._check_room(place, queue)
             place.entered = True
         loop = asyncio.get_running_loop()
-        if place.deadline <= loop.time():
+        if place.request.deadline <= loop.time():
             raise self._expired(place)
         place.granted = loop.create_future()
-        queue.waiting.put(place.ticket, place, place.deadline)
-        self._waiting_bytes += place.size
+        queue.waiting.put(place.request.ticket, place, place.request.deadline)
+        self._waiting_bytes += place.request.size
         self._changed(place.served.name, queue)
         self.pump(place.served.name)
         try:
             return await place.granted
         except asyncio.CancelledError:
-            if not queue.waiting.remove(place.ticket) and _was_granted(place.granted):
+            if not queue.waiting.remove(place.request.ticket) and _was_granted(place.granted):
                 self.release(place.served, place.granted.result())
             raise
         finally:
-            self._waiting_bytes -= place.size
+            self._waiting_bytes -= place.request.size
             self._changed(place.served.name, queue)
 
     def release(self, served: Served, link: Link) -> None:
@@ -109,14 +108,14 @@ class Admission:
         for ticket, place in queue.waiting.in_order():
             link = self._choose(place)
             if link is None:
-                if place.adapter is None:
+                if not place.request.adapter:
                     break
                 continue  # the adapter is elsewhere; who comes after may still fit
             queue.waiting.remove(ticket)
             assert place.granted is not None
             if place.granted.done():
                 continue
-            link.begin()
+            self._send(place, link)
             place.granted.set_result(link)
         self._changed(model, queue)
 
@@ -124,8 +123,8 @@ class Admission:
         """Whether a replica that has not failed this request could take it now."""
         return any(
             link.admissible
-            and link.id not in place.avoid
-            and (place.adapter is None or place.adapter in link.adapters)
+            and link.id not in place.request.avoid
+            and (not place.request.adapter or place.request.adapter in link.adapters)
             for link in place.served.links
         )
 
@@ -135,21 +134,22 @@ class Admission:
                 Refusal.QUEUE_FULL, f"{len(queue.waiting)} requests already wait for {place.served.name}."
             )
         # A body that is larger than all may be still waits where nothing else does.
-        if self._waiting_bytes and self._waiting_bytes + place.size > MAX_WAITING_BYTES:
+        if self._waiting_bytes and self._waiting_bytes + place.request.size > MAX_WAITING_BYTES:
             raise Refused(
                 Refusal.QUEUE_FULL, f"Requests of {self._waiting_bytes} bytes already wait in this gateway."
             )
 
     def _choose(self, place: Place) -> Link | None:
-        links = [
-            link
-            for link in place.served.links
-            if link.admissible and (place.adapter is None or place.adapter in link.adapters)
-        ]
-        if place.avoid:
-            links = [link for link in links if link.id not in place.avoid] or links
-        chosen = least_loaded([(link.in_flight, link.bound) for link in links], self._rng.random())
-        return None if chosen is None else links[chosen]
+        chosen = self._routes.choose(place.served, place.request)
+        if chosen is None:
+            return None
+        link, place.quote = chosen
+        return link
+
+    def _send(self, place: Place, link: Link) -> None:
+        assert place.quote is not None
+        link.begin()
+        self._routes.began(place.request, place.quote)
 
     def _queue(self, model: str) -> _Queue:
         queue = self._queues.get(model)

@@ -21,9 +21,11 @@ from gateway.errors import Refused
 from gateway.fleet import FleetView, Served
 from gateway.log import Log
 from gateway.metrics import Metrics, ModelMeter
+from gateway.router import Routes
 from gateway.routes import client_app
 from gateway.surface import Route
 from policy.errors import Refusal
+from policy.request import Request
 
 
 class Gateway:
@@ -36,7 +38,7 @@ class Gateway:
         self.metrics = Metrics()
         self.fleet = FleetView(secret, self.metrics)
         self.admission = Admission(
-            self.fleet, self.metrics, rng, lambda: document.deployment.gateway.max_queue
+            self.fleet, self.metrics, Routes(rng), lambda: document.deployment.gateway.max_queue
         )
         self.client: ASGIApp = client_app(self.serve, self.fleet)
         self.admin: ASGIApp = admin_app(self.fleet, self.metrics, self.why_not_ready)
@@ -51,12 +53,19 @@ class Gateway:
             raw = await call.read(limits.max_body_bytes)
             body = bodies.read(raw)
             served, adapter = self._resolve(route, body.model)
-            deadline = asyncio.get_running_loop().time() + call.timeout_s(limits.queue_timeout_s)
+            now = asyncio.get_running_loop().time()
+            request = Request(
+                served.name,
+                adapter=adapter or "",
+                size=len(raw),
+                arrived=now,
+                deadline=now + call.timeout_s(limits.queue_timeout_s),
+            )
             meter = self.metrics.model(served.name)
             meter.in_flight += 1
             try:
                 call.watch()
-                place = self.admission.arrive(served, adapter, deadline, len(raw))
+                place = self.admission.arrive(served, request)
                 await Delivery(self.admission, place, call, meter, body=body, raw=raw).run()
             finally:
                 meter.in_flight -= 1

@@ -70,7 +70,7 @@ class Delivery:
             refused = relay.refused if relay is not None else None
             if verdict is Verdict.REJECTED and refused is not None:
                 raise refused
-            self._place.avoid.add(link.id)
+            self._place.request.avoid.add(link.id)
             if charged or (verdict is Verdict.FAILED and not self._admission.has_other(self._place)):
                 raise refused or Refused(
                     Refusal.REPLICA_LOST, "Two replicas were lost while they held this request.", final=True

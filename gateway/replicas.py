@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import Callable
 
 import msgspec
@@ -10,6 +11,7 @@ import msgspec
 from gateway.feed import Feed
 from gateway.upstream import Pool
 from policy.errors import Refusal
+from policy.routing import Candidate
 from policy.types import Load, Replica, ReplicaState
 from store.state import SECRET_HEADER
 
@@ -47,7 +49,7 @@ class Link:
         self.open = True
         self.full = False
         self.counted = 0
-        self.bound = replica.load.bound
+        self.view = Candidate(replica.id, key_of(replica.id), bound=replica.load.bound)
         self.mine = 0
         self.heard_at: float | None = None
         self._mine_when_counted = 0
@@ -64,20 +66,30 @@ class Link:
         """The replica's own last count, corrected by what this worker began and ended since."""
         return max(0, self.counted - self._mine_when_counted) + self.mine
 
+    @property
+    def bound(self) -> int:
+        """How many requests it admits, 0 if it states none."""
+        return self.view.bound
+
     def begin(self) -> None:
         """A request goes there."""
         self.mine += 1
+        self.view.begun += 1
+        self.view.in_flight = self.in_flight
 
     def end(self) -> None:
         """A request of this worker ended there."""
         self.mine -= 1
+        self.view.in_flight = self.in_flight
 
     def count(self, line: bytes, at: float) -> None:
         """Take a line of the replica's load stream; ``at`` is loop time."""
         said = _decoder.decode(line)
         self.counted = said.load.in_flight
-        self.bound = said.load.bound
+        self.view.bound = said.load.bound
+        self.view.kv_used = said.load.kv_used
         self._mine_when_counted = min(self.mine, said.load.in_flight)
+        self.view.in_flight = self.in_flight
         self.adapters = frozenset(said.adapters)
         self.open = said.state is ReplicaState.READY
         self.answering = True
@@ -132,3 +144,8 @@ class Link:
         if self._following is not None:
             self._following.cancel()
         self.pool.close()
+
+
+def key_of(replica_id: str) -> int:
+    """The 64-bit key of a replica, alike in every process."""
+    return int.from_bytes(hashlib.blake2b(replica_id.encode(), digest_size=8).digest())

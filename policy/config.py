@@ -12,7 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from policy.errors import TargetError
-from policy.types import EngineKind, Runner
+from policy.types import EngineKind, Priority, Runner
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}(/[A-Za-z0-9][A-Za-z0-9_.-]{0,127})?")
 SHAPE_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,31}")
@@ -103,12 +103,30 @@ class Scale(_Section, frozen=True):
     min_healthy: Count = 1
 
 
+class Objective(_Section, frozen=True):
+    """The service level that requests of a model are promised, in seconds at the 95th percentile.
+
+    ``ttft_p95_s`` bounds how long a replica may have a request wait: beyond it the gateway keeps it.
+    ``itl_p95_s`` bounds how many a replica runs at once. ``None`` promises nothing.
+    """
+
+    ttft_p95_s: Seconds | None = None
+    itl_p95_s: Seconds | None = None
+
+
+class Adapters(_Section, frozen=True):
+    """How many LoRA adapters one replica of the model can have loaded at once."""
+
+    slots_per_replica: Annotated[int, Meta(ge=1, le=4096)] = 8
+
+
 class Control(_Section, frozen=True):
-    """What bounds a change of count or mode.
+    """What bounds a change of count or mode, and what is promised meanwhile.
 
     ``assumed_start_s`` stands in for the measured start-to-ready time of a shape that never ran.
     """
 
+    slo: Objective = Objective()
     scale: Scale = Scale()
     mode: Drain = Drain()
     start_timeout_s: Seconds = 600.0
@@ -117,7 +135,10 @@ class Control(_Section, frozen=True):
 
 
 class ModelSpec(_Section, frozen=True):
-    """One model: where its weights come from, its engine, its shapes and modes."""
+    """One model: where its weights come from, its engine, its shapes and modes.
+
+    ``profile`` names the engine model that predicts its replicas until they tell or show better.
+    """
 
     name: str
     source: str = ""
@@ -131,6 +152,8 @@ class ModelSpec(_Section, frozen=True):
     mode: str | None = None
     urls: tuple[str, ...] = ()
     sim: Sim = Sim()
+    profile: str | None = None
+    adapters: Adapters = Adapters()
     control: Control = Control()
 
     @property
@@ -159,8 +182,49 @@ class Cluster(_Section, frozen=True):
     node_ip: str = "127.0.0.1"
 
 
+class Coalesce(_Section, frozen=True):
+    """Short inputs of concurrent requests go upstream as one call: after ``window_s``, or once full.
+
+    A window of 0 switches it off; who is alone never waits.
+    """
+
+    window_s: Annotated[float, Meta(ge=0, le=1)] = 0.002
+    max_inputs: Annotated[int, Meta(ge=2, le=4096)] = 64
+    max_input_bytes: Annotated[int, Meta(ge=16)] = 4096
+
+
+class Eject(_Section, frozen=True):
+    """When a replica leaves rotation, and for how long.
+
+    After ``failures`` in a row, or when its success rate over ``window_s`` falls below
+    ``success_rate``; for ``base_s`` times the ejections in a row, at most ``max_s``; never more than
+    ``max_fraction`` of a model's replicas, and never the last.
+    """
+
+    failures: Positive = 5
+    success_rate: Annotated[float, Meta(ge=0, le=1)] = 0.85
+    window_s: Seconds = 10.0
+    base_s: Seconds = 30.0
+    max_s: Seconds = 300.0
+    max_fraction: Annotated[float, Meta(ge=0, le=1)] = 0.5
+
+
+class Retry(_Section, frozen=True):
+    """How many retries there may be: ``budget`` of the requests in ``window_s``, at least ``at_least``."""
+
+    budget: Annotated[float, Meta(ge=0, le=1)] = 0.2
+    at_least: Count = 3
+    window_s: Seconds = 10.0
+
+
 class GatewayConfig(_Section, frozen=True):
-    """The data plane: where it listens and how long it waits."""
+    """The data plane: where it listens and how long it waits.
+
+    ``queue_timeout_s`` is the deadline of a request that names none. ``first_token_timeout_s`` and
+    ``inter_token_timeout_s`` bound the silence of a replica before and after a stream's first event,
+    ``answer_timeout_s`` the time to a whole answer, ``progress_timeout_s`` how long a replica may
+    have requests and move none of them.
+    """
 
     host: str = "127.0.0.1"
     port: Port = 8080
@@ -169,9 +233,52 @@ class GatewayConfig(_Section, frozen=True):
     admin_port: Port = 8081
     queue_timeout_s: Seconds = 60.0
     max_queue: Annotated[int, Meta(ge=1, le=1_000_000)] = 1024
+    max_queue_bytes: Annotated[int, Meta(ge=1024)] = 256 * 1024 * 1024
     max_body_bytes: Annotated[int, Meta(ge=1024)] = 16 * 1024 * 1024
     connect_timeout_s: Seconds = 2.0
+    first_token_timeout_s: Seconds = 120.0
+    inter_token_timeout_s: Seconds = 60.0
+    answer_timeout_s: Seconds = 600.0
+    progress_timeout_s: Seconds = 30.0
     drain_timeout_s: Seconds = 30.0
+    coalesce: Coalesce = Coalesce()
+    eject: Eject = Eject()
+    retry: Retry = Retry()
+
+
+class Tenant(_Section, frozen=True):
+    """Who a key belongs to: ``keys_sha256`` are the SHA-256 digests of its keys, in hex.
+
+    ``weight`` is its share where tenants compete, ``admin`` lets it ask why a route was taken.
+    """
+
+    name: str
+    keys_sha256: Annotated[tuple[str, ...], Meta(min_length=1)]
+    weight: Annotated[float, Meta(gt=0, le=1e6)] = 1.0
+    priority: Priority = Priority.STANDARD
+    admin: bool = False
+
+
+class Price(_Section, frozen=True):
+    """Money for a million tokens, in any one currency."""
+
+    input: Annotated[float, Meta(ge=0)]
+    output: Annotated[float, Meta(ge=0)]
+
+
+class Upstream(_Section, frozen=True):
+    """An OpenAI-compatible endpoint that takes over what the fleet cannot serve in time.
+
+    ``models`` maps our names to theirs; ``key_file`` holds the key; ``cost_cap_per_h`` is what may
+    be spent in an hour, in the currency of ``price``.
+    """
+
+    name: str
+    url: str
+    models: Annotated[dict[str, str], Meta(min_length=1)]
+    price: Price
+    cost_cap_per_h: Annotated[float, Meta(ge=0)]
+    key_file: str | None = None
 
 
 class Deployment(_Section, frozen=True):
@@ -181,6 +288,8 @@ class Deployment(_Section, frozen=True):
     budget: Budget = Budget()
     cluster: Cluster = Cluster()
     gateway: GatewayConfig = GatewayConfig()
+    tenants: tuple[Tenant, ...] = ()
+    upstreams: tuple[Upstream, ...] = ()
 
     @property
     def needs_controller(self) -> bool:

@@ -88,6 +88,13 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     kv_tokens: int
 
 
+class Timing(msgspec.Struct, frozen=True, kw_only=True):
+    """How fast one replica is, as far as it is known: its limits, and its coefficients if it has any."""
+
+    limits: Limits
+    model: EngineModel | None = None
+
+
 class Workload(msgspec.Struct, frozen=True, kw_only=True):
     """Requests at one replica.
 

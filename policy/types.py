@@ -35,12 +35,26 @@ class ReplicaState(StrEnum):
     STOPPED = "stopped"
 
 
+class Priority(StrEnum):
+    """Classes of requests, the most important first; a tenant's key decides, never a request.
+
+    ``SHEDDABLE`` is turned away first when there is too much, ``BATCH`` runs in what is left over.
+    """
+
+    CRITICAL = "critical"
+    STANDARD = "standard"
+    SHEDDABLE = "sheddable"
+    BATCH = "batch"
+
+
 class Load(msgspec.Struct, frozen=True, kw_only=True):
     """What a replica counted itself, at ``at``.
 
     ``in_flight`` counts requests inside the guard, ``bound`` is how many it admits;
     ``running`` and ``waiting`` are the engine's own split of them, ``kv_used`` the fraction of
     its KV cache in use. ``tokens`` counts scheduled tokens since the engine started.
+    ``pending_tokens`` are the prompt tokens, as the gateways announced them, of requests that have
+    not had their first byte: the prefill that is ahead of whoever comes now.
     """
 
     at: float
@@ -50,6 +64,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     waiting: int = 0
     kv_used: float = 0.0
     tokens: int = 0
+    pending_tokens: int = 0
 
 
 class Replica(msgspec.Struct, frozen=True, kw_only=True):

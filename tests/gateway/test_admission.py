@@ -12,7 +12,9 @@ from gateway.errors import Refused
 from gateway.fleet import FleetView, Served
 from gateway.metrics import Metrics
 from gateway.replicas import Link
+from gateway.router import Routes
 from policy.errors import Refusal
+from policy.request import Request
 from policy.types import Load, Replica, ReplicaState
 
 WAIT_S = 60.0
@@ -26,7 +28,7 @@ class Hall:
         self.admission = Admission(
             FleetView("", metrics),
             metrics,
-            random.Random(1),  # noqa: S311 - ties, not secrets
+            Routes(random.Random(1)),  # noqa: S311 - ties, not secrets
             lambda: max_queue,
         )
         self.alpha, self.beta = self._model("alpha"), self._model("beta")
@@ -53,7 +55,7 @@ class Hall:
 
     def arrive(self, served: Served, size: int = 1) -> Place:
         deadline = asyncio.get_running_loop().time() + WAIT_S
-        return self.admission.arrive(served, None, deadline, size)
+        return self.admission.arrive(served, Request(served.name, size=size, deadline=deadline))
 
     async def ask(self, place: Place) -> asyncio.Task[Link]:
         asked = asyncio.create_task(self.admission.admit(place))

@@ -1,0 +1,43 @@
+"""What the decisions know of one request: all that admission, batching and routing may look at."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from policy.types import Priority
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One request on its way to a replica.
+
+    ``prompt_tokens`` and ``output_tokens`` are estimates until an engine has counted.
+    ``prefix`` are chained hashes of the prompt at growing depths, ``depths`` the prompt tokens (an
+    estimate too) that each of them covers; both are empty where there is nothing to share. Tenant and
+    adapter are part of the hashes. ``session`` is a hash of the client's session header, 0 without
+    one. ``size`` is what it holds in memory while it waits, in bytes. ``arrived`` and ``deadline`` are
+    seconds of one monotonic clock.
+
+    ``ticket`` is its place in the order of arrival and stays with it when a replica sends it back.
+    ``avoid`` names replicas that already failed it: taken again only when there is no other.
+    """
+
+    model: str
+    tenant: str = ""
+    priority: Priority = Priority.STANDARD
+    adapter: str = ""
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    prefix: tuple[int, ...] = ()
+    depths: tuple[int, ...] = ()
+    session: int = 0
+    size: int = 0
+    arrived: float = 0.0
+    deadline: float = float("inf")
+    ticket: int = 0
+    avoid: set[str] = field(default_factory=set)
+
+    @property
+    def tokens(self) -> int:
+        """What it is expected to cost an engine: prompt and output tokens."""
+        return self.prompt_tokens + self.output_tokens
