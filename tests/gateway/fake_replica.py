@@ -28,6 +28,11 @@ class Exchange:
     def json(self) -> Any:
         return json.loads(self.body)
 
+    @property
+    def unsent(self) -> int:
+        """Bytes that the client's side has not taken yet, the kernel's buffers aside."""
+        return self._connection.transport.get_write_buffer_size()
+
     async def write(self, data: bytes) -> None:
         """Send ``data`` as one segment, as far as a socket lets a program decide that."""
         self._connection.transport.write(data)

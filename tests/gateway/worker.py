@@ -10,7 +10,7 @@ import socket
 import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import httpx
 
@@ -81,6 +81,16 @@ class Stack:
         await self.controller.start()
 
     async def start_worker(self, number: int = 0) -> asyncio.subprocess.Process:
+        process = await self.spawn_worker(number, asyncio.subprocess.PIPE)
+        assert process.stderr is not None
+        while b"worker_started" not in (line := await process.stderr.readline()):
+            assert line, "the worker died at its start"
+        return process
+
+    async def spawn_worker(
+        self, number: int, stderr: int | BinaryIO, **environment: str
+    ) -> asyncio.subprocess.Process:
+        """Start a worker that logs to ``stderr``; it serves once it has said so there."""
         secret = self.root / "secret"
         secret.touch(mode=0o600)
         secret.write_text(SECRET)
@@ -92,14 +102,11 @@ class Stack:
             "--admin-fd", str(self.admin_socket.fileno()),
             "--worker", str(number),
             cwd=ROOT,
-            env={**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(self.root / "metrics")},
+            env={**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(self.root / "metrics"), **environment},
             pass_fds=(self.client_socket.fileno(), self.admin_socket.fileno()),
-            stderr=asyncio.subprocess.PIPE,
+            stderr=stderr,
         )  # fmt: skip
         self.workers.append(process)
-        assert process.stderr is not None
-        while b"worker_started" not in (line := await process.stderr.readline()):
-            assert line, "the worker died at its start"
         return process
 
     async def ready(self, *replicas: FakeReplica) -> None:
@@ -129,8 +136,8 @@ class Stack:
             if worker.returncode is None:
                 worker.send_signal(signal.SIGKILL)
             await worker.wait()
-            assert worker.stderr is not None
-            await worker.stderr.read()
+            if worker.stderr is not None:
+                await worker.stderr.read()
         for replica in self.replicas:
             await replica.stop()
         if self.controller.port:
