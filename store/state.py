@@ -123,6 +123,11 @@ class StateDir:
         return self.root / "metrics"
 
     @property
+    def rows_path(self) -> Path:
+        """What the gateway workers of this machine tell each other in memory; a file of mode 600."""
+        return self.root / "gateway.rows"
+
+    @property
     def logs(self) -> Path:
         return self.root / "logs"
 

@@ -1,0 +1,330 @@
+"""What the gateway workers of one host tell each other through memory: a mapped file with a row each.
+
+A row has one writer, and only whole aligned words are written, so there is no lock and nobody waits.
+Whoever reads may see a count a moment old, or two counts of one replica from two moments; both
+correct themselves with the next read. What must not be mistaken, the news, carries a check word.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import struct
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+BEAT_EVERY_S = 0.25
+DEAD_AFTER_S = 3.0
+# As many as a document may ask for; rows that nobody has used take no memory.
+ROWS = 256
+NEWS = 4096
+
+_MASK = (1 << 64) - 1
+# Words of a row's header; a header is a cache line, and all headers lie together before all tables.
+_LAYOUT, _PID, _INCARNATION, _BEAT, _CLAIMS, _SEQUENCE = range(6)
+_HEADER = 8
+_ENTRY = struct.Struct("4Q")
+_ENTRY_WORDS = 4
+# A key is within so many slots of its own, or nowhere.
+_WINDOW = 16
+
+
+class _Table(NamedTuple):
+    """Keys with counts: ``slots`` of a key and ``counts`` count words, ``at`` words into a row's tables."""
+
+    at: int
+    slots: int
+    counts: int
+
+    @property
+    def words(self) -> int:
+        return self.slots * (1 + self.counts)
+
+    def window(self, base: int, key: int) -> list[int]:
+        """The words where ``key`` may stand in the tables at ``base``."""
+        wide = 1 + self.counts
+        return [base + self.at + (key + i) % self.slots * wide for i in range(_WINDOW)]
+
+
+_LINKS = _Table(at=0, slots=1024, counts=3)
+_TENANTS = _Table(at=_LINKS.at + _LINKS.words, slots=4096, counts=1)
+_RING = _TENANTS.at + _TENANTS.words
+_ROW = _RING + NEWS * _ENTRY_WORDS
+_BYTES = 8 * ROWS * (_HEADER + _ROW)
+# Another version, or other sizes, must not be read as this one.
+_THIS_LAYOUT = 1 << 56 | _LINKS.slots << 40 | _TENANTS.slots << 20 | NEWS
+
+_HEADS = [(row, row * _HEADER) for row in range(ROWS)]
+
+News = tuple[int, int, list[int]]
+
+
+class Shared(Protocol):
+    """What a worker tells the others of its host, and hears from them. Keys are 64-bit hashes."""
+
+    def begin(self, key: int, tokens: int) -> None:
+        """A request with ``tokens`` uncached prompt tokens goes to the replica with ``key``."""
+        ...
+
+    def first_token(self, key: int, tokens: int) -> None:
+        """The prefill of such a request is over: its first token came, or it ended without one."""
+        ...
+
+    def end(self, key: int) -> None:
+        """A request ended there."""
+        ...
+
+    def others(self, key: int) -> tuple[int, int, int]:
+        """What the others have there: requests in flight, pending prompt tokens, requests ever begun.
+
+        The last may fall: a worker that starts anew begins at 0.
+        """
+        ...
+
+    def publish(self, model_key: int, replica_key: int, hashes: Sequence[int]) -> None:
+        """Say that prompts with these prefixes were sent to a replica of a model."""
+        ...
+
+    def news(self) -> list[News]:
+        """What the others published since the last call: (model key, replica key, hashes)."""
+        ...
+
+    def served(self, tenant_key: int, tokens: int) -> None:
+        """A tenant was served so many virtual tokens; a correction may be negative."""
+        ...
+
+    def served_by_others(self, tenant_key: int) -> int:
+        """Virtual tokens that the others served a tenant since they started; it may fall."""
+        ...
+
+    def beat(self) -> None:
+        """Say that this worker lives, and look who else does; every :data:`BEAT_EVERY_S`."""
+        ...
+
+    def close(self) -> None:
+        """Leave: the others count nothing of this worker any more."""
+        ...
+
+
+class Alone:
+    """A worker without others."""
+
+    def begin(self, key: int, tokens: int) -> None: ...
+    def first_token(self, key: int, tokens: int) -> None: ...
+    def end(self, key: int) -> None: ...
+    def publish(self, model_key: int, replica_key: int, hashes: Sequence[int]) -> None: ...
+    def served(self, tenant_key: int, tokens: int) -> None: ...
+    def beat(self) -> None: ...
+    def close(self) -> None: ...
+
+    def others(self, key: int) -> tuple[int, int, int]:
+        return 0, 0, 0
+
+    def news(self) -> list[News]:
+        return []
+
+    def served_by_others(self, tenant_key: int) -> int:
+        return 0
+
+
+class SharedRows:
+    """One worker's row, and its eyes on the others'.
+
+    ``row`` is the row to take; a worker that drains while its successor starts still holds its own,
+    and the successor takes the next that is free. Raises :class:`OSError` when none is. ``clock`` is
+    the monotonic clock that all processes of a host share, in seconds.
+    """
+
+    def __init__(self, path: Path, row: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            self.row = self._take(row)
+            if os.fstat(self._file).st_size < _BYTES:
+                os.ftruncate(self._file, _BYTES)
+            self._map = mmap.mmap(self._file, _BYTES)
+        except BaseException:
+            os.close(self._file)
+            raise
+        # The same words twice: keys and sequence numbers are unsigned, counts may be corrected.
+        self._words = memoryview(self._map).cast("Q")
+        self._counts = memoryview(self._map).cast("q")
+        self._head, self._base = self.row * _HEADER, _tables(self.row)
+        self._mine: dict[int, int] = {}
+        self._tenants: dict[int, int] = {}
+        self._peers: tuple[tuple[int, int, int], ...] = ()
+        self._rings: list[int] = []
+        self._heard: list[int] = []
+        self._heard_of: dict[int, int] = {}
+        self._places: dict[int, tuple[int, ...]] = {}
+        self._tenant_places: dict[int, tuple[int, ...]] = {}
+        self._clear()
+        self.beat()
+
+    def begin(self, key: int, tokens: int) -> None:
+        at = self._mine.get(key) or self._claim(_LINKS, self._mine, key)
+        if at > 0:
+            counts = self._counts
+            counts[at + 1] += 1
+            counts[at + 2] += tokens
+            counts[at + 3] += 1
+
+    def first_token(self, key: int, tokens: int) -> None:
+        at = self._mine.get(key, -1)
+        if at > 0:
+            self._counts[at + 2] -= tokens
+
+    def end(self, key: int) -> None:
+        at = self._mine.get(key, -1)
+        if at > 0:
+            self._counts[at + 1] -= 1
+
+    def others(self, key: int) -> tuple[int, int, int]:
+        places = self._places.get(key)
+        if places is None:
+            places = self._find(_LINKS, self._places, key)
+        words, counts = self._words, self._counts
+        in_flight = tokens = begun = 0
+        for at in places:
+            if words[at] == key:  # a slot whose replica is gone may be another's by now
+                in_flight += counts[at + 1]
+                tokens += counts[at + 2]
+                begun += counts[at + 3]
+        return in_flight, tokens, begun
+
+    def publish(self, model_key: int, replica_key: int, hashes: Sequence[int]) -> None:
+        words, head, base = self._words, self._head, self._base
+        sequence = words[head + _SEQUENCE]
+        for prefix in hashes:
+            check = sequence ^ model_key ^ replica_key ^ prefix
+            at = base + _RING + sequence % NEWS * _ENTRY_WORDS
+            _ENTRY.pack_into(self._map, at * 8, check, model_key, replica_key, prefix)
+            sequence += 1
+        words[head + _SEQUENCE] = sequence
+
+    def news(self) -> list[News]:
+        words = self._words
+        if [words[at] for at in self._rings] == self._heard:
+            return []
+        found: list[News] = []
+        for i, at in enumerate(self._rings):
+            upto, ring = words[at], _tables(at // _HEADER) + _RING
+            for sequence in range(max(self._heard[i], upto - NEWS), upto):
+                entry = ring + sequence % NEWS * _ENTRY_WORDS
+                check, model, replica, prefix = _ENTRY.unpack_from(self._map, entry * 8)
+                # Written while it was read, or overtaken by the writer: a hint less, no harm.
+                if check != sequence ^ model ^ replica ^ prefix:
+                    continue
+                if found and found[-1][0] == model and found[-1][1] == replica:
+                    found[-1][2].append(prefix)
+                else:
+                    found.append((model, replica, [prefix]))
+            self._heard[i] = upto
+        return found
+
+    def served(self, tenant_key: int, tokens: int) -> None:
+        at = self._tenants.get(tenant_key) or self._claim(_TENANTS, self._tenants, tenant_key)
+        if at > 0:
+            self._counts[at + 1] += tokens
+
+    def served_by_others(self, tenant_key: int) -> int:
+        places = self._tenant_places.get(tenant_key)
+        if places is None:
+            places = self._find(_TENANTS, self._tenant_places, tenant_key)
+        words, counts = self._words, self._counts
+        return sum([counts[at + 1] for at in places if words[at] == tenant_key])
+
+    def beat(self) -> None:
+        now = int(self._clock() * 1e9)
+        self._words[self._head + _BEAT] = now
+        peers = tuple(self._look(now))
+        if peers != self._peers:
+            self._heard_of.update(zip(self._rings, self._heard, strict=True))
+            self._peers = peers
+            self._rings = [row * _HEADER + _SEQUENCE for row, _, _ in peers]
+            # From a worker that is new here, all that its ring still holds.
+            self._heard = [self._heard_of.get(at, 0) for at in self._rings]
+            self._places.clear()
+            self._tenant_places.clear()
+
+    def close(self) -> None:
+        self._words[self._head + _BEAT] = 0
+        self._words.release()
+        self._counts.release()
+        self._map.close()
+        os.close(self._file)
+
+    def _take(self, wanted: int) -> int:
+        """Lock a row, the wanted one or the next: the lock ends with this process, however it ends."""
+        for i in range(ROWS):
+            row = (wanted + i) % ROWS
+            try:
+                fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, row)
+            except BlockingIOError:
+                continue
+            return row
+        raise OSError(f"{ROWS} workers of this host already share their counts")
+
+    def _clear(self) -> None:
+        """Begin anew: what a worker that died here left says nothing. Its news stay, and are numbered on."""
+        words, head, begin = self._words, self._head, self._base * 8
+        words[head + _BEAT] = 0
+        if words[head + _LAYOUT] != _THIS_LAYOUT:
+            words[head + _SEQUENCE] = 0
+        self._map[begin : begin + _RING * 8] = bytes(_RING * 8)
+        words[head + _LAYOUT] = _THIS_LAYOUT
+        words[head + _PID] = os.getpid()
+        words[head + _INCARNATION] = (words[head + _INCARNATION] + 1) & _MASK
+        words[head + _CLAIMS] = 0
+
+    def _look(self, now: int) -> list[tuple[int, int, int]]:
+        """The other rows that live, with what changes when their keys do."""
+        words, oldest = self._words, now - int(DEAD_AFTER_S * 1e9)
+        # A beat in the future was before this machine started.
+        return [
+            (row, words[head + _INCARNATION], words[head + _CLAIMS])
+            for row, head in _HEADS
+            if words[head + _BEAT]
+            and oldest <= words[head + _BEAT] <= now
+            and head != self._head
+            and words[head + _LAYOUT] == _THIS_LAYOUT
+        ]
+
+    def _find(self, table: _Table, known: dict[int, tuple[int, ...]], key: int) -> tuple[int, ...]:
+        """Where the live rows count ``key``; kept in ``known`` until their keys change."""
+        words = self._words
+        if len(known) >= table.slots:
+            known.clear()
+        known[key] = found = tuple(
+            at for row, _, _ in self._peers for at in table.window(_tables(row), key) if words[at] == key
+        )
+        return found
+
+    def _claim(self, table: _Table, known: dict[int, int], key: int) -> int:
+        """A slot for ``key`` in this row, -1 when there is none: it is then not counted here."""
+        words, counts = self._words, self._counts
+        window = table.window(self._base, key)
+        at = next((at for at in window if not words[at]), -1)
+        if at < 0 and table is _LINKS:
+            # Replicas come and go and no slot is given back: take one where nothing runs.
+            at = next((at for at in window if not counts[at + 1] and not counts[at + 2]), -1)
+            if at > 0:
+                del known[words[at]]
+                words[at] = 0
+        if at > 0:
+            for i in range(1, 1 + table.counts):
+                counts[at + i] = 0
+            words[at] = key
+            words[self._head + _CLAIMS] += 1
+        # A key that was left out once stays so: its end must not be counted where its begin was not.
+        if at > 0 or len(known) < 2 * table.slots:
+            known[key] = at
+        return at
+
+
+def _tables(row: int) -> int:
+    """The word at which the tables of ``row`` begin."""
+    return ROWS * _HEADER + row * _ROW
