@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
 from typing import Any
 
 import msgspec
 
-from policy.config import Deployment, ModelSpec
+from policy.config import Deployment, ModelSpec, Tenant, Upstream
 from policy.generation import changed_shapes, made_of, used_shapes
+
+_Named = Tenant | Upstream
 
 
 class Effect(StrEnum):
@@ -21,7 +23,7 @@ class Effect(StrEnum):
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
-    """One value that differs; ``None`` where it is absent. Models are named: ``models[NAME].key``."""
+    """One value that differs; ``None`` where it is absent. Entries are named: ``models[NAME].key``."""
 
     path: str
     before: Any
@@ -46,6 +48,8 @@ def _changes(old: Deployment, new: Deployment) -> Iterator[Change]:
         for path, one, other in _leaves(section, before, after):
             effect, why = _section_effect(path)
             yield Change(path=path, before=one, after=other, effect=effect, why=why)
+    yield from _named("tenants", old.tenants, new.tenants)
+    yield from _named("upstreams", old.upstreams, new.upstreams)
 
 
 def _models(old: Deployment, new: Deployment) -> Iterator[Change]:
@@ -65,6 +69,20 @@ def _models(old: Deployment, new: Deployment) -> Iterator[Change]:
             else:
                 effect = Effect.NEW_GENERATION if f"{path}.".startswith(rebuilt) else Effect.LIVE
                 yield Change(path=path, before=was, after=becomes, effect=effect)
+
+
+def _named(section: str, old: Sequence[_Named], new: Sequence[_Named]) -> Iterator[Change]:
+    """What differs in a list of entries with names, whose order says nothing; all of it is live."""
+    before = {entry.name: _plain(entry) for entry in old}
+    after = {entry.name: _plain(entry) for entry in new}
+    for name in [*before, *(name for name in after if name not in before)]:
+        one, other = before.get(name), after.get(name)
+        path = f"{section}[{name}]"
+        if one is None or other is None:
+            yield Change(path=path, before=one, after=other, effect=Effect.LIVE)
+            continue
+        for leaf, was, becomes in _leaves(path, one, other):
+            yield Change(path=leaf, before=was, after=becomes, effect=Effect.LIVE)
 
 
 def _whole_model(name: str, one: ModelSpec | None, other: ModelSpec | None, cluster: bool) -> Change:

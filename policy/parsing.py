@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import urlsplit
 
-import msgspec
-from msgspec import inspect
-
 from policy.config import (
+    ENTRY_NAME,
     FORBIDDEN_ENV,
     MODES,
     NAME,
@@ -21,34 +18,39 @@ from policy.config import (
     Mode,
     ModelSpec,
     Shape,
+    Tenant,
+    Upstream,
 )
+from policy.conversion import convert, convert_values
 from policy.errors import ConfigError
+from policy.profiles import PROFILES
 from policy.types import EngineKind
 
-T = TypeVar("T")
-
-_AT = re.compile(r"^(?P<what>.*?)(?: - at `\$(?P<path>.*)`)?$", re.DOTALL)
-_UNKNOWN = re.compile(r"Object contains unknown field `(?P<key>.*)`")
-_MISSING = re.compile(r"Object missing required field `(?P<key>.*)`")
-_ENUM = re.compile(r"Invalid enum value")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_VISIBLE = re.compile(r"[!-~]+")
 
 
 def parse(document: object) -> Deployment:
     """Decode and check a whole document.
 
     Raises :class:`policy.errors.ConfigError` for unknown keys, wrong types, values out of range,
-    modes that name no shape, shapes that do not fit the budget, and a controller that other nodes
-    cannot reach. Nothing is half-parsed.
+    modes that name no shape, shapes that do not fit the budget, a controller that other nodes cannot
+    reach, keys that two tenants share, and upstreams for models that there are not. Nothing is
+    half-parsed.
     """
     if not isinstance(document, Mapping):
         raise ConfigError("$", document, "a mapping with the key 'models'")
     models = document.get("models")
     for i, model in enumerate(models if isinstance(models, list) else []):
         if isinstance(model, Mapping):
-            _convert_values(model, "shapes", Shape, f"models[{i}]")
-            _convert_values(model, "modes", Mode, f"models[{i}]")
-            _convert_values(model, "env", str, f"models[{i}]")
-    deployment = _convert(document, Deployment, "")
+            convert_values(model, "shapes", Shape, f"models[{i}]")
+            convert_values(model, "modes", Mode, f"models[{i}]")
+            convert_values(model, "env", str, f"models[{i}]")
+    upstreams = document.get("upstreams")
+    for i, upstream in enumerate(upstreams if isinstance(upstreams, list) else []):
+        if isinstance(upstream, Mapping):
+            convert_values(upstream, "models", str, f"upstreams[{i}]")
+    deployment = convert(document, Deployment, "")
     seen: set[str] = set()
     for i, spec in enumerate(deployment.models):
         path = f"models[{i}]"
@@ -57,15 +59,22 @@ def parse(document: object) -> Deployment:
         if spec.name in seen:
             raise ConfigError(f"{path}.name", spec.name, "a name that no other model has")
         seen.add(spec.name)
+        _check_profiles(path, spec)
         if spec.engine is EngineKind.EXTERNAL:
             _check_external(path, spec)
         else:
             _check_deployed(path, spec, deployment)
     _check_cluster(deployment)
-    gateway = deployment.gateway
-    if (gateway.port, gateway.host) == (gateway.admin_port, gateway.admin_host):
-        raise ConfigError("gateway.admin_port", gateway.admin_port, "a port other than gateway.port")
+    _check_gateway(deployment)
+    _check_tenants(deployment.tenants)
+    _check_upstreams(deployment.upstreams, seen)
     return deployment
+
+
+def _check_profiles(path: str, spec: ModelSpec) -> None:
+    for key, name in (("sim.profile", spec.sim.profile), ("profile", spec.profile)):
+        if name is not None and name not in PROFILES:
+            raise ConfigError(f"{path}.{key}", name, f"one of: {', '.join(sorted(PROFILES))}")
 
 
 def _check_external(path: str, spec: ModelSpec) -> None:
@@ -172,80 +181,67 @@ def _check_host_port(path: str, value: str) -> None:
         raise ConfigError(path, value, "HOST:PORT")
 
 
-def _convert_values(model: Mapping[str, Any], key: str, kind: type[T], prefix: str) -> None:
-    """Check each value of a mapping on its own: msgspec's path does not name the key it is under."""
-    values = model.get(key)
-    if isinstance(values, Mapping):
-        for name, value in values.items():
-            _convert(value, kind, f"{prefix}.{key}.{name}")
+def _check_gateway(deployment: Deployment) -> None:
+    gateway = deployment.gateway
+    if (gateway.port, gateway.host) == (gateway.admin_port, gateway.admin_host):
+        raise ConfigError("gateway.admin_port", gateway.admin_port, "a port other than gateway.port")
+    eject = gateway.eject
+    if eject.base_s > eject.max_s:
+        expected = f"at most gateway.eject.max_s = {eject.max_s:g}"
+        raise ConfigError("gateway.eject.base_s", eject.base_s, expected)
+    coalesce = gateway.coalesce
+    if coalesce.window_s >= gateway.queue_timeout_s:
+        expected = f"less than gateway.queue_timeout_s = {gateway.queue_timeout_s:g}"
+        raise ConfigError("gateway.coalesce.window_s", coalesce.window_s, expected)
 
 
-def _convert(raw: object, kind: type[T], prefix: str) -> T:
+def _check_tenants(tenants: tuple[Tenant, ...]) -> None:
+    seen: set[str] = set()
+    owners: dict[str, str] = {}
+    for i, tenant in enumerate(tenants):
+        _check_entry_name(f"tenants[{i}].name", tenant.name, seen, "tenant")
+        for j, digest in enumerate(tenant.keys_sha256):
+            path = f"tenants[{i}].keys_sha256[{j}]"
+            if not _DIGEST.fullmatch(digest):
+                # It may be the key itself: what was written is not told.
+                raise ConfigError(
+                    path, "***", "64 hex digits in lower case, as `tidegate keys new` prints them"
+                )
+            if digest in owners:
+                taken = f"a digest that stands nowhere else (tenant {owners[digest]!r} has it)"
+                raise ConfigError(path, f"{digest[:8]}...", taken)
+            owners[digest] = tenant.name
+
+
+def _check_upstreams(upstreams: tuple[Upstream, ...], models: set[str]) -> None:
+    seen: set[str] = set()
+    for i, upstream in enumerate(upstreams):
+        path = f"upstreams[{i}]"
+        _check_entry_name(f"{path}.name", upstream.name, seen, "upstream")
+        _check_url(f"{path}.url", upstream.url)
+        for name, theirs in upstream.models.items():
+            if name not in models:
+                known = ", ".join(sorted(models))
+                raise ConfigError(f"{path}.models.{name}", theirs, f"one of the models as the key: {known}")
+            if not theirs:
+                raise ConfigError(f"{path}.models.{name}", theirs, "the name that the upstream calls it by")
+
+
+def _check_entry_name(path: str, name: str, seen: set[str], kind: str) -> None:
+    if not ENTRY_NAME.fullmatch(name):
+        raise ConfigError(path, name, f"a name that matches {ENTRY_NAME.pattern}")
+    if name in seen:
+        raise ConfigError(path, name, f"a name that no other {kind} has")
+    seen.add(name)
+
+
+def _check_url(path: str, url: str) -> None:
+    parts = urlsplit(url)
     try:
-        return msgspec.convert(raw, kind)
-    except msgspec.ValidationError as error:
-        raise _located(str(error), raw, kind, prefix) from None
-
-
-def _located(text: str, raw: object, kind: type[Any], prefix: str) -> ConfigError:
-    match = _AT.match(text)
-    what, path = (match["what"], match["path"] or "") if match else (text, "")
-    value = _value_at(raw, path)
-    dotted = f"{prefix}{path}".lstrip(".") or "$"
-    if (found := _UNKNOWN.match(what)) is not None:
-        key = found["key"]
-        known = _fields_at(kind, path)
-        close = difflib.get_close_matches(key, known, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        inner = value.get(key) if isinstance(value, Mapping) else value
-        where = f"{dotted}.{key}" if dotted != "$" else key
-        return ConfigError(where, inner, f"one of the keys: {', '.join(known)}{hint}")
-    if (found := _MISSING.match(what)) is not None:
-        where = f"{dotted}.{found['key']}" if dotted != "$" else found["key"]
-        return ConfigError(where, None, "a value: this key is required")
-    if _ENUM.match(what):
-        return ConfigError(dotted, value, f"one of: {', '.join(_members_at(kind, path))}")
-    expected = re.sub(r"^Expected ", "", what)
-    return ConfigError(dotted, value, re.sub(r", got .*$", "", expected).replace("`", ""))
-
-
-def _steps(path: str) -> list[str]:
-    return re.findall(r"[^.\[\]]+", path)
-
-
-def _value_at(raw: Any, path: str) -> Any:
-    for step in _steps(path):
-        if isinstance(raw, Mapping):
-            raw = raw.get(step)
-        elif isinstance(raw, list) and step.isdigit():
-            raw = raw[int(step)]
-    return raw
-
-
-def _type_at(kind: Any, path: str) -> inspect.Type:
-    """The declared type under ``path``; unions yield their structured member."""
-    info = _plain(inspect.type_info(kind))
-    for step in _steps(path):
-        if step.isdigit() and isinstance(info, inspect.VarTupleType):
-            info = _plain(info.item_type)
-        elif isinstance(info, inspect.StructType):
-            info = _plain(next(field.type for field in info.fields if field.encode_name == step))
-    return info
-
-
-def _plain(info: inspect.Type) -> inspect.Type:
-    if isinstance(info, inspect.Metadata):
-        return _plain(info.type)
-    if isinstance(info, inspect.UnionType):
-        return next((member for member in info.types if isinstance(member, inspect.StructType)), info)
-    return info
-
-
-def _fields_at(kind: Any, path: str) -> list[str]:
-    info = _type_at(kind, path)
-    return [field.encode_name for field in info.fields] if isinstance(info, inspect.StructType) else []
-
-
-def _members_at(kind: Any, path: str) -> list[str]:
-    info = _type_at(kind, path)
-    return [str(member) for member in info.cls] if isinstance(info, inspect.EnumType) else []
+        port_is_good = parts.port != 0
+    except ValueError:
+        port_is_good = False
+    good = parts.scheme in ("http", "https") and parts.hostname and port_is_good and _VISIBLE.fullmatch(url)
+    if not good or parts.query or parts.fragment or "@" in parts.netloc:
+        shown = "***" if "@" in parts.netloc else url  # what stands before the @ is a password
+        raise ConfigError(path, shown, "http(s)://HOST[:PORT][/PATH], as in https://api.example.com/v1")

@@ -26,6 +26,7 @@ _COMMANDS = {
     "mode": ("targets", "Switch a model between single-large and multi-replica."),
     "check": ("documents", "Validate a deployment document."),
     "apply": ("documents", "Show what a document would change, and apply it."),
+    "keys": ("keys", "Make API keys for tenants."),
 }
 
 _EPILOG = "Exit codes: " + "; ".join(f"{code.value} {text}" for code, text in MEANINGS.items()) + "."

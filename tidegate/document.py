@@ -46,7 +46,7 @@ class _Loader(yaml.SafeLoader):
 def load(path: Path, *, ray: bool = True) -> Document:
     """Read and check the YAML (or JSON) file at ``path``.
 
-    Relative model paths and token files are taken from the file's folder. ``RAY_ADDRESS`` takes
+    Relative model paths, token files and key files are taken from the file's folder. ``RAY_ADDRESS`` takes
     the place of ``cluster.address: local`` (where ``ray`` will be used at all),
     ``TIDEGATE_GATEWAY_HOST`` and ``TIDEGATE_ADMIN_HOST`` that of ``gateway.host`` and
     ``gateway.admin_host``. Raises :class:`policy.errors.ConfigError`.
@@ -102,13 +102,17 @@ def _absolute_paths(raw: dict[str, Any], folder: Path) -> None:
             if not local.exists():
                 raise ConfigError(f"models[{i}].source", source, f"a path that exists (looked at {local})")
             model["source"] = str(local)
-        if model.get("token_file"):
-            token = (folder / Path(model["token_file"]).expanduser()).resolve()
-            if not token.is_file():
-                raise ConfigError(
-                    f"models[{i}].token_file", model["token_file"], f"a file that exists (looked at {token})"
-                )
-            model["token_file"] = str(token)
+        _absolute_file(model, "token_file", f"models[{i}]", folder)
+    for i, upstream in enumerate(raw.get("upstreams", [])):
+        _absolute_file(upstream, "key_file", f"upstreams[{i}]", folder)
+
+
+def _absolute_file(entry: dict[str, Any], key: str, prefix: str, folder: Path) -> None:
+    if entry.get(key):
+        path = (folder / Path(entry[key]).expanduser()).resolve()
+        if not path.is_file():
+            raise ConfigError(f"{prefix}.{key}", entry[key], f"a file that exists (looked at {path})")
+        entry[key] = str(path)
 
 
 def _local(source: str, folder: Path) -> Path | None:

@@ -1,4 +1,4 @@
-"""Values that are not shown: environment variables that are named like secrets."""
+"""Values that are not shown: variables that are named like secrets, and the digests of keys whole."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 
 _SECRETS = ("token", "key", "secret", "password")
 _MASK = "***"
+# Enough to tell two keys apart.
+_DIGEST_SHOWN = 8
 
 
 def masked(value: Any, path: str = "") -> Any:
@@ -16,5 +18,7 @@ def masked(value: Any, path: str = "") -> Any:
     if isinstance(value, list | tuple):
         return [masked(inner, path) for inner in value]
     last = path.rpartition(".")[2].lower()
+    if last == "keys_sha256" and isinstance(value, str):
+        return f"{value[:_DIGEST_SHOWN]}..."
     secret = ".env." in path and any(word in last for word in _SECRETS)
     return _MASK if secret and value is not None else value

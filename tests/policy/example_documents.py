@@ -22,6 +22,22 @@ GOOD: dict[str, Any] = {
 EXTERNAL: dict[str, Any] = {
     "models": [{"name": "e", "engine": "external", "urls": ["http://127.0.0.1:8000"]}]
 }
+TENANTS: dict[str, Any] = {
+    **GOOD,
+    "tenants": [
+        {"name": "acme", "keys_sha256": ["a" * 64], "weight": 2.0, "priority": "critical"},
+        {"name": "bits", "keys_sha256": ["b" * 64, "c" * 64], "admin": True},
+    ],
+    "upstreams": [
+        {
+            "name": "cloud",
+            "url": "https://api.example.com/v1",
+            "models": {"m": "their-m"},
+            "price": {"input": 0.5, "output": 1.5},
+            "cost_cap_per_h": 2.0,
+        }
+    ],
+}
 
 
 def changed(document: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
@@ -31,8 +47,9 @@ def changed(document: dict[str, Any], path: str, value: Any) -> dict[str, Any]:
     *steps, last = path.replace("[", ".").replace("]", "").split(".")
     for step in steps:
         at = at[int(step)] if isinstance(at, list) else at.setdefault(step, {})
+    key: Any = int(last) if isinstance(at, list) else last
     if value is ...:
-        del at[last]
+        del at[key]
     else:
-        at[last] = value
+        at[key] = value
     return document

@@ -11,7 +11,8 @@ import yaml
 from policy.config import Deployment, Replicas
 from policy.errors import ConfigError, TargetError
 from policy.parsing import parse
-from tests.policy.example_documents import EXTERNAL, GOOD, changed
+from policy.types import Priority
+from tests.policy.example_documents import EXTERNAL, GOOD, TENANTS, changed
 
 DEPLOYMENTS = sorted((Path(__file__).parents[2] / "deployments").glob("*.yaml"))
 
@@ -69,6 +70,18 @@ REFUSED = [
     ("gateway.port", 8081, "gateway.admin_port", "other than gateway.port"),
     ("gateway.workers", 0, "gateway.workers", ">= 1"),
     ("gateway.worker", 2, "gateway.worker", "did you mean 'workers'"),
+    ("gateway.coalesce.window_s", 1.5, "gateway.coalesce.window_s", "<= 1"),
+    ("gateway.coalesce.max_inputs", 1, "gateway.coalesce.max_inputs", ">= 2"),
+    ("gateway.coalesce.windows_s", 1, "gateway.coalesce.windows_s", "did you mean 'window_s'"),
+    ("gateway.eject.base_s", 400.0, "gateway.eject.base_s", "gateway.eject.max_s = 300"),
+    ("gateway.eject.max_fraction", 1.5, "gateway.eject.max_fraction", "<= 1"),
+    ("gateway.retry.budget", -1, "gateway.retry.budget", ">= 0"),
+    ("gateway", {"queue_timeout_s": 0.5, "coalesce": {"window_s": 0.5}},
+     "gateway.coalesce.window_s", "gateway.queue_timeout_s = 0.5"),
+    ("models[0].profile", "l5-8b", "models[0].profile", "l4-8b"),
+    ("models[0].sim", {"profile": "huge"}, "models[0].sim.profile", "sim-small"),
+    ("models[0].control.slo", {"ttft_p95_s": 0}, "models[0].control.slo.ttft_p95_s", "> 0"),
+    ("models[0].adapters.slots_per_replica", 0, "models[0].adapters.slots_per_replica", ">= 1"),
 ]  # fmt: skip
 
 
@@ -98,6 +111,72 @@ def test_external_refusals(at: str, value: Any, path: str, expected: str) -> Non
     with pytest.raises(ConfigError) as caught:
         parse(changed(EXTERNAL, at, value))
     assert (caught.value.path, expected in caught.value.expected) == (path, True)
+
+
+@pytest.mark.parametrize(
+    ("at", "value", "path", "expected"),
+    [
+        ("tenants[0].name", "a b", "tenants[0].name", "matches"),
+        ("tenants[1].name", "acme", "tenants[1].name", "no other tenant"),
+        ("tenants[0].keys_sha256", [], "tenants[0].keys_sha256", "length >= 1"),
+        ("tenants[0].keys_sha256", ["A" * 64], "tenants[0].keys_sha256[0]", "64 hex digits"),
+        ("tenants[1].keys_sha256[1]", "a" * 64, "tenants[1].keys_sha256[1]", "tenant 'acme' has it"),
+        ("tenants[1].keys_sha256[1]", "b" * 64, "tenants[1].keys_sha256[1]", "tenant 'bits' has it"),
+        ("tenants[0].weight", 0, "tenants[0].weight", "> 0"),
+        ("tenants[0].priority", "urgent", "tenants[0].priority", "critical, standard, sheddable, batch"),
+        ("tenants[0].keys", [], "tenants[0].keys", "name, keys_sha256, weight"),
+        ("upstreams[0].name", "", "upstreams[0].name", "matches"),
+        ("upstreams[0].url", "ftp://h", "upstreams[0].url", "http(s)://HOST"),
+        ("upstreams[0].url", "https://", "upstreams[0].url", "http(s)://HOST"),
+        ("upstreams[0].url", "https://h:0/v1", "upstreams[0].url", "http(s)://HOST"),
+        ("upstreams[0].url", "https://h:x/v1", "upstreams[0].url", "http(s)://HOST"),
+        ("upstreams[0].url", "https://h/v1?key=1", "upstreams[0].url", "http(s)://HOST"),
+        ("upstreams[0].url", "https://h/v1\r\nx: y", "upstreams[0].url", "http(s)://HOST"),
+        ("upstreams[0].models", {}, "upstreams[0].models", "length >= 1"),
+        ("upstreams[0].models", {"n": "x"}, "upstreams[0].models.n", "one of the models as the key: m"),
+        ("upstreams[0].models", {"m": ""}, "upstreams[0].models.m", "the upstream calls it"),
+        ("upstreams[0].models", {"m": 3}, "upstreams[0].models.m", "str"),
+        ("upstreams[0].price", {"input": 1}, "upstreams[0].price.output", "required"),
+        ("upstreams[0].cost_cap_per_h", -1, "upstreams[0].cost_cap_per_h", ">= 0"),
+        ("upstreams[0].cost_cap_per_h", ..., "upstreams[0].cost_cap_per_h", "required"),
+    ],
+)
+def test_refusals_of_tenants_and_upstreams(at: str, value: Any, path: str, expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(changed(TENANTS, at, value))
+    assert (caught.value.path, expected in caught.value.expected) == (path, True), str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("at", "value"),
+    [
+        ("tenants[0].keys_sha256", "KEY-1"),
+        ("tenants[0].keys_sha256", ["KEY-1"]),
+        ("tenants[0].keys_sha256", ["KEY-1", 7]),
+        ("tenants[0].keys", ["KEY-1"]),
+        ("tenants[0].key", "KEY-1"),
+        ("tenants[0]", "KEY-1"),
+        ("tenants[0]", {"KEY-1": {}}),
+        ("tenants", {"acme": "KEY-1"}),
+        ("upstreams[0].key", "KEY-1"),
+        ("upstreams[0].api_key", "KEY-1"),
+        ("upstreams[0].key_file", ["KEY-1"]),
+        ("upstreams[0].url", "https://user:KEY-1@h/v1"),
+    ],
+)
+def test_a_key_in_a_wrong_place_is_refused_without_telling_it(at: str, value: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(changed(TENANTS, at, value))
+    assert "KEY-1" not in repr(caught.value.value)
+    assert "KEY-1" not in caught.value.expected
+
+
+def test_what_tenants_and_upstreams_say() -> None:
+    deployment = parse(TENANTS)
+    acme, bits = deployment.tenants
+    assert (acme.weight, acme.priority, acme.admin) == (2.0, Priority.CRITICAL, False)
+    assert (bits.weight, bits.priority, bits.admin) == (1.0, Priority.STANDARD, True)
+    assert deployment.upstreams[0].models == {"m": "their-m"}
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from policy.config import Deployment
 from policy.diff import Effect, diff
 from policy.generation import same_engines, used_shapes
 from policy.parsing import parse
-from tests.policy.example_documents import EXTERNAL, GOOD, changed
+from tests.policy.example_documents import EXTERNAL, GOOD, TENANTS, changed
 
 CHANGES: list[tuple[str, Any, str, Effect]] = [
     ("models[0].source", "package:other", "models[m].source", Effect.NEW_GENERATION),
@@ -51,19 +51,27 @@ CHANGES: list[tuple[str, Any, str, Effect]] = [
     ("gateway.port", 9000, "gateway.port", Effect.RESTART),
     ("gateway.workers", 3, "gateway.workers", Effect.RESTART),
     ("cluster.controller", "127.0.0.1:1", "cluster.controller", Effect.RESTART),
+    # What is promised and predicted of replicas is no part of them.
+    ("models[0].control.slo.ttft_p95_s", 0.5, "models[m].control.slo.ttft_p95_s", Effect.LIVE),
+    ("models[0].profile", "l4-8b", "models[m].profile", Effect.LIVE),
+    ("models[0].adapters.slots_per_replica", 4, "models[m].adapters.slots_per_replica", Effect.LIVE),
+    ("gateway.coalesce.window_s", 0.0, "gateway.coalesce.window_s", Effect.LIVE),
+    ("tenants[0].weight", 3.0, "tenants[acme].weight", Effect.LIVE),
+    ("tenants[1].keys_sha256", ["d" * 64], "tenants[bits].keys_sha256", Effect.LIVE),
+    ("upstreams[0].cost_cap_per_h", 9.0, "upstreams[cloud].cost_cap_per_h", Effect.LIVE),
 ]
 
 
 @pytest.mark.parametrize(("at", "value", "path", "effect"), CHANGES, ids=[change[0] for change in CHANGES])
 def test_one_change_is_one_line_with_its_effect(at: str, value: Any, path: str, effect: Effect) -> None:
-    (change,) = diff(parse(GOOD), parse(changed(GOOD, at, value)))
+    (change,) = diff(parse(TENANTS), parse(changed(TENANTS, at, value)))
     assert (change.path, change.effect) == (path, effect)
     assert change.before != change.after
     assert bool(change.why) == (effect is Effect.RESTART)
 
 
 def several(chosen: list[tuple[str, Any, str, Effect]]) -> Deployment:
-    document = GOOD
+    document = TENANTS
     for at, value, _, _ in chosen:
         document = changed(document, at, value)
     return parse(document)
@@ -74,7 +82,7 @@ subsets = st.lists(st.sampled_from(CHANGES), unique_by=lambda change: change[0])
 
 @given(subsets)
 def test_what_was_changed_is_what_is_said(chosen: list[tuple[str, Any, str, Effect]]) -> None:
-    changes = diff(parse(GOOD), several(chosen))
+    changes = diff(parse(TENANTS), several(chosen))
     assert {change.path for change in changes} == {path for _, _, path, _ in chosen}
 
 
@@ -105,7 +113,7 @@ def test_a_new_generation_is_said_when_one_is_made(
 
 
 def test_a_shape_counts_once_a_mode_uses_it() -> None:
-    idle = changed(GOOD, "models[0].shapes.extra", {"cpus": 1})
+    idle = changed(TENANTS, "models[0].shapes.extra", {"cpus": 1})
     (change,) = diff(parse(idle), parse(changed(idle, "models[0].shapes.extra.max_in_flight", 3)))
     assert change.effect is Effect.LIVE
     # To use it builds it, beside what runs of the others.
@@ -116,8 +124,8 @@ def test_a_shape_counts_once_a_mode_uses_it() -> None:
 
 
 def test_another_engine_is_made_of_other_things() -> None:
-    new = changed(changed(GOOD, "models[0].engine", "sim"), "models[0].sim.speed", 2.0)
-    effects = {change.path: change.effect for change in diff(parse(GOOD), parse(new))}
+    new = changed(changed(TENANTS, "models[0].engine", "sim"), "models[0].sim.speed", 2.0)
+    effects = {change.path: change.effect for change in diff(parse(TENANTS), parse(new))}
     assert effects == {
         "models[m].engine": Effect.NEW_GENERATION,
         "models[m].sim.speed": Effect.NEW_GENERATION,
@@ -128,12 +136,29 @@ def test_another_engine_is_made_of_other_things() -> None:
 
 
 def test_models_come_and_go_live_beside_others_of_ours() -> None:
-    second = {**GOOD["models"][0], "name": "n"}
-    two = parse(changed(GOOD, "models", [GOOD["models"][0], second]))
-    (added,) = diff(parse(GOOD), two)
-    (removed,) = diff(two, parse(GOOD))
+    second = {**TENANTS["models"][0], "name": "n"}
+    two = parse(changed(TENANTS, "models", [TENANTS["models"][0], second]))
+    (added,) = diff(parse(TENANTS), two)
+    (removed,) = diff(two, parse(TENANTS))
     assert (added.path, added.before, added.after, added.effect) == ("models[n]", None, "vllm", Effect.LIVE)
     assert (removed.before, removed.after) == ("vllm", None)
+
+
+def test_tenants_and_upstreams_come_and_go_by_name() -> None:
+    acme, bits = TENANTS["tenants"]
+    swapped = parse(changed(TENANTS, "tenants", [bits, acme]))
+    assert diff(parse(TENANTS), swapped) == ()
+    without = parse(changed(changed(TENANTS, "tenants", [acme]), "upstreams", []))
+    gone = diff(parse(TENANTS), without)
+    assert [(c.path, c.after, c.effect) for c in gone] == [
+        ("tenants[bits]", None, Effect.LIVE),
+        ("upstreams[cloud]", None, Effect.LIVE),
+    ]
+    assert list(gone[0].before["keys_sha256"]) == ["b" * 64, "c" * 64]
+    assert [(c.path, c.before) for c in diff(without, parse(TENANTS))] == [
+        ("tenants[bits]", None),
+        ("upstreams[cloud]", None),
+    ]
 
 
 def test_the_first_model_of_ours_takes_a_new_start() -> None:

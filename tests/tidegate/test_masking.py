@@ -1,4 +1,4 @@
-"""Secrets in a model's environment are used, and not shown."""
+"""Secrets in a model's environment and the digests of keys are used, and not shown."""
 
 from __future__ import annotations
 
@@ -20,6 +20,14 @@ def test_only_variables_named_like_secrets_are_masked() -> None:
     }  # fmt: skip
     assert shown["gateway"] == {"port": 1}
     assert masked(None, "models[m].env.HF_TOKEN") is None
+
+
+def test_of_a_key_only_the_beginning_of_its_digest_is_shown() -> None:
+    tenant = {"name": "acme", "keys_sha256": ["0123456789" * 6 + "abcd"], "weight": 1.0}
+    shown: Any = masked({"tenants": [tenant]})
+    assert shown["tenants"] == [{"name": "acme", "keys_sha256": ["01234567..."], "weight": 1.0}]
+    assert masked(tuple(tenant["keys_sha256"]), "tenants[acme].keys_sha256") == ["01234567..."]  # type: ignore[arg-type]
+    assert masked(tenant, "tenants[acme]") == shown["tenants"][0]
 
 
 @pytest.mark.slow

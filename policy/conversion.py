@@ -1,0 +1,115 @@
+"""Plain values into structures, and msgspec's refusals as path, value and expectation."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec import inspect
+
+from policy.errors import ConfigError
+
+T = TypeVar("T")
+
+_AT = re.compile(r"^(?P<what>.*?)(?: - at `\$(?P<path>.*)`)?$", re.DOTALL)
+_UNKNOWN = re.compile(r"Object contains unknown field `(?P<key>.*)`")
+_MISSING = re.compile(r"Object missing required field `(?P<key>.*)`")
+_ENUM = re.compile(r"Invalid enum value")
+# Where keys and their digests stand, and what their names have in them.
+_GUARDED = re.compile(r"(?:tenants|upstreams)\b")
+_SECRET = re.compile(r"key|secret|token|password", re.IGNORECASE)
+
+
+def convert_values(within: Mapping[str, Any], key: str, kind: type[Any], prefix: str) -> None:
+    """Check each value of the mapping ``within[key]`` on its own: msgspec's path does not name the key.
+
+    ``prefix`` is where ``within`` stands. Raises :class:`policy.errors.ConfigError`.
+    """
+    values = within.get(key)
+    if isinstance(values, Mapping):
+        for name, value in values.items():
+            convert(value, kind, f"{prefix}.{key}.{name}")
+
+
+def convert(raw: object, kind: type[T], prefix: str) -> T:
+    """``raw``, which stands at ``prefix``, as a ``kind``; raises :class:`policy.errors.ConfigError`."""
+    try:
+        return msgspec.convert(raw, kind)
+    except msgspec.ValidationError as error:
+        raise _located(str(error), raw, kind, prefix) from None
+
+
+def _located(text: str, raw: object, kind: type[Any], prefix: str) -> ConfigError:
+    match = _AT.match(text)
+    what, path = (match["what"], match["path"] or "") if match else (text, "")
+    value = _value_at(raw, path)
+    dotted = f"{prefix}{path}".lstrip(".") or "$"
+    if (found := _UNKNOWN.match(what)) is not None:
+        key = found["key"]
+        known = _fields_at(kind, path)
+        close = difflib.get_close_matches(key, known, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        inner = value.get(key) if isinstance(value, Mapping) else value
+        where = f"{dotted}.{key}" if dotted != "$" else key
+        return ConfigError(where, shown(where, inner), f"one of the keys: {', '.join(known)}{hint}")
+    if (found := _MISSING.match(what)) is not None:
+        where = f"{dotted}.{found['key']}" if dotted != "$" else found["key"]
+        return ConfigError(where, None, "a value: this key is required")
+    if _ENUM.match(what):
+        return ConfigError(dotted, value, f"one of: {', '.join(_members_at(kind, path))}")
+    expected = re.sub(r"^Expected ", "", what)
+    return ConfigError(dotted, shown(dotted, value), re.sub(r", got .*$", "", expected).replace("`", ""))
+
+
+def _steps(path: str) -> list[str]:
+    return re.findall(r"[^.\[\]]+", path)
+
+
+def _value_at(raw: Any, path: str) -> Any:
+    for step in _steps(path):
+        if isinstance(raw, Mapping):
+            raw = raw.get(step)
+        elif isinstance(raw, list) and step.isdigit():
+            raw = raw[int(step)]
+    return raw
+
+
+def _type_at(kind: Any, path: str) -> inspect.Type:
+    """The declared type under ``path``; unions yield their structured member."""
+    info = _plain(inspect.type_info(kind))
+    for step in _steps(path):
+        if step.isdigit() and isinstance(info, inspect.VarTupleType):
+            info = _plain(info.item_type)
+        elif isinstance(info, inspect.StructType):
+            info = _plain(next(field.type for field in info.fields if field.encode_name == step))
+    return info
+
+
+def _plain(info: inspect.Type) -> inspect.Type:
+    if isinstance(info, inspect.Metadata):
+        return _plain(info.type)
+    if isinstance(info, inspect.UnionType):
+        return next((member for member in info.types if isinstance(member, inspect.StructType)), info)
+    return info
+
+
+def _fields_at(kind: Any, path: str) -> list[str]:
+    info = _type_at(kind, path)
+    return [field.encode_name for field in info.fields] if isinstance(info, inspect.StructType) else []
+
+
+def _members_at(kind: Any, path: str) -> list[str]:
+    info = _type_at(kind, path)
+    return [str(member) for member in info.cls] if isinstance(info, inspect.EnumType) else []
+
+
+def shown(path: str, value: object) -> object:
+    """``value`` as a refusal may tell it: no key, not even one written in a wrong place."""
+    if value is None or _GUARDED.match(path) is None:
+        return value
+    if isinstance(value, Mapping | list) or _SECRET.search(path) is not None or path.endswith("]"):
+        return "***"
+    return value

@@ -1,0 +1,48 @@
+"""Keys are random and stored as digests; salts tell tenants apart and nothing else."""
+
+from __future__ import annotations
+
+import hashlib
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from store.keys import PREFIX, digest_of, new_key, salt_of, salt_secret
+from store.state import StateDir
+
+
+def test_a_key_is_long_random_and_fit_for_a_header() -> None:
+    keys = {new_key() for _ in range(100)}
+    assert len(keys) == 100
+    assert all(key.startswith(PREFIX) and len(key) >= 46 and key.isascii() for key in keys)
+    assert all(key.isprintable() and " " not in key for key in keys)
+
+
+def test_the_digest_is_what_sha256sum_prints() -> None:
+    assert digest_of(b"tg-1") == hashlib.sha256(b"tg-1").hexdigest()
+
+
+def test_the_salt_secret_is_made_once_and_private(tmp_path: Path) -> None:
+    state = StateDir(tmp_path / "state")
+    with ThreadPoolExecutor(8) as threads:
+        found = set(threads.map(lambda _: salt_secret(state), range(8)))
+    assert found == {salt_secret(state)}
+    assert (state.root / "salt-secret").stat().st_mode & 0o777 == 0o600
+    assert [path.name for path in state.root.iterdir() if path.is_file()] == ["salt-secret"]
+    assert salt_secret(state).decode() != state.secret()
+
+
+def test_a_salt_secret_that_others_may_read_is_refused(tmp_path: Path) -> None:
+    state = StateDir(tmp_path)
+    salt_secret(state)
+    (tmp_path / "salt-secret").chmod(0o644)
+    with pytest.raises(PermissionError, match="only its owner"):
+        salt_secret(state)
+
+
+def test_salts_differ_by_tenant_and_by_deployment() -> None:
+    salts = {salt_of(secret, tenant) for secret in (b"1" * 32, b"2" * 32) for tenant in ("a", "b", "")}
+    assert len(salts) == 6
+    assert salt_of(b"1" * 32, "a") == salt_of(b"1" * 32, "a")
+    assert all(len(salt) == 32 and int(salt, 16) >= 0 for salt in salts)

@@ -1,0 +1,43 @@
+"""``keys new`` prints a key once, and a snippet that a document takes as it is."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from policy.parsing import parse
+from store.keys import digest_of
+from tests.policy.example_documents import GOOD
+from tidegate.cli import group
+
+
+def run(*words: str) -> str:
+    result = CliRunner().invoke(group, ["keys", *words], catch_exceptions=False)
+    assert result.exit_code == 0
+    return result.output
+
+
+def test_the_snippet_is_a_tenant_with_the_digest_of_the_key() -> None:
+    out = run("new", "acme")
+    key = out.split()[7]
+    snippet = yaml.safe_load(out[out.index("tenants:") :])
+    (tenant,) = parse({**GOOD, **snippet}).tenants
+    assert (tenant.name, tenant.keys_sha256) == ("acme", (digest_of(key.encode()),))
+    assert out.count(key) == 1
+
+
+def test_json_for_scripts() -> None:
+    said = json.loads(run("new", "acme", "--json"))
+    assert said["sha256"] == digest_of(said["key"].encode())
+    assert said["name"] == "acme"
+
+
+def test_a_name_that_no_document_takes_gets_no_key() -> None:
+    result = CliRunner().invoke(group, ["keys", "new", "a b"])
+    assert result.exit_code != 0
+    assert "tg-" not in result.output
+    with pytest.raises(Exception, match="a name that matches"):
+        raise result.exception or AssertionError
