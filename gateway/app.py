@@ -23,6 +23,7 @@ from gateway.log import Log
 from gateway.metrics import Metrics, ModelMeter
 from gateway.router import Routes
 from gateway.routes import client_app
+from gateway.shared import Shared
 from gateway.surface import Route
 from policy.errors import Refusal
 from policy.request import Request
@@ -31,12 +32,12 @@ from policy.request import Request
 class Gateway:
     """One worker's data plane. ``client`` and ``admin`` are the ASGI apps of its two ports."""
 
-    def __init__(self, document: Document, secret: str, log: Log, rng: random.Random) -> None:
+    def __init__(self, document: Document, secret: str, log: Log, rng: random.Random, shared: Shared) -> None:
         self.document = document
         self.log = log
         self.draining = False
         self.metrics = Metrics()
-        self.fleet = FleetView(secret, self.metrics)
+        self.fleet = FleetView(secret, self.metrics, shared)
         self.admission = Admission(
             self.fleet, self.metrics, Routes(rng), lambda: document.deployment.gateway.max_queue
         )

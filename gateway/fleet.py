@@ -8,6 +8,7 @@ from typing import Literal
 
 from gateway.metrics import Metrics
 from gateway.replicas import Link
+from gateway.shared import ALONE, Shared
 from policy.config import Deployment
 from policy.types import EMPTY_FLEET, EngineKind, Fleet, Load, Replica, ReplicaState, Runner
 
@@ -37,8 +38,9 @@ class Served:
 class FleetView:
     """The models by name. ``on_capacity`` is told whenever a replica of a model may take more."""
 
-    def __init__(self, secret: str, metrics: Metrics) -> None:
+    def __init__(self, secret: str, metrics: Metrics, shared: Shared = ALONE) -> None:
         self._secret = secret
+        self._shared = shared
         self._metrics = metrics
         self._served: dict[str, Served] = {}
         self._documented: frozenset[str] = frozenset()
@@ -161,8 +163,8 @@ class FleetView:
 
     def _open(self, served: Served, replica: Replica) -> Link:
         if served.engine is EngineKind.EXTERNAL:
-            return Link(replica, self._connect_timeout_s, None)
-        link = Link(replica, self._connect_timeout_s, self._secret)
+            return Link(replica, self._connect_timeout_s, None, self._shared)
+        link = Link(replica, self._connect_timeout_s, self._secret, self._shared)
         link.subscribe(self._secret, lambda _: self._news(served))
         return link
 

@@ -29,6 +29,7 @@ from gateway.document import Document
 from gateway.external import Prober
 from gateway.log import LibraryHandler, Log
 from gateway.metrics import DIRECTORY_VARIABLE, Metrics
+from gateway.shared import BEAT_EVERY_S, Shared, SharedRows
 from policy.config import Deployment
 from store.state import StateDir
 
@@ -80,7 +81,8 @@ async def work(state: StateDir, client_fd: int, admin_fd: int, worker: int) -> N
 
     document = Document(state, log)
     # Ties between replicas are all that it decides.
-    gateway = Gateway(document, state.secret(), log, random.Random())  # noqa: S311
+    shared = SharedRows(state.rows_path, worker)
+    gateway = Gateway(document, state.secret(), log, random.Random(), shared)  # noqa: S311
     background: dict[str, asyncio.Task[None]] = {}
 
     def start(name: str, task: Coroutine[Any, Any, None]) -> None:
@@ -105,6 +107,7 @@ async def work(state: StateDir, client_fd: int, admin_fd: int, worker: int) -> N
     start("document", document.follow(read))
     start("prober", Prober(gateway.fleet, lambda: document.deployment).run())
     start("metrics", _publish(gateway.metrics))
+    start("shared", _beat(shared))
 
     client, admin = listener(gateway.client), listener(gateway.admin)
 
@@ -126,6 +129,7 @@ async def work(state: StateDir, client_fd: int, admin_fd: int, worker: int) -> N
         task.cancel()
     gateway.fleet.close()
     gateway.metrics.publish()
+    shared.close()
     log.info("worker_stopped")
 
 
@@ -133,6 +137,12 @@ async def _publish(metrics: Metrics) -> None:
     while True:
         await asyncio.sleep(PUBLISH_EVERY_S)
         metrics.publish()
+
+
+async def _beat(shared: Shared) -> None:
+    while True:
+        await asyncio.sleep(BEAT_EVERY_S)
+        shared.beat()
 
 
 def _supervised(log: Log, name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

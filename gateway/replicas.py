@@ -9,6 +9,7 @@ from collections.abc import Callable
 import msgspec
 
 from gateway.feed import Feed
+from gateway.shared import ALONE, Shared
 from gateway.upstream import Pool
 from policy.errors import Refusal
 from policy.routing import Candidate
@@ -34,7 +35,9 @@ class Link:
     its own word; both follow the stream of its load, or a probe where there is none (external).
     """
 
-    def __init__(self, replica: Replica, connect_timeout_s: float, secret: str | None) -> None:
+    def __init__(
+        self, replica: Replica, connect_timeout_s: float, secret: str | None, shared: Shared = ALONE
+    ) -> None:
         self.id = replica.id
         self.label = replica.id.encode()
         self.model = replica.model
@@ -52,7 +55,8 @@ class Link:
         self.view = Candidate(replica.id, key_of(replica.id), bound=replica.load.bound)
         self.mine = 0
         self.heard_at: float | None = None
-        self._mine_when_counted = 0
+        self._shared = shared
+        self._host_when_counted = 0
         self._feed: Feed | None = None
         self._following: asyncio.Task[None] | None = None
 
@@ -63,24 +67,33 @@ class Link:
 
     @property
     def in_flight(self) -> int:
-        """The replica's own last count, corrected by what this worker began and ended since."""
-        return max(0, self.counted - self._mine_when_counted) + self.mine
+        """The replica's own last count, corrected by what this host's workers began and ended since."""
+        return max(0, self.counted - self._host_when_counted) + self._host()
 
     @property
     def bound(self) -> int:
         """How many requests it admits, 0 if it states none."""
         return self.view.bound
 
+    def look(self) -> Candidate:
+        """The view of this instant, with what this host's other workers have there."""
+        self.view.in_flight = self.in_flight
+        return self.view
+
     def begin(self) -> None:
         """A request goes there."""
         self.mine += 1
         self.view.begun += 1
-        self.view.in_flight = self.in_flight
+        self._shared.begin(self.view.key, 0)
 
     def end(self) -> None:
         """A request of this worker ended there."""
         self.mine -= 1
-        self.view.in_flight = self.in_flight
+        self._shared.end(self.view.key)
+
+    def _host(self) -> int:
+        """Requests that this host's workers have there."""
+        return self.mine + self._shared.others(self.view.key)[0]
 
     def count(self, line: bytes, at: float) -> None:
         """Take a line of the replica's load stream; ``at`` is loop time."""
@@ -88,8 +101,7 @@ class Link:
         self.counted = said.load.in_flight
         self.view.bound = said.load.bound
         self.view.kv_used = said.load.kv_used
-        self._mine_when_counted = min(self.mine, said.load.in_flight)
-        self.view.in_flight = self.in_flight
+        self._host_when_counted = min(self._host(), said.load.in_flight)
         self.adapters = frozenset(said.adapters)
         self.open = said.state is ReplicaState.READY
         self.answering = True

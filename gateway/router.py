@@ -32,7 +32,7 @@ class Routes:
         if request.avoid:
             links = [link for link in links if link.id not in request.avoid] or links
         router = self._of(served.name)
-        decision = router.choose(request, [link.view for link in links], self._clock(), self._rng.random())
+        decision = router.choose(request, [link.look() for link in links], self._clock(), self._rng.random())
         if decision.chosen is None:
             return None
         chosen = decision.chosen

@@ -130,6 +130,9 @@ class Alone:
         return 0
 
 
+ALONE = Alone()
+
+
 class SharedRows:
     """One worker's row, and its eyes on the others'.
 
