@@ -1,0 +1,122 @@
+"""When requests that can share one upstream call leave together.
+
+Nagle's idea (RFC 896) with a bound: who is alone leaves at once; while a call of its group is under way
+a request waits for others, until the window ends, until the batch is full, or until the last call under
+way has returned, whichever comes first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True, eq=False)
+class Batch(Generic[T]):
+    """Members that leave as one call, with ``inputs`` of them in all; waiting ones leave at ``due``."""
+
+    group: Hashable
+    due: float
+    inputs: int = 0
+    members: dict[T, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
+class _Group(Generic[T]):
+    under_way: int = 0
+    waiting: Batch[T] | None = None
+
+
+class Windows(Generic[T]):
+    """The groups of one gateway worker. Times are seconds of one monotonic clock.
+
+    A group is what its members have in common; it is remembered while a call of it is under way or
+    waits. Every batch that is handed out must be ended by :meth:`ended`.
+    """
+
+    def __init__(self) -> None:
+        self._groups: dict[Hashable, _Group[T]] = {}
+        self._waiting: dict[Batch[T], None] = {}
+
+    @property
+    def next_due(self) -> float | None:
+        """When the next waiting batch leaves; ``None`` while none waits."""
+        return min((batch.due for batch in self._waiting), default=None)
+
+    def arrive(
+        self, group: Hashable, member: T, inputs: int, at: float, *, window_s: float, most: int
+    ) -> list[Batch[T]]:
+        """``member`` comes with ``inputs``; what leaves now, in order, with or without it.
+
+        ``most`` bounds the inputs of a batch; a member with more of them is no member.
+        """
+        found = self._groups.get(group)
+        if found is None:
+            found = self._groups[group] = _Group()
+        leaving = []
+        if found.waiting is not None and found.waiting.inputs + inputs > most:
+            leaving.append(self._leave(found))
+        if found.waiting is None:
+            found.waiting = Batch(group, at + window_s)
+            self._waiting[found.waiting] = None
+        batch = found.waiting
+        batch.members[member] = inputs
+        batch.inputs += inputs
+        if not found.under_way or batch.inputs >= most:
+            leaving.append(self._leave(found))
+        return leaving
+
+    def withdraw(self, group: Hashable, member: T) -> bool:
+        """``member`` has gone; whether it was still waiting (and takes its inputs with it)."""
+        found = self._groups.get(group)
+        if found is None or found.waiting is None or member not in found.waiting.members:
+            return False
+        batch = found.waiting
+        batch.inputs -= batch.members.pop(member)
+        if not batch.members:
+            del self._waiting[batch]
+            found.waiting = None
+        return True
+
+    def due(self, at: float) -> list[Batch[T]]:
+        """The batches whose window has ended."""
+        over = [batch for batch in self._waiting if batch.due <= at]
+        return [self._leave(self._groups[batch.group]) for batch in over]
+
+    def ended(self, batch: Batch[T]) -> Batch[T] | None:
+        """The call of ``batch`` has returned; the batch that need wait no longer, if there is one."""
+        found = self._groups[batch.group]
+        found.under_way -= 1
+        if found.under_way:
+            return None
+        if found.waiting is not None:
+            return self._leave(found)
+        del self._groups[batch.group]
+        return None
+
+    def _leave(self, group: _Group[T]) -> Batch[T]:
+        batch, group.waiting = group.waiting, None
+        assert batch is not None
+        del self._waiting[batch]
+        group.under_way += 1
+        return batch
+
+
+def shares(total: int, weights: list[int]) -> list[int]:
+    """``total`` in whole parts in proportion to ``weights``, which sum to it exactly.
+
+    Hamilton's method: everyone gets the whole part of its quota, the largest remainders one more each;
+    of equal remainders the first. Weights that are all 0 count as equal.
+    """
+    whole = sum(weights)
+    if not whole:
+        weights, whole = [1] * len(weights), len(weights)
+    parts = [total * weight // whole for weight in weights]
+    short = total - sum(parts)
+    order = sorted(range(len(weights)), key=lambda i: (-(total * weights[i] % whole), i))
+    for i in order[:short]:
+        parts[i] += 1
+    return parts

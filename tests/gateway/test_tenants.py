@@ -1,0 +1,146 @@
+"""A key decides who asks, with what weight and in which class; a request decides none of it."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gateway.errors import Refused
+from gateway.tenants import Account, Tenants
+from policy.parsing import parse
+from policy.types import Priority
+from tests.policy.example_documents import GOOD
+
+SECRET = b"s" * 64
+
+
+def digest(key: bytes) -> str:
+    return hashlib.sha256(key).hexdigest()
+
+
+def tenant(name: str, *keys: bytes, **more: Any) -> dict[str, Any]:
+    return {"name": name, "keys_sha256": [digest(key) for key in keys], **more}
+
+
+def tenants(*entries: dict[str, Any]) -> Tenants:
+    found = Tenants(SECRET)
+    found.read(parse({**GOOD, "tenants": list(entries)}))
+    return found
+
+
+def bearer(key: bytes) -> dict[bytes, bytes]:
+    return {b"authorization": b"Bearer " + key}
+
+
+def test_without_tenants_everyone_is_the_same_nobody() -> None:
+    nobody = tenants()
+    account = nobody.of({})
+    assert (account.name, account.weight, account.priority, account.admin) == (
+        "",
+        1.0,
+        Priority.STANDARD,
+        False,
+    )
+    assert account.salt == b""
+    assert nobody.of(bearer(b"anything")) is account
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {b"authorization": b"Bearer k-1"},
+        {b"authorization": b"bearer k-1"},
+        {b"authorization": b"BEARER   k-1 "},
+        {b"x-api-key": b"k-1"},
+        {b"authorization": b"Basic dTpw", b"x-api-key": b"k-1"},
+    ],
+)
+def test_a_key_is_taken_both_ways(headers: dict[bytes, bytes]) -> None:
+    account = tenants(tenant("acme", b"k-1", weight=3, priority="critical", admin=True)).of(headers)
+    assert (account.name, account.weight, account.priority, account.admin) == (
+        "acme", 3.0, Priority.CRITICAL, True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {b"authorization": b""},
+        {b"authorization": b"Bearer "},
+        {b"authorization": b"Bearer"},
+        {b"authorization": b"k-1"},
+        {b"authorization": b"Bearer k-2"},
+        {b"authorization": b"Bearer k-1 x"},
+        {b"authorization": b"Bearer \xff\x00"},
+        {b"x-api-key": b""},
+        {b"x-api-key": digest(b"k-1").encode()},
+        {b"authorization": b"Bearer wrong", b"x-api-key": b"k-1"},
+    ],
+)
+def test_any_other_is_refused_and_not_repeated(headers: dict[bytes, bytes]) -> None:
+    with pytest.raises(Refused) as caught:
+        tenants(tenant("acme", b"k-1")).of(headers)
+    assert (caught.value.status, caught.value.code) == (401, "invalid_api_key")
+    assert "k-" not in caught.value.message
+    anthropic = msgspec.json.decode(caught.value.body(anthropic=True))
+    assert anthropic["error"]["type"] == "authentication_error"
+
+
+def test_a_new_document_revokes_and_admits_at_once_and_keeps_the_counts() -> None:
+    found = tenants(tenant("acme", b"k-1"), tenant("bits", b"k-2"))
+    acme = found.of(bearer(b"k-1"))
+    acme.in_flight, acme.prompt_tokens = 2, 70
+    found.read(parse({**GOOD, "tenants": [tenant("acme", b"k-3", weight=5)]}))
+    for revoked in (b"k-1", b"k-2"):
+        with pytest.raises(Refused):
+            found.of(bearer(revoked))
+    assert found.of(bearer(b"k-3")) is acme
+    assert found.weight("acme") == 5.0
+    assert found.weight("bits") == 1.0
+    (shown,) = found.describe()
+    assert shown["in_flight"] == 2
+    assert shown["prompt_tokens"] == 70
+
+
+def test_nothing_of_a_key_is_described() -> None:
+    found = tenants(tenant("acme", b"k-1"), tenant("bits", b"k-2"))
+    said = msgspec.json.encode(found.describe())
+    assert b"acme" in said
+    assert digest(b"k-1").encode()[:8] not in said
+    assert b"k-1" not in said
+
+
+def test_salts_keep_tenants_apart_and_outlast_a_key() -> None:
+    found = tenants(tenant("acme", b"k-1"), tenant("bits", b"k-2"))
+    acme, bits = found.of(bearer(b"k-1")), found.of(bearer(b"k-2"))
+    assert acme.salt != bits.salt
+    assert len(msgspec.json.decode(acme.salt, type=str)) == 32
+    assert tenants(tenant("acme", b"k-9")).of(bearer(b"k-9")).salt == acme.salt
+
+
+@given(
+    st.dictionaries(st.binary(min_size=1, max_size=20).map(bytes.hex), st.integers(0, 2), max_size=8),
+    st.text(),
+)
+def test_a_key_finds_its_owner_and_no_other(owners: dict[str, int], stray: str) -> None:
+    names = sorted({f"t{owner}" for owner in owners.values()})
+    entries = [
+        tenant(name, *(key.encode() for key, owner in owners.items() if f"t{owner}" == name))
+        for name in names
+    ]
+    found = tenants(*entries)
+    for key, owner in owners.items():
+        assert found.of(bearer(key.encode())).name == f"t{owner}"
+    if owners and stray.strip() not in owners:
+        with pytest.raises(Refused):
+            found.of(bearer(stray.encode()))
+
+
+def test_an_account_is_standard_until_the_document_says_otherwise() -> None:
+    assert Account("x", b"").priority is Priority.STANDARD
