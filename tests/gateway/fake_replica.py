@@ -15,13 +15,17 @@ SECRET = "secret-of-the-tests"
 
 
 class Exchange:
-    """A request that came, and the means to answer it. ``gone`` is set once its client has left."""
+    """A request that came, and the means to answer it.
+
+    ``gone`` is set once its connection has ended, ``answered`` once all was written that will be.
+    """
 
     def __init__(self, connection: _Connection) -> None:
         self._connection = connection
         self.path = ""
         self.headers: dict[str, str] = {}
         self.body = b""
+        self.answered = False
         self.gone = asyncio.Event()
 
     @property
@@ -80,7 +84,7 @@ class _Connection(asyncio.Protocol):
     def __init__(self, server: _Server) -> None:
         self._server = server
         self._parser = httptools.HttpRequestParser(self)
-        self._exchange: Exchange | None = None
+        self.exchange: Exchange | None = None
         self.transport: asyncio.Transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -90,30 +94,30 @@ class _Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._server.connections.discard(self)
-        if self._exchange is not None:
-            self._exchange.gone.set()
+        if self.exchange is not None:
+            self.exchange.gone.set()
 
     def data_received(self, data: bytes) -> None:
         self._parser.feed_data(data)
 
     def on_message_begin(self) -> None:
-        self._exchange = Exchange(self)
+        self.exchange = Exchange(self)
 
     def on_url(self, url: bytes) -> None:
-        assert self._exchange is not None
-        self._exchange.path += url.decode()
+        assert self.exchange is not None
+        self.exchange.path += url.decode()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        assert self._exchange is not None
-        self._exchange.headers[name.decode().lower()] = value.decode()
+        assert self.exchange is not None
+        self.exchange.headers[name.decode().lower()] = value.decode()
 
     def on_body(self, body: bytes) -> None:
-        assert self._exchange is not None
-        self._exchange.body += body
+        assert self.exchange is not None
+        self.exchange.body += body
 
     def on_message_complete(self) -> None:
-        assert self._exchange is not None
-        self._server.take(self._exchange)
+        assert self.exchange is not None
+        self._server.take(self.exchange)
 
 
 class _Server:
@@ -144,9 +148,15 @@ class _Server:
         return f"http://127.0.0.1:{self.port}"
 
     def take(self, exchange: Exchange) -> None:
-        task = asyncio.create_task(self._run(exchange))
+        task = asyncio.create_task(self._answer(exchange))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    async def _answer(self, exchange: Exchange) -> None:
+        try:
+            await self._run(exchange)
+        finally:
+            exchange.answered = True
 
     async def _run(self, exchange: Exchange) -> None:
         raise NotImplementedError
