@@ -48,6 +48,19 @@ class EngineModel(msgspec.Struct, frozen=True, kw_only=True):
         """The same model split over ``degree`` devices."""
         return msgspec.structs.replace(self, degree=degree)
 
+    def faster(self, speed: float) -> EngineModel:
+        """The same model in a time that runs ``speed`` times as fast."""
+        return msgspec.structs.replace(
+            self,
+            o=self.o / speed,
+            w=self.w / speed,
+            c=self.c / speed,
+            g=self.g / speed,
+            r=self.r / speed,
+            allreduce_a=self.allreduce_a / speed,
+            allreduce_b=self.allreduce_b / speed,
+        )
+
     def step_time(self, tokens: float, kv_tokens: float, running: float) -> float:
         """Seconds of one step: t(n, K, R); the arguments are counts and may be means."""
         k = self.degree

@@ -77,6 +77,12 @@ class Scheduler:
         """Tokens in KV cache."""
         return self._kv_used
 
+    @property
+    def prefilling(self) -> int:
+        """Tokens to compute before the requests that are here without one have their first."""
+        fresh = [request for request in self._requests.values() if not request.produced]
+        return sum(request.prompt_tokens - max(request.computed, request.cached_tokens) for request in fresh)
+
     def submit(self, request: Request) -> None:
         """Queue ``request``.
 

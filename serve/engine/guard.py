@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 
 import msgspec
 
+from policy.engine_model import Timing
 from policy.errors import Refusal
 from policy.types import Load, ReplicaState
 from serve.engine.port import ALLOWED, Engine, Message, Receive, Scope, Send
@@ -16,18 +18,32 @@ from store.state import SECRET_HEADER
 
 REFUSAL_HEADER = b"x-tidegate-refusal"
 CANARY_HEADER = b"x-tidegate-canary"
+# What a gateway expects of a request: uncached prompt tokens, and the prefixes it leaves in the cache,
+# as 64-bit hashes in hex.
+PREFILL_HEADER = b"x-tidegate-prefill"
+PREFIX_HEADER = b"x-tidegate-prefix"
 
 # Load lines are coalesced: a burst of arrivals is one line, and silence still says "alive".
 COALESCE_S = 0.02
 HEARTBEAT_S = 1.0
+# Prefixes that are remembered for the next line; who joins later hears of so many.
+MAX_NEWS = 512
+# A request that came less than this ago may not have reached the engine's own count.
+ON_ITS_WAY_S = 0.05
 
 
-class LoadLine(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of ``GET /internal/load``."""
+class LoadLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One line of ``GET /internal/load``.
+
+    ``timing`` comes with the first line of a stream alone; ``prefixes`` are those of the requests that
+    came since the line before.
+    """
 
     state: ReplicaState
     load: Load
     adapters: tuple[str, ...] = ()
+    timing: Timing | None = None
+    prefixes: tuple[int, ...] = ()
 
 
 class Guard:
@@ -43,6 +59,10 @@ class Guard:
         self._bound = bound
         self._clock = clock
         self._in_flight = 0
+        # Announced prefills of requests that have had no byte of their answer, with their arrival.
+        self._prefills: dict[_Answer, tuple[int, float]] = {}
+        self._news: deque[int] = deque(maxlen=MAX_NEWS)
+        self._newsworthy = 0
         self._state = ReplicaState.STARTING
         self._changed = asyncio.Event()
 
@@ -68,6 +88,7 @@ class Guard:
             waiting=stats.waiting,
             kv_used=stats.kv_used,
             tokens=stats.tokens,
+            pending_tokens=self._pending(stats.prefilling),
         )
         return LoadLine(state=self._state, load=load, adapters=self._engine.adapters())
 
@@ -102,7 +123,7 @@ class Guard:
         elif (refusal := self._refusal(CANARY_HEADER in headers)) is not None:
             await _answer(send, 503, refusal, f"this replica is {refusal}")
         else:
-            await self._count(scope, receive, send)
+            await self._count(scope, receive, send, headers)
 
     def _refusal(self, canary: bool) -> Refusal | None:
         if self._engine.dead and self._state is ReplicaState.READY:
@@ -114,15 +135,41 @@ class Guard:
             return Refusal.DRAINING
         return Refusal.BUSY if self._in_flight >= self._bound else None
 
-    async def _count(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _count(self, scope: Scope, receive: Receive, send: Send, headers: dict[bytes, bytes]) -> None:
+        answer = _Answer(self._engine, send, self._answered)
         self._in_flight += 1
+        self._prefills[answer] = (_tokens(headers.get(PREFILL_HEADER, b"")), self._clock())
+        prefixes = _hashes(headers.get(PREFIX_HEADER, b""))
+        self._news.extend(prefixes)
+        self._newsworthy += len(prefixes)
         self._notify()
-        answer = _Answer(self._engine, send)
         try:
             await self._engine.app(scope, receive, answer)
         finally:
             self._in_flight -= 1
+            self._prefills.pop(answer, None)
             self._notify()
+
+    def _answered(self, answer: _Answer) -> None:
+        """The first byte of ``answer``: its prompt is computed."""
+        if self._prefills.pop(answer, None) is not None:
+            self._notify()
+
+    def _pending(self, prefilling: int) -> int:
+        """Prompt tokens ahead of who comes now.
+
+        An answer that is not streamed has its first byte with its last, long after its prompt was
+        computed; that the engine's own count knows, which in turn may hold cached tokens.
+        """
+        recent = self._clock() - ON_ITS_WAY_S
+        announced = sum(tokens for tokens, _ in self._prefills.values())
+        on_its_way = sum(tokens for tokens, at in self._prefills.values() if at > recent)
+        return min(announced, prefilling + on_its_way)
+
+    def _news_since(self, count: int) -> tuple[int, ...]:
+        """Prefixes that came since there had been ``count``, as far as they are remembered."""
+        new = min(self._newsworthy - count, len(self._news))
+        return tuple(self._news)[-new:] if new else ()
 
     def _notify(self) -> None:
         self._changed.set()
@@ -133,10 +180,14 @@ class Guard:
         gone = asyncio.ensure_future(receive())
         await _start(send, 200, [(b"content-type", b"application/x-ndjson")])
         try:
+            told = 0
+            timing: Timing | None = self._engine.timing()
             async for line in self.lines():
                 if gone.done():
                     return
-                body = msgspec.json.encode(line) + b"\n"
+                news = msgspec.structs.replace(line, timing=timing, prefixes=self._news_since(told))
+                told, timing = self._newsworthy, None
+                body = msgspec.json.encode(news) + b"\n"
                 await send({"type": "http.response.body", "body": body, "more_body": True})
         finally:
             gone.cancel()
@@ -149,9 +200,10 @@ class _Answer:
     request that never began from one that is wrong.
     """
 
-    def __init__(self, engine: Engine, send: Send) -> None:
+    def __init__(self, engine: Engine, send: Send, answered: Callable[[_Answer], None]) -> None:
         self._engine = engine
         self._send = send
+        self._answered = answered
         self._head: Message | None = None
         self._lost = False
 
@@ -166,9 +218,23 @@ class _Answer:
                 self._lost = True
                 await _answer(self._send, 503, Refusal.REPLICA_LOST, "the engine died under this request")
                 return
+            self._answered(self)
             await self._send(self._head)
             self._head = None
         await self._send(message)
+
+
+def _tokens(value: bytes) -> int:
+    return int(value) if value.isdigit() and len(value) < 10 else 0
+
+
+def _hashes(value: bytes) -> list[int]:
+    """The hashes in hex that ``value`` lists; none of them when one is no hash."""
+    try:
+        hashes = [int(part, 16) for part in value.split(b",")] if value else []
+    except ValueError:
+        return []
+    return [prefix for prefix in hashes if 0 <= prefix < 1 << 64]
 
 
 async def _start(send: Send, status: int, headers: list[tuple[bytes, bytes]]) -> None:

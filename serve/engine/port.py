@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import msgspec
 
 from policy.config import Sim
+from policy.engine_model import Timing
 from policy.types import EngineKind, Runner
 
 Scope = MutableMapping[str, Any]
@@ -60,13 +61,17 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
-    """The engine's own counts; ``steps`` and scheduled ``tokens`` are totals that never fall."""
+    """The engine's own counts; ``steps`` and scheduled ``tokens`` are totals that never fall.
+
+    ``prefilling`` is at most how many prompt tokens are not computed of requests that had no token yet.
+    """
 
     running: int = 0
     waiting: int = 0
     kv_used: float = 0.0
     tokens: int = 0
     steps: int = 0
+    prefilling: int = 0
 
 
 class Engine(Protocol):
@@ -77,6 +82,10 @@ class Engine(Protocol):
 
     def stats(self) -> EngineStats:
         """Counts of this instant, without blocking."""
+        ...
+
+    def timing(self) -> Timing:
+        """What bounds its steps, and how long they take if that is known."""
         ...
 
     def adapters(self) -> tuple[str, ...]:

@@ -18,6 +18,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.metrics.loggers import StatLoggerBase
 
+from policy.engine_model import Limits, Timing
 from policy.errors import EngineFailed
 from serve.engine.port import ASGIApp, EngineSpec, EngineStats
 
@@ -78,7 +79,21 @@ class VLLMEngine:
         latest = self._steps.latest
         # A core that hangs while idle never reports the requests that come then; its front end counts them.
         unseen = self._llm.get_num_unfinished_requests() - latest.running
-        return msgspec.structs.replace(latest, waiting=max(latest.waiting, unseen, 0))
+        return msgspec.structs.replace(
+            latest,
+            waiting=max(latest.waiting, unseen, 0),
+            prefilling=self._llm.output_processor.get_num_queued_tokens(),
+        )
+
+    def timing(self) -> Timing:
+        scheduler, cache = self._llm.vllm_config.scheduler_config, self._llm.vllm_config.cache_config
+        return Timing(
+            limits=Limits(
+                max_num_batched_tokens=scheduler.max_num_batched_tokens,
+                max_num_seqs=scheduler.max_num_seqs,
+                kv_tokens=cache.kv_cache_size_tokens or 0,
+            )
+        )
 
     def adapters(self) -> tuple[str, ...]:
         models = self.app.state.openai_serving_models  # type: ignore[attr-defined]
@@ -114,6 +129,8 @@ def arguments(spec: EngineSpec) -> Any:
         "served_model_name": spec.model,
         "tensor_parallel_size": spec.tensor_parallel,
         "runner": str(spec.runner),
+        # How much of a prompt was cached is what a router learns from.
+        "enable_prompt_tokens_details": True,
         # Prompts are the clients' own, and the gateway counts requests: neither belongs in a log.
         "enable_log_requests": False,
         "disable_uvicorn_access_log": True,

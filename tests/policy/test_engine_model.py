@@ -228,3 +228,11 @@ def test_shipped_profiles_say_where_they_come_from(shipped: object) -> None:
 def test_a_model_whose_step_takes_no_time_is_refused() -> None:
     with pytest.raises(ValueError, match="takes time"):
         EngineModel(o=0, w=0, c=1, g=1, r=1)
+
+
+def test_a_faster_time_divides_every_step() -> None:
+    model = PROFILES["h100-70b"].model.at_degree(4)
+    for tokens, kv, running in [(1, 0, 1), (600, 50_000, 40), (8192, 200_000, 256)]:
+        assert model.faster(5.0).step_time(tokens, kv, running) == pytest.approx(
+            model.step_time(tokens, kv, running) / 5.0
+        )

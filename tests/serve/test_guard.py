@@ -10,14 +10,16 @@ import httpx
 import msgspec
 import pytest
 
+from policy.engine_model import Limits, Timing
 from policy.types import ReplicaState
 from serve.engine import guard as guard_module
-from serve.engine.guard import CANARY_HEADER, REFUSAL_HEADER, Guard
+from serve.engine.guard import CANARY_HEADER, MAX_NEWS, PREFILL_HEADER, PREFIX_HEADER, REFUSAL_HEADER, Guard
 from serve.engine.port import ALLOWED, EngineStats, Message, Receive, Scope, Send
 from store.state import SECRET_HEADER
 
 SECRET = {SECRET_HEADER: "s"}
 CHAT = "/v1/chat/completions"
+TIMING = Timing(limits=Limits(max_num_batched_tokens=256, max_num_seqs=8, kv_tokens=4096))
 
 
 class Held:
@@ -30,6 +32,7 @@ class Held:
         self.reached: list[str] = []
         self.fail = False
         self.status = 200
+        self.prefilling = 10_000
 
     async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.reached.append(f"{scope['method']} {scope['path']}")
@@ -46,7 +49,10 @@ class Held:
         await send({"type": "http.response.body", "body": b"{}"})
 
     def stats(self) -> EngineStats:
-        return EngineStats(running=1, waiting=2, kv_used=0.5, tokens=7)
+        return EngineStats(running=1, waiting=2, kv_used=0.5, tokens=7, prefilling=self.prefilling)
+
+    def timing(self) -> Timing:
+        return TIMING
 
     def adapters(self) -> tuple[str, ...]:
         return ("sql",)
@@ -281,3 +287,97 @@ async def test_a_burst_is_one_line_and_no_change_goes_unsaid(
     stream.leave()
     guard.become(ReplicaState.STOPPED)
     await stream.task
+
+
+def announcing(tokens: str, prefix: str = "") -> dict[str, str]:
+    return {**SECRET, PREFILL_HEADER.decode(): tokens, PREFIX_HEADER.decode(): prefix}
+
+
+async def test_announced_prefills_are_pending_until_the_first_byte(engine: Held, guard: Guard) -> None:
+    held = [Request(guard, "POST", CHAT, announcing(tokens)) for tokens in ("100", "30")]
+    await in_flight(guard, 2)
+    assert guard.line().load.pending_tokens == 130
+    held[0].leave()
+    await held[0].task
+    assert guard.line().load.pending_tokens == 30
+    engine.go.set()
+    await held[1].task
+    assert guard.line().load.pending_tokens == 0
+
+
+async def test_a_stream_is_pending_no_more_with_its_first_byte_and_says_so(
+    guard: Guard, engine: Held
+) -> None:
+    more = asyncio.Event()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await engine.go.wait()
+        await send({"type": "http.response.body", "body": b"data: 1\n\n", "more_body": True})
+        await more.wait()
+        await send({"type": "http.response.body", "body": b""})
+
+    engine.app = app  # type: ignore[method-assign]
+    request = Request(guard, "POST", CHAT, announcing("100"))
+    await in_flight(guard, 1)
+    assert guard.line().load.pending_tokens == 100
+    lines = guard.lines()
+    await anext(lines)
+    engine.go.set()
+    told = (await anext(lines)).load
+    assert (told.in_flight, told.pending_tokens) == (1, 0)
+    more.set()
+    await request.task
+
+
+async def test_what_the_engine_has_computed_is_not_pending_though_nothing_was_said(engine: Held) -> None:
+    now = 0.0
+    guard = Guard(engine, secret="s", bound=4, clock=lambda: now)
+    guard.become(ReplicaState.READY)
+    engine.prefilling = 0
+    old = Request(guard, "POST", CHAT, announcing("100"))
+    await in_flight(guard, 1)
+    # It may not have reached the engine yet.
+    assert guard.line().load.pending_tokens == 100
+    now = 1.0
+    assert guard.line().load.pending_tokens == 0
+    new = Request(guard, "POST", CHAT, announcing("30"))
+    await in_flight(guard, 2)
+    assert guard.line().load.pending_tokens == 30
+    engine.go.set()
+    await asyncio.gather(old.task, new.task)
+
+
+@pytest.mark.parametrize("tokens", ["", "-5", "1e3", "9" * 5000, "\xb2"])
+async def test_an_announcement_that_makes_no_sense_announces_nothing(
+    engine: Held, guard: Guard, tokens: str
+) -> None:
+    engine.go.set()
+    request = Request(guard, "POST", CHAT, announcing(tokens, "zz,1"))
+    await in_flight(guard, 1)
+    assert guard.line().load.pending_tokens == 0
+    await request.task
+    assert request.sent[0]["status"] == 200
+
+
+async def test_each_stream_of_lines_says_the_timing_first_and_every_prefix_once(
+    engine: Held, guard: Guard
+) -> None:
+    engine.go.set()
+    first, late = f"{(1 << 64) - 1:x},a", ",".join(f"{i:x}" for i in range(MAX_NEWS + 1))
+    await Request(guard, "POST", CHAT, announcing("5", first)).task
+    streams = [Request(guard, "GET", "/internal/load", SECRET) for _ in range(2)]
+    while not all(loads(stream) for stream in streams):  # noqa: ASYNC110 - the test's own timeout bounds it
+        await asyncio.sleep(0)
+    for stream in streams:
+        line = loads(stream)[0]
+        assert msgspec.convert(line["timing"], Timing) == TIMING
+        assert line["prefixes"] == [(1 << 64) - 1, 10]
+    await Request(guard, "POST", CHAT, announcing("5", late)).task
+    while not all(len(loads(stream)) == 2 for stream in streams):  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    for stream in streams:
+        line = loads(stream)[1]
+        assert "timing" not in line
+        assert line["prefixes"] == list(range(1, MAX_NEWS + 1))
+        stream.task.cancel()

@@ -56,6 +56,9 @@ async def test_a_stream_says_what_the_whole_answer_says_one_event_a_token(client
     assert answer.headers["content-type"].startswith("text/event-stream")
     *chunks, usage, done = events_of(answer.text)
     assert done == "[DONE]"
+    # Asked again, the one whole block of the prompt is cached.
+    assert whole["usage"].pop("prompt_tokens_details") == {"cached_tokens": 0}
+    assert usage["usage"].pop("prompt_tokens_details") == {"cached_tokens": 16}
     assert (usage["choices"], usage["usage"]) == ([], whole["usage"])
     assert usage["usage"]["completion_tokens"] == 18
     for index in range(2):

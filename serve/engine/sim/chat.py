@@ -100,7 +100,7 @@ def usage(generation: Generation, n: int = 1) -> dict[str, Any]:
         "prompt_tokens": prompt,
         "total_tokens": prompt + completion,
         "completion_tokens": completion,
-        "prompt_tokens_details": None,
+        "prompt_tokens_details": {"cached_tokens": sum(generation.cached[::n])},
     }
 
 

@@ -10,6 +10,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from policy.engine_model import Timing
 from policy.errors import EngineFailed
 from policy.kv_memory import BLOCK
 from policy.profiles import profile
@@ -62,7 +63,9 @@ class SimEngine:
             )
         length = args.max_model_len or min(timing.max_model_len, limits.kv_tokens)
         metrics = Metrics(spec.model)
-        self._loop = StepLoop(timing.model.at_degree(degree), limits, spec.sim.speed, metrics)
+        model = timing.model.at_degree(degree)
+        self._timing = Timing(limits=limits, model=model.faster(spec.sim.speed))
+        self._loop = StepLoop(model, limits, spec.sim.speed, metrics)
         self._adapters = tuple(args.lora_modules)
         self.max_model_len: int | None = length
         service = Service(
@@ -80,6 +83,9 @@ class SimEngine:
 
     def stats(self) -> EngineStats:
         return self._loop.stats()
+
+    def timing(self) -> Timing:
+        return self._timing
 
     def adapters(self) -> tuple[str, ...]:
         return self._adapters

@@ -25,13 +25,15 @@ class Aborted(Exception):
 class Generation:
     """One HTTP request in the engine: its choices, and the tokens that are ready.
 
-    ``prompts`` and ``outputs`` run in parallel, one of each per choice.
+    ``prompts`` and ``outputs`` run in parallel, one of each per choice; ``cached`` are the prompt
+    tokens of each that were found in the prefix cache.
     """
 
     def __init__(self, name: str, prompts: Sequence[Prompt], outputs: Sequence[Output]) -> None:
         self.name = name
         self.prompts = prompts
         self.outputs = outputs
+        self.cached: Sequence[int] = [0] * len(outputs)
         self._left = len(outputs)
         self._ready: deque[tuple[int, int]] = deque()
         self._more = asyncio.Event()
@@ -115,6 +117,7 @@ class StepLoop:
             kv_used=self._scheduler.kv_used / self._kv_tokens,
             tokens=self._tokens,
             steps=self._steps,
+            prefilling=self._scheduler.prefilling,
         )
 
     @property
@@ -135,6 +138,7 @@ class StepLoop:
         """
         self.check()
         now = self._loop.time()
+        generation.cached = cached
         for choice, (prompt, output) in enumerate(zip(generation.prompts, generation.outputs, strict=True)):
             name = f"{generation.name}-{choice}"
             self._scheduler.submit(Request(name, len(prompt.tokens), len(output.deltas), cached[choice]))

@@ -96,7 +96,7 @@ class _Answer:
             "output": [self._item("completed", [self._part(self._output.text)])],
             "usage": {
                 "input_tokens": prompt,
-                "input_tokens_details": {"cached_tokens": 0},
+                "input_tokens_details": {"cached_tokens": self._generation.cached[0]},
                 "output_tokens": written,
                 "output_tokens_details": {"reasoning_tokens": 0},
                 "total_tokens": prompt + written,
