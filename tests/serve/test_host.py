@@ -116,13 +116,13 @@ async def test_an_engine_that_was_killed_comes_back_in_place_and_says_so(make: M
 
 
 async def test_an_engine_that_keeps_failing_is_given_up_with_its_reason(make: Make) -> None:
-    host = make(sim={"profile": "no-such-machine"})
+    host = make(engine_args={"max_num_seqs": "many"})
     with pytest.raises(EngineFailed) as failed:
         await host.start()
     assert host.lost.is_set()
     replica = host.snapshot()
     assert (replica.state, replica.failures) == (ReplicaState.STARTING, MAX_FAILURES)
-    assert "no-such-machine" in str(failed.value)
+    assert "max_num_seqs" in str(failed.value)
     assert replica.reason == str(failed.value)
     await host.stop()
     # The last word of a host that gave up is why.
@@ -168,7 +168,7 @@ async def test_starts_that_are_slow_to_fail_are_a_row_of_failures(
 ) -> None:
     # Every start takes longer than an engine must live to be called stable.
     monkeypatch.setattr(hosts, "STABLE_S", 0.0)
-    host = make(sim={"profile": "no-such-machine"})
+    host = make(engine_args={"max_num_seqs": "many"})
     async with asyncio.timeout(WITHIN_S):
         with pytest.raises(EngineFailed):
             await host.start()
