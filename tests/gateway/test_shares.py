@@ -1,0 +1,253 @@
+"""Whatever mix of requests shares a call, each gets exactly what it would have got alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+import pytest_asyncio
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from gateway import body as bodies
+from gateway.shares import Share, joined, share_of, split
+from gateway.surface import ROUTES
+from policy.config import Coalesce
+from policy.types import Runner
+from tests.serve.sim_driver import client_of, engine_of, spec
+
+BOUNDS = Coalesce(max_inputs=16, max_input_bytes=64)
+
+
+def share(
+    path: str, body: dict[str, Any] | bytes, tenant: str = "", bounds: Coalesce = BOUNDS
+) -> Share | None:
+    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return share_of(ROUTES[path], bodies.read(raw), raw, tenant, bounds)
+
+
+def embedding(input_: Any, **more: Any) -> dict[str, Any]:
+    return {"model": "base", "input": input_, **more}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "inputs"),
+    [
+        ("/v1/embeddings", embedding("a b"), [b'"a b"']),
+        ("/v1/embeddings", embedding(["a", "b"]), [b'"a"', b'"b"']),
+        ("/v1/embeddings", embedding([1, 2]), [b"[1, 2]"]),
+        ("/v1/embeddings", embedding([[1], [2, 3]]), [b"[1]", b"[2, 3]"]),
+        ("/v1/embeddings", embedding("a", n=1, stream=False), [b'"a"']),
+        ("/v1/completions", {"model": "base", "prompt": ["a"]}, [b'"a"']),
+    ],
+)
+def test_inputs_are_the_slices_that_came(path: str, body: dict[str, Any], inputs: list[bytes]) -> None:
+    found = share(path, body)
+    assert found is not None
+    assert list(found.inputs[0]) == inputs
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/embeddings", embedding("a" * 80)),
+        ("/v1/embeddings", embedding(["a"] * 16)),
+        ("/v1/embeddings", embedding([])),
+        ("/v1/embeddings", embedding(["a", [1]])),
+        ("/v1/embeddings", embedding([1, "a"])),
+        ("/v1/embeddings", embedding([-1])),
+        ("/v1/embeddings", embedding(None)),
+        ("/v1/embeddings", embedding({"text": "a"})),
+        ("/v1/embeddings", {"model": "base", "messages": []}),
+        ("/v1/embeddings", embedding("a", stream=True)),
+        ("/v1/completions", {"model": "base", "prompt": "a"}),
+        ("/v1/completions", {"model": "base", "prompt": [1, 2]}),
+        ("/v1/completions", {"model": "base", "prompt": ["a"], "n": 2}),
+        ("/v1/completions", {"model": "base", "prompt": ["a"], "stream": True}),
+        ("/v1/chat/completions", {"model": "base", "messages": []}),
+        ("/v1/rerank", {"model": "base", "query": "a", "documents": ["b"]}),
+        ("/v1/score", {"model": "base", "text_1": ["a", "b"], "text_2": ["c"]}),
+        ("/v1/score", {"model": "base", "text_1": "a"}),
+        ("/v1/score", {"model": "base", "text_1": [1], "text_2": [2]}),
+    ],
+)
+def test_what_travels_alone(path: str, body: dict[str, Any]) -> None:
+    assert share(path, body) is None
+
+
+def test_a_window_of_nothing_switches_it_off() -> None:
+    assert share("/v1/embeddings", embedding("a"), bounds=Coalesce(window_s=0)) is None
+
+
+def test_only_what_differs_in_nothing_but_its_input_is_of_one_group() -> None:
+    def group(body: dict[str, Any] | bytes, tenant: str = "") -> object:
+        found = share("/v1/embeddings", body, tenant)
+        assert found is not None
+        return found.group
+
+    plain = group(embedding("a"))
+    assert group(embedding(["b", "c"])) == plain
+    assert group(b'{ "input" : "x" ,\n"model":"base"}') == plain
+    others = [
+        group(embedding("a", dimensions=8)),
+        group(embedding("a", user="u")),
+        group({"model": "sql", "input": "a"}),
+        group(embedding("a"), "acme"),
+        group(embedding([1])),
+        group(b'{"model":"base","input":"a","dimensions": 8.0}'),
+    ]
+    assert len({plain, *others}) == 7
+
+
+def test_bytes_of_inputs_go_through_unread() -> None:
+    one = share("/v1/embeddings", b'{"model":"base","input":"\\u00e9 \\/ \xc3\xa9"}')
+    other = share("/v1/embeddings", b'{"input":["1", "2"],"model":"base"}')
+    assert one is not None
+    assert other is not None
+    assert joined([one, other]) == b'{"model":"base","input":["\\u00e9 \\/ \xc3\xa9","1","2"]}'
+
+
+def pair(one: Any, other: Any) -> Share:
+    found = share("/v1/score", {"model": "base", "text_1": one, "text_2": other})
+    assert found is not None
+    return found
+
+
+def test_one_text_against_several_becomes_pairs() -> None:
+    body = json.loads(joined([pair("q", ["a", "b"]), pair("r", "c"), pair(["s", "t"], ["d", "e"])]))
+    assert body["text_1"] == ["q", "q", "r", "s", "t"]
+    assert body["text_2"] == ["a", "b", "c", "d", "e"]
+
+
+def two() -> list[Share]:
+    shares = [share("/v1/embeddings", embedding(texts)) for texts in (["aaa"], ["b", "c"])]
+    return [found for found in shares if found is not None]
+
+
+def item(index: Any) -> dict[str, Any]:
+    return {"index": index, "embedding": [float(index)]}
+
+
+def test_an_answer_is_split_by_index_in_any_order() -> None:
+    answer = {"id": "embd-SHARED", "data": [item(2), item(0), item(1)], "usage": {"prompt_tokens": 9}}
+    one, other = map(json.loads, split(json.dumps(answer).encode(), two(), b"SHARED", [b"one", b"other"]))
+    assert one == {"id": "embd-one", "data": [item(0)], "usage": {"prompt_tokens": 4}}
+    assert other["id"] == "embd-other"
+    assert [entry["embedding"] for entry in other["data"]] == [[1.0], [2.0]]
+    assert [entry["index"] for entry in other["data"]] == [0, 1]
+    assert other["usage"] == {"prompt_tokens": 5}
+
+
+@pytest.mark.parametrize("usage", [..., None])
+def test_an_answer_without_usage_is_split_without(usage: Any) -> None:
+    answer: dict[str, Any] = {"data": [item(0), item(1), item(2)]}
+    if usage is not ...:
+        answer["usage"] = usage
+    for part in map(json.loads, split(json.dumps(answer).encode(), two(), b"S", [b"o", b"t"])):
+        assert set(part) == set(answer)
+        assert part.get("usage") is None
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        [item(0), item(1)],
+        [item(0), item(1), item(1)],
+        [item(0), item(1), item(2), item(2)],
+        [item(0), item(1), item(3)],
+        [item(0), item(1), {"embedding": [2.0]}],
+        [item(0), item(1), 2],
+        "three",
+        None,
+    ],
+)
+def test_an_answer_that_does_not_fit_is_not_split(data: Any) -> None:
+    with pytest.raises(ValueError):
+        split(json.dumps({"data": data}).encode(), two(), b"S", [b"o", b"t"])
+
+
+def test_an_answer_that_is_none_is_not_split() -> None:
+    for answer in (b"", b"[]", b"{}", b'{"data":[', b"\xff"):
+        with pytest.raises(ValueError):
+            split(answer, two(), b"S", [b"o", b"t"])
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def pooling() -> AsyncIterator[httpx.AsyncClient]:
+    async with engine_of(spec(runner=Runner.POOLING)) as engine, client_of(engine) as client:
+        yield client
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def writing() -> AsyncIterator[httpx.AsyncClient]:
+    async with engine_of(spec()) as engine, client_of(engine) as client:
+        yield client
+
+
+async def ask(client: httpx.AsyncClient, path: str, body: bytes, id_: str) -> bytes:
+    answer = await client.post(path, content=body, headers={"x-request-id": id_})
+    assert answer.status_code == 200, answer.text
+    return answer.content
+
+
+async def same_as_alone(client: httpx.AsyncClient, path: str, bodies_: list[dict[str, Any]]) -> None:
+    shares = [found for body in bodies_ if (found := share(path, body)) is not None]
+    assert len(shares) == len(bodies_)
+    whole = await ask(client, path, joined(shares), "shared")
+    ids = [f"own-{i}".encode() for i in range(len(bodies_))]
+    parts = [msgspec.json.decode(part) for part in split(whole, shares, b"shared", ids)]
+    used = [part.pop("usage") for part in parts]
+    spent = msgspec.json.decode(whole)["usage"]
+    for name in used[0]:
+        assert sum(usage[name] for usage in used) == spent[name]
+    for place, (part, body) in enumerate(zip(parts, bodies_, strict=True)):
+        alone = msgspec.json.decode(await ask(client, path, json.dumps(body).encode(), f"own-{place}"))
+        usage = alone.pop("usage")
+        assert set(used[place]) == {name for name in usage if isinstance(usage[name], int)}
+        part.pop("created"), alone.pop("created")
+        assert part == alone
+
+
+words = st.lists(st.sampled_from(["tide", "gate", "é", "sea", "\\", '"', "\n"]), min_size=1, max_size=4).map(
+    " ".join
+)
+tokens = st.lists(st.integers(0, 500), min_size=1, max_size=4)
+quick = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@quick
+@given(inputs=st.lists(st.one_of(words, st.lists(words, min_size=1, max_size=3)), min_size=2, max_size=4))
+async def test_embeddings_of_texts(pooling: httpx.AsyncClient, inputs: list[Any]) -> None:
+    await same_as_alone(pooling, "/v1/embeddings", [embedding(each, dimensions=4) for each in inputs])
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@quick
+@given(inputs=st.lists(st.one_of(tokens, st.lists(tokens, min_size=1, max_size=3)), min_size=2, max_size=4))
+async def test_embeddings_of_token_ids(pooling: httpx.AsyncClient, inputs: list[Any]) -> None:
+    bodies_ = [embedding(each, encoding_format="base64") for each in inputs]
+    await same_as_alone(pooling, "/v1/embeddings", bodies_)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@quick
+@given(pairs=st.lists(st.tuples(words, st.lists(words, min_size=1, max_size=3)), min_size=2, max_size=4))
+async def test_scores(pooling: httpx.AsyncClient, pairs: list[tuple[str, list[str]]]) -> None:
+    bodies_: list[dict[str, Any]] = []
+    for one, others in pairs:
+        bodies_.append({"model": "base", "text_1": one, "text_2": others})
+        bodies_.append({"model": "base", "text_1": others, "text_2": others})
+    await same_as_alone(pooling, "/v1/score", bodies_)
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@quick
+@given(prompts=st.lists(st.lists(words, min_size=1, max_size=3), min_size=2, max_size=4))
+async def test_completions(writing: httpx.AsyncClient, prompts: list[list[str]]) -> None:
+    bodies_ = [{"model": "base", "prompt": each, "max_tokens": 5, "seed": 1} for each in prompts]
+    await same_as_alone(writing, "/v1/completions", bodies_)
