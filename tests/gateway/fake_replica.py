@@ -204,7 +204,7 @@ class FakeReplica(_Server):
             await exchange.reply(b"{}", status=401)
         elif exchange.path == "/internal/load":
             await exchange.head("application/x-ndjson")
-            while True:
+            while not exchange.gone.is_set():
                 self._changed.clear()
                 line = {"state": self.state, "load": self._load(), "adapters": self.adapters}
                 await exchange.chunk(_line(line))
@@ -241,7 +241,7 @@ class FakeController(_Server):
         assert exchange.path == "/fleet/stream"
         assert exchange.headers["x-tidegate-secret"] == SECRET
         await exchange.head("application/x-ndjson")
-        while True:
+        while not exchange.gone.is_set():
             self._changed.clear()
             fleet = {
                 "epoch": self.epoch,
