@@ -37,7 +37,7 @@ class Gateway:
         self.log = log
         self.draining = False
         self.metrics = Metrics()
-        self.fleet = FleetView(secret, self.metrics, shared)
+        self.fleet = FleetView(secret, self.metrics, shared, rng.random)
         self.admission = Admission(
             self.fleet, self.metrics, Routes(rng), lambda: document.deployment.gateway.max_queue
         )

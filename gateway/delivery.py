@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from time import perf_counter
 
 from gateway.admission import Admission, Place
 from gateway.body import Body
 from gateway.call import Call
 from gateway.errors import Refused
+from gateway.health import is_own_fault
 from gateway.metrics import ModelMeter
 from gateway.relay import Relay, Verdict
 from gateway.replicas import Link
@@ -15,13 +17,42 @@ from gateway.sse import ChatTail, MessagesTail, ResponsesTail, Tail
 from gateway.surface import Api, Route
 from gateway.upstream import Connection
 from policy.errors import Refusal
+from policy.health import Sign
 from policy.types import EngineKind, Runner
+
+# A connection that cannot be made, and a request that was begun, are tried elsewhere once.
+MAX_CONNECTS = 2
+MAX_BEGUN = 2
+
+_SIGNS = {
+    Verdict.SERVED: Sign.GOOD,
+    Verdict.BROKEN: Sign.BAD,
+    Verdict.REJECTED: Sign.NOTHING,
+    Verdict.REFUSED: Sign.NOTHING,
+    Verdict.FAILED: Sign.BAD,
+    Verdict.LOST: Sign.BAD,
+    Verdict.STALE: Sign.NOTHING,
+    Verdict.SILENT: Sign.BAD,
+    Verdict.UNREACHABLE: Sign.BAD,
+}
 
 
 class Delivery:
     """One call with its body on its way to a replica."""
 
-    __slots__ = ("_admission", "_body", "_call", "_meter", "_place", "_raw")
+    __slots__ = (
+        "_admission",
+        "_begun",
+        "_body",
+        "_call",
+        "_clock",
+        "_health",
+        "_meter",
+        "_moves",
+        "_place",
+        "_raw",
+        "_unreached",
+    )
 
     def __init__(
         self,
@@ -39,25 +70,23 @@ class Delivery:
         self._body = body
         self._raw = raw
         self._meter = meter
+        self._clock = asyncio.get_running_loop().time
+        self._health = place.served.health
+        self._begun = self._unreached = 0
+        self._moves = False
 
     async def run(self) -> None:
         """Until the client has an answer; raises :class:`gateway.errors.Refused` for a bad one.
 
-        A replica that refused, or that could not be reached, began nothing: the call stands in its
-        old place again, uncharged. One that died under it or answered 5xx costs it its one retry,
-        so a request that kills replicas touches two at most.
+        A replica that refused began nothing: the call stands in its old place again, uncharged. So it
+        does once after a death, and after a connection that could not be made, while there is a replica
+        in good standing; on others, and after 5xx or silence, its one retry is paid for by the budget.
+        Two replicas at most begin it, so that a request which kills replicas kills no third.
         """
-        charged = False
+        self._health.request(self._clock())
         while True:
-            asked = perf_counter()
-            link = await self._admission.admit(self._place)
-            self._call.queued_s += perf_counter() - asked
-            self._call.replica = link.label
-            try:
-                verdict, relay = await self._attempt(link)
-                self._tell(link, verdict, relay)
-            finally:
-                self._admission.release(self._place.served, link)
+            link = await self._admitted()
+            verdict, relay = await self._tried(link)
             self._meter.attempts[verdict] += 1
             if verdict is Verdict.SERVED:
                 self._call.outcome = "ok"
@@ -65,44 +94,106 @@ class Delivery:
             if verdict is Verdict.BROKEN:
                 self._call.outcome = Refusal.STREAM_BROKEN
                 return
-            if verdict is Verdict.REFUSED or verdict is Verdict.UNREACHABLE:
-                continue
-            refused = relay.refused if relay is not None else None
-            if verdict is Verdict.REJECTED and refused is not None:
-                raise refused
-            self._place.request.avoid.add(link.id)
-            if charged or (verdict is Verdict.FAILED and not self._admission.has_other(self._place)):
-                raise refused or Refused(
-                    Refusal.REPLICA_LOST, "Two replicas were lost while they held this request.", final=True
-                )
-            charged = True
+            self._consider(verdict, relay, link)
 
-    def _tell(self, link: Link, verdict: Verdict, relay: Relay | None) -> None:
-        """What the attempt says about the replica, before its slot is given to another."""
-        if verdict is Verdict.REFUSED and relay is not None:
-            link.refused(relay.reason)
-        elif verdict is Verdict.UNREACHABLE:
-            link.lost()
-        elif verdict is Verdict.LOST and self._place.served.engine is not EngineKind.EXTERNAL:
-            # Its own load stream readmits it with the next line, within a second if it lives.
-            link.lost()
+    async def _admitted(self) -> Link:
+        """The replica to try next, with its slot taken."""
+        served, asked = self._place.served, perf_counter()
+        if served.hopeless(self._clock()):
+            raise self._nobody()
+        link = await self._admission.admit(self._place)
+        self._call.queued_s += perf_counter() - asked
+        self._call.replica = link.label
+        if self._moves:
+            self._moves = False
+            if not link.breaker.streak:
+                self._health.moved()
+            elif not self._health.may_retry(self._clock()):
+                self._admission.release(self._place.served, link)
+                raise self._nobody()
+        return link
+
+    async def _tried(self, link: Link) -> tuple[Verdict, Relay | None]:
+        """One attempt; what it says of the replica is told before its slot is given to another."""
+        probe, sign = link.probe(), Sign.NOTHING
+        try:
+            verdict, relay = await self._attempt(link)
+            sign = _SIGNS[verdict]
+            if verdict is Verdict.REFUSED and relay is not None:
+                link.refused(relay.reason)
+            return verdict, relay
+        finally:
+            tell = self._health.probed if probe else self._health.tell
+            tell(link.breaker, sign, self._clock())
+            self._admission.release(self._place.served, link)
+
+    def _consider(self, verdict: Verdict, relay: Relay | None, link: Link) -> None:
+        """Return if the call may be tried again; raises :class:`gateway.errors.Refused` if not."""
+        refused = relay.refused if relay is not None else None
+        served = self._place.served
+        if verdict is Verdict.REFUSED:
+            return
+        if verdict is Verdict.REJECTED and refused is not None:
+            raise refused
+        self._place.request.avoid.add(link.id)
+        if verdict is Verdict.UNREACHABLE:
+            self._unreached += 1
+            if served.engine is EngineKind.EXTERNAL:
+                link.heard(self._clock(), False)  # until it is asked again
+            if self._unreached >= MAX_CONNECTS and any(other.admissible for other in served.links):
+                raise self._nobody()
+            self._moves = True
+            return
+        self._begun += 1
+        if self._begun < MAX_BEGUN:
+            if verdict is Verdict.LOST:
+                self._moves = True
+                return
+            if self._admission.has_other(self._place) and self._health.may_retry(self._clock()):
+                return
+        if verdict is not Verdict.LOST and self._health.all_fail(self._clock()):
+            raise self._nobody(refused)
+        raise refused or Refused(
+            Refusal.REPLICA_LOST, "Two replicas were lost while they held this request.", final=True
+        )
+
+    def _nobody(self, refused: Refused | None = None) -> Refused:
+        """No replica of the model serves, and to wait for one would be in vain."""
+        wait = refused.retry_after_s if refused is not None else None
+        name = self._place.served.name
+        return Refused(Refusal.NO_REPLICA, f"No replica of {name} serves at present.", retry_after_s=wait)
 
     async def _attempt(self, link: Link) -> tuple[Verdict, Relay | None]:
-        """Try one replica; a kept connection that turns out dead is replaced once, silently."""
+        """Try one replica; a kept connection that turns out dead is replaced once, silently.
+
+        Raises :class:`gateway.errors.Refused` when this machine can make no connection to anybody.
+        """
         head = self._head(link)
         connection = link.pool.take()
         if connection is not None:
-            relay = self._relay(connection)
-            verdict = await relay.run(head, self._raw)
+            relay, verdict = await self._send(link, connection, head)
             if verdict is not Verdict.STALE:
                 return verdict, relay
         try:
             fresh = await link.pool.connect()
-        except OSError:
+        except OSError as error:
+            if is_own_fault(error):
+                raise Refused(Refusal.EXHAUSTED, "The gateway can open no more connections.") from error
             # After a stale connection the request itself may have been the end of the replica.
             return (Verdict.UNREACHABLE if connection is None else Verdict.LOST), None
-        relay = self._relay(fresh)
-        return await relay.run(head, self._raw), relay
+        relay, verdict = await self._send(link, fresh, head)
+        return verdict, relay
+
+    async def _send(self, link: Link, connection: Connection, head: bytes) -> tuple[Relay, Verdict]:
+        """Run an attempt on ``connection`` where the watchdog sees it."""
+        relay = self._relay(connection)
+        link.relays.add(relay)
+        link.streams += relay.streams
+        try:
+            return relay, await relay.run(head, self._raw)
+        finally:
+            link.streams -= relay.streams
+            link.relays.discard(relay)
 
     def _relay(self, connection: Connection) -> Relay:
         return Relay(self._call, connection, tail_of(self._call.route, self._body), self._meter)

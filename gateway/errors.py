@@ -41,6 +41,7 @@ TABLE: dict[Refusal, Answer] = {
     Refusal.STARTING: Answer(503, "server_error", "starting", 5),
     Refusal.DEADLINE: Answer(503, "server_error", "deadline", 5),
     Refusal.NO_REPLICA: Answer(503, "server_error", "no_replica", 5),
+    Refusal.EXHAUSTED: Answer(503, "server_error", "exhausted", 1),
     Refusal.SHUTTING_DOWN: Answer(503, "server_error", "shutting_down", 1),
 }
 

@@ -9,6 +9,7 @@ import httpx
 import msgspec
 
 from gateway.fleet import FleetView, external_replica
+from gateway.health import is_own_fault
 from policy.config import Deployment, ModelSpec
 from policy.types import EngineKind, Replica
 
@@ -65,8 +66,9 @@ class Prober:
             ready = answer.status_code == 200
             if ready:
                 listed = msgspec.json.decode(answer.content, type=_Models).data
-        except (httpx.HTTPError, ValueError, RecursionError):  # no answer, or one that is not JSON
-            ready = False
+        except (httpx.HTTPError, ValueError, RecursionError) as error:  # no answer, or one that is not JSON
+            # What this machine lacks says nothing of the server: it is as it was.
+            ready = is_own_fault(error) and self._view.hears(model, base)
         adapters = tuple(entry.id for entry in listed if entry.parent is not None)
         own = next((entry for entry in listed if entry.id == model), None)
         replica = external_replica(model, base, ready=ready, adapters=adapters, at=self._clock())

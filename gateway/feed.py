@@ -18,7 +18,8 @@ MAX_LINE_BYTES = 16 * 1024 * 1024
 class Feed:
     """A subscription. ``on_line`` gets each whole line in the turn of the loop in which it came.
 
-    ``on_down`` is called whenever the stream is not there: refused, broken, silent, or not 200.
+    ``on_down`` is called whenever the stream is not there: refused, broken, silent, or not 200;
+    ``silent`` then says whether the other side took the connection and said nothing.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class Feed:
         ).encode()
         self._on_line = on_line
         self._on_down = on_down
+        self.silent = False
         self._wake = asyncio.Event()
         self._connection: Connection | None = None
         self._partial = b""
@@ -68,6 +70,7 @@ class Feed:
 
     async def _follow(self) -> bool:
         """One connection to its end; whether it brought a line."""
+        self.silent = False
         try:
             self._connection = await self._pool.connect()
         except OSError:
@@ -84,6 +87,7 @@ class Feed:
                     break
             except TimeoutError:
                 continue
+        self.silent = not self._ended.is_set()
         self._connection.abort(self)
         return self._lines > 0
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal
 
-from gateway.metrics import Metrics
+from gateway.health import Health
+from gateway.metrics import Metrics, ModelMeter
 from gateway.replicas import Link
 from gateway.shared import ALONE, Shared
-from policy.config import Deployment
-from policy.types import EMPTY_FLEET, EngineKind, Fleet, Load, Replica, ReplicaState, Runner
+from policy.config import Deployment, Eject, Retry
+from policy.types import EMPTY_FLEET, EngineKind, Fleet, Load, Model, Replica, ReplicaState, Runner
 
 # A controller that was just started may not have heard of every replica yet.
 SETTLE_S = 2.0
@@ -18,16 +19,42 @@ SETTLE_S = 2.0
 Source = Literal["none", "disk", "controller"]
 
 
-class Served:
-    """A model as this worker serves it: what the deployment says of it and its replicas."""
+# So long may a replica that went away be one that its host starts again, unless the fleet says so anyway.
+RESTART_S = 10.0
+# The fleet's word comes twice a second; an older one says nothing of what is starting now.
+WORD_S = 5.0
 
-    def __init__(self, name: str) -> None:
+
+class Served:
+    """A model as this worker serves it: what the deployment says of it and its replicas.
+
+    ``coming`` is whether the fleet starts replicas of it, or has none by intent.
+    """
+
+    def __init__(self, name: str, health: Health | None = None) -> None:
         self.name = name
+        self.health = health or Health(ModelMeter(name), lambda: 0.5)
         self.runner = Runner.GENERATE
         self.engine = EngineKind.VLLM
         self.created = 0
         self.max_model_len: int | None = None
         self.links: list[Link] = []
+        self.coming = True
+        self.told_at = 0.0
+
+    def hopeless(self, at: float) -> bool:
+        """Whether to wait for a replica is in vain: none can be heard, and none is on its way.
+
+        A model that is scaled to zero, one whose replicas start, and one that nobody has looked at
+        yet are worth waiting for; ``at`` is loop time.
+        """
+        if not self.links or any(link.answering for link in self.links):
+            return False
+        if self.engine is EngineKind.EXTERNAL:
+            return True
+        if self.coming or at > self.told_at + WORD_S:
+            return False
+        return all(link.lost_at is not None and at > link.lost_at + RESTART_S for link in self.links)
 
     @property
     def adapters(self) -> list[str]:
@@ -36,11 +63,24 @@ class Served:
 
 
 class FleetView:
-    """The models by name. ``on_capacity`` is told whenever a replica of a model may take more."""
+    """The models by name.
 
-    def __init__(self, secret: str, metrics: Metrics, shared: Shared = ALONE) -> None:
+    ``on_capacity`` is told whenever a replica of a model may take more, ``on_hopeless`` when it is in
+    vain to wait for one, ``on_prefixes`` the hashes that came to a replica (by its key) from anywhere,
+    ``on_forget`` that its cache is gone. ``draw`` spreads the probes of many workers.
+    """
+
+    def __init__(
+        self,
+        secret: str,
+        metrics: Metrics,
+        shared: Shared = ALONE,
+        draw: Callable[[], float] = lambda: 0.5,
+    ) -> None:
         self._secret = secret
         self._shared = shared
+        self._draw = draw
+        self._eject, self._retry = Eject(), Retry()
         self._metrics = metrics
         self._served: dict[str, Served] = {}
         self._documented: frozenset[str] = frozenset()
@@ -50,6 +90,9 @@ class FleetView:
         self.seen_at: float | None = None
         self._epoch_began = 0.0
         self.on_capacity: Callable[[str], None] = lambda model: None
+        self.on_hopeless: Callable[[str], None] = lambda model: None
+        self.on_prefixes: Callable[[str, int, Sequence[int]], None] = lambda model, key, hashes: None
+        self.on_forget: Callable[[str, int], None] = lambda model, key: None
 
     @property
     def models(self) -> list[Served]:
@@ -69,12 +112,14 @@ class FleetView:
     def read_document(self, deployment: Deployment) -> None:
         """Take the models of the deployment document; what is no longer in it is dropped."""
         self._connect_timeout_s = deployment.gateway.connect_timeout_s
+        self._eject, self._retry = deployment.gateway.eject, deployment.gateway.retry
         self._documented = frozenset(spec.name for spec in deployment.models)
         for spec in deployment.models:
             served = self._of(spec.name)
             served.runner, served.engine = spec.runner, spec.engine
         self._drop_unknown()
         for served in self._served.values():
+            served.health.follow(self._eject, self._retry)
             for link in served.links:
                 link.pool.connect_timeout_s = self._connect_timeout_s
 
@@ -93,6 +138,7 @@ class FleetView:
             served = self._of(model.name)
             served.created = model.created
             served.max_model_len = model.max_model_len
+            served.coming = _coming(model, fleet)
             if model.name not in self._documented:
                 served.runner, served.engine = model.runner, model.engine
         self._drop_unknown()
@@ -105,6 +151,7 @@ class FleetView:
             if served.engine is EngineKind.EXTERNAL:
                 continue
             replicas = by_model.get(served.name, [])
+            served.told_at = at if source == "controller" else 0.0
             if settling:
                 listed = {replica.id for replica in replicas}
                 replicas += [
@@ -112,7 +159,12 @@ class FleetView:
                     for link in served.links
                     if link.id not in listed and link.answering and link.open
                 ]
-            self._link(served, replicas)
+            self._link(served, replicas, at)
+
+    def hears(self, model: str, url: str) -> bool:
+        """Whether the server of ``model`` at ``url`` answered when it was last asked."""
+        served = self._served.get(model)
+        return served is not None and any(link.answering for link in served.links if link.url == url)
 
     def set_external(self, name: str, replicas: list[Replica], max_model_len: int | None) -> None:
         """Follow the servers of an external model: those that answered are ready."""
@@ -120,30 +172,33 @@ class FleetView:
         if served is None or served.engine is not EngineKind.EXTERNAL:
             return
         served.max_model_len = max_model_len
-        self._link(served, replicas)
+        at = asyncio.get_running_loop().time()
+        self._link(served, replicas, at)
         for link in served.links:
-            link.answering = link.replica.state is ReplicaState.READY
             link.open, link.full = True, False
             link.adapters = frozenset(link.replica.adapters)
-        self._news(served)
+            link.heard(at, link.replica.state is ReplicaState.READY)
+        self.news(served)
 
     def close(self) -> None:
         """Stop following everything."""
         for served in self._served.values():
-            self._link(served, [])
+            self._link(served, [], 0.0)
 
     def _of(self, name: str) -> Served:
         served = self._served.get(name)
         if served is None:
-            served = self._served[name] = Served(name)
+            served = Served(name, Health(self._metrics.model(name), self._draw))
+            served.health.follow(self._eject, self._retry)
+            self._served[name] = served
         return served
 
     def _drop_unknown(self) -> None:
         known = self._documented | {model.name for model in self.fleet.models}
         for name in [name for name in self._served if name not in known]:
-            self._link(self._served.pop(name), [])
+            self._link(self._served.pop(name), [], 0.0)
 
-    def _link(self, served: Served, replicas: list[Replica]) -> None:
+    def _link(self, served: Served, replicas: list[Replica], at: float) -> None:
         links = {link.id: link for link in served.links}
         kept: list[Link] = []
         for replica in replicas:
@@ -151,24 +206,29 @@ class FleetView:
             if link is not None and link.url == replica.url:
                 del links[replica.id]
                 if replica != link.replica:
-                    link.replica = replica
-                    link.retry_now()
+                    link.become(replica, at)
             else:
                 link = self._open(served, replica)
+                link.lost_at = at
             kept.append(link)
         for link in links.values():
             link.close()
+            self.on_forget(served.name, link.view.key)
         served.links = kept
-        self._news(served)
+        self.news(served)
 
     def _open(self, served: Served, replica: Replica) -> Link:
-        if served.engine is EngineKind.EXTERNAL:
-            return Link(replica, self._connect_timeout_s, None, self._shared)
-        link = Link(replica, self._connect_timeout_s, self._secret, self._shared)
-        link.subscribe(self._secret, lambda _: self._news(served))
+        external = served.engine is EngineKind.EXTERNAL
+        secret = None if external else self._secret
+        link = Link(replica, self._connect_timeout_s, secret, self._shared, served.health)
+        link.on_renewed = lambda link: self.on_forget(served.name, link.view.key)
+        link.on_prefixes = lambda link, hashes: self.on_prefixes(served.name, link.view.key, hashes)
+        if secret is not None:
+            link.subscribe(secret, lambda _: self.news(served))
         return link
 
-    def _news(self, served: Served) -> None:
+    def news(self, served: Served) -> None:
+        """Something changed at a replica of ``served``: say so, and let who waits have what there is."""
         up = sum(link.admissible or link.full for link in served.links)
         self._metrics.model(served.name).replicas_up = up
         if up:
@@ -189,6 +249,7 @@ class FleetView:
                     "admissible": link.admissible,
                     "answering": link.answering,
                     "open": link.open,
+                    "breaker": link.breaker.state,
                     "state": link.replica.state,
                     "in_flight": link.in_flight,
                     "mine": link.mine,
@@ -200,6 +261,12 @@ class FleetView:
                 for link in served.links
             ],
         }
+
+
+def _coming(model: Model, fleet: Fleet) -> bool:
+    """Whether the fleet starts replicas of ``model``, or has none by intent."""
+    mine = [replica.state for replica in fleet.replicas if replica.model == model.name]
+    return ReplicaState.STARTING in mine or mine.count(ReplicaState.READY) < max(1, model.target)
 
 
 def external_replica(model: str, url: str, *, ready: bool, adapters: tuple[str, ...], at: float) -> Replica:

@@ -29,6 +29,7 @@ from gateway.document import Document
 from gateway.external import Prober
 from gateway.log import LibraryHandler, Log
 from gateway.metrics import DIRECTORY_VARIABLE, Metrics
+from gateway.probe import Probes
 from gateway.shared import BEAT_EVERY_S, Shared, SharedRows
 from policy.config import Deployment
 from store.state import StateDir
@@ -106,6 +107,8 @@ async def work(state: StateDir, client_fd: int, admin_fd: int, worker: int) -> N
     read(document.deployment)
     start("document", document.follow(read))
     start("prober", Prober(gateway.fleet, lambda: document.deployment).run())
+    probes = Probes(gateway.fleet, gateway.metrics, lambda: document.deployment, state.secret())
+    start("probes", probes.run())
     start("metrics", _publish(gateway.metrics))
     start("shared", _beat(shared))
 

@@ -59,8 +59,8 @@ class ModelMeter:
     """The numbers of one model in this worker since they were last published."""
 
     __slots__ = (
-        "attempts", "e2e", "in_flight", "itl", "model", "queue_depth",
-        "queue_wait", "replicas_up", "requests", "streams", "ttft",
+        "attempts", "breakers", "e2e", "ejections", "in_flight", "itl", "model", "probes", "queue_depth",
+        "queue_wait", "replicas_up", "requests", "retries", "streams", "ttft",
     )  # fmt: skip
 
     def __init__(self, model: str) -> None:
@@ -68,6 +68,10 @@ class ModelMeter:
         self.requests: Counts[tuple[str, str]] = Counts()
         self.attempts: Counts[str] = Counts()
         self.streams: Counts[tuple[str, str]] = Counts()
+        self.ejections: Counts[str] = Counts()
+        self.retries: Counts[str] = Counts()
+        self.probes: Counts[str] = Counts()
+        self.breakers: Counts[str] = Counts()
         self.in_flight = 0
         self.queue_depth = 0
         self.replicas_up = 0
@@ -115,6 +119,23 @@ class Metrics:
             "tidegate_replicas_up", "Replicas that traffic may go to.", ("model",),
             registry=registry, multiprocess_mode="livemin",
         )  # fmt: skip
+        self._ejections = Counter(
+            "tidegate_ejections", "Replicas taken out of rotation, by why.", ("model", "reason"),
+            registry=registry,
+        )  # fmt: skip
+        self._retries = Counter(
+            "tidegate_retries", "Requests that could have gone to another replica, by what came of it.",
+            ("model", "outcome"), registry=registry,
+        )  # fmt: skip
+        self._probes = Counter(
+            "tidegate_probes", "Probes of replicas that are out of rotation, by how they went.",
+            ("model", "outcome"), registry=registry,
+        )  # fmt: skip
+        # By state and not by replica: a label that names replicas outlives them in the shared files.
+        self._breakers = Gauge(
+            "tidegate_breakers", "Replicas by the state of their breaker.", ("model", "state"),
+            registry=registry, multiprocess_mode="livemax",
+        )  # fmt: skip
         self._queue_wait = self._histogram("tidegate_queue_wait_seconds", "Time in the queue.", SECONDS)
         self._ttft = self._histogram("tidegate_ttft_seconds", "Time to the first body byte.", SECONDS)
         self._itl = self._histogram("tidegate_itl_seconds", "Gap between chunks of a stream.", GAPS)
@@ -142,6 +163,16 @@ class Metrics:
             for edges, count in meter.streams.items():
                 self._streams.labels(meter.model, *edges).inc(count)
             meter.streams.clear()
+            for counts, metric in (
+                (meter.ejections, self._ejections),
+                (meter.retries, self._retries),
+                (meter.probes, self._probes),
+            ):
+                for label, count in counts.items():
+                    metric.labels(meter.model, label).inc(count)
+                counts.clear()
+            for state, count in meter.breakers.items():
+                self._breakers.labels(meter.model, state).set(count)
             self._in_flight.labels(meter.model).set(meter.in_flight)
             self._queue_depth.labels(meter.model).set(meter.queue_depth)
             self._replicas_up.labels(meter.model).set(meter.replicas_up)

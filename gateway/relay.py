@@ -7,6 +7,7 @@ may be repeated elsewhere; after it never.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from enum import StrEnum
 from functools import partial
 from time import perf_counter
@@ -33,6 +34,7 @@ class Verdict(StrEnum):
     FAILED = "failed"
     LOST = "lost"
     STALE = "stale"
+    SILENT = "silent"
     UNREACHABLE = "unreachable"
 
 
@@ -56,8 +58,10 @@ class Relay:
         "_stream",
         "_tail",
         "done",
+        "on_first",
         "reason",
         "refused",
+        "streams",
     )
 
     def __init__(self, call: Call, connection: Connection, tail: Tail, meter: ModelMeter) -> None:
@@ -74,6 +78,8 @@ class Relay:
         self._last_at = 0.0
         self.reason = Refusal.BUSY
         self.refused: Refused | None = None
+        self.on_first: Callable[[], None] | None = None
+        self.streams = True
         self.done: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
 
     async def run(self, head: bytes, body: bytes) -> Verdict:
@@ -95,6 +101,18 @@ class Relay:
             # It holds this relay: as a cycle, request and body would stay until a collection.
             del self._outlet
         return verdict
+
+    @property
+    def committed(self) -> bool:
+        """Whether the client has heard of an answer, so that there can be no other."""
+        return self._committed
+
+    def expire(self, waited_s: float) -> None:
+        """The replica was silent for ``waited_s`` seconds: give it up."""
+        if not self._committed and not self.done.done():
+            self._connection.abort(self)
+            self.refused = Refused(Refusal.UPSTREAM_FAILED, f"The replica was silent for {waited_s:g} s.")
+            self._settle(Verdict.SILENT)
 
     # the connection's sink
 

@@ -4,25 +4,38 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
 
 from gateway.feed import Feed
+from gateway.health import Health
+from gateway.metrics import ModelMeter
 from gateway.shared import ALONE, Shared
 from gateway.upstream import Pool
+from policy.engine_model import Timing
 from policy.errors import Refusal
+from policy.health import Sign, State, Watchdog
 from policy.routing import Candidate
 from policy.types import Load, Replica, ReplicaState
 from store.state import SECRET_HEADER
 
+if TYPE_CHECKING:
+    from gateway.relay import Relay
+
+# Three lines that did not come.
+STALE_S = 3.0
+
 
 class _LoadLine(msgspec.Struct):
-    """A line of a replica's ``/internal/load``."""
+    """A line of a replica's ``/internal/load``; ``timing`` is in the first line of a stream alone."""
 
     state: ReplicaState
     load: Load
     adapters: tuple[str, ...] = ()
+    timing: Timing | None = None
+    prefixes: tuple[int, ...] = ()
 
 
 _decoder = msgspec.json.Decoder(_LoadLine)
@@ -33,10 +46,19 @@ class Link:
 
     ``answering`` is whether the replica itself can be heard, ``open`` whether it takes requests by
     its own word; both follow the stream of its load, or a probe where there is none (external).
+    What becomes of requests moves ``breaker``, through ``health``. ``relays`` are the attempts of
+    this worker that run there, ``streams`` how many of them stream; ``silent`` is whether its load
+    stream hangs, ``lost_at`` since when it is not answering, ``probe_at`` when it may be probed again,
+    in loop time.
     """
 
     def __init__(
-        self, replica: Replica, connect_timeout_s: float, secret: str | None, shared: Shared = ALONE
+        self,
+        replica: Replica,
+        connect_timeout_s: float,
+        secret: str | None,
+        shared: Shared = ALONE,
+        health: Health | None = None,
     ) -> None:
         self.id = replica.id
         self.label = replica.id.encode()
@@ -48,27 +70,48 @@ class Link:
         if secret is not None:
             self.constant_head += f"{SECRET_HEADER}: {secret}\r\n".encode()
         self.adapters = frozenset(replica.adapters)
+        self.health = health or Health(ModelMeter(replica.model), lambda: 0.5)
+        self.breaker = self.health.ejections.join()
+        self.relays: set[Relay] = set()
+        self.streams = 0
         self.answering = False
         self.open = True
         self.full = False
-        self.counted = 0
+        self.silent = False
+        self.heard_at: float | None = None
+        self.lost_at: float | None = None
+        self.probe_at = 0.0
         self.view = Candidate(replica.id, key_of(replica.id), bound=replica.load.bound)
         self.mine = 0
-        self.heard_at: float | None = None
+        self.on_renewed: Callable[[Link], None] = lambda link: None
+        self.on_prefixes: Callable[[Link, Sequence[int]], None] = lambda link, hashes: None
+        self._pending = 0
+        self._begun = 0
+        self._elsewhere = 0
+        self._pending_elsewhere = 0
+        self._tokens = 0
+        self._restarted = False
+        self._probe = False
         self._shared = shared
-        self._host_when_counted = 0
+        self._watchdog = Watchdog()
         self._feed: Feed | None = None
         self._following: asyncio.Task[None] | None = None
 
     @property
     def admissible(self) -> bool:
         """Whether a request may be sent now, its bound aside."""
-        return self.answering and self.open and not self.full and self.replica.state is ReplicaState.READY
+        return (
+            self.answering
+            and self.open
+            and not self.full
+            and self.replica.state is ReplicaState.READY
+            and self.health.ejections.admits(self.breaker)
+        )
 
     @property
     def in_flight(self) -> int:
-        """The replica's own last count, corrected by what this host's workers began and ended since."""
-        return max(0, self.counted - self._host_when_counted) + self._host()
+        """What this host's workers have there, and what other hosts had by the replica's last count."""
+        return self._elsewhere + self.mine + self._shared.others(self.view.key)[0]
 
     @property
     def bound(self) -> int:
@@ -77,36 +120,98 @@ class Link:
 
     def look(self) -> Candidate:
         """The view of this instant, with what this host's other workers have there."""
-        self.view.in_flight = self.in_flight
-        return self.view
+        view = self.view
+        in_flight, pending, begun = self._shared.others(view.key)
+        view.in_flight = self._elsewhere + self.mine + in_flight
+        view.pending_tokens = self._pending_elsewhere + self._pending + pending
+        view.begun = self._begun + begun
+        return view
 
-    def begin(self) -> None:
-        """A request goes there."""
+    def begin(self, tokens: int = 0) -> None:
+        """A request with ``tokens`` uncached prompt tokens goes there."""
         self.mine += 1
-        self.view.begun += 1
-        self._shared.begin(self.view.key, 0)
+        self.view.in_flight += 1
+        self._pending += tokens
+        self._begun += 1
+        self._shared.begin(self.view.key, tokens)
+        if self.breaker.state is State.HALF_OPEN and self.breaker.take_probe():
+            self._probe = True
+
+    def probe(self) -> bool:
+        """Whether the request that was sent there is the one that its breaker waits for; said once."""
+        probe, self._probe = self._probe, False
+        return probe
+
+    def first_token(self, tokens: int) -> None:
+        """The prefill of such a request is over: its first token came, or it ended without one."""
+        self._pending -= tokens
+        self._shared.first_token(self.view.key, tokens)
 
     def end(self) -> None:
         """A request of this worker ended there."""
         self.mine -= 1
+        self.view.in_flight -= 1
+        if self._probe:  # it left before anyone asked
+            self._probe = False
+            self.breaker.probed(Sign.NOTHING, 0.0, 0.0)
         self._shared.end(self.view.key)
 
-    def _host(self) -> int:
-        """Requests that this host's workers have there."""
-        return self.mine + self._shared.others(self.view.key)[0]
-
     def count(self, line: bytes, at: float) -> None:
-        """Take a line of the replica's load stream; ``at`` is loop time."""
+        """Take a line of the replica's load stream; ``at`` is loop time.
+
+        What it says can only add what other hosts have there to what this one knows exactly. A count
+        that its guard cannot have admitted, or a part of a cache that is none, is not believed.
+        """
         said = _decoder.decode(line)
-        self.counted = said.load.in_flight
-        self.view.bound = said.load.bound
-        self.view.kv_used = said.load.kv_used
-        self._host_when_counted = min(self._host(), said.load.in_flight)
+        load = said.load
+        in_flight, pending, _ = self._shared.others(self.view.key)
+        bound = max(0, load.bound)
+        believed = load.in_flight if not bound or load.in_flight <= 2 * bound else 0
+        self._elsewhere = max(0, believed - self.mine - in_flight)
+        self._pending_elsewhere = max(0, load.pending_tokens - self._pending - pending)
+        self.view.bound = bound
+        self.view.kv_used = load.kv_used if 0.0 <= load.kv_used <= 1.0 else 0.0
+        if said.timing is not None:
+            self.view.timing = said.timing
+        if self._restarted:
+            self._restarted = False
+            if load.tokens < self._tokens:  # it counts from its start
+                self.renewed(at)
+        self._tokens = load.tokens
         self.adapters = frozenset(said.adapters)
         self.open = said.state is ReplicaState.READY
-        self.answering = True
         self.full = False
+        self.silent = False
         self.heard_at = at
+        self.heard(at, True)
+        self.look()
+        if said.prefixes:
+            self.on_prefixes(self, said.prefixes)
+
+    def become(self, replica: Replica, at: float) -> None:
+        """The fleet says something new of it."""
+        was, self.replica = self.replica, replica
+        if (was.incarnation, was.pid) != (replica.incarnation, replica.pid):
+            self.renewed(at)
+        self._reach()
+        if self._feed is not None:
+            self._feed.retry_now()
+
+    def renewed(self, at: float) -> None:
+        """Another process is behind it, with an empty cache and nothing on its conscience."""
+        self.breaker.renew(at)
+        self.on_renewed(self)
+
+    def heard(self, at: float, answering: bool) -> None:
+        """Whether the replica could be heard just now."""
+        if answering != self.answering:
+            self.answering = answering
+            if answering:
+                self.breaker.heard()
+            else:
+                self.lost_at = at
+                self.health.lost(self.breaker, at)
+        self._reach()
 
     def refused(self, reason: Refusal) -> None:
         """The replica did not take a request; what it says next decides again."""
@@ -114,10 +219,26 @@ class Link:
             self.full = True
         else:
             self.open = False
+            self._reach()
 
-    def lost(self) -> None:
-        """It cannot be reached: out of rotation until it is heard again."""
-        self.answering = False
+    def stuck_s(self, at: float) -> float:
+        """For how many seconds it has moved none of the requests that it should have moved.
+
+        Of a server that does not tell its tokens only streams must move while it can be heard: a long
+        answer that does not stream is silent until it is whole.
+        """
+        blind = self._feed is None and self.answering
+        mark = (self.pool.reads, self._tokens)
+        return self._watchdog.stuck_s(self.streams if blind else self.mine, mark, at)
+
+    def age(self, at: float) -> None:
+        """Let what it said long ago count no more: what this host has there it knows by itself."""
+        if self.heard_at is not None and at - self.heard_at > STALE_S:
+            self._elsewhere = self._pending_elsewhere = 0
+            self.view.kv_used = 0.0
+
+    def _reach(self) -> None:
+        self.breaker.reachable = self.answering and self.open and self.replica.state is ReplicaState.READY
 
     def subscribe(self, secret: str, on_change: Callable[[Link], None]) -> None:
         """Follow the replica's own count until :meth:`close`."""
@@ -127,12 +248,17 @@ class Link:
             try:
                 self.count(line, loop.time())
             except ValueError:  # what cannot be understood is not heard
-                self.lost()
+                self.heard(loop.time(), False)
             on_change(self)
 
         def on_down() -> None:
-            if self.answering:
-                self.lost()
+            assert self._feed is not None
+            self.silent = self._feed.silent
+            self._restarted = True
+            at = loop.time()
+            # Who moves our requests lives, whatever has become of its load stream.
+            if self.answering and not (self.silent and self.mine and self.stuck_s(at) < STALE_S):
+                self.heard(at, False)
                 on_change(self)
 
         self._feed = Feed(
@@ -145,14 +271,10 @@ class Link:
         )
         self._following = asyncio.create_task(self._feed.run())
 
-    def retry_now(self) -> None:
-        """The fleet has news of this replica: look at once."""
-        if self._feed is not None:
-            self._feed.retry_now()
-
     def close(self) -> None:
         """No more requests; those in flight go on on their own connections."""
         self.answering = False
+        self.health.ejections.leave(self.breaker)
         if self._following is not None:
             self._following.cancel()
         self.pool.close()

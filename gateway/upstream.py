@@ -126,6 +126,7 @@ class Connection(asyncio.Protocol):
             self.kill()
             return
         self.begun = True
+        self._pool.reads += 1
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade):
@@ -223,6 +224,7 @@ class Pool:
         self._max_idle = max_idle
         self._idle: list[Connection] = []
         self._closed = False
+        self.reads = 0
 
     def take(self) -> Connection | None:
         """The idle connection that was used last, if there is one."""

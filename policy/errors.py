@@ -70,6 +70,7 @@ class Refusal(StrEnum):
     QUEUE_FULL = "queue_full"
     DEADLINE = "deadline"
     NO_REPLICA = "no_replica"
+    EXHAUSTED = "exhausted"
     UPSTREAM_FAILED = "upstream_failed"
     STREAM_BROKEN = "stream_broken"
     REPLICA_LOST = "replica_lost"

@@ -15,6 +15,8 @@ from policy.config import Eject, Retry
 
 # Fewer answers in a window say nothing of a rate: 3 failures of 4 happen to a replica of 85 %.
 MIN_VOLUME = 20
+# A process that goes away once was restarted or moved; one that does so thrice in a window flaps.
+FLAPS = 3
 SLOTS = 10
 # Workers that ejected a replica together do not probe it together.
 JITTER = 0.2
@@ -92,6 +94,7 @@ class Breaker:
     __slots__ = (
         "_closed_at",
         "_count",
+        "_losses",
         "_recent",
         "_until",
         "limits",
@@ -111,6 +114,7 @@ class Breaker:
         self._until = 0.0
         self._closed_at = 0.0
         self._recent = Recent(limits.window_s)
+        self._losses = Recent(limits.window_s)
 
     def failing(self, at: float) -> bool:
         """Whether what it did lately would open it."""
@@ -179,10 +183,23 @@ class Breaker:
         elif sign is Sign.BAD:
             self.open(at, draw)
 
+    def lost(self, at: float) -> bool:
+        """The replica cannot be heard any more; whether that has become a habit."""
+        self._losses.add(at, 1, 0)
+        return self._losses.first >= FLAPS
+
+    def heard(self) -> None:
+        """It can be heard again: what failed while it went away says nothing of what came back."""
+        if self.state is State.CLOSED:
+            self._forget()
+
     def renew(self, at: float) -> None:
-        """The process behind it is a new one: what the old one did counts no more, a probe may pass."""
+        """The process behind it is a new one: what the old one did counts no more.
+
+        It may be probed at once, unless it was out before and its processes come and go.
+        """
         self._forget()
-        if self.state is State.OPEN:
+        if self.state is State.OPEN and self._count <= 1:
             self._until = min(self._until, at)
 
     def _forget(self) -> None:
@@ -224,6 +241,10 @@ class Ejections:
         """Take an attempt's sign; whether that ejected its replica."""
         breaker.note(sign, at)
         return sign is Sign.BAD and breaker.failing(at) and self.eject(breaker, at, draw)
+
+    def lost(self, breaker: Breaker, at: float, draw: float) -> bool:
+        """Its replica cannot be heard any more; whether that ejected it, for it was so too often."""
+        return breaker.lost(at) and self.eject(breaker, at, draw)
 
     def eject(self, breaker: Breaker, at: float, draw: float) -> bool:
         """Open ``breaker`` unless too many are, or it is the last that can serve."""

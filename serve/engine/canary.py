@@ -4,20 +4,11 @@ from __future__ import annotations
 
 import httpx
 
+from policy.canary import CANARIES
 from policy.errors import EngineFailed
-from policy.types import Runner
 from serve.engine.guard import CANARY_HEADER
 from serve.engine.port import EngineSpec
 from store.state import SECRET_HEADER
-
-# A pooling model embeds or scores, and which of the two only its engine knows.
-_REQUESTS: dict[Runner, tuple[tuple[str, dict[str, object]], ...]] = {
-    Runner.GENERATE: (("/v1/completions", {"prompt": "1", "max_tokens": 1, "temperature": 0}),),
-    Runner.POOLING: (
-        ("/v1/embeddings", {"input": "1"}),
-        ("/v1/score", {"text_1": "1", "text_2": "1"}),
-    ),
-}
 
 
 async def sing(url: str, spec: EngineSpec, timeout_s: float) -> None:
@@ -25,7 +16,7 @@ async def sing(url: str, spec: EngineSpec, timeout_s: float) -> None:
     headers = {SECRET_HEADER: spec.secret, CANARY_HEADER.decode(): "1"}
     said = ""
     async with httpx.AsyncClient(base_url=url, headers=headers, timeout=timeout_s, trust_env=False) as client:
-        for path, body in _REQUESTS[spec.runner]:
+        for path, body in CANARIES[spec.runner]:
             try:
                 answer = await client.post(path, json={"model": spec.model, **body})
             except httpx.HTTPError as error:

@@ -220,6 +220,7 @@ async def test_an_external_server_that_talks_nonsense_is_not_ready(stack: Stack,
     await until(lambda: probes > 1)
     assert await stack._admits(set())
     listing = b'{"data":[]}'
+    await until(lambda: stack._admits({server.url.removeprefix("http://")}))
     assert (await stack.chat()).content == ANSWER
     assert worker.returncode is None
 

@@ -156,6 +156,31 @@ def test_a_new_process_is_probed_at_once_and_starts_without_guilt() -> None:
     assert not fail(ejections, one, 1.0, 4)
 
 
+def test_who_goes_away_again_and_again_stays_out_for_a_while() -> None:
+    ejections, (one, _) = model(2)
+    assert not ejections.lost(one, 0.0, MIDDLE)
+    assert not ejections.lost(one, 1.0, MIDDLE)
+    assert not ejections.lost(one, 20.0, MIDDLE)
+    assert not ejections.lost(one, 21.0, MIDDLE)
+    assert ejections.lost(one, 22.0, MIDDLE)
+    one.renew(23.0)
+    readmit(one, 23.0)
+    for at in (24.0, 25.0):
+        ejections.lost(one, at, MIDDLE)
+    one.renew(26.0)
+    assert not one.due(26.0)
+
+
+def test_what_failed_as_it_went_away_is_not_held_against_what_came_back() -> None:
+    ejections, (one, _) = model(2)
+    fail(ejections, one, 0.0, 4)
+    one.heard()
+    assert not fail(ejections, one, 0.0, 4)
+    assert fail(ejections, one, 0.0, 1)
+    one.heard()
+    assert not one.due(1.0)
+
+
 def test_half_of_them_are_out_at_most_and_what_fails_beside_them_is_known() -> None:
     ejections, breakers = model(4)
     for breaker in breakers:
@@ -240,6 +265,14 @@ class Rotation(RuleBasedStateMachine):
     @rule(data=st.data(), draw=st.floats(0, 1, exclude_max=True))
     def watchdog(self, data: st.DataObject, draw: float) -> None:
         self.eject_lawfully(lambda breaker: self.ejections.eject(breaker, self.at, draw), data)
+
+    @rule(data=st.data(), draw=st.floats(0, 1, exclude_max=True))
+    def flap(self, data: st.DataObject, draw: float) -> None:
+        self.eject_lawfully(lambda breaker: self.ejections.lost(breaker, self.at, draw), data)
+
+    @rule(data=st.data())
+    def come_back(self, data: st.DataObject) -> None:
+        self.breakers[self.pick(data)].heard()
 
     def eject_lawfully(self, act, data: st.DataObject) -> None:  # type: ignore[no-untyped-def]
         breaker = self.breakers[self.pick(data)]

@@ -1,0 +1,14 @@
+"""The smallest real request: what a replica answers before it is trusted, at its start and after a fault."""
+
+from __future__ import annotations
+
+from policy.types import Runner
+
+# A pooling model embeds or scores, and which of the two only its engine knows.
+CANARIES: dict[Runner, tuple[tuple[str, dict[str, object]], ...]] = {
+    Runner.GENERATE: (("/v1/completions", {"prompt": "1", "max_tokens": 1, "temperature": 0}),),
+    Runner.POOLING: (
+        ("/v1/embeddings", {"input": "1"}),
+        ("/v1/score", {"text_1": "1", "text_2": "1"}),
+    ),
+}
