@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import re
 from pathlib import Path
 from typing import Any
 
@@ -228,6 +230,24 @@ def test_what_a_good_document_says() -> None:
 @pytest.mark.parametrize("path", DEPLOYMENTS, ids=lambda path: path.name)
 def test_every_shipped_deployment_is_valid(path: Path) -> None:
     assert isinstance(parse(yaml.safe_load(path.read_text())), Deployment)
+
+
+def test_the_tenants_example_works_with_the_keys_that_it_names() -> None:
+    text = next(path for path in DEPLOYMENTS if path.name == "tenants.yaml").read_text()
+    named = dict(re.findall(r"- ([0-9a-f]{64}) +# (\S+)", text))
+    tenants = parse(yaml.safe_load(text)).tenants
+    assert [tenant.name for tenant in tenants] == ["web", "nightly", "operator"]
+    for tenant in tenants:
+        (digest,) = tenant.keys_sha256
+        assert hashlib.sha256(named[digest].encode()).hexdigest() == digest
+
+
+def test_what_is_commented_out_in_an_example_is_valid_too() -> None:
+    text = next(path for path in DEPLOYMENTS if path.name == "tenants.yaml").read_text()
+    start = text.index("# upstreams:")
+    whole = text[:start] + re.sub(r"^# ", "", text[start:], flags=re.MULTILINE)
+    (upstream,) = parse(yaml.safe_load(whole)).upstreams
+    assert (upstream.name, upstream.models, upstream.cost_cap_per_h) == ("cloud", {"sim": "their-model"}, 5)
 
 
 def test_the_shipped_deployments_cover_every_engine() -> None:
