@@ -36,6 +36,7 @@ class FleetSource:
         self._log = log
         self._decoder = msgspec.json.Decoder(Fleet)
         self._connected = False
+        self._kept: Fleet | None = None
         self._clock = asyncio.get_running_loop().time
         self.feed = Feed(
             f"http://{address}",
@@ -53,21 +54,20 @@ class FleetSource:
         except ValueError:
             self._log.warning("fleet_file_unreadable")
             return
+        self._kept = fleet
         if fleet is not None and self._view.source == "none":
             self._view.take(fleet, "disk", self._clock())
 
     async def keep_on_disk(self) -> None:
         """Write each new version, at most once a second; one worker of a host does."""
-        saved: tuple[float, int] | None = None
         while True:
             await asyncio.sleep(SAVE_EVERY_S)
             fleet = self._view.fleet
-            version = (fleet.epoch, fleet.version)
-            if self._view.source != "controller" or version == saved:
+            if self._view.source != "controller" or not worth_keeping(fleet, self._kept):
                 continue
             try:
                 await asyncio.to_thread(self._state.save, self._state.fleet_path, fleet)
-                saved = version
+                self._kept = fleet
             except OSError as error:
                 self._log.warning("fleet_not_saved", error=type(error).__name__)
 
@@ -88,3 +88,16 @@ class FleetSource:
         if self._connected:
             self._connected = False
             self._log.warning("controller_lost")
+
+
+def worth_keeping(fleet: Fleet, kept: Fleet | None) -> bool:
+    """Whether ``fleet`` should stand on disk in place of ``kept``.
+
+    A controller that has just started knows of no replica until their hosts have told it: its empty
+    fleet says nothing, and only one that had replicas itself can say that they are gone.
+    """
+    if kept is None:
+        return True
+    if (fleet.epoch, fleet.version) == (kept.epoch, kept.version):
+        return False
+    return bool(fleet.replicas) or not kept.replicas or fleet.epoch == kept.epoch

@@ -1,13 +1,18 @@
-"""Which replicas a worker keeps when the controller's word and the replica's own differ."""
+"""What a worker believes of replicas: the controller's word, the replica's own, and what it counts itself."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 
+import msgspec
 import pytest
 
-from gateway.fleet import SETTLE_S, FleetView
+from gateway.controller import worth_keeping
+from gateway.fleet import RESTART_S, SETTLE_S, WORD_S, FleetView
 from gateway.metrics import Metrics
+from gateway.replicas import STALE_S, Link
+from policy.health import Sign
 from policy.types import EngineKind, Fleet, Load, Model, Replica, ReplicaState, Runner
 
 MODEL = Model(name="alpha", runner=Runner.GENERATE, engine=EngineKind.SIM)
@@ -91,3 +96,125 @@ async def test_a_model_that_is_gone_takes_its_replicas_with_it(view: View) -> No
     view.say(READY)
     view.take(Fleet(epoch=2.0, version=1, at=0.0), "controller", RESTARTED_AT)
     assert view.models == []
+
+
+def test_an_empty_fleet_of_a_controller_that_just_started_is_not_kept() -> None:
+    good = fleet(1.0, "one", "two", version=7)
+    assert worth_keeping(good, None)
+    assert not worth_keeping(good, good)
+    assert not worth_keeping(fleet(2.0), good)
+    assert worth_keeping(fleet(2.0, "two"), good)
+    assert worth_keeping(fleet(1.0, version=8), good)
+    assert worth_keeping(fleet(2.0), fleet(1.0))
+
+
+def link(replica: Replica | None = None) -> Link:
+    made = Link(replica or fleet(1.0, "one").replicas[0], 1.0, None)
+    made.count(READY, 0.0)
+    return made
+
+
+def line(**load: float) -> bytes:
+    return json.dumps({"state": "ready", "load": {"at": 1, "bound": 8, **load}}).encode()
+
+
+def test_what_is_there_is_known_whatever_the_replica_says() -> None:
+    one = link()
+    one.begin(100)
+    one.begin(50)
+    for said in (0, 1, -3, 10**9):
+        one.count(line(in_flight=said, pending_tokens=-7, kv_used=said), 1.0)
+        assert (one.in_flight, one.look().pending_tokens) == (2, 150)
+        assert 0.0 <= one.view.kv_used <= 1.0
+    one.count(line(in_flight=5, pending_tokens=400), 2.0)
+    assert (one.in_flight, one.look().pending_tokens) == (5, 400)
+    one.first_token(100)
+    one.end()
+    assert (one.in_flight, one.look().pending_tokens) == (4, 300)
+
+
+def test_what_was_said_long_ago_counts_no_more() -> None:
+    one = link()
+    one.begin(100)
+    one.count(line(in_flight=5, pending_tokens=400, kv_used=0.9), 2.0)
+    one.age(2.0 + STALE_S)
+    assert one.in_flight == 5
+    one.age(2.1 + STALE_S)
+    assert (one.in_flight, one.look().pending_tokens, one.view.kv_used) == (1, 100, 0.0)
+    assert one.admissible
+
+
+def test_another_process_has_an_empty_cache_and_no_past() -> None:
+    replica = fleet(1.0, "one").replicas[0]
+    one = link(replica)
+    for _ in range(4):
+        one.health.tell(one.breaker, Sign.BAD, 0.0)
+    renewed: list[Link] = []
+    one.on_renewed = renewed.append
+    one.become(msgspec.structs.replace(replica, adapters=("sql",)), 1.0)
+    assert renewed == []
+    one.become(msgspec.structs.replace(replica, incarnation=1), 1.0)
+    one.become(msgspec.structs.replace(replica, incarnation=1, pid=7), 1.0)
+    assert renewed == [one, one]
+    assert one.breaker.streak == 0
+
+
+def test_prefixes_that_came_from_elsewhere_are_passed_on() -> None:
+    one = link()
+    heard: list[tuple[int, ...]] = []
+    one.on_prefixes = lambda link, hashes: heard.append(tuple(hashes))
+    one.count(b'{"state":"ready","load":{"at":1},"prefixes":[18446744073709551615,1]}', 1.0)
+    one.count(READY, 2.0)
+    assert heard == [(2**64 - 1, 1)]
+
+
+def test_the_one_request_that_probes_is_told_apart() -> None:
+    one, other = link(), link()
+    other.health.ejections.leave(other.breaker)
+    one.health.ejections.breakers.append(other.breaker)  # so that something else serves
+    for _ in range(5):
+        one.health.tell(one.breaker, Sign.BAD, 0.0)
+    assert not one.admissible
+    one.breaker.half_open()
+    assert one.admissible
+    one.begin()
+    assert not one.admissible
+    one.end()
+    assert one.admissible
+    one.begin()
+    assert one.probe()
+    assert not one.probe()
+    one.end()
+    assert not one.admissible
+
+
+@pytest.mark.parametrize(
+    ("states", "target", "hopeless"),
+    [
+        ([ReplicaState.READY], 1, True),
+        ([ReplicaState.READY], 2, False),
+        ([ReplicaState.READY, ReplicaState.STARTING], 1, False),
+        ([], 0, False),
+    ],
+    ids=["all are there", "one is missing", "one starts", "scaled to zero"],
+)
+async def test_to_wait_is_in_vain_when_nothing_can_be_heard_and_nothing_comes(
+    states: list[ReplicaState], target: int, hopeless: bool
+) -> None:
+    replica = fleet(1.0, "one").replicas[0]
+    replicas = tuple(
+        msgspec.structs.replace(replica, id=f"r{i}", state=state) for i, state in enumerate(states)
+    )
+    model = msgspec.structs.replace(MODEL, target=target)
+    said = Fleet(epoch=1.0, version=1, at=0.0, models=(model,), replicas=replicas)
+    view = FleetView("", Metrics())
+    view.take(said, "controller", 10.0)
+    served = view.models[0]
+    assert not served.hopeless(10.0 + RESTART_S)  # its host may be starting it again
+    view.take(said, "controller", 10.1 + RESTART_S)
+    assert served.hopeless(10.1 + RESTART_S) == hopeless
+    assert not served.hopeless(11.0 + RESTART_S + WORD_S)  # the controller is away: nobody knows
+    for link in served.links:
+        link.count(READY, 20.0)
+    assert not served.hopeless(10.1 + RESTART_S)
+    view.close()
