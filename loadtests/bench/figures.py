@@ -1,0 +1,41 @@
+"""What is computed from measurements: quantiles, medians with their ranges, slopes. Pure."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+import msgspec
+
+
+class Figure(msgspec.Struct, frozen=True):
+    """One number of a table: the median over rounds, and the lowest and highest round."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, rounds: Sequence[float]) -> Figure:
+        """The figure of ``rounds``, at least one of them."""
+        return cls(statistics.median(rounds), min(rounds), max(rounds))
+
+    def text(self, digits: int = 0, scale: float = 1.0) -> str:
+        """``median (low-high)``, times ``scale``."""
+        middle, low, high = (f"{scale * each:.{digits}f}" for each in (self.median, self.low, self.high))
+        return middle if low == high else f"{middle} ({low}-{high})"
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """The smallest value that at least ``share`` of ``values`` do not exceed; raises ValueError on none."""
+    if not values:
+        raise ValueError("no values")
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, max(0, -int(-share * len(ordered) // 1) - 1))]
+
+
+def slope(xs: Sequence[float], ys: Sequence[float]) -> float:
+    """How much ``ys`` rise for one unit of ``xs``: least squares (0 for fewer than two points)."""
+    if len(xs) < 2:
+        return 0.0
+    return statistics.linear_regression(xs, ys).slope

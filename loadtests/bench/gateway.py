@@ -1,0 +1,169 @@
+"""Tidegate beside its peers: cost, latency, routing, failures and memory, in interleaved rounds.
+
+``python -m loadtests.bench.gateway --peers-dir DIR [--parts cost,routing] [--systems tidegate,smg]``.
+Writes one JSON file for each part, a table and a plot into ``--out``; parts that are run again replace
+their file, and the table is made of all that are there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import sys
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+
+import msgspec
+import uvloop
+
+from loadtests.bench import cost, failing, latency, report, routing, soak
+from loadtests.bench.mock import Mock, mock
+from loadtests.bench.peers import PEERS, available
+from loadtests.bench.plan import Plan
+from loadtests.bench.progress import say
+from loadtests.bench.systems import System
+
+PARTS = ("cost", "latency", "routing", "adapters", "failing", "soak")
+REPLICAS = 4
+# Round robin is the same whoever serves it, so one stands for all; consistent hashing keys on a
+# session header, which these requests do not send.
+NO_PREFIX = ("consistent_hash",)
+SAME = ("smg/round_robin", "sglang-router/round_robin")
+
+
+def chosen(
+    wanted: Sequence[str], folder: Path | None, workers: Sequence[int]
+) -> tuple[list[System], dict[str, str]]:
+    """The systems to compare, Tidegate first, and the peers that were left out with the reason.
+
+    ``wanted`` are names of peers or ``peer/policy``; empty takes all.
+    """
+    names = {name.partition("/")[0] for name in wanted}
+    peers = [peer for peer in PEERS if not wanted or peer.name in names]
+    pythons, left_out = available(folder, peers)
+    systems = [
+        System("tidegate" if count == 1 else f"tidegate, {count} workers", workers=count)
+        for count in workers
+        if not wanted or "tidegate" in names
+    ]
+    systems += [
+        System(f"{peer.name}/{policy}", peer=peer, policy=policy, python=pythons[peer.name])
+        for peer in peers
+        if peer.name in pythons
+        for policy in peer.policies
+        if not wanted or peer.name in wanted or f"{peer.name}/{policy}" in wanted
+    ]
+    return systems, left_out
+
+
+async def run(
+    part: str, systems: Sequence[System], upstream: Mock, plan: Plan, left_out: dict[str, str]
+) -> object:
+    """One part's results; ``left_out`` takes the systems that failed, and why."""
+    single = [system for system in systems if system.workers == 1]
+    ours = [system for system in systems if system.ours]
+    match part:
+        case "cost":
+            return await cost.measure(single, upstream, plan)
+        case "latency":
+            return await latency.measure(single, upstream, plan)
+        case "routing":
+            shown = [each for each in systems if each.policy not in NO_PREFIX and each.name not in SAME]
+            return await routing.measure(shown, upstream, plan, left_out, adapters=False)
+        case "adapters":
+            return await routing.measure(ours, upstream, plan, left_out, adapters=True)
+        case "failing":
+            best = [each for each in single if each.policy in ("", "cache_aware")]
+            return await failing.measure(best, upstream, plan)
+        case _:
+            return await soak.measure(single[0], upstream, plan)
+
+
+def _cores() -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The first core for the gateway, the others for load and upstream (the same one if it is alone)."""
+    cores = sorted(os.sched_getaffinity(0))
+    return tuple(cores[:1]), tuple(cores[1:2] or cores)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure and write; returns 1 when a part could not be measured."""
+    parser = argparse.ArgumentParser(
+        prog="python -m loadtests.bench.gateway",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--peers-dir", type=Path, help="where the peers' environments are, or are made")
+    parser.add_argument("--parts", default=",".join(PARTS), help=f"any of {', '.join(PARTS)}")
+    parser.add_argument("--systems", default="", help="tidegate, a peer, peer/policy; all without it")
+    parser.add_argument("--workers", default="1,2,8", help="Tidegate's worker counts in the routing parts")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--scale", type=float, default=1.0, help="multiplies the numbers of requests")
+    parser.add_argument("--cell-s", type=float, default=4.0, help="seconds of each cell of the latency part")
+    parser.add_argument("--prefixes", type=int, default=1000, help="different prompts in the cost part")
+    parser.add_argument("--soak", type=int, default=1_000_000, help="requests of the soak part")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--out", type=Path, default=Path("bench-results"))
+    given = parser.parse_args(argv)
+    parts = given.parts.split(",")
+    if unknown := set(parts) - set(PARTS):
+        parser.error(f"no such parts: {', '.join(sorted(unknown))}")
+    gateway_cores, other_cores = _cores()
+    plan = Plan(
+        rounds=given.rounds,
+        scale=given.scale,
+        cell_s=given.cell_s,
+        prefixes=given.prefixes,
+        soak=given.soak,
+        seed=given.seed,
+        gateway_cores=gateway_cores,
+        other_cores=other_cores,
+        out=given.out,
+    )
+    wanted = [name for name in given.systems.split(",") if name]
+    systems, left_out = chosen(wanted, given.peers_dir, [int(each) for each in given.workers.split(",")])
+    for name, reason in left_out.items():
+        say(f"left out: {name}: {reason}")
+    if not systems:
+        parser.error("nothing to measure")
+    plan.out.mkdir(parents=True, exist_ok=True)
+    failed = False
+    with mock(REPLICAS, other_cores) as upstream:
+        os.sched_setaffinity(0, other_cores)
+        for part in parts:
+            missing = dict(left_out)
+            try:
+                results = uvloop.run(run(part, systems, upstream, plan, missing))
+            except RuntimeError as error:
+                say(f"{part} failed: {error}")
+                failed = True
+                continue
+            said = report.Part(
+                part=part,
+                at=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+                command="python -m loadtests.bench.gateway " + " ".join(argv or sys.argv[1:]),
+                machine=f"{os.cpu_count()} cores, {platform.system()} {platform.release()}",
+                versions=_versions(systems),
+                left_out=missing,
+                rounds=plan.rounds,
+                results=msgspec.to_builtins(results),
+            )
+            (plan.out / f"{part}.json").write_bytes(msgspec.json.format(msgspec.json.encode(said)))
+    report.write(plan.out)
+    sys.stdout.write((plan.out / "table.md").read_text())
+    return int(failed)
+
+
+def _versions(systems: Sequence[System]) -> dict[str, str]:
+    found = {"python": platform.python_version(), "uvloop": metadata.version("uvloop")}
+    for system in systems:
+        if system.peer is not None:
+            pin = system.peer.requirements.read_text().strip()
+            found[system.peer.name] = pin.partition("==")[2]
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

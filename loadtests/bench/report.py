@@ -1,0 +1,186 @@
+"""The results as markdown and as plots, from the JSON files of the parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from loadtests.bench.cost import Cost
+from loadtests.bench.failing import Failing
+from loadtests.bench.latency import Latencies
+from loadtests.bench.plot import bars
+from loadtests.bench.routing import Routed
+from loadtests.bench.soak import Soak
+
+
+class Part(msgspec.Struct, kw_only=True):
+    """One part's file: what was measured, when, where and how."""
+
+    part: str
+    at: str
+    command: str
+    machine: str
+    versions: dict[str, str]
+    left_out: dict[str, str]
+    rounds: int
+    results: Any
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+
+
+def cost(results: Any) -> str:
+    """Part 1."""
+    costs = msgspec.convert(results, dict[str, Cost])
+    head = ["system", "us/request", "at 32 KB", "at 240 KB", "us/chunk, 32 streams", "128 streams",
+            "peak MiB", "cold start s"]  # fmt: skip
+    rows = [
+        [
+            name,
+            each.small_us.text(),
+            each.kb32_us.text(),
+            each.kb240_us.text(),
+            each.chunk32_us.text(1),
+            each.chunk128_us.text(1),
+            f"{each.peak / 2**20:.0f}",
+            f"{each.cold_start_s:.2f}",
+        ]
+        for name, each in costs.items()
+    ]
+    return table(head, rows)
+
+
+def latency(results: Any) -> str:
+    """Part 2."""
+    said = msgspec.convert(results, Latencies)
+    text = (
+        f"Streams of {said.chunks} chunks; 100 % are the {said.capacity:.0f} streams/s that a core carries "
+        f"with {said.slowest}.\n\n"
+    )
+    head = ["system"]
+    for level in said.cells:
+        head += [f"TTFT p50 at {level}", "p99", "ITL p99"]
+    names = list(dict.fromkeys(name for cells in said.cells.values() for name in cells))
+    rows = []
+    for name in names:
+        row = [name]
+        for cells in said.cells.values():
+            each = cells[name]
+            row += [each.added_p50.text(2, 1e3), each.added_p99.text(1, 1e3), each.itl_p99.text(1, 1e3)]
+        rows.append(row)
+    bare = ["no gateway"]
+    for figure in said.itl_direct_p99.values():
+        bare += ["", "", figure.text(1, 1e3)]
+    return text + table(head, [*rows, bare])
+
+
+def routing(results: Any) -> str:
+    """Part 3, prefixes."""
+    scenes = msgspec.convert(results, dict[str, dict[str, Routed]])
+    text = ""
+    for scene, systems in scenes.items():
+        head = ["system", "home", "pairs", "cold", "max/mean", "TTFT mean ms", "p50", "p99"]
+        rows = [
+            [name, each.home.text(2), each.pairs.text(), each.cold.text(), each.balance.text(2)]
+            + [figure.text(1, 1e3) for figure in (each.mean, each.p50, each.p99)]
+            for name, each in systems.items()
+        ]
+        text += f"{scene}:\n\n{table(head, rows)}\n"
+    return text
+
+
+def adapters(results: Any) -> str:
+    """Part 3, adapters."""
+    scenes = msgspec.convert(results, dict[str, dict[str, Routed]])
+    text = ""
+    for scene, systems in scenes.items():
+        head = ["system", "loads", "max/mean", "TTFT mean ms", "p50", "p99"]
+        rows = [
+            [name, each.loads.text(), each.balance.text(2)]
+            + [figure.text(1, 1e3) for figure in (each.mean, each.p50, each.p99)]
+            for name, each in systems.items()
+        ]
+        text += f"{scene}:\n\n{table(head, rows)}\n"
+    return text
+
+
+def failing(results: Any) -> str:
+    """Part 4."""
+    scenes = msgspec.convert(results, dict[str, dict[str, Failing]])
+    head = ["system", "replica", "failed", "of them told", "TTFT p50 ms", "p99"]
+    rows = [
+        [name, scene, each.failed.text(), each.told.text(), each.p50.text(0, 1e3), each.p99.text(0, 1e3)]
+        for scene, systems in scenes.items()
+        for name, each in systems.items()
+    ]
+    return table(head, rows)
+
+
+def soak(results: Any) -> str:
+    """Part 5."""
+    said = msgspec.convert(results, Soak)
+    return table(
+        [
+            "requests",
+            "MiB at first",
+            "at a quarter",
+            "at the end",
+            "bytes/request after a quarter",
+            "us/request",
+        ],
+        [
+            [
+                str(said.requests[-1]),
+                *(f"{said.memory[i] / 2**20:.1f}" for i in (0, len(said.memory) // 4, -1)),
+                f"{said.bytes_per_request:.2f}",
+                f"{said.cpu_us:.0f}",
+            ]
+        ],
+    )
+
+
+PARTS: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "cost": ("Processor time, memory, cold start", cost),
+    "latency": ("Added latency, ms", latency),
+    "routing": ("Routing by prefix", routing),
+    "adapters": ("Routing by adapter", adapters),
+    "failing": ("One replica of four slow or killed", failing),
+    "soak": ("Memory", soak),
+}
+
+
+def write(folder: Path) -> None:
+    """``table.md`` and, if the cost part is there, ``cost.svg``, from the parts' files in ``folder``."""
+    text = ""
+    for name, (title, tell) in PARTS.items():
+        path = folder / f"{name}.json"
+        if not path.exists():
+            continue
+        part = msgspec.json.decode(path.read_bytes(), type=Part)
+        text += f"### {title}\n\n{tell(part.results)}\n"
+        versions = ", ".join(f"{what} {version}" for what, version in part.versions.items())
+        text += f"`{part.command}`, {part.at}, {part.machine}, {part.rounds} rounds; {versions}."
+        if part.left_out:
+            text += " Left out: " + ", ".join(f"{what} ({why})" for what, why in part.left_out.items()) + "."
+        text += "\n\n"
+        if name == "cost":
+            (folder / "cost.svg").write_text(_cost_plot(part.results))
+    (folder / "table.md").write_text(text)
+
+
+def _cost_plot(results: Any) -> str:
+    costs = msgspec.convert(results, dict[str, Cost])
+    return bars(
+        "Processor time of the gateway, microseconds (median and range of the rounds)",
+        {
+            "per request of 110 B": {name: each.small_us for name, each in costs.items()},
+            "per request of 240 KB": {name: each.kb240_us for name, each in costs.items()},
+            "per chunk, 32 streams": {name: each.chunk32_us for name, each in costs.items()},
+        },
+    )

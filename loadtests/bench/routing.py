@@ -1,0 +1,181 @@
+"""Part 3: where requests go. Cold prefills, balance and TTFT on four replicas that simulate their caches."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from loadtests.bench.answers import adapter_name, stream_body
+from loadtests.bench.baseline import BASELINES, replay
+from loadtests.bench.client import Load, Result
+from loadtests.bench.cost import check
+from loadtests.bench.figures import Figure, quantile
+from loadtests.bench.mock import Mock
+from loadtests.bench.plan import Plan
+from loadtests.bench.progress import say
+from loadtests.bench.replica import Counts, Replica, Setting
+from loadtests.bench.systems import System, running
+from loadtests.bench.workload import Adapted, Prefixed, draws, even
+
+PREFIXES = 32
+PREFIX_CHARS = 4096
+OWN_CHARS = 256
+ADAPTERS = 200
+CHUNKS = 4
+ADAPTER_CHARS = 128
+
+
+@dataclass(frozen=True)
+class Scene:
+    """One experiment: how replicas behave, how many requests at which rate, how skewed (0: uniform).
+
+    The rates keep four replicas about half busy when the routing is right.
+    """
+
+    name: str
+    setting: Setting
+    requests: int
+    rate: float
+    exponent: float
+
+
+# 50,000 prompt tokens a second and a prefix of 1024: 28 ms cold, 7 ms warm with 64 tokens of its own.
+_FITS = Setting(chunks=CHUNKS, gap_s=0.005, base_s=0.006, token_s=2e-5, lanes=1, cache_tokens=12 * 1024)
+_TIGHT = msgspec.structs.replace(_FITS, cache_tokens=4 * 1024)
+_ADAPTERS = Setting(
+    chunks=CHUNKS, gap_s=0.005, base_s=0.002, token_s=2e-5, lanes=1, slots=8, load_s=0.02, adapters=ADAPTERS
+)
+PREFIX_SCENES = (
+    Scene("working set fits, uniform", _FITS, 1600, 240.0, 0.0),
+    Scene("working set fits, Zipf", _FITS, 1600, 240.0, 1.0),
+    Scene("does not fit, uniform", _TIGHT, 800, 135.0, 0.0),
+    Scene("does not fit, Zipf", _TIGHT, 800, 135.0, 1.0),
+)
+ADAPTER_SCENE = Scene("200 adapters, Zipf", _ADAPTERS, 2000, 200.0, 1.0)
+
+
+class Seen(msgspec.Struct, kw_only=True):
+    """What one run gave; shares are 0..1, TTFT is in seconds."""
+
+    home: float
+    pairs: int
+    cold: int
+    loads: int
+    balance: float
+    mean: float
+    p50: float
+    p99: float
+
+
+class Routed(msgspec.Struct, kw_only=True):
+    """One system in one scene over all rounds."""
+
+    home: Figure
+    pairs: Figure
+    cold: Figure
+    loads: Figure
+    balance: Figure
+    mean: Figure
+    p50: Figure
+    p99: Figure
+
+    @classmethod
+    def of(cls, rounds: Sequence[Seen]) -> Routed:
+        """The figures of ``rounds``."""
+        return cls(
+            **{name: Figure.of([getattr(each, name) for each in rounds]) for name in Seen.__struct_fields__}
+        )
+
+
+def seen(counts: Sequence[Counts], ttft: Sequence[float]) -> Seen:
+    """What the replicas counted and the clients felt.
+
+    ``home`` is the share of requests at the replica that had most of their prefix, ``pairs`` how many
+    (prefix, replica) pairs there were, ``cold`` prefills without a cache, ``balance`` the most loaded
+    replica's requests over the mean.
+    """
+    total = sum(each.requests for each in counts)
+    prefixes = {prefix for each in counts for prefix in each.by_prefix}
+    home = sum(max(each.by_prefix.get(prefix, 0) for each in counts) for prefix in prefixes)
+    return Seen(
+        home=home / total,
+        pairs=sum(len(each.by_prefix) for each in counts),
+        cold=sum(each.cold for each in counts),
+        loads=sum(each.loads for each in counts),
+        balance=max(each.requests for each in counts) * len(counts) / total,
+        mean=sum(ttft) / len(ttft),
+        p50=quantile(ttft, 0.5),
+        p99=quantile(ttft, 0.99),
+    )
+
+
+async def measure(
+    systems: Sequence[System], upstream: Mock, plan: Plan, left_out: dict[str, str], *, adapters: bool
+) -> dict[str, dict[str, Routed]]:
+    """By scene, then by system; every run starts a system anew, with empty caches everywhere.
+
+    One that fails is left out from then on, and ``left_out`` says why. The baselines are computed on
+    the same replicas and arrivals, without a gateway's delay.
+    """
+    scenes = (ADAPTER_SCENE,) if adapters else PREFIX_SCENES
+    found: dict[str, dict[str, list[Seen]]] = {}
+    for turn in range(plan.rounds):
+        for scene in scenes:
+            by_system = found.setdefault(scene.name, {})
+            for system in systems:
+                if system.name in left_out:
+                    continue
+                try:
+                    one = await _run(scene, system, upstream, plan, turn)
+                except RuntimeError as error:
+                    left_out[system.name] = f"{scene.name}: {error}"
+                    say(f"left out from now on: {system.name}: {error}")
+                    continue
+                by_system.setdefault(system.name, []).append(one)
+                _tell(f"routing {turn + 1}/{plan.rounds}, {scene.name}, {system.name}", one)
+            if adapters:
+                drawn, due = _arrivals(scene, plan, turn)
+                for name, choose in BASELINES.items():
+                    rng = random.Random(plan.seed + turn)  # noqa: S311
+                    replicas = [Replica(scene.setting) for _ in upstream.ports]
+                    counts, ttft = replay(replicas, due, drawn, choose, rng, chars=ADAPTER_CHARS)
+                    one = seen(counts, ttft)
+                    by_system.setdefault(name, []).append(one)
+                    _tell(f"routing {turn + 1}/{plan.rounds}, {scene.name}, {name}", one)
+    return {
+        scene: {name: Routed.of(rounds) for name, rounds in by_system.items()}
+        for scene, by_system in found.items()
+    }
+
+
+def _arrivals(scene: Scene, plan: Plan, turn: int) -> tuple[list[int], list[float]]:
+    rng = random.Random(f"{plan.seed} {turn} {scene.name}")  # noqa: S311 - a reproducible workload
+    count = plan.count(scene.requests)
+    kinds = ADAPTERS if scene is ADAPTER_SCENE else PREFIXES
+    return draws(count, kinds, scene.exponent, rng), even(count, scene.rate, rng)
+
+
+async def _run(scene: Scene, system: System, upstream: Mock, plan: Plan, turn: int) -> Seen:
+    drawn, due = _arrivals(scene, plan, turn)
+    request: Adapted | Prefixed
+    if scene is ADAPTER_SCENE:
+        request = Adapted([adapter_name(each) for each in drawn], ADAPTER_CHARS)
+    else:
+        request = Prefixed(drawn, PREFIX_CHARS, OWN_CHARS)
+    upstream.configure(scene.setting)
+    with running(system, upstream.urls, plan.gateway_cores) as each:
+        upstream.configure(scene.setting)
+        result: Result = await Load(each.port, request, stream_body(CHUNKS)).open(due, clients=64)
+    check(result, system.name)
+    return seen(upstream.counts(), result.ttft)
+
+
+def _tell(what: str, one: Seen) -> None:
+    say(
+        f"{what}: home {one.home:.3f} pairs {one.pairs} cold {one.cold} loads {one.loads} "
+        f"max/mean {one.balance:.2f} TTFT mean {1e3 * one.mean:.1f} p50 {1e3 * one.p50:.1f} "
+        f"p99 {1e3 * one.p99:.1f} ms"
+    )

@@ -1,0 +1,46 @@
+"""Quantiles, figures, slopes, and the table and plot that are made of them."""
+
+from __future__ import annotations
+
+from xml.etree import ElementTree
+
+import pytest
+
+from loadtests.bench.figures import Figure, quantile, slope
+from loadtests.bench.plot import bars
+from loadtests.bench.report import table
+
+
+@pytest.mark.parametrize(
+    ("share", "value"), [(0.0, 1.0), (0.5, 2.0), (0.51, 3.0), (0.75, 3.0), (0.99, 4.0), (1.0, 4.0)]
+)
+def test_a_quantile_is_a_value_that_was_measured(share: float, value: float) -> None:
+    assert quantile([4.0, 2.0, 1.0, 3.0], share) == value
+
+
+def test_no_values_have_no_quantile() -> None:
+    with pytest.raises(ValueError, match="no values"):
+        quantile([], 0.5)
+
+
+def test_a_figure_shows_median_and_range() -> None:
+    figure = Figure.of([0.003, 0.001, 0.002])
+    assert figure.text(1, 1e3) == "2.0 (1.0-3.0)"
+    assert Figure.of([5.0]).text() == "5"
+
+
+def test_the_slope_of_a_line_is_its_own() -> None:
+    assert slope([0, 1, 2], [5, 7, 9]) == pytest.approx(2.0)
+    assert slope([1], [1]) == 0.0
+
+
+def test_a_table_has_a_row_for_each() -> None:
+    assert table(["a", "b"], [["1", "2"]]) == "| a | b |\n| --- | --- |\n| 1 | 2 |\n"
+
+
+def test_a_plot_is_an_svg_with_a_bar_for_each_figure() -> None:
+    one, two = Figure(1, 1, 2), Figure(10, 8, 12)
+    svg = ElementTree.fromstring(bars("A < B", {"x": {"tidegate": one, "other": two}, "y": {"other": one}}))  # noqa: S314
+    rectangles = svg.findall("{http://www.w3.org/2000/svg}rect")
+    assert len(rectangles) == 1 + 3
+    assert [each.get("fill") for each in rectangles].count("#0b6e99") == 1

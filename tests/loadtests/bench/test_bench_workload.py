@@ -1,0 +1,117 @@
+"""What is sent: sizes, shared starts, skew; and what the upstream answers to it."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from random import Random
+
+import httptools
+import pytest
+
+from loadtests.bench.answers import ANSWER, BODY, CHUNK, END, HEAD, LAST, models, rendered, stream_body
+from loadtests.bench.baseline import least_loaded, replay, round_robin
+from loadtests.bench.replica import Mark, Replica, Setting, read_mark
+from loadtests.bench.routing import seen
+from loadtests.bench.upstream import unchunked
+from loadtests.bench.workload import Adapted, Prefixed, Sized, draws, even
+
+
+def seeded() -> Random:
+    return Random(1)  # noqa: S311 - a workload, no secret
+
+
+def body_of(request: bytes) -> bytes:
+    head, _, body = request.partition(b"\r\n\r\n")
+    assert f"content-length: {len(body)}".encode() in head
+    return body
+
+
+@pytest.mark.parametrize("size", [110, 32 * 1024])
+def test_sized_bodies_have_their_size_and_differ(size: int) -> None:
+    sized = Sized(size, 3)
+    bodies = [body_of(sized(i)) for i in range(4)]
+    assert all(abs(len(body) - size) <= 2 for body in bodies)
+    assert len(set(bodies)) == 3
+    assert bodies[0] == bodies[3]
+
+
+def test_prefixed_prompts_share_exactly_their_prefix() -> None:
+    prefixed = Prefixed([5, 5, 6], 4096, 256)
+    contents = [json.loads(body_of(prefixed(i)))["messages"][0]["content"] for i in range(3)]
+    assert contents[0][:4096] == contents[1][:4096]
+    assert contents[0][4096:] != contents[1][4096:]
+    assert contents[0][:8] != contents[2][:8]
+    assert len(contents[0]) == 4096 + 256
+    assert read_mark(body_of(prefixed(0))) == Mark(5, 1024, 1088)
+
+
+def test_adapted_prompts_name_their_adapter_and_share_nothing() -> None:
+    adapted = Adapted(["adapter-000", "adapter-001"], 128)
+    said = json.loads(body_of(adapted(1)))
+    assert said["model"] == "adapter-001"
+    assert len(said["messages"][0]["content"]) == 128
+
+
+def test_draws_are_skewed_by_the_exponent() -> None:
+    rng = seeded()
+    top = Counter(draws(4000, 32, 1.0, rng)).most_common(1)[0][1] / 4000
+    assert top == pytest.approx(0.246, abs=0.03)
+    assert max(Counter(draws(4000, 32, 0.0, rng)).values()) < 4000 / 32 * 1.5
+
+
+def test_arrivals_come_in_order_at_the_rate() -> None:
+    due = even(2000, 100.0, seeded())
+    assert due == sorted(due)
+    assert due[-1] == pytest.approx(20.0, rel=0.1)
+
+
+def test_the_answers_are_what_clients_are_told_to_expect() -> None:
+    parts: list[bytes] = []
+
+    class Sink:
+        def on_body(self, data: bytes) -> None:
+            parts.append(data)
+
+    httptools.HttpResponseParser(Sink()).feed_data(HEAD + CHUNK * 3 + LAST + END)
+    assert b"".join(parts) == stream_body(3)
+    assert ANSWER.endswith(BODY)
+
+
+def test_every_adapter_is_listed_with_its_parent() -> None:
+    listed = json.loads(models(2, b"/v1/models").partition(b"\r\n\r\n")[2])["data"]
+    assert [each["parent"] for each in listed] == [None, "alpha", "alpha"]
+
+
+def test_like_prompts_render_to_like_tokens() -> None:
+    one, two = (rendered(b'{"messages":"aaaabbbb%d456789"}' % i).partition(b"\r\n\r\n")[2] for i in (1, 2))
+    assert json.loads(one)["token_ids"][:4] == json.loads(two)["token_ids"][:4]
+    assert one != two
+
+
+def test_a_chunked_request_is_put_together() -> None:
+    assert unchunked(b"3\r\nabc\r\nA\r\n0123456789\r\n0\r\n\r\n") == b"abc0123456789"
+
+
+def test_round_robin_loads_an_adapter_on_every_replica() -> None:
+    setting = Setting(token_s=1e-6, load_s=0.01, slots=8)
+    due = [0.1 * i for i in range(40)]
+    replicas = [Replica(setting) for _ in range(4)]
+    counts, ttft = replay(replicas, due, [3] * 40, round_robin, seeded(), chars=128)
+    assert [each.loads for each in counts] == [1, 1, 1, 1]
+    assert len(ttft) == 40
+    assert seen(counts, ttft).balance == 1.0
+
+
+def test_least_loaded_takes_whoever_has_fewest() -> None:
+    assert least_loaded(0, [3, 1, 2], seeded()) == 1
+
+
+def test_home_is_where_most_of_a_prefix_went() -> None:
+    replicas = [Replica(Setting()) for _ in range(2)]
+    for replica, prefix, times in ((0, 1, 3), (1, 1, 1), (1, 2, 4)):
+        for _ in range(times):
+            replicas[replica].arrive(Mark(prefix, 10, 10), "", 0.0)
+    one = seen([replica.counts() for replica in replicas], [1.0, 2.0, 3.0])
+    assert one.home == pytest.approx(7 / 8)
+    assert (one.pairs, one.cold, one.balance) == (3, 3, 1.25)
