@@ -4,22 +4,58 @@ from __future__ import annotations
 
 import asyncio
 import random
-from typing import TYPE_CHECKING
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
+import msgspec
+import xxhash
+
+from gateway.fingerprint import Density
+from gateway.metrics import Metrics
+from gateway.shared import ALONE, Shared
+from policy.config import Deployment, ModelSpec
+from policy.engine_model import Timing
+from policy.errors import ConfigError, TargetError
+from policy.pace import GENERIC
+from policy.profiles import profile
 from policy.request import Request
-from policy.routing import Quote, Router
+from policy.routing import Decision, Quote, Router, Settings
+from policy.types import EngineKind
 
 if TYPE_CHECKING:
     from gateway.fleet import Served
     from gateway.replicas import Link
 
+KEPT = 512
+# Half of a promised time to the first token may pass before a replica turns to a request; the other half
+# is for its own prefill.
+START_SHARE = 0.5
+_DEGREES = (1, 2, 4, 8)
+
 
 class Routes:
-    """The routers of all models of this worker."""
+    """The routers of all models of this worker, and its last decisions."""
 
-    def __init__(self, rng: random.Random) -> None:
+    def __init__(
+        self,
+        rng: random.Random,
+        shared: Shared = ALONE,
+        deployment: Callable[[], Deployment | None] = lambda: None,
+        metrics: Metrics | None = None,
+    ) -> None:
         self._rng = rng
+        self._shared = shared
+        self._deployment = deployment
+        self._metrics = metrics or Metrics()
+        self._read: Deployment | None = None
         self._routers: dict[str, Router] = {}
+        self._densities: dict[str, Density] = {}
+        self._keys: dict[str, int] = {}
+        self._by_key: dict[int, Router] = {}
+        self._fresh: dict[int, Decision] = {}
+        self._kept: deque[tuple[float, Request, Decision]] = deque(maxlen=KEPT)
         self._clock = asyncio.get_running_loop().time
 
     def choose(self, served: Served, request: Request) -> tuple[Link, Quote] | None:
@@ -31,23 +67,143 @@ class Routes:
         ]
         if request.avoid:
             links = [link for link in links if link.id not in request.avoid] or links
+        now = self._clock()
+        self._hear(now)
         router = self._of(served.name)
-        decision = router.choose(request, [link.look() for link in links], self._clock(), self._rng.random())
-        if decision.chosen is None:
-            return None
+        decision = router.choose(request, [link.look() for link in links], now, self._rng.random())
         chosen = decision.chosen
-        return next(link for link in links if link.view is chosen.candidate), chosen
+        if chosen is None:
+            return None
+        if len(self._fresh) >= KEPT:  # of quotes that nobody took up
+            self._fresh.clear()
+        self._fresh[id(chosen)] = decision
+        for link in links:
+            if link.view is chosen.candidate:
+                return link, chosen
+        raise AssertionError("a router chooses among its candidates")
 
-    def began(self, request: Request, quote: Quote) -> None:
-        """``request`` was sent to the candidate of ``quote``."""
-        self._of(request.model).began(request, quote.candidate, self._clock())
+    def began(self, request: Request, quote: Quote) -> tuple[int, ...]:
+        """``request`` was sent to the candidate of ``quote``; the hashes that are news there."""
+        news = self._of(request.model).began(request, quote.candidate, self._clock())
+        if news:
+            self._shared.publish(self._keys[request.model], quote.candidate.key, news)
+        decision = self._fresh.pop(id(quote), None)
+        if decision is not None and decision.chosen is quote:
+            self._kept.append((time.time(), request, decision))
+        return news
 
     def timed(self, request: Request, quote: Quote, ttft_s: float) -> None:
         """Its first token came ``ttft_s`` after it was sent."""
+        self._metrics.model(request.model).predicted(quote.total, ttft_s)
         self._of(request.model).timed(request, quote, ttft_s, self._clock())
 
+    def counted(self, request: Request, prompt_tokens: int, output_tokens: int) -> None:
+        """An engine counted its tokens."""
+        self.density(request.model).learn(request.prompt_tokens, prompt_tokens, output_tokens)
+
+    def density(self, model: str) -> Density:
+        """How long prompts and answers of ``model`` are."""
+        density = self._densities.get(model)
+        if density is None:
+            density = self._densities[model] = Density()
+        return density
+
+    def heard(self, model: str, key: int, hashes: Sequence[int]) -> None:
+        """The replica with ``key`` says which prefixes were sent to it, by whichever gateway."""
+        self._of(model).learned(hashes, key, self._clock())
+
+    def forget(self, model: str, key: int) -> None:
+        """The replica with ``key`` is gone, or started anew."""
+        self._of(model).forget(key)
+
+    def describe(self, count: int) -> list[dict[str, Any]]:
+        """The last ``count`` decisions, the newest first, with their candidates in seconds."""
+        last = list(self._kept)[: -count - 1 : -1]
+        return [_described(*kept) for kept in last]
+
+    def explain(self, request: Request) -> bytes:
+        """The last decision on ``request`` as JSON, without line breaks; ``{}`` if it is no longer kept."""
+        for kept in reversed(self._kept):
+            if kept[1] is request:
+                return msgspec.json.encode(_described(*kept))
+        return b"{}"
+
+    def _hear(self, now: float) -> None:
+        for model_key, replica_key, hashes in self._shared.news():
+            router = self._by_key.get(model_key)
+            if router is not None:
+                router.learned(hashes, replica_key, now)
+
     def _of(self, model: str) -> Router:
-        router = self._routers.get(model)
-        if router is None:
-            router = self._routers[model] = Router()
-        return router
+        deployment = self._deployment()
+        if deployment is not self._read:
+            self._read = deployment
+            for name, router in self._routers.items():
+                router.settings = settings_of(deployment, name)
+        found = self._routers.get(model)
+        if found is None:
+            found = self._routers[model] = Router(settings_of(self._read, model))
+            key = self._keys[model] = model_key(model)
+            self._by_key[key] = found
+        return found
+
+
+def settings_of(deployment: Deployment | None, model: str) -> Settings:
+    """What the document says of routing to ``model``; nothing of a model that it does not name."""
+    try:
+        spec = deployment.model(model) if deployment is not None else None
+    except TargetError:  # the controller still has it
+        spec = None
+    if spec is None:
+        return Settings()
+    slo = spec.control.slo
+    return Settings(
+        assumed=_assumed(spec),
+        start_s=float("inf") if slo.ttft_p95_s is None else START_SHARE * slo.ttft_p95_s,
+        itl_s=float("inf") if slo.itl_p95_s is None else slo.itl_p95_s,
+        slots=spec.adapters.slots_per_replica,
+    )
+
+
+def model_key(model: str) -> int:
+    """The 64-bit key of a model, alike in every process."""
+    return xxhash.xxh3_64_intdigest(model.encode())
+
+
+def _assumed(spec: ModelSpec) -> Timing:
+    name = spec.profile or (spec.sim.profile if spec.engine is EngineKind.SIM else None)
+    if name is None:
+        return GENERIC
+    found = profile(name)
+    for degree in _DEGREES:
+        try:
+            return Timing(limits=found.limits(degree), model=found.model.at_degree(degree))
+        except ConfigError:  # its weights want more cards
+            continue
+    return GENERIC
+
+
+def _described(at: float, request: Request, decision: Decision) -> dict[str, Any]:
+    assert decision.chosen is not None
+    return {
+        "at": round(at, 3),
+        "model": request.model,
+        "tenant": request.tenant,
+        "adapter": request.adapter,
+        "prompt_tokens": request.prompt_tokens,
+        "replica": decision.chosen.candidate.id,
+        "reason": decision.reason,
+        "candidates": [
+            {
+                "replica": quote.candidate.id,
+                "total_s": round(quote.total, 6),
+                "wait_s": round(quote.wait, 6),
+                "prefill_s": round(quote.prefill, 6),
+                "adapter_s": round(quote.adapter, 6),
+                "pressure_s": round(quote.pressure, 6),
+                "burden_s": round(quote.burden, 6),
+                "uncached_tokens": quote.uncached,
+            }
+            for quote in decision.quotes
+        ],
+    }

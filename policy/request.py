@@ -14,9 +14,10 @@ class Request:
     ``prompt_tokens`` and ``output_tokens`` are estimates until an engine has counted.
     ``prefix`` are chained hashes of the prompt at growing depths, ``depths`` the prompt tokens (an
     estimate too) that each of them covers; both are empty where there is nothing to share. Tenant and
-    adapter are part of the hashes. ``session`` is a hash of the client's session header, 0 without
-    one. ``size`` is what it holds in memory while it waits, in bytes. ``arrived`` and ``deadline`` are
-    seconds of one monotonic clock.
+    adapter are part of the hashes, which are even. ``adapter_key`` is an odd hash of the adapter, 0
+    without one. ``session`` is a hash of the client's session header, 0 without one. ``size`` is what it
+    holds in memory while it waits, in bytes. ``arrived`` and ``deadline`` are seconds of one monotonic
+    clock.
 
     ``ticket`` is its place in the order of arrival and stays with it when a replica sends it back.
     ``avoid`` names replicas that already failed it: taken again only when there is no other.
@@ -26,6 +27,7 @@ class Request:
     tenant: str = ""
     priority: Priority = Priority.STANDARD
     adapter: str = ""
+    adapter_key: int = 0
     prompt_tokens: int = 0
     output_tokens: int = 0
     prefix: tuple[int, ...] = ()

@@ -1,13 +1,24 @@
-"""Which replica takes a request: the one that is predicted to give it its first token soonest."""
+"""Which replica takes a request: the one that is predicted to give it its first token soonest.
+
+A term of the prediction is a function of :data:`TERMS`, in seconds; :class:`Quote` has a field for each.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from heapq import nsmallest
 from typing import NamedTuple
 
+from policy.affinity import Popularity, Recent, home_price, rendezvous, share_price, take_counts
 from policy.engine_model import Timing
+from policy.pace import GENERIC
 from policy.request import Request
+from policy.residual import Line
+from policy.site import Site
+
+ASSUMED_OUTPUT_TOKENS = 128.0
 
 
 @dataclass(slots=True, eq=False)
@@ -16,7 +27,8 @@ class Candidate:
 
     ``key`` is a 64-bit hash of ``id`` that every process computes alike. ``in_flight`` counts
     requests that are there now, ``bound`` how many it takes (0: none stated), ``pending_tokens`` their
-    prompt tokens that are not computed yet, ``begun`` the requests ever sent there by this host.
+    prompt tokens that are not computed yet, ``turned_at`` when it turned to the first of them, and
+    ``begun`` the requests ever sent there by this host.
     ``kv_used`` is a fraction. ``timing`` is what the replica said of its own speed, if it did.
     """
 
@@ -25,19 +37,28 @@ class Candidate:
     bound: int = 0
     in_flight: int = 0
     pending_tokens: int = 0
+    turned_at: float = 0.0
     begun: int = 0
     kv_used: float = 0.0
     timing: Timing | None = None
 
 
 class Quote(NamedTuple):
-    """Predicted seconds to the first token at one candidate, term by term."""
+    """Predicted seconds to the first token at one candidate, term by term.
+
+    ``burden`` is no part of it: what the choice costs others, in seconds (a prefill that they wait for,
+    an adapter that is evicted, a share of the traffic above the bound). ``uncached`` are the prompt
+    tokens to compute there, ``modelled`` the seconds by the engine model alone.
+    """
 
     candidate: Candidate
     wait: float = 0.0
     prefill: float = 0.0
     adapter: float = 0.0
     pressure: float = 0.0
+    burden: float = 0.0
+    uncached: int = 0
+    modelled: float = 0.0
 
     @property
     def total(self) -> float:
@@ -53,31 +74,367 @@ class Decision(NamedTuple):
     reason: str
 
 
+Term = Callable[[Request, Candidate, Site, int], float]
+
+
+def wait(request: Request, candidate: Candidate, site: Site, uncached: int) -> float:
+    """Until the replica turns to it: half a step, the prompts that came before, and a free seat."""
+    count = candidate.in_flight
+    if not count:
+        return 0.0
+    pace = site.pace
+    running = min(count, pace.seats)
+    kv = candidate.kv_used * pace.kv_tokens
+    step = pace.step_s(running, kv, running)
+    pending = candidate.pending_tokens
+    if pending:
+        # The step that computes the first of them is under way, and lasts no longer than that takes.
+        first = pace.prefill_s(min(pending, pace.batch - running), kv, running)
+        since = max(0.0, site.seen_at - candidate.turned_at)
+        seconds = pace.prefill_s(pending, kv, running) - min(since, 0.9 * first)
+    else:
+        seconds = 0.5 * step
+    if count >= pace.seats:  # one seat falls free each time that one of them has had its last token
+        seconds += (count + 1 - pace.seats) * ASSUMED_OUTPUT_TOKENS / pace.seats * step
+    return seconds
+
+
+def prefill(request: Request, candidate: Candidate, site: Site, uncached: int) -> float:
+    """From then until its first token: its own uncached prompt, after those that came before."""
+    pace = site.pace
+    running = min(candidate.in_flight, pace.seats)
+    kv = candidate.kv_used * pace.kv_tokens
+    pending = candidate.pending_tokens
+    if not pending:
+        return pace.prefill_s(uncached, kv, running)
+    return pace.prefill_s(pending + uncached, kv, running) - pace.prefill_s(pending, kv, running)
+
+
+def adapter(request: Request, candidate: Candidate, site: Site, uncached: int) -> float:
+    """The load of its adapter, where it is not believed resident."""
+    return 0.0 if not request.adapter_key or request.adapter_key in site.slots else site.load_s
+
+
+def pressure(request: Request, candidate: Candidate, site: Site, uncached: int) -> float:
+    """The KV tokens that it finds no room for, computed again by whoever is preempted."""
+    pace = site.pace
+    if not pace.kv_tokens:
+        return 0.0
+    free = (1.0 - candidate.kv_used) * pace.kv_tokens
+    missing = candidate.pending_tokens + uncached + request.output_tokens - free
+    return missing / pace.capacity if missing > 0 else 0.0
+
+
+# In the order of Quote's fields.
+TERMS: tuple[Term, ...] = (wait, prefill, adapter, pressure)
+
+
+@dataclass(slots=True, frozen=True)
+class Settings:
+    """What a deployment says of a model's routing.
+
+    ``assumed`` times a replica that tells nothing itself. ``start_s`` is how long a replica may have a
+    request wait before it computes it, ``itl_s`` how long a step may get, both in seconds; ``slots`` how
+    many adapters a replica holds.
+    """
+
+    assumed: Timing = GENERIC
+    start_s: float = math.inf
+    itl_s: float = math.inf
+    slots: int = 8
+
+
+NO_ROOM = "no candidate has room"
+TOO_LATE = "no candidate would start it in time"
+CACHED = "its prefix is cached there"
+RESIDENT = "its adapter is loaded there"
+AWAY = "away from what is cached, which would take longer or has more than its share"
+HOME = "a home for a new prefix"
+LEAST = "least predicted time to first token"
+
+# How many candidates are quoted; of more than that, a shortlist.
+MOST_QUOTES = 8
+MAX_SITES = 1024
+# A replica that was no candidate for so long owes nothing for that time.
+ABSENT_S = 5.0
+# What the replica of a session's last request may be slower, in seconds.
+SESSION_S = 0.01
+SPAN = 4096
+EVICTION = 1.0
+
+
 class Router:
     """The routing state of one model in one gateway worker."""
 
+    def __init__(self, settings: Settings | None = None) -> None:
+        self.settings = settings or Settings()
+        self._sites: dict[int, Site] = {}
+        self._line = Line()
+        self._popular = Popularity(SPAN)
+        self._sessions = Recent(SPAN)
+        self._cold_s = 0.0
+        self._hash_tokens = 128.0
+
     def choose(self, request: Request, candidates: Sequence[Candidate], at: float, draw: float) -> Decision:
         """The best of ``candidates``; equals are chosen between by ``draw`` in [0, 1)."""
-        quotes = tuple(
-            Quote(c, wait=c.in_flight / (c.bound or 256))
-            for c in candidates
-            if not c.bound or c.in_flight < c.bound
-        )
-        if not quotes:
-            return Decision(None, quotes, "no candidate has room")
-        least = min(quote.total for quote in quotes)
-        best = [quote for quote in quotes if quote.total == least]
-        return Decision(best[int(draw * len(best))], quotes, "least predicted time to first token")
+        sites = [self._site(candidate, at) for candidate in candidates]
+        means = take_counts([site.share for site in sites], [c.begun for c in candidates])
+        pairs = [
+            (candidate, site)
+            for candidate, site in zip(candidates, sites, strict=True)
+            if (not candidate.bound or candidate.in_flight < candidate.bound)
+            and (not candidate.in_flight or self._keeps_pace(candidate, site))
+        ]
+        if not pairs:
+            return Decision(None, (), NO_ROOM)
+        if len(pairs) > MOST_QUOTES:
+            pairs = self._shortlist(request, pairs, at)
+        quotes = self._quotes(request, pairs, means, at)
+        startable = quotes
+        if (limit := self.settings.start_s) < math.inf:
+            startable = [q for q in quotes if q.wait <= limit or not q.candidate.in_flight]
+            if not startable:
+                return Decision(None, tuple(quotes), TOO_LATE)
+        chosen = self._pick(request, startable, draw)
+        return Decision(chosen, tuple(quotes), self._reason(request, chosen, quotes))
 
     def began(self, request: Request, candidate: Candidate, at: float) -> tuple[int, ...]:
-        """``request`` was sent there; returns the prefix hashes that are news to other gateways."""
-        return ()
+        """``request`` was sent there; returns the hashes that are news to other gateways."""
+        site = self._site(candidate, at)
+        if not candidate.pending_tokens:  # it turns to this one with its next step
+            candidate.turned_at = at + 0.5 * self._step_s(candidate, site)
+        news: tuple[int, ...] = ()
+        prefix = request.prefix
+        if prefix:
+            depth = site.held.depth(prefix, site.pace.kv_tokens, at)
+            tokens = request.prompt_tokens
+            if depth:
+                self._popular.add(prefix[depth - 1])
+                tokens = max(tokens - request.depths[depth - 1], 0)
+            else:
+                site.share.homes += 1.0
+                self._relieve(prefix, site, at)
+            news = prefix[depth:]
+            if news:
+                self._hash_tokens += 0.02 * (tokens / len(news) - self._hash_tokens)
+            site.held.touch(prefix, tokens, at)
+        else:
+            site.held.given += request.prompt_tokens
+        if request.adapter_key:
+            self._popular.add(request.adapter_key)
+            if site.slots.use(request.adapter_key):
+                news = (*news, request.adapter_key)
+        if request.session:
+            self._sessions.put(request.session, candidate.key)
+        return news
 
     def learned(self, hashes: Sequence[int], key: int, at: float) -> None:
-        """Another gateway says that the replica with ``key`` has these prefixes."""
+        """Another gateway says that the replica with ``key`` has these prefixes and adapters."""
+        site = self._sites.get(key)
+        if site is None:
+            return
+        # A replica tells what this worker sent there, too.
+        prefix = [value for value in hashes if not value & 1 and value not in site.held]
+        if prefix:
+            # Who continues what is known says its tail alone.
+            if len(prefix) > 1:
+                site.share.homes += 1.0
+                self._relieve(prefix, site, at)
+            site.held.touch(prefix, int(self._hash_tokens * len(prefix)), at)
+        for value in hashes:
+            if value & 1:
+                site.slots.use(value)
 
     def forget(self, key: int) -> None:
         """The replica with ``key`` is gone or was restarted: nothing is cached there."""
+        self._sites.pop(key, None)
 
     def timed(self, request: Request, quote: Quote, ttft_s: float, at: float) -> None:
         """The first token came ``ttft_s`` after the request was sent to ``quote.candidate``."""
+        site = self._sites.get(quote.candidate.key)
+        if site is None or quote.modelled <= 0.0 or ttft_s <= 0.0:
+            return
+        if quote.adapter:  # what it took beyond the rest was the load
+            rest = quote.total - quote.adapter
+            site.load_s += 0.2 * (max(ttft_s - rest, 0.0) - site.load_s)
+            return
+        line = self._line
+        site.residual.learn(line.of(quote.modelled), ttft_s, at)
+        line.learn(quote.modelled, ttft_s)
+
+    def _step_s(self, candidate: Candidate, site: Site) -> float:
+        """Seconds of the step that is under way where nothing is prefilled; 0 where nothing runs."""
+        if not candidate.in_flight:
+            return 0.0
+        pace = site.pace
+        running = min(candidate.in_flight, pace.seats)
+        return pace.step_s(running, candidate.kv_used * pace.kv_tokens, running)
+
+    def _site(self, candidate: Candidate, at: float) -> Site:
+        site = self._sites.get(candidate.key)
+        if site is None:
+            site = self._open(candidate)
+        elif site.timing is not candidate.timing:
+            site.time(candidate.timing, self.settings.assumed)
+        if at - site.seen_at > ABSENT_S:
+            self._level(site, at)
+        site.seen_at = at
+        return site
+
+    def _open(self, candidate: Candidate) -> Site:
+        if len(self._sites) >= MAX_SITES:
+            del self._sites[next(iter(self._sites))]
+        settings = self.settings
+        site = Site(candidate.key, candidate.timing, settings.assumed, settings.slots, candidate.begun)
+        self._sites[candidate.key] = site
+        return site
+
+    def _level(self, site: Site, at: float) -> None:
+        """Lift the load of a replica that came, or came back, to the mean of those that were there."""
+        present = [
+            other.share
+            for other in self._sites.values()
+            if other is not site and at - other.seen_at < ABSENT_S
+        ]
+        weights = sum(share.weight for share in present)
+        if weights:
+            part = site.share.weight / weights
+            site.share.load = max(site.share.load, part * sum(share.load for share in present))
+            site.share.homes = max(site.share.homes, part * sum(share.homes for share in present))
+
+    def _relieve(self, prefix: Sequence[int], taker: Site, at: float) -> None:
+        """What has a home got another: the first can now give away a part of it."""
+        for site in self._sites.values():
+            if site is not taker and (depth := site.held.depth(prefix, site.pace.kv_tokens, at)):
+                part = self._popular.share(prefix[depth - 1]) * len(self._sites)
+                site.share.takers = [*site.share.takers[-3:], (taker.share, part)]
+
+    def _keeps_pace(self, candidate: Candidate, site: Site) -> bool:
+        """Whether steps stay as short as promised with one more running."""
+        if self.settings.itl_s == math.inf:
+            return True
+        running = candidate.in_flight + 1
+        step = site.pace.step_s(running, candidate.kv_used * site.pace.kv_tokens, running)
+        return self._line.slope * step <= self.settings.itl_s
+
+    def _shortlist(
+        self, request: Request, pairs: list[tuple[Candidate, Site]], at: float
+    ) -> list[tuple[Candidate, Site]]:
+        """Those that hold most of it, the least loaded, and those that everybody would call its home."""
+        best = nsmallest(4, pairs, key=lambda pair: (pair[0].pending_tokens, pair[0].in_flight))
+        item = request.prefix[0] if request.prefix else request.adapter_key
+        if item:
+            depths = [site.held.depth(request.prefix, site.pace.kv_tokens, at) for _, site in pairs]
+            ranked = nsmallest(
+                4,
+                range(len(pairs)),
+                key=lambda i: (
+                    -depths[i],
+                    request.adapter_key not in pairs[i][1].slots,
+                    -rendezvous(item, pairs[i][0].key),
+                ),
+            )
+            best += [pairs[i] for i in ranked if pairs[i] not in best]
+        return best
+
+    def _quotes(
+        self, request: Request, pairs: list[tuple[Candidate, Site]], means: tuple[float, float], at: float
+    ) -> list[Quote]:
+        prefix, depths, prompt = request.prefix, request.depths, request.prompt_tokens
+        fixed, slope = self._line.fixed_s, self._line.slope
+        rows = []
+        anchor = request.adapter_key
+        deepest = 0
+        resident = False
+        warm_s, cold_s = math.inf, 0.0
+        for candidate, site in pairs:
+            uncached = prompt
+            if prefix and (depth := site.held.depth(prefix, site.pace.kv_tokens, at)):
+                uncached -= depths[depth - 1]
+                if depth > deepest:
+                    deepest, anchor = depth, prefix[depth - 1]
+            uncached = max(uncached, 1)
+            factor = site.residual.factor(at)
+            site.share.weight = site.pace.capacity / factor
+            scale = slope * factor
+            waits, own, loads, pressing = [term(request, candidate, site, uncached) for term in TERMS]
+            modelled = waits + own + pressing
+            own *= scale
+            warm_s, cold_s = min(warm_s, own), max(cold_s, own)
+            resident = resident or not loads
+            rows.append(
+                (
+                    candidate,
+                    site,
+                    waits * scale,
+                    own,
+                    loads,
+                    pressing * scale,
+                    fixed * factor,
+                    uncached,
+                    modelled,
+                )
+            )
+        new = not deepest and (bool(prefix) or not resident)
+        if deepest:
+            if cold_s > warm_s:
+                self._cold_s += 0.05 * (cold_s - warm_s - self._cold_s)
+            cold_s = self._cold_s
+        leverage = self._popular.share(anchor) * len(pairs) if anchor else 0.0
+        mean, homes = means
+        quotes = []
+        cheapest = 0.0
+        if not new:
+            cheapest = min(home_price(row[1].share, mean, homes) for row in rows)
+        for candidate, site, waits, own, loads, pressing, way, uncached, modelled in rows:
+            # Whoever is there stands still while a prompt is computed; a copy takes KV cache besides.
+            copies = not new and uncached == prompt and bool(prefix)
+            burden = own if copies else own - own / (1.0 + candidate.in_flight)
+            share = site.share
+            unit = cold_s
+            if request.adapter_key:
+                unit += site.load_s
+                if loads:
+                    burden += self._eviction(request.adapter_key, site)
+            if new or uncached == prompt:
+                burden += unit * (home_price(share, mean, homes) - cheapest)
+            else:
+                burden += unit * share_price(share, mean, leverage)
+            quotes.append(
+                Quote(
+                    candidate, waits, max(own + way, 0.1 * own), loads, pressing, burden, uncached, modelled
+                )
+            )
+        return quotes
+
+    def _eviction(self, key: int, site: Site) -> float:
+        """The reload of the adapter that a load pushes out, as likely as it is asked for again."""
+        victim = site.slots.next_out
+        if victim is None:
+            return 0.0
+        wanted = self._popular.of(victim)
+        return site.load_s * EVICTION * wanted / (wanted + self._popular.of(key) + 1.0)
+
+    def _pick(self, request: Request, quotes: list[Quote], draw: float) -> Quote:
+        costs = [quote.total + quote.burden for quote in quotes]
+        if request.session and (last := self._sessions.get(request.session)) is not None:
+            for i, quote in enumerate(quotes):
+                if quote.candidate.key == last:
+                    costs[i] -= SESSION_S
+        least = min(costs)
+        edge = least + 1e-9
+        best = [quote for quote, cost in zip(quotes, costs, strict=True) if cost <= edge]
+        if len(best) == 1:
+            return best[0]
+        if item := request.prefix[0] if request.prefix else request.adapter_key:
+            return max(best, key=lambda quote: rendezvous(item, quote.candidate.key))
+        return best[int(draw * len(best))]
+
+    def _reason(self, request: Request, chosen: Quote, quotes: list[Quote]) -> str:
+        if request.prefix:
+            if chosen.uncached < request.prompt_tokens:
+                return CACHED
+            return AWAY if any(quote.uncached < chosen.uncached for quote in quotes) else HOME
+        if request.adapter_key and not chosen.adapter:
+            return RESIDENT
+        return LEAST

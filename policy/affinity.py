@@ -1,0 +1,199 @@
+"""Homes for prefixes and adapters: who is believed to hold what, and how even the load must stay."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+# Shares are of the requests since about the last 512 to 1024 that each replica had: fewer, and chance
+# alone (1/sqrt) exceeds the bound that is to be held.
+WINDOW = 1024.0
+
+
+def rendezvous(item: int, replica: int, weight: float = 1.0) -> float:
+    """How strongly ``replica`` claims ``item``, both 64-bit hashes: -w / ln h(item, replica).
+
+    The largest claim wins. Every process computes alike, the shares follow the weights, and a
+    replica that comes or goes moves only what it wins or held (Thaler and Ravishankar, 1998, in
+    the weighted form of Schindelhauer and Schomaker, 2005).
+    """
+    mixed = (item ^ (replica * 0x9E3779B97F4A7C15)) & _MASK
+    # The finaliser of splitmix64: neighbouring inputs give unrelated outputs.
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
+    mixed ^= mixed >> 31
+    return -weight / math.log((mixed + 0.5) * _UNIT)
+
+
+_MASK = 0xFFFF_FFFF_FFFF_FFFF
+_UNIT = 1.0 / 2.0**64
+
+
+class Popularity:
+    """How often each of many keys was asked for lately, of a bounded number of keys.
+
+    Two generations: the younger counts, the older remembers; when the younger has seen ``span``
+    requests it becomes the older.
+    """
+
+    __slots__ = ("_old", "_seen", "_span", "_young")
+
+    def __init__(self, span: int) -> None:
+        self._span = span
+        self._young: dict[int, int] = {}
+        self._old: dict[int, int] = {}
+        self._seen = 0
+
+    def __len__(self) -> int:
+        return len(self._young) + len(self._old)
+
+    def share(self, key: int) -> float:
+        """The fraction of the last requests that were for ``key``."""
+        seen = self._seen + (self._span if self._old else 0)
+        return self.of(key) / seen if seen else 0.0
+
+    def add(self, key: int) -> None:
+        """One more request for ``key``."""
+        if self._seen >= self._span:
+            self._old, self._young, self._seen = self._young, {}, 0
+        self._seen += 1
+        self._young[key] = self._young.get(key, 0) + 1
+
+    def of(self, key: int) -> int:
+        """Requests for ``key`` among the last one to two spans."""
+        return self._young.get(key, 0) + self._old.get(key, 0)
+
+
+class Slots:
+    """The adapters that one replica is believed to have loaded: the last ``count`` that were used."""
+
+    __slots__ = ("_resident", "count")
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._resident: dict[int, None] = {}
+
+    def __contains__(self, adapter: int) -> bool:
+        return adapter in self._resident
+
+    def __len__(self) -> int:
+        return len(self._resident)
+
+    @property
+    def next_out(self) -> int | None:
+        """The adapter that the next load evicts, ``None`` while a slot is free."""
+        if len(self._resident) < self.count:
+            return None
+        return next(iter(self._resident))
+
+    def use(self, adapter: int) -> bool:
+        """``adapter`` is used there now; whether it had to be loaded."""
+        resident = self._resident
+        loaded = adapter not in resident
+        if not loaded:
+            del resident[adapter]
+        resident[adapter] = None
+        while len(resident) > self.count:
+            del resident[next(iter(resident))]
+        return loaded
+
+
+class Share:
+    """The requests that one replica began lately, and the prefixes that made their home there."""
+
+    __slots__ = ("homes", "load", "seen", "takers", "weight")
+
+    def __init__(self, begun: int) -> None:
+        self.seen = begun
+        self.load = 0.0
+        self.homes = 0.0
+        self.takers: list[tuple[Share, float]] = []
+        self.weight = 1.0
+
+
+def take_counts(shares: Sequence[Share], begun: Sequence[int]) -> tuple[float, float]:
+    """Bring ``shares`` up to the counters ``begun``; the mean load and homes for a weight of 1.
+
+    Loads of all are halved together once their mean exceeds the window. A counter that went back
+    began anew.
+    """
+    total = weights = homes = 0.0
+    for share, count in zip(shares, begun, strict=True):
+        if count > share.seen:
+            share.load += count - share.seen
+        share.seen = count
+        total += share.load
+        weights += share.weight
+        homes += share.homes
+    if total > WINDOW * len(shares):
+        for share in shares:
+            share.load *= 0.5
+            share.homes *= 0.5
+        total *= 0.5
+        homes *= 0.5
+    return (total / weights, homes / weights) if weights else (0.0, 0.0)
+
+
+class Recent:
+    """What was last put under each of many keys, for the most recent half of ``bound`` keys at least."""
+
+    __slots__ = ("_half", "_old", "_young")
+
+    def __init__(self, bound: int) -> None:
+        self._half = bound // 2
+        self._young: dict[int, int] = {}
+        self._old: dict[int, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._young) + len(self._old)
+
+    def get(self, key: int) -> int | None:
+        """The value of ``key``, if it is remembered."""
+        value = self._young.get(key)
+        return self._old.get(key) if value is None else value
+
+    def put(self, key: int, value: int) -> None:
+        """Remember ``value``."""
+        if len(self._young) >= self._half:
+            self._old, self._young = self._young, {}
+        self._young[key] = value
+
+
+# Prices are in units of one cold prefill (or load) of the kind at hand.
+LEAN = 0.25  # for each whole mean load, so that equals are kept even
+LEAN_NEW = 4.0  # the same for what has no home yet: a wrong one costs another prefill later
+PRICE = 2.5  # at the edge of the bound: worth leaving a warm home, and the wait that it makes for others
+SLACK = 0.03
+RELIEF = 1.0
+EARLY = 16.0
+LEVERAGE = 1.0
+HARD = 2.0
+NOISE = 0.5  # standard deviations of chance that are left alone
+HOME_WORTH = 6.0  # requests that a prefix just placed is expected to bring
+
+
+def home_price(share: Share, mean: float, homes: float) -> float:
+    """What it costs to make a home at a replica with ``share``, where the means are these."""
+    fair = share.weight * (mean + HOME_WORTH * homes)
+    return LEAN_NEW * ((share.load + HOME_WORTH * share.homes) / fair - 1.0) if fair else 0.0
+
+
+def share_price(share: Share, mean: float, leverage: float) -> float:
+    """What one more request costs a replica with ``share``; ``leverage`` is what its kind brings.
+
+    Nothing much below the bound. Above it a warm home becomes dearer than a cold prefill elsewhere, for
+    what brings enough traffic that moving a part of it is the whole cure: ``leverage`` is in
+    units of the mean load, as the excess is. While a cure is under way, no other is begun.
+    """
+    fair = share.weight * mean
+    if not fair:
+        return 0.0
+    over = share.load / fair - 1.0
+    edge = SLACK + NOISE / math.sqrt(fair) + EARLY / fair
+    if over <= edge:
+        return LEAN * over
+    least = share.load * (1.0 - 0.5 * edge)
+    relief = sum(part for taker, part in share.takers if taker.load < least)
+    if relief >= RELIEF * over or leverage < LEVERAGE * over:
+        return LEAN * over + PRICE * max(0.0, over / edge - HARD)
+    return LEAN * over + PRICE

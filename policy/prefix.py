@@ -1,0 +1,77 @@
+"""Which replica is believed to hold which prompt prefixes in its KV cache: bounded, and ageing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+# Two hashes a prompt of a few KiB has in a replica's memory for each 512 tokens or so: 16,384 stand for
+# several times the KV cache of any one card, in about 2 MiB.
+CAPACITY = 16_384
+AGE_S = 1800.0
+
+
+class Held:
+    """The prefixes of one replica, as hashes of growing depth of which each implies those before it.
+
+    Two generations stand in for a list in the order of use: what was used since the last turn is in the
+    younger, and the older is dropped whole. So the bound is strict, what was used among the last half
+    of it is always there, and what was not for ``age_s`` seconds never is.
+
+    Beside each hash stands how many uncached tokens the replica had been given when it was last used:
+    once its whole KV capacity came after, an engine has evicted it.
+    """
+
+    __slots__ = ("_age_s", "_half", "_old", "_turned_at", "_young", "given")
+
+    def __init__(self, capacity: int = CAPACITY, age_s: float = AGE_S) -> None:
+        self._half = capacity // 2
+        self._age_s = age_s
+        self._young: dict[int, int] = {}
+        self._old: dict[int, int] = {}
+        self._turned_at = 0.0
+        self.given = 0
+
+    def __len__(self) -> int:
+        return len(self._young) + len(self._old)
+
+    def __contains__(self, key: int) -> bool:
+        return key in self._young or key in self._old
+
+    def depth(self, hashes: Sequence[int], kv_tokens: int, at: float) -> int:
+        """How many of ``hashes`` are believed cached, counted from the start.
+
+        ``kv_tokens`` is the replica's capacity, 0 if unknown. A deeper hash is never believed without
+        those before it, so halving finds the deepest.
+        """
+        if at - self._turned_at > self._age_s / 2:
+            self._turn(at)
+        young, old = self._young, self._old
+        if not hashes or (hashes[0] not in young and hashes[0] not in old):
+            return 0
+        floor = self.given - kv_tokens if kv_tokens else -1
+        low, high = 0, len(hashes)
+        while low < high:
+            middle = (low + high) // 2
+            stamp = young.get(hashes[middle])
+            if stamp is None:
+                stamp = old.get(hashes[middle], -1)
+            if stamp >= floor and stamp >= 0:
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+    def touch(self, hashes: Sequence[int], tokens: int, at: float) -> None:
+        """A prompt with these ``hashes`` was sent there, ``tokens`` of it not cached yet."""
+        self.given += tokens
+        if len(self._young) + len(hashes) > self._half or at - self._turned_at > self._age_s / 2:
+            self._turn(at)
+        stamp = self.given
+        young = self._young
+        for key in hashes[: self._half]:
+            young[key] = stamp
+
+    def _turn(self, at: float) -> None:
+        self._old = {} if at - self._turned_at > self._age_s else self._young
+        self._young = {}
+        self._turned_at = at

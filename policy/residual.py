@@ -1,0 +1,89 @@
+"""What the first tokens that came teach about the seconds that were predicted."""
+
+from __future__ import annotations
+
+import math
+
+GROUP_GAIN = 0.05
+# Further from what was expected than this factor says nothing of the way there: less was cached than
+# believed, or the replica stood still.
+OUTLIER = 4.0
+# What must lie between the groups of short and of long ones to tell a slope from a constant.
+APART = 2.0
+LEAST = 0.1
+
+SITE_GAIN = 0.1
+MOST = math.log(20.0)
+STEP = 1.0
+# Replicas that differ by less are alike: chance alone makes a mean of 20 differ by a tenth or two.
+ALIKE = 0.25
+# A replica that no longer gets traffic cannot show that it has recovered: it is believed again by time.
+HALF_LIFE_S = 30.0
+
+
+class Line:
+    """``actual = fixed_s + slope * modelled``, through the means of the short and of the long ones.
+
+    The engine model says nothing of the way there: HTTP, the tokenizer, the network. Neither does a
+    generic profile know how fast a server really is. Both are the same for all replicas of a model.
+    Two groups (Wald, 1940) because a least-squares slope drowns in the many short ones, whose modelled
+    seconds are themselves uncertain; it would come out near 0.
+    """
+
+    __slots__ = ("_count", "_long", "_short", "fixed_s", "slope")
+
+    def __init__(self) -> None:
+        self.fixed_s = 0.0
+        self.slope = 1.0
+        self._count = 0
+        self._short = [0.0, 0.0]
+        self._long = [0.0, 0.0]
+
+    def of(self, modelled_s: float) -> float:
+        """The seconds to expect."""
+        scaled = self.slope * modelled_s
+        return max(self.fixed_s + scaled, LEAST * scaled)
+
+    def learn(self, modelled_s: float, actual_s: float) -> None:
+        """One first token; both in seconds and positive."""
+        self._count += 1
+        if self._count > 1.0 / GROUP_GAIN:  # by then it is known what to expect
+            expected = self.of(modelled_s)
+            actual_s = min(max(actual_s, expected / OUTLIER), expected * OUTLIER)
+        short, long = self._short, self._long
+        if not short[0]:
+            self._short, self._long = [modelled_s, actual_s], [modelled_s, actual_s]
+        else:
+            group = short if modelled_s * modelled_s < short[0] * long[0] else long
+            group[0] += GROUP_GAIN * (modelled_s - group[0])
+            group[1] += GROUP_GAIN * (actual_s - group[1])
+            short, long = self._short, self._long
+            if long[0] > APART * short[0] and long[1] > short[1]:
+                self.slope = (long[1] - short[1]) / (long[0] - short[0])
+        self.fixed_s = self._short[1] - self.slope * self._short[0]
+
+
+class Residual:
+    """How much longer one replica takes than predicted, as a factor: a decaying mean of logarithms."""
+
+    __slots__ = ("_at", "_log")
+
+    def __init__(self) -> None:
+        self._log = 0.0
+        self._at = 0.0
+
+    def factor(self, at: float) -> float:
+        """Actual over predicted: 1 without news or with little, and towards 1 with time."""
+        if -ALIKE < self._log < ALIKE:
+            return 1.0
+        faded = self._log * 0.5 ** ((at - self._at) / HALF_LIFE_S)
+        if faded > ALIKE:
+            return math.exp(faded - ALIKE)
+        return math.exp(faded + ALIKE) if faded < -ALIKE else 1.0
+
+    def learn(self, expected_s: float, actual_s: float, at: float) -> None:
+        """A first token came after ``actual_s`` where all replicas together would say ``expected_s``."""
+        faded = self._log * 0.5 ** ((at - self._at) / HALF_LIFE_S)
+        news = max(-MOST, min(MOST, math.log(max(actual_s, 1e-6) / expected_s)))
+        self._log = faded + SITE_GAIN * max(-STEP, min(STEP, news - faded))
+        self._at = at
