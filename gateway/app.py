@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from time import perf_counter
+from time import monotonic
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -15,6 +15,7 @@ from gateway import body as bodies
 from gateway.admin import admin_app
 from gateway.admission import Admission
 from gateway.call import Call
+from gateway.deadlines import Deadlines
 from gateway.delivery import Delivery
 from gateway.document import Document
 from gateway.errors import Refused
@@ -37,6 +38,7 @@ class Gateway:
         self.log = log
         self.draining = False
         self.metrics = Metrics()
+        self.deadlines = Deadlines(lambda: document.deployment.gateway)
         self.fleet = FleetView(secret, self.metrics, shared, rng.random)
         self.admission = Admission(
             self.fleet, self.metrics, Routes(rng), lambda: document.deployment.gateway.max_queue
@@ -46,13 +48,14 @@ class Gateway:
 
     async def serve(self, route: Route, scope: Scope, receive: Receive, send: Send) -> None:
         """The pipeline: one call from its first byte to its last, counted whatever becomes of it."""
-        began = perf_counter()
-        call = Call(route, scope, receive, send)
+        began = monotonic()
+        call = Call(route, scope, receive, send, self.deadlines)
         meter = self.metrics.model("")
         limits = self.document.deployment.gateway
         try:
-            raw = await call.read(limits.max_body_bytes)
+            raw = await call.read()
             body = bodies.read(raw)
+            call.streaming = body.stream is True
             served, adapter = self._resolve(route, body.model)
             now = asyncio.get_running_loop().time()
             request = Request(
@@ -65,7 +68,6 @@ class Gateway:
             meter = self.metrics.model(served.name)
             meter.in_flight += 1
             try:
-                call.watch()
                 place = self.admission.arrive(served, request)
                 await Delivery(self.admission, place, call, meter, body=body, raw=raw).run()
             finally:
@@ -83,7 +85,11 @@ class Gateway:
             if not call.started:
                 await call.refuse(Refused(Refusal.INTERNAL, "The gateway failed to serve the request."))
         finally:
-            _measure(call, meter, perf_counter() - began, began)
+            _measure(call, meter, monotonic() - began, began)
+
+    def count_refused(self, refused: Refused) -> None:
+        """Count a request that was refused before it could be read."""
+        self.metrics.model("").requests["", refused.reason] += 1
 
     def why_not_ready(self) -> list[str]:
         """What keeps this worker from serving; empty when it is ready."""

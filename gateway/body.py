@@ -39,8 +39,16 @@ class Body(msgspec.Struct):
     model: str
     stream: bool | None = None
     n: int | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    max_output_tokens: int | None = None
     stop: Raw = _ABSENT
+    system: Raw = _ABSENT
+    messages: Raw = _ABSENT
     prompt: Raw = _ABSENT
+    input: Raw = _ABSENT
+    stream_options: Raw = _ABSENT
+    cache_salt: Raw = _ABSENT
     background: bool | None = None
     previous_response_id: Raw = _ABSENT
     chat_template_kwargs: Raw = _ABSENT

@@ -6,25 +6,31 @@ import asyncio
 import itertools
 import re
 import secrets
+from typing import TYPE_CHECKING
 
 from starlette.types import Message, Receive, Scope, Send
 
 from gateway.errors import Refused
 from gateway.surface import Api, Route
+from gateway.usage import Usage
 from policy.errors import Refusal
+
+if TYPE_CHECKING:
+    from gateway.deadlines import Deadlines
+    from gateway.exchange import Exchange
 
 _WANTED = frozenset(
     {
         b"accept",
         b"anthropic-version",
-        b"content-length",
+        b"authorization",
+        b"x-api-key",
         b"x-request-id",
         b"x-request-timeout-s",
+        b"x-session-id",
+        b"x-tidegate-explain",
     }
 )
-# What is read and thrown away of a body that is too large: closing on a client that still sends
-# would reset the connection and lose the answer.
-MAX_DISCARDED = 64 * 1024 * 1024
 _VALID_ID = re.compile(rb"[A-Za-z0-9_-]{1,128}")
 # Unique over processes and restarts by the random part, within one by the count.
 _PREFIX = secrets.token_hex(8).encode()
@@ -34,74 +40,69 @@ _COUNT = itertools.count(1)
 class Call:
     """A request between the client's connection and a replica's.
 
-    ``started`` once a byte of the answer was sent, ``answered`` once its last one was handed over,
-    ``left`` once the client is gone, ``replica`` the one that has it or had it last.
-    ``first_byte_at`` is set for streams alone; ``events`` and ``last_event_at`` count their events up
-    to the one that finishes the answer.
+    ``streaming`` is whether the client asked for a stream. ``started`` once a byte of the answer was
+    sent, ``answered`` once its last one was handed over, ``replica`` the one that has it or had it last.
+    Instants are seconds of ``time.monotonic``, which is the loop's clock read afresh: ``sent_at`` when
+    the request went to that replica, ``first_byte_at`` (streams alone) when its first event came,
+    ``last_event_at`` when the last one did. ``events`` counts them up to the one that finishes the
+    answer, ``usage`` says what the answer cost once it has ended.
     """
 
     __slots__ = (
+        "_exchange",
         "_receive",
-        "_task",
-        "_watcher",
         "answered",
+        "deadlines",
         "events",
         "first_byte_at",
         "headers",
         "last_event_at",
-        "left",
         "outcome",
         "queued_s",
         "replica",
         "request_id",
         "route",
         "send",
+        "sent_at",
         "started",
+        "streaming",
         "upstream_id",
+        "usage",
     )
 
-    def __init__(self, route: Route, scope: Scope, receive: Receive, send: Send) -> None:
+    def __init__(
+        self, route: Route, scope: Scope, receive: Receive, send: Send, deadlines: Deadlines | None = None
+    ) -> None:
         self.route = route
         self.send = send
+        self.deadlines = deadlines
         self._receive = receive
-        self._watcher: asyncio.Task[None] | None = None
-        self._task: asyncio.Task[object] | None = None
+        self._exchange: Exchange | None = scope.get("tidegate.exchange")
         self.headers = {name: value for name, value in scope["headers"] if name in _WANTED}
         self.request_id, self.upstream_id = request_ids(self.headers.get(b"x-request-id"))
-        self.left = False
+        self.streaming = False
         self.started = False
         self.answered = False
         self.outcome = ""
         self.queued_s = 0.0
         self.replica = b""
+        self.sent_at = 0.0
         self.first_byte_at: float | None = None
         self.events = 0
         self.last_event_at = 0.0
+        self.usage: Usage | None = None
 
-    async def read(self, limit: int) -> bytes:
-        """The whole body; raises :class:`gateway.errors.Refused` above ``limit`` bytes."""
-        length = self.headers.get(b"content-length", b"")
+    @property
+    def left(self) -> bool:
+        """Whether the client is gone; whoever serves it was cancelled then."""
+        return self._exchange is not None and self._exchange.left
+
+    async def read(self) -> bytes:
+        """The body, which the server has read whole."""
         message = await self._receive()
-        body: bytes = message.get("body", b"")
-        size = max(len(body), int(length) if length.isdigit() else 0)
-        if message.get("more_body"):
-            parts = [body]
-            read = len(body)
-            while message.get("more_body"):
-                message = await self._receive()
-                part = message.get("body", b"")
-                read += len(part)
-                size = max(size, read)
-                if size <= limit:
-                    parts.append(part)
-                elif read > limit + MAX_DISCARDED:
-                    break
-            body = b"".join(parts)
         if message["type"] == "http.disconnect":
-            self.left = True
             raise asyncio.CancelledError
-        if size > limit:
-            raise Refused(Refusal.TOO_LARGE, f"The body is larger than {limit} bytes.")
+        body: bytes = message["body"]
         return body
 
     def timeout_s(self, default: float) -> float:
@@ -120,20 +121,6 @@ class Call:
                 param="x-request-timeout-s",
             )
         return min(default, wanted)
-
-    def watch(self) -> None:
-        """From now on cancel the task that serves this call when the client leaves."""
-        self._task = asyncio.current_task()
-        self._watcher = asyncio.create_task(self._watch())
-
-    async def _watch(self) -> None:
-        # A server answers with a disconnect as well once the response is complete, so this ends.
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
-        if not self.answered:
-            self.left = True
-            assert self._task is not None
-            self._task.cancel()
 
     def head(self, status: int, headers: list[tuple[bytes, bytes]]) -> Message:
         """The start of the answer, with the id of the request."""

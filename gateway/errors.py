@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any, NamedTuple
 
@@ -26,19 +27,24 @@ class Answer(NamedTuple):
 TABLE: dict[Refusal, Answer] = {
     Refusal.BAD_REQUEST: Answer(400, "invalid_request_error", None),
     Refusal.UNSUPPORTED: Answer(400, "invalid_request_error", "unsupported"),
+    Refusal.ADAPTER_FAILED: Answer(400, "invalid_request_error", "adapter_failed"),
     Refusal.UNAUTHORIZED: Answer(401, "authentication_error", "invalid_api_key"),
     Refusal.UNKNOWN_MODEL: Answer(404, "invalid_request_error", "model_not_found"),
     Refusal.NOT_FOUND: Answer(404, "invalid_request_error", "not_found"),
     Refusal.METHOD_NOT_ALLOWED: Answer(405, "invalid_request_error", "method_not_allowed"),
+    Refusal.TOO_SLOW: Answer(408, "invalid_request_error", "request_timeout"),
     Refusal.TOO_LARGE: Answer(413, "invalid_request_error", "request_too_large"),
+    Refusal.HEAD_TOO_LARGE: Answer(431, "invalid_request_error", "head_too_large"),
     Refusal.QUEUE_FULL: Answer(429, "rate_limit_error", "queue_full", 1),
     Refusal.REPLICA_LOST: Answer(500, "server_error", "replica_lost"),
     Refusal.INTERNAL: Answer(500, "server_error", "internal_error"),
     Refusal.UPSTREAM_FAILED: Answer(502, "server_error", "upstream_failed"),
+    Refusal.UPSTREAM_SILENT: Answer(504, "server_error", "upstream_silent"),
     Refusal.STREAM_BROKEN: Answer(502, "server_error", "stream_broken"),
     Refusal.BUSY: Answer(503, "server_error", "busy", 1),
     Refusal.DRAINING: Answer(503, "server_error", "draining", 1),
     Refusal.STARTING: Answer(503, "server_error", "starting", 5),
+    Refusal.OVERLOADED: Answer(503, "server_error", "overloaded", 1),
     Refusal.DEADLINE: Answer(503, "server_error", "deadline", 5),
     Refusal.NO_REPLICA: Answer(503, "server_error", "no_replica", 5),
     Refusal.EXHAUSTED: Answer(503, "server_error", "exhausted", 1),
@@ -57,12 +63,17 @@ _ANTHROPIC = {
 
 # The names of an engine's own classes, which stand for the branches of a union.
 _CLASS = re.compile(r"[A-Z]\w*")
+_ADAPTER = re.compile(r"\blora|\badapter|add_lora|max_lora_rank", re.IGNORECASE)
+_NOT_LOADED = re.compile(
+    r"load|add_lora|not found|cannot be found|no adapter|rank|unsupported", re.IGNORECASE
+)
 
 
 class Refused(TidegateError):
     """A request that is not served, with all that its answer says.
 
-    ``status``, ``code`` and ``retry_after_s`` override the table where an upstream said more.
+    ``status``, ``code`` and ``retry_after_s`` override the table where more is known; the last is
+    rounded up to a whole second, at least 1 and at most :data:`MAX_RETRY_AFTER_S`.
     """
 
     def __init__(
@@ -73,7 +84,7 @@ class Refused(TidegateError):
         param: str | None = None,
         status: int | None = None,
         code: str | None = None,
-        retry_after_s: int | None = None,
+        retry_after_s: float | None = None,
         final: bool = False,
     ) -> None:
         super().__init__(message)
@@ -88,7 +99,7 @@ class Refused(TidegateError):
         wait = answer.retry_after_s if retry_after_s is None else retry_after_s
         if wait is None and self.status in (429, 503):
             wait = 1
-        self.retry_after_s = None if wait is None else max(1, min(MAX_RETRY_AFTER_S, wait))
+        self.retry_after_s = None if wait is None else max(1, math.ceil(min(MAX_RETRY_AFTER_S, wait)))
 
     def body(self, *, anthropic: bool = False) -> bytes:
         """The JSON body, in Anthropic's envelope if asked."""
@@ -137,6 +148,18 @@ def from_upstream(status: int, body: bytes, retry_after: bytes | None, route: Ro
     if code is None and status == 404:
         code = "model_not_found"
     return Refused(Refusal.BAD_REQUEST, message, param=param, status=status, code=code, retry_after_s=wait)
+
+
+def adapter_failure(body: bytes) -> Refused | None:
+    """The refusal for an upstream's error that speaks of an adapter which cannot be loaded.
+
+    Engines answer it with 500, but another replica would fail as this one did. Their text may name
+    files, so ours stands in for it.
+    """
+    message, _, _ = read_error(body)
+    if not _ADAPTER.search(message) or not _NOT_LOADED.search(message):
+        return None
+    return Refused(Refusal.ADAPTER_FAILED, "The adapter could not be loaded by the engine.", param="model")
 
 
 def rejection_status(body: bytes) -> int | None:

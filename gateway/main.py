@@ -21,7 +21,6 @@ from typing import Any
 import uvicorn
 import uvloop
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from gateway.app import Gateway
 from gateway.controller import FleetSource
@@ -30,45 +29,35 @@ from gateway.external import Prober
 from gateway.log import LibraryHandler, Log
 from gateway.metrics import DIRECTORY_VARIABLE, Metrics
 from gateway.probe import Probes
+from gateway.server import Server
 from gateway.shared import BEAT_EVERY_S, Shared, SharedRows
 from policy.config import Deployment
 from store.state import StateDir
 
 PUBLISH_EVERY_S = 0.5
-KEEP_ALIVE_S = 75
-LAST_WORDS_S = 1.0
 
 
-class Listener(uvicorn.Server):
-    """A uvicorn server that leaves signals to the worker, which has two of them."""
+class AdminServer(uvicorn.Server):
+    """The admin port's server, which leaves signals to the worker."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http="httptools",
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                proxy_headers=False,
+                server_header=False,
+                timeout_graceful_shutdown=1,
+            )
+        )
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
-
-    def stop(self, timeout_s: float) -> None:
-        """Stop accepting; what is in flight gets ``timeout_s``."""
-        self.config.timeout_graceful_shutdown = max(1, round(timeout_s))
-        self.should_exit = True
-
-
-def listener(app: ASGIApp) -> Listener:
-    """A server for ``app`` on uvloop and httptools; raises ``RuntimeError`` if it would be another."""
-    config = uvicorn.Config(
-        app,
-        http="httptools",
-        ws="none",
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        proxy_headers=False,
-        server_header=False,
-        timeout_keep_alive=KEEP_ALIVE_S,
-    )
-    config.load()
-    if config.http_protocol_class is not HttpToolsProtocol:
-        raise RuntimeError("the gateway serves on httptools alone; h11 costs six times as much")
-    return Listener(config)
 
 
 async def work(state: StateDir, client_fd: int, admin_fd: int, worker: int) -> None:
@@ -112,21 +101,25 @@ async def work(state: StateDir, client_fd: int, admin_fd: int, worker: int) -> N
     start("metrics", _publish(gateway.metrics))
     start("shared", _beat(shared))
 
-    client, admin = listener(gateway.client), listener(gateway.admin)
+    start("deadlines", gateway.deadlines.run())
+
+    client = Server(gateway.client, lambda: document.deployment.gateway.max_body_bytes, gateway.count_refused)
+    admin = AdminServer(gateway.admin)
+    stopping = asyncio.Event()
 
     def drain() -> None:
         gateway.draining = True
         log.info("draining")
-        client.stop(document.deployment.gateway.drain_timeout_s)
+        stopping.set()
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, drain)
     admin_task = asyncio.create_task(admin.serve(sockets=[socket.socket(fileno=admin_fd)]))
+    await client.start(socket.socket(fileno=client_fd))
     log.info("worker_started", pid=os.getpid())
-    await client.serve(sockets=[socket.socket(fileno=client_fd)])
-    if client.server_state.tasks:  # those that the drain cut short say so to their clients
-        await asyncio.wait(client.server_state.tasks, timeout=LAST_WORDS_S)
-    admin.stop(LAST_WORDS_S)
+    await stopping.wait()
+    await client.drain(document.deployment.gateway.drain_timeout_s)
+    admin.should_exit = True
     await admin_task
     for task in background.values():
         task.cancel()

@@ -7,17 +7,19 @@ may be repeated elsewhere; after it never.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import StrEnum
-from functools import partial
-from time import perf_counter
+from time import monotonic
+
+from starlette.types import Message
 
 from gateway.call import Call
-from gateway.errors import Refused, from_upstream, rejection_status
+from gateway.errors import Refused, adapter_failure, from_upstream, rejection_status
+from gateway.exchange import SENT
 from gateway.metrics import ModelMeter
-from gateway.outlet import Outlet
 from gateway.sse import Tail
 from gateway.upstream import Connection
+from gateway.usage import MAX_DECODED, Usage, usage_of_answer
 from policy.errors import Refusal
 
 MAX_ERROR_BYTES = 64 * 1024
@@ -25,7 +27,15 @@ REFUSAL_HEADER = b"x-tidegate-refusal"
 
 
 class Verdict(StrEnum):
-    """How an attempt ended."""
+    """How an attempt ended.
+
+    ``SERVED``: the client has its answer. ``BROKEN``: it broke after bytes of it went to the client,
+    who was told. All others left nothing said: ``REJECTED`` is the request's own fault, ``REFUSED``
+    the replica's word that it did not begin it, ``FAILED`` an answer of 5xx or one that is none,
+    ``LOST`` a connection that died under it, ``STALE`` a kept one that was dead already,
+    ``UNREACHABLE`` no connection. ``SILENT``: the replica took the request and was silent for longer
+    than its deadline; its connection was closed, and the request may be repeated elsewhere.
+    """
 
     SERVED = "served"
     BROKEN = "broken"
@@ -33,86 +43,119 @@ class Verdict(StrEnum):
     REFUSED = "refused"
     FAILED = "failed"
     LOST = "lost"
-    STALE = "stale"
     SILENT = "silent"
+    STALE = "stale"
     UNREACHABLE = "unreachable"
 
 
 class Relay:
     """The sink of the upstream connection; ``done`` yields the verdict.
 
-    ``refused`` holds what to tell the client for ``REJECTED`` and ``FAILED``, ``reason`` why the
-    replica did not take the request for ``REFUSED``.
+    ``refused`` holds what to tell the client for ``REJECTED``, ``FAILED`` and ``SILENT``, ``reason`` why
+    the replica did not take the request for ``REFUSED``. ``begun`` once a stream's first event came,
+    ``committed`` once the client has heard of an answer. ``on_first`` is told of the first token.
     """
 
     __slots__ = (
         "_call",
         "_committed",
         "_connection",
+        "_end",
         "_error",
         "_headers",
+        "_holds",
         "_last_at",
         "_meter",
-        "_outlet",
+        "_send",
         "_status",
         "_stream",
         "_tail",
+        "begun",
         "done",
         "on_first",
+        "quiet_since",
         "reason",
         "refused",
+        "sent_at",
         "streams",
     )
 
     def __init__(self, call: Call, connection: Connection, tail: Tail, meter: ModelMeter) -> None:
         self._call = call
+        self._send = call.send
         self._connection = connection
         self._tail = tail
         self._meter = meter
-        self._outlet = Outlet(call.send, partial(connection.pause, self), partial(connection.resume, self))
         self._status = 0
         self._headers: dict[bytes, bytes] = {}
         self._stream = False
         self._error: bytearray | None = None
+        self._end = b""
         self._committed = False
+        self._holds = False
         self._last_at = 0.0
+        self.streams = call.streaming
+        self.begun = False
+        self.sent_at = self.quiet_since = 0.0
         self.reason = Refusal.BUSY
         self.refused: Refused | None = None
         self.on_first: Callable[[], None] | None = None
-        self.streams = True
         self.done: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
 
-    async def run(self, head: bytes, body: bytes) -> Verdict:
-        """Send the request and relay its answer; cancelling closes the connection at once."""
+    async def run(self, head: bytes, body: bytes | Sequence[bytes | memoryview]) -> Verdict:
+        """Send the request and relay its answer; cancelling closes the connection at once.
+
+        ``body`` may be a list of buffers, which are sent one after the other.
+        """
+        call = self._call
+        self.sent_at = self.quiet_since = call.sent_at = monotonic()
+        deadlines = call.deadlines
+        if deadlines is not None:
+            deadlines.watch(self)
         try:
             self._connection.send(self, head, body)
-            verdict = await self.done
-            await self._outlet.drained()
+            return await self.done
         except asyncio.CancelledError:
             self._connection.abort(self)
-            self._outlet.drop()
-            if self._committed and self._stream and not (self._call.left or self._call.answered):
+            if self._committed and self._stream and not (call.left or call.answered):
                 # The drain has run out of time: a cut must not look like an end.
-                refused = Refused(Refusal.SHUTTING_DOWN, "The gateway is shutting down.")
-                self._call.answered = True
-                await self._call.send({"type": "http.response.body", "body": self._tail.error_event(refused)})
+                self._say_last(Refused(Refusal.SHUTTING_DOWN, "The gateway is shutting down."))
             raise
         finally:
-            # It holds this relay: as a cycle, request and body would stay until a collection.
-            del self._outlet
-        return verdict
+            self.on_first = None
+            if deadlines is not None:
+                deadlines.unwatch(self)
+            if self._committed:
+                self._account()
 
     @property
     def committed(self) -> bool:
         """Whether the client has heard of an answer, so that there can be no other."""
         return self._committed
 
+    # the deadlines' attempt
+
+    def stirred(self) -> bool:
+        """Whether bytes came since the last call, or could not since the client is slow."""
+        heard, self._connection.heard = self._connection.heard, False
+        return heard or self._holds
+
     def expire(self, waited_s: float) -> None:
         """The replica was silent for ``waited_s`` seconds: give it up."""
-        if not self._committed and not self.done.done():
-            self._connection.abort(self)
-            self.refused = Refused(Refusal.UPSTREAM_FAILED, f"The replica was silent for {waited_s:g} s.")
+        if self.done.done():
+            return
+        if self._tail.closed:
+            self._cut()
+            return
+        self._connection.abort(self)
+        refused = Refused(Refusal.UPSTREAM_SILENT, f"The replica was silent for {waited_s:g} s.")
+        if not self._committed:
+            self.refused = refused
             self._settle(Verdict.SILENT)
+            return
+        if self._stream:
+            self._say_last(refused)
+        self._settle(Verdict.BROKEN)
 
     # the connection's sink
 
@@ -161,59 +204,109 @@ class Relay:
         if not self._committed:
             if not data and not complete:
                 return
+            self._first()
             length = self._headers.get(b"content-length")
             self._commit([] if length is None else [(b"content-length", length)])
+        self._end = data if not self._end else (self._end + data)[-MAX_DECODED:]
         if complete:
             self._call.answered = True
-        self._outlet.put({"type": "http.response.body", "body": data, "more_body": not complete})
+        self._put({"type": "http.response.body", "body": data, "more_body": not complete})
         if complete:
             self._settle(Verdict.SERVED)
 
     def _relay_events(self, data: bytes, complete: bool) -> None:
-        finished = self._tail.finished
-        out = self._tail.feed(data)
+        tail = self._tail
+        if tail.closed and not complete:  # more than the last word
+            self._cut()
+            return
+        finished = tail.finished
+        out = tail.feed(data)
         if out:
-            now = perf_counter()
+            now = monotonic()
             if not self._committed:
-                if self._tail.error and (status := rejection_status(self._tail.error)) is not None:
+                if tail.error and (refused := self._rejection()) is not None:
                     # vLLM opens the stream before it has checked all; nothing was said to the client yet.
-                    if not complete:
-                        self._connection.abort(self)
-                    self.refused = from_upstream(status, self._tail.error, None, self._call.route)
+                    self._connection.abort(self)
+                    self.refused = refused
                     self._settle(Verdict.REJECTED)
                     return
                 self._commit([(b"cache-control", b"no-cache")])
             if self._last_at:
                 self._meter.itl.add(now - self._last_at)
                 self._last_at = now
-            elif not out.startswith(b":"):  # comments keep a connection alive through a long prefill
+            elif tail.events or tail.closed:  # comments keep a connection alive through a long prefill
+                self.begun = True
                 self._call.first_byte_at = self._last_at = now
-            if self._last_at and not finished:  # what follows the last token comes at once
-                self._call.events += out.count(b"\n\n")
+                self._first()
+            if not finished:  # what follows the last token comes at once
                 self._call.last_event_at = now
-            self._outlet.put({"type": "http.response.body", "body": out, "more_body": True})
+            self._put({"type": "http.response.body", "body": out, "more_body": True})
         if complete:
             if not self._committed:
                 self._settle(Verdict.LOST)
                 return
             self._end_stream(clean=True)
             self._settle(Verdict.SERVED if self._ended_well() else Verdict.BROKEN)
+        elif tail.failed:
+            self._cut()
+
+    def _cut(self) -> None:
+        """Everything was said, and the upstream still goes on."""
+        self._connection.abort(self)
+        self._end_stream(clean=True)
+        self._settle(Verdict.SERVED if self._ended_well() else Verdict.BROKEN)
+
+    def _rejection(self) -> Refused | None:
+        """What a stream's first event says, if it is the request's own fault."""
+        if (refused := adapter_failure(self._tail.error)) is not None:
+            return refused
+        status = rejection_status(self._tail.error)
+        return None if status is None else from_upstream(status, self._tail.error, None, self._call.route)
 
     def _commit(self, headers: list[tuple[bytes, bytes]]) -> None:
         self._committed = self._call.started = True
         headers.append((b"content-type", self._headers[b"content-type"]))
         headers.append((b"x-tidegate-replica", self._call.replica))
-        self._outlet.put(self._call.head(200, headers))
+        self._put(self._call.head(200, headers))
+
+    def _first(self) -> None:
+        if self.on_first is not None:
+            self.on_first()
 
     def _end_stream(self, *, clean: bool) -> None:
         last = b""
         if (refused := self._tail.end(clean=clean)) is not None:
             last = self._tail.error_event(refused)
         self._call.answered = True
-        self._outlet.put({"type": "http.response.body", "body": last, "more_body": False})
+        self._put({"type": "http.response.body", "body": last, "more_body": False})
+
+    def _say_last(self, refused: Refused) -> None:
+        """End a stream that was begun with an error event."""
+        self._call.answered = True
+        self._put({"type": "http.response.body", "body": self._tail.error_event(refused)})
+
+    def _put(self, message: Message) -> None:
+        """Hand bytes to the client; one that does not keep up holds the replica back."""
+        sent = self._send(message)
+        if sent is not SENT and not self._holds:
+            assert isinstance(sent, asyncio.Future)
+            self._holds = True
+            self._connection.pause(self)
+            sent.add_done_callback(self._go_on)
+
+    def _go_on(self, _: asyncio.Future[None]) -> None:
+        self._holds = False
+        self._connection.resume(self)
 
     def _ended_well(self) -> bool:
         return self._stream and not self._tail.failed
+
+    def _account(self) -> None:
+        """What the answer cost, as far as it came."""
+        tail = self._tail
+        usage = tail.usage if self._stream else usage_of_answer(self._end)
+        self._call.events = tail.events
+        self._call.usage = usage or Usage(completion=tail.events, exact=False)
 
     def _collect(self, data: bytes, complete: bool) -> None:
         assert self._error is not None
@@ -222,13 +315,17 @@ class Relay:
             return
         if not complete:
             self._connection.abort(self)
+        said = bytes(self._error)
         retry_after = self._headers.get(b"retry-after")
         if self._status == 503 and (reason := self._headers.get(REFUSAL_HEADER)) is not None:
             self.reason = _REASONS.get(reason, Refusal.BUSY)
             # An engine that died under the request charges it as a lost connection would.
             self._settle(Verdict.LOST if self.reason is Refusal.REPLICA_LOST else Verdict.REFUSED)
         elif 400 <= self._status < 500 and self._status not in (401, 403, 407):
-            self.refused = from_upstream(self._status, bytes(self._error), retry_after, self._call.route)
+            self.refused = from_upstream(self._status, said, retry_after, self._call.route)
+            self._settle(Verdict.REJECTED)
+        elif self._status == 500 and (refused := adapter_failure(said)) is not None:
+            self.refused = refused
             self._settle(Verdict.REJECTED)
         else:
             why = Refusal.NO_REPLICA if self._status == 503 else Refusal.UPSTREAM_FAILED

@@ -1,8 +1,7 @@
-"""Follow a stream of server-sent events to its end without parsing what is in it.
+"""Follow a stream of server-sent events to its end: only whole, valid events reach the client.
 
-Whole events pass as the bytes that came. A block of events is looked into only when it holds one
-of the few byte strings that can end a stream; inside a JSON string their quotes would be escaped,
-so text that a model writes never matches.
+Events pass as the bytes that came. Each payload is decoded into the few fields that end a stream or
+count its tokens, which checks the whole of it and costs less than half a microsecond.
 """
 
 from __future__ import annotations
@@ -11,12 +10,17 @@ import re
 from typing import ClassVar
 
 import msgspec
+from msgspec import Raw
 
 from gateway.errors import Refused, read_error
+from gateway.usage import Usage, read_usage, usage_inside
 from policy.errors import Refusal
 
 MAX_EVENT_BYTES = 8 * 1024 * 1024
-_BOUNDARY = re.compile(rb"(?<=\n\n)|(?<=\n\r\n)")
+_BOUNDARY = re.compile(rb"\n(?:\n|\r\n)")
+_LINE_END = re.compile(rb"\r\n|\n")
+_NULL = Raw(b"null")
+_DONE = b"[DONE]"
 
 
 class _Choice(msgspec.Struct):
@@ -24,30 +28,43 @@ class _Choice(msgspec.Struct):
     finish_reason: str | None = None
 
 
-class _Payload(msgspec.Struct):
-    type: str | None = None
+class _Chunk(msgspec.Struct):
+    """An event of chat or completions."""
+
     choices: list[_Choice] | None = None
-    error: msgspec.Raw = msgspec.Raw(b"null")
+    usage: Raw = _NULL
+    error: Raw = _NULL
 
 
-_decoder = msgspec.json.Decoder(_Payload)
+class _Typed(msgspec.Struct):
+    """An event of responses or messages."""
+
+    type: str | None = None
+    usage: Raw = _NULL
+    response: Raw = _NULL
+    message: Raw = _NULL
+    error: Raw = _NULL
 
 
 class Tail:
     """One stream. ``finished`` once it has said all it must, ``failed`` once it said an error.
 
-    ``error`` is the payload of the upstream's error event, empty until there is one.
-    This base class knows no last word: any clean end is a good one.
+    ``closed`` once nothing more may follow. ``error`` is the payload of the upstream's error event,
+    empty until there is one. ``events`` counts those with a payload up to the one that finishes the
+    answer, ``usage`` is what the engine said of it. This base class knows no last word: any clean end
+    is a good one.
     """
 
-    markers: ClassVar[tuple[bytes, ...]] = ()
+    last_words: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self) -> None:
-        self.finished = not self.markers
+        self.finished = not self.last_words
         self.failed = False
         self.closed = False
         self.error = b""
-        self._held = b""
+        self.events = 0
+        self.usage: Usage | None = None
+        self._held = bytearray()
 
     def feed(self, data: bytes) -> bytes:
         """Take what came; returns the whole events that may go to the client now.
@@ -57,27 +74,18 @@ class Tail:
         """
         if self.closed:
             return b""
-        if self._held:
-            data = self._held + data
-            self._held = b""
-        if not data.endswith((b"\n\n", b"\n\r\n")):
-            cut = _last_boundary(data)
-            self._held = data[cut:]
-            data = data[:cut]
-            if len(self._held) > MAX_EVENT_BYTES:
-                self.failed = self.closed = True
-                self._held = b""
-                return data + self.error_event(
-                    Refused(Refusal.STREAM_BROKEN, "The replica sent an event that is too large.")
-                )
-        for marker in self.markers:
-            if marker in data:
-                return self._look_into(data)
-        return data
+        if (
+            not self._held
+            and data.startswith(b"data: ")
+            and data.find(b"\n") == len(data) - 2
+            and data.endswith(b"\n\n")
+        ):
+            return self._pass(data, data[6:-2])
+        return self._feed_many(data)
 
     def end(self, *, clean: bool) -> Refused | None:
         """The upstream has ended: what must still be said to the client, if anything."""
-        self._held = b""
+        self._held.clear()
         if self.failed or (self.finished and (clean or self.closed)):
             return None
         self.failed = True
@@ -87,71 +95,120 @@ class Tail:
         """The event that tells a client of this API that the stream failed."""
         return b"data: " + refused.body() + b"\n\n"
 
-    def _look_into(self, data: bytes) -> bytes:
+    def _feed_many(self, data: bytes) -> bytes:
+        """Any number of events and parts of them."""
+        held = self._held
+        seen = max(0, len(held) - 3)  # a boundary may have begun in what is held
+        held += data
         passed: list[bytes] = []
-        for event in _BOUNDARY.split(data):
-            payload = b"\n".join(line[5:].strip() for line in event.splitlines() if line.startswith(b"data:"))
-            passed.append(self._pass(event, payload) if payload else event)
+        begin = 0
+        for boundary in _BOUNDARY.finditer(held, seen):
+            event = bytes(held[begin : boundary.end()])
+            passed.append(self._pass_block(event))
+            begin = boundary.end()
             if self.closed:
                 break
+        del held[:begin]
+        if self.closed:
+            held.clear()
+        elif len(held) > MAX_EVENT_BYTES:
+            held.clear()
+            passed.append(self._broken("The replica sent an event that is too large."))
         return b"".join(passed)
+
+    def _pass_block(self, event: bytes) -> bytes:
+        payload = b"\n".join(line[5:] for line in _LINE_END.split(event) if line.startswith(b"data:")).strip()
+        if payload or b"data:" in event:
+            return self._pass(event, payload)
+        return event if _is_text(event) else self._broken("The replica sent bytes that are no text.")
 
     def _pass(self, event: bytes, payload: bytes) -> bytes:
         """Note what ``event`` says; returns the bytes that go to the client for it."""
+        if payload == _DONE:
+            self.closed = True
+            if self.finished:
+                return event
+            return self._broken("The stream ended before the answer was complete.")
+        if not event.isascii() and not _is_text(event):
+            return self._broken("The replica sent bytes that are no text.")
+        if b"\r" in payload:  # ends a line for a client, wherever it stands
+            return self._broken("The replica sent an event that is cut by a carriage return.")
+        if not self.finished:
+            self.events += 1
         try:
-            said = _decoder.decode(payload)
-        except (ValueError, RecursionError):  # also for bytes that are no UTF-8
-            return event
-        if self._terminal(said):
+            return self._read(event, payload)
+        except msgspec.ValidationError:
+            # Not what we know, but it may be JSON all the same.
+            try:
+                msgspec.json.decode(payload)
+            except (ValueError, RecursionError):
+                pass
+            else:
+                return event
+        except (ValueError, RecursionError):
+            pass
+        return self._broken("The replica sent an event that is not valid JSON.")
+
+    def _read(self, event: bytes, payload: bytes) -> bytes:
+        """As :meth:`_pass`, of a payload that is text; raises ``ValueError`` if it is no JSON."""
+        said = _typed.decode(payload)
+        if said.type == "error" or said.error != _NULL:
+            return self._fail(payload)
+        self._count(said)
+        if said.type in self.last_words:
             self.finished = True
-        elif said.type == "error" or bytes(said.error) != b"null":
-            self.failed = self.closed = True
-            self.error = payload
-            return self.error_event(_relayed_error(payload))
         return event
 
-    def _terminal(self, said: _Payload) -> bool:
-        return False
+    def _count(self, said: _Typed) -> None:
+        if said.usage != _NULL:
+            self.usage = read_usage(said.usage) or self.usage
+
+    def _fail(self, payload: bytes) -> bytes:
+        """The upstream's error event, in our envelope."""
+        self.failed = self.closed = True
+        self.error = payload
+        return self.error_event(_relayed_error(payload))
+
+    def _broken(self, why: str) -> bytes:
+        self.failed = self.closed = True
+        return self.error_event(Refused(Refusal.STREAM_BROKEN, why))
 
 
 class ChatTail(Tail):
-    """Chat and completions: every choice needs a finish reason, then ``[DONE]``."""
+    """Chat and completions: every choice needs a finish reason, then ``[DONE]``.
 
-    markers = (b'"finish_reason":"', b'"finish_reason": "', b"[DONE]", b'{"error"')
+    With ``strip_usage`` the event that only counts tokens was not asked for by the client.
+    """
 
-    def __init__(self, choices: int) -> None:
+    last_words = (_DONE.decode(),)
+
+    def __init__(self, choices: int, *, strip_usage: bool = False) -> None:
         super().__init__()
         self._choices = choices
+        self._strip_usage = strip_usage
         self._finished: set[int] = set()
 
-    def _pass(self, event: bytes, payload: bytes) -> bytes:
-        if payload != b"[DONE]":
-            return super()._pass(event, payload)
-        self.closed = True
-        if self.finished:
-            return event
-        self.failed = True
-        return self.error_event(
-            Refused(Refusal.STREAM_BROKEN, "The stream ended before every choice was finished.")
-        )
-
-    def _terminal(self, said: _Payload) -> bool:
-        for choice in said.choices or ():
-            if choice.finish_reason is not None:
-                self._finished.add(choice.index)
-        return len(self._finished) >= self._choices
+    def _read(self, event: bytes, payload: bytes) -> bytes:
+        said = _chunk.decode(payload)
+        choices = said.choices
+        if choices:
+            for choice in choices:
+                if choice.finish_reason is not None:
+                    self._finished.add(choice.index)
+                    self.finished = len(self._finished) >= self._choices
+        elif said.error != _NULL:
+            return self._fail(payload)
+        if said.usage != _NULL:
+            self.usage = read_usage(said.usage) or self.usage
+            if self._strip_usage and not choices:
+                return b""
+        return event
 
 
 class ResponsesTail(Tail):
     """OpenAI's responses: one of three events is the last word."""
 
-    markers = (
-        b'"response.completed"',
-        b'"response.incomplete"',
-        b'"response.failed"',
-        b'"error"',
-        b"[DONE]",
-    )
+    last_words = ("response.completed", "response.incomplete", "response.failed")
 
     def error_event(self, refused: Refused) -> bytes:
         said = {
@@ -168,27 +225,37 @@ class ResponsesTail(Tail):
         }
         return b"event: error\ndata: " + msgspec.json.encode(said) + b"\n\n"
 
-    def _terminal(self, said: _Payload) -> bool:
-        self.failed = self.failed or said.type == "response.failed"
-        return said.type in ("response.completed", "response.incomplete", "response.failed")
+    def _count(self, said: _Typed) -> None:
+        if said.type in self.last_words:
+            self.usage = usage_inside(said.response)
+            self.failed = said.type == "response.failed"
 
 
 class MessagesTail(Tail):
-    """Anthropic's messages end with ``message_stop``."""
+    """Anthropic's messages end with ``message_stop``; its first and last deltas count the tokens."""
 
-    markers = (b'"message_stop"', b'"error"')
+    last_words = ("message_stop",)
 
     def error_event(self, refused: Refused) -> bytes:
         return b"event: error\ndata: " + refused.body(anthropic=True) + b"\n\n"
 
-    def _terminal(self, said: _Payload) -> bool:
-        return said.type == "message_stop"
+    def _count(self, said: _Typed) -> None:
+        found = usage_inside(said.message) if said.type == "message_start" else read_usage(said.usage)
+        if found is not None:
+            before = self.usage or Usage()
+            self.usage = Usage(found.prompt or before.prompt, found.cached or before.cached, found.completion)
 
 
-def _last_boundary(data: bytes) -> int:
-    """The length of the whole events at the start of ``data``."""
-    lf, crlf = data.rfind(b"\n\n"), data.rfind(b"\n\r\n")
-    return max(lf + 2 if lf >= 0 else 0, crlf + 3 if crlf >= 0 else 0)
+_chunk = msgspec.json.Decoder(_Chunk)
+_typed = msgspec.json.Decoder(_Typed)
+
+
+def _is_text(data: bytes) -> bool:
+    try:
+        str(data, "utf-8")
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def _relayed_error(payload: bytes) -> Refused:

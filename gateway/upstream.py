@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import Sequence
 from typing import Protocol, cast
 from urllib.parse import urlsplit
 
@@ -37,7 +38,8 @@ class Connection(asyncio.Protocol):
     """One connection, one response at a time.
 
     A sink may pause, resume and abort it from :meth:`send` to the end of its response. After that
-    the connection may already serve another, so that its calls do nothing.
+    the connection may already serve another, so that its calls do nothing. ``heard`` is set by every
+    read, for whoever clears it.
     """
 
     __slots__ = (
@@ -54,6 +56,7 @@ class Connection(asyncio.Protocol):
         "_transport",
         "_until_eof",
         "begun",
+        "heard",
         "reused",
     )
 
@@ -64,6 +67,7 @@ class Connection(asyncio.Protocol):
         self._sink: Sink | None = None
         self._paused = False
         self.reused = False
+        self.heard = False
         self._reset()
 
     def _reset(self) -> None:
@@ -77,17 +81,20 @@ class Connection(asyncio.Protocol):
         """Whether a request may be written."""
         return self._transport is not None and not self._transport.is_closing()
 
-    def send(self, sink: Sink, head: bytes, body: bytes) -> None:
-        """Write a request; its response goes to ``sink``."""
+    def send(self, sink: Sink, head: bytes, body: bytes | Sequence[bytes | memoryview]) -> None:
+        """Write a request in one call of the system; its response goes to ``sink``.
+
+        A body that is large, or comes in several buffers, is not copied.
+        """
         assert self._transport is not None
         assert self._sink is None
         self._reset()
         self._sink = sink
-        if len(body) <= MAX_BUFFERED_WRITE:
-            self._transport.write(head + body)
+        parts = (head, body) if isinstance(body, bytes) else (head, *body)
+        if sum(map(len, parts)) <= MAX_BUFFERED_WRITE:
+            self._transport.write(b"".join(parts))
         else:
-            self._transport.write(head)
-            self._transport.write(body)
+            self._transport.writelines(parts)
 
     def pause(self, sink: Sink) -> None:
         """Stop reading: the client does not keep up."""
@@ -125,7 +132,7 @@ class Connection(asyncio.Protocol):
         if self._sink is None:  # bytes that nobody asked for
             self.kill()
             return
-        self.begun = True
+        self.begun = self.heard = True
         self._pool.reads += 1
         try:
             self._parser.feed_data(data)
@@ -213,7 +220,7 @@ class Connection(asyncio.Protocol):
 
 
 class Pool:
-    """Connections to one server."""
+    """Connections to one server; ``reads`` counts how often any of them brought bytes."""
 
     def __init__(self, url: str, connect_timeout_s: float, *, max_idle: int = MAX_IDLE) -> None:
         parts = urlsplit(url)
@@ -222,6 +229,7 @@ class Pool:
         self.host_header = parts.netloc.rpartition("@")[2].encode()
         self.connect_timeout_s = connect_timeout_s
         self._max_idle = max_idle
+        self.reads = 0
         self._idle: list[Connection] = []
         self._closed = False
         self.reads = 0

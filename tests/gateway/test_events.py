@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 
@@ -10,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.body import depth_exceeds
-from gateway.sse import MAX_EVENT_BYTES, ChatTail, MessagesTail, ResponsesTail
+from gateway.sse import MAX_EVENT_BYTES, ChatTail, MessagesTail, ResponsesTail, Tail
+from gateway.usage import Usage
 from tests.gateway.fake_replica import DONE, STREAM, event
 
 CRLF = STREAM.replace(b"\n", b"\r\n")
@@ -40,11 +42,92 @@ def test_text_that_looks_like_an_end_is_not_one() -> None:
     assert tail.end(clean=True) is not None
 
 
-def test_bytes_that_are_no_text_finish_nothing() -> None:
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b'{"choices":[{"index":0,"delta":{"content":"a',
+        b'{"choices":[{"index":0,"delta":{"content":"\xff"}}]}',
+        b'{"choices":[{"index":0,"finish_reason":"\xff"}]}',
+        b'{"choices":[],"x":NaN}',
+        b'{"choices":[],"x":Infinity}',
+        b'{"choices":[]}}',
+        b'{"choices":[],\r"x":1}',
+        b"",
+        b"hello",
+    ],
+)
+@pytest.mark.parametrize("tail", [ChatTail(1), ResponsesTail(), MessagesTail()], ids=["chat", "resp", "msg"])
+@pytest.mark.parametrize("piece", [1, 5, 1000])
+def test_a_client_never_receives_broken_json(payload: bytes, tail: Tail, piece: int) -> None:
+    tail = copy.deepcopy(tail)
+    good = b'data: {"choices":[{"index":0}]}\n\n'
+    data = good + b"data: " + payload + b"\n\n" + good
+    out = b"".join(tail.feed(data[i : i + piece]) for i in range(0, len(data), piece))
+    assert out.startswith(good)
+    assert out.count(b"stream_broken") >= 1
+    assert out.count(b"data: ") == 2
+    for line in out.splitlines():
+        if line.startswith(b"data: "):
+            json.loads(line[6:])
+    assert tail.failed
+    assert tail.closed
+
+
+def test_an_event_of_an_unknown_form_passes() -> None:
     tail = ChatTail(1)
-    data = event(finish="stop").replace(b'"stop"', b'"\xff"')
+    for data in (b"data: [1]\n\n", b'data: {"choices":7}\n\n', b'data: {"choices":[{"index":"x"}]}\n\n'):
+        assert tail.feed(data) == data
+
+
+def test_a_comment_must_be_text() -> None:
+    assert b"stream_broken" in ChatTail(1).feed(b": \xff\n\n")
+
+
+def test_a_payload_may_take_several_lines() -> None:
+    tail = ChatTail(1)
+    data = b'data: {"choices":\ndata: [{"index":0,"finish_reason":"stop"}]}\n\n'
     assert tail.feed(data) == data
-    assert tail.end(clean=True) is not None
+    assert tail.finished
+
+
+@given(st.lists(st.integers(0, 2000)))
+def test_usage_is_read_however_it_is_cut_and_stripped_if_we_asked(cuts: list[int]) -> None:
+    counts = {"prompt_tokens": 9, "completion_tokens": 3, "prompt_tokens_details": {"cached_tokens": 4}}
+    last = json.dumps({"id": "c", "choices": [], "usage": counts}).encode()
+    said = event("a") + event(finish="stop")
+    data = said + b"data: " + last + b"\n\n" + DONE
+    for strip in (False, True):
+        tail = ChatTail(1, strip_usage=strip)
+        edges = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
+        out = b"".join(tail.feed(data[a:b]) for a, b in itertools.pairwise(edges))
+        assert out == (said + DONE if strip else data)
+        assert tail.usage == Usage(9, 4, 3)
+        assert tail.end(clean=True) is None
+
+
+def test_usage_in_the_event_that_finishes_is_not_stripped() -> None:
+    tail = ChatTail(1, strip_usage=True)
+    data = b'data: {"choices":[{"index":0,"finish_reason":"stop"}],"usage":{"prompt_tokens":2}}\n\n'
+    assert tail.feed(data) == data
+    assert tail.usage == Usage(2, 0, 0)
+
+
+def test_each_api_counts_in_its_own_words() -> None:
+    responses = ResponsesTail()
+    responses.feed(
+        b'event: response.completed\ndata: {"type":"response.completed","response":{"usage":'
+        b'{"input_tokens":7,"output_tokens":2,"input_tokens_details":{"cached_tokens":5}}}}\n\n'
+    )
+    assert responses.usage == Usage(7, 5, 2)
+    messages = MessagesTail()
+    messages.feed(
+        b'event: message_start\ndata: {"type":"message_start","message":{"usage":'
+        b'{"input_tokens":7,"output_tokens":1,"cache_read_input_tokens":3}}}\n\n'
+        b'event: message_delta\ndata: {"type":"message_delta","usage":{"output_tokens":4}}\n\n'
+        b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
+    )
+    assert messages.usage == Usage(10, 3, 4)
+    assert messages.finished
 
 
 def test_an_event_without_end_is_bounded() -> None:
