@@ -40,9 +40,7 @@ class Gateway:
         self.metrics = Metrics()
         self.deadlines = Deadlines(lambda: document.deployment.gateway)
         self.fleet = FleetView(secret, self.metrics, shared, rng.random)
-        self.admission = Admission(
-            self.fleet, self.metrics, Routes(rng), lambda: document.deployment.gateway.max_queue
-        )
+        self.admission = Admission(self.fleet, self.metrics, Routes(rng), lambda: document.deployment)
         self.client: ASGIApp = client_app(self.serve, self.fleet)
         self.admin: ASGIApp = admin_app(self.fleet, self.metrics, self.why_not_ready)
 
