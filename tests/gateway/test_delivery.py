@@ -1,0 +1,302 @@
+"""What is tried again and where, who is kept out of rotation, and how it comes back: real workers."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import resource
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+import pytest_asyncio
+
+from tests.gateway.fake_replica import ANSWER, Answer, Exchange, FakeReplica, answer_json, hold
+from tests.gateway.worker import Stack, model, until
+
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
+LIMITS = {
+    "queue_timeout_s": 15,
+    "progress_timeout_s": 0.6,
+    "eject": {"failures": 3, "base_s": 0.4, "max_s": 2, "window_s": 5},
+}
+# A model for each test: breakers and budgets of one are not the next one's.
+MODELS = [f"model-{i}" for i in range(16)]
+_unused = itertools.count()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def stand(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
+    """A worker that ejects soon and for a short time."""
+    stack = Stack(tmp_path_factory.mktemp("delivery"))
+    stack.gateway = LIMITS
+    stack.models = [model(name) for name in MODELS]
+    await stack.start_controller()
+    await stack.start_worker()
+    yield stack
+    await stack.close()
+
+
+async def fleet(stand: Stack, count: int) -> list[FakeReplica]:
+    name = MODELS[next(_unused)]
+    replicas = [await stand.replica(f"{name}-{i}", model=name) for i in range(count)]
+    await stand.ready(*replicas)
+    return replicas
+
+
+async def fail(exchange: Exchange) -> None:
+    await exchange.reply(b'{"error": {"message": "boom"}}', status=500)
+
+
+async def reset(exchange: Exchange) -> None:
+    exchange.reset()
+
+
+async def silent(exchange: Exchange) -> None:
+    await exchange.gone.wait()
+
+
+async def ask(stand: Stack, replica: FakeReplica) -> httpx.Response:
+    return await stand.chat(model=replica.model)
+
+
+async def busy(stand: Stack, replica: FakeReplica, in_flight: int) -> None:
+    """Let ``replica`` say so, and wait until it was heard."""
+    replica.say(in_flight=in_flight)
+
+    async def heard() -> bool:
+        seen = (await stand.admin.get("/admin/fleet")).json()["replicas"]
+        return {entry["id"]: entry["in_flight"] for entry in seen}[replica.id] == in_flight
+
+    await until(heard)
+
+
+async def unreached(stand: Stack, replica: FakeReplica) -> float:
+    name = "tidegate_upstream_attempts_total"
+    return await stand.metric(name, model=replica.model, outcome="unreachable")
+
+
+async def breaker(stand: Stack, replica: FakeReplica) -> str:
+    seen = (await stand.admin.get("/admin/fleet")).json()["replicas"]
+    return next(str(entry["breaker"]) for entry in seen if entry["id"] == replica.id)
+
+
+async def test_a_refused_connection_costs_nothing_where_another_is(stand: Stack) -> None:
+    refuses, takes = await fleet(stand, 2)
+    assert refuses._server is not None
+    refuses._server.close()
+    await busy(stand, takes, 7)
+    answers = [await ask(stand, takes) for _ in range(10)]
+    assert {answer.status_code for answer in answers} == {200}
+    assert await unreached(stand, takes) == 3
+    assert await breaker(stand, refuses) == "open"
+
+
+async def test_who_fails_is_kept_out_until_a_canary_is_answered(stand: Stack) -> None:
+    fails, works = await fleet(stand, 2)
+    fails.answer = fail
+    await busy(stand, works, 6)
+    for _ in range(3):
+        assert (await ask(stand, fails)).status_code == 200
+    assert await breaker(stand, fails) == "open"
+    assert len(fails.hits) == 3
+
+    await until(lambda: len(fails.hits) >= 5, "a canary, and after its failure another")
+    canary = fails.hits[-1]
+    assert (canary.path, canary.json["max_tokens"]) == ("/v1/completions", 1)
+    assert (await ask(stand, works)).headers["x-tidegate-replica"] == works.id
+    fails.answer = answer_json
+
+    async def back() -> bool:
+        return await breaker(stand, fails) == "closed"
+
+    await until(back, "its canary was answered")
+    assert (await ask(stand, fails)).headers["x-tidegate-replica"] == fails.id
+    assert await stand.metric("tidegate_ejections_total", model=fails.model) == 1
+    assert await stand.metric("tidegate_probes_total", model=fails.model, outcome="good") == 1
+    assert await stand.metric("tidegate_probes_total", model=fails.model, outcome="bad") >= 1
+
+
+@pytest.mark.parametrize("how", [fail, reset])
+async def test_when_all_fail_attempts_stay_within_the_budget(stand: Stack, how: Answer) -> None:
+    replicas = await fleet(stand, 4)
+    for replica in replicas:
+        replica.answer = how
+    for _ in range(30):
+        answer = await ask(stand, replicas[0])
+        assert answer.status_code >= 500
+    requests = 30
+
+    async def quickest() -> bool:
+        nonlocal requests
+        requests += 1
+        began = time.perf_counter()
+        answer = await ask(stand, replicas[0])
+        took_s = time.perf_counter() - began
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_replica")
+        assert 1 <= int(answer.headers["retry-after"]) <= 120
+        return took_s < 0.05
+
+    await until(quickest, "an answer at once")
+    attempts = sum(hit.json["messages"][0]["content"] == "hi" for r in replicas for hit in chats(r))
+    assert attempts <= 1.2 * requests + 3
+    assert await stand.metric("tidegate_retries_total", model=replicas[0].model, outcome="over_budget") > 0
+
+    for replica in replicas:
+        replica.answer = answer_json
+
+    async def recovered() -> bool:
+        return [await breaker(stand, replica) for replica in replicas] == ["closed"] * 4
+
+    assert (await ask(stand, replicas[0])).status_code == 200
+    await until(recovered, "all are back")
+
+
+def chats(replica: FakeReplica) -> list[Exchange]:
+    return [hit for hit in replica.hits if hit.path == "/v1/chat/completions"]
+
+
+async def test_what_hangs_is_moved_and_who_hangs_is_kept_out(stand: Stack) -> None:
+    hangs, works = await fleet(stand, 2)
+    hangs.answer = silent
+    await busy(stand, works, 7)
+    asked = [asyncio.create_task(ask(stand, hangs)) for _ in range(4)]
+    await until(lambda: len(hangs.hits) >= 3)
+    await busy(stand, works, 0)
+    answers = await asyncio.gather(*asked)
+    assert {answer.status_code for answer in answers} == {200}
+    assert {answer.headers["x-tidegate-replica"] for answer in answers} == {works.id}
+    assert await stand.metric("tidegate_ejections_total", model=hangs.model, reason="silence") == 1
+    hangs.answer = answer_json
+
+    async def back() -> bool:
+        return await breaker(stand, hangs) == "closed"
+
+    await until(back, "its canary was answered")
+
+
+async def test_who_computes_is_not_taken_for_one_that_hangs(stand: Stack) -> None:
+    computes, other = await fleet(stand, 2)
+    release = asyncio.Event()
+    computes.answer = hold(release)
+    await busy(stand, other, 7)
+    asked = asyncio.create_task(ask(stand, computes))
+    await until(lambda: len(computes.hits) == 1)
+    load = computes._load
+
+    def counting() -> dict[str, object]:
+        return {**load(), "tokens": int(time.monotonic() * 1000)}
+
+    computes._load = counting  # type: ignore[method-assign]
+    for _ in range(8):
+        computes.say()
+        await asyncio.sleep(0.2)
+    release.set()
+    assert (await asked).headers["x-tidegate-replica"] == computes.id
+    assert await stand.metric("tidegate_ejections_total", model=computes.model) == 0
+
+
+async def test_an_overloaded_replica_is_left_for_another_and_its_word_is_bounded(stand: Stack) -> None:
+    overloaded, other = await fleet(stand, 2)
+
+    async def later(exchange: Exchange) -> None:
+        await exchange.reply(b'{"error": {"message": "later"}}', status=503, retry_after="500")
+
+    overloaded.answer = later
+    await busy(stand, other, 7)
+    assert (await ask(stand, other)).headers["x-tidegate-replica"] == other.id
+    await stand.ready(overloaded)
+    answer = await ask(stand, overloaded)
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "120")
+
+
+async def test_no_descriptors_is_this_machines_fault(stand: Stack) -> None:
+    (replica,) = await fleet(stand, 1)
+    assert (await stand.http.get("/v1/models")).status_code == 200  # the client's connection is open
+    worker = psutil.Process(stand.workers[0].pid)
+    before = worker.rlimit(resource.RLIMIT_NOFILE)
+    await asyncio.sleep(0.1)
+    worker.rlimit(resource.RLIMIT_NOFILE, (next_descriptor(worker), before[1]))
+    try:
+        for _ in range(5):
+            answer = await ask(stand, replica)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (503, "exhausted")
+            assert "retry-after" in answer.headers
+    finally:
+        worker.rlimit(resource.RLIMIT_NOFILE, before)
+    assert (await ask(stand, replica)).status_code == 200
+    assert chats(replica)
+    assert await breaker(stand, replica) == "closed"
+    assert await unreached(stand, replica) == 0
+
+
+def next_descriptor(process: psutil.Process) -> int:
+    taken = {int(path.name) for path in Path(f"/proc/{process.pid}/fd").iterdir()}
+    return next(number for number in itertools.count() if number not in taken)
+
+
+async def external(stack: Stack, count: int) -> list[FakeReplica]:
+    """Servers that are not ours: they list their models, and answer chats by ``answer``."""
+    servers = []
+    for i in range(count):
+        server = FakeReplica(f"server-{i}")
+
+        async def run(exchange: Exchange, server: FakeReplica = server) -> None:
+            if exchange.path == "/v1/models":
+                await exchange.reply(b'{"data":[]}')
+                return
+            server.hits.append(exchange)
+            await server.answer(exchange)
+
+        server._run = run  # type: ignore[method-assign]
+        await server.start()
+        stack.replicas.append(server)
+        servers.append(server)
+    stack.gateway = LIMITS
+    stack.models = [{"name": "alpha", "engine": "external", "urls": [server.url for server in servers]}]
+    await stack.start_worker()
+    names = {server.url.removeprefix("http://") for server in servers}
+    await until(lambda: stack._admits(names), "the servers are known")
+    return servers
+
+
+@pytest.mark.asyncio(loop_scope="function")
+async def test_servers_that_are_known_to_be_down_are_not_waited_for(stack: Stack) -> None:
+    (server,) = await external(stack, 1)
+    assert (await stack.chat()).content == ANSWER
+    await server.stop()
+    await until(lambda: stack._admits(set()), "it is known")
+    answer = await stack.chat()
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_replica")
+    assert "retry-after" in answer.headers
+    await server.start()
+    await until(lambda: stack._admits({server.url.removeprefix("http://")}), "it is back")
+    assert (await stack.chat()).content == ANSWER
+
+
+@pytest.mark.asyncio(loop_scope="function")
+async def test_a_server_that_is_not_ours_is_probed_by_one_request_of_a_client(stack: Stack) -> None:
+    fails, works = await external(stack, 2)
+    fails.answer = fail
+    while await stack.metric("tidegate_ejections_total", model="alpha") == 0:
+        assert (await stack.chat()).status_code == 200
+    seen = len(fails.hits)
+    assert seen == 3
+
+    async def half_open() -> bool:
+        return await stack.metric("tidegate_breakers", model="alpha", state="half_open") == 1
+
+    await until(half_open)
+    assert len(fails.hits) == seen
+    release = asyncio.Event()
+    fails.answer = works.answer = hold(release)
+    works.hits.clear()
+    asked = [asyncio.create_task(stack.chat()) for _ in range(6)]
+    await until(lambda: len(fails.hits) + len(works.hits) >= seen + 6, "all were sent")
+    assert len(fails.hits) == seen + 1
+    release.set()
+    assert {answer.status_code for answer in await asyncio.gather(*asked)} == {200}
+    assert await stack.metric("tidegate_probes_total", model="alpha", outcome="good") == 1
