@@ -3,121 +3,135 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import Counter as Counts
+from collections.abc import Callable, Container
 
 from gateway.errors import Refused
 from gateway.fleet import FleetView, Served
+from gateway.line import Host, Line, Place
 from gateway.metrics import Metrics
 from gateway.replicas import Link
 from gateway.router import Routes
-from policy.errors import Refusal
+from gateway.shared import ALONE, Shared
+from policy.admission import Bounds, Queue
+from policy.batching import Room, select
+from policy.config import Deployment
+from policy.errors import Refusal, TargetError
+from policy.fairness import Fair
 from policy.request import Request
-from policy.routing import Quote
-from policy.waiting import Waiting
+from policy.routing import Candidate, Quote
+from policy.types import Priority
 
-# What waits is held in memory: without a bound it were max_queue bodies of max_body_bytes, 16 GiB by
-# their defaults. Of chats of 8 KiB this holds 32,768, so that max_queue speaks first.
-MAX_WAITING_BYTES = 256 * 1024 * 1024
+__all__ = ["Admission", "Place"]
 
-
-@dataclass(slots=True, eq=False)
-class Place:
-    """A request's place in the queue of its model.
-
-    ``entered`` once it was found to fit: what is sent back later is not asked again. ``quote`` is what
-    was predicted for the replica that it was sent to last.
-    """
-
-    served: Served
-    request: Request
-    entered: bool = False
-    quote: Quote | None = None
-    granted: asyncio.Future[Link] | None = None
-
-
-class _Queue:
-    def __init__(self) -> None:
-        self.waiting: Waiting[Place] = Waiting()
-        self.timer: asyncio.TimerHandle | None = None
+# While somebody waits and a replica is up, time alone may change what the router says.
+TICK_S = 0.02
+# Words of replicas that change nothing come by the hundred each second.
+REST_S = 0.004
 
 
 class Admission:
     """Late binding: a request waits here, not in a replica, while none can take it."""
 
     def __init__(
-        self, fleet: FleetView, metrics: Metrics, routes: Routes, max_queue: Callable[[], int]
+        self,
+        fleet: FleetView,
+        metrics: Metrics,
+        routes: Routes,
+        deployment: Callable[[], Deployment],
+        *,
+        weight: Callable[[str], float] = lambda tenant: 1.0,
+        shared: Shared = ALONE,
     ) -> None:
-        self._fleet = fleet
         self._metrics = metrics
         self._routes = routes
-        self._max_queue = max_queue
-        self._queues: dict[str, _Queue] = {}
-        self._waiting_bytes = 0
+        self._deployment = deployment
+        self._weight = weight
+        self._shared = shared
+        self._lines: dict[str, Line] = {}
+        self._loop = asyncio.get_running_loop()
+        self._clock = self._loop.time
         fleet.on_capacity = self.pump
 
     def arrive(self, served: Served, request: Request) -> Place:
         """A place at the end of the model's queue."""
-        request.ticket = self._queue(served.name).waiting.ticket()
-        return Place(served, request)
+        line = self._lines.get(served.name)
+        if line is None or line.served is not served:
+            line = self._lines[served.name] = self._line(served)
+        request.ticket = line.queue.ticket()
+        return Place(served, request, line)
 
     async def admit(self, place: Place) -> Link:
         """The replica to send it to, with its slot taken (:meth:`Link.begin`).
 
-        Asking again after a refusal stands in the old place, however full the queue has become.
-        Raises :class:`gateway.errors.Refused` when the queue is full or the deadline passes.
+        Asking again after a refusal stands in the old place, uncharged, however full the queue has
+        become. Raises :class:`gateway.errors.Refused` when the queue is full, when the wait would be
+        longer than the deadline, or when that has passed.
         """
-        queue = self._queue(place.served.name)
-        # Whoever waits came earlier, unless this one was only sent back to its old place.
-        if not queue.waiting and (link := self._choose(place)) is not None:
+        line, queue = place.line, place.line.queue
+        if place.began is not None:
+            queue.settle(place.began, 0)
+            place.began = None
+        # Whoever waits stands first, unless this one was only sent back to its old place.
+        if not queue and (link := self._choose(place)) is not None:
             place.entered = True
             self._send(place, link)
+            self._begin(place, self._clock())
             return link
-        if not place.entered:
-            self._check_room(place, queue)
-            place.entered = True
-        loop = asyncio.get_running_loop()
-        if place.request.deadline <= loop.time():
+        now = self._clock()
+        if place.request.deadline <= now:
             raise self._expired(place)
-        place.granted = loop.create_future()
-        queue.waiting.put(place.request.ticket, place, place.request.deadline)
-        self._waiting_bytes += place.request.size
-        self._changed(place.served.name, queue)
-        self.pump(place.served.name)
+        place.granted = self._loop.create_future()
+        self._wait(place, now)
         try:
             return await place.granted
         except asyncio.CancelledError:
-            if not queue.waiting.remove(place.request.ticket) and _was_granted(place.granted):
-                self.release(place.served, place.granted.result())
+            if not queue.remove(place.request, self._clock()) and _was_granted(place.granted):
+                assert place.began is not None
+                queue.settle(place.began, 0)
+                self.release(place, place.granted.result(), whole=False)
             raise
         finally:
-            self._waiting_bytes -= place.request.size
-            self._changed(place.served.name, queue)
+            line.places.pop(place.request.ticket, None)
+            self._depths(line)
 
-    def release(self, served: Served, link: Link) -> None:
-        """A request ended on ``link``: its slot is free."""
+    def release(self, place: Place, link: Link, *, whole: bool = True) -> None:
+        """The request ended on ``link``: its slot is free. ``whole`` if it was served to its end."""
+        if place.pending:
+            link.first_token(place.pending)
+            place.pending = 0
         link.end()
-        if (queue := self._queues.get(served.name)) is not None and queue.waiting:
-            self.pump(served.name)
+        line, adapter = place.line, place.request.adapter
+        if adapter and (running := line.runs.get(link.id)) is not None:
+            running[adapter] -= 1
+            if not running[adapter]:
+                del running[adapter]
+                if not running:
+                    del line.runs[link.id]
+        if place.began is not None:
+            line.queue.ended(place.began, self._clock(), whole=whole)
+        if line.queue:
+            self._pump_soon(line)
+
+    def first_token(self, place: Place, link: Link, ttft_s: float | None) -> None:
+        """Its first token came, ``ttft_s`` seconds after it was sent; ``None`` where that cannot be seen."""
+        if place.pending:
+            link.first_token(place.pending)
+            place.pending = 0
+        if ttft_s is not None and place.quote is not None:
+            self._routes.timed(place.request, place.quote, ttft_s)
+
+    def settle(self, place: Place, prompt_tokens: int, output_tokens: int) -> None:
+        """What it cost in truth, as the engine counted it; in place of what was charged when it began."""
+        if place.began is not None:
+            place.line.queue.settle(place.began, prompt_tokens + output_tokens)
+        self._routes.counted(place.request, prompt_tokens, output_tokens)
 
     def pump(self, model: str) -> None:
-        """Hand out what capacity there is, the oldest first."""
-        queue = self._queues.get(model)
-        if queue is None or not queue.waiting:
-            return
-        for ticket, place in queue.waiting.in_order():
-            link = self._choose(place)
-            if link is None:
-                if not place.request.adapter:
-                    break
-                continue  # the adapter is elsewhere; who comes after may still fit
-            queue.waiting.remove(ticket)
-            assert place.granted is not None
-            if place.granted.done():
-                continue
-            self._send(place, link)
-            place.granted.set_result(link)
-        self._changed(model, queue)
+        """A replica of ``model`` has news: hand out what capacity there is."""
+        line = self._lines.get(model)
+        if line is not None and line.queue and self._clock() - line.rested_at >= REST_S:
+            self._pump_soon(line)
 
     def has_other(self, place: Place) -> bool:
         """Whether a replica that has not failed this request could take it now."""
@@ -128,16 +142,11 @@ class Admission:
             for link in place.served.links
         )
 
-    def _check_room(self, place: Place, queue: _Queue) -> None:
-        if len(queue.waiting) >= self._max_queue():
-            raise Refused(
-                Refusal.QUEUE_FULL, f"{len(queue.waiting)} requests already wait for {place.served.name}."
-            )
-        # A body that is larger than all may be still waits where nothing else does.
-        if self._waiting_bytes and self._waiting_bytes + place.request.size > MAX_WAITING_BYTES:
-            raise Refused(
-                Refusal.QUEUE_FULL, f"Requests of {self._waiting_bytes} bytes already wait in this gateway."
-            )
+    def _line(self, served: Served) -> Line:
+        def fair() -> Fair:
+            return Fair(self._weight, None if self._shared is ALONE else Host(self._shared, served.name))
+
+        return Line(served, Queue(fair))
 
     def _choose(self, place: Place) -> Link | None:
         chosen = self._routes.choose(place.served, place.request)
@@ -148,37 +157,151 @@ class Admission:
 
     def _send(self, place: Place, link: Link) -> None:
         assert place.quote is not None
-        link.begin()
-        self._routes.began(place.request, place.quote)
+        place.pending = place.quote.uncached
+        link.begin(place.pending)
+        place.news = self._routes.began(place.request, place.quote)
+        if adapter := place.request.adapter:
+            place.line.runs.setdefault(link.id, Counts())[adapter] += 1
 
-    def _queue(self, model: str) -> _Queue:
-        queue = self._queues.get(model)
-        if queue is None:
-            queue = self._queues[model] = _Queue()
-        return queue
+    def _begin(self, place: Place, now: float) -> None:
+        place.began = place.line.queue.begin(place.request, now)
 
-    def _changed(self, model: str, queue: _Queue) -> None:
-        """Publish the depth and set the timer to the next deadline."""
-        self._metrics.model(model).queue_depth = len(queue.waiting)
-        if queue.timer is not None:
-            queue.timer.cancel()
-            queue.timer = None
-        if (at := queue.waiting.next_deadline()) is not None:
-            loop = asyncio.get_running_loop()
-            queue.timer = loop.call_at(at, self._expire, model, queue)
+    def _wait(self, place: Place, now: float) -> None:
+        """Stand in the queue; raises :class:`gateway.errors.Refused` for a newcomer that may not."""
+        line, request = place.line, place.request
+        line.queue.serve(now, ready=line.up)
+        if place.entered:
+            line.queue.put_back(request, now)
+        else:
+            limits = self._deployment().gateway
+            if request.priority is Priority.SHEDDABLE and (promised := self._promised_s(line)) is not None:
+                request.deadline = min(request.deadline, request.arrived + promised)
+            elsewhere = sum(other.queue.size for other in self._lines.values() if other is not line)
+            # A body that is larger than all may be waits where nothing else does, of any model.
+            size = limits.max_queue_bytes - elsewhere if elsewhere or line.queue else request.size
+            verdict = line.queue.enter(request, Bounds(limits.max_queue, size), now)
+            for displaced in verdict.displaced:
+                self._displace(line.places[displaced.ticket], verdict.retry_after_s)
+            if verdict.refusal is not None:
+                raise self._refused(place, verdict.refusal, verdict.retry_after_s)
+            place.entered = True
+            place.foreseen_s = verdict.wait_s
+        line.places[request.ticket] = place
+        self._depths(line)
+        self._arm(line, now)
+        self._pump_soon(line)
 
-    def _expire(self, model: str, queue: _Queue) -> None:
+    def _promised_s(self, line: Line) -> float | None:
+        """The time to the first token that requests of the model are promised, in seconds."""
+        try:
+            return self._deployment().model(line.served.name).control.slo.ttft_p95_s
+        except TargetError:  # a model that the controller still has and the document has not
+            return None
+
+    def _pump_soon(self, line: Line) -> None:
+        # Requests that end in one step of an engine free their slots together: choose for all of them.
+        if line.pump is None:
+            line.pump = self._loop.call_soon(self._pump, line)
+
+    def _pump(self, line: Line) -> None:
+        """Hand out what capacity there is."""
+        line.pump = None
+        queue = line.queue
+        now = self._clock()
+        queue.serve(now, ready=line.up)
+        if not queue or not line.has_room:
+            return
+        links = {link.id: link for link in line.served.links}
+
+        def quote(request: Request) -> Quote | None:
+            place = line.places[request.ticket]
+            left = place.granted is None or place.granted.done()
+            return None if left or not line.has_room or self._choose(place) is None else place.quote
+
+        def could(request: Request, candidate: Candidate) -> bool:
+            return not request.adapter or request.adapter in links[candidate.id].adapters
+
+        def runs(candidate: Candidate) -> Container[str]:
+            return {"", *line.runs.get(candidate.id, ())}
+
+        picks = []
+        for pick in select(queue.walk(), Room(quote, could, runs)):
+            self._send(line.places[pick.request.ticket], links[pick.quote.candidate.id])
+            picks.append(pick)
+        meter = self._metrics.queues.model(line.served.name)
+        for pick in picks:
+            place = line.places[pick.request.ticket]
+            self._begin(place, now)
+            for passed in pick.passed:
+                queue.pass_by(passed)
+            meter.waited_for(now - place.request.arrived, place.foreseen_s)
+            assert place.granted is not None
+            place.granted.set_result(links[pick.quote.candidate.id])
+        if not picks:
+            line.rested_at = now
+        self._depths(line)
+
+    def _depths(self, line: Line) -> None:
+        """Publish who waits."""
+        meter = self._metrics.queues.model(line.served.name)
+        for priority in meter.depth:
+            meter.depth[priority] = line.queue.depth(priority)
+        meter.size = line.queue.size
+
+    def _arm(self, line: Line, now: float) -> None:
+        """Wake at the next deadline; and, while a replica is up, with the next tick."""
+        at = line.queue.next_deadline()
+        if at is None:
+            return
+        if line.queue.ready:
+            at = min(at, now + TICK_S)
+        if line.timer is not None:
+            if line.timer.when() <= at:
+                return
+            line.timer.cancel()
+        line.timer = self._loop.call_at(at, self._wake, line)
+
+    def _wake(self, line: Line) -> None:
+        line.timer = None
         # The timer's clock has a coarser tick than the deadline, and may fire a hair early.
-        for place in queue.waiting.expire(asyncio.get_running_loop().time() + 0.002):
+        now = self._clock()
+        for request in line.queue.expire(now + 0.002):
+            place = line.places[request.ticket]
             if place.granted is not None and not place.granted.done():
                 place.granted.set_exception(self._expired(place))
-        self._changed(model, queue)
+        line.queue.hear_peers()
+        self._pump(line)
+        self._arm(line, now)
+
+    def _displace(self, place: Place, retry_after_s: int) -> None:
+        self._metrics.queues.model(place.served.name).displaced += 1
+        assert place.granted is not None
+        if not place.granted.done():
+            place.granted.set_exception(
+                Refused(
+                    Refusal.QUEUE_FULL,
+                    f"The queue for {place.served.name} is full, and this request made room for another.",
+                    retry_after_s=retry_after_s,
+                )
+            )
+
+    def _refused(self, place: Place, reason: Refusal, retry_after_s: int) -> Refused:
+        name, waiting = place.served.name, len(place.line.queue)
+        self._metrics.queues.model(name).refused[reason] += 1
+        if reason is Refusal.OVERLOADED:
+            text = f"{waiting} requests wait for {name}: this one would not be served before its deadline."
+        else:
+            text = f"{waiting} requests already wait for {name}."
+        return Refused(reason, text, retry_after_s=retry_after_s)
 
     def _expired(self, place: Place) -> Refused:
         name = place.served.name
-        if any(link.admissible for link in place.served.links):
-            return Refused(Refusal.DEADLINE, f"No replica of {name} had room before the request's deadline.")
-        return Refused(Refusal.NO_REPLICA, f"No replica of {name} was ready before the request's deadline.")
+        up = any(link.admissible for link in place.served.links)
+        reason = Refusal.DEADLINE if up else Refusal.NO_REPLICA
+        self._metrics.queues.model(name).refused[reason] += 1
+        if up:
+            return Refused(reason, f"No replica of {name} had room before the request's deadline.")
+        return Refused(reason, f"No replica of {name} was ready before the request's deadline.")
 
 
 def _was_granted(granted: asyncio.Future[Link]) -> bool:

@@ -47,6 +47,7 @@ class Body(msgspec.Struct):
     messages: Raw = _ABSENT
     prompt: Raw = _ABSENT
     input: Raw = _ABSENT
+    tools: Raw = _ABSENT
     stream_options: Raw = _ABSENT
     cache_salt: Raw = _ABSENT
     background: bool | None = None

@@ -17,7 +17,7 @@ from gateway.sse import ChatTail, MessagesTail, ResponsesTail, Tail
 from gateway.surface import Api, Route
 from gateway.upstream import Connection
 from policy.errors import Refusal
-from policy.health import Sign, State
+from policy.health import Sign
 from policy.types import EngineKind, Runner
 
 # A connection that cannot be made, and a request that was begun, are tried elsewhere once.
@@ -109,23 +109,23 @@ class Delivery:
             if not link.breaker.streak:
                 self._health.moved()
             elif not self._health.may_retry(self._clock()):
-                self._admission.release(self._place.served, link)
+                self._admission.release(self._place, link, whole=False)
                 raise self._nobody()
         return link
 
     async def _tried(self, link: Link) -> tuple[Verdict, Relay | None]:
         """One attempt; what it says of the replica is told before its slot is given to another."""
-        probe, sign = link.probe(), Sign.NOTHING
+        probe, sign, whole = link.probe(), Sign.NOTHING, False
         try:
             verdict, relay = await self._attempt(link)
-            sign = _SIGNS[verdict]
+            sign, whole = _SIGNS[verdict], verdict is Verdict.SERVED
             if verdict is Verdict.REFUSED and relay is not None:
                 link.refused(relay.reason)
             return verdict, relay
         finally:
             tell = self._health.probed if probe else self._health.tell
             tell(link.breaker, sign, self._clock())
-            self._admission.release(self._place.served, link)
+            self._admission.release(self._place, link, whole=whole)
 
     def _consider(self, verdict: Verdict, relay: Relay | None, link: Link) -> None:
         """Return if the call may be tried again; raises :class:`gateway.errors.Refused` if not."""
@@ -146,9 +146,7 @@ class Delivery:
             return
         self._begun += 1
         if self._begun < MAX_BEGUN:
-            # One that was taken out of rotation for its silence is as good as dead.
-            hung = verdict is Verdict.SILENT and link.breaker.state is State.OPEN
-            if verdict is Verdict.LOST or hung:
+            if verdict is Verdict.LOST:
                 self._moves = True
                 return
             if self._admission.has_other(self._place) and self._health.may_retry(self._clock()):

@@ -14,6 +14,8 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest, multiprocess
 
+from gateway.queue_meter import QueueMetrics
+
 DIRECTORY_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 SECONDS = (
     0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75,
@@ -23,6 +25,14 @@ GAPS = (
     0.001, 0.002, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.06, 0.075,
     0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.0, 5.0, 10.0,
 )  # fmt: skip
+
+
+# Predicted minus actual, in seconds and as a part of what it was.
+ERRORS = (
+    -10.0, -5.0, -2.0, -1.0, -0.5, -0.2, -0.1, -0.05, -0.02, -0.01, -0.005, -0.002, -0.001,
+    0.0, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0,
+)  # fmt: skip
+PARTS = (0.01, 0.02, 0.05, 0.075, 0.1, 0.125, 0.15, 0.175, 0.2, 0.25, 0.3, 0.4, 0.5, 0.75, 1.0, 2.0, 5.0)
 
 
 class Tally:
@@ -59,8 +69,9 @@ class ModelMeter:
     """The numbers of one model in this worker since they were last published."""
 
     __slots__ = (
-        "attempts", "breakers", "e2e", "ejections", "in_flight", "itl", "model", "probes", "queue_depth",
-        "queue_wait", "replicas_up", "requests", "retries", "streams", "ttft",
+        "attempts", "breakers", "coalesced_calls", "coalesced_requests", "e2e", "ejections", "in_flight",
+        "itl", "model", "probes", "queue_wait", "replicas_up", "requests", "retries", "streams", "ttft",
+        "ttft_error", "ttft_error_part",
     )  # fmt: skip
 
     def __init__(self, model: str) -> None:
@@ -72,13 +83,22 @@ class ModelMeter:
         self.retries: Counts[str] = Counts()
         self.probes: Counts[str] = Counts()
         self.breakers: Counts[str] = Counts()
+        self.coalesced_calls = 0
+        self.coalesced_requests = 0
         self.in_flight = 0
-        self.queue_depth = 0
         self.replicas_up = 0
         self.ttft = Tally(SECONDS)
         self.e2e = Tally(SECONDS)
         self.queue_wait = Tally(SECONDS)
         self.itl = Tally(GAPS)
+        self.ttft_error = Tally(ERRORS)
+        self.ttft_error_part = Tally(PARTS)
+
+    def predicted(self, predicted_s: float, actual_s: float) -> None:
+        """Count how far a router was from the time to a first token, both in seconds."""
+        self.ttft_error.add(predicted_s - actual_s)
+        if actual_s > 0.0:
+            self.ttft_error_part.add(abs(predicted_s - actual_s) / actual_s)
 
     def served_stream(self, ttft_s: float, mean_gap_s: float) -> None:
         """Count a served stream where both of its latencies fall."""
@@ -95,12 +115,27 @@ class Metrics:
 
     def __init__(self) -> None:
         self._registry = registry = CollectorRegistry()
+        self.queues = QueueMetrics(registry)
         self._meters: dict[str, ModelMeter] = {}
         self._requests = Counter(
             "tidegate_requests", "Requests by outcome.", ("model", "route", "outcome"), registry=registry
         )
         self._attempts = Counter(
             "tidegate_upstream_attempts", "Attempts on replicas.", ("model", "outcome"), registry=registry
+        )
+        self._coalesced_calls = Counter(
+            "tidegate_coalesced_calls", "Calls that several requests shared.", ("model",), registry=registry
+        )
+        self._coalesced_requests = Counter(
+            "tidegate_coalesced_requests", "Requests answered out of a shared call.", ("model",),
+            registry=registry,
+        )  # fmt: skip
+        self.overflow = Counter(
+            "tidegate_overflow_attempts", "Attempts on upstreams; cost_cap: the money was spent.",
+            ("model", "upstream", "outcome"), registry=registry,
+        )  # fmt: skip
+        self.overflow_cost = Counter(
+            "tidegate_overflow_cost", "Money spent at upstreams.", ("upstream",), registry=registry
         )
         # Both latencies of one stream together: two histograms would not say how many met both limits.
         self._streams = Counter(
@@ -109,10 +144,6 @@ class Metrics:
         )  # fmt: skip
         self._in_flight = Gauge(
             "tidegate_in_flight", "Requests in the gateway.", ("model",),
-            registry=registry, multiprocess_mode="livesum",
-        )  # fmt: skip
-        self._queue_depth = Gauge(
-            "tidegate_queue_depth", "Requests that wait for a replica.", ("model",),
             registry=registry, multiprocess_mode="livesum",
         )  # fmt: skip
         self._replicas_up = Gauge(
@@ -138,6 +169,16 @@ class Metrics:
         )  # fmt: skip
         self._queue_wait = self._histogram("tidegate_queue_wait_seconds", "Time in the queue.", SECONDS)
         self._ttft = self._histogram("tidegate_ttft_seconds", "Time to the first body byte.", SECONDS)
+        self._ttft_error = self._histogram(
+            "tidegate_ttft_prediction_error_seconds",
+            "Predicted minus actual time from a replica's request to its first token.",
+            ERRORS,
+        )
+        self._ttft_error_part = self._histogram(
+            "tidegate_ttft_prediction_error_ratio",
+            "Absolute error of the predicted time to the first token, as a part of the actual.",
+            PARTS,
+        )
         self._itl = self._histogram("tidegate_itl_seconds", "Gap between chunks of a stream.", GAPS)
         self._e2e = self._histogram("tidegate_e2e_seconds", "Time of a served request.", SECONDS)
 
@@ -153,6 +194,7 @@ class Metrics:
 
     def publish(self) -> None:
         """Merge what was counted into the shared metrics."""
+        self.queues.publish()
         for meter in self._meters.values():
             for (route, outcome), count in meter.requests.items():
                 self._requests.labels(meter.model, route, outcome).inc(count)
@@ -160,6 +202,9 @@ class Metrics:
             for verdict, count in meter.attempts.items():
                 self._attempts.labels(meter.model, verdict).inc(count)
             meter.attempts.clear()
+            self._coalesced_calls.labels(meter.model).inc(meter.coalesced_calls)
+            self._coalesced_requests.labels(meter.model).inc(meter.coalesced_requests)
+            meter.coalesced_calls = meter.coalesced_requests = 0
             for edges, count in meter.streams.items():
                 self._streams.labels(meter.model, *edges).inc(count)
             meter.streams.clear()
@@ -174,10 +219,11 @@ class Metrics:
             for state, count in meter.breakers.items():
                 self._breakers.labels(meter.model, state).set(count)
             self._in_flight.labels(meter.model).set(meter.in_flight)
-            self._queue_depth.labels(meter.model).set(meter.queue_depth)
             self._replicas_up.labels(meter.model).set(meter.replicas_up)
             self._ttft.labels(meter.model).merge(meter.ttft)
             self._itl.labels(meter.model).merge(meter.itl)
+            self._ttft_error.labels(meter.model).merge(meter.ttft_error)
+            self._ttft_error_part.labels(meter.model).merge(meter.ttft_error_part)
             self._e2e.labels(meter.model).merge(meter.e2e)
             self._queue_wait.labels(meter.model).merge(meter.queue_wait)
 

@@ -1,78 +1,103 @@
-"""How much may wait: by number for each model, by bytes for the worker, and both only on arrival."""
+"""Who may wait, who goes first, and who is charged: the shell of the queue over links without a network."""
 
 from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
-from gateway.admission import MAX_WAITING_BYTES, Admission, Place
+from gateway.admission import Admission, Place
 from gateway.errors import Refused
 from gateway.fleet import FleetView, Served
 from gateway.metrics import Metrics
 from gateway.replicas import Link
 from gateway.router import Routes
+from policy.config import Control, Deployment, GatewayConfig, ModelSpec, Objective
 from policy.errors import Refusal
 from policy.request import Request
-from policy.types import Load, Replica, ReplicaState
+from policy.types import Load, Priority, Replica, ReplicaState
 
 WAIT_S = 60.0
+MAX_BYTES = 10_000
 
 
 class Hall:
-    """Models with one replica each that takes one request, and the requests that came."""
+    """Models with one replica each that takes ``bound`` requests, and the requests that came."""
 
-    def __init__(self, max_queue: int = 1024) -> None:
-        metrics = Metrics()
-        self.admission = Admission(
-            FleetView("", metrics),
-            metrics,
-            Routes(random.Random(1)),  # noqa: S311 - ties, not secrets
-            lambda: max_queue,
+    def __init__(
+        self,
+        max_queue: int = 1024,
+        *,
+        bound: int = 1,
+        ttft_s: float | None = None,
+        weight: Callable[[str], float] = lambda tenant: 1.0,
+    ) -> None:
+        self.metrics = Metrics()
+        slo = Control(slo=Objective(ttft_p95_s=ttft_s))
+        deployment = Deployment(
+            models=(ModelSpec(name="alpha", control=slo), ModelSpec(name="beta", control=slo)),
+            gateway=GatewayConfig(max_queue=max_queue, max_queue_bytes=MAX_BYTES),
         )
+        self.admission = Admission(
+            FleetView("", self.metrics),
+            self.metrics,
+            Routes(random.Random(1)),  # noqa: S311 - ties, not secrets
+            lambda: deployment,
+            weight=weight,
+        )
+        self.bound = bound
         self.alpha, self.beta = self._model("alpha"), self._model("beta")
 
     def _model(self, name: str) -> Served:
         served = Served(name)
-        load = Load(at=0.0, bound=1)
-        link = Link(
-            Replica(
-                id=name,
-                model=name,
-                shape="s",
-                generation=1,
-                state=ReplicaState.READY,
-                load=load,
-                url="http://r:1",
-            ),
-            1.0,
-            None,
+        replica = Replica(
+            id=name,
+            model=name,
+            shape="s",
+            generation=1,
+            state=ReplicaState.READY,
+            load=Load(at=0.0, bound=self.bound),
+            url="http://r:1",
         )
+        link = Link(replica, 1.0, None)
         link.answering = True
         served.links.append(link)
         return served
 
-    def arrive(self, served: Served, size: int = 1) -> Place:
-        deadline = asyncio.get_running_loop().time() + WAIT_S
-        return self.admission.arrive(served, Request(served.name, size=size, deadline=deadline))
+    def arrive(self, served: Served, size: int = 1, **more: Any) -> Place:
+        now = asyncio.get_running_loop().time()
+        request = Request(served.name, size=size, **{"arrived": now, "deadline": now + WAIT_S, **more})
+        return self.admission.arrive(served, request)
 
     async def ask(self, place: Place) -> asyncio.Task[Link]:
         asked = asyncio.create_task(self.admission.admit(place))
-        await asyncio.sleep(0)
+        await settled()
         return asked
 
-    async def fill(self, served: Served) -> Place:
-        """A request that has the only slot."""
-        place = self.arrive(served)
+    async def fill(self, served: Served, **more: Any) -> Place:
+        """A request that has a slot."""
+        place = self.arrive(served, **more)
         await self.admission.admit(place)
         return place
 
+    def depth(self, priority: Priority = Priority.STANDARD) -> int:
+        return self.metrics.queues.model("alpha").depth[priority]
 
-async def leave(asked: asyncio.Task[Link]) -> None:
-    asked.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await asked
+
+async def settled() -> None:
+    """Let everything run that can run without waiting."""
+    for _ in range(4):
+        await asyncio.sleep(0)
+
+
+async def leave(*asked: asyncio.Task[Link]) -> None:
+    for one in asked:
+        one.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await one
 
 
 async def test_whoever_was_sent_back_needs_no_room_in_the_queue() -> None:
@@ -81,12 +106,13 @@ async def test_whoever_was_sent_back_needs_no_room_in_the_queue() -> None:
     first = await hall.fill(hall.alpha)
     later = await hall.ask(hall.arrive(hall.alpha))
     link.refused(Refusal.BUSY)
-    hall.admission.release(hall.alpha, link)
+    hall.admission.release(first, link, whole=False)
     again = await hall.ask(first)
     assert not again.done()
     with pytest.raises(Refused, match="already wait"):
         await hall.admission.admit(hall.arrive(hall.alpha))
     link.full = False
+    await asyncio.sleep(0.005)  # its word is heard at most every few milliseconds
     hall.admission.pump("alpha")
     assert await again is link
     assert not later.done()
@@ -97,26 +123,26 @@ async def test_the_bytes_that_wait_are_bounded_over_all_models() -> None:
     hall = Hall()
     await hall.fill(hall.alpha)
     await hall.fill(hall.beta)
-    waits = await hall.ask(hall.arrive(hall.alpha, MAX_WAITING_BYTES - 10))
+    waits = await hall.ask(hall.arrive(hall.alpha, MAX_BYTES - 10))
     fits = await hall.ask(hall.arrive(hall.beta, 10))
     with pytest.raises(Refused) as refused:
         await hall.admission.admit(hall.arrive(hall.beta, 1))
     assert refused.value.reason is Refusal.QUEUE_FULL
+    assert hall.metrics.queues.model("beta").refused[Refusal.QUEUE_FULL] == 1
     await leave(waits)
     now_fits = await hall.ask(hall.arrive(hall.beta, 1))
     assert not now_fits.done()
-    for asked in (fits, now_fits):
-        await leave(asked)
+    await leave(fits, now_fits)
 
 
 async def test_what_a_replica_took_waits_no_more() -> None:
     hall = Hall()
     link = hall.alpha.links[0]
-    await hall.fill(hall.alpha)
-    waits = await hall.ask(hall.arrive(hall.alpha, MAX_WAITING_BYTES))
-    hall.admission.release(hall.alpha, link)
+    first = await hall.fill(hall.alpha)
+    waits = await hall.ask(hall.arrive(hall.alpha, MAX_BYTES))
+    hall.admission.release(first, link)
     await waits
-    next_one = await hall.ask(hall.arrive(hall.alpha, MAX_WAITING_BYTES))
+    next_one = await hall.ask(hall.arrive(hall.alpha, MAX_BYTES))
     assert not next_one.done()
     await leave(next_one)
 
@@ -124,20 +150,115 @@ async def test_what_a_replica_took_waits_no_more() -> None:
 async def test_whoever_was_sent_back_needs_no_room_for_its_bytes() -> None:
     hall = Hall()
     link = hall.alpha.links[0]
-    first = hall.arrive(hall.alpha, MAX_WAITING_BYTES)
+    first = hall.arrive(hall.alpha, MAX_BYTES)
     await hall.admission.admit(first)
-    later = await hall.ask(hall.arrive(hall.alpha, MAX_WAITING_BYTES))
+    later = await hall.ask(hall.arrive(hall.alpha, MAX_BYTES))
     link.refused(Refusal.BUSY)
-    hall.admission.release(hall.alpha, link)
+    hall.admission.release(first, link, whole=False)
     again = await hall.ask(first)
     assert not again.done()
-    for asked in (again, later):
-        await leave(asked)
+    await leave(again, later)
 
 
 async def test_one_body_over_the_bound_waits_where_nothing_else_does() -> None:
     hall = Hall()
     await hall.fill(hall.alpha)
-    asked = await hall.ask(hall.arrive(hall.alpha, 2 * MAX_WAITING_BYTES))
+    asked = await hall.ask(hall.arrive(hall.alpha, 2 * MAX_BYTES))
     assert not asked.done()
     await leave(asked)
+
+
+async def test_the_slots_that_free_together_go_to_the_first_in_the_fair_order() -> None:
+    hall = Hall(bound=2)
+    link = hall.alpha.links[0]
+    holders = [await hall.fill(hall.alpha, tenant="loud", prompt_tokens=10) for _ in range(2)]
+    loud = [await hall.ask(hall.arrive(hall.alpha, tenant="loud", prompt_tokens=10)) for _ in range(4)]
+    quiet = await hall.ask(hall.arrive(hall.alpha, tenant="quiet", prompt_tokens=10))
+    for holder in holders:
+        hall.admission.release(holder, link)
+    await settled()
+    assert quiet.done()
+    assert [one.done() for one in loud] == [True, False, False, False]
+    await leave(*loud[1:])
+
+
+async def test_whoever_leaves_as_it_is_admitted_gives_the_slot_back() -> None:
+    hall = Hall()
+    link = hall.alpha.links[0]
+    first = await hall.fill(hall.alpha)
+    leaves = await hall.ask(hall.arrive(hall.alpha))
+    next_one = await hall.ask(hall.arrive(hall.alpha))
+    hall.admission.release(first, link)
+    await asyncio.sleep(0)  # granted, but not told yet
+    await leave(leaves)
+    assert await next_one is link
+    assert link.mine == 1
+
+
+async def test_a_full_queue_turns_out_the_least_important() -> None:
+    hall = Hall(max_queue=1)
+    await hall.fill(hall.alpha)
+    batch = await hall.ask(hall.arrive(hall.alpha, priority=Priority.BATCH))
+    critical = await hall.ask(hall.arrive(hall.alpha, priority=Priority.CRITICAL))
+    with pytest.raises(Refused) as refused:
+        await batch
+    assert (refused.value.reason, refused.value.status) == (Refusal.QUEUE_FULL, 429)
+    assert refused.value.retry_after_s is not None
+    assert hall.metrics.queues.model("alpha").displaced == 1
+    assert (hall.depth(Priority.BATCH), hall.depth(Priority.CRITICAL)) == (0, 1)
+    await leave(critical)
+    assert hall.depth(Priority.CRITICAL) == 0
+
+
+async def test_what_can_be_shed_waits_no_longer_than_was_promised() -> None:
+    hall = Hall(ttft_s=0.05)
+    await hall.fill(hall.alpha)
+    standard = await hall.ask(hall.arrive(hall.alpha))
+    with pytest.raises(Refused) as refused:
+        await hall.admission.admit(hall.arrive(hall.alpha, priority=Priority.SHEDDABLE))
+    assert refused.value.reason is Refusal.DEADLINE
+    assert not standard.done()
+    await leave(standard)
+
+
+async def test_who_could_not_be_served_in_time_is_refused_before_it_waits() -> None:
+    hall = Hall()
+    link = hall.alpha.links[0]
+    first = await hall.fill(hall.alpha)
+    await asyncio.sleep(0.02)
+    hall.admission.release(first, link)
+    await hall.fill(hall.alpha)
+    waits = await hall.ask(hall.arrive(hall.alpha))
+    now = asyncio.get_running_loop().time()
+    late = hall.arrive(hall.alpha, deadline=now + 0.005)
+    with pytest.raises(Refused) as refused:
+        await hall.admission.admit(late)
+    assert (refused.value.reason, refused.value.status) == (Refusal.OVERLOADED, 503)
+    assert refused.value.retry_after_s == 1
+    await leave(waits)
+
+
+async def test_what_was_refused_is_uncharged_and_what_was_served_costs_the_truth() -> None:
+    hall = Hall(weight=lambda tenant: 2.0)
+    link = hall.alpha.links[0]
+    place = await hall.fill(hall.alpha, tenant="a", prompt_tokens=100)
+    tenant = place.began.charge.tenant  # type: ignore[union-attr, attr-defined]
+    hall.admission.settle(place, 10, 20)
+    assert tenant.counter == 30.0
+    hall.admission.release(place, link)
+    refused = await hall.fill(hall.alpha, tenant="a", prompt_tokens=100)
+    assert tenant.counter == 130.0
+    hall.admission.release(refused, link, whole=False)
+    await hall.admission.admit(refused)
+    assert tenant.counter == 130.0
+    assert tenant.running == 1
+
+
+async def test_time_alone_may_make_room() -> None:
+    hall = Hall()
+    link = hall.alpha.links[0]
+    link.count(b'{"state": "ready", "load": {"at": 0, "in_flight": 1, "bound": 1}}', 0.0)
+    asked = await hall.ask(hall.arrive(hall.alpha))
+    assert not asked.done()
+    link.count(b'{"state": "ready", "load": {"at": 0, "in_flight": 0, "bound": 1}}', 0.0)
+    assert await asyncio.wait_for(asked, WAIT_S) is link

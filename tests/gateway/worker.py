@@ -53,6 +53,8 @@ class Stack:
         self.workers: list[asyncio.subprocess.Process] = []
         self.gateway: dict[str, Any] = {"queue_timeout_s": 15}
         self.models = [model("alpha"), model("vectors", runner="pooling")]
+        self.tenants: list[dict[str, Any]] = []
+        self.upstreams: list[dict[str, Any]] = []
         self.client_socket = _bound()
         self.admin_socket = _bound()
         self.url = f"http://127.0.0.1:{self.client_socket.getsockname()[1]}"
@@ -60,11 +62,18 @@ class Stack:
         self.http = httpx.AsyncClient(base_url=self.url, timeout=PATIENCE_S, trust_env=False)
         self.admin = httpx.AsyncClient(base_url=self.admin_url, timeout=PATIENCE_S, trust_env=False)
 
+    def write_secret(self) -> None:
+        secret = self.root / "secret"
+        secret.touch(mode=0o600)
+        secret.write_text(SECRET)
+
     def write_document(self) -> None:
         document = {
             "models": self.models,
             "cluster": {"controller": f"127.0.0.1:{self.controller.port or 9}"},
             "gateway": self.gateway,
+            "tenants": self.tenants,
+            "upstreams": self.upstreams,
         }
         part = self.root / "document.part"
         part.write_text(json.dumps(document))
@@ -91,9 +100,7 @@ class Stack:
         self, number: int, stderr: int | BinaryIO, **environment: str
     ) -> asyncio.subprocess.Process:
         """Start a worker that logs to ``stderr``; it serves once it has said so there."""
-        secret = self.root / "secret"
-        secret.touch(mode=0o600)
-        secret.write_text(SECRET)
+        self.write_secret()
         self.write_document()
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "gateway.main",
@@ -123,11 +130,12 @@ class Stack:
         return await self.http.post("/v1/chat/completions", json=body)
 
     async def metric(self, name: str, **labels: str) -> float:
-        """The value of one sample, 0 where there is none yet."""
-        for line in (await self.admin.get("/metrics")).text.splitlines():
-            if line.startswith(name + "{") and all(f'{k}="{v}"' in line for k, v in labels.items()):
-                return float(line.rpartition(" ")[2])
-        return 0.0
+        """The sum of the samples with these labels, 0 where there is none yet."""
+        return sum(
+            float(line.rpartition(" ")[2])
+            for line in (await self.admin.get("/metrics")).text.splitlines()
+            if line.startswith(name + "{") and all(f'{k}="{v}"' in line for k, v in labels.items())
+        )
 
     async def close(self) -> None:
         await self.http.aclose()

@@ -1,0 +1,84 @@
+"""A model's queue in one worker with the places in it, and what its counters hear of other workers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter as Counts
+from dataclasses import dataclass
+
+from gateway.fleet import Served
+from gateway.replicas import Link, key_of
+from gateway.shared import Shared
+from policy.admission import Began, Queue
+from policy.request import Request
+from policy.routing import Quote
+
+
+@dataclass(slots=True, eq=False)
+class Place:
+    """A request's place in the queue of its model.
+
+    ``entered`` once it was found to fit: what is sent back later is not asked again. ``quote`` is what
+    was predicted for the replica that it was sent to last, ``pending`` its uncached prompt tokens there
+    until its first token, ``news`` the hashes that were new there; ``foreseen_s`` how long it was to wait.
+    """
+
+    served: Served
+    request: Request
+    line: Line
+    entered: bool = False
+    quote: Quote | None = None
+    pending: int = 0
+    news: tuple[int, ...] = ()
+    foreseen_s: float | None = None
+    granted: asyncio.Future[Link] | None = None
+    began: Began | None = None
+
+
+class Line:
+    """A model's queue in this worker, and what wakes it. ``runs`` are the adapters at work by replica."""
+
+    __slots__ = ("places", "pump", "queue", "rested_at", "runs", "served", "timer")
+
+    def __init__(self, served: Served, queue: Queue) -> None:
+        self.served = served
+        self.queue = queue
+        self.places: dict[int, Place] = {}
+        self.runs: dict[str, Counts[str]] = {}
+        self.timer: asyncio.TimerHandle | None = None
+        self.pump: asyncio.Handle | None = None
+        self.rested_at = 0.0
+
+    @property
+    def up(self) -> bool:
+        """Whether any replica would serve, had it room."""
+        return any(link.admissible or link.full for link in self.served.links)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether any replica takes one more by its bound."""
+        return any(
+            link.admissible and (not link.bound or link.in_flight < link.bound)
+            for link in self.served.links
+        )
+
+
+class Host:
+    """The workers of this host as the counters of one model see them."""
+
+    def __init__(self, shared: Shared, model: str) -> None:
+        self._shared = shared
+        self._model = model
+        self._keys: dict[str, int] = {}
+
+    def served(self, tenant: str, tokens: int) -> None:
+        self._shared.served(self._key(tenant), tokens)
+
+    def others(self, tenant: str) -> int:
+        return self._shared.served_by_others(self._key(tenant))
+
+    def _key(self, tenant: str) -> int:
+        key = self._keys.get(tenant)
+        if key is None:
+            key = self._keys[tenant] = key_of(f"{self._model} {tenant}")
+        return key

@@ -1,0 +1,70 @@
+"""Members in the order of a key that may change while they are in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from heapq import heappop, heappush
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+_Entry = tuple[float, int, int, T]
+
+
+class Ranking(Generic[T]):
+    """Least key first, ties by ``then``, then by who was put first; each operation is O(log n), amortised.
+
+    A heap whose outdated entries are skipped when they surface, and swept once they are most of it.
+    """
+
+    __slots__ = ("_current", "_heap", "_puts")
+
+    def __init__(self) -> None:
+        self._heap: list[_Entry[T]] = []
+        self._current: dict[T, _Entry[T]] = {}
+        self._puts = 0
+
+    def __len__(self) -> int:
+        return len(self._current)
+
+    def __contains__(self, member: T) -> bool:
+        return member in self._current
+
+    def put(self, member: T, key: float, then: int = 0) -> None:
+        """Rank ``member`` by ``key``, whatever it was ranked by before."""
+        self._puts += 1
+        entry = (key, then, self._puts, member)
+        self._current[member] = entry
+        heappush(self._heap, entry)
+        if len(self._heap) > 64 + 2 * len(self._current):
+            self._heap = sorted(self._current.values())
+
+    def drop(self, member: T) -> bool:
+        """Rank it no more; whether it was."""
+        if self._current.pop(member, None) is None:
+            return False
+        if not self._current:
+            self._heap.clear()
+        return True
+
+    def least(self) -> tuple[T, float] | None:
+        """The first member and its key."""
+        heap, current = self._heap, self._current
+        while heap:
+            entry = heap[0]
+            if current.get(entry[3]) is entry:
+                return entry[3], entry[0]
+            heappop(heap)
+        return None
+
+    def __iter__(self) -> Iterator[tuple[T, float]]:
+        """Members with their keys in order, each in O(log n); nothing may change meanwhile."""
+        heap, current = self._heap, self._current
+        # A heap's entry is followed by none but its two children, so those seen bound what is next.
+        ahead = [(heap[0], 0)] if heap else []
+        while ahead:
+            entry, at = heappop(ahead)
+            for child in (2 * at + 1, 2 * at + 2):
+                if child < len(heap):
+                    heappush(ahead, (heap[child], child))
+            if current.get(entry[3]) is entry:
+                yield entry[3], entry[0]

@@ -1,0 +1,340 @@
+"""The laws of the queue: classes, old places, bounds, deadlines, and waits that are foreseen."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from policy.admission import MARGIN, Began, Bounds, Queue, Verdict, retry_after
+from policy.errors import Refusal
+from policy.fairness import Fair
+from policy.request import Request
+from policy.types import Priority
+
+WIDE = Bounds(1000, 10**9)
+
+
+def queue_of() -> Queue:
+    queue = Queue(Fair)
+    queue.serve(0.0, ready=True)
+    return queue
+
+
+def request(queue: Queue, tenant: str = "", tokens: int = 10, **more: object) -> Request:
+    return Request("m", tenant=tenant, prompt_tokens=tokens, ticket=queue.ticket(), **more)  # type: ignore[arg-type]
+
+
+def enter(queue: Queue, tenant: str = "", tokens: int = 10, at: float = 0.0, **more: object) -> Request:
+    newcomer = request(queue, tenant, tokens, **more)
+    assert queue.enter(newcomer, WIDE, at).refusal is None
+    return newcomer
+
+
+def order(queue: Queue) -> list[Request]:
+    return [turn.request for turn in queue.walk()]
+
+
+def drained(queue: Queue, tokens_per_s: float, *, priority: Priority = Priority.STANDARD) -> float:
+    """Have it serve requests of 10 tokens for 20 s at a rate, never empty; the time after it."""
+    at, step = 0.0, 10 / tokens_per_s
+    enter(queue, at=at, priority=priority)
+    while at < 20.0:
+        enter(queue, at=at, priority=priority)
+        at += step
+        queue.ended(queue.begin(order(queue)[0], at), at, whole=False)
+    for left in order(queue):
+        queue.remove(left, at)
+    return at
+
+
+def test_classes_go_strictly_in_their_order() -> None:
+    queue = queue_of()
+    batch, sheddable, standard, critical = (
+        enter(queue, priority=priority) for priority in reversed(Priority)
+    )
+    assert order(queue) == [critical, standard, sheddable, batch]
+
+
+def test_whoever_returns_stands_before_who_came_later() -> None:
+    queue = queue_of()
+    first = enter(queue)
+    second = enter(queue)
+    began = queue.begin(first, 0.0)
+    third = enter(queue)
+    queue.settle(began, 0)
+    queue.ended(began, 0.0, whole=False)
+    queue.put_back(first, 0.0)
+    assert order(queue) == [first, second, third]
+    with pytest.raises(ValueError, match="already waits"):
+        queue.put_back(first, 0.0)
+
+
+def test_a_full_queue_drops_the_least_important_first() -> None:
+    queue = queue_of()
+    bounds = Bounds(3, 10**9)
+    enter(queue, "a", priority=Priority.BATCH)
+    youngest = enter(queue, "a", priority=Priority.BATCH)
+    enter(queue, "a")
+    critical = request(queue, "b", priority=Priority.CRITICAL)
+    verdict = queue.enter(critical, bounds, 0.0)
+    assert (verdict.refusal, verdict.displaced) == (None, (youngest,))
+    assert youngest not in queue
+
+
+def test_a_full_queue_prefers_the_tenant_with_less_in_it() -> None:
+    queue = queue_of()
+    bounds = Bounds(3, 10**9)
+    enter(queue, "loud")
+    enter(queue, "loud")
+    youngest = enter(queue, "loud")
+    assert queue.enter(request(queue, "quiet"), bounds, 0.0).displaced == (youngest,)
+    assert queue.enter(request(queue, "loud"), bounds, 0.0).refusal is Refusal.QUEUE_FULL
+    better = enter_full(queue, "quiet", bounds)
+    assert better.refusal is Refusal.QUEUE_FULL  # as much as the other has
+
+
+def enter_full(queue: Queue, tenant: str, bounds: Bounds) -> Verdict:
+    return queue.enter(request(queue, tenant), bounds, 0.0)
+
+
+def test_a_better_class_is_never_dropped_for_a_worse_one() -> None:
+    queue = queue_of()
+    bounds = Bounds(1, 10**9)
+    enter(queue, "loud", priority=Priority.CRITICAL)
+    verdict = queue.enter(request(queue, "quiet"), bounds, 0.0)
+    assert verdict.refusal is Refusal.QUEUE_FULL
+    assert 1 <= verdict.retry_after_s <= 120
+
+
+def test_nobody_is_dropped_in_vain() -> None:
+    queue = queue_of()
+    waiting = [enter(queue, "a", size=10, priority=Priority.BATCH) for _ in range(3)]
+    enter(queue, "a", size=90)
+    newcomer = request(queue, "b", size=50)
+    assert queue.enter(newcomer, Bounds(100, 120), 0.0).refusal is Refusal.QUEUE_FULL
+    assert [one for one in order(queue) if one.priority is Priority.BATCH] == waiting
+    assert queue.size == 120
+
+
+def test_one_larger_than_all_may_be_waits_alone() -> None:
+    queue = queue_of()
+    assert queue.enter(request(queue, size=10**10), WIDE, 0.0).refusal is None
+    assert queue.enter(request(queue, size=1), WIDE, 0.0).refusal is Refusal.QUEUE_FULL
+
+
+def test_deadlines_end_the_wait_earliest_first() -> None:
+    queue = queue_of()
+    late, early, middle = (enter(queue, deadline=at) for at in (3.0, 1.0, 2.0))
+    assert queue.next_deadline() == 1.0
+    assert queue.expire(2.0) == [early, middle]
+    assert queue.next_deadline() == 3.0
+    assert order(queue) == [late]
+
+
+def test_the_wait_is_what_stands_ahead_over_the_rate() -> None:
+    queue = queue_of()
+    at = drained(queue, 100.0)
+    for _ in range(20):
+        enter(queue, at=at)
+    foreseen = queue.predict(request(queue))
+    assert foreseen == pytest.approx(205 / 100.0, rel=0.05)
+
+
+def test_a_tenant_waits_for_its_share_and_not_for_the_others_backlog() -> None:
+    queue = queue_of()
+    at = drained(queue, 100.0)
+    for _ in range(50):
+        enter(queue, "loud", at=at)
+    enter(queue, "quiet", at=at)
+    foreseen = queue.predict(request(queue, "quiet"))
+    assert foreseen is not None
+    assert foreseen < 0.5
+    assert queue.predict(request(queue, "loud")) == pytest.approx(515 / 100.0, rel=0.05)
+
+
+def test_a_lesser_class_waits_for_all_that_is_better() -> None:
+    queue = queue_of()
+    at = drained(queue, 100.0)
+    for _ in range(20):
+        enter(queue, at=at, priority=Priority.CRITICAL)
+    assert queue.predict(request(queue)) == pytest.approx(205 / 100.0, rel=0.05)
+    assert queue.predict(request(queue, priority=Priority.CRITICAL)) == pytest.approx(205 / 100.0, rel=0.05)
+
+
+def test_what_better_classes_take_is_not_left_to_the_others() -> None:
+    queue = queue_of()
+    at = drained(queue, 100.0, priority=Priority.CRITICAL)
+    enter(queue, at=at)
+    critical = queue.predict(request(queue, priority=Priority.CRITICAL))
+    assert critical == 0.0
+    standard = queue.predict(request(queue))
+    assert standard is not None
+    assert standard > 1.0
+
+
+def test_who_could_not_be_served_in_time_is_told_at_once_and_when_to_come_again() -> None:
+    queue = queue_of()
+    at = drained(queue, 100.0)
+    for _ in range(100):
+        enter(queue, at=at, deadline=at + 60)
+    verdict = queue.enter(request(queue, deadline=at + 5), WIDE, at)
+    assert verdict.refusal is Refusal.OVERLOADED
+    assert verdict.wait_s is not None
+    assert verdict.retry_after_s == retry_after(verdict.wait_s * MARGIN - 5)
+    assert 5 <= verdict.retry_after_s <= 8
+    assert queue.enter(request(queue, deadline=at + 15), WIDE, at).refusal is None
+
+
+def test_nobody_ahead_is_always_tried() -> None:
+    queue = queue_of()
+    at = drained(queue, 1.0)
+    assert queue.enter(request(queue, tokens=1000, deadline=at + 0.1), WIDE, at).refusal is None
+
+
+def test_before_anybody_was_served_nobody_knows() -> None:
+    queue = Queue(Fair)
+    for _ in range(50):
+        enter(queue)
+    assert queue.predict(request(queue)) is None
+
+
+def test_the_first_rate_is_that_of_the_requests_in_flight() -> None:
+    queue = queue_of()
+    began = [queue.begin(request(queue), 0.0) for _ in range(8)]
+    queue.ended(began.pop(), 2.0, whole=True)
+    enter(queue, at=2.0)
+    # Seven of 10 tokens that stay 2 s each.
+    assert queue.predict(request(queue)) == pytest.approx((10 + 5) / 35.0)
+
+
+def test_a_time_without_replicas_is_no_slow_one() -> None:
+    queue = queue_of()
+    at = drained(queue, 100.0)
+    enter(queue, at=at)
+    before = queue.predict(request(queue))
+    queue.serve(at, ready=False)
+    queue.serve(at + 100.0, ready=True)
+    assert queue.predict(request(queue)) == pytest.approx(before)
+
+
+@given(st.floats(allow_nan=False))
+def test_retry_after_is_whole_and_bounded(seconds: float) -> None:
+    assert 1 <= retry_after(seconds) <= 120
+
+
+class Laws(RuleBasedStateMachine):
+    """Against plain dictionaries of what should wait and what should run."""
+
+    BOUNDS = Bounds(6, 60)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queue = Queue(Fair)
+        self.waiting: dict[int, Request] = {}
+        self.returned: set[int] = set()
+        self.open: list[Began] = []
+        self.at = 0.0
+        self.came = 0
+        self.left = 0
+
+    @rule(
+        tenant=st.sampled_from("abc"),
+        priority=st.sampled_from(Priority),
+        size=st.integers(1, 80),
+        tokens=st.integers(0, 40),
+        patience=st.floats(0.0, 20.0),
+    )
+    def arrive(self, tenant: str, priority: Priority, size: int, tokens: int, patience: float) -> None:
+        newcomer = request(
+            self.queue, tenant, tokens, priority=priority, size=size, deadline=self.at + patience
+        )
+        full = len(self.waiting) >= self.BOUNDS.requests or (
+            self.waiting and sum(r.size for r in self.waiting.values()) + size > self.BOUNDS.size
+        )
+        verdict = self.queue.enter(newcomer, self.BOUNDS, self.at)
+        for displaced in verdict.displaced:
+            assert full
+            assert list(Priority).index(displaced.priority) >= list(Priority).index(priority)
+            assert displaced.ticket not in self.returned
+            if displaced.priority is priority:
+                assert displaced.tenant != tenant
+            del self.waiting[displaced.ticket]
+            self.left += 1
+        if verdict.refusal is None:
+            self.came += 1
+            self.waiting[newcomer.ticket] = newcomer
+        else:
+            assert not verdict.displaced
+            assert verdict.refusal is Refusal.OVERLOADED or full
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def begin(self, data: st.DataObject) -> None:
+        first = next(self.queue.walk()).request
+        best = min(list(Priority).index(r.priority) for r in self.waiting.values())
+        assert list(Priority).index(first.priority) == best
+        chosen = self.waiting.pop(data.draw(st.sampled_from([first.ticket, *sorted(self.waiting)])))
+        self.open.append(self.queue.begin(chosen, self.at))
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data(), back=st.booleans())
+    def end(self, data: st.DataObject, back: bool) -> None:
+        began = self.open.pop(data.draw(st.integers(0, len(self.open) - 1)))
+        self.queue.ended(began, self.at, whole=not back)
+        if back:
+            self.queue.settle(began, 0)
+            self.queue.put_back(began.request, self.at)
+            self.waiting[began.request.ticket] = began.request
+            self.returned.add(began.request.ticket)
+        else:
+            self.queue.settle(began, data.draw(st.integers(0, 100)))
+            self.left += 1
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        gone = self.waiting.pop(data.draw(st.sampled_from(sorted(self.waiting))))
+        assert self.queue.remove(gone, self.at)
+        assert not self.queue.remove(gone, self.at)
+        self.left += 1
+
+    @rule(later=st.floats(0.0, 5.0), ready=st.booleans())
+    def time_passes(self, later: float, ready: bool) -> None:
+        self.at += later
+        self.queue.serve(self.at, ready=ready)
+        due = {t: r for t, r in self.waiting.items() if r.deadline <= self.at}
+        expired = self.queue.expire(self.at)
+        assert [r.deadline for r in expired] == sorted(r.deadline for r in due.values())
+        assert {r.ticket for r in expired} == set(due)
+        for ticket in due:
+            del self.waiting[ticket]
+            self.left += 1
+
+    @invariant()
+    def every_request_is_somewhere_exactly_once(self) -> None:
+        assert self.came == len(self.waiting) + len(self.open) + self.left
+        assert sorted(r.ticket for r in order(self.queue)) == sorted(self.waiting)
+        assert len(self.queue) == len(self.waiting)
+        assert self.queue.size == sum(r.size for r in self.waiting.values())
+        assert self.queue.next_deadline() == min((r.deadline for r in self.waiting.values()), default=None)
+
+    @invariant()
+    def newcomers_never_exceed_the_bounds(self) -> None:
+        new = [r for t, r in self.waiting.items() if t not in self.returned]
+        assert len(new) <= self.BOUNDS.requests
+        assert len(new) <= 1 or sum(r.size for r in new) <= self.BOUNDS.size
+
+    @invariant()
+    def order_holds(self) -> None:
+        flows: dict[tuple[str, Priority], int] = {}
+        ranks = []
+        for one in order(self.queue):
+            assert flows.get((one.tenant, one.priority), 0) < one.ticket
+            flows[one.tenant, one.priority] = one.ticket
+            ranks.append(list(Priority).index(one.priority))
+        assert ranks == sorted(ranks)
+
+
+TestLaws = Laws.TestCase

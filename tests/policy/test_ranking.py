@@ -1,0 +1,32 @@
+"""An order whose keys change, against a plain sort."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from policy.ranking import Ranking
+
+
+@given(st.lists(st.tuples(st.integers(0, 9), st.one_of(st.none(), st.integers(-5, 5)), st.integers(0, 2))))
+def test_it_is_a_sort_of_what_is_in_it(steps: list[tuple[int, int | None, int]]) -> None:
+    ranking: Ranking[int] = Ranking()
+    plain: dict[int, tuple[int, int, int]] = {}
+    for number, (member, key, then) in enumerate(steps):
+        if key is None:
+            assert ranking.drop(member) is (plain.pop(member, None) is not None)
+        else:
+            ranking.put(member, key, then)
+            plain[member] = (key, then, number)
+        expected = sorted(plain, key=lambda member: plain[member])
+        assert [member for member, _ in ranking] == expected
+        assert ranking.least() == ((expected[0], plain[expected[0]][0]) if expected else None)
+        assert len(ranking) == len(plain)
+
+
+def test_outdated_entries_do_not_pile_up() -> None:
+    ranking: Ranking[str] = Ranking()
+    for key in range(10_000):
+        ranking.put("a", key)
+    assert len(ranking._heap) < 100
+    assert ranking.least() == ("a", 9999)
