@@ -17,7 +17,7 @@ from gateway.sse import ChatTail, MessagesTail, ResponsesTail, Tail
 from gateway.surface import Api, Route
 from gateway.upstream import Connection
 from policy.errors import Refusal
-from policy.health import Sign
+from policy.health import Sign, State
 from policy.types import EngineKind, Runner
 
 # A connection that cannot be made, and a request that was begun, are tried elsewhere once.
@@ -146,7 +146,9 @@ class Delivery:
             return
         self._begun += 1
         if self._begun < MAX_BEGUN:
-            if verdict is Verdict.LOST:
+            # One that was taken out of rotation for its silence is as good as dead.
+            hung = verdict is Verdict.SILENT and link.breaker.state is State.OPEN
+            if verdict is Verdict.LOST or hung:
                 self._moves = True
                 return
             if self._admission.has_other(self._place) and self._health.may_retry(self._clock()):
