@@ -22,6 +22,8 @@ from loadtests.bench.workload import Sized
 CHUNKS = 16
 GAP_S = 0.01
 SHARES = (0.3, 0.6, 0.9)
+# Streams a second at which the capacity of a core is read off: busy enough to be warm, and no queue.
+PROBE_RATE = 200.0
 DIRECT = "no gateway"
 
 
@@ -36,7 +38,10 @@ class Latency(msgspec.Struct, kw_only=True):
 
 
 class Latencies(msgspec.Struct, kw_only=True):
-    """All cells: by share of the capacity, then by system. ``capacity`` is streams a second."""
+    """All cells: by share of the capacity, then by system.
+
+    ``capacity`` is streams a second, by the processor time of each at :data:`PROBE_RATE`: busier
+    gateways read several chunks at once and carry somewhat more."""
 
     slowest: str
     capacity: float
@@ -53,11 +58,11 @@ async def measure(systems: Sequence[System], upstream: Mock, plan: Plan) -> Late
         started = [stack.enter_context(running(each, upstream.urls, plan.gateway_cores)) for each in systems]
         capacities: dict[str, float] = {}
         for each in started:
-            count = plan.count(640)
-            await Load(each.port, request, expected).closed(count // 4, 64)
-            before = each.tree.cpu_s()
-            check(await Load(each.port, request, expected).closed(count, 64), each.system.name)
-            capacities[each.system.name] = count / (each.tree.cpu_s() - before)
+            due = paced(PROBE_RATE, plan.cell_s, random.Random(plan.seed))  # noqa: S311 - arrivals
+            for _ in range(2):  # the first is to warm up
+                before = each.tree.cpu_s()
+                check(await Load(each.port, request, expected).open(due), each.system.name)
+                capacities[each.system.name] = len(due) / (each.tree.cpu_s() - before)
             say(f"latency: {each.system.name} carries {capacities[each.system.name]:.0f} streams/s a core")
         of_peers = {each.name: capacities[each.name] for each in systems if not each.ours} or capacities
         slowest = min(of_peers, key=lambda name: of_peers[name])
