@@ -93,7 +93,7 @@ def parts_of(body: Body, route: Route, raw: bytes) -> list[memoryview]:
     if route.prompt is None:
         return [memoryview(raw)]
     fields = (body.tools, body.system, getattr(body, route.prompt))
-    return [part for part in map(memoryview, fields) if part.nbytes]
+    return [part for part in [memoryview(field) for field in fields] if part.nbytes]
 
 
 def limit_of(body: Body) -> int | None:

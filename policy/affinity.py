@@ -4,10 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 # Shares are of the requests since about the last 512 to 1024 that each replica had: fewer, and chance
 # alone (1/sqrt) exceeds the bound that is to be held.
 WINDOW = 1024.0
+
+# Prices are in units of one cold prefill (or load) of the kind at hand.
+LEAN = 0.25  # for each whole mean load, so that equals are kept even
+LEAN_NEW = 8.0  # the same for what has no home yet: a wrong one costs another prefill later
+PRICE = 2.5  # at the edge of the bound: worth leaving a warm home, and the wait that it makes for others
+SLACK = 0.03
+EARLY = 16.0
+HARD = 2.0
+NOISE = 0.5  # standard deviations of chance that are left alone
+HOME_WORTH = 6.0  # requests that a prefix just placed is expected to bring
 
 
 def rendezvous(item: int, replica: int, weight: float = 1.0) -> float:
@@ -110,28 +121,11 @@ class Share:
         self.takers: list[tuple[Share, float]] = []
         self.weight = 1.0
 
-
-def take_counts(shares: Sequence[Share], begun: Sequence[int]) -> tuple[float, float]:
-    """Bring ``shares`` up to the counters ``begun``; the mean load and homes for a weight of 1.
-
-    Loads of all are halved together once their mean exceeds the window. A counter that went back
-    began anew.
-    """
-    total = weights = homes = 0.0
-    for share, count in zip(shares, begun, strict=True):
-        if count > share.seen:
-            share.load += count - share.seen
-        share.seen = count
-        total += share.load
-        weights += share.weight
-        homes += share.homes
-    if total > WINDOW * len(shares):
-        for share in shares:
-            share.load *= 0.5
-            share.homes *= 0.5
-        total *= 0.5
-        homes *= 0.5
-    return (total / weights, homes / weights) if weights else (0.0, 0.0)
+    def take(self, begun: int) -> None:
+        """The counter of requests begun there says ``begun``; one that went back began anew."""
+        if begun > self.seen:
+            self.load += begun - self.seen
+        self.seen = begun
 
 
 class Recent:
@@ -159,41 +153,56 @@ class Recent:
         self._young[key] = value
 
 
-# Prices are in units of one cold prefill (or load) of the kind at hand.
-LEAN = 0.25  # for each whole mean load, so that equals are kept even
-LEAN_NEW = 4.0  # the same for what has no home yet: a wrong one costs another prefill later
-PRICE = 2.5  # at the edge of the bound: worth leaving a warm home, and the wait that it makes for others
-SLACK = 0.03
-RELIEF = 1.0
-EARLY = 16.0
-LEVERAGE = 1.0
-HARD = 2.0
-NOISE = 0.5  # standard deviations of chance that are left alone
-HOME_WORTH = 6.0  # requests that a prefix just placed is expected to bring
+class Balance(NamedTuple):
+    """The means over all candidates for a weight of 1, and the least that a home costs at any."""
+
+    load: float
+    homes: float
+    least: float
+
+    def home_price(self, share: Share) -> float:
+        """What it costs to make a home at a replica with ``share``, against the best place for one."""
+        fair = self.load + HOME_WORTH * self.homes
+        at = (share.load + HOME_WORTH * share.homes) / share.weight
+        return LEAN_NEW * (at - self.least) / fair if fair > 0.0 else 0.0
+
+    def share_price(self, share: Share, leverage: float) -> float:
+        """What one more request costs a replica with ``share``; ``leverage`` is what its kind brings.
+
+        Nothing much below the bound. Above it a warm home becomes dearer than a cold prefill elsewhere,
+        for what brings enough traffic that moving a part of it is the whole cure: ``leverage`` is in
+        units of the mean load, as the excess is. While a cure is under way, no other is begun.
+        """
+        fair = share.weight * self.load
+        if fair <= 0.0:
+            return 0.0
+        over = share.load / fair - 1.0
+        if over <= SLACK:
+            return LEAN * over
+        edge = SLACK + NOISE / math.sqrt(fair) + EARLY / fair
+        if over <= edge:
+            return LEAN * over
+        least = share.load * (1.0 - 0.5 * edge)
+        relief = sum(part for taker, part in share.takers if taker.load < least)
+        if relief >= over or leverage < over:
+            return LEAN * over + PRICE * max(0.0, over / edge - HARD)
+        return LEAN * over + PRICE
 
 
-def home_price(share: Share, mean: float, homes: float) -> float:
-    """What it costs to make a home at a replica with ``share``, where the means are these."""
-    fair = share.weight * (mean + HOME_WORTH * homes)
-    return LEAN_NEW * ((share.load + HOME_WORTH * share.homes) / fair - 1.0) if fair else 0.0
-
-
-def share_price(share: Share, mean: float, leverage: float) -> float:
-    """What one more request costs a replica with ``share``; ``leverage`` is what its kind brings.
-
-    Nothing much below the bound. Above it a warm home becomes dearer than a cold prefill elsewhere, for
-    what brings enough traffic that moving a part of it is the whole cure: ``leverage`` is in
-    units of the mean load, as the excess is. While a cure is under way, no other is begun.
-    """
-    fair = share.weight * mean
-    if not fair:
-        return 0.0
-    over = share.load / fair - 1.0
-    edge = SLACK + NOISE / math.sqrt(fair) + EARLY / fair
-    if over <= edge:
-        return LEAN * over
-    least = share.load * (1.0 - 0.5 * edge)
-    relief = sum(part for taker, part in share.takers if taker.load < least)
-    if relief >= RELIEF * over or leverage < LEVERAGE * over:
-        return LEAN * over + PRICE * max(0.0, over / edge - HARD)
-    return LEAN * over + PRICE
+def balance_of(shares: Sequence[Share]) -> Balance:
+    """The balance of ``shares``; all are halved together once their mean load exceeds the window."""
+    total = weights = homes = 0.0
+    least = math.inf
+    for share in shares:
+        total += share.load
+        homes += share.homes
+        weight = share.weight
+        weights += weight
+        at = (share.load + HOME_WORTH * share.homes) / weight
+        least = min(least, at)
+    if total > WINDOW * len(shares):
+        for share in shares:
+            share.load *= 0.5
+            share.homes *= 0.5
+        return balance_of(shares)
+    return Balance(total / weights, homes / weights, least)

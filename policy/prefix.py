@@ -50,6 +50,16 @@ class Held:
             return 0
         floor = self.given - kv_tokens if kv_tokens else -1
         low, high = 0, len(hashes)
+        # Most are a known beginning and a tail of their own.
+        for last in (high - 1, high - 2):
+            stamp = young.get(hashes[last])
+            if stamp is None:
+                stamp = old.get(hashes[last], -1)
+            if stamp >= floor and stamp >= 0:
+                return last + 1
+            high = last
+            if not high:
+                return 0
         while low < high:
             middle = (low + high) // 2
             stamp = young.get(hashes[middle])

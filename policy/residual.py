@@ -44,6 +44,11 @@ class Line:
         scaled = self.slope * modelled_s
         return max(self.fixed_s + scaled, LEAST * scaled)
 
+    @property
+    def usual_s(self) -> float:
+        """What the short ones take."""
+        return self._short[1]
+
     def learn(self, modelled_s: float, actual_s: float) -> None:
         """One first token; both in seconds and positive."""
         self._count += 1
@@ -81,9 +86,12 @@ class Residual:
             return math.exp(faded - ALIKE)
         return math.exp(faded + ALIKE) if faded < -ALIKE else 1.0
 
-    def learn(self, expected_s: float, actual_s: float, at: float) -> None:
-        """A first token came after ``actual_s`` where all replicas together would say ``expected_s``."""
+    def learn(self, expected_s: float, actual_s: float, usual_s: float, at: float) -> None:
+        """A first token came after ``actual_s`` where all replicas together would say ``expected_s``.
+
+        ``usual_s`` is added to both: a part of what is usual is chance, however many times the least it is.
+        """
         faded = self._log * 0.5 ** ((at - self._at) / HALF_LIFE_S)
-        news = max(-MOST, min(MOST, math.log(max(actual_s, 1e-6) / expected_s)))
+        news = max(-MOST, min(MOST, math.log((actual_s + usual_s) / (expected_s + usual_s))))
         self._log = faded + SITE_GAIN * max(-STEP, min(STEP, news - faded))
         self._at = at

@@ -11,14 +11,12 @@ from dataclasses import dataclass
 from heapq import nsmallest
 from typing import NamedTuple
 
-from policy.affinity import Popularity, Recent, home_price, rendezvous, share_price, take_counts
+from policy.affinity import Balance, Popularity, Recent, balance_of, rendezvous
 from policy.engine_model import Timing
 from policy.pace import GENERIC
 from policy.request import Request
 from policy.residual import Line
 from policy.site import Site
-
-ASSUMED_OUTPUT_TOKENS = 128.0
 
 
 @dataclass(slots=True, eq=False)
@@ -74,40 +72,30 @@ class Decision(NamedTuple):
     reason: str
 
 
+# A tuple made directly: the constructor with its names costs a router half a microsecond a candidate.
+_quote = tuple.__new__
 Term = Callable[[Request, Candidate, Site, int], float]
 
 
 def wait(request: Request, candidate: Candidate, site: Site, uncached: int) -> float:
-    """Until the replica turns to it: half a step, the prompts that came before, and a free seat."""
-    count = candidate.in_flight
-    if not count:
+    """Until the replica turns to it: the prompts that came before or half a step, and a free seat."""
+    if not candidate.in_flight:
         return 0.0
-    pace = site.pace
-    running = min(count, pace.seats)
-    kv = candidate.kv_used * pace.kv_tokens
-    step = pace.step_s(running, kv, running)
-    pending = candidate.pending_tokens
-    if pending:
-        # The step that computes the first of them is under way, and lasts no longer than that takes.
-        first = pace.prefill_s(min(pending, pace.batch - running), kv, running)
-        since = max(0.0, site.seen_at - candidate.turned_at)
-        seconds = pace.prefill_s(pending, kv, running) - min(since, 0.9 * first)
-    else:
-        seconds = 0.5 * step
-    if count >= pace.seats:  # one seat falls free each time that one of them has had its last token
-        seconds += (count + 1 - pace.seats) * ASSUMED_OUTPUT_TOKENS / pace.seats * step
-    return seconds
+    ahead = site.ahead_s
+    if not ahead:
+        return 0.5 * site.step_s + site.seat_s
+    # The step that computes the first of them is under way, and lasts no longer than that takes.
+    since = site.seen_at - candidate.turned_at
+    if since > 0.0:
+        ahead -= min(since, 0.9 * site.first_s)
+    return ahead + site.seat_s
 
 
 def prefill(request: Request, candidate: Candidate, site: Site, uncached: int) -> float:
     """From then until its first token: its own uncached prompt, after those that came before."""
-    pace = site.pace
-    running = min(candidate.in_flight, pace.seats)
-    kv = candidate.kv_used * pace.kv_tokens
-    pending = candidate.pending_tokens
-    if not pending:
-        return pace.prefill_s(uncached, kv, running)
-    return pace.prefill_s(pending + uncached, kv, running) - pace.prefill_s(pending, kv, running)
+    return (
+        site.pace.prefill_s(candidate.pending_tokens + uncached, site.kv_tokens, site.running) - site.ahead_s
+    )
 
 
 def adapter(request: Request, candidate: Candidate, site: Site, uncached: int) -> float:
@@ -120,9 +108,8 @@ def pressure(request: Request, candidate: Candidate, site: Site, uncached: int) 
     pace = site.pace
     if not pace.kv_tokens:
         return 0.0
-    free = (1.0 - candidate.kv_used) * pace.kv_tokens
-    missing = candidate.pending_tokens + uncached + request.output_tokens - free
-    return missing / pace.capacity if missing > 0 else 0.0
+    wanted = site.kv_tokens + candidate.pending_tokens + uncached + request.output_tokens
+    return (wanted - pace.kv_tokens) / pace.capacity if wanted > pace.kv_tokens else 0.0
 
 
 # In the order of Quote's fields.
@@ -160,6 +147,8 @@ ABSENT_S = 5.0
 # What the replica of a session's last request may be slower, in seconds.
 SESSION_S = 0.01
 SPAN = 4096
+# From this factor on a replica is due less of the traffic, not only what is dear to wait for.
+SLOW = 1.5
 EVICTION = 1.0
 
 
@@ -177,19 +166,27 @@ class Router:
 
     def choose(self, request: Request, candidates: Sequence[Candidate], at: float, draw: float) -> Decision:
         """The best of ``candidates``; equals are chosen between by ``draw`` in [0, 1)."""
-        sites = [self._site(candidate, at) for candidate in candidates]
-        means = take_counts([site.share for site in sites], [c.begun for c in candidates])
-        pairs = [
-            (candidate, site)
-            for candidate, site in zip(candidates, sites, strict=True)
-            if (not candidate.bound or candidate.in_flight < candidate.bound)
-            and (not candidate.in_flight or self._keeps_pace(candidate, site))
-        ]
+        pairs = []
+        shares = []
+        itl_s = self.settings.itl_s
+        for candidate in candidates:
+            site = self._site(candidate, at)
+            share = site.share
+            if candidate.begun != share.seen:
+                share.take(candidate.begun)
+            shares.append(share)
+            count = candidate.in_flight
+            if (candidate.bound and count >= candidate.bound) or (
+                count and itl_s < math.inf and not self._keeps_pace(candidate, site)
+            ):
+                continue
+            pairs.append((candidate, site))
         if not pairs:
             return Decision(None, (), NO_ROOM)
+        balance = balance_of(shares)
         if len(pairs) > MOST_QUOTES:
             pairs = self._shortlist(request, pairs, at)
-        quotes = self._quotes(request, pairs, means, at)
+        quotes = self._quotes(request, pairs, balance, at)
         startable = quotes
         if (limit := self.settings.start_s) < math.inf:
             startable = [q for q in quotes if q.wait <= limit or not q.candidate.in_flight]
@@ -259,7 +256,7 @@ class Router:
             site.load_s += 0.2 * (max(ttft_s - rest, 0.0) - site.load_s)
             return
         line = self._line
-        site.residual.learn(line.of(quote.modelled), ttft_s, at)
+        site.residual.learn(line.of(quote.modelled), ttft_s, line.usual_s, at)
         line.learn(quote.modelled, ttft_s)
 
     def _step_s(self, candidate: Candidate, site: Site) -> float:
@@ -279,6 +276,7 @@ class Router:
         if at - site.seen_at > ABSENT_S:
             self._level(site, at)
         site.seen_at = at
+        site.count(candidate.in_flight, candidate.pending_tokens, candidate.kv_used)
         return site
 
     def _open(self, candidate: Candidate) -> Site:
@@ -338,72 +336,58 @@ class Router:
         return best
 
     def _quotes(
-        self, request: Request, pairs: list[tuple[Candidate, Site]], means: tuple[float, float], at: float
+        self, request: Request, pairs: list[tuple[Candidate, Site]], balance: Balance, at: float
     ) -> list[Quote]:
-        prefix, depths, prompt = request.prefix, request.depths, request.prompt_tokens
+        prefix, depths, prompt = request.prefix, request.depths, max(request.prompt_tokens, 1)
         fixed, slope = self._line.fixed_s, self._line.slope
-        rows = []
-        anchor = request.adapter_key
+        anchor = key = request.adapter_key
         deepest = 0
         resident = False
         warm_s, cold_s = math.inf, 0.0
+        rows = []
         for candidate, site in pairs:
             uncached = prompt
             if prefix and (depth := site.held.depth(prefix, site.pace.kv_tokens, at)):
-                uncached -= depths[depth - 1]
+                uncached = max(prompt - depths[depth - 1], 1)
                 if depth > deepest:
                     deepest, anchor = depth, prefix[depth - 1]
-            uncached = max(uncached, 1)
-            factor = site.residual.factor(at)
-            site.share.weight = site.pace.capacity / factor
-            scale = slope * factor
             waits, own, loads, pressing = [term(request, candidate, site, uncached) for term in TERMS]
             modelled = waits + own + pressing
+            way = fixed
+            scale = slope
+            if (factor := site.residual.factor(at)) != 1.0:
+                way, scale = fixed * factor, slope * factor
+            site.share.weight = site.pace.capacity / factor if factor > SLOW else site.pace.capacity
             own *= scale
             warm_s, cold_s = min(warm_s, own), max(cold_s, own)
-            resident = resident or not loads
+            if key and not loads:
+                resident = True
             rows.append(
-                (
-                    candidate,
-                    site,
-                    waits * scale,
-                    own,
-                    loads,
-                    pressing * scale,
-                    fixed * factor,
-                    uncached,
-                    modelled,
-                )
+                (candidate, site, waits * scale, own, loads, pressing * scale, way, uncached, modelled)
             )
         new = not deepest and (bool(prefix) or not resident)
         if deepest:
             if cold_s > warm_s:
-                self._cold_s += 0.05 * (cold_s - warm_s - self._cold_s)
+                self._cold_s += (0.05 if self._cold_s else 1.0) * (cold_s - warm_s - self._cold_s)
             cold_s = self._cold_s
         leverage = self._popular.share(anchor) * len(pairs) if anchor else 0.0
-        mean, homes = means
         quotes = []
-        cheapest = 0.0
-        if not new:
-            cheapest = min(home_price(row[1].share, mean, homes) for row in rows)
         for candidate, site, waits, own, loads, pressing, way, uncached, modelled in rows:
+            copies = uncached == prompt and bool(prefix)
             # Whoever is there stands still while a prompt is computed; a copy takes KV cache besides.
-            copies = not new and uncached == prompt and bool(prefix)
-            burden = own if copies else own - own / (1.0 + candidate.in_flight)
-            share = site.share
+            burden = own if copies and deepest else own - own / (1.0 + candidate.in_flight)
             unit = cold_s
-            if request.adapter_key:
+            if key:
                 unit += site.load_s
                 if loads:
-                    burden += self._eviction(request.adapter_key, site)
-            if new or uncached == prompt:
-                burden += unit * (home_price(share, mean, homes) - cheapest)
+                    burden += self._eviction(key, site)
+            if new or copies:
+                burden += unit * balance.home_price(site.share)
             else:
-                burden += unit * share_price(share, mean, leverage)
+                burden += unit * balance.share_price(site.share, leverage)
+            total = max(own + way, 0.1 * own)
             quotes.append(
-                Quote(
-                    candidate, waits, max(own + way, 0.1 * own), loads, pressing, burden, uncached, modelled
-                )
+                _quote(Quote, (candidate, waits, total, loads, pressing, burden, uncached, modelled))
             )
         return quotes
 

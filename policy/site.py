@@ -10,16 +10,23 @@ from policy.residual import Residual
 
 # Loading a LoRA adapter of rank 16 from a local disk; measured once one was loaded.
 ASSUMED_LOAD_S = 0.25
+# How long an answer is, where it matters when a seat falls free.
+ASSUMED_OUTPUT_TOKENS = 128.0
 
 
 class Site:
     """One replica: its pace, what it holds, its share of the traffic, and how well it was predicted.
 
     ``load_s`` is what the load of an adapter takes there, in seconds. ``seen_at`` is when it was last
-    a candidate.
+    a candidate. What follows from its counts alone is computed when they change: ``running`` and
+    ``kv_tokens``, the ``step_s`` of those, the seconds ``ahead_s`` of the prompts that are pending
+    and ``first_s`` of the first step of them, and the seconds ``seat_s`` to a free seat.
     """
 
-    __slots__ = ("held", "key", "load_s", "pace", "residual", "seen_at", "share", "slots", "timing")
+    __slots__ = (
+        "_in_flight", "_kv_used", "_pending", "ahead_s", "first_s", "held", "key", "kv_tokens",
+        "load_s", "pace", "residual", "running", "seat_s", "seen_at", "share", "slots", "step_s", "timing",
+    )  # fmt: skip
 
     def __init__(self, key: int, timing: Timing | None, assumed: Timing, slots: int, begun: int) -> None:
         self.key = key
@@ -35,4 +42,24 @@ class Site:
         """The replica says how fast it is; what it leaves out is taken from ``assumed``."""
         self.timing = timing
         self.pace: Pace = pace_of(timing, assumed)
+        self._in_flight = -1
+        self._pending = 0
+        self._kv_used = 0.0
         self.share.weight = self.pace.capacity
+
+    def count(self, in_flight: int, pending: int, kv_used: float) -> None:
+        """What is there now: requests, uncached prompt tokens of theirs, and the part of the KV in use."""
+        if in_flight == self._in_flight and pending == self._pending and kv_used == self._kv_used:
+            return
+        self._in_flight, self._pending, self._kv_used = in_flight, pending, kv_used
+        pace = self.pace
+        self.running = running = min(in_flight, pace.seats)
+        self.kv_tokens = kv = kv_used * pace.kv_tokens
+        self.step_s = step = pace.step_s(running, kv, running)
+        self.ahead_s = self.first_s = self.seat_s = 0.0
+        if pending > 0:
+            self.ahead_s = ahead = pace.prefill_s(pending, kv, running)
+            room = pace.batch - running
+            self.first_s = ahead if pending <= room else pace.prefill_s(max(room, 1), kv, running)
+        if in_flight >= pace.seats:  # one seat falls free each time that one of them has had its last token
+            self.seat_s = (in_flight + 1 - pace.seats) * ASSUMED_OUTPUT_TOKENS / pace.seats * step
