@@ -36,6 +36,11 @@ class Line(Protocol):
 
     sent: Awaitable[None]
 
+    @property
+    def leaving(self) -> bool:
+        """Whether this is the last answer that it takes."""
+        ...
+
     def write(self, data: bytes) -> None:
         """Hand bytes to the client's connection, if there still is one."""
         ...
@@ -163,6 +168,8 @@ class Exchange:
                 lines.append(b"transfer-encoding: chunked\r\n")
             else:
                 self.keep = False
+        if self._line.leaving:
+            self.keep = False
         if not self.keep:
             lines.append(b"connection: close\r\n\r\n")
         elif self._http_1_1:

@@ -143,6 +143,8 @@ class Inbound(asyncio.Protocol):
         self.deadline = self._server.now + self._server.times.idle_s
         if not self._server.admit(self):
             self._refuse(Refused(Refusal.BUSY, "Too many connections are open."))
+            if self._server.crowded:
+                self._transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._server.lost(self)
@@ -180,8 +182,8 @@ class Inbound(asyncio.Protocol):
         self._feeding = len(data)
         try:
             self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            self._refuse(Refused(Refusal.BAD_REQUEST, "This port speaks HTTP/1.1 alone."))
+        except httptools.HttpParserUpgrade as stopped:
+            self._stay(data[stopped.args[0] :])
             return
         except httptools.HttpParserError:
             self._refuse(self._refused or Refused(Refusal.BAD_REQUEST, "The request is not valid HTTP."))
@@ -243,11 +245,31 @@ class Inbound(asyncio.Protocol):
             self._refused = self._too_large()
 
     def on_message_complete(self) -> None:
+        if self._parser.should_upgrade():
+            return
         self._body_left = 0
         if self._refused is None:
             self._complete()
 
     # reading
+
+    def _stay(self, rest: bytes) -> None:
+        """Serve a request that offers another protocol (h2c, as some clients always do) in this one.
+
+        The parser leaves after such a head; ``rest`` is what came after it.
+        """
+        self._parser = httptools.HttpRequestParser(self)
+        if self._refused is not None:
+            self._refuse(self._refused)
+        elif any(name == b"transfer-encoding" for name, _ in self._headers):
+            self._refuse(Refused(Refusal.BAD_REQUEST, "This port speaks HTTP/1.1 alone."))
+        elif self._body_left:
+            if rest:
+                self.data_received(rest)
+        else:
+            self._complete()
+            if rest:
+                self.data_received(rest)
 
     def _take_body(self, data: bytes) -> bytes | None:
         """Bytes of a body of known length; returns what belongs to the next request, if any came.
@@ -307,12 +329,15 @@ class Inbound(asyncio.Protocol):
     def _start(self, scope: Scope, exchange: Exchange) -> None:
         self._active = exchange
         self.deadline = _NEVER
-        exchange.keep = exchange.keep and not self._server.draining
         exchange.task = self._server.serve(scope, exchange)
 
     def write(self, data: bytes) -> None:
         if not self._transport.is_closing():
             self._transport.write(data)
+
+    @property
+    def leaving(self) -> bool:
+        return self._server.draining
 
     def general_header(self) -> bytes:
         return self._server.date_line

@@ -29,7 +29,7 @@ from gateway.external import Prober
 from gateway.log import LibraryHandler, Log
 from gateway.metrics import DIRECTORY_VARIABLE, Metrics
 from gateway.probe import Probes
-from gateway.server import Server
+from gateway.server import Server, allow_connections
 from gateway.shared import BEAT_EVERY_S, Shared, SharedRows
 from policy.config import Deployment
 from store.state import StateDir
@@ -162,6 +162,7 @@ def main() -> None:
     parser.add_argument("--admin-fd", type=int, required=True, help="the listening admin socket")
     parser.add_argument("--worker", type=int, default=0, help="this worker's number; 0 saves the fleet")
     given = parser.parse_args()
+    allow_connections()
     if directory := os.environ.get(DIRECTORY_VARIABLE):
         Path(directory).mkdir(mode=0o700, parents=True, exist_ok=True)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -25,6 +25,7 @@ SWEEP_EVERY_S = 1.0
 LAST_WORDS_S = 1.0
 # Each client may need a connection to a replica beside its own; the rest is for files and the admin port.
 SPARE_DESCRIPTORS = 64
+MAX_DESCRIPTORS = 65_536
 
 
 class Times(NamedTuple):
@@ -70,6 +71,7 @@ class Server:
         self.now = loop.time()
         self.date_line = b""
         self._connections: set[Inbound] = set()
+        self._turned_away: set[Inbound] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._sweep_every_s = min(SWEEP_EVERY_S, min(times) / 4)
         self._listening: asyncio.AbstractServer | None = None
@@ -113,12 +115,21 @@ class Server:
 
     def admit(self, connection: Inbound) -> bool:
         """Whether one connection more can be served."""
-        self._connections.add(connection)
-        return len(self._connections) <= self.max_connections
+        if len(self._connections) < self.max_connections:
+            self._connections.add(connection)
+            return True
+        self._turned_away.add(connection)
+        return False
+
+    @property
+    def crowded(self) -> bool:
+        """Whether so many are turned away that they cannot be let go gently."""
+        return len(self._turned_away) > SPARE_DESCRIPTORS // 2
 
     def lost(self, connection: Inbound) -> None:
         """A connection is gone."""
         self._connections.discard(connection)
+        self._turned_away.discard(connection)
         if self.draining and not self._connections:
             self._empty.set()
 
@@ -141,9 +152,19 @@ class Server:
     def _sweep(self) -> None:
         self.now = now = self._loop.time()
         self.date_line = b"date: %b\r\n" % formatdate(usegmt=True).encode()
-        for connection in list(self._connections):
+        for connection in [*self._connections, *self._turned_away]:
             connection.sweep(now)
         self._timer = self._loop.call_later(self._sweep_every_s, self._sweep)
+
+
+def allow_connections() -> None:
+    """Raise this process's limit of descriptors as far as it may, up to :data:`MAX_DESCRIPTORS`.
+
+    The usual soft limit of 1024 is meant for programs that use ``select``.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
 
 
 def connections_within_limit() -> int:

@@ -1,0 +1,555 @@
+"""The client port on raw sockets: what HTTP/1.1 allows, what it does not, and how a worker leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import itertools
+import json
+import os
+import re
+import resource
+import socket
+from collections.abc import Awaitable, Callable
+
+import pytest
+import uvloop
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from starlette.types import Receive, Scope, Send
+
+from gateway.errors import Refused
+from gateway.exchange import SENT
+from gateway.inbound import MAX_AHEAD, MAX_HEAD_BYTES, MAX_HEADERS
+from gateway.server import MAX_DESCRIPTORS, Server, Times, allow_connections, connections_within_limit
+
+CAP = 300_000
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+
+async def echo(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answers what it was asked, whole."""
+    message = await receive()
+    said = {
+        "method": scope["method"],
+        "path": scope["path"],
+        "query": scope["query_string"].decode(),
+        "headers": [[name.decode(), value.decode("latin-1")] for name, value in scope["headers"]],
+        "body": message["body"].decode("latin-1"),
+    }
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"x-a", b"1")]})
+    await send({"type": "http.response.body", "body": json.dumps(said).encode()})
+
+
+class Port:
+    """A server on a port of its own, whose app a test decides."""
+
+    def __init__(self) -> None:
+        self.app: App = echo
+        self.refused: list[Refused] = []
+        self.server: Server
+        self.port = 0
+        self._opened: list[asyncio.StreamWriter] = []
+
+    async def start(self, *, times: Times | None = None, max_connections: int | None = None) -> None:
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            await self.app(scope, receive, send)
+
+        self.server = Server(
+            app, lambda: CAP, self.refused.append, times=times, max_connections=max_connections
+        )
+        sock = socket.create_server(("127.0.0.1", 0))
+        self.port = sock.getsockname()[1]
+        await self.server.start(sock)
+
+    async def open(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        if not self.port:
+            await self.start()
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        self._opened.append(writer)
+        return reader, writer
+
+    async def ask(self, data: bytes) -> bytes:
+        """Everything that comes back for ``data`` until the server closes."""
+        reader, writer = await self.open()
+        writer.write(data)
+        return await asyncio.wait_for(reader.read(), 10)
+
+    async def close(self) -> None:
+        for writer in self._opened:
+            writer.close()
+        await self.server.drain(0.01)
+
+
+def on_uvloop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """Run a test on the loop that the server wants, with a port that starts when it is first used."""
+
+    async def run(**given: object) -> None:
+        port = Port()
+        try:
+            await test(port, **given)
+        finally:
+            await port.close()
+
+    @functools.wraps(test)
+    def ran(**given: object) -> None:
+        uvloop.run(run(**given))
+
+    signature = inspect.signature(test)
+    wanted = [parameter for name, parameter in signature.parameters.items() if name != "port"]
+    ran.__signature__ = signature.replace(parameters=wanted)  # type: ignore[attr-defined]
+    return ran
+
+
+def post(body: bytes = b"", *headers: bytes, version: bytes = b"1.1") -> bytes:
+    lines = [b"POST /a?b=c HTTP/" + version, b"host: x", b"content-length: %d" % len(body), *headers]
+    return b"\r\n".join(lines) + b"\r\n\r\n" + body
+
+
+CLOSE = b"connection: close"
+
+
+def answers(data: bytes) -> list[tuple[int, dict[str, str], bytes]]:
+    """The answers in ``data``: status, headers, body."""
+    found = []
+    while data:
+        head, _, data = data.partition(b"\r\n\r\n")
+        lines = head.decode().split("\r\n")
+        headers = dict(line.split(": ", 1) for line in lines[1:])
+        body = b""
+        if headers.get("transfer-encoding") == "chunked":
+            while (match := re.match(rb"([0-9a-f]+)\r\n", data)) is not None:
+                size = int(match[1], 16)
+                body += data[match.end() : match.end() + size]
+                data = data[match.end() + size + 2 :]
+                if not size:
+                    break
+        else:
+            size = int(headers.get("content-length", len(data)))
+            body, data = data[:size], data[size:]
+        found.append((int(lines[0].split()[1]), headers, body))
+    return found
+
+
+@on_uvloop
+async def test_a_request_reaches_the_app_as_it_came(port: Port) -> None:
+    ((status, headers, body),) = answers(await port.ask(post(b"hello", b"X-Ab: Cd", CLOSE)))
+    said = json.loads(body)
+    assert (status, headers["x-a"], headers["connection"]) == (200, "1", "close")
+    assert (said["method"], said["path"], said["query"], said["body"]) == ("POST", "/a", "b=c", "hello")
+    assert ["x-ab", "Cd"] in said["headers"]
+    assert "date" in headers
+
+
+@settings(max_examples=40, deadline=None)
+@given(cuts=st.lists(st.integers(0, 600), max_size=12), chunked=st.booleans())
+def test_any_cut_of_the_bytes_is_the_same_requests(cuts: list[int], chunked: bool) -> None:
+    bodies = [b"x" * 90, b"", b"y" * 40]
+    data = b""
+    for i, body in enumerate(bodies):
+        last = (CLOSE,) if i == 2 else ()
+        if chunked:
+            head = b"\r\n".join([b"POST / HTTP/1.1", b"transfer-encoding: chunked", *last]) + b"\r\n\r\n"
+            data += head + (b"%x\r\n%b\r\n" % (len(body), body) if body else b"") + b"0\r\n\r\n"
+        else:
+            data += post(body, *last)
+
+    async def ask() -> bytes:
+        port = Port()
+        await port.start()
+        reader, writer = await port.open()
+        edges = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
+        for a, b in itertools.pairwise(edges):
+            writer.write(data[a:b])
+            await asyncio.sleep(0)
+        said = await asyncio.wait_for(reader.read(), 10)
+        await port.close()
+        return said
+
+    said = answers(uvloop.run(ask()))
+    assert [json.loads(body)["body"].encode() for _, _, body in said] == bodies
+
+
+@pytest.mark.parametrize("size", [CAP, 70_000])
+@on_uvloop
+async def test_a_large_body_is_whole(port: Port, size: int) -> None:
+    body = os.urandom(size)
+    both = await port.ask(post(body) + post(b"next", CLOSE))
+    said = [json.loads(body)["body"] for _, _, body in answers(both)]
+    assert said == [body.decode("latin-1"), "next"]
+
+
+@on_uvloop
+async def test_pipelined_requests_are_answered_in_order(port: Port) -> None:
+    count = 3 * MAX_AHEAD
+    data = b"".join(post(b"%d" % i) for i in range(count)) + post(b"last", CLOSE)
+    said = [json.loads(body)["body"] for _, _, body in answers(await port.ask(data))]
+    assert said == [*map(str, range(count)), "last"]
+
+
+@on_uvloop
+async def test_a_slow_answer_does_not_let_the_next_overtake(port: Port) -> None:
+    release = asyncio.Event()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        if len(scope["headers"]) == 2:
+            await release.wait()
+        await echo(scope, receive, send)
+
+    port.app = app
+    reader, writer = await port.open()
+    writer.write(post(b"slow") + post(b"quick", CLOSE))
+    await asyncio.sleep(0.01)
+    release.set()
+    said = [json.loads(body)["body"] for _, _, body in answers(await reader.read())]
+    assert said == ["slow", "quick"]
+
+
+@pytest.mark.parametrize(
+    ("data", "status"),
+    [
+        (b"POST / HTTP/1.1\r\ncontent-length: 2\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n", 400),
+        (b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\ncontent-length: 2\r\n\r\n0\r\n\r\n", 400),
+        (b"POST / HTTP/1.1\r\ncontent-length: 2\r\ncontent-length: 2\r\n\r\nab", 400),
+        (b"POST / HTTP/1.1\r\ncontent-length: 2\r\ncontent-length: 3\r\n\r\nab", 400),
+        (b"POST / HTTP/1.1\r\ncontent-length: +2\r\n\r\nab", 400),
+        (b"POST / HTTP/1.1\r\ncontent-length: 2, 2\r\n\r\nab", 400),
+        (b"POST / HTTP/1.1\r\ntransfer-encoding: chunked, x\r\n\r\n0\r\n\r\n", 400),
+        (b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n", 400),
+        (b"POST / HTTP/1.1\nhost: x\n\n", 400),
+        (b"POST / HTTP/1.1\r\nhost: x\ncontent-length: 0\r\n\r\n", 400),
+        (b"POST / HTTP/1.1\r\nhost: x\r\n folded: y\r\n\r\n", 400),
+        (b"POST / HTTP/1.1\r\nho st: x\r\n\r\n", 400),
+        (b"POST / HTTP/1.1\r\nhost: a\x00b\r\n\r\n", 400),
+        (b"POST /\x01 HTTP/1.1\r\n\r\n", 400),
+        (b"POST / HTTP/3.7\r\n\r\n", 400),
+        (b"NONSENSE\r\n\r\n", 400),
+        (b"CONNECT a:1 HTTP/1.1\r\n\r\n", 400),
+        (b"POST / HTTP/1.1\r\nx: " + b"y" * MAX_HEAD_BYTES + b"\r\n\r\n", 431),
+        (b"POST /" + b"y" * MAX_HEAD_BYTES + b" HTTP/1.1\r\n\r\n", 431),
+        (b"POST / HTTP/1.1\r\n" + b"x: y\r\n" * (MAX_HEADERS + 1) + b"\r\n", 431),
+        (b"POST / HTTP/1.1\r\ncontent-length: 300001\r\n\r\n", 413),
+        (b"POST / HTTP/1.1\r\ncontent-length: 99999999999999999999999\r\n\r\n", 400),
+        (b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n50000\r\n" + b"x" * 0x50000 + b"\r\n", 413),
+    ],
+)
+@pytest.mark.parametrize("before", [b"", post(b"fine")], ids=["first", "after another"])
+@on_uvloop
+async def test_what_is_not_valid_is_refused_and_closes(
+    port: Port, data: bytes, status: int, before: bytes
+) -> None:
+    said = answers(await port.ask(before + data + post(b"smuggled")))
+    assert [answer[0] for answer in said] == ([200] if before else []) + [status]
+    _, headers, body = said[-1]
+    error = json.loads(body)["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert headers["connection"] == "close"
+    assert headers["x-request-id"]
+    assert len(body) < 4096
+    assert len(port.refused) == 1
+
+
+@pytest.mark.parametrize("protocol", [b"h2c", b"websocket"])
+@pytest.mark.parametrize("size", [0, 9, 200_000])
+@on_uvloop
+async def test_an_offer_of_another_protocol_is_not_taken(port: Port, protocol: bytes, size: int) -> None:
+    body = b"x" * size
+    offer = post(body, b"connection: upgrade", b"upgrade: " + protocol)
+    said = [json.loads(body)["body"] for _, _, body in answers(await port.ask(offer + post(b"y", CLOSE)))]
+    assert said == [body.decode(), "y"]
+
+
+@on_uvloop
+async def test_a_head_without_end_is_cut(port: Port) -> None:
+    reader, writer = await port.open()
+    writer.write(b"POST / HTTP/1.1\r\nx: ")
+    for _ in range(20):
+        writer.write(b"y" * 4096)
+        await asyncio.sleep(0.001)
+    assert answers(await reader.read())[0][0] == 431
+
+
+@on_uvloop
+async def test_chunks_that_are_all_frame_are_cut(port: Port) -> None:
+    reader, writer = await port.open()
+    writer.write(b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n")
+    for _ in range(40):
+        writer.write(b"1;" + b"e" * 4096 + b"\r\nx\r\n")
+        await asyncio.sleep(0.001)
+    assert answers(await reader.read())[0][0] == 431
+
+
+@on_uvloop
+async def test_trailers_say_nothing(port: Port) -> None:
+    data = (
+        b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n%b\r\n\r\n1\r\nx\r\n0\r\nx-evil: 1\r\n\r\n" % CLOSE
+    )
+    ((status, _, body),) = answers(await port.ask(data))
+    assert status == 200
+    assert "x-evil" not in body.decode()
+
+
+@on_uvloop
+async def test_a_refused_body_is_read_so_that_the_answer_arrives(port: Port) -> None:
+    said = await port.ask(post(b"x" * 3_000_000))
+    assert answers(said)[0][0] == 413
+
+
+@on_uvloop
+async def test_an_anthropic_client_is_refused_in_its_own_words(port: Port) -> None:
+    said = await port.ask(b"POST /v1/messages HTTP/1.1\r\ncontent-length: 300001\r\n\r\n")
+    assert json.loads(answers(said)[0][2])["type"] == "error"
+
+
+@on_uvloop
+async def test_who_asks_before_sending_a_body_is_told_to_go_on(port: Port) -> None:
+    reader, writer = await port.open()
+    head, _, body = post(b"hello", b"expect: 100-continue", CLOSE).partition(b"\r\n\r\n")
+    writer.write(head + b"\r\n\r\n")
+    assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+    writer.write(body)
+    assert json.loads(answers(await reader.read())[0][2])["body"] == "hello"
+
+
+@on_uvloop
+async def test_who_asks_for_too_much_is_not_told_to_go_on(port: Port) -> None:
+    data = b"POST / HTTP/1.1\r\ncontent-length: 300001\r\nexpect: 100-continue\r\n\r\n"
+    assert answers(await port.ask(data))[0][0] == 413
+
+
+@on_uvloop
+async def test_an_old_client_is_answered_and_left(port: Port) -> None:
+    ((status, headers, _),) = answers(await port.ask(post(b"x", version=b"1.0")))
+    assert (status, headers["connection"]) == (200, "close")
+
+
+@on_uvloop
+async def test_an_old_client_may_stay(port: Port) -> None:
+    stay = post(b"x", b"connection: keep-alive", version=b"1.0")
+    said = answers(await port.ask(stay + post(b"y", version=b"1.0")))
+    assert [headers["connection"] for _, headers, _ in said] == ["keep-alive", "close"]
+
+
+@on_uvloop
+async def test_head_has_no_body(port: Port) -> None:
+    said = await port.ask(b"HEAD / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+    head, _, body = said.partition(b"\r\n\r\n")
+    assert body == b""
+    assert b"content-length: " in head
+
+
+@pytest.mark.parametrize("version", [b"1.1", b"1.0"])
+@on_uvloop
+async def test_a_stream_is_chunked_where_that_is_known(port: Port, version: bytes) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for part in (b"a", b"", b"bc"):
+            await send({"type": "http.response.body", "body": part, "more_body": True})
+        await send({"type": "http.response.body", "body": b"d"})
+
+    port.app = app
+    ((_, headers, body),) = answers(await port.ask(post(b"", CLOSE, version=version)))
+    assert body == b"abcd"
+    assert ("transfer-encoding" in headers) is (version == b"1.1")
+
+
+@on_uvloop
+async def test_an_answer_that_breaks_off_does_not_look_whole(port: Port) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"half", "more_body": True})
+
+    port.app = app
+    reader, writer = await port.open()
+    writer.write(post())
+    with pytest.raises(ConnectionResetError):
+        if (await reader.read()).endswith(b"0\r\n\r\n"):
+            return
+        raise ConnectionResetError
+
+
+@on_uvloop
+async def test_a_client_that_leaves_cancels_who_serves_it(port: Port) -> None:
+    seen: list[str] = []
+    begun = asyncio.Event()
+    ended = asyncio.Event()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
+        begun.set()
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            seen.append((await receive())["type"])
+            seen.append(str(scope["tidegate.exchange"].left))
+            ended.set()
+            raise
+
+    port.app = app
+    _, writer = await port.open()
+    writer.write(post(b"x"))
+    await begun.wait()
+    writer.close()
+    await asyncio.wait_for(ended.wait(), 5)
+    assert seen == ["http.disconnect", "True"]
+
+
+@on_uvloop
+async def test_a_slow_reader_makes_its_sender_wait_and_is_bounded(port: Port) -> None:
+    sent = 0
+    waited = asyncio.Event()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        nonlocal sent
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for _ in range(1000):
+            waiting = send({"type": "http.response.body", "body": b"x" * 65536, "more_body": True})
+            if waiting is not SENT:
+                waited.set()
+            await waiting
+            sent += 65536
+        await send({"type": "http.response.body"})
+
+    port.app = app
+    reader, writer = await port.open()
+    writer.write(post(b"", CLOSE))
+    await asyncio.wait_for(waited.wait(), 10)
+    assert sent < 32 * 1024 * 1024
+    assert len(await reader.read()) > 65536 * 1000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("data", "status"),
+    [(b"POST / HT", 408), (b"POST / HTTP/1.1\r\ncontent-length: 9\r\n\r\nab", 408), (b"", None)],
+    ids=["head", "body", "nothing"],
+)
+@on_uvloop
+async def test_who_sends_too_slowly_is_let_go(port: Port, data: bytes, status: int | None) -> None:
+    await port.start(times=Times(0.2, 0.2, 0.2, 0.2, 0.2))
+    said = answers(await port.ask(data))
+    assert [answer[0] for answer in said] == ([] if status is None else [status])
+
+
+@pytest.mark.slow
+@on_uvloop
+async def test_who_takes_nothing_is_let_go_and_who_is_slow_is_not(port: Port) -> None:
+    await port.start(times=Times(0.3, 0.3, 0.3, 0.3, 0.3))
+    gone = asyncio.Event()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            while True:
+                await send({"type": "http.response.body", "body": b"x" * 65536, "more_body": True})
+        finally:
+            gone.set()
+
+    port.app = app
+    reader, writer = await port.open()
+    writer.write(post())
+    for _ in range(5):
+        await reader.readexactly(1_000_000)
+        await asyncio.sleep(0.1)
+    assert not gone.is_set()
+    await asyncio.wait_for(gone.wait(), 10)
+
+
+@on_uvloop
+async def test_more_connections_than_there_may_be_are_told_so(port: Port) -> None:
+    await port.start(max_connections=1)
+    first, writer = await port.open()
+    ((status, headers, _),) = answers(await port.ask(post()))
+    assert (status, headers["retry-after"]) == (503, "1")
+    writer.write(post(b"x", CLOSE))
+    assert answers(await first.read())[0][0] == 200
+    await asyncio.sleep(0.01)
+    assert answers(await port.ask(post(b"y", CLOSE)))[0][0] == 200
+
+
+@pytest.mark.slow
+@on_uvloop
+async def test_without_descriptors_the_port_lives_on(port: Port) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    await port.start()
+    clients = [socket.socket() for _ in range(8)]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 1, hard))  # noqa: PTH208
+    try:
+        for client in clients:
+            client.setblocking(False)
+            await asyncio.get_running_loop().sock_connect(client, ("127.0.0.1", port.port))
+        await asyncio.sleep(0.05)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for client in clients:
+            client.close()
+    await asyncio.sleep(0.01)
+    assert answers(await port.ask(post(b"", CLOSE)))[0][0] == 200
+
+
+@on_uvloop
+async def test_a_drain_finishes_what_runs_and_closes_what_rests(port: Port) -> None:
+    release = asyncio.Event()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await release.wait()
+        await echo(scope, receive, send)
+
+    resting, _ = await port.open()
+    running, writer = await port.open()
+    port.app = app
+    writer.write(post(b"x"))
+    await asyncio.sleep(0.01)
+    draining = asyncio.create_task(port.server.drain(10))
+    assert await resting.read() == b""
+    with pytest.raises(ConnectionRefusedError):
+        await port.open()
+    release.set()
+    ((status, headers, _),) = answers(await running.read())
+    assert (status, headers["connection"]) == (200, "close")
+    await draining
+
+
+@on_uvloop
+async def test_a_drain_that_runs_out_lets_a_stream_say_so(port: Port) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"a", "more_body": True})
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            assert not scope["tidegate.exchange"].left
+            await send({"type": "http.response.body", "body": b" cut"})
+            raise
+
+    port.app = app
+    reader, writer = await port.open()
+    writer.write(post())
+    await reader.readuntil(b"a\r\n")
+    draining = asyncio.create_task(port.server.drain(0.02))
+    assert b" cut\r\n0\r\n\r\n" in await reader.read()
+    await draining
+
+
+def test_a_server_wants_uvloop() -> None:
+    async def make() -> None:
+        Server(echo, lambda: CAP, lambda refused: None)
+
+    with pytest.raises(RuntimeError, match="uvloop"):
+        asyncio.run(make())
+
+
+def test_a_low_limit_of_descriptors_is_raised() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 512), hard))
+    try:
+        allow_connections()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == min(hard, MAX_DESCRIPTORS)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_clients_leave_descriptors_for_replicas() -> None:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert 0 < connections_within_limit() <= max(1, soft // 2)
