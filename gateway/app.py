@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from functools import partial
 from time import monotonic
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -14,35 +15,68 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from gateway import body as bodies
 from gateway.admin import admin_app
 from gateway.admission import Admission
+from gateway.body import Body
 from gateway.call import Call
+from gateway.coalescing import Coalescer
 from gateway.deadlines import Deadlines
 from gateway.delivery import Delivery
 from gateway.document import Document
 from gateway.errors import Refused
+from gateway.fingerprint import adapter_key, limit_of, parts_of, seed_of, session_key
 from gateway.fleet import FleetView, Served
 from gateway.log import Log
 from gateway.metrics import Metrics, ModelMeter
+from gateway.outgoing import outgoing
+from gateway.overflow import Overflow
 from gateway.router import Routes
 from gateway.routes import client_app
 from gateway.shared import Shared
+from gateway.shares import share_of
 from gateway.surface import Route
+from gateway.tenants import Account, Tenants
+from policy.config import Deployment
 from policy.errors import Refusal
 from policy.request import Request
+from policy.types import Runner
 
 
 class Gateway:
     """One worker's data plane. ``client`` and ``admin`` are the ASGI apps of its two ports."""
 
-    def __init__(self, document: Document, secret: str, log: Log, rng: random.Random, shared: Shared) -> None:
+    def __init__(
+        self,
+        document: Document,
+        secret: str,
+        salt_secret: bytes,
+        *,
+        log: Log,
+        rng: random.Random,
+        shared: Shared,
+    ) -> None:
         self.document = document
         self.log = log
         self.draining = False
         self.metrics = Metrics()
         self.deadlines = Deadlines(lambda: document.deployment.gateway)
         self.fleet = FleetView(secret, self.metrics, shared, rng.random)
-        self.admission = Admission(self.fleet, self.metrics, Routes(rng), lambda: document.deployment)
-        self.client: ASGIApp = client_app(self.serve, self.fleet)
-        self.admin: ASGIApp = admin_app(self.fleet, self.metrics, self.why_not_ready)
+        self.tenants = Tenants(salt_secret)
+        self.routes = Routes(rng, shared, lambda: document.deployment, self.metrics)
+        self.fleet.on_prefixes, self.fleet.on_forget = self.routes.heard, self.routes.forget
+        self.admission = Admission(
+            self.fleet, self.metrics, self.routes, lambda: document.deployment, weight=self.tenants.weight
+        )
+        self.coalescer = Coalescer(self._deliver, self.metrics)
+        self.overflow = Overflow(self.metrics, log, rng)
+        self.client: ASGIApp = client_app(self.serve, self.fleet, self.tenants)
+        self.admin: ASGIApp = admin_app(
+            self.fleet, self.metrics, self.routes, self.tenants, self.why_not_ready
+        )
+
+    def read(self, deployment: Deployment) -> None:
+        """Take a new document: who may ask, what is served, and who takes over."""
+        self.tenants.read(deployment)
+        self.fleet.read_document(deployment)
+        self.overflow.read(deployment)
 
     async def serve(self, route: Route, scope: Scope, receive: Receive, send: Send) -> None:
         """The pipeline: one call from its first byte to its last, counted whatever becomes of it."""
@@ -52,23 +86,26 @@ class Gateway:
         limits = self.document.deployment.gateway
         try:
             raw = await call.read()
+            account = self.tenants.of(call.headers)
             body = bodies.read(raw)
             call.streaming = body.stream is True
-            served, adapter = self._resolve(route, body.model)
-            now = asyncio.get_running_loop().time()
-            request = Request(
-                served.name,
-                adapter=adapter or "",
-                size=len(raw),
-                arrived=now,
-                deadline=now + call.timeout_s(limits.queue_timeout_s),
-            )
+            found = served, _ = self._resolve(route, body.model)
+            request = self._request(call, account, body, raw, found)
+            if account.admin and call.headers.get(b"x-tidegate-explain") == b"1":
+                call.explain = partial(self.routes.explain, request)
             meter = self.metrics.model(served.name)
             meter.in_flight += 1
+            account.in_flight += 1
             try:
-                place = self.admission.arrive(served, request)
-                await Delivery(self.admission, place, call, meter, body=body, raw=raw).run()
+                alone = partial(self._deliver, call, served, request, body, raw)
+                bounds = limits.coalesce
+                share = share_of(route, body, raw, account.name, bounds)
+                if share is None or call.explain is not None:
+                    await alone()
+                else:
+                    await self.coalescer.serve(share, call, served, request, bounds=bounds, alone=alone)
             finally:
+                account.in_flight -= 1
                 meter.in_flight -= 1
         except Refused as refused:
             call.outcome = refused.reason
@@ -84,6 +121,50 @@ class Gateway:
                 await call.refuse(Refused(Refusal.INTERNAL, "The gateway failed to serve the request."))
         finally:
             _measure(call, meter, monotonic() - began, began)
+
+    def _request(
+        self, call: Call, account: Account, body: Body, raw: bytes, found: tuple[Served, str | None]
+    ) -> Request:
+        """What the decisions may know of a call."""
+        served, adapter = found[0], found[1] or ""
+        now = asyncio.get_running_loop().time()
+        pools = served.runner is Runner.POOLING
+        prompt = self.routes.density(served.name).read(
+            0 if pools else seed_of(served.name, adapter, account.name),
+            parts_of(body, call.route, raw),
+            1 if pools else limit_of(body),
+            body.choices,
+        )
+        session = call.headers.get(b"x-session-id")
+        return Request(
+            served.name,
+            tenant=account.name,
+            priority=account.priority,
+            adapter=adapter,
+            adapter_key=adapter_key(served.name, adapter) if adapter else 0,
+            prompt_tokens=prompt.prompt_tokens,
+            output_tokens=prompt.output_tokens,
+            prefix=prompt.prefix,
+            depths=prompt.depths,
+            session=session_key(session) if session else 0,
+            size=len(raw),
+            arrived=now,
+            deadline=now + call.timeout_s(self.document.deployment.gateway.queue_timeout_s),
+        )
+
+    async def _deliver(self, call: Call, served: Served, request: Request, body: Body, raw: bytes) -> None:
+        """One call to a replica, or to an upstream where the fleet cannot serve it in time."""
+        meter = self.metrics.model(served.name)
+        place = self.admission.arrive(served, request)
+        sent = outgoing(call.route, body, raw, self.tenants.salt(request.tenant))
+        delivery = Delivery(self.admission, place, call, meter, body=body, outgoing=sent)
+        try:
+            await self.overflow.around(delivery.run, call, served, request, body=body, raw=raw)
+        finally:
+            if (usage := call.usage) is not None:
+                self.tenants.served(request.tenant, usage)
+                if usage.exact:  # else what was estimated stands
+                    self.admission.settle(place, usage.prompt, usage.completion)
 
     def count_refused(self, refused: Refused) -> None:
         """Count a request that was refused before it could be read."""

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import re
 import secrets
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from starlette.types import Message, Receive, Scope, Send
@@ -45,7 +46,8 @@ class Call:
     Instants are seconds of ``time.monotonic``, which is the loop's clock read afresh: ``sent_at`` when
     the request went to that replica, ``first_byte_at`` (streams alone) when its first event came,
     ``last_event_at`` when the last one did. ``events`` counts them up to the one that finishes the
-    answer, ``usage`` says what the answer cost once it has ended.
+    answer, ``usage`` says what the answer cost once it has ended. ``explain`` tells an admin who asked
+    why the answer's route was taken.
     """
 
     __slots__ = (
@@ -54,6 +56,7 @@ class Call:
         "answered",
         "deadlines",
         "events",
+        "explain",
         "first_byte_at",
         "headers",
         "last_event_at",
@@ -91,6 +94,7 @@ class Call:
         self.events = 0
         self.last_event_at = 0.0
         self.usage: Usage | None = None
+        self.explain: Callable[[], bytes] | None = None
 
     @property
     def left(self) -> bool:
@@ -125,6 +129,8 @@ class Call:
     def head(self, status: int, headers: list[tuple[bytes, bytes]]) -> Message:
         """The start of the answer, with the id of the request."""
         headers.append((b"x-request-id", self.request_id))
+        if self.explain is not None:
+            headers.append((b"x-tidegate-explain", self.explain()))
         if self.route.api is Api.MESSAGES:  # the name that Anthropic's clients read
             headers.append((b"request-id", self.request_id))
         return {"type": "http.response.start", "status": status, "headers": headers}

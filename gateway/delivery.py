@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from time import perf_counter
+from functools import partial
+from time import monotonic, perf_counter
 
 from gateway.admission import Admission, Place
 from gateway.body import Body
@@ -11,6 +12,7 @@ from gateway.call import Call
 from gateway.errors import Refused
 from gateway.health import is_own_fault
 from gateway.metrics import ModelMeter
+from gateway.outgoing import Outgoing
 from gateway.relay import Relay, Verdict
 from gateway.replicas import Link
 from gateway.sse import ChatTail, MessagesTail, ResponsesTail, Tail
@@ -23,6 +25,8 @@ from policy.types import EngineKind, Runner
 # A connection that cannot be made, and a request that was begun, are tried elsewhere once.
 MAX_CONNECTS = 2
 MAX_BEGUN = 2
+# Hashes that other hosts are told of through the replica: 17 bytes of its request's head each.
+MAX_NEWS = 64
 
 _SIGNS = {
     Verdict.SERVED: Sign.GOOD,
@@ -49,8 +53,8 @@ class Delivery:
         "_health",
         "_meter",
         "_moves",
+        "_outgoing",
         "_place",
-        "_raw",
         "_unreached",
     )
 
@@ -62,13 +66,13 @@ class Delivery:
         meter: ModelMeter,
         *,
         body: Body,
-        raw: bytes,
+        outgoing: Outgoing,
     ) -> None:
         self._admission = admission
         self._place = place
         self._call = call
         self._body = body
-        self._raw = raw
+        self._outgoing = outgoing
         self._meter = meter
         self._clock = asyncio.get_running_loop().time
         self._health = place.served.health
@@ -189,16 +193,22 @@ class Delivery:
     async def _send(self, link: Link, connection: Connection, head: bytes) -> tuple[Relay, Verdict]:
         """Run an attempt on ``connection`` where the watchdog sees it."""
         relay = self._relay(connection)
+        relay.on_first = partial(self._first, link, self._clock(), relay.streams)
         link.relays.add(relay)
         link.streams += relay.streams
         try:
-            return relay, await relay.run(head, self._raw)
+            return relay, await relay.run(head, self._outgoing.parts)
         finally:
             link.streams -= relay.streams
             link.relays.discard(relay)
 
+    def _first(self, link: Link, sent: float, streams: bool) -> None:
+        """The first token came; an answer that does not stream comes whole, and says not when."""
+        self._admission.first_token(self._place, link, monotonic() - sent if streams else None)
+
     def _relay(self, connection: Connection) -> Relay:
-        return Relay(self._call, connection, tail_of(self._call.route, self._body), self._meter)
+        tail = tail_of(self._call.route, self._body, strip_usage=self._outgoing.counts)
+        return Relay(self._call, connection, tail, self._meter)
 
     def _head(self, link: Link) -> bytes:
         """The request's head: nothing of the client's but what this list names."""
@@ -207,20 +217,26 @@ class Delivery:
             call.route.upstream,
             link.constant_head,
             call.upstream_id,
-            len(self._raw),
+            self._outgoing.size,
         )
+        place = self._place
+        if place.served.engine is not EngineKind.EXTERNAL:
+            head += b"x-tidegate-prefill: %d\r\n" % place.pending
+            if place.news:
+                news = b",".join([b"%x" % value for value in place.news[:MAX_NEWS]])
+                head += b"x-tidegate-prefix: %b\r\n" % news
         for name in (b"accept", b"anthropic-version"):
             if (value := call.headers.get(name)) is not None and value.isascii() and b"\n" not in value:
                 head += b"%b: %b\r\n" % (name, value)
         return head + b"\r\n"
 
 
-def tail_of(route: Route, body: Body) -> Tail:
-    """What follows a stream of this route to its end."""
+def tail_of(route: Route, body: Body, *, strip_usage: bool) -> Tail:
+    """What follows a stream of this route to its end; ``strip_usage`` as in :class:`gateway.sse.ChatTail`."""
     if route.api is Api.RESPONSES:
         return ResponsesTail()
     if route.api is Api.MESSAGES:
         return MessagesTail()
     if route.runner is Runner.GENERATE:
-        return ChatTail(body.choices)
+        return ChatTail(body.choices, strip_usage=strip_usage)
     return Tail()

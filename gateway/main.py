@@ -32,6 +32,7 @@ from gateway.probe import Probes
 from gateway.server import Server, allow_connections
 from gateway.shared import BEAT_EVERY_S, Shared, SharedRows
 from policy.config import Deployment
+from store.keys import salt_secret
 from store.state import StateDir
 
 PUBLISH_EVERY_S = 0.5
@@ -72,14 +73,15 @@ async def work(state: StateDir, client_fd: int, admin_fd: int, worker: int) -> N
     document = Document(state, log)
     # Ties between replicas are all that it decides.
     shared = SharedRows(state.rows_path, worker)
-    gateway = Gateway(document, state.secret(), log, random.Random(), shared)  # noqa: S311
+    rng = random.Random()  # noqa: S311
+    gateway = Gateway(document, state.secret(), salt_secret(state), log=log, rng=rng, shared=shared)
     background: dict[str, asyncio.Task[None]] = {}
 
     def start(name: str, task: Coroutine[Any, Any, None]) -> None:
         background[name] = _supervised(log, name, task)
 
     def read(deployment: Deployment) -> None:
-        gateway.fleet.read_document(deployment)
+        gateway.read(deployment)
         if deployment.needs_controller and "controller" not in background:
             source = FleetSource(
                 deployment.cluster.controller,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Callable, Sequence
+from time import monotonic
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -89,6 +90,7 @@ class Link:
         self._begun = 0
         self._elsewhere = 0
         self._pending_elsewhere = 0
+        self._pending_there = 0
         self._tokens = 0
         self._restarted = False
         self._probe = False
@@ -145,6 +147,7 @@ class Link:
     def first_token(self, tokens: int) -> None:
         """The prefill of such a request is over: its first token came, or it ended without one."""
         self._pending -= tokens
+        self.view.turned_at = monotonic()
         self._shared.first_token(self.view.key, tokens)
 
     def end(self) -> None:
@@ -168,6 +171,9 @@ class Link:
         bound = max(0, load.bound)
         believed = load.in_flight if not bound or load.in_flight <= 2 * bound else 0
         self._elsewhere = max(0, believed - self.mine - in_flight)
+        if load.pending_tokens < self._pending_there:  # somebody had a first token there
+            self.view.turned_at = at
+        self._pending_there = load.pending_tokens
         self._pending_elsewhere = max(0, load.pending_tokens - self._pending - pending)
         self.view.bound = bound
         self.view.kv_used = load.kv_used if 0.0 <= load.kv_used <= 1.0 else 0.0

@@ -14,6 +14,7 @@ from gateway.call import Call
 from gateway.errors import Refused
 from gateway.fleet import FleetView, Served
 from gateway.surface import MODELS_PATH, ROUTES, Route
+from gateway.tenants import Tenants
 from policy.errors import Refusal
 
 Serve = Callable[[Route, Scope, Receive, Send], Awaitable[None]]
@@ -22,8 +23,8 @@ _MODELS = Route(MODELS_PATH, b"", "List the models")
 _NOWHERE = Route("", b"", "")
 
 
-def client_app(serve: Serve, fleet: FleetView) -> ASGIApp:
-    """The app of the client port."""
+def client_app(serve: Serve, fleet: FleetView, tenants: Tenants) -> ASGIApp:
+    """The app of the client port; what there is to be served is told to tenants alone."""
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -35,7 +36,7 @@ def client_app(serve: Serve, fleet: FleetView) -> ASGIApp:
             return
         call = Call(route or _NOWHERE, scope, receive, send)
         try:
-            body = _answer(fleet, path, scope["method"], route)
+            body = _answer(fleet, path, scope["method"], route, lambda: tenants.of(call.headers))
         except Refused as refused:
             await call.refuse(refused)
         else:
@@ -44,7 +45,9 @@ def client_app(serve: Serve, fleet: FleetView) -> ASGIApp:
     return app
 
 
-def _answer(fleet: FleetView, path: str, method: str, route: Route | None) -> bytes:
+def _answer(
+    fleet: FleetView, path: str, method: str, route: Route | None, authorize: Callable[[], object]
+) -> bytes:
     """The body for a path that needs no replica; raises :class:`gateway.errors.Refused`."""
     listing = path == MODELS_PATH
     one = path.removeprefix(MODELS_PATH + "/") if path.startswith(MODELS_PATH + "/") else ""
@@ -53,6 +56,7 @@ def _answer(fleet: FleetView, path: str, method: str, route: Route | None) -> by
     if method != "GET" or route is not None:
         allowed = "POST" if route is not None else "GET"
         raise Refused(Refusal.METHOD_NOT_ALLOWED, f"This path takes {allowed} alone.")
+    authorize()
     if listing:
         cards = [card for served in fleet.models for card in _cards(served)]
         return msgspec.json.encode({"object": "list", "data": cards})

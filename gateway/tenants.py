@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from gateway.errors import Refused
+from gateway.usage import Usage
 from policy.config import Deployment, Tenant
 from policy.errors import Refusal
 from policy.types import Priority
@@ -26,7 +27,7 @@ class Account:
 
     __slots__ = (
         "admin", "in_flight", "name", "output_tokens", "priority",
-        "prompt_tokens", "requests", "salt", "weight",
+        "prompt_tokens", "salt", "weight",
     )  # fmt: skip
 
     def __init__(self, name: str, salt: bytes) -> None:
@@ -36,7 +37,6 @@ class Account:
         self.priority = Priority.STANDARD
         self.admin = False
         self.in_flight = 0
-        self.requests = 0
         self.prompt_tokens = 0
         self.output_tokens = 0
 
@@ -65,7 +65,7 @@ class Tenants:
         for tenant in deployment.tenants:
             account = self._by_name.get(tenant.name)
             if account is None:
-                account = Account(tenant.name, b'"%b"' % salt_of(self._secret, tenant.name).encode())
+                account = Account(tenant.name, self._salt(tenant.name))
             account.read(tenant)
             accounts[tenant.name] = account
             digests |= {bytes.fromhex(digest): account for digest in tenant.keys_sha256}
@@ -93,6 +93,20 @@ class Tenants:
         account = self._by_name.get(name)
         return 1.0 if account is None else account.weight
 
+    def salt(self, name: str) -> bytes:
+        """What engines keep the caches of the tenant called ``name`` apart by, as a JSON string.
+
+        One that has just been taken out of the document keeps its own to the end of its last request.
+        """
+        account = self._by_name.get(name)
+        return self._salt(name) if account is None and name else (account or self._anonymous).salt
+
+    def served(self, name: str, usage: Usage) -> None:
+        """Count what an answer to the tenant called ``name`` has cost."""
+        account = self._by_name.get(name, self._anonymous)
+        account.prompt_tokens += usage.prompt
+        account.output_tokens += usage.completion
+
     def describe(self) -> list[dict[str, Any]]:
         """Every account with its counts in this worker, and nothing of its keys."""
         accounts = self._by_name.values() if self._by_digest else (self._anonymous,)
@@ -103,9 +117,11 @@ class Tenants:
                 "priority": account.priority,
                 "admin": account.admin,
                 "in_flight": account.in_flight,
-                "requests": account.requests,
                 "prompt_tokens": account.prompt_tokens,
                 "output_tokens": account.output_tokens,
             }
             for account in accounts
         ]
+
+    def _salt(self, name: str) -> bytes:
+        return b'"%b"' % salt_of(self._secret, name).encode()

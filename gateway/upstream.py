@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 from collections.abc import Sequence
 from typing import Protocol, cast
 from urllib.parse import urlsplit
@@ -220,16 +221,19 @@ class Connection(asyncio.Protocol):
 
 
 class Pool:
-    """Connections to one server; ``reads`` counts how often any of them brought bytes."""
+    """Connections to one server, by TLS and with its certificate verified if its URL is https.
+
+    ``reads`` counts how often any of them brought bytes.
+    """
 
     def __init__(self, url: str, connect_timeout_s: float, *, max_idle: int = MAX_IDLE) -> None:
         parts = urlsplit(url)
         self.host = parts.hostname or "127.0.0.1"
-        self.port = parts.port or 80
+        self._tls = ssl.create_default_context() if parts.scheme == "https" else None
+        self.port = parts.port or (80 if self._tls is None else 443)
         self.host_header = parts.netloc.rpartition("@")[2].encode()
         self.connect_timeout_s = connect_timeout_s
         self._max_idle = max_idle
-        self.reads = 0
         self._idle: list[Connection] = []
         self._closed = False
         self.reads = 0
@@ -246,7 +250,9 @@ class Pool:
         """A fresh connection; raises ``OSError`` (``TimeoutError`` is one) when there is none."""
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(self.connect_timeout_s):
-            _, connection = await loop.create_connection(lambda: Connection(self), self.host, self.port)
+            _, connection = await loop.create_connection(
+                lambda: Connection(self), self.host, self.port, ssl=self._tls
+            )
         return connection
 
     def give(self, connection: Connection) -> None:

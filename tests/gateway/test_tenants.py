@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from gateway.errors import Refused
 from gateway.tenants import Account, Tenants
+from gateway.usage import Usage
 from policy.parsing import parse
 from policy.types import Priority
 from tests.policy.example_documents import GOOD
@@ -122,6 +123,18 @@ def test_salts_keep_tenants_apart_and_outlast_a_key() -> None:
     assert acme.salt != bits.salt
     assert len(msgspec.json.decode(acme.salt, type=str)) == 32
     assert tenants(tenant("acme", b"k-9")).of(bearer(b"k-9")).salt == acme.salt
+    assert found.salt("acme") == acme.salt
+    found.read(parse({**GOOD, "tenants": [tenant("bits", b"k-2")]}))
+    assert found.salt("acme") == acme.salt
+    assert tenants().salt("") == b""
+
+
+def test_what_was_served_is_counted_for_its_tenant() -> None:
+    found = tenants(tenant("acme", b"k-1"), tenant("bits", b"k-2"))
+    found.served("acme", Usage(prompt=5, completion=2))
+    found.served("gone", Usage(prompt=9, completion=9))
+    counts = {entry["name"]: (entry["prompt_tokens"], entry["output_tokens"]) for entry in found.describe()}
+    assert counts == {"acme": (5, 2), "bits": (0, 0)}
 
 
 @given(

@@ -1,0 +1,149 @@
+"""An upstream as one worker uses it: its key, its connections, its breaker and its purse."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+from msgspec import Raw
+
+from gateway.body import Body
+from gateway.call import Call
+from gateway.log import Log
+from gateway.surface import Route
+from gateway.upstream import Pool
+from gateway.usage import Usage
+from policy.config import Deployment, Upstream
+from policy.health import Breaker, Sign, State
+from policy.request import Request
+from policy.spending import Hold, Purse, cost
+from policy.types import Runner
+
+# What an OpenAI-compatible endpoint can be expected to serve.
+PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"})
+# Those whose streams tell their usage only when asked.
+_ASKED_FOR_USAGE = frozenset({"/v1/chat/completions", "/v1/completions"})
+# Held for an answer that its request does not bound.
+ASSUMED_OUTPUT_TOKENS = 1024
+# Of a token of English, on the low side: more is held than is likely used.
+BYTES_PER_TOKEN = 3
+
+_WORD = re.compile(rb"[!-~]+")
+_fields_of = msgspec.json.Decoder(dict[str, Raw])
+
+
+class Endpoint:
+    """One upstream. ``upstream`` is what the document says of it now.
+
+    The cap is divided by the gateway's workers, whose purses do not know of each other: together they
+    never pass it. The key file is read again whenever it changes.
+    """
+
+    def __init__(self, upstream: Upstream, deployment: Deployment, log: Log) -> None:
+        self.label = b"upstream:" + upstream.name.encode()
+        self.pool = Pool(upstream.url, deployment.gateway.connect_timeout_s)
+        self.breaker = Breaker(deployment.gateway.eject)
+        self.purse = Purse(0.0)
+        self._base = (urlsplit(upstream.url).path.rstrip("/") or "/v1").encode()
+        self._log = log
+        self._key = b""
+        self._key_changed = -1  # nanoseconds, as the file says
+        self.read(upstream, deployment)
+
+    def read(self, upstream: Upstream, deployment: Deployment) -> None:
+        """Take what the document says, the URL aside."""
+        self.upstream = upstream
+        self.pool.connect_timeout_s = deployment.gateway.connect_timeout_s
+        self.breaker.limits = deployment.gateway.eject
+        self.purse.cap = upstream.cost_cap_per_h / deployment.gateway.workers
+
+    def serves(self, route: Route, model: str) -> bool:
+        """Whether such a request could go there at all."""
+        return route.path in PATHS and model in self.upstream.models
+
+    def open(self, at: float) -> bool:
+        """Whether its breaker lets a request pass now: one that is due for a probe lets one."""
+        if self.breaker.due(at):
+            self.breaker.half_open()
+        return self.breaker.state is State.CLOSED or self.breaker.take_probe()
+
+    def note(self, sign: Sign, at: float, draw: float) -> None:
+        """What an attempt says of it."""
+        if self.breaker.state is State.CLOSED:
+            self.breaker.note(sign, at)
+            if sign is Sign.BAD and self.breaker.failing(at):
+                self.breaker.open(at, draw)
+        else:
+            self.breaker.probed(sign, at, draw)
+
+    def hold(self, request: Request, route: Route, body: Body, at: float) -> Hold | None:
+        """Money for the most that the request is likely to use; ``None`` when the cap forbids it."""
+        prompt = request.prompt_tokens or request.size // BYTES_PER_TOKEN
+        output = 0
+        if route.runner is Runner.GENERATE:
+            stated = body.max_completion_tokens or body.max_tokens or body.max_output_tokens
+            output = (stated or ASSUMED_OUTPUT_TOKENS) * body.choices
+        return self.purse.hold(cost(self.upstream.price, prompt, output), at)
+
+    def bill(self, hold: Hold, usage: Usage | None) -> float:
+        """What an answer has cost: by its usage, or all that was held where nobody knows."""
+        if usage is None:
+            return hold.amount
+        spent = cost(self.upstream.price, usage.prompt, usage.completion)
+        # Of an answer that was cut the prompt is not known; that it was read is.
+        return spent if usage.exact else max(spent, hold.amount)
+
+    def head(self, call: Call, size: int) -> bytes:
+        """The request's head: the upstream's own key, and nothing of ours or of the client's keys."""
+        head = b"POST %b%b HTTP/1.1\r\nhost: %b\r\ncontent-type: application/json\r\n" % (
+            self._base,
+            call.route.path.removeprefix("/v1").encode(),
+            self.pool.host_header,
+        )
+        if self._key:
+            head += b"authorization: Bearer %b\r\n" % self._key
+        accept = call.headers.get(b"accept")
+        if accept is not None and accept.isascii() and b"\n" not in accept:
+            head += b"accept: %b\r\n" % accept
+        return head + b"content-length: %d\r\n\r\n" % size
+
+    def body(self, call: Call, model: str, raw: bytes) -> tuple[bytes, bool]:
+        """The body with the upstream's name of ``model``; and whether usage was asked for in its stream.
+
+        ``cache_salt`` is a word between us and our engines, which others refuse.
+        """
+        fields = _fields_of.decode(raw)
+        fields["model"] = Raw(msgspec.json.encode(self.upstream.models[model]))
+        fields.pop("cache_salt", None)
+        forced = False
+        if call.streaming and call.route.path in _ASKED_FOR_USAGE:
+            options: Any = msgspec.json.decode(fields.get("stream_options", b"null"))
+            options = dict(options) if isinstance(options, dict) else {}
+            forced = not options.get("include_usage")
+            fields["stream_options"] = Raw(msgspec.json.encode({**options, "include_usage": True}))
+        return msgspec.json.encode(fields), forced
+
+    @property
+    def has_key(self) -> bool:
+        """Whether the key can be sent, if it takes one: what is in its file now."""
+        path = self.upstream.key_file
+        if path is None:
+            self._key = b""
+            return True
+        try:
+            changed = Path(path).stat().st_mtime_ns
+            if changed != self._key_changed:
+                self._key = Path(path).read_bytes().strip()
+        except OSError as error:
+            changed, self._key = 0, b""
+            why = type(error).__name__
+        else:
+            # What is no word would end the header or the request.
+            why = "" if _WORD.fullmatch(self._key) else "not one word of ASCII"
+        if changed != self._key_changed and why:
+            self._log.error("upstream_key_unusable", upstream=self.upstream.name, error=why)
+        self._key_changed = changed
+        return not why

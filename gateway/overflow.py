@@ -1,0 +1,160 @@
+"""What the fleet cannot serve in time goes to an endpoint that others run, while the money lasts."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+
+from gateway.body import Body
+from gateway.call import Call
+from gateway.delivery import tail_of
+from gateway.endpoint import Endpoint
+from gateway.errors import Refused
+from gateway.fleet import Served
+from gateway.log import Log
+from gateway.metrics import Metrics
+from gateway.relay import Relay, Verdict
+from policy.config import Deployment
+from policy.errors import Refusal
+from policy.health import Sign
+from policy.request import Request
+
+# The fleet's own word that it has no room in time; what a replica says of a request is not among them.
+NO_ROOM = frozenset({Refusal.QUEUE_FULL, Refusal.OVERLOADED, Refusal.DEADLINE, Refusal.NO_REPLICA})
+_SIGNS = {
+    Verdict.SERVED: Sign.GOOD,
+    Verdict.REJECTED: Sign.NOTHING,
+    Verdict.REFUSED: Sign.NOTHING,
+}
+# It may have been at work for us when we heard the last of it, and bill it.
+_MAY_BE_BILLED = frozenset({Verdict.SERVED, Verdict.BROKEN, Verdict.LOST, Verdict.SILENT})
+
+
+class Overflow:
+    """The upstreams of one worker, in the order of the document."""
+
+    def __init__(self, metrics: Metrics, log: Log, rng: random.Random) -> None:
+        self._metrics = metrics
+        self._log = log
+        self._rng = rng
+        self._endpoints: list[Endpoint] = []
+        self._models: frozenset[str] = frozenset()
+        self._starts_s: dict[str, float] = {}
+        self._clock = asyncio.get_running_loop().time
+
+    def read(self, deployment: Deployment) -> None:
+        """Take the document's upstreams; what one of them has cost this hour stays counted."""
+        known = {endpoint.upstream.name: endpoint for endpoint in self._endpoints}
+        endpoints = []
+        for upstream in deployment.upstreams:
+            endpoint = known.pop(upstream.name, None)
+            if endpoint is None or endpoint.upstream.url != upstream.url:
+                moved = endpoint
+                endpoint = Endpoint(upstream, deployment, self._log)
+                if moved is not None:
+                    endpoint.purse = moved.purse
+                    moved.pool.close()
+            endpoint.read(upstream, deployment)
+            endpoints.append(endpoint)
+        for gone in known.values():
+            gone.pool.close()
+        self._endpoints = endpoints
+        self._models = frozenset(name for upstream in deployment.upstreams for name in upstream.models)
+        self._starts_s = {spec.name: spec.control.assumed_start_s for spec in deployment.models}
+
+    async def around(
+        self,
+        fleet: Callable[[], Awaitable[None]],
+        call: Call,
+        served: Served,
+        request: Request,
+        *,
+        body: Body,
+        raw: bytes,
+    ) -> None:
+        """Have ``fleet`` serve the call, or an upstream where the fleet cannot before its deadline.
+
+        That is so where admission refuses it before then, and where no replica takes requests and the
+        next is not expected before then. Raises the fleet's own refusal when no upstream serves it
+        either: what is wrong with an upstream is no matter of the client's.
+        """
+        if served.name not in self._models or request.adapter:
+            await fleet()
+            return
+        if self._too_late(served, request) and await self._serve(call, request, body, raw):
+            return
+        try:
+            await fleet()
+        except Refused as refused:
+            in_time = self._clock() < request.deadline
+            if refused.reason not in NO_ROOM or call.started or not in_time:
+                raise
+            if not await self._serve(call, request, body, raw):
+                raise
+
+    def _too_late(self, served: Served, request: Request) -> bool:
+        if any(link.admissible for link in served.links):
+            return False
+        return self._clock() + self._starts_s.get(served.name, 0.0) >= request.deadline
+
+    async def _serve(self, call: Call, request: Request, body: Body, raw: bytes) -> bool:
+        """Whether an upstream answered, or began to."""
+        before = call.replica
+        for endpoint in self._endpoints:
+            if not endpoint.serves(call.route, request.model) or not endpoint.has_key:
+                continue
+            hold = endpoint.hold(request, call.route, body, self._clock())
+            if hold is None:
+                self._metrics.overflow.labels(request.model, endpoint.upstream.name, "cost_cap").inc()
+                continue
+            if not endpoint.open(self._clock()):
+                endpoint.purse.settle(hold, 0.0, self._clock())
+                continue
+            verdict, sign = None, Sign.NOTHING  # of who leaves, and may have to be paid for
+            try:
+                verdict, sign = await self._attempt(endpoint, call, request.model, body, raw)
+            finally:
+                billed = verdict is None or verdict in _MAY_BE_BILLED
+                bill = endpoint.bill(hold, call.usage) if billed else 0.0
+                endpoint.purse.settle(hold, bill, self._clock())
+                endpoint.note(sign, self._clock(), self._rng.random())
+                outcome = verdict or "cancelled"
+                self._metrics.overflow.labels(request.model, endpoint.upstream.name, outcome).inc()
+                self._metrics.overflow_cost.labels(endpoint.upstream.name).inc(bill)
+            if verdict is Verdict.SERVED:
+                call.outcome = "ok"
+                return True
+            if verdict is Verdict.BROKEN:
+                call.outcome = Refusal.STREAM_BROKEN
+                return True
+        call.replica = before
+        return False
+
+    async def _attempt(
+        self, endpoint: Endpoint, call: Call, model: str, body: Body, raw: bytes
+    ) -> tuple[Verdict, Sign]:
+        """Try one upstream; a kept connection that turns out dead is replaced once, silently."""
+        call.replica = endpoint.label
+        sent, forced = endpoint.body(call, model, raw)
+        head = endpoint.head(call, len(sent))
+        connection = endpoint.pool.take()
+        while True:
+            kept = connection is not None
+            try:
+                connection = connection or await endpoint.pool.connect()
+            except OSError:
+                return Verdict.UNREACHABLE, Sign.BAD
+            tail = tail_of(call.route, body, strip_usage=forced)
+            relay = Relay(call, connection, tail, self._metrics.model(model))
+            verdict = await relay.run(head, sent)
+            if not kept or verdict is not Verdict.STALE:
+                return verdict, _sign(verdict, relay.refused)
+            connection = None
+
+
+def _sign(verdict: Verdict, refused: Refused | None) -> Sign:
+    """What an attempt says of an upstream; one that has enough of us is left alone for a while."""
+    if verdict is Verdict.REJECTED and refused is not None and refused.status == 429:
+        return Sign.BAD
+    return _SIGNS.get(verdict, Sign.BAD)

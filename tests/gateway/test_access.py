@@ -1,0 +1,275 @@
+"""Keys, shared calls, upstreams and explanations, through a real worker."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from tests.gateway.fake_replica import ANSWER, Exchange, answer_json, hold
+from tests.gateway.fake_upstream import FakeUpstream
+from tests.gateway.worker import Stack, until
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+WEB, NIGHT, BOSS = "key-of-web", "key-of-night", "key-of-boss"
+CHAT = {"model": "alpha", "messages": [{"role": "user", "content": "hi"}]}
+
+
+def tenant(name: str, *keys: str, **more: Any) -> dict[str, Any]:
+    return {"name": name, "keys_sha256": [hashlib.sha256(key.encode()).hexdigest() for key in keys], **more}
+
+
+def bearer(key: str, **more: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}", **more}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
+    """A worker with three tenants."""
+    stack = Stack(tmp_path_factory.mktemp("access"))
+    stack.tenants = TENANTS
+    stack.gateway |= {"coalesce": {"window_s": 0.05, "max_inputs": 8}}
+    await stack.start_controller()
+    await stack.start_worker()
+    yield stack
+    await stack.close()
+
+
+TENANTS = [
+    tenant("web", WEB, weight=3.0),
+    tenant("night", NIGHT, priority="batch"),
+    tenant("boss", BOSS, admin=True),
+]
+
+
+async def ask(stack: Stack, key: str, path: str = "/v1/chat/completions", **more: Any) -> httpx.Response:
+    headers = bearer(key, **more.pop("headers", {}))
+    return await stack.http.post(path, json={**CHAT, **more}, headers=headers)
+
+
+async def test_without_a_key_nothing_is_told_and_nothing_reaches_a_replica(shared: Stack) -> None:
+    replica = await shared.replica("guarded")
+    await shared.ready(replica)
+    refused = [
+        await shared.http.post("/v1/chat/completions", json=CHAT),
+        await ask(shared, "wrong"),
+        await ask(shared, "wrong", model="no-such-model"),
+        await shared.http.post("/v1/chat/completions", content=b"{no json"),
+        await shared.http.get("/v1/models"),
+        await shared.http.get("/v1/models/alpha"),
+    ]
+    for answer in refused:
+        assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
+        assert answer.headers["x-request-id"]
+    anthropic = await shared.http.post("/v1/messages", json={**CHAT, "max_tokens": 1})
+    assert anthropic.json()["error"]["type"] == "authentication_error"
+    assert (await shared.http.get("/v1/secret")).status_code == 404
+    assert replica.hits == []
+
+
+async def test_a_key_is_taken_both_ways_and_goes_no_further(shared: Stack) -> None:
+    replica = await shared.replica("keys")
+    await shared.ready(replica)
+    assert (await ask(shared, WEB)).content == ANSWER
+    anthropic = await shared.http.post("/v1/chat/completions", json=CHAT, headers={"x-api-key": NIGHT})
+    assert anthropic.status_code == 200
+    models = (await shared.http.get("/v1/models", headers=bearer(WEB))).json()["data"]
+    assert {model["id"] for model in models} == {"alpha", "vectors"}
+    for hit in replica.hits:
+        assert "authorization" not in hit.headers
+        assert "x-api-key" not in hit.headers
+        assert WEB not in str(hit.headers) + hit.body.decode()
+
+
+async def test_a_tenant_has_its_own_cache_whatever_it_says(shared: Stack) -> None:
+    replica = await shared.replica("salts")
+    await shared.ready(replica)
+    salts = []
+    for key, said in (
+        (WEB, {}),
+        (WEB, {"cache_salt": "mine"}),
+        (NIGHT, {}),
+        (NIGHT, {"cache_salt": "web's"}),
+    ):
+        assert (await ask(shared, key, **said)).status_code == 200
+        salts.append(replica.hits[-1].json["cache_salt"])
+    assert salts[0] == salts[1] != salts[2] == salts[3]
+    assert all(len(salt) == 32 for salt in salts)
+    assert "web" not in salts[0]
+
+
+async def test_a_key_is_revoked_and_admitted_by_a_document(shared: Stack) -> None:
+    replica = await shared.replica("revoking")
+    await shared.ready(replica)
+    running = asyncio.Event()
+    release = asyncio.Event()
+
+    async def answer(exchange: Exchange) -> None:
+        running.set()
+        await hold(release)(exchange)
+
+    replica.answer = answer
+    asked = asyncio.create_task(ask(shared, WEB))
+    await running.wait()
+    shared.tenants = [tenant("web", "new-key"), *TENANTS[1:]]
+    shared.write_document()
+
+    async def revoked() -> bool:
+        return (await shared.http.get("/v1/models", headers=bearer(WEB))).status_code == 401
+
+    await until(revoked)
+    assert (await shared.http.get("/v1/models", headers=bearer("new-key"))).status_code == 200
+    release.set()
+    assert (await asked).status_code == 200  # what was let in goes on
+    shared.tenants = TENANTS
+    shared.write_document()
+
+    async def admitted() -> bool:
+        return (await shared.http.get("/v1/models", headers=bearer(WEB))).status_code == 200
+
+    await until(admitted)
+
+
+async def test_only_an_admin_is_told_why(shared: Stack) -> None:
+    replica = await shared.replica("explained")
+    await shared.ready(replica)
+    asked = {"headers": {"x-tidegate-explain": "1"}}
+    assert "x-tidegate-explain" not in (await ask(shared, WEB, **asked)).headers
+    assert "x-tidegate-explain" not in (await ask(shared, BOSS)).headers
+    told = await ask(shared, BOSS, **asked)
+    assert told.headers["x-tidegate-replica"] == "explained"
+    said = json.loads(told.headers["x-tidegate-explain"])
+    assert said["replica"] == "explained"
+    assert [candidate["replica"] for candidate in said["candidates"]] == ["explained"]
+    assert all("total_s" in candidate for candidate in said["candidates"])
+    streamed = await ask(shared, BOSS, stream=True, **asked)
+    assert json.loads(streamed.headers["x-tidegate-explain"])["replica"] == "explained"
+
+
+async def test_the_admin_port_keeps_the_last_decisions_and_the_accounts(shared: Stack) -> None:
+    replica = await shared.replica("admin")
+    await shared.ready(replica)
+    before = {entry["name"]: entry for entry in (await shared.admin.get("/admin/tenants")).json()["tenants"]}
+    for key in (WEB, WEB, NIGHT):
+        assert (await ask(shared, key)).status_code == 200
+    kept = (await shared.admin.get("/admin/routes", params={"limit": 2})).json()
+    assert kept["worker"] == shared.workers[0].pid
+    assert [route["tenant"] for route in kept["routes"]] == ["night", "web"]
+    assert (await shared.admin.get("/admin/routes", params={"limit": 0})).status_code == 422
+    answer = await shared.admin.get("/admin/tenants")
+    accounts = {entry["name"]: entry for entry in answer.json()["tenants"]}
+    assert {name: entry["weight"] for name, entry in accounts.items()} == {
+        "web": 3.0,
+        "night": 1.0,
+        "boss": 1.0,
+    }
+    assert accounts["night"]["priority"] == "batch"
+    assert accounts["web"]["in_flight"] == 0
+    assert accounts["web"]["prompt_tokens"] - before["web"]["prompt_tokens"] == 2
+    for entry in TENANTS:
+        assert entry["keys_sha256"][0][:8] not in answer.text
+
+
+async def vectors(exchange: Exchange) -> None:
+    """Each input back, as a vector of its characters."""
+    inputs = exchange.json["input"]
+    inputs = [inputs] if isinstance(inputs, str) else inputs
+    if "bad" in inputs:
+        await exchange.reply(b'{"error":{"message":"bad input","code":400}}', status=400)
+        return
+    data = [{"index": i, "embedding": [ord(letter) for letter in text]} for i, text in enumerate(inputs)]
+    said = {
+        "id": f"embd-{exchange.headers['x-request-id']}",
+        "data": data,
+        "usage": {"prompt_tokens": len(inputs)},
+    }
+    await exchange.reply(json.dumps(said).encode())
+
+
+async def embed(stack: Stack, text: str, key: str = WEB, **more: Any) -> httpx.Response:
+    body = {"model": "vectors", "input": text, **more}
+    return await stack.http.post(
+        "/v1/embeddings", json=body, headers=bearer(key, **{"x-request-id": f"id-{text}"})
+    )
+
+
+async def test_those_who_come_together_share_a_call(shared: Stack) -> None:
+    replica = await shared.replica("embeds", model="vectors")
+    await shared.ready(replica)
+    release = asyncio.Event()
+    replica.answer = hold(release, vectors)
+    first = asyncio.create_task(embed(shared, "z"))
+    await until(lambda: len(replica.hits) == 1)
+    texts = ["a", "b", "bad", "c"]
+    asked = [asyncio.create_task(embed(shared, text)) for text in texts]
+    other = asyncio.create_task(embed(shared, "d", key=NIGHT))
+    alone = asyncio.create_task(embed(shared, "e", dimensions=4))
+    await until(lambda: len(replica.hits) == 4)
+    release.set()
+    answers = dict(zip(texts, await asyncio.gather(*asked), strict=True))
+    for text in ("a", "b", "c"):
+        said = answers[text].json()
+        assert said["data"] == [{"index": 0, "embedding": [ord(text)]}]
+        assert said["id"].startswith(f"embd-id-{text}-")
+        assert answers[text].headers["x-tidegate-replica"] == "embeds"
+        assert answers[text].headers["x-request-id"] == f"id-{text}"
+    assert (answers["bad"].status_code, answers["bad"].json()["error"]["message"]) == (400, "bad input")
+    for each in (first, other, alone):
+        assert (await each).status_code == 200
+    together = [hit.json["input"] for hit in replica.hits if isinstance(hit.json["input"], list)]
+    assert len(together) == 1
+    assert sorted(together[0]) == sorted(texts)
+
+
+async def test_a_shared_call_ends_when_all_have_left(shared: Stack) -> None:
+    replica = await shared.replica("leaves", model="vectors")
+    await shared.ready(replica)
+    replica.answer = hold(asyncio.Event(), vectors)
+    asked = [asyncio.create_task(embed(shared, "z"))]
+    await until(lambda: len(replica.hits) == 1)
+    asked += [asyncio.create_task(embed(shared, text)) for text in "ab"]
+    await until(lambda: len(replica.hits) == 2)
+    for task in asked:
+        task.cancel()
+    await asyncio.gather(*asked, return_exceptions=True)
+    for hit in replica.hits:
+        await hit.gone.wait()
+    replica.answer = vectors
+    assert (await embed(shared, "c")).status_code == 200
+
+
+async def test_what_the_fleet_cannot_serve_goes_upstream(shared: Stack) -> None:
+    await shared.ready()
+    upstream = FakeUpstream()
+    await upstream.start()
+    upstream.answer = answer_json
+    shared.upstreams = [
+        {
+            "name": "cloud", "url": upstream.url, "models": {"alpha": "theirs"},
+            "price": {"input": 1, "output": 1}, "cost_cap_per_h": 1,
+        }
+    ]  # fmt: skip
+    shared.write_document()
+
+    async def overflows() -> bool:
+        headers = {"x-request-timeout-s": "0.2"}
+        answer = await ask(shared, WEB, headers=headers)
+        return answer.headers.get("x-tidegate-replica") == "upstream:cloud"
+
+    await until(overflows)
+    assert upstream.hits[0].json == {**CHAT, "model": "theirs"}
+    assert "x-tidegate-secret" not in upstream.hits[0].headers
+    streamed = await ask(shared, WEB, stream=True, headers={"x-request-timeout-s": "0.2"})
+    assert streamed.text.endswith("data: [DONE]\n\n")
+    assert await shared.metric("tidegate_overflow_attempts_total", upstream="cloud", outcome="served") >= 2
+    assert await shared.metric("tidegate_overflow_cost_total", upstream="cloud") > 0
+    shared.upstreams = []
+    shared.write_document()
+    await upstream.stop()

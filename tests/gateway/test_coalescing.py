@@ -1,0 +1,255 @@
+"""Shared calls in one process: who shares, who is told what, and who may leave."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+from starlette.types import Message
+
+from gateway import body as bodies
+from gateway.call import Call
+from gateway.coalescing import Coalescer
+from gateway.errors import Refused
+from gateway.fleet import Served
+from gateway.metrics import Metrics
+from gateway.shares import share_of
+from gateway.surface import ROUTES
+from policy.config import Coalesce
+from policy.errors import Refusal
+from policy.request import Request
+from tests.gateway.worker import until
+
+ROUTE = ROUTES["/v1/embeddings"]
+SERVED = Served("vectors")
+
+
+class Site:
+    """A coalescer before an engine that the test plays: ``sent`` are the bodies that reached it."""
+
+    def __init__(self, **bounds: Any) -> None:
+        self.metrics = Metrics()
+        self.coalescer = Coalescer(self._deliver, self.metrics)
+        self.bounds = Coalesce(**{"window_s": 0.02, **bounds})
+        self.sent: list[list[str]] = []
+        self.requests: list[Request] = []
+        self.aborted: list[list[str]] = []
+        self.hold = asyncio.Event()
+        self.hold.set()
+        self.refuse: Callable[[list[str]], Awaitable[bytes | None]] = self._nothing
+
+    async def _nothing(self, inputs: list[str]) -> bytes | None:
+        return None
+
+    async def _deliver(
+        self, call: Call, served: Served, request: Request, body: bodies.Body, raw: bytes
+    ) -> None:
+        inputs = json.loads(raw)["input"]
+        inputs = [inputs] if isinstance(inputs, str) else inputs
+        self.sent.append(inputs)
+        self.requests.append(request)
+        try:
+            await self.hold.wait()
+        except asyncio.CancelledError:
+            self.aborted.append(inputs)
+            raise
+        answer = await self.refuse(inputs)
+        if answer is None:
+            data = [{"index": i, "embedding": text} for i, text in enumerate(inputs)]
+            said = {"id": f"embd-{call.upstream_id.decode()}", "data": data, "usage": {"prompt_tokens": 8}}
+            answer = json.dumps(said).encode()
+        call.replica = b"r1"
+        call.outcome = "ok"
+        await call.answer(200, [(b"content-type", b"application/json")], answer)
+
+    def ask(self, *inputs: str, deadline: float = 9e9) -> asyncio.Task[dict[str, Any]]:
+        return asyncio.create_task(self._ask(list(inputs), deadline))
+
+    async def _ask(self, inputs: list[str], deadline: float) -> dict[str, Any]:
+        raw = json.dumps({"model": "vectors", "input": inputs if len(inputs) > 1 else inputs[0]}).encode()
+        sent: list[Message] = []
+
+        async def send(message: Message) -> None:
+            sent.append(message)
+
+        async def receive() -> Message:
+            return {"type": "http.disconnect"}
+
+        call = Call(ROUTE, {"headers": []}, receive, send)
+        body = bodies.read(raw)
+        request = Request("vectors", prompt_tokens=len(raw), size=len(raw), deadline=deadline)
+        share = share_of(ROUTE, body, raw, "", self.bounds)
+        assert share is not None
+
+        async def alone() -> None:
+            await self._deliver(call, SERVED, request, body, raw)
+
+        await self.coalescer.serve(share, call, SERVED, request, bounds=self.bounds, alone=alone)
+        head, answer = sent
+        said: dict[str, Any] = json.loads(answer["body"])
+        said["own"] = said["id"] == f"embd-{call.upstream_id.decode()}"
+        said["texts"] = [item["embedding"] for item in said["data"]]
+        said["indices"] = [item["index"] for item in said["data"]]
+        said["headers"] = dict(head["headers"])
+        said["outcome"] = call.outcome
+        return said
+
+
+async def turn() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_who_is_alone_goes_as_it_came() -> None:
+    site = Site(window_s=1.0)
+    for text in ("a", "b"):
+        said = await site.ask(text)
+        assert (said["texts"], said["own"], said["outcome"]) == ([text], True, "ok")
+    assert site.sent == [["a"], ["b"]]
+
+
+async def test_those_who_come_together_share_a_call_and_get_their_own() -> None:
+    site = Site()
+    site.hold.clear()
+    first = site.ask("a")
+    await turn()
+    others = [site.ask("b", "c"), site.ask("d")]
+    await turn()
+    assert site.sent == [["a"]]
+    site.hold.set()
+    answers = await asyncio.gather(first, *others)
+    assert site.sent == [["a"], ["b", "c", "d"]]
+    assert [said["texts"] for said in answers] == [["a"], ["b", "c"], ["d"]]
+    assert [said["indices"] for said in answers] == [[0], [0, 1], [0]]
+    assert all(said["own"] for said in answers)
+    assert answers[1]["usage"]["prompt_tokens"] + answers[2]["usage"]["prompt_tokens"] == 8
+    assert all(said["headers"][b"content-type"] == b"application/json" for said in answers)
+    assert answers[1]["headers"][b"x-tidegate-replica"] == b"r1"
+    meter = site.metrics.model("vectors")
+    assert (meter.coalesced_calls, meter.coalesced_requests) == (1, 2)
+
+
+async def test_the_window_ends_while_the_call_before_is_under_way() -> None:
+    site = Site(window_s=0.001)
+    site.hold.clear()
+    asked = [site.ask("a")]
+    await turn()
+    asked += [site.ask("b"), site.ask("c")]
+    await until(lambda: len(site.sent) == 2)
+    assert site.sent[1] == ["b", "c"]
+    site.hold.set()
+    await asyncio.gather(*asked)
+
+
+async def test_a_full_call_leaves_at_once() -> None:
+    site = Site(window_s=1.0, max_inputs=3)
+    site.hold.clear()
+    asked = [site.ask("a"), site.ask("b"), site.ask("c"), site.ask("d"), site.ask("e", "f")]
+    await turn()
+    assert site.sent == [["a"], ["b", "c", "d"]]
+    site.hold.set()
+    await asyncio.gather(*asked)
+
+
+async def test_only_the_guilty_gets_its_error() -> None:
+    site = Site()
+
+    async def refuse(inputs: list[str]) -> bytes | None:
+        if "bad" in inputs:
+            raise Refused(Refusal.BAD_REQUEST, "bad input")
+        return None
+
+    site.refuse = refuse
+    site.hold.clear()
+    asked = [site.ask("a")]
+    await turn()
+    asked += [site.ask("b"), site.ask("bad"), site.ask("c")]
+    site.hold.set()
+    _, one, guilty, other = await asyncio.gather(*asked, return_exceptions=True)
+    assert isinstance(guilty, Refused)
+    assert guilty.message == "bad input"
+    assert isinstance(one, dict)
+    assert isinstance(other, dict)
+    assert (one["texts"], other["texts"]) == (["b"], ["c"])
+    assert site.sent == [["a"], ["b", "bad", "c"], ["b"], ["bad"], ["c"]]
+
+
+@pytest.mark.parametrize("answer", [b"", b"{}", b'{"data":[]}', b"\xff", b'{"data":[{"index":0}]}'])
+async def test_an_answer_that_cannot_be_split_is_asked_for_one_by_one(answer: bytes) -> None:
+    site = Site()
+
+    async def nonsense(inputs: list[str]) -> bytes | None:
+        return answer if len(inputs) > 1 else None
+
+    site.refuse = nonsense
+    site.hold.clear()
+    asked = [site.ask("a")]
+    await turn()
+    asked += [site.ask("b"), site.ask("c")]
+    site.hold.set()
+    assert [said["texts"] for said in await asyncio.gather(*asked)] == [["a"], ["b"], ["c"]]
+    assert site.metrics.model("vectors").coalesced_calls == 0
+
+
+async def test_one_who_leaves_the_window_is_not_sent() -> None:
+    site = Site()
+    site.hold.clear()
+    asked = [site.ask("a"), site.ask("b"), site.ask("c")]
+    await turn()
+    asked[1].cancel()
+    await turn()
+    site.hold.set()
+    assert (await asked[2])["texts"] == ["c"]
+    assert site.sent == [["a"], ["c"]]
+
+
+async def test_the_call_goes_on_for_those_who_stay_and_ends_when_all_have_left() -> None:
+    site = Site(window_s=1.0, max_inputs=3)
+    site.hold.clear()
+    asked = [site.ask("a"), site.ask("b"), site.ask("c"), site.ask("d")]
+    await turn()
+    assert site.sent == [["a"], ["b", "c", "d"]]
+    asked[1].cancel()
+    asked[2].cancel()
+    await turn()
+    assert site.aborted == []
+    asked[3].cancel()
+    await turn()
+    assert site.aborted == [["b", "c", "d"]]
+    asked[0].cancel()
+    await turn()
+    assert not site.coalescer._windows._groups
+    assert not site.coalescer._calls
+
+
+async def test_one_who_leaves_an_own_call_ends_it() -> None:
+    site = Site(window_s=1.0)
+    site.hold.clear()
+    first, second = site.ask("a"), site.ask("b")
+    await turn()
+    first.cancel()
+    await turn()
+    # Nothing is under way any more, so the second waits for nobody.
+    assert site.aborted == [["a"]]
+    assert site.sent == [["a"], ["b"]]
+    second.cancel()
+    await turn()
+    assert not site.coalescer._windows._groups
+
+
+async def test_the_shared_call_is_the_sum_of_its_members() -> None:
+    site = Site(window_s=1.0, max_inputs=2)
+    site.hold.clear()
+    asked = [site.ask("a"), site.ask("bb", deadline=7.0), site.ask("ccc", deadline=5.0)]
+    await turn()
+    shared = site.requests[1]
+    own = [len(json.dumps({"model": "vectors", "input": text})) for text in ("bb", "ccc")]
+    assert shared.prompt_tokens == sum(own)
+    assert shared.deadline == 5.0
+    assert shared.size > sum(own)
+    assert shared.avoid == set()
+    site.hold.set()
+    await asyncio.gather(*asked)

@@ -1,0 +1,56 @@
+"""The schema names every path, every header and every refusal of the client port."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gateway.call import _WANTED
+from gateway.errors import TABLE
+from gateway.schema import describe
+from gateway.surface import ROUTES
+
+
+@pytest.fixture
+def schema() -> dict[str, Any]:
+    schema: dict[str, Any] = {"paths": {"/livez": {}}}
+    describe(schema)
+    return schema
+
+
+def test_every_route_is_there_beside_what_was(schema: dict[str, Any]) -> None:
+    assert set(schema["paths"]) == {"/livez", *ROUTES, "/v1/models", "/v1/models/{id}"}
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_every_refusal_is_named_with_its_code(schema: dict[str, Any], path: str) -> None:
+    answers = schema["paths"][path]["post"]["responses"]
+    assert set(answers) == {"200", *(str(answer.status) for answer in TABLE.values())}
+    for answer in TABLE.values():
+        said = answers[str(answer.status)]
+        assert (answer.code or "null") in said["description"]
+        assert ("retry-after" in said["headers"]) == (answer.status in (429, 503))
+    reference = answers["401"]["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
+    assert reference == ("AnthropicError" if path == "/v1/messages" else "Error")
+    assert reference in schema["components"]["schemas"]
+
+
+def test_every_header_that_is_read_is_told(schema: dict[str, Any]) -> None:
+    operation = schema["paths"]["/v1/chat/completions"]["post"]
+    told = {parameter["name"].encode() for parameter in operation["parameters"]}
+    keys = {b"authorization", b"x-api-key"}
+    assert told | keys | {b"accept", b"anthropic-version"} == _WANTED
+    assert operation["security"] == [{}, {"bearer": []}, {"key": []}]
+    assert set(schema["components"]["securitySchemes"]) == {"bearer", "key"}
+
+
+def test_every_header_of_an_answer_is_told(schema: dict[str, Any]) -> None:
+    headers = schema["paths"]["/v1/chat/completions"]["post"]["responses"]["200"]["headers"]
+    assert {"x-request-id", "x-tidegate-replica", "x-tidegate-explain"} <= set(headers)
+
+
+def test_describing_twice_is_describing_once(schema: dict[str, Any]) -> None:
+    before = repr(schema)
+    describe(schema)
+    assert repr(schema) == before
