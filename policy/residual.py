@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 
 GROUP_GAIN = 0.05
-# Further from what was expected than this factor says nothing of the way there: less was cached than
-# believed, or the replica stood still.
-OUTLIER = 4.0
+# However well it fits: a twentieth off is no outlier.
+LEAST_ERROR = 0.05
 # What must lie between the groups of short and of long ones to tell a slope from a constant.
 APART = 2.0
 LEAST = 0.1
@@ -27,15 +26,17 @@ class Line:
     The engine model says nothing of the way there: HTTP, the tokenizer, the network. Neither does a
     generic profile know how fast a server really is. Both are the same for all replicas of a model.
     Two groups (Wald, 1940) because a least-squares slope drowns in the many short ones, whose modelled
-    seconds are themselves uncertain; it would come out near 0.
+    seconds are themselves uncertain; it would come out near 0. Nobody counts for more than the usual
+    error, which makes the means medians: less was cached than believed, who came later joined the same
+    step, or the replica stood still, and all of that says nothing of the way there.
     """
 
-    __slots__ = ("_count", "_long", "_short", "fixed_s", "slope")
+    __slots__ = ("_error", "_long", "_short", "fixed_s", "slope")
 
     def __init__(self) -> None:
         self.fixed_s = 0.0
         self.slope = 1.0
-        self._count = 0
+        self._error = 1.0
         self._short = [0.0, 0.0]
         self._long = [0.0, 0.0]
 
@@ -51,10 +52,11 @@ class Line:
 
     def learn(self, modelled_s: float, actual_s: float) -> None:
         """One first token; both in seconds and positive."""
-        self._count += 1
-        if self._count > 1.0 / GROUP_GAIN:  # by then it is known what to expect
-            expected = self.of(modelled_s)
-            actual_s = min(max(actual_s, expected / OUTLIER), expected * OUTLIER)
+        expected = self.of(modelled_s)
+        error, usual = math.log(actual_s / expected), self._error
+        actual_s = expected * math.exp(max(-usual, min(usual, error)))
+        # Where all are far off it grows by a tenth with each, and they count in full again.
+        self._error = max(LEAST_ERROR, usual + GROUP_GAIN * (min(abs(error), 3.0 * usual) - usual))
         short, long = self._short, self._long
         if not short[0]:
             self._short, self._long = [modelled_s, actual_s], [modelled_s, actual_s]
