@@ -51,7 +51,7 @@ class Admission:
         self._lines: dict[str, Line] = {}
         self._loop = asyncio.get_running_loop()
         self._clock = self._loop.time
-        fleet.on_capacity = self.pump
+        fleet.on_capacity, fleet.on_hopeless = self.pump, self.dismiss
 
     def arrive(self, served: Served, request: Request) -> Place:
         """A place at the end of the model's queue."""
@@ -132,6 +132,20 @@ class Admission:
         line = self._lines.get(model)
         if line is not None and line.queue and self._clock() - line.rested_at >= REST_S:
             self._pump_soon(line)
+
+    def dismiss(self, model: str) -> None:
+        """No replica of ``model`` serves and none is on its way: who waits for one waits in vain."""
+        line = self._lines.get(model)
+        if line is None:
+            return
+        now = self._clock()
+        for place in tuple(line.places.values()):
+            if place.granted is not None and not place.granted.done():
+                line.queue.remove(place.request, now)
+                self._metrics.queues.model(model).refused[Refusal.NO_REPLICA] += 1
+                place.granted.set_exception(
+                    Refused(Refusal.NO_REPLICA, f"No replica of {model} serves at present.")
+                )
 
     def has_other(self, place: Place) -> bool:
         """Whether a replica that has not failed this request could take it now."""

@@ -195,11 +195,9 @@ class Delivery:
         relay = self._relay(connection)
         relay.on_first = partial(self._first, link, self._clock(), relay.streams)
         link.relays.add(relay)
-        link.streams += relay.streams
         try:
             return relay, await relay.run(head, self._outgoing.parts)
         finally:
-            link.streams -= relay.streams
             link.relays.discard(relay)
 
     def _first(self, link: Link, sent: float, streams: bool) -> None:

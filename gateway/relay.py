@@ -129,6 +129,11 @@ class Relay:
                 self._account()
 
     @property
+    def held_back(self) -> bool:
+        """Whether it is not read, for the client does not keep up."""
+        return self._holds
+
+    @property
     def committed(self) -> bool:
         """Whether the client has heard of an answer, so that there can be no other."""
         return self._committed

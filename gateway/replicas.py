@@ -48,8 +48,8 @@ class Link:
     ``answering`` is whether the replica itself can be heard, ``open`` whether it takes requests by
     its own word; both follow the stream of its load, or a probe where there is none (external).
     What becomes of requests moves ``breaker``, through ``health``. ``relays`` are the attempts of
-    this worker that run there, ``streams`` how many of them stream; ``silent`` is whether its load
-    stream hangs, ``lost_at`` since when it is not answering, ``probe_at`` when it may be probed again,
+    this worker that run there; ``silent`` is whether its load stream
+    hangs, ``lost_at`` since when it is not answering, ``probe_at`` when it may be probed again,
     in loop time.
     """
 
@@ -74,7 +74,6 @@ class Link:
         self.health = health or Health(ModelMeter(replica.model), lambda: 0.5)
         self.breaker = self.health.ejections.join()
         self.relays: set[Relay] = set()
-        self.streams = 0
         self.answering = False
         self.open = True
         self.full = False
@@ -230,12 +229,13 @@ class Link:
     def stuck_s(self, at: float) -> float:
         """For how many seconds it has moved none of the requests that it should have moved.
 
-        Of a server that does not tell its tokens only streams must move while it can be heard: a long
-        answer that does not stream is silent until it is whole.
+        Those whose clients do not read are not its to move. Of a server that does not tell its tokens
+        only streams must move while it can be heard: a long answer that does not stream is silent until
+        it is whole.
         """
         blind = self._feed is None and self.answering
-        mark = (self.pool.reads, self._tokens)
-        return self._watchdog.stuck_s(self.streams if blind else self.mine, mark, at)
+        held = sum(not relay.held_back and (relay.streams or not blind) for relay in self.relays)
+        return self._watchdog.stuck_s(held, (self.pool.reads, self._tokens), at)
 
     def age(self, at: float) -> None:
         """Let what it said long ago count no more: what this host has there it knows by itself."""

@@ -267,8 +267,17 @@ async def external(stack: Stack, count: int) -> list[FakeReplica]:
 async def test_servers_that_are_known_to_be_down_are_not_waited_for(stack: Stack) -> None:
     (server,) = await external(stack, 1)
     assert (await stack.chat()).content == ANSWER
+
+    async def full(exchange: Exchange) -> None:
+        await exchange.refuse("busy")
+
+    server.answer = full
+    waits = asyncio.create_task(stack.chat())  # for a server that is there
+    await until(lambda: len(server.hits) >= 2)
     await server.stop()
     await until(lambda: stack._admits(set()), "it is known")
+    assert (await waits).status_code == 503
+    server.answer = answer_json
     answer = await stack.chat()
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_replica")
     assert "retry-after" in answer.headers
