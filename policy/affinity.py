@@ -114,8 +114,8 @@ class Share:
 
     __slots__ = ("homes", "load", "seen", "takers", "weight")
 
-    def __init__(self, begun: int) -> None:
-        self.seen = begun
+    def __init__(self) -> None:
+        self.seen = -1
         self.load = 0.0
         self.homes = 0.0
         self.takers: list[tuple[Share, float]] = []
@@ -123,7 +123,7 @@ class Share:
 
     def take(self, begun: int) -> None:
         """The counter of requests begun there says ``begun``; one that went back began anew."""
-        if begun > self.seen:
+        if begun > self.seen >= 0:
             self.load += begun - self.seen
         self.seen = begun
 

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 # Two hashes a prompt of a few KiB has in a replica's memory for each 512 tokens or so: 16,384 stand for
 # several times the KV cache of any one card, in about 2 MiB.
 CAPACITY = 16_384
 AGE_S = 1800.0
+# One late first token is an accident, twenty are an evicted prefix.
+SHRINKAGE = 0.95
+GROWTH = 1.005
+DOUBT = 3.0
+FORGIVEN = 0.9
 
 
 class Held:
@@ -18,10 +24,11 @@ class Held:
     of it is always there, and what was not for ``age_s`` seconds never is.
 
     Beside each hash stands how many uncached tokens the replica had been given when it was last used:
-    once its whole KV capacity came after, an engine has evicted it.
+    once its whole KV capacity came after, an engine has evicted it. ``capacity`` is that in tokens, as the
+    replica said; first tokens that came late, or did not, correct it or stand in for it.
     """
 
-    __slots__ = ("_age_s", "_half", "_old", "_turned_at", "_young", "given")
+    __slots__ = ("_age_s", "_doubt", "_half", "_old", "_turned_at", "_young", "capacity", "given")
 
     def __init__(self, capacity: int = CAPACITY, age_s: float = AGE_S) -> None:
         self._half = capacity // 2
@@ -30,6 +37,8 @@ class Held:
         self._old: dict[int, int] = {}
         self._turned_at = 0.0
         self.given = 0
+        self.capacity = math.inf
+        self._doubt = 0.0
 
     def __len__(self) -> int:
         return len(self._young) + len(self._old)
@@ -37,10 +46,28 @@ class Held:
     def __contains__(self, key: int) -> bool:
         return key in self._young or key in self._old
 
-    def depth(self, hashes: Sequence[int], kv_tokens: int, at: float) -> int:
+    def age(self, key: int) -> int:
+        """The uncached tokens that were given since ``key`` was last used, which is known."""
+        stamp = self._young.get(key)
+        return self.given - (self._old[key] if stamp is None else stamp)
+
+    def survived(self, age: int) -> None:
+        """What was ``age`` tokens old was still cached."""
+        self._doubt *= FORGIVEN
+        if self.capacity < math.inf:
+            self.capacity = max(self.capacity * GROWTH, age)
+
+    def was_gone(self, age: int) -> None:
+        """What was ``age`` tokens old was not cached any more, as far as can be seen."""
+        self._doubt += 1.0
+        if self._doubt < DOUBT:
+            return
+        self.capacity = max(float(age), min(self.capacity, float(self.given)) * SHRINKAGE)
+
+    def depth(self, hashes: Sequence[int], at: float) -> int:
         """How many of ``hashes`` are believed cached, counted from the start.
 
-        ``kv_tokens`` is the replica's capacity, 0 if unknown. A deeper hash is never believed without
+        A deeper hash is never believed without
         those before it, so halving finds the deepest.
         """
         if at - self._turned_at > self._age_s / 2:
@@ -48,14 +75,14 @@ class Held:
         young, old = self._young, self._old
         if not hashes or (hashes[0] not in young and hashes[0] not in old):
             return 0
-        floor = self.given - kv_tokens if kv_tokens else -1
+        floor = self.given - self.capacity
         low, high = 0, len(hashes)
         # Most are a known beginning and a tail of their own.
         for last in (high - 1, high - 2):
             stamp = young.get(hashes[last])
             if stamp is None:
                 stamp = old.get(hashes[last], -1)
-            if stamp >= floor and stamp >= 0:
+            if stamp >= 0 and stamp >= floor:
                 return last + 1
             high = last
             if not high:
@@ -65,7 +92,7 @@ class Held:
             stamp = young.get(hashes[middle])
             if stamp is None:
                 stamp = old.get(hashes[middle], -1)
-            if stamp >= floor and stamp >= 0:
+            if stamp >= 0 and stamp >= floor:
                 low = middle + 1
             else:
                 high = middle

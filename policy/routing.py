@@ -46,7 +46,8 @@ class Quote(NamedTuple):
 
     ``burden`` is no part of it: what the choice costs others, in seconds (a prefill that they wait for,
     an adapter that is evicted, a share of the traffic above the bound). ``uncached`` are the prompt
-    tokens to compute there, ``modelled`` the seconds by the engine model alone.
+    tokens to compute there, ``modelled`` the seconds by the engine model alone, ``age`` the tokens that
+    the replica was given since it last used what is cached there of the prompt.
     """
 
     candidate: Candidate
@@ -57,6 +58,7 @@ class Quote(NamedTuple):
     burden: float = 0.0
     uncached: int = 0
     modelled: float = 0.0
+    age: int = 0
 
     @property
     def total(self) -> float:
@@ -203,7 +205,7 @@ class Router:
         news: tuple[int, ...] = ()
         prefix = request.prefix
         if prefix:
-            depth = site.held.depth(prefix, site.pace.kv_tokens, at)
+            depth = site.held.depth(prefix, at)
             tokens = request.prompt_tokens
             if depth:
                 self._popular.add(prefix[depth - 1])
@@ -227,9 +229,7 @@ class Router:
 
     def learned(self, hashes: Sequence[int], key: int, at: float) -> None:
         """Another gateway says that the replica with ``key`` has these prefixes and adapters."""
-        site = self._sites.get(key)
-        if site is None:
-            return
+        site = self._sites.get(key) or self._open(key, None)
         # A replica tells what this worker sent there, too.
         prefix = [value for value in hashes if not value & 1 and value not in site.held]
         if prefix:
@@ -256,8 +256,22 @@ class Router:
             site.load_s += 0.2 * (max(ttft_s - rest, 0.0) - site.load_s)
             return
         line = self._line
+        if quote.uncached < request.prompt_tokens:
+            self._check(request, quote, site, ttft_s)
         site.residual.learn(line.of(quote.modelled), ttft_s, line.usual_s, at)
         line.learn(quote.modelled, ttft_s)
+
+    def _check(self, request: Request, quote: Quote, site: Site, ttft_s: float) -> None:
+        """Whether what was believed cached was: it shows where a whole prefill would be twice as long."""
+        whole = site.pace.prefill_s(request.prompt_tokens, 0.0, 0) - site.pace.prefill_s(
+            quote.uncached, 0.0, 0
+        )
+        without = quote.total + self._line.slope * whole
+        if without > 2.0 * quote.total:
+            if ttft_s > 0.5 * (quote.total + without):
+                site.held.was_gone(quote.age)
+            else:
+                site.held.survived(quote.age)
 
     def _step_s(self, candidate: Candidate, site: Site) -> float:
         """Seconds of the step that is under way where nothing is prefilled; 0 where nothing runs."""
@@ -270,7 +284,7 @@ class Router:
     def _site(self, candidate: Candidate, at: float) -> Site:
         site = self._sites.get(candidate.key)
         if site is None:
-            site = self._open(candidate)
+            site = self._open(candidate.key, candidate.timing)
         elif site.timing is not candidate.timing:
             site.time(candidate.timing, self.settings.assumed)
         if at - site.seen_at > ABSENT_S:
@@ -279,12 +293,10 @@ class Router:
         site.count(candidate.in_flight, candidate.pending_tokens, candidate.kv_used)
         return site
 
-    def _open(self, candidate: Candidate) -> Site:
+    def _open(self, key: int, timing: Timing | None) -> Site:
         if len(self._sites) >= MAX_SITES:
             del self._sites[next(iter(self._sites))]
-        settings = self.settings
-        site = Site(candidate.key, candidate.timing, settings.assumed, settings.slots, candidate.begun)
-        self._sites[candidate.key] = site
+        site = self._sites[key] = Site(key, timing, self.settings.assumed, self.settings.slots)
         return site
 
     def _level(self, site: Site, at: float) -> None:
@@ -303,7 +315,7 @@ class Router:
     def _relieve(self, prefix: Sequence[int], taker: Site, at: float) -> None:
         """What has a home got another: the first can now give away a part of it."""
         for site in self._sites.values():
-            if site is not taker and (depth := site.held.depth(prefix, site.pace.kv_tokens, at)):
+            if site is not taker and (depth := site.held.depth(prefix, at)):
                 part = self._popular.share(prefix[depth - 1]) * len(self._sites)
                 site.share.takers = [*site.share.takers[-3:], (taker.share, part)]
 
@@ -322,7 +334,7 @@ class Router:
         best = nsmallest(4, pairs, key=lambda pair: (pair[0].pending_tokens, pair[0].in_flight))
         item = request.prefix[0] if request.prefix else request.adapter_key
         if item:
-            depths = [site.held.depth(request.prefix, site.pace.kv_tokens, at) for _, site in pairs]
+            depths = [site.held.depth(request.prefix, at) for _, site in pairs]
             ranked = nsmallest(
                 4,
                 range(len(pairs)),
@@ -343,14 +355,20 @@ class Router:
         anchor = key = request.adapter_key
         deepest = 0
         resident = False
+        former: Site | None = None  # it had this, and had the least to do since
+        youngest = math.inf
         warm_s, cold_s = math.inf, 0.0
         rows = []
         for candidate, site in pairs:
-            uncached = prompt
-            if prefix and (depth := site.held.depth(prefix, site.pace.kv_tokens, at)):
-                uncached = max(prompt - depths[depth - 1], 1)
-                if depth > deepest:
-                    deepest, anchor = depth, prefix[depth - 1]
+            uncached, age = prompt, 0
+            if prefix:
+                held = site.held
+                if depth := held.depth(prefix, at):
+                    uncached, age = max(prompt - depths[depth - 1], 1), held.age(prefix[depth - 1])
+                    if depth > deepest:
+                        deepest, anchor = depth, prefix[depth - 1]
+                elif not deepest and prefix[0] in held and (old := held.age(prefix[0])) < youngest:
+                    youngest, former = old, site
             waits, own, loads, pressing = [term(request, candidate, site, uncached) for term in TERMS]
             modelled = waits + own + pressing
             way = fixed
@@ -363,31 +381,34 @@ class Router:
             if key and not loads:
                 resident = True
             rows.append(
-                (candidate, site, waits * scale, own, loads, pressing * scale, way, uncached, modelled)
+                (candidate, site, waits * scale, own, loads, pressing * scale, way, uncached, modelled, age)
             )
-        new = not deepest and (bool(prefix) or not resident)
+        if deepest:
+            former = None
+        new = not deepest and former is None and (bool(prefix) or not resident)
         if deepest:
             if cold_s > warm_s:
                 self._cold_s += (0.05 if self._cold_s else 1.0) * (cold_s - warm_s - self._cold_s)
             cold_s = self._cold_s
         leverage = self._popular.share(anchor) * len(pairs) if anchor else 0.0
         quotes = []
-        for candidate, site, waits, own, loads, pressing, way, uncached, modelled in rows:
-            copies = uncached == prompt and bool(prefix)
-            # Whoever is there stands still while a prompt is computed; a copy takes KV cache besides.
-            burden = own if copies and deepest else own - own / (1.0 + candidate.in_flight)
+        for candidate, site, waits, own, loads, pressing, way, uncached, modelled, age in rows:
             unit = cold_s
+            # Whoever is there stands still while a prompt is computed; a copy takes KV cache besides.
+            burden = own - own / (1.0 + candidate.in_flight)
             if key:
                 unit += site.load_s
                 if loads:
                     burden += self._eviction(key, site)
-            if new or copies:
+            if new or (prefix and uncached == prompt and site is not former):
                 burden += unit * balance.home_price(site.share)
+                if not new:
+                    burden += own
             else:
                 burden += unit * balance.share_price(site.share, leverage)
             total = max(own + way, 0.1 * own)
             quotes.append(
-                _quote(Quote, (candidate, waits, total, loads, pressing, burden, uncached, modelled))
+                _quote(Quote, (candidate, waits, total, loads, pressing, burden, uncached, modelled, age))
             )
         return quotes
 

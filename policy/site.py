@@ -28,11 +28,11 @@ class Site:
         "load_s", "pace", "residual", "running", "seat_s", "seen_at", "share", "slots", "step_s", "timing",
     )  # fmt: skip
 
-    def __init__(self, key: int, timing: Timing | None, assumed: Timing, slots: int, begun: int) -> None:
+    def __init__(self, key: int, timing: Timing | None, assumed: Timing, slots: int) -> None:
         self.key = key
         self.held = Held()
         self.slots = Slots(slots)
-        self.share = Share(begun)
+        self.share = Share()
         self.time(timing, assumed)
         self.residual = Residual()
         self.load_s = ASSUMED_LOAD_S
@@ -46,6 +46,8 @@ class Site:
         self._pending = 0
         self._kv_used = 0.0
         self.share.weight = self.pace.capacity
+        if self.pace.kv_tokens:
+            self.held.capacity = self.pace.kv_tokens
 
     def count(self, in_flight: int, pending: int, kv_used: float) -> None:
         """What is there now: requests, uncached prompt tokens of theirs, and the part of the KV in use."""
