@@ -48,19 +48,29 @@ class Fingerprint(NamedTuple):
 class Density:
     """How many bytes of JSON make a token of one model, and how many tokens an answer has."""
 
-    __slots__ = ("bytes_a_token", "output_tokens")
+    __slots__ = ("_answers", "bytes_a_token", "output_tokens")
 
     def __init__(self) -> None:
+        self._answers = 0
         self.bytes_a_token = BYTES_A_TOKEN
         self.output_tokens = OUTPUT_TOKENS
 
-    def learn(self, estimated_tokens: int, prompt_tokens: int, output_tokens: int) -> None:
-        """An engine counted; what was estimated is put right by a little."""
-        if estimated_tokens > 0 and prompt_tokens > 0:
-            error = min(max(estimated_tokens / prompt_tokens, 0.25), 4.0)
-            self.bytes_a_token = min(max(self.bytes_a_token * error**GAIN, 0.5), 32.0)
+    def learn(
+        self, estimated_tokens: int, prompt_tokens: int, output_tokens: int, depths: Sequence[int] = ()
+    ) -> None:
+        """An engine counted what was estimated, with these ``depths``.
+
+        Those tell by which density it was estimated: while answers are on their way it changes, and a
+        correction of it that each of them made would be made many times over.
+        """
+        self._answers += 1
+        gain = max(GAIN, 1.0 / self._answers)
+        if depths and prompt_tokens > 0 and estimated_tokens not in (0, prompt_tokens):
+            then = BOUNDARIES[len(depths) - 1] / max(depths[-1], 1)
+            found = min(max(then * estimated_tokens / prompt_tokens, 0.5), 32.0)
+            self.bytes_a_token += gain * (found - self.bytes_a_token)
         if output_tokens > 0:
-            self.output_tokens += GAIN * (output_tokens - self.output_tokens)
+            self.output_tokens += gain * (output_tokens - self.output_tokens)
 
     def read(self, seed: int, parts: Sequence[memoryview], limit: int | None, choices: int) -> Fingerprint:
         """The fingerprint of a prompt whose ``parts`` an engine reads in this order.

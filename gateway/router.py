@@ -99,7 +99,7 @@ class Routes:
 
     def counted(self, request: Request, prompt_tokens: int, output_tokens: int) -> None:
         """An engine counted its tokens."""
-        self.density(request.model).learn(request.prompt_tokens, prompt_tokens, output_tokens)
+        self.density(request.model).learn(request.prompt_tokens, prompt_tokens, output_tokens, request.depths)
 
     def density(self, model: str) -> Density:
         """How long prompts and answers of ``model`` are."""
