@@ -21,6 +21,8 @@ from policy.request import Request
 
 # The timer's clock has a coarser tick than a window, and may fire a hair early.
 _TICK_S = 0.001
+# Of the two replicas that may begin a request, a shared call counts as one.
+_ONE_TRY = 1
 
 
 @dataclass(slots=True, eq=False)
@@ -103,10 +105,13 @@ class Coalescer:
     async def _share(self, batch: Batch[_Member]) -> None:
         members = list(batch.members)
         answers: Sequence[bytes | None] = [None] * len(members)
+        request = _together(members)
         try:
-            answers = await self._ask(members)
-        except Exception:  # noqa: BLE001, S110 - each tries by itself, and has its own error then
-            pass
+            answers = await self._ask(members, request)
+        except Exception:  # noqa: BLE001 - each tries by itself, and has its own error then
+            for member in members:
+                member.request.avoid |= request.avoid
+                member.request.begun = request.begun - _ONE_TRY
         finally:
             del self._calls[batch]
             for member, answer in zip(members, answers, strict=True):
@@ -114,14 +119,15 @@ class Coalescer:
                     member.turn.set_result(answer)
             self._end(batch)
 
-    async def _ask(self, members: Sequence[_Member]) -> list[bytes]:
+    async def _ask(self, members: Sequence[_Member], request: Request) -> list[bytes]:
         """One answer each; raises whatever goes wrong with the call to them all."""
         first = members[0]
         shares = [member.share for member in members]
         raw = joined(shares)
+        request.size += len(raw)
         inbox = _Inbox()
-        call = Call(first.call.route, {"headers": []}, inbox.receive, inbox.send)
-        await self._deliver(call, first.served, _together(members, len(raw)), bodies.read(raw), raw)
+        call = Call(first.call.route, {"headers": []}, inbox.receive, inbox.send, first.call.deadlines)
+        await self._deliver(call, first.served, request, bodies.read(raw), raw)
         answers = split(inbox.answer(), shares, call.upstream_id, [m.call.upstream_id for m in members])
         meter = self._metrics.model(first.served.name)
         meter.coalesced_calls += 1
@@ -184,10 +190,11 @@ class _Inbox:
         return b"".join(self._parts)
 
 
-def _together(members: Sequence[_Member], size: int) -> Request:
+def _together(members: Sequence[_Member]) -> Request:
     """What the shared call is to admission and routing: the sum of its members, as urgent as the first due.
 
-    Its prefix is what all of theirs begin with.
+    Its prefix is what all of theirs begin with. One replica alone may begin it in vain: the next that
+    begins any of them by itself is then its second.
     """
     requests = [member.request for member in members]
     first = requests[0]
@@ -201,11 +208,12 @@ def _together(members: Sequence[_Member], size: int) -> Request:
         output_tokens=sum(request.output_tokens for request in requests),
         prefix=prefix,
         depths=first.depths[: len(prefix)],
-        size=size + sum(request.size for request in requests),
+        size=sum(request.size for request in requests),
         arrived=min(request.arrived for request in requests),
         deadline=min(request.deadline for request in requests),
         ticket=0,
         avoid=set(),
+        begun=_ONE_TRY,
     )
 
 

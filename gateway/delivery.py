@@ -46,7 +46,6 @@ class Delivery:
 
     __slots__ = (
         "_admission",
-        "_begun",
         "_body",
         "_call",
         "_clock",
@@ -76,7 +75,7 @@ class Delivery:
         self._meter = meter
         self._clock = asyncio.get_running_loop().time
         self._health = place.served.health
-        self._begun = self._unreached = 0
+        self._unreached = 0
         self._moves = False
 
     async def run(self) -> None:
@@ -148,8 +147,8 @@ class Delivery:
                 raise self._nobody()
             self._moves = True
             return
-        self._begun += 1
-        if self._begun < MAX_BEGUN:
+        self._place.request.begun += 1
+        if self._place.request.begun < MAX_BEGUN:
             # One that was taken out of rotation for its silence is as good as dead.
             hung = verdict is Verdict.SILENT and link.breaker.state is State.OPEN
             if verdict is Verdict.LOST or hung:

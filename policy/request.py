@@ -20,7 +20,8 @@ class Request:
     clock.
 
     ``ticket`` is its place in the order of arrival and stays with it when a replica sends it back.
-    ``avoid`` names replicas that already failed it: taken again only when there is no other.
+    ``avoid`` names replicas that already failed it: taken again only when there is no other. ``begun``
+    counts those that failed after they began it, alone or as a part of a shared call.
     """
 
     model: str
@@ -38,6 +39,7 @@ class Request:
     deadline: float = float("inf")
     ticket: int = 0
     avoid: set[str] = field(default_factory=set)
+    begun: int = 0
 
     @property
     def tokens(self) -> int:

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from typing import Any
 
+import httpx
+import msgspec
 import pytest
+import pytest_asyncio
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from starlette.types import Message
 
 from gateway import body as bodies
 from gateway.call import Call
-from gateway.coalescing import Coalescer
+from gateway.coalescing import Coalescer, _Inbox
 from gateway.errors import Refused
 from gateway.fleet import Served
 from gateway.metrics import Metrics
@@ -21,7 +27,9 @@ from gateway.surface import ROUTES
 from policy.config import Coalesce
 from policy.errors import Refusal
 from policy.request import Request
+from policy.types import Runner
 from tests.gateway.worker import until
+from tests.serve.sim_driver import client_of, engine_of, spec
 
 ROUTE = ROUTES["/v1/embeddings"]
 SERVED = Served("vectors")
@@ -250,6 +258,103 @@ async def test_the_shared_call_is_the_sum_of_its_members() -> None:
     assert shared.prompt_tokens == sum(own)
     assert shared.deadline == 5.0
     assert shared.size > sum(own)
-    assert shared.avoid == set()
+    assert (shared.avoid, shared.begun) == (set(), 1)
     site.hold.set()
     await asyncio.gather(*asked)
+
+
+async def test_who_shared_a_call_that_killed_a_replica_has_one_replica_left_to_try() -> None:
+    site = Site()
+
+    async def die(inputs: list[str]) -> bytes | None:
+        if len(inputs) > 1:
+            site.requests[-1].avoid.add("r1")
+            site.requests[-1].begun += 1
+            raise Refused(Refusal.REPLICA_LOST, "lost")
+        return None
+
+    site.refuse = die
+    site.hold.clear()
+    asked = [site.ask("a")]
+    await turn()
+    asked += [site.ask("b"), site.ask("c")]
+    site.hold.set()
+    await asyncio.gather(*asked)
+    assert [(request.avoid, request.begun) for request in site.requests[2:]] == [({"r1"}, 1)] * 2
+
+
+words = st.lists(st.sampled_from(["tide", "gate", "sea", "é"]), min_size=1, max_size=3).map(" ".join)
+bodies_ = st.fixed_dictionaries(
+    {
+        "model": st.sampled_from(["base", "sql"]),
+        "input": st.one_of(
+            words, st.lists(words, min_size=1, max_size=3), st.lists(st.integers(0, 9), min_size=1)
+        ),
+        "dimensions": st.sampled_from([2, 4, 9999]),  # more than there are: an error of its own
+    }
+)
+arrivals = st.lists(
+    st.tuples(bodies_, st.sampled_from(["web", "night"]), st.booleans()), min_size=1, max_size=8
+)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine() -> AsyncIterator[httpx.AsyncClient]:
+    async with engine_of(spec(runner=Runner.POOLING)) as running, client_of(running) as client:
+        yield client
+
+
+@pytest.mark.slow
+@pytest.mark.asyncio(loop_scope="module")
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(arrivals=arrivals)
+async def test_whatever_comes_everyone_gets_what_it_would_have_got_alone(
+    engine: httpx.AsyncClient, arrivals: list[tuple[dict[str, Any], str, bool]]
+) -> None:
+    bounds = Coalesce(window_s=0.001, max_inputs=5)
+    sent = 0
+
+    async def deliver(call: Call, served: Served, request: Request, body: bodies.Body, raw: bytes) -> None:
+        nonlocal sent
+        sent += 1
+        told = await engine.post(ROUTE.path, content=raw, headers={"x-request-id": call.upstream_id.decode()})
+        if told.status_code != 200:
+            raise Refused(Refusal.BAD_REQUEST, told.text)
+        await call.answer(200, [], told.content)
+
+    coalescer = Coalescer(deliver, Metrics())
+
+    async def ask(body: dict[str, Any], tenant: str, together: bool) -> tuple[bytes, Any]:
+        inbox = _Inbox()
+        call = Call(ROUTE, {"headers": []}, inbox.receive, inbox.send)
+        raw = json.dumps(body).encode()
+        read = bodies.read(raw)
+        request = Request("base", tenant)
+        share = share_of(ROUTE, read, raw, tenant, bounds) if together else None
+        alone = partial(deliver, call, SERVED, request, read, raw)
+        try:
+            if share is None:
+                await alone()
+            else:
+                await coalescer.serve(share, call, SERVED, request, bounds=bounds, alone=alone)
+        except Refused as refused:
+            return call.upstream_id, refused.message
+        return call.upstream_id, msgspec.json.decode(inbox.answer())
+
+    tasks = []
+    for body, tenant, pause in arrivals:
+        tasks.append(asyncio.create_task(ask(body, tenant, True)))
+        if pause:
+            await asyncio.sleep(0)
+    shared = await asyncio.gather(*tasks)
+    assert sent <= 2 * len(arrivals)
+    for (id_, said), (body, tenant, _) in zip(shared, arrivals, strict=True):
+        _, own = await ask(body, tenant, False)
+        if isinstance(own, str):
+            assert said == own
+            continue
+        assert said["id"] == f"embd-{id_.decode()}"
+        assert {**said, "id": 0, "created": 0, "usage": 0} == {**own, "id": 0, "created": 0, "usage": 0}
+        assert set(said["usage"]) == set(own["usage"])
+    assert not coalescer._windows._groups
+    assert not coalescer._calls

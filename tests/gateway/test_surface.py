@@ -171,6 +171,8 @@ async def test_only_listed_headers_reach_the_replica(shared: Stack) -> None:
         "x-vllm-priority": "9",
         "x-data-parallel-rank": "1",
         "x-tidegate-secret": "guess",
+        "x-tidegate-prefill": "999999",
+        "x-tidegate-prefix": "ff",
         "cookie": "a=b",
         "anthropic-version": "2023-06-01",
         "x-request-id": "my_id-1",
@@ -180,9 +182,10 @@ async def test_only_listed_headers_reach_the_replica(shared: Stack) -> None:
     got = replica.hits[0].headers
     assert set(got) == {
         "host", "content-type", "content-length", "x-tidegate-secret", "x-request-id", "accept",
-        "anthropic-version",
+        "anthropic-version", "x-tidegate-prefill",
     }  # fmt: skip
     assert got["x-tidegate-secret"] != "guess"
+    assert int(got["x-tidegate-prefill"]) < 999
     assert got["x-request-id"].startswith("my_id-1-")
 
 
