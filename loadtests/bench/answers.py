@@ -37,7 +37,14 @@ def _choice(text: str, finish: str | None) -> list[dict[str, Any]]:
     return [{"index": 0, "delta": {"content": text}, "logprobs": None, "finish_reason": finish}]
 
 
-USAGE_BODY = {"prompt_tokens": 8, "completion_tokens": 64, "total_tokens": 72}
+def _usage(prompt_tokens: int, tokens: int) -> dict[str, int]:
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": tokens,
+        "total_tokens": prompt_tokens + tokens,
+    }
+
+
 BODY = json.dumps(
     {
         "id": "chatcmpl-0123456789abcdef",
@@ -45,7 +52,7 @@ BODY = json.dumps(
         "created": 1700000000,
         "model": "alpha",
         "choices": [{"index": 0, "message": {"role": "assistant", "content": "hi"}, "finish_reason": "stop"}],
-        "usage": USAGE_BODY,
+        "usage": _usage(27, 1),
     },
     separators=(",", ":"),
 ).encode()
@@ -56,8 +63,12 @@ HEAD = (
 )
 CHUNK = _event(_chunk(_choice(" token", None)))
 LAST = _event(_chunk(_choice("", "stop")))
-USAGE = _event(_chunk([], usage=USAGE_BODY))
 END = _event(b"[DONE]") + b"0\r\n\r\n"
+
+
+def usage(prompt_tokens: int, tokens: int) -> bytes:
+    """The event that says what a stream cost, for those who ask for it: gateways learn lengths from it."""
+    return _event(_chunk([], usage=_usage(prompt_tokens, tokens)))
 
 
 def stream_body(chunks: int) -> bytes:

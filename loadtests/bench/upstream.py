@@ -13,8 +13,8 @@ from typing import cast
 import msgspec
 import uvloop
 
-from loadtests.bench.answers import ANSWER, CHUNK, END, HEAD, LAST, USAGE, models, rendered
-from loadtests.bench.replica import Counts, Replica, Setting, read_mark
+from loadtests.bench.answers import ANSWER, CHUNK, END, HEAD, LAST, models, rendered, usage
+from loadtests.bench.replica import CHARS_PER_TOKEN, Counts, Replica, Setting, read_mark
 
 
 class Order(msgspec.Struct, kw_only=True):
@@ -84,35 +84,37 @@ class Exchange(asyncio.Protocol):
         tail = body if len(body) < 1024 else body[:512] + body[-512:]
         tail = tail.replace(b": ", b":")
         stream = b'"stream":true' in tail
-        usage = b'"include_usage":true' in tail
+        counts = b'"include_usage":true' in tail
         loop = asyncio.get_running_loop()
         now = loop.time()
         replica = self._server.replica
-        first = now
+        first, tokens = now, len(body) // CHARS_PER_TOKEN
         mark = read_mark(body)
         if mark is not None:
+            tokens = mark.tokens
             model = tail.partition(b'"model":"')[2].partition(b'"')[0].decode()
             first = replica.arrive(mark, "" if model == "alpha" else model, now)
         if first > now and replica.setting.token_s:
-            self._timer = loop.call_at(first, self._begin, stream, usage, first)
+            self._timer = loop.call_at(first, self._begin, stream, counts, tokens)
         else:
-            self._begin(stream, usage, now)
+            self._begin(stream, counts, tokens)
 
-    def _begin(self, stream: bool, usage: bool, at: float) -> None:
+    def _begin(self, stream: bool, counts: bool, tokens: int) -> None:
         if stream:
             self._transport.write(HEAD)
-            self._next(at, 0, usage)
+            self._next(asyncio.get_running_loop().time(), 0, tokens if counts else 0)
         else:
             self._transport.write(ANSWER)
 
-    def _next(self, began: float, sent: int, usage: bool) -> None:
+    def _next(self, began: float, sent: int, tokens: int) -> None:
+        """The chunk after ``sent`` others; ``tokens`` of the prompt are told at the end, unless 0."""
         setting = self._server.replica.setting
         if sent >= setting.chunks:
-            self._transport.write(LAST + USAGE + END if usage else LAST + END)
+            self._transport.write(LAST + usage(tokens, sent) + END if tokens else LAST + END)
             return
         self._transport.write(CHUNK)
         at = began + (sent + 1) * setting.gap_s
-        self._timer = asyncio.get_running_loop().call_at(at, self._next, began, sent + 1, usage)
+        self._timer = asyncio.get_running_loop().call_at(at, self._next, began, sent + 1, tokens)
 
 
 def unchunked(data: bytes) -> bytes:
