@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 from datetime import UTC, datetime
@@ -36,8 +37,10 @@ class Log:
             "worker": self._worker,
             **fields,
         }
-        self._stream.write(msgspec.json.encode(line).decode() + "\n")
-        self._stream.flush()
+        # A full disk loses lines, not requests.
+        with contextlib.suppress(OSError):
+            self._stream.write(msgspec.json.encode(line).decode() + "\n")
+            self._stream.flush()
 
 
 class LibraryHandler(logging.Handler):
