@@ -76,8 +76,7 @@ class Density:
         """The fingerprint of a prompt whose ``parts`` an engine reads in this order.
 
         ``seed`` keeps apart what must not share a cache (:func:`seed_of`); with 0 there is no cache.
-        ``limit`` is the most tokens an
-        answer may have. Token ids are counted, text is estimated.
+        ``limit`` is the most tokens an answer may have. Token ids are counted, text is estimated.
         """
         size = sum(map(len, parts))
         tokens = size / self.bytes_a_token
@@ -129,7 +128,7 @@ def session_key(session: bytes) -> int:
 def token_ids(part: memoryview) -> int:
     """How many token ids ``part`` lists, 0 if it is not a list of numbers (or of lists of them)."""
     head = bytes(part[:64]).lstrip(b"[ \t\r\n")
-    return bytes(part).count(b",") + 1 if part[0] == _OPEN and head[:1].isdigit() else 0
+    return bytes(part).count(b",") + 1 if head[:1].isdigit() and part[0] == _OPEN else 0
 
 
 def _chain(seed: int, parts: Sequence[memoryview], ends: Sequence[int]) -> tuple[int, ...]:

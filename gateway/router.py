@@ -68,8 +68,8 @@ class Routes:
         if request.avoid:
             links = [link for link in links if link.id not in request.avoid] or links
         now = self._clock()
-        self._hear(now)
         router = self._of(served.name)
+        self._hear(now)
         decision = router.choose(request, [link.look() for link in links], now, self._rng.random())
         chosen = decision.chosen
         if chosen is None:

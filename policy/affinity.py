@@ -10,15 +10,19 @@ from typing import NamedTuple
 # alone (1/sqrt) exceeds the bound that is to be held.
 WINDOW = 1024.0
 
-# Prices are in units of one cold prefill (or load) of the kind at hand.
+# Prices are in units of one cold prefill (or load) of the kind at hand, loads in units of the mean.
 LEAN = 0.25  # for each whole mean load, so that equals are kept even
 LEAN_NEW = 8.0  # the same for what has no home yet: a wrong one costs another prefill later
-PRICE = 2.5  # at the edge of the bound: worth leaving a warm home, and the wait that it makes for others
+PRICE = 2.5  # beyond the edge: worth leaving a warm home, and the wait that it makes for others
+# Beyond this excess over the mean a share has more than it should: what is always left, the deviation
+# that chance makes of so many requests, and what the first prefixes to come may still even out.
 SLACK = 0.03
-EARLY = 16.0
-HARD = 2.0
-NOISE = 0.5  # standard deviations of chance that are left alone
-HOME_WORTH = 6.0  # requests that a prefix just placed is expected to bring
+CHANCE = 1.0
+FIRST = 16.0
+# How many edges beyond the mean anything leaves that can, the cure or not.
+FLIGHT = 2.5
+# What a home is credited with, in requests, and how often that is reckoned.
+LEAST_WORTH, MOST_WORTH, WORTH_EVERY = 0.5, 16.0, 16
 
 
 def rendezvous(item: int, replica: int, weight: float = 1.0) -> float:
@@ -47,16 +51,21 @@ class Popularity:
     requests it becomes the older.
     """
 
-    __slots__ = ("_old", "_seen", "_span", "_young")
+    __slots__ = ("_old", "_seen", "_span", "_squares", "_young", "worth")
 
     def __init__(self, span: int) -> None:
         self._span = span
         self._young: dict[int, int] = {}
         self._old: dict[int, int] = {}
-        self._seen = 0
+        self._seen = self._squares = 0
+        self.worth = MOST_WORTH
 
     def __len__(self) -> int:
         return len(self._young) + len(self._old)
+
+    def of(self, key: int) -> int:
+        """Requests for ``key`` among the last one to two spans."""
+        return self._young.get(key, 0) + self._old.get(key, 0)
 
     def share(self, key: int) -> float:
         """The fraction of the last requests that were for ``key``."""
@@ -64,15 +73,23 @@ class Popularity:
         return self.of(key) / seen if seen else 0.0
 
     def add(self, key: int) -> None:
-        """One more request for ``key``."""
-        if self._seen >= self._span:
-            self._old, self._young, self._seen = self._young, {}, 0
-        self._seen += 1
-        self._young[key] = self._young.get(key, 0) + 1
+        """One more request for ``key``.
 
-    def of(self, key: int) -> int:
-        """Requests for ``key`` among the last one to two spans."""
-        return self._young.get(key, 0) + self._old.get(key, 0)
+        ``worth`` follows: the requests that a key is given credit for beside those that it had. If their
+        rates are spread like a gamma distribution, that is its shape, mean^2 / (variance - mean) of the
+        counts: many where all are alike, a fraction where few have most.
+        """
+        if self._seen >= self._span:
+            self._old, self._young, self._seen, self._squares = self._young, {}, 0, 0
+        count = self._young.get(key, 0)
+        self._young[key] = count + 1
+        self._seen += 1
+        self._squares += 2 * count + 1
+        if not self._seen % WORTH_EVERY:
+            mean = self._seen / len(self._young)
+            excess = self._squares / len(self._young) - mean * mean - mean
+            shape = mean * mean / excess if excess > 0.0 else MOST_WORTH
+            self.worth = max(LEAST_WORTH, min(MOST_WORTH, shape))
 
 
 class Slots:
@@ -159,11 +176,12 @@ class Balance(NamedTuple):
     load: float
     homes: float
     least: float
+    worth: float
 
     def home_price(self, share: Share) -> float:
         """What it costs to make a home at a replica with ``share``, against the best place for one."""
-        fair = self.load + HOME_WORTH * self.homes
-        at = (share.load + HOME_WORTH * share.homes) / share.weight
+        fair = self.load + self.worth * self.homes
+        at = (share.load + self.worth * share.homes) / share.weight
         return LEAN_NEW * (at - self.least) / fair if fair > 0.0 else 0.0
 
     def share_price(self, share: Share, leverage: float) -> float:
@@ -179,18 +197,21 @@ class Balance(NamedTuple):
         over = share.load / fair - 1.0
         if over <= SLACK:
             return LEAN * over
-        edge = SLACK + NOISE / math.sqrt(fair) + EARLY / fair
+        edge = SLACK + CHANCE / math.sqrt(fair) + FIRST / fair
         if over <= edge:
             return LEAN * over
         least = share.load * (1.0 - 0.5 * edge)
         relief = sum(part for taker, part in share.takers if taker.load < least)
         if relief >= over or leverage < over:
-            return LEAN * over + PRICE * max(0.0, over / edge - HARD)
+            return LEAN * over + PRICE * max(0.0, over / edge - FLIGHT)
         return LEAN * over + PRICE
 
 
-def balance_of(shares: Sequence[Share]) -> Balance:
-    """The balance of ``shares``; all are halved together once their mean load exceeds the window."""
+def balance_of(shares: Sequence[Share], worth: float = 1.0) -> Balance:
+    """The balance of ``shares``, a home being worth so many requests.
+
+    All are halved together once their mean load exceeds the window.
+    """
     total = weights = homes = 0.0
     least = math.inf
     for share in shares:
@@ -198,11 +219,11 @@ def balance_of(shares: Sequence[Share]) -> Balance:
         homes += share.homes
         weight = share.weight
         weights += weight
-        at = (share.load + HOME_WORTH * share.homes) / weight
+        at = (share.load + worth * share.homes) / weight
         least = min(least, at)
     if total > WINDOW * len(shares):
         for share in shares:
             share.load *= 0.5
             share.homes *= 0.5
-        return balance_of(shares)
-    return Balance(total / weights, homes / weights, least)
+        return balance_of(shares, worth)
+    return Balance(total / weights, homes / weights, least, worth)

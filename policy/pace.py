@@ -19,8 +19,10 @@ class Pace:
     (0: not known). ``capacity`` are the tokens per second of a full batch, to weigh replicas by.
     """
 
-    __slots__ = ("_a_request", "_a_token", "_full", "_height", "_slope", "_width", "batch", "capacity",
-                 "kv_tokens", "seats")  # fmt: skip
+    __slots__ = (
+        "_a_request", "_a_token", "_full", "_height", "_per_width", "_slope", "_width",
+        "batch", "capacity", "kv_tokens", "seats",
+    )  # fmt: skip
 
     def __init__(self, timing: Timing) -> None:
         model, limits = timing.model, timing.limits
@@ -31,6 +33,7 @@ class Pace:
             limits.kv_tokens,
         )
         self._width = width = self.batch / SEGMENTS
+        self._per_width = 1.0 / width
         empty = [model.step_time(i * width, 0.0, 0.0) for i in range(SEGMENTS + 2)]
         self._height = empty[:-1]
         self._slope = [(empty[i + 1] - empty[i]) / width for i in range(SEGMENTS + 1)]
@@ -52,6 +55,15 @@ class Pace:
         ``kv_tokens``: full steps, and one for the rest.
         """
         room = max(self.batch - running, self.batch * 0.1)
+        if 0 < tokens < room:  # as nearly all are; step_s, written out
+            scheduled = running + tokens
+            i = int(scheduled * self._per_width)
+            return (
+                self._height[i]
+                + self._slope[i] * (scheduled - i * self._width)
+                + self._a_token * kv_tokens
+                + self._a_request * (running + 1)
+            )
         full = tokens // room
         rest = tokens - full * room
         seconds = self.step_s(running + rest, kv_tokens, running + 1) if rest > 0 else 0.0

@@ -15,7 +15,7 @@ from policy.affinity import Balance, Popularity, Recent, balance_of, rendezvous
 from policy.engine_model import Timing
 from policy.pace import GENERIC
 from policy.request import Request
-from policy.residual import Line
+from policy.residual import LEAST, Line
 from policy.site import Site
 
 
@@ -81,10 +81,10 @@ Term = Callable[[Request, Candidate, Site, int], float]
 
 def wait(request: Request, candidate: Candidate, site: Site, uncached: int) -> float:
     """Until the replica turns to it: the prompts that came before or half a step, and a free seat."""
-    if not candidate.in_flight:
-        return 0.0
     ahead = site.ahead_s
     if not ahead:
+        if not candidate.in_flight:
+            return 0.0
         return 0.5 * site.step_s + site.seat_s
     # The step that computes the first of them is under way, and lasts no longer than that takes.
     since = site.seen_at - candidate.turned_at
@@ -139,7 +139,7 @@ CACHED = "its prefix is cached there"
 RESIDENT = "its adapter is loaded there"
 AWAY = "away from what is cached, which would take longer or has more than its share"
 HOME = "a home for a new prefix"
-LEAST = "least predicted time to first token"
+SOONEST = "least predicted time to first token"
 
 # How many candidates are quoted; of more than that, a shortlist.
 MOST_QUOTES = 8
@@ -152,6 +152,24 @@ SPAN = 4096
 # From this factor on a replica is due less of the traffic, not only what is dear to wait for.
 SLOW = 1.5
 EVICTION = 1.0
+
+
+# candidate, site, wait, prefill, adapter, pressure, fixed part, uncached tokens, modelled seconds, age
+_Row = tuple[Candidate, Site, float, float, float, float, float, int, float, int]
+
+
+class _Found:
+    """What quoting all candidates showed: the deepest that any holds, and the range of the prefills."""
+
+    __slots__ = ("anchor", "cold_s", "deepest", "former", "resident", "warm_s", "youngest")
+
+    def __init__(self, adapter_key: int) -> None:
+        self.anchor = adapter_key
+        self.deepest = 0
+        self.former: Site | None = None  # it had this, and had the least to do since
+        self.youngest = math.inf
+        self.resident = False
+        self.warm_s, self.cold_s = math.inf, 0.0
 
 
 class Router:
@@ -185,7 +203,7 @@ class Router:
             pairs.append((candidate, site))
         if not pairs:
             return Decision(None, (), NO_ROOM)
-        balance = balance_of(shares)
+        balance = balance_of(shares, self._popular.worth)
         if len(pairs) > MOST_QUOTES:
             pairs = self._shortlist(request, pairs, at)
         quotes = self._quotes(request, pairs, balance, at)
@@ -352,45 +370,46 @@ class Router:
     ) -> list[Quote]:
         prefix, depths, prompt = request.prefix, request.depths, max(request.prompt_tokens, 1)
         fixed, slope = self._line.fixed_s, self._line.slope
-        anchor = key = request.adapter_key
-        deepest = 0
-        resident = False
-        former: Site | None = None  # it had this, and had the least to do since
-        youngest = math.inf
-        warm_s, cold_s = math.inf, 0.0
-        rows = []
+        found = _Found(request.adapter_key)
+        rows: list[_Row] = []
         for candidate, site in pairs:
             uncached, age = prompt, 0
             if prefix:
                 held = site.held
                 if depth := held.depth(prefix, at):
                     uncached, age = max(prompt - depths[depth - 1], 1), held.age(prefix[depth - 1])
-                    if depth > deepest:
-                        deepest, anchor = depth, prefix[depth - 1]
-                elif not deepest and prefix[0] in held and (old := held.age(prefix[0])) < youngest:
-                    youngest, former = old, site
+                    if depth > found.deepest:
+                        found.deepest, found.anchor = depth, prefix[depth - 1]
+                elif prefix[0] in held and (old := held.age(prefix[0])) < found.youngest:
+                    found.youngest, found.former = old, site
             waits, own, loads, pressing = [term(request, candidate, site, uncached) for term in TERMS]
             modelled = waits + own + pressing
-            way = fixed
-            scale = slope
+            way, scale = fixed, slope
             if (factor := site.residual.factor(at)) != 1.0:
                 way, scale = fixed * factor, slope * factor
             site.share.weight = site.pace.capacity / factor if factor > SLOW else site.pace.capacity
             own *= scale
-            warm_s, cold_s = min(warm_s, own), max(cold_s, own)
-            if key and not loads:
-                resident = True
+            found.cold_s = max(found.cold_s, own)
+            found.warm_s = min(found.warm_s, own)
+            if not loads:
+                found.resident = True
             rows.append(
                 (candidate, site, waits * scale, own, loads, pressing * scale, way, uncached, modelled, age)
             )
-        if deepest:
+        return self._priced(request, rows, found, balance)
+
+    def _priced(self, request: Request, rows: list[_Row], found: _Found, balance: Balance) -> list[Quote]:
+        """Quotes of ``rows``, with what each choice costs others."""
+        prefix, key = request.prefix, request.adapter_key
+        former, cold_s = found.former, found.cold_s
+        if found.deepest:
             former = None
-        new = not deepest and former is None and (bool(prefix) or not resident)
-        if deepest:
-            if cold_s > warm_s:
-                self._cold_s += (0.05 if self._cold_s else 1.0) * (cold_s - warm_s - self._cold_s)
+            if cold_s > found.warm_s:
+                self._cold_s += (0.05 if self._cold_s else 1.0) * (cold_s - found.warm_s - self._cold_s)
             cold_s = self._cold_s
-        leverage = self._popular.share(anchor) * len(pairs) if anchor else 0.0
+        known = found.deepest > 0 or former is not None
+        new = not known and (bool(prefix) or (key != 0 and not found.resident))
+        leverage = self._popular.share(found.anchor) * len(rows) if found.anchor else 0.0
         quotes = []
         for candidate, site, waits, own, loads, pressing, way, uncached, modelled, age in rows:
             unit = cold_s
@@ -400,15 +419,16 @@ class Router:
                 unit += site.load_s
                 if loads:
                     burden += self._eviction(key, site)
-            if new or (prefix and uncached == prompt and site is not former):
+            if new or (prefix and not age and uncached >= request.prompt_tokens and site is not former):
                 burden += unit * balance.home_price(site.share)
                 if not new:
                     burden += own
             else:
                 burden += unit * balance.share_price(site.share, leverage)
-            total = max(own + way, 0.1 * own)
+            took = own + way
+            took = max(took, LEAST * own)
             quotes.append(
-                _quote(Quote, (candidate, waits, total, loads, pressing, burden, uncached, modelled, age))
+                _quote(Quote, (candidate, waits, took, loads, pressing, burden, uncached, modelled, age))
             )
         return quotes
 
@@ -421,7 +441,7 @@ class Router:
         return site.load_s * EVICTION * wanted / (wanted + self._popular.of(key) + 1.0)
 
     def _pick(self, request: Request, quotes: list[Quote], draw: float) -> Quote:
-        costs = [quote.total + quote.burden for quote in quotes]
+        costs = [q[1] + q[2] + q[3] + q[4] + q[5] for q in quotes]
         if request.session and (last := self._sessions.get(request.session)) is not None:
             for i, quote in enumerate(quotes):
                 if quote.candidate.key == last:
@@ -442,4 +462,4 @@ class Router:
             return AWAY if any(quote.uncached < chosen.uncached for quote in quotes) else HOME
         if request.adapter_key and not chosen.adapter:
             return RESIDENT
-        return LEAST
+        return SOONEST

@@ -12,6 +12,7 @@ import heapq
 import itertools
 import random
 import statistics
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -113,7 +114,7 @@ class ConsistentHash:
 
 
 class CacheAware:
-    """sglang's: where most of it was sent, unless loads differ by much; then, and if new, the least loaded."""
+    """sglang's: where it was sent before; the least loaded if it is new, or if loads differ by much."""
 
     def __init__(self, case: Case) -> None:
         self._seen: dict[int, set[int]] = {}
@@ -302,6 +303,7 @@ class _Run:
 
 
 OPEN = 130.0
+HEAD = " " * 16 + "cold mean/most  load mean/most  hit     TTFT mean/p99"
 CASES = (
     Case("32 prefixes, uniform, 32 clients"),
     Case("32 prefixes, uniform, open loop", rate=OPEN),
@@ -327,12 +329,11 @@ def main() -> None:
     given = parser.parse_args()
     for case in CASES:
         if given.only in case.name:
-            print(
-                f"\n{case.name} ({given.seeds} seeds)\n{'':16} cold      load mean/worst  hit    TTFT mean/p99"
-            )  # noqa: T201
+            sys.stdout.write(f"\n{case.name} ({given.seeds} seeds)\n{HEAD}\n")
             for policy in POLICIES:
                 row = [run(case, policy, seed) for seed in range(given.seeds)]
-                print(f"{policy:16} {_line(row)}")  # noqa: T201
+                sys.stdout.write(f"{policy:16}{_line(row)}\n")
+                sys.stdout.flush()
 
 
 def _line(row: list[Outcome]) -> str:
@@ -343,7 +344,7 @@ def _line(row: list[Outcome]) -> str:
     p99 = statistics.fmean(outcome.ttft_p99 for outcome in row)
     worst = max(outcome.load for outcome in row)
     most = max(outcome.cold for outcome in row)
-    return f"{cold:6.1f}/{most:<5} {load:5.3f}/{worst:5.3f}    {hit:6.4f}  {mean:6.1f}/{p99:6.1f}"
+    return f"{cold:7.1f}/{most:<7} {load:5.3f}/{worst:5.3f}     {hit:6.4f}  {mean:6.1f}/{p99:6.1f}"
 
 
 if __name__ == "__main__":

@@ -1,0 +1,186 @@
+"""The shell of the router: links in, a link out; news to and from others; decisions kept and explained."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from gateway.fleet import Served
+from gateway.metrics import Metrics
+from gateway.replicas import Link
+from gateway.router import KEPT, START_SHARE, Routes, model_key, settings_of
+from gateway.shared import Alone, News
+from policy.config import Adapters, Control, Deployment, ModelSpec, Objective
+from policy.pace import GENERIC
+from policy.request import Request
+from policy.routing import Quote
+from policy.types import Load, Replica, ReplicaState
+
+CHAIN = tuple(range(100, 116, 2))
+DEPTHS = tuple(range(128, 1025, 128))
+
+
+class Wall(Alone):
+    """What one worker published, for another to read."""
+
+    def __init__(self) -> None:
+        self.written: list[News] = []
+
+    def publish(self, model_key: int, replica_key: int, hashes: Sequence[int]) -> None:
+        self.written.append((model_key, replica_key, list(hashes)))
+
+
+class Reader(Alone):
+    """Another worker of the host."""
+
+    def __init__(self, wall: Wall) -> None:
+        self._wall = wall
+
+    def news(self) -> list[News]:
+        read, self._wall.written = self._wall.written, []
+        return read
+
+
+def routes(shared: Alone | None = None, metrics: Metrics | None = None) -> Routes:
+    return Routes(random.Random(1), shared or Alone(), metrics=metrics)  # noqa: S311 - ties, not secrets
+
+
+def served(*adapters: str, replicas: int = 3) -> Served:
+    model = Served("m")
+    for i in range(replicas):
+        replica = Replica(
+            id=f"r{i}",
+            model="m",
+            shape="s",
+            generation=1,
+            state=ReplicaState.READY,
+            load=Load(at=0.0),
+            url="http://r:1",
+            adapters=adapters if i else (),
+        )
+        link = Link(replica, 1.0, None)
+        link.answering = True
+        model.links.append(link)
+    return model
+
+
+def prompt() -> Request:
+    return Request("m", tenant="t", prompt_tokens=1040, output_tokens=10, prefix=CHAIN, depths=DEPTHS)
+
+
+def send(to: Routes, model: Served, request: Request) -> tuple[Link, Quote]:
+    chosen = to.choose(model, request)
+    assert chosen is not None
+    link, quote = chosen
+    link.begin(quote.uncached)
+    to.began(request, quote)
+    return link, quote
+
+
+async def test_only_links_that_may_be_used_are_candidates() -> None:
+    here, model = routes(), served("a")
+    model.links[1].answering = False
+    for _ in range(10):
+        link, _ = send(here, model, Request("m", adapter="a", adapter_key=3))
+        assert link.id == "r2"
+    assert here.choose(model, Request("m", adapter="b", adapter_key=5)) is None
+
+
+async def test_replicas_that_failed_a_request_are_its_last_resort() -> None:
+    here, model = routes(), served(replicas=2)
+    request = Request("m", avoid={"r0"})
+    assert {send(here, model, request)[0].id for _ in range(10)} == {"r1"}
+    model.links[1].answering = False
+    assert send(here, model, request)[0].id == "r0"
+
+
+async def test_workers_of_a_host_send_a_prefix_to_one_home() -> None:
+    wall = Wall()
+    first, second, model = routes(wall), routes(Reader(wall)), served()
+    home, quote = send(first, model, prompt())
+    assert wall.written == [(model_key("m"), quote.candidate.key, list(CHAIN))]
+    again, warm = send(second, model, prompt())
+    assert again is home and warm.uncached == 1040 - 1024
+
+
+async def test_replicas_pass_on_what_other_hosts_sent() -> None:
+    here, model = routes(), served()
+    there = model.links[2]
+    here.heard("m", there.view.key, CHAIN)
+    assert send(here, model, prompt())[0] is there
+    here.forget("m", there.view.key)
+    chosen = here.choose(model, prompt())
+    assert chosen is not None and chosen[1].uncached == 1040
+
+
+async def test_decisions_are_kept_and_explained_with_their_candidates() -> None:
+    here, model = routes(), served()
+    request = prompt()
+    link, quote = send(here, model, request)
+    send(here, model, Request("m", prompt_tokens=10))
+    newest, older = here.describe(5)
+    assert newest["prompt_tokens"] == 10 and older["prompt_tokens"] == 1040
+    assert here.describe(1) == [newest]
+    told = json.loads(here.explain(request))
+    assert told == json.loads(json.dumps(older))
+    assert told["replica"] == link.id and len(told["candidates"]) == 3
+    mine = next(row for row in told["candidates"] if row["replica"] == link.id)
+    assert mine["total_s"] == pytest.approx(quote.total, abs=1e-6)
+    assert mine["uncached_tokens"] == 1040
+    assert here.explain(Request("m")) == b"{}"
+
+
+async def test_the_ring_is_bounded() -> None:
+    here, model = routes(), served()
+    for _ in range(KEPT + 20):
+        send(here, model, Request("m", prompt_tokens=10))
+        here.choose(model, Request("m"))  # a quote that nobody takes up
+    assert len(here.describe(10 * KEPT)) == KEPT
+
+
+async def test_predictions_are_measured() -> None:
+    metrics = Metrics()
+    here, model = routes(metrics=metrics), served()
+    request = prompt()
+    _, quote = send(here, model, request)
+    here.timed(request, quote, quote.total * 1.2)
+    text = metrics.render().decode()
+    assert 'tidegate_ttft_prediction_error_ratio_bucket{le="0.175",model="m"} 1.0' in text
+    assert 'tidegate_ttft_prediction_error_ratio_bucket{le="0.15",model="m"} 0.0' in text
+    assert 'tidegate_ttft_prediction_error_seconds_bucket{le="0.0",model="m"} 1.0' in text
+
+
+def test_what_the_document_says_becomes_settings() -> None:
+    spec = ModelSpec(
+        name="m",
+        profile="cpu-smollm2-135m",
+        adapters=Adapters(slots_per_replica=3),
+        control=Control(slo=Objective(ttft_p95_s=2.0, itl_p95_s=0.1)),
+    )
+    found = settings_of(Deployment(models=(spec, ModelSpec(name="bare"))), "m")
+    assert (found.start_s, found.itl_s, found.slots) == (START_SHARE * 2.0, 0.1, 3)
+    assert found.assumed.limits.max_num_batched_tokens == 128
+    bare = settings_of(Deployment(models=(spec, ModelSpec(name="bare"))), "bare")
+    assert bare.assumed is GENERIC and bare.start_s == float("inf")
+    assert settings_of(None, "m").assumed is GENERIC
+
+
+def test_a_profile_that_fits_no_single_card_is_taken_at_the_least_degree() -> None:
+    found = settings_of(Deployment(models=(ModelSpec(name="m", profile="h100-70b"),)), "m").assumed
+    assert found.model is not None and found.model.degree == 4
+
+
+async def test_a_new_document_acts_on_the_next_choice() -> None:
+    documents = [
+        Deployment(models=(ModelSpec(name="m", control=Control(slo=Objective(ttft_p95_s=ttft))),))
+        for ttft in (0.001, 60.0)
+    ]
+    here = Routes(random.Random(1), deployment=lambda: documents[0])  # noqa: S311
+    model = served(replicas=1)
+    model.links[0].begin(5000)
+    assert here.choose(model, Request("m", prompt_tokens=10)) is None
+    documents.pop(0)
+    assert here.choose(model, Request("m", prompt_tokens=10)) is not None
