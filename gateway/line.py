@@ -58,8 +58,7 @@ class Line:
     def has_room(self) -> bool:
         """Whether any replica takes one more by its bound."""
         return any(
-            link.admissible and (not link.bound or link.in_flight < link.bound)
-            for link in self.served.links
+            link.admissible and (not link.bound or link.in_flight < link.bound) for link in self.served.links
         )
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest, multiprocess
 
 from gateway.queue_meter import QueueMetrics
+from gateway.usage import Usage
 
 DIRECTORY_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 SECONDS = (
@@ -70,8 +71,8 @@ class ModelMeter:
 
     __slots__ = (
         "attempts", "breakers", "coalesced_calls", "coalesced_requests", "e2e", "ejections", "in_flight",
-        "itl", "model", "probes", "queue_wait", "replicas_up", "requests", "retries", "streams", "ttft",
-        "ttft_error", "ttft_error_part",
+        "itl", "model", "probes", "queue_wait", "replicas_up", "requests", "retries", "streams", "tokens",
+        "ttft", "ttft_error", "ttft_error_part",
     )  # fmt: skip
 
     def __init__(self, model: str) -> None:
@@ -79,6 +80,7 @@ class ModelMeter:
         self.requests: Counts[tuple[str, str]] = Counts()
         self.attempts: Counts[str] = Counts()
         self.streams: Counts[tuple[str, str]] = Counts()
+        self.tokens = Usage()
         self.ejections: Counts[str] = Counts()
         self.retries: Counts[str] = Counts()
         self.probes: Counts[str] = Counts()
@@ -99,6 +101,13 @@ class ModelMeter:
         self.ttft_error.add(predicted_s - actual_s)
         if actual_s > 0.0:
             self.ttft_error_part.add(abs(predicted_s - actual_s) / actual_s)
+
+    def count_tokens(self, usage: Usage) -> None:
+        """Count what an answer cost."""
+        had = self.tokens
+        self.tokens = Usage(
+            had.prompt + usage.prompt, had.cached + usage.cached, had.completion + usage.completion
+        )
 
     def served_stream(self, ttft_s: float, mean_gap_s: float) -> None:
         """Count a served stream where both of its latencies fall."""
@@ -137,6 +146,10 @@ class Metrics:
         self.overflow_cost = Counter(
             "tidegate_overflow_cost", "Money spent at upstreams.", ("upstream",), registry=registry
         )
+        self._tokens = Counter(
+            "tidegate_tokens", "Tokens of answers; what was cached is a part of the prompt.",
+            ("model", "kind"), registry=registry,
+        )  # fmt: skip
         # Both latencies of one stream together: two histograms would not say how many met both limits.
         self._streams = Counter(
             "tidegate_served_streams", "Served streams by time to the first byte and mean gap.",
@@ -205,6 +218,9 @@ class Metrics:
             self._coalesced_calls.labels(meter.model).inc(meter.coalesced_calls)
             self._coalesced_requests.labels(meter.model).inc(meter.coalesced_requests)
             meter.coalesced_calls = meter.coalesced_requests = 0
+            for kind in ("prompt", "cached", "completion"):
+                self._tokens.labels(meter.model, kind).inc(getattr(meter.tokens, kind))
+            meter.tokens = Usage()
             for edges, count in meter.streams.items():
                 self._streams.labels(meter.model, *edges).inc(count)
             meter.streams.clear()

@@ -10,6 +10,7 @@ from tests.gateway.fake_replica import DONE, STREAM, Answer, Exchange, FakeRepli
 from tests.gateway.worker import Stack, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
+TOKENS = ("prompt", "cached", "completion")
 CHAT = {"model": "alpha", "messages": [{"role": "user", "content": "hi"}]}
 
 
@@ -281,9 +282,13 @@ async def test_the_metrics_move_and_keep_to_known_names(shared: Stack) -> None:
     before = await shared.metric("tidegate_requests_total", **labels)
     ttft = await shared.metric("tidegate_ttft_seconds_count", model="alpha")
     streams = await served_streams(shared)
+    tokens = [await shared.metric("tidegate_tokens_total", model="alpha", kind=k) for k in TOKENS]
     await shared.chat()
     await shared.chat(stream=True)
     await shared.chat(model="made-up-name")
+    counted = [await shared.metric("tidegate_tokens_total", model="alpha", kind=k) for k in TOKENS]
+    # The stream's upstream tells no usage, so its three events are counted.
+    assert [after - was for after, was in zip(counted, tokens, strict=True)] == [1, 0, 1 + 3]
     assert await shared.metric("tidegate_requests_total", **labels) == before + 2
     assert await shared.metric("tidegate_ttft_seconds_count", model="alpha") == ttft + 1
     assert await served_streams(shared) == streams + 1
