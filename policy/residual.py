@@ -57,17 +57,16 @@ class Line:
         actual_s = expected * math.exp(max(-usual, min(usual, error)))
         # Where all are far off it grows by a tenth with each, and they count in full again.
         self._error = max(LEAST_ERROR, usual + GROUP_GAIN * (min(abs(error), 3.0 * usual) - usual))
+        if not self._short[0]:  # until more is known, what the model says holds for short and for long
+            self._short = [modelled_s / APART, modelled_s / APART]
+            self._long = [modelled_s * APART, modelled_s * APART]
         short, long = self._short, self._long
-        if not short[0]:
-            self._short, self._long = [modelled_s, actual_s], [modelled_s, actual_s]
-        else:
-            group = short if modelled_s * modelled_s < short[0] * long[0] else long
-            group[0] += GROUP_GAIN * (modelled_s - group[0])
-            group[1] += GROUP_GAIN * (actual_s - group[1])
-            short, long = self._short, self._long
-            if long[0] > APART * short[0] and long[1] > short[1]:
-                self.slope = (long[1] - short[1]) / (long[0] - short[0])
-        self.fixed_s = self._short[1] - self.slope * self._short[0]
+        group = short if modelled_s * modelled_s < short[0] * long[0] else long
+        group[0] += GROUP_GAIN * (modelled_s - group[0])
+        group[1] += GROUP_GAIN * (actual_s - group[1])
+        if long[0] > APART * short[0] and long[1] > short[1]:
+            self.slope = (long[1] - short[1]) / (long[0] - short[0])
+        self.fixed_s = short[1] - self.slope * short[0]
 
 
 class Residual:
