@@ -67,12 +67,14 @@ class Recent:
     def advance(self, at: float) -> None:
         """Forget what is older than the window before ``at``, in seconds; time never goes back."""
         now = int(at / self._slot_s)
+        if now <= self._now:
+            return
         for slot in range(max(self._now + 1, now - SLOTS + 1), now + 1):
             place = slot % SLOTS
             self.first -= self._firsts[place]
             self.second -= self._seconds[place]
             self._firsts[place] = self._seconds[place] = 0
-        self._now = max(self._now, now)
+        self._now = now
 
     def add(self, at: float, first: int, second: int) -> None:
         """Count so many of each kind at ``at``."""
