@@ -14,7 +14,7 @@ from starlette.types import Message
 from gateway.call import Call
 from gateway.exchange import SENT
 from gateway.metrics import Metrics
-from gateway.relay import Relay, Verdict
+from gateway.relay import MAX_HELD, Relay, Verdict
 from gateway.sse import ChatTail
 from gateway.surface import ROUTES
 from gateway.upstream import Connection, Pool
@@ -22,6 +22,9 @@ from gateway.usage import Usage
 
 BODY = b'{"choices":[]}'
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(BODY)
+# Of an answer that is too long to be held a part goes out before the rest has come.
+LONG = b'{"choices":[' + b" " * MAX_HELD + b"]}"
+LONG_HEAD = HEAD.replace(b"14", b"%d" % len(LONG))
 STREAM_HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 
 
@@ -131,14 +134,14 @@ async def test_a_client_that_catches_up_does_not_let_go_what_another_holds(line:
     first = await line.ask(first_client.send)
     line.answer()
     second = await line.ask(second_client.send)
-    line.answer(HEAD + BODY[:4])
+    line.answer(LONG_HEAD + LONG[:-2])
     assert not line.wire.reading
     first_client.read_on()
     await first
     assert not line.wire.reading
     second_client.read_on()
     await asyncio.sleep(0.01)
-    line.answer(BODY[4:])
+    line.answer(LONG[-2:])
     assert await second is Verdict.SERVED
 
 
@@ -195,9 +198,9 @@ async def test_what_a_call_held_is_freed_with_it(line: Line) -> None:
 
 async def test_a_kept_connection_is_read(line: Line) -> None:
     asked = await line.ask(Client(slow_from=2).send)
-    line.answer(HEAD + BODY[:4])
+    line.answer(LONG_HEAD + LONG[:-2])
     assert not line.wire.reading
-    line.connection.data_received(BODY[4:])  # what a transport had read before it was held back
+    line.connection.data_received(LONG[-2:])  # what a transport had read before it was held back
     assert line.wire.reading
     assert line.pool.take() is line.connection
     assert await asked is Verdict.SERVED
@@ -231,13 +234,13 @@ async def test_silence_within_a_stream_is_told(line: Line) -> None:
 async def test_a_client_that_holds_its_replica_back_is_no_silence(line: Line) -> None:
     client = Client(slow_from=2)
     asked = await line.ask(client.send)
-    line.answer(HEAD + BODY[:4])
+    line.answer(LONG_HEAD + LONG[:-2])
     assert line.relay.stirred()
     assert line.relay.stirred()
     client.read_on()
     await asyncio.sleep(0)
     assert not line.relay.stirred()
-    line.answer(BODY[4:])
+    line.answer(LONG[-2:])
     assert await asked is Verdict.SERVED
     assert line.relay.stirred()
 
