@@ -1,0 +1,135 @@
+"""Several workers of a host route like one: what each does, the others know."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import pytest
+
+from loadtests.bench.replica import Counts, Setting
+from loadtests.bench.upstream import Order
+from loadtests.bench.workload import Prefixed, draws
+from tests.gateway.worker import ROOT, Stack, until
+from tests.ports import free_ports
+
+pytestmark = pytest.mark.slow
+
+REPLICAS, PREFIXES, REQUESTS, CLIENTS = 4, 32, 1600, 32
+# 4 KB of prefix take 21 ms to compute, an answer 40 ms.
+SETTING = Setting(chunks=4, gap_s=0.01, base_s=0.001, token_s=2e-5, lanes=4)
+
+
+class Upstreams:
+    """The benchmark's replicas in a process of their own."""
+
+    async def start(self) -> None:
+        self.ports = free_ports(REPLICAS)
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "loadtests.bench.upstream", *map(str, self.ports),
+            cwd=ROOT, stdout=asyncio.subprocess.PIPE,
+        )  # fmt: skip
+        assert self._process.stdout is not None
+        ready, _, port = (await self._process.stdout.readline()).decode().partition(" ")
+        assert ready == "ready"
+        self._reader, self._writer = await asyncio.open_connection("127.0.0.1", int(port))
+
+    async def tell(self, order: Order) -> list[Counts]:
+        """Order something; what each replica has seen."""
+        self._writer.write(msgspec.json.encode(order) + b"\n")
+        return msgspec.json.decode(await self._reader.readline(), type=list[Counts])
+
+    async def stop(self) -> None:
+        self._writer.close()
+        self._process.kill()
+        await self._process.wait()
+
+
+class Found(NamedTuple):
+    """``hit``: the part that found its prefix cached; ``load``: the busiest replica's share over the mean."""
+
+    hit: float
+    load: float
+    cold: int
+
+
+async def ask(port: int, request: bytes) -> None:
+    """One call on a connection of its own, so that any worker may take it; read to its end."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    try:
+        writer.write(request)
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 200"), head
+        await reader.readuntil(b"data: [DONE]\n\n")
+    finally:
+        writer.close()
+        await writer.wait_closed()
+
+
+async def drive(stack: Stack, upstreams: Upstreams, drawn: Sequence[int]) -> Found:
+    await upstreams.tell(Order(setting=SETTING))
+    requests = Prefixed(drawn, 4096, 256)
+    port = int(stack.url.rpartition(":")[2])
+    numbers = iter(range(len(drawn)))
+
+    async def client(numbers: Iterator[int]) -> None:
+        for number in numbers:
+            await ask(port, requests(number))
+
+    async with asyncio.timeout(120), asyncio.TaskGroup() as group:
+        for _ in range(CLIENTS):
+            group.create_task(client(numbers))
+    counts = await upstreams.tell(Order())
+    seen = [count.requests for count in counts]
+    assert sum(seen) == len(drawn)
+    cold = sum(count.cold for count in counts)
+    return Found(hit=1 - cold / len(drawn), load=max(seen) * REPLICAS / sum(seen), cold=cold)
+
+
+def external(ports: Sequence[int]) -> dict[str, Any]:
+    urls = [f"http://127.0.0.1:{port}" for port in ports]
+    return {"name": "alpha", "engine": "external", "urls": urls}
+
+
+async def measured(root: Path, upstreams: Upstreams, workers: int, drawn: Sequence[int]) -> Found:
+    """A stack of ``workers`` gateway workers, from nothing, over the draws."""
+    stack = Stack(root)
+    stack.models = [external(upstreams.ports)]
+    try:
+        await asyncio.gather(*(stack.start_worker(number) for number in range(workers)))
+        await until(lambda: stack_is_up(stack), "upstreams are known")
+        await asyncio.sleep(1.0)  # every worker, not the one that answered
+        return await drive(stack, upstreams, drawn)
+    finally:
+        await stack.close()
+
+
+async def stack_is_up(stack: Stack) -> bool:
+    replicas = (await stack.admin.get("/admin/fleet")).json()["replicas"]
+    return len(replicas) == REPLICAS and all(entry["admissible"] for entry in replicas)
+
+
+@pytest.mark.parametrize("exponent", [0.0, 1.0], ids=["uniform", "zipf"])
+async def test_eight_workers_hit_as_often_as_one(tmp_path: Path, exponent: float) -> None:
+    roots = {workers: tmp_path / str(workers) for workers in (1, 2, 8)}
+    for root in roots.values():
+        root.mkdir()
+    rng = random.Random(7)  # noqa: S311 - a workload
+    drawn = draws(REQUESTS, PREFIXES, exponent, rng)
+    upstreams = Upstreams()
+    await upstreams.start()
+    try:
+        found = {n: await measured(roots[n], upstreams, n, drawn) for n in roots}
+    finally:
+        await upstreams.stop()
+    told = json.dumps({n: one._asdict() for n, one in found.items()})
+    for workers in (2, 8):
+        assert found[workers].hit > found[1].hit - 0.03, told
+        # Of 400 requests a replica should have, chance alone moves a twentieth.
+        assert found[workers].load <= 1.15, told
