@@ -1,0 +1,36 @@
+"""Freed memory is kept for the next body."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+# The pages that a process has touched anew, for a hundred bodies that are made and freed in turn.
+FAULTS = """
+import resource
+from gateway.heap import keep_freed_memory
+KEEP
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+def body():
+    return b"".join([b"x" * 1_000_000, b"y" * 1_000_000])
+body()
+before = faults()
+for _ in range(100):
+    body()
+print(faults() - before)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's setting")
+def test_bodies_take_no_new_pages() -> None:
+    def touched(keep: str) -> int:
+        ran = subprocess.run(
+            [sys.executable, "-c", FAULTS.replace("KEEP", keep)], check=True, capture_output=True
+        )
+        return int(ran.stdout)
+
+    assert touched("keep_freed_memory()") < touched("") / 4
