@@ -48,9 +48,8 @@ class Link:
     ``answering`` is whether the replica itself can be heard, ``open`` whether it takes requests by
     its own word; both follow the stream of its load, or a probe where there is none (external).
     What becomes of requests moves ``breaker``, through ``health``. ``relays`` are the attempts of
-    this worker that run there; ``silent`` is whether its load stream
-    hangs, ``lost_at`` since when it is not answering, ``probe_at`` when it may be probed again,
-    in loop time.
+    this worker that run there. ``silent`` is whether its load stream hangs, ``lost_at`` since when it
+    is not answering, ``probe_at`` when it may be probed again; instants are loop time.
     """
 
     def __init__(

@@ -199,6 +199,26 @@ async def test_who_computes_is_not_taken_for_one_that_hangs(stand: Stack) -> Non
     assert await stand.metric("tidegate_ejections_total", model=computes.model) == 0
 
 
+async def test_who_serves_though_its_load_stream_hangs_stays(stand: Stack) -> None:
+    (mute,) = await fleet(stand, 1)
+    run = mute._run
+
+    async def say_nothing(exchange: Exchange) -> None:
+        if exchange.path == "/internal/load":
+            await exchange.gone.wait()
+        else:
+            await run(exchange)
+
+    mute._run = say_nothing  # type: ignore[method-assign]
+    for connection in list(mute.connections):
+        connection.transport.abort()
+    await until(lambda: stand._admits(set()), "its load stream is gone")
+    asked = asyncio.create_task(ask(stand, mute))
+    await until(lambda: any("max_tokens" in hit.json for hit in mute.hits), "a canary asks what it says not")
+    assert (await asked).status_code == 200
+    assert (await ask(stand, mute)).status_code == 200
+
+
 async def test_an_overloaded_replica_is_left_for_another_and_its_word_is_bounded(stand: Stack) -> None:
     overloaded, other = await fleet(stand, 2)
 
