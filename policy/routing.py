@@ -1,12 +1,12 @@
 """Which replica takes a request: the one that is predicted to give it its first token soonest.
 
-A term of the prediction is a function of :data:`TERMS`, in seconds; :class:`Quote` has a field for each.
+The prediction is :mod:`policy.quoting`'s; here it is weighed against what each choice costs others.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from heapq import nsmallest
 from typing import NamedTuple
@@ -14,56 +14,12 @@ from typing import NamedTuple
 from policy.affinity import Balance, Popularity, Recent, balance_of, rendezvous
 from policy.engine_model import Timing
 from policy.pace import GENERIC
+from policy.quoting import Candidate, Quote, measure
 from policy.request import Request
-from policy.residual import LEAST, Line
+from policy.residual import Line
 from policy.site import Site
 
-
-@dataclass(slots=True, eq=False)
-class Candidate:
-    """A replica as the router sees it; whoever owns the connection to it keeps it true.
-
-    ``key`` is a 64-bit hash of ``id`` that every process computes alike. ``in_flight`` counts
-    requests that are there now, ``bound`` how many it takes (0: none stated), ``pending_tokens`` their
-    prompt tokens that are not computed yet, ``turned_at`` when it turned to the first of them, and
-    ``begun`` the requests ever sent there by this host.
-    ``kv_used`` is a fraction. ``timing`` is what the replica said of its own speed, if it did.
-    """
-
-    id: str
-    key: int
-    bound: int = 0
-    in_flight: int = 0
-    pending_tokens: int = 0
-    turned_at: float = 0.0
-    begun: int = 0
-    kv_used: float = 0.0
-    timing: Timing | None = None
-
-
-class Quote(NamedTuple):
-    """Predicted seconds to the first token at one candidate, term by term.
-
-    ``burden`` is no part of it: what the choice costs others, in seconds (a prefill that they wait for,
-    an adapter that is evicted, a share of the traffic above the bound). ``uncached`` are the prompt
-    tokens to compute there, ``modelled`` the seconds by the engine model alone, ``age`` the tokens that
-    the replica was given since it last used what is cached there of the prompt.
-    """
-
-    candidate: Candidate
-    wait: float = 0.0
-    prefill: float = 0.0
-    adapter: float = 0.0
-    pressure: float = 0.0
-    burden: float = 0.0
-    uncached: int = 0
-    modelled: float = 0.0
-    age: int = 0
-
-    @property
-    def total(self) -> float:
-        """The predicted time to the first token in seconds."""
-        return self.wait + self.prefill + self.adapter + self.pressure
+__all__ = ["Candidate", "Decision", "Quote", "Router", "Settings"]
 
 
 class Decision(NamedTuple):
@@ -72,50 +28,6 @@ class Decision(NamedTuple):
     chosen: Quote | None
     quotes: tuple[Quote, ...]
     reason: str
-
-
-# A tuple made directly: the constructor with its names costs a router half a microsecond a candidate.
-_quote = tuple.__new__
-Term = Callable[[Request, Candidate, Site, int], float]
-
-
-def wait(request: Request, candidate: Candidate, site: Site, uncached: int) -> float:
-    """Until the replica turns to it: the prompts that came before or half a step, and a free seat."""
-    ahead = site.ahead_s
-    if not ahead:
-        if not candidate.in_flight:
-            return 0.0
-        return 0.5 * site.step_s + site.seat_s
-    # The step that computes the first of them is under way, and lasts no longer than that takes.
-    since = site.seen_at - candidate.turned_at
-    if since > 0.0:
-        ahead -= min(since, 0.9 * site.first_s)
-    return ahead + site.seat_s
-
-
-def prefill(request: Request, candidate: Candidate, site: Site, uncached: int) -> float:
-    """From then until its first token: its own uncached prompt, after those that came before."""
-    return (
-        site.pace.prefill_s(candidate.pending_tokens + uncached, site.kv_tokens, site.running) - site.ahead_s
-    )
-
-
-def adapter(request: Request, candidate: Candidate, site: Site, uncached: int) -> float:
-    """The load of its adapter, where it is not believed resident."""
-    return 0.0 if not request.adapter_key or request.adapter_key in site.slots else site.load_s
-
-
-def pressure(request: Request, candidate: Candidate, site: Site, uncached: int) -> float:
-    """The KV tokens that it finds no room for, computed again by whoever is preempted."""
-    pace = site.pace
-    if not pace.kv_tokens:
-        return 0.0
-    wanted = site.kv_tokens + candidate.pending_tokens + uncached + request.output_tokens
-    return (wanted - pace.kv_tokens) / pace.capacity if wanted > pace.kv_tokens else 0.0
-
-
-# In the order of Quote's fields.
-TERMS: tuple[Term, ...] = (wait, prefill, adapter, pressure)
 
 
 @dataclass(slots=True, frozen=True)
@@ -154,8 +66,10 @@ SLOW = 1.5
 EVICTION = 1.0
 
 
-# candidate, site, wait, prefill, adapter, pressure, fixed part, uncached tokens, modelled seconds, age
-_Row = tuple[Candidate, Site, float, float, float, float, float, int, float, int]
+# A tuple made directly: the constructor with its names costs a router half a microsecond a candidate.
+_quote = tuple.__new__
+# candidate, site, terms, own prefill, uncached tokens, modelled seconds, age
+_Row = tuple[Candidate, Site, tuple[float, ...], float, int, float, int]
 
 
 class _Found:
@@ -206,13 +120,18 @@ class Router:
         balance = balance_of(shares, self._popular.worth)
         if len(pairs) > MOST_QUOTES:
             pairs = self._shortlist(request, pairs, at)
-        quotes = self._quotes(request, pairs, balance, at)
-        startable = quotes
+        quotes, costs = self._quotes(request, pairs, balance, at)
         if (limit := self.settings.start_s) < math.inf:
-            startable = [q for q in quotes if q.wait <= limit or not q.candidate.in_flight]
-            if not startable:
-                return Decision(None, tuple(quotes), TOO_LATE)
-        chosen = self._pick(request, startable, draw)
+            for i, quote in enumerate(quotes):
+                if quote.wait > limit and quote.candidate.in_flight:
+                    costs[i] = math.inf
+        least = min(costs)
+        if least == math.inf:
+            return Decision(None, tuple(quotes), TOO_LATE)
+        if request.session or costs.count(least) > 1:
+            chosen = self._among(request, quotes, costs, draw)
+        else:
+            chosen = quotes[costs.index(least)]
         return Decision(chosen, tuple(quotes), self._reason(request, chosen, quotes))
 
     def began(self, request: Request, candidate: Candidate, at: float) -> tuple[int, ...]:
@@ -367,10 +286,11 @@ class Router:
 
     def _quotes(
         self, request: Request, pairs: list[tuple[Candidate, Site]], balance: Balance, at: float
-    ) -> list[Quote]:
+    ) -> tuple[list[Quote], list[float]]:
+        """What each would cost the request, and that together with what it would cost others."""
         prefix, depths, prompt = request.prefix, request.depths, max(request.prompt_tokens, 1)
-        fixed, slope = self._line.fixed_s, self._line.slope
-        found = _Found(request.adapter_key)
+        line, key = self._line, request.adapter_key
+        found = _Found(key)
         rows: list[_Row] = []
         for candidate, site in pairs:
             uncached, age = prompt, 0
@@ -382,24 +302,21 @@ class Router:
                         found.deepest, found.anchor = depth, prefix[depth - 1]
                 elif prefix[0] in held and (old := held.age(prefix[0])) < found.youngest:
                     found.youngest, found.former = old, site
-            waits, own, loads, pressing = [term(request, candidate, site, uncached) for term in TERMS]
-            modelled = waits + own + pressing
-            way, scale = fixed, slope
+            slope, fixed_s = line.slope, line.fixed_s
             if (factor := site.residual.factor(at)) != 1.0:
-                way, scale = fixed * factor, slope * factor
+                slope, fixed_s = slope * factor, fixed_s * factor
             site.share.weight = site.pace.capacity / factor if factor > SLOW else site.pace.capacity
-            own *= scale
+            terms, own, modelled = measure(request, candidate, site, uncached, slope=slope, fixed_s=fixed_s)
             found.cold_s = max(found.cold_s, own)
             found.warm_s = min(found.warm_s, own)
-            if not loads:
+            if key and key in site.slots:
                 found.resident = True
-            rows.append(
-                (candidate, site, waits * scale, own, loads, pressing * scale, way, uncached, modelled, age)
-            )
+            rows.append((candidate, site, terms, own, uncached, modelled, age))
         return self._priced(request, rows, found, balance)
 
-    def _priced(self, request: Request, rows: list[_Row], found: _Found, balance: Balance) -> list[Quote]:
-        """Quotes of ``rows``, with what each choice costs others."""
+    def _priced(
+        self, request: Request, rows: list[_Row], found: _Found, balance: Balance
+    ) -> tuple[list[Quote], list[float]]:
         prefix, key = request.prefix, request.adapter_key
         former, cold_s = found.former, found.cold_s
         if found.deepest:
@@ -410,14 +327,14 @@ class Router:
         known = found.deepest > 0 or former is not None
         new = not known and (bool(prefix) or (key != 0 and not found.resident))
         leverage = self._popular.share(found.anchor) * len(rows) if found.anchor else 0.0
-        quotes = []
-        for candidate, site, waits, own, loads, pressing, way, uncached, modelled, age in rows:
+        quotes, costs = [], []
+        for candidate, site, terms, own, uncached, modelled, age in rows:
             unit = cold_s
             # Whoever is there stands still while a prompt is computed; a copy takes KV cache besides.
             burden = own - own / (1.0 + candidate.in_flight)
             if key:
                 unit += site.load_s
-                if loads:
+                if key not in site.slots:
                     burden += self._eviction(key, site)
             if new or (prefix and not age and uncached >= request.prompt_tokens and site is not former):
                 burden += unit * balance.home_price(site.share)
@@ -425,12 +342,9 @@ class Router:
                     burden += own
             else:
                 burden += unit * balance.share_price(site.share, leverage)
-            took = own + way
-            took = max(took, LEAST * own)
-            quotes.append(
-                _quote(Quote, (candidate, waits, took, loads, pressing, burden, uncached, modelled, age))
-            )
-        return quotes
+            costs.append(sum(terms) + burden)
+            quotes.append(_quote(Quote, (candidate, *terms, burden, uncached, modelled, age)))
+        return quotes, costs
 
     def _eviction(self, key: int, site: Site) -> float:
         """The reload of the adapter that a load pushes out, as likely as it is asked for again."""
@@ -440,15 +354,15 @@ class Router:
         wanted = self._popular.of(victim)
         return site.load_s * EVICTION * wanted / (wanted + self._popular.of(key) + 1.0)
 
-    def _pick(self, request: Request, quotes: list[Quote], draw: float) -> Quote:
-        costs = [q[1] + q[2] + q[3] + q[4] + q[5] for q in quotes]
+    def _among(self, request: Request, quotes: list[Quote], costs: list[float], draw: float) -> Quote:
+        """One of equals, or the replica of the session's last request if it is hardly worse."""
         if request.session and (last := self._sessions.get(request.session)) is not None:
-            for i, quote in enumerate(quotes):
-                if quote.candidate.key == last:
-                    costs[i] -= SESSION_S
+            costs = [
+                cost - SESSION_S if quote.candidate.key == last else cost
+                for quote, cost in zip(quotes, costs, strict=True)
+            ]
         least = min(costs)
-        edge = least + 1e-9
-        best = [quote for quote, cost in zip(quotes, costs, strict=True) if cost <= edge]
+        best = [quote for quote, cost in zip(quotes, costs, strict=True) if cost == least]
         if len(best) == 1:
             return best[0]
         if item := request.prefix[0] if request.prefix else request.adapter_key:

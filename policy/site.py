@@ -19,13 +19,15 @@ class Site:
 
     ``load_s`` is what the load of an adapter takes there, in seconds. ``seen_at`` is when it was last
     a candidate. What follows from its counts alone is computed when they change: ``running`` and
-    ``kv_tokens``, the ``step_s`` of those, the seconds ``ahead_s`` of the prompts that are pending
-    and ``first_s`` of the first step of them, and the seconds ``seat_s`` to a free seat.
+    ``kv_tokens``, the ``step_s`` of those, the seconds ``ahead_s`` of the prompts that are pending,
+    ``first_s`` of their first step and ``rest_s`` of the ``rest`` of their tokens, and the seconds
+    ``seat_s`` to a free seat.
     """
 
     __slots__ = (
         "_in_flight", "_kv_used", "_pending", "ahead_s", "first_s", "held", "key", "kv_tokens",
-        "load_s", "pace", "residual", "running", "seat_s", "seen_at", "share", "slots", "step_s", "timing",
+        "load_s", "pace", "residual", "rest", "rest_s", "running", "seat_s", "seen_at",
+        "share", "slots", "step_s", "timing",
     )  # fmt: skip
 
     def __init__(self, key: int, timing: Timing | None, assumed: Timing, slots: int) -> None:
@@ -58,10 +60,13 @@ class Site:
         self.running = running = min(in_flight, pace.seats)
         self.kv_tokens = kv = kv_used * pace.kv_tokens
         self.step_s = step = pace.step_s(running, kv, running)
-        self.ahead_s = self.first_s = self.seat_s = 0.0
+        self.ahead_s = self.first_s = self.rest_s = self.seat_s = 0.0
+        self.rest = 0
         if pending > 0:
-            self.ahead_s = ahead = pace.prefill_s(pending, kv, running)
-            room = pace.batch - running
-            self.first_s = ahead if pending <= room else pace.prefill_s(max(room, 1), kv, running)
+            first = min(pending, max(pace.batch - running, 1))
+            self.rest = pending - first
+            self.first_s = pace.prefill_s(first, kv, running)
+            self.rest_s = pace.prefill_s(self.rest, kv, running) if self.rest else 0.0
+            self.ahead_s = pace.prefill_s(pending, kv, running)
         if in_flight >= pace.seats:  # one seat falls free each time that one of them has had its last token
             self.seat_s = (in_flight + 1 - pace.seats) * ASSUMED_OUTPUT_TOKENS / pace.seats * step

@@ -1,0 +1,116 @@
+"""What a replica would cost a request: the seconds to its first token there, term by term.
+
+A term is a function here; :class:`Quote` has a field for each, and :func:`measure` asks them all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from policy.engine_model import Timing
+from policy.request import Request
+from policy.residual import LEAST
+from policy.site import Site
+
+
+@dataclass(slots=True, eq=False)
+class Candidate:
+    """A replica as the router sees it; whoever owns the connection to it keeps it true.
+
+    ``key`` is a 64-bit hash of ``id`` that every process computes alike. ``in_flight`` counts
+    requests that are there now, ``bound`` how many it takes (0: none stated), ``pending_tokens`` their
+    prompt tokens that are not computed yet, ``turned_at`` when it turned to the first of them, and
+    ``begun`` the requests ever sent there by this host.
+    ``kv_used`` is a fraction. ``timing`` is what the replica said of its own speed, if it did.
+    """
+
+    id: str
+    key: int
+    bound: int = 0
+    in_flight: int = 0
+    pending_tokens: int = 0
+    turned_at: float = 0.0
+    begun: int = 0
+    kv_used: float = 0.0
+    timing: Timing | None = None
+
+
+class Quote(NamedTuple):
+    """Predicted seconds to the first token at one candidate, term by term.
+
+    ``burden`` is no part of it: what the choice costs others, in seconds (a prefill that they wait for,
+    an adapter that is evicted, a share of the traffic above the bound). ``uncached`` are the prompt
+    tokens to compute there, ``modelled`` the seconds by the engine model alone, ``age`` the tokens that
+    the replica was given since it last used what is cached there of the prompt.
+    """
+
+    candidate: Candidate
+    wait: float = 0.0
+    prefill: float = 0.0
+    adapter: float = 0.0
+    pressure: float = 0.0
+    burden: float = 0.0
+    uncached: int = 0
+    modelled: float = 0.0
+    age: int = 0
+
+    @property
+    def total(self) -> float:
+        """The predicted time to the first token in seconds."""
+        return self.wait + self.prefill + self.adapter + self.pressure
+
+
+def wait(request: Request, candidate: Candidate, site: Site, uncached: int) -> float:
+    """Until the replica turns to it: the prompts that came before or half a step, and a free seat."""
+    if not site.ahead_s:
+        return 0.5 * site.step_s + site.seat_s if candidate.in_flight else 0.0
+    since = site.seen_at - candidate.turned_at
+    if since < 0.0:  # it will turn to all of them together
+        return site.ahead_s + site.seat_s - since
+    # The step that computes the first of them is under way, and lasts no longer than that takes.
+    return site.first_s - min(since, 0.9 * site.first_s) + site.rest_s + site.seat_s
+
+
+def prefill(request: Request, candidate: Candidate, site: Site, uncached: int) -> float:
+    """From then until its first token: its own uncached prompt, in the steps of those that came before."""
+    pace, kv, running = site.pace, site.kv_tokens, site.running
+    if not site.ahead_s:
+        return pace.prefill_s(uncached, kv, running)
+    if site.seen_at < candidate.turned_at:
+        return pace.prefill_s(candidate.pending_tokens + uncached, kv, running) - site.ahead_s
+    return pace.prefill_s(site.rest + uncached, kv, running) - site.rest_s
+
+
+def adapter(request: Request, candidate: Candidate, site: Site, uncached: int) -> float:
+    """The load of its adapter, where it is not believed resident."""
+    return 0.0 if not request.adapter_key or request.adapter_key in site.slots else site.load_s
+
+
+def pressure(request: Request, candidate: Candidate, site: Site, uncached: int) -> float:
+    """The KV tokens that it finds no room for, computed again by whoever is preempted."""
+    pace = site.pace
+    if not pace.kv_tokens:
+        return 0.0
+    wanted = site.kv_tokens + candidate.pending_tokens + uncached + request.output_tokens
+    return (wanted - pace.kv_tokens) / pace.capacity if wanted > pace.kv_tokens else 0.0
+
+
+def measure(
+    request: Request, candidate: Candidate, site: Site, uncached: int, *, slope: float, fixed_s: float
+) -> tuple[tuple[float, ...], float, float]:
+    """All terms, in the order of :class:`Quote`'s fields, as first tokens bear them out.
+
+    They taught ``slope`` and ``fixed_s`` (:class:`policy.residual.Line`); the load of an adapter is
+    measured as it is. Also returns the seconds of the request's own prefill without the fixed part,
+    and those of the engine model alone.
+    """
+    waits = wait(request, candidate, site, uncached)
+    own = prefill(request, candidate, site, uncached)
+    loads = adapter(request, candidate, site, uncached)
+    presses = pressure(request, candidate, site, uncached)
+    modelled = waits + own + presses
+    own *= slope
+    took = own + fixed_s
+    took = max(took, LEAST * own)
+    return (waits * slope, took, loads, presses * slope), own, modelled
