@@ -38,6 +38,7 @@ from policy.config import Deployment
 from policy.errors import Refusal
 from policy.request import Request
 from policy.types import Runner
+from store.keys import own_key
 
 
 class Gateway:
@@ -59,7 +60,7 @@ class Gateway:
         self.metrics = Metrics()
         self.deadlines = Deadlines(lambda: document.deployment.gateway)
         self.fleet = FleetView(secret, self.metrics, shared, rng.random)
-        self.tenants = Tenants(salt_secret)
+        self.tenants = Tenants(salt_secret, own_key(secret))
         self.routes = Routes(rng, shared, lambda: document.deployment, self.metrics)
         self.fleet.on_prefixes, self.fleet.on_forget = self.routes.heard, self.routes.forget
         self.admission = Admission(

@@ -48,12 +48,14 @@ class Account:
 class Tenants:
     """The accounts of the document in force; without tenants in it everyone is the anonymous one.
 
-    ``salt_secret`` makes the cache salts. A key is digested anew for each request: that costs less
-    than a microsecond, keeps no key in memory, and a revoked one ends with the document that named it.
+    ``salt_secret`` makes the cache salts; ``own_key`` is Tidegate's own, which asks as nobody. A key is
+    digested anew for each request: that costs less than a microsecond, keeps no key in memory, and a
+    revoked one ends with the document that named it.
     """
 
-    def __init__(self, salt_secret: bytes) -> None:
+    def __init__(self, salt_secret: bytes, own_key: str) -> None:
         self._secret = salt_secret
+        self._own = hashlib.sha256(own_key.encode()).digest()
         self._anonymous = Account("", b"")
         self._by_name: dict[str, Account] = {}
         self._by_digest: dict[bytes, Account] = {}
@@ -61,7 +63,7 @@ class Tenants:
     def read(self, deployment: Deployment) -> None:
         """Take the tenants of the document; what they have in flight goes on."""
         accounts: dict[str, Account] = {}
-        digests: dict[bytes, Account] = {}
+        digests = {self._own: self._anonymous} if deployment.tenants else {}
         for tenant in deployment.tenants:
             account = self._by_name.get(tenant.name)
             if account is None:

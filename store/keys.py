@@ -26,6 +26,14 @@ def digest_of(key: bytes) -> str:
     return hashlib.sha256(key).hexdigest()
 
 
+def own_key(secret: str) -> str:
+    """The key by which Tidegate itself asks its client port, from the internal ``secret``.
+
+    That secret opens every internal port, and is never sent to one that is not.
+    """
+    return PREFIX + hmac.new(secret.encode(), b"client port", hashlib.sha256).hexdigest()
+
+
 def salt_secret(state: StateDir) -> bytes:
     """The secret of this deployment's cache salts, made on first use with mode 600.
 

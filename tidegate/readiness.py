@@ -53,19 +53,22 @@ def waiting_for(deployment: Deployment, fleet: Fleet) -> list[str]:
     return lacking
 
 
-def gateway_lacks(deployment: Deployment) -> str | None:
-    """What the gateway lacks: that it is ready and lists every model; ``None`` when nothing."""
+def gateway_lacks(deployment: Deployment, key: str) -> str | None:
+    """What the gateway lacks: that it is ready and lists every model; ``None`` when nothing.
+
+    ``key`` is the one that it takes from us.
+    """
     gateway = deployment.gateway
     status, body = _call(gateway.admin_host, gateway.admin_port, "GET", "/readyz")
     if status != 200:
         return f"not ready yet ({body.decode(errors='replace').strip()[:200] or status})"
-    status, body = _call(gateway.host, gateway.port, "GET", "/v1/models")
+    status, body = _call(gateway.host, gateway.port, "GET", "/v1/models", key=key)
     listed = {model["id"] for model in msgspec.json.decode(body)["data"]} if status == 200 else set()
     missing = [spec.name for spec in deployment.models if spec.name not in listed]
     return f"models not listed yet: {', '.join(missing)}" if missing else None
 
 
-def answers(deployment: Deployment, unwanted: Collection[str]) -> None:
+def answers(deployment: Deployment, unwanted: Collection[str], key: str) -> None:
     """One token from each text model of ours but the ``unwanted``; raises ``EngineFailed``."""
     gateway = deployment.gateway
     for spec in deployment.models:
@@ -75,7 +78,7 @@ def answers(deployment: Deployment, unwanted: Collection[str]) -> None:
             continue
         body = {"model": spec.name, "prompt": "Hello", "max_tokens": 1}
         status, answer = _call(
-            gateway.host, gateway.port, "POST", "/v1/completions", body, timeout_s=_REQUEST_S
+            gateway.host, gateway.port, "POST", "/v1/completions", body, key=key, timeout_s=_REQUEST_S
         )
         if status != 200:
             text = answer.decode(errors="replace")[:500]
@@ -89,13 +92,17 @@ def _call(
     path: str,
     body: Mapping[str, Any] | None = None,
     *,
+    key: str = "",
     timeout_s: float = _POLL_S,
 ) -> tuple[int, bytes]:
     """Status and body; status 0 with the reason when nobody answers."""
     connection = http.client.HTTPConnection(reachable(host), port, timeout=timeout_s)
     try:
         payload = None if body is None else msgspec.json.encode(body)
-        connection.request(method, path, payload, {"content-type": "application/json"})
+        headers = {"content-type": "application/json"}
+        if key:
+            headers["authorization"] = f"Bearer {key}"
+        connection.request(method, path, payload, headers)
         response = connection.getresponse()
         return response.status, response.read()
     except (OSError, http.client.HTTPException) as error:

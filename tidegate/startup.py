@@ -15,6 +15,7 @@ from policy.errors import EngineFailed, ModelUnavailable, PreconditionFailed, Ti
 from policy.types import EMPTY_FLEET, EngineKind
 from serve import cluster
 from serve.client import ControllerClient
+from store.keys import own_key
 from store.state import StateDir
 from tidegate import parts, preflight, readiness
 from tidegate.children import Child, Part, check_alive, log_end, run_once
@@ -229,11 +230,13 @@ class Startup:
             return []
 
     async def _gateway(self) -> None:
+        key = own_key(self.state.secret())
+
         async def lacks() -> str | None:
-            return await asyncio.to_thread(readiness.gateway_lacks, self.deployment)
+            return await asyncio.to_thread(readiness.gateway_lacks, self.deployment, key)
 
         await self._until("gateway", lacks, *self.children, poll_s=_GATEWAY_POLL_S)
-        await asyncio.to_thread(readiness.answers, self.deployment, self._idle)
+        await asyncio.to_thread(readiness.answers, self.deployment, self._idle, key)
         gateway = self.deployment.gateway
         self.progress.done("gateway", readiness.endpoint(gateway.host, gateway.port))
 

@@ -18,6 +18,7 @@ from policy.types import Priority
 from tests.policy.example_documents import GOOD
 
 SECRET = b"s" * 64
+OWN = "our-own-key"
 
 
 def digest(key: bytes) -> str:
@@ -29,7 +30,7 @@ def tenant(name: str, *keys: bytes, **more: Any) -> dict[str, Any]:
 
 
 def tenants(*entries: dict[str, Any]) -> Tenants:
-    found = Tenants(SECRET)
+    found = Tenants(SECRET, OWN)
     found.read(parse({**GOOD, "tenants": list(entries)}))
     return found
 
@@ -91,6 +92,13 @@ def test_any_other_is_refused_and_not_repeated(headers: dict[bytes, bytes]) -> N
     assert "k-" not in caught.value.message
     anthropic = msgspec.json.decode(caught.value.body(anthropic=True))
     assert anthropic["error"]["type"] == "authentication_error"
+
+
+def test_tidegate_itself_asks_as_nobody() -> None:
+    found = tenants(tenant("acme", b"k-1"))
+    account = found.of(bearer(OWN.encode()))
+    assert (account.name, account.admin) == ("", False)
+    assert [entry["name"] for entry in found.describe()] == ["acme"]
 
 
 def test_a_new_document_revokes_and_admits_at_once_and_keeps_the_counts() -> None:

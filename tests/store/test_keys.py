@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from store.keys import PREFIX, digest_of, new_key, salt_of, salt_secret
+from store.keys import PREFIX, digest_of, new_key, own_key, salt_of, salt_secret
 from store.state import StateDir
 
 
@@ -21,6 +21,12 @@ def test_a_key_is_long_random_and_fit_for_a_header() -> None:
 
 def test_the_digest_is_what_sha256sum_prints() -> None:
     assert digest_of(b"tg-1") == hashlib.sha256(b"tg-1").hexdigest()
+
+
+def test_our_own_key_comes_from_the_secret_and_does_not_tell_it() -> None:
+    assert own_key("secret-1") == own_key("secret-1") != own_key("secret-2")
+    assert own_key("secret-1").startswith(PREFIX)
+    assert "secret-1" not in own_key("secret-1")
 
 
 def test_the_salt_secret_is_made_once_and_private(tmp_path: Path) -> None:

@@ -58,13 +58,17 @@ def welcome(deployment: Deployment) -> str:
         "temperature": 0,
         "max_tokens": 32,
     }
+    key, header = "unused", ""
+    if deployment.tenants:
+        key = f"KEY-OF-{deployment.tenants[0].name}"
+        header = f"\n  -H 'Authorization: Bearer {key}' \\"
     return f"""{head}
-curl {base}/v1/chat/completions \\
+curl {base}/v1/chat/completions \\{header}
   -H 'Content-Type: application/json' \\
   -d '{json.dumps(body)}'
 
 from openai import OpenAI
-client = OpenAI(base_url="{base}/v1", api_key="unused")
+client = OpenAI(base_url="{base}/v1", api_key="{key}")
 answer = client.chat.completions.create(
     model="{spec.name}", messages=[{{"role": "user", "content": "{_QUESTION}"}}], temperature=0, max_tokens=32
 )

@@ -1,0 +1,88 @@
+"""The shipped document with tenants, from up to a revoked key, through the command line and the port."""
+
+from __future__ import annotations
+
+import json
+import re
+import urllib.error
+import urllib.request
+from typing import Any
+
+import pytest
+import yaml
+
+from store.keys import own_key
+from tests.ports import free_ports
+from tests.tidegate.conftest import Site, until
+from tidegate.children import ROOT
+
+pytestmark = pytest.mark.slow
+KEYS = ("example-web", "example-nightly", "example-operator")
+
+
+@pytest.fixture
+def tenants(site: Site) -> Site:
+    document = yaml.safe_load((ROOT / "deployments" / "tenants.yaml").read_text())
+    document["gateway"] |= {"port": site.port, "admin_port": site.admin_port}
+    document["cluster"] = {"controller": f"127.0.0.1:{free_ports(1)[0]}"}
+    site.file.write_text(json.dumps(document))
+    code, out, err = site.tidegate("up", str(site.file), "--no-ray", "--timeout-s", "30")
+    assert (code, err) == (0, "")
+    assert "Authorization: Bearer KEY-OF-web" in out
+    return site
+
+
+def ask(site: Site, key: str, **headers: str) -> tuple[int, dict[str, str]]:
+    body = {"model": "sim", "prompt": "hello", "max_tokens": 2}
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{site.port}/v1/completions",
+        json.dumps(body).encode(),
+        {"content-type": "application/json", "authorization": f"Bearer {key}", **headers},
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=20) as answer:  # noqa: S310 - of our own port
+            return answer.status, {name.lower(): value for name, value in answer.headers.items()}
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, {}
+
+
+def test_keys_open_the_port_until_a_document_revokes_them(tenants: Site) -> None:
+    assert [ask(tenants, key)[0] for key in (*KEYS, "guess", "")] == [200, 200, 200, 401, 401]
+    explained: dict[str, Any] = json.loads(
+        ask(tenants, KEYS[2], **{"x-tidegate-explain": "1"})[1]["x-tidegate-explain"]
+    )
+    assert explained["tenant"] == "operator"
+    assert "x-tidegate-explain" not in ask(tenants, KEYS[0], **{"x-tidegate-explain": "1"})[1]
+
+    code, out, _ = tenants.tidegate("keys", "new", "web", "--json")
+    assert code == 0
+    made = json.loads(out)
+    document = json.loads(tenants.file.read_text())
+    document["tenants"][0]["keys_sha256"] = [made["sha256"]]
+    tenants.file.write_text(json.dumps(document))
+    code, out, _ = tenants.tidegate("apply", str(tenants.file), "--json")
+    assert code == 0
+    (change,) = json.loads(out)["changes"]
+    assert (change["path"], change["effect"]) == ("tenants[web].keys_sha256", "live")
+    assert change["after"] == [f"{made['sha256'][:8]}..."]
+    # Two workers share the port: each must have read it.
+    until(lambda: [ask(tenants, KEYS[0])[0] for _ in range(8)] == [401] * 8, "the old key is revoked")
+    assert ask(tenants, made["key"])[0] == 200
+    assert ask(tenants, KEYS[1])[0] == 200
+
+    _, shown, _ = tenants.tidegate("status", "--json")
+    secret = (tenants.state / "secret").read_text().strip()
+    logs = "".join(path.read_text() for path in (tenants.state / "logs").rglob("*") if path.is_file())
+    hidden = [
+        *KEYS,
+        made["key"],
+        made["sha256"],
+        secret,
+        own_key(secret),
+        (tenants.state / "salt-secret").read_text(),
+    ]
+    for text in hidden:
+        assert text not in shown
+        assert text not in logs
+    assert not re.search(r"[0-9a-f]{64}", shown)
