@@ -32,7 +32,8 @@ ADAPTER_CHARS = 128
 class Scene:
     """One experiment: how replicas behave, how many requests at which rate, how skewed (0: uniform).
 
-    The rates keep four replicas about half busy when the routing is right.
+    ``shared`` asks several of Tidegate's workers as well as one. The rates keep four replicas about
+    half busy when the routing is right.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Scene:
     requests: int
     rate: float
     exponent: float
+    shared: bool = False
 
 
 # 50,000 prompt tokens a second and a prefix of 1024: 28 ms cold, 7 ms warm with 64 tokens of its own.
@@ -49,12 +51,12 @@ _ADAPTERS = Setting(
     chunks=CHUNKS, gap_s=0.005, base_s=0.002, token_s=2e-5, lanes=1, slots=8, load_s=0.02, adapters=ADAPTERS
 )
 PREFIX_SCENES = (
-    Scene("working set fits, uniform", _FITS, 1600, 240.0, 0.0),
-    Scene("working set fits, Zipf", _FITS, 1600, 240.0, 1.0),
+    Scene("working set fits, uniform", _FITS, 1600, 240.0, 0.0, shared=True),
+    Scene("working set fits, Zipf", _FITS, 1600, 240.0, 1.0, shared=True),
     Scene("does not fit, uniform", _TIGHT, 800, 135.0, 0.0),
     Scene("does not fit, Zipf", _TIGHT, 800, 135.0, 1.0),
 )
-ADAPTER_SCENE = Scene("200 adapters, Zipf", _ADAPTERS, 2000, 200.0, 1.0)
+ADAPTER_SCENE = Scene("200 adapters, Zipf", _ADAPTERS, 2000, 200.0, 1.0, shared=True)
 
 
 class Seen(msgspec.Struct, kw_only=True):
@@ -126,7 +128,7 @@ async def measure(
         for scene in scenes:
             by_system = found.setdefault(scene.name, {})
             for system in systems:
-                if system.name in left_out:
+                if system.name in left_out or (system.workers > 1 and not scene.shared):
                     continue
                 try:
                     one = await _run(scene, system, upstream, plan, turn)
