@@ -121,6 +121,12 @@ class Admission:
         if ttft_s is not None and place.quote is not None:
             self._routes.timed(place.request, place.quote, ttft_s)
 
+    def unseen(self, place: Place, link: Link) -> None:
+        """Its answer will come whole: its prefill is taken to be over when it was predicted to be."""
+        if place.pending and place.quote is not None:
+            link.foresee(place.pending, self._clock() + place.quote.total)
+            place.pending = 0
+
     def settle(self, place: Place, prompt_tokens: int, output_tokens: int) -> None:
         """What it cost in truth, as the engine counted it; in place of what was charged when it began."""
         if place.began is not None:
@@ -172,8 +178,8 @@ class Admission:
     def _send(self, place: Place, link: Link) -> None:
         assert place.quote is not None
         place.pending = place.quote.uncached
-        link.begin(place.pending)
         place.news = self._routes.began(place.request, place.quote)
+        link.begin(place.pending)
         if adapter := place.request.adapter:
             place.line.runs.setdefault(link.id, Counts())[adapter] += 1
 

@@ -193,6 +193,8 @@ class Delivery:
         """Run an attempt on ``connection`` where the watchdog sees it."""
         relay = self._relay(connection)
         relay.on_first = partial(self._first, link, self._clock(), relay.streams)
+        if not relay.streams:
+            self._admission.unseen(self._place, link)
         link.relays.add(relay)
         try:
             return relay, await relay.run(head, self._outgoing.parts)

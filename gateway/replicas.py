@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+from collections import deque
 from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import TYPE_CHECKING
@@ -89,6 +90,7 @@ class Link:
         self._elsewhere = 0
         self._pending_elsewhere = 0
         self._pending_there = 0
+        self._foreseen: deque[tuple[float, int]] = deque()
         self._tokens = 0
         self._restarted = False
         self._probe = False
@@ -120,6 +122,8 @@ class Link:
 
     def look(self) -> Candidate:
         """The view of this instant, with what this host's other workers have there."""
+        while self._foreseen and self._foreseen[0][0] <= monotonic():
+            self.first_token(self._foreseen.popleft()[1])
         view = self.view
         in_flight, pending, begun = self._shared.others(view.key)
         view.in_flight = self._elsewhere + self.mine + in_flight
@@ -147,6 +151,13 @@ class Link:
         self._pending -= tokens
         self.view.turned_at = monotonic()
         self._shared.first_token(self.view.key, tokens)
+
+    def foresee(self, tokens: int, at: float) -> None:
+        """The prefill of such a request, whose first token nobody will see, will be over at ``at``.
+
+        Otherwise the prompts of answers that come whole would count as ahead until their last token.
+        """
+        self._foreseen.append((at, tokens))
 
     def end(self) -> None:
         """A request of this worker ended there."""

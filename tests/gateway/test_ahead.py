@@ -1,0 +1,41 @@
+"""The prompts that are ahead at a replica: counted until their first token, seen or foreseen."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from gateway.replicas import Link, key_of
+from gateway.shared import SharedRows
+from policy.types import Load, Replica, ReplicaState
+
+
+def link(shared: SharedRows) -> Link:
+    replica = Replica(
+        id="r",
+        model="m",
+        shape="s",
+        generation=1,
+        state=ReplicaState.READY,
+        load=Load(at=0.0),
+        url="http://[::1]:9",
+    )
+    return Link(replica, 1.0, None, shared)
+
+
+async def test_a_prefill_that_nobody_will_see_end_is_over_when_that_was_foreseen(tmp_path: Path) -> None:
+    mine, others = (SharedRows(tmp_path / "rows", row) for row in range(2))
+    replica = link(mine)
+    for tokens in (100, 20, 3):
+        replica.begin(tokens)
+    others.beat()
+    assert replica.look().pending_tokens == others.others(key_of("r"))[1] == 123
+    now = time.monotonic()
+    replica.foresee(100, now - 1.0)
+    replica.foresee(20, now + 3600.0)
+    assert replica.look().pending_tokens == others.others(key_of("r"))[1] == 23
+    replica.first_token(3)
+    assert replica.look().pending_tokens == 20
+    assert replica.look().in_flight == 3
+    mine.close()
+    others.close()
