@@ -7,7 +7,6 @@ from typing import NamedTuple
 from gateway.body import Body
 from gateway.splice import Buffer, force_usage, length, set_member, splice
 from gateway.surface import Route
-from policy.types import Runner
 
 # Whose streams tell their usage only when they are asked to.
 _ASKED_FOR_USAGE = frozenset({"/v1/chat/completions", "/v1/completions"})
@@ -30,7 +29,7 @@ def outgoing(route: Route, body: Body, raw: bytes, salt: bytes) -> Outgoing:
     Without usage at its end a stream would count for nothing in fairness, predictions and budgets.
     """
     edits = []
-    if salt and route.runner is Runner.GENERATE:
+    if salt and route.runner is not None:  # what only counts tokens caches nothing
         edits.append(set_member(raw, "cache_salt", body.cache_salt, salt))
     counts = False
     if body.stream and route.path in _ASKED_FOR_USAGE:
