@@ -27,10 +27,10 @@ WORDS = ["tide", "gate", "shore", "boat", "wave", "moon", "sand", "salt", "wind"
 
 
 class Errors(NamedTuple):
-    """Absolute errors of predictions as parts of the actual times: the median, to a bucket, of ``count``."""
+    """Absolute errors of predictions as parts of the actual times: the median, to a bucket, of ``seen``."""
 
     median: float
-    count: int
+    seen: int
 
 
 def text(tokens: int, seed: int) -> str:
@@ -118,4 +118,4 @@ async def test_first_tokens_come_when_they_were_predicted(tmp_path: Path) -> Non
         await stack.close()
         for replica in replicas:
             await replica.stop()
-    assert all(error.count > 20 and error.median <= 0.15 for error in found.values()), found
+    assert all(error.seen > 20 and error.median <= 0.15 for error in found.values()), found
