@@ -62,7 +62,7 @@ class Held:
         self._doubt += 1.0
         if self._doubt < DOUBT:
             return
-        self.capacity = max(float(age), min(self.capacity, float(self.given)) * SHRINKAGE)
+        self.capacity = SHRINKAGE * max(age, min(self.capacity, self.given))
 
     def depth(self, hashes: Sequence[int], at: float) -> int:
         """How many of ``hashes`` are believed cached, counted from the start.

@@ -193,22 +193,25 @@ class Router:
             site.load_s += 0.2 * (max(ttft_s - rest, 0.0) - site.load_s)
             return
         line = self._line
-        if quote.uncached < request.prompt_tokens:
-            self._check(request, quote, site, ttft_s)
+        if quote.uncached < request.prompt_tokens and self._was_gone(request, quote, site, ttft_s):
+            return  # it says nothing of how fast the replica is
         site.residual.learn(line.of(quote.modelled), ttft_s, line.usual_s, at)
         line.learn(quote.modelled, ttft_s)
 
-    def _check(self, request: Request, quote: Quote, site: Site, ttft_s: float) -> None:
-        """Whether what was believed cached was: it shows where a whole prefill would be twice as long."""
+    def _was_gone(self, request: Request, quote: Quote, site: Site, ttft_s: float) -> bool:
+        """Whether what was believed cached was not: it shows where a whole prefill takes twice as long."""
         whole = site.pace.prefill_s(request.prompt_tokens, 0.0, 0) - site.pace.prefill_s(
             quote.uncached, 0.0, 0
         )
         without = quote.total + self._line.slope * whole
-        if without > 2.0 * quote.total:
-            if ttft_s > 0.5 * (quote.total + without):
-                site.held.was_gone(quote.age)
-            else:
-                site.held.survived(quote.age)
+        if without <= 2.0 * quote.total:
+            return False
+        if ttft_s <= 0.5 * (quote.total + without):
+            site.held.survived(quote.age)
+            return False
+        site.held.was_gone(quote.age)
+        site.held.given += request.prompt_tokens - quote.uncached
+        return True
 
     def _step_s(self, candidate: Candidate, site: Site) -> float:
         """Seconds of the step that is under way where nothing is prefilled; 0 where nothing runs."""

@@ -159,3 +159,11 @@ def test_a_replica_that_leaves_and_comes_back_is_given_its_share() -> None:
 def test_the_same_seed_gives_the_same_outcome() -> None:
     case = Case("short", requests=200)
     assert run(case, "tidegate", 3) == run(case, "tidegate", 3)
+
+
+@pytest.mark.slow
+def test_where_not_all_fits_what_fits_is_kept() -> None:
+    name = "64 prefixes, Zipf, 8 fit a replica"
+    ours, rival = outcomes(name, seeds=3), outcomes(name, "cache aware", seeds=3)
+    assert mean(ours, "hit") >= 0.97 * mean(rival, "hit")
+    assert mean(ours, "ttft_mean") <= 1.02 * mean(rival, "ttft_mean")

@@ -312,3 +312,18 @@ def test_more_load_never_makes_a_quote_smaller(
     assert first is not None and second is not None
     # A running step is half over on average, one with prompts in it may have just begun.
     assert second.total >= 0.999 * first.total - 1e-9
+
+
+def test_a_belief_that_was_wrong_says_nothing_of_speed() -> None:
+    """An evicted prefix: the replica is believed to hold less, and no slower than the others."""
+    router, candidates = Router(), fleet(1, timing=None)
+    whole = Router().choose(prompt(), candidates, 0.0, 0.5).quotes[0].total
+    for i in range(150):
+        decision = send(router, prompt(), candidates, at=float(i))
+        assert decision.chosen is not None
+        router.timed(prompt(), decision.chosen, whole, float(i))
+        router.began(prompt((2 * i, 2 * i + 10_000)), candidates[0], float(i))
+    last = router.choose(prompt(), candidates, 150.0, 0.5).chosen
+    assert last is not None
+    assert last.uncached == 1040
+    assert last.total == pytest.approx(whole, rel=0.1)
