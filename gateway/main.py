@@ -26,7 +26,7 @@ from gateway.app import Gateway
 from gateway.controller import FleetSource
 from gateway.document import Document
 from gateway.external import Prober
-from gateway.heap import keep_freed_memory
+from gateway.heap import collect_seldom, keep_freed_memory
 from gateway.log import LibraryHandler, Log
 from gateway.metrics import DIRECTORY_VARIABLE, Metrics
 from gateway.probe import Probes
@@ -167,6 +167,7 @@ def main() -> None:
     given = parser.parse_args()
     allow_connections()
     keep_freed_memory()
+    collect_seldom()
     if directory := os.environ.get(DIRECTORY_VARIABLE):
         Path(directory).mkdir(mode=0o700, parents=True, exist_ok=True)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

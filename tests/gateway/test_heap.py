@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 
@@ -10,7 +11,7 @@ import pytest
 # The pages that a process has touched anew, for a hundred bodies that are made and freed in turn.
 FAULTS = """
 import resource
-from gateway.heap import keep_freed_memory
+from gateway.heap import YOUNGEST, collect_seldom, keep_freed_memory
 KEEP
 def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
@@ -34,3 +35,14 @@ def test_bodies_take_no_new_pages() -> None:
         return int(ran.stdout)
 
     assert touched("keep_freed_memory()") < touched("") / 4
+
+
+def test_the_collector_leaves_the_start_alone_and_comes_seldom() -> None:
+    thresholds = gc.get_threshold()
+    try:
+        collect_seldom()
+        assert gc.get_threshold()[0] == YOUNGEST
+        assert gc.get_freeze_count() > 10_000
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.unfreeze()
