@@ -1,0 +1,113 @@
+"""What must hold after every fault: all is given back, and what happened was counted."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+import psutil
+
+if TYPE_CHECKING:
+    from tests.faults.stand import Stand
+
+IDLE_WITHIN_S = 5.0
+
+
+class Aftermath:
+    """Around one row: on leaving, nothing is held any more and ``outcomes`` is what was counted.
+
+    ``outcomes`` are the requests of ``model`` by outcome, exactly; ``None`` where chance decides, and
+    then some were counted. ``attempts`` is how often replicas were asked for them.
+    """
+
+    def __init__(
+        self, stand: Stand, model: str, outcomes: dict[str, int] | None, attempts: int | None
+    ) -> None:
+        self._stand = stand
+        self._model = model
+        self._outcomes = outcomes
+        self._attempts = attempts
+        self._before: Counter[str] = Counter()
+        self._attempts_before = 0.0
+
+    async def __aenter__(self) -> Aftermath:
+        self._before = await self.counted()
+        self._attempts_before = await self.attempted()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            return
+        for upstream in self._stand.upstreams:
+            upstream.say(pretended=0)
+        held: list[str] = ["not looked at"]
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + IDLE_WITHIN_S
+        while held and loop.time() < deadline:
+            held = await self._held()
+            await asyncio.sleep(0.05 if held else 0)
+        assert not held
+        found = await self.outcomes()
+        if self._outcomes is None:
+            assert found.total() > 0
+        else:
+            assert found == self._outcomes
+        if self._attempts is not None:
+            assert await self.attempts() == self._attempts
+
+    async def outcomes(self) -> Counter[str]:
+        """The requests of the model since the row began."""
+        return await self.counted() - self._before
+
+    async def attempts(self) -> float:
+        """How often replicas were asked since the row began."""
+        return await self.attempted() - self._attempts_before
+
+    async def counted(self) -> Counter[str]:
+        samples = await self._stand.samples("tidegate_requests_total", model=self._model)
+        counts: Counter[str] = Counter()
+        for labels, value in samples:
+            counts[labels["outcome"]] += int(value)
+        return counts
+
+    async def attempted(self) -> float:
+        samples = await self._stand.samples("tidegate_upstream_attempts_total", model=self._model)
+        return sum(value for _, value in samples)
+
+    async def _held(self) -> list[str]:
+        """Everything that is still held, in words."""
+        held = []
+        for link in (await self._stand.admin.get("/admin/fleet")).json()["replicas"]:
+            held += [
+                f"{link['id']}: {key} {link[key]}"
+                for key in ("mine", "in_flight", "pending_tokens")
+                if link.get(key)
+            ]
+        for name in self._stand.gauges:
+            held += [f"{name}{labels}: {value}" for labels, value in await self._stand.samples(name) if value]
+        held += [f"{one.id}: {len(one.open)} open" for one in self._stand.upstreams if one.open]
+        return held + self._sockets()
+
+    def _sockets(self) -> list[str]:
+        """Connections of the workers that nobody is at the other end of, or that clients have left."""
+        held = []
+        there: Counter[int] = Counter()
+        for worker in self._stand.workers:
+            if worker.returncode is not None:
+                continue
+            for one in psutil.Process(worker.pid).net_connections("tcp"):
+                if one.status == psutil.CONN_CLOSE_WAIT:
+                    held.append(f"a connection of {one.laddr} that the other side has closed")
+                if one.status == psutil.CONN_ESTABLISHED and one.raddr:
+                    there[one.raddr.port] += 1
+                    if one.laddr.port == self._stand.port:
+                        held.append(f"a client's connection from {one.raddr}")
+        for upstream in self._stand.upstreams:
+            port, connections = upstream.reached
+            if there[port] != connections:
+                held.append(f"{there[port]} connections to {upstream.id}, of which it has {connections}")
+        return held

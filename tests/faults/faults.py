@@ -1,0 +1,131 @@
+"""What upstreams do wrong, as answers to one request."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+
+from tests.gateway.fake_replica import DONE, Answer, Exchange, event
+
+EVENTS = "text/event-stream; charset=utf-8"
+
+
+def tokens(count: int) -> bytes:
+    """The events of ``count`` tokens, without an end."""
+    return b"".join(event(f"t{i} ") for i in range(count))
+
+
+def status(code: int, message: str = "boom", **headers: str) -> Answer:
+    """An error in the words of vLLM: its ``code`` is the status."""
+    body = json.dumps({"error": {"message": message, "type": "SomeError", "param": None, "code": code}})
+
+    async def answer(exchange: Exchange) -> None:
+        await exchange.reply(body.encode(), status=code, **headers)
+
+    return answer
+
+
+def reply(body: bytes, *, code: int = 200, content_type: str = "application/json", **headers: str) -> Answer:
+    """A whole answer of any bytes."""
+
+    async def answer(exchange: Exchange) -> None:
+        await exchange.reply(body, status=code, content_type=content_type, **headers)
+
+    return answer
+
+
+def stalling(after: bytes = b"") -> Answer:
+    """The head of a stream and ``after``, then silence until the gateway leaves."""
+
+    async def answer(exchange: Exchange) -> None:
+        await exchange.head(EVENTS)
+        if after:
+            await exchange.chunk(after)
+        await exchange.gone.wait()
+
+    return answer
+
+
+async def silent(exchange: Exchange) -> None:
+    """Not even a head."""
+    await exchange.gone.wait()
+
+
+def breaking(after: bytes, *, reset: bool) -> Answer:
+    """A stream whose connection ends (FIN), or is reset (RST), after ``after``."""
+
+    async def answer(exchange: Exchange) -> None:
+        await exchange.head(EVENTS)
+        await exchange.chunk(after)
+        await asyncio.sleep(0.05)  # a reset discards what the other side has not read yet
+        (exchange.reset if reset else exchange.close)()
+
+    return answer
+
+
+def paced(count: int, gap_s: float, *, first_s: float = 0.0) -> Answer:
+    """A healthy answer of ``count`` tokens, ``gap_s`` apart, the first after ``first_s``."""
+
+    async def answer(exchange: Exchange) -> None:
+        if not exchange.json.get("stream"):
+            await asyncio.sleep(first_s + count * gap_s)
+            await exchange.reply(WHOLE)
+            return
+        await exchange.head(EVENTS)
+        began = time.monotonic() + first_s
+        for i in range(count):
+            await asyncio.sleep(max(0.0, began + i * gap_s - time.monotonic()))
+            if exchange.gone.is_set():
+                return
+            await exchange.chunk(event(f"t{i} "))
+        await exchange.chunk(event(finish="stop") + DONE)
+        await exchange.end()
+
+    return answer
+
+
+def kept_alive(comments: int, gap_s: float) -> Answer:
+    """A prefill of ``comments`` keep-alive comments, ``gap_s`` apart, then an answer."""
+
+    async def answer(exchange: Exchange) -> None:
+        await exchange.head(EVENTS)
+        for _ in range(comments):
+            await exchange.chunk(b": keep-alive\n\n")
+            await asyncio.sleep(gap_s)
+        await exchange.chunk(tokens(2) + event(finish="stop") + DONE)
+        await exchange.end()
+
+    return answer
+
+
+def flooding(block: bytes, total: int, *, end: bytes = b"") -> Answer:
+    """``total`` bytes of ``block`` as quickly as they are taken, then ``end``."""
+
+    async def answer(exchange: Exchange) -> None:
+        await exchange.head(EVENTS)
+        for _ in range(total // len(block)):
+            await exchange.chunk(block)
+            while exchange.unsent > 2 * len(block) and not exchange.gone.is_set():  # noqa: ASYNC110 - no event
+                await asyncio.sleep(0.001)
+            if exchange.gone.is_set():
+                return
+        if end:
+            await exchange.chunk(end)
+        await exchange.end()
+
+    return answer
+
+
+WHOLE = json.dumps(
+    {
+        "id": "c",
+        "object": "chat.completion",
+        "created": 1,
+        "model": "any",
+        "choices": [
+            {"index": 0, "finish_reason": "stop", "message": {"role": "assistant", "content": "Paris"}}
+        ],
+        "usage": {"prompt_tokens": 3, "completion_tokens": 1, "total_tokens": 4},
+    }
+).encode()

@@ -1,0 +1,150 @@
+"""A replica on a raw socket whose faults are chosen by model or by request, with a log of who left it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tests.faults.proxy import Proxy
+from tests.gateway.fake_replica import Answer, Exchange, FakeReplica, answer_json
+
+
+@dataclass(eq=False)
+class Hit:
+    """One request that reached the upstream; instants are seconds of ``time.monotonic``.
+
+    ``left_at`` is set when the gateway closed the connection under an answer that was not finished.
+    """
+
+    exchange: Exchange
+    at: float
+    ended_at: float | None = None
+    left_at: float | None = None
+
+    @property
+    def text(self) -> str:
+        """The prompt, by which requests choose their fault."""
+        body = self.exchange.json
+        messages = body.get("messages")
+        return str(messages[-1]["content"] if messages else body.get("prompt", body.get("input", "")))
+
+    @property
+    def probe(self) -> bool:
+        """Whether the gateway itself asks, by a canary, if this replica works."""
+        return self.exchange.path == "/v1/completions" and self.exchange.json.get("max_tokens") == 1
+
+
+class FaultyUpstream(FakeReplica):
+    """Speaks the replica port's contract, or as ``external`` is any OpenAI-compatible server.
+
+    ``faults`` answers requests by their prompt, else by their model; ``usual`` all others. ``log`` has
+    the clients' requests, ``probes`` the gateway's own. The load stream says
+    ``pretended`` requests more than there are, ``lies`` replace anything in it, and while ``frozen`` it
+    says nothing without ending.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        model: str,
+        *,
+        usual: Answer = answer_json,
+        faults: Mapping[str, Answer] | None = None,
+        bound: int = 64,
+        external: bool = False,
+    ) -> None:
+        super().__init__(name, model, bound=bound)
+        self.usual = usual
+        self.faults = dict(faults or {})
+        self.external = external
+        self.log: list[Hit] = []
+        self.probes: list[Hit] = []
+        self.pretended = 0
+        self.lies: dict[str, Any] = {}
+        self.frozen = False
+        self.proxy: Proxy | None = None
+        self.answer = self._dispatch
+
+    @property
+    def url(self) -> str:
+        """Where the fleet says that it is: behind its proxy, if it has one."""
+        return f"http://127.0.0.1:{self.port if self.proxy is None else self.proxy.port}"
+
+    @property
+    def reached(self) -> tuple[int, int]:
+        """The port that the gateway connects to, and the connections that are open there."""
+        if self.proxy is not None:
+            return self.proxy.port, len(self.proxy.links)
+        return self.port, len(self.connections)
+
+    @property
+    def aborted(self) -> list[Hit]:
+        """The requests whose answer the gateway did not wait for."""
+        return [hit for hit in self.log if hit.left_at is not None]
+
+    @property
+    def open(self) -> list[Hit]:
+        """The requests that are being answered."""
+        return [hit for hit in self.log if hit.ended_at is None]
+
+    def refuse_connections(self) -> None:
+        """Close the listening socket alone: the load stream lives on, and nobody new comes in."""
+        assert self._server is not None
+        self._server.close()
+
+    def close_idle(self) -> int:
+        """Close, in order, the kept connections that serve nothing; how many there were."""
+        idle = [c for c in self.connections if c.exchange is not None and c.exchange.answered]
+        for connection in idle:
+            connection.transport.close()
+        return len(idle)
+
+    def die(self) -> None:
+        """Listen no more and break every connection, as a process that is killed does."""
+        self.refuse_connections()
+        for connection in list(self.connections):
+            if connection.exchange is not None:
+                connection.exchange.reset()
+
+    def _load(self) -> dict[str, Any]:
+        load = super()._load()
+        return {**load, "in_flight": load["in_flight"] + self.pretended, **self.lies}
+
+    async def _run(self, exchange: Exchange) -> None:
+        if exchange.path == "/internal/load":
+            exchange.chunk = self._unless_frozen(exchange.chunk)  # type: ignore[method-assign]
+        if not self.external:
+            await super()._run(exchange)
+        elif exchange.path == "/v1/models":
+            listed = {"object": "list", "data": [{"id": self.model, "object": "model"}]}
+            await exchange.reply(json.dumps(listed).encode())
+        else:
+            await self._dispatch(exchange)
+
+    def _unless_frozen(self, send: Callable[[bytes], Awaitable[None]]) -> Callable[[bytes], Awaitable[None]]:
+        async def chunk(data: bytes) -> None:
+            if not self.frozen:
+                await send(data)
+
+        return chunk
+
+    async def _dispatch(self, exchange: Exchange) -> None:
+        hit = Hit(exchange, time.monotonic())
+        (self.probes if hit.probe else self.log).append(hit)
+        watching = asyncio.create_task(self._note_leaving(hit))
+        fault = self.faults.get(hit.text) or self.faults.get(exchange.json["model"]) or self.usual
+        try:
+            await fault(exchange)
+        finally:
+            hit.ended_at = time.monotonic()
+            watching.cancel()
+            if hit.left_at is None and exchange.gone.is_set():
+                hit.left_at = hit.ended_at
+
+    async def _note_leaving(self, hit: Hit) -> None:
+        await hit.exchange.gone.wait()
+        hit.left_at = time.monotonic()

@@ -1,0 +1,141 @@
+"""Real processes behind a gateway worker: a local controller, its hosts, and simulated engines."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+from serve.actuator.local import LocalActuator
+from store.state import SECRET_HEADER, StateDir
+from tests.faults.stand import Stand
+from tests.gateway.fake_replica import SECRET
+from tests.gateway.worker import ROOT, until
+from tests.ports import free_ports
+
+MODEL = "sim"
+WITHIN_S = 30.0
+
+
+class Live(Stand):
+    """A stand whose replicas are engines of ``serve.local``, which signals kill, stop and continue.
+
+    A token takes a simulated engine about 3 ms divided by ``speed``.
+    """
+
+    def __init__(self, root: Path, gateway: dict[str, Any] | None = None, *, speed: float = 0.3) -> None:
+        super().__init__(root, gateway)
+        self.state = StateDir(root)
+        self.address = f"127.0.0.1:{free_ports(1)[0]}"
+        self.models = [
+            {
+                "name": MODEL,
+                "engine": "sim",
+                "sim": {"profile": "sim-small", "speed": speed},
+                "shapes": {"small": {"cpus": 1, "max_in_flight": 64}},
+                "modes": {"multi-replica": {"shape": "small", "replicas": {"min": 1, "max": 4}}},
+                "control": {
+                    "mode": {"drain_timeout_s": 10},
+                    "scale": {"min_healthy": 0},
+                    "start_timeout_s": 60,
+                },
+            }
+        ]
+        self.plane: asyncio.subprocess.Process | None = None
+
+    @property
+    def controller_address(self) -> str:
+        return self.address
+
+    async def start_controller(self) -> None:
+        """Start ``serve.local`` and return once it answers; hosts that live are found again."""
+        self.write_secret()
+        self.write_document()
+        with (self.root / "controller.log").open("ab") as log:
+            self.plane = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "serve.local", "--state", str(self.root),
+                cwd=ROOT, stdout=log, stderr=log,
+            )  # fmt: skip
+        await until(self._answers, "the controller answers")
+
+    async def end_controller(self, how: signal.Signals) -> None:
+        """Send it a signal and wait for its end."""
+        assert self.plane is not None
+        self.plane.send_signal(how)
+        await self.plane.wait()
+
+    async def tell(self, method: str, path: str, body: object = None) -> Any:
+        """One call of the controller's internal API."""
+        async with httpx.AsyncClient(trust_env=False, timeout=10, headers={SECRET_HEADER: SECRET}) as client:
+            answer = await client.request(method, f"http://{self.address}{path}", json=body)
+            return answer.raise_for_status().json()
+
+    async def _answers(self) -> bool:
+        try:
+            return bool((await self.tell("GET", "/status"))["pid"])
+        except httpx.HTTPError:
+            return False
+
+    async def replicas_ready(self) -> dict[str, dict[str, Any]]:
+        """The controller's replicas that are ready, by id."""
+        found = (await self.tell("GET", "/fleet"))["replicas"]
+        return {replica["id"]: replica for replica in found if replica["state"] == "ready"}
+
+    async def scale(self, count: int) -> dict[str, dict[str, Any]]:
+        """Have ``count`` replicas, and wait for them."""
+        await self.tell("POST", "/scale", {"model": MODEL, "replicas": count})
+        return await self.settle(count)
+
+    async def settle(self, count: int) -> dict[str, dict[str, Any]]:
+        """Wait until ``count`` replicas are ready and the gateway would send each of them requests."""
+
+        async def settled() -> bool:
+            ids = set(await self.replicas_ready())
+            return len(ids) == count and await self._admits(ids)
+
+        await until(settled, f"{count} replicas")
+        return await self.replicas_ready()
+
+    async def out_of_rotation(self, replica: str) -> float:
+        """Wait until the gateway sends ``replica`` nothing; returns when."""
+        deadline = time.monotonic() + WITHIN_S
+        while await self.admissible(replica):
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.01)
+        return time.monotonic()
+
+    async def close(self) -> None:
+        if self.plane is not None and self.plane.returncode is None:
+            await self.end_controller(signal.SIGKILL)
+        for record in self.state.load(self.root / "hosts.json", list[dict[str, Any]]) or []:
+            for host in record["processes"]:
+                _wake(host["pid"])
+        actuator = LocalActuator(self.state, "")
+        await actuator.stop()
+        await actuator.close()
+        await super().close()
+
+
+def send(pid: int, how: signal.Signals) -> float:
+    """Send a signal; returns when."""
+    os.kill(pid, how)
+    return time.monotonic()
+
+
+def host_of(engine: int) -> int:
+    """The process that an engine's host is."""
+    return psutil.Process(engine).ppid()
+
+
+def _wake(host: int) -> None:
+    """What was stopped cannot end in order."""
+    if psutil.pid_exists(host):
+        for process in (psutil.Process(host), *psutil.Process(host).children(recursive=True)):
+            process.resume()

@@ -1,0 +1,143 @@
+"""A TCP proxy in user land that makes a network worse: latency, bandwidth, slicing, resets, a black hole."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import socket
+import struct
+
+
+class Proxy:
+    """Stands in front of ``target``, a port of loopback; every property may change while it runs.
+
+    ``latency_s`` delays each piece by that much, plus up to ``jitter_s`` drawn from ``seed``, in order.
+    ``bandwidth`` is in bytes per second and direction, ``slice_bytes`` the most that is written at once.
+    """
+
+    def __init__(self, target: int, *, seed: int = 0) -> None:
+        self._target = target
+        self._random = random.Random(seed)  # noqa: S311 - jitter
+        self._server: asyncio.Server | None = None
+        self._wall: list[socket.socket] = []
+        self._whole = asyncio.Event()
+        self._whole.set()
+        self.links: set[asyncio.Task[None]] = set()
+        self.writers: set[asyncio.StreamWriter] = set()
+        self.port = 0
+        self.latency_s = 0.0
+        self.jitter_s = 0.0
+        self.bandwidth: float | None = None
+        self.slice_bytes: int | None = None
+
+    async def start(self) -> None:
+        """Listen, on the same port as before if there was one."""
+        self._server = await asyncio.start_server(self._link, "127.0.0.1", self.port)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    async def stop(self) -> None:
+        """Close everything."""
+        self._unwall()
+        if self._server is not None:
+            self._server.close()
+        for link in list(self.links):
+            link.cancel()
+        await asyncio.gather(*self.links, return_exceptions=True)
+
+    def reset(self) -> None:
+        """Break every connection (RST)."""
+        for writer in list(self.writers):
+            sock = writer.get_extra_info("socket")
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            writer.transport.abort()
+
+    def partition(self) -> None:
+        """From now on nothing passes and nobody is told: no RST, and a connection is never answered.
+
+        A full accept queue makes the kernel drop what asks for a connection, as a lost host does.
+        """
+        assert self._server is not None
+        self._server.close()
+        self._server = None
+        self._whole.clear()
+        wall = socket.socket()
+        wall.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        wall.bind(("127.0.0.1", self.port))
+        wall.listen(0)
+        self._wall = [wall]
+        for _ in range(2):
+            filler = socket.socket()
+            filler.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                filler.connect(("127.0.0.1", self.port))
+            self._wall.append(filler)
+
+    async def heal(self) -> None:
+        """The network is back; what was sent meanwhile arrives."""
+        self._unwall()
+        await self.start()
+        self._whole.set()
+
+    def _unwall(self) -> None:
+        for sock in self._wall:
+            sock.close()
+        self._wall = []
+
+    async def _link(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self.links.add(task)
+        try:
+            there, back = await asyncio.open_connection("127.0.0.1", self._target)
+            self.writers |= {writer, back}
+            try:
+                pumps = [asyncio.create_task(self._pump(*ends)) for ends in ((reader, back), (there, writer))]
+                # The end of one direction is the end of both, as it is of an HTTP connection.
+                await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for pump in pumps:
+                    pump.cancel()
+                await asyncio.gather(*pumps, return_exceptions=True)
+                self.writers -= {writer, back}
+                back.close()
+        except (OSError, asyncio.CancelledError):
+            pass
+        finally:
+            writer.close()
+            self.links.discard(task)
+
+    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Carry one direction to its end."""
+        loop = asyncio.get_running_loop()
+        pieces: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue()
+
+        async def read() -> None:
+            due = 0.0
+            data = b"."
+            while data:
+                with contextlib.suppress(ConnectionError):
+                    data = await reader.read(64 * 1024)
+                delay = self.latency_s + self.jitter_s * self._random.random()
+                due = max(due, loop.time() + delay)
+                pieces.put_nowait((due, data))
+
+        reading = asyncio.create_task(read())
+        try:
+            while True:
+                due, data = await pieces.get()
+                await asyncio.sleep(due - loop.time())
+                await self._whole.wait()
+                if not data:
+                    return
+                await self._write(writer, data)
+        finally:
+            reading.cancel()
+
+    async def _write(self, writer: asyncio.StreamWriter, data: bytes) -> None:
+        size = self.slice_bytes or len(data)
+        for at in range(0, len(data), size):
+            part = data[at : at + size]
+            writer.write(part)
+            await writer.drain()
+            await asyncio.sleep(0 if self.bandwidth is None else len(part) / self.bandwidth)

@@ -1,0 +1,188 @@
+"""A gateway worker process with faulty upstreams around it, and what rows ask of it."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from store.state import write_atomic
+from tests.faults.aftermath import Aftermath
+from tests.faults.faulty_upstream import FaultyUpstream
+from tests.faults.proxy import Proxy
+from tests.faults.raw_client import RawClient, Reply
+from tests.gateway.worker import PATIENCE_S, Stack, model, until
+
+_SAMPLE = re.compile(r"(?P<name>\w+)(?:\{(?P<labels>.*)\})? (?P<value>\S+)$")
+_LABEL = re.compile(r'(\w+)="([^"]*)"')
+# A model for each row: breakers, budgets and counts of one are not the next one's.
+MODELS = tuple(f"row-{number}" for number in range(40))
+# Of a replica that shall look busy.
+PRETENDED = 16
+
+
+class Stand(Stack):
+    """One worker, the fleet that the current test sets, and raw clients."""
+
+    gauges = ("tidegate_in_flight", "tidegate_queue_depth")
+
+    def __init__(self, root: Path, gateway: dict[str, Any] | None = None, **more: Any) -> None:
+        super().__init__(root)
+        self.gateway = {"queue_timeout_s": 5, **(gateway or {})}
+        self.models = [model(name, **more) for name in MODELS]
+        self.upstreams: list[FaultyUpstream] = []
+        self.clients: list[RawClient] = []
+        self.tenants: list[dict[str, Any]] = []
+        self.environment: dict[str, str] = {}
+        self._fresh = iter(MODELS)
+        self._names = itertools.count(1)
+
+    @property
+    def port(self) -> int:
+        """Where clients connect to."""
+        return int(self.client_socket.getsockname()[1])
+
+    @property
+    def log(self) -> str:
+        """All that the workers have logged."""
+        return (self.root / "worker.log").read_text()
+
+    async def start_worker(self, number: int = 0) -> asyncio.subprocess.Process:
+        """Start a worker that logs to a file, which no amount of faults fills."""
+        path = self.root / "worker.log"
+        with path.open("ab") as log:
+            process = await self.spawn_worker(number, log, **self.environment)
+        started = f'"pid":{process.pid}'
+        await until(lambda: started in path.read_text() or process.returncode is not None, "a worker")
+        assert process.returncode is None, self.log
+        return process
+
+    def write_document(self) -> None:
+        document = {
+            "models": self.models,
+            "cluster": {"controller": self.controller_address},
+            "gateway": self.gateway,
+            "tenants": self.tenants,
+        }
+        write_atomic(self.root / "deployment.json", json.dumps(document).encode())
+
+    @property
+    def controller_address(self) -> str:
+        """Where the worker follows the fleet."""
+        return f"127.0.0.1:{self.controller.port}"
+
+    async def admin_anew(self) -> None:
+        """Forget connections to a worker that has ended."""
+        await self.admin.aclose()
+        self.admin = httpx.AsyncClient(base_url=self.admin_url, timeout=PATIENCE_S, trust_env=False)
+
+    def fresh_model(self) -> str:
+        """A model that no row has used."""
+        return next(self._fresh)
+
+    def upstream(self, model: str, **more: Any) -> FaultyUpstream:
+        """A replica of ``model`` that is not started."""
+        self.upstreams.append(FaultyUpstream(f"{model}-{next(self._names)}", model, **more))
+        return self.upstreams[-1]
+
+    async def fleet(self, model: str, count: int, **more: Any) -> list[FaultyUpstream]:
+        """``count`` replicas of ``model``, alone in the fleet and ready."""
+        made = [self.upstream(model, **more) for _ in range(count)]
+        for upstream in made:
+            await upstream.start()
+        await self.ready(*made)
+        return made
+
+    async def put_behind_a_proxy(self, upstream: FaultyUpstream) -> Proxy:
+        """Have the gateway reach ``upstream`` through a proxy from now on."""
+        upstream.proxy = proxy = Proxy(upstream.port)
+        await proxy.start()
+        await self.ready(*self.upstreams)
+        await until(lambda: len(proxy.links) > 0, "the load stream comes through the proxy")
+        await until(lambda: self.admissible(upstream.id), "the replica is heard")
+        return proxy
+
+    async def prefer(self, *wanted: FaultyUpstream) -> None:
+        """Let the others look busy, so that the next requests go to ``wanted``."""
+        for one in self.upstreams:
+            one.say(pretended=0 if one in wanted else PRETENDED)
+        names = {one.id for one in wanted}
+
+        async def seen() -> bool:
+            links = (await self.admin.get("/admin/fleet")).json()["replicas"]
+            return all((link["in_flight"] < PRETENDED) == (link["id"] in names) for link in links)
+
+        await until(seen, "the load is seen")
+
+    async def clear(self) -> None:
+        """End the upstreams of a row, take them out of the fleet, and close what its clients left open."""
+        for client in self.clients:
+            client.leave()
+        self.clients = []
+        self.controller.set()
+        for upstream in self.upstreams:
+            await self._end(upstream)
+        self.upstreams = []
+        await until(lambda: self._admits(set()), "the fleet is empty")
+
+    async def post(
+        self,
+        model: str,
+        prompt: str = "hi",
+        *,
+        path: str = "/v1/chat/completions",
+        headers: dict[str, str] | None = None,
+        window_bytes: int | None = None,
+        **more: Any,
+    ) -> RawClient:
+        """Send a request and return at once."""
+        body: dict[str, Any] = {"model": model, **more}
+        if path in ("/v1/chat/completions", "/v1/messages"):
+            body["messages"] = [{"role": "user", "content": prompt}]
+        else:
+            body["prompt" if path == "/v1/completions" else "input"] = prompt
+        client = await RawClient.post(self.url, path, body, headers, window_bytes=window_bytes)
+        self.clients.append(client)
+        return client
+
+    async def ask(self, model: str, prompt: str = "hi", **more: Any) -> Reply:
+        """Send a request and wait for its whole answer, which is checked."""
+        return await (await self.post(model, prompt, **more)).end()
+
+    def aftermath(
+        self, model: str, outcomes: dict[str, int] | None = None, attempts: int | None = None
+    ) -> Aftermath:
+        """What every row is wrapped in."""
+        return Aftermath(self, model, outcomes, attempts)
+
+    async def samples(self, name: str, **labels: str) -> list[tuple[dict[str, str], float]]:
+        """The samples of one metric whose labels agree."""
+        found = []
+        for line in (await self.admin.get("/metrics")).text.splitlines():
+            match = _SAMPLE.match(line)
+            if match is not None and match["name"] == name:
+                said = dict(_LABEL.findall(match["labels"] or ""))
+                if labels.items() <= said.items():
+                    found.append((said, float(match["value"])))
+        return found
+
+    async def admissible(self, replica: str) -> bool:
+        """Whether traffic may go there, as the gateway sees it."""
+        links = (await self.admin.get("/admin/fleet")).json()["replicas"]
+        return any(link["id"] == replica and link["admissible"] for link in links)
+
+    async def close(self) -> None:
+        for upstream in self.upstreams:
+            await self._end(upstream)
+        await super().close()
+
+    @staticmethod
+    async def _end(upstream: FaultyUpstream) -> None:
+        if upstream.proxy is not None:
+            await upstream.proxy.stop()
+        await upstream.stop()

@@ -1,0 +1,113 @@
+"""Rows 18 to 21: a client that leaves frees what it held, wherever its request is."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import pytest
+
+from tests.faults import faults
+from tests.faults.faulty_upstream import FaultyUpstream
+from tests.faults.stand import Stand
+from tests.gateway.worker import until
+
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
+# What the row allows, and what polling and a busy machine add to it.
+FREED_S = 1.0
+
+
+@pytest.fixture(scope="module")
+def gateway() -> dict[str, Any]:
+    return {"queue_timeout_s": 30, "max_queue": 1000}
+
+
+async def left_at(upstream: FaultyUpstream) -> float:
+    """When the gateway closed the one request that ``upstream`` holds."""
+    await until(lambda: len(upstream.aborted) == 1, "the request is aborted")
+    (left,) = upstream.aborted
+    assert left.left_at is not None
+    return left.left_at
+
+
+@pytest.mark.parametrize("reset", [False, True], ids=["FIN", "RST"])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+async def test_18_leaving_a_stream(stand: Stand, model: str, path: str, reset: bool) -> None:
+    (one,) = await stand.fleet(model, 1, usual=faults.paced(1000, 0.01))
+    async with stand.aftermath(model, {"cancelled": 1}):
+        client = await stand.post(model, path=path, stream=True)
+        await client.events(5)
+        gone = client.leave(reset=reset)
+        assert await left_at(one) - gone <= FREED_S
+
+
+async def test_18_leaving_before_the_first_event(stand: Stand, model: str) -> None:
+    (one,) = await stand.fleet(model, 1, usual=faults.stalling())
+    async with stand.aftermath(model, {"cancelled": 1}):
+        client = await stand.post(model, stream=True)
+        await until(lambda: len(one.open) == 1)
+        gone = client.leave()
+        assert await left_at(one) - gone <= FREED_S
+
+
+@pytest.mark.parametrize("reset", [False, True], ids=["FIN", "RST"])
+async def test_19_leaving_an_answer_that_is_no_stream(stand: Stand, model: str, reset: bool) -> None:
+    (one,) = await stand.fleet(model, 1, usual=faults.silent)
+    async with stand.aftermath(model, {"cancelled": 1}):
+        client = await stand.post(model)
+        await until(lambda: len(one.open) == 1)
+        gone = client.leave(reset=reset)
+        assert await left_at(one) - gone <= FREED_S
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_20_leaving_the_queue(stand: Stand, model: str, stream: bool) -> None:
+    (one,) = await stand.fleet(model, 1, usual=faults.silent, bound=1)
+    async with stand.aftermath(model, {"cancelled": 2}):
+        holder = await stand.post(model)
+        await until(lambda: len(one.open) == 1)
+        waiting = await stand.post(model, stream=stream)
+
+        async def queued(count: int) -> bool:
+            return await stand.metric("tidegate_queue_depth", model=model) == count
+
+        await until(lambda: queued(1), "it waits")
+        waiting.leave()
+        await until(lambda: queued(0), "it waits no more")
+        holder.leave()
+        await left_at(one)
+        one.usual = faults.reply(faults.WHOLE)
+    assert len(one.log) == 1
+
+
+async def test_21_five_hundred_leave_at_random_moments(stand: Stand, model: str) -> None:
+    """Before their answer, in it, in the queue, and after it."""
+    clients, together = 500, 100
+    draw = random.Random(21)  # noqa: S311 - moments
+    await stand.fleet(model, 2, usual=faults.paced(20, 0.01, first_s=0.05), bound=30)
+    room = asyncio.Semaphore(together)
+    async with stand.aftermath(model) as after:
+
+        async def visit(stream: bool, stays_s: float, reset: bool) -> None:
+            async with room:
+                client = await stand.post(model, stream=stream)
+                try:
+                    async with asyncio.timeout(stays_s):
+                        await client.end()
+                except TimeoutError:
+                    client.leave(reset=reset)
+
+        visits = [(draw.random() < 0.7, draw.uniform(0.0, 0.5), draw.random() < 0.5) for _ in range(clients)]
+        await asyncio.gather(*(visit(*one) for one in visits))
+
+        async def counted() -> bool:
+            return (await after.outcomes()).total() == clients
+
+        await until(counted, "every visit ended")
+        outcomes = await after.outcomes()
+        assert set(outcomes) <= {"ok", "cancelled"}
+        assert outcomes["cancelled"] > clients / 4
+    # Nothing is lost with them: all slots serve again.
+    replies = await asyncio.gather(*(stand.ask(model) for _ in range(60)))
+    assert {reply.status for reply in replies} == {200}

@@ -1,0 +1,63 @@
+"""Row C: the controller is killed; gateways serve on, and it finds everything as it was.
+
+Ray's own controllers are killed in ``tests/e2e/test_lifecycle.py``, which starts Ray.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.faults.live import MODEL, Live
+from tests.gateway.worker import until
+
+pytestmark = pytest.mark.slow
+
+
+def processes(fleet: dict[str, dict[str, object]]) -> dict[str, tuple[object, object]]:
+    """What a restart would change of each replica."""
+    return {name: (replica["pid"], replica["incarnation"]) for name, replica in fleet.items()}
+
+
+async def test_c_the_controller_is_killed(tmp_path: Path) -> None:
+    live = Live(tmp_path)
+    try:
+        await live.start_controller()
+        worker = await live.start_worker()
+        before = await live.scale(2)
+        epoch = (await live.tell("GET", "/fleet"))["epoch"]
+        async with live.aftermath(MODEL, {"ok": 34}, attempts=34):
+            streams = [await live.post(MODEL, stream=True, max_tokens=300, ignore_eos=True) for _ in range(4)]
+            for stream in streams:
+                await stream.events(1)
+            await live.end_controller(signal.SIGKILL)
+            away = await asyncio.gather(*(live.ask(MODEL, max_tokens=2) for _ in range(10)))
+            assert {reply.status for reply in away} == {200}
+            assert {reply.headers["x-tidegate-replica"] for reply in away} == set(before)
+            # Not even a worker that begins now needs it.
+            worker.send_signal(signal.SIGTERM)
+            for stream in streams:
+                assert (await stream.end()).error is None
+            assert await worker.wait() == 0
+            await live.admin_anew()
+            await live.start_worker()
+            await until(lambda: live._admits(set(before)), "the last fleet")
+            assert (await live.admin.get("/admin/fleet")).json()["source"] == "disk"
+            for _ in range(10):
+                assert (await live.ask(MODEL, max_tokens=2)).status == 200
+            await live.start_controller()
+            after = await live.settle(2)
+            assert processes(after) == processes(before)
+            assert (await live.tell("GET", "/fleet"))["epoch"] > epoch
+            for _ in range(10):
+                assert (await live.ask(MODEL, max_tokens=2)).status == 200
+
+            async def followed() -> bool:
+                return (await live.admin.get("/admin/fleet")).json()["source"] == "controller"
+
+            await until(followed, "the new controller is followed")
+    finally:
+        await live.close()

@@ -1,0 +1,184 @@
+"""Rows 23 to 26 and 31: engines and hosts that are killed, stopped, silent, or never long alive."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from tests.faults import faults
+from tests.faults.live import MODEL, Live, host_of, send
+from tests.faults.raw_client import Reply
+from tests.faults.stand import Stand
+from tests.gateway.fake_replica import Exchange
+from tests.gateway.worker import until
+
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
+FIRST_S = 2.0
+PROGRESS_S = 1.0
+OUT_S = 2.0
+
+
+@pytest.fixture(scope="module")
+def gateway() -> dict[str, Any]:
+    return {
+        "connect_timeout_s": 0.5,
+        "first_token_timeout_s": FIRST_S,
+        "inter_token_timeout_s": FIRST_S,
+        "progress_timeout_s": PROGRESS_S,
+        "queue_timeout_s": 15,
+        "eject": {"base_s": 0.5, "max_s": 4.0},
+    }
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def live(tmp_path_factory: pytest.TempPathFactory, gateway: dict[str, Any]) -> AsyncIterator[Live]:
+    """Two engines and a worker; rows leave it as they found it."""
+    made = Live(tmp_path_factory.mktemp("live"), gateway)
+    await made.start_controller()
+    await made.start_worker()
+    await made.scale(2)
+    yield made
+    await made.close()
+
+
+async def serves(live: Live, replica: str) -> None:
+    """Wait until ``replica`` has served a request."""
+
+    async def served() -> bool:
+        reply = await live.ask(MODEL, max_tokens=1)
+        return reply.headers.get("x-tidegate-replica") == replica
+
+    await until(served, "the replica serves again")
+
+
+@pytest.mark.parametrize("what", ["engine", "host"])
+async def test_23_24_a_kill(live: Live, what: str) -> None:
+    """Whoever has a byte hears of it; all others are served elsewhere and notice nothing."""
+    fleet = await live.settle(2)
+    victim = min(fleet)
+    async with live.aftermath(MODEL) as after:
+        streams = [await live.post(MODEL, stream=True, max_tokens=200, ignore_eos=True) for _ in range(6)]
+        for stream in streams:
+            await stream.events(2)
+        held = [stream for stream in streams if stream.reply.headers["x-tidegate-replica"] == victim]
+        assert 0 < len(held) < len(streams)
+        whole = [await live.post(MODEL, max_tokens=100, ignore_eos=True) for _ in range(6)]
+        await asyncio.sleep(0.2)
+        engine = fleet[victim]["pid"]
+        killed_at = send(engine if what == "engine" else host_of(engine), signal.SIGKILL)
+        assert await live.out_of_rotation(victim) - killed_at <= OUT_S
+        later = [live.ask(MODEL, max_tokens=1) for _ in range(10)]
+        replies: list[Reply] = await asyncio.gather(*(one.end() for one in (*streams, *whole)), *later)
+        for stream in streams:
+            assert (stream.reply.error is not None) == (stream in held)
+        assert {reply.status for reply in replies[len(streams) :]} == {200}
+        outcomes = await after.outcomes()
+        assert outcomes == {"ok": len(replies) - len(held), "stream_broken": len(held)}
+        back = await live.settle(2)
+        (new,) = set(back) - (set(fleet) - {victim})
+        assert (new == victim) == (what == "engine")  # an engine is restarted in place
+        assert back[new]["pid"] != engine
+        await serves(live, new)
+
+
+async def stopped(live: Live, stop_s: float) -> None:
+    """Stop an engine with requests on it; they are served elsewhere, and later it serves again."""
+    fleet = await live.settle(2)
+    async with live.aftermath(MODEL) as after:
+        holding = [await live.post(MODEL, max_tokens=60, ignore_eos=True) for _ in range(6)]
+        await asyncio.sleep(0.1)
+        victim = min(fleet)
+        stopped_at = send(fleet[victim]["pid"], signal.SIGSTOP)
+        gone_at = await live.out_of_rotation(victim)
+        assert gone_at - stopped_at <= PROGRESS_S + OUT_S
+        during = await asyncio.gather(*(live.ask(MODEL, max_tokens=2) for _ in range(10)))
+        assert {reply.headers["x-tidegate-replica"] for reply in during} == set(fleet) - {victim}
+        replies = await asyncio.gather(*(one.end() for one in holding))
+        assert {reply.status for reply in replies} == {200}
+        await asyncio.sleep(max(0.0, stopped_at + stop_s - time.monotonic()))
+        send(fleet[victim]["pid"], signal.SIGCONT)
+        await serves(live, victim)
+        assert set(await after.outcomes()) == {"ok"}
+
+
+async def test_25_an_engine_is_stopped(live: Live) -> None:
+    await stopped(live, 4.0)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(200)
+async def test_25_an_engine_is_stopped_for_a_minute(live: Live) -> None:
+    await stopped(live, 50.0)  # its own host would restart it after 60 s
+
+
+async def test_26_a_replica_is_healthy_but_silent(stand: Stand, model: str) -> None:
+    """Its load stream goes on, its requests do not."""
+    bad, good = await stand.fleet(model, 2)
+    bad.usual = faults.silent
+    await stand.prefer(bad)
+    async with stand.aftermath(model) as after:
+        first = await stand.post(model, stream=True)
+        await until(lambda: len(bad.open) == 1)
+
+        async def ejected() -> bool:
+            return not await stand.admissible(bad.id)
+
+        await until(ejected, "the watchdog saw it")
+        seen_s = time.monotonic() - bad.log[0].at
+        assert PROGRESS_S * 0.9 <= seen_s <= PROGRESS_S + 1.5
+        hits = len(bad.log)
+        during = await asyncio.gather(*(stand.ask(model) for _ in range(20)))
+        assert {reply.headers["x-tidegate-replica"] for reply in during} == {good.id}
+        assert len(bad.log) - hits <= 1  # a probe
+        assert (await first.end()).headers["x-tidegate-replica"] == good.id
+        bad.usual = faults.reply(faults.WHOLE)
+
+        async def serves_again() -> bool:
+            return (await stand.ask(model)).headers["x-tidegate-replica"] == bad.id
+
+        await until(serves_again, "readmitted after a probe")
+        assert set(await after.outcomes()) == {"ok"}
+
+
+async def test_31_flapping(stand: Stand, model: str) -> None:
+    """Each return takes longer than the one before, however often it looks well in between."""
+    half_s, lasts_s = 0.25, 6.0
+    fleet = await stand.fleet(model, 3, usual=faults.paced(1, 0.005))
+    flapping = fleet[0]
+    began = time.monotonic()
+
+    async def answer(exchange: Exchange) -> None:
+        up = int((time.monotonic() - began) / half_s) % 2 == 0
+        await (faults.paced(1, 0.005) if up else faults.status(500))(exchange)
+
+    flapping.usual = answer
+    returns = 0
+    async with stand.aftermath(model) as after:
+        asking = True
+
+        async def ask() -> None:
+            while asking:
+                await stand.ask(model)
+
+        asked = [asyncio.create_task(ask()) for _ in range(6)]
+        was = True
+        while time.monotonic() < began + lasts_s:
+            now = await stand.admissible(flapping.id)
+            returns += now and not was
+            was = now
+            await asyncio.sleep(0.02)
+        asking = False
+        await asyncio.gather(*asked)
+        outcomes = await after.outcomes()
+        requests = outcomes.total()
+        retries = await after.attempts() - requests
+    assert outcomes["ok"] >= 0.99 * requests
+    # With 0.5 s, 1 s, 1.5 s ... out of it there is no time for more; it was down twelve times.
+    assert 1 <= returns <= 5
+    assert retries <= 0.2 * requests

@@ -1,0 +1,137 @@
+"""Rows 35, 36 and 40: what is taken away in order cuts no stream, and a killed worker is only replaced."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from tests.faults import faults
+from tests.faults.live import MODEL, Live
+from tests.faults.stand import Stand
+from tests.gateway.worker import until
+
+pytestmark = pytest.mark.slow
+
+
+@pytest_asyncio.fixture
+async def stand(tmp_path: Path) -> AsyncIterator[Stand]:
+    """A worker of this row alone."""
+    made = Stand(tmp_path, {"drain_timeout_s": 10})
+    await made.start_controller()
+    yield made
+    await made.close()
+
+
+async def test_35_sigterm_with_fifty_streams(stand: Stand) -> None:
+    await stand.start_worker()
+    model = stand.fresh_model()
+    (one,) = await stand.fleet(model, 1, usual=faults.paced(40, 0.05))
+    streams = 50
+    async with stand.aftermath(model, {"ok": streams}, attempts=streams):
+        clients = [await stand.post(model, stream=True) for _ in range(streams)]
+        for client in clients:
+            await client.events(1)
+        stand.workers[0].send_signal(signal.SIGTERM)
+
+        async def draining() -> bool:
+            ready = await stand.admin.get("/readyz")
+            return ready.status_code == 503 and ready.json()["reasons"] == ["draining"]
+
+        await until(draining, "readiness is off")
+        assert not any(client.reply.whole for client in clients)
+        for reply in await asyncio.gather(*(client.end() for client in clients)):
+            assert reply.error is None
+        assert await stand.workers[0].wait() == 0
+        await until(lambda: not one.connections, "nothing is left at the replica")
+        assert not one.aborted
+        await stand.admin_anew()
+        await stand.start_worker()  # as the supervisor does
+        await stand.ready(one)
+
+
+async def test_36_kill_9_of_a_worker(stand: Stand) -> None:
+    """The next one serves with the keys of the document and the last fleet, without a controller."""
+    key = "sk-of-the-tests"
+    stand.tenants = [{"name": "a", "keys_sha256": [hashlib.sha256(key.encode()).hexdigest()]}]
+    with_key = {"authorization": f"Bearer {key}"}
+    await stand.start_worker()
+    model = stand.fresh_model()
+    (one,) = await stand.fleet(model, 1, usual=faults.paced(100, 0.02))
+    saved = stand.root / "fleet.json"
+    await until(lambda: saved.exists() and one.id in saved.read_text(), "the fleet is on disk")
+    async with stand.aftermath(model, {"ok": 1}):
+        cut = await stand.post(model, stream=True, headers=with_key)
+        await cut.events(3)
+        await stand.controller.stop()
+        stand.workers[0].send_signal(signal.SIGKILL)
+        await stand.workers[0].wait()
+        while await cut.read():
+            pass
+        assert cut.reply.cut  # the one thing that nobody can tell it of
+        await until(lambda: not one.connections, "the replica is rid of it")
+        await stand.admin_anew()
+        await stand.start_worker()
+        await until(lambda: stand.admissible(one.id), "the last fleet")
+        one.usual = faults.reply(faults.WHOLE)
+        assert (await stand.ask(model, headers=with_key)).status == 200
+        refused = await stand.ask(model)
+        assert refused.status == 401
+        assert (await stand.ask(model, headers={"authorization": "Bearer sk-other"})).status == 401
+
+
+@pytest.mark.parametrize("told", ["by the replica", "by the fleet"])
+async def test_40_a_replica_leaves_under_its_streams(stand: Stand, told: str) -> None:
+    await stand.start_worker()
+    model = stand.fresh_model()
+    leaving, staying = await stand.fleet(model, 2, usual=faults.paced(40, 0.03))
+    async with stand.aftermath(model, {"ok": 30}, attempts=30):
+        clients = [await stand.post(model, stream=True) for _ in range(20)]
+        for client in clients:
+            await client.events(1)
+        hits = len(leaving.log)
+        assert hits > 0
+        if told == "by the replica":
+            leaving.say(state="draining")
+        else:
+            stand.controller.set(staying)
+
+        async def gone() -> bool:
+            return not await stand.admissible(leaving.id)
+
+        await until(gone, "it is out of rotation")
+        later = await asyncio.gather(*(stand.ask(model) for _ in range(10)))
+        assert {reply.headers["x-tidegate-replica"] for reply in later} == {staying.id}
+        assert len(leaving.log) == hits
+        if told == "by the replica":
+            stand.controller.set(staying)
+        for reply in await asyncio.gather(*(client.end() for client in clients)):
+            assert reply.error is None
+        await until(lambda: not leaving.connections, "no connection stays with who left")
+
+
+async def test_40_scaling_down_ends_an_engine_after_its_streams(tmp_path: Path) -> None:
+    live = Live(tmp_path)
+    try:
+        await live.start_controller()
+        await live.start_worker()
+        before = await live.scale(2)
+        async with live.aftermath(MODEL, {"ok": 30}):
+            clients = [
+                await live.post(MODEL, stream=True, max_tokens=200, ignore_eos=True) for _ in range(20)
+            ]
+            for client in clients:
+                await client.events(1)
+            assert {client.reply.headers["x-tidegate-replica"] for client in clients} == set(before)
+            await live.tell("POST", "/scale", {"model": MODEL, "replicas": 1})
+            later = [asyncio.create_task(live.ask(MODEL, max_tokens=2)) for _ in range(10)]
+            replies = await asyncio.gather(*(client.end() for client in clients), *later)
+            assert all(reply.status == 200 and reply.error is None for reply in replies)
+            await live.settle(1)
+    finally:
+        await live.close()

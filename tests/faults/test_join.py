@@ -1,0 +1,99 @@
+"""Row 41: a replica that joins gets nothing before it is ready, nor what needs an adapter it lacks."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from tests.faults.faulty_upstream import FaultyUpstream
+from tests.faults.stand import Stand
+from tests.gateway.worker import until
+
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
+
+
+async def heard(stand: Stand, upstream: FaultyUpstream) -> None:
+    """Wait until the gateway has a line of its load stream."""
+
+    async def said() -> bool:
+        links = (await stand.admin.get("/admin/fleet")).json()["replicas"]
+        return any(link["id"] == upstream.id and link["heard_s_ago"] is not None for link in links)
+
+    await until(said, "the replica is heard")
+
+
+async def joining(stand: Stand, model: str, **more: Any) -> tuple[FaultyUpstream, FaultyUpstream]:
+    """A replica that serves, and one that has started and is not in the fleet."""
+    (warm,) = await stand.fleet(model, 1, **more)
+    cold = stand.upstream(model)
+    cold.state = "starting"
+    await cold.start()
+    return warm, cold
+
+
+async def test_41_a_cold_replica(stand: Stand, model: str) -> None:
+    """Neither while the controller says that it starts, nor while it says so itself."""
+    warm, cold = await joining(stand, model)
+    async with stand.aftermath(model, {"ok": 80}):
+
+        async def ask(count: int) -> set[str]:
+            await stand.prefer(cold)
+            replies = [await stand.ask(model) for _ in range(count)]
+            return {reply.headers["x-tidegate-replica"] for reply in replies}
+
+        stand.controller.set(warm)
+        stand.controller.replicas += [cold.entry("starting")]
+        assert await ask(20) == {warm.id}
+        stand.controller.set(warm, cold)
+        await heard(stand, cold)
+        assert await ask(20) == {warm.id}
+        assert not cold.log
+        cold.say(state="ready")
+        await until(lambda: stand.admissible(cold.id), "it may be used")
+        assert cold.id in await ask(40)
+
+
+async def test_41_the_only_replica_is_cold(stand: Stand, model: str) -> None:
+    """What comes meanwhile waits, and is served when it is ready."""
+    cold = stand.upstream(model)
+    cold.state = "starting"
+    await cold.start()
+    async with stand.aftermath(model, {"ok": 5}, attempts=5):
+        stand.controller.set(cold)
+        await heard(stand, cold)
+        clients = [await stand.post(model) for _ in range(5)]
+        await asyncio.sleep(0.3)
+        assert not cold.log
+        cold.say(state="ready")
+        for client in clients:
+            assert (await client.end()).status == 200
+
+
+async def test_41_a_replica_without_the_adapter(stand: Stand, model: str) -> None:
+    adapter = f"{model}-sql"
+    warm, cold = await joining(stand, model)
+    warm.say(adapters=[adapter])
+    async with stand.aftermath(model, {"ok": 40}, attempts=40):
+        cold.say(state="ready")
+        await stand.ready(warm, cold)
+
+        async def known() -> bool:
+            links = (await stand.admin.get("/admin/fleet")).json()["replicas"]
+            return [link["adapters"] for link in links if link["id"] == warm.id] == [[adapter]]
+
+        await until(known, "the adapter is known")
+        await stand.prefer(cold)
+        for _ in range(20):
+            assert (await stand.ask(adapter)).headers["x-tidegate-replica"] == warm.id
+        assert not cold.log
+        cold.say(adapters=[adapter])
+
+        async def everywhere() -> bool:
+            links = (await stand.admin.get("/admin/fleet")).json()["replicas"]
+            return all(link["adapters"] == [adapter] for link in links)
+
+        await until(everywhere, "both have it")
+        found = [(await stand.ask(adapter)).headers["x-tidegate-replica"] for _ in range(20)]
+        assert cold.id in found

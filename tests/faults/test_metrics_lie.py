@@ -1,0 +1,124 @@
+"""Row 42: what a replica says of its load is stale or wrong; the gateway's own exact counts take over."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from typing import Any
+
+import pytest
+
+from tests.faults import faults
+from tests.faults.faulty_upstream import FaultyUpstream
+from tests.faults.stand import Stand
+from tests.gateway.worker import until
+
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
+BOUND = 20
+
+
+@pytest.fixture(scope="module")
+def gateway() -> dict[str, Any]:
+    return {"queue_timeout_s": 15}
+
+
+async def spread(stand: Stand, model: str, fleet: list[FaultyUpstream], streams: int) -> list[int]:
+    """How many of ``streams`` long ones, begun one after the other, each replica has."""
+    for one in fleet:
+        one.usual = faults.paced(200, 0.05)
+    clients = [await stand.post(model, stream=True) for _ in range(streams)]
+    for client in clients:
+        await client.events(1)
+    found = [len(one.open) for one in fleet]
+    for client in clients:
+        client.leave()
+    for one in fleet:
+        one.usual = faults.reply(faults.WHOLE)
+    return found
+
+
+@pytest.mark.parametrize(
+    "lies",
+    [
+        {"in_flight": 0, "running": 0, "waiting": 0},
+        {"in_flight": -5},
+        {"at": 0.0, "in_flight": 0, "bound": BOUND},
+    ],
+    ids=["idle", "negative", "old"],
+)
+async def test_42_a_replica_that_says_it_is_idle(stand: Stand, model: str, lies: dict[str, Any]) -> None:
+    """Each word of it would draw all requests there, past its bound."""
+    fleet = await stand.fleet(model, 2, bound=BOUND)
+    fleet[0].lies = lies
+    async with stand.aftermath(model, {"cancelled": BOUND}):
+        found = await spread(stand, model, fleet, BOUND)
+    assert min(found) >= BOUND * 0.4
+
+
+async def test_42_figures_that_swing(stand: Stand, model: str) -> None:
+    """Empty and full at each line: nobody leaves rotation for it, and everything is served."""
+    fleet = await stand.fleet(model, 3, usual=faults.paced(2, 0.005), bound=BOUND)
+    swinging = itertools.cycle(
+        [
+            {"kv_used": 1.0, "waiting": 500, "running": 500, "pending_tokens": 10**6},
+            {"kv_used": 0.0, "waiting": 0, "running": 0, "pending_tokens": 0},
+        ]
+    )
+    async with stand.aftermath(model) as after:
+        asking = True
+
+        async def ask() -> None:
+            while asking:
+                assert (await stand.ask(model, stream=True)).status == 200
+
+        asked = [asyncio.create_task(ask()) for _ in range(4)]
+        for _ in range(40):
+            fleet[0].lies = next(swinging)
+            fleet[0].say()
+            await asyncio.sleep(0.05)
+            for one in fleet:
+                assert await stand.admissible(one.id)
+        asking = False
+        await asyncio.gather(*asked)
+        fleet[0].lies = {}
+        fleet[0].say()
+        assert set(await after.outcomes()) == {"ok"}
+        assert await after.attempts() == (await after.outcomes()).total()
+    assert all(one.log for one in fleet)
+
+
+async def test_42_a_load_stream_that_hangs_at_full(stand: Stand, model: str) -> None:
+    """Its last word was that it is full; it is not, and no word comes that would say so."""
+    (one,) = await stand.fleet(model, 1, usual=faults.paced(1, 0, first_s=0.5), bound=2)
+    async with stand.aftermath(model) as after:
+        holders = [await stand.post(model) for _ in range(2)]
+        await until(lambda: len(one.open) == 2)
+
+        async def seen() -> bool:
+            links = (await stand.admin.get("/admin/fleet")).json()["replicas"]
+            return [link["in_flight"] for link in links] == [2]
+
+        await until(seen, "it is full")
+        one.frozen = True
+        for holder in holders:
+            assert (await holder.end()).status == 200
+        one.usual = faults.reply(faults.WHOLE)
+        replies = await asyncio.gather(*(stand.ask(model) for _ in range(10)))
+        assert {reply.status for reply in replies} == {200}
+        one.frozen = False
+        one.say()
+        assert set(await after.outcomes()) == {"ok"}
+
+
+async def test_42_lines_that_mean_nothing(stand: Stand, model: str) -> None:
+    """A line that cannot be understood is one that did not come."""
+    bad, good = await stand.fleet(model, 2)
+    async with stand.aftermath(model, {"ok": 20}):
+        bad.lies = {"in_flight": "many", "bound": None}
+        bad.say()
+        for _ in range(20):
+            assert (await stand.ask(model)).status == 200
+        bad.lies = {}
+        bad.say()
+        await until(lambda: stand.admissible(bad.id), "it is understood again")
+    assert good.log

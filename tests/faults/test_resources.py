@@ -1,0 +1,166 @@
+"""Rows 38 and 39: a machine that has no more of something, and a clock that is set."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import resource
+import signal
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+import pytest_asyncio
+
+from tests.faults import faults
+from tests.faults.stand import Stand
+from tests.gateway.worker import until
+
+pytestmark = pytest.mark.slow
+QUEUE_S = 1.0
+FIRST_S = 1.0
+EJECT_S = 1.0
+SLACK_S = 1.5
+
+
+@pytest_asyncio.fixture
+async def stand(tmp_path: Path) -> AsyncIterator[Stand]:
+    """A worker of this row alone, started by it."""
+    made = Stand(
+        tmp_path,
+        {
+            "queue_timeout_s": QUEUE_S,
+            "first_token_timeout_s": FIRST_S,
+            "eject": {"failures": 3, "base_s": EJECT_S},
+        },
+    )
+    await made.start_controller()
+    yield made
+    await made.close()
+
+
+@contextmanager
+def limited(pid: int, which: int, soft: int) -> Iterator[None]:
+    """Take a resource of another process away for a while."""
+    usual = resource.prlimit(pid, which)
+    resource.prlimit(pid, which, (soft, usual[1]))
+    try:
+        yield
+    finally:
+        resource.prlimit(pid, which, usual)
+
+
+def first_free(pid: int) -> int:
+    """The lowest number that no descriptor of a process has."""
+    used = {int(path.name) for path in Path(f"/proc/{pid}/fd").iterdir()}
+    return next(number for number in itertools.count() if number not in used)
+
+
+async def test_38_no_file_descriptors(stand: Stand) -> None:
+    """Whoever gets in is told 503; no replica is blamed; and afterwards all is as before."""
+    worker = await stand.start_worker()
+    model = stand.fresh_model()
+    (one,) = await stand.fleet(model, 1)
+    process = psutil.Process(worker.pid)
+    # The worker's first use of anything is over, so that only connections want descriptors.
+    await stand.samples("tidegate_in_flight")
+    usual = process.num_fds()
+    async with stand.aftermath(model) as after:
+        with limited(worker.pid, resource.RLIMIT_NOFILE, first_free(worker.pid) + 1):
+            for _ in range(5):
+                reply = await stand.ask(model)
+                assert reply.status == 503
+                await until(lambda: process.num_fds() == usual, "its descriptor is free again")
+            crowd = [await stand.post(model) for _ in range(20)]
+            await asyncio.sleep(0.2)
+        assert not one.log
+        for client in crowd:  # served late, told 503, or closed without a word
+            while await client.read():
+                pass
+            assert client.reply.status in (0, 200, 503)
+        assert await stand.admissible(one.id)
+        assert (await stand.ask(model, stream=True)).status == 200
+        assert set(await after.outcomes()) <= {"ok", "exhausted"}
+    assert worker.returncode is None
+
+
+async def test_38_a_full_disk(stand: Stand) -> None:
+    """Nothing that serving needs is written: requests go on, and what was not saved is saved later."""
+    worker = await stand.start_worker()
+    model = stand.fresh_model()
+    (one,) = await stand.fleet(model, 1)
+    saved = stand.root / "fleet.json"
+    await until(lambda: saved.exists() and one.id in saved.read_text(), "the fleet is on disk")
+    async with stand.aftermath(model, {"ok": 40}, attempts=40):
+        with limited(worker.pid, resource.RLIMIT_FSIZE, 0):
+            for _ in range(20):
+                assert (await stand.ask(model)).status == 200
+            (two,) = await stand.fleet(model, 1)
+            for _ in range(20):
+                assert (await stand.ask(model)).headers["x-tidegate-replica"] == two.id
+            await asyncio.sleep(1.5)  # it tries to save the new fleet
+            assert two.id not in saved.read_text()
+        await until(lambda: two.id in saved.read_text(), "the fleet is saved")
+    assert worker.returncode is None
+
+
+JUMPS = '''
+"""A wall clock that is set by a day back and forth, twice a second."""
+import os, pathlib, time
+
+_real, _real_ns, _mono = time.time, time.time_ns, time.monotonic
+
+
+def _offset():
+    return (0, 86_400, 0, -86_400)[int(_mono() * 4) % 4]
+
+
+time.time = lambda: _real() + _offset()
+time.time_ns = lambda: _real_ns() + _offset() * 10**9
+pathlib.Path(os.environ["CLOCK_THAT_JUMPS"]).touch()
+'''
+
+
+@pytest.mark.parametrize("jumps", [False, True], ids=["as it is", "jumping"])
+async def test_39_deadlines_and_breakers_do_not_follow_the_wall_clock(stand: Stand, jumps: bool) -> None:
+    mark = stand.root / "the-clock-jumps"
+    if jumps:
+        (stand.root / "sitecustomize.py").write_text(JUMPS)
+        stand.environment = {"PYTHONPATH": str(stand.root), "CLOCK_THAT_JUMPS": str(mark)}
+    await stand.start_worker()
+    assert mark.exists() == jumps
+    model = stand.fresh_model()
+    bad, good = await stand.fleet(model, 2, bound=2)
+    async with stand.aftermath(model) as after:
+        # A deadline in the queue: four hold what there is.
+        bad.usual = good.usual = faults.paced(1, 0, first_s=2 * QUEUE_S)
+        holders = [await stand.post(model) for _ in range(4)]
+        await until(lambda: len(bad.open) + len(good.open) == 4)
+        reply = await stand.ask(model)
+        assert reply.status == 503
+        assert QUEUE_S * 0.9 <= reply.took_s <= QUEUE_S + SLACK_S
+        for holder in holders:
+            assert (await holder.end()).status == 200
+        # The first token's deadline, and a breaker: three failures, some time without it, a probe.
+        bad.say(bound=64)
+        good.say(bound=64)
+        good.usual = faults.reply(faults.WHOLE)
+        bad.usual = faults.stalling()
+        for _ in range(3):
+            await stand.prefer(bad)
+            reply = await stand.ask(model, stream=True)
+            assert reply.headers["x-tidegate-replica"] == good.id
+            assert FIRST_S * 0.9 <= reply.took_s <= FIRST_S + SLACK_S
+        bad.usual = faults.reply(faults.WHOLE)
+        opened = [hit.left_at for hit in bad.log][-1]
+        assert opened is not None
+        assert not await stand.admissible(bad.id)
+        await until(lambda: stand.admissible(bad.id), "it is back")
+        asked = bad.probes[0].at - opened
+        assert EJECT_S * 0.8 <= asked <= EJECT_S + SLACK_S
+        assert set(await after.outcomes()) <= {"ok", "deadline", "overloaded"}
+    assert stand.workers[0].returncode is None
+    stand.workers[0].send_signal(signal.SIGTERM)
+    assert await asyncio.wait_for(stand.workers[0].wait(), 10) == 0

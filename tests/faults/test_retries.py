@@ -1,0 +1,266 @@
+"""Rows 1 to 5, 28 to 30, 33 and 34: what is tried again, where, how often, and what the client hears."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from typing import Any
+
+import pytest
+
+from tests.faults import faults
+from tests.faults.faulty_upstream import FaultyUpstream
+from tests.faults.stand import Stand
+from tests.gateway.fake_replica import DONE, Exchange, event
+from tests.gateway.worker import until
+
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
+CONNECT_S = 0.5
+AT_LEAST = 3
+BUDGET = 0.2
+
+
+@pytest.fixture(scope="module")
+def gateway() -> dict[str, Any]:
+    return {
+        "connect_timeout_s": CONNECT_S,
+        "first_token_timeout_s": 2.0,
+        "queue_timeout_s": 10,
+        "retry": {"budget": BUDGET, "at_least": AT_LEAST, "window_s": 10},
+        "eject": {"base_s": 1.0},
+    }
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_1_a_refused_connection(stand: Stand, model: str, stream: bool) -> None:
+    bad, good = await stand.fleet(model, 2)
+    await stand.prefer(bad)
+    bad.refuse_connections()
+    async with stand.aftermath(model, {"ok": 1}) as after:
+        reply = await stand.ask(model, stream=stream)
+        assert await after.attempts() == 2
+    assert reply.status == 200
+    assert reply.headers["x-tidegate-replica"] == good.id
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_2_an_error_before_the_first_event(stand: Stand, model: str, stream: bool) -> None:
+    bad, good = await stand.fleet(model, 2)
+    bad.usual = faults.status(500)
+    await stand.prefer(bad)
+    async with stand.aftermath(model, {"ok": 1}, attempts=2):
+        reply = await stand.ask(model, stream=stream)
+    assert reply.headers["x-tidegate-replica"] == good.id
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+async def test_2_errors_everywhere_are_tried_twice(stand: Stand, model: str, path: str) -> None:
+    fleet = await stand.fleet(model, 4, usual=faults.status(500, "no /secret/path of ours"))
+    async with stand.aftermath(model, {"upstream_failed": 1}, attempts=2):
+        reply = await stand.ask(model, path=path)
+    assert reply.status == 502
+    assert reply.error is not None
+    assert "secret" not in reply.error["message"]
+    assert sorted(len(one.log) for one in fleet) == [0, 0, 1, 1]
+
+
+async def test_3_unavailable_goes_elsewhere(stand: Stand, model: str) -> None:
+    bad, good = await stand.fleet(model, 2)
+    bad.usual = faults.status(503, retry_after="3600")
+    await stand.prefer(bad)
+    async with stand.aftermath(model, {"ok": 1}, attempts=2):
+        reply = await stand.ask(model)
+    assert reply.headers["x-tidegate-replica"] == good.id
+
+
+async def test_3_unavailable_everywhere_says_when_to_come_back(stand: Stand, model: str) -> None:
+    await stand.fleet(model, 2, usual=faults.status(503, retry_after="3600"))
+    async with stand.aftermath(model, {"no_replica": 1}, attempts=2):
+        reply = await stand.ask(model)
+    assert reply.status == 503
+    assert reply.headers["retry-after"] == "120"
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
+@pytest.mark.parametrize("code", [400, 404, 422])
+async def test_4_a_rejection_is_passed_on(stand: Stand, model: str, code: int, path: str) -> None:
+    fleet = await stand.fleet(model, 2, usual=faults.status(code, "temperature must be at most 2"))
+    async with stand.aftermath(model, {"bad_request": 1}, attempts=1):
+        reply = await stand.ask(model, path=path)
+    assert reply.status == code
+    assert reply.error is not None
+    assert reply.error["message"] == "temperature must be at most 2"
+    assert sum(len(one.log) for one in fleet) == 1
+
+
+async def test_5_an_adapter_that_fails_a_hundred_times(stand: Stand, model: str) -> None:
+    """Its requests are wrong, its replica is not: what names the base model is served throughout."""
+    adapter = f"{model}-sql"
+    message = f"Loading lora {adapter} failed: LoRA rank 64 is greater than max_lora_rank 16."
+    fleet = await stand.fleet(model, 2, faults={adapter: faults.status(500, message)})
+    for one in fleet:
+        one.say(adapters=[adapter])
+
+    async def held() -> bool:
+        links = (await stand.admin.get("/admin/fleet")).json()["replicas"]
+        return all(link["adapters"] == [adapter] for link in links)
+
+    await until(held, "the adapter is known")
+    async with stand.aftermath(model) as after:
+        for _ in range(100):
+            reply = await stand.ask(adapter)
+            assert 400 <= reply.status < 500
+        for _ in range(4):
+            assert (await stand.ask(model)).status == 200
+        for one in fleet:
+            assert await stand.admissible(one.id)
+        assert (await after.outcomes())["ok"] == 4
+        assert await after.attempts() == 104
+
+
+async def closed_loop(stand: Stand, model: str, clients: int, requests: int) -> list[tuple[int, float]]:
+    """Status and seconds of ``requests`` requests of ``clients`` that ask one after the other."""
+    found: list[tuple[int, float]] = []
+    left = itertools.repeat(None, requests)
+
+    async def ask() -> None:
+        for _ in left:
+            reply = await stand.ask(model)
+            found.append((reply.status, reply.took_s))
+
+    await asyncio.gather(*(ask() for _ in range(clients)))
+    return found
+
+
+async def test_28_one_of_four_fails_a_third_of_its_answers(stand: Stand, model: str) -> None:
+    fleet = await stand.fleet(model, 4, usual=faults.paced(1, 0.005))
+    bad, count = fleet[0], itertools.count()
+    healthy, broken = faults.paced(1, 0.005), faults.status(500)
+
+    async def answer(exchange: Exchange) -> None:
+        await (broken if next(count) % 3 == 2 else healthy)(exchange)
+
+    bad.usual = answer
+    requests = 1000
+    async with stand.aftermath(model) as after:
+        replies = await closed_loop(stand, model, 8, requests)
+        assert (await after.outcomes()).total() == requests
+        retries = await after.attempts() - requests
+    assert sum(status == 200 for status, _ in replies) >= 0.999 * requests
+    assert retries <= BUDGET * requests
+
+
+@pytest.mark.parametrize("how", ["answers", "connections"])
+async def test_29_all_replicas_fail(stand: Stand, model: str, how: str) -> None:
+    fleet = await stand.fleet(model, 4, usual=faults.status(500))
+    if how == "connections":
+        for one in fleet:
+            one.refuse_connections()
+    requests = 200
+    async with stand.aftermath(model) as after:
+        replies = [await stand.ask(model) for _ in range(requests)]
+        assert await after.attempts() <= (1 + BUDGET) * requests + AT_LEAST
+        assert (await after.outcomes())["ok"] == 0
+    assert {reply.status for reply in replies} <= {502, 503}
+    late = sorted(reply.took_s for reply in replies[requests // 2 :])
+    assert {reply.status for reply in replies[requests // 2 :]} == {503}
+    assert late[int(0.9 * len(late))] < 0.05
+    # It is tried further, so that the end of the trouble is found.
+    for one in fleet:
+        if how == "connections":
+            await one.stop()
+            await one.start()
+        one.usual = faults.reply(faults.WHOLE)
+
+    async def served() -> bool:
+        return (await stand.ask(model)).status == 200
+
+    await until(served, "the model is served again")
+
+
+async def test_30_a_request_that_kills_its_replica(stand: Stand, model: str) -> None:
+    fleet = await stand.fleet(model, 4)
+    reborn: list[asyncio.Task[None]] = []
+
+    def poisoned(one: FaultyUpstream) -> Any:
+        async def rise() -> None:
+            await asyncio.sleep(0.3)
+            await one.start()
+
+        async def answer(exchange: Exchange) -> None:
+            await asyncio.sleep(0.01)
+            one.die()
+            reborn.append(asyncio.create_task(rise()))
+
+        return answer
+
+    for one in fleet:
+        one.faults["poison"] = poisoned(one)
+    async with stand.aftermath(model, {"replica_lost": 1, "ok": 4}):
+        reply = await stand.ask(model, "poison", stream=True)
+        await asyncio.gather(*reborn)
+        for _ in range(4):
+            assert (await stand.ask(model)).status == 200
+    assert reply.status == 500
+    assert reply.headers["x-should-retry"] == "false"
+    assert sum(hit.text == "poison" for one in fleet for hit in one.log) == 2
+
+
+async def behind_a_proxy(stand: Stand, model: str) -> tuple[FaultyUpstream, FaultyUpstream]:
+    """Two replicas, the first of which is behind a proxy, and is preferred."""
+    bad, good = await stand.fleet(model, 2)
+    await stand.put_behind_a_proxy(bad)
+    await stand.prefer(bad)
+    return bad, good
+
+
+async def test_33_a_partition_without_a_reset(stand: Stand, model: str) -> None:
+    """A new connection is never answered, and what goes over a kept one is lost."""
+    bad, good = await behind_a_proxy(stand, model)
+    assert bad.proxy is not None
+    async with stand.aftermath(model, {"ok": 3}):
+        kept = await stand.post(model, stream=True)
+        await kept.end()
+        assert len(bad.log) == 1
+        bad.proxy.partition()
+        first, second = await asyncio.gather(stand.ask(model), stand.ask(model, stream=True))
+        for reply in (first, second):
+            assert reply.headers["x-tidegate-replica"] == good.id
+        assert max(first.took_s, second.took_s) < 2.0 + CONNECT_S + 1.5
+        await bad.proxy.heal()
+    assert len(good.log) == 2
+
+
+async def test_33_a_host_that_never_answers_a_connection(stand: Stand, model: str) -> None:
+    bad, good = await behind_a_proxy(stand, model)
+    assert bad.proxy is not None
+    async with stand.aftermath(model, {"ok": 1}):
+        bad.proxy.partition()
+        reply = await stand.ask(model)
+        assert reply.headers["x-tidegate-replica"] == good.id
+        assert CONNECT_S * 0.9 <= reply.took_s <= CONNECT_S + 1.5
+        await bad.proxy.heal()
+
+
+async def test_34_an_idle_connection_that_was_closed(stand: Stand, model: str) -> None:
+    (one,) = await stand.fleet(model, 1)
+    async with stand.aftermath(model, {"ok": 20}, attempts=20):
+        for _ in range(10):
+            await stand.ask(model)
+            assert one.close_idle() == 1
+            await stand.ask(model)  # the close and the request cross on their way
+
+
+async def test_34_a_connection_that_closes_as_the_request_arrives(stand: Stand, model: str) -> None:
+    (one,) = await stand.fleet(model, 1)
+    healthy = one.usual
+    async with stand.aftermath(model, {"ok": 2}, attempts=2):
+        await stand.ask(model)
+
+        async def close(exchange: Exchange) -> None:
+            one.usual = healthy
+            exchange.close()
+
+        one.usual = close
+        assert (await stand.ask(model, stream=True)).body.endswith(event(finish="stop") + DONE)
+    assert len(one.log) == 3

@@ -1,0 +1,124 @@
+"""Rows 22, 27 and 32: slow readers, slow replicas and slow networks, which are no failures."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import statistics
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.faults import faults
+from tests.faults.raw_client import Reply
+from tests.faults.stand import Stand
+from tests.gateway.fake_replica import DONE, event
+from tests.gateway.worker import until
+
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
+MIB = 1024 * 1024
+
+
+@pytest.fixture(scope="module")
+def gateway() -> dict[str, Any]:
+    return {
+        "connect_timeout_s": 1.0,
+        "first_token_timeout_s": 5.0,
+        "inter_token_timeout_s": 5.0,
+        "progress_timeout_s": 3.0,
+        "queue_timeout_s": 10,
+    }
+
+
+def usual_gap(replies: list[Reply]) -> float:
+    """The median of the seconds between two pieces of a stream."""
+    return statistics.median(
+        later - earlier
+        for reply in replies
+        for (earlier, _), (later, _) in itertools.pairwise(reply.arrivals)
+    )
+
+
+async def test_22_a_reader_of_a_kilobyte_a_second(stand: Stand, model: str) -> None:
+    """Its answer stays at the replica; who reads beside it notices nothing."""
+    answer_bytes = 64 * MIB
+    block = event("x" * 1000) * 16
+    flood = faults.flooding(block, answer_bytes, end=event(finish="stop") + DONE)
+    (one,) = await stand.fleet(model, 1, faults={"flood": flood}, usual=faults.paced(60, 0.01))
+    process = psutil.Process(stand.workers[0].pid)
+    async with stand.aftermath(model, {"ok": 12, "cancelled": 4}):
+        alone = await asyncio.gather(*(stand.ask(model, stream=True) for _ in range(4)))
+        before = process.memory_info().rss
+        slow = [await stand.post(model, "flood", stream=True, window_bytes=4096) for _ in range(4)]
+
+        async def dribble() -> None:
+            while True:
+                for client in slow:
+                    assert await client.read(100)
+                await asyncio.sleep(0.1)
+
+        reading = asyncio.create_task(dribble())
+        await until(lambda: all(len(client.reply.body) > 500 for client in slow), "all buffers are full")
+        beside = [await asyncio.gather(*(stand.ask(model, stream=True) for _ in range(4))) for _ in range(2)]
+        held = process.memory_info().rss - before
+        reading.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await reading
+        assert {len(client.reply.body) < MIB for client in slow} == {True}
+        for client in slow:
+            client.leave()
+    assert held < 8 * MIB
+    assert len(one.aborted) == 4
+    # The better of two rounds: what else runs on the machine may spoil one.
+    assert min(map(usual_gap, beside)) <= 1.5 * usual_gap(alone)
+
+
+async def test_27_one_replica_is_five_times_slower(stand: Stand, model: str) -> None:
+    """Its share falls, so that soon nearly nobody notices it."""
+    gap_s, first_s, requests, clients = 0.01, 0.03, 300, 12
+    fleet = await stand.fleet(model, 4, usual=faults.paced(4, gap_s, first_s=first_s), bound=8)
+
+    async def round_() -> float:
+        """The 99th percentile of a closed loop."""
+        took: list[float] = []
+        left = itertools.repeat(None, requests)
+
+        async def ask() -> None:
+            for _ in left:
+                took.append((await stand.ask(model, stream=True)).took_s)
+
+        await asyncio.gather(*(ask() for _ in range(clients)))
+        return sorted(took)[int(0.99 * requests)]
+
+    async with stand.aftermath(model, {"ok": 5 * requests}, attempts=5 * requests):
+        baseline_s = [await round_() for _ in range(2)]
+        slow = fleet[0]
+        slow.usual = faults.paced(4, 5 * gap_s, first_s=5 * first_s)
+        before = len(slow.log)
+        await round_()  # until it is noticed
+        noticed = len(slow.log)
+        now_s = [await round_() for _ in range(2)]
+    assert noticed - before < requests / 8  # half of an even share
+    assert len(slow.log) - noticed < 2 * requests / 40  # a tenth of it
+    assert min(now_s) <= 1.5 * max(baseline_s)
+    assert await stand.admissible(slow.id)
+
+
+async def test_32_latency_with_jitter_ejects_nobody(stand: Stand, model: str) -> None:
+    fleet = await stand.fleet(model, 3, usual=faults.paced(10, 0.01))
+    for one in fleet:
+        proxy = await stand.put_behind_a_proxy(one)
+        proxy.latency_s, proxy.jitter_s, proxy.slice_bytes = 0.1, 0.2, 32
+    requests = 120
+    async with stand.aftermath(model, {"ok": requests}, attempts=requests):
+
+        async def ask() -> None:
+            for _ in range(requests // 12):
+                await stand.ask(model, stream=True)
+                for one in fleet:
+                    assert await stand.admissible(one.id)
+
+        await asyncio.gather(*(ask() for _ in range(12)))
+    assert all(one.log for one in fleet)
