@@ -1,4 +1,4 @@
-"""Freed memory is kept for the next body."""
+"""Freed memory is kept for the next body, and garbage is looked for seldom."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import sys
 
 import pytest
 
+from gateway.heap import YOUNGEST, collect_seldom
+
 # The pages that a process has touched anew, for a hundred bodies that are made and freed in turn.
 FAULTS = """
 import resource
-from gateway.heap import YOUNGEST, collect_seldom, keep_freed_memory
+from gateway.heap import keep_freed_memory
 KEEP
 def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
