@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import takewhile
 
 from starlette.types import Message
@@ -48,7 +49,7 @@ class Coalescer:
         self._deliver = deliver
         self._metrics = metrics
         self._windows: Windows[_Member] = Windows()
-        self._calls: dict[Batch[_Member], asyncio.Task[None]] = {}
+        self._calls: dict[Batch[_Member], asyncio.Task[Sequence[bytes | None]]] = {}
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
 
@@ -96,28 +97,37 @@ class Coalescer:
                 self._end(turn)
 
     def _depart(self, batch: Batch[_Member]) -> None:
-        if len(batch.members) == 1:
-            (member,) = batch.members
-            member.turn.set_result(batch)
+        if len(batch.members) > 1:
+            task = self._calls[batch] = asyncio.create_task(
+                self._share(list(batch.members)), name="coalesced"
+            )
+            # A task that is cancelled before it ran runs no handler of its own.
+            task.add_done_callback(partial(self._returned, batch))
+            return
+        (member,) = batch.members
+        if member.turn.done():  # it has left, and has not been told yet
+            self._end(batch)
         else:
-            self._calls[batch] = asyncio.create_task(self._share(batch), name="coalesced")
+            member.turn.set_result(batch)
 
-    async def _share(self, batch: Batch[_Member]) -> None:
-        members = list(batch.members)
-        answers: Sequence[bytes | None] = [None] * len(members)
+    async def _share(self, members: Sequence[_Member]) -> Sequence[bytes | None]:
+        """What each is answered, or ``None`` for all when the call to them all went wrong."""
         request = _together(members)
         try:
-            answers = await self._ask(members, request)
+            return await self._ask(members, request)
         except Exception:  # noqa: BLE001 - each tries by itself, and has its own error then
             for member in members:
                 member.request.avoid |= request.avoid
                 member.request.begun = request.begun - _ONE_TRY
-        finally:
-            del self._calls[batch]
-            for member, answer in zip(members, answers, strict=True):
-                if not member.turn.done():
-                    member.turn.set_result(answer)
-            self._end(batch)
+            return [None] * len(members)
+
+    def _returned(self, batch: Batch[_Member], task: asyncio.Task[Sequence[bytes | None]]) -> None:
+        del self._calls[batch]
+        answers = [None] * len(batch.members) if task.cancelled() else task.result()
+        for member, answer in zip(batch.members, answers, strict=True):
+            if not member.turn.done():
+                member.turn.set_result(answer)
+        self._end(batch)
 
     async def _ask(self, members: Sequence[_Member], request: Request) -> list[bytes]:
         """One answer each; raises whatever goes wrong with the call to them all."""

@@ -233,6 +233,39 @@ async def test_the_call_goes_on_for_those_who_stay_and_ends_when_all_have_left()
     assert not site.coalescer._calls
 
 
+async def test_all_may_leave_before_their_call_has_begun() -> None:
+    site = Site(window_s=1.0)
+    site.hold.clear()
+    asked = [site.ask("a"), site.ask("b"), site.ask("c")]
+    await turn()
+    for task in asked[1:]:
+        task.cancel()
+    for due in site.coalescer._windows.due(9e9):  # in the same turn of the loop
+        site.coalescer._depart(due)
+    assert len(site.coalescer._calls) == 1
+    await turn()
+    assert site.sent == [["a"]]
+    assert not site.coalescer._calls
+    asked[0].cancel()
+    await turn()
+    assert not site.coalescer._windows._groups
+
+
+async def test_one_may_leave_in_the_moment_in_which_its_turn_comes() -> None:
+    site = Site(window_s=1.0)
+    site.hold.clear()
+    first, second = site.ask("a"), site.ask("b")
+    await turn()
+    second.cancel()
+    for due in site.coalescer._windows.due(9e9):
+        site.coalescer._depart(due)
+    await turn()
+    assert site.sent == [["a"]]
+    first.cancel()
+    await turn()
+    assert not site.coalescer._windows._groups
+
+
 async def test_one_who_leaves_an_own_call_ends_it() -> None:
     site = Site(window_s=1.0)
     site.hold.clear()
