@@ -16,7 +16,7 @@ import httpx
 from gateway.fleet import FleetView, Served
 from gateway.health import is_own_fault
 from gateway.metrics import Metrics
-from gateway.replicas import Link
+from gateway.replicas import STALE_S, Link
 from policy.canary import CANARIES
 from policy.config import Deployment
 from policy.errors import Refusal
@@ -59,7 +59,9 @@ class Probes:
         for served in self._fleet.models:
             for link in served.links:
                 link.age(at)
-                if link.stuck_s(at) >= timeout_s:
+                # Nothing on any connection of it is a partition, or a process that stands still.
+                patience_s = min(STALE_S, timeout_s) if link.stale(at) else timeout_s
+                if link.stuck_s(at) >= patience_s:
                     self._eject(served, link, at)
                 if served.engine is EngineKind.EXTERNAL:
                     if link.answering and link.breaker.due(at):

@@ -247,9 +247,13 @@ class Link:
         held = sum(not relay.held_back and (relay.streams or not blind) for relay in self.relays)
         return self._watchdog.stuck_s(held, (self.pool.reads, self._tokens), at)
 
+    def stale(self, at: float) -> bool:
+        """Whether its load stream has said nothing for longer than it ever should."""
+        return self.heard_at is not None and at - self.heard_at > STALE_S
+
     def age(self, at: float) -> None:
         """Let what it said long ago count no more: what this host has there it knows by itself."""
-        if self.heard_at is not None and at - self.heard_at > STALE_S:
+        if self.stale(at):
             self._elsewhere = self._pending_elsewhere = 0
             self.view.kv_used = 0.0
 

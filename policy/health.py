@@ -12,12 +12,12 @@ import errno
 from enum import StrEnum
 
 from policy.config import Eject, Retry
+from policy.recent import Recent
 
 # Fewer answers in a window say nothing of a rate: 3 failures of 4 happen to a replica of 85 %.
 MIN_VOLUME = 20
 # A process that goes away once was restarted or moved; one that does so thrice in a window flaps.
 FLAPS = 3
-SLOTS = 10
 # Workers that ejected a replica together do not probe it together.
 JITTER = 0.2
 
@@ -46,44 +46,6 @@ class Sign(StrEnum):
     GOOD = "good"
     BAD = "bad"
     NOTHING = "nothing"
-
-
-class Recent:
-    """Two kinds of events over the last ``window_s``, in :data:`SLOTS` slots that expire whole."""
-
-    __slots__ = ("_firsts", "_now", "_seconds", "_slot_s", "first", "second")
-
-    def __init__(self, window_s: float) -> None:
-        self._slot_s = window_s / SLOTS
-        self.clear()
-
-    def clear(self) -> None:
-        """As if nothing had happened."""
-        self._now = 0
-        self._firsts = [0] * SLOTS
-        self._seconds = [0] * SLOTS
-        self.first = self.second = 0
-
-    def advance(self, at: float) -> None:
-        """Forget what is older than the window before ``at``, in seconds; time never goes back."""
-        now = int(at / self._slot_s)
-        if now <= self._now:
-            return
-        for slot in range(max(self._now + 1, now - SLOTS + 1), now + 1):
-            place = slot % SLOTS
-            self.first -= self._firsts[place]
-            self.second -= self._seconds[place]
-            self._firsts[place] = self._seconds[place] = 0
-        self._now = now
-
-    def add(self, at: float, first: int, second: int) -> None:
-        """Count so many of each kind at ``at``."""
-        self.advance(at)
-        place = self._now % SLOTS
-        self._firsts[place] += first
-        self._seconds[place] += second
-        self.first += first
-        self.second += second
 
 
 class Breaker:
