@@ -127,14 +127,19 @@ class Slots:
 
 
 class Share:
-    """The requests that one replica began lately, and the prefixes that made their home there."""
+    """The requests that one replica began lately, and the prefixes that made their home there.
 
-    __slots__ = ("homes", "load", "seen", "takers", "weight")
+    ``due`` is both together for a weight of 1, as of the last balance. ``takers`` are the shares of
+    replicas that what had its home here got another at, with how much of the mean load that brings.
+    """
+
+    __slots__ = ("due", "homes", "load", "seen", "takers", "weight")
 
     def __init__(self) -> None:
         self.seen = -1
         self.load = 0.0
         self.homes = 0.0
+        self.due = 0.0
         self.takers: list[tuple[Share, float]] = []
         self.weight = 1.0
 
@@ -171,18 +176,15 @@ class Recent:
 
 
 class Balance(NamedTuple):
-    """The means over all candidates for a weight of 1, and the least that a home costs at any."""
+    """The shares of all candidates together.
+
+    ``load`` is the mean for a weight of 1, ``least`` the least that is due anywhere, ``unit`` what a home
+    costs for each request that more than that is due.
+    """
 
     load: float
-    homes: float
     least: float
-    worth: float
-
-    def home_price(self, share: Share) -> float:
-        """What it costs to make a home at a replica with ``share``, against the best place for one."""
-        fair = self.load + self.worth * self.homes
-        at = (share.load + self.worth * share.homes) / share.weight
-        return LEAN_NEW * (at - self.least) / fair if fair > 0.0 else 0.0
+    unit: float
 
     def share_price(self, share: Share, leverage: float) -> float:
         """What one more request costs a replica with ``share``; ``leverage`` is what its kind brings.
@@ -219,11 +221,13 @@ def balance_of(shares: Sequence[Share], worth: float = 1.0) -> Balance:
         homes += share.homes
         weight = share.weight
         weights += weight
-        at = (share.load + worth * share.homes) / weight
-        least = min(least, at)
+        share.due = due = (share.load + worth * share.homes) / weight
+        if due < least:  # noqa: PLR1730 - min() costs a router as much as all else in this loop
+            least = due
     if total > WINDOW * len(shares):
         for share in shares:
             share.load *= 0.5
             share.homes *= 0.5
         return balance_of(shares, worth)
-    return Balance(total / weights, homes / weights, least, worth)
+    fair = (total + worth * homes) / weights
+    return Balance(total / weights, least, LEAN_NEW / fair if fair > 0.0 else 0.0)

@@ -310,7 +310,9 @@ class Router:
                 slope, fixed_s = slope * factor, fixed_s * factor
             site.share.weight = site.pace.capacity / factor if factor > SLOW else site.pace.capacity
             terms, own, modelled = measure(request, candidate, site, uncached, slope=slope, fixed_s=fixed_s)
-            found.cold_s = max(found.cold_s, own)
+            # The quickest of those that hold least: by a slow one, evenness would be worth any time.
+            if uncached > found.most or (uncached == found.most and own < found.cold_s):
+                found.most, found.cold_s = uncached, own
             found.warm_s = min(found.warm_s, own)
             if key and key in site.slots:
                 found.resident = True
@@ -330,6 +332,7 @@ class Router:
         known = found.deepest > 0 or former is not None
         new = not known and (bool(prefix) or (key != 0 and not found.resident))
         leverage = self._popular.share(found.anchor) * len(rows) if found.anchor else 0.0
+        least, dear = balance.least, balance.unit
         quotes, costs = [], []
         for candidate, site, terms, own, uncached, modelled, age in rows:
             unit = cold_s
@@ -340,7 +343,7 @@ class Router:
                 if key not in site.slots:
                     burden += self._eviction(key, site)
             if new or (prefix and not age and uncached >= request.prompt_tokens and site is not former):
-                burden += unit * balance.home_price(site.share)
+                burden += unit * (site.share.due - least) * dear
                 if not new:
                     burden += own
             else:

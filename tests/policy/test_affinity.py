@@ -92,9 +92,9 @@ def test_while_a_cure_is_under_way_no_other_is_begun() -> None:
 def test_a_new_home_costs_least_where_least_is() -> None:
     uneven = shares(100, 90, 120, 110)
     uneven[1].homes = 10.0
-    balance = balance_of(uneven)
-    prices = [balance.home_price(share) for share in uneven]
-    assert min(prices) == prices[0] == 0.0
+    balance = balance_of(uneven, worth=2.0)
+    prices = [(share.due - balance.least) * balance.unit for share in uneven]
+    assert min(prices) == prices[0] == 0.0 and prices[1] > 0.0
 
 
 def test_a_slower_replica_is_due_less() -> None:
