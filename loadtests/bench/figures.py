@@ -20,9 +20,14 @@ class Figure(msgspec.Struct, frozen=True):
         """The figure of ``rounds``, at least one of them."""
         return cls(statistics.median(rounds), min(rounds), max(rounds))
 
+    def times(self, factor: float) -> Figure:
+        """The same in another unit."""
+        return Figure(self.median * factor, self.low * factor, self.high * factor)
+
     def text(self, digits: int = 0, scale: float = 1.0) -> str:
         """``median (low-high)``, times ``scale``."""
-        middle, low, high = (f"{scale * each:.{digits}f}" for each in (self.median, self.low, self.high))
+        said = self.times(scale)
+        middle, low, high = (f"{each:.{digits}f}" for each in (said.median, said.low, said.high))
         return middle if low == high else f"{middle} ({low}-{high})"
 
 

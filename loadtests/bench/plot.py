@@ -7,10 +7,10 @@ from xml.sax.saxutils import escape
 
 from loadtests.bench.figures import Figure
 
-BAR = 18
+BAR = 16
 GAP = 6
 LABEL = 190
-PANEL = 240
+PANEL = 250
 TOP = 56
 OURS, OTHERS = "#0b6e99", "#b8c4cc"
 
@@ -47,5 +47,5 @@ def _bar(figure: Figure, left: float, top: float, scale: float, *, ours: bool) -
     return [
         f'<rect x="{left}" y="{top}" width="{end - left:.1f}" height="{BAR}" fill="{colour}"/>',
         f'<line x1="{low:.1f}" y1="{middle}" x2="{high:.1f}" y2="{middle}" stroke="black"/>',
-        f'<text x="{high + 4:.1f}" y="{top + BAR - 5}">{figure.median:.0f}</text>',
+        f'<text x="{high + 4:.1f}" y="{top + BAR - 5}">{figure.median:.3g}</text>',
     ]

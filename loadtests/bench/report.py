@@ -155,8 +155,34 @@ PARTS: dict[str, tuple[str, Callable[[Any], str]]] = {
 }
 
 
+def _cost_plot(results: Any) -> str:
+    costs = msgspec.convert(results, dict[str, Cost])
+    return bars(
+        "Processor time of the gateway, microseconds (median and range of the rounds)",
+        {
+            "per request of 110 B": {name: each.small_us for name, each in costs.items()},
+            "per request of 240 KB": {name: each.kb240_us for name, each in costs.items()},
+            "per chunk, 32 streams": {name: each.chunk32_us for name, each in costs.items()},
+        },
+    )
+
+
+def _routing_plot(results: Any) -> str:
+    scenes = msgspec.convert(results, dict[str, dict[str, Routed]])
+    return bars(
+        "Mean time to the first token, ms (median and range of the rounds)",
+        {
+            scene: {name: each.mean.times(1e3) for name, each in systems.items()}
+            for scene, systems in scenes.items()
+        },
+    )
+
+
+PLOTS: dict[str, Callable[[Any], str]] = {"cost": _cost_plot, "routing": _routing_plot}
+
+
 def write(folder: Path) -> None:
-    """``table.md`` and, if the cost part is there, ``cost.svg``, from the parts' files in ``folder``."""
+    """``table.md`` and the plots, from the parts' files in ``folder``."""
     text = ""
     for name, (title, tell) in PARTS.items():
         path = folder / f"{name}.json"
@@ -169,18 +195,6 @@ def write(folder: Path) -> None:
         if part.left_out:
             text += " Left out: " + ", ".join(f"{what} ({why})" for what, why in part.left_out.items()) + "."
         text += "\n\n"
-        if name == "cost":
-            (folder / "cost.svg").write_text(_cost_plot(part.results))
+        if name in PLOTS:
+            (folder / f"{name}.svg").write_text(PLOTS[name](part.results))
     (folder / "table.md").write_text(text)
-
-
-def _cost_plot(results: Any) -> str:
-    costs = msgspec.convert(results, dict[str, Cost])
-    return bars(
-        "Processor time of the gateway, microseconds (median and range of the rounds)",
-        {
-            "per request of 110 B": {name: each.small_us for name, each in costs.items()},
-            "per request of 240 KB": {name: each.kb240_us for name, each in costs.items()},
-            "per chunk, 32 streams": {name: each.chunk32_us for name, each in costs.items()},
-        },
-    )
