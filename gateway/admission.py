@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter as Counts
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterator
+from itertools import islice
 
 from gateway.errors import Refused
 from gateway.fleet import FleetView, Served
@@ -13,12 +14,13 @@ from gateway.metrics import Metrics
 from gateway.replicas import Link
 from gateway.router import Routes
 from gateway.shared import ALONE, Shared
-from policy.admission import Bounds, Queue
+from policy.admission import Bounds, Next, Queue
 from policy.batching import Room, select
 from policy.config import Deployment
 from policy.errors import Refusal, TargetError
 from policy.fairness import Fair
 from policy.request import Request
+from policy.reserve import Reserve
 from policy.routing import Candidate, Quote
 from policy.types import Priority
 
@@ -28,6 +30,8 @@ __all__ = ["Admission", "Place"]
 TICK_S = 0.02
 # Words of replicas that change nothing come by the hundred each second.
 REST_S = 0.004
+# How far down the order a slot that is kept free is offered.
+MOST_WALKED = 512
 
 
 class Admission:
@@ -59,6 +63,7 @@ class Admission:
         if line is None or line.served is not served:
             line = self._lines[served.name] = self._line(served)
         request.ticket = line.queue.ticket()
+        line.reserve.came(request.tenant, request.arrived)
         return Place(served, request, line)
 
     async def admit(self, place: Place) -> Link:
@@ -108,8 +113,9 @@ class Admission:
                 del running[adapter]
                 if not running:
                     del line.runs[link.id]
-        if place.began is not None:
+        if place.began is not None and place.began.running:
             line.queue.ended(place.began, self._clock(), whole=whole)
+            line.reserve.ended(place.request.tenant)
         if line.queue:
             self._pump_soon(line)
 
@@ -166,9 +172,11 @@ class Admission:
         def fair() -> Fair:
             return Fair(self._weight, None if self._shared is ALONE else Host(self._shared, served.name))
 
-        return Line(served, Queue(fair))
+        return Line(served, Queue(fair), Reserve(self._weight))
 
     def _choose(self, place: Place) -> Link | None:
+        if not place.line.grants(place.request.tenant):
+            return None
         chosen = self._routes.choose(place.served, place.request)
         if chosen is None:
             return None
@@ -185,6 +193,7 @@ class Admission:
 
     def _begin(self, place: Place, now: float) -> None:
         place.began = place.line.queue.begin(place.request, now)
+        place.line.reserve.began(place.request.tenant)
 
     def _wait(self, place: Place, now: float) -> None:
         """Stand in the queue; raises :class:`gateway.errors.Refused` for a newcomer that may not."""
@@ -245,7 +254,7 @@ class Admission:
             return {"", *line.runs.get(candidate.id, ())}
 
         picks = []
-        for pick in select(queue.walk(), Room(quote, could, runs)):
+        for pick in select(self._granted(line), Room(quote, could, runs)):
             self._send(line.places[pick.request.ticket], links[pick.quote.candidate.id])
             picks.append(pick)
         meter = self._metrics.queues.model(line.served.name)
@@ -260,6 +269,17 @@ class Admission:
         if not picks:
             line.rested_at = now
         self._depths(line)
+
+    def _granted(self, line: Line) -> Iterator[Next]:
+        """Those that wait, without the tenants that have to leave the last slots to others."""
+        denied: set[str] = set()
+        for turn in islice(line.queue.walk(), MOST_WALKED):
+            tenant = turn.request.tenant
+            if tenant not in denied:
+                if line.grants(tenant):
+                    yield turn
+                else:  # picks leave less room, never more
+                    denied.add(tenant)
 
     def _depths(self, line: Line) -> None:
         """Publish who waits."""

@@ -11,6 +11,7 @@ from gateway.replicas import Link, key_of
 from gateway.shared import Shared
 from policy.admission import Began, Queue
 from policy.request import Request
+from policy.reserve import Reserve
 from policy.routing import Quote
 
 
@@ -38,11 +39,12 @@ class Place:
 class Line:
     """A model's queue in this worker, and what wakes it. ``runs`` are the adapters at work by replica."""
 
-    __slots__ = ("places", "pump", "queue", "rested_at", "runs", "served", "timer")
+    __slots__ = ("places", "pump", "queue", "reserve", "rested_at", "runs", "served", "timer")
 
-    def __init__(self, served: Served, queue: Queue) -> None:
+    def __init__(self, served: Served, queue: Queue, reserve: Reserve) -> None:
         self.served = served
         self.queue = queue
+        self.reserve = reserve
         self.places: dict[int, Place] = {}
         self.runs: dict[str, Counts[str]] = {}
         self.timer: asyncio.TimerHandle | None = None
@@ -60,6 +62,18 @@ class Line:
         return any(
             link.admissible and (not link.bound or link.in_flight < link.bound) for link in self.served.links
         )
+
+    def grants(self, tenant: str) -> bool:
+        """Whether the tenant may have a slot, or has to leave the last ones to others."""
+        if not self.reserve.contended:
+            return True
+        free = 0
+        for link in self.served.links:
+            if link.admissible:
+                if not link.bound:
+                    return True
+                free += max(0, link.bound - link.in_flight)
+        return self.reserve.grants(tenant, free)
 
 
 class Host:

@@ -11,6 +11,7 @@ from policy.discipline import Discipline
 from policy.drain import RANK, Drain
 from policy.errors import Refusal
 from policy.fairness import cost
+from policy.foresight import Foresight
 from policy.ranking import Ranking
 from policy.request import Request
 from policy.types import Priority
@@ -18,8 +19,6 @@ from policy.types import Priority
 MAX_RETRY_AFTER_S = 120
 # A newcomer may displace so many: more small ones than that are not worth one large.
 MOST_DISPLACED = 16
-# Predictions err: what is accepted should not time out, so it must fit with this to spare.
-MARGIN = 1.15
 
 
 class Bounds(NamedTuple):
@@ -78,6 +77,8 @@ class Queue:
         self._deadlines: Ranking[Request] = Ranking()
         self._passed: dict[int, int] = {}
         self._drain = Drain()
+        self._foresight = Foresight()
+        self._foreseen: dict[int, tuple[float, float]] = {}
         self._tickets = 0
         self.size = 0
         self.ready = False
@@ -100,14 +101,17 @@ class Queue:
     def enter(self, newcomer: Request, bounds: Bounds, at: float) -> Verdict:
         """A request that was never in the queue waits, or is refused at once.
 
-        Too many are refused as ``overloaded`` while they could not be served before their deadline, and
-        as ``queue_full`` beyond ``bounds``, unless somebody of a less important class, or of the same
-        class and a tenant with a longer backlog, makes room. A request that is larger than all bytes may
-        be waits alone.
+        Too many are refused as ``overloaded`` while they could not be served before their deadline, but
+        for one before whom nobody stands: somebody must be tried, or a rate that was bad once would
+        never be measured again. Beyond ``bounds`` they are refused as ``queue_full``, unless somebody of
+        a less important class, or of the same class and a tenant with a longer backlog, makes room. A
+        request that is larger than all bytes may be waits alone.
         """
         wait_s = self.predict(newcomer) if self.ready else None
-        if wait_s is not None and wait_s * MARGIN > (left := newcomer.deadline - at):
-            return Verdict(Refusal.OVERLOADED, wait_s, retry_after(wait_s * MARGIN - left))
+        if wait_s is not None and self._ahead(newcomer):
+            late_s = wait_s + self._foresight.slack_s - (newcomer.deadline - at)
+            if late_s > 0:
+                return Verdict(Refusal.OVERLOADED, wait_s, retry_after(late_s))
         displaced: list[Request] = []
         while not self._fits(newcomer, bounds):
             worse = self._spare(newcomer) if len(displaced) < MOST_DISPLACED else None
@@ -118,6 +122,8 @@ class Queue:
             self.remove(worse, at)
             displaced.append(worse)
         self._put(newcomer, at, returned=False)
+        if wait_s is not None:
+            self._foreseen[newcomer.ticket] = (at, wait_s)
         return Verdict(None, wait_s, self._retry_full(newcomer), tuple(displaced))
 
     def put_back(self, request: Request, at: float) -> None:
@@ -131,12 +137,14 @@ class Queue:
         self._classes[request.priority].remove(request)
         self._deadlines.drop(request)
         self._passed.pop(request.ticket, None)
+        self._foreseen.pop(request.ticket, None)
         self.size -= request.size
         self._drain.busy(at, waits=self.ready and bool(self._waiting))
         return True
 
     def begin(self, request: Request, at: float) -> Began:
         """It goes to a replica now, having waited or not, and is charged what it is expected to cost."""
+        self._learn(request, at)
         waited = self.remove(request, at)
         tokens = cost(request)
         self._drain.began(tokens, request.priority, waited=waited)
@@ -168,21 +176,17 @@ class Queue:
     def predict(self, newcomer: Request) -> float | None:
         """Seconds that ``newcomer`` would wait, from what stands before it and the rate left to its class.
 
-        0 where nobody does: somebody must be tried, or a rate that was bad once would never be measured
-        again. ``None`` while the rate is unknown.
+        ``None`` while the rate is unknown.
         """
-        better = sum(self._classes[priority].tokens for priority in Priority if _before(priority, newcomer))
-        ahead = better + self._classes[newcomer.priority].ahead(newcomer)
-        if not ahead:
-            return 0.0
         rate = self._drain.rate(newcomer.priority)
         # The next place is free after half of the time between two, on average.
-        return None if rate is None else (ahead + cost(newcomer) / 2) / rate
+        return None if rate is None else (self._ahead(newcomer) + cost(newcomer) / 2) / rate
 
     def expire(self, at: float) -> list[Request]:
         """Remove and return all whose deadline is not after ``at``, earliest first."""
         expired: list[Request] = []
         while (first := self._deadlines.least()) is not None and first[1] <= at:
+            self._learn(first[0], at)
             self.remove(first[0], at)
             expired.append(first[0])
         return expired
@@ -203,6 +207,16 @@ class Queue:
         if ready is not self.ready:
             self.ready = ready
             self._drain.busy(at, waits=ready and bool(self._waiting))
+
+    def _ahead(self, newcomer: Request) -> float:
+        """Tokens that would be served before it."""
+        better = sum(self._classes[priority].tokens for priority in Priority if _before(priority, newcomer))
+        return better + self._classes[newcomer.priority].ahead(newcomer)
+
+    def _learn(self, request: Request, at: float) -> None:
+        """Its wait ends: was it foreseen?"""
+        if (foreseen := self._foreseen.get(request.ticket)) is not None:
+            self._foresight.learn(foreseen[1], at - foreseen[0])
 
     def _put(self, request: Request, at: float, *, returned: bool) -> None:
         if request.ticket in self._waiting:
