@@ -75,7 +75,7 @@ _Row = tuple[Candidate, Site, tuple[float, ...], float, int, float, int]
 class _Found:
     """What quoting all candidates showed: the deepest that any holds, and the range of the prefills."""
 
-    __slots__ = ("anchor", "cold_s", "deepest", "former", "resident", "warm_s", "youngest")
+    __slots__ = ("anchor", "cold_s", "deepest", "former", "most", "resident", "warm_s", "youngest")
 
     def __init__(self, adapter_key: int) -> None:
         self.anchor = adapter_key
@@ -83,6 +83,7 @@ class _Found:
         self.former: Site | None = None  # it had this, and had the least to do since
         self.youngest = math.inf
         self.resident = False
+        self.most = -1
         self.warm_s, self.cold_s = math.inf, 0.0
 
 
