@@ -45,7 +45,10 @@ class Probes:
 
     async def run(self) -> None:
         """Sweep until cancelled."""
-        async with httpx.AsyncClient(headers={SECRET_HEADER: self._secret}, trust_env=False) as client:
+        # A connection that is kept would not be seen to close until the next canary.
+        limits = httpx.Limits(max_keepalive_connections=0)
+        headers = {SECRET_HEADER: self._secret}
+        async with httpx.AsyncClient(headers=headers, limits=limits, trust_env=False) as client:
             try:
                 while True:
                     await asyncio.sleep(SWEEP_S)
