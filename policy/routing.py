@@ -75,7 +75,7 @@ _Row = tuple[Candidate, Site, tuple[float, ...], float, int, float, int]
 class _Found:
     """What quoting all candidates showed: the deepest that any holds, and the range of the prefills."""
 
-    __slots__ = ("anchor", "cold_s", "deepest", "former", "most", "resident", "warm_s", "youngest")
+    __slots__ = ("anchor", "cold", "deepest", "former", "most", "resident", "warm_s", "youngest")
 
     def __init__(self, adapter_key: int) -> None:
         self.anchor = adapter_key
@@ -83,8 +83,8 @@ class _Found:
         self.former: Site | None = None  # it had this, and had the least to do since
         self.youngest = math.inf
         self.resident = False
-        self.most = -1
-        self.warm_s, self.cold_s = math.inf, 0.0
+        self.most = self.cold = 0.0
+        self.warm_s = math.inf
 
 
 class Router:
@@ -309,11 +309,12 @@ class Router:
             slope, fixed_s = line.slope, line.fixed_s
             if (factor := site.residual.factor(at)) != 1.0:
                 slope, fixed_s = slope * factor, fixed_s * factor
-            site.share.weight = site.pace.capacity / factor if factor > SLOW else site.pace.capacity
+            weight = site.pace.capacity / factor if factor > SLOW else site.pace.capacity
+            site.share.weight = weight
             terms, own, modelled = measure(request, candidate, site, uncached, slope=slope, fixed_s=fixed_s)
-            # The quickest of those that hold least: by a slow one, evenness would be worth any time.
-            if uncached > found.most or (uncached == found.most and own < found.cold_s):
-                found.most, found.cold_s = uncached, own
+            # As long as on the quickest: measured by a slow one, evenness would be worth any time.
+            found.most = max(found.most, weight)
+            found.cold = max(found.cold, own * weight)
             found.warm_s = min(found.warm_s, own)
             if key and key in site.slots:
                 found.resident = True
@@ -324,7 +325,7 @@ class Router:
         self, request: Request, rows: list[_Row], found: _Found, balance: Balance
     ) -> tuple[list[Quote], list[float]]:
         prefix, key = request.prefix, request.adapter_key
-        former, cold_s = found.former, found.cold_s
+        former, cold_s = found.former, found.cold / found.most
         if found.deepest:
             former = None
             if cold_s > found.warm_s:
