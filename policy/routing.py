@@ -1,6 +1,8 @@
 """Which replica takes a request: the one that is predicted to give it its first token soonest.
 
 The prediction is :mod:`policy.quoting`'s; here it is weighed against what each choice costs others.
+
+One module though over 300 lines: a choice, what it begins, and what is learned from it are one state.
 """
 
 from __future__ import annotations

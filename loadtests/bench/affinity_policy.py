@@ -3,6 +3,8 @@
 ``python -m loadtests.bench.affinity_policy [--seeds N]`` prints a table for each situation. ``cold`` are
 (prefix, replica) pairs that were computed, ``load`` the most requests of a replica over the mean, ``hit``
 the part of the requests whose prefix (or adapter) was there in truth. TTFT is in milliseconds.
+
+One module though over 300 lines: the rivals are a few lines each, and say what the fleet must offer them.
 """
 
 from __future__ import annotations
