@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter as Counts
-from collections.abc import Callable, Container, Iterator
-from itertools import islice
+from collections.abc import Callable, Container
 
 from gateway.errors import Refused
 from gateway.fleet import FleetView, Served
@@ -14,7 +12,8 @@ from gateway.metrics import Metrics
 from gateway.replicas import Link
 from gateway.router import Routes
 from gateway.shared import ALONE, Shared
-from policy.admission import Bounds, Next, Queue
+from gateway.turned_away import TurnedAway
+from policy.admission import Bounds, Queue
 from policy.batching import Room, select
 from policy.config import Deployment
 from policy.errors import Refusal, TargetError
@@ -30,8 +29,6 @@ __all__ = ["Admission", "Place"]
 TICK_S = 0.02
 # Words of replicas that change nothing come by the hundred each second.
 REST_S = 0.004
-# How far down the order a slot that is kept free is offered.
-MOST_WALKED = 512
 
 
 class Admission:
@@ -48,6 +45,7 @@ class Admission:
         shared: Shared = ALONE,
     ) -> None:
         self._metrics = metrics
+        self._turned_away = TurnedAway(metrics.queues)
         self._routes = routes
         self._deployment = deployment
         self._weight = weight
@@ -85,14 +83,14 @@ class Admission:
             return link
         now = self._clock()
         if place.request.deadline <= now:
-            raise self._expired(place)
+            raise self._turned_away.expired(place)
         place.granted = self._loop.create_future()
         self._wait(place, now)
         try:
             return await place.granted
         except asyncio.CancelledError:
-            if not queue.remove(place.request, self._clock()) and _was_granted(place.granted):
-                assert place.began is not None
+            queue.remove(place.request, self._clock())
+            if place.began is not None:  # it was granted, and left before it heard of it
                 queue.settle(place.began, 0)
                 self.release(place, place.granted.result(), whole=False)
             raise
@@ -106,13 +104,8 @@ class Admission:
             link.first_token(place.pending)
             place.pending = 0
         link.end()
-        line, adapter = place.line, place.request.adapter
-        if adapter and (running := line.runs.get(link.id)) is not None:
-            running[adapter] -= 1
-            if not running[adapter]:
-                del running[adapter]
-                if not running:
-                    del line.runs[link.id]
+        line = place.line
+        line.leaves(place.request.adapter, link)
         if place.began is not None and place.began.running:
             line.queue.ended(place.began, self._clock(), whole=whole)
             line.reserve.ended(place.request.tenant)
@@ -188,8 +181,7 @@ class Admission:
         place.pending = place.quote.uncached
         place.news = self._routes.began(place.request, place.quote)
         link.begin(place.pending)
-        if adapter := place.request.adapter:
-            place.line.runs.setdefault(link.id, Counts())[adapter] += 1
+        place.line.joins(place.request.adapter, link)
 
     def _begin(self, place: Place, now: float) -> None:
         place.began = place.line.queue.begin(place.request, now)
@@ -210,9 +202,9 @@ class Admission:
             size = limits.max_queue_bytes - elsewhere if elsewhere or line.queue else request.size
             verdict = line.queue.enter(request, Bounds(limits.max_queue, size), now)
             for displaced in verdict.displaced:
-                self._displace(line.places[displaced.ticket], verdict.retry_after_s)
+                self._turned_away.displace(line.places[displaced.ticket], verdict.retry_after_s)
             if verdict.refusal is not None:
-                raise self._refused(place, verdict.refusal, verdict.retry_after_s)
+                raise self._turned_away.newcomer(place, verdict.refusal, verdict.retry_after_s)
             place.entered = True
             place.foreseen_s = verdict.wait_s
         line.places[request.ticket] = place
@@ -254,7 +246,7 @@ class Admission:
             return {"", *line.runs.get(candidate.id, ())}
 
         picks = []
-        for pick in select(self._granted(line), Room(quote, could, runs)):
+        for pick in select(line.granted(), Room(quote, could, runs)):
             self._send(line.places[pick.request.ticket], links[pick.quote.candidate.id])
             picks.append(pick)
         meter = self._metrics.queues.model(line.served.name)
@@ -269,17 +261,6 @@ class Admission:
         if not picks:
             line.rested_at = now
         self._depths(line)
-
-    def _granted(self, line: Line) -> Iterator[Next]:
-        """Those that wait, without the tenants that have to leave the last slots to others."""
-        denied: set[str] = set()
-        for turn in islice(line.queue.walk(), MOST_WALKED):
-            tenant = turn.request.tenant
-            if tenant not in denied:
-                if line.grants(tenant):
-                    yield turn
-                else:  # picks leave less room, never more
-                    denied.add(tenant)
 
     def _depths(self, line: Line) -> None:
         """Publish who waits."""
@@ -308,41 +289,7 @@ class Admission:
         for request in line.queue.expire(now + 0.002):
             place = line.places[request.ticket]
             if place.granted is not None and not place.granted.done():
-                place.granted.set_exception(self._expired(place))
+                place.granted.set_exception(self._turned_away.expired(place))
         line.queue.hear_peers()
         self._pump(line)
         self._arm(line, now)
-
-    def _displace(self, place: Place, retry_after_s: int) -> None:
-        self._metrics.queues.model(place.served.name).displaced += 1
-        assert place.granted is not None
-        if not place.granted.done():
-            place.granted.set_exception(
-                Refused(
-                    Refusal.QUEUE_FULL,
-                    f"The queue for {place.served.name} is full, and this request made room for another.",
-                    retry_after_s=retry_after_s,
-                )
-            )
-
-    def _refused(self, place: Place, reason: Refusal, retry_after_s: int) -> Refused:
-        name, waiting = place.served.name, len(place.line.queue)
-        self._metrics.queues.model(name).refused[reason] += 1
-        if reason is Refusal.OVERLOADED:
-            text = f"{waiting} requests wait for {name}: this one would not be served before its deadline."
-        else:
-            text = f"{waiting} requests already wait for {name}."
-        return Refused(reason, text, retry_after_s=retry_after_s)
-
-    def _expired(self, place: Place) -> Refused:
-        name = place.served.name
-        up = any(link.admissible for link in place.served.links)
-        reason = Refusal.DEADLINE if up else Refusal.NO_REPLICA
-        self._metrics.queues.model(name).refused[reason] += 1
-        if up:
-            return Refused(reason, f"No replica of {name} had room before the request's deadline.")
-        return Refused(reason, f"No replica of {name} was ready before the request's deadline.")
-
-
-def _was_granted(granted: asyncio.Future[Link]) -> bool:
-    return granted.done() and not granted.cancelled() and granted.exception() is None

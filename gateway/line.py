@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter as Counts
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 from gateway.fleet import Served
 from gateway.replicas import Link, key_of
 from gateway.shared import Shared
-from policy.admission import Began, Queue
+from policy.admission import Began, Next, Queue
 from policy.request import Request
 from policy.reserve import Reserve
 from policy.routing import Quote
+
+# How far down the order a slot that is kept free is offered.
+MOST_WALKED = 512
 
 
 @dataclass(slots=True, eq=False)
@@ -63,6 +68,21 @@ class Line:
             link.admissible and (not link.bound or link.in_flight < link.bound) for link in self.served.links
         )
 
+    def joins(self, adapter: str, link: Link) -> None:
+        """A request for ``adapter`` runs on ``link``."""
+        if adapter:
+            self.runs.setdefault(link.id, Counts())[adapter] += 1
+
+    def leaves(self, adapter: str, link: Link) -> None:
+        """It runs there no more."""
+        if adapter:
+            running = self.runs[link.id]
+            running[adapter] -= 1
+            if not running[adapter]:
+                del running[adapter]
+            if not running:
+                del self.runs[link.id]
+
     def grants(self, tenant: str) -> bool:
         """Whether the tenant may have a slot, or has to leave the last ones to others."""
         if not self.reserve.contended:
@@ -74,6 +94,17 @@ class Line:
                     return True
                 free += max(0, link.bound - link.in_flight)
         return self.reserve.grants(tenant, free)
+
+    def granted(self) -> Iterator[Next]:
+        """Those that wait, in order, without the tenants that have to leave the last slots to others."""
+        denied: set[str] = set()
+        for turn in islice(self.queue.walk(), MOST_WALKED):
+            tenant = turn.request.tenant
+            if tenant not in denied:
+                if self.grants(tenant):
+                    yield turn
+                else:  # what is handed out leaves less room, never more
+                    denied.add(tenant)
 
 
 class Host:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -241,11 +245,12 @@ def test_retry_after_is_whole_and_bounded(seconds: float) -> None:
 class Laws(RuleBasedStateMachine):
     """Against plain dictionaries of what should wait and what should run."""
 
+    DISCIPLINE = Fair
     BOUNDS = Bounds(6, 60)
 
     def __init__(self) -> None:
         super().__init__()
-        self.queue = Queue(Fair)
+        self.queue = Queue(self.DISCIPLINE)
         self.waiting: dict[int, Request] = {}
         self.returned: set[int] = set()
         self.open: list[Began] = []
@@ -352,3 +357,24 @@ class Laws(RuleBasedStateMachine):
 
 
 TestLaws = Laws.TestCase
+
+
+def test_the_discipline_of_the_docs_orders_a_queue() -> None:
+    text = (Path(__file__).parents[2] / "docs/extending.md").read_text()
+    code = next(
+        block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "class Shortest" in block
+    )
+    scope: dict[str, Any] = {"__name__": "docs"}
+    exec(code, scope)  # noqa: S102 - it is what a reader would copy
+    queue = Queue(scope["Shortest"])
+    long, short, other = (enter(queue, tokens=tokens) for tokens in (50, 10, 10))
+    assert order(queue) == [short, other, long]
+    began = queue.begin(short, 0.0)
+    queue.settle(began, 0)
+    queue.ended(began, 1.0, whole=True)
+    queue.put_back(short, 1.0)
+    assert order(queue) == [short, other, long]
+    bounds = Bounds(3, 10**9)
+    assert queue.enter(request(queue, deadline=9e9), bounds, 1.0).refusal is Refusal.QUEUE_FULL
+    better = request(queue, priority=Priority.CRITICAL, deadline=9e9)
+    assert queue.enter(better, bounds, 1.0).displaced == (other,)

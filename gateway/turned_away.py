@@ -1,0 +1,43 @@
+"""What a queue says to those that it does not serve, and the count of them."""
+
+from __future__ import annotations
+
+from gateway.errors import Refused
+from gateway.line import Place
+from gateway.queue_meter import QueueMetrics
+from policy.errors import Refusal
+
+
+class TurnedAway:
+    """The refusals of all queues of this worker."""
+
+    def __init__(self, meters: QueueMetrics) -> None:
+        self._meters = meters
+
+    def newcomer(self, place: Place, reason: Refusal, retry_after_s: int) -> Refused:
+        """It may not wait."""
+        name, waiting = place.served.name, len(place.line.queue)
+        self._meters.model(name).refused[reason] += 1
+        if reason is Refusal.OVERLOADED:
+            text = f"{waiting} requests wait for {name}: this one would not be served before its deadline."
+        else:
+            text = f"{waiting} requests already wait for {name}."
+        return Refused(reason, text, retry_after_s=retry_after_s)
+
+    def displace(self, place: Place, retry_after_s: int) -> None:
+        """It waited, and had to make room for another."""
+        name = place.served.name
+        self._meters.model(name).displaced += 1
+        assert place.granted is not None
+        if not place.granted.done():
+            text = f"The queue for {name} is full, and this request made room for another."
+            place.granted.set_exception(Refused(Refusal.QUEUE_FULL, text, retry_after_s=retry_after_s))
+
+    def expired(self, place: Place) -> Refused:
+        """Its deadline passed while it waited."""
+        name = place.served.name
+        up = any(link.admissible for link in place.served.links)
+        reason = Refusal.DEADLINE if up else Refusal.NO_REPLICA
+        self._meters.model(name).refused[reason] += 1
+        was = "had room" if up else "was ready"
+        return Refused(reason, f"No replica of {name} {was} before the request's deadline.")

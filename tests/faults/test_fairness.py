@@ -1,0 +1,107 @@
+"""Fairness: a tenant at ten times the demand takes no more than its share, and nobody's time."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from tests.faults.crowd import Crowd, Visit, jain, quantile
+from tests.gateway.engines import SimReplica
+from tests.gateway.worker import Stack, model
+
+# Two replicas of four slots; an answer of 24 tokens takes about 0.4 s, so about 20 are served a second.
+REPLICAS, SLOTS, TOKENS = 2, 4, 24
+KEYS = {"loud": "tg-loud", "quiet": "tg-quiet"}
+# A prompt of some 850 tokens takes the engine about 50 ms. A step takes 16, and whoever comes to a busy
+# engine waits for the end of one, which no gateway can change.
+WORDS = {"quiet": 500, "loud": 80}
+
+
+class Site(Stack):
+    """One gateway worker with two tenants over simulated engines that are full soon."""
+
+    async def start(self) -> Crowd:
+        self.models = [model("alpha")]
+        self.gateway = {"queue_timeout_s": 2}
+        self.engines = [SimReplica(f"sim-{i}", "h100-8b", speed=0.5, bound=SLOTS) for i in range(REPLICAS)]
+        await self.start_controller()
+        await asyncio.gather(self.start_worker(), *(engine.start() for engine in self.engines))
+        await self.ready(*self.engines)  # type: ignore[arg-type]
+        return Crowd(self.client_socket.getsockname()[1], "alpha", tokens=TOKENS)
+
+    def write_document(self) -> None:
+        super().write_document()
+        path = self.root / "deployment.json"
+        document = json.loads(path.read_text())
+        document["tenants"] = [
+            {"name": name, "keys_sha256": [hashlib.sha256(key.encode()).hexdigest()]}
+            for name, key in KEYS.items()
+        ]
+        path.write_text(json.dumps(document))
+
+    async def close(self) -> None:
+        for engine in self.engines:
+            await engine.stop()
+        await super().close()
+
+
+@pytest_asyncio.fixture
+async def site(tmp_path: Path) -> AsyncIterator[Site]:
+    site = Site(tmp_path)
+    yield site
+    await site.close()
+
+
+async def equal_shares(crowd: Crowd, seconds: float) -> None:
+    """Both want more than half, one ten times as much as the other: both get half."""
+    quiet, loud = await asyncio.gather(
+        crowd.open_loop(14, seconds, "quiet", key=KEYS["quiet"]),
+        crowd.open_loop(140, seconds, "loud", key=KEYS["loud"]),
+    )
+    start = quiet[0].asked_at
+    shares = [_served(visits, start + 1.0, start + seconds) for visits in (quiet, loud)]
+    assert jain(shares) >= 0.95
+
+
+async def unharmed(crowd: Crowd, seconds: float) -> None:
+    """One wants a sixth of its share, the other more than ten times that and than there is."""
+    alone = _ttft(await crowd.open_loop(1.5, seconds, "quiet", key=KEYS["quiet"], words=WORDS["quiet"]))
+    victim, _ = await asyncio.gather(
+        crowd.open_loop(1.5, seconds, "quiet", key=KEYS["quiet"], words=WORDS["quiet"]),
+        crowd.open_loop(24, seconds, "loud", key=KEYS["loud"], words=WORDS["loud"]),
+    )
+    beside = _ttft(victim)
+    assert all(visit.served for visit in victim)
+    assert quantile(beside, 0.5) <= 1.5 * quantile(alone, 0.5)
+    assert quantile(beside, 0.95) <= 1.5 * quantile(alone, 0.95)
+
+
+def _served(visits: list[Visit], after: float, until: float) -> int:
+    return sum(visit.served is not None and after <= visit.ended_at <= until for visit in visits)
+
+
+def _ttft(visits: list[Visit]) -> list[float]:
+    return [visit.ttft_s for visit in visits if visit.served]
+
+
+@pytest.mark.slow
+async def test_ten_to_one_of_demand_is_one_to_one_of_service(site: Site) -> None:
+    await equal_shares(await site.start(), 6.0)
+
+
+@pytest.mark.slow
+async def test_a_loud_tenant_costs_a_quiet_one_no_time(site: Site) -> None:
+    await unharmed(await site.start(), 12.0)
+
+
+@pytest.mark.long
+async def test_fairness_for_longer(site: Site) -> None:
+    crowd = await site.start()
+    await equal_shares(crowd, 60.0)
+    await unharmed(crowd, 120.0)
