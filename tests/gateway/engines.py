@@ -8,12 +8,14 @@ import signal
 import sys
 from typing import Any
 
+import httpx
 import msgspec
 
 from policy.config import Sim
 from policy.types import EngineKind, Runner
 from serve.engine.main import Event
 from serve.engine.port import EngineSpec
+from store.state import SECRET_HEADER
 from tests.gateway.fake_replica import SECRET
 from tests.gateway.worker import ROOT
 
@@ -85,6 +87,13 @@ class SimReplica:
             "url": self.url,
             "pid": self.process.pid,
         }
+
+    async def served(self) -> int:
+        """How many requests ended there, as its own metrics say."""
+        async with httpx.AsyncClient(headers={SECRET_HEADER: SECRET}, trust_env=False) as client:
+            text = (await client.get(f"{self.url}/metrics")).text
+        counts = [line for line in text.splitlines() if line.startswith("vllm:request_success_total{")]
+        return sum(int(float(line.rpartition(" ")[2])) for line in counts)
 
     async def stop(self) -> None:
         """Kill the process and everything in its group."""
