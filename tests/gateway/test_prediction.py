@@ -76,11 +76,15 @@ class Client:
                 b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%b"
                 % (len(body), body)
             )
-            assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200")
-            await reader.readuntil(b"data: [DONE]\n\n")
+            await self.answered(reader)
         finally:
             writer.close()
             await writer.wait_closed()
+
+    async def answered(self, reader: asyncio.StreamReader) -> None:
+        """Read one answer to its end."""
+        assert b" 200 " in await reader.readline()
+        await reader.readuntil(b"data: [DONE]\n\n")
 
 
 async def buckets(stack: Stack) -> dict[float, float]:
