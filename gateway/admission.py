@@ -200,7 +200,8 @@ class Admission:
             elsewhere = sum(other.queue.size for other in self._lines.values() if other is not line)
             # A body that is larger than all may be waits where nothing else does, of any model.
             size = limits.max_queue_bytes - elsewhere if elsewhere or line.queue else request.size
-            verdict = line.queue.enter(request, Bounds(limits.max_queue, size), now)
+            bounds, kept = Bounds(limits.max_queue, size), line.keeps_for(request.tenant)
+            verdict = line.queue.enter(request, bounds, now, kept=kept)
             for displaced in verdict.displaced:
                 self._turned_away.displace(line.places[displaced.ticket], verdict.retry_after_s)
             if verdict.refusal is not None:

@@ -95,6 +95,10 @@ class Line:
                 free += max(0, link.bound - link.in_flight)
         return self.reserve.grants(tenant, free)
 
+    def keeps_for(self, tenant: str) -> bool:
+        """Whether a slot is free that was kept for such as ``tenant``, whoever else waits."""
+        return self.reserve.contended and self.has_room and self.grants(tenant)
+
     def granted(self) -> Iterator[Next]:
         """Those that wait, in order, without the tenants that have to leave the last slots to others."""
         denied: set[str] = set()

@@ -98,17 +98,18 @@ class Queue:
         self._tickets += 1
         return self._tickets
 
-    def enter(self, newcomer: Request, bounds: Bounds, at: float) -> Verdict:
+    def enter(self, newcomer: Request, bounds: Bounds, at: float, *, kept: bool = False) -> Verdict:
         """A request that was never in the queue waits, or is refused at once.
 
         Too many are refused as ``overloaded`` while they could not be served before their deadline, but
         for one before whom nobody stands: somebody must be tried, or a rate that was bad once would
-        never be measured again. Beyond ``bounds`` they are refused as ``queue_full``, unless somebody of
-        a less important class, or of the same class and a tenant with a longer backlog, makes room. A
-        request that is larger than all bytes may be waits alone.
+        never be measured again; and for one for whom a slot was ``kept``. Beyond ``bounds`` they are
+        refused as ``queue_full``, unless somebody of a less important class, or of the same class and a
+        tenant with a longer backlog, makes room. A request that is larger than all bytes may be waits
+        alone.
         """
         wait_s = self.predict(newcomer) if self.ready else None
-        if wait_s is not None and self._ahead(newcomer):
+        if wait_s is not None and not kept and self._ahead(newcomer):
             late_s = wait_s + self._foresight.slack_s - (newcomer.deadline - at)
             if late_s > 0:
                 return Verdict(Refusal.OVERLOADED, wait_s, retry_after(late_s))
@@ -122,7 +123,7 @@ class Queue:
             self.remove(worse, at)
             displaced.append(worse)
         self._put(newcomer, at, returned=False)
-        if wait_s is not None:
+        if wait_s is not None and not kept:
             self._foreseen[newcomer.ticket] = (at, wait_s)
         return Verdict(None, wait_s, self._retry_full(newcomer), tuple(displaced))
 

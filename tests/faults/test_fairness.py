@@ -69,7 +69,7 @@ async def equal_shares(crowd: Crowd, seconds: float) -> None:
     assert jain(shares) >= 0.95
 
 
-async def unharmed(crowd: Crowd, seconds: float) -> None:
+async def unharmed(crowd: Crowd, seconds: float, quantiles: tuple[float, ...]) -> None:
     """One wants a sixth of its share, the other more than ten times that and than there is."""
     alone = _ttft(await crowd.open_loop(1.5, seconds, "quiet", key=KEYS["quiet"], words=WORDS["quiet"]))
     victim, _ = await asyncio.gather(
@@ -78,8 +78,8 @@ async def unharmed(crowd: Crowd, seconds: float) -> None:
     )
     beside = _ttft(victim)
     assert all(visit.served for visit in victim)
-    assert quantile(beside, 0.5) <= 1.5 * quantile(alone, 0.5)
-    assert quantile(beside, 0.95) <= 1.5 * quantile(alone, 0.95)
+    for q in quantiles:
+        assert quantile(beside, q) <= 1.5 * quantile(alone, q)
 
 
 def _served(visits: list[Visit], after: float, until: float) -> int:
@@ -97,11 +97,12 @@ async def test_ten_to_one_of_demand_is_one_to_one_of_service(site: Site) -> None
 
 @pytest.mark.slow
 async def test_a_loud_tenant_costs_a_quiet_one_no_time(site: Site) -> None:
-    await unharmed(await site.start(), 12.0)
+    # Of some twenty visits the 95th percentile is the worst one: that is for the long run to say.
+    await unharmed(await site.start(), 12.0, (0.5, 0.75))
 
 
 @pytest.mark.long
 async def test_fairness_for_longer(site: Site) -> None:
     crowd = await site.start()
     await equal_shares(crowd, 60.0)
-    await unharmed(crowd, 120.0)
+    await unharmed(crowd, 120.0, (0.5, 0.95))
