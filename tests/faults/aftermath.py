@@ -95,19 +95,17 @@ class Aftermath:
     def _sockets(self) -> list[str]:
         """Connections of the workers that nobody is at the other end of, or that clients have left."""
         held = []
-        there: Counter[int] = Counter()
+        reached = dict(upstream.reached for upstream in self._stand.upstreams)
         for worker in self._stand.workers:
             if worker.returncode is not None:
                 continue
             for one in psutil.Process(worker.pid).net_connections("tcp"):
                 if one.status == psutil.CONN_CLOSE_WAIT:
                     held.append(f"a connection of {one.laddr} that the other side has closed")
-                if one.status == psutil.CONN_ESTABLISHED and one.raddr:
-                    there[one.raddr.port] += 1
-                    if one.laddr.port == self._stand.port:
-                        held.append(f"a client's connection from {one.raddr}")
-        for upstream in self._stand.upstreams:
-            port, connections = upstream.reached
-            if there[port] != connections:
-                held.append(f"{there[port]} connections to {upstream.id}, of which it has {connections}")
+                if one.status != psutil.CONN_ESTABLISHED or not one.raddr:
+                    continue
+                if one.laddr.port == self._stand.port:
+                    held.append(f"a client's connection from {one.raddr}")
+                if one.laddr.port not in reached.get(one.raddr.port, {one.laddr.port}):
+                    held.append(f"a connection to {one.raddr} of which that knows nothing")
         return held

@@ -75,11 +75,11 @@ class FaultyUpstream(FakeReplica):
         return f"http://127.0.0.1:{self.port if self.proxy is None else self.proxy.port}"
 
     @property
-    def reached(self) -> tuple[int, int]:
-        """The port that the gateway connects to, and the connections that are open there."""
+    def reached(self) -> tuple[int, set[int]]:
+        """The port that the gateway connects to, and the ports that are connected to it."""
         if self.proxy is not None:
-            return self.proxy.port, len(self.proxy.links)
-        return self.port, len(self.connections)
+            return self.proxy.port, set(self.proxy.links.values())
+        return self.port, {one.transport.get_extra_info("peername")[1] for one in self.connections}
 
     @property
     def aborted(self) -> list[Hit]:

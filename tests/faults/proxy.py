@@ -13,6 +13,7 @@ class Proxy:
     """Stands in front of ``target``, a port of loopback; every property may change while it runs.
 
     ``latency_s`` delays each piece by that much, plus up to ``jitter_s`` drawn from ``seed``, in order.
+    ``links`` are the connections to it, with the ports that they come from.
     ``bandwidth`` is in bytes per second and direction, ``slice_bytes`` the most that is written at once.
     """
 
@@ -23,7 +24,7 @@ class Proxy:
         self._wall: list[socket.socket] = []
         self._whole = asyncio.Event()
         self._whole.set()
-        self.links: set[asyncio.Task[None]] = set()
+        self.links: dict[asyncio.Task[None], int] = {}
         self.writers: set[asyncio.StreamWriter] = set()
         self.port = 0
         self.latency_s = 0.0
@@ -87,7 +88,7 @@ class Proxy:
     async def _link(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
-        self.links.add(task)
+        self.links[task] = writer.get_extra_info("peername")[1]
         try:
             there, back = await asyncio.open_connection("127.0.0.1", self._target)
             self.writers |= {writer, back}
@@ -105,7 +106,7 @@ class Proxy:
             pass
         finally:
             writer.close()
-            self.links.discard(task)
+            del self.links[task]
 
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Carry one direction to its end."""
