@@ -38,6 +38,7 @@ _SIGNS = {
     Verdict.STALE: Sign.NOTHING,
     Verdict.SILENT: Sign.BAD,
     Verdict.UNREACHABLE: Sign.BAD,
+    Verdict.LEFT: Sign.NOTHING,
 }
 
 
@@ -125,6 +126,9 @@ class Delivery:
             if verdict is Verdict.REFUSED and relay is not None:
                 link.refused(relay.reason)
             return verdict, relay
+        except asyncio.CancelledError:
+            self._meter.attempts[Verdict.LEFT] += 1
+            raise
         finally:
             tell = self._health.probed if probe else self._health.tell
             tell(link.breaker, sign, self._clock())

@@ -39,7 +39,8 @@ class Verdict(StrEnum):
     the replica's word that it did not begin it, ``FAILED`` an answer of 5xx or one that is none,
     ``LOST`` a connection that died under it, ``STALE`` a kept one that was dead already,
     ``UNREACHABLE`` no connection. ``SILENT``: the replica took the request and was silent for longer
-    than its deadline; its connection was closed, and the request may be repeated elsewhere.
+    than its deadline; its connection was closed, and the request may be repeated elsewhere. ``LEFT``:
+    nobody waits for the answer any more.
     """
 
     SERVED = "served"
@@ -51,6 +52,7 @@ class Verdict(StrEnum):
     SILENT = "silent"
     STALE = "stale"
     UNREACHABLE = "unreachable"
+    LEFT = "left"
 
 
 class Relay:

@@ -29,7 +29,7 @@ PRETENDED = 16
 class Stand(Stack):
     """One worker, the fleet that the current test sets, and raw clients."""
 
-    gauges = ("tidegate_in_flight", "tidegate_queue_depth")
+    gauges = ("tidegate_in_flight", "tidegate_queue_depth", "tidegate_queue_bytes")
 
     def __init__(self, root: Path, gateway: dict[str, Any] | None = None, **more: Any) -> None:
         super().__init__(root)

@@ -35,16 +35,18 @@ async def left_at(upstream: FaultyUpstream) -> float:
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages"])
 async def test_18_leaving_a_stream(stand: Stand, model: str, path: str, reset: bool) -> None:
     (one,) = await stand.fleet(model, 1, usual=faults.paced(1000, 0.01))
-    async with stand.aftermath(model, {"cancelled": 1}):
+    async with stand.aftermath(model, {"cancelled": 1}, attempts=1):
         client = await stand.post(model, path=path, stream=True)
         await client.events(5)
         gone = client.leave(reset=reset)
         assert await left_at(one) - gone <= FREED_S
+    # What the engine has done is counted, though nobody read it to its end.
+    assert await stand.metric("tidegate_tokens_total", model=model, kind="completion") >= 5
 
 
 async def test_18_leaving_before_the_first_event(stand: Stand, model: str) -> None:
     (one,) = await stand.fleet(model, 1, usual=faults.stalling())
-    async with stand.aftermath(model, {"cancelled": 1}):
+    async with stand.aftermath(model, {"cancelled": 1}, attempts=1):
         client = await stand.post(model, stream=True)
         await until(lambda: len(one.open) == 1)
         gone = client.leave()
@@ -54,7 +56,7 @@ async def test_18_leaving_before_the_first_event(stand: Stand, model: str) -> No
 @pytest.mark.parametrize("reset", [False, True], ids=["FIN", "RST"])
 async def test_19_leaving_an_answer_that_is_no_stream(stand: Stand, model: str, reset: bool) -> None:
     (one,) = await stand.fleet(model, 1, usual=faults.silent)
-    async with stand.aftermath(model, {"cancelled": 1}):
+    async with stand.aftermath(model, {"cancelled": 1}, attempts=1):
         client = await stand.post(model)
         await until(lambda: len(one.open) == 1)
         gone = client.leave(reset=reset)
@@ -64,7 +66,7 @@ async def test_19_leaving_an_answer_that_is_no_stream(stand: Stand, model: str, 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_20_leaving_the_queue(stand: Stand, model: str, stream: bool) -> None:
     (one,) = await stand.fleet(model, 1, usual=faults.silent, bound=1)
-    async with stand.aftermath(model, {"cancelled": 2}):
+    async with stand.aftermath(model, {"cancelled": 2}, attempts=1):
         holder = await stand.post(model)
         await until(lambda: len(one.open) == 1)
         waiting = await stand.post(model, stream=stream)
