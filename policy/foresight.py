@@ -22,7 +22,8 @@ class Foresight:
     def learn(self, foreseen_s: float, waited_s: float) -> None:
         """A wait that was foreseen; of one that was given up, so far."""
         error = waited_s - foreseen_s
-        self._mean_s += GAIN * (abs(error) - self._mean_s)
+        # The first errors of a rush are all there is to learn from before it fills the queue.
+        self._mean_s += (GAIN if self._mean_s else 1.0) * (abs(error) - self._mean_s)
         if error > self.slack_s:
             self.slack_s += (1.0 - MISSES) * self._mean_s
         else:
