@@ -103,6 +103,8 @@ class Admission:
         if place.pending:
             link.first_token(place.pending)
             place.pending = 0
+        if place.ahead is not None:
+            link.over(place.ahead)
         link.end()
         line = place.line
         line.leaves(place.request.adapter, link)
@@ -123,7 +125,7 @@ class Admission:
     def unseen(self, place: Place, link: Link) -> None:
         """Its answer will come whole: its prefill is taken to be over when it was predicted to be."""
         if place.pending and place.quote is not None:
-            link.foresee(place.pending, self._clock() + place.quote.total)
+            place.ahead = link.foresee(place.pending, self._clock() + place.quote.total)
             place.pending = 0
 
     def settle(self, place: Place, prompt_tokens: int, output_tokens: int) -> None:

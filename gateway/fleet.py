@@ -253,7 +253,7 @@ class FleetView:
                     "state": link.replica.state,
                     "in_flight": link.in_flight,
                     "mine": link.mine,
-                    "pending_tokens": link.view.pending_tokens,
+                    "pending_tokens": link.look().pending_tokens,
                     "bound": link.bound,
                     "adapters": sorted(link.adapters),
                     "heard_s_ago": None if link.heard_at is None else round(now - link.heard_at, 3),

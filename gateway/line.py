@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 
+from gateway.ahead import Ahead
 from gateway.fleet import Served
 from gateway.replicas import Link, key_of
 from gateway.shared import Shared
@@ -26,7 +27,8 @@ class Place:
 
     ``entered`` once it was found to fit: what is sent back later is not asked again. ``quote`` is what
     was predicted for the replica that it was sent to last, ``pending`` its uncached prompt tokens there
-    until its first token, ``news`` the hashes that were new there; ``foreseen_s`` how long it was to wait.
+    until its first token (``ahead`` where that will not be seen), ``news`` the hashes that were new
+    there; ``foreseen_s`` how long it was to wait.
     """
 
     served: Served
@@ -35,6 +37,7 @@ class Place:
     entered: bool = False
     quote: Quote | None = None
     pending: int = 0
+    ahead: Ahead | None = None
     news: tuple[int, ...] = ()
     foreseen_s: float | None = None
     granted: asyncio.Future[Link] | None = None

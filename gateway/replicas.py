@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from gateway.ahead import Ahead
 from gateway.feed import Feed
 from gateway.health import Health
 from gateway.metrics import ModelMeter
@@ -90,7 +91,7 @@ class Link:
         self._elsewhere = 0
         self._pending_elsewhere = 0
         self._pending_there = 0
-        self._foreseen: deque[tuple[float, int]] = deque()
+        self._foreseen: deque[Ahead] = deque()
         self._tokens = 0
         self._restarted = False
         self._probe = False
@@ -122,8 +123,8 @@ class Link:
 
     def look(self) -> Candidate:
         """The view of this instant, with what this host's other workers have there."""
-        while self._foreseen and self._foreseen[0][0] <= monotonic():
-            self.first_token(self._foreseen.popleft()[1])
+        while self._foreseen and (not self._foreseen[0].tokens or self._foreseen[0].at <= monotonic()):
+            self.over(self._foreseen.popleft())
         view = self.view
         in_flight, pending, begun = self._shared.others(view.key)
         view.in_flight = self._elsewhere + self.mine + in_flight
@@ -152,12 +153,20 @@ class Link:
         self.view.turned_at = monotonic()
         self._shared.first_token(self.view.key, tokens)
 
-    def foresee(self, tokens: int, at: float) -> None:
+    def foresee(self, tokens: int, at: float) -> Ahead:
         """The prefill of such a request, whose first token nobody will see, will be over at ``at``.
 
         Otherwise the prompts of answers that come whole would count as ahead until their last token.
         """
-        self._foreseen.append((at, tokens))
+        ahead = Ahead(tokens, at)
+        self._foreseen.append(ahead)
+        return ahead
+
+    def over(self, ahead: Ahead) -> None:
+        """Its time has come, or its request has ended, which may be long before that."""
+        if ahead.tokens:
+            self.first_token(ahead.tokens)
+            ahead.tokens = 0
 
     def end(self) -> None:
         """A request of this worker ended there."""

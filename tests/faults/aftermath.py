@@ -33,8 +33,9 @@ class Aftermath:
         self._attempts_before = 0.0
 
     async def __aenter__(self) -> Aftermath:
-        self._before = await self.counted()
-        self._attempts_before = await self.attempted()
+        scraped = await self._stand.scrape()
+        self._before = await self._counted(scraped)
+        self._attempts_before = await self._attempted(scraped)
         return self
 
     async def __aexit__(
@@ -61,21 +62,21 @@ class Aftermath:
 
     async def outcomes(self) -> Counter[str]:
         """The requests of the model since the row began."""
-        return await self.counted() - self._before
+        return await self._counted() - self._before
 
     async def attempts(self) -> float:
         """How often replicas were asked since the row began."""
-        return await self.attempted() - self._attempts_before
+        return await self._attempted() - self._attempts_before
 
-    async def counted(self) -> Counter[str]:
-        samples = await self._stand.samples("tidegate_requests_total", model=self._model)
+    async def _counted(self, scraped: str | None = None) -> Counter[str]:
+        samples = await self._stand.samples("tidegate_requests_total", scraped, model=self._model)
         counts: Counter[str] = Counter()
         for labels, value in samples:
             counts[labels["outcome"]] += int(value)
         return counts
 
-    async def attempted(self) -> float:
-        samples = await self._stand.samples("tidegate_upstream_attempts_total", model=self._model)
+    async def _attempted(self, scraped: str | None = None) -> float:
+        samples = await self._stand.samples("tidegate_upstream_attempts_total", scraped, model=self._model)
         return sum(value for _, value in samples)
 
     async def _held(self) -> list[str]:
@@ -87,8 +88,10 @@ class Aftermath:
                 for key in ("mine", "in_flight", "pending_tokens")
                 if link.get(key)
             ]
+        scraped = await self._stand.scrape()
         for name in self._stand.gauges:
-            held += [f"{name}{labels}: {value}" for labels, value in await self._stand.samples(name) if value]
+            samples = await self._stand.samples(name, scraped)
+            held += [f"{name}{labels}: {value}" for labels, value in samples if value]
         held += [f"{one.id}: {len(one.open)} open" for one in self._stand.upstreams if one.open]
         return held + self._sockets()
 

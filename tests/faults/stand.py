@@ -160,12 +160,17 @@ class Stand(Stack):
         """What every row is wrapped in."""
         return Aftermath(self, model, outcomes, attempts)
 
-    async def samples(self, name: str, **labels: str) -> list[tuple[dict[str, str], float]]:
+    async def scrape(self) -> str:
+        """All metrics; to render them costs a worker some ten milliseconds."""
+        return (await self.admin.get("/metrics")).text
+
+    async def samples(
+        self, name: str, scraped: str | None = None, **labels: str
+    ) -> list[tuple[dict[str, str], float]]:
         """The samples of one metric whose labels agree."""
         found = []
-        for line in (await self.admin.get("/metrics")).text.splitlines():
-            match = _SAMPLE.match(line)
-            if match is not None and match["name"] == name:
+        for line in (await self.scrape() if scraped is None else scraped).splitlines():
+            if line.startswith(name) and (match := _SAMPLE.match(line)) is not None and match["name"] == name:
                 said = dict(_LABEL.findall(match["labels"] or ""))
                 if labels.items() <= said.items():
                     found.append((said, float(match["value"])))

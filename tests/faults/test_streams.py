@@ -232,7 +232,7 @@ async def test_16_a_prefill_of_five_minutes(tmp_path_factory: pytest.TempPathFac
     await stand.start_controller()
     await stand.start_worker()
     model = stand.fresh_model()
-    await stand.fleet(model, 1, usual=faults.kept_alive(20, 15.0))
+    await stand.fleet(model, 1, usual=faults.kept_alive(31, 10.0))
     async with stand.aftermath(model, {"ok": 1}, attempts=1):
         reply = await stand.ask(model, stream=True)
     assert reply.took_s >= 300

@@ -32,10 +32,13 @@ async def test_a_prefill_that_nobody_will_see_end_is_over_when_that_was_foreseen
     assert replica.look().pending_tokens == others.others(key_of("r"))[1] == 123
     now = time.monotonic()
     replica.foresee(100, now - 1.0)
-    replica.foresee(20, now + 3600.0)
+    ahead = replica.foresee(20, now + 3600.0)
     assert replica.look().pending_tokens == others.others(key_of("r"))[1] == 23
     replica.first_token(3)
     assert replica.look().pending_tokens == 20
+    for _ in range(2):  # its request has ended before, and is over once
+        replica.over(ahead)
+        assert replica.look().pending_tokens == others.others(key_of("r"))[1] == 0
     assert replica.look().in_flight == 3
     mine.close()
     others.close()
