@@ -12,7 +12,7 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 LARGEST_ON_HEAP = 32 * 1024 * 1024
 KEPT_BYTES = 64 * 1024 * 1024
 # Objects made and not freed until the collector looks for cycles among them.
-YOUNGEST = 50_000
+YOUNGEST = 10_000
 
 
 def keep_freed_memory() -> None:
