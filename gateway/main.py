@@ -1,4 +1,4 @@
-"""A gateway worker process: two listening sockets in, one event loop, drained on SIGTERM.
+"""A gateway worker's process: how it is told what to serve, and what is set up before it imports anything.
 
 ``python -m gateway.main --state DIR --fd N --admin-fd M --worker I``; the supervisor binds both
 sockets, so that a worker can be replaced without closing the port.
@@ -8,153 +8,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
-import logging
 import os
-import random
-import signal
-import socket
-from collections.abc import Coroutine, Iterator
 from pathlib import Path
-from typing import Any
 
-import uvicorn
 import uvloop
-from starlette.types import ASGIApp
 
-from gateway.app import Gateway
-from gateway.controller import FleetSource
-from gateway.document import Document
-from gateway.external import Prober
 from gateway.heap import collect_seldom, keep_freed_memory
-from gateway.log import LibraryHandler, Log
-from gateway.metrics import DIRECTORY_VARIABLE, Metrics
-from gateway.probe import Probes
-from gateway.server import Server, allow_connections
-from gateway.shared import BEAT_EVERY_S, Shared, SharedRows
-from policy.config import Deployment
-from store.keys import salt_secret
+from store import compiled
 from store.state import StateDir
-
-PUBLISH_EVERY_S = 0.5
-
-
-class AdminServer(uvicorn.Server):
-    """The admin port's server, which leaves signals to the worker."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        super().__init__(
-            uvicorn.Config(
-                app,
-                http="httptools",
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                proxy_headers=False,
-                server_header=False,
-                timeout_graceful_shutdown=1,
-            )
-        )
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-async def work(state: StateDir, client_fd: int, admin_fd: int, worker: int) -> None:
-    """Serve until SIGTERM or SIGINT, then drain."""
-    loop = asyncio.get_running_loop()
-    if not isinstance(loop, uvloop.Loop):
-        raise RuntimeError("the gateway runs on uvloop alone")
-    log = Log(worker)
-    logging.getLogger("uvicorn").addHandler(LibraryHandler(log))
-    logging.getLogger("asyncio").addHandler(LibraryHandler(log))
-
-    document = Document(state, log)
-    # Ties between replicas are all that it decides.
-    shared = SharedRows(state.rows_path, worker)
-    rng = random.Random()  # noqa: S311
-    gateway = Gateway(document, state.secret(), salt_secret(state), log=log, rng=rng, shared=shared)
-    background: dict[str, asyncio.Task[None]] = {}
-
-    def start(name: str, task: Coroutine[Any, Any, None]) -> None:
-        background[name] = _supervised(log, name, task)
-
-    def read(deployment: Deployment) -> None:
-        gateway.read(deployment)
-        if deployment.needs_controller and "controller" not in background:
-            source = FleetSource(
-                deployment.cluster.controller,
-                state,
-                gateway.fleet,
-                log,
-                connect_timeout_s=deployment.gateway.connect_timeout_s,
-            )
-            source.start_from_disk()
-            start("controller", source.feed.run())
-            if worker == 0:
-                start("fleet_file", source.keep_on_disk())
-
-    read(document.deployment)
-    start("document", document.follow(read))
-    start("prober", Prober(gateway.fleet, lambda: document.deployment).run())
-    probes = Probes(gateway.fleet, gateway.metrics, lambda: document.deployment, state.secret())
-    start("probes", probes.run())
-    start("metrics", _publish(gateway.metrics))
-    start("shared", _beat(shared))
-
-    start("deadlines", gateway.deadlines.run())
-
-    client = Server(gateway.client, lambda: document.deployment.gateway.max_body_bytes, gateway.count_refused)
-    admin = AdminServer(gateway.admin)
-    stopping = asyncio.Event()
-
-    def drain() -> None:
-        gateway.draining = True
-        log.info("draining")
-        stopping.set()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, drain)
-    admin_task = asyncio.create_task(admin.serve(sockets=[socket.socket(fileno=admin_fd)]))
-    await client.start(socket.socket(fileno=client_fd))
-    log.info("worker_started", pid=os.getpid())
-    await stopping.wait()
-    await client.drain(document.deployment.gateway.drain_timeout_s)
-    admin.should_exit = True
-    await admin_task
-    for task in background.values():
-        task.cancel()
-    gateway.fleet.close()
-    gateway.metrics.publish()
-    shared.close()
-    log.info("worker_stopped")
-
-
-async def _publish(metrics: Metrics) -> None:
-    while True:
-        await asyncio.sleep(PUBLISH_EVERY_S)
-        metrics.publish()
-
-
-async def _beat(shared: Shared) -> None:
-    while True:
-        await asyncio.sleep(BEAT_EVERY_S)
-        shared.beat()
-
-
-def _supervised(log: Log, name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-    """Run a background task; one that ends by an error ends the worker, which is then replaced."""
-    task = asyncio.create_task(work, name=name)
-
-    def ended(task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("background_failed", task=task.get_name(), error=type(error).__name__)
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    task.add_done_callback(ended)
-    return task
 
 
 def main() -> None:
@@ -165,13 +26,19 @@ def main() -> None:
     parser.add_argument("--admin-fd", type=int, required=True, help="the listening admin socket")
     parser.add_argument("--worker", type=int, default=0, help="this worker's number; 0 saves the fleet")
     given = parser.parse_args()
+    fast = compiled.use()
+    # Only now: what it imports is either compiled or not.
+    from gateway.metrics import DIRECTORY_VARIABLE  # noqa: PLC0415
+    from gateway.server import allow_connections  # noqa: PLC0415
+    from gateway.worker import work  # noqa: PLC0415
+
     allow_connections()
     keep_freed_memory()
     collect_seldom()
     if directory := os.environ.get(DIRECTORY_VARIABLE):
         Path(directory).mkdir(mode=0o700, parents=True, exist_ok=True)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(work(StateDir(given.state), given.fd, given.admin_fd, given.worker))
+        runner.run(work(StateDir(given.state), given.fd, given.admin_fd, given.worker, compiled=fast))
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ class Began:
     """A request that began, until it :meth:`Queue.ended`."""
 
     request: Request
-    charge: object
+    charge: Any
     at: float
     tokens: int
     running: bool = True

@@ -14,13 +14,14 @@ class Ranking(Generic[T]):
     """Least key first, ties by ``then``, then by who was put first; each operation is O(log n), amortised.
 
     A heap whose outdated entries are skipped when they surface, and swept once they are most of it.
+    An entry is current while its put is its member's last.
     """
 
     __slots__ = ("_current", "_heap", "_puts")
 
     def __init__(self) -> None:
         self._heap: list[_Entry[T]] = []
-        self._current: dict[T, _Entry[T]] = {}
+        self._current: dict[T, int] = {}
         self._puts = 0
 
     def __len__(self) -> int:
@@ -32,11 +33,10 @@ class Ranking(Generic[T]):
     def put(self, member: T, key: float, then: int = 0) -> None:
         """Rank ``member`` by ``key``, whatever it was ranked by before."""
         self._puts += 1
-        entry = (key, then, self._puts, member)
-        self._current[member] = entry
-        heappush(self._heap, entry)
+        self._current[member] = self._puts
+        heappush(self._heap, (key, then, self._puts, member))
         if len(self._heap) > 64 + 2 * len(self._current):
-            self._heap = sorted(self._current.values())
+            self._heap = sorted(entry for entry in self._heap if self._current.get(entry[3]) == entry[2])
 
     def drop(self, member: T) -> bool:
         """Rank it no more; whether it was."""
@@ -51,7 +51,7 @@ class Ranking(Generic[T]):
         heap, current = self._heap, self._current
         while heap:
             entry = heap[0]
-            if current.get(entry[3]) is entry:
+            if current.get(entry[3]) == entry[2]:
                 return entry[3], entry[0]
             heappop(heap)
         return None
@@ -66,5 +66,5 @@ class Ranking(Generic[T]):
             for child in (2 * at + 1, 2 * at + 2):
                 if child < len(heap):
                     heappush(ahead, (heap[child], child))
-            if current.get(entry[3]) is entry:
+            if current.get(entry[3]) == entry[2]:
                 yield entry[3], entry[0]

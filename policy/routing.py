@@ -307,7 +307,7 @@ class Router:
                     if depth > found.deepest:
                         found.deepest, found.anchor = depth, prefix[depth - 1]
                 elif prefix[0] in held and (old := held.age(prefix[0])) < found.youngest:
-                    found.youngest, found.former = old, site
+                    found.youngest, found.former = float(old), site
             slope, fixed_s = line.slope, line.fixed_s
             if (factor := site.residual.factor(at)) != 1.0:
                 slope, fixed_s = slope * factor, fixed_s * factor

@@ -49,7 +49,7 @@ class Site:
         self._kv_used = 0.0
         self.share.weight = self.pace.capacity
         if self.pace.kv_tokens:
-            self.held.capacity = self.pace.kv_tokens
+            self.held.capacity = float(self.pace.kv_tokens)
 
     def count(self, in_flight: int, pending: int, kv_used: float) -> None:
         """What is there now: requests, uncached prompt tokens of theirs, and the part of the KV in use."""
