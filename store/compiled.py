@@ -12,7 +12,6 @@ import fcntl
 import hashlib
 import importlib
 import importlib.metadata
-import os
 import platform
 import shutil
 import subprocess
@@ -31,15 +30,14 @@ MODULES = (
 ROOT = Path(policy.__file__).parents[1]
 
 
-def cache() -> Path:
-    """Where builds live: ``$XDG_CACHE_HOME/tidegate/compiled``, else under ``~/.cache``."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "tidegate" / "compiled"
+def home() -> Path:
+    """Where builds live: in the environment of the interpreter that they are for."""
+    return Path(sys.prefix) / "share" / "tidegate" / "compiled"
 
 
 def use() -> bool:
     """Have this process import the compiled modules, where they were built; before it imports them."""
-    build = cache() / digest()
+    build = home() / digest()
     if not (build / "policy").is_dir():
         return False
     policy.__path__.insert(0, str(build / "policy"))
@@ -58,7 +56,7 @@ def digest() -> str:
 
 def build() -> Path:
     """Compile, unless it was done; raises :class:`policy.errors.PreconditionFailed` when that fails."""
-    final = cache() / digest()
+    final = home() / digest()
     final.parent.mkdir(parents=True, exist_ok=True)
     with (final.parent / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -76,6 +74,9 @@ def build() -> Path:
                 library.rename(part / library.name)
             for library in (work / "policy").glob("*.so"):
                 library.rename(part / "policy" / library.name)
+            for former in final.parent.iterdir():  # of other sources; who runs them has them in memory
+                if former.is_dir() and former != work:
+                    shutil.rmtree(former, ignore_errors=True)
             part.rename(final)
         finally:
             shutil.rmtree(work, ignore_errors=True)
@@ -104,5 +105,15 @@ def _compiler() -> str:
         return ""
 
 
+def main() -> None:
+    """Build and say so; what cannot be compiled still runs."""
+    try:
+        if not (home() / digest()).is_dir():
+            print("compiling the decisions, half a minute", flush=True)  # noqa: T201 - the installer's progress
+        build()
+    except (PreconditionFailed, OSError) as error:
+        sys.exit(f"the gateway will run its sources uncompiled, slower: {error}")
+
+
 if __name__ == "__main__":
-    print(f"compiled: {build()}")  # noqa: T201 - the installer's progress
+    main()

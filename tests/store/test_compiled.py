@@ -1,0 +1,65 @@
+"""The decisions compiled: found by the digest of their sources, and held to the tests of the sources."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from store import compiled
+
+ROOT = Path(__file__).parents[2]
+RUN = """
+import sys
+from store import compiled
+assert compiled.use()
+import policy.routing
+assert policy.routing.__file__.endswith(".so"), policy.routing.__file__
+import pytest
+sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-m", "not slow", "tests/policy"]))
+"""
+
+
+def run(*argv: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *argv], cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.slow
+def test_what_is_compiled_decides_as_the_sources_do() -> None:
+    """Identity of tuples and sizes of integers are where a compiler may differ."""
+    built = run("-m", "store.compiled")
+    assert built.returncode == 0, built.stderr
+    tested = run("-c", RUN)
+    assert tested.returncode == 0, tested.stdout[-4000:]
+
+
+def test_every_module_that_is_compiled_is_there() -> None:
+    assert [name for name in compiled.MODULES if not (ROOT / "policy" / f"{name}.py").is_file()] == []
+
+
+def test_an_edited_source_is_not_shadowed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "policy").mkdir()
+    source = tmp_path / "policy" / "routing.py"
+    source.write_text("a = 1")
+    monkeypatch.setattr(compiled, "ROOT", tmp_path)
+    before = compiled.digest()
+    source.write_text("a = 2")
+    assert compiled.digest() != before
+
+
+def test_without_a_build_the_sources_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    assert compiled.use() is False
+
+
+def test_what_cannot_be_compiled_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "policy").mkdir()
+    for name in compiled.MODULES:
+        (tmp_path / "policy" / f"{name}.py").write_text("x: int = 'no number'\n")
+    monkeypatch.setattr(compiled, "ROOT", tmp_path)
+    monkeypatch.setattr(sys, "prefix", str(tmp_path / "prefix"))
+    with pytest.raises(SystemExit, match="uncompiled, slower: mypyc"):
+        compiled.main()
+    assert compiled.use() is False
