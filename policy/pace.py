@@ -17,11 +17,13 @@ class Pace:
 
     ``batch`` and ``seats`` are max_num_batched_tokens and max_num_seqs, ``kv_tokens`` the KV capacity
     (0: not known). ``capacity`` are the tokens per second of a full batch, to weigh replicas by.
+    ``height`` and ``slope`` are the table, of segments ``width`` tokens wide; ``a_token`` and ``a_request``
+    are the seconds of each token in KV and of each request in a step.
     """
 
     __slots__ = (
-        "_a_request", "_a_token", "_full", "_height", "_per_width", "_slope", "_width",
-        "batch", "capacity", "kv_tokens", "seats",
+        "_full", "a_request", "a_token", "batch", "capacity", "height", "kv_tokens", "per_width",
+        "seats", "slope", "width",
     )  # fmt: skip
 
     def __init__(self, timing: Timing) -> None:
@@ -32,21 +34,21 @@ class Pace:
             limits.max_num_seqs,
             limits.kv_tokens,
         )
-        self._width = width = self.batch / SEGMENTS
-        self._per_width = 1.0 / width
+        self.width = width = self.batch / SEGMENTS
+        self.per_width = 1.0 / width
         empty = [model.step_time(i * width, 0.0, 0.0) for i in range(SEGMENTS + 2)]
-        self._height = empty[:-1]
-        self._slope = [(empty[i + 1] - empty[i]) / width for i in range(SEGMENTS + 1)]
+        self.height = empty[:-1]
+        self.slope = [(empty[i + 1] - empty[i]) / width for i in range(SEGMENTS + 1)]
         self._full = empty[SEGMENTS]
-        self._a_token = model.g / model.degree
-        self._a_request = model.r
-        self.capacity = self.batch / (self._full + self.seats / 2 * self._a_request)
+        self.a_token = model.g / model.degree
+        self.a_request = model.r
+        self.capacity = self.batch / (self._full + self.seats / 2 * self.a_request)
 
     def step_s(self, tokens: float, kv_tokens: float, running: float) -> float:
         """Seconds of a step with ``tokens`` scheduled: the engine model's, up to a full batch."""
-        i = min(int(tokens / self._width), SEGMENTS)
-        linear = self._height[i] + self._slope[i] * (tokens - i * self._width)
-        return linear + self._a_token * kv_tokens + self._a_request * running
+        i = min(int(tokens / self.width), SEGMENTS)
+        linear = self.height[i] + self.slope[i] * (tokens - i * self.width)
+        return linear + self.a_token * kv_tokens + self.a_request * running
 
     def prefill_s(self, tokens: float, kv_tokens: float, running: float) -> float:
         """Seconds until ``tokens`` prompt tokens ran in chunks beside ``running`` decodes.
@@ -57,18 +59,18 @@ class Pace:
         room = max(self.batch - running, self.batch * 0.1)
         if 0 < tokens < room:  # as nearly all are; step_s, written out
             scheduled = running + tokens
-            i = int(scheduled * self._per_width)
+            i = int(scheduled * self.per_width)
             return (
-                self._height[i]
-                + self._slope[i] * (scheduled - i * self._width)
-                + self._a_token * kv_tokens
-                + self._a_request * (running + 1)
+                self.height[i]
+                + self.slope[i] * (scheduled - i * self.width)
+                + self.a_token * kv_tokens
+                + self.a_request * (running + 1)
             )
         full = tokens // room
         rest = tokens - full * room
         seconds = self.step_s(running + rest, kv_tokens, running + 1) if rest > 0 else 0.0
         if full:
-            seconds += full * (self._full + self._a_token * kv_tokens + self._a_request * (running + 1))
+            seconds += full * (self._full + self.a_token * kv_tokens + self.a_request * (running + 1))
         return seconds
 
 

@@ -25,31 +25,34 @@ class Held:
 
     Beside each hash stands how many uncached tokens the replica had been given when it was last used:
     once its whole KV capacity came after, an engine has evicted it. ``capacity`` is that in tokens, as the
-    replica said; first tokens that came late, or did not, correct it or stand in for it.
+    replica said; first tokens that came late, or did not, correct it or stand in for it. ``young`` and
+    ``old`` are the generations, of which the next turn is due ``turn_s`` after ``turned_at``: a router
+    looks into them before it asks, for most replicas hold nothing of most prompts.
     """
 
-    __slots__ = ("_age_s", "_doubt", "_half", "_old", "_turned_at", "_young", "capacity", "given")
+    __slots__ = ("_age_s", "_doubt", "_half", "capacity", "given", "old", "turn_s", "turned_at", "young")
 
     def __init__(self, capacity: int = CAPACITY, age_s: float = AGE_S) -> None:
         self._half = capacity // 2
         self._age_s = age_s
-        self._young: dict[int, int] = {}
-        self._old: dict[int, int] = {}
-        self._turned_at = 0.0
+        self.turn_s = age_s / 2
+        self.young: dict[int, int] = {}
+        self.old: dict[int, int] = {}
+        self.turned_at = 0.0
         self.given = 0
         self.capacity = math.inf
         self._doubt = 0.0
 
     def __len__(self) -> int:
-        return len(self._young) + len(self._old)
+        return len(self.young) + len(self.old)
 
     def __contains__(self, key: int) -> bool:
-        return key in self._young or key in self._old
+        return key in self.young or key in self.old
 
     def age(self, key: int) -> int:
         """The uncached tokens that were given since ``key`` was last used, which is known."""
-        stamp = self._young.get(key)
-        return self.given - (self._old[key] if stamp is None else stamp)
+        stamp = self.young.get(key)
+        return self.given - (self.old[key] if stamp is None else stamp)
 
     def survived(self, age: int) -> None:
         """What was ``age`` tokens old was still cached."""
@@ -70,9 +73,9 @@ class Held:
         A deeper hash is never believed without
         those before it, so halving finds the deepest.
         """
-        if at - self._turned_at > self._age_s / 2:
+        if at - self.turned_at > self.turn_s:
             self._turn(at)
-        young, old = self._young, self._old
+        young, old = self.young, self.old
         if not hashes or (hashes[0] not in young and hashes[0] not in old):
             return 0
         floor = self.given - self.capacity
@@ -101,14 +104,14 @@ class Held:
     def touch(self, hashes: Sequence[int], tokens: int, at: float) -> None:
         """A prompt with these ``hashes`` was sent there, ``tokens`` of it not cached yet."""
         self.given += tokens
-        if len(self._young) + len(hashes) > self._half or at - self._turned_at > self._age_s / 2:
+        if len(self.young) + len(hashes) > self._half or at - self.turned_at > self.turn_s:
             self._turn(at)
         stamp = self.given
-        young = self._young
+        young = self.young
         for key in hashes[: self._half]:
             young[key] = stamp
 
     def _turn(self, at: float) -> None:
-        self._old = {} if at - self._turned_at > self._age_s else self._young
-        self._young = {}
-        self._turned_at = at
+        self.old = {} if at - self.turned_at > self._age_s else self.young
+        self.young = {}
+        self.turned_at = at

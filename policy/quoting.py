@@ -1,6 +1,6 @@
 """What a replica would cost a request: the seconds to its first token there, term by term.
 
-A term is a function here; :class:`Quote` has a field for each, and :func:`measure` asks them all.
+A term is a function here, or a part of :func:`measure`; :class:`Quote` has a field for each.
 """
 
 from __future__ import annotations
@@ -61,56 +61,54 @@ class Quote(NamedTuple):
         return self.wait + self.prefill + self.adapter + self.pressure
 
 
-def wait(request: Request, candidate: Candidate, site: Site, uncached: int) -> float:
-    """Until the replica turns to it: the prompts that came before or half a step, and a free seat."""
-    if not site.ahead_s:
-        return 0.5 * site.step_s + site.seat_s if candidate.in_flight else 0.0
-    since = site.seen_at - candidate.turned_at
-    if since < 0.0:  # it will turn to all of them together
-        return site.ahead_s + site.seat_s - since
-    # The step that computes the first of them is under way, and lasts no longer than that takes.
-    return site.first_s - min(since, 0.9 * site.first_s) + site.rest_s + site.seat_s
-
-
-def prefill(request: Request, candidate: Candidate, site: Site, uncached: int) -> float:
-    """From then until its first token: its own uncached prompt, in the steps of those that came before."""
-    pace, kv, running = site.pace, site.kv_tokens, site.running
-    if not site.ahead_s:
-        return pace.prefill_s(uncached, kv, running)
-    if site.seen_at < candidate.turned_at:
-        return pace.prefill_s(candidate.pending_tokens + uncached, kv, running) - site.ahead_s
-    return pace.prefill_s(site.rest + uncached, kv, running) - site.rest_s
-
-
-def adapter(request: Request, candidate: Candidate, site: Site, uncached: int) -> float:
+def adapter(request: Request, site: Site) -> float:
     """The load of its adapter, where it is not believed resident."""
-    return 0.0 if not request.adapter_key or request.adapter_key in site.slots else site.load_s
+    return 0.0 if request.adapter_key in site.slots else site.load_s
 
 
 def pressure(request: Request, candidate: Candidate, site: Site, uncached: int) -> float:
-    """The KV tokens that it finds no room for, computed again by whoever is preempted."""
+    """The KV tokens that it finds no room for, computed again by whoever is preempted.
+
+    Of a replica that says how many it has.
+    """
     pace = site.pace
-    if not pace.kv_tokens:
-        return 0.0
     wanted = site.kv_tokens + candidate.pending_tokens + uncached + request.output_tokens
     return (wanted - pace.kv_tokens) / pace.capacity if wanted > pace.kv_tokens else 0.0
 
 
-def measure(
-    request: Request, candidate: Candidate, site: Site, uncached: int, *, slope: float, fixed_s: float
-) -> tuple[tuple[float, ...], float, float]:
+def measure(  # noqa: PLR0917 - names cost a router a tenth of it
+    request: Request, candidate: Candidate, site: Site, uncached: int, slope: float, fixed_s: float
+) -> tuple[float, float, float, float, float, float]:
     """All terms, in the order of :class:`Quote`'s fields, as first tokens bear them out.
 
     They taught ``slope`` and ``fixed_s`` (:class:`policy.residual.Line`); the load of an adapter is
     measured as it is. Also returns the seconds of the request's own prefill without the fixed part,
     and those of the engine model alone.
+
+    The wait lasts until the replica turns to it: for the prompts that came before or half a step, and
+    for a free seat. The prefill is that of its own uncached prompt, in the steps of those that came
+    before. Both are written out, and the others asked only where they can be more than 0: for each
+    candidate of each request, calls cost a router more than what they compute.
     """
-    waits = wait(request, candidate, site, uncached)
-    own = prefill(request, candidate, site, uncached)
-    loads = adapter(request, candidate, site, uncached)
-    presses = pressure(request, candidate, site, uncached)
+    pace, tokens, shared = site.pace, uncached, 0.0
+    if not site.ahead_s:
+        waits = site.still_s
+    elif (since := site.seen_at - candidate.turned_at) < 0.0:  # it will turn to all of them together
+        waits = site.ahead_s + site.seat_s - since
+        tokens, shared = candidate.pending_tokens + uncached, site.ahead_s
+    else:  # the step that computes the first of them is under way, and lasts no longer than that takes
+        most = 0.9 * site.first_s
+        waits = site.first_s - (since if since < most else most) + site.rest_s + site.seat_s
+        tokens, shared = site.rest + uncached, site.rest_s
+    if 0 < tokens < site.room:  # as nearly all are; Pace.prefill_s, written out
+        scheduled = site.running + tokens
+        i = int(scheduled * pace.per_width)
+        own = pace.height[i] + pace.slope[i] * (scheduled - i * pace.width) + site.kv_s + site.join_s - shared
+    else:
+        own = pace.prefill_s(tokens, site.kv_tokens, site.running) - shared
+    loads = adapter(request, site) if request.adapter_key else 0.0
+    presses = pressure(request, candidate, site, uncached) if pace.kv_tokens else 0.0
     modelled = waits + own + presses
     own *= slope
-    took = own + fixed_s
-    took = max(took, LEAST * own)
-    return (waits * slope, took, loads, presses * slope), own, modelled
+    floor, took = LEAST * own, own + fixed_s
+    return waits * slope, took if took > floor else floor, loads, presses * slope, own, modelled

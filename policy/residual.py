@@ -70,17 +70,21 @@ class Line:
 
 
 class Residual:
-    """How much longer one replica takes than predicted, as a factor: a decaying mean of logarithms."""
+    """How much longer one replica takes than predicted, as a factor: a decaying mean of logarithms.
 
-    __slots__ = ("_at", "_log")
+    ``alike`` is whether that is too little to tell it from the others: its factor is then 1.
+    """
+
+    __slots__ = ("_at", "_log", "alike")
 
     def __init__(self) -> None:
         self._log = 0.0
         self._at = 0.0
+        self.alike = True
 
     def factor(self, at: float) -> float:
         """Actual over predicted: 1 without news or with little, and towards 1 with time."""
-        if -ALIKE < self._log < ALIKE:
+        if self.alike:
             return 1.0
         faded = self._log * 0.5 ** ((at - self._at) / HALF_LIFE_S)
         if faded > ALIKE:
@@ -96,3 +100,4 @@ class Residual:
         news = max(-MOST, min(MOST, math.log((actual_s + usual_s) / (expected_s + usual_s))))
         self._log = faded + SITE_GAIN * max(-STEP, min(STEP, news - faded))
         self._at = at
+        self.alike = -ALIKE < self._log < ALIKE

@@ -13,7 +13,17 @@ from dataclasses import dataclass
 from heapq import nsmallest
 from typing import NamedTuple
 
-from policy.affinity import Balance, Popularity, Recent, balance_of, rendezvous
+from policy.affinity import (
+    LEAN,
+    LEAN_NEW,
+    SLACK,
+    WINDOW,
+    Balance,
+    Popularity,
+    Recent,
+    balance_of,
+    rendezvous,
+)
 from policy.engine_model import Timing
 from policy.pace import GENERIC
 from policy.quoting import Candidate, Quote, measure
@@ -24,12 +34,24 @@ from policy.site import Site
 __all__ = ["Candidate", "Decision", "Quote", "Router", "Settings"]
 
 
+# A quote before anybody asked for it: the fields of :class:`Quote`, in order.
+_Row = tuple[Candidate, float, float, float, float, float, int, float, int]
+
+
 class Decision(NamedTuple):
-    """Where a request goes and why; no ``chosen`` means that it waits in the gateway."""
+    """Where a request goes and why; no ``chosen`` means that it waits in the gateway.
+
+    ``rows`` are what the candidates would have cost it, as ``quotes`` says with names.
+    """
 
     chosen: Quote | None
-    quotes: tuple[Quote, ...]
+    rows: Sequence[_Row]
     reason: str
+
+    @property
+    def quotes(self) -> tuple[Quote, ...]:
+        """The candidates' quotes, the chosen one's among them."""
+        return tuple(Quote(*row) for row in self.rows)
 
 
 @dataclass(slots=True, frozen=True)
@@ -68,25 +90,10 @@ SLOW = 1.5
 EVICTION = 1.0
 
 
-# A tuple made directly: the constructor with its names costs a router half a microsecond a candidate.
-_quote = tuple.__new__
-# candidate, site, terms, own prefill, uncached tokens, modelled seconds, age
-_Row = tuple[Candidate, Site, tuple[float, ...], float, int, float, int]
-
-
-class _Found:
-    """What quoting all candidates showed: the deepest that any holds, and the range of the prefills."""
-
-    __slots__ = ("anchor", "cold", "deepest", "former", "most", "resident", "warm_s", "youngest")
-
-    def __init__(self, adapter_key: int) -> None:
-        self.anchor = adapter_key
-        self.deepest = 0
-        self.former: Site | None = None  # it had this, and had the least to do since
-        self.youngest = math.inf
-        self.resident = False
-        self.most = self.cold = 0.0
-        self.warm_s = math.inf
+# Tuples made directly: a constructor with names costs a router half a microsecond.
+_tuple = tuple.__new__
+# What a row is made of: candidate, site, terms of policy.quoting.measure, uncached tokens, age
+_Measured = tuple[Candidate, Site, tuple[float, float, float, float, float, float], int, int]
 
 
 class Router:
@@ -101,17 +108,38 @@ class Router:
         self._cold_s = 0.0
         self._hash_tokens = 128.0
 
-    def choose(self, request: Request, candidates: Sequence[Candidate], at: float, draw: float) -> Decision:
+    # Calls within a choice cost more than what they compute: this and _quotes are long for that alone.
+    def choose(  # noqa: PLR0915
+        self, request: Request, candidates: Sequence[Candidate], at: float, draw: float
+    ) -> Decision:
         """The best of ``candidates``; equals are chosen between by ``draw`` in [0, 1)."""
         pairs = []
-        shares = []
-        itl_s = self.settings.itl_s
+        sites, itl_s, worth = self._sites, self.settings.itl_s, self._popular.worth
+        total = weights = homes = 0.0
+        least_due = math.inf
+        # policy.affinity.balance_of, written out; as is Router._site for a replica that was just seen
         for candidate in candidates:
-            site = self._site(candidate, at)
+            site = sites.get(candidate.key)
+            if site is None or site.timing is not candidate.timing or at - site.seen_at > ABSENT_S:
+                site = self._site(candidate, at)
+            else:
+                site.seen_at = at
+                count = candidate.in_flight
+                if (
+                    count != site.in_flight
+                    or candidate.pending_tokens != site.pending
+                    or candidate.kv_used != site.kv_used
+                ):
+                    site.count(count, candidate.pending_tokens, candidate.kv_used)
             share = site.share
             if candidate.begun != share.seen:
                 share.take(candidate.begun)
-            shares.append(share)
+            load, weight = share.load, share.weight
+            total += load
+            weights += weight
+            homes += share.homes
+            share.due = due = (load + worth * share.homes) / weight
+            least_due = due if due < least_due else least_due
             count = candidate.in_flight
             if (candidate.bound and count >= candidate.bound) or (
                 count and itl_s < math.inf and not self._keeps_pace(candidate, site)
@@ -120,28 +148,40 @@ class Router:
             pairs.append((candidate, site))
         if not pairs:
             return Decision(None, (), NO_ROOM)
-        balance = balance_of(shares, self._popular.worth)
+        if total > WINDOW * len(candidates):
+            balance = balance_of([self._site(candidate, at).share for candidate in candidates], worth)
+        else:
+            fair = (total + worth * homes) / weights
+            balance = Balance(total / weights, least_due, LEAN_NEW / fair if fair > 0.0 else 0.0)
         if len(pairs) > MOST_QUOTES:
             pairs = self._shortlist(request, pairs, at)
-        quotes, costs = self._quotes(request, pairs, balance, at)
+        rows, costs, held = self._quotes(request, pairs, balance, at)
         if (limit := self.settings.start_s) < math.inf:
-            for i, quote in enumerate(quotes):
-                if quote.wait > limit and quote.candidate.in_flight:
+            for i, row in enumerate(rows):
+                if row[1] > limit and row[0].in_flight:
                     costs[i] = math.inf
         least = min(costs)
         if least == math.inf:
-            return Decision(None, tuple(quotes), TOO_LATE)
+            return Decision(None, rows, TOO_LATE)
         if request.session or costs.count(least) > 1:
-            chosen = self._among(request, quotes, costs, draw)
+            row = self._among(request, rows, costs, draw)
         else:
-            chosen = quotes[costs.index(least)]
-        return Decision(chosen, tuple(quotes), self._reason(request, chosen, quotes))
+            row = rows[costs.index(least)]
+        chosen: Quote = _tuple(Quote, row)
+        if request.prefix:
+            if chosen.uncached < request.prompt_tokens:
+                reason = CACHED
+            else:
+                reason = AWAY if held and any(row[6] < chosen.uncached for row in rows) else HOME
+        else:
+            reason = RESIDENT if request.adapter_key and not chosen.adapter else SOONEST
+        return _tuple(Decision, (chosen, rows, reason))
 
     def began(self, request: Request, candidate: Candidate, at: float) -> tuple[int, ...]:
         """``request`` was sent there; returns the hashes that are news to other gateways."""
         site = self._site(candidate, at)
         if not candidate.pending_tokens:  # it turns to this one with its next step
-            candidate.turned_at = at + 0.5 * self._step_s(candidate, site)
+            candidate.turned_at = at + 0.5 * site.step_s if candidate.in_flight else at
         news: tuple[int, ...] = ()
         prefix = request.prefix
         if prefix:
@@ -216,14 +256,6 @@ class Router:
         site.held.given += request.prompt_tokens - quote.uncached
         return True
 
-    def _step_s(self, candidate: Candidate, site: Site) -> float:
-        """Seconds of the step that is under way where nothing is prefilled; 0 where nothing runs."""
-        if not candidate.in_flight:
-            return 0.0
-        pace = site.pace
-        running = min(candidate.in_flight, pace.seats)
-        return pace.step_s(running, candidate.kv_used * pace.kv_tokens, running)
-
     def _site(self, candidate: Candidate, at: float) -> Site:
         site = self._sites.get(candidate.key)
         if site is None:
@@ -233,7 +265,9 @@ class Router:
         if at - site.seen_at > ABSENT_S:
             self._level(site, at)
         site.seen_at = at
-        site.count(candidate.in_flight, candidate.pending_tokens, candidate.kv_used)
+        count, pending, kv_used = candidate.in_flight, candidate.pending_tokens, candidate.kv_used
+        if count != site.in_flight or pending != site.pending or kv_used != site.kv_used:
+            site.count(count, pending, kv_used)
         return site
 
     def _open(self, key: int, timing: Timing | None) -> Site:
@@ -257,8 +291,12 @@ class Router:
 
     def _relieve(self, prefix: Sequence[int], taker: Site, at: float) -> None:
         """What has a home got another: the first can now give away a part of it."""
+        first = prefix[0]
         for site in self._sites.values():
-            if site is not taker and (depth := site.held.depth(prefix, at)):
+            held = site.held
+            if site is taker or not (first in held.young or first in held.old):
+                continue
+            if depth := held.depth(prefix, at):
                 part = self._popular.share(prefix[depth - 1]) * len(self._sites)
                 site.share.takers = [*site.share.takers[-3:], (taker.share, part)]
 
@@ -290,56 +328,65 @@ class Router:
             best += [pairs[i] for i in ranked if pairs[i] not in best]
         return best
 
-    def _quotes(
+    def _quotes(  # noqa: PLR0915
         self, request: Request, pairs: list[tuple[Candidate, Site]], balance: Balance, at: float
-    ) -> tuple[list[Quote], list[float]]:
-        """What each would cost the request, and that together with what it would cost others."""
-        prefix, depths, prompt = request.prefix, request.depths, max(request.prompt_tokens, 1)
-        line, key = self._line, request.adapter_key
-        found = _Found(key)
-        rows: list[_Row] = []
+    ) -> tuple[list[_Row], list[float], bool]:
+        """What each would cost the request, that with what it would cost others, and whether any holds it."""
+        prefix, key, prompt = request.prefix, request.adapter_key, max(request.prompt_tokens, 1)
+        first = prefix[0] if prefix else 0
+        line = self._line
+        # The deepest that any holds, and who had this and had the least to do since.
+        deepest, anchor, youngest, resident = 0, key, 0, False
+        former: Site | None = None
+        most = cold = 0.0
+        warm_s = math.inf
+        measured: list[_Measured] = []
         for candidate, site in pairs:
             uncached, age = prompt, 0
             if prefix:
                 held = site.held
-                if depth := held.depth(prefix, at):
-                    uncached, age = max(prompt - depths[depth - 1], 1), held.age(prefix[depth - 1])
-                    if depth > found.deepest:
-                        found.deepest, found.anchor = depth, prefix[depth - 1]
-                elif prefix[0] in held and (old := held.age(prefix[0])) < found.youngest:
-                    found.youngest, found.former = float(old), site
-            slope, fixed_s = line.slope, line.fixed_s
-            if (factor := site.residual.factor(at)) != 1.0:
-                slope, fixed_s = slope * factor, fixed_s * factor
-            weight = site.pace.capacity / factor if factor > SLOW else site.pace.capacity
+                if first in held.young or first in held.old or at - held.turned_at > held.turn_s:
+                    if depth := held.depth(prefix, at):
+                        uncached, age = (
+                            max(prompt - request.depths[depth - 1], 1),
+                            held.age(prefix[depth - 1]),
+                        )
+                        if depth > deepest:
+                            deepest, anchor = depth, prefix[depth - 1]
+                    elif first in held and (former is None or held.age(first) < youngest):
+                        youngest, former = held.age(first), site
+            weight = site.pace.capacity
+            if site.residual.alike:
+                terms = measure(request, candidate, site, uncached, line.slope, line.fixed_s)
+            else:
+                factor = site.residual.factor(at)
+                terms = measure(
+                    request, candidate, site, uncached, line.slope * factor, line.fixed_s * factor
+                )
+                if factor > SLOW:
+                    weight /= factor
+            own = terms[4]
             site.share.weight = weight
-            terms, own, modelled = measure(request, candidate, site, uncached, slope=slope, fixed_s=fixed_s)
             # As long as on the quickest: measured by a slow one, evenness would be worth any time.
-            found.most = max(found.most, weight)
-            found.cold = max(found.cold, own * weight)
-            found.warm_s = min(found.warm_s, own)
+            most = weight if weight > most else most
+            cold = own * weight if own * weight > cold else cold
+            warm_s = own if own < warm_s else warm_s
             if key and key in site.slots:
-                found.resident = True
-            rows.append((candidate, site, terms, own, uncached, modelled, age))
-        return self._priced(request, rows, found, balance)
-
-    def _priced(
-        self, request: Request, rows: list[_Row], found: _Found, balance: Balance
-    ) -> tuple[list[Quote], list[float]]:
-        prefix, key = request.prefix, request.adapter_key
-        former, cold_s = found.former, found.cold / found.most
-        if found.deepest:
+                resident = True
+            measured.append((candidate, site, terms, uncached, age))
+        cold_s = cold / most
+        if deepest:
             former = None
-            if cold_s > found.warm_s:
-                self._cold_s += (0.05 if self._cold_s else 1.0) * (cold_s - found.warm_s - self._cold_s)
+            if cold_s > warm_s:
+                self._cold_s += (0.05 if self._cold_s else 1.0) * (cold_s - warm_s - self._cold_s)
             cold_s = self._cold_s
-        known = found.deepest > 0 or former is not None
-        new = not known and (bool(prefix) or (key != 0 and not found.resident))
-        leverage = self._popular.share(found.anchor) * len(rows) if found.anchor else 0.0
-        least, dear = balance.least, balance.unit
-        quotes, costs = [], []
-        for candidate, site, terms, own, uncached, modelled, age in rows:
-            unit = cold_s
+        new = deepest == 0 and former is None and (bool(prefix) or (key != 0 and not resident))
+        leverage = self._popular.share(anchor) * len(pairs) if anchor else 0.0
+        mean = balance.load
+        rows: list[_Row] = []
+        costs: list[float] = []
+        for candidate, site, (waits, own_s, loads, presses, own, modelled), uncached, age in measured:
+            unit, share = cold_s, site.share
             # Whoever is there stands still while a prompt is computed; a copy takes KV cache besides.
             burden = own - own / (1.0 + candidate.in_flight)
             if key:
@@ -347,14 +394,16 @@ class Router:
                 if key not in site.slots:
                     burden += self._eviction(key, site)
             if new or (prefix and not age and uncached >= request.prompt_tokens and site is not former):
-                burden += unit * (site.share.due - least) * dear
+                burden += unit * (share.due - balance.least) * balance.unit
                 if not new:
                     burden += own
-            else:
-                burden += unit * balance.share_price(site.share, leverage)
-            costs.append(sum(terms) + burden)
-            quotes.append(_quote(Quote, (candidate, *terms, burden, uncached, modelled, age)))
-        return quotes, costs
+            elif (fair := share.weight * mean) > 0.0:
+                over = share.load / fair - 1.0
+                # Nearly all have no more than their share: Balance.share_price, as far as that.
+                burden += unit * (LEAN * over if over <= SLACK else balance.share_price(share, leverage))
+            costs.append(waits + own_s + loads + presses + burden)
+            rows.append((candidate, waits, own_s, loads, presses, burden, uncached, modelled, age))
+        return rows, costs, deepest > 0
 
     def _eviction(self, key: int, site: Site) -> float:
         """The reload of the adapter that a load pushes out, as likely as it is asked for again."""
@@ -364,26 +413,17 @@ class Router:
         wanted = self._popular.of(victim)
         return site.load_s * EVICTION * wanted / (wanted + self._popular.of(key) + 1.0)
 
-    def _among(self, request: Request, quotes: list[Quote], costs: list[float], draw: float) -> Quote:
+    def _among(self, request: Request, rows: list[_Row], costs: list[float], draw: float) -> _Row:
         """One of equals, or the replica of the session's last request if it is hardly worse."""
         if request.session and (last := self._sessions.get(request.session)) is not None:
             costs = [
-                cost - SESSION_S if quote.candidate.key == last else cost
-                for quote, cost in zip(quotes, costs, strict=True)
+                cost - SESSION_S if row[0].key == last else cost
+                for row, cost in zip(rows, costs, strict=True)
             ]
         least = min(costs)
-        best = [quote for quote, cost in zip(quotes, costs, strict=True) if cost == least]
+        best = [row for row, cost in zip(rows, costs, strict=True) if cost == least]
         if len(best) == 1:
             return best[0]
         if item := request.prefix[0] if request.prefix else request.adapter_key:
-            return max(best, key=lambda quote: rendezvous(item, quote.candidate.key))
+            return max(best, key=lambda row: rendezvous(item, row[0].key))
         return best[int(draw * len(best))]
-
-    def _reason(self, request: Request, chosen: Quote, quotes: list[Quote]) -> str:
-        if request.prefix:
-            if chosen.uncached < request.prompt_tokens:
-                return CACHED
-            return AWAY if any(quote.uncached < chosen.uncached for quote in quotes) else HOME
-        if request.adapter_key and not chosen.adapter:
-            return RESIDENT
-        return SOONEST

@@ -19,15 +19,17 @@ class Site:
 
     ``load_s`` is what the load of an adapter takes there, in seconds. ``seen_at`` is when it was last
     a candidate. What follows from its counts alone is computed when they change: ``running`` and
-    ``kv_tokens``, the ``step_s`` of those, the seconds ``ahead_s`` of the prompts that are pending,
+    ``kv_tokens``, the ``step_s`` of those, the ``room`` for prompt tokens in a step and what ``kv_s`` and
+    ``join_s`` such a step takes for the KV and for one request more, the wait ``still_s`` where no prompt
+    is pending, the seconds ``ahead_s`` of the prompts that are pending,
     ``first_s`` of their first step and ``rest_s`` of the ``rest`` of their tokens, and the seconds
     ``seat_s`` to a free seat.
     """
 
     __slots__ = (
-        "_in_flight", "_kv_used", "_pending", "ahead_s", "first_s", "held", "key", "kv_tokens",
-        "load_s", "pace", "residual", "rest", "rest_s", "running", "seat_s", "seen_at",
-        "share", "slots", "step_s", "timing",
+        "ahead_s", "first_s", "held", "in_flight", "join_s", "key", "kv_s", "kv_tokens", "kv_used",
+        "load_s", "pace", "pending", "residual", "rest", "rest_s", "room", "running", "seat_s",
+        "seen_at", "share", "slots", "step_s", "still_s", "timing",
     )  # fmt: skip
 
     def __init__(self, key: int, timing: Timing | None, assumed: Timing, slots: int) -> None:
@@ -44,29 +46,32 @@ class Site:
         """The replica says how fast it is; what it leaves out is taken from ``assumed``."""
         self.timing = timing
         self.pace: Pace = pace_of(timing, assumed)
-        self._in_flight = -1
-        self._pending = 0
-        self._kv_used = 0.0
+        self.in_flight = -1
+        self.pending = 0
+        self.kv_used = 0.0
         self.share.weight = self.pace.capacity
         if self.pace.kv_tokens:
             self.held.capacity = float(self.pace.kv_tokens)
 
     def count(self, in_flight: int, pending: int, kv_used: float) -> None:
         """What is there now: requests, uncached prompt tokens of theirs, and the part of the KV in use."""
-        if in_flight == self._in_flight and pending == self._pending and kv_used == self._kv_used:
-            return
-        self._in_flight, self._pending, self._kv_used = in_flight, pending, kv_used
+        self.in_flight, self.pending, self.kv_used = in_flight, pending, kv_used
         pace = self.pace
-        self.running = running = min(in_flight, pace.seats)
+        self.running = running = in_flight if in_flight < pace.seats else pace.seats
         self.kv_tokens = kv = kv_used * pace.kv_tokens
         self.step_s = step = pace.step_s(running, kv, running)
+        self.room = max(float(pace.batch - running), pace.batch * 0.1)
+        self.kv_s, self.join_s = pace.a_token * kv, pace.a_request * (running + 1)
         self.ahead_s = self.first_s = self.rest_s = self.seat_s = 0.0
         self.rest = 0
         if pending > 0:
             first = min(pending, max(pace.batch - running, 1))
             self.rest = pending - first
-            self.first_s = pace.prefill_s(first, kv, running)
-            self.rest_s = pace.prefill_s(self.rest, kv, running) if self.rest else 0.0
-            self.ahead_s = pace.prefill_s(pending, kv, running)
+            self.first_s = self.ahead_s = pace.prefill_s(first, kv, running)
+            if self.rest:
+                self.rest_s = pace.prefill_s(self.rest, kv, running)
+                self.ahead_s = pace.prefill_s(pending, kv, running)
         if in_flight >= pace.seats:  # one seat falls free each time that one of them has had its last token
             self.seat_s = (in_flight + 1 - pace.seats) * ASSUMED_OUTPUT_TOKENS / pace.seats * step
+        # Whoever comes while a step is under way comes in the middle of it, on average.
+        self.still_s = 0.5 * step + self.seat_s if in_flight else 0.0
