@@ -1,6 +1,6 @@
 """The gateway's composition root and its pipeline: read this file first.
 
-A request: routes -> admission -> routing -> relay -> replica, and its bytes back the same way.
+routes -> intake -> admission -> batching -> routing -> relay -> replica, and its bytes back that way.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from gateway.deadlines import Deadlines
 from gateway.delivery import Delivery
 from gateway.document import Document
 from gateway.errors import Refused
-from gateway.fingerprint import adapter_key, limit_of, parts_of, seed_of, session_key
 from gateway.fleet import FleetView, Served
+from gateway.intake import Intake
 from gateway.log import Log
-from gateway.metrics import Metrics, ModelMeter
+from gateway.metrics import Metrics
 from gateway.outgoing import outgoing
 from gateway.overflow import Overflow
+from gateway.readiness import Readiness
 from gateway.router import Routes
 from gateway.routes import client_app
 from gateway.shared import Shared
-from gateway.shares import share_of
+from gateway.shares import COALESCED
 from gateway.surface import Route
-from gateway.tenants import Account, Tenants
+from gateway.tenants import Tenants
 from policy.config import Deployment
 from policy.errors import Refusal
 from policy.request import Request
-from policy.types import Runner
 from store.keys import own_key
 
 
@@ -54,27 +54,33 @@ class Gateway:
         rng: random.Random,
         shared: Shared,
     ) -> None:
-        self.document = document
+        def current() -> Deployment:
+            return document.deployment
+
         self.log = log
-        self.draining = False
         self.metrics = Metrics()
+        self._no_model = self.metrics.model("")
+        self._limits = document.deployment.gateway
         self.deadlines = Deadlines(lambda: document.deployment.gateway)
         self.fleet = FleetView(secret, self.metrics, shared, rng.random)
         self.tenants = Tenants(salt_secret, own_key(secret))
-        self.routes = Routes(rng, shared, lambda: document.deployment, self.metrics)
+        self.routes = Routes(rng, shared, current, self.metrics)
         self.fleet.on_prefixes, self.fleet.on_forget = self.routes.heard, self.routes.forget
+        self.readiness = Readiness(document, self.fleet)
+        self.intake = Intake(self.fleet, self.routes)
         self.admission = Admission(
-            self.fleet, self.metrics, self.routes, lambda: document.deployment, weight=self.tenants.weight
+            self.fleet, self.metrics, self.routes, current, weight=self.tenants.weight, shared=shared
         )
         self.coalescer = Coalescer(self._deliver, self.metrics)
         self.overflow = Overflow(self.metrics, log, rng)
         self.client: ASGIApp = client_app(self.serve, self.fleet, self.tenants)
         self.admin: ASGIApp = admin_app(
-            self.fleet, self.metrics, self.routes, self.tenants, self.why_not_ready
+            self.fleet, self.metrics, self.routes, self.tenants, self.readiness.why_not
         )
 
     def read(self, deployment: Deployment) -> None:
         """Take a new document: who may ask, what is served, and who takes over."""
+        self._limits = deployment.gateway
         self.tenants.read(deployment)
         self.fleet.read_document(deployment)
         self.overflow.read(deployment)
@@ -83,28 +89,25 @@ class Gateway:
         """The pipeline: one call from its first byte to its last, counted whatever becomes of it."""
         began = monotonic()
         call = Call(route, scope, receive, send, self.deadlines)
-        meter = self.metrics.model("")
-        limits = self.document.deployment.gateway
+        meter = self._no_model
         try:
             raw = await call.read()
             account = self.tenants.of(call.headers)
             body = bodies.read(raw)
             call.streaming = body.stream is True
-            found = served, _ = self._resolve(route, body.model)
-            request = self._request(call, account, body, raw, found)
+            patience_s = self._limits.queue_timeout_s
+            served, request = self.intake.take(call, account, body, raw, patience_s=patience_s)
             if account.admin and call.headers.get(b"x-tidegate-explain") == b"1":
                 call.explain = partial(self.routes.explain, request)
             meter = self.metrics.model(served.name)
             meter.in_flight += 1
             account.in_flight += 1
             try:
-                alone = partial(self._deliver, call, served, request, body, raw)
-                bounds = limits.coalesce
-                share = share_of(route, body, raw, account.name, bounds)
-                if share is None or call.explain is not None:
-                    await alone()
+                if route.path not in COALESCED or call.explain is not None:
+                    await self._deliver(call, served, request, body, raw)
                 else:
-                    await self.coalescer.serve(share, call, served, request, bounds=bounds, alone=alone)
+                    bounds = self._limits.coalesce
+                    await self.coalescer.around(call, served, request, body, raw, bounds=bounds)
             finally:
                 account.in_flight -= 1
                 meter.in_flight -= 1
@@ -121,46 +124,19 @@ class Gateway:
             if not call.started:
                 await call.refuse(Refused(Refusal.INTERNAL, "The gateway failed to serve the request."))
         finally:
-            _measure(call, meter, monotonic() - began, began)
-
-    def _request(
-        self, call: Call, account: Account, body: Body, raw: bytes, found: tuple[Served, str | None]
-    ) -> Request:
-        """What the decisions may know of a call."""
-        served, adapter = found[0], found[1] or ""
-        now = asyncio.get_running_loop().time()
-        pools = served.runner is Runner.POOLING
-        prompt = self.routes.density(served.name).read(
-            0 if pools else seed_of(served.name, adapter, account.name),
-            parts_of(body, call.route, raw),
-            1 if pools else limit_of(body),
-            body.choices,
-        )
-        session = call.headers.get(b"x-session-id")
-        return Request(
-            served.name,
-            tenant=account.name,
-            priority=account.priority,
-            adapter=adapter,
-            adapter_key=adapter_key(served.name, adapter) if adapter else 0,
-            prompt_tokens=prompt.prompt_tokens,
-            output_tokens=prompt.output_tokens,
-            prefix=prompt.prefix,
-            depths=prompt.depths,
-            session=session_key(session) if session else 0,
-            size=len(raw),
-            arrived=now,
-            deadline=now + call.timeout_s(self.document.deployment.gateway.queue_timeout_s),
-        )
+            meter.count(call, began, monotonic())
 
     async def _deliver(self, call: Call, served: Served, request: Request, body: Body, raw: bytes) -> None:
         """One call to a replica, or to an upstream where the fleet cannot serve it in time."""
-        meter = self.metrics.model(served.name)
         place = self.admission.arrive(served, request)
         sent = outgoing(call.route, body, raw, self.tenants.salt(request.tenant))
+        meter = self.metrics.model(served.name)
         delivery = Delivery(self.admission, place, call, meter, body=body, outgoing=sent)
         try:
-            await self.overflow.around(delivery.run, call, served, request, body=body, raw=raw)
+            if self.overflow.backs(request):
+                await self.overflow.around(delivery.run, call, served, request, body=body, raw=raw)
+            else:
+                await delivery.run()
         finally:
             if (usage := call.usage) is not None:
                 self.tenants.served(request.tenant, usage)
@@ -169,44 +145,4 @@ class Gateway:
 
     def count_refused(self, refused: Refused) -> None:
         """Count a request that was refused before it could be read."""
-        self.metrics.model("").requests["", refused.reason] += 1
-
-    def why_not_ready(self) -> list[str]:
-        """What keeps this worker from serving; empty when it is ready."""
-        reasons = []
-        if self.draining:
-            reasons.append("draining")
-        if not self.fleet.models:
-            reasons.append("no model is known")
-        if self.document.deployment.needs_controller and self.fleet.source == "none":
-            reasons.append("the controller was not seen yet and no last fleet is on disk")
-        return reasons
-
-    def _resolve(self, route: Route, name: str) -> tuple[Served, str | None]:
-        """The model (and adapter) that a call names; raises :class:`gateway.errors.Refused`."""
-        found = self.fleet.find(name)
-        if found is None:
-            raise Refused(Refusal.UNKNOWN_MODEL, f"The model '{name[:128]}' does not exist.", param="model")
-        served = found[0]
-        if route.runner is not None and served.runner is not route.runner:
-            raise Refused(
-                Refusal.UNSUPPORTED,
-                f"{route.path} needs a model with runner '{route.runner}'; "
-                f"{served.name} has runner '{served.runner}'.",
-                param="model",
-            )
-        return found
-
-
-def _measure(call: Call, meter: ModelMeter, took_s: float, began: float) -> None:
-    meter.requests[(call.route.path, call.outcome)] += 1
-    if meter.model:
-        meter.queue_wait.add(call.queued_s)
-    first_at = call.first_byte_at
-    if first_at is not None:
-        meter.ttft.add(first_at - began)
-    if call.outcome == "ok":
-        meter.e2e.add(took_s)
-        if first_at is not None:
-            gap_s = (call.last_event_at - first_at) / (call.events - 1) if call.events > 1 else 0.0
-            meter.served_stream(first_at - began, gap_s)
+        self._no_model.requests["", refused.reason] += 1

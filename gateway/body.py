@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from operator import attrgetter
 
 import msgspec
 from msgspec import Raw
@@ -14,6 +15,7 @@ MAX_DEPTH = 64
 MAX_N = 8
 MAX_STOP = 4
 _ABSENT = Raw(b"")
+_OPEN = ord("[")
 
 # They steer an engine past what a tenant may decide: scheduling, caches, files, foreign templates.
 STEERING = (
@@ -33,7 +35,7 @@ STEERING = (
 )
 
 
-class Body(msgspec.Struct):
+class Body(msgspec.Struct, gc=False):
     """The fields that are checked or decided on; everything else goes through unread."""
 
     model: str
@@ -70,19 +72,23 @@ class Body(msgspec.Struct):
     @property
     def choices(self) -> int:
         """How many choices a complete answer has: ``n`` for each prompt."""
-        return (self.n or 1) * self._prompts()
+        n = self.n or 1
+        return n if self.prompt is _ABSENT else n * self._prompts()
 
     def _prompts(self) -> int:
-        raw = bytes(self.prompt).lstrip()
-        if not raw.startswith(b"["):
+        raw = self.prompt
+        if memoryview(raw)[0] != _OPEN:
             return 1
-        prompts: list[Raw] = msgspec.json.decode(raw, type=list[Raw])
+        prompts: list[Raw] = _prompts_decoder.decode(raw)
         if not prompts or bytes(prompts[0]).lstrip()[:1] not in (b'"', b"["):
             return 1  # one prompt, written as token ids
         return len(prompts)
 
 
 _decoder = msgspec.json.Decoder(Body)
+_prompts_decoder = msgspec.json.Decoder(list[Raw])
+_steering = attrgetter(*STEERING)
+_UNSTEERED = (_ABSENT,) * len(STEERING)
 _PATH = re.compile(r"^(?P<what>.*?)(?: - at `\$\.?(?P<path>.*)`)?$", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(?P<key>.*)`")
 _NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
@@ -101,10 +107,10 @@ def read(raw: bytes) -> Body:
         raise _too_deep() from None
     if _opens_more_than(raw, MAX_DEPTH) and depth_exceeds(raw, MAX_DEPTH):
         raise _too_deep()
-    for name in STEERING:
-        value = getattr(body, name)
-        if value is not _ABSENT and _steers(value):
-            raise _refused_field(name)
+    if (values := _steering(body)) != _UNSTEERED:
+        for name, value in zip(STEERING, values, strict=True):
+            if value is not _ABSENT and _steers(value):
+                raise _refused_field(name)
     if body.chat_template_kwargs is not _ABSENT:
         _check_template_arguments(body.chat_template_kwargs)
     _check_bounds(body)

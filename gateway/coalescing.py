@@ -15,7 +15,7 @@ from gateway.call import Call
 from gateway.exchange import SENT
 from gateway.fleet import Served
 from gateway.metrics import Metrics
-from gateway.shares import Share, joined, split
+from gateway.shares import Share, joined, share_of, split
 from policy.coalescing import Batch, Windows
 from policy.config import Coalesce
 from policy.request import Request
@@ -52,6 +52,17 @@ class Coalescer:
         self._calls: dict[Batch[_Member], asyncio.Task[Sequence[bytes | None]]] = {}
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
+
+    async def around(
+        self, call: Call, served: Served, request: Request, body: bodies.Body, raw: bytes, *, bounds: Coalesce
+    ) -> None:
+        """Have ``call`` delivered, together with others of its kind where it can be."""
+        alone = partial(self._deliver, call, served, request, body, raw)
+        share = share_of(call.route, body, raw, request.tenant, bounds)
+        if share is None:
+            await alone()
+        else:
+            await self.serve(share, call, served, request, bounds=bounds, alone=alone)
 
     async def serve(
         self,

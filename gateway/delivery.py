@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from functools import partial
 from time import monotonic, perf_counter
 
 from gateway.admission import Admission, Place
@@ -47,10 +46,12 @@ class Delivery:
 
     __slots__ = (
         "_admission",
+        "_asked_at",
         "_body",
         "_call",
         "_clock",
         "_health",
+        "_link",
         "_meter",
         "_moves",
         "_outgoing",
@@ -76,6 +77,8 @@ class Delivery:
         self._meter = meter
         self._clock = asyncio.get_running_loop().time
         self._health = place.served.health
+        self._link: Link | None = None
+        self._asked_at = 0.0
         self._unreached = 0
         self._moves = False
 
@@ -179,39 +182,43 @@ class Delivery:
         """
         head = self._head(link)
         connection = link.pool.take()
-        if connection is not None:
-            relay, verdict = await self._send(link, connection, head)
-            if verdict is not Verdict.STALE:
+        stale = False
+        while True:
+            if connection is None:
+                try:
+                    connection = await link.pool.connect()
+                except OSError as error:
+                    if is_own_fault(error):
+                        raise Refused(
+                            Refusal.EXHAUSTED, "The gateway can open no more connections."
+                        ) from error
+                    # After a stale connection the request itself may have been the end of the replica.
+                    return (Verdict.LOST if stale else Verdict.UNREACHABLE), None
+            relay = self._relay(link, connection)
+            try:
+                verdict = await relay.run(head, self._outgoing.parts)
+            finally:
+                link.relays.discard(relay)
+            if verdict is not Verdict.STALE or stale:
                 return verdict, relay
-        try:
-            fresh = await link.pool.connect()
-        except OSError as error:
-            if is_own_fault(error):
-                raise Refused(Refusal.EXHAUSTED, "The gateway can open no more connections.") from error
-            # After a stale connection the request itself may have been the end of the replica.
-            return (Verdict.UNREACHABLE if connection is None else Verdict.LOST), None
-        relay, verdict = await self._send(link, fresh, head)
-        return verdict, relay
+            connection, stale = None, True
 
-    async def _send(self, link: Link, connection: Connection, head: bytes) -> tuple[Relay, Verdict]:
-        """Run an attempt on ``connection`` where the watchdog sees it."""
-        relay = self._relay(connection)
-        relay.on_first = partial(self._first, link, self._clock(), relay.streams)
+    def _relay(self, link: Link, connection: Connection) -> Relay:
+        """An attempt on ``connection``, where the watchdog sees it."""
+        tail = tail_of(self._call.route, self._body, strip_usage=self._outgoing.counts)
+        relay = Relay(self._call, connection, tail, self._meter)
+        self._link, self._asked_at = link, self._clock()
+        relay.on_first = self._first
         if not relay.streams:
             self._admission.unseen(self._place, link)
         link.relays.add(relay)
-        try:
-            return relay, await relay.run(head, self._outgoing.parts)
-        finally:
-            link.relays.discard(relay)
+        return relay
 
-    def _first(self, link: Link, sent: float, streams: bool) -> None:
+    def _first(self) -> None:
         """The first token came; an answer that does not stream comes whole, and says not when."""
-        self._admission.first_token(self._place, link, monotonic() - sent if streams else None)
-
-    def _relay(self, connection: Connection) -> Relay:
-        tail = tail_of(self._call.route, self._body, strip_usage=self._outgoing.counts)
-        return Relay(self._call, connection, tail, self._meter)
+        assert self._link is not None
+        took_s = monotonic() - self._asked_at if self._call.streaming else None
+        self._admission.first_token(self._place, self._link, took_s)
 
     def _head(self, link: Link) -> bytes:
         """The request's head: nothing of the client's but what this list names."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import xxhash
@@ -110,6 +111,7 @@ def limit_of(body: Body) -> int | None:
     return body.max_completion_tokens or body.max_output_tokens or body.max_tokens
 
 
+@lru_cache(maxsize=4096)
 def seed_of(model: str, adapter: str, salt: str) -> int:
     """What every hash of a prompt depends on: KV of another model, adapter or tenant is never shared."""
     return xxhash.xxh3_64_intdigest(f"{model}\0{adapter}\0{salt}".encode())
@@ -127,8 +129,10 @@ def session_key(session: bytes) -> int:
 
 def token_ids(part: memoryview) -> int:
     """How many token ids ``part`` lists, 0 if it is not a list of numbers (or of lists of them)."""
+    if len(part) < 2 or part[0] != _OPEN or part[1] == _OBJECT:
+        return 0
     head = bytes(part[:64]).lstrip(b"[ \t\r\n")
-    return bytes(part).count(b",") + 1 if head[:1].isdigit() and part[0] == _OPEN else 0
+    return bytes(part).count(b",") + 1 if head[:1].isdigit() else 0
 
 
 def _chain(seed: int, parts: Sequence[memoryview], ends: Sequence[int]) -> tuple[int, ...]:
@@ -152,4 +156,5 @@ def _chain(seed: int, parts: Sequence[memoryview], ends: Sequence[int]) -> tuple
 
 
 _OPEN = ord("[")
+_OBJECT = ord("{")
 _EVEN = 0xFFFF_FFFF_FFFF_FFFE

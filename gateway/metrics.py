@@ -11,11 +11,15 @@ import os
 from bisect import bisect_left
 from collections import Counter as Counts
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest, multiprocess
 
 from gateway.queue_meter import QueueMetrics
 from gateway.usage import Usage
+
+if TYPE_CHECKING:
+    from gateway.call import Call
 
 DIRECTORY_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 SECONDS = (
@@ -95,6 +99,20 @@ class ModelMeter:
         self.itl = Tally(GAPS)
         self.ttft_error = Tally(ERRORS)
         self.ttft_error_part = Tally(PARTS)
+
+    def count(self, call: Call, began: float, ended: float) -> None:
+        """Count a call that began and ended at these instants, whatever became of it."""
+        self.requests[call.route.path, call.outcome] += 1
+        if self.model:
+            self.queue_wait.add(call.queued_s)
+        first_at = call.first_byte_at
+        if first_at is not None:
+            self.ttft.add(first_at - began)
+        if call.outcome == "ok":
+            self.e2e.add(ended - began)
+            if first_at is not None:
+                gap_s = (call.last_event_at - first_at) / (call.events - 1) if call.events > 1 else 0.0
+                self.served_stream(first_at - began, gap_s)
 
     def predicted(self, predicted_s: float, actual_s: float) -> None:
         """Count how far a router was from the time to a first token, both in seconds."""

@@ -63,6 +63,10 @@ class Overflow:
         self._models = frozenset(name for upstream in deployment.upstreams for name in upstream.models)
         self._starts_s = {spec.name: spec.control.assumed_start_s for spec in deployment.models}
 
+    def backs(self, request: Request) -> bool:
+        """Whether an upstream may serve it instead of the fleet; none has our adapters."""
+        return request.model in self._models and not request.adapter
+
     async def around(
         self,
         fleet: Callable[[], Awaitable[None]],
@@ -79,7 +83,7 @@ class Overflow:
         next is not expected before then. Raises the fleet's own refusal when no upstream serves it
         either: what is wrong with an upstream is no matter of the client's.
         """
-        if served.name not in self._models or request.adapter:
+        if not self.backs(request):
             await fleet()
             return
         if self._too_late(served, request) and await self._serve(call, request, body, raw):

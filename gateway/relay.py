@@ -2,6 +2,8 @@
 
 The first event of a stream, and the last byte of another answer, is the commit point. Before it
 nothing was said to the client and the attempt may be repeated elsewhere; after it never.
+
+One module though over 300 lines: every kind of answer ends in one verdict, and all share the commit point.
 """
 
 from __future__ import annotations
@@ -72,6 +74,7 @@ class Relay:
         "_headers",
         "_held",
         "_holds",
+        "_itl",
         "_last_at",
         "_meter",
         "_send",
@@ -95,6 +98,7 @@ class Relay:
         self._connection = connection
         self._tail = tail
         self._meter = meter
+        self._itl = meter.itl.add
         self._status = 0
         self._headers: dict[bytes, bytes] = {}
         self._stream = False
@@ -264,7 +268,7 @@ class Relay:
                     return
                 self._commit([(b"cache-control", b"no-cache")])
             if self._last_at:
-                self._meter.itl.add(now - self._last_at)
+                self._itl(now - self._last_at)
                 self._last_at = now
             elif tail.events or tail.closed:  # comments keep a connection alive through a long prefill
                 self.begun = True

@@ -26,14 +26,14 @@ _NOWHERE = Route("", b"", "")
 def client_app(serve: Serve, fleet: FleetView, tenants: Tenants) -> ASGIApp:
     """The app of the client port; what there is to be served is told to tenants alone."""
 
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return
-        path: str = scope["path"]
-        route = ROUTES.get(path)
+    def app(scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+        route = ROUTES.get(scope["path"])
         if route is not None and scope["method"] == "POST":
-            await serve(route, scope, receive, send)
-            return
+            return serve(route, scope, receive, send)
+        return answer(route, scope, receive, send)
+
+    async def answer(route: Route | None, scope: Scope, receive: Receive, send: Send) -> None:
+        path: str = scope["path"]
         call = Call(route or _NOWHERE, scope, receive, send)
         try:
             body = _answer(fleet, path, scope["method"], route, lambda: tenants.of(call.headers))

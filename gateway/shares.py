@@ -20,6 +20,8 @@ from policy.config import Coalesce
 _fields_of = msgspec.json.Decoder(dict[str, Raw])
 _items_of = msgspec.json.Decoder(list[Raw])
 _ITEMS = {"/v1/embeddings": "data", "/v1/score": "data", "/v1/completions": "choices"}
+# The routes whose requests may travel together.
+COALESCED = frozenset(_ITEMS)
 _PAIR = ("text_1", "text_2")
 
 

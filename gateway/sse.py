@@ -21,14 +21,17 @@ _BOUNDARY = re.compile(rb"\n(?:\n|\r\n)")
 _LINE_END = re.compile(rb"\r\n|\n")
 _NULL = Raw(b"null")
 _DONE = b"[DONE]"
+# Looked for as numbers, which is a search for a byte and not for a string.
+_NEWLINE = ord("\n")
+_RETURN = ord("\r")
 
 
-class _Choice(msgspec.Struct):
+class _Choice(msgspec.Struct, gc=False):
     index: int = 0
     finish_reason: str | None = None
 
 
-class _Chunk(msgspec.Struct):
+class _Chunk(msgspec.Struct, gc=False):
     """An event of chat or completions."""
 
     choices: list[_Choice] | None = None
@@ -36,7 +39,7 @@ class _Chunk(msgspec.Struct):
     error: Raw = _NULL
 
 
-class _Typed(msgspec.Struct):
+class _Typed(msgspec.Struct, gc=False):
     """An event of responses or messages."""
 
     type: str | None = None
@@ -54,6 +57,8 @@ class Tail:
     answer, ``usage`` is what the engine said of it. This base class knows no last word: any clean end
     is a good one.
     """
+
+    __slots__ = ("_held", "closed", "error", "events", "failed", "finished", "usage")
 
     last_words: ClassVar[tuple[str, ...]] = ()
 
@@ -76,9 +81,9 @@ class Tail:
             return b""
         if (
             not self._held
-            and data.startswith(b"data: ")
-            and data.find(b"\n") == len(data) - 2
-            and data.endswith(b"\n\n")
+            and data[:6] == b"data: "
+            and data[-2:] == b"\n\n"
+            and data.find(_NEWLINE) == len(data) - 2
         ):
             return self._pass(data, data[6:-2])
         return self._feed_many(data)
@@ -131,7 +136,7 @@ class Tail:
             return self._broken("The stream ended before the answer was complete.")
         if not event.isascii() and not _is_text(event):
             return self._broken("The replica sent bytes that are no text.")
-        if b"\r" in payload:  # ends a line for a client, wherever it stands
+        if _RETURN in payload:  # ends a line for a client, wherever it stands
             return self._broken("The replica sent an event that is cut by a carriage return.")
         if not self.finished:
             self.events += 1
@@ -180,6 +185,8 @@ class ChatTail(Tail):
     With ``strip_usage`` the event that only counts tokens was not asked for by the client.
     """
 
+    __slots__ = ("_choices", "_finished", "_strip_usage")
+
     last_words = (_DONE.decode(),)
 
     def __init__(self, choices: int, *, strip_usage: bool = False) -> None:
@@ -196,9 +203,9 @@ class ChatTail(Tail):
                 if choice.finish_reason is not None:
                     self._finished.add(choice.index)
                     self.finished = len(self._finished) >= self._choices
-        elif said.error != _NULL:
+        elif said.error is not _NULL and said.error != _NULL:
             return self._fail(payload)
-        if said.usage != _NULL:
+        if said.usage is not _NULL and said.usage != _NULL:
             self.usage = read_usage(said.usage) or self.usage
             if self._strip_usage and not choices:
                 return b""
@@ -207,6 +214,8 @@ class ChatTail(Tail):
 
 class ResponsesTail(Tail):
     """OpenAI's responses: one of three events is the last word."""
+
+    __slots__ = ()
 
     last_words = ("response.completed", "response.incomplete", "response.failed")
 
@@ -233,6 +242,8 @@ class ResponsesTail(Tail):
 
 class MessagesTail(Tail):
     """Anthropic's messages end with ``message_stop``; its first and last deltas count the tokens."""
+
+    __slots__ = ()
 
     last_words = ("message_stop",)
 

@@ -144,7 +144,8 @@ class Connection(asyncio.Protocol):
         if sink is None:  # the sink gave up on the head
             return
         if self._complete:
-            body = b"".join(self._chunks)
+            chunks = self._chunks
+            body = chunks[0] if len(chunks) == 1 else b"".join(chunks)
             self._sink = None
             self._release()
             sink.on_data(body, complete=True)

@@ -32,11 +32,11 @@ class Usage(NamedTuple):
     exact: bool = True
 
 
-class _Details(msgspec.Struct):
+class _Details(msgspec.Struct, gc=False):
     cached_tokens: int | None = None
 
 
-class _Counts(msgspec.Struct):
+class _Counts(msgspec.Struct, gc=False):
     """The three dialects of a usage object: chat and completions, responses, messages."""
 
     prompt_tokens: int | None = None
@@ -49,7 +49,7 @@ class _Counts(msgspec.Struct):
     cache_creation_input_tokens: int | None = None
 
 
-class _Answer(msgspec.Struct):
+class _Answer(msgspec.Struct, gc=False):
     usage: Raw = _NULL
 
 
@@ -82,7 +82,7 @@ def usage_inside(raw: bytes | Raw) -> Usage | None:
         said = _answer.decode(raw)
     except (ValueError, RecursionError):
         return None
-    return None if said.usage == _NULL else read_usage(said.usage)
+    return None if said.usage is _NULL or said.usage == _NULL else read_usage(said.usage)
 
 
 def usage_of_answer(end: bytes) -> Usage | None:

@@ -104,7 +104,7 @@ async def work(state: StateDir, client_fd: int, admin_fd: int, worker: int, *, c
     stopping = asyncio.Event()
 
     def drain() -> None:
-        gateway.draining = True
+        gateway.readiness.draining = True
         log.info("draining")
         stopping.set()
 

@@ -1,0 +1,76 @@
+"""What is made of a request when it arrives: the model it names, and what the decisions may know of it."""
+
+from __future__ import annotations
+
+import asyncio
+
+from gateway.body import Body
+from gateway.call import Call
+from gateway.errors import Refused
+from gateway.fingerprint import adapter_key, limit_of, parts_of, seed_of, session_key
+from gateway.fleet import FleetView, Served
+from gateway.router import Routes
+from gateway.surface import Route
+from gateway.tenants import Account
+from policy.errors import Refusal
+from policy.request import Request
+from policy.types import Runner
+
+
+class Intake:
+    """The way in of one worker."""
+
+    def __init__(self, fleet: FleetView, routes: Routes) -> None:
+        self._fleet = fleet
+        self._routes = routes
+        self._clock = asyncio.get_running_loop().time
+
+    def take(
+        self, call: Call, account: Account, body: Body, raw: bytes, *, patience_s: float
+    ) -> tuple[Served, Request]:
+        """Who is to serve ``call``, and what it looks like to admission and routing.
+
+        ``patience_s`` is how long it may wait for a replica, if its client does not say less. Raises
+        :class:`gateway.errors.Refused` for a model that is not served, or not on this route.
+        """
+        served, adapter = self._resolve(call.route, body.model)
+        name, tenant = served.name, account.name
+        pools = served.runner is Runner.POOLING
+        prompt = self._routes.density(name).read(
+            0 if pools else seed_of(name, adapter, tenant),
+            parts_of(body, call.route, raw),
+            1 if pools else limit_of(body),
+            body.choices,
+        )
+        session = call.headers.get(b"x-session-id")
+        now = self._clock()
+        return served, Request(
+            name,
+            tenant,
+            account.priority,
+            adapter,
+            adapter_key(name, adapter) if adapter else 0,
+            prompt.prompt_tokens,
+            prompt.output_tokens,
+            prompt.prefix,
+            prompt.depths,
+            session_key(session) if session else 0,
+            len(raw),
+            now,
+            now + call.timeout_s(patience_s),
+        )
+
+    def _resolve(self, route: Route, name: str) -> tuple[Served, str]:
+        """The model that a call names, and the adapter if it names one."""
+        found = self._fleet.find(name)
+        if found is None:
+            raise Refused(Refusal.UNKNOWN_MODEL, f"The model '{name[:128]}' does not exist.", param="model")
+        served, adapter = found
+        if route.runner is not None and served.runner is not route.runner:
+            raise Refused(
+                Refusal.UNSUPPORTED,
+                f"{route.path} needs a model with runner '{route.runner}'; "
+                f"{served.name} has runner '{served.runner}'.",
+                param="model",
+            )
+        return served, adapter or ""
