@@ -76,7 +76,7 @@ class Admission:
             queue.settle(place.began, 0)
             place.began = None
         # Whoever waits stands first, unless this one was only sent back to its old place.
-        if not queue and (link := self._choose(place)) is not None:
+        if not queue.waiting and (link := self._choose(place)) is not None:
             place.entered = True
             self._send(place, link)
             self._begin(place, self._clock())
@@ -107,11 +107,12 @@ class Admission:
             link.over(place.ahead)
         link.end()
         line = place.line
-        line.leaves(place.request.adapter, link)
+        if place.request.adapter:
+            line.leaves(place.request.adapter, link)
         if place.began is not None and place.began.running:
             line.queue.ended(place.began, self._clock(), whole=whole)
             line.reserve.ended(place.request.tenant)
-        if line.queue:
+        if line.queue.waiting:
             self._pump_soon(line)
 
     def first_token(self, place: Place, link: Link, ttft_s: float | None) -> None:
@@ -137,7 +138,7 @@ class Admission:
     def pump(self, model: str) -> None:
         """A replica of ``model`` has news: hand out what capacity there is."""
         line = self._lines.get(model)
-        if line is not None and line.queue and self._clock() - line.rested_at >= REST_S:
+        if line is not None and line.queue.waiting and self._clock() - line.rested_at >= REST_S:
             self._pump_soon(line)
 
     def dismiss(self, model: str) -> None:
@@ -170,7 +171,7 @@ class Admission:
         return Line(served, Queue(fair), Reserve(self._weight))
 
     def _choose(self, place: Place) -> Link | None:
-        if not place.line.grants(place.request.tenant):
+        if place.line.reserve.contended and not place.line.grants(place.request.tenant):
             return None
         chosen = self._routes.choose(place.served, place.request)
         if chosen is None:
@@ -183,7 +184,8 @@ class Admission:
         place.pending = place.quote.uncached
         place.news = self._routes.began(place.request, place.quote)
         link.begin(place.pending)
-        place.line.joins(place.request.adapter, link)
+        if place.request.adapter:
+            place.line.joins(place.request.adapter, link)
 
     def _begin(self, place: Place, now: float) -> None:
         place.began = place.line.queue.begin(place.request, now)

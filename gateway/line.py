@@ -123,13 +123,13 @@ class Host:
         self._keys: dict[str, int] = {}
 
     def served(self, tenant: str, tokens: int) -> None:
-        self._shared.served(self._key(tenant), tokens)
+        self._shared.served(self._keys.get(tenant) or self._key(tenant), tokens)
 
     def others(self, tenant: str) -> int:
-        return self._shared.served_by_others(self._key(tenant))
+        if self._shared.alone:
+            return 0
+        return self._shared.served_by_others(self._keys.get(tenant) or self._key(tenant))
 
     def _key(self, tenant: str) -> int:
-        key = self._keys.get(tenant)
-        if key is None:
-            key = self._keys[tenant] = key_of(f"{self._model} {tenant}")
+        key = self._keys[tenant] = key_of(f"{self._model} {tenant}")
         return key

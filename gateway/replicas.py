@@ -9,6 +9,7 @@ import asyncio
 import hashlib
 from collections import deque
 from collections.abc import Callable, Sequence
+from math import inf
 from time import monotonic
 from typing import TYPE_CHECKING
 
@@ -95,6 +96,8 @@ class Link:
         self._pending_elsewhere = 0
         self._pending_there = 0
         self._foreseen: deque[Ahead] = deque()
+        self.due_at = inf
+        self.lone = False
         self._tokens = 0
         self._restarted = False
         self._probe = False
@@ -111,7 +114,7 @@ class Link:
             and self.open
             and not self.full
             and self.replica.state is ReplicaState.READY
-            and self.health.ejections.admits(self.breaker)
+            and (self.breaker.state is State.CLOSED or self.health.ejections.admits(self.breaker))
         )
 
     @property
@@ -125,10 +128,14 @@ class Link:
         return self.view.bound
 
     def look(self) -> Candidate:
-        """The view of this instant, with what this host's other workers have there."""
-        while self._foreseen and (not self._foreseen[0].tokens or self._foreseen[0].at <= monotonic()):
-            self.over(self._foreseen.popleft())
+        """The view of this instant, with what this host's other workers have there.
+
+        While there are none it stays true by itself (``lone``), until ``due_at``.
+        """
+        while self._foreseen and self._foreseen[0].at <= monotonic():
+            self.over(self._foreseen[0])
         view = self.view
+        self.lone = self._shared.alone
         in_flight, pending, begun = self._shared.others(view.key)
         view.in_flight = self._elsewhere + self.mine + in_flight
         view.pending_tokens = self._pending_elsewhere + self._pending + pending
@@ -138,7 +145,10 @@ class Link:
     def begin(self, tokens: int = 0) -> None:
         """A request with ``tokens`` uncached prompt tokens goes there."""
         self.mine += 1
-        self.view.in_flight += 1
+        view = self.view
+        view.in_flight += 1
+        view.pending_tokens += tokens
+        view.begun += 1
         self._pending += tokens
         self._begun += 1
         self._shared.begin(self.view.key, tokens)
@@ -153,6 +163,7 @@ class Link:
     def first_token(self, tokens: int) -> None:
         """The prefill of such a request is over: its first token came, or it ended without one."""
         self._pending -= tokens
+        self.view.pending_tokens -= tokens
         self.view.turned_at = monotonic()
         self._shared.first_token(self.view.key, tokens)
 
@@ -163,6 +174,7 @@ class Link:
         """
         ahead = Ahead(tokens, at)
         self._foreseen.append(ahead)
+        self.due_at = self._foreseen[0].at
         return ahead
 
     def over(self, ahead: Ahead) -> None:
@@ -170,6 +182,10 @@ class Link:
         if ahead.tokens:
             self.first_token(ahead.tokens)
             ahead.tokens = 0
+        foreseen = self._foreseen
+        while foreseen and not foreseen[0].tokens:
+            foreseen.popleft()
+        self.due_at = foreseen[0].at if foreseen else inf
 
     def end(self) -> None:
         """A request of this worker ended there."""
@@ -268,6 +284,7 @@ class Link:
         if self.stale(at):
             self._elsewhere = self._pending_elsewhere = 0
             self.view.kv_used = 0.0
+            self.look()
 
     def _reach(self) -> None:
         self.breaker.reachable = self.answering and self.open and self.replica.state is ReplicaState.READY

@@ -18,6 +18,7 @@ from gateway.shared import ALONE, Shared
 from policy.config import Deployment, ModelSpec
 from policy.engine_model import Timing
 from policy.errors import ConfigError, TargetError
+from policy.health import State
 from policy.pace import GENERIC
 from policy.profiles import profile
 from policy.request import Request
@@ -60,31 +61,35 @@ class Routes:
 
     def choose(self, served: Served, request: Request) -> tuple[Link, Quote] | None:
         """Where ``request`` would go now, or ``None`` when it must wait here."""
-        links = [
-            link
-            for link in served.links
-            if link.admissible and (not request.adapter or request.adapter in link.adapters)
-        ]
+        adapter, links = request.adapter, []
+        for link in served.links:
+            breaker = link.breaker
+            # Link.admissible, as far as it goes for one in good standing
+            good = breaker.reachable and breaker.state is State.CLOSED and not link.full
+            if (good or link.admissible) and (not adapter or adapter in link.adapters):
+                links.append(link)
         if request.avoid:
             links = [link for link in links if link.id not in request.avoid] or links
         now = self._clock()
         router = self._of(served.name)
-        self._hear(now)
-        decision = router.choose(request, [link.look() for link in links], now, self._rng.random())
+        if self._shared.alone:
+            due = time.monotonic()
+            views = [link.view if link.lone and due < link.due_at else link.look() for link in links]
+        else:
+            self._hear(now)
+            views = [link.look() for link in links]
+        decision = router.choose(request, views, now, self._rng.random())
         chosen = decision.chosen
         if chosen is None:
             return None
         if len(self._fresh) >= KEPT:  # of quotes that nobody took up
             self._fresh.clear()
         self._fresh[id(chosen)] = decision
-        for link in links:
-            if link.view is chosen.candidate:
-                return link, chosen
-        raise AssertionError("a router chooses among its candidates")
+        return links[views.index(chosen.candidate)], chosen
 
     def began(self, request: Request, quote: Quote) -> tuple[int, ...]:
         """``request`` was sent to the candidate of ``quote``; the hashes that are news there."""
-        news = self._of(request.model).began(request, quote.candidate, self._clock())
+        news = self._routers[request.model].began(request, quote.candidate, self._clock())
         if news:
             self._shared.publish(self._keys[request.model], quote.candidate.key, news)
         decision = self._fresh.pop(id(quote), None)
@@ -99,7 +104,8 @@ class Routes:
 
     def counted(self, request: Request, prompt_tokens: int, output_tokens: int) -> None:
         """An engine counted its tokens."""
-        self.density(request.model).learn(request.prompt_tokens, prompt_tokens, output_tokens, request.depths)
+        density = self._densities.get(request.model) or self.density(request.model)
+        density.learn(request.prompt_tokens, prompt_tokens, output_tokens, request.depths)
 
     def density(self, model: str) -> Density:
         """How long prompts and answers of ``model`` are."""

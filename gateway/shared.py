@@ -65,7 +65,12 @@ News = tuple[int, int, list[int]]
 
 
 class Shared(Protocol):
-    """What a worker tells the others of its host, and hears from them. Keys are 64-bit hashes."""
+    """What a worker tells the others of its host, and hears from them. Keys are 64-bit hashes.
+
+    ``alone`` is whether no other lives, as of the last beat: then there is nothing to hear.
+    """
+
+    alone: bool
 
     def begin(self, key: int, tokens: int) -> None:
         """A request with ``tokens`` uncached prompt tokens goes to the replica with ``key``."""
@@ -114,6 +119,8 @@ class Shared(Protocol):
 class Alone:
     """A worker without others."""
 
+    alone = True
+
     def begin(self, key: int, tokens: int) -> None: ...
     def first_token(self, key: int, tokens: int) -> None: ...
     def end(self, key: int) -> None: ...
@@ -161,6 +168,7 @@ class SharedRows:
         self._mine: dict[int, int] = {}
         self._tenants: dict[int, int] = {}
         self._peers: tuple[tuple[int, int, int], ...] = ()
+        self.alone = True
         self._rings: list[int] = []
         self._heard: list[int] = []
         self._heard_of: dict[int, int] = {}
@@ -249,6 +257,7 @@ class SharedRows:
         if peers != self._peers:
             self._heard_of.update(zip(self._rings, self._heard, strict=True))
             self._peers = peers
+            self.alone = not peers
             self._rings = [row * _HEADER + _SEQUENCE for row, _, _ in peers]
             # From a worker that is new here, all that its ring still holds.
             self._heard = [self._heard_of.get(at, 0) for at in self._rings]

@@ -66,14 +66,15 @@ class Began:
 class Queue:
     """Requests by priority class, strictly; within a class by its discipline; within a flow by ticket.
 
-    Instants are seconds of one monotonic clock. ``size`` is the bytes of those that wait. ``ready`` is
-    whether any replica is up: while none is, what waits says nothing of how fast it would be served.
+    Instants are seconds of one monotonic clock. ``waiting`` are those that wait, by ticket, ``size`` their
+    bytes. ``ready`` is whether any replica is up: while none is, what waits says nothing of how fast it
+    would be served.
     All operations are O(log n), amortised.
     """
 
     def __init__(self, discipline: Callable[[], Discipline[Any]]) -> None:
         self._classes: dict[Priority, Discipline[Any]] = {priority: discipline() for priority in Priority}
-        self._waiting: dict[int, Request] = {}
+        self.waiting: dict[int, Request] = {}
         self._deadlines: Ranking[Request] = Ranking()
         self._passed: dict[int, int] = {}
         self._drain = Drain()
@@ -84,10 +85,10 @@ class Queue:
         self.ready = False
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return len(self.waiting)
 
     def __contains__(self, request: Request) -> bool:
-        return request.ticket in self._waiting
+        return request.ticket in self.waiting
 
     def depth(self, priority: Priority) -> int:
         """How many of a class wait."""
@@ -133,20 +134,22 @@ class Queue:
 
     def remove(self, request: Request, at: float) -> bool:
         """It waits no more; whether it did."""
-        if self._waiting.pop(request.ticket, None) is None:
+        if self.waiting.pop(request.ticket, None) is None:
             return False
         self._classes[request.priority].remove(request)
         self._deadlines.drop(request)
         self._passed.pop(request.ticket, None)
         self._foreseen.pop(request.ticket, None)
         self.size -= request.size
-        self._drain.busy(at, waits=self.ready and bool(self._waiting))
+        self._drain.busy(at, waits=self.ready and bool(self.waiting))
         return True
 
     def begin(self, request: Request, at: float) -> Began:
         """It goes to a replica now, having waited or not, and is charged what it is expected to cost."""
-        self._learn(request, at)
-        waited = self.remove(request, at)
+        waited = request.ticket in self.waiting
+        if waited:
+            self._learn(request, at)
+            self.remove(request, at)
         tokens = cost(request)
         self._drain.began(tokens, request.priority, waited=waited)
         return Began(request, self._classes[request.priority].charge(request), at, tokens)
@@ -207,7 +210,7 @@ class Queue:
         """Whether a replica is up from ``at`` on."""
         if ready is not self.ready:
             self.ready = ready
-            self._drain.busy(at, waits=ready and bool(self._waiting))
+            self._drain.busy(at, waits=ready and bool(self.waiting))
 
     def _ahead(self, newcomer: Request) -> float:
         """Tokens that would be served before it."""
@@ -220,18 +223,18 @@ class Queue:
             self._foresight.learn(foreseen[1], at - foreseen[0])
 
     def _put(self, request: Request, at: float, *, returned: bool) -> None:
-        if request.ticket in self._waiting:
+        if request.ticket in self.waiting:
             raise ValueError(f"ticket {request.ticket} already waits")
-        self._waiting[request.ticket] = request
+        self.waiting[request.ticket] = request
         self._classes[request.priority].add(request, returned=returned)
         self._deadlines.put(request, request.deadline)
         self.size += request.size
         self._drain.busy(at, waits=self.ready)
 
     def _fits(self, request: Request, bounds: Bounds) -> bool:
-        if not self._waiting:
+        if not self.waiting:
             return True
-        return len(self._waiting) < bounds.requests and self.size + request.size <= bounds.size
+        return len(self.waiting) < bounds.requests and self.size + request.size <= bounds.size
 
     def _spare(self, newcomer: Request) -> Request | None:
         """Who of the least important class has to make room."""

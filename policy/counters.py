@@ -52,7 +52,7 @@ class Counters(Generic[F]):
     @property
     def level(self) -> float:
         """The counter that a newcomer starts from."""
-        least = self.waiting.least()
+        least = self.waiting.least() if self.waiting.puts else None
         return self._served if least is None else least[1]
 
     def find(self, name: str) -> F | None:
@@ -91,18 +91,32 @@ class Counters(Generic[F]):
         flow.counter = max(flow.counter, level)
         flow.floor = max(flow.floor, min(level, flow.counter))
 
-    def charge(self, flow: F, tokens: int) -> None:
-        """It is served ``tokens``."""
-        self._served = max(self._served, flow.counter)
+    def begin(self, name: str, tokens: int) -> F:
+        """A request of the flow of that name runs, and is charged ``tokens``; it is lifted if it was away."""
+        flow = self._flows.get(name)
+        if flow is None:
+            flow = self.flow(name)
+        waiting = self.waiting.puts
+        if not flow.tokens:
+            if waiting:
+                self.lift(flow)
+            else:  # lifted to what is served, written out: so it is with nearly every request
+                counter, level = flow.counter, self._served - flow.back
+                flow.back = 0.0
+                flow.counter = counter = level if level > counter else counter
+                flow.floor = level if level > flow.floor else flow.floor
+        self._served = flow.counter if flow.counter > self._served else self._served
         flow.counter += tokens / flow.weight
-        if flow in self.waiting:
+        flow.running += 1
+        if waiting and flow in waiting:
             self.waiting.put(flow, flow.counter, flow.ticket)
+        return flow
 
     def correct(self, flow: F, tokens: int) -> None:
         """It was charged ``tokens`` too few; too many if negative."""
         before = flow.counter
         flow.counter = max(before + tokens / flow.weight, flow.floor)
-        if flow in self.waiting:
+        if flow in self.waiting.puts:
             self.waiting.put(flow, flow.counter, flow.ticket)
         elif tokens < 0:
             flow.back += before - flow.counter

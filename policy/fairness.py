@@ -109,24 +109,19 @@ class Fair:
         return _by_turns(self._tenants, _of_tenant)
 
     def charge(self, request: Request) -> _Charge:
-        tenant = self._tenants.flow(request.tenant)
-        adapter = tenant.adapters.flow(request.adapter)
         tokens = cost(request)
-        if not tenant.tokens:
-            self._tenants.lift(tenant)
-        if not adapter.tokens:
-            tenant.adapters.lift(adapter)
-        self._tenants.charge(tenant, tokens)
-        tenant.adapters.charge(adapter, tokens)
-        tenant.running += 1
-        adapter.running += 1
+        tenant = self._tenants.begin(request.tenant, tokens)
+        adapter = tenant.adapters.begin(request.adapter, tokens)
         if self._peers is not None:
             self._peers.served(tenant.name, tokens)
-            self._hear(tenant, self._peers)
+            if tenant.tokens:
+                self._hear(tenant, self._peers)
         return _Charge(tenant, adapter, tokens)
 
     def settle(self, charge: _Charge, tokens: int) -> None:
         more, charge.tokens = tokens - charge.tokens, tokens
+        if not more:
+            return
         self._tenants.correct(charge.tenant, more)
         charge.tenant.adapters.correct(charge.adapter, more)
         if self._peers is not None:
@@ -168,9 +163,9 @@ class Fair:
                 self._hear(tenant, self._peers)
 
     def _hear(self, tenant: _Tenant, peers: Peers) -> None:
-        # Of a tenant that does not wait here nothing is owed to those that do.
+        # Of a tenant that does not wait here nothing is owed to those that do: it is not heard of.
         now = peers.others(tenant.name)
-        if tenant.tokens and now != tenant.seen:
+        if now != tenant.seen:
             self._tenants.correct(tenant, now - tenant.seen)
         tenant.seen = now
 
@@ -187,7 +182,8 @@ class Fair:
 
 def cost(request: Request) -> int:
     """What a request is charged in tokens: never nothing, or it would go unseen."""
-    return max(1, request.tokens)
+    tokens = request.prompt_tokens + request.output_tokens
+    return tokens if tokens > 1 else 1
 
 
 F = TypeVar("F", bound=Flow)

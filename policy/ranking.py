@@ -14,41 +14,41 @@ class Ranking(Generic[T]):
     """Least key first, ties by ``then``, then by who was put first; each operation is O(log n), amortised.
 
     A heap whose outdated entries are skipped when they surface, and swept once they are most of it.
-    An entry is current while its put is its member's last.
+    An entry is current while its put is its member's last; ``puts`` is that of each member.
     """
 
-    __slots__ = ("_current", "_heap", "_puts")
+    __slots__ = ("_heap", "_puts", "puts")
 
     def __init__(self) -> None:
         self._heap: list[_Entry[T]] = []
-        self._current: dict[T, int] = {}
+        self.puts: dict[T, int] = {}
         self._puts = 0
 
     def __len__(self) -> int:
-        return len(self._current)
+        return len(self.puts)
 
     def __contains__(self, member: T) -> bool:
-        return member in self._current
+        return member in self.puts
 
     def put(self, member: T, key: float, then: int = 0) -> None:
         """Rank ``member`` by ``key``, whatever it was ranked by before."""
         self._puts += 1
-        self._current[member] = self._puts
+        self.puts[member] = self._puts
         heappush(self._heap, (key, then, self._puts, member))
-        if len(self._heap) > 64 + 2 * len(self._current):
-            self._heap = sorted(entry for entry in self._heap if self._current.get(entry[3]) == entry[2])
+        if len(self._heap) > 64 + 2 * len(self.puts):
+            self._heap = sorted(entry for entry in self._heap if self.puts.get(entry[3]) == entry[2])
 
     def drop(self, member: T) -> bool:
         """Rank it no more; whether it was."""
-        if self._current.pop(member, None) is None:
+        if self.puts.pop(member, None) is None:
             return False
-        if not self._current:
+        if not self.puts:
             self._heap.clear()
         return True
 
     def least(self) -> tuple[T, float] | None:
         """The first member and its key."""
-        heap, current = self._heap, self._current
+        heap, current = self._heap, self.puts
         while heap:
             entry = heap[0]
             if current.get(entry[3]) == entry[2]:
@@ -58,7 +58,7 @@ class Ranking(Generic[T]):
 
     def __iter__(self) -> Iterator[tuple[T, float]]:
         """Members with their keys in order, each in O(log n); nothing may change meanwhile."""
-        heap, current = self._heap, self._current
+        heap, current = self._heap, self.puts
         # A heap's entry is followed by none but its two children, so those seen bound what is next.
         ahead = [(heap[0], 0)] if heap else []
         while ahead:

@@ -35,7 +35,8 @@ class Recent:
 
     def add(self, at: float, first: int, second: int) -> None:
         """Count so many of each kind at ``at``."""
-        self.advance(at)
+        if int(at / self._slot_s) > self._now:
+            self.advance(at)
         place = self._now % SLOTS
         self._firsts[place] += first
         self._seconds[place] += second

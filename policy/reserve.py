@@ -16,6 +16,8 @@ ONE_IN = 16
 class Reserve:
     """The tenants of one model in one worker; ``weight`` is a tenant's share.
 
+    ``contended`` is whether more than one of them was active lately.
+
     Fair order alone has a quiet tenant wait until a loud one's request ends, which may take longer than
     its own prefill. While two or more are active, one with more than its share of what runs leaves
     the last slots to the others.
@@ -25,6 +27,7 @@ class Reserve:
         self._weight = weight
         self._active: dict[str, float] = {}
         self._running: Counter[str] = Counter()
+        self.contended = False
 
     def came(self, tenant: str, at: float) -> None:
         """A request of ``tenant`` came, at ``at`` (seconds, monotonic)."""
@@ -33,6 +36,7 @@ class Reserve:
         active[tenant] = at  # the least recent stands first
         while (oldest := next(iter(active))) != tenant and active[oldest] < at - ACTIVE_S:
             del active[oldest]
+        self.contended = len(active) > 1
 
     def began(self, tenant: str) -> None:
         """A request of ``tenant`` runs."""
@@ -43,11 +47,6 @@ class Reserve:
         self._running[tenant] -= 1
         if not self._running[tenant]:
             del self._running[tenant]
-
-    @property
-    def contended(self) -> bool:
-        """Whether more than one tenant was active lately."""
-        return len(self._active) > 1
 
     def grants(self, tenant: str, free: int) -> bool:
         """Whether ``tenant`` may take one of the ``free`` slots."""

@@ -36,6 +36,8 @@ class Wall(Alone):
 class Reader(Alone):
     """Another worker of the host."""
 
+    alone = False
+
     def __init__(self, wall: Wall) -> None:
         self._wall = wall
 
@@ -82,7 +84,7 @@ def send(to: Routes, model: Served, request: Request) -> tuple[Link, Quote]:
 
 async def test_only_links_that_may_be_used_are_candidates() -> None:
     here, model = routes(), served("a")
-    model.links[1].answering = False
+    model.links[1].heard(0.0, False)
     for _ in range(10):
         link, _ = send(here, model, Request("m", adapter="a", adapter_key=3))
         assert link.id == "r2"
@@ -93,7 +95,7 @@ async def test_replicas_that_failed_a_request_are_its_last_resort() -> None:
     here, model = routes(), served(replicas=2)
     request = Request("m", avoid={"r0"})
     assert {send(here, model, request)[0].id for _ in range(10)} == {"r1"}
-    model.links[1].answering = False
+    model.links[1].heard(0.0, False)
     assert send(here, model, request)[0].id == "r0"
 
 
