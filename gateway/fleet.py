@@ -48,7 +48,10 @@ class Served:
         A model that is scaled to zero, one whose replicas start, and one that nobody has looked at
         yet are worth waiting for; ``at`` is loop time.
         """
-        if not self.links or any(link.answering for link in self.links):
+        for link in self.links:  # the first, as a rule
+            if link.answering:
+                return False
+        if not self.links:
             return False
         if self.engine is EngineKind.EXTERNAL:
             return True

@@ -299,25 +299,14 @@ class Inbound(asyncio.Protocol):
             self, body, keep=self._keep, http_1_1=self._http_1_1, headless=self._method == b"HEAD"
         )
         try:
-            path, raw_path, query = _target(self._url)
+            scope: Scope = {
+                **_scope(self._url, self._method, self._http_1_1),
+                "headers": self._headers,
+                "tidegate.exchange": exchange,
+            }
         except ValueError:
             self._refuse(Refused(Refusal.BAD_REQUEST, "The request's target is not valid."))
             return
-        scope: Scope = {
-            "type": "http",
-            "asgi": _ASGI,
-            "http_version": "1.1" if self._http_1_1 else "1.0",
-            "method": self._method.decode(),
-            "scheme": "http",
-            "path": path,
-            "raw_path": raw_path,
-            "query_string": query,
-            "root_path": "",
-            "headers": self._headers,
-            "client": None,
-            "server": None,
-            "tidegate.exchange": exchange,
-        }
         self._parts = []
         if self._active is None and self.sent is SENT:
             self._start(scope, exchange)
@@ -412,12 +401,24 @@ def _head_too_large() -> Refused:
 
 
 @lru_cache(maxsize=256)
-def _target(url: bytes) -> tuple[str, bytes, bytes]:
-    """Path, raw path and query of a request's target; raises ``ValueError`` for what is none."""
+def _scope(url: bytes, method: bytes, http_1_1: bool) -> Scope:
+    """What requests of one first line have in common; raises ``ValueError`` for a target that is none."""
     try:
         parsed = httptools.parse_url(url)
     except httptools.HttpParserInvalidURLError as error:
         raise ValueError from error
     raw_path: bytes = parsed.path or b"/"
     path = raw_path.decode("ascii")
-    return unquote(path) if "%" in path else path, raw_path, parsed.query or b""
+    return {
+        "type": "http",
+        "asgi": _ASGI,
+        "http_version": "1.1" if http_1_1 else "1.0",
+        "method": method.decode(),
+        "scheme": "http",
+        "path": unquote(path) if "%" in path else path,
+        "raw_path": raw_path,
+        "query_string": parsed.query or b"",
+        "root_path": "",
+        "client": None,
+        "server": None,
+    }

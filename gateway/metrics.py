@@ -74,9 +74,10 @@ class ModelMeter:
     """The numbers of one model in this worker since they were last published."""
 
     __slots__ = (
-        "attempts", "breakers", "coalesced_calls", "coalesced_requests", "e2e", "ejections", "in_flight",
-        "itl", "model", "probes", "queue_wait", "replicas_up", "requests", "retries", "streams", "tokens",
-        "ttft", "ttft_error", "ttft_error_part",
+        "attempts", "breakers", "cached_tokens", "coalesced_calls", "coalesced_requests",
+        "completion_tokens", "e2e", "ejections", "in_flight", "itl", "model", "probes", "prompt_tokens",
+        "queue_wait", "replicas_up", "requests", "retries", "streams", "ttft", "ttft_error",
+        "ttft_error_part",
     )  # fmt: skip
 
     def __init__(self, model: str) -> None:
@@ -84,7 +85,9 @@ class ModelMeter:
         self.requests: Counts[tuple[str, str]] = Counts()
         self.attempts: Counts[str] = Counts()
         self.streams: Counts[tuple[str, str]] = Counts()
-        self.tokens = Usage()
+        self.prompt_tokens = 0
+        self.cached_tokens = 0
+        self.completion_tokens = 0
         self.ejections: Counts[str] = Counts()
         self.retries: Counts[str] = Counts()
         self.probes: Counts[str] = Counts()
@@ -122,10 +125,9 @@ class ModelMeter:
 
     def count_tokens(self, usage: Usage) -> None:
         """Count what an answer cost."""
-        had = self.tokens
-        self.tokens = Usage(
-            had.prompt + usage.prompt, had.cached + usage.cached, had.completion + usage.completion
-        )
+        self.prompt_tokens += usage.prompt
+        self.cached_tokens += usage.cached
+        self.completion_tokens += usage.completion
 
     def served_stream(self, ttft_s: float, mean_gap_s: float) -> None:
         """Count a served stream where both of its latencies fall."""
@@ -236,9 +238,10 @@ class Metrics:
             self._coalesced_calls.labels(meter.model).inc(meter.coalesced_calls)
             self._coalesced_requests.labels(meter.model).inc(meter.coalesced_requests)
             meter.coalesced_calls = meter.coalesced_requests = 0
-            for kind in ("prompt", "cached", "completion"):
-                self._tokens.labels(meter.model, kind).inc(getattr(meter.tokens, kind))
-            meter.tokens = Usage()
+            self._tokens.labels(meter.model, "prompt").inc(meter.prompt_tokens)
+            self._tokens.labels(meter.model, "cached").inc(meter.cached_tokens)
+            self._tokens.labels(meter.model, "completion").inc(meter.completion_tokens)
+            meter.prompt_tokens = meter.cached_tokens = meter.completion_tokens = 0
             for edges, count in meter.streams.items():
                 self._streams.labels(meter.model, *edges).inc(count)
             meter.streams.clear()
