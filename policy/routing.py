@@ -114,7 +114,7 @@ class Router:
     ) -> Decision:
         """The best of ``candidates``; equals are chosen between by ``draw`` in [0, 1)."""
         pairs = []
-        sites, itl_s, worth = self._sites, self.settings.itl_s, self._popular.worth
+        sites, worth, paced = self._sites, self._popular.worth, self.settings.itl_s < math.inf
         total = weights = homes = 0.0
         least_due = math.inf
         # policy.affinity.balance_of, written out; as is Router._site for a replica that was just seen
@@ -140,10 +140,9 @@ class Router:
             homes += share.homes
             share.due = due = (load + worth * share.homes) / weight
             least_due = due if due < least_due else least_due
-            count = candidate.in_flight
-            if (candidate.bound and count >= candidate.bound) or (
-                count and itl_s < math.inf and not self._keeps_pace(candidate, site)
-            ):
+            if (bound := candidate.bound) and candidate.in_flight >= bound:
+                continue
+            if paced and candidate.in_flight and not self._keeps_pace(candidate, site):
                 continue
             pairs.append((candidate, site))
         if not pairs:
@@ -152,7 +151,8 @@ class Router:
             balance = balance_of([self._site(candidate, at).share for candidate in candidates], worth)
         else:
             fair = (total + worth * homes) / weights
-            balance = Balance(total / weights, least_due, LEAN_NEW / fair if fair > 0.0 else 0.0)
+            unit = LEAN_NEW / fair if fair > 0.0 else 0.0
+            balance = _tuple(Balance, (total / weights, least_due, unit))
         if len(pairs) > MOST_QUOTES:
             pairs = self._shortlist(request, pairs, at)
         rows, costs, held = self._quotes(request, pairs, balance, at)
@@ -382,7 +382,8 @@ class Router:
             cold_s = self._cold_s
         new = deepest == 0 and former is None and (bool(prefix) or (key != 0 and not resident))
         leverage = self._popular.share(anchor) * len(pairs) if anchor else 0.0
-        mean = balance.load
+        mean, least_due, dear = balance
+        homeless = prefix and not new
         rows: list[_Row] = []
         costs: list[float] = []
         for candidate, site, (waits, own_s, loads, presses, own, modelled), uncached, age in measured:
@@ -393,10 +394,11 @@ class Router:
                 unit += site.load_s
                 if key not in site.slots:
                     burden += self._eviction(key, site)
-            if new or (prefix and not age and uncached >= request.prompt_tokens and site is not former):
-                burden += unit * (share.due - balance.least) * balance.unit
-                if not new:
-                    burden += own
+            if new:
+                burden += unit * (share.due - least_due) * dear
+            elif homeless and not age and uncached >= request.prompt_tokens and site is not former:
+                burden += unit * (share.due - least_due) * dear
+                burden += own
             elif (fair := share.weight * mean) > 0.0:
                 over = share.load / fair - 1.0
                 # Nearly all have no more than their share: Balance.share_price, as far as that.
