@@ -47,15 +47,15 @@ class Call:
     the request went to that replica, ``first_byte_at`` (streams alone) when its first event came,
     ``last_event_at`` when the last one did. ``events`` counts them up to the one that finishes the
     answer, ``usage`` says what the answer cost once it has ended. ``explain`` tells an admin who asked
-    why the answer's route was taken.
+    why the answer's route was taken. ``exchange`` is the client's, where it is one of our port.
     """
 
     __slots__ = (
-        "_exchange",
         "_receive",
         "answered",
         "deadlines",
         "events",
+        "exchange",
         "explain",
         "first_byte_at",
         "headers",
@@ -80,7 +80,7 @@ class Call:
         self.send = send
         self.deadlines = deadlines
         self._receive = receive
-        self._exchange: Exchange | None = scope.get("tidegate.exchange")
+        self.exchange: Exchange | None = scope.get("tidegate.exchange")
         self.headers = {name: value for name, value in scope["headers"] if name in _WANTED}
         self.request_id, self.upstream_id = request_ids(self.headers.get(b"x-request-id"))
         self.streaming = False
@@ -99,7 +99,7 @@ class Call:
     @property
     def left(self) -> bool:
         """Whether the client is gone; whoever serves it was cancelled then."""
-        return self._exchange is not None and self._exchange.left
+        return self.exchange is not None and self.exchange.left
 
     async def read(self) -> bytes:
         """The body, which the server has read whole."""

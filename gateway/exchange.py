@@ -127,6 +127,13 @@ class Exchange:
             self._finish()
         return self._line.sent
 
+    def pass_on(self, body: bytes) -> Awaitable[None]:
+        """As :meth:`send` of a part of the body that others follow, without a message to say so."""
+        if self._chunked and not (self.done or self.left):
+            self._line.write(b"%x\r\n%b\r\n" % (len(body), body))
+            return self._line.sent
+        return self.send({"type": "http.response.body", "body": body, "more_body": True})
+
     def end(self) -> None:
         """Whoever served it is done with it, whether it was answered or not."""
         self.task = None

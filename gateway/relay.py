@@ -9,7 +9,7 @@ One module though over 300 lines: every kind of answer ends in one verdict, and 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from enum import StrEnum
 from time import monotonic
 
@@ -276,7 +276,7 @@ class Relay:
                 self._first()
             if not finished:  # what follows the last token comes at once
                 self._call.last_event_at = now
-            self._put({"type": "http.response.body", "body": out, "more_body": True})
+            self._pass_on(out)
         if complete:
             if not self._committed:
                 self._settle(Verdict.LOST)
@@ -324,7 +324,19 @@ class Relay:
     def _put(self, message: Message) -> None:
         """Hand bytes to the client; one that does not keep up holds the replica back."""
         sent = self._send(message)
-        if sent is not SENT and not self._holds:
+        if sent is not SENT:
+            self._hold(sent)
+
+    def _pass_on(self, events: bytes) -> None:
+        """As :meth:`_put`, of a part of a stream."""
+        exchange = self._call.exchange
+        if exchange is None:
+            self._put({"type": "http.response.body", "body": events, "more_body": True})
+        elif (sent := exchange.pass_on(events)) is not SENT:
+            self._hold(sent)
+
+    def _hold(self, sent: Awaitable[None]) -> None:
+        if not self._holds:
             assert isinstance(sent, asyncio.Future)
             self._holds = True
             self._connection.pause(self)
