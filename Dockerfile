@@ -47,7 +47,10 @@ COPY gateway gateway
 COPY serve serve
 COPY sim sim
 COPY tidegate tidegate
-RUN pip install --no-cache-dir --no-deps --no-build-isolation . && cd / && python -m store.compiled
+RUN pip install --no-cache-dir --no-deps --no-build-isolation .
+# From what was installed, not from here.
+WORKDIR /
+RUN python -m store.compiled
 
 FROM gpu-packages AS gpu-build
 COPY pyproject.toml README.md LICENSE ./
@@ -57,7 +60,10 @@ COPY gateway gateway
 COPY serve serve
 COPY sim sim
 COPY tidegate tidegate
-RUN pip install --no-cache-dir --no-deps --no-build-isolation . && cd / && python -m store.compiled
+RUN pip install --no-cache-dir --no-deps --no-build-isolation .
+# From what was installed, not from here.
+WORKDIR /
+RUN python -m store.compiled
 
 FROM base AS gpu
 ENV NVIDIA_VISIBLE_DEVICES=all \

@@ -15,8 +15,8 @@ from tidegate.preflight import foreign_ray
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 
-# What `tidegate up deployments/sim.yaml` may take under Ray on two cores.
-READY_S = 25.0
+# What `tidegate up deployments/sim.yaml` may take under Ray on two cores: 14 s, and 27 to 38 s on a busy machine.
+READY_S = 60.0
 
 
 def test_up_under_ray_is_ready_in_time_and_down_leaves_nothing(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 from tests.e2e.conftest import CHAT, POOLING
 from tests.e2e.stack import Stack
 
-pytestmark = [pytest.mark.vllm, pytest.mark.ray, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.vllm, pytest.mark.ray, pytest.mark.timeout(120, func_only=True)]
 
 QUESTION: Any = [{"role": "user", "content": "What is the capital of France?"}]
 # The client has no temperature of its own any more.

@@ -13,7 +13,7 @@ import pytest
 from tests.e2e.conftest import CHAT, POOLING
 from tests.e2e.stack import Stack
 
-pytestmark = [pytest.mark.vllm, pytest.mark.ray, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.vllm, pytest.mark.ray, pytest.mark.timeout(120, func_only=True)]
 
 ASK: dict[str, Any] = {"model": CHAT, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
 TOO_LONG = "cat " * 3000

@@ -36,7 +36,7 @@ async def test_c_the_controller_is_killed(tmp_path: Path) -> None:
             await live.end_controller(signal.SIGKILL)
             away = await asyncio.gather(*(live.ask(MODEL, max_tokens=2) for _ in range(10)))
             assert {reply.status for reply in away} == {200}
-            assert {reply.headers["x-tidegate-replica"] for reply in away} == set(before)
+            assert {reply.headers["x-tidegate-replica"] for reply in away} <= set(before)
             # Not even a worker that begins now needs it.
             worker.send_signal(signal.SIGTERM)
             for stream in streams:
