@@ -15,7 +15,7 @@ from tidegate.preflight import foreign_ray
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 
-# What `tidegate up deployments/sim.yaml` may take under Ray on two cores: 14 s, and 27 to 38 s on a busy machine.
+# What `tidegate up deployments/sim.yaml` may take under Ray on two cores: 14 s, up to 38 s on busy ones.
 READY_S = 60.0
 
 
