@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -142,11 +142,6 @@ class Crowd:
 
         await asyncio.gather(*(client() for _ in range(clients)))
         return served / seconds
-
-
-async def together(*loops: Awaitable[list[Visit]]) -> list[list[Visit]]:
-    """Several crowds at once."""
-    return list(await asyncio.gather(*loops))
 
 
 def quantile(values: Sequence[float], q: float) -> float:

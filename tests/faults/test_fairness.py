@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -12,50 +10,18 @@ import pytest
 import pytest_asyncio
 
 from tests.faults.crowd import Crowd, Visit, jain, quantile
-from tests.gateway.engines import SimReplica
-from tests.gateway.worker import Stack, model
+from tests.faults.site import Site, opened
 
-# Two replicas of four slots; an answer of 24 tokens takes about 0.4 s, so about 20 are served a second.
-REPLICAS, SLOTS, TOKENS = 2, 4, 24
 KEYS = {"loud": "tg-loud", "quiet": "tg-quiet"}
 # A prompt of some 850 tokens takes the engine about 50 ms. A step takes 16, and whoever comes to a busy
 # engine waits for the end of one, which no gateway can change.
 WORDS = {"quiet": 500, "loud": 80}
 
 
-class Site(Stack):
-    """One gateway worker with two tenants over simulated engines that are full soon."""
-
-    async def start(self) -> Crowd:
-        self.models = [model("alpha")]
-        self.gateway = {"queue_timeout_s": 2}
-        self.engines = [SimReplica(f"sim-{i}", "h100-8b", speed=0.5, bound=SLOTS) for i in range(REPLICAS)]
-        await self.start_controller()
-        await asyncio.gather(self.start_worker(), *(engine.start() for engine in self.engines))
-        await self.ready(*self.engines)  # type: ignore[arg-type]
-        return Crowd(self.client_socket.getsockname()[1], "alpha", tokens=TOKENS)
-
-    def write_document(self) -> None:
-        super().write_document()
-        path = self.root / "deployment.json"
-        document = json.loads(path.read_text())
-        document["tenants"] = [
-            {"name": name, "keys_sha256": [hashlib.sha256(key.encode()).hexdigest()]}
-            for name, key in KEYS.items()
-        ]
-        path.write_text(json.dumps(document))
-
-    async def close(self) -> None:
-        for engine in self.engines:
-            await engine.stop()
-        await super().close()
-
-
 @pytest_asyncio.fixture
 async def site(tmp_path: Path) -> AsyncIterator[Site]:
-    site = Site(tmp_path)
-    yield site
-    await site.close()
+    async with opened(tmp_path, queue_timeout_s=2, keys=KEYS) as site:
+        yield site
 
 
 async def equal_shares(crowd: Crowd, seconds: float) -> None:
@@ -92,17 +58,17 @@ def _ttft(visits: list[Visit]) -> list[float]:
 
 @pytest.mark.slow
 async def test_ten_to_one_of_demand_is_one_to_one_of_service(site: Site) -> None:
-    await equal_shares(await site.start(), 6.0)
+    await equal_shares(site.crowd, 6.0)
 
 
 @pytest.mark.slow
 async def test_a_loud_tenant_costs_a_quiet_one_no_time(site: Site) -> None:
     # Of some twenty visits the 95th percentile is the worst one: that is for the long run to say.
-    await unharmed(await site.start(), 12.0, (0.5, 0.75))
+    await unharmed(site.crowd, 12.0, (0.5, 0.75))
 
 
 @pytest.mark.long
 async def test_fairness_for_longer(site: Site) -> None:
-    crowd = await site.start()
+    crowd = site.crowd
     await equal_shares(crowd, 60.0)
     await unharmed(crowd, 120.0, (0.5, 0.95))

@@ -2,53 +2,25 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import psutil
 import pytest
 import pytest_asyncio
 
 from tests.faults.crowd import Crowd, Visit, quantile
-from tests.gateway.engines import SimReplica
-from tests.gateway.worker import Stack, model
+from tests.faults.site import REPLICAS, SLOTS, Site, opened
 
-# Two replicas of four slots; an answer of 24 tokens takes about 0.4 s, so about 20 are served a second.
-REPLICAS, SLOTS, TOKENS = 2, 4, 24
 # A request waits in the gateway for less than this, or is refused.
 WAIT_S = 0.35
 TTFT_S = 0.5
 
 
-class Site(Stack):
-    """One gateway worker over simulated engines that are full soon."""
-
-    async def start(self) -> Crowd:
-        self.models = [model("alpha")]
-        self.gateway = {"queue_timeout_s": WAIT_S}
-        self.engines = [SimReplica(f"sim-{i}", "h100-8b", speed=0.5, bound=SLOTS) for i in range(REPLICAS)]
-        await self.start_controller()
-        await asyncio.gather(self.start_worker(), *(engine.start() for engine in self.engines))
-        await self.ready(*self.engines)  # type: ignore[arg-type]
-        return Crowd(self.client_socket.getsockname()[1], "alpha", tokens=TOKENS)
-
-    @property
-    def memory(self) -> int:
-        return int(psutil.Process(self.workers[0].pid).memory_info().rss)
-
-    async def close(self) -> None:
-        for engine in self.engines:
-            await engine.stop()
-        await super().close()
-
-
 @pytest_asyncio.fixture
 async def site(tmp_path: Path) -> AsyncIterator[Site]:
-    site = Site(tmp_path)
-    yield site
-    await site.close()
+    async with opened(tmp_path, queue_timeout_s=WAIT_S) as site:
+        yield site
 
 
 class Phase:
@@ -79,9 +51,7 @@ async def phase(crowd: Crowd, rate: float, seconds: float) -> Phase:
     return Phase(await crowd.open_loop(rate, seconds), seconds)
 
 
-async def overload(
-    site: Site, crowd: Crowd, capacity: float, seconds: float, refused_by: float
-) -> list[Phase]:
+async def overload(site: Site, capacity: float, seconds: float, refused_by: float) -> list[Phase]:
     """Offers 1, 2, 3, 5 and again 1 times the capacity, each for ``seconds``, and holds what holds of all.
 
     ``refused_by`` is the part of the early refusals that come within 100 ms.
@@ -91,7 +61,7 @@ async def overload(
     for times in (1, 2, 3, 5, 1):
         attempts = await site.metric("tidegate_upstream_attempts_total", model="alpha")
         served = await site.metric("tidegate_requests_total", model="alpha", outcome="ok")
-        phases.append(await phase(crowd, times * capacity, seconds))
+        phases.append(await phase(site.crowd, times * capacity, seconds))
         memory.append(site.memory)
         attempts = await site.metric("tidegate_upstream_attempts_total", model="alpha") - attempts
         served = await site.metric("tidegate_requests_total", model="alpha", outcome="ok") - served
@@ -114,21 +84,21 @@ async def overload(
 
 @pytest.mark.slow
 async def test_overload(site: Site) -> None:
-    crowd = await site.start()
+    crowd = site.crowd
     capacity = 0.9 * await crowd.closed_loop(REPLICAS * SLOTS, 3.0)
     # Beside other tests a worker may wait long for a core: the 99th percentile is for the long run to say.
-    await overload(site, crowd, capacity, 6.0, 0.5)
+    await overload(site, capacity, 6.0, 0.5)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
 async def test_overload_beyond_the_highest_rate_within_the_slo(site: Site) -> None:
-    crowd = await site.start()
+    crowd = site.crowd
     capacity = 0.8 * await crowd.closed_loop(REPLICAS * SLOTS, 10.0)
     while True:
         tried = await phase(crowd, 1.05 * capacity, 20.0)
         if tried.ttft_p95 > TTFT_S or tried.codes:
             break
         capacity *= 1.05
-    phases = await overload(site, crowd, capacity, 60.0, 0.99)
+    phases = await overload(site, capacity, 60.0, 0.99)
     assert phases[3].ttft_p95 <= 1.5 * max(phases[0].ttft_p95, TTFT_S)
