@@ -111,6 +111,23 @@ async def turn() -> None:
         await asyncio.sleep(0)
 
 
+async def held(*texts: str, **bounds: Any) -> tuple[Site, list[asyncio.Task[dict[str, Any]]]]:
+    """Requests that have come, the first of which is upstream while the others wait for company."""
+    site = Site(**{"window_s": 1.0, **bounds})
+    site.hold.clear()
+    asked = [site.ask(text) for text in texts]
+    await turn()
+    return site, asked
+
+
+async def leave_nothing(site: Site, last: asyncio.Task[dict[str, Any]]) -> None:
+    """The last one leaves, and the coalescer has forgotten all."""
+    last.cancel()
+    await turn()
+    assert not site.coalescer._windows._groups
+    assert not site.coalescer._calls
+
+
 async def test_who_is_alone_goes_as_it_came() -> None:
     site = Site(window_s=1.0)
     for text in ("a", "b"):
@@ -215,10 +232,7 @@ async def test_one_who_leaves_the_window_is_not_sent() -> None:
 
 
 async def test_the_call_goes_on_for_those_who_stay_and_ends_when_all_have_left() -> None:
-    site = Site(window_s=1.0, max_inputs=3)
-    site.hold.clear()
-    asked = [site.ask("a"), site.ask("b"), site.ask("c"), site.ask("d")]
-    await turn()
+    site, asked = await held("a", "b", "c", "d", max_inputs=3)
     assert site.sent == [["a"], ["b", "c", "d"]]
     asked[1].cancel()
     asked[2].cancel()
@@ -227,17 +241,11 @@ async def test_the_call_goes_on_for_those_who_stay_and_ends_when_all_have_left()
     asked[3].cancel()
     await turn()
     assert site.aborted == [["b", "c", "d"]]
-    asked[0].cancel()
-    await turn()
-    assert not site.coalescer._windows._groups
-    assert not site.coalescer._calls
+    await leave_nothing(site, asked[0])
 
 
 async def test_all_may_leave_before_their_call_has_begun() -> None:
-    site = Site(window_s=1.0)
-    site.hold.clear()
-    asked = [site.ask("a"), site.ask("b"), site.ask("c")]
-    await turn()
+    site, asked = await held("a", "b", "c")
     for task in asked[1:]:
         task.cancel()
     for due in site.coalescer._windows.due(9e9):  # in the same turn of the loop
@@ -245,40 +253,27 @@ async def test_all_may_leave_before_their_call_has_begun() -> None:
     assert len(site.coalescer._calls) == 1
     await turn()
     assert site.sent == [["a"]]
-    assert not site.coalescer._calls
-    asked[0].cancel()
-    await turn()
-    assert not site.coalescer._windows._groups
+    await leave_nothing(site, asked[0])
 
 
 async def test_one_may_leave_in_the_moment_in_which_its_turn_comes() -> None:
-    site = Site(window_s=1.0)
-    site.hold.clear()
-    first, second = site.ask("a"), site.ask("b")
-    await turn()
+    site, (first, second) = await held("a", "b")
     second.cancel()
     for due in site.coalescer._windows.due(9e9):
         site.coalescer._depart(due)
     await turn()
     assert site.sent == [["a"]]
-    first.cancel()
-    await turn()
-    assert not site.coalescer._windows._groups
+    await leave_nothing(site, first)
 
 
 async def test_one_who_leaves_an_own_call_ends_it() -> None:
-    site = Site(window_s=1.0)
-    site.hold.clear()
-    first, second = site.ask("a"), site.ask("b")
-    await turn()
+    site, (first, second) = await held("a", "b")
     first.cancel()
     await turn()
     # Nothing is under way any more, so the second waits for nobody.
     assert site.aborted == [["a"]]
     assert site.sent == [["a"], ["b"]]
-    second.cancel()
-    await turn()
-    assert not site.coalescer._windows._groups
+    await leave_nothing(site, second)
 
 
 async def test_the_shared_call_is_the_sum_of_its_members() -> None:
