@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Container
 
-from gateway.errors import Refused
 from gateway.fleet import FleetView, Served
 from gateway.line import Host, Line, Place
 from gateway.metrics import Metrics
@@ -16,7 +15,7 @@ from gateway.turned_away import TurnedAway
 from policy.admission import Bounds, Queue
 from policy.batching import Room, select
 from policy.config import Deployment
-from policy.errors import Refusal, TargetError
+from policy.errors import TargetError
 from policy.fairness import Fair
 from policy.request import Request
 from policy.reserve import Reserve
@@ -148,12 +147,8 @@ class Admission:
             return
         now = self._clock()
         for place in tuple(line.places.values()):
-            if place.granted is not None and not place.granted.done():
-                line.queue.remove(place.request, now)
-                self._metrics.queues.model(model).refused[Refusal.NO_REPLICA] += 1
-                place.granted.set_exception(
-                    Refused(Refusal.NO_REPLICA, f"No replica of {model} serves at present.")
-                )
+            line.queue.remove(place.request, now)  # of those that wait: who was granted a replica has left
+            self._turned_away.in_vain(place)
 
     def has_other(self, place: Place) -> bool:
         """Whether a replica that has not failed this request could take it now."""
@@ -171,7 +166,7 @@ class Admission:
         return Line(served, Queue(fair), Reserve(self._weight))
 
     def _choose(self, place: Place) -> Link | None:
-        if place.line.reserve.contended and not place.line.grants(place.request.tenant):
+        if not place.line.grants(place.request.tenant):
             return None
         chosen = self._routes.choose(place.served, place.request)
         if chosen is None:

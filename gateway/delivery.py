@@ -16,6 +16,7 @@ from gateway.relay import Relay, Verdict
 from gateway.replicas import Link
 from gateway.sse import ChatTail, MessagesTail, ResponsesTail, Tail
 from gateway.surface import Api, Route
+from gateway.turned_away import nobody
 from gateway.upstream import Connection
 from policy.errors import Refusal
 from policy.health import Sign, State
@@ -171,9 +172,7 @@ class Delivery:
 
     def _nobody(self, refused: Refused | None = None) -> Refused:
         """No replica of the model serves, and to wait for one would be in vain."""
-        wait = refused.retry_after_s if refused is not None else None
-        name = self._place.served.name
-        return Refused(Refusal.NO_REPLICA, f"No replica of {name} serves at present.", retry_after_s=wait)
+        return nobody(self._place.served.name, refused.retry_after_s if refused is not None else None)
 
     async def _attempt(self, link: Link) -> tuple[Verdict, Relay | None]:
         """Try one replica; a kept connection that turns out dead is replaced once, silently.

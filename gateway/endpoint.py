@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
-import msgspec
 from msgspec import Raw
 
 from gateway.body import Body
 from gateway.call import Call
 from gateway.log import Log
+from gateway.outgoing import ASKED_FOR_USAGE, Outgoing
+from gateway.splice import ABSENT, Edit, force_usage, length, place, set_model, splice
 from gateway.surface import Route
 from gateway.upstream import Pool
 from gateway.usage import Usage
@@ -24,15 +24,13 @@ from policy.types import Runner
 
 # What an OpenAI-compatible endpoint can be expected to serve.
 PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"})
-# Those whose streams tell their usage only when asked.
-_ASKED_FOR_USAGE = frozenset({"/v1/chat/completions", "/v1/completions"})
 # Held for an answer that its request does not bound.
 ASSUMED_OUTPUT_TOKENS = 1024
 # Of a token of English, on the low side: more is held than is likely used.
 BYTES_PER_TOKEN = 3
 
 _WORD = re.compile(rb"[!-~]+")
-_fields_of = msgspec.json.Decoder(dict[str, Raw])
+_COMMA = re.compile(rb"\s*,")
 
 
 class Endpoint:
@@ -110,21 +108,21 @@ class Endpoint:
             head += b"accept: %b\r\n" % accept
         return head + b"content-length: %d\r\n\r\n" % size
 
-    def body(self, call: Call, model: str, raw: bytes) -> tuple[bytes, bool]:
-        """The body with the upstream's name of ``model``; and whether usage was asked for in its stream.
+    def outgoing(self, route: Route, model: str, body: Body, raw: bytes) -> Outgoing:
+        """``raw`` with the upstream's name of ``model``, and with usage at the end of its stream.
 
         ``cache_salt`` is a word between us and our engines, which others refuse.
         """
-        fields = _fields_of.decode(raw)
-        fields["model"] = Raw(msgspec.json.encode(self.upstream.models[model]))
-        fields.pop("cache_salt", None)
-        forced = False
-        if call.streaming and call.route.path in _ASKED_FOR_USAGE:
-            options: Any = msgspec.json.decode(fields.get("stream_options", b"null"))
-            options = dict(options) if isinstance(options, dict) else {}
-            forced = not options.get("include_usage")
-            fields["stream_options"] = Raw(msgspec.json.encode({**options, "include_usage": True}))
-        return msgspec.json.encode(fields), forced
+        edits = [set_model(raw, self.upstream.models[model])]
+        if body.cache_salt != ABSENT:
+            edits.append(_without(raw, body.cache_salt))
+        usage = None
+        if body.stream and route.path in ASKED_FOR_USAGE:
+            usage = force_usage(raw, body.stream_options)
+            if usage is not None:
+                edits.append(usage)
+        parts = splice(raw, edits)
+        return Outgoing(parts, length(parts), usage is not None)
 
     @property
     def has_key(self) -> bool:
@@ -147,3 +145,15 @@ class Endpoint:
             self._log.error("upstream_key_unusable", upstream=self.upstream.name, error=why)
         self._key_changed = changed
         return not why
+
+
+def _without(raw: bytes, value: Raw) -> Edit:
+    """Take out the member of ``raw`` whose ``value`` this is, with a comma: ``model`` is there besides.
+
+    The name of the member has no quote in it, or it would not be the one that was looked for.
+    """
+    begin, end = place(raw, value)
+    begin = raw.rindex(b'"', 0, raw.rindex(b'"', 0, begin))
+    if after := _COMMA.match(raw, end):
+        return Edit(begin, after.end(), b"")
+    return Edit(raw.rindex(b",", 0, begin), end, b"")

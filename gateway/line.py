@@ -73,18 +73,16 @@ class Line:
 
     def joins(self, adapter: str, link: Link) -> None:
         """A request for ``adapter`` runs on ``link``."""
-        if adapter:
-            self.runs.setdefault(link.id, Counts())[adapter] += 1
+        self.runs.setdefault(link.id, Counts())[adapter] += 1
 
     def leaves(self, adapter: str, link: Link) -> None:
         """It runs there no more."""
-        if adapter:
-            running = self.runs[link.id]
-            running[adapter] -= 1
-            if not running[adapter]:
-                del running[adapter]
-            if not running:
-                del self.runs[link.id]
+        running = self.runs[link.id]
+        running[adapter] -= 1
+        if not running[adapter]:
+            del running[adapter]
+        if not running:
+            del self.runs[link.id]
 
     def grants(self, tenant: str) -> bool:
         """Whether the tenant may have a slot, or has to leave the last ones to others."""

@@ -13,8 +13,9 @@ from collections import Counter as Counts
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest, multiprocess
+from prometheus_client import CollectorRegistry, Histogram, generate_latest, multiprocess
 
+from gateway.declared import Declared
 from gateway.queue_meter import QueueMetrics
 from gateway.usage import Usage
 
@@ -146,60 +147,41 @@ class Metrics:
         self._registry = registry = CollectorRegistry()
         self.queues = QueueMetrics(registry)
         self._meters: dict[str, ModelMeter] = {}
-        self._requests = Counter(
-            "tidegate_requests", "Requests by outcome.", ("model", "route", "outcome"), registry=registry
+        declared = Declared(registry)
+        counter, gauge = declared.counter, declared.gauge
+        self._requests = counter("requests", "Requests by outcome.", "model", "route", "outcome")
+        self._attempts = counter("upstream_attempts", "Attempts on replicas.", "model", "outcome")
+        self._coalesced_calls = counter("coalesced_calls", "Calls that several requests shared.", "model")
+        self._coalesced_requests = counter(
+            "coalesced_requests", "Requests answered out of a shared call.", "model"
         )
-        self._attempts = Counter(
-            "tidegate_upstream_attempts", "Attempts on replicas.", ("model", "outcome"), registry=registry
-        )
-        self._coalesced_calls = Counter(
-            "tidegate_coalesced_calls", "Calls that several requests shared.", ("model",), registry=registry
-        )
-        self._coalesced_requests = Counter(
-            "tidegate_coalesced_requests", "Requests answered out of a shared call.", ("model",),
-            registry=registry,
+        self.overflow = counter(
+            "overflow_attempts", "Attempts on upstreams; cost_cap: the money was spent.",
+            "model", "upstream", "outcome",
         )  # fmt: skip
-        self.overflow = Counter(
-            "tidegate_overflow_attempts", "Attempts on upstreams; cost_cap: the money was spent.",
-            ("model", "upstream", "outcome"), registry=registry,
-        )  # fmt: skip
-        self.overflow_cost = Counter(
-            "tidegate_overflow_cost", "Money spent at upstreams.", ("upstream",), registry=registry
+        self.overflow_cost = counter("overflow_cost", "Money spent at upstreams.", "upstream")
+        self._tokens = counter(
+            "tokens", "Tokens of answers; what was cached is a part of the prompt.", "model", "kind"
         )
-        self._tokens = Counter(
-            "tidegate_tokens", "Tokens of answers; what was cached is a part of the prompt.",
-            ("model", "kind"), registry=registry,
-        )  # fmt: skip
         # Both latencies of one stream together: two histograms would not say how many met both limits.
-        self._streams = Counter(
-            "tidegate_served_streams", "Served streams by time to the first byte and mean gap.",
-            ("model", "ttft_le", "itl_le"), registry=registry,
+        self._streams = counter(
+            "served_streams", "Served streams by time to the first byte and mean gap.",
+            "model", "ttft_le", "itl_le",
         )  # fmt: skip
-        self._in_flight = Gauge(
-            "tidegate_in_flight", "Requests in the gateway.", ("model",),
-            registry=registry, multiprocess_mode="livesum",
+        self._in_flight = gauge("in_flight", "Requests in the gateway.", "model")
+        self._replicas_up = gauge("replicas_up", "Replicas that traffic may go to.", "model", over="livemin")
+        self._ejections = counter("ejections", "Replicas taken out of rotation, by why.", "model", "reason")
+        self._retries = counter(
+            "retries", "Requests that could have gone to another replica, by what came of it.",
+            "model", "outcome",
         )  # fmt: skip
-        self._replicas_up = Gauge(
-            "tidegate_replicas_up", "Replicas that traffic may go to.", ("model",),
-            registry=registry, multiprocess_mode="livemin",
-        )  # fmt: skip
-        self._ejections = Counter(
-            "tidegate_ejections", "Replicas taken out of rotation, by why.", ("model", "reason"),
-            registry=registry,
-        )  # fmt: skip
-        self._retries = Counter(
-            "tidegate_retries", "Requests that could have gone to another replica, by what came of it.",
-            ("model", "outcome"), registry=registry,
-        )  # fmt: skip
-        self._probes = Counter(
-            "tidegate_probes", "Probes of replicas that are out of rotation, by how they went.",
-            ("model", "outcome"), registry=registry,
-        )  # fmt: skip
+        self._probes = counter(
+            "probes", "Probes of replicas that are out of rotation, by how they went.", "model", "outcome"
+        )
         # By state and not by replica: a label that names replicas outlives them in the shared files.
-        self._breakers = Gauge(
-            "tidegate_breakers", "Replicas by the state of their breaker.", ("model", "state"),
-            registry=registry, multiprocess_mode="livemax",
-        )  # fmt: skip
+        self._breakers = gauge(
+            "breakers", "Replicas by the state of their breaker.", "model", "state", over="livemax"
+        )
         self._queue_wait = self._histogram("tidegate_queue_wait_seconds", "Time in the queue.", SECONDS)
         self._ttft = self._histogram("tidegate_ttft_seconds", "Time to the first body byte.", SECONDS)
         self._ttft_error = self._histogram(

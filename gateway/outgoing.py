@@ -9,7 +9,7 @@ from gateway.splice import Buffer, force_usage, length, set_member, splice
 from gateway.surface import Route
 
 # Whose streams tell their usage only when they are asked to.
-_ASKED_FOR_USAGE = frozenset({"/v1/chat/completions", "/v1/completions"})
+ASKED_FOR_USAGE = frozenset({"/v1/chat/completions", "/v1/completions"})
 
 
 class Outgoing(NamedTuple):
@@ -32,7 +32,7 @@ def outgoing(route: Route, body: Body, raw: bytes, salt: bytes) -> Outgoing:
     if salt and route.runner is not None:  # what only counts tokens caches nothing
         edits.append(set_member(raw, "cache_salt", body.cache_salt, salt))
     counts = False
-    if body.stream and route.path in _ASKED_FOR_USAGE:
+    if body.stream and route.path in ASKED_FOR_USAGE:
         usage = force_usage(raw, body.stream_options)
         if usage is not None:
             edits.append(usage)

@@ -140,8 +140,8 @@ class Overflow:
     ) -> tuple[Verdict, Sign]:
         """Try one upstream; a kept connection that turns out dead is replaced once, silently."""
         call.replica = endpoint.label
-        sent, forced = endpoint.body(call, model, raw)
-        head = endpoint.head(call, len(sent))
+        sent = endpoint.outgoing(call.route, model, body, raw)
+        head = endpoint.head(call, sent.size)
         connection = endpoint.pool.take()
         while True:
             kept = connection is not None
@@ -149,9 +149,9 @@ class Overflow:
                 connection = connection or await endpoint.pool.connect()
             except OSError:
                 return Verdict.UNREACHABLE, Sign.BAD
-            tail = tail_of(call.route, body, strip_usage=forced)
+            tail = tail_of(call.route, body, strip_usage=sent.counts)
             relay = Relay(call, connection, tail, self._metrics.model(model))
-            verdict = await relay.run(head, sent)
+            verdict = await relay.run(head, sent.parts)
             if not kept or verdict is not Verdict.STALE:
                 return verdict, _sign(verdict, relay.refused)
             connection = None

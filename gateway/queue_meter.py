@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import Counter as Counts
 
-from prometheus_client import CollectorRegistry, Counter, Gauge
+from prometheus_client import CollectorRegistry
 
+from gateway.declared import Declared
 from policy.types import Priority
 
 
@@ -38,29 +39,18 @@ class QueueMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._meters: dict[str, QueueMeter] = {}
-        self._depth = Gauge(
-            "tidegate_queue_depth", "Requests that wait for a replica.", ("model", "priority"),
-            registry=registry, multiprocess_mode="livesum",
-        )  # fmt: skip
-        self._size = Gauge(
-            "tidegate_queue_bytes", "Bytes of the requests that wait.", ("model",),
-            registry=registry, multiprocess_mode="livesum",
-        )  # fmt: skip
-        self._refused = Counter(
-            "tidegate_queue_refused", "Requests that the queue turned away.", ("model", "reason"),
-            registry=registry,
-        )  # fmt: skip
-        self._displaced = Counter(
-            "tidegate_queue_displaced", "Waiting requests that made room for others.", ("model",),
-            registry=registry,
-        )  # fmt: skip
-        self._waited = Counter(
-            "tidegate_queue_foreseen", "Requests whose wait was predicted and then measured.", ("model",),
-            registry=registry,
-        )  # fmt: skip
-        self._error = Counter(
-            "tidegate_queue_foresight_error_seconds", "By how much predicted waits were too long or short.",
-            ("model", "sign"), registry=registry,
+        declared = Declared(registry)
+        counter, gauge = declared.counter, declared.gauge
+        self._depth = gauge("queue_depth", "Requests that wait for a replica.", "model", "priority")
+        self._size = gauge("queue_bytes", "Bytes of the requests that wait.", "model")
+        self._refused = counter("queue_refused", "Requests that the queue turned away.", "model", "reason")
+        self._displaced = counter("queue_displaced", "Waiting requests that made room for others.", "model")
+        self._waited = counter(
+            "queue_foreseen", "Requests whose wait was predicted and then measured.", "model"
+        )
+        self._error = counter(
+            "queue_foresight_error_seconds", "By how much predicted waits were too long or short.",
+            "model", "sign",
         )  # fmt: skip
 
     def model(self, name: str) -> QueueMeter:

@@ -8,6 +8,13 @@ from gateway.queue_meter import QueueMetrics
 from policy.errors import Refusal
 
 
+def nobody(model: str, retry_after_s: float | None = None) -> Refused:
+    """No replica of ``model`` serves, and to wait for one would be in vain."""
+    return Refused(
+        Refusal.NO_REPLICA, f"No replica of {model} serves at present.", retry_after_s=retry_after_s
+    )
+
+
 class TurnedAway:
     """The refusals of all queues of this worker."""
 
@@ -32,6 +39,13 @@ class TurnedAway:
         if not place.granted.done():
             text = f"The queue for {name} is full, and this request made room for another."
             place.granted.set_exception(Refused(Refusal.QUEUE_FULL, text, retry_after_s=retry_after_s))
+
+    def in_vain(self, place: Place) -> None:
+        """It waits for a replica, and none is on its way."""
+        name = place.served.name
+        if place.granted is not None and not place.granted.done():
+            self._meters.model(name).refused[Refusal.NO_REPLICA] += 1
+            place.granted.set_exception(nobody(name))
 
     def expired(self, place: Place) -> Refused:
         """Its deadline passed while it waited."""

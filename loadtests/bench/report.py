@@ -82,31 +82,30 @@ def latency(results: Any) -> str:
 
 def routing(results: Any) -> str:
     """Part 3, prefixes."""
-    scenes = msgspec.convert(results, dict[str, dict[str, Routed]])
-    text = ""
-    for scene, systems in scenes.items():
-        head = ["system", "home", "pairs", "cold", "max/mean", "TTFT mean ms", "p50", "p99"]
-        rows = [
-            [name, each.home.text(2), each.pairs.text(), each.cold.text(), each.balance.text(2)]
-            + [figure.text(1, 1e3) for figure in (each.mean, each.p50, each.p99)]
-            for name, each in systems.items()
-        ]
-        text += f"{scene}:\n\n{table(head, rows)}\n"
-    return text
+    return _routed(
+        results,
+        ("home", "pairs", "cold"),
+        lambda each: [each.home.text(2), each.pairs.text(), each.cold.text()],
+    )
 
 
 def adapters(results: Any) -> str:
     """Part 3, adapters."""
+    return _routed(results, ("loads",), lambda each: [each.loads.text()])
+
+
+def _routed(results: Any, head: Sequence[str], counts: Callable[[Routed], list[str]]) -> str:
+    """A table for each scene: what was counted, how even it was, and the times to the first token."""
     scenes = msgspec.convert(results, dict[str, dict[str, Routed]])
     text = ""
     for scene, systems in scenes.items():
-        head = ["system", "loads", "max/mean", "TTFT mean ms", "p50", "p99"]
         rows = [
-            [name, each.loads.text(), each.balance.text(2)]
+            [name, *counts(each), each.balance.text(2)]
             + [figure.text(1, 1e3) for figure in (each.mean, each.p50, each.p99)]
             for name, each in systems.items()
         ]
-        text += f"{scene}:\n\n{table(head, rows)}\n"
+        columns = ("system", *head, "max/mean", "TTFT mean ms", "p50", "p99")
+        text += f"{scene}:\n\n{table(columns, rows)}\n"
     return text
 
 
