@@ -17,6 +17,7 @@ from typing import NamedTuple
 import uvloop
 from starlette.types import ASGIApp, Scope
 
+from gateway.acceptor import Acceptor
 from gateway.errors import Refused
 from gateway.exchange import Exchange
 from gateway.inbound import Inbound
@@ -74,17 +75,14 @@ class Server:
         self._turned_away: set[Inbound] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._sweep_every_s = min(SWEEP_EVERY_S, min(times) / 4)
-        self._listening: asyncio.AbstractServer | None = None
+        self._listening: Acceptor | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._empty = asyncio.Event()
 
     async def start(self, sock: socket.socket) -> None:
-        """Accept on ``sock``, which is listening already.
-
-        Out of descriptors, libuv accepts and closes at once, so that the port lives on.
-        """
+        """Accept on ``sock``, which is listening already."""
         self._sweep()
-        self._listening = await self._loop.create_server(lambda: Inbound(self), sock=sock)
+        self._listening = Acceptor(self._loop, sock, lambda: Inbound(self))
 
     async def drain(self, timeout_s: float) -> None:
         """Accept nothing more, give what is in flight ``timeout_s``, then cut it short with a word."""
