@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from tests.e2e.stack import ROOT, Stack
+from tests.e2e.traffic import PATIENCE_S
 
 CHAT = "smollm2"
 POOLING = "smollm2-embed"
@@ -32,6 +33,8 @@ def stack() -> Iterator[Stack]:
     }
     document["models"].append(pooling)
     document["budget"] = {"cpus": 3}
+    # On a busy machine an engine may need minutes to start, and what is asked meanwhile waits for it.
+    document["gateway"]["queue_timeout_s"] = PATIENCE_S
     with tempfile.TemporaryDirectory(prefix="tg-") as folder:
         stack = Stack(Path(folder), document)
         try:

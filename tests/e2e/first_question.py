@@ -23,7 +23,7 @@ def ask(said: str, folder: Path) -> str:
     (folder / ".curlrc").write_text('silent\nnoproxy = "*"\nwrite-out = "\\n%{http_code}"\n')
     env = os.environ | {"CURL_HOME": str(folder)}
     done = subprocess.run(
-        ["/bin/sh", "-c", command], env=env, capture_output=True, text=True, timeout=120, check=True
+        ["/bin/sh", "-c", command], env=env, capture_output=True, text=True, timeout=300, check=True
     )
     body, _, status = done.stdout.rpartition("\n")
     assert status == "200", done.stdout

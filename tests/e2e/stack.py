@@ -52,14 +52,14 @@ class Stack:
         """Write the document, in its own order: the first mode is the one that starts."""
         self.file.write_text(yaml.safe_dump(self.document, sort_keys=False))
 
-    def run(self, *words: str, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
+    def run(self, *words: str, timeout_s: float = 300) -> subprocess.CompletedProcess[str]:
         """Run ``tidegate`` with the stack's state directory."""
         return subprocess.run(
             [sys.executable, "-m", "tidegate", "--state-dir", str(self.state.root), *words],
             cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, check=False,
         )  # fmt: skip
 
-    def up(self, timeout_s: float = 420) -> None:
+    def up(self, timeout_s: float = 700) -> None:
         """Start, keep what it says, and fail with that and the logs of what did not come up."""
         done = self.run("up", str(self.file), *self._flags, timeout_s=timeout_s)
         if done.returncode:
@@ -75,9 +75,9 @@ class Stack:
         self.controller.close()
         self.http.close()
         recorded = self.processes()
-        done = self.run("down", timeout_s=180)
+        done = self.run("down", timeout_s=300)
         assert done.returncode == 0, done.stdout + done.stderr
-        _, alive = psutil.wait_procs(recorded, timeout=10)
+        _, alive = psutil.wait_procs(recorded, timeout=30)
         assert not alive, f"left behind: {[process.cmdline() for process in alive]}"
         for port in (self.document["gateway"]["port"], self.document["gateway"]["admin_port"]):
             with socket.socket() as sock:
@@ -98,7 +98,7 @@ class Stack:
     @cached_property
     def http(self) -> httpx.Client:
         """For requests that need no connection of their own: making a client costs 20 ms."""
-        return httpx.Client(timeout=120, trust_env=False)
+        return httpx.Client(timeout=300, trust_env=False)
 
     def fleet(self) -> Fleet:
         """The controller's snapshot."""
@@ -112,7 +112,7 @@ class Stack:
         """What the controller says of one model."""
         return next(model for model in self.controller.status().models if model.name == name)
 
-    def steady(self, name: str, count: int, timeout_s: float = 300) -> None:
+    def steady(self, name: str, count: int, timeout_s: float = 600) -> None:
         """Wait until the model has exactly ``count`` replicas, all ready, and nothing else to do."""
         eventually(
             lambda: self.model(name).phase == "steady" and len(self.replicas(name)) == count,

@@ -11,7 +11,7 @@ import pytest
 from tests.e2e.conftest import CHAT, POOLING
 from tests.e2e.stack import Stack
 
-pytestmark = [pytest.mark.vllm, pytest.mark.ray, pytest.mark.timeout(120, func_only=True)]
+pytestmark = [pytest.mark.vllm, pytest.mark.ray, pytest.mark.timeout(600, func_only=True)]
 
 QUESTION: Any = [{"role": "user", "content": "What is the capital of France?"}]
 # The client has no temperature of its own any more.
@@ -22,7 +22,7 @@ ASK: dict[str, Any] = {"model": CHAT, "messages": QUESTION, "max_tokens": 16, "e
 @pytest.fixture(scope="module")
 def claude(stack: Stack) -> Iterator[anthropic.Anthropic]:
     url = stack.base_url.removesuffix("/v1")
-    with anthropic.Anthropic(base_url=url, api_key="unused", max_retries=0, timeout=60) as client:
+    with anthropic.Anthropic(base_url=url, api_key="unused", max_retries=0, timeout=300) as client:
         yield client
 
 

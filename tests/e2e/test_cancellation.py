@@ -11,11 +11,25 @@ import pytest
 
 from tests.e2e.conftest import CHAT
 from tests.e2e.stack import Stack, eventually
+from tests.e2e.traffic import PATIENCE_S
 
-pytestmark = [pytest.mark.vllm, pytest.mark.ray, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.vllm, pytest.mark.ray, pytest.mark.timeout(900, func_only=True)]
 
-# The longest step of the shipped deployment: 128 prefill tokens beside a few decodes.
-STEP_S = 1.5
+# What a cancellation may take, after the engine's running step.
+FREED_S = 1.0
+
+
+@pytest.fixture(scope="module")
+def step_s(stack: Stack) -> float:
+    """The longest step of the shipped deployment, on this machine now: 128 tokens of prefill, and slack."""
+    stack.steady(CHAT, 1)
+    took = []
+    for n in range(3):
+        body = {"model": CHAT, "prompt": f"{n} " * 60, "max_tokens": 1}
+        began = time.monotonic()
+        assert stack.http.post(f"{stack.base_url}/completions", json=body).status_code == 200
+        took.append(time.monotonic() - began)
+    return max(1.5, 2 * max(took))
 
 
 def running(stack: Stack) -> int:
@@ -28,7 +42,7 @@ def running(stack: Stack) -> int:
 
 
 @pytest.mark.parametrize("stream", [True, False], ids=["streaming", "not streaming"])
-async def test_a_slot_is_free_within_a_second(stack: Stack, stream: bool) -> None:
+async def test_a_slot_is_free_within_a_second(stack: Stack, step_s: float, stream: bool) -> None:
     await asyncio.to_thread(stack.steady, CHAT, 1)
     body = {
         "model": CHAT,
@@ -37,24 +51,23 @@ async def test_a_slot_is_free_within_a_second(stack: Stack, stream: bool) -> Non
         "ignore_eos": True,
         "stream": stream,
     }
-    async with httpx.AsyncClient(base_url=stack.base_url, timeout=60, trust_env=False) as client:
+    async with httpx.AsyncClient(base_url=stack.base_url, timeout=PATIENCE_S, trust_env=False) as client:
 
         async def ask() -> None:
             async with client.stream("POST", "/chat/completions", json=body) as answer:
                 await answer.aread()
 
         asking = asyncio.create_task(ask())
-        await asyncio.to_thread(eventually, lambda: running(stack) == 1, 20)
+        await asyncio.to_thread(eventually, lambda: running(stack) == 1, 120)
         asking.cancel()
-        left = time.monotonic()
-        await asyncio.to_thread(eventually, lambda: running(stack) == 0, 1.0 + STEP_S)
-        assert time.monotonic() - left <= 1.0 + STEP_S
+        await asyncio.wait([asking])
+        await asyncio.to_thread(eventually, lambda: running(stack) == 0, FREED_S + step_s)
     (replica,) = stack.replicas(CHAT)
-    eventually(lambda: stack.replicas(CHAT)[0].load.in_flight == 0, 3)
+    eventually(lambda: stack.replicas(CHAT)[0].load.in_flight == 0, 60)
     assert replica.state == "ready"
 
 
-async def test_a_queued_request_that_leaves_never_reaches_the_engine(stack: Stack) -> None:
+async def test_a_queued_request_that_leaves_never_reaches_the_engine(stack: Stack, step_s: float) -> None:
     """Unknown adapters aside, the queue forms when the bound is reached: fill it, queue one, leave."""
     await asyncio.to_thread(stack.steady, CHAT, 1)
     (replica,) = stack.replicas(CHAT)
@@ -62,7 +75,7 @@ async def test_a_queued_request_that_leaves_never_reaches_the_engine(stack: Stac
     body = {"model": CHAT, "prompt": "go", "max_tokens": 400, "ignore_eos": True, "stream": True}
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(
-        base_url=stack.base_url, timeout=120, limits=limits, trust_env=False
+        base_url=stack.base_url, timeout=PATIENCE_S, limits=limits, trust_env=False
     ) as client:
 
         async def ask() -> None:
@@ -70,15 +83,16 @@ async def test_a_queued_request_that_leaves_never_reaches_the_engine(stack: Stac
                 await answer.aread()
 
         holding = [asyncio.create_task(ask()) for _ in range(bound)]
-        await asyncio.to_thread(eventually, lambda: running(stack) == bound, 60)
+        await asyncio.to_thread(eventually, lambda: running(stack) == bound, 240)
         queued = asyncio.create_task(ask())
-        await asyncio.to_thread(eventually, lambda: depth(stack) == 1, 10)
+        await asyncio.to_thread(eventually, lambda: depth(stack) == 1, 60)
         queued.cancel()
-        await asyncio.to_thread(eventually, lambda: depth(stack) == 0, 1.0)
+        await asyncio.wait([queued])
+        await asyncio.to_thread(eventually, lambda: depth(stack) == 0, FREED_S + step_s)
         assert running(stack) == bound
         for task in holding:
             task.cancel()
-        await asyncio.to_thread(eventually, lambda: running(stack) == 0, 30)
+        await asyncio.to_thread(eventually, lambda: running(stack) == 0, 240)
 
 
 def depth(stack: Stack) -> int:

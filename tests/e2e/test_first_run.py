@@ -26,7 +26,7 @@ def test_the_question_that_up_prints_is_answered(tmp_path: Path) -> None:
     document = yaml.safe_load((ROOT / "deployments" / "sim.yaml").read_text())
     stack = Stack(tmp_path, document, "--no-ray")
     try:
-        stack.up(60)
+        stack.up()
         assert ask(stack.said, tmp_path)
     finally:
         stack.down()
@@ -34,7 +34,7 @@ def test_the_question_that_up_prints_is_answered(tmp_path: Path) -> None:
 
 @pytest.mark.vllm
 @pytest.mark.ray
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(600, func_only=True)
 def test_a_real_model_answers_it_with_paris(stack: Stack, tmp_path: Path) -> None:
     assert "What is the capital of France?" in stack.said
     assert "Paris" in ask(stack.said, tmp_path)

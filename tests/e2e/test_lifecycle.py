@@ -12,9 +12,9 @@ import pytest
 
 from tests.e2e.conftest import CHAT
 from tests.e2e.stack import Stack, eventually
-from tests.e2e.traffic import Traffic
+from tests.e2e.traffic import PATIENCE_S, Traffic
 
-pytestmark = [pytest.mark.vllm, pytest.mark.ray, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.vllm, pytest.mark.ray, pytest.mark.timeout(1200, func_only=True)]
 
 
 def test_a_mode_switch_and_a_scale_cut_no_stream(stack: Stack) -> None:
@@ -25,13 +25,13 @@ def test_a_mode_switch_and_a_scale_cut_no_stream(stack: Stack) -> None:
         assert stack.run("scale", CHAT, "2").returncode == 0
         stack.steady(CHAT, 2)
         small = {replica.id for replica in stack.replicas(CHAT)}
-        eventually(lambda: small <= traffic.replicas, 60, lambda: f"served: {traffic.replicas}")
+        eventually(lambda: small <= traffic.replicas, 240, lambda: f"served: {traffic.replicas}")
         assert stack.run("scale", CHAT, "1").returncode == 0
         stack.steady(CHAT, 1)
         assert stack.run("mode", CHAT, "single-large").returncode == 0
         stack.steady(CHAT, 1)
         large = {replica.id for replica in stack.replicas(CHAT)}
-        eventually(lambda: large <= traffic.replicas, 60, lambda: f"served: {traffic.replicas}")
+        eventually(lambda: large <= traffic.replicas, 240, lambda: f"served: {traffic.replicas}")
     assert not traffic.problems
     assert {replica.split("-")[1] for replica in traffic.replicas} == {"large", "small"}
 
@@ -43,7 +43,8 @@ def test_a_killed_engine_leaves_the_fleet_and_comes_back(stack: Stack, victim: s
     family = [psutil.Process(before.pid), *psutil.Process(before.pid).children(recursive=True)]
     doomed = next((p for p in family if victim in " ".join(p.cmdline())), family[0])
     with Traffic(stack, CHAT, clients=1, max_tokens=200) as streaming:
-        eventually(lambda: stack.replicas(CHAT)[0].load.tokens > before.load.tokens + 20, 30)
+        # What no client has heard of yet would be served elsewhere, and whole.
+        assert streaming.heard.wait(120)
         doomed.kill()
         eventually(lambda: not any(r.state == "ready" for r in stack.replicas(CHAT)), 2.0)
         # Requests that had not begun wait in the queue for the engine's return.
@@ -69,8 +70,8 @@ def test_the_controller_comes_back_with_the_same_fleet(stack: Stack) -> None:
     epoch = stack.controller.status().epoch
     with Traffic(stack, CHAT, clients=2) as traffic:
         os.kill(stack.controller.status().pid, signal.SIGKILL)
-        eventually(lambda: stack.controller.status().epoch > epoch, 30)
-        eventually(lambda: {(r.id, r.pid) for r in stack.fleet().replicas} == before, 10)
+        eventually(lambda: stack.controller.status().epoch > epoch, 120)
+        eventually(lambda: {(r.id, r.pid) for r in stack.fleet().replicas} == before, 60)
         stack.steady(CHAT, 1)
     assert not traffic.problems
     assert traffic.outcomes
@@ -82,7 +83,7 @@ def test_serves_own_controller_may_die(stack: Stack) -> None:
     (serve_controller,) = [p for p in stack.processes() if "ray::ServeController" in " ".join(p.cmdline())]
     with Traffic(stack, CHAT, clients=2) as traffic:
         serve_controller.kill()
-        eventually(lambda: _named(stack, "ray::ServeController") not in ([], [serve_controller.pid]), 60)
+        eventually(lambda: _named(stack, "ray::ServeController") not in ([], [serve_controller.pid]), 240)
         stack.steady(CHAT, 1)
     assert not traffic.problems
     assert {(r.id, r.pid) for r in stack.fleet().replicas} == before
@@ -95,7 +96,7 @@ def test_a_gateway_worker_that_dies_is_replaced(stack: Stack) -> None:
     psutil.Process(victim).kill()
     # The other worker has the port, too: nothing is refused meanwhile.
     assert [_complete(stack) for _ in range(4)] == [200] * 4
-    eventually(lambda: stack.processes_by_name()["gateway-0"] not in (0, victim), 20)
+    eventually(lambda: stack.processes_by_name()["gateway-0"] not in (0, victim), 120)
     # A fresh connection each: both workers accept.
     assert [_complete(stack) for _ in range(8)] == [200] * 8
     assert {(r.id, r.pid) for r in stack.fleet().replicas} == before
@@ -120,7 +121,9 @@ def test_up_twice_is_harmless(stack: Stack) -> None:
 
 def _complete(stack: Stack) -> int:
     body = {"model": CHAT, "prompt": "1 2 3", "max_tokens": 4, "temperature": 0}
-    return httpx.post(f"{stack.base_url}/completions", json=body, timeout=200, trust_env=False).status_code
+    return httpx.post(
+        f"{stack.base_url}/completions", json=body, timeout=PATIENCE_S, trust_env=False
+    ).status_code
 
 
 def _named(stack: Stack, title: str) -> list[int]:

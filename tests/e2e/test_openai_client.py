@@ -15,7 +15,7 @@ from pydantic import BaseModel, Field
 from tests.e2e.conftest import CHAT, POOLING
 from tests.e2e.stack import Stack
 
-pytestmark = [pytest.mark.vllm, pytest.mark.ray, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.vllm, pytest.mark.ray, pytest.mark.timeout(600, func_only=True)]
 
 QUESTION: Any = [{"role": "user", "content": "What is the capital of France?"}]
 COUNT = "1, 2, 3, 4, 5, 6,"
@@ -36,7 +36,7 @@ WEATHER: Any = {
 
 @pytest.fixture(scope="module")
 def client(stack: Stack) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=stack.base_url, api_key="unused", max_retries=0, timeout=120) as client:
+    with openai.OpenAI(base_url=stack.base_url, api_key="unused", max_retries=0, timeout=300) as client:
         yield client
 
 

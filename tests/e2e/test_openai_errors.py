@@ -13,7 +13,7 @@ import pytest
 from tests.e2e.conftest import CHAT, POOLING
 from tests.e2e.stack import Stack
 
-pytestmark = [pytest.mark.vllm, pytest.mark.ray, pytest.mark.timeout(120, func_only=True)]
+pytestmark = [pytest.mark.vllm, pytest.mark.ray, pytest.mark.timeout(600, func_only=True)]
 
 ASK: dict[str, Any] = {"model": CHAT, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
 TOO_LONG = "cat " * 3000
@@ -24,7 +24,7 @@ FILE_PATH = re.compile(r"(?<![\w/])/(?!v1/)[\w.-]+/[\w.-]+")
 
 @pytest.fixture(scope="module")
 def client(stack: Stack) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=stack.base_url, api_key="unused", max_retries=0, timeout=60) as client:
+    with openai.OpenAI(base_url=stack.base_url, api_key="unused", max_retries=0, timeout=300) as client:
         yield client
 
 

@@ -20,7 +20,7 @@ from tests.e2e.stack import Stack, eventually
 from tests.e2e.traffic import Traffic
 from tests.ports import free_ports
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 
 HEAD, NODE = "127.0.0.2", "127.0.0.3"
 
@@ -55,7 +55,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
             for process in reversed(started):
                 family = [process.pid, *(p.pid for p in psutil.Process(process.pid).children(recursive=True))]
                 process.terminate()
-                process.wait(30)
+                process.wait(60)
                 _end(family)
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -80,19 +80,19 @@ def test_replicas_spread_over_the_nodes_and_leave_with_down(
     stack.document["cluster"] |= {"address": cluster, "controller": f"{HEAD}:{port}"}
     stack.write()
     try:
-        stack.up(120)
+        stack.up()
         replicas = on_both_nodes(stack)
         assert len({replica.node for replica in replicas}) == 2
         with Traffic(stack, "sim", clients=2, max_tokens=8) as traffic:
-            eventually(lambda: traffic.replicas == {replica.id for replica in replicas}, 60)
+            eventually(lambda: traffic.replicas == {replica.id for replica in replicas}, 240)
         assert not traffic.problems
         if not supervised:
             psutil.Process(stack.status()["supervisor"]["pid"]).kill()
-            eventually(lambda: stack.run("status").returncode == 4, 20)
+            eventually(lambda: stack.run("status").returncode == 4, 120)
             assert {replica.pid for replica in stack.replicas("sim")} == {r.pid for r in replicas}
     finally:
         stack.down()
-    eventually(lambda: not any(psutil.pid_exists(replica.pid) for replica in replicas), 10)
+    eventually(lambda: not any(psutil.pid_exists(replica.pid) for replica in replicas), 60)
     # The cluster is not ours: it goes on.
     assert any("raylet" in name for name in (p.name() for p in psutil.process_iter()))
 
@@ -112,7 +112,7 @@ def _wait_for_raylet(process: subprocess.Popen[bytes]) -> None:
     def up() -> bool:
         return any("raylet" in p.name() for p in psutil.Process(process.pid).children(recursive=True))
 
-    eventually(up, 60)
+    eventually(up, 240)
 
 
 def _end(pids: list[int]) -> None:

@@ -12,6 +12,9 @@ import httpx
 
 from tests.e2e.stack import Stack
 
+# Until a byte of an answer: it may wait for an engine that starts anew on a busy machine.
+PATIENCE_S = 600.0
+
 
 @dataclass
 class Outcome:
@@ -38,6 +41,8 @@ class Traffic:
     max_tokens: int = 24
     pause_s: float = 1.0
     outcomes: list[Outcome] = field(default_factory=list)
+    #: Set once a client has the first event of a stream.
+    heard: threading.Event = field(default_factory=threading.Event)
 
     def __enter__(self) -> Traffic:
         self._stop = threading.Event()
@@ -55,7 +60,7 @@ class Traffic:
     ) -> None:
         self.stop()
         for thread in self._threads:
-            thread.join(300)
+            thread.join(2 * PATIENCE_S)
 
     @property
     def problems(self) -> list[str]:
@@ -68,7 +73,7 @@ class Traffic:
         return {o.replica for o in self.outcomes if not o.problem}
 
     def _client(self, number: int) -> None:
-        with httpx.Client(base_url=self.stack.base_url, timeout=200, trust_env=False) as client:
+        with httpx.Client(base_url=self.stack.base_url, timeout=PATIENCE_S, trust_env=False) as client:
             count = 0
             while not self._stop.is_set():
                 count += 1
@@ -90,7 +95,11 @@ class Traffic:
         }
         with client.stream("POST", "/chat/completions", json=body) as answer:
             replica = answer.headers.get("x-tidegate-replica", "")
-            text = answer.read().decode()
+            text = ""
+            for piece in answer.iter_text():
+                text += piece
+                if text.startswith("data: "):
+                    self.heard.set()
         if answer.status_code != 200:
             return replica, f"{answer.status_code} {text[:300]}"
         if not self.stream:
