@@ -12,9 +12,9 @@ from tests.faults.stand import Stand
 
 
 @pytest.fixture(scope="module")
-def gateway() -> dict[str, Any]:
-    """The ``gateway`` section of the document; a file has its own where its rows need one."""
-    return {}
+def gateway(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """The ``gateway`` section of the document: ``GATEWAY`` of the file, where its rows need one."""
+    return dict(getattr(request.module, "GATEWAY", {}))
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

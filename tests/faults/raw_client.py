@@ -130,14 +130,18 @@ class RawClient:
         if window_bytes is not None:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, window_bytes)
         host, port = url.removeprefix("http://").split(":")
-        loop = asyncio.get_running_loop()
-        await loop.sock_connect(sock, (host, int(port)))
         client = cls(sock, path)
         raw = json.dumps(body).encode()
         lines = [f"POST {path} HTTP/1.1", f"host: {host}", "content-type: application/json"]
         lines += [f"{name}: {value}" for name, value in (headers or {}).items()]
         lines += [f"content-length: {len(raw)}", "", ""]
-        await loop.sock_sendall(sock, "\r\n".join(lines).encode() + raw)
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.sock_connect(sock, (host, int(port)))
+            await loop.sock_sendall(sock, "\r\n".join(lines).encode() + raw)
+        except BaseException:
+            client.leave()
+            raise
         return client
 
     async def read(self, size: int = READ_BYTES) -> bool:
@@ -171,6 +175,9 @@ class RawClient:
 
     def leave(self, *, reset: bool = False) -> float:
         """Close the connection (RST if ``reset``); returns when."""
+        if self._sock.fileno() >= 0:  # a read that is cancelled must not be left watching a closed descriptor
+            asyncio.get_running_loop().remove_reader(self._sock)
+            asyncio.get_running_loop().remove_writer(self._sock)
         if reset:
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self._sock.close()

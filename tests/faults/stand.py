@@ -121,9 +121,7 @@ class Stand(Stack):
 
     async def clear(self) -> None:
         """End the upstreams of a row, take them out of the fleet, and close what its clients left open."""
-        for client in self.clients:
-            client.leave()
-        self.clients = []
+        self._leave()
         self.controller.set()
         for upstream in self.upstreams:
             await self._end(upstream)
@@ -181,7 +179,14 @@ class Stand(Stack):
         links = (await self.admin.get("/admin/fleet")).json()["replicas"]
         return any(link["id"] == replica and link["admissible"] for link in links)
 
+    def _leave(self) -> None:
+        """A row that failed has clients left, whose sockets would be blamed on a later one."""
+        for client in self.clients:
+            client.leave()
+        self.clients = []
+
     async def close(self) -> None:
+        self._leave()
         for upstream in self.upstreams:
             await self._end(upstream)
         await super().close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from typing import Any
 
 import pytest
 
@@ -16,11 +15,7 @@ from tests.gateway.worker import until
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 # What the row allows, and what polling and a busy machine add to it.
 FREED_S = 1.0
-
-
-@pytest.fixture(scope="module")
-def gateway() -> dict[str, Any]:
-    return {"queue_timeout_s": 30, "max_queue": 1000}
+GATEWAY = {"queue_timeout_s": 30, "max_queue": 1000}
 
 
 async def left_at(upstream: FaultyUpstream) -> float:

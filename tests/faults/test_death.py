@@ -22,18 +22,14 @@ pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 FIRST_S = 2.0
 PROGRESS_S = 1.0
 OUT_S = 2.0
-
-
-@pytest.fixture(scope="module")
-def gateway() -> dict[str, Any]:
-    return {
-        "connect_timeout_s": 0.5,
-        "first_token_timeout_s": FIRST_S,
-        "inter_token_timeout_s": FIRST_S,
-        "progress_timeout_s": PROGRESS_S,
-        "queue_timeout_s": 15,
-        "eject": {"base_s": 0.5, "max_s": 4.0},
-    }
+GATEWAY = {
+    "connect_timeout_s": 0.5,
+    "first_token_timeout_s": FIRST_S,
+    "inter_token_timeout_s": FIRST_S,
+    "progress_timeout_s": PROGRESS_S,
+    "queue_timeout_s": 15,
+    "eject": {"base_s": 0.5, "max_s": 4.0},
+}
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -15,11 +15,7 @@ from tests.gateway.worker import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 BOUND = 20
-
-
-@pytest.fixture(scope="module")
-def gateway() -> dict[str, Any]:
-    return {"queue_timeout_s": 15}
+GATEWAY = {"queue_timeout_s": 15}
 
 
 async def spread(stand: Stand, model: str, fleet: list[FaultyUpstream], streams: int) -> list[int]:

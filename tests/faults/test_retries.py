@@ -19,18 +19,14 @@ CONNECT_S = 0.5
 SILENT_S = 2.0
 AT_LEAST = 3
 BUDGET = 0.2
-
-
-@pytest.fixture(scope="module")
-def gateway() -> dict[str, Any]:
-    return {
-        "connect_timeout_s": CONNECT_S,
-        "first_token_timeout_s": SILENT_S,
-        "answer_timeout_s": SILENT_S,
-        "queue_timeout_s": 10,
-        "retry": {"budget": BUDGET, "at_least": AT_LEAST, "window_s": 10},
-        "eject": {"base_s": 1.0},
-    }
+GATEWAY = {
+    "connect_timeout_s": CONNECT_S,
+    "first_token_timeout_s": SILENT_S,
+    "answer_timeout_s": SILENT_S,
+    "queue_timeout_s": 10,
+    "retry": {"budget": BUDGET, "at_least": AT_LEAST, "window_s": 10},
+    "eject": {"base_s": 1.0},
+}
 
 
 @pytest.mark.parametrize("stream", [False, True])

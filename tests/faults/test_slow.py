@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import itertools
 import statistics
-from typing import Any
 
 import psutil
 import pytest
@@ -19,17 +18,13 @@ from tests.gateway.worker import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 MIB = 1024 * 1024
-
-
-@pytest.fixture(scope="module")
-def gateway() -> dict[str, Any]:
-    return {
-        "connect_timeout_s": 1.0,
-        "first_token_timeout_s": 5.0,
-        "inter_token_timeout_s": 5.0,
-        "progress_timeout_s": 3.0,
-        "queue_timeout_s": 10,
-    }
+GATEWAY = {
+    "connect_timeout_s": 1.0,
+    "first_token_timeout_s": 5.0,
+    "inter_token_timeout_s": 5.0,
+    "progress_timeout_s": 3.0,
+    "queue_timeout_s": 10,
+}
 
 
 def usual_gap(replies: list[Reply]) -> float:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from typing import Any
 
 import psutil
 import pytest
@@ -25,16 +24,12 @@ GAP_S = 0.8
 SLACK_S = 1.5
 FINISH = event(finish="stop")
 WHOLE = tokens(3) + FINISH + DONE
-
-
-@pytest.fixture(scope="module")
-def gateway() -> dict[str, Any]:
-    return {
-        "first_token_timeout_s": FIRST_S,
-        "inter_token_timeout_s": GAP_S,
-        "answer_timeout_s": 2.0,
-        "queue_timeout_s": 10,
-    }
+GATEWAY = {
+    "first_token_timeout_s": FIRST_S,
+    "inter_token_timeout_s": GAP_S,
+    "answer_timeout_s": 2.0,
+    "queue_timeout_s": 10,
+}
 
 
 def code_of(reply: Reply) -> str | None:
