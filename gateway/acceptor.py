@@ -12,6 +12,7 @@ import errno
 import os
 import socket
 from collections.abc import Callable
+from typing import Any
 
 # The machine has no more of something: whoever waits is let go, and what is served now goes on.
 _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
@@ -27,7 +28,7 @@ class Acceptor:
     """
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, sock: socket.socket, protocol: Callable[[], asyncio.Protocol]
+        self, loop: asyncio.AbstractEventLoop, sock: socket.socket, protocol: Callable[[], Any]
     ) -> None:
         self._loop = loop
         self._sock = sock

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Container
 
 from gateway.fleet import FleetView, Served
 from gateway.line import Host, Line, Place
 from gateway.metrics import Metrics
 from gateway.replicas import Link
-from gateway.router import Routes
+from gateway.router import START_SHARE, Routes
 from gateway.shared import ALONE, Shared
 from gateway.turned_away import TurnedAway
 from policy.admission import Bounds, Queue
@@ -28,6 +29,8 @@ __all__ = ["Admission", "Place"]
 TICK_S = 0.02
 # Words of replicas that change nothing come by the hundred each second.
 REST_S = 0.004
+# Those who are refused rather than served later than is promised; others wait to their deadline.
+_PROMISED = frozenset({Priority.STANDARD, Priority.SHEDDABLE})
 
 
 class Admission:
@@ -194,13 +197,24 @@ class Admission:
             line.queue.put_back(request, now)
         else:
             limits = self._deployment().gateway
-            if request.priority is Priority.SHEDDABLE and (promised := self._promised_s(line)) is not None:
-                request.deadline = min(request.deadline, request.arrived + promised)
+            patience_s = math.inf
+            if request.priority in _PROMISED and (promised_s := self._promised_s(line)) is not None:
+                patience_s = START_SHARE * promised_s
+                if request.priority is Priority.SHEDDABLE:
+                    request.deadline = min(request.deadline, request.arrived + promised_s)
+            if line.queue.unsure:
+                line.queue.expect(self._routes.stays_s(line.served, request))
             elsewhere = sum(other.queue.size for other in self._lines.values() if other is not line)
             # A body that is larger than all may be waits where nothing else does, of any model.
             size = limits.max_queue_bytes - elsewhere if elsewhere or line.queue else request.size
-            bounds, kept = Bounds(limits.max_queue, size), line.keeps_for(request.tenant)
-            verdict = line.queue.enter(request, bounds, now, kept=kept)
+            verdict = line.queue.enter(
+                request,
+                Bounds(limits.max_queue, size),
+                now,
+                patience_s=patience_s,
+                full=not line.has_room,
+                kept=line.keeps_for(request.tenant),
+            )
             for displaced in verdict.displaced:
                 self._turned_away.displace(line.places[displaced.ticket], verdict.retry_after_s)
             if verdict.refusal is not None:

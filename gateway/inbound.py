@@ -13,7 +13,7 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable
 from functools import lru_cache
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import unquote
 
 import httptools
@@ -42,9 +42,10 @@ _ASGI = {"version": "3.0", "spec_version": "2.3"}
 _NEVER = float("inf")
 
 
-class Inbound(asyncio.Protocol):
+class Inbound:
     """A connection of the client port. ``sent`` is a future while the client does not keep up.
 
+    It is a protocol of asyncio's and inherits nothing, as machine code cannot.
     ``deadline`` is when the server ends it, on the server's clock; never while it is served.
     """
 
@@ -171,6 +172,9 @@ class Inbound(asyncio.Protocol):
             self._set_deadline()
             if self._active is None:
                 self._next()
+
+    def eof_received(self) -> None:
+        """A client that sends no more is done."""
 
     def data_received(self, data: bytes) -> None:
         if self.ended or self._refused is not None:
@@ -404,7 +408,8 @@ def _head_too_large() -> Refused:
 def _scope(url: bytes, method: bytes, http_1_1: bool) -> Scope:
     """What requests of one first line have in common; raises ``ValueError`` for a target that is none."""
     try:
-        parsed = httptools.parse_url(url)
+        # What its stub calls bytes is None where the target has no such part.
+        parsed: Any = httptools.parse_url(url)
     except httptools.HttpParserInvalidURLError as error:
         raise ValueError from error
     raw_path: bytes = parsed.path or b"/"

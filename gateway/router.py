@@ -19,7 +19,7 @@ from policy.config import Deployment, ModelSpec
 from policy.engine_model import Timing
 from policy.errors import ConfigError, TargetError
 from policy.health import State
-from policy.pace import GENERIC
+from policy.pace import GENERIC, pace_of
 from policy.profiles import profile
 from policy.request import Request
 from policy.routing import Decision, Quote, Router, Settings
@@ -86,6 +86,17 @@ class Routes:
             self._fresh.clear()
         self._fresh[id(chosen)] = decision
         return links[views.index(chosen.candidate)], chosen
+
+    def stays_s(self, served: Served, request: Request) -> float:
+        """How long such a request runs, by the engine model, on a replica that is full."""
+        views = [link.view for link in served.links if link.admissible or link.full]
+        if not views:
+            return 0.0
+        pace = pace_of(views[0].timing, self._of(served.name).settings.assumed)
+        running = min(views[0].bound or pace.seats, pace.seats)
+        kv = min(running * request.tokens, pace.kv_tokens) if pace.kv_tokens else 0
+        step = pace.step_s(running, kv, running)
+        return pace.prefill_s(request.prompt_tokens, kv, running) + request.output_tokens * step
 
     def began(self, request: Request, quote: Quote) -> tuple[int, ...]:
         """``request`` was sent to the candidate of ``quote``; the hashes that are news there."""

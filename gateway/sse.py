@@ -7,11 +7,10 @@ count its tokens, which checks the whole of it and costs less than half a micros
 from __future__ import annotations
 
 import re
-from typing import ClassVar
 
 import msgspec
-from msgspec import Raw
 
+from gateway.dialects import NULL, Typed, chunk, typed
 from gateway.errors import Refused, read_error
 from gateway.usage import Usage, read_usage, usage_inside
 from policy.errors import Refusal
@@ -19,34 +18,10 @@ from policy.errors import Refusal
 MAX_EVENT_BYTES = 8 * 1024 * 1024
 _BOUNDARY = re.compile(rb"\n(?:\n|\r\n)")
 _LINE_END = re.compile(rb"\r\n|\n")
-_NULL = Raw(b"null")
 _DONE = b"[DONE]"
 # Looked for as numbers, which is a search for a byte and not for a string.
 _NEWLINE = ord("\n")
 _RETURN = ord("\r")
-
-
-class _Choice(msgspec.Struct, gc=False):
-    index: int = 0
-    finish_reason: str | None = None
-
-
-class _Chunk(msgspec.Struct, gc=False):
-    """An event of chat or completions."""
-
-    choices: list[_Choice] | None = None
-    usage: Raw = _NULL
-    error: Raw = _NULL
-
-
-class _Typed(msgspec.Struct, gc=False):
-    """An event of responses or messages."""
-
-    type: str | None = None
-    usage: Raw = _NULL
-    response: Raw = _NULL
-    message: Raw = _NULL
-    error: Raw = _NULL
 
 
 class Tail:
@@ -58,12 +33,11 @@ class Tail:
     is a good one.
     """
 
-    __slots__ = ("_held", "closed", "error", "events", "failed", "finished", "usage")
+    __slots__ = ("_held", "_last_words", "closed", "error", "events", "failed", "finished", "usage")
 
-    last_words: ClassVar[tuple[str, ...]] = ()
-
-    def __init__(self) -> None:
-        self.finished = not self.last_words
+    def __init__(self, last_words: tuple[str, ...] = ()) -> None:
+        self.finished = not last_words
+        self._last_words = last_words
         self.failed = False
         self.closed = False
         self.error = b""
@@ -156,16 +130,16 @@ class Tail:
 
     def _read(self, event: bytes, payload: bytes) -> bytes:
         """As :meth:`_pass`, of a payload that is text; raises ``ValueError`` if it is no JSON."""
-        said = _typed.decode(payload)
-        if said.type == "error" or said.error != _NULL:
+        said = typed.decode(payload)
+        if said.type == "error" or said.error != NULL:
             return self._fail(payload)
         self._count(said)
-        if said.type in self.last_words:
+        if said.type in self._last_words:
             self.finished = True
         return event
 
-    def _count(self, said: _Typed) -> None:
-        if said.usage != _NULL:
+    def _count(self, said: Typed) -> None:
+        if said.usage != NULL:
             self.usage = read_usage(said.usage) or self.usage
 
     def _fail(self, payload: bytes) -> bytes:
@@ -187,25 +161,23 @@ class ChatTail(Tail):
 
     __slots__ = ("_choices", "_finished", "_strip_usage")
 
-    last_words = (_DONE.decode(),)
-
     def __init__(self, choices: int, *, strip_usage: bool = False) -> None:
-        super().__init__()
+        super().__init__((_DONE.decode(),))
         self._choices = choices
         self._strip_usage = strip_usage
         self._finished: set[int] = set()
 
     def _read(self, event: bytes, payload: bytes) -> bytes:
-        said = _chunk.decode(payload)
+        said = chunk.decode(payload)
         choices = said.choices
         if choices:
             for choice in choices:
                 if choice.finish_reason is not None:
                     self._finished.add(choice.index)
                     self.finished = len(self._finished) >= self._choices
-        elif said.error is not _NULL and said.error != _NULL:
+        elif said.error is not NULL and said.error != NULL:
             return self._fail(payload)
-        if said.usage is not _NULL and said.usage != _NULL:
+        if said.usage is not NULL and said.usage != NULL:
             self.usage = read_usage(said.usage) or self.usage
             if self._strip_usage and not choices:
                 return b""
@@ -217,7 +189,8 @@ class ResponsesTail(Tail):
 
     __slots__ = ()
 
-    last_words = ("response.completed", "response.incomplete", "response.failed")
+    def __init__(self) -> None:
+        super().__init__(("response.completed", "response.incomplete", "response.failed"))
 
     def error_event(self, refused: Refused) -> bytes:
         said = {
@@ -234,8 +207,8 @@ class ResponsesTail(Tail):
         }
         return b"event: error\ndata: " + msgspec.json.encode(said) + b"\n\n"
 
-    def _count(self, said: _Typed) -> None:
-        if said.type in self.last_words:
+    def _count(self, said: Typed) -> None:
+        if said.type in self._last_words:
             self.usage = usage_inside(said.response)
             self.failed = said.type == "response.failed"
 
@@ -245,20 +218,17 @@ class MessagesTail(Tail):
 
     __slots__ = ()
 
-    last_words = ("message_stop",)
+    def __init__(self) -> None:
+        super().__init__(("message_stop",))
 
     def error_event(self, refused: Refused) -> bytes:
         return b"event: error\ndata: " + refused.body(anthropic=True) + b"\n\n"
 
-    def _count(self, said: _Typed) -> None:
+    def _count(self, said: Typed) -> None:
         found = usage_inside(said.message) if said.type == "message_start" else read_usage(said.usage)
         if found is not None:
             before = self.usage or Usage()
             self.usage = Usage(found.prompt or before.prompt, found.cached or before.cached, found.completion)
-
-
-_chunk = msgspec.json.Decoder(_Chunk)
-_typed = msgspec.json.Decoder(_Typed)
 
 
 def _is_text(data: bytes) -> bool:

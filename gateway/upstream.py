@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, cast
 from urllib.parse import urlsplit
 
@@ -35,9 +35,10 @@ class Sink(Protocol):
         ...
 
 
-class Connection(asyncio.Protocol):
+class Connection:
     """One connection, one response at a time.
 
+    It is a protocol of asyncio's and inherits nothing, as machine code cannot.
     A sink may pause, resume and abort it from :meth:`send` to the end of its response. After that
     the connection may already serve another, so that its calls do nothing. ``heard`` is set by every
     read, for whoever clears it.
@@ -154,8 +155,14 @@ class Connection(asyncio.Protocol):
             self._chunks = []
             sink.on_data(body, complete=False)
 
-    def eof_received(self) -> bool | None:
-        return None
+    def eof_received(self) -> None:
+        """It closes, which is told next."""
+
+    def pause_writing(self) -> None:
+        """A request is written once, whole."""
+
+    def resume_writing(self) -> None:
+        """As above."""
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._pool.discard(self)
@@ -252,9 +259,12 @@ class Pool:
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(self.connect_timeout_s):
             _, connection = await loop.create_connection(
-                lambda: Connection(self), self.host, self.port, ssl=self._tls
+                cast("Callable[[], asyncio.Protocol]", lambda: Connection(self)),
+                self.host,
+                self.port,
+                ssl=self._tls,
             )
-        return connection
+        return cast("Connection", connection)
 
     def give(self, connection: Connection) -> None:
         """Keep ``connection`` for the next request."""

@@ -10,12 +10,12 @@ import json
 import re
 from typing import NamedTuple
 
-import msgspec
 from msgspec import Raw
+
+from gateway.dialects import NULL, answer, counts
 
 # An answer up to this size is decoded whole; of a longer one (vectors, long texts) only its end is read.
 MAX_DECODED = 16 * 1024
-_NULL = Raw(b"null")
 _KEY = re.compile(rb'"usage"[ \t\r\n]*:[ \t\r\n]*\{')
 
 
@@ -32,36 +32,13 @@ class Usage(NamedTuple):
     exact: bool = True
 
 
-class _Details(msgspec.Struct, gc=False):
-    cached_tokens: int | None = None
-
-
-class _Counts(msgspec.Struct, gc=False):
-    """The three dialects of a usage object: chat and completions, responses, messages."""
-
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-    prompt_tokens_details: _Details | None = None
-    input_tokens: int | None = None
-    output_tokens: int | None = None
-    input_tokens_details: _Details | None = None
-    cache_read_input_tokens: int | None = None
-    cache_creation_input_tokens: int | None = None
-
-
-class _Answer(msgspec.Struct, gc=False):
-    usage: Raw = _NULL
-
-
-_counts = msgspec.json.Decoder(_Counts)
-_answer = msgspec.json.Decoder(_Answer)
 _scanner = json.JSONDecoder()
 
 
 def read_usage(raw: bytes | Raw) -> Usage | None:
     """The usage object ``raw``; ``None`` if it is none or not understood."""
     try:
-        said = _counts.decode(raw)
+        said = counts.decode(raw)
     except (ValueError, RecursionError):
         return None
     details = said.prompt_tokens_details or said.input_tokens_details
@@ -79,10 +56,10 @@ def read_usage(raw: bytes | Raw) -> Usage | None:
 def usage_inside(raw: bytes | Raw) -> Usage | None:
     """The usage of an object that holds one under ``usage``."""
     try:
-        said = _answer.decode(raw)
+        said = answer.decode(raw)
     except (ValueError, RecursionError):
         return None
-    return None if said.usage is _NULL or said.usage == _NULL else read_usage(said.usage)
+    return None if said.usage is NULL or said.usage == NULL else read_usage(said.usage)
 
 
 def usage_of_answer(end: bytes) -> Usage | None:

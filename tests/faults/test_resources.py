@@ -15,7 +15,7 @@ import pytest_asyncio
 
 from tests.faults import faults
 from tests.faults.stand import Stand
-from tests.gateway.worker import until
+from tests.gateway.worker import PATIENCE_S, until
 
 pytestmark = pytest.mark.slow
 QUEUE_S = 1.0
@@ -67,9 +67,14 @@ async def test_38_no_file_descriptors(stand: Stand) -> None:
     async with stand.aftermath(model) as after:
         only = first_free(worker.pid)
         with limited(worker.pid, resource.RLIMIT_NOFILE, only + 1):
-            for _ in range(5):
-                reply = await stand.ask(model)
-                assert reply.status == 503
+            told = 0
+            while told < 5:  # something else of the worker's may have had the descriptor for a moment
+                async with asyncio.timeout(PATIENCE_S):
+                    client = await stand.post(model)
+                    while await client.read():
+                        pass
+                assert client.reply.status in (0, 503)
+                told += client.reply.status == 503
                 await until(lambda: first_free(worker.pid) == only, "its descriptor is free again")
             crowd = [await stand.post(model) for _ in range(20)]
             await asyncio.sleep(0.2)
@@ -138,7 +143,7 @@ async def test_39_deadlines_and_breakers_do_not_follow_the_wall_clock(stand: Sta
         await until(lambda: len(bad.open) + len(good.open) == 4)
         reply = await stand.ask(model)
         assert reply.status == 503
-        assert QUEUE_S * 0.9 <= reply.took_s <= QUEUE_S + SLACK_S
+        assert QUEUE_S * 0.9 <= reply.took_s <= QUEUE_S + SLACK_S + after.stalls.seconds
         for holder in holders:
             assert (await holder.end()).status == 200
         # The first token's deadline, and a breaker: three failures, some time without it, a probe.
@@ -150,15 +155,16 @@ async def test_39_deadlines_and_breakers_do_not_follow_the_wall_clock(stand: Sta
             await stand.prefer(bad)
             reply = await stand.ask(model, stream=True)
             assert reply.headers["x-tidegate-replica"] == good.id
-            assert FIRST_S * 0.9 <= reply.took_s <= FIRST_S + SLACK_S
-        bad.usual = faults.reply(faults.WHOLE)
+            assert FIRST_S * 0.9 <= reply.took_s <= FIRST_S + SLACK_S + after.stalls.seconds
         opened = [hit.left_at for hit in bad.log][-1]
         assert opened is not None
         assert not await stand.admissible(bad.id)
+        bad.usual = faults.reply(faults.WHOLE)
         await until(lambda: stand.admissible(bad.id), "it is back")
         asked = bad.probes[0].at - opened
-        assert EJECT_S * 0.8 <= asked <= EJECT_S + SLACK_S
+        stalls_s = after.stalls.seconds
+        assert EJECT_S * 0.8 - stalls_s <= asked <= EJECT_S + SLACK_S + stalls_s
         assert set(await after.outcomes()) <= {"ok", "deadline", "overloaded"}
     assert stand.workers[0].returncode is None
     stand.workers[0].send_signal(signal.SIGTERM)
-    assert await asyncio.wait_for(stand.workers[0].wait(), 10) == 0
+    assert await asyncio.wait_for(stand.workers[0].wait(), 60) == 0
