@@ -9,17 +9,20 @@ from typing import TYPE_CHECKING
 
 import psutil
 
+from tests.faults.stalls import Stalls
+
 if TYPE_CHECKING:
     from tests.faults.stand import Stand
 
-IDLE_WITHIN_S = 5.0
+IDLE_WITHIN_S = 20.0
 
 
 class Aftermath:
     """Around one row: on leaving, nothing is held any more and ``outcomes`` is what was counted.
 
     ``outcomes`` are the requests of ``model`` by outcome, exactly; ``None`` where chance decides, and
-    then some were counted. ``attempts`` is how often replicas were asked for them.
+    then some were counted. ``attempts`` is how often replicas were asked for them. ``stalls`` are what
+    the machine took of the row's times.
     """
 
     def __init__(
@@ -31,16 +34,19 @@ class Aftermath:
         self._attempts = attempts
         self._before: Counter[str] = Counter()
         self._attempts_before = 0.0
+        self.stalls = Stalls()
 
     async def __aenter__(self) -> Aftermath:
         scraped = await self._stand.scrape()
         self._before = await self._counted(scraped)
         self._attempts_before = await self._attempted(scraped)
+        self.stalls.start()
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        await self.stalls.stop()
         if kind is not None:
             return
         for upstream in self._stand.upstreams:

@@ -85,6 +85,28 @@ def paced(count: int, gap_s: float, *, first_s: float = 0.0) -> Answer:
     return answer
 
 
+def held(until: asyncio.Event, before: int = 3) -> Answer:
+    """A healthy answer: ``before`` tokens, and the rest once ``until`` is set; a whole one at once."""
+
+    async def answer(exchange: Exchange) -> None:
+        if not exchange.json.get("stream"):
+            await exchange.reply(WHOLE)
+            return
+        await exchange.head(EVENTS)
+        for i in range(before):
+            await exchange.chunk(event(f"t{i} "))
+        either = [asyncio.create_task(one.wait()) for one in (until, exchange.gone)]
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        for one in either:
+            one.cancel()
+        if exchange.gone.is_set():
+            return
+        await exchange.chunk(tokens(2) + event(finish="stop") + DONE)
+        await exchange.end()
+
+    return answer
+
+
 def kept_alive(comments: int, gap_s: float) -> Answer:
     """A prefill of ``comments`` keep-alive comments, ``gap_s`` apart, then an answer."""
 

@@ -13,7 +13,7 @@ from typing import Any
 import httptools
 
 READ_BYTES = 64 * 1024
-PATIENCE_S = 15.0
+PATIENCE_S = 60.0
 
 
 @dataclass(eq=False)

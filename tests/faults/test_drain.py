@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 @pytest_asyncio.fixture
 async def stand(tmp_path: Path) -> AsyncIterator[Stand]:
     """A worker of this row alone."""
-    made = Stand(tmp_path, {"drain_timeout_s": 10})
+    made = Stand(tmp_path, {"drain_timeout_s": 60})
     await made.start_controller()
     yield made
     await made.close()
@@ -31,7 +31,8 @@ async def stand(tmp_path: Path) -> AsyncIterator[Stand]:
 async def test_35_sigterm_with_fifty_streams(stand: Stand) -> None:
     await stand.start_worker()
     model = stand.fresh_model()
-    (one,) = await stand.fleet(model, 1, usual=faults.paced(40, 0.05))
+    finish = asyncio.Event()
+    (one,) = await stand.fleet(model, 1, usual=faults.held(finish))
     streams = 50
     async with stand.aftermath(model, {"ok": streams}, attempts=streams):
         clients = [await stand.post(model, stream=True) for _ in range(streams)]
@@ -45,6 +46,7 @@ async def test_35_sigterm_with_fifty_streams(stand: Stand) -> None:
 
         await until(draining, "readiness is off")
         assert not any(client.reply.whole for client in clients)
+        finish.set()
         for reply in await asyncio.gather(*(client.end() for client in clients)):
             assert reply.error is None
         assert await stand.workers[0].wait() == 0
@@ -62,7 +64,7 @@ async def test_36_kill_9_of_a_worker(stand: Stand) -> None:
     with_key = {"authorization": f"Bearer {key}"}
     await stand.start_worker()
     model = stand.fresh_model()
-    (one,) = await stand.fleet(model, 1, usual=faults.paced(100, 0.02))
+    (one,) = await stand.fleet(model, 1, usual=faults.held(asyncio.Event()))
     saved = stand.root / "fleet.json"
     await until(lambda: saved.exists() and one.id in saved.read_text(), "the fleet is on disk")
     async with stand.aftermath(model, {"ok": 1}):
@@ -89,7 +91,8 @@ async def test_36_kill_9_of_a_worker(stand: Stand) -> None:
 async def test_40_a_replica_leaves_under_its_streams(stand: Stand, told: str) -> None:
     await stand.start_worker()
     model = stand.fresh_model()
-    leaving, staying = await stand.fleet(model, 2, usual=faults.paced(40, 0.03))
+    finish = asyncio.Event()
+    leaving, staying = await stand.fleet(model, 2, usual=faults.held(finish))
     async with stand.aftermath(model, {"ok": 30}, attempts=30):
         clients = [await stand.post(model, stream=True) for _ in range(20)]
         for client in clients:
@@ -110,6 +113,7 @@ async def test_40_a_replica_leaves_under_its_streams(stand: Stand, told: str) ->
         assert len(leaving.log) == hits
         if told == "by the replica":
             stand.controller.set(staying)
+        finish.set()
         for reply in await asyncio.gather(*(client.end() for client in clients)):
             assert reply.error is None
         await until(lambda: not leaving.connections, "no connection stays with who left")

@@ -11,6 +11,7 @@ import pytest
 from tests.faults import faults
 from tests.faults.faulty_upstream import FaultyUpstream
 from tests.faults.stand import Stand
+from tests.gateway.fake_replica import hold
 from tests.gateway.worker import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
@@ -85,7 +86,8 @@ async def test_42_figures_that_swing(stand: Stand, model: str) -> None:
 
 async def test_42_a_load_stream_that_hangs_at_full(stand: Stand, model: str) -> None:
     """Its last word was that it is full; it is not, and no word comes that would say so."""
-    (one,) = await stand.fleet(model, 1, usual=faults.paced(1, 0, first_s=0.5), bound=2)
+    served = asyncio.Event()
+    (one,) = await stand.fleet(model, 1, usual=hold(served), bound=2)
     async with stand.aftermath(model) as after:
         holders = [await stand.post(model) for _ in range(2)]
         await until(lambda: len(one.open) == 2)
@@ -96,6 +98,7 @@ async def test_42_a_load_stream_that_hangs_at_full(stand: Stand, model: str) -> 
 
         await until(seen, "it is full")
         one.frozen = True
+        served.set()
         for holder in holders:
             assert (await holder.end()).status == 200
         one.usual = faults.reply(faults.WHOLE)

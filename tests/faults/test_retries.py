@@ -16,14 +16,14 @@ from tests.gateway.worker import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 CONNECT_S = 0.5
-SILENT_S = 2.0
+SILENT_S = 3.0
 AT_LEAST = 3
 BUDGET = 0.2
 GATEWAY = {
     "connect_timeout_s": CONNECT_S,
     "first_token_timeout_s": SILENT_S,
     "answer_timeout_s": SILENT_S,
-    "queue_timeout_s": 10,
+    "queue_timeout_s": 60,
     "retry": {"budget": BUDGET, "at_least": AT_LEAST, "window_s": 10},
     "eject": {"base_s": 1.0},
 }
@@ -157,12 +157,14 @@ async def test_29_all_replicas_fail(stand: Stand, model: str, how: str) -> None:
     requests = 200
     async with stand.aftermath(model) as after:
         replies = [await stand.ask(model) for _ in range(requests)]
+        # What any refusal takes on this machine now.
+        usual = sorted([(await stand.ask("nobody")).took_s for _ in range(requests // 2)])
         assert await after.attempts() <= (1 + BUDGET) * requests + AT_LEAST
         assert (await after.outcomes())["ok"] == 0
     assert {reply.status for reply in replies} <= {502, 503}
     late = sorted(reply.took_s for reply in replies[requests // 2 :])
     assert {reply.status for reply in replies[requests // 2 :]} == {503}
-    assert late[int(0.9 * len(late))] < 0.05
+    assert late[int(0.9 * len(late))] < 0.05 + usual[int(0.9 * len(usual))]
     # It is tried further, so that the end of the trouble is found.
     for one in fleet:
         if how == "connections":
@@ -216,7 +218,7 @@ async def test_33_a_partition_without_a_reset(stand: Stand, model: str) -> None:
     """A new connection is never answered, and what goes over a kept one is lost."""
     bad, good = await behind_a_proxy(stand, model)
     assert bad.proxy is not None
-    async with stand.aftermath(model, {"ok": 3}):
+    async with stand.aftermath(model, {"ok": 3}) as after:
         kept = await stand.post(model, stream=True)
         await kept.end()
         assert len(bad.log) == 1
@@ -224,7 +226,8 @@ async def test_33_a_partition_without_a_reset(stand: Stand, model: str) -> None:
         first, second = await asyncio.gather(stand.ask(model), stand.ask(model, stream=True))
         for reply in (first, second):
             assert reply.headers["x-tidegate-replica"] == good.id
-        assert max(first.took_s, second.took_s) < SILENT_S + CONNECT_S + 1.5
+        slowest_s = max(first.took_s, second.took_s)
+        assert slowest_s < SILENT_S + CONNECT_S + 1.5 + after.stalls.seconds
         await bad.proxy.heal()
     assert len(good.log) == 2
 
@@ -232,11 +235,11 @@ async def test_33_a_partition_without_a_reset(stand: Stand, model: str) -> None:
 async def test_33_a_host_that_never_answers_a_connection(stand: Stand, model: str) -> None:
     bad, good = await behind_a_proxy(stand, model)
     assert bad.proxy is not None
-    async with stand.aftermath(model, {"ok": 1}):
+    async with stand.aftermath(model, {"ok": 1}) as after:
         bad.proxy.partition()
         reply = await stand.ask(model)
         assert reply.headers["x-tidegate-replica"] == good.id
-        assert CONNECT_S * 0.9 <= reply.took_s <= CONNECT_S + 1.5
+        assert CONNECT_S * 0.9 <= reply.took_s <= CONNECT_S + 1.5 + after.stalls.seconds
         await bad.proxy.heal()
 
 

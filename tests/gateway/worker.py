@@ -17,7 +17,7 @@ import httpx
 from tests.gateway.fake_replica import SECRET, FakeController, FakeReplica
 
 ROOT = Path(__file__).parents[2]
-PATIENCE_S = 20.0
+PATIENCE_S = 90.0
 
 
 async def until(true: Callable[[], bool] | Callable[[], Awaitable[bool]], what: str = "") -> None:
