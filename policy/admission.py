@@ -58,8 +58,6 @@ class Began:
 
     request: Request
     charge: Any
-    at: float
-    tokens: int
     running: bool = True
 
 
@@ -99,21 +97,39 @@ class Queue:
         self._tickets += 1
         return self._tickets
 
-    def enter(self, newcomer: Request, bounds: Bounds, at: float, *, kept: bool = False) -> Verdict:
+    def enter(
+        self,
+        newcomer: Request,
+        bounds: Bounds,
+        at: float,
+        *,
+        patience_s: float = math.inf,
+        full: bool = False,
+        kept: bool = False,
+    ) -> Verdict:
         """A request that was never in the queue waits, or is refused at once.
 
-        Too many are refused as ``overloaded`` while they could not be served before their deadline, but
-        for one before whom nobody stands: somebody must be tried, or a rate that was bad once would
-        never be measured again; and for one for whom a slot was ``kept``. Beyond ``bounds`` they are
+        It is refused as ``overloaded`` when it could not be served before its deadline, or would wait
+        longer than ``patience_s``: until a slot falls free, where all are ``full``, or by the rate. That
+        is not held against one before whom nobody stands: somebody must be tried, or a rate that was
+        bad once would never be measured again. Nothing is against one for whom a slot was ``kept``.
+        Beyond ``bounds`` they are
         refused as ``queue_full``, unless somebody of a less important class, or of the same class and a
         tenant with a longer backlog, makes room. A request that is larger than all bytes may be waits
         alone.
         """
-        wait_s = self.predict(newcomer) if self.ready else None
-        if wait_s is not None and not kept and self._ahead(newcomer):
-            late_s = wait_s + self._foresight.slack_s - (newcomer.deadline - at)
-            if late_s > 0:
-                return Verdict(Refusal.OVERLOADED, wait_s, retry_after(late_s))
+        wait_s: float | None = None
+        if self.ready and not kept:
+            ahead = self._ahead(newcomer)
+            free_s = self._drain.free_s(ahead, at) if full else 0.0
+            rate = self._drain.rate(newcomer.priority)
+            if rate is not None:
+                # The next place is free after half of the time between two, on average.
+                wait_s = max(free_s, (ahead + cost(newcomer) / 2) / rate)
+                late_s = wait_s + self._foresight.slack_s(wait_s) if ahead else free_s
+                late_s -= min(patience_s, newcomer.deadline - at)
+                if late_s > 0.0 and (ahead or free_s):
+                    return Verdict(Refusal.OVERLOADED, wait_s, retry_after(late_s))
         displaced: list[Request] = []
         while not self._fits(newcomer, bounds):
             worse = self._spare(newcomer) if len(displaced) < MOST_DISPLACED else None
@@ -124,7 +140,7 @@ class Queue:
             self.remove(worse, at)
             displaced.append(worse)
         self._put(newcomer, at, returned=False)
-        if wait_s is not None and not kept:
+        if wait_s is not None:
             self._foreseen[newcomer.ticket] = (at, wait_s)
         return Verdict(None, wait_s, self._retry_full(newcomer), tuple(displaced))
 
@@ -151,8 +167,8 @@ class Queue:
             self._learn(request, at)
             self.remove(request, at)
         tokens = cost(request)
-        self._drain.began(tokens, request.priority, waited=waited)
-        return Began(request, self._classes[request.priority].charge(request), at, tokens)
+        self._drain.began(request.ticket, tokens, request.priority, at, waited=waited)
+        return Began(request, self._classes[request.priority].charge(request))
 
     def settle(self, began: Began, tokens: int) -> None:
         """It cost ``tokens`` in truth; 0 takes back what was charged."""
@@ -162,7 +178,7 @@ class Queue:
         """It runs no more; ``whole`` if it was served to its end. Said again it does nothing."""
         if began.running:
             began.running = False
-            self._drain.ended(began.tokens, at - began.at, whole=whole)
+            self._drain.ended(began.request.ticket, at, whole=whole)
             self._classes[began.request.priority].ended(began.charge)
 
     def walk(self) -> Iterator[Next]:
@@ -177,14 +193,14 @@ class Queue:
         """Another went before ``request`` to a replica that could have had it."""
         self._passed[request.ticket] = self._passed.get(request.ticket, 0) + 1
 
-    def predict(self, newcomer: Request) -> float | None:
-        """Seconds that ``newcomer`` would wait, from what stands before it and the rate left to its class.
+    @property
+    def unsure(self) -> bool:
+        """Whether nobody has ended yet, so that nobody knows how long one stays."""
+        return self._drain.unsure
 
-        ``None`` while the rate is unknown.
-        """
-        rate = self._drain.rate(newcomer.priority)
-        # The next place is free after half of the time between two, on average.
-        return None if rate is None else (self._ahead(newcomer) + cost(newcomer) / 2) / rate
+    def expect(self, stays_s: float) -> None:
+        """One that begins is expected to end after so many seconds, while that is :attr:`unsure`."""
+        self._drain.expect(stays_s)
 
     def expire(self, at: float) -> list[Request]:
         """Remove and return all whose deadline is not after ``at``, earliest first."""

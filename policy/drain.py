@@ -1,8 +1,9 @@
-"""How fast a queue drains: tokens that began per second, over the time in which somebody waited."""
+"""How fast a queue drains: tokens that began per second while somebody waited, and when slots fall free."""
 
 from __future__ import annotations
 
 import math
+from itertools import islice
 
 from policy.types import Priority
 
@@ -13,6 +14,8 @@ MEMORY_S = 5.0
 PRIOR_S = 0.5
 # Some of the rate is left to a class even if better ones took all of it lately.
 LEAST_SHARE = 0.05
+# Of those in flight so many are looked at one by one; behind them all ends come evenly.
+MOST_LOOKED_AT = 128
 RANK = {priority: rank for rank, priority in enumerate(Priority)}
 
 
@@ -20,7 +23,7 @@ class Drain:
     """Decayed sums of what began while somebody waited, by class.
 
     Before there was such a time, and a little afterwards, the rate follows from Little's law: tokens in
-    flight over the mean time that one stays.
+    flight over the mean time that one stays; ``unsure`` is whether that is unknown as well.
     """
 
     def __init__(self) -> None:
@@ -28,7 +31,9 @@ class Drain:
         self._busy_s = 0.0
         self._since: float | None = None
         self._in_flight = 0
-        self._stays: float | None = None
+        self._held: dict[int, tuple[float, int]] = {}
+        self._stays: float = 0.0
+        self.unsure = True
 
     def busy(self, at: float, *, waits: bool) -> None:
         """Whether somebody waits from ``at`` on, where a replica is there to serve."""
@@ -39,17 +44,25 @@ class Drain:
             self._busy_s = self._busy_s * kept + MEMORY_S * (1.0 - kept)
         self._since = at if waits else None
 
-    def began(self, tokens: int, priority: Priority, *, waited: bool) -> None:
+    def expect(self, stays_s: float) -> None:
+        """Nobody has ended yet; by the engine model one will, so long after it began."""
+        self._stays = stays_s
+
+    def began(self, ticket: int, tokens: int, priority: Priority, at: float, *, waited: bool) -> None:
         """A request of so many tokens began."""
         self._in_flight += tokens
+        self._held[ticket] = (at, tokens)
         if waited:
             self._began[RANK[priority]] += tokens
 
-    def ended(self, tokens: int, stayed_s: float, *, whole: bool) -> None:
-        """One of so many tokens ended, ``stayed_s`` after it began; ``whole`` if it was served to its end."""
+    def ended(self, ticket: int, at: float, *, whole: bool) -> None:
+        """It ended; ``whole`` if it was served to its end."""
+        began_at, tokens = self._held.pop(ticket)
         self._in_flight -= tokens
         if whole:
-            self._stays = stayed_s if self._stays is None else self._stays + 0.1 * (stayed_s - self._stays)
+            stayed_s = at - began_at
+            self._stays += (1.0 if self.unsure else 0.1) * (stayed_s - self._stays)
+            self.unsure = False
 
     def rate(self, priority: Priority) -> float | None:
         """Tokens per second that are left to a class by those before it; ``None`` while unknown."""
@@ -61,3 +74,21 @@ class Drain:
         if not began or not busy_s:
             return None
         return max(began - better, LEAST_SHARE * began) / busy_s
+
+    def free_s(self, ahead: float, at: float) -> float:
+        """Seconds until a slot falls free that those ``ahead`` (in tokens) leave, if all stay as is usual.
+
+        Requests that began together end together: that is when there is a slot, whatever the rate.
+        Those that stay longer than usual may end at any time. 0 while nobody knows.
+        """
+        if not self._stays:
+            return 0.0
+        last_at, left = at, ahead
+        for began_at, tokens in islice(self._held.values(), MOST_LOOKED_AT):
+            last_at = began_at
+            left -= tokens
+            if left < 0.0:
+                return max(0.0, began_at + self._stays - at)
+        if not self._in_flight:
+            return 0.0
+        return max(0.0, last_at + self._stays - at) + left * self._stays / self._in_flight

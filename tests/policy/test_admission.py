@@ -53,6 +53,13 @@ def drained(queue: Queue, tokens_per_s: float, *, priority: Priority = Priority.
     return at
 
 
+def foreseen(queue: Queue, newcomer: Request, at: float, *, full: bool = False) -> float | None:
+    """The wait that a newcomer is told, in seconds."""
+    verdict = queue.enter(newcomer, WIDE, at, full=full)
+    queue.remove(newcomer, at)
+    return verdict.wait_s
+
+
 def test_classes_go_strictly_in_their_order() -> None:
     queue = queue_of()
     batch, sheddable, standard, critical = (
@@ -142,8 +149,7 @@ def test_the_wait_is_what_stands_ahead_over_the_rate() -> None:
     at = drained(queue, 100.0)
     for _ in range(20):
         enter(queue, at=at)
-    foreseen = queue.predict(request(queue))
-    assert foreseen == pytest.approx(205 / 100.0, rel=0.05)
+    assert foreseen(queue, request(queue), at) == pytest.approx(205 / 100.0, rel=0.05)
 
 
 def test_a_tenant_waits_for_its_share_and_not_for_the_others_backlog() -> None:
@@ -152,10 +158,10 @@ def test_a_tenant_waits_for_its_share_and_not_for_the_others_backlog() -> None:
     for _ in range(50):
         enter(queue, "loud", at=at)
     enter(queue, "quiet", at=at)
-    foreseen = queue.predict(request(queue, "quiet"))
-    assert foreseen is not None
-    assert foreseen < 0.5
-    assert queue.predict(request(queue, "loud")) == pytest.approx(515 / 100.0, rel=0.05)
+    wait_s = foreseen(queue, request(queue, "quiet"), at)
+    assert wait_s is not None
+    assert wait_s < 0.5
+    assert foreseen(queue, request(queue, "loud"), at) == pytest.approx(515 / 100.0, rel=0.05)
 
 
 def test_a_lesser_class_waits_for_all_that_is_better() -> None:
@@ -163,17 +169,18 @@ def test_a_lesser_class_waits_for_all_that_is_better() -> None:
     at = drained(queue, 100.0)
     for _ in range(20):
         enter(queue, at=at, priority=Priority.CRITICAL)
-    assert queue.predict(request(queue)) == pytest.approx(205 / 100.0, rel=0.05)
-    assert queue.predict(request(queue, priority=Priority.CRITICAL)) == pytest.approx(205 / 100.0, rel=0.05)
+    assert foreseen(queue, request(queue), at) == pytest.approx(205 / 100.0, rel=0.05)
+    critical = request(queue, priority=Priority.CRITICAL)
+    assert foreseen(queue, critical, at) == pytest.approx(205 / 100.0, rel=0.05)
 
 
 def test_what_better_classes_take_is_not_left_to_the_others() -> None:
     queue = queue_of()
     at = drained(queue, 100.0, priority=Priority.CRITICAL)
     enter(queue, at=at)
-    critical = queue.predict(request(queue, priority=Priority.CRITICAL))
-    assert critical == pytest.approx(5 / 100.0, rel=0.05)
-    standard = queue.predict(request(queue))
+    critical = request(queue, priority=Priority.CRITICAL)
+    assert foreseen(queue, critical, at) == pytest.approx(5 / 100.0, rel=0.05)
+    standard = foreseen(queue, request(queue), at)
     assert standard is not None
     assert standard > 1.0
 
@@ -199,9 +206,9 @@ def test_waits_that_were_longer_than_foreseen_make_it_careful() -> None:
         at += 1.0
         queue.ended(queue.begin(order(queue)[0], at), at, whole=False)
         enter(queue, at=at, deadline=at + 1e6)
-    foreseen = queue.predict(request(queue))
-    assert foreseen is not None
-    verdict = queue.enter(request(queue, deadline=at + foreseen + 1.0), WIDE, at)
+    wait_s = foreseen(queue, request(queue), at)
+    assert wait_s is not None
+    verdict = queue.enter(request(queue, deadline=at + wait_s + 1.0), WIDE, at)
     assert verdict.refusal is Refusal.OVERLOADED
 
 
@@ -215,7 +222,8 @@ def test_before_anybody_was_served_nobody_knows() -> None:
     queue = Queue(Fair)
     for _ in range(50):
         enter(queue)
-    assert queue.predict(request(queue)) is None
+    queue.serve(0.0, ready=True)
+    assert foreseen(queue, request(queue), 0.0) is None
 
 
 def test_the_first_rate_is_that_of_the_requests_in_flight() -> None:
@@ -224,17 +232,72 @@ def test_the_first_rate_is_that_of_the_requests_in_flight() -> None:
     queue.ended(began.pop(), 2.0, whole=True)
     enter(queue, at=2.0)
     # Seven of 10 tokens that stay 2 s each.
-    assert queue.predict(request(queue)) == pytest.approx((10 + 5) / 35.0)
+    assert foreseen(queue, request(queue), 2.0) == pytest.approx((10 + 5) / 35.0)
+
+
+def rush(queue: Queue, at: float) -> list[Began]:
+    """Eight take all slots within 70 ms."""
+    return [queue.begin(request(queue), at + i / 100) for i in range(8)]
+
+
+def test_a_slot_falls_free_when_the_oldest_has_stayed_as_long_as_is_usual() -> None:
+    queue = queue_of()
+    for one in rush(queue, 0.0):
+        queue.ended(one, 2.0, whole=True)
+    rush(queue, 10.0)
+    waits = [enter(queue, at=10.1) for _ in range(3)]
+    assert foreseen(queue, request(queue), 10.1, full=True) == pytest.approx(10.03 + 1.9 - 10.1, abs=0.1)
+    late = queue.enter(request(queue, deadline=11.5), WIDE, 10.1, full=True)
+    assert late.refusal is Refusal.OVERLOADED
+    for one in waits:
+        queue.remove(one, 10.1)
+    # Nobody is ahead, but that does not make a slot.
+    late = queue.enter(request(queue), WIDE, 10.1, patience_s=1.5, full=True)
+    assert late.refusal is Refusal.OVERLOADED
+    assert queue.enter(request(queue), WIDE, 11.0, patience_s=1.5, full=True).refusal is None
+    # It is overdue, and so may come at any time.
+    assert foreseen(queue, request(queue), 13.0, full=True) == pytest.approx((10 + 5) / 80 * 2, rel=0.5)
+
+
+def test_far_behind_ends_come_evenly() -> None:
+    queue = queue_of()
+    first = [queue.begin(request(queue), 0.0) for _ in range(1000)]
+    queue.ended(first.pop(), 10.0, whole=True)
+    for _ in range(500):
+        enter(queue, at=10.0)
+    wait_s = foreseen(queue, request(queue), 10.0, full=True)
+    assert wait_s == pytest.approx(5.0, rel=0.05)
+
+
+def test_before_anybody_ended_the_engine_model_says_when_one_will() -> None:
+    queue = queue_of()
+    assert queue.unsure
+    rush(queue, 0.0)
+    queue.expect(2.0)
+    late = queue.enter(request(queue, deadline=1.1), WIDE, 0.1, full=True)
+    assert late.refusal is Refusal.OVERLOADED
+    assert queue.enter(request(queue, deadline=2.5), WIDE, 0.1, full=True).refusal is None
+
+
+def test_patience_bounds_what_is_foreseen_and_not_the_wait() -> None:
+    queue = queue_of()
+    at = drained(queue, 100.0)
+    waits = [enter(queue, at=at, deadline=at + 60) for _ in range(10)]
+    verdict = queue.enter(request(queue, deadline=at + 60), WIDE, at, patience_s=0.9)
+    assert verdict.refusal is Refusal.OVERLOADED
+    assert queue.enter(request(queue, deadline=at + 60), WIDE, at, patience_s=1.5).refusal is None
+    assert queue.expire(at + 2.0) == []
+    assert all(one in queue for one in waits)
 
 
 def test_a_time_without_replicas_is_no_slow_one() -> None:
     queue = queue_of()
     at = drained(queue, 100.0)
     enter(queue, at=at)
-    before = queue.predict(request(queue))
+    before = foreseen(queue, request(queue), at)
     queue.serve(at, ready=False)
     queue.serve(at + 100.0, ready=True)
-    assert queue.predict(request(queue)) == pytest.approx(before)
+    assert foreseen(queue, request(queue), at + 100.0) == pytest.approx(before)
 
 
 @given(st.floats(allow_nan=False))
