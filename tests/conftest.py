@@ -1,4 +1,4 @@
-"""What tests of several rooms share: a Ray head of their own."""
+"""What tests of several rooms share: how hypothesis looks for examples, and a Ray head of their own."""
 
 from __future__ import annotations
 
@@ -7,9 +7,17 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from serve.cluster import join
 from tests.ray_head import RayHead, ray_head
+
+# A machine that others use stands still for longer than hypothesis' limits allow, and who broke nothing
+# shall not be told of an example that nobody had met before: each run looks at the same ones.
+settings.register_profile(
+    "tests", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("tests")
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from store.state import StateDir
 from tests.ports import free_ports
 from tests.serve.sim_documents import document
 
-START_S = 60.0
+START_S = 240.0
 
 
 @dataclass(frozen=True)
@@ -70,11 +70,11 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     started = psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
     process.send_signal(signal.SIGTERM)
     try:
-        process.wait(20)
+        process.wait(60)
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-    _, alive = psutil.wait_procs(started, 5)
+    _, alive = psutil.wait_procs(started, 30)
     for child in alive:
         child.kill()
     psutil.wait_procs(alive, 5)

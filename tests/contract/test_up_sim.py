@@ -13,10 +13,10 @@ from tests.e2e.first_question import ask
 from tests.e2e.stack import ROOT, Stack
 from tidegate.preflight import foreign_ray
 
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 
-# What `tidegate up deployments/sim.yaml` may take under Ray on two cores: 14 s, up to 38 s on busy ones.
-READY_S = 60.0
+# What `tidegate up deployments/sim.yaml` may take under Ray: 14 s on two idle cores, more on busy ones.
+READY_S = 120.0
 
 
 def test_up_under_ray_is_ready_in_time_and_down_leaves_nothing(tmp_path: Path) -> None:
@@ -25,7 +25,7 @@ def test_up_under_ray_is_ready_in_time_and_down_leaves_nothing(tmp_path: Path) -
     stack = Stack(tmp_path, yaml.safe_load((ROOT / "deployments" / "sim.yaml").read_text()))
     try:
         began = time.monotonic()
-        stack.up(120)
+        stack.up()
         took_s = time.monotonic() - began
         assert [replica.state for replica in stack.replicas("sim")] == ["ready"]
         assert ask(stack.said, tmp_path)

@@ -109,7 +109,7 @@ async def test_25_an_engine_is_stopped(live: Live) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(400)
 async def test_25_an_engine_is_stopped_for_a_minute(live: Live) -> None:
     await stopped(live, 50.0)  # its own host would restart it after 60 s
 

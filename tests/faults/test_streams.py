@@ -7,7 +7,7 @@ import itertools
 
 import psutil
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.sse import ChatTail
@@ -158,7 +158,6 @@ def pieces_of(data: bytes, cuts: list[int]) -> list[bytes]:
     st.lists(st.integers(min_value=0), max_size=20),
     st.sampled_from([b"\n", b"\r\n"]),
 )
-@settings(deadline=None)
 async def test_14_events_split_anywhere(parts: list[bytes], cuts: list[int], newline: bytes) -> None:
     data = (b"".join(parts) + FINISH + DONE).replace(b"\n", newline)
     tail = ChatTail(1)

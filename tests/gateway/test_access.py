@@ -266,8 +266,12 @@ async def test_what_the_fleet_cannot_serve_goes_upstream(shared: Stack) -> None:
     await until(overflows)
     assert upstream.hits[0].json == {**CHAT, "model": "theirs"}
     assert "x-tidegate-secret" not in upstream.hits[0].headers
-    streamed = await ask(shared, WEB, stream=True, headers={"x-request-timeout-s": "0.2"})
-    assert streamed.text.endswith("data: [DONE]\n\n")
+
+    async def streams() -> bool:
+        streamed = await ask(shared, WEB, stream=True, headers={"x-request-timeout-s": "0.2"})
+        return streamed.text.endswith("data: [DONE]\n\n")
+
+    await until(streams)
     assert await shared.metric("tidegate_overflow_attempts_total", upstream="cloud", outcome="served") >= 2
     assert await shared.metric("tidegate_overflow_cost_total", upstream="cloud") > 0
     shared.upstreams = []

@@ -334,7 +334,7 @@ async def engine() -> AsyncIterator[httpx.AsyncClient]:
 
 @pytest.mark.slow
 @pytest.mark.asyncio(loop_scope="module")
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(arrivals=arrivals)
 async def test_whatever_comes_everyone_gets_what_it_would_have_got_alone(
     engine: httpx.AsyncClient, arrivals: list[tuple[dict[str, Any], str, bool]]

@@ -59,7 +59,7 @@ class Site:
         self.refusal: Refused | None = Refused(Refusal.DEADLINE, "The fleet has no room.")
         self.key_file = folder / "key"
         self.key_file.write_text(KEY + "\n")
-        self.document: dict[str, Any] = {**GOOD, "gateway": {"workers": 1, "connect_timeout_s": 0.2}}
+        self.document: dict[str, Any] = {**GOOD, "gateway": {"workers": 1, "connect_timeout_s": 2.0}}
 
     def deploy(self, *upstreams: FakeUpstream, **more: Any) -> None:
         entries = [

@@ -21,7 +21,7 @@ from tests.gateway.fake_replica import (
     hold,
     stream,
 )
-from tests.gateway.worker import RawClient, Stack, until
+from tests.gateway.worker import PATIENCE_S, RawClient, Stack, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 CHAT = {"model": "alpha", "messages": [{"role": "user", "content": "hi"}]}
@@ -182,7 +182,7 @@ async def test_leaving_a_stream_closes_the_replica_connection(shared: Stack) -> 
     client = await RawClient.post(shared.url, "/v1/chat/completions", {**CHAT, "stream": True})
     await client.reader.readuntil(b"\n\n")
     await client.leave()
-    await asyncio.wait_for(replica.hits[0].gone.wait(), 1.0)
+    await asyncio.wait_for(replica.hits[0].gone.wait(), PATIENCE_S)
 
 
 async def test_leaving_before_the_answer_closes_the_replica_connection(shared: Stack) -> None:
@@ -191,7 +191,7 @@ async def test_leaving_before_the_answer_closes_the_replica_connection(shared: S
     client = await RawClient.post(shared.url, "/v1/chat/completions", CHAT)
     await until(lambda: bool(replica.hits))
     await client.leave()
-    await asyncio.wait_for(replica.hits[0].gone.wait(), 1.0)
+    await asyncio.wait_for(replica.hits[0].gone.wait(), PATIENCE_S)
 
 
 async def test_a_client_that_does_not_read_holds_its_replica_back(shared: Stack) -> None:
@@ -228,7 +228,7 @@ async def test_a_client_that_does_not_read_holds_its_replica_back(shared: Stack)
     others_answer = await shared.chat()
     assert others_answer.status_code == 200
     await client.leave()
-    await asyncio.wait_for(replica.hits[0].gone.wait(), 2.0)
+    await asyncio.wait_for(replica.hits[0].gone.wait(), PATIENCE_S)
 
 
 async def test_clients_that_leave_at_any_moment_leak_nothing(shared: Stack) -> None:

@@ -73,7 +73,7 @@ OPS = st.lists(
 
 
 @settings(
-    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )  # every example takes the rows anew
 @given(OPS)
 def test_what_all_began_and_ended_is_what_each_adds_up(
@@ -253,9 +253,14 @@ def test_a_worker_alone_has_no_others() -> None:
     assert (alone.others(REPLICA), alone.news(), alone.served_by_others(1)) == ((0, 0, 0), [], 0)
 
 
+def still() -> float:
+    """A clock by which nobody falls silent, however long a busy machine lets him wait."""
+    return 100.0
+
+
 def hammer(path: str, worker: int, rounds: int) -> None:
     """A worker process that begins, ends and publishes as fast as it can; at the end nothing runs."""
-    rows = SharedRows(Path(path), worker)
+    rows = SharedRows(Path(path), worker, still)
     for i in range(rounds):
         key = 1 + i % 8
         rows.begin(key, 10)
@@ -271,7 +276,7 @@ def hammer(path: str, worker: int, rounds: int) -> None:
 @pytest.mark.slow
 def test_processes_that_hammer_never_show_what_nobody_wrote(tmp_path: Path) -> None:
     path, rounds = tmp_path / "rows", 20_000
-    me = SharedRows(path, 0)
+    me = SharedRows(path, 0, still)
     context = multiprocessing.get_context("spawn")
     workers = [context.Process(target=hammer, args=(str(path), i, rounds)) for i in (1, 2, 3)]
     for process in workers:
@@ -295,7 +300,7 @@ def test_processes_that_hammer_never_show_what_nobody_wrote(tmp_path: Path) -> N
         process.join()
         assert process.exitcode == 0
     me.beat()
-    me.news()
+    heard += sum(len(hashes) for _, _, hashes in me.news())
     totals = [me.others(key) for key in range(1, 9)]
     assert totals == [(0, 0, 3 * rounds // 8)] * 8
     assert [me.served_by_others(key) for key in range(1, 9)] == [9 * rounds // 8] * 8

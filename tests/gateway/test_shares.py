@@ -216,7 +216,9 @@ words = st.lists(st.sampled_from(["tide", "gate", "é", "sea", "\\", '"', "\n"])
     " ".join
 )
 tokens = st.lists(st.integers(0, 500), min_size=1, max_size=4)
-quick = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+quick = settings(
+    max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 
 
 @pytest.mark.asyncio(loop_scope="module")

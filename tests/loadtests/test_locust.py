@@ -45,7 +45,7 @@ def _run(*arguments: str, folder: Path, check: bool = True) -> subprocess.Comple
         env=environment,
         text=True,
         capture_output=True,
-        timeout=120,
+        timeout=280,
         check=check,
     )
 
@@ -61,7 +61,7 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
     (folder / "deployment.yaml").write_text(yaml.safe_dump(document, sort_keys=False))
     made = Deployment(folder, port, admin_port)
     try:
-        made.tidegate("up", str(folder / "deployment.yaml"), "--no-ray", "--timeout-s", "60")
+        made.tidegate("up", str(folder / "deployment.yaml"), "--no-ray", "--timeout-s", "150")
         yield made
     finally:
         made.tidegate("down")

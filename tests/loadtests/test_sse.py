@@ -6,7 +6,7 @@ import itertools
 import json
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from loadtests.sse import Reading, Stream
@@ -35,7 +35,6 @@ def test_each_read_has_its_moment() -> None:
     assert (stream.finish_reason, stream.prompt_tokens, stream.tokens, stream.error) == ("stop", 7, 3, "")
 
 
-@settings(deadline=None)
 @given(st.lists(st.integers(1, 400), max_size=12))
 def test_a_stream_says_the_same_however_it_is_cut(cuts: list[int]) -> None:
     whole = b"".join(ANSWER)

@@ -31,7 +31,7 @@ def server(*scripts: Script) -> Iterator[str]:
         thread = threading.Thread(target=play)
         thread.start()
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-        thread.join(timeout=5)
+        thread.join(timeout=60)
         assert not thread.is_alive()
 
 

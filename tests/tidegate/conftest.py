@@ -65,7 +65,7 @@ def upstream() -> Iterator[str]:
         thread.join()
 
 
-def until(true: Callable[[], Any], what: str, within_s: float = 20.0) -> Any:
+def until(true: Callable[[], Any], what: str, within_s: float = 120.0) -> Any:
     """Poll other processes until ``true()`` is; fails by saying ``what`` did not happen."""
     deadline = time.monotonic() + within_s
     while not (value := true()):
@@ -112,7 +112,7 @@ class Site:
     def tidegate(self, *arguments: str) -> tuple[int, str, str]:
         """Run a command to its end: exit code, standard output, standard error."""
         with self.popen(*arguments) as process:
-            out, err = process.communicate(timeout=60)
+            out, err = process.communicate(timeout=240)
             return process.returncode, out, err
 
     def status(self) -> dict[str, Any]:

@@ -31,16 +31,19 @@ def write(site: Site, **sim: object) -> None:
 @pytest.fixture
 def sim(site: Site) -> Iterator[Site]:
     write(site)
-    code, _, err = site.tidegate("up", str(site.file), "--no-ray", "--timeout-s", "30")
+    code, _, err = site.tidegate("up", str(site.file), "--no-ray", "--timeout-s", "150")
     assert (code, err) == (0, "")
     yield site
 
 
 def test_a_start_that_takes_too_long_says_why_and_leaves_nothing(site: Site) -> None:
     write(site, start_s=600)
-    code, _, err = site.tidegate("up", str(site.file), "--no-ray", "--timeout-s", "8")
+    for wait_s in (8, 60):  # a busy machine may need all of the first for what comes before the replica
+        code, _, err = site.tidegate("up", str(site.file), "--no-ray", "--timeout-s", str(wait_s))
+        if "replica: not ready" in err:
+            break
     assert code == 1
-    assert "replica: not ready after 8 s: sim" in err
+    assert f"replica: not ready after {wait_s} s: sim" in err
     assert "controller | " in err
     assert site.pids() == []
 
@@ -107,7 +110,7 @@ def elastic(site: Site) -> None:
 
 def test_an_orderly_stop_forgets_targets_and_a_crash_keeps_them(site: Site) -> None:
     elastic(site)
-    up = ("up", str(site.file), "--no-ray", "--timeout-s", "30")
+    up = ("up", str(site.file), "--no-ray", "--timeout-s", "150")
     assert site.tidegate(*up)[0] == 0
     assert site.tidegate("scale", "sim", "0", "--wait")[0] == 0
     os.kill(site.status()["supervisor"]["pid"], signal.SIGKILL)

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 
 def get(port: int, path: str) -> int:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     try:
         connection.request("GET", path)
         return connection.getresponse().status
@@ -155,7 +155,7 @@ def test_ctrl_c_during_up_ends_what_was_started(site: Site) -> None:
     until(lambda: list((site.state / "logs").glob("gateway-*")), "the first worker")
     process.send_signal(signal.SIGINT)
     with process:
-        _, err = process.communicate(timeout=30)
+        _, err = process.communicate(timeout=120)
     assert process.returncode == 130
     assert "interrupted" in err
     assert site.pids() == []
@@ -169,7 +169,7 @@ def test_a_signal_ends_the_foreground_run_in_order(site: Site, number: signal.Si
         assert process.poll() is None
     process.send_signal(number)
     with process:
-        out, err = process.communicate(timeout=30)
+        out, err = process.communicate(timeout=120)
     assert (process.returncode, err) == (0, "")
     assert "nothing is left running" in out
     assert site.pids() == []

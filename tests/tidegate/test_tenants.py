@@ -26,7 +26,7 @@ def tenants(site: Site) -> Site:
     document["gateway"] |= {"port": site.port, "admin_port": site.admin_port}
     document["cluster"] = {"controller": f"127.0.0.1:{free_ports(1)[0]}"}
     site.file.write_text(json.dumps(document))
-    code, out, err = site.tidegate("up", str(site.file), "--no-ray", "--timeout-s", "30")
+    code, out, err = site.tidegate("up", str(site.file), "--no-ray", "--timeout-s", "150")
     assert (code, err) == (0, "")
     assert "Authorization: Bearer KEY-OF-web" in out
     return site
@@ -40,7 +40,7 @@ def ask(site: Site, key: str, **headers: str) -> tuple[int, dict[str, str]]:
         {"content-type": "application/json", "authorization": f"Bearer {key}", **headers},
     )
     try:
-        with urllib.request.urlopen(request, timeout=20) as answer:  # noqa: S310 - of our own port
+        with urllib.request.urlopen(request, timeout=60) as answer:  # noqa: S310 - of our own port
             return answer.status, {name.lower(): value for name, value in answer.headers.items()}
     except urllib.error.HTTPError as error:
         with error:

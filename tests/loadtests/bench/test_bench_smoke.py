@@ -25,7 +25,6 @@ def bench(*options: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(120)
 def test_every_part_measures_tidegate(tmp_path: Path) -> None:
     ran = bench(
         *("--systems", "tidegate", "--workers", "1,2", "--rounds", "1", "--scale", "0.02"),
