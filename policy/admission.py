@@ -11,7 +11,7 @@ from policy.discipline import Discipline
 from policy.drain import RANK, Drain
 from policy.errors import Refusal
 from policy.fairness import cost
-from policy.foresight import Foresight
+from policy.foresight import LEAST, Foresight
 from policy.ranking import Ranking
 from policy.request import Request
 from policy.types import Priority
@@ -19,6 +19,10 @@ from policy.types import Priority
 MAX_RETRY_AFTER_S = 120
 # A newcomer may displace so many: more small ones than that are not worth one large.
 MOST_DISPLACED = 16
+# The last fifty who came to a full house say how many are turned away; where it is nearly all, the others
+# wait half as long as they might: no slot runs empty for it, and no more would be served if they waited longer.
+CROWD_GAIN = 0.02
+CROWDED = 0.5
 
 
 class Bounds(NamedTuple):
@@ -78,6 +82,7 @@ class Queue:
         self._drain = Drain()
         self._foresight = Foresight()
         self._foreseen: dict[int, tuple[float, float]] = {}
+        self._turned_away = 0.0
         self._tickets = 0
         self.size = 0
         self.ready = False
@@ -110,10 +115,10 @@ class Queue:
         """A request that was never in the queue waits, or is refused at once.
 
         It is refused as ``overloaded`` when it could not be served before its deadline, or would wait
-        longer than ``patience_s``: until a slot falls free, where all are ``full``, or by the rate. That
-        is not held against one before whom nobody stands: somebody must be tried, or a rate that was
-        bad once would never be measured again. Nothing is against one for whom a slot was ``kept``.
-        Beyond ``bounds`` they are
+        longer than ``patience_s``, or half of that where most are turned away: until a slot falls free,
+        where all are ``full``, or by the rate. The rate is not held against one before whom nobody
+        stands: somebody must be tried, or a rate that was bad once would never be measured again.
+        Nothing is against one for whom a slot was ``kept``. Beyond ``bounds`` they are
         refused as ``queue_full``, unless somebody of a less important class, or of the same class and a
         tenant with a longer backlog, makes room. A request that is larger than all bytes may be waits
         alone.
@@ -126,9 +131,15 @@ class Queue:
             if rate is not None:
                 # The next place is free after half of the time between two, on average.
                 wait_s = max(free_s, (ahead + cost(newcomer) / 2) / rate)
-                late_s = wait_s + self._foresight.slack_s(wait_s) if ahead else free_s
-                late_s -= min(patience_s, newcomer.deadline - at)
-                if late_s > 0.0 and (ahead or free_s):
+                if ahead:
+                    late_s = wait_s + self._foresight.slack_s(wait_s)
+                else:  # were the slack against it as well, nobody might wait, and nobody would show it smaller
+                    late_s = (1.0 + LEAST) * free_s
+                crowded = self._turned_away
+                late_s -= min(patience_s * (1.0 - CROWDED * crowded), newcomer.deadline - at)
+                refused = late_s > 0.0 and (ahead > 0.0 or free_s > 0.0)
+                self._turned_away += CROWD_GAIN * ((1.0 if refused else 0.0) - crowded)
+                if refused:
                     return Verdict(Refusal.OVERLOADED, wait_s, retry_after(late_s))
         displaced: list[Request] = []
         while not self._fits(newcomer, bounds):

@@ -28,11 +28,15 @@ class Attempt:
 
 @dataclass
 class Visit:
-    """One client's request with all its tries; ``asked_at`` and ``ended_at`` are loop times."""
+    """One client's request with all its tries; ``asked_at`` and ``ended_at`` are loop times.
+
+    ``late_s`` is how much later than it meant to this process asked: what the machine makes of 0 seconds.
+    """
 
     tenant: str
     asked_at: float
     ended_at: float = 0.0
+    late_s: float = 0.0
     attempts: list[Attempt] = field(default_factory=list)
 
     @property
@@ -123,11 +127,16 @@ class Crowd:
         """Visits at Poisson instants, ``rate`` a second, whatever becomes of them."""
         end = self._loop.time() + seconds
         at = self._loop.time()
-        visits: list[asyncio.Task[Visit]] = []
+        instants: list[float] = []
+        asking: list[asyncio.Task[Visit]] = []
         while (at := at + self._rng.expovariate(rate)) < end:
+            instants.append(at)
             await asyncio.sleep(max(0.0, at - self._loop.time()))
-            visits.append(asyncio.create_task(self.ask(tenant, **{"retries": RETRIES, **more})))
-        return list(await asyncio.gather(*visits))
+            asking.append(asyncio.create_task(self.ask(tenant, **{"retries": RETRIES, **more})))
+        visits = list(await asyncio.gather(*asking))
+        for visit, at in zip(visits, instants, strict=True):
+            visit.late_s = max(0.0, visit.asked_at - at)
+        return visits
 
     async def closed_loop(self, clients: int, seconds: float) -> float:
         """Served visits per second of ``clients`` that ask again at once."""

@@ -21,10 +21,9 @@ REPLICAS, SLOTS, TOKENS = 2, 4, 24
 class Site(Stack):
     """The worker, its engines, and a crowd at its door."""
 
-    def __init__(self, root: Path, queue_timeout_s: float, keys: Mapping[str, str]) -> None:
+    def __init__(self, root: Path, ttft_s: float | None, keys: Mapping[str, str]) -> None:
         super().__init__(root)
-        self.models = [model("alpha")]
-        self.gateway = {"queue_timeout_s": queue_timeout_s}
+        self.models = [model("alpha", control={"slo": {"ttft_p95_s": ttft_s}})]
         self.tenants = [
             {"name": name, "keys_sha256": [hashlib.sha256(key.encode()).hexdigest()]}
             for name, key in keys.items()
@@ -51,10 +50,13 @@ class Site(Stack):
 
 @asynccontextmanager
 async def opened(
-    root: Path, *, queue_timeout_s: float, keys: Mapping[str, str] | None = None
+    root: Path, *, ttft_s: float | None = None, keys: Mapping[str, str] | None = None
 ) -> AsyncIterator[Site]:
-    """A site with a tenant for each of ``keys``, which are those of its clients by name."""
-    site = Site(root, queue_timeout_s, keys or {})
+    """A site with a tenant for each of ``keys``, which are those of its clients by name.
+
+    ``ttft_s`` is the time to the first token that its model promises.
+    """
+    site = Site(root, ttft_s, keys or {})
     try:
         await site.start()
         yield site

@@ -20,7 +20,7 @@ WORDS = {"quiet": 500, "loud": 80}
 
 @pytest_asyncio.fixture
 async def site(tmp_path: Path) -> AsyncIterator[Site]:
-    async with opened(tmp_path, queue_timeout_s=2, keys=KEYS) as site:
+    async with opened(tmp_path, keys=KEYS) as site:
         yield site
 
 

@@ -12,14 +12,14 @@ import pytest_asyncio
 from tests.faults.crowd import Crowd, Visit, quantile
 from tests.faults.site import REPLICAS, SLOTS, Site, opened
 
-# A request waits in the gateway for less than this, or is refused.
-WAIT_S = 0.35
 TTFT_S = 0.5
+# Each rate and for how many of the short test's seconds: where little is refused chance needs longer.
+RATES = ((1, 12.0), (2, 4.0), (3, 4.0), (5, 8.0), (1, 8.0))
 
 
 @pytest_asyncio.fixture
 async def site(tmp_path: Path) -> AsyncIterator[Site]:
-    async with opened(tmp_path, queue_timeout_s=WAIT_S) as site:
+    async with opened(tmp_path, ttft_s=TTFT_S) as site:
         yield site
 
 
@@ -37,13 +37,17 @@ class Phase:
         self.refused = [attempt for attempt in self.attempts if attempt.status != 200]
         counted = [v for v in self.served if start + 1.0 <= v.ended_at <= start + seconds]
         self.goodput = sum(visit.ttft_s <= TTFT_S for visit in counted) / (seconds - 1.0)
+        at_once = [visit for visit in self.served if len(visit.attempts) == 1 and visit.ttft_s <= TTFT_S]
+        self.kept = len(at_once) / len(visits)
         self.ttft_p95 = quantile([visit.ttft_s for visit in self.served], 0.95)
         self.codes = Counter(attempt.code for attempt in self.refused)
+        self.refused_p99 = quantile([attempt.head_s for attempt in self.refused] or [0.0], 0.99)
+        self.late_p99 = quantile([visit.late_s for visit in visits], 0.99)
 
     def __repr__(self) -> str:
         return (
             f"{len(self.visits)} visits, {len(self.served)} served, goodput {self.goodput:.1f}/s, "
-            f"ttft p95 {self.ttft_p95:.3f} s, refused {dict(self.codes)}"
+            f"ttft p95 {self.ttft_p95:.3f} s, refused {dict(self.codes)} in {self.refused_p99:.3f} s"
         )
 
 
@@ -51,54 +55,47 @@ async def phase(crowd: Crowd, rate: float, seconds: float) -> Phase:
     return Phase(await crowd.open_loop(rate, seconds), seconds)
 
 
-async def overload(site: Site, capacity: float, seconds: float, refused_by: float) -> list[Phase]:
-    """Offers 1, 2, 3, 5 and again 1 times the capacity, each for ``seconds``, and holds what holds of all.
-
-    ``refused_by`` is the part of the early refusals that come within 100 ms.
-    """
+async def overload(site: Site, capacity: float, scale: float) -> None:
+    """Offers multiples of the capacity one after the other, and holds what FAULTS.md says of overload."""
     phases: list[Phase] = []
     memory: list[int] = []
-    for times in (1, 2, 3, 5, 1):
+    for times, seconds in RATES:
         attempts = await site.metric("tidegate_upstream_attempts_total", model="alpha")
         served = await site.metric("tidegate_requests_total", model="alpha", outcome="ok")
-        phases.append(await phase(site.crowd, times * capacity, seconds))
+        phases.append(await phase(site.crowd, times * capacity, scale * seconds))
         memory.append(site.memory)
         attempts = await site.metric("tidegate_upstream_attempts_total", model="alpha") - attempts
         served = await site.metric("tidegate_requests_total", model="alpha", outcome="ok") - served
         assert attempts <= 1.2 * served
     normal, worst, after = phases[0], phases[3], phases[4]
-    assert worst.goodput >= 0.9 * min(normal.goodput, capacity)
-    # Where the machine is busy with other things, that is slower as well.
-    bearable_s = max(TTFT_S, 1.5 * normal.ttft_p95)
-    assert worst.ttft_p95 <= bearable_s
+    assert worst.goodput >= 0.9 * min(normal.goodput, capacity), phases
+    assert worst.ttft_p95 <= 1.5 * normal.ttft_p95, phases
     assert all(attempt.retry_after_s for each in phases for attempt in each.refused)
-    early = [attempt.head_s for attempt in worst.refused if attempt.code == "overloaded"]
-    assert quantile(early, refused_by) < 0.1
-    # Of those that were let in, as good as none waits in vain.
-    assert sum(each.codes["deadline"] for each in phases) <= 0.02 * sum(len(each.served) for each in phases)
-    assert len(after.served) >= 0.97 * len(after.visits)
-    assert after.ttft_p95 <= bearable_s
+    # What this process itself is late is not the gateway's.
+    assert worst.refused_p99 <= 0.1 + worst.late_p99, phases
+    assert not any(each.codes["deadline"] for each in phases), phases
+    # At the very capacity chance alone offers more than that for some seconds.
+    assert len(after.served) >= 0.9 * len(after.visits), phases
+    assert after.ttft_p95 <= max(TTFT_S, 1.5 * normal.ttft_p95), phases
     assert memory[-1] <= 1.3 * memory[0]
-    return phases
 
 
 @pytest.mark.slow
 async def test_overload(site: Site) -> None:
-    crowd = site.crowd
-    capacity = 0.9 * await crowd.closed_loop(REPLICAS * SLOTS, 3.0)
-    # Beside other tests a worker may wait long for a core: the 99th percentile is for the long run to say.
-    await overload(site, capacity, 6.0, 0.5)
+    await overload(site, 0.95 * await site.crowd.closed_loop(REPLICAS * SLOTS, 3.0), 1.0)
+
+
+@pytest.mark.slow
+async def test_a_rush_on_a_worker_that_has_served_nobody_yet(site: Site) -> None:
+    rush = await phase(site.crowd, 100.0, 4.0)
+    assert set(rush.codes) == {"overloaded"}, rush
+    assert rush.ttft_p95 <= TTFT_S + rush.late_p99, rush
 
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
 async def test_overload_beyond_the_highest_rate_within_the_slo(site: Site) -> None:
-    crowd = site.crowd
-    capacity = 0.8 * await crowd.closed_loop(REPLICAS * SLOTS, 10.0)
-    while True:
-        tried = await phase(crowd, 1.05 * capacity, 20.0)
-        if tried.ttft_p95 > TTFT_S or tried.codes:
-            break
+    capacity = 0.7 * await site.crowd.closed_loop(REPLICAS * SLOTS, 10.0)
+    while (await phase(site.crowd, 1.05 * capacity, 20.0)).kept >= 0.95:
         capacity *= 1.05
-    phases = await overload(site, capacity, 60.0, 0.99)
-    assert phases[3].ttft_p95 <= 1.5 * max(phases[0].ttft_p95, TTFT_S)
+    await overload(site, capacity, 5.0)
