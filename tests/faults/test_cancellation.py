@@ -83,6 +83,7 @@ async def test_21_five_hundred_leave_at_random_moments(stand: Stand, model: str)
     clients, together = 500, 100
     draw = random.Random(21)  # noqa: S311 - moments
     await stand.fleet(model, 2, usual=faults.paced(20, 0.01, first_s=0.05), bound=30)
+    await stand.ask(model)  # how long one stays is known, so that nobody is refused by a guess
     room = asyncio.Semaphore(together)
     async with stand.aftermath(model) as after:
 
