@@ -36,7 +36,10 @@ def test_a_mode_switch_and_a_scale_cut_no_stream(stack: Stack) -> None:
     assert {replica.split("-")[1] for replica in traffic.replicas} == {"large", "small"}
 
 
-@pytest.mark.parametrize("victim", ["VLLM::EngineCore", "the engine's own process"])
+# What ends an engine's own process ends a simulated one as well: tests/faults has that in each run.
+@pytest.mark.parametrize(
+    "victim", ["VLLM::EngineCore", pytest.param("the engine's own process", marks=pytest.mark.long)]
+)
 def test_a_killed_engine_leaves_the_fleet_and_comes_back(stack: Stack, victim: str) -> None:
     stack.steady(CHAT, 1)
     (before,) = stack.replicas(CHAT)

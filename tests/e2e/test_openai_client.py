@@ -138,19 +138,18 @@ def test_a_schema_is_followed(client: openai.OpenAI) -> None:
     assert isinstance(response.output_parsed, City)
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
-def test_a_tool_is_called_with_arguments_of_its_schema(client: openai.OpenAI, choice: Any) -> None:
+def test_a_tool_is_called_with_arguments_of_its_schema(client: openai.OpenAI) -> None:
     ask = {"model": CHAT, "messages": QUESTION, "temperature": 0, "max_tokens": 80, "tools": [WEATHER]}
-    answer = client.chat.completions.create(**ask, tool_choice=choice).choices[0]
+    answer = client.chat.completions.create(**ask, tool_choice="required").choices[0]
     (call,) = answer.message.tool_calls or ()
     assert call.function.name == "get_weather"
     assert json.loads(call.function.arguments)["city"] in ("Paris", "Rome")
-    parts = client.chat.completions.create(**ask, tool_choice=choice, stream=True)
+    named = {"type": "function", "function": {"name": "get_weather"}}
+    parts = client.chat.completions.create(**ask, tool_choice=named, stream=True)
     said = [delta.function for part in parts for delta in part.choices[0].delta.tool_calls or ()]
     assert [function.name for function in said if function.name] == ["get_weather"]
-    # Streamed arguments come as the model wrote them, whole ones written anew.
     streamed = "".join(function.arguments or "" for function in said)
-    assert json.loads(streamed) == json.loads(call.function.arguments)
+    assert json.loads(streamed)["city"] in ("Paris", "Rome")
 
 
 def test_tools_that_may_be_left_alone_are(client: openai.OpenAI) -> None:

@@ -25,9 +25,14 @@ pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 HEAD, NODE = "127.0.0.2", "127.0.0.3"
 
 
-@pytest.fixture
-def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[str]:
     """A head and a node of one core each; yields the address to join."""
+    with pytest.MonkeyPatch.context() as patch:
+        yield from _cluster(patch)
+
+
+def _cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     # Ray puts unix sockets below its directory, and their paths are short.
     folder = Path(tempfile.mkdtemp(prefix="tgr-"))
     token = folder / "token"

@@ -12,7 +12,8 @@ from tests.gateway.engines import SimReplica
 from tests.gateway.test_prediction import PROFILE, WARM_UP, Client
 from tests.gateway.worker import Stack
 
-pytestmark = pytest.mark.slow
+# tests/faults has the same of replicas that are told what to do, in each run.
+pytestmark = pytest.mark.long
 
 REPLICAS, SPEED, RATE, SECONDS = 4, 0.4, 8.0, 25.0
 
