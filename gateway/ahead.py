@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 
-
-@dataclass(slots=True, eq=False)
 class Ahead:
     """Prompt tokens that are taken to be computed at ``at``, an instant of loop time; 0 once they were."""
 
-    tokens: int
-    at: float
+    __slots__ = ("at", "tokens")
+
+    def __init__(self, tokens: int, at: float) -> None:
+        self.tokens = tokens
+        self.at = at

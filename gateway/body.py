@@ -9,13 +9,14 @@ import msgspec
 from msgspec import Raw
 
 from gateway.errors import Refused
+from gateway.fields import ABSENT, BODY, Body
 from policy.errors import Refusal
+
+__all__ = ["Body", "depth_exceeds", "read"]
 
 MAX_DEPTH = 64
 MAX_N = 8
 MAX_STOP = 4
-_ABSENT = Raw(b"")
-_OPEN = ord("[")
 
 # They steer an engine past what a tenant may decide: scheduling, caches, files, foreign templates.
 STEERING = (
@@ -33,62 +34,8 @@ STEERING = (
     "prompt_logprobs",
     "chat_template",
 )
-
-
-class Body(msgspec.Struct, gc=False):
-    """The fields that are checked or decided on; everything else goes through unread."""
-
-    model: str
-    stream: bool | None = None
-    n: int | None = None
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
-    max_output_tokens: int | None = None
-    stop: Raw = _ABSENT
-    system: Raw = _ABSENT
-    messages: Raw = _ABSENT
-    prompt: Raw = _ABSENT
-    input: Raw = _ABSENT
-    tools: Raw = _ABSENT
-    stream_options: Raw = _ABSENT
-    cache_salt: Raw = _ABSENT
-    background: bool | None = None
-    previous_response_id: Raw = _ABSENT
-    chat_template_kwargs: Raw = _ABSENT
-    priority: Raw = _ABSENT
-    request_id: Raw = _ABSENT
-    kv_transfer_params: Raw = _ABSENT
-    ec_transfer_params: Raw = _ABSENT
-    vllm_xargs: Raw = _ABSENT
-    mm_processor_kwargs: Raw = _ABSENT
-    media_io_kwargs: Raw = _ABSENT
-    prompt_embeds: Raw = _ABSENT
-    allowed_token_ids: Raw = _ABSENT
-    use_beam_search: Raw = _ABSENT
-    return_prompt_text: Raw = _ABSENT
-    prompt_logprobs: Raw = _ABSENT
-    chat_template: Raw = _ABSENT
-
-    @property
-    def choices(self) -> int:
-        """How many choices a complete answer has: ``n`` for each prompt."""
-        n = self.n or 1
-        return n if self.prompt is _ABSENT else n * self._prompts()
-
-    def _prompts(self) -> int:
-        raw = self.prompt
-        if memoryview(raw)[0] != _OPEN:
-            return 1
-        prompts: list[Raw] = _prompts_decoder.decode(raw)
-        if not prompts or bytes(prompts[0]).lstrip()[:1] not in (b'"', b"["):
-            return 1  # one prompt, written as token ids
-        return len(prompts)
-
-
-_decoder = msgspec.json.Decoder(Body)
-_prompts_decoder = msgspec.json.Decoder(list[Raw])
 _steering = attrgetter(*STEERING)
-_UNSTEERED = (_ABSENT,) * len(STEERING)
+_UNSTEERED = (ABSENT,) * len(STEERING)
 _PATH = re.compile(r"^(?P<what>.*?)(?: - at `\$\.?(?P<path>.*)`)?$", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(?P<key>.*)`")
 _NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
@@ -98,7 +45,7 @@ _LEAF = re.compile(rb"\[\]|\{\}")
 def read(raw: bytes) -> Body:
     """Decode and check; raises :class:`gateway.errors.Refused` naming the parameter."""
     try:
-        body = _decoder.decode(raw)
+        body = BODY.decode(raw)
     except msgspec.ValidationError as error:
         raise _invalid(str(error)) from None
     except ValueError as error:
@@ -109,9 +56,9 @@ def read(raw: bytes) -> Body:
         raise _too_deep()
     if (values := _steering(body)) != _UNSTEERED:
         for name, value in zip(STEERING, values, strict=True):
-            if value is not _ABSENT and _steers(value):
+            if value is not ABSENT and _steers(value):
                 raise _refused_field(name)
-    if body.chat_template_kwargs is not _ABSENT:
+    if body.chat_template_kwargs is not ABSENT:
         _check_template_arguments(body.chat_template_kwargs)
     _check_bounds(body)
     return body
@@ -151,7 +98,7 @@ def _opens_more_than(raw: bytes, limit: int) -> bool:
 def _check_bounds(body: Body) -> None:
     if body.n is not None and not 1 <= body.n <= MAX_N:
         raise Refused(Refusal.BAD_REQUEST, f"n must be between 1 and {MAX_N}, got {body.n}.", param="n")
-    if body.stop is not _ABSENT and bytes(body.stop).lstrip().startswith(b"["):
+    if body.stop is not ABSENT and bytes(body.stop).lstrip().startswith(b"["):
         count = len(msgspec.json.decode(body.stop, type=list[Raw]))
         if count > MAX_STOP:
             raise Refused(
@@ -159,7 +106,7 @@ def _check_bounds(body: Body) -> None:
                 f"stop takes at most {MAX_STOP} sequences, got {count}.",
                 param="stop",
             )
-    if body.previous_response_id is not _ABSENT and bytes(body.previous_response_id) != b"null":
+    if body.previous_response_id is not ABSENT and bytes(body.previous_response_id) != b"null":
         raise Refused(
             Refusal.UNSUPPORTED,
             "previous_response_id is not supported: send the whole conversation as input.",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
 
@@ -223,17 +223,20 @@ def _together(members: Sequence[_Member]) -> Request:
         hashes[0]
         for hashes in takewhile(_alike, zip(*(request.prefix for request in requests), strict=False))
     )
-    return replace(
-        first,
+    return Request(
+        first.model,
+        first.tenant,
+        first.priority,
+        first.adapter,
+        first.adapter_key,
         prompt_tokens=sum(request.prompt_tokens for request in requests),
         output_tokens=sum(request.output_tokens for request in requests),
         prefix=prefix,
         depths=first.depths[: len(prefix)],
+        session=first.session,
         size=sum(request.size for request in requests),
         arrived=min(request.arrived for request in requests),
         deadline=min(request.deadline for request in requests),
-        ticket=0,
-        avoid=set(),
         begun=_ONE_TRY,
     )
 

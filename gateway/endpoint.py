@@ -10,9 +10,10 @@ from msgspec import Raw
 
 from gateway.body import Body
 from gateway.call import Call
+from gateway.fields import ABSENT
 from gateway.log import Log
 from gateway.outgoing import ASKED_FOR_USAGE, Outgoing
-from gateway.splice import ABSENT, Edit, force_usage, length, place, set_model, splice
+from gateway.splice import Edit, force_usage, length, place, set_model, splice
 from gateway.surface import Route
 from gateway.upstream import Pool
 from gateway.usage import Usage
@@ -114,7 +115,7 @@ class Endpoint:
         ``cache_salt`` is a word between us and our engines, which others refuse.
         """
         edits = [set_model(raw, self.upstream.models[model])]
-        if body.cache_salt != ABSENT:
+        if body.cache_salt is not ABSENT:
             edits.append(_without(raw, body.cache_salt))
         usage = None
         if body.stream and route.path in ASKED_FOR_USAGE:

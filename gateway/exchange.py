@@ -127,10 +127,13 @@ class Exchange:
             self._finish()
         return self._line.sent
 
-    def pass_on(self, body: bytes) -> Awaitable[None]:
-        """As :meth:`send` of a part of the body that others follow, without a message to say so."""
+    def pass_on(self, body: bytes, framed: bytes | None) -> Awaitable[None]:
+        """As :meth:`send` of a part of the body that others follow, without a message to say so.
+
+        ``framed`` is ``body`` as a chunk of HTTP/1.1, where there is such.
+        """
         if self._chunked and not (self.done or self.left):
-            self._line.write(b"%x\r\n%b\r\n" % (len(body), body))
+            self._line.write(framed or b"%x\r\n%b\r\n" % (len(body), body))
             return self._line.sent
         return self.send({"type": "http.response.body", "body": body, "more_body": True})
 

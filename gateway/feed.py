@@ -107,5 +107,8 @@ class Feed:
         if complete or len(self._partial) > MAX_LINE_BYTES:
             self._ended.set()
 
+    def on_chunk(self, data: bytes, framed: bytes) -> None:
+        self.on_data(data, complete=False)
+
     def on_lost(self, *, begun: bool) -> None:
         self._ended.set()

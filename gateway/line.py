@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections import Counter as Counts
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import islice
 
 from gateway.ahead import Ahead
@@ -21,7 +20,6 @@ from policy.routing import Quote
 MOST_WALKED = 512
 
 
-@dataclass(slots=True, eq=False)
 class Place:
     """A request's place in the queue of its model.
 
@@ -31,17 +29,23 @@ class Place:
     there; ``foreseen_s`` how long it was to wait.
     """
 
-    served: Served
-    request: Request
-    line: Line
-    entered: bool = False
-    quote: Quote | None = None
-    pending: int = 0
-    ahead: Ahead | None = None
-    news: tuple[int, ...] = ()
-    foreseen_s: float | None = None
-    granted: asyncio.Future[Link] | None = None
-    began: Began | None = None
+    __slots__ = (
+        "ahead", "began", "entered", "foreseen_s", "granted", "line", "news", "pending", "quote",
+        "request", "served",
+    )  # fmt: skip
+
+    def __init__(self, served: Served, request: Request, line: Line) -> None:
+        self.served = served
+        self.request = request
+        self.line = line
+        self.entered = False
+        self.quote: Quote | None = None
+        self.pending = 0
+        self.ahead: Ahead | None = None
+        self.news: tuple[int, ...] = ()
+        self.foreseen_s: float | None = None
+        self.granted: asyncio.Future[Link] | None = None
+        self.began: Began | None = None
 
 
 class Line:

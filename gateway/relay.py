@@ -98,7 +98,7 @@ class Relay:
         self._connection = connection
         self._tail = tail
         self._meter = meter
-        self._itl = meter.itl.add
+        self._itl = meter.itl
         self._status = 0
         self._headers: dict[bytes, bytes] = {}
         self._stream = False
@@ -202,6 +202,15 @@ class Relay:
         except Exception as error:  # noqa: BLE001 - whatever breaks here, the call must end
             self._fail(error)
 
+    def on_chunk(self, data: bytes, framed: bytes) -> None:
+        if not self._stream or self._error is not None:
+            self.on_data(data, complete=False)
+            return
+        try:
+            self._relay_events(data, False, framed)
+        except Exception as error:  # noqa: BLE001 - whatever breaks here, the call must end
+            self._fail(error)
+
     def on_lost(self, *, begun: bool) -> None:
         try:
             self._lose(begun)
@@ -245,7 +254,7 @@ class Relay:
         if complete:
             self._settle(Verdict.SERVED)
 
-    def _relay_events(self, data: bytes, complete: bool) -> None:
+    def _relay_events(self, data: bytes, complete: bool, framed: bytes | None = None) -> None:
         tail = self._tail
         if tail.closed and not complete:  # more than the last word
             self._cut()
@@ -268,7 +277,7 @@ class Relay:
                     return
                 self._commit([(b"cache-control", b"no-cache")])
             if self._last_at:
-                self._itl(now - self._last_at)
+                self._itl.add(now - self._last_at)
                 self._last_at = now
             elif tail.events or tail.closed:  # comments keep a connection alive through a long prefill
                 self.begun = True
@@ -276,7 +285,7 @@ class Relay:
                 self._first()
             if not finished:  # what follows the last token comes at once
                 self._call.last_event_at = now
-            self._pass_on(out)
+            self._pass_on(out, framed if out is data else None)
         if complete:
             if not self._committed:
                 self._settle(Verdict.LOST)
@@ -327,12 +336,12 @@ class Relay:
         if sent is not SENT:
             self._hold(sent)
 
-    def _pass_on(self, events: bytes) -> None:
-        """As :meth:`_put`, of a part of a stream."""
+    def _pass_on(self, events: bytes, framed: bytes | None) -> None:
+        """As :meth:`_put`, of a part of a stream; ``framed`` is all of it as one chunk, if it came so."""
         exchange = self._call.exchange
         if exchange is None:
             self._put({"type": "http.response.body", "body": events, "more_body": True})
-        elif (sent := exchange.pass_on(events)) is not SENT:
+        elif (sent := exchange.pass_on(events, framed)) is not SENT:
             self._hold(sent)
 
     def _hold(self, sent: Awaitable[None]) -> None:

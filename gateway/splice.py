@@ -6,15 +6,16 @@ where the decoder found it, so that the same name in a nested object or a text i
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 from msgspec import Raw
 
+from gateway.address import address
+from gateway.fields import ABSENT, NAMED
+
 Buffer = bytes | memoryview
-ABSENT = Raw(b"")
 
 
 class Edit(NamedTuple):
@@ -25,44 +26,12 @@ class Edit(NamedTuple):
     text: bytes
 
 
-class _PyBuffer(ctypes.Structure):
-    """CPython's ``Py_buffer``, whose layout is part of the stable ABI."""
-
-    _fields_ = (
-        ("buf", ctypes.c_void_p),
-        ("obj", ctypes.py_object),
-        ("len", ctypes.c_ssize_t),
-        ("itemsize", ctypes.c_ssize_t),
-        ("readonly", ctypes.c_int),
-        ("ndim", ctypes.c_int),
-        ("format", ctypes.c_char_p),
-        ("shape", ctypes.c_void_p),
-        ("strides", ctypes.c_void_p),
-        ("suboffsets", ctypes.c_void_p),
-        ("internal", ctypes.c_void_p),
-    )
-
-
-_get_buffer = ctypes.pythonapi.PyObject_GetBuffer
-_get_buffer.argtypes = (ctypes.py_object, ctypes.POINTER(_PyBuffer), ctypes.c_int)
-_release_buffer = ctypes.pythonapi.PyBuffer_Release
-_release_buffer.argtypes = (ctypes.POINTER(_PyBuffer),)
-_release_buffer.restype = None
-
-
-class _Model(msgspec.Struct):
-    model: Raw
-
-
-_model = msgspec.json.Decoder(_Model)
-
-
 def place(raw: bytes, value: Raw) -> tuple[int, int]:
     """Where ``value``, decoded from ``raw``, begins and ends in it.
 
     Raises ``ValueError`` if it was decoded from something else.
     """
-    begin = _address(value) - _address(raw)
+    begin = address(value) - address(raw)
     size = len(memoryview(value))
     if not 0 <= begin <= len(raw) - size:
         raise ValueError("the value is not a part of these bytes")
@@ -75,7 +44,7 @@ def set_member(raw: bytes, name: str, value: Raw, text: bytes) -> Edit:
     ``value`` is what a decoder found under that name, empty where it found nothing. The object has at
     least one member.
     """
-    if value != ABSENT:
+    if value is not ABSENT:
         return Edit(*place(raw, value), text)
     begin = raw.index(b"{") + 1
     return Edit(begin, begin, b'"%b":%b,' % (name.encode(), text))
@@ -83,7 +52,7 @@ def set_member(raw: bytes, name: str, value: Raw, text: bytes) -> Edit:
 
 def set_model(raw: bytes, name: str) -> Edit:
     """Name another model in a request's body."""
-    return Edit(*place(raw, _model.decode(raw).model), msgspec.json.encode(name))
+    return Edit(*place(raw, NAMED.decode(raw).model), msgspec.json.encode(name))
 
 
 def force_usage(raw: bytes, stream_options: Raw) -> Edit | None:
@@ -92,7 +61,7 @@ def force_usage(raw: bytes, stream_options: Raw) -> Edit | None:
     What else the client set stays, but for usage in every chunk, which says nothing without this.
     """
     options: dict[str, Any] = {}
-    if stream_options != ABSENT:
+    if stream_options is not ABSENT:
         said = msgspec.json.decode(stream_options)
         if isinstance(said, dict):
             options = said
@@ -126,11 +95,3 @@ def splice(raw: bytes, edits: Iterable[Edit]) -> list[Buffer]:
 def length(parts: Sequence[Buffer]) -> int:
     """The size of a spliced body in bytes."""
     return sum(map(len, parts))
-
-
-def _address(exporter: bytes | Raw) -> int:
-    buffer = _PyBuffer()
-    _get_buffer(exporter, ctypes.byref(buffer), 0)
-    address: int = buffer.buf
-    _release_buffer(ctypes.byref(buffer))
-    return address

@@ -17,6 +17,8 @@ import httptools
 
 MAX_IDLE = 256
 MAX_BUFFERED_WRITE = 64 * 1024
+# Seven digits and the end of the line: a read is never as large.
+MAX_SIZE_LINE = 9
 
 
 class Sink(Protocol):
@@ -28,6 +30,10 @@ class Sink(Protocol):
 
     def on_data(self, data: bytes, *, complete: bool) -> None:
         """Body bytes of one read, joined; the last call has ``complete``."""
+        ...
+
+    def on_chunk(self, data: bytes, framed: bytes) -> None:
+        """As :meth:`on_data` of a read that was one chunk; ``framed`` is the chunk as it came."""
         ...
 
     def on_lost(self, *, begun: bool) -> None:
@@ -45,6 +51,7 @@ class Connection:
     """
 
     __slots__ = (
+        "_between",
         "_chunks",
         "_complete",
         "_extra",
@@ -76,7 +83,7 @@ class Connection:
         self.begun = False
         self._chunks: list[bytes] = []
         self._headers: dict[bytes, bytes] = {}
-        self._complete = self._extra = self._keep = self._until_eof = self._interim = False
+        self._complete = self._extra = self._keep = self._until_eof = self._interim = self._between = False
 
     @property
     def alive(self) -> bool:
@@ -136,11 +143,17 @@ class Connection:
             return
         self.begun = self.heard = True
         self._pool.reads += 1
+        # An engine writes each event as a chunk, which needs no parser to be known and no other frame.
+        if self._between and (chunk := chunk_of(data)) is not None:
+            self._sink.on_chunk(chunk, data)
+            return
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade):
             self._fail()
             return
+        # Else the parser may hold the beginning of the next chunk's size.
+        self._between = self._between and data[-2:] == b"\r\n"
         sink = self._sink
         if sink is None:  # the sink gave up on the head
             return
@@ -199,7 +212,14 @@ class Connection:
         if not self._extra:
             self._chunks.append(body)
 
+    def on_chunk_header(self) -> None:
+        self._between = False
+
+    def on_chunk_complete(self) -> None:
+        self._between = True
+
     def on_message_complete(self) -> None:
+        self._between = False
         if self._interim:
             self._interim = False
             self._headers = {}
@@ -284,3 +304,18 @@ class Pool:
         idle, self._idle = self._idle, []
         for connection in idle:
             connection.kill()
+
+
+def chunk_of(data: bytes) -> bytes | None:
+    """What ``data`` carries if it is one whole chunk without extensions, and not the last one."""
+    at = data.find(b"\r\n", 1, MAX_SIZE_LINE)
+    digits = data[: max(at, 0)]
+    if not digits.isalnum():  # int() takes signs, blanks and underscores too
+        return None
+    try:
+        size = int(digits, 16)
+    except ValueError:
+        return None
+    if not size or at + size + 4 != len(data) or data[-2:] != b"\r\n":
+        return None
+    return data[at + 2 : -2]

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 from policy.types import Priority
 
 
-@dataclass(slots=True, eq=False)
 class Request:
     """One request on its way to a replica.
 
@@ -24,22 +21,47 @@ class Request:
     counts those that failed after they began it, alone or as a part of a shared call.
     """
 
-    model: str
-    tenant: str = ""
-    priority: Priority = Priority.STANDARD
-    adapter: str = ""
-    adapter_key: int = 0
-    prompt_tokens: int = 0
-    output_tokens: int = 0
-    prefix: tuple[int, ...] = ()
-    depths: tuple[int, ...] = ()
-    session: int = 0
-    size: int = 0
-    arrived: float = 0.0
-    deadline: float = float("inf")
-    ticket: int = 0
-    avoid: set[str] = field(default_factory=set)
-    begun: int = 0
+    # What @dataclass would write, which runs as bytecode where the rest is machine code.
+    __slots__ = (
+        "adapter", "adapter_key", "arrived", "avoid", "begun", "deadline", "depths", "model",
+        "output_tokens", "prefix", "priority", "prompt_tokens", "session", "size", "tenant", "ticket",
+    )  # fmt: skip
+
+    def __init__(  # noqa: PLR0917 - made for each request, in one place
+        self,
+        model: str,
+        tenant: str = "",
+        priority: Priority = Priority.STANDARD,
+        adapter: str = "",
+        adapter_key: int = 0,
+        prompt_tokens: int = 0,
+        output_tokens: int = 0,
+        prefix: tuple[int, ...] = (),
+        depths: tuple[int, ...] = (),
+        session: int = 0,
+        size: int = 0,
+        arrived: float = 0.0,
+        deadline: float = float("inf"),
+        ticket: int = 0,
+        avoid: set[str] | None = None,
+        begun: int = 0,
+    ) -> None:
+        self.model = model
+        self.tenant = tenant
+        self.priority = priority
+        self.adapter = adapter
+        self.adapter_key = adapter_key
+        self.prompt_tokens = prompt_tokens
+        self.output_tokens = output_tokens
+        self.prefix = prefix
+        self.depths = depths
+        self.session = session
+        self.size = size
+        self.arrived = arrived
+        self.deadline = deadline
+        self.ticket = ticket
+        self.avoid = set() if avoid is None else avoid
+        self.begun = begun
 
     @property
     def tokens(self) -> int:

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from msgspec import Raw
 
 from gateway.body import read
-from gateway.splice import ABSENT, Edit, force_usage, length, place, set_member, set_model, splice
+from gateway.fields import ABSENT
+from gateway.splice import Edit, force_usage, length, place, set_member, set_model, splice
 
 TEXTS = st.sampled_from(["x", '"model":"y"', 'stream_options":{}', "{[", "é", "\\", '\\"cache_salt\\":1'])
 NAMES = st.sampled_from(["model", "stream_options", "cache_salt", "messages", "a", '{"', "é"])
