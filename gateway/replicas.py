@@ -117,6 +117,10 @@ class Link:
             and (self.breaker.state is State.CLOSED or self.health.ejections.admits(self.breaker))
         )
 
+    def serves(self, adapter: str) -> bool:
+        """Whether requests for ``adapter``, or without one ("") can be served there."""
+        return not adapter or adapter in self.adapters
+
     @property
     def in_flight(self) -> int:
         """What this host's workers have there, and what other hosts had by the replica's last count."""
@@ -329,6 +333,6 @@ class Link:
         self.pool.close()
 
 
-def key_of(replica_id: str) -> int:
-    """The 64-bit key of a replica, alike in every process."""
-    return int.from_bytes(hashlib.blake2b(replica_id.encode(), digest_size=8).digest())
+def key_of(name: str) -> int:
+    """The 64-bit key of a replica, a model or a tenant, alike in every process."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest())

@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import xxhash
 
 from gateway.fingerprint import Density
 from gateway.metrics import Metrics
+from gateway.replicas import Link, key_of
 from gateway.shared import ALONE, Shared
 from policy.config import Deployment, ModelSpec
 from policy.engine_model import Timing
@@ -27,7 +27,6 @@ from policy.types import EngineKind
 
 if TYPE_CHECKING:
     from gateway.fleet import Served
-    from gateway.replicas import Link
 
 KEPT = 512
 # Half of a promised time to the first token may pass before a replica turns to a request; the other half
@@ -61,13 +60,15 @@ class Routes:
 
     def choose(self, served: Served, request: Request) -> tuple[Link, Quote] | None:
         """Where ``request`` would go now, or ``None`` when it must wait here."""
-        adapter, links = request.adapter, []
+        links = []
         for link in served.links:
             breaker = link.breaker
             # Link.admissible, as far as it goes for one in good standing
             good = breaker.reachable and breaker.state is State.CLOSED and not link.full
-            if (good or link.admissible) and (not adapter or adapter in link.adapters):
+            if good or link.admissible:
                 links.append(link)
+        if request.adapter:
+            links = [link for link in links if link.serves(request.adapter)]
         if request.avoid:
             links = [link for link in links if link.id not in request.avoid] or links
         now = self._clock()
@@ -160,7 +161,7 @@ class Routes:
         found = self._routers.get(model)
         if found is None:
             found = self._routers[model] = Router(settings_of(self._read, model))
-            key = self._keys[model] = model_key(model)
+            key = self._keys[model] = key_of(model)
             self._by_key[key] = found
         return found
 
@@ -180,11 +181,6 @@ def settings_of(deployment: Deployment | None, model: str) -> Settings:
         itl_s=float("inf") if slo.itl_p95_s is None else slo.itl_p95_s,
         slots=spec.adapters.slots_per_replica,
     )
-
-
-def model_key(model: str) -> int:
-    """The 64-bit key of a model, alike in every process."""
-    return xxhash.xxh3_64_intdigest(model.encode())
 
 
 def _assumed(spec: ModelSpec) -> Timing:

@@ -10,8 +10,8 @@ import pytest
 
 from gateway.fleet import Served
 from gateway.metrics import Metrics
-from gateway.replicas import Link
-from gateway.router import KEPT, START_SHARE, Routes, model_key, settings_of
+from gateway.replicas import Link, key_of
+from gateway.router import KEPT, START_SHARE, Routes, settings_of
 from gateway.shared import Alone, News
 from policy.config import Adapters, Control, Deployment, ModelSpec, Objective
 from policy.pace import GENERIC
@@ -103,7 +103,7 @@ async def test_workers_of_a_host_send_a_prefix_to_one_home() -> None:
     wall = Wall()
     first, second, model = routes(wall), routes(Reader(wall)), served()
     home, quote = send(first, model, prompt())
-    assert wall.written == [(model_key("m"), quote.candidate.key, list(CHAIN))]
+    assert wall.written == [(key_of("m"), quote.candidate.key, list(CHAIN))]
     again, warm = send(second, model, prompt())
     assert again is home and warm.uncached == 1040 - 1024
 
