@@ -17,8 +17,8 @@ import httptools
 
 MAX_IDLE = 256
 MAX_BUFFERED_WRITE = 64 * 1024
-# Seven digits and the end of the line: a read is never as large.
-MAX_SIZE_LINE = 9
+# Digits of a chunk's size: a read is never as large.
+MAX_SIZE_LINE = 7
 
 
 class Sink(Protocol):
@@ -308,14 +308,15 @@ class Pool:
 
 def chunk_of(data: bytes) -> bytes | None:
     """What ``data`` carries if it is one whole chunk without extensions, and not the last one."""
-    at = data.find(b"\r\n", 1, MAX_SIZE_LINE)
-    digits = data[: max(at, 0)]
-    if not digits.isalnum():  # int() takes signs, blanks and underscores too
-        return None
-    try:
-        size = int(digits, 16)
-    except ValueError:
-        return None
-    if not size or at + size + 4 != len(data) or data[-2:] != b"\r\n":
+    size = at = 0
+    for digit in data[:MAX_SIZE_LINE]:
+        if 48 <= digit <= 57:
+            size = size * 16 + digit - 48
+        elif 97 <= digit <= 102 or 65 <= digit <= 70:
+            size = size * 16 + (digit & 15) + 9
+        else:
+            break
+        at += 1
+    if not size or at + size + 4 != len(data) or data[at : at + 2] != b"\r\n" or data[-2:] != b"\r\n":
         return None
     return data[at + 2 : -2]
