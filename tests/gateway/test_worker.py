@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from tests.gateway.fake_replica import ANSWER, Exchange, FakeReplica, event, forever, hold
-from tests.gateway.worker import Stack, model, until
+from tests.gateway.worker import PATIENCE_S, Stack, model, until
 
 pytestmark = pytest.mark.slow
 CHAT = {"model": "alpha", "messages": [{"role": "user", "content": "hi"}]}
@@ -88,7 +88,7 @@ async def test_two_workers_share_a_port_and_their_metrics(stack: Stack) -> None:
     await started(stack, workers=2)
 
     async def ask() -> None:
-        async with httpx.AsyncClient(base_url=stack.url, trust_env=False, timeout=20) as client:
+        async with httpx.AsyncClient(base_url=stack.url, trust_env=False, timeout=PATIENCE_S) as client:
             assert (await client.post("/v1/chat/completions", json=CHAT)).status_code == 200
 
     await asyncio.gather(*(ask() for _ in range(30)))

@@ -19,6 +19,8 @@ from store.state import SECRET_HEADER
 
 SECRET = {SECRET_HEADER: "s"}
 CHAT = "/v1/chat/completions"
+# In which a burst ends on any machine.
+WAIT_S = 0.5
 TIMING = Timing(limits=Limits(max_num_batched_tokens=256, max_num_seqs=8, kv_tokens=4096))
 
 
@@ -268,10 +270,12 @@ def loads(request: Request) -> list[dict[str, Any]]:
     return [msgspec.json.decode(body) for body in bodies]
 
 
+@pytest.mark.slow
 async def test_a_burst_is_one_line_and_no_change_goes_unsaid(
     engine: Held, guard: Guard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(guard_module, "HEARTBEAT_S", 3600.0)
+    monkeypatch.setattr(guard_module, "COALESCE_S", WAIT_S)
     stream = Request(guard, "GET", "/internal/load", SECRET)
     while not loads(stream):  # noqa: ASYNC110 - the test's own timeout bounds it
         await asyncio.sleep(0)
@@ -282,7 +286,7 @@ async def test_a_burst_is_one_line_and_no_change_goes_unsaid(
     guard.become(ReplicaState.DRAINING)
     while len(loads(stream)) < 2:  # noqa: ASYNC110 - the test's own timeout bounds it
         await asyncio.sleep(0.001)
-    await asyncio.sleep(2 * guard_module.COALESCE_S)
+    await asyncio.sleep(1.2 * WAIT_S)
     assert [line["state"] for line in loads(stream)] == ["ready", "draining"]
     stream.leave()
     guard.become(ReplicaState.STOPPED)
@@ -361,8 +365,9 @@ async def test_an_announcement_that_makes_no_sense_announces_nothing(
 
 
 async def test_each_stream_of_lines_says_the_timing_first_and_every_prefix_once(
-    engine: Held, guard: Guard
+    engine: Held, guard: Guard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(guard_module, "HEARTBEAT_S", 3600.0)
     engine.go.set()
     first, late = f"{(1 << 64) - 1:x},a", ",".join(f"{i:x}" for i in range(MAX_NEWS + 1))
     await Request(guard, "POST", CHAT, announcing("5", first)).task
