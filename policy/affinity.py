@@ -13,7 +13,7 @@ WINDOW = 1024.0
 # Prices are in units of one cold prefill (or load) of the kind at hand, loads in units of the mean.
 LEAN = 0.25  # for each whole mean load, so that equals are kept even
 LEAN_NEW = 8.0  # the same for what has no home yet: a wrong one costs another prefill later
-PRICE = 2.5  # beyond the edge: worth leaving a warm home, and the wait that it makes for others
+PRICE = 4.5  # beyond the edge: worth leaving a warm home, the wait that it makes for others, and a copy
 # Beyond this excess over the mean a share has more than it should: what is always left, the deviation
 # that chance makes of so many requests, and what the first prefixes to come may still even out.
 SLACK = 0.03
@@ -21,6 +21,13 @@ CHANCE = 1.0
 FIRST = 16.0
 # How many edges beyond the mean anything leaves that can, the cure or not.
 FLIGHT = 2.5
+# Caches are kept even as well, since a router seldom knows their size: what a replica with so many times
+# the mean number of homes pays for a new one, and for a copy that evens the load, and the price of each
+# further mean. One home more than that is always free.
+CROWDED, CROWDED_BY_COPIES, CROWD_PRICE = 1.0, 1.2, 32.0
+# What is cached twice takes the room of another prefix: one prefill of it more, while there is room for all
+# homes. Where there is not, something is evicted whatever goes where.
+COPY = 1.0
 # What a home is credited with, in requests, and how often that is reckoned.
 LEAST_WORTH, MOST_WORTH, WORTH_EVERY = 0.5, 16.0, 16
 
@@ -179,12 +186,13 @@ class Balance(NamedTuple):
     """The shares of all candidates together.
 
     ``load`` is the mean for a weight of 1, ``least`` the least that is due anywhere, ``unit`` what a home
-    costs for each request that more than that is due.
+    costs for each request that more than that is due, ``homes`` the mean of those for a weight of 1.
     """
 
     load: float
     least: float
     unit: float
+    homes: float
 
     def share_price(self, share: Share, leverage: float) -> float:
         """What one more request costs a replica with ``share``; ``leverage`` is what its kind brings.
@@ -209,6 +217,15 @@ class Balance(NamedTuple):
         return LEAN * over + PRICE
 
 
+def crowd_price(share: Share, homes: float, free: float) -> float:
+    """What one prefix more costs a cache with the homes of ``share``, where ``homes`` are the mean.
+
+    Nothing below ``free`` times the mean.
+    """
+    over = (share.homes - 1.0) / homes - free if homes > 0.0 else 0.0
+    return CROWD_PRICE * over if over > 0.0 else 0.0
+
+
 def balance_of(shares: Sequence[Share], worth: float = 1.0) -> Balance:
     """The balance of ``shares``, a home being worth so many requests.
 
@@ -230,4 +247,4 @@ def balance_of(shares: Sequence[Share], worth: float = 1.0) -> Balance:
             share.homes *= 0.5
         return balance_of(shares, worth)
     fair = (total + worth * homes) / weights
-    return Balance(total / weights, least, LEAN_NEW / fair if fair > 0.0 else 0.0)
+    return Balance(total / weights, least, LEAN_NEW / fair if fair > 0.0 else 0.0, homes / weights)

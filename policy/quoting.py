@@ -42,7 +42,8 @@ class Quote(NamedTuple):
     ``burden`` is no part of it: what the choice costs others, in seconds (a prefill that they wait for,
     an adapter that is evicted, a share of the traffic above the bound). ``uncached`` are the prompt
     tokens to compute there, ``modelled`` the seconds by the engine model alone, ``age`` the tokens that
-    the replica was given since it last used what is cached there of the prompt.
+    the replica was given since it last used what is cached there of the prompt, ``loads`` the loads of
+    adapters that its first token waits for, its own among them.
     """
 
     candidate: Candidate
@@ -54,6 +55,7 @@ class Quote(NamedTuple):
     uncached: int = 0
     modelled: float = 0.0
     age: int = 0
+    loads: int = 0
 
     @property
     def total(self) -> float:
@@ -85,9 +87,9 @@ def measure(  # noqa: PLR0917 - names cost a router a tenth of it
     measured as it is. Also returns the seconds of the request's own prefill without the fixed part,
     and those of the engine model alone.
 
-    The wait lasts until the replica turns to it: for the prompts that came before or half a step, and
-    for a free seat. The prefill is that of its own uncached prompt, in the steps of those that came
-    before. Both are written out, and the others asked only where they can be more than 0: for each
+    The wait lasts until the replica turns to it: for the adapters and the prompts that came before or half
+    a step, and for a free seat. The prefill is that of its own uncached prompt, in the steps of those that
+    came before. Both are written out, and the others asked only where they can be more than 0: for each
     candidate of each request, calls cost a router more than what they compute.
     """
     pace, tokens, shared = site.pace, uncached, 0.0
@@ -111,4 +113,7 @@ def measure(  # noqa: PLR0917 - names cost a router a tenth of it
     modelled = waits + own + presses
     own *= slope
     floor, took = LEAST * own, own + fixed_s
-    return waits * slope, took if took > floor else floor, loads, presses * slope, own, modelled
+    waits *= slope
+    if site.loads:
+        waits += site.loads_s(site.seen_at, candidate.turned_at)
+    return waits, took if took > floor else floor, loads, presses * slope, own, modelled

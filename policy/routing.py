@@ -14,6 +14,9 @@ from heapq import nsmallest
 from typing import NamedTuple
 
 from policy.affinity import (
+    COPY,
+    CROWDED,
+    CROWDED_BY_COPIES,
     LEAN,
     LEAN_NEW,
     SLACK,
@@ -22,6 +25,7 @@ from policy.affinity import (
     Popularity,
     Recent,
     balance_of,
+    crowd_price,
     rendezvous,
 )
 from policy.engine_model import Timing
@@ -35,7 +39,7 @@ __all__ = ["Candidate", "Decision", "Quote", "Router", "Settings"]
 
 
 # A quote before anybody asked for it: the fields of :class:`Quote`, in order.
-_Row = tuple[Candidate, float, float, float, float, float, int, float, int]
+_Row = tuple[Candidate, float, float, float, float, float, int, float, int, int]
 
 
 class Decision(NamedTuple):
@@ -88,6 +92,8 @@ SPAN = 4096
 # From this factor on a replica is due less of the traffic, not only what is dear to wait for.
 SLOW = 1.5
 EVICTION = 1.0
+# One late first token says little of loads: much may have come before it that nobody foresaw.
+LOAD_GAIN = 0.1
 
 
 # Tuples made directly: a constructor with names costs a router half a microsecond.
@@ -152,7 +158,7 @@ class Router:
         else:
             fair = (total + worth * homes) / weights
             unit = LEAN_NEW / fair if fair > 0.0 else 0.0
-            balance = _tuple(Balance, (total / weights, least_due, unit))
+            balance = _tuple(Balance, (total / weights, least_due, unit, homes / weights))
         if len(pairs) > MOST_QUOTES:
             pairs = self._shortlist(request, pairs, at)
         rows, costs, held = self._quotes(request, pairs, balance, at)
@@ -191,7 +197,8 @@ class Router:
                 self._popular.add(prefix[depth - 1])
                 tokens = max(tokens - request.depths[depth - 1], 0)
             else:
-                site.share.homes += 1.0
+                if prefix[0] not in site.held:  # or it is back where it was evicted
+                    site.share.homes += 1.0
                 self._relieve(prefix, site, at)
             news = prefix[depth:]
             if news:
@@ -202,6 +209,7 @@ class Router:
         if request.adapter_key:
             self._popular.add(request.adapter_key)
             if site.slots.use(request.adapter_key):
+                site.loading(at)
                 news = (*news, request.adapter_key)
         if request.session:
             self._sessions.put(request.session, candidate.key)
@@ -231,9 +239,11 @@ class Router:
         site = self._sites.get(quote.candidate.key)
         if site is None or quote.modelled <= 0.0 or ttft_s <= 0.0:
             return
-        if quote.adapter:  # what it took beyond the rest was the load
-            rest = quote.total - quote.adapter
-            site.load_s += 0.2 * (max(ttft_s - rest, 0.0) - site.load_s)
+        if quote.adapter:
+            site.loaded()
+        if quote.loads:  # what it took beyond the rest, they took
+            error = max(-quote.total, min(quote.total, ttft_s - quote.total))
+            site.load_s = max(0.0, site.load_s + LOAD_GAIN * error / quote.loads)
             return
         line = self._line
         if quote.uncached < request.prompt_tokens and self._was_gone(request, quote, site, ttft_s):
@@ -382,7 +392,7 @@ class Router:
             cold_s = self._cold_s
         new = deepest == 0 and former is None and (bool(prefix) or (key != 0 and not resident))
         leverage = self._popular.share(anchor) * len(pairs) if anchor else 0.0
-        mean, least_due, dear = balance
+        mean, least_due, dear, crowd = balance
         homeless = prefix and not new
         rows: list[_Row] = []
         costs: list[float] = []
@@ -396,15 +406,25 @@ class Router:
                     burden += self._eviction(key, site)
             if new:
                 burden += unit * (share.due - least_due) * dear
-            elif homeless and not age and uncached >= request.prompt_tokens and site is not former:
-                burden += unit * (share.due - least_due) * dear
-                burden += own
+                homes = crowd * share.weight
+                if prefix and share.homes > 1.0 + homes and homes * prompt <= site.held.capacity:
+                    burden += unit * crowd_price(share, homes, CROWDED)
+            elif homeless and not age and uncached >= prompt and site is not former:
+                burden += unit * (share.due - least_due) * dear + own
+                homes = crowd * share.weight
+                if homes * prompt <= site.held.capacity:
+                    burden += COPY * own
+                    if share.homes > 1.0 + homes:
+                        burden += unit * crowd_price(share, homes, CROWDED_BY_COPIES)
             elif (fair := share.weight * mean) > 0.0:
                 over = share.load / fair - 1.0
                 # Nearly all have no more than their share: Balance.share_price, as far as that.
                 burden += unit * (LEAN * over if over <= SLACK else balance.share_price(share, leverage))
             costs.append(waits + own_s + loads + presses + burden)
-            rows.append((candidate, waits, own_s, loads, presses, burden, uncached, modelled, age))
+            before = len(site.loads)
+            if loads:
+                before += 1
+            rows.append((candidate, waits, own_s, loads, presses, burden, uncached, modelled, age, before))
         return rows, costs, deepest > 0
 
     def _eviction(self, key: int, site: Site) -> float:

@@ -17,7 +17,8 @@ ASSUMED_OUTPUT_TOKENS = 128.0
 class Site:
     """One replica: its pace, what it holds, its share of the traffic, and how well it was predicted.
 
-    ``load_s`` is what the load of an adapter takes there, in seconds. ``seen_at`` is when it was last
+    ``load_s`` is what the load of an adapter takes there, in seconds, and ``loads`` are those that are not
+    over, by when each is taken to be if nobody says. ``seen_at`` is when it was last
     a candidate. What follows from its counts alone is computed when they change: ``running`` and
     ``kv_tokens``, the ``step_s`` of those, the ``room`` for prompt tokens in a step and what ``kv_s`` and
     ``join_s`` such a step takes for the KV and for one request more, the wait ``still_s`` where no prompt
@@ -28,7 +29,7 @@ class Site:
 
     __slots__ = (
         "ahead_s", "first_s", "held", "in_flight", "join_s", "key", "kv_s", "kv_tokens", "kv_used",
-        "load_s", "pace", "pending", "residual", "rest", "rest_s", "room", "running", "seat_s",
+        "load_s", "loads", "pace", "pending", "residual", "rest", "rest_s", "room", "running", "seat_s",
         "seen_at", "share", "slots", "step_s", "still_s", "timing",
     )  # fmt: skip
 
@@ -40,6 +41,7 @@ class Site:
         self.time(timing, assumed)
         self.residual = Residual()
         self.load_s = ASSUMED_LOAD_S
+        self.loads: list[float] = []
         self.seen_at = 0.0
 
     def time(self, timing: Timing | None, assumed: Timing) -> None:
@@ -52,6 +54,25 @@ class Site:
         self.share.weight = self.pace.capacity
         if self.pace.kv_tokens:
             self.held.capacity = float(self.pace.kv_tokens)
+
+    def loading(self, at: float) -> None:
+        """An adapter is loaded from now on, after those before it: meanwhile nothing else is computed."""
+        self.loads.append(at + self.ahead_s + self.load_s * (len(self.loads) + 1))
+
+    def loaded(self) -> None:
+        """The first of them is over."""
+        if self.loads:
+            del self.loads[0]
+
+    def loads_s(self, at: float, turned_at: float) -> float:
+        """Seconds until the adapters that are being loaded are there; the first since ``turned_at``."""
+        loads = self.loads
+        while loads and loads[0] < at:
+            del loads[0]
+        if not loads:
+            return 0.0
+        since, most = max(0.0, at - turned_at), 0.9 * self.load_s
+        return len(loads) * self.load_s - (since if since < most else most)
 
     def count(self, in_flight: int, pending: int, kv_used: float) -> None:
         """What is there now: requests, uncached prompt tokens of theirs, and the part of the KV in use."""

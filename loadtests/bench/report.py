@@ -84,8 +84,13 @@ def routing(results: Any) -> str:
     """Part 3, prefixes."""
     return _routed(
         results,
-        ("home", "pairs", "cold"),
-        lambda each: [each.home.text(2), each.pairs.text(), each.cold.text()],
+        ("home", "pairs", "cold", "least possible"),
+        lambda each: [
+            each.home.text(2),
+            each.pairs.text(),
+            each.cold.text(),
+            each.least.text() if each.least.high else "-",
+        ],
     )
 
 

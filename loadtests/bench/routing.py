@@ -4,45 +4,28 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import msgspec
 
 from loadtests.bench.answers import adapter_name, stream_body
-from loadtests.bench.baseline import BASELINES, replay
 from loadtests.bench.client import Load, Result
 from loadtests.bench.cost import check
 from loadtests.bench.figures import Figure, quantile
 from loadtests.bench.mock import Mock
+from loadtests.bench.packing import least_pairs
 from loadtests.bench.plan import Plan
 from loadtests.bench.progress import say
-from loadtests.bench.replica import Counts, Replica, Setting
+from loadtests.bench.replica import CHARS_PER_TOKEN, Counts, Setting
+from loadtests.bench.rivals import POLICIES
 from loadtests.bench.systems import System, running
-from loadtests.bench.workload import Adapted, Prefixed, draws, even
+from loadtests.bench.virtual import ADAPTER_TOKENS, OWN_TOKENS, PREFIX_TOKENS, Case, arrivals, play
+from loadtests.bench.workload import Adapted, Prefixed
 
-PREFIXES = 32
-PREFIX_CHARS = 4096
-OWN_CHARS = 256
+PREFIX_CHARS = PREFIX_TOKENS * CHARS_PER_TOKEN
+OWN_CHARS = OWN_TOKENS * CHARS_PER_TOKEN
 ADAPTERS = 200
 CHUNKS = 4
-ADAPTER_CHARS = 128
-
-
-@dataclass(frozen=True)
-class Scene:
-    """One experiment: how replicas behave, how many requests at which rate, how skewed (0: uniform).
-
-    ``shared`` asks several of Tidegate's workers as well as one. The rates keep four replicas about
-    half busy when the routing is right.
-    """
-
-    name: str
-    setting: Setting
-    requests: int
-    rate: float
-    exponent: float
-    shared: bool = False
-
+ADAPTER_CHARS = ADAPTER_TOKENS * CHARS_PER_TOKEN
 
 # 50,000 prompt tokens a second and a prefix of 1024: 28 ms cold, 7 ms warm with 64 tokens of its own.
 _FITS = Setting(chunks=CHUNKS, gap_s=0.005, base_s=0.006, token_s=2e-5, lanes=1, cache_tokens=12 * 1024)
@@ -50,13 +33,18 @@ _TIGHT = msgspec.structs.replace(_FITS, cache_tokens=4 * 1024)
 _ADAPTERS = Setting(
     chunks=CHUNKS, gap_s=0.005, base_s=0.002, token_s=2e-5, lanes=1, slots=8, load_s=0.02, adapters=ADAPTERS
 )
+# The rates keep four replicas about half busy when the routing is right.
 PREFIX_SCENES = (
-    Scene("working set fits, uniform", _FITS, 1600, 240.0, 0.0, shared=True),
-    Scene("working set fits, Zipf", _FITS, 1600, 240.0, 1.0, shared=True),
-    Scene("does not fit, uniform", _TIGHT, 800, 135.0, 0.0),
-    Scene("does not fit, Zipf", _TIGHT, 800, 135.0, 1.0),
+    Case("working set fits, uniform", _FITS, rate=240.0),
+    Case("working set fits, Zipf", _FITS, rate=240.0, exponent=1.0),
+    Case("does not fit, uniform", _TIGHT, requests=800, rate=135.0),
+    Case("does not fit, Zipf", _TIGHT, requests=800, rate=135.0, exponent=1.0),
 )
-ADAPTER_SCENE = Scene("200 adapters, Zipf", _ADAPTERS, 2000, 200.0, 1.0, shared=True)
+ADAPTER_SCENE = Case("200 adapters, Zipf", _ADAPTERS, ADAPTERS, requests=2000, rate=200.0, exponent=1.0)
+# What is computed on the same replicas and arrivals, where peers have no such policy.
+COMPUTED = ("round robin", "least loaded")
+# How far a replica's requests may be above the mean.
+BOUND = 1.10
 
 
 class Seen(msgspec.Struct, kw_only=True):
@@ -65,6 +53,7 @@ class Seen(msgspec.Struct, kw_only=True):
     home: float
     pairs: int
     cold: int
+    least: int
     loads: int
     balance: float
     mean: float
@@ -78,6 +67,7 @@ class Routed(msgspec.Struct, kw_only=True):
     home: Figure
     pairs: Figure
     cold: Figure
+    least: Figure
     loads: Figure
     balance: Figure
     mean: Figure
@@ -92,12 +82,20 @@ class Routed(msgspec.Struct, kw_only=True):
         )
 
 
-def seen(counts: Sequence[Counts], ttft: Sequence[float]) -> Seen:
+def least_cold(case: Case, drawn: Sequence[int]) -> int:
+    """The fewest cold prefills by which load could stay within :data:`BOUND`; 0 where not all is cached."""
+    if case.setting.adapters:
+        return 0
+    room = case.setting.cache_tokens // PREFIX_TOKENS
+    return least_pairs(drawn, case.replicas, BOUND, room)
+
+
+def seen(counts: Sequence[Counts], ttft: Sequence[float], least: int = 0) -> Seen:
     """What the replicas counted and the clients felt.
 
     ``home`` is the share of requests at the replica that had most of their prefix, ``pairs`` how many
     (prefix, replica) pairs there were, ``cold`` prefills without a cache, ``balance`` the most loaded
-    replica's requests over the mean.
+    replica's requests over the mean, ``least`` as :func:`least_cold` says.
     """
     total = sum(each.requests for each in counts)
     prefixes = {prefix for each in counts for prefix in each.by_prefix}
@@ -106,6 +104,7 @@ def seen(counts: Sequence[Counts], ttft: Sequence[float]) -> Seen:
         home=home / total,
         pairs=sum(len(each.by_prefix) for each in counts),
         cold=sum(each.cold for each in counts),
+        least=least,
         loads=sum(each.loads for each in counts),
         balance=max(each.requests for each in counts) * len(counts) / total,
         mean=sum(ttft) / len(ttft),
@@ -125,10 +124,10 @@ async def measure(
     scenes = (ADAPTER_SCENE,) if adapters else PREFIX_SCENES
     found: dict[str, dict[str, list[Seen]]] = {}
     for turn in range(plan.rounds):
-        for scene in scenes:
+        for scene in [each._replace(requests=plan.count(each.requests)) for each in scenes]:
             by_system = found.setdefault(scene.name, {})
             for system in systems:
-                if system.name in left_out or (system.workers > 1 and not scene.shared):
+                if system.name in left_out or (system.workers > 1 and scene.setting is _TIGHT):
                     continue
                 try:
                     one = await _run(scene, system, upstream, plan, turn)
@@ -138,32 +137,22 @@ async def measure(
                     continue
                 by_system.setdefault(system.name, []).append(one)
                 _tell(f"routing {turn + 1}/{plan.rounds}, {scene.name}, {system.name}", one)
-            if adapters:
-                drawn, due = _arrivals(scene, plan, turn)
-                for name, choose in BASELINES.items():
-                    rng = random.Random(plan.seed + turn)  # noqa: S311
-                    replicas = [Replica(scene.setting) for _ in upstream.ports]
-                    counts, ttft = replay(replicas, due, drawn, choose, rng, chars=ADAPTER_CHARS)
-                    one = seen(counts, ttft)
-                    by_system.setdefault(name, []).append(one)
-                    _tell(f"routing {turn + 1}/{plan.rounds}, {scene.name}, {name}", one)
+            for name in COMPUTED if adapters else ():
+                drawn, due = arrivals(scene, f"{plan.seed} {turn}")
+                played = play(scene, POLICIES[name], drawn, due, random.Random(plan.seed + turn))  # noqa: S311
+                one = seen(played.counts, played.ttft)
+                by_system.setdefault(f"{name} (computed)", []).append(one)
+                _tell(f"routing {turn + 1}/{plan.rounds}, {scene.name}, {name} (computed)", one)
     return {
         scene: {name: Routed.of(rounds) for name, rounds in by_system.items()}
         for scene, by_system in found.items()
     }
 
 
-def _arrivals(scene: Scene, plan: Plan, turn: int) -> tuple[list[int], list[float]]:
-    rng = random.Random(f"{plan.seed} {turn} {scene.name}")  # noqa: S311 - a reproducible workload
-    count = plan.count(scene.requests)
-    kinds = ADAPTERS if scene is ADAPTER_SCENE else PREFIXES
-    return draws(count, kinds, scene.exponent, rng), even(count, scene.rate, rng)
-
-
-async def _run(scene: Scene, system: System, upstream: Mock, plan: Plan, turn: int) -> Seen:
-    drawn, due = _arrivals(scene, plan, turn)
+async def _run(scene: Case, system: System, upstream: Mock, plan: Plan, turn: int) -> Seen:
+    drawn, due = arrivals(scene, f"{plan.seed} {turn}")
     request: Adapted | Prefixed
-    if scene is ADAPTER_SCENE:
+    if scene.setting.adapters:
         request = Adapted([adapter_name(each) for each in drawn], ADAPTER_CHARS)
     else:
         request = Prefixed(drawn, PREFIX_CHARS, OWN_CHARS)
@@ -172,12 +161,12 @@ async def _run(scene: Scene, system: System, upstream: Mock, plan: Plan, turn: i
         upstream.configure(scene.setting)
         result: Result = await Load(each.port, request, stream_body(CHUNKS)).open(due, clients=64)
     check(result, system.name)
-    return seen(upstream.counts(), result.ttft)
+    return seen(upstream.counts(), result.ttft, least_cold(scene, drawn))
 
 
 def _tell(what: str, one: Seen) -> None:
     say(
-        f"{what}: home {one.home:.3f} pairs {one.pairs} cold {one.cold} loads {one.loads} "
-        f"max/mean {one.balance:.2f} TTFT mean {1e3 * one.mean:.1f} p50 {1e3 * one.p50:.1f} "
-        f"p99 {1e3 * one.p99:.1f} ms"
+        f"{what}: home {one.home:.3f} pairs {one.pairs} cold {one.cold} (least {one.least}) "
+        f"loads {one.loads} max/mean {one.balance:.2f} TTFT mean {1e3 * one.mean:.1f} "
+        f"p50 {1e3 * one.p50:.1f} p99 {1e3 * one.p99:.1f} ms"
     )

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-import statistics
 from collections import Counter
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadtests.bench.affinity_policy import CASES, Case, Outcome, run
-from policy.affinity import Popularity, Recent, Share, Slots, balance_of, rendezvous
+from policy.affinity import (
+    Popularity,
+    Recent,
+    Share,
+    Slots,
+    balance_of,
+    crowd_price,
+    rendezvous,
+)
 
 REPLICAS = [0x1111_2222_3333_4444 * i + 7 for i in range(1, 6)]
 
@@ -110,60 +116,11 @@ def test_old_requests_are_forgotten_by_halves() -> None:
     assert many[0].load == 1500.0
 
 
-# What it is for, in simulated fleets: the same runs as the tables of loadtests/bench/affinity_policy.py.
-
-
-def outcomes(name: str, policy: str = "tidegate", seeds: int = 8) -> list[Outcome]:
-    case = next(case for case in CASES if case.name == name)
-    return [run(case, policy, seed) for seed in range(seeds)]
-
-
-def mean(row: list[Outcome], what: str) -> float:
-    return statistics.fmean(getattr(outcome, what) for outcome in row)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("loop", ["32 clients", "open loop"])
-@pytest.mark.parametrize(("law", "cold"), [("uniform", 33.0), ("Zipf", 34.5)])
-def test_prefixes_are_computed_once_and_load_stays_even(loop: str, law: str, cold: float) -> None:
-    row = outcomes(f"32 prefixes, {law}, {loop}")
-    assert mean(row, "cold") <= cold
-    assert mean(row, "load") <= 1.10
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("law", ["uniform", "Zipf"])
-def test_eight_workers_come_close_to_one(law: str) -> None:
-    many = outcomes(f"32 prefixes, {law}, 8 workers", seeds=4)
-    one = outcomes(f"32 prefixes, {law}, 32 clients", seeds=4)
-    assert mean(many, "hit") >= mean(one, "hit") - 0.03
-    assert mean(many, "load") <= 1.10
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("which", ["", ", open loop", ", 8 workers"])
-def test_adapters_are_loaded_less_often(which: str) -> None:
-    name = f"200 adapters, Zipf, 8 slots{which}"
-    ours, least = outcomes(name, seeds=2), outcomes(name, "least loaded", seeds=2)
-    assert mean(ours, "cold") <= 0.7 * mean(least, "cold")
-    assert mean(ours, "load") <= 1.10
-
-
-@pytest.mark.slow
-def test_a_replica_that_leaves_and_comes_back_is_given_its_share() -> None:
-    row = outcomes("32 prefixes, Zipf, a replica leaves and joins", seeds=4)
-    assert mean(row, "hit") > 0.975
-    assert mean(row, "load") <= 1.25
-
-
-def test_the_same_seed_gives_the_same_outcome() -> None:
-    case = Case("short", requests=200)
-    assert run(case, "tidegate", 3) == run(case, "tidegate", 3)
-
-
-@pytest.mark.slow
-def test_where_not_all_fits_what_fits_is_kept() -> None:
-    name = "64 prefixes, Zipf, 8 fit a replica"
-    ours, rival = outcomes(name, seeds=3), outcomes(name, "cache aware", seeds=3)
-    assert mean(ours, "hit") >= 0.97 * mean(rival, "hit")
-    assert mean(ours, "ttft_mean") <= 1.02 * mean(rival, "ttft_mean")
+def test_who_holds_more_homes_than_others_pays_for_the_next() -> None:
+    share = shares(100)[0]
+    share.homes = 9.0
+    assert crowd_price(share, 8.0, free=1.0) == 0.0, "one more than the mean is free"
+    share.homes = 11.0
+    assert crowd_price(share, 8.0, free=1.0) > 1.0, "dearer than a prefill elsewhere"
+    assert crowd_price(share, 8.0, free=1.25) == 0.0
+    assert crowd_price(share, 0.0, free=1.0) == 0.0, "nobody has any"

@@ -157,12 +157,66 @@ def test_adapters_stay_where_they_are_loaded_and_are_news_elsewhere() -> None:
 
 def test_the_load_time_of_an_adapter_is_measured() -> None:
     router, candidates = Router(), fleet(1)
-    for key in range(1, 41, 2):
+    for key in range(1, 121, 2):
         request = short(adapter_key=key)
         quote = send(router, request, candidates).chosen
         assert quote is not None
         router.timed(request, quote, 2.0, 0.0)
     assert quote.adapter == pytest.approx(2.0, rel=0.1)
+
+
+def test_an_adapter_that_is_being_loaded_is_work_ahead() -> None:
+    """Until its first token came, or for as long as it was predicted where nobody sees that."""
+    router, candidates = Router(), fleet(2)
+    loads = send(router, short(adapter_key=7), candidates)
+    assert loads.chosen is not None and loads.chosen.loads == 1
+    busy, idle = sorted(router.choose(short(), candidates, 0.0, 0.5).quotes, key=lambda quote: -quote.wait)
+    assert busy.candidate is loads.chosen.candidate
+    assert (busy.loads, idle.loads, idle.wait) == (1, 0, 0.0)
+    assert busy.wait == pytest.approx(loads.chosen.adapter)
+    later = router.choose(short(), candidates, 2.0 * loads.chosen.total, 0.5)
+    assert max(quote.wait for quote in later.quotes) == 0.0
+
+    again = send(router, short(adapter_key=9), candidates, at=10.0).chosen
+    assert again is not None
+    router.timed(short(adapter_key=9), again, 0.01, 10.01)
+    assert max(quote.wait for quote in router.choose(short(), candidates, 10.01, 0.5).quotes) == 0.0
+
+
+def test_adapters_spread_while_their_home_loads_others() -> None:
+    router, candidates = Router(), fleet(2)
+    home = chosen(send(router, short(adapter_key=7), candidates))
+    for candidate in candidates:
+        if candidate.id == home:
+            for key in (9, 11, 13):
+                router.began(short(adapter_key=key), candidate, 0.0)
+    assert chosen(router.choose(short(adapter_key=7), candidates, 0.0, 0.5)) != home
+    assert chosen(router.choose(short(adapter_key=7), candidates, 60.0, 0.5)) == home
+
+
+def test_who_waited_for_an_adapter_says_nothing_of_prefills() -> None:
+    router, candidates = Router(), fleet(1)
+    before = router.choose(prompt(), candidates, 0.0, 0.5).quotes[0].total
+    for i in range(40):
+        at = 10.0 * i
+        router.began(short(adapter_key=2 * i + 1), candidates[0], at)
+        behind = router.choose(short(), candidates, at, 0.5).chosen
+        assert behind is not None and behind.loads == 1
+        router.timed(short(), behind, 1.0, at)
+    assert router.choose(prompt(), candidates, 1000.0, 0.5).quotes[0].total == pytest.approx(before)
+
+
+def test_caches_fill_evenly_where_loads_do_not() -> None:
+    """Who is due much more traffic does not get all new prefixes, which its cache might not hold."""
+    router, candidates = Router(), fleet(3, timing=None)
+    router.choose(short(), candidates, 0.0, 0.5)
+    for candidate in candidates[:2]:
+        candidate.begun = 500
+    homes = [
+        chosen(send(router, prompt(tuple(value + 1000 * number for value in CHAIN)), candidates))
+        for number in range(30)
+    ]
+    assert 10 <= homes.count("r2") <= 13
 
 
 def test_a_session_stays_within_a_small_margin() -> None:

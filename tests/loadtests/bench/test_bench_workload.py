@@ -10,7 +10,6 @@ import httptools
 import pytest
 
 from loadtests.bench.answers import ANSWER, BODY, CHUNK, END, HEAD, LAST, models, rendered, stream_body
-from loadtests.bench.baseline import least_loaded, replay, round_robin
 from loadtests.bench.replica import Mark, Replica, Setting, read_mark
 from loadtests.bench.routing import seen
 from loadtests.bench.upstream import unchunked
@@ -91,20 +90,6 @@ def test_like_prompts_render_to_like_tokens() -> None:
 
 def test_a_chunked_request_is_put_together() -> None:
     assert unchunked(b"3\r\nabc\r\nA\r\n0123456789\r\n0\r\n\r\n") == b"abc0123456789"
-
-
-def test_round_robin_loads_an_adapter_on_every_replica() -> None:
-    setting = Setting(token_s=1e-6, load_s=0.01, slots=8)
-    due = [0.1 * i for i in range(40)]
-    replicas = [Replica(setting) for _ in range(4)]
-    counts, ttft = replay(replicas, due, [3] * 40, round_robin, seeded(), chars=128)
-    assert [each.loads for each in counts] == [1, 1, 1, 1]
-    assert len(ttft) == 40
-    assert seen(counts, ttft).balance == 1.0
-
-
-def test_least_loaded_takes_whoever_has_fewest() -> None:
-    assert least_loaded(0, [3, 1, 2], seeded()) == 1
 
 
 def test_home_is_where_most_of_a_prefix_went() -> None:
