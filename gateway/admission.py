@@ -156,9 +156,7 @@ class Admission:
     def has_other(self, place: Place) -> bool:
         """Whether a replica that has not failed this request could take it now."""
         return any(
-            link.admissible
-            and link.id not in place.request.avoid
-            and (not place.request.adapter or place.request.adapter in link.adapters)
+            link.admissible and link.id not in place.request.avoid and link.serves(place.request.adapter)
             for link in place.served.links
         )
 
@@ -169,9 +167,10 @@ class Admission:
         return Line(served, Queue(fair), Reserve(self._weight))
 
     def _choose(self, place: Place) -> Link | None:
-        if not place.line.grants(place.request.tenant):
+        kept = place.line.kept_from(place.request.tenant)
+        if kept < 0:
             return None
-        chosen = self._routes.choose(place.served, place.request)
+        chosen = self._routes.choose(place.served, place.request, kept)
         if chosen is None:
             return None
         link, place.quote = chosen
@@ -254,7 +253,7 @@ class Admission:
             return None if left or not line.has_room or self._choose(place) is None else place.quote
 
         def could(request: Request, candidate: Candidate) -> bool:
-            return not request.adapter or request.adapter in links[candidate.id].adapters
+            return links[candidate.id].serves(request.adapter)
 
         def runs(candidate: Candidate) -> Container[str]:
             return {"", *line.runs.get(candidate.id, ())}

@@ -88,21 +88,22 @@ class Line:
         if not running:
             del self.runs[link.id]
 
-    def grants(self, tenant: str) -> bool:
-        """Whether the tenant may have a slot, or has to leave the last ones to others."""
+    def kept_from(self, tenant: str) -> int:
+        """How many slots of each replica the tenant leaves to others; -1 if it gets none at present."""
         if not self.reserve.contended:
-            return True
-        free = 0
+            return 0
+        free = links = 0
         for link in self.served.links:
             if link.admissible:
                 if not link.bound:
-                    return True
+                    return 0
+                links += 1
                 free += max(0, link.bound - link.in_flight)
-        return self.reserve.grants(tenant, free)
+        return self.reserve.kept_from(tenant, free, links)
 
     def keeps_for(self, tenant: str) -> bool:
         """Whether a slot is free that was kept for such as ``tenant``, whoever else waits."""
-        return self.reserve.contended and self.has_room and self.grants(tenant)
+        return self.reserve.contended and self.has_room and self.kept_from(tenant) == 0
 
     def granted(self) -> Iterator[Next]:
         """Those that wait, in order, without the tenants that have to leave the last slots to others."""
@@ -110,7 +111,7 @@ class Line:
         for turn in islice(self.queue.walk(), MOST_WALKED):
             tenant = turn.request.tenant
             if tenant not in denied:
-                if self.grants(tenant):
+                if self.kept_from(tenant) >= 0:
                     yield turn
                 else:  # what is handed out leaves less room, never more
                     denied.add(tenant)

@@ -58,8 +58,11 @@ class Routes:
         self._kept: deque[tuple[float, Request, Decision]] = deque(maxlen=KEPT)
         self._clock = asyncio.get_running_loop().time
 
-    def choose(self, served: Served, request: Request) -> tuple[Link, Quote] | None:
-        """Where ``request`` would go now, or ``None`` when it must wait here."""
+    def choose(self, served: Served, request: Request, kept: int = 0) -> tuple[Link, Quote] | None:
+        """Where ``request`` would go now, or ``None`` when it must wait here.
+
+        ``kept`` slots of each replica are not for it.
+        """
         links = []
         for link in served.links:
             breaker = link.breaker
@@ -71,6 +74,8 @@ class Routes:
             links = [link for link in links if link.serves(request.adapter)]
         if request.avoid:
             links = [link for link in links if link.id not in request.avoid] or links
+        if kept:
+            links = [link for link in links if link.bound - link.in_flight > kept]
         now = self._clock()
         router = self._of(served.name)
         if self._shared.alone:

@@ -19,10 +19,11 @@ from policy.types import Priority
 MAX_RETRY_AFTER_S = 120
 # A newcomer may displace so many: more small ones than that are not worth one large.
 MOST_DISPLACED = 16
-# The last fifty who came to a full house say how many are turned away; where it is nearly all, the others
-# wait half as long as they might: no slot runs empty for it, and no more would be served if they waited longer.
+# A tenant's last fifty who came to a full house say how many are turned away. Where that is nearly all, the
+# others wait half as long as they might: no slot runs empty for it, and by longer waits no more are served.
 CROWD_GAIN = 0.02
 CROWDED = 0.5
+MOST_CROWDS = 1024
 
 
 class Bounds(NamedTuple):
@@ -82,7 +83,7 @@ class Queue:
         self._drain = Drain()
         self._foresight = Foresight()
         self._foreseen: dict[int, tuple[float, float]] = {}
-        self._turned_away = 0.0
+        self._crowds: dict[str, float] = {}
         self._tickets = 0
         self.size = 0
         self.ready = False
@@ -123,24 +124,15 @@ class Queue:
         tenant with a longer backlog, makes room. A request that is larger than all bytes may be waits
         alone.
         """
-        wait_s: float | None = None
+        wait_s, late_s = None, 0.0
         if self.ready and not kept:
-            ahead = self._ahead(newcomer)
-            free_s = self._drain.free_s(ahead, at) if full else 0.0
-            rate = self._drain.rate(newcomer.priority)
-            if rate is not None:
-                # The next place is free after half of the time between two, on average.
-                wait_s = max(free_s, (ahead + cost(newcomer) / 2) / rate)
-                if ahead:
-                    late_s = wait_s + self._foresight.slack_s(wait_s)
-                else:  # were the slack against it as well, nobody might wait, and nobody would show it smaller
-                    late_s = (1.0 + LEAST) * free_s
-                crowded = self._turned_away
-                late_s -= min(patience_s * (1.0 - CROWDED * crowded), newcomer.deadline - at)
-                refused = late_s > 0.0 and (ahead > 0.0 or free_s > 0.0)
-                self._turned_away += CROWD_GAIN * ((1.0 if refused else 0.0) - crowded)
-                if refused:
-                    return Verdict(Refusal.OVERLOADED, wait_s, retry_after(late_s))
+            crowd = self._crowds.get(newcomer.tenant, 0.0)
+            wait_s, late_s = self._foresee(newcomer, at, patience_s * (1.0 - CROWDED * crowd), full=full)
+            if len(self._crowds) >= MOST_CROWDS:
+                self._crowds.clear()
+            self._crowds[newcomer.tenant] = crowd + CROWD_GAIN * ((1.0 if late_s > 0.0 else 0.0) - crowd)
+            if late_s > 0.0:
+                return Verdict(Refusal.OVERLOADED, wait_s, retry_after(late_s))
         displaced: list[Request] = []
         while not self._fits(newcomer, bounds):
             worse = self._spare(newcomer) if len(displaced) < MOST_DISPLACED else None
@@ -238,6 +230,23 @@ class Queue:
         if ready is not self.ready:
             self.ready = ready
             self._drain.busy(at, waits=ready and bool(self.waiting))
+
+    def _foresee(
+        self, newcomer: Request, at: float, patience_s: float, *, full: bool
+    ) -> tuple[float | None, float]:
+        """How long it would wait, ``None`` while nobody knows, and by how much that may be too long."""
+        rate = self._drain.rate(newcomer.priority)
+        if rate is None:
+            return None, 0.0
+        ahead = self._ahead(newcomer)
+        free_s = self._drain.free_s(ahead, at) if full else 0.0
+        # The next place is free after half of the time between two, on average.
+        wait_s = max(free_s, (ahead + cost(newcomer) / 2) / rate)
+        left_s = newcomer.deadline - at
+        if not ahead:  # were the slack held against the first, nobody might wait, and show that it is smaller
+            return wait_s, (1.0 + LEAST) * free_s - min(patience_s, left_s)
+        # A promise is of the usual, but a deadline of the worst.
+        return wait_s, max(wait_s - patience_s, wait_s + self._foresight.slack_s(wait_s) - left_s)
 
     def _ahead(self, newcomer: Request) -> float:
         """Tokens that would be served before it."""

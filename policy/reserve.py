@@ -48,10 +48,17 @@ class Reserve:
         if not self._running[tenant]:
             del self._running[tenant]
 
-    def grants(self, tenant: str, free: int) -> bool:
-        """Whether ``tenant`` may take one of the ``free`` slots."""
+    def kept_from(self, tenant: str, free: int, replicas: int) -> int:
+        """How many of the ``free`` slots ``tenant`` leaves on each replica; -1 if it may take none.
+
+        Those that are kept are spread: two that come together would wait for each other's prompts where
+        they found them on one replica.
+        """
+        if not self.contended:
+            return 0
         slots = free + self._running.total()
-        if not self.contended or free > 1 + math.ceil(slots / ONE_IN):
-            return True
         weights = sum(self._weight(name) for name in self._active)
-        return self._running[tenant] < slots * self._weight(tenant) / weights
+        if self._running[tenant] < slots * self._weight(tenant) / weights:
+            return 0
+        kept = 1 + math.ceil(slots / ONE_IN)
+        return kept // replicas if free > kept else -1
