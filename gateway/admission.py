@@ -92,13 +92,17 @@ class Admission:
             return await place.granted
         except asyncio.CancelledError:
             queue.remove(place.request, self._clock())
-            if place.began is not None:  # it was granted, and left before it heard of it
-                queue.settle(place.began, 0)
-                self.release(place, place.granted.result(), whole=False)
+            self._give_back(place)
             raise
         finally:
             line.places.pop(place.request.ticket, None)
             self._depths(line)
+
+    def _give_back(self, place: Place) -> None:
+        """Its client left; if it was granted a slot meanwhile, it never heard of it."""
+        if place.began is not None and place.granted is not None:
+            place.line.queue.settle(place.began, 0)
+            self.release(place, place.granted.result(), whole=False)
 
     def release(self, place: Place, link: Link, *, whole: bool = True) -> None:
         """The request ended on ``link``: its slot is free. ``whole`` if it was served to its end."""

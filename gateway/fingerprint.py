@@ -10,6 +10,7 @@ from typing import NamedTuple
 import xxhash
 
 from gateway.body import Body
+from gateway.fields import ABSENT
 from gateway.surface import Route
 
 BLOCK_BYTES = 512
@@ -103,7 +104,7 @@ def parts_of(body: Body, route: Route, raw: bytes) -> list[memoryview]:
     if route.prompt is None:
         return [memoryview(raw)]
     fields = (body.tools, body.system, getattr(body, route.prompt))
-    return [part for part in [memoryview(field) for field in fields] if part.nbytes]
+    return [memoryview(field) for field in fields if field is not ABSENT]
 
 
 def limit_of(body: Body) -> int | None:

@@ -138,14 +138,15 @@ class Connection:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def data_received(self, data: bytes) -> None:
-        if self._sink is None:  # bytes that nobody asked for
+        sink = self._taker()
+        if sink is None:  # bytes that nobody asked for
             self.kill()
             return
         self.begun = self.heard = True
         self._pool.reads += 1
         # An engine writes each event as a chunk, which needs no parser to be known and no other frame.
         if self._between and (chunk := chunk_of(data)) is not None:
-            self._sink.on_chunk(chunk, data)
+            sink.on_chunk(chunk, data)
             return
         try:
             self._parser.feed_data(data)
@@ -154,8 +155,8 @@ class Connection:
             return
         # Else the parser may hold the beginning of the next chunk's size.
         self._between = self._between and data[-2:] == b"\r\n"
-        sink = self._sink
-        if sink is None:  # the sink gave up on the head
+        sink = self._taker()
+        if sink is None:  # it gave up on the head
             return
         if self._complete:
             chunks = self._chunks
@@ -186,6 +187,10 @@ class Connection:
             sink.on_data(b"", complete=True)
         else:
             sink.on_lost(begun=self.begun)
+
+    def _taker(self) -> Sink | None:
+        """Its sink; by a call, since a type checker thinks that the parser changes nothing."""
+        return self._sink
 
     # httptools callbacks
 
