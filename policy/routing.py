@@ -391,7 +391,6 @@ class Router:
                 self._cold_s += (0.05 if self._cold_s else 1.0) * (cold_s - warm_s - self._cold_s)
             cold_s = self._cold_s
         new = deepest == 0 and former is None and (bool(prefix) or (key != 0 and not resident))
-        leverage = self._popular.share(anchor) * len(pairs) if anchor else 0.0
         mean, least_due, dear, crowd = balance
         homeless = prefix and not new
         rows: list[_Row] = []
@@ -419,7 +418,11 @@ class Router:
             elif (fair := share.weight * mean) > 0.0:
                 over = share.load / fair - 1.0
                 # Nearly all have no more than their share: Balance.share_price, as far as that.
-                burden += unit * (LEAN * over if over <= SLACK else balance.share_price(share, leverage))
+                if over <= SLACK:
+                    burden += unit * LEAN * over
+                else:
+                    leverage = self._popular.share(anchor) * len(pairs) if anchor else 0.0
+                    burden += unit * balance.share_price(share, leverage)
             costs.append(waits + own_s + loads + presses + burden)
             before = len(site.loads)
             if loads:
