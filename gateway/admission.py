@@ -185,12 +185,12 @@ class Admission:
         place.pending = place.quote.uncached
         place.news = self._routes.began(place.request, place.quote)
         link.begin(place.pending)
+        place.line.reserve.began(place.request.tenant)  # at once: who else is picked with it depends on it
         if place.request.adapter:
             place.line.joins(place.request.adapter, link)
 
     def _begin(self, place: Place, now: float) -> None:
         place.began = place.line.queue.begin(place.request, now)
-        place.line.reserve.began(place.request.tenant)
 
     def _wait(self, place: Place, now: float) -> None:
         """Stand in the queue; raises :class:`gateway.errors.Refused` for a newcomer that may not."""

@@ -192,6 +192,19 @@ async def test_the_last_slots_are_kept_for_who_has_less_than_its_share() -> None
     await leave(*loud[3:])
 
 
+async def test_slots_that_free_together_are_not_all_for_the_loud() -> None:
+    hall = Hall(bound=6)
+    link = hall.alpha.links[0]
+    holders = [await hall.fill(hall.alpha, tenant=tenant) for tenant in ("quiet", *["loud"] * 3)]
+    loud = [await hall.ask(hall.arrive(hall.alpha, tenant="loud")) for _ in range(6)]
+    assert not any(one.done() for one in loud)
+    for holder in holders:
+        hall.admission.release(holder, link)
+    await settled()
+    assert sum(one.done() for one in loud) == 4
+    await leave(*loud[4:])
+
+
 async def test_whoever_leaves_as_it_is_admitted_gives_the_slot_back() -> None:
     hall = Hall()
     link = hall.alpha.links[0]
