@@ -90,18 +90,22 @@ class _Wire(asyncio.Protocol):
 
 
 class Crowd:
-    """Clients of one gateway port; each asks for ``tokens`` tokens of a stream."""
+    """Clients of one gateway port; each asks for ``tokens`` tokens of a stream.
+
+    Two of one ``seed`` come at the same instants, but never with the same prompts: those are cached.
+    """
 
     def __init__(self, port: int, model: str, *, tokens: int, seed: int = 1) -> None:
         self._port = port
         self._body = {"model": model, "stream": True, "max_tokens": tokens, "ignore_eos": True}
         self._rng = random.Random(seed)  # noqa: S311 - arrivals, not secrets
+        self._texts = random.Random()  # noqa: S311 - prompts, not secrets
         self._loop = asyncio.get_running_loop()
 
     async def ask(self, tenant: str = "", *, retries: int = 0, key: str = "", words: int = 4) -> Visit:
         """One visit: at most ``retries`` more tries, each after the time that it was told."""
         visit = Visit(tenant, self._loop.time())
-        content = f"{self._rng.random()}: {'say something ' * (words // 2)}"
+        content = f"{self._texts.random()}: {'say something ' * (words // 2)}"
         raw = json.dumps(self._body | {"messages": [{"role": "user", "content": content}]}).encode()
         head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(raw)}\r\n"
         head += "connection: close\r\n"

@@ -35,7 +35,11 @@ class Site(Stack):
         await self.start_controller()
         await asyncio.gather(self.start_worker(), *(engine.start() for engine in self.engines))
         await self.ready(*self.engines)  # type: ignore[arg-type]
-        self.crowd = Crowd(self.client_socket.getsockname()[1], "alpha", tokens=TOKENS)
+        self.crowd = self.another_crowd(1)
+
+    def another_crowd(self, seed: int) -> Crowd:
+        """Clients that come when those of the same seed do."""
+        return Crowd(self.client_socket.getsockname()[1], "alpha", tokens=TOKENS, seed=seed)
 
     @property
     def memory(self) -> int:

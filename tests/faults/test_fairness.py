@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from pathlib import Path
 
 import pytest
@@ -13,6 +13,8 @@ from tests.faults.crowd import Crowd, Visit, jain, quantile
 from tests.faults.site import Site, opened
 
 KEYS = {"loud": "tg-loud", "quiet": "tg-quiet"}
+# What its model promises: who would wait for more than half of it is told to come again.
+TTFT_S = 1.0
 # A prompt of some 850 tokens takes the engine about 50 ms. A step takes 16, and whoever comes to a busy
 # engine waits for the end of one, which no gateway can change.
 WORDS = {"quiet": 500, "loud": 80}
@@ -20,7 +22,7 @@ WORDS = {"quiet": 500, "loud": 80}
 
 @pytest_asyncio.fixture
 async def site(tmp_path: Path) -> AsyncIterator[Site]:
-    async with opened(tmp_path, keys=KEYS) as site:
+    async with opened(tmp_path, ttft_s=TTFT_S, keys=KEYS) as site:
         yield site
 
 
@@ -35,17 +37,25 @@ async def equal_shares(crowd: Crowd, seconds: float) -> None:
     assert jain(shares) >= 0.95
 
 
-async def unharmed(crowd: Crowd, seconds: float, quantiles: tuple[float, ...]) -> None:
-    """One wants a sixth of its share, the other more than ten times that and than there is."""
-    alone = _ttft(await crowd.open_loop(1.5, seconds, "quiet", key=KEYS["quiet"], words=WORDS["quiet"]))
+async def unharmed(site: Site, seconds: float) -> None:
+    """One wants a sixth of its share, the other more than ten times that and than there is.
+
+    The one comes at the same instants alone and beside the other: of some fifty visits the 95th
+    percentile is made by the two or three that come close together.
+    """
+
+    def quiet() -> Awaitable[list[Visit]]:
+        crowd = site.another_crowd(2)
+        return crowd.open_loop(1.5, seconds, "quiet", key=KEYS["quiet"], words=WORDS["quiet"])
+
+    alone = _ttft(await quiet())
     victim, _ = await asyncio.gather(
-        crowd.open_loop(1.5, seconds, "quiet", key=KEYS["quiet"], words=WORDS["quiet"]),
-        crowd.open_loop(24, seconds, "loud", key=KEYS["loud"], words=WORDS["loud"]),
+        quiet(), site.crowd.open_loop(24, seconds, "loud", key=KEYS["loud"], words=WORDS["loud"])
     )
     beside = _ttft(victim)
     assert all(visit.served for visit in victim)
-    for q in quantiles:
-        assert quantile(beside, q) <= 1.5 * quantile(alone, q)
+    for q in (0.5, 0.75, 0.95):
+        assert quantile(beside, q) <= 1.5 * quantile(alone, q), (q, sorted(alone), sorted(beside))
 
 
 def _served(visits: list[Visit], after: float, until: float) -> int:
@@ -63,12 +73,10 @@ async def test_ten_to_one_of_demand_is_one_to_one_of_service(site: Site) -> None
 
 @pytest.mark.slow
 async def test_a_loud_tenant_costs_a_quiet_one_no_time(site: Site) -> None:
-    # Of some twenty visits the 95th percentile is the worst one: that is for the long run to say.
-    await unharmed(site.crowd, 12.0, (0.5, 0.75))
+    await unharmed(site, 36.0)
 
 
 @pytest.mark.long
 async def test_fairness_for_longer(site: Site) -> None:
-    crowd = site.crowd
-    await equal_shares(crowd, 60.0)
-    await unharmed(crowd, 120.0, (0.5, 0.95))
+    await equal_shares(site.crowd, 60.0)
+    await unharmed(site, 120.0)
