@@ -108,7 +108,8 @@ class Scale(_Section, frozen=True):
 class Objective(_Section, frozen=True):
     """The service level that requests of a model are promised, in seconds at the 95th percentile.
 
-    ``ttft_p95_s`` bounds how long a replica may have a request wait: beyond it the gateway keeps it.
+    ``ttft_p95_s`` bounds how long a replica may have a request wait, beyond which the gateway keeps it, and
+    how long that may be predicted to last before a request of a common class is refused.
     ``itl_p95_s`` bounds how many a replica runs at once. ``None`` promises nothing.
     """
 
