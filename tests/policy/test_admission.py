@@ -326,16 +326,26 @@ class Laws(RuleBasedStateMachine):
         priority=st.sampled_from(Priority),
         size=st.integers(1, 80),
         tokens=st.integers(0, 40),
-        patience=st.floats(0.0, 20.0),
+        patience=st.tuples(st.floats(0.0, 20.0), st.floats(0.0, 20.0)),
+        busy=st.booleans(),
     )
-    def arrive(self, tenant: str, priority: Priority, size: int, tokens: int, patience: float) -> None:
+    def arrive(
+        self,
+        tenant: str,
+        priority: Priority,
+        *,
+        size: int,
+        tokens: int,
+        patience: tuple[float, float],
+        busy: bool,
+    ) -> None:
         newcomer = request(
-            self.queue, tenant, tokens, priority=priority, size=size, deadline=self.at + patience
+            self.queue, tenant, tokens, priority=priority, size=size, deadline=self.at + patience[0]
         )
         full = len(self.waiting) >= self.BOUNDS.requests or (
             self.waiting and sum(r.size for r in self.waiting.values()) + size > self.BOUNDS.size
         )
-        verdict = self.queue.enter(newcomer, self.BOUNDS, self.at)
+        verdict = self.queue.enter(newcomer, self.BOUNDS, self.at, patience_s=patience[1], full=busy)
         for displaced in verdict.displaced:
             assert full
             assert list(Priority).index(displaced.priority) >= list(Priority).index(priority)
