@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from policy.discipline import Discipline
@@ -57,13 +56,15 @@ class Next(NamedTuple):
     passed: int
 
 
-@dataclass(slots=True, eq=False)
 class Began:
     """A request that began, until it :meth:`Queue.ended`."""
 
-    request: Request
-    charge: Any
-    running: bool = True
+    __slots__ = ("charge", "request", "running")
+
+    def __init__(self, request: Request, charge: Any) -> None:
+        self.request = request
+        self.charge = charge
+        self.running = True
 
 
 class Queue:

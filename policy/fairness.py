@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Protocol, TypeVar
 
@@ -52,12 +51,14 @@ class _Tenant(Flow):
         self.seen = 0
 
 
-@dataclass(slots=True, eq=False)
 class _Charge:
-    tenant: _Tenant
-    adapter: _Adapter
-    tokens: int
-    running: bool = True
+    __slots__ = ("adapter", "running", "tenant", "tokens")
+
+    def __init__(self, tenant: _Tenant, adapter: _Adapter, tokens: int) -> None:
+        self.tenant = tenant
+        self.adapter = adapter
+        self.tokens = tokens
+        self.running = True
 
 
 class Fair:
