@@ -7,12 +7,12 @@ a missing descriptor that libuv could make good closes it for ever, without a wo
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
-import os
 import socket
 from collections.abc import Callable
 from typing import Any
+
+from gateway.spare import Spare
 
 # The machine has no more of something: whoever waits is let go, and what is served now goes on.
 _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
@@ -33,11 +33,10 @@ class Acceptor:
         self._loop = loop
         self._sock = sock
         self._protocol = protocol
-        self._reserve: int | None = None
+        self._spare = Spare()
         self._resting: asyncio.TimerHandle | None = None
         self._opening: set[asyncio.Task[None]] = set()
         sock.setblocking(False)
-        self._keep_reserve()
         loop.add_reader(sock, self._accept)
 
     def close(self) -> None:
@@ -49,7 +48,7 @@ class Acceptor:
         else:
             self._loop.remove_reader(self._sock)
         self._sock.close()
-        self._give_reserve()
+        self._spare.give()
 
     def _accept(self) -> None:
         try:
@@ -71,30 +70,19 @@ class Acceptor:
     def _let_go(self) -> None:
         """Take the connection that waits longest in the reserve's place, and close it."""
         taken = False
-        if self._reserve is not None:
-            self._give_reserve()
+        if self._spare.give():
             try:
                 client, _ = self._sock.accept()
                 client.close()
                 taken = True
             except OSError:
                 pass
-        self._keep_reserve()
+        self._spare.keep()
         if not taken:
             self._loop.remove_reader(self._sock)
             self._resting = self._loop.call_later(REST_S, self._wake)
 
     def _wake(self) -> None:
         self._resting = None
-        self._keep_reserve()
+        self._spare.keep()
         self._loop.add_reader(self._sock, self._accept)
-
-    def _keep_reserve(self) -> None:
-        if self._reserve is None:
-            with contextlib.suppress(OSError):  # then it is made the next time
-                self._reserve = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-
-    def _give_reserve(self) -> None:
-        if self._reserve is not None:
-            os.close(self._reserve)
-            self._reserve = None

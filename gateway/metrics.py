@@ -17,6 +17,7 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest, mul
 
 from gateway.declared import Declared
 from gateway.queue_meter import QueueMetrics
+from gateway.spare import Spare
 from gateway.usage import Usage
 
 if TYPE_CHECKING:
@@ -145,6 +146,7 @@ class Metrics:
 
     def __init__(self) -> None:
         self._registry = registry = CollectorRegistry()
+        self._spare = Spare()
         self.queues = QueueMetrics(registry)
         self._meters: dict[str, ModelMeter] = {}
         declared = Declared(registry)
@@ -208,15 +210,24 @@ class Metrics:
         return meter
 
     def publish(self) -> None:
-        """Merge what was counted into the shared metrics."""
+        """Merge what was counted into the shared metrics; what cannot be is merged the next time.
+
+        Their files are mapped anew when they grow, for which a descriptor is kept.
+        """
+        self._spare.give()
+        try:
+            self._merge()
+        finally:
+            self._spare.keep()
+
+    def _merge(self) -> None:
         self.queues.publish()
         for meter in self._meters.values():
-            for (route, outcome), count in meter.requests.items():
-                self._requests.labels(meter.model, route, outcome).inc(count)
-            meter.requests.clear()
-            for verdict, count in meter.attempts.items():
-                self._attempts.labels(meter.model, verdict).inc(count)
-            meter.attempts.clear()
+            for route, outcome in tuple(meter.requests):
+                child = self._requests.labels(meter.model, route, outcome)
+                child.inc(meter.requests.pop((route, outcome)))
+            for verdict in tuple(meter.attempts):
+                self._attempts.labels(meter.model, verdict).inc(meter.attempts.pop(verdict))
             self._coalesced_calls.labels(meter.model).inc(meter.coalesced_calls)
             self._coalesced_requests.labels(meter.model).inc(meter.coalesced_requests)
             meter.coalesced_calls = meter.coalesced_requests = 0
@@ -224,17 +235,15 @@ class Metrics:
             self._tokens.labels(meter.model, "cached").inc(meter.cached_tokens)
             self._tokens.labels(meter.model, "completion").inc(meter.completion_tokens)
             meter.prompt_tokens = meter.cached_tokens = meter.completion_tokens = 0
-            for edges, count in meter.streams.items():
-                self._streams.labels(meter.model, *edges).inc(count)
-            meter.streams.clear()
+            for edges in tuple(meter.streams):
+                self._streams.labels(meter.model, *edges).inc(meter.streams.pop(edges))
             for counts, metric in (
                 (meter.ejections, self._ejections),
                 (meter.retries, self._retries),
                 (meter.probes, self._probes),
             ):
-                for label, count in counts.items():
-                    metric.labels(meter.model, label).inc(count)
-                counts.clear()
+                for label in tuple(counts):
+                    metric.labels(meter.model, label).inc(counts.pop(label))
             for state, count in meter.breakers.items():
                 self._breakers.labels(meter.model, state).set(count)
             self._in_flight.labels(meter.model).set(meter.in_flight)

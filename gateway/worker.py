@@ -94,7 +94,7 @@ async def work(state: StateDir, client_fd: int, admin_fd: int, worker: int, *, c
     start("prober", Prober(gateway.fleet, lambda: document.deployment).run())
     probes = Probes(gateway.fleet, gateway.metrics, lambda: document.deployment, state.secret())
     start("probes", probes.run())
-    start("metrics", _publish(gateway.metrics))
+    start("metrics", _publish(gateway.metrics, log))
     start("shared", _beat(shared))
 
     start("deadlines", gateway.deadlines.run())
@@ -125,10 +125,13 @@ async def work(state: StateDir, client_fd: int, admin_fd: int, worker: int, *, c
     log.info("worker_stopped")
 
 
-async def _publish(metrics: Metrics) -> None:
+async def _publish(metrics: Metrics, log: Log) -> None:
     while True:
         await asyncio.sleep(PUBLISH_EVERY_S)
-        metrics.publish()
+        try:
+            metrics.publish()
+        except OSError as error:  # no descriptor, no room on the disk: nothing that serving needs
+            log.warning("metrics_not_published", error=type(error).__name__)
 
 
 async def _beat(shared: Shared) -> None:
