@@ -146,7 +146,8 @@ async def test_26_a_replica_is_healthy_but_silent(stand: Stand, model: str) -> N
 
 async def test_31_flapping(stand: Stand, model: str) -> None:
     """Each return takes longer than the one before, however often it looks well in between."""
-    half_s, lasts_s = 0.25, 6.0
+    # It is not as long up and down as its ejections last: each probe would find it in the same state.
+    half_s, lasts_s = 0.3, 6.0
     fleet = await stand.fleet(model, 3, usual=faults.paced(1, 0.005))
     flapping = fleet[0]
     began = time.monotonic()
@@ -177,6 +178,6 @@ async def test_31_flapping(stand: Stand, model: str) -> None:
         requests = outcomes.total()
         retries = await after.attempts() - requests
     assert outcomes["ok"] >= 0.99 * requests
-    # With 0.5 s, 1 s, 1.5 s ... out of it there is no time for more; it was down twelve times.
+    # With 0.5 s, 1 s, 1.5 s ... out of it there is no time for more; it was down ten times.
     assert 1 <= returns <= 5
     assert retries <= 0.2 * requests
