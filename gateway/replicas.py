@@ -13,19 +13,17 @@ from math import inf
 from time import monotonic
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from gateway.ahead import Ahead
 from gateway.feed import Feed
 from gateway.health import Health
+from gateway.load_line import LOAD_LINE
 from gateway.metrics import ModelMeter
 from gateway.shared import ALONE, Shared
 from gateway.upstream import Pool
-from policy.engine_model import Timing
 from policy.errors import Refusal
 from policy.health import Sign, State, Watchdog
 from policy.routing import Candidate
-from policy.types import Load, Replica, ReplicaState
+from policy.types import Replica, ReplicaState
 from store.state import SECRET_HEADER
 
 if TYPE_CHECKING:
@@ -33,19 +31,6 @@ if TYPE_CHECKING:
 
 # Three lines that did not come.
 STALE_S = 3.0
-
-
-class _LoadLine(msgspec.Struct):
-    """A line of a replica's ``/internal/load``; ``timing`` is in the first line of a stream alone."""
-
-    state: ReplicaState
-    load: Load
-    adapters: tuple[str, ...] = ()
-    timing: Timing | None = None
-    prefixes: tuple[int, ...] = ()
-
-
-_decoder = msgspec.json.Decoder(_LoadLine)
 
 
 class Link:
@@ -206,7 +191,7 @@ class Link:
         What it says can only add what other hosts have there to what this one knows exactly. A count
         that its guard cannot have admitted, or a part of a cache that is none, is not believed.
         """
-        said = _decoder.decode(line)
+        said = LOAD_LINE.decode(line)
         load = said.load
         in_flight, pending, _ = self._shared.others(self.view.key)
         bound = max(0, load.bound)
