@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from typing import NamedTuple
 
 import httpx
 import msgspec
@@ -15,6 +16,8 @@ from policy.types import EngineKind, Replica
 
 PROBE_EVERY_S = 2.0
 PROBE_TIMEOUT_S = 2.0
+# One that answers requests is only asked what is new there.
+LIST_EVERY_S = 10.0
 
 
 class _Listed(msgspec.Struct):
@@ -30,6 +33,15 @@ class _Models(msgspec.Struct):
     data: list[_Listed] = []
 
 
+class _Said(NamedTuple):
+    """What a server last said of itself, when, and how often it had been heard by then."""
+
+    replica: Replica
+    max_model_len: int | None
+    at: float
+    reads: int
+
+
 class Prober:
     """Probes every URL of every external model. No secret of ours goes to servers that are not ours."""
 
@@ -37,6 +49,7 @@ class Prober:
         self._view = view
         self._deployment = deployment
         self._clock = asyncio.get_running_loop().time
+        self._said: dict[tuple[str, str], _Said] = {}
 
     async def run(self) -> None:
         """Probe until cancelled."""
@@ -60,6 +73,11 @@ class Prober:
 
     async def _probe(self, client: httpx.AsyncClient, model: str, url: str) -> tuple[Replica, int | None]:
         base = url.rstrip("/").removesuffix("/v1")
+        at, reads = self._clock(), self._view.reads(model, base)
+        last = self._said.get((model, base))
+        if last is not None and reads > last.reads and at < last.at + LIST_EVERY_S:
+            self._said[model, base] = last._replace(reads=reads)
+            return last.replica, last.max_model_len
         listed: list[_Listed] = []
         try:
             answer = await client.get(f"{base}/v1/models")
@@ -72,4 +90,9 @@ class Prober:
         adapters = tuple(entry.id for entry in listed if entry.parent is not None)
         own = next((entry for entry in listed if entry.id == model), None)
         replica = external_replica(model, base, ready=ready, adapters=adapters, at=self._clock())
-        return replica, None if own is None else own.max_model_len
+        length = None if own is None else own.max_model_len
+        if ready:
+            self._said[model, base] = _Said(replica, length, at, reads)
+        else:
+            self._said.pop((model, base), None)
+        return replica, length

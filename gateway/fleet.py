@@ -169,6 +169,14 @@ class FleetView:
         served = self._served.get(model)
         return served is not None and any(link.answering for link in served.links if link.url == url)
 
+    def reads(self, model: str, url: str) -> int:
+        """How often the server of ``model`` at ``url`` was heard, 0 if it does not serve well."""
+        served = self._served.get(model)
+        for link in served.links if served is not None else ():
+            if link.url == url and link.answering and not link.breaker.streak:
+                return link.pool.reads
+        return 0
+
     def set_external(self, name: str, replicas: list[Replica], max_model_len: int | None) -> None:
         """Follow the servers of an external model: those that answered are ready."""
         served = self._served.get(name)

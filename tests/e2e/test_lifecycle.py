@@ -19,7 +19,8 @@ pytestmark = [pytest.mark.vllm, pytest.mark.ray, pytest.mark.timeout(1200, func_
 
 def test_a_mode_switch_and_a_scale_cut_no_stream(stack: Stack) -> None:
     assert stack.model(CHAT).mode == "single-large"
-    with Traffic(stack, CHAT) as traffic:
+    # Three engines start beside it.
+    with Traffic(stack, CHAT, clients=1, pause_s=2.0) as traffic:
         assert stack.run("mode", CHAT, "multi-replica").returncode == 0
         stack.steady(CHAT, 1)
         assert stack.run("scale", CHAT, "2").returncode == 0
