@@ -85,12 +85,16 @@ class Mode(_Section, frozen=True):
 
 
 class Sim(_Section, frozen=True):
-    """The simulated engine: which engine-model profile times it, how much faster than real time."""
+    """The simulated engine: which engine-model profile times it, how much faster than real time.
+
+    ``adapter_load_s`` are the modelled seconds that the load of an adapter holds its steps up.
+    """
 
     profile: str = "cpu-smollm2-135m"
     seed: Annotated[int, Meta(ge=0)] = 0
     speed: Annotated[float, Meta(gt=0, le=1e6)] = 1.0
     start_s: Annotated[float, Meta(ge=0, le=3600)] = 0.0
+    adapter_load_s: Annotated[float, Meta(ge=0, le=3600)] = 0.05
 
 
 class Drain(_Section, frozen=True):
@@ -117,10 +121,38 @@ class Objective(_Section, frozen=True):
     itl_p95_s: Seconds | None = None
 
 
+class AdapterVersion(_Section, frozen=True):
+    """One of several versions that a name stands for at once, by ``weight``."""
+
+    source: str
+    weight: Annotated[float, Meta(ge=0, le=1e6)] = 1.0
+
+
+class AdapterSource(_Section, frozen=True):
+    """An adapter of the document: ``path`` on the head, or ``source`` anywhere, or several ``versions``.
+
+    ``source`` is a path, ``https://`` (an archive), ``hf:ORG/NAME[@REVISION]`` or any URL of fsspec's, such as
+    ``s3://``. ``tenants`` are those who may use it, everybody if there are none.
+    """
+
+    name: str
+    path: str = ""
+    source: str = ""
+    versions: dict[str, AdapterVersion] = {}
+    tenants: tuple[str, ...] = ()
+
+
 class Adapters(_Section, frozen=True):
-    """How many LoRA adapters one replica of the model can have loaded at once."""
+    """LoRA adapters on the model, served by name; without the section the engine loads none.
+
+    ``slots_per_replica`` is how many one replica has loaded at once, ``max_rank`` the largest rank that it
+    takes, ``max_bytes`` how large the files of one may be.
+    """
 
     slots_per_replica: Annotated[int, Meta(ge=1, le=4096)] = 8
+    max_rank: Annotated[int, Meta(ge=1, le=512)] = 16
+    max_bytes: Annotated[int, Meta(ge=1)] = 2 * 1024**3
+    sources: tuple[AdapterSource, ...] = ()
 
 
 class Control(_Section, frozen=True):
@@ -156,7 +188,7 @@ class ModelSpec(_Section, frozen=True):
     urls: tuple[str, ...] = ()
     sim: Sim = Sim()
     profile: str | None = None
-    adapters: Adapters = Adapters()
+    adapters: Adapters | None = None
     control: Control = Control()
 
     @property

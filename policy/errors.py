@@ -5,6 +5,8 @@ TidegateError
   TargetError         a target that a model's modes or the budget do not allow
   SwitchRefused       a mode switch that would break a promise, with the reason
   ModelUnavailable    weights that cannot be prepared
+  AdapterRefused      an adapter that no replica may see, with the cause as a code
+  AdapterUnknown      a name or version of an adapter that there is not
   EngineFailed        an engine that did not start, or that died
   ActuatorFailed      the cluster refused or did not answer
   Unreachable         a part of Tidegate that does not answer
@@ -43,6 +45,18 @@ class SwitchRefused(TidegateError):
 
 class ModelUnavailable(TidegateError):
     """The weights could not be fetched, converted or verified."""
+
+
+class AdapterRefused(TidegateError):
+    """An adapter was not admitted, or an engine could not load it; ``code`` is stable and names the cause."""
+
+    def __init__(self, code: str, message: str) -> None:
+        self.code = code
+        super().__init__(message)
+
+
+class AdapterUnknown(TidegateError):
+    """There is no adapter of this name, or no such version of it."""
 
 
 class EngineFailed(TidegateError):

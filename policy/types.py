@@ -92,6 +92,44 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True):
     max_model_len: int | None = None
 
 
+class Wanted(msgspec.Struct, frozen=True, kw_only=True):
+    """A version of an adapter that a replica should have loaded: its ``name`` and whole ``digest``."""
+
+    name: str
+    digest: str
+
+
+class Use(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a replica did with one adapter since it last said so.
+
+    ``name`` and whole ``digest`` as in :class:`Wanted`; ``requests`` that came for it, the ``loads`` that they
+    or a plan needed, which took ``load_s`` seconds in all, and why the last one ``failed``.
+    """
+
+    name: str
+    digest: str
+    requests: int = 0
+    loads: int = 0
+    load_s: float = 0.0
+    failed: str = ""
+
+
+class Beat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What a replica host tells the controller, twice a second and at each change."""
+
+    replica: Replica
+    uses: tuple[Use, ...] = ()
+
+
+class Orders(msgspec.Struct, frozen=True, kw_only=True):
+    """What the controller answers a beat: the adapters to ``hold`` there, the most valuable first.
+
+    ``None`` says nothing: the replica goes on with what it was told last.
+    """
+
+    hold: tuple[Wanted, ...] | None = None
+
+
 class Model(msgspec.Struct, frozen=True, kw_only=True):
     """What clients name in ``model``, and what is wanted of it."""
 

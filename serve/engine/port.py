@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, MutableMapping
+from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
 
 from policy.config import Sim
 from policy.engine_model import Timing
-from policy.types import EngineKind, Runner
+from policy.types import EngineKind, Runner, Wanted
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -40,7 +41,9 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     ``host`` is the address to listen on, ``bound`` how many requests the guard admits at once,
     ``weights`` a local directory (empty for the simulated engine), ``cpus`` the cores of a shape
-    without GPUs.
+    without GPUs. ``adapter_slots`` of 0 serves no adapters; else they are of ``max_rank`` at most, and lie by
+    digest in one of the directories ``blobs`` or are pulled from the ``controller`` into the last of them.
+    Those of ``hold`` are loaded before the first request.
     """
 
     kind: EngineKind
@@ -58,6 +61,11 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     engine_args: dict[str, Any] = {}
     sim: Sim = Sim()
     progress_timeout_s: float = 60.0
+    adapter_slots: int = 0
+    max_rank: int = 0
+    blobs: tuple[str, ...] = ()
+    controller: str = ""
+    hold: tuple[Wanted, ...] = ()
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,6 +98,22 @@ class Engine(Protocol):
 
     def adapters(self) -> tuple[str, ...]:
         """Names of the LoRA adapters it can serve now."""
+        ...
+
+    @property
+    def adapter_slots(self) -> int:
+        """How many adapters it can have loaded at once; 0 if it loads none."""
+        ...
+
+    async def load(self, name: str, path: Path) -> None:
+        """Load the adapter in the directory ``path``, which is never changed, and serve it as ``name``.
+
+        There must be a free slot. Raises :class:`policy.errors.AdapterRefused`, after which nothing changed.
+        """
+        ...
+
+    async def unload(self, name: str) -> None:
+        """Free the slot of an adapter that no request uses; one that is not loaded is none."""
         ...
 
     @property
