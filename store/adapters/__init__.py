@@ -1,0 +1,1 @@
+"""LoRA adapters: fetched, admitted, kept by digest, and named."""
