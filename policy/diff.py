@@ -8,10 +8,10 @@ from typing import Any
 
 import msgspec
 
-from policy.config import Deployment, ModelSpec, Tenant, Upstream
+from policy.config import AdapterSource, Deployment, ModelSpec, Tenant, Upstream
 from policy.generation import changed_shapes, made_of, used_shapes
 
-_Named = Tenant | Upstream
+_Named = Tenant | Upstream | AdapterSource
 
 
 class Effect(StrEnum):
@@ -63,12 +63,13 @@ def _models(old: Deployment, new: Deployment) -> Iterator[Change]:
             yield _whole_model(name, one, other, cluster)
             continue
         rebuilt = _rebuilt(one, other)
-        for path, was, becomes in _leaves(f"models[{name}]", _plain(one), _plain(other)):
+        for path, was, becomes in _leaves(f"models[{name}]", _engine(one), _engine(other)):
             if cluster and path.endswith("].engine"):
                 yield _restarted(path, was, becomes)
             else:
                 effect = Effect.NEW_GENERATION if f"{path}.".startswith(rebuilt) else Effect.LIVE
                 yield Change(path=path, before=was, after=becomes, effect=effect)
+        yield from _named(f"models[{name}].adapters.sources", _sources(one), _sources(other))
 
 
 def _named(section: str, old: Sequence[_Named], new: Sequence[_Named]) -> Iterator[Change]:
@@ -83,6 +84,18 @@ def _named(section: str, old: Sequence[_Named], new: Sequence[_Named]) -> Iterat
             continue
         for leaf, was, becomes in _leaves(path, one, other):
             yield Change(path=leaf, before=was, after=becomes, effect=Effect.LIVE)
+
+
+def _sources(spec: ModelSpec) -> tuple[AdapterSource, ...]:
+    return spec.adapters.sources if spec.adapters else ()
+
+
+def _engine(spec: ModelSpec) -> Any:
+    """The model without the adapters that are declared on it, which are entries with names."""
+    plain = _plain(spec)
+    if plain["adapters"] is not None:
+        del plain["adapters"]["sources"]
+    return plain
 
 
 def _whole_model(name: str, one: ModelSpec | None, other: ModelSpec | None, cluster: bool) -> Change:

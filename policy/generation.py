@@ -16,7 +16,8 @@ def made_of(spec: ModelSpec) -> dict[str, Any]:
     """What every engine of the model is made of and told when it starts, by the document's own keys.
 
     ``token_file`` only fetches the weights. The timeouts are a host's for life: it drains and
-    watches its engine by them, and Serve waits for its end.
+    watches its engine by them, and Serve waits for its end. Of adapters an engine is made to hold so many of
+    such a rank; which ones there are it is told while it runs.
     """
     source = "sim" if spec.engine is EngineKind.SIM else "source"
     whole = msgspec.to_builtins(spec)
@@ -26,6 +27,8 @@ def made_of(spec: ModelSpec) -> dict[str, Any]:
         "mode": {"drain_timeout_s": control["mode"]["drain_timeout_s"]},
         "progress_timeout_s": control["progress_timeout_s"],
     }
+    if spec.adapters is not None:
+        made["adapters"] = {key: whole["adapters"][key] for key in ("slots_per_replica", "max_rank")}
     return made
 
 

@@ -102,13 +102,15 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
 class Use(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What a replica did with one adapter since it last said so.
 
-    ``name`` and whole ``digest`` as in :class:`Wanted`; ``requests`` that came for it, the ``loads`` that they
-    or a plan needed, which took ``load_s`` seconds in all, and why the last one ``failed``.
+    ``name`` and whole ``digest`` as in :class:`Wanted`; ``requests`` that came for it, ``found`` of them
+    while it was loaded, the ``loads`` that they or a plan needed, which took ``load_s`` seconds in all, and why
+    the last one ``failed``.
     """
 
     name: str
     digest: str
     requests: int = 0
+    found: int = 0
     loads: int = 0
     load_s: float = 0.0
     failed: str = ""

@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, TypeVar
+from urllib.parse import quote
 
 import httpx
 import msgspec
 
-from policy.errors import ConfigError, SwitchRefused, TargetError, Unreachable
+from policy.catalog import Alias
+from policy.errors import (
+    AdapterRefused,
+    AdapterUnknown,
+    ConfigError,
+    SwitchRefused,
+    TargetError,
+    TidegateError,
+    Unreachable,
+)
 from policy.types import Fleet
+from serve.adapters import AdaptersStatus
 from store.state import SECRET_HEADER
 
 T = TypeVar("T")
+# An add that goes on says so at least once a second.
+SILENT_S = 30.0
 
 
 class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,6 +50,37 @@ class ControllerStatus(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     models: tuple[ModelStatus, ...]
     events: tuple[str, ...] = ()
+
+
+class AddRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """An adapter to add; without a ``model`` on the only one that takes any."""
+
+    name: str
+    source: str
+    model: str | None = None
+    tenants: tuple[str, ...] = ()
+
+
+class Problem(msgspec.Struct, frozen=True, kw_only=True):
+    """An error on its way: ``type`` is its class, ``code`` an :class:`policy.errors.AdapterRefused`'s."""
+
+    type: str
+    message: str
+    code: str = ""
+
+
+class AddLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One line of the answer to an add: how far a ``step`` is, of ``total`` if that is known, or the end.
+
+    The end is what the name stands for, once that is durable, or an error.
+    """
+
+    step: str = ""
+    message: str = ""
+    done: int = 0
+    total: int | None = None
+    alias: Alias | None = None
+    error: Problem | None = None
 
 
 class ControllerClient:
@@ -75,6 +120,48 @@ class ControllerClient:
         """Replace the deployment document, whole or not at all."""
         return self._call("POST", "/apply", document, ControllerStatus)
 
+    def adapters(self) -> AdaptersStatus:
+        """Which adapters there are, where they live and how they are used."""
+        return self._call("GET", "/adapters", None, AdaptersStatus)
+
+    def add_adapter(self, wanted: AddRequest, progress: Callable[[AddLine], None]) -> Alias:
+        """Add or replace an adapter; returns what its name stands for once that is durable.
+
+        The controller goes on when the caller leaves. Raises :class:`policy.errors.AdapterRefused`.
+        """
+        try:
+            with self._http.stream(
+                "POST", "/adapters", content=msgspec.json.encode(wanted), timeout=SILENT_S
+            ) as answer:
+                if answer.status_code != 200:
+                    answer.read()
+                    raise _refusal(answer)
+                for raw in answer.iter_lines():
+                    line = msgspec.json.decode(raw, type=AddLine)
+                    if line.error is not None:
+                        raise _error(line.error)
+                    if line.alias is not None:
+                        return line.alias
+                    progress(line)
+        except httpx.HTTPError as error:
+            raise Unreachable(
+                f"the controller at {self._address} stopped answering: {error}; `tidegate adapters` shows"
+                " what came of it"
+            ) from error
+        raise Unreachable(f"the controller at {self._address} ended before it was done")
+
+    def remove_adapter(self, model: str, name: str) -> None:
+        """Take a name away: requests for it are 404 from now on."""
+        self._call("DELETE", _adapter_path(model, name), None, dict[str, Any])
+
+    def split_adapter(self, model: str, name: str, weights: dict[str, float]) -> Alias:
+        """Let a name stand for several of its versions, called ``v1`` and so on, by weight."""
+        return self._call("POST", f"{_adapter_path(model, name)}/split", weights, Alias)
+
+    def rollback_adapter(self, model: str, name: str) -> Alias:
+        """Let a name stand for what it stood for before."""
+        return self._call("POST", f"{_adapter_path(model, name)}/rollback", None, Alias)
+
     def _call(self, method: str, path: str, body: object, kind: type[T]) -> T:
         try:
             answer = self._http.request(
@@ -87,6 +174,10 @@ class ControllerClient:
         raise _refusal(answer)
 
 
+def _adapter_path(model: str, name: str) -> str:
+    return f"/adapters/{quote(model, safe='')}/{quote(name, safe='')}"
+
+
 def _refusal(answer: httpx.Response) -> Exception:
     try:
         body: dict[str, Any] = answer.json()["error"]
@@ -94,5 +185,13 @@ def _refusal(answer: httpx.Response) -> Exception:
         return Unreachable(f"the controller answered {answer.status_code}: {answer.text[:200]}")
     if body["type"] == "ConfigError":
         return ConfigError(body["path"], body["value"], body["expected"])
-    kinds: dict[str, type[Exception]] = {"TargetError": TargetError, "SwitchRefused": SwitchRefused}
-    return kinds.get(body["type"], Unreachable)(body["message"])
+    return _error(msgspec.convert(body, Problem))
+
+
+def _error(problem: Problem) -> Exception:
+    if problem.type == "AdapterRefused":
+        return AdapterRefused(problem.code, problem.message)
+    kinds: dict[str, type[TidegateError]] = {
+        kind.__name__: kind for kind in (TargetError, SwitchRefused, AdapterUnknown)
+    }
+    return kinds.get(problem.type, Unreachable)(problem.message)

@@ -54,7 +54,8 @@ CHANGES: list[tuple[str, Any, str, Effect]] = [
     # What is promised and predicted of replicas is no part of them.
     ("models[0].control.slo.ttft_p95_s", 0.5, "models[m].control.slo.ttft_p95_s", Effect.LIVE),
     ("models[0].profile", "l4-8b", "models[m].profile", Effect.LIVE),
-    ("models[0].adapters.slots_per_replica", 4, "models[m].adapters.slots_per_replica", Effect.LIVE),
+    # An engine that loads adapters is another than one that loads none.
+    ("models[0].adapters.slots_per_replica", 4, "models[m].adapters", Effect.NEW_GENERATION),
     ("gateway.coalesce.window_s", 0.0, "gateway.coalesce.window_s", Effect.LIVE),
     ("tenants[0].weight", 3.0, "tenants[acme].weight", Effect.LIVE),
     ("tenants[1].keys_sha256", ["d" * 64], "tenants[bits].keys_sha256", Effect.LIVE),
@@ -159,6 +160,50 @@ def test_tenants_and_upstreams_come_and_go_by_name() -> None:
         ("tenants[bits]", None),
         ("upstreams[cloud]", None),
     ]
+
+
+def adapted(*sources: dict[str, Any], **over: Any) -> Deployment:
+    return parse(changed(TENANTS, "models[0].adapters", {"sources": list(sources), **over}))
+
+
+SQL, LAW = {"name": "sql", "source": "hf:org/sql"}, {"name": "law", "source": "/adapters/law"}
+
+
+def test_adapters_come_change_and_go_by_name_and_restart_nothing() -> None:
+    old, new = adapted(SQL, LAW), adapted(LAW | {"tenants": ["acme"]}, SQL | {"source": "hf:org/sql@2"})
+    assert [(c.path, c.before, c.after, c.effect) for c in diff(old, new)] == [
+        ("models[m].adapters.sources[sql].source", "hf:org/sql", "hf:org/sql@2", Effect.LIVE),
+        ("models[m].adapters.sources[law].tenants", [], ["acme"], Effect.LIVE),
+    ]
+    assert diff(old, adapted(LAW, SQL)) == ()
+    (gone,) = diff(old, adapted(LAW))
+    assert (gone.path, gone.before["source"], gone.after) == (
+        "models[m].adapters.sources[sql]",
+        "hf:org/sql",
+        None,
+    )
+    assert same_engines(old.model("m"), new.model("m"))
+
+
+def test_the_first_adapter_of_a_model_is_told_beside_its_new_engines() -> None:
+    assert [(c.path, c.effect) for c in diff(parse(TENANTS), adapted(SQL))] == [
+        ("models[m].adapters", Effect.NEW_GENERATION),
+        ("models[m].adapters.sources[sql]", Effect.LIVE),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("key", "effect"),
+    [
+        ("slots_per_replica", Effect.NEW_GENERATION),
+        ("max_rank", Effect.NEW_GENERATION),
+        # What is admitted is no matter of an engine's.
+        ("max_bytes", Effect.LIVE),
+    ],
+)
+def test_what_an_engine_holds_makes_it(key: str, effect: Effect) -> None:
+    (change,) = diff(adapted(SQL), adapted(SQL, **{key: 3}))
+    assert (change.path, change.effect) == (f"models[m].adapters.{key}", effect)
 
 
 def test_the_first_model_of_ours_takes_a_new_start() -> None:
