@@ -103,8 +103,8 @@ class Use(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What a replica did with one adapter since it last said so.
 
     ``name`` and whole ``digest`` as in :class:`Wanted`; ``requests`` that came for it, ``found`` of them
-    while it was loaded, the ``loads`` that they or a plan needed, which took ``load_s`` seconds in all, and why
-    the last one ``failed``.
+    while it was loaded, the ``loads`` that they or a plan needed, which took ``load_s`` seconds in all, and
+    why the last one ``failed``.
     """
 
     name: str
