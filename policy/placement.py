@@ -1,0 +1,269 @@
+"""Which adapter lives where: the rule of a plan that is computed anew every few seconds.
+
+Slots go to the versions whose reloads would cost most: requests per second times seconds of a load. Each gets
+one home, more where one cannot carry it: those that claim it most by weighted rendezvous, unless they have
+their share of the load (rendezvous hashing with bounded load: Mirrokni, Thorup and Zadimoghaddam, 2018). What
+has a home keeps it, so a plan that is computed from its own outcome moves nothing.
+
+:func:`plan` is the rule in five steps; each is a method of the draft below it, in the same order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import zip_longest
+
+import msgspec
+
+from policy.affinity import rendezvous
+from policy.homes import EMPTY, Bounds, Demand, Home, Host, Move, Plan
+
+__all__ = ["EMPTY", "Bounds", "Demand", "Home", "Host", "Move", "Plan", "plan"]
+
+# Why a version lives where it does, and why that has changed.
+KEPT = "lives there already"
+RESIDENT = "is loaded there already"
+CLAIMED = "claimed most by rendezvous"
+ALIKE = "beside others of its rank, where load is below the mean"
+BOUNDED = "its first choices have their share of the load, or no slot"
+LEAST = "the least loaded with a slot: elsewhere is more load than the bound, or no slot"
+EVENED = "to even the load"
+DISPLACED = "others are worth more"
+UNWANTED = "nobody asks for it any more"
+FEWER = "fewer homes are enough"
+NOWHERE = "no replica has a slot for it and could load it"
+
+
+def plan(
+    hosts: Iterable[Host], demands: Iterable[Demand], last: Plan, at: float, bounds: Bounds | None = None
+) -> Plan:
+    """The plan at ``at``, in seconds, after ``last``: the same arguments give the same plan.
+
+    Without any replica everything stays planned as it was, for those that come back.
+    """
+    listed = sorted(hosts, key=lambda host: host.id)
+    if not any(host.slots for host in listed):
+        return msgspec.structs.replace(last, at=at, moves=(), hold={}, load={})
+    draft = _Draft(listed, last, at, bounds or Bounds())
+    chosen = draft.choose([demand for demand in demands if demand.expected > 0.0])
+    for demand in chosen:
+        draft.keep(demand)
+    for demand in chosen:
+        draft.settle(demand)
+    draft.even()
+    return draft.plan()
+
+
+class _Draft:
+    """A plan in the making: the steps of :func:`plan`, in their order."""
+
+    def __init__(self, hosts: Sequence[Host], last: Plan, at: float, bounds: Bounds) -> None:
+        self._hosts = {host.id: host for host in hosts}
+        self._at, self._bounds = at, bounds
+        self._before = {home.name: home for home in last.homes}
+        # Where there is one slot alone, what is loaded on demand shares it.
+        self._room = {host.id: max(min(1, host.slots), host.slots - bounds.free) for host in hosts}
+        self._load = dict.fromkeys(self._hosts, 0.0)
+        self._seats = sum(host.seats for host in hosts)
+        # Requests per second and seat: of all that is asked for, and of what has slots.
+        self._whole = self._fair = 0.0
+        self._asked: set[str] = set()
+        self._chosen: dict[str, Demand] = {}
+        self._homes: dict[str, Home] = {}
+
+    def choose(self, demands: Sequence[Demand]) -> list[Demand]:
+        """Those that get slots, the most valuable first; who has one keeps it until another is worth more."""
+        self._asked = {demand.name for demand in demands}
+        self._whole = sum(demand.expected for demand in demands) / self._seats
+        room = sum(self._room.values())
+        for demand in sorted(demands, key=self._worth):
+            before = self._before.get(demand.name)
+            if room > 0 and not (before is not None and not before.hosts and self._rests(before)):
+                home = self._wanted(demand, before)
+                room -= min(room, home.degree)
+                self._homes[demand.name] = home
+                self._chosen[demand.name] = demand
+        chosen = list(self._chosen.values())
+        self._fair = sum(demand.expected for demand in chosen) / self._seats
+        return chosen
+
+    def keep(self, demand: Demand) -> None:
+        """It stays where it lives, as far as there is room and so many homes are wanted."""
+        before = self._before.get(demand.name)
+        for host in before.hosts if before is not None else ():
+            if len(self._homes[demand.name].hosts) < self._homes[demand.name].degree and self._takes(
+                host, demand
+            ):
+                self._give(demand, host, KEPT)
+
+    def settle(self, demand: Demand) -> None:
+        """The homes that it lacks. Beside one it gets another only if it may move; without any at once."""
+        while len(self._homes[demand.name].hosts) < self._homes[demand.name].degree:
+            home = self._homes[demand.name]
+            free = [host for host in self._hosts.values() if self._takes(host.id, demand)]
+            if not free or (home.hosts and self._rests(home)):
+                return
+            host, why = self._best(demand, free)
+            self._give(demand, host.id, why)
+            if demand.name in self._before:
+                home = self._homes[demand.name]
+                self._homes[demand.name] = msgspec.structs.replace(home, moved_at=self._at)
+
+    def even(self) -> None:
+        """While a replica has more load than the bound, move something away, or exchange it for less."""
+        while True:
+            most = max(self._hosts, key=lambda host: (self._per_seat(host), host))
+            if self._per_seat(most) <= self._bounds.load * self._whole:
+                return
+            after, _, name, other, less = min(self._exchanges(most), default=(math.inf, 0, "", "", ""))
+            if after >= self._per_seat(most) * (1.0 - 1e-9):
+                return
+            self._move(name, most, other)
+            if less:
+                self._move(less, other, most)
+
+    def plan(self) -> Plan:
+        """What came of it."""
+        homes: list[Home] = []
+        moves: list[Move] = []
+        for home in sorted(self._homes.values(), key=lambda home: (-home.value, home.name)):
+            before = self._before.get(home.name)
+            had = before.hosts if before is not None else ()
+            left = [host for host in had if host not in home.hosts]
+            came = [host for host in home.hosts if host not in had]
+            for source, target in zip_longest(left, came, fillvalue=""):
+                why = home.why if target else FEWER
+                moves.append(Move(name=home.name, source=source, target=target, why=why))
+            homes.append(home)
+        for before in self._before.values():
+            if before.name in self._homes:
+                continue
+            why = DISPLACED if before.name in self._asked else UNWANTED
+            moves += [Move(name=before.name, source=host, target="", why=why) for host in before.hosts]
+            if before.hosts and why == DISPLACED:
+                homes.append(Home(name=before.name, hosts=(), value=0.0, why=why, moved_at=self._at))
+            elif not before.hosts and self._rests(before):
+                homes.append(before)
+        hold = {host: tuple(home.name for home in homes if host in home.hosts) for host in self._hosts}
+        load = {host: self._per_seat(host) / self._fair if self._fair else 0.0 for host in self._hosts}
+        return Plan(at=self._at, homes=tuple(homes), hold=hold, moves=tuple(moves), load=load)
+
+    def _worth(self, demand: Demand) -> tuple[float, str]:
+        before = self._before.get(demand.name)
+        gain = self._bounds.gain if before is not None and before.hosts else 1.0
+        return -gain * demand.value, demand.name
+
+    def _wanted(self, demand: Demand, before: Home | None) -> Home:
+        """How many homes it should have, which has none yet."""
+        bounds, at = self._bounds, self._at
+        seats = self._seats / len(self._hosts)
+        degree = max(1, math.ceil(demand.expected * demand.service_s / (bounds.busy * seats)))
+        had = len(before.hosts) if before is not None and before.hosts else degree
+        waits = spare = None
+        if demand.waiting:
+            waits = before.waits_since if before is not None and before.waits_since is not None else at
+            degree = max(degree, had)
+            if at - waits >= bounds.waits_s:
+                degree, waits = max(degree, had + 1), at
+        elif degree < had:
+            spare = before.spare_since if before is not None and before.spare_since is not None else at
+            degree = had
+            if at - spare >= bounds.spare_s:
+                degree, spare = had - 1, at
+        return Home(
+            name=demand.name,
+            hosts=(),
+            value=demand.value,
+            why=NOWHERE,
+            degree=min(degree, bounds.copies or len(self._hosts), len(self._hosts)),
+            moved_at=before.moved_at if before is not None else None,
+            waits_since=waits,
+            spare_since=spare,
+        )
+
+    def _rests(self, home: Home) -> bool:
+        """Whether it moved too lately to move again."""
+        return home.moved_at is not None and self._at - home.moved_at < self._bounds.move_s
+
+    def _takes(self, host: str, demand: Demand) -> bool:
+        return (
+            self._room.get(host, 0) > 0
+            and host not in self._homes[demand.name].hosts
+            and demand.name not in self._hosts[host].refused
+        )
+
+    def _best(self, demand: Demand, free: Sequence[Host]) -> tuple[Host, str]:
+        """The one of ``free`` to live at, and why."""
+
+        def claim(host: Host) -> float:
+            return rendezvous(demand.key, host.key, host.seats)
+
+        share = self._share(demand.name)
+        # What alone is more than the bound may live where nothing else does.
+        most = self._bounds.load * self._fair
+        within = [h for h in free if self._load[h.id] + share <= max(most * h.seats, share)]
+        if not within:
+            return min(free, key=lambda host: (self._per_seat(host.id), -claim(host))), LEAST
+        if resident := [host for host in within if demand.name in host.resident]:
+            return max(resident, key=claim), RESIDENT
+        # Engines pad all that they run to the largest rank among it. Where load is low, claims matter less.
+        light = [host for host in within if self._per_seat(host.id) < self._fair] or within
+        first = max(light, key=claim)
+        best = max(light, key=lambda host: (-self._padding(host, demand.rank), claim(host)))
+        if best is not first:
+            return best, ALIKE
+        return best, CLAIMED if best is max(self._hosts.values(), key=claim) else BOUNDED
+
+    def _padding(self, host: Host, rank: int) -> int:
+        """How far ``rank`` is from the largest that lives there."""
+        ranks = [self._chosen[home.name].rank for home in self._homes.values() if host.id in home.hosts]
+        return abs(rank - max(ranks)) if ranks else 0
+
+    def _exchanges(self, most: str) -> Iterator[tuple[float, int, str, str, str]]:
+        """What may leave ``most``: the larger load per seat after it, the version, where to, what for."""
+        for name in self._movable(most):
+            for other in self._hosts:
+                if self._room[other] > 0:
+                    options = [""]
+                else:
+                    options = [less for less in self._movable(other) if self._could(less, most)]
+                for less in options if self._could(name, other) else ():
+                    change = self._share(name) - (self._share(less) if less else 0.0)
+                    here = (self._load[most] - change) / self._hosts[most].seats
+                    there = (self._load[other] + change) / self._hosts[other].seats
+                    yield max(here, there), len(less), name, other, less
+
+    def _movable(self, host: str) -> list[str]:
+        return [home.name for home in self._homes.values() if host in home.hosts and not self._rests(home)]
+
+    def _could(self, name: str, host: str) -> bool:
+        return host not in self._homes[name].hosts and name not in self._hosts[host].refused
+
+    def _share(self, name: str) -> float:
+        """Requests per second that each of its homes gets."""
+        return self._chosen[name].expected / self._homes[name].degree
+
+    def _per_seat(self, host: str) -> float:
+        return self._load[host] / self._hosts[host].seats
+
+    def _give(self, demand: Demand, host: str, why: str) -> None:
+        home = self._homes[demand.name]
+        hosts, said = (*home.hosts, host), _said(why, demand)
+        self._homes[demand.name] = msgspec.structs.replace(home, hosts=hosts, why=said)
+        self._room[host] -= 1
+        self._load[host] += self._share(demand.name)
+
+    def _move(self, name: str, source: str, target: str) -> None:
+        home = self._homes[name]
+        hosts = tuple(target if host == source else host for host in home.hosts)
+        said = _said(EVENED, self._chosen[name])
+        self._homes[name] = msgspec.structs.replace(home, hosts=hosts, why=said, moved_at=self._at)
+        self._room[source] += 1
+        self._room[target] -= 1
+        self._load[source] -= self._share(name)
+        self._load[target] += self._share(name)
+
+
+def _said(why: str, demand: Demand) -> str:
+    return f"{why}; {demand.expected:.3g} requests/s times {demand.load_s:.3g} s of a load"
