@@ -17,7 +17,7 @@ def made_of(spec: ModelSpec) -> dict[str, Any]:
 
     ``token_file`` only fetches the weights. The timeouts are a host's for life: it drains and
     watches its engine by them, and Serve waits for its end. Of adapters an engine is made to hold so many of
-    such a rank; which ones there are it is told while it runs.
+    such a rank and size; which ones there are it is told while it runs.
     """
     source = "sim" if spec.engine is EngineKind.SIM else "source"
     whole = msgspec.to_builtins(spec)
@@ -28,7 +28,9 @@ def made_of(spec: ModelSpec) -> dict[str, Any]:
         "progress_timeout_s": control["progress_timeout_s"],
     }
     if spec.adapters is not None:
-        made["adapters"] = {key: whole["adapters"][key] for key in ("slots_per_replica", "max_rank")}
+        made["adapters"] = {
+            key: whole["adapters"][key] for key in ("slots_per_replica", "max_rank", "max_bytes")
+        }
     return made
 
 

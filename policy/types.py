@@ -104,7 +104,8 @@ class Use(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     ``name`` and whole ``digest`` as in :class:`Wanted`; ``requests`` that came for it, ``found`` of them
     while it was loaded, the ``loads`` that they or a plan needed, which took ``load_s`` seconds in all, and
-    why the last one ``failed``.
+    why the last one ``failed``. Requests that ended had it for ``busy_s`` seconds in all; ``waiting`` of them
+    wait for a slot now.
     """
 
     name: str
@@ -114,6 +115,8 @@ class Use(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     loads: int = 0
     load_s: float = 0.0
     failed: str = ""
+    busy_s: float = 0.0
+    waiting: int = 0
 
 
 class Beat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

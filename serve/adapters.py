@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from enum import StrEnum
 
 import msgspec
@@ -10,6 +10,7 @@ import msgspec
 from policy.catalog import Alias, Version, served_name
 from policy.types import Replica, ReplicaState, Wanted
 from serve.demand import Demand
+from serve.placing import Placing
 
 
 class AdapterState(StrEnum):
@@ -36,8 +37,9 @@ class RefusedBy(msgspec.Struct, frozen=True, kw_only=True):
 class VersionStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One version: its record, its ``share`` of the name's requests (0..1), where it is, and how it is used.
 
-    ``served`` is what engines call it. ``loaded`` and ``planned`` name replicas. ``load_s`` is how long a
-    load takes, ``hit_rate`` the fraction of requests that found it loaded; ``None`` before any.
+    ``served`` is what engines call it. ``loaded`` and ``planned`` name replicas, and the plan says ``why``.
+    ``load_s`` is how long a load takes, ``hit_rate`` the fraction of requests that found it loaded; ``None``
+    before any.
     """
 
     number: int
@@ -50,6 +52,7 @@ class VersionStatus(msgspec.Struct, frozen=True, kw_only=True):
     share: float
     loaded: tuple[str, ...] = ()
     planned: tuple[str, ...] = ()
+    why: str = ""
     refused: tuple[RefusedBy, ...] = ()
     requests_per_s: float = 0.0
     hit_rate: float | None = None
@@ -83,18 +86,12 @@ class AdaptersStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Overview:
-    """The ``replicas`` of one model at the instant ``at``, and what each of them is ``planned`` to hold."""
+    """The ``replicas`` of one model at the instant ``at``, and what each of them should hold."""
 
-    def __init__(
-        self,
-        replicas: Sequence[Replica],
-        demand: Demand,
-        planned: Mapping[str, Sequence[Wanted]],
-        at: float,
-    ) -> None:
+    def __init__(self, replicas: Sequence[Replica], demand: Demand, placing: Placing, at: float) -> None:
         self._replicas = [replica for replica in replicas if replica.state is not ReplicaState.STOPPED]
         self._demand = demand
-        self._planned = planned
+        self._placing = placing
         self._at = at
 
     def of(self, alias: Alias, note: str = "") -> AdapterStatus:
@@ -124,6 +121,7 @@ class Overview:
         usage = self._demand.usage(alias.model, wanted, self._at)
         failures = self._demand.failures(wanted)
         ids = [replica.id for replica in self._replicas]
+        holds = self._placing.holds
         return VersionStatus(
             number=version.number,
             digest=version.digest,
@@ -134,7 +132,8 @@ class Overview:
             at=version.at,
             share=share,
             loaded=tuple(replica.id for replica in self._replicas if served in replica.adapters),
-            planned=tuple(id_ for id_ in ids if wanted in self._planned.get(id_, ())),
+            planned=tuple(id_ for id_ in ids if wanted in holds.get(id_, ())),
+            why=self._placing.why(alias.model, served),
             refused=tuple(
                 RefusedBy(replica=id_, reason=failures[id_].reason, at=failures[id_].at)
                 for id_ in ids

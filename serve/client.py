@@ -70,9 +70,9 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AddLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One line of the answer to an add: how far a ``step`` is, of ``total`` if that is known, or the end.
+    """One line of the answer to an add: how far a ``step`` is, ``done`` of ``total`` if that is known.
 
-    The end is what the name stands for, once that is durable, or an error.
+    The last one has what the name stands for, once that is durable, or an error.
     """
 
     step: str = ""

@@ -22,13 +22,15 @@ from policy.generation import digest
 from policy.parsing import parse
 from policy.plan import Layer, LayerKey, step
 from policy.switching import reached, verdict
-from policy.types import Fleet, Replica
+from policy.types import Beat, Fleet, Orders, Replica
 from serve.actuator.port import Actuator, Held
+from serve.adapter_control import AdapterControl
 from serve.client import ControllerStatus, ModelStatus
 from serve.observation import Observation
 from serve.probe import probe_silent
 from serve.registry import Registry
 from serve.report import model_status, models
+from serve.shelf import Shelf
 from serve.steering import adopted, goal_of, said, starves
 from serve.targets import Target, Targets, first_target, found_target, wanted_models
 from serve.weighing import Weighing
@@ -52,6 +54,7 @@ class Controller:
         actuator: Actuator,
         state: StateDir,
         pid: int,
+        shelf: Shelf,
         *,
         wall: Callable[[], float],
         monotonic: Callable[[], float],
@@ -71,6 +74,11 @@ class Controller:
         self._wake = asyncio.Event()
         self._weighing = Weighing(self._observation, Resolver(monotonic, self._wake.set), self._event)
         self._deployment = parse(state.load(state.deployment_path, dict[str, object]))
+        self.adapters = AdapterControl(
+            shelf, self.registry, state, self._epoch,
+            slots=self._adapter_slots, wall=wall, monotonic=monotonic, event=self._event,
+        )  # fmt: skip
+        self.adapters.declare(self._deployment, applied=False)
 
     # What the HTTP API calls.
 
@@ -97,12 +105,14 @@ class Controller:
             events=tuple(self._events),
         )
 
-    def beat(self, replica: Replica) -> None:
-        """Take a heartbeat of a replica host."""
+    def beat(self, beat: Beat) -> Orders:
+        """Take a heartbeat of a replica host; returns what it should do."""
+        replica = beat.replica
         self._observation.note(replica)
         if self.registry.put(replica, self._monotonic()):
             self._event(f"{replica.id}: {replica.state}" + (f" ({replica.reason})" if replica.reason else ""))
             self._wake.set()
+        return self.adapters.beat(beat)
 
     def scale(self, model: str, replicas: int) -> ModelStatus:
         """Set the count of the current mode; raises :class:`TargetError` outside its bounds."""
@@ -143,6 +153,7 @@ class Controller:
         for name, target in steered.items():
             self._steer(name, target)
             self._weighing.look_again(name)
+        self.adapters.declare(deployment, applied=True)
         self._event("a new deployment was applied")
         return self.status()
 
@@ -154,6 +165,7 @@ class Controller:
         probing = asyncio.create_task(
             probe_silent(self.registry, self._state.secret(), self._lost, self._monotonic)
         )
+        adapting = asyncio.create_task(self.adapters.run())
         try:
             while True:
                 try:
@@ -167,6 +179,7 @@ class Controller:
                 self._wake.clear()
         finally:
             probing.cancel()
+            adapting.cancel()
 
     async def rebuild(self) -> None:
         """Take up what a predecessor left: counts and generations from the actuator's layers."""
@@ -209,6 +222,7 @@ class Controller:
                 except TidegateError as error:
                     errors.append(error)
         self.registry.set_models(models(self._targets, self._observation, self.registry))
+        self.adapters.place()
         if errors:
             raise errors[0]
 
@@ -309,6 +323,13 @@ class Controller:
             self._observation.forgive(target.key())
             self._event(f"{model}: target {said(target.aim)}")
         self._wake.set()
+
+    def _adapter_slots(self, replica: Replica) -> int:
+        """How many adapters a replica can have loaded at once, as its generation was built."""
+        if replica.model not in self._targets.names():
+            return 0
+        spec = self._targets.get(replica.model).specs.get(replica.generation)
+        return spec.adapters.slots_per_replica if spec is not None and spec.adapters is not None else 0
 
     def _lost(self, replica: Replica) -> None:
         self._event(f"{replica.id}: gone")

@@ -1,21 +1,24 @@
 """What adapters are asked for: rates, loads and failures, from what replicas say with their heartbeats.
 
-Rates age exponentially: a count halves in :data:`HALF_LIFE_S`, so that a steady stream of one a second adds
-up to ``HALF_LIFE_S / ln 2``, and the rate is the sum divided by that. Nothing here grows with the number of
-names that were ever asked for.
+Counts age exponentially: one halves in a half-life, so that a steady stream of one a second adds up to
+``half-life / ln 2``, and the rate is the sum divided by that. Nothing here grows with the number of names
+that were ever asked for.
 """
 
 from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 from policy.catalog import served_name
 from policy.types import Beat, Replica, ReplicaState, Use, Wanted
 
 HALF_LIFE_S = 60.0
+# A rise is believed once so many requests of the last seconds show it: fewer are as likely to be chance.
+QUICK_HALF_LIFE_S = 10.0
+QUICK_AT_LEAST = 8.0
 # Versions that are remembered; who was asked for longest ago is forgotten first.
 MAX_VERSIONS = 20_000
 # So long the plan leaves a replica alone whose load failed; not for ever, for a disk may have been full.
@@ -27,17 +30,21 @@ Key = tuple[str, Wanted]
 
 
 class Usage(NamedTuple):
-    """How one version is used: requests per second ``rate``, the fraction of them that found it loaded.
+    """How one version is used: ``rate`` in requests per second, and ``rising`` to what, 0 if it does not.
 
-    ``hit_rate`` is ``None`` before any request, ``loads`` counts those of all replicas, ``load_s`` is how
-    long one took on average, ``None`` before any, ``last_used`` the instant of the last request.
+    ``hit_rate`` is the fraction of requests that found it loaded, ``loads`` counts those of all replicas,
+    ``load_s`` is how long one took on average, ``service_s`` how long a request had it, ``last_used`` the
+    instant of the last one; ``None`` where there was none. ``waiting`` are requests that wait for a slot.
     """
 
     rate: float = 0.0
+    rising: float = 0.0
     hit_rate: float | None = None
     loads: int = 0
     load_s: float | None = None
+    service_s: float | None = None
     last_used: float | None = None
+    waiting: int = 0
 
 
 class Failure(NamedTuple):
@@ -48,38 +55,64 @@ class Failure(NamedTuple):
 
 
 class _Counts:
-    """The counts of one version as they were at ``at``."""
+    """The counts of one version as they were at ``_at``."""
 
-    __slots__ = ("at", "found", "last_used", "load_s", "loaded", "loads", "requests")
+    __slots__ = (
+        "_at",
+        "_busy_s",
+        "_found",
+        "_load_s",
+        "_loaded",
+        "_quick",
+        "_requests",
+        "last_used",
+        "loads",
+    )
 
     def __init__(self, at: float) -> None:
-        self.at = at
-        self.requests = self.found = 0.0
-        self.loaded = self.load_s = 0.0
+        self._at = at
+        self._requests = self._quick = self._found = 0.0
+        self._loaded = self._load_s = self._busy_s = 0.0
         self.loads = 0
         self.last_used: float | None = None
 
-    def age(self, at: float) -> None:
-        left = 0.5 ** (max(0.0, at - self.at) / HALF_LIFE_S)
-        self.requests *= left
-        self.found *= left
-        self.loaded *= left
-        self.load_s *= left
-        self.at = max(at, self.at)
-
     def add(self, use: Use, at: float) -> None:
-        self.age(at)
-        self.requests += use.requests
-        self.found += min(use.found, use.requests)
-        self.loaded += use.loads
-        self.load_s += use.load_s
+        self._age(at)
+        self._requests += use.requests
+        self._quick += use.requests
+        self._found += min(use.found, use.requests)
+        self._loaded += use.loads
+        self._load_s += use.load_s
+        self._busy_s += use.busy_s
         self.loads += use.loads
         if use.requests:
             self.last_used = at
 
-    def rate(self, at: float) -> float:
-        left = 0.5 ** (max(0.0, at - self.at) / HALF_LIFE_S)
-        return self.requests * left * math.log(2) / HALF_LIFE_S
+    def usage(self, at: float, waiting: int) -> Usage:
+        self._age(at)
+        rate = self._requests * math.log(2) / HALF_LIFE_S
+        quick = self._quick * math.log(2) / QUICK_HALF_LIFE_S
+        return Usage(
+            rate=rate,
+            rising=quick if quick > rate and self._quick >= QUICK_AT_LEAST else 0.0,
+            hit_rate=self._found / self._requests if self._requests else None,
+            loads=self.loads,
+            load_s=self._load_s / self._loaded if self._loaded else None,
+            service_s=self._busy_s / self._requests if self._requests and self._busy_s else None,
+            last_used=self.last_used,
+            waiting=waiting,
+        )
+
+    def _age(self, at: float) -> None:
+        passed_s = max(0.0, at - self._at)
+        left = 0.5 ** (passed_s / HALF_LIFE_S)
+        self._requests *= left
+        self._found *= left
+        self._loaded *= left
+        self._load_s *= left
+        self._busy_s *= left
+        self._quick *= 0.5 ** (passed_s / QUICK_HALF_LIFE_S)
+        self._at += passed_s
 
 
 class Demand:
@@ -88,13 +121,15 @@ class Demand:
     def __init__(self) -> None:
         self._counts: OrderedDict[Key, _Counts] = OrderedDict()
         self._failures: dict[str, dict[Wanted, Failure]] = {}
+        self._waiting: dict[str, dict[Wanted, int]] = {}
         self._incarnations: dict[str, int] = {}
 
     def note(self, beat: Beat, at: float) -> None:
         """Take what a replica did since it last said so."""
         replica = beat.replica
-        for use in beat.uses:
-            self._count((replica.model, Wanted(name=use.name, digest=use.digest)), use, at)
+        uses = {Wanted(name=use.name, digest=use.digest): use for use in beat.uses}
+        for wanted, use in uses.items():
+            self._count((replica.model, wanted), use, at)
         if replica.state is ReplicaState.STOPPED:
             self._forget(replica.id)
             return
@@ -102,7 +137,8 @@ class Demand:
             # Another engine: what the one before it could not do says nothing of it.
             self._forget(replica.id)
             self._incarnations[replica.id] = replica.incarnation
-        self._judge(replica, beat.uses, at)
+        self._waiting[replica.id] = {wanted: use.waiting for wanted, use in uses.items() if use.waiting}
+        self._judge(replica, uses, at)
 
     def keep(self, replicas: Collection[str]) -> None:
         """Forget what replicas did that are none of these."""
@@ -114,17 +150,7 @@ class Demand:
         counts = self._counts.get((model, wanted))
         if counts is None:
             return Usage()
-        return Usage(
-            rate=counts.rate(at),
-            hit_rate=counts.found / counts.requests if counts.requests else None,
-            loads=counts.loads,
-            load_s=counts.load_s / counts.loaded if counts.loaded else None,
-            last_used=counts.last_used,
-        )
-
-    def rates(self, model: str, at: float) -> dict[Wanted, float]:
-        """Requests per second of each version of ``model`` that is remembered."""
-        return {wanted: c.rate(at) for (of, wanted), c in self._counts.items() if of == model}
+        return counts.usage(at, sum(waiting.get(wanted, 0) for waiting in self._waiting.values()))
 
     def failures(self, wanted: Wanted) -> dict[str, Failure]:
         """By replica, why it has not loaded the version when it last tried."""
@@ -146,10 +172,9 @@ class Demand:
         if use.requests:
             self._counts.move_to_end(key)
 
-    def _judge(self, replica: Replica, uses: tuple[Use, ...], at: float) -> None:
+    def _judge(self, replica: Replica, uses: Mapping[Wanted, Use], at: float) -> None:
         failed = self._failures.setdefault(replica.id, {})
-        for use in uses:
-            wanted = Wanted(name=use.name, digest=use.digest)
+        for wanted, use in uses.items():
             if use.failed:
                 failed.pop(wanted, None)
                 failed[wanted] = Failure(use.failed, at)
@@ -157,10 +182,12 @@ class Demand:
                     del failed[next(iter(failed))]
             elif use.loads:
                 failed.pop(wanted, None)
+        # What it said of a load may be lost; that it has loaded it is said again and again.
         loaded = set(replica.adapters) if failed else set()
-        for wanted in [w for w in failed if served_name(w.name, w.digest) in loaded]:
+        for wanted in [each for each in failed if served_name(each.name, each.digest) in loaded]:
             del failed[wanted]
 
     def _forget(self, replica: str) -> None:
         self._failures.pop(replica, None)
+        self._waiting.pop(replica, None)
         self._incarnations.pop(replica, None)

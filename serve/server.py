@@ -12,6 +12,7 @@ from serve.actuator.port import Actuator
 from serve.api import build_app
 from serve.control import Controller
 from serve.http import Server
+from serve.stored_shelf import StoredShelf
 from store.state import StateDir, listen
 
 
@@ -20,7 +21,8 @@ async def serve_controller(actuator: Actuator, state: StateDir, address: str) ->
 
     The port is fixed, so a predecessor that is just ending is waited for.
     """
-    controller = Controller(actuator, state, os.getpid(), wall=time.time, monotonic=time.monotonic)
+    shelf = StoredShelf(state, f"sqlite:///{state.database_path}")
+    controller = Controller(actuator, state, os.getpid(), shelf, wall=time.time, monotonic=time.monotonic)
     host, _, port = address.rpartition(":")
     for attempt in range(50):
         try:

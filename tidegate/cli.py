@@ -24,6 +24,7 @@ _COMMANDS = {
     "logs": ("logs", "Print the log of one part, or of all."),
     "scale": ("targets", "Set how many replicas a model has in its current mode."),
     "mode": ("targets", "Switch a model between single-large and multi-replica."),
+    "adapters": ("adapters", "Show, add, replace, split, roll back or remove LoRA adapters."),
     "check": ("documents", "Validate a deployment document."),
     "apply": ("documents", "Show what a document would change, and apply it."),
     "keys": ("keys", "Make API keys for tenants."),

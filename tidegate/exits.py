@@ -5,6 +5,8 @@ from __future__ import annotations
 from enum import IntEnum
 
 from policy.errors import (
+    AdapterRefused,
+    AdapterUnknown,
     ConfigError,
     PreconditionFailed,
     SwitchRefused,
@@ -32,7 +34,7 @@ MEANINGS = {
     Exit.USAGE: "usage error",
     Exit.INVALID: "invalid deployment document",
     Exit.NOT_RUNNING: "nothing is running, or it does not answer",
-    Exit.REFUSED: "refused: target, switch, or a change that needs down and up",
+    Exit.REFUSED: "refused: target, switch, adapter, or a change that needs down and up",
     Exit.PRECONDITION: "precondition: port taken, too little memory, foreign Ray",
     Exit.INTERRUPTED: "interrupted",
 }
@@ -42,6 +44,8 @@ _BY_ERROR: tuple[tuple[type[Exception], Exit], ...] = (
     (Unreachable, Exit.NOT_RUNNING),
     (TargetError, Exit.REFUSED),
     (SwitchRefused, Exit.REFUSED),
+    (AdapterRefused, Exit.REFUSED),
+    (AdapterUnknown, Exit.REFUSED),
     (PreconditionFailed, Exit.PRECONDITION),
 )
 

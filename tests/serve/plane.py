@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from policy.plan import LayerKey
-from policy.types import Replica, ReplicaState
+from policy.types import Beat, Replica, ReplicaState
 from serve.actuator.memory import MemoryActuator, MemoryCluster
 from serve.control import Controller
 from store.state import StateDir
+from tests.serve.fake_shelf import FakeShelf
 
 SMALL, LARGE, NEW_SMALL = LayerKey("m", "small", 1), LayerKey("m", "large", 1), LayerKey("m", "small", 2)
 READY = ReplicaState.READY
@@ -21,6 +22,7 @@ class Plane:
 
     state: StateDir
     now: float = 1000.0
+    shelf: FakeShelf = field(default_factory=FakeShelf)
     cluster: MemoryCluster = field(init=False)
     controller: Controller = field(init=False)
 
@@ -33,14 +35,16 @@ class Plane:
     async def restart(self) -> None:
         """A controller that was killed comes back; its hosts beat on."""
         actuator = MemoryActuator(self.cluster)
-        self.controller = Controller(actuator, self.state, 1, wall=self.clock, monotonic=self.clock)
+        self.controller = Controller(
+            actuator, self.state, 1, self.shelf, wall=self.clock, monotonic=self.clock
+        )
         await self.controller.rebuild()
 
     def clock(self) -> float:
         return self.now
 
     def _beat(self, replica: Replica) -> None:
-        self.controller.beat(replica)
+        self.controller.beat(Beat(replica=replica))
 
     async def ticks(self, count: int = 12) -> None:
         for _ in range(count):

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from policy.errors import ConfigError, SwitchRefused, TargetError, Unreachable
-from policy.types import Fleet, Load, Replica, ReplicaState
+from policy.types import Beat, Fleet, Load, Orders, Replica, ReplicaState
 from serve import api
 from serve.api import build_app
 from serve.client import ControllerClient, ControllerStatus, ModelStatus
@@ -60,7 +60,8 @@ async def test_a_heartbeat_is_in_the_next_snapshot(served: httpx.AsyncClient) ->
     beat = Replica(
         id="new", model="m", shape="small", generation=1, state=ReplicaState.STARTING, load=Load(at=1.0)
     )
-    assert (await served.post("/replicas", content=msgspec.json.encode(beat))).status_code == 200
+    answer = await served.post("/replicas", content=msgspec.json.encode(Beat(replica=beat)))
+    assert msgspec.json.decode(answer.content, type=Orders) == Orders()
     fleet = msgspec.json.decode((await served.get("/fleet")).content, type=Fleet)
     assert beat in fleet.replicas
 

@@ -27,7 +27,7 @@ def render(view: View) -> RenderableType:
         parts += [_processes(view.supervisor.processes), Text()]
     parts += [_models(view.models), Text()]
     if view.fleet_age_s > _STALE_S:
-        parts.append(Text(f"replicas as last known, {_age(view.fleet_age_s)} ago", style="yellow"))
+        parts.append(Text(f"replicas as last known, {age(view.fleet_age_s)} ago", style="yellow"))
     parts.append(_replicas(view))
     return Group(*parts)
 
@@ -39,7 +39,7 @@ def _header(view: View) -> Table:
     table.add_row("state", view.state_dir)
     if view.supervisor is not None:
         table.add_row("phase", _colored(view.supervisor.phase))
-        table.add_row("up", _age(view.at - view.supervisor.since))
+        table.add_row("up", age(view.at - view.supervisor.since))
         table.add_row("endpoint", f"{view.supervisor.endpoint}/v1")
         table.add_row("admin", view.supervisor.admin)
     table.add_row("controller", view.controller)
@@ -54,7 +54,7 @@ def _processes(processes: tuple[ProcessStatus, ...]) -> Table:
             process.name,
             str(process.pid) if process.pid else down,
             str(process.restarts),
-            _age(process.up_s) if process.pid else "",
+            age(process.up_s) if process.pid else "",
         )
     return table
 
@@ -96,7 +96,7 @@ def _row(replica: Replica, at: float) -> tuple[RenderableType, ...]:
         f"{load.in_flight}/{load.bound}" if load.bound else str(load.in_flight),
         f"{load.running}/{load.waiting}",
         f"{load.kv_used:.0%}",
-        _age(at - load.at) if load.at else "-",
+        age(at - load.at) if load.at else "-",
         replica.node or "-",
         replica.url.removeprefix("http://") or "-",
         str(replica.pid or "-"),
@@ -114,7 +114,7 @@ def _colored(word: str) -> Text:
     return Text(word, style=_COLORS.get(word, ""))
 
 
-def _age(seconds: float) -> str:
+def age(seconds: float) -> str:
     """A duration in its two largest units."""
     seconds = max(0.0, seconds)
     if seconds < 10:

@@ -1,0 +1,54 @@
+"""How the controller's HTTP API answers: values as JSON, errors with a status that a caller can act on."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from policy.errors import AdapterRefused, AdapterUnknown, ConfigError, TidegateError
+
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+def json_answer(value: object, status: int = 200) -> Response:
+    """``value`` as JSON."""
+    return Response(msgspec.json.encode(value), status, media_type="application/json")
+
+
+def error_answer(status: int, kind: str, message: str) -> Response:
+    """An error that is none of Tidegate's own."""
+    return json_answer({"error": {"type": kind, "message": message}}, status)
+
+
+def problem_of(error: TidegateError) -> dict[str, object]:
+    """What is told of ``error``."""
+    body: dict[str, object] = {"type": type(error).__name__, "message": str(error)}
+    if isinstance(error, ConfigError):
+        body |= {"path": error.path, "value": error.value, "expected": error.expected}
+    if isinstance(error, AdapterRefused):
+        body["code"] = error.code
+    return body
+
+
+def refusing(handler: Handler) -> Handler:
+    """Answer refusals as 400, 404 or 409 and undecodable bodies as 400, with what the caller can act on."""
+
+    async def wrapped(request: Request) -> Response:
+        try:
+            return await handler(request)
+        except TidegateError as error:
+            return json_answer({"error": problem_of(error)}, _status_of(error))
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            # msgspec raises the second for text that is not UTF-8.
+            return error_answer(400, "BadRequest", str(error))
+
+    return wrapped
+
+
+def _status_of(error: TidegateError) -> int:
+    if isinstance(error, AdapterRefused):
+        return 400
+    return 404 if isinstance(error, AdapterUnknown) else 409

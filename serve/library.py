@@ -1,0 +1,290 @@
+"""The controller's adapters: adds them, publishes what names stand for, and clears away what nobody names.
+
+What is published or acknowledged is durable, and what is recorded lies in its place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping
+
+import msgspec
+
+from policy.catalog import NAME, Alias, Catalog
+from policy.config import Deployment, ModelSpec
+from policy.errors import AdapterRefused, AdapterUnknown, ConfigError, TargetError, TidegateError, Unreachable
+from serve.adding import Adding, Key
+from serve.background import in_background
+from serve.client import AddRequest
+from serve.shelf import Shelf, Taken
+from store.preparation import Progress
+
+log = logging.getLogger("tidegate.adapters")
+
+ADDS_AT_ONCE = 4
+# What nobody names is kept for so long: a replica may just be pulling it, a gateway may not know yet.
+GRACE_S = 600.0
+RETRY_S = 1.0
+MAX_RETRY_S = 60.0
+_VERSION = re.compile(r"v([1-9][0-9]{0,8})")
+
+Event = Callable[[str], None]
+
+
+class Library:
+    """Which adapters there are; for one event loop, its slow work is done in threads."""
+
+    def __init__(self, shelf: Shelf, epoch: float, event: Event) -> None:
+        self._shelf = shelf
+        self._epoch = epoch
+        self._event = event
+        self._specs: dict[str, ModelSpec] = {}
+        self._names: frozenset[str] = frozenset()
+        self._tenants: tuple[str, ...] = ()
+        self._aliases: dict[Key, Alias] = {}
+        self._opened = asyncio.Event()
+        self._version = 1
+        self._changed = asyncio.Event()
+        self._line: tuple[int, bytes] = (0, b"")
+        self._turns: defaultdict[Key, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._few = asyncio.Semaphore(ADDS_AT_ONCE)
+        self._writing = asyncio.Lock()
+        self._adding: dict[Adding, asyncio.Task[None]] = {}
+
+    def declare(self, deployment: Deployment) -> None:
+        """Take from a document which models take adapters, and who there is to see them."""
+        self._names = frozenset(spec.name for spec in deployment.models)
+        self._specs = {spec.name: spec for spec in deployment.models if spec.adapters and spec.modes}
+        self._tenants = tuple(tenant.name for tenant in deployment.tenants)
+        self._bump()
+
+    async def open(self) -> None:
+        """Return once the records are read, which is when there is a model that takes adapters."""
+        retry_s = RETRY_S
+        while not self._opened.is_set():
+            if not self._specs:
+                await self._changed.wait()
+                continue
+            try:
+                found = await in_background(self._shelf.aliases, "adapters-open")
+            except (TidegateError, OSError) as error:
+                self._event(f"adapters: {error}")
+                await asyncio.sleep(retry_s)
+                retry_s = min(2 * retry_s, MAX_RETRY_S)
+                continue
+            self._aliases = {(alias.model, alias.name): alias for alias in found}
+            self._opened.set()
+            self._bump()
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """The models that take adapters."""
+        return tuple(self._specs)
+
+    def aliases(self, model: str) -> list[Alias]:
+        """What the names on ``model`` stand for."""
+        return [alias for alias in self._aliases.values() if alias.model == model and model in self._specs]
+
+    def alias(self, key: Key) -> Alias | None:
+        """What one name stands for."""
+        return self._aliases.get(key)
+
+    def adding(self) -> tuple[Adding, ...]:
+        """What is being added now, or waits for its turn."""
+        return tuple(self._adding)
+
+    # What is published.
+
+    async def line(self) -> tuple[int, bytes]:
+        """The version of the catalog and the catalog as a line of JSON, once there is anything to say."""
+        while self._specs and not self._opened.is_set():
+            await self._opened.wait()
+        if self._line[0] != self._version:
+            aliases = tuple(alias for model in self._specs for alias in self.aliases(model))
+            catalog = Catalog(epoch=self._epoch, version=self._version, aliases=aliases)
+            self._line = (self._version, msgspec.json.encode(catalog) + b"\n")
+        return self._line
+
+    async def wait(self, version: int, timeout_s: float) -> None:
+        """Return when the catalog is past ``version``, or after ``timeout_s``."""
+        if self._version > version:
+            return
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._changed.wait()
+        except TimeoutError:
+            return
+
+    # What people ask for.
+
+    def add(self, wanted: AddRequest) -> Adding:
+        """Begin to add or replace an adapter.
+
+        Raises :class:`TargetError` where no model, or not that one, takes adapters,
+        :class:`AdapterRefused` for a name that cannot be one, and :class:`ConfigError` for other values.
+        """
+        model = self._model(wanted.model)
+        if NAME.fullmatch(wanted.name) is None:
+            expected = f"expected a name that matches {NAME.pattern}"
+            raise AdapterRefused("name", f"name: got {wanted.name[:200]!r}, {expected}")
+        if wanted.name in self._names:
+            raise AdapterRefused("name", f"name: got {wanted.name!r}, expected a name that no model has")
+        if not wanted.source:
+            raise ConfigError("source", wanted.source, "a path, https://, hf:ORG/NAME or another URL")
+        for tenant in wanted.tenants:
+            if tenant not in self._tenants:
+                known = ", ".join(self._tenants) or "none, for the document has no tenants"
+                raise ConfigError("tenants", tenant, f"one of the document's tenants: {known}")
+        return self.begin(Adding((model, wanted.name), ((wanted.source, 1.0),), wanted.tenants or None))
+
+    def begin(self, adding: Adding) -> Adding:
+        """Begin to add what was checked."""
+        self._adding[adding] = task = asyncio.create_task(self._add(adding))
+        task.add_done_callback(lambda _: self._left(adding))
+        return adding
+
+    async def split(self, key: Key, weights: Mapping[str, float]) -> Alias:
+        """Let a name stand for the versions ``v1`` and so on by weight.
+
+        Raises :class:`AdapterUnknown` for a name that there is not, :class:`TargetError` for such a version,
+        :class:`ConfigError` for weights that are none.
+        """
+        self._known(key)
+        numbers = {}
+        for version, weight in weights.items():
+            if (match := _VERSION.fullmatch(version)) is None or not 0 <= weight < float("inf"):
+                raise ConfigError(
+                    "split", {version: weight}, "versions such as v1, each with a weight from 0"
+                )
+            numbers[int(match[1])] = weight
+        if not any(numbers.values()):
+            raise ConfigError("split", dict(weights), "at least one weight above 0")
+        return await self._write(lambda: self._shelf.split(*key, numbers))
+
+    async def rollback(self, key: Key) -> Alias:
+        """Let a name stand for what it stood for before.
+
+        Raises :class:`AdapterUnknown`, and :class:`TargetError` where there was nothing before.
+        """
+        self._known(key)
+        return await self._write(lambda: self._shelf.rollback(*key))
+
+    async def remove(self, key: Key) -> None:
+        """Forget a name; raises :class:`AdapterUnknown` if there is none."""
+        self._known(key)
+        async with self._writing:
+            await in_background(lambda: self._shelf.remove(*key), "adapters-write")
+            self._aliases.pop(key, None)
+            self._bump()
+        self._event(f"adapter {key[1]} on {key[0]}: removed")
+
+    def told(self, source: str) -> str:
+        """``source`` as versions record it."""
+        return self._shelf.told(source)
+
+    async def declared(self) -> set[Key]:
+        """The names that a document brought."""
+        return await in_background(self._shelf.declared, "adapters-read")
+
+    async def tar(self, digest: str) -> Iterator[bytes] | None:
+        """The files of a version, for other nodes; ``None`` where there is none."""
+        return await in_background(lambda: self._shelf.tar(digest), "adapters-read")
+
+    async def clear(self, in_use: Collection[str]) -> None:
+        """Delete what no record names, and no replica has or should have by the serving names ``in_use``.
+
+        Not while something is added: that may be about to name what nobody does yet.
+        """
+        async with self._writing:
+            if not self._adding and self._opened.is_set():
+                gone = await in_background(lambda: self._shelf.clear(in_use, GRACE_S), "adapters-clear")
+                for digest in gone:
+                    log.info("%s: deleted, for nothing names it", digest[:12])
+
+    async def _add(self, adding: Adding) -> None:
+        model, name = adding.key
+        try:
+            async with self._turns[adding.key], self._few:
+                # What is being cleared away was chosen before this began.
+                async with self._writing:
+                    pass
+                alias = await self._carried_out(adding)
+        except TidegateError as error:
+            self._event(f"adapter {name} on {model}: {error}")
+            adding.fail(error)
+        except asyncio.CancelledError:
+            adding.fail(Unreachable("the controller is ending"))
+            raise
+        except Exception as error:
+            log.exception("adapter %s on %s", name, model)
+            adding.fail(TidegateError(f"{type(error).__name__}: {error}"))
+        else:
+            adding.succeed(alias)
+
+    async def _carried_out(self, adding: Adding) -> Alias:
+        model, name = adding.key
+        await self._opened.wait()
+        spec = self._specs.get(model)
+        if spec is None:
+            raise TargetError(f"{model} takes no adapters any more")
+
+        def take() -> list[tuple[Taken, float]]:
+            return [(self._one(spec, source, adding), weight) for source, weight in adding.parts]
+
+        parts = await in_background(take, f"adapter-{name}")
+        adding.report(Progress(step="record", message=f"writing down what {name} stands for"))
+        before = self._aliases.get(adding.key)
+        alias = await self._write(
+            lambda: self._shelf.put(adding.key, parts, adding.tenants, declared=adding.declared)
+        )
+        if alias != before:
+            said = ", ".join(taken.digest[:12] for taken, _ in parts)
+            self._event(f"adapter {name} on {model}: stands for {said}")
+        return alias
+
+    def _one(self, spec: ModelSpec, source: str, adding: Adding) -> Taken:
+        before = adding.known.get(source)
+        if before is not None and self._shelf.holds(before.digest):
+            return before
+        return self._shelf.take(spec, source, adding.report)
+
+    async def _write(self, change: Callable[[], Alias]) -> Alias:
+        """Carry out one transaction and publish what came of it, in the order of the transactions."""
+        async with self._writing:
+            alias = await in_background(change, "adapters-write")
+            key = (alias.model, alias.name)
+            if self._aliases.get(key) != alias:
+                self._aliases[key] = alias
+                self._bump()
+        return alias
+
+    def _left(self, adding: Adding) -> None:
+        del self._adding[adding]
+        if not any(other.key == adding.key for other in self._adding):
+            self._turns.pop(adding.key, None)
+
+    def _model(self, model: str | None) -> str:
+        """The model that is meant; raises :class:`TargetError` where that takes no adapters."""
+        if not self._specs:
+            raise TargetError("no model takes adapters: expected one with an `adapters` section")
+        known = ", ".join(self._specs)
+        if model is None and len(self._specs) > 1:
+            raise TargetError(f"model: got none, expected one of {known}")
+        chosen = next(iter(self._specs)) if model is None else model
+        if chosen not in self._specs:
+            raise TargetError(f"model: got {chosen[:200]!r}, expected one that takes adapters: {known}")
+        return chosen
+
+    def _known(self, key: Key) -> None:
+        if self._specs and not self._opened.is_set():
+            raise Unreachable("the records of adapters are not read yet")
+        if key not in self._aliases:
+            raise AdapterUnknown(f"there is no adapter {key[1][:200]!r} on {key[0][:200]!r}")
+
+    def _bump(self) -> None:
+        self._version += 1
+        self._changed.set()
+        self._changed = asyncio.Event()
