@@ -1,21 +1,27 @@
-"""The admin port: health, metrics, the fleet, tenants and routes, and the schema of the client port."""
+"""The admin port: health, metrics, fleet, tenants, routes, adapters, and the schema of the client port."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Annotated, Any
+from urllib.parse import urlsplit
 
 import msgspec
-from fastapi import FastAPI, Query, Response
+from fastapi import Depends, FastAPI, Query, Request, Response
+from fastapi.responses import StreamingResponse
 
+from gateway.control import Control, adapter_path
+from gateway.errors import Refused
 from gateway.fleet import FleetView
 from gateway.metrics import Metrics
 from gateway.router import Routes
 from gateway.schema import describe
 from gateway.tenants import Tenants
+from policy.errors import Refusal
 
 _JSON = "application/json"
+_NDJSON = "application/x-ndjson"
 
 
 def admin_app(
@@ -24,6 +30,8 @@ def admin_app(
     routes: Routes,
     tenants: Tenants,
     why_not_ready: Callable[[], list[str]],
+    *,
+    control: Control,
 ) -> FastAPI:
     """The app of the admin port, which also publishes what the client port speaks.
 
@@ -56,6 +64,53 @@ def admin_app(
     async def admin_tenants() -> Response:
         return _answer({"worker": os.getpid(), "tenants": tenants.describe()})
 
+    @app.exception_handler(Refused)
+    async def refused(request: Request, error: Exception) -> Response:
+        assert isinstance(error, Refused)
+        headers = {name.decode(): value.decode() for name, value in error.headers()}
+        return Response(error.body(), error.status, headers, _JSON)
+
+    @app.get("/admin/adapters", summary="Adapters: versions, where they are loaded, and how they are used")
+    async def adapters() -> Response:
+        return Response(await control.ask("GET", "/adapters"), media_type=_JSON)
+
+    @app.post(
+        "/admin/adapters",
+        summary="Add an adapter, or a version of it; as application/x-ndjson with its progress",
+        dependencies=[Depends(_same_site)],
+    )
+    async def add(request: Request) -> Response:
+        lines = control.lines("/adapters", await request.body())
+        if _NDJSON not in request.headers.get("accept", ""):
+            return _answer([said async for said in lines][-1])
+        first = await anext(lines)  # what is refused at once has its own status
+        return StreamingResponse(_told(first, lines), media_type=_NDJSON)
+
+    @app.delete(
+        "/admin/adapters/{model:path}/{name}",
+        summary="Take an adapter's name away",
+        dependencies=[Depends(_same_site)],
+    )
+    async def remove(model: str, name: str) -> Response:
+        return Response(await control.ask("DELETE", adapter_path(model, name)), media_type=_JSON)
+
+    @app.post(
+        "/admin/adapters/{model:path}/{name}/split",
+        summary="Let a name stand for several versions, by weight",
+        dependencies=[Depends(_same_site)],
+    )
+    async def split(model: str, name: str, request: Request) -> Response:
+        path = adapter_path(model, name, "split")
+        return Response(await control.ask("POST", path, await request.body()), media_type=_JSON)
+
+    @app.post(
+        "/admin/adapters/{model:path}/{name}/rollback",
+        summary="Let a name stand for what it stood for before",
+        dependencies=[Depends(_same_site)],
+    )
+    async def rollback(model: str, name: str) -> Response:
+        return Response(await control.ask("POST", adapter_path(model, name, "rollback")), media_type=_JSON)
+
     own = app.openapi
 
     def schema() -> dict[str, Any]:
@@ -69,3 +124,20 @@ def admin_app(
 
 def _answer(value: object, status: int = 200) -> Response:
     return Response(msgspec.json.encode(value), status_code=status, media_type=_JSON)
+
+
+async def _told(first: dict[str, Any], lines: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]:
+    """Progress line by line; an error is the last line."""
+    yield msgspec.json.encode(first) + b"\n"
+    try:
+        async for said in lines:
+            yield msgspec.json.encode(said) + b"\n"
+    except Refused as refused:
+        yield refused.body() + b"\n"
+
+
+def _same_site(request: Request) -> None:
+    """Refuse what a page of another site has a browser ask: the port is open to all of this machine."""
+    origin = request.headers.get("origin")
+    if origin is not None and urlsplit(origin).netloc != request.headers.get("host"):
+        raise Refused(Refusal.BAD_REQUEST, "This comes from another site.", status=403, code="foreign_origin")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Set
 
 from gateway.fleet import FleetView, Served
 from gateway.line import Host, Line, Place
@@ -59,6 +59,7 @@ class Admission:
         self._loop = asyncio.get_running_loop()
         self._clock = self._loop.time
         fleet.on_capacity, fleet.on_hopeless = self.pump, self.dismiss
+        fleet.on_refused = self.give_up
 
     def arrive(self, served: Served, request: Request) -> Place:
         """A place at the end of the model's queue."""
@@ -159,6 +160,18 @@ class Admission:
         for place in tuple(line.places.values()):
             line.queue.remove(place.request, now)  # of those that wait: who was granted a replica has left
             self._turned_away.in_vain(place)
+
+    def give_up(self, model: str, adapters: Set[str]) -> None:
+        """A replica of ``model`` could not load ``adapters``: to wait for one that none can is in vain."""
+        line = self._lines.get(model)
+        if line is None:
+            return
+        now = self._clock()
+        for place in tuple(line.places.values()):
+            request = place.request
+            if request.adapter in adapters and place.served.cannot_load(request.adapter):
+                line.queue.remove(request, now)
+                self._turned_away.cannot_load(place)
 
     def has_other(self, place: Place) -> bool:
         """Whether a replica that has not failed this request could take it now."""

@@ -17,13 +17,16 @@ from gateway.admin import admin_app
 from gateway.admission import Admission
 from gateway.body import Body
 from gateway.call import Call
+from gateway.catalog import CatalogView
 from gateway.coalescing import Coalescer
+from gateway.control import Control
 from gateway.deadlines import Deadlines
 from gateway.delivery import Delivery
 from gateway.document import Document
 from gateway.errors import Refused
 from gateway.fleet import FleetView, Served
 from gateway.intake import Intake
+from gateway.listing import Listing
 from gateway.log import Log
 from gateway.metrics import Metrics
 from gateway.outgoing import outgoing
@@ -63,19 +66,26 @@ class Gateway:
         self._limits = document.deployment.gateway
         self.deadlines = Deadlines(lambda: document.deployment.gateway)
         self.fleet = FleetView(secret, self.metrics, shared, rng.random)
+        self.catalog = CatalogView(partial(rng.getrandbits, 64))
         self.tenants = Tenants(salt_secret, own_key(secret))
         self.routes = Routes(rng, shared, current, self.metrics)
         self.fleet.on_prefixes, self.fleet.on_forget = self.routes.heard, self.routes.forget
-        self.readiness = Readiness(document, self.fleet)
-        self.intake = Intake(self.fleet, self.routes)
+        self.fleet.on_adapters = self.routes.holds
+        self.readiness = Readiness(document, self.fleet, self.catalog)
+        self.intake = Intake(self.fleet, self.catalog, self.routes)
         self.admission = Admission(
             self.fleet, self.metrics, self.routes, current, weight=self.tenants.weight, shared=shared
         )
         self.coalescer = Coalescer(self._deliver, self.metrics)
         self.overflow = Overflow(self.metrics, log, rng)
-        self.client: ASGIApp = client_app(self.serve, self.fleet, self.tenants)
+        self.client: ASGIApp = client_app(self.serve, Listing(self.fleet, self.catalog), self.tenants)
         self.admin: ASGIApp = admin_app(
-            self.fleet, self.metrics, self.routes, self.tenants, self.readiness.why_not
+            self.fleet,
+            self.metrics,
+            self.routes,
+            self.tenants,
+            self.readiness.why_not,
+            control=Control(secret, current),
         )
 
     def read(self, deployment: Deployment) -> None:
@@ -83,6 +93,7 @@ class Gateway:
         self._limits = deployment.gateway
         self.tenants.read(deployment)
         self.fleet.read_document(deployment)
+        self.catalog.read(deployment)
         self.overflow.read(deployment)
 
     async def serve(self, route: Route, scope: Scope, receive: Receive, send: Send) -> None:
@@ -125,11 +136,13 @@ class Gateway:
                 await call.refuse(Refused(Refusal.INTERNAL, "The gateway failed to serve the request."))
         finally:
             meter.count(call, began, monotonic())
+            if (adapter := call.adapter) is not None:
+                self.metrics.adapters.of(adapter.model, adapter.name).count(call, began)
 
     async def _deliver(self, call: Call, served: Served, request: Request, body: Body, raw: bytes) -> None:
         """One call to a replica, or to an upstream where the fleet cannot serve it in time."""
         place = self.admission.arrive(served, request)
-        sent = outgoing(call.route, body, raw, self.tenants.salt(request.tenant))
+        sent = outgoing(call.route, body, raw, self.tenants.salt(request.tenant), request.adapter)
         meter = self.metrics.model(served.name)
         delivery = Delivery(self.admission, place, call, meter, body=body, outgoing=sent)
         try:
@@ -140,6 +153,8 @@ class Gateway:
         finally:
             if (usage := call.usage) is not None:
                 self.tenants.served(request.tenant, usage)
+                if (adapter := call.adapter) is not None:
+                    self.metrics.adapters.of(adapter.model, adapter.name).count_tokens(usage)
                 if usage.exact:  # else what was estimated stands
                     self.admission.settle(place, usage.prompt, usage.completion)
 

@@ -17,6 +17,7 @@ from gateway.usage import Usage
 from policy.errors import Refusal
 
 if TYPE_CHECKING:
+    from gateway.catalog import Adapter
     from gateway.deadlines import Deadlines
     from gateway.exchange import Exchange
 
@@ -47,11 +48,13 @@ class Call:
     the request went to that replica, ``first_byte_at`` (streams alone) when its first event came,
     ``last_event_at`` when the last one did. ``events`` counts them up to the one that finishes the
     answer, ``usage`` says what the answer cost once it has ended. ``explain`` tells an admin who asked
-    why the answer's route was taken. ``exchange`` is the client's, where it is one of our port.
+    why the answer's route was taken. ``adapter`` is the one of ours that it names. ``exchange`` is the
+    client's, where it is one of our port.
     """
 
     __slots__ = (
         "_receive",
+        "adapter",
         "answered",
         "deadlines",
         "events",
@@ -95,6 +98,7 @@ class Call:
         self.last_event_at = 0.0
         self.usage: Usage | None = None
         self.explain: Callable[[], bytes] | None = None
+        self.adapter: Adapter | None = None
 
     @property
     def left(self) -> bool:

@@ -58,7 +58,7 @@ class Coalescer:
     ) -> None:
         """Have ``call`` delivered, together with others of its kind where it can be."""
         alone = partial(self._deliver, call, served, request, body, raw)
-        share = share_of(call.route, body, raw, request.tenant, bounds)
+        share = share_of(call.route, body, raw, request.tenant, bounds, adapter=request.adapter)
         if share is None:
             await alone()
         else:
@@ -148,6 +148,7 @@ class Coalescer:
         request.size += len(raw)
         inbox = _Inbox()
         call = Call(first.call.route, {"headers": []}, inbox.receive, inbox.send, first.call.deadlines)
+        call.adapter = first.call.adapter
         await self._deliver(call, first.served, request, bodies.read(raw), raw)
         answers = split(inbox.answer(), shares, call.upstream_id, [m.call.upstream_id for m in members])
         meter = self._metrics.model(first.served.name)

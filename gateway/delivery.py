@@ -16,7 +16,7 @@ from gateway.relay import Relay, Verdict
 from gateway.replicas import Link
 from gateway.sse import ChatTail, MessagesTail, ResponsesTail, Tail
 from gateway.surface import Api, Route
-from gateway.turned_away import nobody
+from gateway.turned_away import nobody, unloadable
 from gateway.upstream import Connection
 from policy.errors import Refusal
 from policy.health import Sign, State
@@ -25,6 +25,8 @@ from policy.types import EngineKind, Runner
 # A connection that cannot be made, and a request that was begun, are tried elsewhere once.
 MAX_CONNECTS = 2
 MAX_BEGUN = 2
+# An adapter that could not be loaded is tried elsewhere once.
+MAX_LOADS = 2
 # Hashes that other hosts are told of through the replica: 17 bytes of its request's head each.
 MAX_NEWS = 64
 
@@ -57,6 +59,7 @@ class Delivery:
         "_moves",
         "_outgoing",
         "_place",
+        "_unloaded",
         "_unreached",
     )
 
@@ -80,7 +83,7 @@ class Delivery:
         self._health = place.served.health
         self._link: Link | None = None
         self._asked_at = 0.0
-        self._unreached = 0
+        self._unreached = self._unloaded = 0
         self._moves = False
 
     async def run(self) -> None:
@@ -109,6 +112,8 @@ class Delivery:
         served, asked = self._place.served, perf_counter()
         if served.hopeless(self._clock()):
             raise self._nobody()
+        if (adapter := self._place.request.adapter) and served.cannot_load(adapter):
+            raise unloadable(served, adapter)
         link = await self._admission.admit(self._place)
         self._call.queued_s += perf_counter() - asked
         self._call.replica = link.label
@@ -128,7 +133,12 @@ class Delivery:
             verdict, relay = await self._attempt(link)
             sign, whole = _SIGNS[verdict], verdict is Verdict.SERVED
             if verdict is Verdict.REFUSED and relay is not None:
-                link.refused(relay.reason)
+                if relay.reason is Refusal.ADAPTER_FAILED:
+                    adapter = self._place.request.adapter
+                    self._place.served.caused(adapter, relay.refused.message if relay.refused else "")
+                    link.cannot_load(adapter)
+                else:
+                    link.refused(relay.reason)
             return verdict, relay
         except asyncio.CancelledError:
             self._meter.attempts[Verdict.LEFT] += 1
@@ -143,6 +153,10 @@ class Delivery:
         refused = relay.refused if relay is not None else None
         served = self._place.served
         if verdict is Verdict.REFUSED:
+            if relay is not None and relay.reason is Refusal.ADAPTER_FAILED:
+                self._unloaded += 1
+                if self._unloaded >= MAX_LOADS:
+                    raise unloadable(served, self._place.request.adapter)
             return
         if verdict is Verdict.REJECTED and refused is not None:
             raise refused
@@ -231,6 +245,8 @@ class Delivery:
         place = self._place
         if place.served.engine is not EngineKind.EXTERNAL:
             head += b"x-tidegate-prefill: %d\r\n" % place.pending
+            if call.adapter is not None:
+                head += call.adapter.header
             if place.news:
                 news = b",".join([b"%x" % value for value in place.news[:MAX_NEWS]])
                 head += b"x-tidegate-prefix: %b\r\n" % news

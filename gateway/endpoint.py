@@ -59,9 +59,9 @@ class Endpoint:
         self.breaker.limits = deployment.gateway.eject
         self.purse.cap = upstream.cost_cap_per_h / deployment.gateway.workers
 
-    def serves(self, route: Route, model: str) -> bool:
-        """Whether such a request could go there at all."""
-        return route.path in PATHS and model in self.upstream.models
+    def serves(self, route: Route, name: str) -> bool:
+        """Whether such a request for the model or adapter called ``name`` could go there at all."""
+        return route.path in PATHS and name in self.upstream.models
 
     def open(self, at: float) -> bool:
         """Whether its breaker lets a request pass now: one that is due for a probe lets one."""
@@ -109,12 +109,12 @@ class Endpoint:
             head += b"accept: %b\r\n" % accept
         return head + b"content-length: %d\r\n\r\n" % size
 
-    def outgoing(self, route: Route, model: str, body: Body, raw: bytes) -> Outgoing:
-        """``raw`` with the upstream's name of ``model``, and with usage at the end of its stream.
+    def outgoing(self, route: Route, name: str, body: Body, raw: bytes) -> Outgoing:
+        """``raw`` with the upstream's own name for ``name``, and with usage at the end of its stream.
 
         ``cache_salt`` is a word between us and our engines, which others refuse.
         """
-        edits = [set_model(raw, self.upstream.models[model])]
+        edits = [set_model(raw, self.upstream.models[name])]
         if body.cache_salt is not ABSENT:
             edits.append(_without(raw, body.cache_salt))
         usage = None

@@ -63,6 +63,7 @@ _ANTHROPIC = {
 
 # The names of an engine's own classes, which stand for the branches of a union.
 _CLASS = re.compile(r"[A-Z]\w*")
+_CAUSE = re.compile(r"[a-z][a-z_]{0,39}")
 _ADAPTER = re.compile(r"\blora|\badapter|add_lora|max_lora_rank", re.IGNORECASE)
 _NOT_LOADED = re.compile(
     r"load|add_lora|not found|cannot be found|no adapter|rank|unsupported", re.IGNORECASE
@@ -132,6 +133,11 @@ def _type_of(status: int) -> str:
     return "server_error" if status >= 500 else "invalid_request_error"
 
 
+def unknown(model: str) -> Refused:
+    """There is no model or adapter of this name, for whoever asks."""
+    return Refused(Refusal.UNKNOWN_MODEL, f"The model '{model[:128]}' does not exist.", param="model")
+
+
 def from_upstream(status: int, body: bytes, retry_after: bytes | None, route: Route) -> Refused:
     """An upstream's 4xx in our envelope: integer codes become null, known texts a code.
 
@@ -160,6 +166,13 @@ def adapter_failure(body: bytes) -> Refused | None:
     if not _ADAPTER.search(message) or not _NOT_LOADED.search(message):
         return None
     return Refused(Refusal.ADAPTER_FAILED, "The adapter could not be loaded by the engine.", param="model")
+
+
+def cause_of(body: bytes) -> str:
+    """Why a replica of ours could not load an adapter: the code that its message begins with."""
+    message, _, _ = read_error(body)
+    code = message.partition(":")[0]
+    return code if _CAUSE.fullmatch(code) else ""
 
 
 def rejection_status(body: bytes) -> int | None:

@@ -42,7 +42,8 @@ class Feed:
         self.silent = False
         self._wake = asyncio.Event()
         self._connection: Connection | None = None
-        self._partial = b""
+        self._parts: list[bytes] = []
+        self._size = 0
         self._lines = 0
         self._ended = asyncio.Event()
 
@@ -75,7 +76,7 @@ class Feed:
             self._connection = await self._pool.connect()
         except OSError:
             return False
-        self._partial, self._lines = b"", 0
+        self._parts, self._size, self._lines = [], 0, 0
         self._ended.clear()
         self._connection.send(self, self._head, b"")
         seen = -1
@@ -99,12 +100,18 @@ class Feed:
             self._ended.set()
 
     def on_data(self, data: bytes, *, complete: bool) -> None:
-        *lines, self._partial = (self._partial + data).split(b"\n")
+        *lines, rest = data.split(b"\n")
+        if lines and self._parts:  # joined once: a long line comes in many reads
+            lines[0] = b"".join((*self._parts, lines[0]))
+            self._parts, self._size = [], 0
         for line in lines:
             self._lines += 1
             if line:
                 self._on_line(line)
-        if complete or len(self._partial) > MAX_LINE_BYTES:
+        if rest:
+            self._parts.append(rest)
+            self._size += len(rest)
+        if complete or self._size > MAX_LINE_BYTES:
             self._ended.set()
 
     def on_chunk(self, data: bytes, framed: bytes) -> None:

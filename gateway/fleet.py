@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Literal
 
 from gateway.health import Health
@@ -23,12 +23,15 @@ Source = Literal["none", "disk", "controller"]
 RESTART_S = 10.0
 # The fleet's word comes twice a second; an older one says nothing of what is starting now.
 WORD_S = 5.0
+# Adapters that could not be loaded are few, or something is wrong that has one cause.
+MOST_CAUSES = 256
 
 
 class Served:
     """A model as this worker serves it: what the deployment says of it and its replicas.
 
-    ``coming`` is whether the fleet starts replicas of it, or has none by intent.
+    ``coming`` is whether the fleet starts replicas of it, or has none by intent. ``causes`` says why adapters
+    could not be loaded last, as a word.
     """
 
     def __init__(self, name: str, health: Health | None = None) -> None:
@@ -41,6 +44,7 @@ class Served:
         self.links: list[Link] = []
         self.coming = True
         self.told_at = 0.0
+        self.causes: dict[str, str] = {}
 
     def hopeless(self, at: float) -> bool:
         """Whether to wait for a replica is in vain: none can be heard, and none is on its way.
@@ -60,9 +64,28 @@ class Served:
         return all(link.lost_at is not None and at > link.lost_at + RESTART_S for link in self.links)
 
     @property
-    def adapters(self) -> list[str]:
-        """Adapters that some replica holds."""
-        return sorted({name for link in self.links for name in link.adapters})
+    def listed(self) -> list[str]:
+        """Adapters that its servers list, where they are not ours."""
+        if self.engine is not EngineKind.EXTERNAL:
+            return []
+        return sorted({name for link in self.links for name in link.residency.loaded})
+
+    def caused(self, adapter: str, cause: str) -> None:
+        """A replica could not load ``adapter``, for this ``cause``."""
+        if len(self.causes) >= MOST_CAUSES:
+            self.causes.clear()
+        self.causes[adapter] = cause
+
+    def cannot_load(self, adapter: str) -> bool:
+        """Whether replicas refuse ``adapter`` and none is up that does not."""
+        refused = False
+        for link in self.links:
+            if link.residency.loads:
+                if not link.serves(adapter):
+                    refused = True
+                elif link.admissible or link.full:
+                    return False
+        return refused
 
 
 class FleetView:
@@ -70,7 +93,9 @@ class FleetView:
 
     ``on_capacity`` is told whenever a replica of a model may take more, ``on_hopeless`` when it is in
     vain to wait for one, ``on_prefixes`` the hashes that came to a replica (by its key) from anywhere,
-    ``on_forget`` that its cache is gone. ``draw`` spreads the probes of many workers.
+    ``on_forget`` that its cache is gone, ``on_adapters`` which adapters it has loaded and which it could not,
+    ``on_refused`` the adapters of a model that some replica could not load lately. ``draw`` spreads the
+    probes of many workers.
     """
 
     def __init__(
@@ -96,20 +121,27 @@ class FleetView:
         self.on_hopeless: Callable[[str], None] = lambda model: None
         self.on_prefixes: Callable[[str, int, Sequence[int]], None] = lambda model, key, hashes: None
         self.on_forget: Callable[[str, int], None] = lambda model, key: None
+        self.on_adapters: Callable[[str, int, Set[str], Set[str]], None] = lambda model, key, has, cannot: (
+            None
+        )
+        self.on_refused: Callable[[str, Set[str]], None] = lambda model, adapters: None
 
     @property
     def models(self) -> list[Served]:
         """All models, in the order of the document."""
         return list(self._served.values())
 
-    def find(self, name: str) -> tuple[Served, str | None] | None:
-        """The model that serves ``name`` and the adapter it names, if it is one."""
-        served = self._served.get(name)
-        if served is not None:
-            return served, None
-        for candidate in self._served.values():
-            if any(name in link.adapters for link in candidate.links):
-                return candidate, name
+    def get(self, name: str) -> Served | None:
+        """The model called ``name``."""
+        return self._served.get(name)
+
+    def listing(self, name: str) -> tuple[Served, str] | None:
+        """The model whose servers, which are not ours, list an adapter so, or as ``BASE:NAME``; its name."""
+        for served in self._served.values():
+            if served.engine is EngineKind.EXTERNAL:
+                for own in (name, name.removeprefix(served.name + ":")):
+                    if any(own in link.residency.loaded for link in served.links):
+                        return served, own
         return None
 
     def read_document(self, deployment: Deployment) -> None:
@@ -187,7 +219,7 @@ class FleetView:
         self._link(served, replicas, at)
         for link in served.links:
             link.open, link.full = True, False
-            link.adapters = frozenset(link.replica.adapters)
+            link.residency.told(link.replica.adapters, ())
             link.heard(at, link.replica.state is ReplicaState.READY)
         self.news(served)
 
@@ -234,9 +266,17 @@ class FleetView:
         link = Link(replica, self._connect_timeout_s, secret, self._shared, served.health)
         link.on_renewed = lambda link: self.on_forget(served.name, link.view.key)
         link.on_prefixes = lambda link, hashes: self.on_prefixes(served.name, link.view.key, hashes)
+        link.on_adapters = lambda link: self._hear_adapters(served, link)
         if secret is not None:
             link.subscribe(secret, lambda _: self.news(served))
         return link
+
+    def _hear_adapters(self, served: Served, link: Link) -> None:
+        residency = link.residency
+        refused = residency.refusing
+        self.on_adapters(served.name, link.view.key, residency.loaded, refused)
+        if refused:
+            self.on_refused(served.name, refused)
 
     def news(self, served: Served) -> None:
         """Something changed at a replica of ``served``: say so, and let who waits have what there is."""
@@ -266,7 +306,8 @@ class FleetView:
                     "mine": link.mine,
                     "pending_tokens": link.look().pending_tokens,
                     "bound": link.bound,
-                    "adapters": sorted(link.adapters),
+                    "adapters": sorted(link.residency.loaded),
+                    "refused_adapters": sorted(link.residency.refusing),
                     "heard_s_ago": None if link.heard_at is None else round(now - link.heard_at, 3),
                 }
                 for served in self._served.values()

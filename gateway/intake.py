@@ -6,11 +6,11 @@ import asyncio
 
 from gateway.body import Body
 from gateway.call import Call
-from gateway.errors import Refused
+from gateway.catalog import CatalogView
+from gateway.errors import Refused, unknown
 from gateway.fingerprint import adapter_key, limit_of, parts_of, seed_of, session_key
 from gateway.fleet import FleetView, Served
 from gateway.router import Routes
-from gateway.surface import Route
 from gateway.tenants import Account
 from policy.errors import Refusal
 from policy.request import Request
@@ -20,8 +20,9 @@ from policy.types import Runner
 class Intake:
     """The way in of one worker."""
 
-    def __init__(self, fleet: FleetView, routes: Routes) -> None:
+    def __init__(self, fleet: FleetView, catalog: CatalogView, routes: Routes) -> None:
         self._fleet = fleet
+        self._catalog = catalog
         self._routes = routes
         self._clock = asyncio.get_running_loop().time
 
@@ -33,7 +34,7 @@ class Intake:
         ``patience_s`` is how long it may wait for a replica, if its client does not say less. Raises
         :class:`gateway.errors.Refused` for a model that is not served, or not on this route.
         """
-        served, adapter = self._resolve(call.route, body.model)
+        served, adapter = self._resolve(call, body.model, account)
         name, tenant = served.name, account.name
         pools = served.runner is Runner.POOLING
         prompt = self._routes.density(name).read(
@@ -60,12 +61,11 @@ class Intake:
             now + call.timeout_s(patience_s),
         )
 
-    def _resolve(self, route: Route, name: str) -> tuple[Served, str]:
-        """The model that a call names, and the adapter if it names one."""
-        found = self._fleet.find(name)
-        if found is None:
-            raise Refused(Refusal.UNKNOWN_MODEL, f"The model '{name[:128]}' does not exist.", param="model")
-        served, adapter = found
+    def _resolve(self, call: Call, name: str, account: Account) -> tuple[Served, str]:
+        """The model that a call names, and the adapter if it names one, as its replicas call it."""
+        served, adapter, route = self._fleet.get(name), "", call.route
+        if served is None:
+            served, adapter = self._adapter(call, name, account)
         if route.runner is not None and served.runner is not route.runner:
             raise Refused(
                 Refusal.UNSUPPORTED,
@@ -73,4 +73,17 @@ class Intake:
                 f"{served.name} has runner '{served.runner}'.",
                 param="model",
             )
-        return served, adapter or ""
+        return served, adapter
+
+    def _adapter(self, call: Call, name: str, account: Account) -> tuple[Served, str]:
+        """One that its client may not know of is answered as one that there is not, in every word."""
+        adapter = self._catalog.resolve(name, account, call.headers.get(b"x-session-id"))
+        if adapter is not None and (served := self._fleet.get(adapter.model)) is not None:
+            call.adapter = adapter
+            return served, adapter.served
+        listed = self._fleet.listing(name)
+        if listed is not None:
+            return listed
+        if self._catalog.wanted and not self._catalog.known:
+            raise Refused(Refusal.STARTING, "The gateway does not know yet which adapters there are.")
+        raise unknown(name)

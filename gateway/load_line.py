@@ -9,11 +9,15 @@ from policy.types import Load, ReplicaState
 
 
 class LoadLine(msgspec.Struct):
-    """A line of a replica's ``/internal/load``; ``timing`` is in the first line of a stream alone."""
+    """A line of a replica's ``/internal/load``; ``timing`` is in the first line of a stream alone.
+
+    ``adapters`` are those that it has loaded, ``refused`` those that it could not load lately.
+    """
 
     state: ReplicaState
     load: Load
     adapters: tuple[str, ...] = ()
+    refused: tuple[str, ...] = ()
     timing: Timing | None = None
     prefixes: tuple[int, ...] = ()
 

@@ -13,11 +13,13 @@ from collections import Counter as Counts
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Histogram, generate_latest, multiprocess
+from prometheus_client import CollectorRegistry, generate_latest, multiprocess
 
+from gateway.adapter_meter import AdapterMetrics
 from gateway.declared import Declared
 from gateway.queue_meter import QueueMetrics
 from gateway.spare import Spare
+from gateway.tally import MergedHistogram, Tally
 from gateway.usage import Usage
 
 if TYPE_CHECKING:
@@ -40,36 +42,6 @@ ERRORS = (
     0.0, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0,
 )  # fmt: skip
 PARTS = (0.01, 0.02, 0.05, 0.075, 0.1, 0.125, 0.15, 0.175, 0.2, 0.25, 0.3, 0.4, 0.5, 0.75, 1.0, 2.0, 5.0)
-
-
-class Tally:
-    """Observations not yet published, by bucket (seconds)."""
-
-    __slots__ = ("_bounds", "counts", "total")
-
-    def __init__(self, bounds: tuple[float, ...]) -> None:
-        self._bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
-        self.total = 0.0
-
-    def add(self, value: float) -> None:
-        """Count one observation."""
-        self.counts[bisect_left(self._bounds, value)] += 1
-        self.total += value
-
-
-class MergedHistogram(Histogram):
-    """A histogram that takes a whole tally at once."""
-
-    def merge(self, tally: Tally) -> None:
-        """Add ``tally`` and empty it."""
-        for i, count in enumerate(tally.counts):
-            if count:
-                self._buckets[i].inc(count)
-                tally.counts[i] = 0
-        if tally.total:
-            self._sum.inc(tally.total)
-            tally.total = 0.0
 
 
 class ModelMeter:
@@ -148,6 +120,7 @@ class Metrics:
         self._registry = registry = CollectorRegistry()
         self._spare = Spare()
         self.queues = QueueMetrics(registry)
+        self.adapters = AdapterMetrics(registry)
         self._meters: dict[str, ModelMeter] = {}
         declared = Declared(registry)
         counter, gauge = declared.counter, declared.gauge
@@ -222,6 +195,7 @@ class Metrics:
 
     def _merge(self) -> None:
         self.queues.publish()
+        self.adapters.publish()
         for meter in self._meters.values():
             for route, outcome in tuple(meter.requests):
                 child = self._requests.labels(meter.model, route, outcome)

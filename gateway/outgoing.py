@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from gateway.body import Body
-from gateway.splice import Buffer, force_usage, length, set_member, splice
+from gateway.splice import Buffer, force_usage, length, set_member, set_model, splice
 from gateway.surface import Route
 
 # Whose streams tell their usage only when they are asked to.
@@ -23,12 +23,15 @@ class Outgoing(NamedTuple):
     counts: bool
 
 
-def outgoing(route: Route, body: Body, raw: bytes, salt: bytes) -> Outgoing:
+def outgoing(route: Route, body: Body, raw: bytes, salt: bytes, adapter: str = "") -> Outgoing:
     """``raw`` with the tenant's cache ``salt`` (a JSON string, or nothing), whatever the client said of it.
 
-    Without usage at its end a stream would count for nothing in fairness, predictions and budgets.
+    ``model`` becomes the ``adapter``'s name at the replicas, if there is one. Without usage at its end a
+    stream would count for nothing in fairness, predictions and budgets.
     """
     edits = []
+    if adapter and adapter != body.model:
+        edits.append(set_model(raw, adapter))
     if salt and route.runner is not None:  # what only counts tokens caches nothing
         edits.append(set_member(raw, "cache_salt", body.cache_salt, salt))
     counts = False

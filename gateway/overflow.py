@@ -40,6 +40,7 @@ class Overflow:
         self._rng = rng
         self._endpoints: list[Endpoint] = []
         self._models: frozenset[str] = frozenset()
+        self._backed: frozenset[str] = frozenset()
         self._starts_s: dict[str, float] = {}
         self._clock = asyncio.get_running_loop().time
 
@@ -61,11 +62,24 @@ class Overflow:
             gone.pool.close()
         self._endpoints = endpoints
         self._models = frozenset(name for upstream in deployment.upstreams for name in upstream.models)
+        self._backed = frozenset(name.partition(":")[0] for name in self._models)
         self._starts_s = {spec.name: spec.control.assumed_start_s for spec in deployment.models}
 
     def backs(self, request: Request) -> bool:
-        """Whether an upstream may serve it instead of the fleet; none has our adapters."""
-        return request.model in self._models and not request.adapter
+        """Whether an upstream may serve it, or an adapter on its model, instead of the fleet."""
+        return request.model in self._backed
+
+    def name_of(self, request: Request, body: Body) -> str:
+        """The name by which upstreams may list it, and serve it instead of the fleet; empty if none does.
+
+        An adapter is listed as ``BASE:NAME``, and a version that a client pinned is nobody's but ours.
+        """
+        name = request.model
+        if request.adapter:
+            if "@" in body.model:
+                return ""
+            name = f"{name}:{request.adapter.partition('@')[0]}"
+        return name if name in self._models else ""
 
     async def around(
         self,
@@ -83,10 +97,11 @@ class Overflow:
         next is not expected before then. Raises the fleet's own refusal when no upstream serves it
         either: what is wrong with an upstream is no matter of the client's.
         """
-        if not self.backs(request):
+        name = self.name_of(request, body)
+        if not name:
             await fleet()
             return
-        if self._too_late(served, request) and await self._serve(call, request, body, raw):
+        if self._too_late(served, request) and await self._serve(call, request, name, body, raw):
             return
         try:
             await fleet()
@@ -94,7 +109,7 @@ class Overflow:
             in_time = self._clock() < request.deadline
             if refused.reason not in NO_ROOM or call.started or not in_time:
                 raise
-            if not await self._serve(call, request, body, raw):
+            if not await self._serve(call, request, name, body, raw):
                 raise
 
     def _too_late(self, served: Served, request: Request) -> bool:
@@ -102,11 +117,11 @@ class Overflow:
             return False
         return self._clock() + self._starts_s.get(served.name, 0.0) >= request.deadline
 
-    async def _serve(self, call: Call, request: Request, body: Body, raw: bytes) -> bool:
-        """Whether an upstream answered, or began to."""
+    async def _serve(self, call: Call, request: Request, name: str, body: Body, raw: bytes) -> bool:
+        """Whether an upstream that lists ``name`` answered, or began to."""
         before = call.replica
         for endpoint in self._endpoints:
-            if not endpoint.serves(call.route, request.model) or not endpoint.has_key:
+            if not endpoint.serves(call.route, name) or not endpoint.has_key:
                 continue
             hold = endpoint.hold(request, call.route, body, self._clock())
             if hold is None:
@@ -117,7 +132,7 @@ class Overflow:
                 continue
             verdict, sign = None, Sign.NOTHING  # of who leaves, and may have to be paid for
             try:
-                verdict, sign = await self._attempt(endpoint, call, request.model, body, raw)
+                verdict, sign = await self._attempt(endpoint, call, name, body, raw)
             finally:
                 billed = verdict is None or verdict in _MAY_BE_BILLED
                 bill = endpoint.bill(hold, call.usage) if billed else 0.0
@@ -136,11 +151,11 @@ class Overflow:
         return False
 
     async def _attempt(
-        self, endpoint: Endpoint, call: Call, model: str, body: Body, raw: bytes
+        self, endpoint: Endpoint, call: Call, name: str, body: Body, raw: bytes
     ) -> tuple[Verdict, Sign]:
         """Try one upstream; a kept connection that turns out dead is replaced once, silently."""
         call.replica = endpoint.label
-        sent = endpoint.outgoing(call.route, model, body, raw)
+        sent = endpoint.outgoing(call.route, name, body, raw)
         head = endpoint.head(call, sent.size)
         connection = endpoint.pool.take()
         while True:
@@ -150,7 +165,7 @@ class Overflow:
             except OSError:
                 return Verdict.UNREACHABLE, Sign.BAD
             tail = tail_of(call.route, body, strip_usage=sent.counts)
-            relay = Relay(call, connection, tail, self._metrics.model(model))
+            relay = Relay(call, connection, tail, self._metrics.model(name.partition(":")[0]))
             verdict = await relay.run(head, sent.parts)
             if not kept or verdict is not Verdict.STALE:
                 return verdict, _sign(verdict, relay.refused)

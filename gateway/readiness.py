@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from gateway.catalog import CatalogView
 from gateway.document import Document
 from gateway.fleet import FleetView
 
@@ -9,9 +10,10 @@ from gateway.fleet import FleetView
 class Readiness:
     """One worker's. ``draining`` once it takes nothing more."""
 
-    def __init__(self, document: Document, fleet: FleetView) -> None:
+    def __init__(self, document: Document, fleet: FleetView, catalog: CatalogView) -> None:
         self._document = document
         self._fleet = fleet
+        self._catalog = catalog
         self.draining = False
 
     def why_not(self) -> list[str]:
@@ -23,4 +25,6 @@ class Readiness:
             reasons.append("no model is known")
         if self._document.deployment.needs_controller and self._fleet.source == "none":
             reasons.append("the controller was not seen yet and no last fleet is on disk")
+        elif self._catalog.wanted and not self._catalog.known:
+            reasons.append("the controller has not said yet which adapters there are")
         return reasons

@@ -17,7 +17,7 @@ import msgspec
 from starlette.types import Message
 
 from gateway.call import Call
-from gateway.errors import Refused, adapter_failure, from_upstream, rejection_status
+from gateway.errors import Refused, adapter_failure, cause_of, from_upstream, rejection_status
 from gateway.exchange import SENT
 from gateway.metrics import ModelMeter
 from gateway.sse import Tail
@@ -61,8 +61,9 @@ class Relay:
     """The sink of the upstream connection; ``done`` yields the verdict.
 
     ``refused`` holds what to tell the client for ``REJECTED``, ``FAILED`` and ``SILENT``, ``reason`` why
-    the replica did not take the request for ``REFUSED``. ``begun`` once a stream's first event came,
-    ``committed`` once the client has heard of an answer. ``on_first`` is told of the first token.
+    the replica did not take the request for ``REFUSED``, and ``refused`` the cause if that was its adapter.
+    ``begun`` once a stream's first event came, ``committed`` once the client has heard of an answer.
+    ``on_first`` is told of the first token.
     """
 
     __slots__ = (
@@ -377,6 +378,8 @@ class Relay:
         retry_after = self._headers.get(b"retry-after")
         if self._status == 503 and (reason := self._headers.get(REFUSAL_HEADER)) is not None:
             self.reason = _REASONS.get(reason, Refusal.BUSY)
+            if self.reason is Refusal.ADAPTER_FAILED:
+                self.refused = Refused(self.reason, cause_of(said))
             # An engine that died under the request charges it as a lost connection would.
             self._settle(Verdict.LOST if self.reason is Refusal.REPLICA_LOST else Verdict.REFUSED)
         elif 400 <= self._status < 500 and self._status not in (401, 403, 407):
@@ -414,5 +417,7 @@ def _is_json(data: bytes) -> bool:
 _any = msgspec.json.Decoder(msgspec.Raw)
 _REASONS = {
     str(reason).encode(): reason
-    for reason in (Refusal.BUSY, Refusal.DRAINING, Refusal.STARTING, Refusal.REPLICA_LOST)
-}
+    for reason in (
+        Refusal.BUSY, Refusal.DRAINING, Refusal.STARTING, Refusal.REPLICA_LOST, Refusal.ADAPTER_FAILED,
+    )
+}  # fmt: skip

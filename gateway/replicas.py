@@ -18,6 +18,7 @@ from gateway.feed import Feed
 from gateway.health import Health
 from gateway.load_line import LOAD_LINE
 from gateway.metrics import ModelMeter
+from gateway.residency import Residency
 from gateway.shared import ALONE, Shared
 from gateway.upstream import Pool
 from policy.errors import Refusal
@@ -39,8 +40,9 @@ class Link:
     ``answering`` is whether the replica itself can be heard, ``open`` whether it takes requests by
     its own word; both follow the stream of its load, or a probe where there is none (external).
     What becomes of requests moves ``breaker``, through ``health``. ``relays`` are the attempts of
-    this worker that run there. ``silent`` is whether its load stream hangs, ``lost_at`` since when it
-    is not answering, ``probe_at`` when it may be probed again; instants are loop time.
+    this worker that run there. ``residency`` is what requests for adapters find there. ``silent`` is whether
+    its load stream hangs, ``lost_at`` since when it is not answering, ``probe_at`` when it may be probed
+    again; instants are loop time.
     """
 
     def __init__(
@@ -60,7 +62,8 @@ class Link:
         self.constant_head = b"host: " + self.pool.host_header + b"\r\ncontent-type: application/json\r\n"
         if secret is not None:
             self.constant_head += f"{SECRET_HEADER}: {secret}\r\n".encode()
-        self.adapters = frozenset(replica.adapters)
+        # Ours say themselves what they have loaded, and how they came by it.
+        self.residency = Residency(replica.adapters if secret is None else (), loads=secret is not None)
         self.health = health or Health(ModelMeter(replica.model), lambda: 0.5)
         self.breaker = self.health.ejections.join()
         self.relays: set[Relay] = set()
@@ -75,6 +78,7 @@ class Link:
         self.mine = 0
         self.on_renewed: Callable[[Link], None] = lambda link: None
         self.on_prefixes: Callable[[Link, Sequence[int]], None] = lambda link, hashes: None
+        self.on_adapters: Callable[[Link], None] = lambda link: None
         self._pending = 0
         self._begun = 0
         self._elsewhere = 0
@@ -104,7 +108,7 @@ class Link:
 
     def serves(self, adapter: str) -> bool:
         """Whether requests for ``adapter``, or without one ("") can be served there."""
-        return not adapter or adapter in self.adapters
+        return not adapter or self.residency.serves(adapter)
 
     @property
     def in_flight(self) -> int:
@@ -210,7 +214,8 @@ class Link:
             if load.tokens < self._tokens:  # it counts from its start
                 self.renewed(at)
         self._tokens = load.tokens
-        self.adapters = frozenset(said.adapters)
+        if self.residency.told(said.adapters, said.refused):
+            self.on_adapters(self)
         self.open = said.state is ReplicaState.READY
         self.full = False
         self.silent = False
@@ -232,6 +237,7 @@ class Link:
     def renewed(self, at: float) -> None:
         """Another process is behind it, with an empty cache and nothing on its conscience."""
         self.breaker.renew(at)
+        self.residency.forget()
         self.on_renewed(self)
 
     def heard(self, at: float, answering: bool) -> None:
@@ -252,6 +258,11 @@ class Link:
         else:
             self.open = False
             self._reach()
+
+    def cannot_load(self, adapter: str) -> None:
+        """The replica began nothing of a request since it could not load its ``adapter``."""
+        self.residency.failed(adapter)
+        self.on_adapters(self)
 
     def stuck_s(self, at: float) -> float:
         """For how many seconds it has moved none of the requests that it should have moved.

@@ -6,16 +6,16 @@ import asyncio
 import random
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from gateway.fingerprint import Density
+from gateway.fingerprint import Density, adapter_key
 from gateway.metrics import Metrics
 from gateway.replicas import Link, key_of
 from gateway.shared import ALONE, Shared
-from policy.config import Deployment, ModelSpec
+from policy.config import Adapters, Deployment, ModelSpec
 from policy.engine_model import Timing
 from policy.errors import ConfigError, TargetError
 from policy.health import State
@@ -135,6 +135,12 @@ class Routes:
         """The replica with ``key`` says which prefixes were sent to it, by whichever gateway."""
         self._of(model).learned(hashes, key, self._clock())
 
+    def holds(self, model: str, key: int, loaded: Iterable[str], refused: Iterable[str]) -> None:
+        """The replica with ``key`` says which adapters it has ``loaded``, and which it could not load."""
+        self._of(model).holds(
+            [adapter_key(model, name) for name in loaded], [adapter_key(model, name) for name in refused], key
+        )
+
     def forget(self, model: str, key: int) -> None:
         """The replica with ``key`` is gone, or started anew."""
         self._of(model).forget(key)
@@ -184,7 +190,7 @@ def settings_of(deployment: Deployment | None, model: str) -> Settings:
         assumed=_assumed(spec),
         start_s=float("inf") if slo.ttft_p95_s is None else START_SHARE * slo.ttft_p95_s,
         itl_s=float("inf") if slo.itl_p95_s is None else slo.itl_p95_s,
-        slots=spec.adapters.slots_per_replica,
+        slots=(spec.adapters or Adapters()).slots_per_replica,
     )
 
 

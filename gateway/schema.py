@@ -45,6 +45,8 @@ _PARAMETERS = (
     ("x-session-id", "Requests of one session go to one replica where that costs nothing.", _TEXT),
     ("x-tidegate-explain", "1, with a key of an admin: say in a header why the route was taken.", _TEXT),
 )
+# Of an adapter that no replica could load lately: no fault of the request's, whose code it is else.
+_ALSO = {503: ["adapter_failed"]}
 
 
 def describe(schema: dict[str, Any]) -> None:
@@ -100,6 +102,7 @@ def _refusals(route: Route, statuses: set[int] | tuple[int, ...]) -> dict[str, A
     found = {}
     for status in sorted(statuses):
         codes = sorted({answer.code or "null" for answer in TABLE.values() if answer.status == status})
+        codes += _ALSO.get(status, [])
         headers = ["x-request-id", "x-tidegate-replica"]
         if status in (429, 503):
             headers.append("retry-after")

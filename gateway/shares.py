@@ -29,11 +29,11 @@ _PAIR = ("text_1", "text_2")
 class Share:
     """One request's part of a call: ``inputs`` holds, for each field of :attr:`names`, its slices.
 
-    ``group`` is what it has in common with those that it may travel with: route, kind of input, tenant
-    and every other parameter, byte by byte.
+    ``group`` is what it has in common with those that it may travel with: route, kind of input, tenant,
+    adapter (a name may stand for several) and every other parameter, byte by byte.
     """
 
-    group: tuple[str, str, str, bytes]
+    group: tuple[str, str, str, str, bytes]
     names: tuple[str, ...]
     inputs: tuple[Sequence[bytes], ...]
 
@@ -48,7 +48,9 @@ class Share:
         return sum(len(piece) for pieces in self.inputs for piece in pieces)
 
 
-def share_of(route: Route, body: Body, raw: bytes, tenant: str, bounds: Coalesce) -> Share | None:
+def share_of(
+    route: Route, body: Body, raw: bytes, tenant: str, bounds: Coalesce, *, adapter: str = ""
+) -> Share | None:
     """What ``raw`` could share, or ``None`` when it has to travel alone.
 
     Shared are embeddings, scores of pairs, and completions of a list of prompts, whole answers of one
@@ -73,13 +75,13 @@ def share_of(route: Route, body: Body, raw: bytes, tenant: str, bounds: Coalesce
         return None
     others = sorted(item for item in fields.items() if item[0] not in names)
     rest = b",".join(b"%b:%b" % (msgspec.json.encode(name), value) for name, value in others)
-    return Share((route.path, kind, tenant, rest), names, inputs)
+    return Share((route.path, kind, tenant, adapter, rest), names, inputs)
 
 
 def joined(together: Sequence[Share]) -> bytes:
     """The body of the call that carries all of ``together``, which are of one group."""
     first = together[0]
-    parts = [b"{", first.group[3]]
+    parts = [b"{", first.group[4]]
     for place, name in enumerate(first.names):
         pieces = b",".join(piece for share in together for piece in share.inputs[place])
         parts.append(b',"%b":[%b]' % (name.encode(), pieces))

@@ -3,15 +3,31 @@
 from __future__ import annotations
 
 from gateway.errors import Refused
+from gateway.fleet import Served
 from gateway.line import Place
 from gateway.queue_meter import QueueMetrics
 from policy.errors import Refusal
+
+# By then a replica that failed to load an adapter has been asked for it again.
+ADAPTER_RETRY_S = 5
 
 
 def nobody(model: str, retry_after_s: float | None = None) -> Refused:
     """No replica of ``model`` serves, and to wait for one would be in vain."""
     return Refused(
         Refusal.NO_REPLICA, f"No replica of {model} serves at present.", retry_after_s=retry_after_s
+    )
+
+
+def unloadable(served: Served, adapter: str) -> Refused:
+    """No replica of ``served`` that is up could load ``adapter`` lately; a retry may find one."""
+    cause = served.causes.get(adapter)
+    return Refused(
+        Refusal.ADAPTER_FAILED,
+        f"No replica of {served.name} could load the adapter '{adapter}'{f' ({cause})' if cause else ''}.",
+        param="model",
+        status=503,
+        retry_after_s=ADAPTER_RETRY_S,
     )
 
 
@@ -46,6 +62,13 @@ class TurnedAway:
         if place.granted is not None and not place.granted.done():
             self._meters.model(name).refused[Refusal.NO_REPLICA] += 1
             place.granted.set_exception(nobody(name))
+
+    def cannot_load(self, place: Place) -> None:
+        """It waits for a replica, and those that are up cannot load its adapter."""
+        name = place.served.name
+        if place.granted is not None and not place.granted.done():
+            self._meters.model(name).refused[Refusal.ADAPTER_FAILED] += 1
+            place.granted.set_exception(unloadable(place.served, place.request.adapter))
 
     def expired(self, place: Place) -> Refused:
         """Its deadline passed while it waited."""

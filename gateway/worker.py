@@ -17,6 +17,7 @@ import uvloop
 from starlette.types import ASGIApp
 
 from gateway.app import Gateway
+from gateway.catalog_source import CatalogSource
 from gateway.controller import FleetSource
 from gateway.document import Document
 from gateway.external import Prober
@@ -77,17 +78,11 @@ async def work(state: StateDir, client_fd: int, admin_fd: int, worker: int, *, c
     def read(deployment: Deployment) -> None:
         gateway.read(deployment)
         if deployment.needs_controller and "controller" not in background:
-            source = FleetSource(
-                deployment.cluster.controller,
-                state,
-                gateway.fleet,
-                log,
-                connect_timeout_s=deployment.gateway.connect_timeout_s,
-            )
-            source.start_from_disk()
-            start("controller", source.feed.run())
-            if worker == 0:
-                start("fleet_file", source.keep_on_disk())
+            for name, source in _sources(deployment, state, gateway, log).items():
+                source.start_from_disk()
+                start(name, source.feed.run())
+                if worker == 0:
+                    start(f"{name}_file", source.keep_on_disk())
 
     read(document.deployment)
     start("document", document.follow(read))
@@ -123,6 +118,17 @@ async def work(state: StateDir, client_fd: int, admin_fd: int, worker: int, *, c
     gateway.metrics.publish()
     shared.close()
     log.info("worker_stopped")
+
+
+def _sources(
+    deployment: Deployment, state: StateDir, gateway: Gateway, log: Log
+) -> dict[str, FleetSource | CatalogSource]:
+    """What is followed of the controller."""
+    address, timeout_s = deployment.cluster.controller, deployment.gateway.connect_timeout_s
+    return {
+        "controller": FleetSource(address, state, gateway.fleet, log, connect_timeout_s=timeout_s),
+        "catalog": CatalogSource(address, state, gateway.catalog, log, connect_timeout_s=timeout_s),
+    }
 
 
 async def _publish(metrics: Metrics, log: Log) -> None:

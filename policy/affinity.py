@@ -100,13 +100,17 @@ class Popularity:
 
 
 class Slots:
-    """The adapters that one replica is believed to have loaded: the last ``count`` that were used."""
+    """The adapters that one replica is believed to have loaded: the last ``count`` that were used.
 
-    __slots__ = ("_resident", "count")
+    Where it tells what it has loaded, that is believed, with what it was asked for since and is yet to tell.
+    """
+
+    __slots__ = ("_asked", "_resident", "count")
 
     def __init__(self, count: int) -> None:
         self.count = count
         self._resident: dict[int, None] = {}
+        self._asked: set[int] = set()
 
     def __contains__(self, adapter: int) -> bool:
         return adapter in self._resident
@@ -125,12 +129,34 @@ class Slots:
         """``adapter`` is used there now; whether it had to be loaded."""
         resident = self._resident
         loaded = adapter not in resident
-        if not loaded:
+        if loaded:
+            self._asked.add(adapter)
+        else:
             del resident[adapter]
         resident[adapter] = None
-        while len(resident) > self.count:
-            del resident[next(iter(resident))]
+        self._shed()
         return loaded
+
+    def told(self, loaded: Sequence[int], refused: Sequence[int]) -> None:
+        """The replica says what it has ``loaded``, and what it could not load lately."""
+        listed = set(loaded)
+        asked = self._asked
+        asked -= listed
+        asked.difference_update(refused)
+        # What others asked it for is, as far as anybody here knows, the first to go.
+        resident = {adapter: None for adapter in loaded if adapter not in self._resident}
+        for adapter in self._resident:
+            if adapter in listed or adapter in asked:
+                resident[adapter] = None
+        self._resident = resident
+        self._shed()
+
+    def _shed(self) -> None:
+        resident = self._resident
+        while len(resident) > self.count:
+            out = next(iter(resident))
+            del resident[out]
+            self._asked.discard(out)
 
 
 class Share:

@@ -230,6 +230,11 @@ class Router:
             if value & 1:
                 site.slots.use(value)
 
+    def holds(self, loaded: Sequence[int], refused: Sequence[int], key: int) -> None:
+        """The replica with ``key`` says which adapters it has loaded, and which it could not load lately."""
+        site = self._sites.get(key) or self._open(key, None)
+        site.slots.told(loaded, refused)
+
     def forget(self, key: int) -> None:
         """The replica with ``key`` is gone or was restarted: nothing is cached there."""
         self._sites.pop(key, None)

@@ -29,10 +29,11 @@ MODULES = {
         "routing", "site",
     ),
     "gateway": (
-        "acceptor", "admission", "ahead", "app", "body", "call", "deadlines", "delivery", "errors",
-        "exchange", "fingerprint", "health", "inbound", "intake", "line", "metrics", "outgoing",
-        "overflow", "queue_meter", "relay", "replicas", "router", "routes", "server", "shared",
-        "shares", "splice", "sse", "tenants", "turned_away", "upstream", "usage",
+        "acceptor", "adapter_meter", "admission", "ahead", "app", "body", "call", "catalog", "deadlines",
+        "delivery", "errors", "exchange", "fingerprint", "health", "inbound", "intake", "line", "metrics",
+        "outgoing", "overflow", "queue_meter", "relay", "replicas", "residency", "router", "routes",
+        "server", "shared", "shares", "splice", "sse", "tally", "tenants", "turned_away", "upstream",
+        "usage",
     ),
 }  # fmt: skip
 # Whose types the compiler reads, beside the packages themselves.

@@ -113,6 +113,11 @@ class StateDir:
         return self.root / "fleet.json"
 
     @property
+    def catalog_path(self) -> Path:
+        """The last catalog of adapters that a gateway saw."""
+        return self.root / "catalog.json"
+
+    @property
     def processes_path(self) -> Path:
         """Process ids that ``down`` may end."""
         return self.root / "processes.json"
@@ -121,6 +126,16 @@ class StateDir:
     def metrics_dir(self) -> Path:
         """Where gateway workers keep their shared counters."""
         return self.root / "metrics"
+
+    @property
+    def adapters(self) -> Path:
+        """Where the files of LoRA adapters lie, by digest."""
+        return self.root / "adapters"
+
+    @property
+    def database_path(self) -> Path:
+        """The embedded database, where the document names no other."""
+        return self.root / "tidegate.db"
 
     @property
     def rows_path(self) -> Path:

@@ -6,7 +6,7 @@ import asyncio
 import json
 import socket
 import struct
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import httptools
@@ -22,6 +22,7 @@ class Exchange:
 
     def __init__(self, connection: _Connection) -> None:
         self._connection = connection
+        self.method = ""
         self.path = ""
         self.headers: dict[str, str] = {}
         self.body = b""
@@ -62,8 +63,8 @@ class Exchange:
         await self.head(content_type, status=status, length=len(body), **more)
         await self.write(body)
 
-    async def refuse(self, reason: str) -> None:
-        body = json.dumps({"error": {"message": reason, "type": "x", "param": None, "code": None}})
+    async def refuse(self, reason: str, message: str = "") -> None:
+        body = json.dumps({"error": {"message": message or reason, "type": "x", "param": None, "code": None}})
         await self.reply(body.encode(), status=503, x_tidegate_refusal=reason)
 
     def close(self) -> None:
@@ -117,6 +118,7 @@ class _Connection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         assert self.exchange is not None
+        self.exchange.method = self._parser.get_method().decode()
         self._server.take(self.exchange)
 
 
@@ -173,12 +175,13 @@ class FakeReplica(_Server):
         self.in_flight = 0
         self.state = "ready"
         self.adapters: list[str] = []
+        self.refused: list[str] = []
         self.hits: list[Exchange] = []
         self.answer: Answer = answer_json
         self._changed = asyncio.Event()
 
     def say(self, **news: Any) -> None:
-        """Change what the load stream tells: ``state``, ``in_flight``, ``bound``, ``adapters``."""
+        """Change what the load stream tells: ``state``, ``in_flight``, ``adapters`` and the like."""
         for name, value in news.items():
             setattr(self, name, value)
         self._changed.set()
@@ -206,7 +209,12 @@ class FakeReplica(_Server):
             await exchange.head("application/x-ndjson")
             while not exchange.gone.is_set():
                 self._changed.clear()
-                line = {"state": self.state, "load": self._load(), "adapters": self.adapters}
+                line = {
+                    "state": self.state,
+                    "load": self._load(),
+                    "adapters": self.adapters,
+                    "refused": self.refused,
+                }
                 await exchange.chunk(_line(line))
                 await _within(self._changed, 0.5)
         else:
@@ -220,8 +228,31 @@ class FakeReplica(_Server):
                 self._changed.set()
 
 
+def alias(
+    name: str,
+    *digests: str,
+    model: str = "alpha",
+    split: Sequence[tuple[int, float]] | None = None,
+    tenants: Sequence[str] = (),
+) -> dict[str, Any]:
+    """A catalog's alias with these versions, numbered from 1; without a ``split`` the last is all of it."""
+    versions = [
+        {"number": number, "digest": digest, "rank": 8, "size": 1, "source": "/a", "at": 1.0}
+        for number, digest in enumerate(digests, 1)
+    ]
+    return {
+        "model": model,
+        "name": name,
+        "revision": len(digests),
+        "versions": versions,
+        "split": split or [(len(digests), 1.0)],
+        "tenants": tenants,
+        "at": 7.0,
+    }
+
+
 class FakeController(_Server):
-    """Streams whatever fleet a test sets."""
+    """Streams whatever fleet and catalog a test sets; ``answer`` gets what else it is asked."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -229,7 +260,11 @@ class FakeController(_Server):
         self.version = 1
         self.models: list[dict[str, Any]] = []
         self.replicas: list[dict[str, Any]] = []
+        self.aliases: list[dict[str, Any]] = []
+        self.asked: list[Exchange] = []
+        self.answer: Answer = answer_json
         self._changed = asyncio.Event()
+        self._published = asyncio.Event()
 
     def set(self, *replicas: FakeReplica, state: str = "ready") -> None:
         """A new version of the fleet with these replicas."""
@@ -237,9 +272,31 @@ class FakeController(_Server):
         self.replicas = [replica.entry(state) for replica in replicas]
         self._changed.set()
 
+    def publish(self, *aliases: dict[str, Any]) -> None:
+        """A new version of the catalog with these aliases."""
+        self.version += 1
+        self.aliases = list(aliases)
+        self._published.set()
+
     async def _run(self, exchange: Exchange) -> None:
-        assert exchange.path == "/fleet/stream"
         assert exchange.headers["x-tidegate-secret"] == SECRET
+        if exchange.path == "/fleet/stream":
+            await self._tell_fleet(exchange)
+        elif exchange.path == "/adapters/stream":
+            await self._tell_catalog(exchange)
+        else:
+            self.asked.append(exchange)
+            await self.answer(exchange)
+
+    async def _tell_catalog(self, exchange: Exchange) -> None:
+        await exchange.head("application/x-ndjson")
+        while not exchange.gone.is_set():
+            self._published.clear()
+            catalog = {"epoch": self.epoch, "version": self.version, "aliases": self.aliases}
+            await exchange.chunk(_line(catalog))
+            await _within(self._published, 0.5)
+
+    async def _tell_fleet(self, exchange: Exchange) -> None:
         await exchange.head("application/x-ndjson")
         while not exchange.gone.is_set():
             self._changed.clear()

@@ -271,22 +271,6 @@ async def test_nonsense_from_a_replica_is_502(shared: Stack) -> None:
         assert (await shared.chat()).status_code == 502
 
 
-async def test_an_adapter_goes_only_where_it_is(shared: Stack) -> None:
-    without, holds = await shared.replica("without"), await shared.replica("holds")
-    holds.say(in_flight=7, adapters=["sql"])
-    await shared.ready(without, holds)
-
-    async def listed() -> bool:
-        return "sql" in (await shared.http.get("/v1/models")).text
-
-    await until(listed)
-    answer = await shared.chat(model="sql")
-    assert answer.headers["x-tidegate-replica"] == "holds"
-    assert holds.hits[0].json["model"] == "sql"
-    card = (await shared.http.get("/v1/models/sql")).json()
-    assert card["parent"] == "alpha"
-
-
 async def test_no_replica_gets_more_than_its_bound(shared: Stack) -> None:
     replicas: list[FakeReplica] = [await shared.replica(f"bounded-{i}", bound=3) for i in range(2)]
     most = {replica.id: 0 for replica in replicas}

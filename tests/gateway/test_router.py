@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from gateway.fingerprint import adapter_key
 from gateway.fleet import Served
 from gateway.metrics import Metrics
 from gateway.replicas import Link, key_of
@@ -118,6 +119,22 @@ async def test_replicas_pass_on_what_other_hosts_sent() -> None:
     assert chosen is not None and chosen[1].uncached == 1040
 
 
+async def test_what_a_replica_says_of_its_adapters_is_what_is_believed() -> None:
+    here, model = routes(), served(replicas=2)
+    key = adapter_key("m", "sql@1")
+    request = Request("m", adapter_key=key, prompt_tokens=10)
+    first, quote = send(here, model, request)
+    assert quote.adapter > 0.0
+    other = next(link for link in model.links if link is not first)
+    here.holds("m", first.view.key, ["chat@1"], ["sql@1"])
+    here.holds("m", other.view.key, ["sql@1"], [])
+    there, quote = send(here, model, request)
+    assert there is other and quote.adapter == 0.0
+    here.holds("m", other.view.key, [], [])
+    chosen = here.choose(model, request)
+    assert chosen is not None and chosen[1].adapter > 0.0
+
+
 async def test_decisions_are_kept_and_explained_with_their_candidates() -> None:
     here, model = routes(), served()
     request = prompt()
@@ -166,7 +183,10 @@ def test_what_the_document_says_becomes_settings() -> None:
     assert (found.start_s, found.itl_s, found.slots) == (START_SHARE * 2.0, 0.1, 3)
     assert found.assumed.limits.max_num_batched_tokens == 128
     bare = settings_of(Deployment(models=(spec, ModelSpec(name="bare"))), "bare")
-    assert bare.assumed is GENERIC and bare.start_s == float("inf")
+    assert bare.assumed is GENERIC and (bare.start_s, bare.slots) == (
+        float("inf"),
+        Adapters().slots_per_replica,
+    )
     assert settings_of(None, "m").assumed is GENERIC
 
 

@@ -52,6 +52,59 @@ def test_the_adapter_longest_unused_leaves() -> None:
     assert 3 not in slots and 1 in slots and 5 in slots
 
 
+def test_what_a_replica_says_that_it_has_loaded_is_believed() -> None:
+    slots = Slots(3)
+    slots.use(1)
+    slots.use(3)
+    slots.told([3, 5], [])
+    assert 3 in slots and 5 in slots
+    assert 1 in slots, "it was asked for, and is yet to tell"
+    assert slots.next_out == 5, "nobody here has used it"
+    slots.told([1, 3], [])
+    assert 5 not in slots and len(slots) == 2
+    slots.told([3], [])
+    assert 1 not in slots, "it was told of, and is unloaded now"
+
+
+def test_what_a_replica_could_not_load_is_not_believed_to_be_coming() -> None:
+    slots = Slots(2)
+    slots.use(1)
+    slots.told([], [1])
+    assert 1 not in slots
+    assert slots.use(1), "it has to be loaded again"
+
+
+def test_what_is_coming_takes_the_place_of_the_longest_unused() -> None:
+    slots = Slots(2)
+    slots.told([1, 3], [])
+    slots.use(1)
+    slots.use(5)
+    slots.told([1, 3], [])  # the load is under way
+    assert 5 in slots and 1 in slots and len(slots) == 2
+
+
+@given(
+    st.lists(st.tuples(st.booleans(), st.lists(st.integers(0, 30), max_size=6)), max_size=60),
+    st.integers(1, 8),
+)
+def test_what_is_told_last_is_held_as_far_as_there_are_slots(
+    events: list[tuple[bool, list[int]]], count: int
+) -> None:
+    slots = Slots(count)
+    for telling, adapters in events:
+        if telling:
+            slots.told(adapters[:count], [])
+            fresh = Slots(count)
+            fresh.told(adapters[:count], [])
+            assert all(adapter in fresh for adapter in adapters[:count])
+        else:
+            for adapter in adapters:
+                slots.use(adapter)
+                assert adapter in slots
+        assert len(slots) <= count
+        assert len(slots._asked) <= count
+
+
 @given(st.lists(st.integers(0, 1000), max_size=300), st.integers(1, 50))
 def test_counts_and_memories_are_bounded(keys: list[int], span: int) -> None:
     popular, recent = Popularity(span), Recent(2 * span)

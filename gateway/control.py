@@ -1,0 +1,111 @@
+"""The controller, asked by the admin port on an operator's behalf; its errors in our ports' envelope."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+import msgspec
+
+from gateway.errors import Refused
+from policy.config import Deployment
+from policy.errors import Refusal
+from store.state import SECRET_HEADER
+
+# An add that goes on says so once a second.
+SILENT_S = 30.0
+# By the class of a controller's error, where it names no code of its own.
+_ERRORS = {
+    "AdapterRefused": (400, "refused"),
+    "AdapterUnknown": (404, "adapter_not_found"),
+    "BadRequest": (400, "bad_request"),
+    "ConfigError": (409, "not_allowed"),
+    "TargetError": (409, "not_allowed"),
+}
+
+
+class Control:
+    """What of the controller's HTTP API the admin port hands on. ``deployment`` says where it is."""
+
+    def __init__(self, secret: str, deployment: Callable[[], Deployment]) -> None:
+        self._secret = secret
+        self._deployment = deployment
+
+    async def ask(self, method: str, path: str, body: bytes = b"") -> bytes:
+        """The body of a good answer; raises :class:`gateway.errors.Refused` for any other."""
+        async with self._client() as http:
+            try:
+                answer = await http.request(method, path, content=body)
+            except httpx.HTTPError as error:
+                raise self._away(error) from error
+        if answer.status_code != 200:
+            raise _refusal(answer.status_code, answer.content)
+        return answer.content
+
+    async def lines(self, path: str, body: bytes) -> AsyncIterator[dict[str, Any]]:
+        """The lines of an answer that reports progress; the last one has no error.
+
+        Raises :class:`gateway.errors.Refused` in its place, and where the controller goes meanwhile.
+        """
+        async with self._client() as http:
+            try:
+                async with http.stream("POST", path, content=body) as answer:
+                    if answer.status_code != 200:
+                        raise _refusal(answer.status_code, await answer.aread())
+                    async for line in answer.aiter_lines():
+                        said = msgspec.json.decode(line, type=dict[str, Any])
+                        if "error" in said:
+                            raise _refusal(None, line.encode())
+                        yield said
+            except (httpx.HTTPError, ValueError) as error:
+                raise self._away(error) from error
+
+    def _client(self) -> httpx.AsyncClient:
+        deployment = self._deployment()
+        if not deployment.needs_controller:
+            raise Refused(
+                Refusal.UNSUPPORTED,
+                "There is no controller: neither the servers here nor their adapters are Tidegate's.",
+                status=409,
+                code="no_controller",
+            )
+        return httpx.AsyncClient(
+            base_url=f"http://{deployment.cluster.controller}",
+            headers={SECRET_HEADER: self._secret, "content-type": "application/json"},
+            timeout=httpx.Timeout(SILENT_S, connect=deployment.gateway.connect_timeout_s),
+            trust_env=False,
+        )
+
+    def _away(self, error: Exception) -> Refused:
+        address = self._deployment().cluster.controller
+        return Refused(
+            Refusal.NO_REPLICA,
+            f"The controller at {address} does not answer ({type(error).__name__}); what it was asked for"
+            " may be done nevertheless.",
+            code="controller_unreachable",
+        )
+
+
+def adapter_path(model: str, name: str, change: str = "") -> str:
+    """The controller's path for an adapter, or for a ``change`` of it."""
+    return f"/adapters/{quote(model, safe='')}/{quote(name, safe='')}{'/' + change if change else ''}"
+
+
+def _refusal(status: int | None, body: bytes) -> Refused:
+    """A controller's error; without a ``status`` by its class, as it stands in a stream."""
+    try:
+        said: dict[str, Any] = msgspec.json.decode(body)["error"]
+        kind, message = str(said["type"]), str(said["message"])
+    except (ValueError, LookupError, TypeError):
+        said, kind, message = {}, "", "The controller answered what nobody understands."
+    usual, code = _ERRORS.get(kind, (502, "controller_failed"))
+    if status is None or status in (401, 403) or status >= 500:
+        status = usual
+    return Refused(
+        Refusal.UPSTREAM_FAILED if status >= 500 else Refusal.BAD_REQUEST,
+        message,
+        status=status,
+        code=str(said.get("code") or code),
+    )

@@ -1,0 +1,65 @@
+"""Which adapters one replica has loaded, and which it could not load lately, from its own word."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from time import monotonic
+
+# So long is one that failed here not asked for again, unless the replica's own list says so by then.
+FAILED_S = 2.0
+
+
+class Residency:
+    """What requests for adapters find at one replica.
+
+    One that ``loads`` serves whatever it is asked for but ``refused``: what it says that it could not load
+    lately. Another serves what it lists alone. ``loaded`` is what it lists.
+    """
+
+    __slots__ = ("_failed", "_listed", "_refused", "loaded", "loads", "refused")
+
+    def __init__(self, loaded: Sequence[str], *, loads: bool) -> None:
+        self.loads = loads
+        self.loaded = frozenset(loaded)
+        self.refused: frozenset[str] = frozenset()
+        self._listed: Sequence[str] = ()
+        self._refused: Sequence[str] = ()
+        self._failed: dict[str, float] = {}
+
+    def serves(self, adapter: str) -> bool:
+        """Whether requests for ``adapter``, or without one (""), can be served there."""
+        if not adapter:
+            return True
+        if not self.loads:
+            return adapter in self.loaded
+        if adapter in self.refused:
+            return False
+        return not self._failed or self._failed.get(adapter, 0.0) <= monotonic()
+
+    @property
+    def refusing(self) -> frozenset[str]:
+        """What it could not load lately, by its own list and by what requests found."""
+        if not self._failed:
+            return self.refused
+        now = monotonic()
+        return self.refused | {name for name, until in self._failed.items() if until > now}
+
+    def told(self, loaded: Sequence[str], refused: Sequence[str]) -> bool:
+        """The replica lists what it has loaded and what it could not load; whether that is news."""
+        if loaded == self._listed and refused == self._refused:
+            return False
+        self._listed, self._refused = loaded, refused
+        self.loaded, self.refused = frozenset(loaded), frozenset(refused)
+        return True
+
+    def failed(self, adapter: str) -> None:
+        """It could not load ``adapter`` just now; its next list may be older than that."""
+        now = monotonic()
+        self._failed = {name: until for name, until in self._failed.items() if until > now}
+        self._failed[adapter] = now + FAILED_S
+
+    def forget(self) -> None:
+        """Another process is behind it, which has loaded nothing that it has not listed."""
+        self.loaded = self.refused = frozenset()
+        self._listed = self._refused = ()
+        self._failed.clear()

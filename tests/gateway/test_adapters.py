@@ -1,0 +1,479 @@
+"""Requests for adapters through a real worker: who may name them, which version serves, and where."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections import Counter
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from policy.catalog import served_name
+from tests.gateway.fake_replica import Answer, Exchange, FakeReplica, alias, answer_json, event, hold
+from tests.gateway.fake_upstream import FakeUpstream
+from tests.gateway.worker import Stack, model, until
+
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
+OLD, NEW, OTHER = (hashlib.sha256(name).hexdigest() for name in (b"old", b"new", b"other"))
+ADAPTERS = {"adapters": {"slots_per_replica": 4}}
+CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+WEB, SHOP, BOSS = "key-of-web", "key-of-shop", "key-of-boss"
+
+
+def tenant(name: str, key: str, **more: Any) -> dict[str, Any]:
+    return {"name": name, "keys_sha256": [hashlib.sha256(key.encode()).hexdigest()], **more}
+
+
+async def echo(exchange: Exchange) -> None:
+    """Answer as engines do, with the model that was named."""
+    body = exchange.json
+    said = {"id": "x", "model": body["model"], "usage": {"prompt_tokens": 3, "completion_tokens": 2}}
+    if exchange.path == "/v1/embeddings":
+        said["data"] = [{"index": i, "embedding": [0.0]} for i, _ in enumerate(body["input"])]
+    if not body.get("stream"):
+        await exchange.reply(json.dumps(said).encode())
+        return
+    await exchange.head("text/event-stream")
+    await exchange.chunk(event("a").replace(b'"alpha"', json.dumps(body["model"]).encode()))
+    await exchange.chunk(event(finish="stop") + b"data: [DONE]\n\n")
+    await exchange.end()
+
+
+async def cannot_load(exchange: Exchange) -> None:
+    """The guard's word that the adapter could not be loaded."""
+    if "x-tidegate-adapter" in exchange.headers:
+        await exchange.refuse("adapter_failed", "files_missing: /srv/adapters/x is gone")
+    else:
+        await echo(exchange)
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
+    """A worker for models that take adapters, without tenants."""
+    stack = Stack(tmp_path_factory.mktemp("adapters"))
+    stack.models = [
+        model("alpha", **ADAPTERS),
+        model("beta", **ADAPTERS),
+        model("vectors", runner="pooling", **ADAPTERS),
+    ]
+    stack.gateway |= {"coalesce": {"window_s": 0.05, "max_inputs": 8}}
+    await stack.start_controller()
+    await stack.start_worker()
+    yield stack
+    await stack.close()
+
+
+async def fleet(stack: Stack, name: str, *, count: int = 1, model: str = "alpha") -> list[FakeReplica]:
+    replicas = [await stack.replica(f"{name}-{i}", model=model) for i in range(count)]
+    for replica in replicas:
+        replica.answer = echo
+    await stack.ready(*replicas)
+    return replicas
+
+
+async def publish(stack: Stack, *aliases: dict[str, Any]) -> None:
+    """Publish a catalog and wait until the worker follows it; it has a name that no other one has."""
+    mark = f"mark-{stack.controller.version}"
+    stack.controller.publish(*aliases, alias(mark, OTHER))
+
+    async def listed() -> bool:
+        headers = {"authorization": f"Bearer {BOSS}"}
+        return (await stack.http.get(f"/v1/models/{mark}", headers=headers)).status_code == 200
+
+    await until(listed, "the catalog is followed")
+
+
+@pytest.mark.parametrize(
+    ("path", "base"),
+    [
+        ("/v1/chat/completions", "alpha"),
+        ("/v1/completions", "alpha"),
+        ("/v1/responses", "alpha"),
+        ("/v1/messages", "alpha"),
+        ("/v1/tokenize", "alpha"),
+        ("/v1/detokenize", "alpha"),
+        ("/v1/embeddings", "vectors"),
+        ("/v1/score", "vectors"),
+        ("/v1/rerank", "vectors"),
+    ],
+)
+async def test_each_route_names_the_version_to_its_replica_and_to_its_client(
+    shared: Stack, path: str, base: str
+) -> None:
+    (replica,) = await fleet(shared, f"route{path.replace('/', '-')}", model=base)
+    await publish(shared, alias("sql", OLD, NEW, model=base))
+    answer = await shared.http.post(path, json={"model": "sql", "input": ["x"], "nested": {"model": "sql"}})
+    served = served_name("sql", NEW)
+    assert (answer.status_code, answer.json()["model"]) == (200, served)
+    (hit,) = replica.hits
+    assert hit.headers["x-tidegate-adapter"] == f"sql@{NEW}"
+    assert hit.json["model"] == served
+    assert hit.json["nested"] == {"model": "sql"}
+
+
+@pytest.mark.parametrize("name", ["sql", "alpha:sql", f"sql@{NEW[:12]}", f"alpha:sql@{NEW}"])
+@pytest.mark.parametrize("streams", [False, True])
+async def test_every_way_to_name_it_is_one_version(shared: Stack, name: str, streams: bool) -> None:
+    (replica,) = await fleet(shared, f"names-{abs(hash((name, streams)))}")
+    await publish(shared, alias("sql", OLD, NEW))
+    answer = await shared.chat(model=name, stream=streams)
+    assert answer.status_code == 200
+    assert served_name("sql", NEW) in answer.text
+    assert replica.hits[0].headers["x-tidegate-adapter"] == f"sql@{NEW}"
+
+
+async def test_the_base_model_goes_without(shared: Stack) -> None:
+    (replica,) = await fleet(shared, "base")
+    await publish(shared, alias("sql", OLD))
+    assert (await shared.chat()).status_code == 200
+    assert "x-tidegate-adapter" not in replica.hits[0].headers
+    assert replica.hits[0].json["model"] == "alpha"
+
+
+async def test_what_arrived_keeps_its_version_and_what_comes_has_the_new_one(shared: Stack) -> None:
+    (replica,) = await fleet(shared, "replaced")
+    replica.say(bound=1)
+    await publish(shared, alias("sql", OLD))
+    release = asyncio.Event()
+    replica.answer = hold(release, echo)
+    first = asyncio.create_task(shared.chat(model="sql"))
+    await until(lambda: len(replica.hits) == 1)
+    waits = asyncio.create_task(shared.chat(model="sql"))
+
+    async def queued() -> bool:
+        return await shared.metric("tidegate_queue_depth", model="alpha") == 1
+
+    await until(queued)
+    await publish(shared, alias("sql", OLD, NEW))
+    later = asyncio.create_task(shared.chat(model="sql"))
+    release.set()
+    answers = [(await one).json()["model"] for one in (first, waits, later)]
+    assert answers == [served_name("sql", OLD)] * 2 + [served_name("sql", NEW)]
+
+
+async def test_a_removed_name_is_404_and_what_is_in_flight_finishes(shared: Stack) -> None:
+    (replica,) = await fleet(shared, "removed")
+    await publish(shared, alias("sql", OLD))
+    release = asyncio.Event()
+    replica.answer = hold(release, echo)
+    asked = asyncio.create_task(shared.chat(model="sql"))
+    await until(lambda: len(replica.hits) == 1)
+    await publish(shared)
+    gone = await shared.chat(model="sql")
+    assert (gone.status_code, gone.json()["error"]["code"]) == (404, "model_not_found")
+    release.set()
+    assert (await asked).status_code == 200
+
+
+async def test_a_split_sends_each_session_where_it_went_before(shared: Stack) -> None:
+    (replica,) = await fleet(shared, "split")
+    await publish(shared, alias("sql", OLD, NEW, split=[(1, 1.0), (2, 1.0)]))
+
+    async def ask(session: str) -> str:
+        body = {"model": "sql", **CHAT}
+        answer = await shared.http.post("/v1/chat/completions", json=body, headers={"x-session-id": session})
+        return str(answer.json()["model"])
+
+    sessions = [f"session-{i}" for i in range(24)]
+    first = [await ask(session) for session in sessions]
+    assert set(first) == {served_name("sql", OLD), served_name("sql", NEW)}
+    assert [await ask(session) for session in sessions] == first
+    assert len(replica.hits) == 48
+
+
+async def test_shared_calls_never_mix_versions(shared: Stack) -> None:
+    (replica,) = await fleet(shared, "coalesced", model="vectors")
+    await publish(shared, alias("near", OLD, NEW, model="vectors", split=[(1, 1.0), (2, 1.0)]))
+
+    async def ask(name: str, session: int) -> tuple[str, httpx.Response]:
+        headers = {"x-session-id": str(session)}
+        return name, await shared.http.post(
+            "/v1/embeddings", json={"model": name, "input": ["x"]}, headers=headers
+        )
+
+    before = await shared.metric("tidegate_coalesced_requests_total", model="vectors")
+    answers = await asyncio.gather(*(ask(name, i) for i in range(12) for name in ("near", "vectors")))
+    assert {answer.status_code for _, answer in answers} == {200}
+    versions = {served_name("near", OLD), served_name("near", NEW)}
+    for name, answer in answers:
+        assert answer.json()["model"] in (versions if name == "near" else {"vectors"})
+    for hit in replica.hits:
+        told = hit.headers.get("x-tidegate-adapter", "vectors")
+        assert hit.json["model"] == (told[: len("near@") + 12] if told != "vectors" else told)
+    assert await shared.metric("tidegate_coalesced_requests_total", model="vectors") > before
+    assert len(replica.hits) < 24
+
+
+async def test_the_wrong_runner_is_said_of_its_base(shared: Stack) -> None:
+    await publish(shared, alias("sql", OLD))
+    answer = await shared.http.post("/v1/embeddings", json={"model": "sql", "input": "x"})
+    assert answer.status_code == 400
+    assert "alpha" in answer.json()["error"]["message"]
+
+
+async def test_one_that_cannot_load_it_is_left_alone_and_another_serves(shared: Stack) -> None:
+    fails, works = await fleet(shared, "partial", count=2)
+    fails.answer = cannot_load
+    works.say(in_flight=6)
+    await publish(shared, alias("sql", OLD))
+    retries = await shared.metric("tidegate_retries_total", model="alpha")
+    for _ in range(6):
+        answer = await shared.chat(model="sql")
+        assert (answer.status_code, answer.headers["x-tidegate-replica"]) == (200, works.id)
+    assert len(fails.hits) <= 2, "once, and again when its mark has run out"
+    assert (await shared.chat()).headers["x-tidegate-replica"] == fails.id
+    assert await shared.metric("tidegate_retries_total", model="alpha") == retries
+    links = (await shared.admin.get("/admin/fleet")).json()["replicas"]
+    assert {link["breaker"] for link in links} == {"closed"}
+
+
+async def test_what_its_load_line_says_that_it_refuses_is_not_sent_there(shared: Stack) -> None:
+    fails, works = await fleet(shared, "listed", count=2)
+    works.say(in_flight=6)
+    served = served_name("sql", OLD)
+    fails.say(refused=[served])
+    await publish(shared, alias("sql", OLD))
+    await until(lambda: refuses(shared, fails.id, [served]))
+    for _ in range(4):
+        assert (await shared.chat(model="sql")).headers["x-tidegate-replica"] == works.id
+    assert fails.hits == []
+    fails.say(refused=[])
+    await until(lambda: refuses(shared, fails.id, []))
+    assert (await shared.chat(model="sql")).headers["x-tidegate-replica"] == fails.id
+
+
+async def refuses(stack: Stack, replica: str, names: list[str]) -> bool:
+    links = (await stack.admin.get("/admin/fleet")).json()["replicas"]
+    return any(link["id"] == replica and link["refused_adapters"] == names for link in links)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+async def test_where_none_can_load_it_the_answer_is_one_and_names_it(shared: Stack, count: int) -> None:
+    replicas = await fleet(shared, f"none-{count}", count=count)
+    for replica in replicas:
+        replica.answer = cannot_load
+    await publish(shared, alias("sql", OLD))
+    for _ in range(5):
+        answer = await shared.chat(model="sql")
+        error = answer.json()["error"]
+        assert (answer.status_code, error["code"], error["param"]) == (503, "adapter_failed", "model")
+        expected = f"No replica of alpha could load the adapter '{served_name('sql', OLD)}' (files_missing)."
+        assert error["message"] == expected
+        assert int(answer.headers["retry-after"]) >= 1
+    assert sum(len(replica.hits) for replica in replicas) <= 2 * count
+    assert (await shared.chat()).status_code == 200
+
+
+async def test_who_waits_for_what_none_can_load_is_told_at_once(shared: Stack) -> None:
+    (replica,) = await fleet(shared, "waiting")
+    replica.say(bound=1)
+    await publish(shared, alias("sql", OLD))
+    release = asyncio.Event()
+    replica.answer = hold(release, echo)
+    holder = asyncio.create_task(shared.chat())
+    await until(lambda: len(replica.hits) == 1)
+    waiting = [asyncio.create_task(shared.chat(model="sql")) for _ in range(5)]
+
+    async def queued() -> bool:
+        return await shared.metric("tidegate_queue_depth", model="alpha") == 5
+
+    await until(queued)
+    replica.say(refused=[served_name("sql", OLD)])
+    told = [(await one).json()["error"]["code"] for one in waiting]
+    assert told == ["adapter_failed"] * 5
+    assert not holder.done()
+    release.set()
+    assert (await holder).status_code == 200
+
+
+async def test_numbers_are_kept_by_name(shared: Stack) -> None:
+    await fleet(shared, "counted")
+    await publish(shared, alias("counted", OLD))
+    for _ in range(3):
+        assert (await shared.chat(model="counted", stream=True)).status_code == 200
+    labels = {"model": "alpha", "adapter": "counted"}
+    assert await shared.metric("tidegate_adapter_requests_total", **labels, outcome="ok") == 3
+    assert await shared.metric("tidegate_adapter_ttft_seconds_count", **labels) == 3
+    assert (await shared.chat(model="counted")).status_code == 200
+    assert await shared.metric("tidegate_adapter_tokens_total", **labels, kind="prompt") == 3
+
+
+async def test_the_last_catalog_serves_while_the_controller_is_away(tmp_path: Any) -> None:
+    stack = Stack(tmp_path)
+    stack.models = [model("alpha", **ADAPTERS)]
+    try:
+        await stack.start_worker()
+        assert "adapters" not in str((await stack.admin.get("/readyz")).json())
+        answer = await stack.chat(model="sql")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "starting")
+        await stack.controller.start()
+        stack.write_document()
+        stack.workers[0].kill()
+        await stack.workers[0].wait()
+        await stack.start_worker()
+        await fleet(stack, "kept")
+        await publish(stack, alias("sql", OLD))
+        await until(
+            lambda: (tmp_path / "catalog.json").exists() and OLD in (tmp_path / "catalog.json").read_text()
+        )
+        await stack.controller.stop()
+        stack.workers[1].kill()
+        await stack.workers[1].wait()
+        await stack.start_worker()
+
+        async def served() -> bool:
+            return (await stack.chat(model="sql")).status_code == 200
+
+        await until(served)
+        assert (await stack.admin.get("/readyz")).status_code == 200
+        assert (await stack.chat(model="never")).status_code == 404
+        await stack.controller.start()
+        await publish(stack, alias("sql", NEW))
+        assert (await stack.chat(model="sql")).json()["model"] == served_name("sql", NEW)
+    finally:
+        await stack.close()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def tenanted(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
+    """A worker for tenants, one of them an admin."""
+    stack = Stack(tmp_path_factory.mktemp("tenanted"))
+    stack.models = [model("alpha", **ADAPTERS), model("beta", **ADAPTERS)]
+    stack.tenants = [tenant("web", WEB), tenant("shop", SHOP), tenant("boss", BOSS, admin=True)]
+    await stack.start_controller()
+    await stack.start_worker()
+    yield stack
+    await stack.close()
+
+
+async def ask(stack: Stack, key: str, name: str, **headers: str) -> httpx.Response:
+    body = {"model": name, **CHAT}
+    headers = {"authorization": f"Bearer {key}", **headers}
+    return await stack.http.post("/v1/chat/completions", json=body, headers=headers)
+
+
+async def test_another_tenants_adapter_is_as_one_that_there_is_not(tenanted: Stack) -> None:
+    (replica,) = await fleet(tenanted, "private")
+    private = alias("private", OLD, NEW, tenants=["web"])
+    forms = ["private", "alpha:private", f"private@{NEW[:12]}", f"private@{OLD}", f"alpha:private@{NEW}"]
+    replica.say(adapters=[served_name("private", NEW)])
+    forged = {"x-tidegate-adapter": f"private@{NEW}", "x-session-id": "web", "x-tenant": "web"}
+
+    async def said(key: str) -> list[Any]:
+        answers = [await ask(tenanted, key, name, **more) for name in forms for more in ({}, forged)]
+        cards = [
+            await tenanted.http.get(f"/v1/models/{name}", headers={"authorization": f"Bearer {key}"})
+            for name in forms
+        ]
+        listed = await tenanted.http.get("/v1/models", headers={"authorization": f"Bearer {key}"})
+        return [
+            (answer.status_code, answer.content, sorted(set(answer.headers) - {"x-request-id"}))
+            for answer in (*answers, *cards, listed)
+        ]
+
+    await publish(tenanted)
+    absent = await said(SHOP)
+    await publish(tenanted, private)
+    hidden = await said(SHOP)
+    # The catalogs differ in the mark that the test waits for.
+    assert hidden[:-1] == absent[:-1]
+    assert {status for status, _, _ in hidden[:-1]} == {404}
+    assert b"private" not in hidden[-1][1]
+    assert replica.hits == []
+
+    for key in (WEB, BOSS):
+        for name in forms:
+            assert (await ask(tenanted, key, name)).status_code == 200
+        listed = await tenanted.http.get("/v1/models", headers={"authorization": f"Bearer {key}"})
+        assert "private" in [card["id"] for card in listed.json()["data"]]
+
+
+async def test_a_header_of_the_clients_chooses_nothing(tenanted: Stack) -> None:
+    (replica,) = await fleet(tenanted, "forged")
+    await publish(tenanted, alias("private", OLD, tenants=["web"]), alias("open", NEW))
+    forged = {"x-tidegate-adapter": f"private@{OLD}"}
+    assert (await ask(tenanted, SHOP, "alpha", **forged)).status_code == 200
+    assert (await ask(tenanted, SHOP, "open", **forged)).status_code == 200
+    assert [hit.headers.get("x-tidegate-adapter") for hit in replica.hits] == [None, f"open@{NEW}"]
+
+
+async def test_a_tenant_stays_with_its_version(tenanted: Stack) -> None:
+    await fleet(tenanted, "sticky")
+    await publish(tenanted, alias("sql", OLD, NEW, split=[(1, 1.0), (2, 1.0)]))
+    for key in (WEB, SHOP):
+        found = Counter([(await ask(tenanted, key, "sql")).json()["model"] for _ in range(8)])
+        assert len(found) == 1
+
+
+async def test_an_upstream_takes_the_adapters_that_it_lists_alone(tmp_path: Any) -> None:
+    upstream = FakeUpstream()
+    await upstream.start()
+    stack = Stack(tmp_path)
+    stack.models = [model("alpha", **ADAPTERS, control={"assumed_start_s": 60.0})]
+    stack.gateway = {"queue_timeout_s": 1}
+    stack.upstreams = [
+        {
+            "name": "spare",
+            "url": f"{upstream.url}/v1",
+            "models": {"alpha:sql": "their-sql"},
+            "price": {"input": 1.0, "output": 1.0},
+            "cost_cap_per_h": 1000,
+        }
+    ]
+    try:
+        await stack.start_controller()
+        await stack.start_worker()
+        await publish(stack, alias("sql", OLD, NEW), alias("chat", OTHER))
+        for name, status in (
+            ("sql", 200),
+            ("alpha:sql", 200),
+            ("chat", 503),
+            ("alpha", 503),
+            (f"sql@{OLD}", 503),
+        ):
+            assert (await stack.chat(model=name)).status_code == status
+        assert [hit.json["model"] for hit in upstream.hits] == ["their-sql"] * 2
+        assert all("x-tidegate-adapter" not in hit.headers for hit in upstream.hits)
+    finally:
+        await stack.close()
+        await upstream.stop()
+
+
+async def test_servers_that_are_not_ours_are_asked_by_the_name_they_list(tmp_path: Any) -> None:
+    server = FakeUpstream()
+    listed = [{"id": "theirs", "parent": None}, {"id": "style", "parent": "theirs"}]
+    server.answer = listing(listed)
+    await server.start()
+    stack = Stack(tmp_path)
+    stack.models = [{"name": "theirs", "engine": "external", "urls": [server.url]}]
+    try:
+        await stack.start_worker()
+
+        async def known() -> bool:
+            return "style" in (await stack.http.get("/v1/models")).text
+
+        await until(known)
+        for name in ("style", "theirs:style"):
+            assert (await stack.chat(model=name)).status_code == 200
+        chats = [hit for hit in server.hits if hit.path == "/v1/chat/completions"]
+        assert [hit.json["model"] for hit in chats] == ["style"] * 2
+        assert all("x-tidegate-adapter" not in hit.headers for hit in chats)
+        assert (await stack.chat(model="theirs:nothing")).status_code == 404
+    finally:
+        await stack.close()
+        await server.stop()
+
+
+def listing(models: list[dict[str, Any]]) -> Answer:
+    async def answer(exchange: Exchange) -> None:
+        if exchange.path == "/v1/models":
+            await exchange.reply(json.dumps({"data": models}).encode())
+        else:
+            await answer_json(exchange)
+
+    return answer

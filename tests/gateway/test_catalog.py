@@ -1,0 +1,187 @@
+"""Which version a request's name stands for, and for whom there is one."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from gateway.catalog import CatalogView
+from gateway.replicas import key_of
+from gateway.tenants import Account
+from policy.catalog import Catalog
+from policy.config import Adapters, Deployment, ModelSpec
+from policy.types import EngineKind
+from tests.gateway.fake_replica import alias
+
+OLD, NEW, OTHER = "a" * 64, "b" * 64, "c" * 64
+ANYONE = Account("", b"")
+WEB, SHOP = Account("web", b""), Account("shop", b"")
+ADMIN = Account("boss", b"")
+ADMIN.admin = True
+MODELS = (
+    ModelSpec(name="alpha", adapters=Adapters()),
+    ModelSpec(name="org/beta", adapters=Adapters()),
+    ModelSpec(name="theirs", engine=EngineKind.EXTERNAL),
+)
+
+
+def catalog(*aliases: dict[str, Any]) -> Catalog:
+    return msgspec.convert({"epoch": 1.0, "version": 1, "aliases": list(aliases)}, Catalog)
+
+
+def view(*aliases: dict[str, Any], draw: Callable[[], int] = lambda: 7) -> CatalogView:
+    made = CatalogView(draw)
+    made.read(Deployment(models=MODELS))
+    made.take(catalog(*aliases))
+    return made
+
+
+def digest(
+    made: CatalogView, name: str, account: Account = ANYONE, session: bytes | None = None
+) -> str | None:
+    found = made.resolve(name, account, session)
+    return None if found is None else f"{found.model}/{found.digest[0]}"
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("sql", "alpha/b"),
+        ("alpha:sql", "alpha/b"),
+        ("org/beta:sql", "org/beta/c"),
+        (f"sql@{OLD}", "alpha/a"),
+        (f"sql@{OLD[:12]}", "alpha/a"),
+        (f"alpha:sql@{OLD[:40]}", "alpha/a"),
+        (f"sql@{OTHER[:12]}", "org/beta/c"),
+        (f"alpha:sql@{OTHER[:12]}", None),
+        (f"sql@{OLD[:11]}", None),
+        (f"sql@{OLD.upper()}", None),
+        (f"sql@{OLD}0", None),
+        ("sql@", None),
+        ("@", None),
+        ("", None),
+        ("alpha", None),
+        ("alpha:", None),
+        (":sql", None),
+        ("gamma:sql", None),
+        ("sql@x@" + OLD, None),
+        ("SQL", None),
+    ],
+)
+def test_a_name_a_base_and_a_digest_say_which(name: str, found: str | None) -> None:
+    made = view(alias("sql", OTHER, model="org/beta"), alias("sql", OLD, NEW))
+    assert digest(made, name) == found
+
+
+def test_what_replicas_are_told_is_name_and_digest() -> None:
+    found = view(alias("sql", OLD, NEW)).resolve("alpha:sql", ANYONE, None)
+    assert found is not None
+    assert (found.model, found.name, found.served) == ("alpha", "sql", f"sql@{NEW[:12]}")
+    assert found.header == f"x-tidegate-adapter: sql@{NEW}\r\n".encode()
+
+
+@pytest.mark.parametrize("name", ["sql", "alpha:sql", f"sql@{NEW[:12]}", f"alpha:sql@{NEW}"])
+def test_who_may_not_see_it_has_none_by_whatever_name(name: str) -> None:
+    made = view(alias("sql", OLD, NEW, tenants=["web"]))
+    assert digest(made, name, WEB) == digest(made, name, ADMIN) == "alpha/b"
+    assert digest(made, name, SHOP) is None
+    assert digest(made, name, ANYONE) is None
+
+
+def test_one_that_is_hidden_hides_nothing_else_of_its_name() -> None:
+    made = view(alias("sql", OLD, tenants=["web"]), alias("sql", OTHER, model="org/beta"))
+    assert digest(made, "sql", WEB) == "alpha/a"
+    assert digest(made, "sql", SHOP) == "org/beta/c"
+    assert digest(made, f"sql@{OTHER[:12]}", SHOP) == "org/beta/c"
+
+
+def test_the_documents_order_decides_also_when_it_changes() -> None:
+    made = view(alias("sql", OTHER, model="org/beta"), alias("sql", OLD))
+    assert digest(made, "sql") == "alpha/a"
+    made.read(Deployment(models=MODELS[::-1]))
+    assert digest(made, "sql") == "org/beta/c"
+
+
+def test_a_split_follows_its_weights_and_keeps_each_client_where_it_is() -> None:
+    made = view(alias("sql", OLD, NEW, split=[(1, 95.0), (2, 5.0)]), draw=itertools.count().__next__)
+    sessions = [b"session-%d" % i for i in range(2000)]
+    first = [digest(made, "sql", WEB, session) for session in sessions]
+    assert first == [digest(made, "alpha:sql", SHOP, session) for session in sessions]
+    assert 0.03 < Counter(first)["alpha/b"] / len(first) < 0.07
+    tenants = [Account(f"tenant-{i}", b"") for i in range(2000)]
+    by_tenant = [digest(made, "sql", tenant) for tenant in tenants]
+    assert by_tenant == [digest(made, "sql", tenant) for tenant in tenants]
+    assert 0.03 < Counter(by_tenant)["alpha/b"] / len(by_tenant) < 0.07
+
+
+def test_without_session_and_tenant_each_request_is_drawn() -> None:
+    made = view(
+        alias("sql", OLD, NEW, split=[(1, 1.0), (2, 1.0)]), draw=(key_of(str(i)) for i in range(400)).__next__
+    )
+    drawn = Counter(digest(made, "sql") for _ in range(400))
+    assert set(drawn) == {"alpha/a", "alpha/b"}
+    assert 140 < drawn["alpha/a"] < 260
+
+
+def test_a_pin_is_not_drawn() -> None:
+    made = view(alias("sql", OLD, NEW, split=[(2, 1.0)]))
+    assert {digest(made, f"sql@{OLD[:12]}", WEB, b"%d" % i) for i in range(20)} == {"alpha/a"}
+
+
+def test_a_digest_that_two_versions_begin_with_pins_none() -> None:
+    twin = NEW[:20] + "0" * 44
+    made = view(alias("sql", NEW, twin))
+    assert digest(made, f"sql@{NEW[:20]}") is None
+    assert digest(made, f"sql@{NEW[:21]}") == "alpha/b"
+
+
+def test_content_that_came_back_is_one_version_to_its_clients() -> None:
+    made = view(alias("sql", OLD, NEW, OLD))
+    assert digest(made, f"sql@{OLD[:12]}") == digest(made, "sql") == "alpha/a"
+
+
+@pytest.mark.parametrize("split", [[(1, 0.0)], [(9, 1.0)]])
+def test_a_name_that_stands_for_nothing_is_none(split: list[tuple[int, float]]) -> None:
+    made = view(alias("sql", OLD, split=split))
+    assert digest(made, "sql") is None
+    assert digest(made, f"sql@{OLD}") is None
+    assert made.visible(ANYONE) == []
+
+
+def test_servers_that_are_not_ours_load_nothing_for_us() -> None:
+    made = view(alias("sql", OLD, model="theirs"))
+    assert digest(made, "sql") is None
+    assert digest(made, "theirs:sql") is None
+
+
+def test_a_new_catalog_replaces_names_and_keeps_what_did_not_change() -> None:
+    made = view(alias("sql", OLD), alias("chat", OTHER))
+    before = made.resolve("chat", ANYONE, None)
+    made.take(catalog(alias("sql", OLD, NEW), alias("chat", OTHER)))
+    assert digest(made, "sql") == "alpha/b"
+    assert made.resolve("chat", ANYONE, None) is before
+    made.take(catalog(alias("chat", OTHER, tenants=["web"])))
+    assert digest(made, "sql") is None
+    assert digest(made, "chat", SHOP) is None
+
+
+def test_whether_adapters_are_to_be_expected_and_known() -> None:
+    made = CatalogView(lambda: 0)
+    made.read(Deployment(models=(ModelSpec(name="alpha"),)))
+    assert not made.wanted and not made.known
+    made.read(Deployment(models=MODELS))
+    assert made.wanted and not made.known
+    made.take(catalog())
+    assert made.known
+
+
+def test_tenants_on_the_same_lists_see_the_same() -> None:
+    made = view(alias("a", OLD, tenants=["web", "shop"]), alias("b", OLD, tenants=["web"]), alias("c", OLD))
+    assert made.views(WEB) != made.views(SHOP)
+    assert made.views(ANYONE) == made.views(Account("third", b"")) == frozenset()
+    assert made.views(ADMIN) == made.views(WEB)

@@ -1,0 +1,111 @@
+"""What a worker takes of the controller's stream of catalogs, and what it finds on disk without one."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from gateway.catalog import CatalogView
+from gateway.catalog_source import CatalogSource
+from gateway.log import Log
+from gateway.tenants import Account
+from policy.config import Adapters, Deployment, ModelSpec
+from store.state import StateDir
+from tests.gateway.fake_replica import alias
+
+DIGEST = "d" * 64
+
+
+class Site:
+    """A worker's view, its source, and what it logged."""
+
+    def __init__(self, root: Path) -> None:
+        self.state = StateDir(root)
+        self.logged = io.StringIO()
+        self.view = CatalogView(lambda: 0)
+        self.view.read(Deployment(models=(ModelSpec(name="alpha", adapters=Adapters()),)))
+        self.source = CatalogSource(
+            "127.0.0.1:9", self.state, self.view, Log(0, self.logged), connect_timeout_s=1.0
+        )
+
+    def say(self, *names: str, epoch: float = 1.0, version: int = 1) -> None:
+        catalog: dict[str, Any] = {
+            "epoch": epoch,
+            "version": version,
+            "aliases": [alias(name, DIGEST) for name in names],
+        }
+        self.source._on_line(msgspec.json.encode(catalog))
+
+    def has(self, name: str) -> bool:
+        return self.view.resolve(name, Account("", b""), None) is not None
+
+
+@pytest.fixture
+async def site(tmp_path: Path) -> Site:
+    return Site(tmp_path)
+
+
+async def test_newer_catalogs_are_followed_and_older_ones_are_not(site: Site) -> None:
+    site.say("one", version=2)
+    site.say("two", version=1)
+    assert site.has("one") and not site.has("two")
+    site.say("three", version=3)
+    assert site.has("three") and not site.has("one")
+    site.say("four", epoch=0.5, version=9)
+    assert site.has("three")
+    site.say("five", epoch=2.0, version=1)
+    assert site.has("five")
+
+
+async def test_the_first_of_a_connection_is_taken_whatever_its_clock(site: Site) -> None:
+    site.say("one", epoch=9.0, version=9)
+    site.source._on_down()
+    site.say("two", epoch=1.0)
+    assert site.has("two")
+
+
+async def test_a_line_that_says_nothing_new_changes_nothing(site: Site) -> None:
+    site.say("one")
+    changed = site.view.changed
+    site.say("one")
+    site.source._on_down()
+    site.say("one")
+    assert site.view.changed == changed
+
+
+async def test_nonsense_leaves_what_was_known(site: Site) -> None:
+    site.say("one")
+    for line in (b"{", b"{}", b'{"epoch":1,"version":1,"aliases":[{}]}', b"\xff"):
+        site.source._on_line(line)
+    assert site.has("one")
+    assert "catalog_line_unreadable" in site.logged.getvalue()
+
+
+async def test_the_last_catalog_is_on_disk_for_the_next_worker(site: Site, tmp_path: Path) -> None:
+    site.say("one")
+    site.state.save(site.state.catalog_path, site.view.catalog)
+    assert (tmp_path / "catalog.json").stat().st_mode & 0o077 == 0
+    later = Site(tmp_path)
+    later.source.start_from_disk()
+    assert later.has("one") and later.view.known
+    later.say()
+    assert not later.has("one")
+
+
+async def test_what_the_controller_said_is_not_replaced_by_the_disk(site: Site) -> None:
+    site.state.save(site.state.catalog_path, site.view.catalog)
+    site.say("one")
+    site.source.start_from_disk()
+    assert site.has("one")
+
+
+async def test_a_broken_file_is_as_none(site: Site) -> None:
+    site.state.ensure()
+    site.state.catalog_path.write_bytes(b"{")
+    site.source.start_from_disk()
+    assert not site.view.known
+    assert "catalog_file_unreadable" in site.logged.getvalue()

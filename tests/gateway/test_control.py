@@ -1,0 +1,196 @@
+"""The admin port's part of an adapter's life: what the controller is asked, and how its word is passed on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+
+from gateway.admin import admin_app
+from gateway.control import Control
+from policy.config import Cluster, Deployment, ModelSpec
+from policy.types import EngineKind
+from tests.gateway.fake_replica import SECRET, Exchange, FakeController
+
+NDJSON = {"accept": "application/x-ndjson"}
+ADD = {"model": None, "name": "sql", "source": "/adapters/sql", "tenants": []}
+
+
+class Site:
+    """The admin app over a controller that the test plays."""
+
+    def __init__(self, controller: FakeController) -> None:
+        self.controller = controller
+        self.deployment = Deployment(
+            models=(ModelSpec(name="alpha"),), cluster=Cluster(controller=f"127.0.0.1:{controller.port}")
+        )
+        unused: Any = SimpleNamespace()
+        app = admin_app(
+            unused, unused, unused, unused, list, control=Control(SECRET, lambda: self.deployment)
+        )
+        self.http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://admin")
+
+    def say(self, value: Any, *, status: int = 200) -> None:
+        async def answer(exchange: Exchange) -> None:
+            await exchange.reply(json.dumps(value).encode(), status=status)
+
+        self.controller.answer = answer
+
+    def stream(self, *lines: dict[str, Any], whole: bool = True) -> None:
+        async def answer(exchange: Exchange) -> None:
+            await exchange.head("application/x-ndjson")
+            for line in lines:
+                await exchange.chunk(json.dumps(line).encode() + b"\n")
+            if whole:
+                await exchange.end()
+            else:
+                exchange.reset()
+
+        self.controller.answer = answer
+
+
+@pytest.fixture
+async def site() -> AsyncIterator[Site]:
+    controller = FakeController()
+    await controller.start()
+    site = Site(controller)
+    yield site
+    await site.http.aclose()
+    await controller.stop()
+
+
+async def test_the_status_is_the_controllers(site: Site) -> None:
+    status = {"at": 1.0, "models": ["alpha"], "adapters": []}
+    site.say(status)
+    answer = await site.http.get("/admin/adapters")
+    assert (answer.status_code, answer.json()) == (200, status)
+    (asked,) = site.controller.asked
+    assert (asked.method, asked.path) == ("GET", "/adapters")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "asked"),
+    [
+        ("DELETE", "/admin/adapters/alpha/sql", None, "/adapters/alpha/sql"),
+        ("DELETE", "/admin/adapters/org/beta/sql", None, "/adapters/org%2Fbeta/sql"),
+        ("POST", "/admin/adapters/alpha/sql/rollback", None, "/adapters/alpha/sql/rollback"),
+        ("POST", "/admin/adapters/org/beta/sql/split", {"v1": 95, "v2": 5}, "/adapters/org%2Fbeta/sql/split"),
+        ("DELETE", "/admin/adapters/alpha/..%2F..%2Fx", None, "/adapters/alpha%2F..%2F../x"),
+    ],
+)
+async def test_changes_are_handed_on(site: Site, method: str, path: str, body: Any, asked: str) -> None:
+    site.say({"name": "sql"})
+    answer = await site.http.request(method, path, json=body)
+    assert (answer.status_code, answer.json()) == (200, {"name": "sql"})
+    (seen,) = site.controller.asked
+    assert (seen.method, seen.path) == (method, asked)
+    if body is not None:
+        assert seen.json == body
+
+
+@pytest.mark.parametrize(
+    ("kind", "code", "status", "told"),
+    [
+        ("AdapterRefused", "rank", 400, (400, "rank")),
+        ("AdapterUnknown", "", 404, (404, "adapter_not_found")),
+        ("TargetError", "", 409, (409, "not_allowed")),
+        ("BadRequest", "", 400, (400, "bad_request")),
+        ("Unauthorized", "", 401, (502, "controller_failed")),
+        ("Surprise", "", 500, (502, "controller_failed")),
+    ],
+)
+async def test_errors_are_in_our_envelope_with_a_stable_code(
+    site: Site, kind: str, code: str, status: int, told: tuple[int, str]
+) -> None:
+    error = {"type": kind, "message": "It is so.", **({"code": code} if code else {})}
+    site.say({"error": error}, status=status)
+    for answer in (
+        await site.http.get("/admin/adapters"),
+        await site.http.post("/admin/adapters", json=ADD),
+        await site.http.post("/admin/adapters", json=ADD, headers=NDJSON),
+        await site.http.delete("/admin/adapters/alpha/sql"),
+    ):
+        said = answer.json()["error"]
+        assert (answer.status_code, said["code"]) == told
+        assert said["message"] == "It is so."
+        assert set(said) == {"message", "type", "param", "code"}
+
+
+async def test_an_add_tells_its_progress_to_who_asks_for_it(site: Site) -> None:
+    lines = [
+        {"step": "fetch", "done": 1, "total": 2},
+        {"step": "check", "done": 2},
+        {"alias": {"name": "sql"}},
+    ]
+    site.stream(*lines)
+    answer = await site.http.post("/admin/adapters", json=ADD, headers=NDJSON)
+    assert answer.headers["content-type"] == "application/x-ndjson"
+    assert [json.loads(line) for line in answer.text.splitlines()] == lines
+    assert site.controller.asked[0].json == ADD
+
+    answer = await site.http.post("/admin/adapters", json=ADD)
+    assert (answer.status_code, answer.json()) == (200, lines[-1])
+
+
+async def test_what_is_refused_after_a_while_is_a_400_or_the_last_line(site: Site) -> None:
+    error = {"type": "AdapterRefused", "code": "not_finite", "message": "layer 0 has a NaN"}
+    site.stream({"step": "check"}, {"error": error})
+    answer = await site.http.post("/admin/adapters", json=ADD)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "not_finite")
+
+    answer = await site.http.post("/admin/adapters", json=ADD, headers=NDJSON)
+    first, last = (json.loads(line) for line in answer.text.splitlines())
+    assert first == {"step": "check"}
+    assert last["error"]["code"] == "not_finite"
+    assert last["error"]["message"] == error["message"]
+
+
+@pytest.mark.parametrize("headers", [{}, NDJSON])
+async def test_a_controller_that_goes_meanwhile_is_said(site: Site, headers: dict[str, str]) -> None:
+    site.stream({"step": "fetch"}, whole=False)
+    answer = await site.http.post("/admin/adapters", json=ADD, headers=headers)
+    last = json.loads(answer.text.splitlines()[-1])
+    assert last["error"]["code"] == "controller_unreachable"
+    assert answer.status_code == (200 if headers else 503)
+
+
+async def test_a_controller_that_is_away_is_a_503(site: Site) -> None:
+    await site.controller.stop()
+    answer = await site.http.get("/admin/adapters")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "controller_unreachable")
+    assert int(answer.headers["retry-after"]) > 0
+    await site.controller.start()
+
+
+async def test_without_a_controller_it_is_said_that_there_is_none(site: Site) -> None:
+    site.deployment = Deployment(
+        models=(ModelSpec(name="theirs", engine=EngineKind.EXTERNAL, urls=("http://t:1",)),)
+    )
+    for answer in (
+        await site.http.get("/admin/adapters"),
+        await site.http.post("/admin/adapters", json=ADD),
+        await site.http.delete("/admin/adapters/theirs/sql"),
+        await site.http.post("/admin/adapters/theirs/sql/rollback"),
+    ):
+        assert (answer.status_code, answer.json()["error"]["code"]) == (409, "no_controller")
+    assert site.controller.asked == []
+
+
+async def test_a_page_of_another_site_changes_nothing(site: Site) -> None:
+    site.say({})
+    foreign = {"origin": "http://evil.example"}
+    for method, path in (
+        ("POST", "/admin/adapters"),
+        ("DELETE", "/admin/adapters/alpha/sql"),
+        ("POST", "/admin/adapters/alpha/sql/rollback"),
+        ("POST", "/admin/adapters/alpha/sql/split"),
+    ):
+        answer = await site.http.request(method, path, headers=foreign)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (403, "foreign_origin")
+    assert site.controller.asked == []
+    answer = await site.http.post("/admin/adapters/alpha/sql/rollback", headers={"origin": "http://admin"})
+    assert answer.status_code == 200

@@ -1,0 +1,145 @@
+"""What ``/v1/models`` says, and to whom."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+import pytest
+
+from gateway.catalog import CatalogView
+from gateway.fleet import FleetView, external_replica
+from gateway.listing import KEPT, Listing
+from gateway.metrics import Metrics
+from gateway.replicas import Link
+from gateway.tenants import Account
+from policy.catalog import Catalog
+from policy.config import Adapters, Deployment, ModelSpec
+from policy.types import EngineKind, Fleet, Model
+from tests.gateway.fake_replica import alias
+
+OLD, NEW, OTHER = "a" * 64, "b" * 64, "c" * 64
+DOCUMENT = Deployment(
+    models=(
+        ModelSpec(name="alpha", adapters=Adapters()),
+        ModelSpec(name="beta", adapters=Adapters()),
+        ModelSpec(name="theirs", engine=EngineKind.EXTERNAL, urls=("http://t:1",)),
+    )
+)
+ANYONE, WEB, SHOP = Account("", b""), Account("web", b""), Account("shop", b"")
+
+
+class Site:
+    def __init__(self) -> None:
+        self.fleet = FleetView("", Metrics())
+        self.catalog = CatalogView(lambda: 0)
+        self.fleet.read_document(DOCUMENT)
+        self.catalog.read(DOCUMENT)
+        self.listing = Listing(self.fleet, self.catalog)
+
+    def publish(self, *aliases: dict[str, Any]) -> None:
+        self.catalog.take(msgspec.convert({"epoch": 1.0, "version": 1, "aliases": list(aliases)}, Catalog))
+
+    def ids(self, account: Account = ANYONE) -> list[str]:
+        listed = json.loads(self.listing.all(account))
+        assert listed["object"] == "list"
+        return [card["id"] for card in listed["data"]]
+
+    def one(self, name: str, account: Account = ANYONE) -> Any:
+        found = self.listing.one(name, account)
+        return None if found is None else json.loads(found)
+
+
+@pytest.fixture
+async def site() -> AsyncIterator[Site]:
+    site = Site()
+    yield site
+    site.fleet.close()
+
+
+async def test_base_models_come_first_then_the_adapters_of_each(site: Site) -> None:
+    assert site.ids() == ["alpha", "beta", "theirs"]
+    site.publish(alias("sql", OTHER, model="beta"), alias("chat", OLD), alias("sql", OLD, NEW))
+    assert site.ids() == ["alpha", "beta", "theirs", "chat", "sql", "beta:sql"]
+
+
+async def test_a_card_has_its_parent_and_the_digest_of_what_answers(site: Site) -> None:
+    site.publish(alias("sql", OLD, NEW, split=[(1, 5.0), (2, 95.0)]))
+    card = site.one("sql")
+    assert card == {
+        "id": "sql",
+        "object": "model",
+        "created": 7,
+        "owned_by": "tidegate",
+        "root": NEW,
+        "max_model_len": None,
+        "parent": "alpha",
+    }
+    assert card in json.loads(site.listing.all(ANYONE))["data"]
+    assert site.one("alpha:sql") == {**card, "id": "alpha:sql"}
+    assert site.one(f"sql@{OLD[:12]}") == {**card, "id": f"sql@{OLD[:12]}", "root": OLD}
+    assert site.one(f"sql@{OTHER[:12]}") is None
+    assert site.one("alpha")["parent"] is None
+
+
+async def test_an_adapter_that_is_called_as_a_model_is_listed_by_both(site: Site) -> None:
+    site.publish(alias("beta", OLD))
+    assert site.ids() == ["alpha", "beta", "theirs", "alpha:beta"]
+    assert site.one("beta")["parent"] is None
+    assert site.one("alpha:beta")["root"] == OLD
+
+
+async def test_each_sees_what_is_its_own(site: Site) -> None:
+    site.publish(
+        alias("open", OLD),
+        alias("web-only", OLD, tenants=["web"]),
+        alias("both", OLD, tenants=["web", "shop"]),
+    )
+    for _ in range(2):
+        assert site.ids(WEB)[3:] == ["open", "web-only", "both"]
+        assert site.ids(SHOP)[3:] == ["open", "both"]
+        assert site.ids()[3:] == ["open"]
+    assert site.one("web-only", SHOP) is None
+    assert site.one(f"web-only@{OLD}", SHOP) is None
+
+
+async def test_a_long_list_is_made_once_and_anew_when_anything_changed(site: Site) -> None:
+    site.publish(*(alias(f"adapter-{i}", OLD) for i in range(100)))
+    made = site.listing._adapters(WEB)
+    assert site.listing._adapters(SHOP) is made
+    site.publish(alias("sql", OLD))
+    assert site.ids()[3:] == ["sql"]
+    model = Model(name="alpha", engine=EngineKind.VLLM, max_model_len=2048)
+    site.fleet.take(Fleet(epoch=1.0, version=1, at=0.0, models=(model,)), "controller", 1.0)
+    assert site.one("sql")["max_model_len"] == 2048
+    assert json.loads(site.listing.all(ANYONE))["data"][3]["max_model_len"] == 2048
+
+
+async def test_many_kinds_of_tenants_keep_a_bounded_number_of_lists(site: Site) -> None:
+    site.publish(*(alias(f"adapter-{i}", OLD, tenants=[f"tenant-{i}"]) for i in range(10 * KEPT)))
+    for i in range(10 * KEPT):
+        assert site.ids(Account(f"tenant-{i}", b""))[3:] == [f"adapter-{i}"]
+    assert len(site.listing._made) <= KEPT
+
+
+async def test_what_servers_that_are_not_ours_list_is_listed_as_theirs(site: Site) -> None:
+    replica = external_replica("theirs", "http://t:1", ready=True, adapters=("style",), at=0.0)
+    site.fleet.set_external("theirs", [replica], None)
+    assert site.ids() == ["alpha", "beta", "theirs", "style"]
+    assert site.one("style")["parent"] == site.one("theirs:style")["parent"] == "theirs"
+    site.publish(alias("sql", OLD))
+    assert site.ids() == ["alpha", "beta", "theirs", "style", "sql"]
+
+
+async def test_what_our_replicas_have_loaded_is_nobodys_to_name(site: Site) -> None:
+    replica = external_replica("alpha", "http://a:1", ready=True, adapters=(), at=0.0)
+    link = Link(replica, 1.0, "secret")
+    link.residency.told((f"sql@{OLD[:12]}",), ())
+    served = site.fleet.get("alpha")
+    assert served is not None
+    served.links.append(link)
+    assert site.ids() == ["alpha", "beta", "theirs"]
+    assert site.one(f"sql@{OLD[:12]}") is None
+    assert site.fleet.listing(f"sql@{OLD[:12]}") is None

@@ -1,0 +1,65 @@
+"""Where requests for an adapter may go, by what replicas say and by what requests found."""
+
+from __future__ import annotations
+
+import pytest
+
+from gateway import residency
+from gateway.residency import FAILED_S, Residency
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [100.0]
+    monkeypatch.setattr(residency, "monotonic", lambda: now[0])
+    return now
+
+
+def test_one_of_ours_serves_any_and_another_what_it_lists() -> None:
+    ours, theirs = Residency((), loads=True), Residency(("sql",), loads=False)
+    assert ours.serves("sql") and ours.serves("")
+    assert theirs.serves("sql") and theirs.serves("") and not theirs.serves("chat")
+
+
+def test_what_it_says_that_it_could_not_load_goes_elsewhere_until_it_says_otherwise() -> None:
+    ours = Residency((), loads=True)
+    assert ours.told(("chat",), ("sql",))
+    assert not ours.serves("sql") and ours.serves("chat") and ours.serves("new")
+    assert ours.refusing == {"sql"} and ours.loaded == {"chat"}
+    assert ours.told(("chat",), ())
+    assert ours.serves("sql")
+
+
+def test_only_news_are_news() -> None:
+    ours = Residency((), loads=True)
+    assert not ours.told((), ())
+    assert ours.told(("a",), ())
+    assert not ours.told(("a",), ())
+    ours.forget()
+    assert ours.loaded == frozenset()
+    assert ours.told(("a",), ())
+
+
+def test_what_failed_is_left_alone_for_a_while_whatever_an_older_line_says(clock: list[float]) -> None:
+    ours = Residency((), loads=True)
+    ours.failed("sql")
+    ours.told(("chat",), ())
+    assert not ours.serves("sql") and ours.refusing == {"sql"}
+    clock[0] += FAILED_S + 0.1
+    assert ours.serves("sql") and ours.refusing == frozenset()
+
+
+def test_what_failed_long_ago_is_not_kept(clock: list[float]) -> None:
+    ours = Residency((), loads=True)
+    for i in range(1000):
+        ours.failed(f"adapter-{i}")
+        clock[0] += FAILED_S / 10
+    assert len(ours._failed) <= 11
+
+
+def test_another_process_has_refused_nothing(clock: list[float]) -> None:
+    ours = Residency((), loads=True)
+    ours.told((), ("chat",))
+    ours.failed("sql")
+    ours.forget()
+    assert ours.serves("sql") and ours.serves("chat")
