@@ -23,7 +23,7 @@ class Version(msgspec.Struct, frozen=True, kw_only=True):
     """What an adapter was at some time, immutable.
 
     ``number`` counts the versions of its name from 1 (people write ``v1``), ``digest`` is the sha256 of its
-    content in hex, ``size`` the bytes of its weights, ``source`` where it came from, ``at`` when it was admitted.
+    content in hex, ``size`` the bytes of its files, ``source`` where it came from, ``at`` its admission.
     """
 
     number: int
@@ -35,7 +35,7 @@ class Version(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Alias(msgspec.Struct, frozen=True, kw_only=True):
-    """A name on a base ``model``, and what it stands for: ``split`` has (number, weight) of some ``versions``.
+    """A name on a base ``model``, and what it stands for: ``split``, (number, weight) of some ``versions``.
 
     ``revision`` grows with each change. ``tenants`` are those who may see it, everybody if there are none.
     """

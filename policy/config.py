@@ -131,8 +131,8 @@ class AdapterVersion(_Section, frozen=True):
 class AdapterSource(_Section, frozen=True):
     """An adapter of the document: ``path`` on the head, or ``source`` anywhere, or several ``versions``.
 
-    ``source`` is a path, ``https://`` (an archive), ``hf:ORG/NAME[@REVISION]`` or any URL of fsspec's, such as
-    ``s3://``. ``tenants`` are those who may use it, everybody if there are none.
+    ``source`` is a path, ``https://`` (an archive), ``hf:ORG/NAME[@REVISION]`` or any URL of fsspec's, such
+    as ``s3://``. ``tenants`` are those who may use it, everybody if there are none.
     """
 
     name: str
@@ -317,12 +317,16 @@ class Upstream(_Section, frozen=True):
 
 
 class Deployment(_Section, frozen=True):
-    """The whole document."""
+    """The whole document.
+
+    ``store`` is the database: ``sqlite:///PATH`` or ``postgresql://...``; if empty, in the state directory.
+    """
 
     models: Annotated[tuple[ModelSpec, ...], Meta(min_length=1)]
     budget: Budget = Budget()
     cluster: Cluster = Cluster()
     gateway: GatewayConfig = GatewayConfig()
+    store: str = ""
     tenants: tuple[Tenant, ...] = ()
     upstreams: tuple[Upstream, ...] = ()
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
+from policy.adapter_section import check_adapters, convert_versions
 from policy.config import (
     ENTRY_NAME,
     FORBIDDEN_ENV,
@@ -46,6 +47,7 @@ def parse(document: object) -> Deployment:
             convert_values(model, "shapes", Shape, f"models[{i}]")
             convert_values(model, "modes", Mode, f"models[{i}]")
             convert_values(model, "env", str, f"models[{i}]")
+            convert_versions(model, f"models[{i}]")
     upstreams = document.get("upstreams")
     for i, upstream in enumerate(upstreams if isinstance(upstreams, list) else []):
         if isinstance(upstream, Mapping):
@@ -64,8 +66,12 @@ def parse(document: object) -> Deployment:
             _check_external(path, spec)
         else:
             _check_deployed(path, spec, deployment)
+    tenants = {tenant.name for tenant in deployment.tenants}
+    for i, spec in enumerate(deployment.models):
+        check_adapters(f"models[{i}]", spec, seen, tenants)
     _check_cluster(deployment)
     _check_gateway(deployment)
+    _check_store(deployment.store)
     _check_tenants(deployment.tenants)
     _check_upstreams(deployment.upstreams, seen)
     return deployment
@@ -195,6 +201,17 @@ def _check_gateway(deployment: Deployment) -> None:
         raise ConfigError("gateway.coalesce.window_s", coalesce.window_s, expected)
 
 
+def _check_store(store: str) -> None:
+    scheme, colon, rest = store.partition("://")
+    embedded = scheme == "sqlite" and len(rest) > 1 and rest.startswith("/") and "?" not in rest
+    served = scheme in ("postgresql", "postgres", "postgresql+psycopg") and _VISIBLE.fullmatch(rest)
+    if store and not (colon and (embedded or served)):
+        # What stands before an @ is a password.
+        raise ConfigError(
+            "store", "***" if "@" in store else store, "sqlite:///PATH or postgresql://HOST/NAME"
+        )
+
+
 def _check_tenants(tenants: tuple[Tenant, ...]) -> None:
     seen: set[str] = set()
     owners: dict[str, str] = {}
@@ -220,9 +237,11 @@ def _check_upstreams(upstreams: tuple[Upstream, ...], models: set[str]) -> None:
         _check_entry_name(f"{path}.name", upstream.name, seen, "upstream")
         _check_url(f"{path}.url", upstream.url)
         for name, theirs in upstream.models.items():
-            if name not in models:
+            model, colon, adapter = name.partition(":")
+            if model not in models or (colon and not ENTRY_NAME.fullmatch(adapter)):
                 known = ", ".join(sorted(models))
-                raise ConfigError(f"{path}.models.{name}", theirs, f"one of the models as the key: {known}")
+                expected = f"one of the models as the key, or MODEL:ADAPTER: {known}"
+                raise ConfigError(f"{path}.models.{name}", theirs, expected)
             if not theirs:
                 raise ConfigError(f"{path}.models.{name}", theirs, "the name that the upstream calls it by")
 

@@ -36,7 +36,7 @@ def prepare_hub(source: str, *, token_file: str | None, report: Report) -> Prepa
     match = ID.fullmatch(source)
     if match is None:
         raise ModelUnavailable(f"{source!r} is not ORG/NAME or ORG/NAME@REVISION")
-    token = _token(token_file)
+    token = read_token(token_file)
     report(Progress(step="fetch", message=f"fetching {source} from the Hugging Face hub"))
     try:
         path = huggingface_hub.snapshot_download(
@@ -45,18 +45,19 @@ def prepare_hub(source: str, *, token_file: str | None, report: Report) -> Prepa
             token=token,
             allow_patterns=WANTED,
             ignore_patterns=UNWANTED,
-            tqdm_class=_reporter(source, report),
+            tqdm_class=reporter(source, report),
         )
     except (
         Exception
     ) as error:  # the hub's HTTP client and its download backends each raise a tree of their own
-        text = _explain(source, token is not None, error)
+        text = explain(source, token is not None, error)
         raise ModelUnavailable(text.replace(token, "***") if token else text) from error
     snapshot = Path(str(path))
     return Prepared(path=prepare_directory(snapshot).path, digest=snapshot.name)
 
 
-def _token(token_file: str | None) -> str | None:
+def read_token(token_file: str | None) -> str | None:
+    """The token in the file, if one is named; raises :class:`policy.errors.ModelUnavailable`."""
     if token_file is None:
         return None
     try:
@@ -68,7 +69,8 @@ def _token(token_file: str | None) -> str | None:
     return token
 
 
-def _explain(source: str, with_token: bool, error: Exception) -> str:
+def explain(source: str, with_token: bool, error: Exception) -> str:
+    """What an error of the hub's client means for ``source``, and what to do; it may repeat the token."""
     status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
     if isinstance(error, GatedRepoError) or status == 403:
         hint = "the token may not read it" if with_token else "it needs a token: set token_file"
@@ -84,7 +86,7 @@ def _explain(source: str, with_token: bool, error: Exception) -> str:
     return f"{source} cannot be fetched from the Hugging Face hub: {error}"
 
 
-def _reporter(source: str, report: Report) -> type[Any]:
+def reporter(source: str, report: Report) -> type[Any]:
     """A progress bar that draws nothing and reports each whole percent of the bytes on disk."""
 
     class Bar(tqdm):  # type: ignore[misc]  # tqdm ships no types

@@ -1,4 +1,4 @@
-"""The manifest of a prepared model: what it was made from and the digest of every file."""
+"""The manifest of a prepared model or adapter: what it was made from and the digest of every file."""
 
 from __future__ import annotations
 
@@ -17,25 +17,28 @@ BLOCK_BYTES = 4 * 1024 * 1024
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
-    """One file of the model."""
+    """One file of it."""
 
     size: int
     sha256: str
 
 
-class Manifest(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a model came from and what it consists of; ``source_sha256`` is of the file in the package."""
+class Manifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Where a model or adapter came from and what it consists of.
+
+    Of what came in a package it names that, its version, and the file that was taken, with its sha256.
+    """
 
     source: str
-    package: str
-    version: str
-    source_file: str
-    source_sha256: str
     files: dict[str, Entry]
+    package: str = ""
+    version: str = ""
+    source_file: str = ""
+    source_sha256: str = ""
 
     @property
     def digest(self) -> str:
-        """What identifies the model's content on any machine."""
+        """What identifies the content on any machine."""
         return content_digest(self.files)
 
 

@@ -103,8 +103,22 @@ def _absolute_paths(raw: dict[str, Any], folder: Path) -> None:
                 raise ConfigError(f"models[{i}].source", source, f"a path that exists (looked at {local})")
             model["source"] = str(local)
         _absolute_file(model, "token_file", f"models[{i}]", folder)
+        _absolute_adapters(model, folder)
     for i, upstream in enumerate(raw.get("upstreams", [])):
         _absolute_file(upstream, "key_file", f"upstreams[{i}]", folder)
+    embedded = raw.get("store", "").removeprefix("sqlite:///")
+    if embedded != raw.get("store", ""):
+        raw["store"] = f"sqlite:///{(folder / Path(embedded).expanduser()).resolve()}"
+
+
+def _absolute_adapters(model: dict[str, Any], folder: Path) -> None:
+    """Whether there is anything is said by who fetches it: the document stands without one of its adapters."""
+    for entry in (model.get("adapters") or {}).get("sources", []):
+        versions = entry.get("versions", {}).values()
+        for where, key in ((entry, "path"), (entry, "source"), *((each, "source") for each in versions)):
+            named = where.get(key, "")
+            if named and "://" not in named and not named.startswith("hf:"):
+                where[key] = str((folder / Path(named).expanduser()).resolve())
 
 
 def _absolute_file(entry: dict[str, Any], key: str, prefix: str, folder: Path) -> None:

@@ -1,39 +1,39 @@
 """The tensors of a safetensors file: which there are, where they lie, and whether their numbers are any.
 
 Read as data by the format's own description: eight bytes of length, a JSON header, then the tensors without
-gaps. Nothing in it is run, and no more of it is held in memory than one block.
+gaps. Nothing in it is run, and no more of it is held in memory than its header and one block.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from math import prod
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, Any, BinaryIO, NamedTuple
 
 import msgspec
 import numpy as np
+from msgspec import Meta
 
 from policy.errors import AdapterRefused
 
 # As large as an honest header of thousands of tensors is not.
 MAX_HEADER_BYTES = 16 * 1024 * 1024
 BLOCK_BYTES = 4 * 1024 * 1024
-# Bytes of one number.
-SIZES = {
-    "BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
-    "I32": 4, "U32": 4, "F32": 4, "F64": 8, "I64": 8, "U64": 8,
+# Bits of one number, of all types that the format knows.
+BITS = {
+    "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8,
+    "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16,
+    "I32": 32, "U32": 32, "F32": 32, "C64": 64, "F64": 64, "I64": 64, "U64": 64,
 }  # fmt: skip
-# Of each kind of floating-point number, its unsigned integer and the bits that are all set in NaN and infinity.
-_EXPONENTS = {
-    "F16": ("<u2", 0x7C00),
-    "BF16": ("<u2", 0x7F80),
-    "F32": ("<u4", 0x7F80_0000),
-    "F64": ("<u8", 0x7FF0_0000_0000_0000),
-}
+# Of each kind of floating-point number that adapters have: its unsigned integer, and the bits that are all
+# set in NaN and infinity.
+_EXPONENTS = {"F16": ("<u2", 0x7C00), "BF16": ("<u2", 0x7F80), "F32": ("<u4", 0x7F80_0000)}
 
 
 class Tensor(NamedTuple):
-    """One tensor: its ``dtype`` as the format spells it, and its bytes from ``begin`` to ``end`` in the file."""
+    """One tensor: its ``dtype`` as the format spells it, and where its bytes ``begin`` and ``end``."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -41,14 +41,18 @@ class Tensor(NamedTuple):
     end: int
 
 
+_Extent = Annotated[int, Meta(ge=0, le=2**62)]
+
+
 class _Entry(msgspec.Struct):
     dtype: str
-    shape: list[int]
-    data_offsets: tuple[int, int]
+    # Bounded, so that the product of what an attacker writes stays a small number to compute.
+    shape: Annotated[list[_Extent], Meta(max_length=16)]
+    data_offsets: tuple[_Extent, _Extent]
 
 
 def tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of the file by name.
+    """The tensors of the file by name, in the order of their bytes.
 
     Raises :class:`policy.errors.AdapterRefused`: ``truncated`` for one that ends too early, else
     ``not_an_adapter`` for one that is no such file.
@@ -58,31 +62,50 @@ def tensors(path: Path) -> dict[str, Tensor]:
         file.seek(0)
         head = file.read(8)
         length = int.from_bytes(head, "little")
+        if len(head) == 8 and length > MAX_HEADER_BYTES:
+            raise AdapterRefused(
+                "not_an_adapter", f"{path.name} is no safetensors file: a header of {length} bytes"
+            )
         if len(head) < 8 or length > size - 8:
-            raise AdapterRefused("truncated", f"{path.name} ends within its header")
-        if length > MAX_HEADER_BYTES:
-            raise AdapterRefused("not_an_adapter", f"{path.name} has a header of {length} bytes")
-        try:
-            header = msgspec.json.decode(file.read(length), type=dict[str, msgspec.Raw])
-            header.pop("__metadata__", None)
-            entries = {name: msgspec.json.decode(raw, type=_Entry) for name, raw in header.items()}
-        except (ValueError, RecursionError) as error:
-            raise AdapterRefused("not_an_adapter", f"{path.name} has no readable header: {error}") from None
+            raise AdapterRefused("truncated", f"{path.name} has {size} bytes and ends within its header")
+        entries = _header(path.name, file.read(length))
     return _placed(path.name, entries, 8 + length, size)
 
 
-def _placed(file: str, entries: dict[str, _Entry], start: int, size: int) -> dict[str, Tensor]:
+def _header(file: str, text: bytes) -> dict[str, _Entry]:
+    try:
+        header = json.loads(text.decode(), object_pairs_hook=_unique)
+        if not isinstance(header, dict):
+            raise ValueError("it is no JSON object")
+        msgspec.convert(header.pop("__metadata__", {}), dict[str, str])
+        return {name: msgspec.convert(raw, _Entry) for name, raw in header.items()}
+    except (ValueError, RecursionError) as error:
+        raise AdapterRefused("not_an_adapter", f"{file} has no readable header: {error}"[:400]) from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Readers differ in which of two values they take, and in what they make of half a character."""
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        name.encode()
+        if name in found:
+            raise ValueError(f"{name:.200} stands there twice")
+        found[name] = value
+    return found
+
+
+def _placed(file: str, entries: Mapping[str, _Entry], start: int, size: int) -> dict[str, Tensor]:
     """``entries`` at their places, which must follow each other without gaps to the end of the file."""
     found: dict[str, Tensor] = {}
     at = start
     for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
         begin, end = (start + offset for offset in entry.data_offsets)
-        if entry.dtype not in SIZES or any(extent < 0 for extent in entry.shape):
-            raise AdapterRefused("not_an_adapter", f"{name[:200]} in {file} has no known type or shape")
-        if begin != at or end - begin != prod(entry.shape) * SIZES[entry.dtype]:
+        if entry.dtype not in BITS:
             raise AdapterRefused(
-                "not_an_adapter", f"{name[:200]} in {file} does not lie where its shape says"
+                "not_an_adapter", f"{name:.200} in {file} has the unknown type {entry.dtype!r:.30}"
             )
+        if begin != at or 8 * (end - begin) != prod(entry.shape) * BITS[entry.dtype]:
+            raise AdapterRefused("not_an_adapter", f"{name:.200} in {file} does not lie where its shape says")
         found[name] = Tensor(entry.dtype, tuple(entry.shape), begin, end)
         at = end
     if at > size:
@@ -92,24 +115,20 @@ def _placed(file: str, entries: dict[str, _Entry], start: int, size: int) -> dic
     return found
 
 
-def is_finite(path: Path, tensor: Tensor) -> bool:
-    """Whether no number of ``tensor`` is NaN or infinite; those of integers never are."""
-    if tensor.dtype not in _EXPONENTS:
-        return True
+def is_finite(file: BinaryIO, tensor: Tensor) -> bool:
+    """Whether no number of ``tensor``, of type F16, BF16 or F32, is NaN or infinite.
+
+    Raises :class:`policy.errors.AdapterRefused` when ``file`` became shorter since its header was read.
+    """
     kind, exponent = _EXPONENTS[tensor.dtype]
     mask = np.array(exponent, dtype=kind)
-    with path.open("rb", buffering=0) as file:
-        file.seek(tensor.begin)
-        left = tensor.end - tensor.begin
-        while left:
-            block = file.read(min(left, BLOCK_BYTES))
-            if not block:
-                raise AdapterRefused("truncated", f"{path.name} became shorter while it was read")
-            left -= len(block)
-            if len(block) % mask.itemsize:  # a read that stopped within a number
-                rest = file.read(mask.itemsize - len(block) % mask.itemsize)
-                block, left = block + rest, left - len(rest)
-            numbers = np.frombuffer(block, dtype=kind)
-            if bool(((numbers & mask) == mask).any()):
-                return False
+    file.seek(tensor.begin)
+    left = tensor.end - tensor.begin
+    while left:
+        block = file.read(min(left, BLOCK_BYTES))
+        if len(block) < min(left, BLOCK_BYTES):
+            raise AdapterRefused("truncated", "the weights became shorter while they were read")
+        left -= len(block)
+        if bool(((np.frombuffer(block, dtype=kind) & mask) == mask).any()):
+            return False
     return True

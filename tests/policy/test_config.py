@@ -84,6 +84,13 @@ REFUSED = [
     ("models[0].sim", {"profile": "huge"}, "models[0].sim.profile", "sim-small"),
     ("models[0].control.slo", {"ttft_p95_s": 0}, "models[0].control.slo.ttft_p95_s", "> 0"),
     ("models[0].adapters.slots_per_replica", 0, "models[0].adapters.slots_per_replica", ">= 1"),
+    ("store", "mysql://h/d", "store", "sqlite:///PATH or postgresql://HOST/NAME"),
+    ("store", "tidegate.db", "store", "sqlite:///PATH"),
+    ("store", "sqlite://", "store", "sqlite:///PATH"),
+    ("store", "sqlite:///", "store", "sqlite:///PATH"),
+    ("store", "sqlite:///x.db?mode=memory", "store", "sqlite:///PATH"),
+    ("store", "postgresql://", "store", "postgresql://HOST/NAME"),
+    ("store", "postgresql://h/d e", "store", "postgresql://HOST/NAME"),
 ]  # fmt: skip
 
 
@@ -135,7 +142,12 @@ def test_external_refusals(at: str, value: Any, path: str, expected: str) -> Non
         ("upstreams[0].url", "https://h/v1?key=1", "upstreams[0].url", "http(s)://HOST"),
         ("upstreams[0].url", "https://h/v1\r\nx: y", "upstreams[0].url", "http(s)://HOST"),
         ("upstreams[0].models", {}, "upstreams[0].models", "length >= 1"),
-        ("upstreams[0].models", {"n": "x"}, "upstreams[0].models.n", "one of the models as the key: m"),
+        (
+            "upstreams[0].models",
+            {"n": "x"},
+            "upstreams[0].models.n",
+            "one of the models as the key, or MODEL:ADAPTER: m",
+        ),
         ("upstreams[0].models", {"m": ""}, "upstreams[0].models.m", "the upstream calls it"),
         ("upstreams[0].models", {"m": 3}, "upstreams[0].models.m", "str"),
         ("upstreams[0].price", {"input": 1}, "upstreams[0].price.output", "required"),
@@ -171,6 +183,93 @@ def test_a_key_in_a_wrong_place_is_refused_without_telling_it(at: str, value: An
         parse(changed(TENANTS, at, value))
     assert "KEY-1" not in repr(caught.value.value)
     assert "KEY-1" not in caught.value.expected
+
+
+@pytest.mark.parametrize(
+    ("source", "at", "expected"),
+    [
+        ({}, ".name", "required"),
+        ({"name": "a"}, "", "exactly one of path, source and versions"),
+        ({"name": "a", "path": "p", "source": "s"}, "", "exactly one of path, source and versions"),
+        ({"name": "a", "path": "p", "versions": {"v1": {"source": "s"}}}, "", "exactly one"),
+        ({"name": "a", "paht": "p"}, ".paht", "did you mean 'path'"),
+        ({"name": "a b", "path": "p"}, ".name", "a name that matches"),
+        ({"name": "a@b", "path": "p"}, ".name", "a name that matches"),
+        ({"name": "m", "path": "p"}, ".name", "no other adapter of it and no model has"),
+        ({"name": "a", "path": "s3://b/k"}, ".path", "a URL is written as source"),
+        ({"name": "a", "path": "hf:o/n"}, ".path", "a URL is written as source"),
+        ({"name": "a", "source": "hf:name"}, ".source", "hf:ORG/NAME[@REVISION]"),
+        ({"name": "a", "source": "hf:o/n/x"}, ".source", "hf:ORG/NAME[@REVISION]"),
+        ({"name": "a", "source": "package:x"}, ".source", "a path, http(s)://"),
+        ({"name": "a", "source": "x\ny"}, ".source", "a path, http(s)://"),
+        ({"name": "a", "versions": {"v1": {"weight": 1}}}, ".versions.v1.source", "required"),
+        ({"name": "a", "versions": {"v1": {"source": ""}}}, ".versions.v1.source", "a path, http(s)://"),
+        ({"name": "a", "versions": {"v 1": {"source": "s"}}}, ".versions.v 1", "a name that matches"),
+        ({"name": "a", "versions": {"v1": {"source": "s", "weight": -1}}}, ".versions.v1.weight", ">= 0"),
+        ({"name": "a", "versions": {"v1": {"source": "s", "weight": 0}}}, ".versions", "above 0"),
+        (
+            {"name": "a", "versions": {"v1": {"source": "s"}, "v2": {"source": "s"}}},
+            ".versions.v2.source",
+            "no other version has (v1 has it)",
+        ),
+        ({"name": "a", "path": "p", "tenants": ["acme", "nobody"]}, ".tenants[1]", "tenants: acme, bits"),
+    ],
+)
+def test_refusals_of_adapters(source: dict[str, Any], at: str, expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(changed(TENANTS, "models[0].adapters", {"sources": [{"name": "z", "path": "z"}, source]}))
+    assert (caught.value.path, expected in caught.value.expected) == (
+        f"models[0].adapters.sources[1]{at}",
+        True,
+    ), str(caught.value)
+
+
+def test_an_adapter_is_named_once_a_model_and_its_tenants_exist() -> None:
+    twice = {"sources": [{"name": "a", "path": "p"}, {"name": "a", "path": "q"}]}
+    with pytest.raises(ConfigError, match=re.escape("sources[1].name: got 'a', expected a name that no")):
+        parse(changed(GOOD, "models[0].adapters", twice))
+    lone = {"sources": [{"name": "a", "path": "p", "tenants": ["acme"]}]}
+    with pytest.raises(ConfigError, match="none are in the document"):
+        parse(changed(GOOD, "models[0].adapters", lone))
+
+
+def test_an_external_engine_has_slots_but_loads_nothing() -> None:
+    adapters = {"slots_per_replica": 4, "sources": [{"name": "a", "path": "p"}]}
+    with pytest.raises(ConfigError) as caught:
+        parse(changed(EXTERNAL, "models[0].adapters", adapters))
+    assert caught.value.path == "models[0].adapters.sources"
+    spec = parse(changed(EXTERNAL, "models[0].adapters", {"slots_per_replica": 4})).model("e")
+    assert spec.adapters is not None
+    assert spec.adapters.slots_per_replica == 4
+
+
+def test_what_adapters_and_the_store_say() -> None:
+    sources = [
+        {"name": "sql", "path": "adapters/sql", "tenants": ["acme"]},
+        {"name": "law", "source": "hf:org/law@v1.0"},
+        {"name": "mix", "versions": {"v1": {"source": "s3://b/1", "weight": 95}, "v2": {"source": "/2"}}},
+    ]
+    document = changed(TENANTS, "models[0].adapters", {"max_rank": 32, "sources": sources})
+    deployment = parse(changed(document, "store", "postgresql://user@db.example.com/tidegate"))
+    adapters = deployment.model("m").adapters
+    assert adapters is not None
+    sql, law, mix = adapters.sources
+    assert (sql.path, sql.tenants, law.source, adapters.max_rank) == (
+        "adapters/sql",
+        ("acme",),
+        "hf:org/law@v1.0",
+        32,
+    )
+    assert {name: version.weight for name, version in mix.versions.items()} == {"v1": 95, "v2": 1}
+    assert deployment.store == "postgresql://user@db.example.com/tidegate"
+    assert parse(GOOD).store == ""
+    assert parse(GOOD).model("m").adapters is None
+
+
+def test_a_password_of_the_store_is_not_told() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(changed(GOOD, "store", "mysql://user:KEY-1@h/d"))
+    assert "KEY-1" not in str(caught.value)
 
 
 def test_what_tenants_and_upstreams_say() -> None:

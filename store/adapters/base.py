@@ -1,0 +1,79 @@
+"""What of a base model adapters are compared with: its linear modules and their shapes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from policy.errors import AdapterRefused
+from store.adapters.tensors import Tensor, tensors
+
+_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.\d+\..*")
+# Weights that are packed, several numbers in one: their shapes say nothing of the module's.
+_PACKED_NAMES = (".qweight", ".weight_packed")
+_PACKED_TYPES = frozenset({"U8", "I32", "F4"})
+
+# [outputs, inputs]; None where the checkpoint does not tell.
+Shape = tuple[int, int] | None
+
+
+class Base:
+    """The linear modules of a base model by the names of its checkpoint, and their shapes."""
+
+    def __init__(self, shapes: Mapping[str, Shape]) -> None:
+        self._linear = shapes
+        # A checkpoint may call the trunk otherwise than the model's classes do; its layers are called alike.
+        # Those of two towers of one model are, too, so several shapes may stand behind one name.
+        self._tails: dict[str, set[Shape]] = {}
+        self._endings: set[str] = set()
+        for name, shape in shapes.items():
+            if tail := _tail(name):
+                self._tails.setdefault(tail, set()).add(shape)
+            parts = name.split(".")
+            self._endings.update(".".join(parts[start:]) for start in range(len(parts)))
+
+    @classmethod
+    def of(cls, directory: Path) -> Base:
+        """The model in ``directory``, of which the headers of ``*.safetensors`` are read.
+
+        Raises :class:`policy.errors.AdapterRefused` with the code ``base_model`` if they cannot be.
+        """
+        shapes: dict[str, Shape] = {}
+        try:
+            for file in sorted(directory.glob("*.safetensors")):
+                for name, tensor in tensors(file).items():
+                    module, shape = _module(name, tensor)
+                    if module:
+                        shapes[module] = shape
+        except (AdapterRefused, OSError) as error:
+            raise AdapterRefused("base_model", f"the base model cannot be read: {error}") from None
+        if not shapes:
+            raise AdapterRefused("base_model", "the base model has no linear modules in *.safetensors")
+        return cls(shapes)
+
+    def shapes(self, module: str) -> tuple[Shape, ...]:
+        """The shapes that a module of this name may have, none where there is no such."""
+        if module in self._linear:
+            return (self._linear[module],)
+        return tuple(self._tails.get(_tail(module), ()))
+
+    def has(self, ending: str) -> bool:
+        """Whether the name of a linear module is this, or ends so after a dot."""
+        return ending in self._endings or _tail(ending) in self._tails
+
+
+def _module(name: str, tensor: Tensor) -> tuple[str, Shape]:
+    """The linear module whose weight the tensor is, and its shape; no name for any other tensor."""
+    for ending in _PACKED_NAMES:
+        if name.endswith(ending):
+            return name.removesuffix(ending), None
+    if not name.endswith(".weight") or len(tensor.shape) != 2:
+        return "", None
+    packed = tensor.dtype in _PACKED_TYPES
+    return name.removesuffix(".weight"), None if packed else (tensor.shape[0], tensor.shape[1])
+
+
+def _tail(module: str) -> str:
+    match = _LAYER.search(module)
+    return match.group().lstrip(".") if match else ""

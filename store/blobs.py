@@ -1,0 +1,219 @@
+"""Adapters by digest: a directory each that is there whole or not at all, and never changes."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import logging
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from policy.catalog import DIGEST
+from policy.errors import AdapterRefused
+from store.adapters import FILES
+from store.manifest import Manifest, entries, publish, read, seal, verified
+from store.tape import pack, unpack
+
+_LOG = logging.getLogger(__name__)
+_WORK = ".work-"
+# A download that nobody took up again for so long is not kept for anybody.
+KEPT_S = 7 * 86_400.0
+
+
+def node_cache() -> Path:
+    """Where a node that is not the head keeps adapters: ``$XDG_CACHE_HOME/tidegate/adapters``."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "tidegate" / "adapters"
+
+
+class Blobs:
+    """The adapters that are stored under ``root``, for any number of threads and processes of one machine.
+
+    Every method blocks, some for as long as it takes to read a whole adapter.
+    """
+
+    def __init__(self, root: Path, clock: Callable[[], float] = time.time) -> None:
+        self._root = root
+        self._clock = clock
+        self._verified: set[str] = set()
+        self._parts = root / ".parts"
+        self._parts.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._clear()
+
+    def path(self, digest: str) -> Path | None:
+        """The directory of the adapter, checked once per process; ``None`` where it is not, or not whole."""
+        if DIGEST.fullmatch(digest) is None:
+            return None
+        path = self._root / digest
+        if not path.is_dir():
+            self._verified.discard(digest)
+            return None
+        if digest not in self._verified:
+            manifest = verified(path, lambda progress: _LOG.info("%s", progress.message))
+            if manifest is None or manifest.digest != digest:
+                _LOG.warning("the adapter in %s is not what it was; it is not used", path)
+                return None
+            self._verified.add(digest)
+        return path
+
+    def publish(self, part: Path, digest: str) -> Path:
+        """Give the sealed directory ``part``, inside of :meth:`work`, its place; what is there already stays.
+
+        Raises ``ValueError`` when it is not sealed as ``digest``, and ``OSError``.
+        """
+        manifest = read(part)
+        if manifest is None or manifest.digest != digest or DIGEST.fullmatch(digest) is None:
+            raise ValueError(f"{part} is not sealed as {digest}")
+        final = self._root / digest
+        with self._locked():
+            if self.path(digest) is None:
+                publish(part, final)
+                self._verified.add(digest)
+            # Whoever collects what no record names sees by it that one may be about to.
+            os.utime(final)
+        return final
+
+    def seal(self, part: Path, source: str) -> str:
+        """Make ``part`` ready for :meth:`publish`, forced to disk; returns its digest. Raises ``OSError``."""
+        manifest = Manifest(source=source, files=entries(part))
+        for name in manifest.files:
+            (part / name).chmod(0o444)
+        seal(part, manifest)
+        return manifest.digest
+
+    def digests(self) -> set[str]:
+        """What is there, verified or not."""
+        return {path.name for path in self._root.iterdir() if DIGEST.fullmatch(path.name)}
+
+    def age_s(self, digest: str) -> float:
+        """Seconds since it was published, also if it was there already; endless if it is not there."""
+        try:
+            return self._clock() - (self._root / digest).stat().st_mtime
+        except FileNotFoundError:
+            return float("inf")
+
+    def remove(self, digest: str, older_s: float = 0.0) -> bool:
+        """Take the adapter away if it was published at least ``older_s`` ago; returns whether it is gone.
+
+        An engine that reads it keeps the pages that it has.
+        """
+        if DIGEST.fullmatch(digest) is None:
+            return False
+        with self.work() as work, self._locked():
+            if self.age_s(digest) < older_s:
+                return False
+            self._verified.discard(digest)
+            try:
+                (self._root / digest).rename(work / digest)
+            except FileNotFoundError:
+                return True
+        return True
+
+    def tar(self, digest: str) -> Iterator[bytes]:
+        """The files as a tar stream for :meth:`take_tar`; raises ``KeyError`` where they are not."""
+        path = self.path(digest)
+        manifest = None if path is None else read(path)
+        if path is None or manifest is None:
+            raise KeyError(digest)
+        return pack(path, manifest.files)
+
+    def take_tar(self, chunks: Iterable[bytes], digest: str, max_bytes: int) -> Path:
+        """Store what :meth:`tar` sent, of at most ``max_bytes``, under ``digest``, which it must have.
+
+        Raises :class:`policy.errors.AdapterRefused`, ``changed`` when it has another digest, and ``OSError``.
+        """
+        with self.work() as work:
+            part = work / "adapter"
+            part.mkdir()
+            unpack(chunks, part, FILES, max_bytes)
+            found = self.seal(part, f"store:{digest}")
+            if found != digest:
+                raise AdapterRefused("changed", f"what came as {digest:.12} is {found:.12}")
+            return self.publish(part, digest)
+
+    @contextmanager
+    def work(self) -> Iterator[Path]:
+        """A private directory beside the adapters; it goes in the end, also when this process is killed."""
+        with self._locked():
+            path = Path(tempfile.mkdtemp(prefix=_WORK, dir=self._root))
+            held = os.open(path, os.O_RDONLY)
+            fcntl.flock(held, fcntl.LOCK_EX)
+        try:
+            yield path
+        finally:
+            shutil.rmtree(path, ignore_errors=True)
+            os.close(held)
+
+    @contextmanager
+    def parts(self, source: str) -> Iterator[Path]:
+        """A directory for what was fetched of ``source``, which outlives this process, for one at a time.
+
+        It goes when all went well or what came is refused; it stays when the source could not be reached.
+        """
+        path = self._parts / hashlib.sha256(source.encode()).hexdigest()
+        held = _hold(path)
+        try:
+            yield path
+            shutil.rmtree(path, ignore_errors=True)
+        except AdapterRefused as refused:
+            if refused.code != "source_unreachable":
+                shutil.rmtree(path, ignore_errors=True)
+            raise
+        finally:
+            os.close(held)
+
+    def _clear(self) -> None:
+        """Take away what processes left that were killed, and downloads that nobody took up again."""
+        before = self._clock() - KEPT_S
+        with self._locked():
+            for path in self._root.glob(f"{_WORK}*"):
+                _clear_unheld(path)
+            for path in self._parts.iterdir():
+                if path.stat().st_mtime < before:
+                    _clear_unheld(path)
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Against other threads and processes, while names change."""
+        held = os.open(self._root / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(held)
+
+
+def _hold(path: Path) -> int:
+    """A descriptor that holds the directory ``path`` against all others who ask so; they wait."""
+    while True:
+        path.mkdir(mode=0o700, exist_ok=True)
+        try:
+            held = os.open(path, os.O_RDONLY)
+        except FileNotFoundError:
+            continue
+        fcntl.flock(held, fcntl.LOCK_EX)
+        try:
+            if os.path.samestat(os.fstat(held), path.stat()):
+                return held
+        except FileNotFoundError:  # whoever held it has taken it away
+            pass
+        os.close(held)
+
+
+def _clear_unheld(path: Path) -> None:
+    try:
+        held = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(path, ignore_errors=True)
+    except BlockingIOError:
+        pass
+    finally:
+        os.close(held)

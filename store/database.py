@@ -1,0 +1,163 @@
+"""The database: embedded SQLite, or PostgreSQL by URL, with the tables of ``store/migrations``.
+
+What a transaction changed survives the process, the machine and the power, once it was acknowledged.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from alembic import command
+from alembic.config import Config
+from alembic.util.exc import CommandError
+from sqlalchemy import URL, Connection, Engine, MetaData, create_engine, event, make_url, text
+from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
+from sqlalchemy.exc import TimeoutError as PoolTimeout
+
+from policy.errors import PreconditionFailed, Unreachable
+from store.state import StateDir
+
+metadata = MetaData()
+BUSY_S = 30
+# Any number that no other user of a shared PostgreSQL server is likely to lock.
+_LOCK = 0x7469646567617465
+
+
+def default_url(state: StateDir) -> str:
+    """The embedded database of a deployment, where its document names no other."""
+    return f"sqlite:///{state.database_path}"
+
+
+class Database:
+    """One database, its tables brought up to date when it is opened; for any number of threads."""
+
+    def __init__(self, url: str) -> None:
+        """Raises :class:`policy.errors.PreconditionFailed` for one that cannot be used as it is, and
+        :class:`policy.errors.Unreachable` for one that does not answer."""
+        self._engine = _engine(url)
+        # SQLite's transactions see one state by themselves.
+        self._reader = self._engine
+        if self._engine.dialect.name == "postgresql":
+            self._reader = self._engine.execution_options(isolation_level="REPEATABLE READ")
+        try:
+            self._migrate()
+        except BaseException:
+            self._engine.dispose()
+            raise
+
+    @contextmanager
+    def reading(self) -> Iterator[Connection]:
+        """One transaction that sees one state; raises :class:`policy.errors.Unreachable`."""
+        with _answering(), self._reader.begin() as connection:
+            yield connection
+
+    @contextmanager
+    def writing(self) -> Iterator[Connection]:
+        """One transaction, alone: all other writers of all processes wait.
+
+        It is there whole or not at all. Raises :class:`policy.errors.Unreachable`.
+        """
+        with _answering(), self._engine.execution_options(writes=True).begin() as connection:
+            if connection.dialect.name == "postgresql":
+                connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _LOCK})
+            yield connection
+
+    def close(self) -> None:
+        """Let go of its connections."""
+        self._engine.dispose()
+
+    def _migrate(self) -> None:
+        config = Config()
+        config.set_main_option(
+            "script_location", str(Path(__file__).parent / "migrations").replace("%", "%%")
+        )
+        with _prepared(self._engine.url), self.writing() as connection:
+            config.attributes["connection"] = connection
+            try:
+                command.upgrade(config, "head")
+            except CommandError as error:
+                raise PreconditionFailed(
+                    f"the database {self._engine.url!r} was used by a newer Tidegate: {error}"
+                ) from error
+
+
+def _engine(url: str) -> Engine:
+    try:
+        parsed = make_url(url)
+    except ArgumentError:
+        raise PreconditionFailed("store: expected sqlite:///PATH or postgresql://HOST/NAME") from None
+    if parsed.drivername in ("postgres", "postgresql"):
+        parsed = parsed.set(drivername="postgresql+psycopg")
+    try:
+        # A connection that a server or a firewall closed meanwhile is replaced, not reported.
+        engine = create_engine(parsed, pool_pre_ping=True)
+    except ModuleNotFoundError as error:
+        raise PreconditionFailed(
+            f"store: {parsed.drivername} needs the package {error.name}: pip install 'tidegate[postgres]'"
+        ) from error
+    except NoSuchModuleError:
+        raise PreconditionFailed(f"store: there is no database called {parsed.drivername!r}") from None
+    if engine.dialect.name == "sqlite":
+        event.listen(engine, "connect", _settle)
+        event.listen(engine, "begin", _begin)
+    return engine
+
+
+def _settle(connection: Any, _record: Any) -> None:
+    """Settings that SQLite keeps by connection."""
+    # Python's driver would begin transactions by itself, and too late.
+    connection.isolation_level = None
+    cursor = connection.cursor()
+    for pragma in (f"busy_timeout = {BUSY_S * 1000}", "synchronous = FULL", "foreign_keys = ON"):
+        cursor.execute(f"PRAGMA {pragma}")
+    cursor.close()
+
+
+def _begin(connection: Connection) -> None:
+    """A transaction that reads first and writes later could not wait for another that does."""
+    writes = connection.get_execution_options().get("writes", False)
+    connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
+
+
+@contextmanager
+def _prepared(url: URL) -> Iterator[None]:
+    """Make the file of an embedded database, its owner's alone and with a write-ahead log, by one process."""
+    if url.get_backend_name() != "sqlite":
+        yield
+        return
+    if not url.database or url.database == ":memory:":
+        raise PreconditionFailed("store: expected sqlite:///PATH: several processes use the database")
+    path = Path(url.database)
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+        held = os.open(path.with_name(f"{path.name}.lock"), os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as error:
+        raise PreconditionFailed(f"store: {path} cannot be written: {error}") from error
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with _answering():
+            engine = create_engine(url)
+            with engine.connect() as connection:
+                connection.exec_driver_sql(f"PRAGMA busy_timeout = {BUSY_S * 1000}")
+                connection.exec_driver_sql("PRAGMA journal_mode = WAL")
+            engine.dispose()
+        yield
+    finally:
+        os.close(held)
+
+
+@contextmanager
+def _answering() -> Iterator[None]:
+    try:
+        yield
+    except DBAPIError as error:
+        # Its own text repeats the statement and its values.
+        raise Unreachable(f"the database does not answer: {error.orig}") from error
+    except PoolTimeout as error:
+        raise Unreachable(f"the database does not answer: {error}") from error
