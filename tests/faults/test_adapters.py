@@ -1,0 +1,267 @@
+"""Rows 48 to 50: adapters that some replica cannot load, that do not exist, and that are another tenant's.
+
+The replicas' own part, from files that are missing to 200 requests for one load, is in ``tests/serve``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+import json
+import random
+import statistics
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+import pytest_asyncio
+
+from gateway.residency import FAILED_S
+from policy.catalog import served_name
+from tests.faults import faults
+from tests.faults.stand import Stand
+from tests.gateway.fake_replica import Answer, Exchange, alias
+from tests.gateway.worker import until
+
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
+DIGEST = hashlib.sha256(b"an adapter").hexdigest()
+MINE, OTHERS, ADMINS = "key-of-mine", "key-of-others", "key-of-admins"
+RANDOM_NAMES, CLIENTS = 10_000, 8
+# What the allocator may round up to; ten thousand names that were kept would be more.
+FLAT_BYTES = 3 * 1024 * 1024
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def worker(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stand]:
+    """A worker for models that take adapters, and for tenants of whom one has an adapter of its own."""
+    stand = Stand(tmp_path_factory.mktemp("adapters"), adapters={"slots_per_replica": 4})
+    stand.tenants = [
+        {"name": name, "keys_sha256": [hashlib.sha256(key.encode()).hexdigest()], "admin": key == ADMINS}
+        for name, key in (("mine", MINE), ("others", OTHERS), ("admins", ADMINS))
+    ]
+    stand.http.headers["connection"] = "close"  # a row that is over holds none
+    await stand.start_controller()
+    await stand.start_worker()
+    yield stand
+    await stand.close()
+
+
+async def publish(stand: Stand, *aliases: dict[str, Any]) -> None:
+    """Publish a catalog and wait until the worker follows it, to whose admin all is visible."""
+    stand.controller.publish(*aliases)
+    wanted = sorted(one["name"] for one in aliases)
+
+    async def followed() -> bool:
+        listed = (await stand.http.get("/v1/models", headers=bearer(ADMINS))).json()["data"]
+        return sorted(card["id"] for card in listed if card["parent"] is not None) == wanted
+
+    await until(followed, "the catalog is followed")
+
+
+def refusing(usual: Answer) -> Answer:
+    """A replica that can load no adapter, and does not list what it could not."""
+
+    async def answer(exchange: Exchange) -> None:
+        if "x-tidegate-adapter" in exchange.headers:
+            await exchange.refuse("adapter_failed", "files_missing: they are gone")
+        else:
+            await usual(exchange)
+
+    return answer
+
+
+def bearer(key: str, **more: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}", **more}
+
+
+async def test_48_one_replica_of_two_cannot_load_it(stand: Stand, model: str) -> None:
+    good = faults.reply(faults.WHOLE)
+    bad, works = await stand.fleet(model, 2)
+    bad.usual, works.usual = refusing(good), good
+    await publish(stand, alias("sql", DIGEST, model=model))
+    async with stand.aftermath(model) as after:
+        began = time.monotonic()
+        asked = 0
+        while time.monotonic() < began + 2.5 * FAILED_S:
+            replies = await asyncio.gather(
+                *(
+                    stand.ask(model=name, headers=bearer(OTHERS))
+                    for name in ("sql", f"{model}:sql", "sql", model)
+                )
+            )
+            asked += len(replies)
+            assert {reply.status for reply in replies} == {200}
+            assert {reply.headers["x-tidegate-replica"] for reply in replies[:3]} == {works.id}
+        tried = [hit for hit in bad.log if "x-tidegate-adapter" in hit.exchange.headers]
+        lasted = time.monotonic() - began
+        # Three come at once; each time that the mark has run out, some may try it again.
+        assert 1 <= len(tried) <= 3 * (2 + lasted / FAILED_S)
+        assert await after.outcomes() == Counter({"ok": asked})
+        assert await stand.admissible(bad.id), "for all else it is as good as ever"
+
+
+async def test_48_no_replica_can_load_it(stand: Stand, model: str) -> None:
+    good = faults.reply(faults.WHOLE)
+    fleet = await stand.fleet(model, 2)
+    for one in fleet:
+        one.usual = refusing(good)
+    await publish(stand, alias("sql", DIGEST, model=model))
+    async with stand.aftermath(model, {"adapter_failed": 40, "ok": 40}):
+        for _ in range(40):
+            reply = await stand.ask("sql", headers=bearer(OTHERS))
+            assert (reply.status, reply.json["error"]["code"]) == (503, "adapter_failed")
+            assert "files_missing" in reply.json["error"]["message"]
+            assert (await stand.ask(model, headers=bearer(OTHERS))).status == 200
+
+
+def random_names(count: int) -> list[str]:
+    """Names that nobody has, in every form."""
+    draw = random.Random(49)  # noqa: S311 - the same names each time
+    forms = itertools.cycle(
+        (
+            "{word}",
+            "row-0:{word}",
+            "{word}@{digest}",
+            "row-0:{word}@{digest}",
+            "{word}:{word}",
+            "sql@{digest}",
+            "../{word}/%2e%2e",
+            "{word}" * 20,
+            "é{word}\u2028",
+        )
+    )
+    return [
+        next(forms).format(word=f"{draw.getrandbits(64):x}", digest=f"{draw.getrandbits(256):064x}")
+        for _ in range(count)
+    ]
+
+
+async def ask_all(stand: Stand, names: Sequence[str]) -> Counter[tuple[int, str]]:
+    """Ask for each name, on a few connections that are kept; the answers by status and code."""
+    found: Counter[tuple[int, str]] = Counter()
+
+    async def client(own: Sequence[str]) -> None:
+        reader, writer = await asyncio.open_connection("127.0.0.1", stand.port)
+        for name in own:
+            body = json.dumps({"model": name, "messages": [{"role": "user", "content": "hi"}]}).encode()
+            head = (
+                f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {OTHERS}\r\n"
+                f"x-tidegate-adapter: sql@{DIGEST}\r\ncontent-length: {len(body)}\r\n\r\n"
+            )
+            writer.write(head.encode() + body)
+            answer = await reader.readuntil(b"\r\n\r\n")
+            length = next(
+                int(line.partition(b":")[2])
+                for line in answer.split(b"\r\n")
+                if line.lower().startswith(b"content-length")
+            )
+            error = json.loads(await reader.readexactly(length))["error"]
+            assert error["message"] == f"The model '{name[:128]}' does not exist."
+            found[int(answer[9:12]), error["code"]] += 1
+        writer.close()
+        await writer.wait_closed()
+
+    await asyncio.gather(*(client(names[i::CLIENTS]) for i in range(CLIENTS)))
+    return found
+
+
+async def test_49_ten_thousand_random_names(stand: Stand, model: str) -> None:
+    (one,) = await stand.fleet(model, 1)
+    await publish(stand, alias("sql", DIGEST, model=model))
+    process = psutil.Process(stand.workers[0].pid)
+    names = random_names(RANDOM_NAMES + 2000)
+    warm = await ask_all(stand, names[:2000])
+    labels = len((await stand.scrape()).splitlines())
+    memory = process.memory_info().rss
+
+    found = await ask_all(stand, names[2000:])
+
+    assert warm + found == Counter({(404, "model_not_found"): RANDOM_NAMES + 2000})
+    assert len((await stand.scrape()).splitlines()) == labels
+    assert process.memory_info().rss - memory < FLAT_BYTES
+    assert one.log == []
+    assert (await stand.ask("sql", headers=bearer(OTHERS))).status == 200
+
+
+FORMS = ("secret", "{model}:secret", "secret@{short}", "secret@{digest}", "{model}:secret@{digest}")
+FORGED = {
+    "x-tidegate-adapter": f"secret@{DIGEST}",
+    "x-tidegate-tenant": "mine",
+    "x-tenant": "mine",
+    "x-session-id": "mine",
+    "x-tidegate-secret": "guess",
+}
+
+
+async def test_50_another_tenants_adapter_is_as_absent(stand: Stand, model: str) -> None:
+    (one,) = await stand.fleet(model, 1)
+    one.say(adapters=[served_name("secret", DIGEST)])
+    names = [form.format(model=model, short=DIGEST[:12], digest=DIGEST) for form in FORMS]
+    private = alias("secret", DIGEST, model=model, tenants=["mine"])
+
+    async def said() -> list[tuple[int, bytes, list[str]]]:
+        replies = [
+            await stand.ask(name, path=path, headers=bearer(OTHERS, **more))
+            for name in names
+            for path in ("/v1/chat/completions", "/v1/messages", "/v1/responses", "/v1/tokenize")
+            for more in ({}, FORGED)
+        ]
+        return [(reply.status, reply.body, sorted(reply.headers)) for reply in replies]
+
+    await publish(stand)
+    absent = await said()
+    await publish(stand, private)
+    hidden = await said()
+    assert hidden == absent
+    assert {status for status, _, _ in hidden} == {404}
+    for name in names:
+        answer = await stand.http.get(f"/v1/models/{name}", headers=bearer(OTHERS, **FORGED))
+        assert answer.status_code == 404
+    assert b"secret" not in (await stand.http.get("/v1/models", headers=bearer(OTHERS, **FORGED))).content
+    assert one.log == []
+    # What the client may use is not changed by what it says in headers, either.
+    assert (await stand.ask(model, headers=bearer(OTHERS, **FORGED))).status == 200
+    assert "x-tidegate-adapter" not in one.log[-1].exchange.headers
+    for key in (MINE, ADMINS):
+        assert (await stand.ask("secret", headers=bearer(key))).status == 200
+        assert one.log[-1].exchange.headers["x-tidegate-adapter"] == f"secret@{DIGEST}"
+
+
+async def test_50_nor_does_time_tell(stand: Stand, model: str) -> None:
+    await stand.fleet(model, 1)
+    await publish(stand, alias("secret", DIGEST, model=model, tenants=["mine"]))
+    took: dict[str, list[float]] = {"secret": [], "absent": []}
+    async with httpx.AsyncClient(base_url=stand.url, trust_env=False, headers=bearer(OTHERS)) as client:
+        for _ in range(400):
+            for name, times in took.items():
+                began = time.perf_counter()
+                reply = await client.post("/v1/completions", json={"model": name})
+                times.append(time.perf_counter() - began)
+                assert reply.status_code == 404
+    hidden, absent = (statistics.median(times) for times in took.values())
+    assert abs(hidden - absent) < 0.2 * absent
+
+
+async def test_a_catalog_of_thousands_is_followed_and_listed(stand: Stand, model: str) -> None:
+    (one,) = await stand.fleet(model, 1)
+    many = [
+        alias(
+            f"adapter-{i}",
+            hashlib.sha256(b"%d" % i).hexdigest(),
+            model=model,
+            tenants=["mine"] if i % 2 else [],
+        )
+        for i in range(5000)
+    ]
+    await publish(stand, *many)
+    listed = (await stand.http.get("/v1/models", headers=bearer(OTHERS))).json()["data"]
+    assert sum(card["parent"] == model for card in listed) == 2500
+    for i in (0, 2498, 4998):
+        assert (await stand.ask(f"adapter-{i}", headers=bearer(OTHERS))).status == 200
+        assert (await stand.ask(f"adapter-{i + 1}", headers=bearer(OTHERS))).status == 404
+    assert len(one.log) == 3
