@@ -18,12 +18,13 @@ import msgspec
 from policy.config import ModelSpec
 from policy.errors import EngineFailed, TidegateError
 from policy.switching import MAX_FAILURES, STABLE_S
-from policy.types import Load, Replica, ReplicaState
+from policy.types import Load, Orders, Replica, ReplicaState, Use, Wanted
 from serve import cores
 from serve.engine.main import Event
 from serve.engine.port import EngineSpec
 from serve.versions import Versions
 from serve.weights import Weights, prepare_same
+from store.blobs import node_cache
 from store.logs import RotatingLog
 from store.preparation import Progress
 from store.state import StateDir, default_root, private_directory
@@ -69,6 +70,9 @@ class ReplicaHost:
         self._state = ReplicaState.STARTING
         self._load = Load(at=time.time())
         self._adapters: tuple[str, ...] = ()
+        self._hold: tuple[Wanted, ...] = ()
+        self._uses: list[Use] = []
+        self._waiting: tuple[Use, ...] = ()
         self._url = ""
         self._reason = ""
         self._incarnation = 0
@@ -103,6 +107,20 @@ class ReplicaHost:
             max_model_len=self._max_model_len,
             failures=self._failures,
         )
+
+    def obey(self, orders: Orders) -> None:
+        """Have the engine do what the controller wants; one that starts later is told first of all."""
+        if orders.hold is None or orders.hold == self._hold:
+            return
+        self._hold = orders.hold
+        process = self._process
+        if process is not None and process.returncode is None and process.stdin is not None:
+            process.stdin.write(b"hold " + msgspec.json.encode(self._hold) + b"\n")
+
+    def take_uses(self) -> tuple[Use, ...]:
+        """What the engine did with adapters since the last call, oldest first."""
+        uses, self._uses = (*self._uses, *self._waiting), []
+        return uses
 
     async def start(self) -> None:
         """Return when the engine is ready; raises :class:`EngineFailed` when it keeps failing."""
@@ -162,6 +180,7 @@ class ReplicaHost:
             self._failures = 1 if lived_s > STABLE_S else self._failures + 1
             self._url = ""
             self._load = Load(at=time.time())
+            self._waiting = ()
             self._incarnation += 1
             self._become(ReplicaState.STARTING, reason)
             if self._failures >= MAX_FAILURES:
@@ -256,10 +275,18 @@ class ReplicaHost:
                 self._settled.set()
             elif event.line.state is ReplicaState.DRAINING and not self._load.in_flight:
                 self._drained.set()
+            # How many wait is as true as the last line, also if nothing else is new.
+            self._waiting = tuple(
+                Use(name=use.name, digest=use.digest, waiting=use.waiting)
+                for use in event.uses
+                if use.waiting
+            )
+        self._uses.extend(msgspec.structs.replace(use, waiting=0) for use in event.uses)
         return event.failed
 
     def _engine_spec(self) -> EngineSpec:
         model, shape = self.spec.model, self.spec.model.shapes[self.spec.shape]
+        adapters = model.adapters
         return EngineSpec(
             kind=model.engine,
             replica=self._replica,
@@ -276,6 +303,13 @@ class ReplicaHost:
             engine_args={**model.engine_args, **shape.engine_args},
             sim=model.sim,
             progress_timeout_s=model.control.progress_timeout_s,
+            adapter_slots=0 if adapters is None else adapters.slots_per_replica,
+            max_rank=0 if adapters is None else adapters.max_rank,
+            max_bytes=0 if adapters is None else adapters.max_bytes,
+            # The head's own are a path of the head, which other nodes have not and pull from.
+            blobs=(str(StateDir(Path(self.spec.state_dir)).adapters), str(node_cache())),
+            controller=self.spec.controller,
+            hold=self._hold,
         )
 
     def _log_progress(self, progress: Progress) -> None:

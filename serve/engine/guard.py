@@ -1,18 +1,26 @@
-"""The guard: the only way into an engine's app. It checks, counts, refuses and drains."""
+"""The guard: the only way into an engine's app. It checks, counts, refuses and drains.
+
+Though over 300 lines: what a request passes on its way to the engine is read as one.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import hmac
+import math
+import re
 from collections import deque
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import msgspec
 
+from policy.catalog import DIGEST, NAME
 from policy.engine_model import Timing
-from policy.errors import Refusal
+from policy.errors import AdapterRefused, EngineFailed, Refusal
 from policy.types import Load, ReplicaState
+from serve.engine.adapters import Adapters
 from serve.engine.port import ALLOWED, Engine, Message, Receive, Scope, Send
 from store.state import SECRET_HEADER
 
@@ -22,6 +30,9 @@ CANARY_HEADER = b"x-tidegate-canary"
 # as 64-bit hashes in hex.
 PREFILL_HEADER = b"x-tidegate-prefill"
 PREFIX_HEADER = b"x-tidegate-prefix"
+# The version of an adapter that a request needs, as NAME@DIGEST with the whole digest.
+ADAPTER_HEADER = b"x-tidegate-adapter"
+_ADAPTER = re.compile(f"({NAME.pattern})@({DIGEST.pattern})")
 
 # Load lines are coalesced: a burst of arrivals is one line, and silence still says "alive".
 COALESCE_S = 0.02
@@ -35,13 +46,14 @@ ON_ITS_WAY_S = 0.05
 class LoadLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One line of ``GET /internal/load``.
 
-    ``timing`` comes with the first line of a stream alone; ``prefixes`` are those of the requests that
-    came since the line before.
+    ``adapters`` are loaded, and loads of those ``refused`` failed lately. ``timing`` comes with the first
+    line of a stream alone; ``prefixes`` are those of the requests that came since the line before.
     """
 
     state: ReplicaState
     load: Load
     adapters: tuple[str, ...] = ()
+    refused: tuple[str, ...] = ()
     timing: Timing | None = None
     prefixes: tuple[int, ...] = ()
 
@@ -53,8 +65,11 @@ class Guard:
     request and decremented when the app is done with it, whatever ended it.
     """
 
-    def __init__(self, engine: Engine, *, secret: str, bound: int, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, engine: Engine, adapters: Adapters, *, secret: str, bound: int, clock: Callable[[], float]
+    ) -> None:
         self._engine = engine
+        self._adapters = adapters
         self._secret = secret.encode()
         self._bound = bound
         self._clock = clock
@@ -65,6 +80,7 @@ class Guard:
         self._newsworthy = 0
         self._state = ReplicaState.STARTING
         self._changed = asyncio.Event()
+        adapters.watch(self._notify)
 
     @property
     def state(self) -> ReplicaState:
@@ -90,7 +106,12 @@ class Guard:
             tokens=stats.tokens,
             pending_tokens=self._pending(stats.prefilling),
         )
-        return LoadLine(state=self._state, load=load, adapters=self._engine.adapters())
+        return LoadLine(
+            state=self._state,
+            load=load,
+            adapters=self._engine.adapters(),
+            refused=self._adapters.refused(),
+        )
 
     async def lines(self) -> AsyncIterator[LoadLine]:
         """One line now, one after each change, and one per :data:`HEARTBEAT_S` at least."""
@@ -144,11 +165,57 @@ class Guard:
         self._newsworthy += len(prefixes)
         self._notify()
         try:
-            await self._engine.app(scope, receive, answer)
+            if (wanted := headers.get(ADAPTER_HEADER)) is None:
+                await self._engine.app(scope, receive, answer)
+            else:
+                await self._adapted(scope, receive, answer, wanted)
         finally:
             self._in_flight -= 1
             self._prefills.pop(answer, None)
             self._notify()
+
+    async def _adapted(self, scope: Scope, receive: Receive, answer: _Answer, wanted: bytes) -> None:
+        """Serve a request with the adapter that it needs, which stays loaded for as long."""
+        found = _ADAPTER.fullmatch(wanted.decode("latin-1"))
+        if found is None:
+            await _answer(answer, 400, Refusal.BAD_REQUEST, "the header names no version of an adapter")
+            return
+        try:
+            claim = self._adapters.claim(*found.groups())
+        except AdapterRefused as error:
+            await _answer(answer, 503, Refusal.ADAPTER_FAILED, f"{error.code}: {error}")
+            return
+        inbox = _Inbox(receive)
+        try:
+            if claim.arrival is None or await self._arrived(claim.arrival, inbox, answer):
+                await self._engine.app(scope, inbox, answer)
+        finally:
+            claim.release()
+
+    async def _arrived(self, arrival: asyncio.Future[float], inbox: _Inbox, answer: _Answer) -> bool:
+        """Wait for the adapter; returns whether the request goes on: it may be refused, its client leave."""
+        tokens, _ = self._prefills[answer]
+        # As long as it waits it has not reached the engine's own count.
+        self._prefills[answer] = (tokens, math.inf)
+        listening = asyncio.ensure_future(inbox.left())
+        either: set[asyncio.Future[Any]] = {arrival, listening}
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            listening.cancel()
+            await asyncio.wait({listening})
+        if not arrival.done():
+            return False
+        try:
+            arrival.result()
+        except AdapterRefused as error:
+            await _answer(answer, 503, Refusal.ADAPTER_FAILED, f"{error.code}: {error}")
+            return False
+        except EngineFailed as error:
+            await _answer(answer, 503, Refusal.REPLICA_LOST, str(error))
+            return False
+        self._prefills[answer] = (tokens, self._clock())
+        return True
 
     def _answered(self, answer: _Answer) -> None:
         """The first byte of ``answer``: its prompt is computed."""
@@ -222,6 +289,22 @@ class _Answer:
             await self._send(self._head)
             self._head = None
         await self._send(message)
+
+
+class _Inbox:
+    """A request's messages, listened to while the app does not, with none lost."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._heard: deque[Message] = deque()
+
+    async def __call__(self) -> Message:
+        return self._heard.popleft() if self._heard else await self._receive()
+
+    async def left(self) -> None:
+        """Return when the client has left."""
+        while not self._heard or self._heard[-1]["type"] != "http.disconnect":
+            self._heard.append(await self._receive())
 
 
 def _tokens(value: bytes) -> int:

@@ -11,19 +11,23 @@ import argparse
 import asyncio
 import contextlib
 import importlib
+import logging
 import os
 import signal
 import sys
 import time
 import traceback
+from pathlib import Path
 
 import msgspec
 import uvicorn
 import uvloop
 
 from policy.errors import EngineFailed
-from policy.types import EngineKind, ReplicaState
+from policy.types import EngineKind, ReplicaState, Use, Wanted
 from serve.engine import canary
+from serve.engine.adapters import Adapters
+from serve.engine.files import Files
 from serve.engine.guard import Guard, LoadLine
 from serve.engine.port import Engine, EngineSpec
 from serve.http import Server
@@ -32,14 +36,24 @@ from store.state import listen
 MODULES = {EngineKind.VLLM: "serve.engine.vllm", EngineKind.SIM: "serve.engine.sim"}
 CHECK_S = 0.25
 REPORT_S = 0.1
+# Adapters that load no faster than this keep no replica from traffic.
+HOLD_S = 60.0
+# Of a line on standard input: a replica may be told of some thousand adapters.
+MAX_LINE = 1 << 24
+
+log = logging.getLogger("tidegate.engine")
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One line from the engine to its host; ``line`` is its load, ``failed`` its last words."""
+    """One line from the engine to its host.
+
+    ``line`` is its load, ``uses`` what was done with adapters since the last line, ``failed`` its last words.
+    """
 
     url: str = ""
     max_model_len: int | None = None
     line: LoadLine | None = None
+    uses: tuple[Use, ...] = ()
     failed: str = ""
 
 
@@ -72,10 +86,14 @@ class Progress:
             raise EngineFailed(f"no engine step for {now - self._since:.0f} s with requests running")
 
 
-async def _lifeline(reader: asyncio.StreamReader, guard: Guard) -> None:
+async def _lifeline(reader: asyncio.StreamReader, guard: Guard, adapters: Adapters) -> None:
     while line := await reader.readline():
-        if line.strip() == b"drain":
+        command, _, rest = line.strip().partition(b" ")
+        if command == b"drain":
             guard.become(ReplicaState.DRAINING)
+            adapters.hold(())
+        elif command == b"hold" and guard.state is not ReplicaState.DRAINING:
+            adapters.hold(msgspec.json.decode(rest, type=tuple[Wanted, ...]))
     # The host is gone and nobody else would end the engine's own processes.
     os.killpg(0, signal.SIGKILL)
 
@@ -89,17 +107,31 @@ async def _watch(engine: Engine, guard: Guard, timeout_s: float) -> None:
         progress.check(stats.steps, stats.running + stats.waiting > 0, time.monotonic())
 
 
-async def _report(guard: Guard, events: Events) -> None:
+async def _report(guard: Guard, adapters: Adapters, events: Events) -> None:
     async for line in guard.lines():
-        events.send(Event(line=line))
+        events.send(Event(line=line, uses=adapters.uses()))
         await asyncio.sleep(REPORT_S)
+
+
+async def _prepare(url: str, spec: EngineSpec, adapters: Adapters) -> None:
+    """Everything that traffic waits for: an answer to the canary, and the adapters that it needs."""
+    await canary.sing(url, spec, spec.progress_timeout_s)
+    try:
+        async with asyncio.timeout(HOLD_S):
+            await adapters.settled()
+    except TimeoutError:
+        log.warning("not all adapters were loaded in %g s; the others follow", HOLD_S)
 
 
 async def run(spec: EngineSpec, stdin: asyncio.StreamReader, events: Events) -> None:
     """Serve ``spec`` until the engine fails or the process is told to stop."""
     create = importlib.import_module(MODULES[spec.kind]).create
     engine: Engine = await create(spec)
-    guard = Guard(engine, secret=spec.secret, bound=spec.bound, clock=time.time)
+    roots = [Path(root) for root in spec.blobs]
+    files = Files(roots, controller=spec.controller, secret=spec.secret, max_bytes=spec.max_bytes)
+    adapters = Adapters(engine, files)
+    adapters.hold(spec.hold)
+    guard = Guard(engine, adapters, secret=spec.secret, bound=spec.bound, clock=time.time)
     # Bound after the engine has made its own processes, so that none of them inherits the port.
     sock = listen(spec.host, 0)
     config = uvicorn.Config(
@@ -111,14 +143,15 @@ async def run(spec: EngineSpec, stdin: asyncio.StreamReader, events: Events) -> 
     url = f"http://{spec.host}:{sock.getsockname()[1]}"
     tasks = {
         asyncio.create_task(server.serve(sockets=[sock])),
-        asyncio.create_task(_lifeline(stdin, guard)),
+        asyncio.create_task(adapters.run()),
+        asyncio.create_task(_lifeline(stdin, guard, adapters)),
         asyncio.create_task(_watch(engine, guard, spec.progress_timeout_s)),
-        asyncio.create_task(_report(guard, events)),
+        asyncio.create_task(_report(guard, adapters, events)),
     }
-    singing = asyncio.create_task(canary.sing(url, spec, spec.progress_timeout_s))
-    done, _ = await asyncio.wait({*tasks, singing}, return_when=asyncio.FIRST_COMPLETED)
-    if done == {singing}:
-        singing.result()
+    preparing = asyncio.create_task(_prepare(url, spec, adapters))
+    done, _ = await asyncio.wait({*tasks, preparing}, return_when=asyncio.FIRST_COMPLETED)
+    if done == {preparing}:
+        preparing.result()
         events.send(Event(url=url, max_model_len=engine.max_model_len))
         guard.become(ReplicaState.READY)
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -128,7 +161,7 @@ async def run(spec: EngineSpec, stdin: asyncio.StreamReader, events: Events) -> 
 
 
 async def _main(descriptor: int) -> None:
-    reader = asyncio.StreamReader()
+    reader = asyncio.StreamReader(limit=MAX_LINE)
     loop = asyncio.get_running_loop()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin.buffer)
     spec = msgspec.json.decode(await reader.readline(), type=EngineSpec)

@@ -43,7 +43,7 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     ``weights`` a local directory (empty for the simulated engine), ``cpus`` the cores of a shape
     without GPUs. ``adapter_slots`` of 0 serves no adapters; else they are of ``max_rank`` at most, and lie by
     digest in one of the directories ``blobs`` or are pulled from the ``controller`` into the last of them.
-    Those of ``hold`` are loaded before the first request.
+    Those of ``hold`` are loaded before the first request; no files of more than ``max_bytes`` are pulled.
     """
 
     kind: EngineKind
@@ -63,6 +63,7 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     progress_timeout_s: float = 60.0
     adapter_slots: int = 0
     max_rank: int = 0
+    max_bytes: int = 0
     blobs: tuple[str, ...] = ()
     controller: str = ""
     hold: tuple[Wanted, ...] = ()
@@ -108,12 +109,24 @@ class Engine(Protocol):
     async def load(self, name: str, path: Path) -> None:
         """Load the adapter in the directory ``path``, which is never changed, and serve it as ``name``.
 
-        There must be a free slot. Raises :class:`policy.errors.AdapterRefused`, after which nothing changed.
+        There must be a free slot; one that is served already is loaded if the engine has lost it. Raises
+        :class:`policy.errors.AdapterRefused`, after which nothing changed, and
+        :class:`policy.errors.EngineFailed`.
         """
         ...
 
     async def unload(self, name: str) -> None:
-        """Free the slot of an adapter that no request uses; one that is not loaded is none."""
+        """Serve ``name`` no more and free its slot once no request uses it; one not loaded is none.
+
+        Raises :class:`policy.errors.EngineFailed`.
+        """
+        ...
+
+    async def loaded(self) -> frozenset[str]:
+        """Names of what takes a slot in truth: an engine may evict by itself.
+
+        Raises :class:`policy.errors.EngineFailed`.
+        """
         ...
 
     @property

@@ -6,21 +6,29 @@ The only module that imports vLLM. Source of the calls: vLLM's
 
 from __future__ import annotations
 
+import asyncio
 import types
-from typing import Any
+from pathlib import Path
+from typing import Any, get_args
 
 import msgspec
+from vllm.config.lora import MaxLoRARanks
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+from vllm.lora.request import LoRARequest
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from policy.engine_model import Limits, Timing
-from policy.errors import EngineFailed
+from policy.errors import AdapterRefused, EngineFailed
 from serve.engine.port import ASGIApp, EngineSpec, EngineStats
+
+# How often the end of the last request that uses an adapter is looked for.
+LEAVING_S = 0.01
 
 
 class StepLogger(StatLoggerBase):  # type: ignore[misc]  # vLLM ships no types
@@ -68,12 +76,17 @@ class StepLogger(StatLoggerBase):  # type: ignore[misc]  # vLLM ships no types
 class VLLMEngine:
     """The engine port over one ``AsyncLLM``."""
 
-    def __init__(self, llm: AsyncLLM, app: ASGIApp, steps: StepLogger, base: str) -> None:
+    def __init__(self, llm: AsyncLLM, app: ASGIApp, steps: StepLogger, managed: bool) -> None:
         self.app = app
         self.max_model_len: int | None = llm.model_config.max_model_len
         self._llm = llm
         self._steps = steps
-        self._base = base
+        self._models = app.state.openai_serving_models  # type: ignore[attr-defined]
+        # What the operator named in its arguments is always there, beside the slots.
+        self._static = frozenset(self._models.lora_requests)
+        lora = llm.vllm_config.lora_config if managed else None
+        # Beyond either bound vLLM evicts by itself.
+        self._slots = 0 if lora is None else min(lora.max_loras, lora.max_cpu_loras) - len(self._static)
 
     def stats(self) -> EngineStats:
         latest = self._steps.latest
@@ -96,8 +109,55 @@ class VLLMEngine:
         )
 
     def adapters(self) -> tuple[str, ...]:
-        models = self.app.state.openai_serving_models  # type: ignore[attr-defined]
-        return tuple(models.lora_requests)
+        return tuple(self._models.lora_requests)
+
+    @property
+    def adapter_slots(self) -> int:
+        return self._slots
+
+    async def load(self, name: str, path: Path) -> None:
+        # The id is never used again, so that no request can mean another adapter by it.
+        request = self._models.lora_requests.get(name) or LoRARequest(
+            lora_name=name, lora_int_id=self._models.lora_id_counter.inc(1), lora_path=str(path)
+        )
+        try:
+            await self._llm.add_lora(request)
+        except EngineDeadError as error:
+            raise EngineFailed(f"vLLM's engine died: {error}") from error
+        except Exception as error:
+            # Of its workers some may have loaded it.
+            await self._remove(request.lora_int_id)
+            raise AdapterRefused("engine_refused", f"vLLM: {error}"[:500]) from error
+        # From here on vLLM's app resolves the name.
+        self._models.lora_requests[name] = request
+
+    async def unload(self, name: str) -> None:
+        if name in self._static or (request := self._models.lora_requests.pop(name, None)) is None:
+            return
+        # vLLM would read it from its files again, within a step, for a request that it still runs: one whose
+        # client has left may be aborted a moment later than its answer ends.
+        states = self._llm.output_processor.request_states
+        while any(state.lora_name == name for state in states.values()):  # noqa: ASYNC110 - vLLM has no event
+            await asyncio.sleep(LEAVING_S)
+        await self._remove(request.lora_int_id)
+
+    async def loaded(self) -> frozenset[str]:
+        if not self._slots:
+            return frozenset()
+        try:
+            there = await self._llm.list_loras()
+        except EngineDeadError as error:
+            raise EngineFailed(f"vLLM's engine died: {error}") from error
+        names = {request.lora_int_id: name for name, request in self._models.lora_requests.items()}
+        for stray in there - names.keys():
+            await self._remove(stray)
+        return frozenset(names[known] for known in there & names.keys()) - self._static
+
+    async def _remove(self, adapter_id: int) -> None:
+        try:
+            await self._llm.remove_lora(adapter_id)
+        except EngineDeadError as error:
+            raise EngineFailed(f"vLLM's engine died: {error}") from error
 
     @property
     def dead(self) -> bool:
@@ -135,6 +195,15 @@ def arguments(spec: EngineSpec) -> Any:
         "enable_log_requests": False,
         "disable_uvicorn_access_log": True,
     }
+    if spec.adapter_slots:
+        # With as many in memory as in slots vLLM has nothing to evict: it would read what it evicted from its
+        # files again, within a step, and die if they are gone.
+        static = spec.engine_args.get("lora_modules") or []
+        owned |= {
+            "enable_lora": True,
+            "max_loras": spec.adapter_slots + len(static if isinstance(static, list) else [static]),
+            "max_lora_rank": min(rank for rank in get_args(MaxLoRARanks) if rank >= spec.max_rank),
+        }
     args = parser.parse_args(
         [word for item in {**spec.engine_args, **owned}.items() for word in _flag(*item)]
     )
@@ -171,4 +240,4 @@ async def create(spec: EngineSpec) -> VLLMEngine:
     await init_app_state(llm, app.state, args, tasks)
     # vLLM's error handler reaches for the server to stop it when the engine dies; ours ends by itself.
     app.state.server = types.SimpleNamespace()
-    return VLLMEngine(llm, app, loggers[0], spec.model)
+    return VLLMEngine(llm, app, loggers[0], managed=spec.adapter_slots > 0)

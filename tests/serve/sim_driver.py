@@ -21,9 +21,15 @@ FROZEN = 1e-6
 
 
 def spec(
-    *, runner: Runner = Runner.GENERATE, speed: float = FAST, seed: int = 0, **engine_args: Any
+    *,
+    runner: Runner = Runner.GENERATE,
+    speed: float = FAST,
+    seed: int = 0,
+    slots: int = 0,
+    adapter_load_s: float = 0.0,
+    **engine_args: Any,
 ) -> EngineSpec:
-    """A small simulated engine called ``base`` with one adapter, ``sql``."""
+    """A small simulated engine called ``base`` with one adapter, ``sql``, and ``slots`` for others."""
     return EngineSpec(
         kind=EngineKind.SIM,
         replica="r1",
@@ -35,7 +41,9 @@ def spec(
         secret="s",
         bound=64,
         engine_args={"max_model_len": 512, "lora_modules": {"sql": "/adapters/sql"}, **engine_args},
-        sim=Sim(profile="sim-small", speed=speed, seed=seed),
+        sim=Sim(profile="sim-small", speed=speed, seed=seed, adapter_load_s=adapter_load_s),
+        adapter_slots=slots,
+        max_rank=16,
     )
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -13,9 +14,11 @@ import pytest
 from policy.engine_model import Limits, Timing
 from policy.types import ReplicaState
 from serve.engine import guard as guard_module
+from serve.engine.adapters import Adapters
 from serve.engine.guard import CANARY_HEADER, MAX_NEWS, PREFILL_HEADER, PREFIX_HEADER, REFUSAL_HEADER, Guard
 from serve.engine.port import ALLOWED, EngineStats, Message, Receive, Scope, Send
 from store.state import SECRET_HEADER
+from tests.serve.engine.fakes import FakeFiles
 
 SECRET = {SECRET_HEADER: "s"}
 CHAT = "/v1/chat/completions"
@@ -28,6 +31,7 @@ class Held:
     """An engine whose answers wait for ``go``; ``reached`` lists what came through the guard."""
 
     max_model_len: int | None = 512
+    adapter_slots = 0
 
     def __init__(self) -> None:
         self.go = asyncio.Event()
@@ -60,6 +64,15 @@ class Held:
         return ("sql",)
 
     dead = False
+
+    async def load(self, name: str, path: Path) -> None:
+        raise AssertionError("it loads none")
+
+    async def unload(self, name: str) -> None:
+        raise AssertionError("it loads none")
+
+    async def loaded(self) -> frozenset[str]:
+        return frozenset()
 
     async def check(self) -> None:
         return
@@ -97,6 +110,11 @@ class Request:
         self.sent.append(message)
 
 
+def guarded(engine: Held, bound: int = 2, clock: Callable[[], float] = lambda: 42.0) -> Guard:
+    """A guard of an engine that loads no adapters."""
+    return Guard(engine, Adapters(engine, FakeFiles()), secret="s", bound=bound, clock=clock)
+
+
 @pytest.fixture
 def engine() -> Held:
     return Held()
@@ -104,7 +122,7 @@ def engine() -> Held:
 
 @pytest.fixture
 def guard(engine: Held) -> Guard:
-    made = Guard(engine, secret="s", bound=2, clock=lambda: 42.0)
+    made = guarded(engine)
     made.become(ReplicaState.READY)
     return made
 
@@ -224,7 +242,7 @@ async def test_an_engine_that_dies_under_a_request_says_so(
 
 
 async def test_starting_serves_the_canary_alone(engine: Held, client: httpx.AsyncClient) -> None:
-    guard = Guard(engine, secret="s", bound=2, clock=lambda: 42.0)
+    guard = guarded(engine)
     engine.go.set()
     refused = Request(guard, "POST", CHAT, SECRET)
     await refused.task
@@ -336,7 +354,7 @@ async def test_a_stream_is_pending_no_more_with_its_first_byte_and_says_so(
 
 async def test_what_the_engine_has_computed_is_not_pending_though_nothing_was_said(engine: Held) -> None:
     now = 0.0
-    guard = Guard(engine, secret="s", bound=4, clock=lambda: now)
+    guard = guarded(engine, bound=4, clock=lambda: now)
     guard.become(ReplicaState.READY)
     engine.prefilling = 0
     old = Request(guard, "POST", CHAT, announcing("100"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 import yaml
 
@@ -43,6 +44,20 @@ def test_our_own_arguments_win_and_nested_ones_become_objects() -> None:
     assert (args.runner, args.max_model_len, args.enforce_eager) == ("pooling", 512, True)
     assert args.hf_overrides == {"a": 1}
     assert args.enable_log_requests is False
+
+
+def test_adapters_have_as_many_slots_as_are_kept_in_memory() -> None:
+    from serve.engine.vllm import arguments  # noqa: PLC0415
+
+    told = msgspec.structs.replace(
+        spec({"lora_modules": ["sql=/adapters/sql"]}), adapter_slots=4, max_rank=12
+    )
+    args = arguments(told)
+    # What is named in the arguments is always there, beside the slots.
+    assert (args.enable_lora, args.max_loras, args.max_cpu_loras) == (True, 5, None)
+    # The next larger rank of those that vLLM has kernels for.
+    assert args.max_lora_rank == 16
+    assert arguments(spec({})).enable_lora is None
 
 
 @pytest.mark.parametrize(

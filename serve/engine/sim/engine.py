@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
 from policy.engine_model import Timing
-from policy.errors import EngineFailed
+from policy.errors import AdapterRefused, EngineFailed
 from policy.kv_memory import BLOCK
 from policy.profiles import profile
 from serve.engine.port import ASGIApp, EngineSpec, EngineStats
@@ -27,8 +28,8 @@ Positive = Annotated[int, Meta(ge=1)]
 class SimArgs(msgspec.Struct, frozen=True, kw_only=True):
     """The engine arguments that change a simulation; vLLM's others are accepted and change nothing.
 
-    ``num_gpu_blocks_override`` is the KV cache in blocks of 16 tokens, ``lora_modules`` maps the
-    names of adapters to their paths, which are not read.
+    ``num_gpu_blocks_override`` is the KV cache in blocks of 16 tokens, ``lora_modules`` maps the names of
+    adapters that are always loaded, beside the slots, to their paths, which are not read.
     """
 
     max_num_batched_tokens: Positive | None = None
@@ -66,11 +67,15 @@ class SimEngine:
         model = timing.model.at_degree(degree)
         self._timing = Timing(limits=limits, model=model.faster(spec.sim.speed))
         self._loop = StepLoop(model, limits, spec.sim.speed, metrics)
-        self._adapters = tuple(args.lora_modules)
+        self._slots = spec.adapter_slots
+        self._load_s = spec.sim.adapter_load_s
+        # The service reads them: what is not here is no model.
+        self._adapters = dict(args.lora_modules)
+        self._static = frozenset(args.lora_modules)
         self.max_model_len: int | None = length
         service = Service(
             model=spec.model,
-            adapters=args.lora_modules,
+            adapters=self._adapters,
             runner=spec.runner,
             max_model_len=length,
             seed=spec.sim.seed,
@@ -88,7 +93,28 @@ class SimEngine:
         return self._timing
 
     def adapters(self) -> tuple[str, ...]:
-        return self._adapters
+        return tuple(self._adapters)
+
+    @property
+    def adapter_slots(self) -> int:
+        return self._slots
+
+    async def load(self, name: str, path: Path) -> None:
+        if name in self._adapters:
+            return
+        if len(await self.loaded()) >= self._slots:
+            raise AdapterRefused("no_slots", f"all {self._slots} slots are taken")
+        await self._loop.hold_up(self._load_s)
+        if not (path / "adapter_config.json").is_file():
+            raise AdapterRefused("engine_refused", f"no adapter found for {name} at {path}")
+        self._adapters[name] = str(path)
+
+    async def unload(self, name: str) -> None:
+        if name not in self._static:
+            self._adapters.pop(name, None)
+
+    async def loaded(self) -> frozenset[str]:
+        return frozenset(self._adapters.keys() - self._static)
 
     @property
     def dead(self) -> bool:

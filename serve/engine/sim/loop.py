@@ -99,6 +99,7 @@ class StepLoop:
         self._speed = speed
         self._metrics = metrics
         self._live: dict[str, _Live] = {}
+        self._holdups: deque[tuple[float, asyncio.Future[None]]] = deque()
         self._work = asyncio.Event()
         self._tokens = self._steps = 0
         self._loop = asyncio.get_running_loop()
@@ -157,6 +158,17 @@ class StepLoop:
             if self._live.pop(name, None) is not None:
                 self._metrics.success("abort")
 
+    async def hold_up(self, duration_s: float) -> None:
+        """Keep the loop for ``duration_s`` modelled seconds between two steps, as what it does beside them.
+
+        Raises EngineFailed when the engine is dead.
+        """
+        self.check()
+        done: asyncio.Future[None] = self._loop.create_future()
+        self._holdups.append((duration_s, done))
+        self._work.set()
+        await done
+
     async def close(self) -> None:
         """End the task; requests that are left fail, and what ended it before is :meth:`check`'s to say."""
         self._task.cancel()
@@ -167,19 +179,37 @@ class StepLoop:
         for live in self._live.values():
             live.generation.fail(EngineFailed(f"the engine ended: {error!r}"))
         self._live.clear()
+        for _, done in self._holdups:
+            if not done.done():
+                done.set_exception(EngineFailed(f"the engine ended: {error!r}"))
+        self._holdups.clear()
 
     async def _run(self) -> None:
         due = self._loop.time()
         while True:
-            if not self._live:
+            if not self._live and not self._holdups:
                 self._work.clear()
                 await self._work.wait()
                 due = self._loop.time()
-            result = self._scheduler.step()
-            # Sleeping until the scheduled end, not for the duration, keeps the pace over many steps.
-            due = max(due + result.duration_s / self._speed, self._loop.time() - MAX_LAG_S)
-            await asyncio.sleep(max(0.0, due - self._loop.time()))
-            self._deliver(result)
+            while self._holdups:
+                duration_s, done = self._holdups[0]
+                due = await self._pass(due, duration_s)
+                self._holdups.popleft()
+                if not done.done():
+                    done.set_result(None)
+            if self._live:
+                result = self._scheduler.step()
+                due = await self._pass(due, result.duration_s)
+                self._deliver(result)
+
+    async def _pass(self, due: float, duration_s: float) -> float:
+        """Let modelled seconds pass; returns when they were due to end.
+
+        Sleeping until then, and not for the duration, keeps the pace over many steps.
+        """
+        due = max(due + duration_s / self._speed, self._loop.time() - MAX_LAG_S)
+        await asyncio.sleep(max(0.0, due - self._loop.time()))
+        return due
 
     def _deliver(self, result: StepResult) -> None:
         metrics, now = self._metrics, self._loop.time()

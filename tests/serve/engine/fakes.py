@@ -1,0 +1,200 @@
+"""An engine and files of adapters in memory, for tests of who loads what, when."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from policy.engine_model import Limits, Timing
+from policy.errors import AdapterRefused
+from policy.types import Wanted
+from serve.engine.adapters import Adapters
+from serve.engine.port import EngineStats
+
+
+def digest(letter: str) -> str:
+    """A whole digest of one letter of a to f, or one digit."""
+    return letter * 64
+
+
+def served(letter: str) -> str:
+    """What an engine calls the version of that digest of the adapter with that name."""
+    return f"{letter}@{letter * 12}"
+
+
+def wanted(letters: str) -> list[Wanted]:
+    return [Wanted(name=letter, digest=digest(letter)) for letter in letters]
+
+
+class Clock:
+    """Seconds that only tests move."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class FakeEngine:
+    """An engine with ``slots``: it refuses what is in ``refuses``, and loads while ``gate`` is open."""
+
+    max_model_len: int | None = 512
+    dead = False
+
+    def __init__(self, slots: int, clock: Clock) -> None:
+        self.adapter_slots = slots
+        self.there: list[str] = []
+        self.log: list[str] = []
+        self.refuses: set[str] = set()
+        self.takes_s: dict[str, float] = {}
+        self.broken: Exception | None = None
+        self.running = 0
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self._clock = clock
+        self._busy = False
+
+    async def app(self, scope: Any, receive: Any, send: Any) -> None:
+        raise AssertionError("no request comes here")
+
+    def stats(self) -> EngineStats:
+        return EngineStats(running=self.running)
+
+    def timing(self) -> Timing:
+        return Timing(limits=Limits(max_num_batched_tokens=256, max_num_seqs=8, kv_tokens=4096))
+
+    def adapters(self) -> tuple[str, ...]:
+        return tuple(self.there)
+
+    async def load(self, name: str, path: Path) -> None:
+        assert not self._busy, "two loads at once"
+        self.log.append(f"+{name[0]}")
+        self._busy = True
+        try:
+            await self.gate.wait()
+        finally:
+            self._busy = False
+        if self.broken is not None:
+            raise self.broken
+        self._clock.now += self.takes_s.get(name, 0.0)
+        if name in self.refuses:
+            raise AdapterRefused("engine_refused", "the rank is wrong")
+        assert len(self.there) < self.adapter_slots, "no slot is free"
+        self.there.append(name)
+
+    async def unload(self, name: str) -> None:
+        assert not self._busy, "unloads while it loads"
+        self.log.append(f"-{name[0]}")
+        await asyncio.sleep(0)
+        if name in self.there:
+            self.there.remove(name)
+
+    async def loaded(self) -> frozenset[str]:
+        return frozenset(self.there)
+
+    async def check(self) -> None:
+        return
+
+    async def close(self) -> None:
+        return
+
+
+class FakeFiles:
+    """Files of every digest but those in ``missing``; those in ``slow`` wait for ``go``."""
+
+    def __init__(self) -> None:
+        self.fetched: list[str] = []
+        self.missing: set[str] = set()
+        self.slow: set[str] = set()
+        self.go = asyncio.Event()
+
+    async def fetch(self, digest: str) -> Path:
+        self.fetched.append(digest[0])
+        await asyncio.sleep(0)
+        if digest[0] in self.slow:
+            await self.go.wait()
+        if digest[0] in self.missing:
+            raise AdapterRefused("files_missing", "nobody has it")
+        return Path("/adapters") / digest
+
+    async def warm(self, path: Path) -> None:
+        await asyncio.sleep(0)
+
+
+class Replica:
+    """Adapters over both, running."""
+
+    def __init__(self, slots: int) -> None:
+        self.clock = Clock()
+        self.engine = FakeEngine(slots, self.clock)
+        self.files = FakeFiles()
+        self.slept: list[float] = []
+        self.adapters = Adapters(self.engine, self.files, clock=self.clock, sleep=self._sleep)
+
+    async def _sleep(self, duration_s: float) -> None:
+        self.slept.append(duration_s)
+
+    def use(self, letter: str) -> User:
+        return User(self.adapters, letter)
+
+    async def used(self, letters: str) -> None:
+        """One short request for each, one after another."""
+        for letter in letters:
+            async with self.adapters.use(letter, digest(letter)):
+                pass
+
+
+class User:
+    """A request that holds its adapter until it is told to stop; ``in_use`` once it has it."""
+
+    def __init__(self, adapters: Adapters, letter: str) -> None:
+        self.in_use = False
+        self._stop = asyncio.Event()
+        self._adapters = adapters
+        self.letter = letter
+        self.task = asyncio.ensure_future(self._run())
+
+    async def _run(self) -> None:
+        async with self._adapters.use(self.letter, digest(self.letter)):
+            self.in_use = True
+            try:
+                await self._stop.wait()
+            finally:
+                self.in_use = False
+
+    async def stop(self) -> None:
+        """End it, unless it was cancelled."""
+        self._stop.set()
+        await asyncio.wait([self.task])
+        if not self.task.cancelled():
+            self.task.result()
+
+
+@asynccontextmanager
+async def replica(slots: int) -> AsyncIterator[Replica]:
+    """A replica whose loader runs within the block."""
+    made = Replica(slots)
+    running = asyncio.ensure_future(made.adapters.run())
+    try:
+        yield made
+    finally:
+        running.cancel()
+        await asyncio.wait([running])
+    if not running.cancelled():
+        running.result()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Let other tasks run until ``condition`` holds; the test's own timeout bounds it."""
+    while not condition():  # noqa: ASYNC110 - the books have no event for every change
+        await asyncio.sleep(0)
+
+
+async def quiet() -> None:
+    """Let everything run that can."""
+    for _ in range(50):
+        await asyncio.sleep(0)

@@ -1,0 +1,448 @@
+"""A replica's adapters: one load however many wait, and nothing that is in use ever goes."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+
+from policy.errors import AdapterRefused, EngineFailed
+from policy.types import Use
+from serve.engine import adapters as rooms
+from serve.engine.failures import FIRST_S
+from serve.engine.slots import HALF_LIFE_S, PATIENCE_S
+from tests.serve.engine.fakes import digest, quiet, replica, served, until, wanted
+
+
+async def test_200_first_requests_are_one_load_and_one_look_for_files() -> None:
+    async with replica(2) as there:
+        there.engine.gate.clear()
+        users = [there.use("a") for _ in range(200)]
+        await until(lambda: bool(there.engine.log))
+        await quiet()
+        assert not any(user.in_use for user in users)
+        there.engine.gate.set()
+        await until(lambda: all(user.in_use for user in users))
+        assert (there.files.fetched, there.engine.log) == (["a"], ["+a"])
+        assert there.engine.there == [served("a")]
+        for user in users:
+            await user.stop()
+        (use,) = there.adapters.uses()
+        assert (use.name, use.digest) == ("a", digest("a"))
+        assert (use.requests, use.found, use.loads) == (200, 0, 1)
+        assert there.adapters.uses() == ()
+
+
+async def test_what_is_loaded_is_used_at_once() -> None:
+    async with replica(1) as there:
+        await there.used("a")
+        claim = there.adapters.claim("a", digest("a"))
+        assert claim.arrival is None
+        claim.release()
+        claim.release()
+        assert there.adapters.uses() == (Use(name="a", digest=digest("a"), requests=2, found=1, loads=1),)
+        # Another version of the same name is another adapter.
+        other = there.adapters.claim("a", digest("b"))
+        assert other.arrival is not None
+        other.release()
+
+
+async def test_only_what_nobody_uses_goes() -> None:
+    async with replica(2) as there:
+        held = there.use("a")
+        await there.used("b")
+        await until(lambda: held.in_use)
+        # The other slot has been asked for far more often.
+        await there.used("b" * 50 + "c")
+        assert sorted(there.engine.there) == [served("a"), served("c")]
+        await held.stop()
+
+
+async def test_the_cheapest_to_load_again_for_what_it_is_asked_for_goes_first() -> None:
+    async with replica(3) as there:
+        there.engine.takes_s = {served("a"): 10.0}
+        await there.used("a" + "b" * 5 + "c" * 2)
+        # Seconds to reload times requests: 10 for a, 5 and 2 of the least for b and c.
+        await there.used("d")
+        assert there.engine.log[-2:] == ["-c", "+d"]
+        await there.used("d" * 9 + "c")
+        assert there.engine.log[-2:] == ["-b", "+c"]
+
+
+async def test_what_was_asked_for_is_forgotten_with_time() -> None:
+    async with replica(2) as there:
+        await there.used("a" * 8 + "b")
+        there.clock.now += 4 * HALF_LIFE_S
+        await there.used("b")
+        await there.used("c")
+        assert there.engine.log[-2:] == ["-a", "+c"]
+
+
+async def test_who_finds_no_slot_waits_in_order() -> None:
+    async with replica(2) as there:
+        a, b = there.use("a"), there.use("b")
+        await until(lambda: a.in_use and b.in_use)
+        late = []
+        for letter in "cde":
+            late.append(there.use(letter))
+            await quiet()
+            there.clock.now += 0.1
+        again = there.use("c")
+        await quiet()
+        assert not any(user.in_use for user in [*late, again])
+        await b.stop()
+        await until(lambda: late[0].in_use and again.in_use)
+        await quiet()
+        assert there.engine.log == ["+a", "+b", "-b", "+c"]
+        await a.stop()
+        await until(lambda: late[1].in_use)
+        await late[0].stop()
+        await quiet()
+        assert not late[2].in_use
+        await again.stop()
+        await until(lambda: late[2].in_use)
+        assert there.engine.log[4:] == ["-a", "+d", "-c", "+e"]
+        for user in late[1:]:
+            await user.stop()
+
+
+async def test_who_waits_for_a_slot_and_how_long_slots_are_in_use_is_counted() -> None:
+    async with replica(1) as there:
+        first, second = there.use("a"), there.use("a")
+        await until(lambda: first.in_use)
+        there.files.slow = {"c"}
+        waits = [there.use(letter) for letter in "bbc"]
+        await quiet()
+        there.clock.now += 1.5
+        # Of those that wait for a slot: c waits for its files.
+        assert {use.name: use.waiting for use in there.adapters.uses()} == {"a": 0, "b": 2, "c": 0}
+        assert [(use.name, use.waiting) for use in there.adapters.uses()] == [("b", 2)]
+        await first.stop()
+        await second.stop()
+        await until(lambda: waits[0].in_use)
+        (a, b) = there.adapters.uses()
+        assert (a.name, a.busy_s, b.name, b.waiting, b.busy_s) == ("a", 3.0, "b", 0, 0.0)
+        there.clock.now += 0.5
+        for user in waits[:2]:
+            await user.stop()
+        assert [use.busy_s for use in there.adapters.uses() if use.name == "b"] == [1.0]
+        waits[2].task.cancel()
+
+
+async def test_a_stream_of_requests_for_one_keeps_no_other_out_for_ever() -> None:
+    async with replica(1) as there:
+        first = there.use("a")
+        await until(lambda: first.in_use)
+        waits = there.use("b")
+        await quiet()
+        joins = there.use("a")
+        await until(lambda: joins.in_use)
+        there.clock.now += PATIENCE_S
+        late = there.use("a")
+        await first.stop()
+        await quiet()
+        assert not late.in_use
+        assert not waits.in_use
+        await joins.stop()
+        await until(lambda: waits.in_use)
+        await quiet()
+        assert not late.in_use
+        await waits.stop()
+        await until(lambda: late.in_use)
+        await late.stop()
+        assert there.engine.log == ["+a", "-a", "+b", "-b", "+a"]
+
+
+async def test_who_made_room_by_waiting_goes_on_when_nobody_needs_it_any_more() -> None:
+    async with replica(1) as there:
+        first = there.use("a")
+        await until(lambda: first.in_use)
+        waits = there.use("b")
+        await quiet()
+        there.clock.now += PATIENCE_S
+        late = there.use("a")
+        await quiet()
+        assert not late.in_use
+        waits.task.cancel()
+        await until(lambda: late.in_use)
+        await first.stop()
+        await late.stop()
+        assert there.engine.log == ["+a"]
+
+
+@pytest.mark.parametrize("where", ["files", "engine"])
+async def test_a_load_that_fails_is_one_attempt_for_all_who_ask_for_a_while(where: str) -> None:
+    async with replica(2) as there:
+        if where == "files":
+            there.files.missing = {"a"}
+        else:
+            there.engine.refuses = {served("a")}
+        changes = []
+        there.adapters.watch(lambda: changes.append(there.adapters.refused()))
+        users = [there.use("a") for _ in range(200)]
+        failed = await asyncio.gather(*(user.task for user in users), return_exceptions=True)
+        assert all(isinstance(error, AdapterRefused) for error in failed)
+        assert len({id(error) for error in failed}) == 200
+        with pytest.raises(AdapterRefused):
+            there.adapters.claim("a", digest("a"))
+        assert (there.files.fetched, there.adapters.refused()) == (["a"], (served("a"),))
+        assert (served("a"),) in changes
+        (use,) = there.adapters.uses()
+        assert (use.requests, use.loads) == (201, 0)
+        assert use.failed.startswith({"files": "files_missing: ", "engine": "engine_refused: "}[where])
+        # Others are served meanwhile, and it is tried again.
+        await there.used("b")
+        there.clock.now += FIRST_S
+        assert there.adapters.refused() == ()
+        there.files.missing, there.engine.refuses = set(), set()
+        await there.used("a")
+        assert sorted(there.engine.there) == [served("a"), served("b")]
+        assert [use.failed for use in there.adapters.uses()] == ["", ""]
+
+
+async def test_files_that_are_slow_to_come_keep_no_other_waiting() -> None:
+    async with replica(2) as there:
+        there.files.slow = {"a"}
+        slow = there.use("a")
+        await there.used("b")
+        assert not slow.in_use
+        there.files.go.set()
+        await until(lambda: slow.in_use)
+        await slow.stop()
+
+
+async def test_who_leaves_while_a_load_is_under_way_takes_nothing_along() -> None:
+    async with replica(1) as there:
+        there.engine.gate.clear()
+        users = [there.use("a") for _ in range(3)]
+        await until(lambda: bool(there.engine.log))
+        for user in users[:2]:
+            user.task.cancel()
+        await quiet()
+        there.engine.gate.set()
+        await until(lambda: users[2].in_use)
+        await users[2].stop()
+        # Nothing of those who left keeps it in its slot.
+        await there.used("b")
+        assert there.engine.log == ["+a", "-a", "+b"]
+
+
+@pytest.mark.parametrize("when", ["granted", "loading"])
+async def test_a_client_that_leaves_as_its_adapter_comes_frees_it(when: str) -> None:
+    async with replica(1) as there:
+        there.engine.gate.clear()
+        claim = there.adapters.claim("a", digest("a"))
+        assert claim.arrival is not None
+        await until(lambda: bool(there.engine.log))
+        if when == "loading":
+            claim.release()
+        there.engine.gate.set()
+        await until(lambda: bool(there.engine.there))
+        await quiet()
+        claim.release()
+        await there.used("b")
+        assert there.engine.log == ["+a", "-a", "+b"]
+
+
+async def test_what_everybody_left_before_its_turn_is_not_loaded() -> None:
+    async with replica(1) as there:
+        held = there.use("a")
+        await until(lambda: held.in_use)
+        gone = there.use("b")
+        await quiet()
+        gone.task.cancel()
+        await held.stop()
+        await quiet()
+        assert there.engine.log == ["+a"]
+        # Its files are there, and are looked for again when it is asked for.
+        await there.used("b")
+        assert there.files.fetched == ["a", "b", "b"]
+
+
+async def test_what_is_held_is_loaded_ahead_in_order_as_far_as_there_is_room() -> None:
+    async with replica(3) as there:
+        there.adapters.hold(wanted("cab"))
+        await there.adapters.settled()
+        assert there.engine.log == ["+c", "+a", "+b"]
+        assert [use.requests for use in there.adapters.uses()] == [0, 0, 0]
+        # More than there are slots for is no more than that.
+        there.adapters.hold(wanted("dcab"))
+        await there.adapters.settled()
+        assert there.engine.log[3:] == ["-b", "+d"]
+
+
+async def test_one_that_cannot_be_loaded_keeps_no_other_from_being_held() -> None:
+    async with replica(3) as there:
+        there.files.missing = {"a"}
+        there.engine.refuses = {served("b")}
+        there.adapters.hold(wanted("abc"))
+        await there.adapters.settled()
+        assert there.engine.there == [served("c")]
+        assert sorted(there.adapters.refused()) == [served("a"), served("b")]
+
+
+async def test_a_prefetch_takes_no_slot_of_what_is_used_or_was_asked_for_lately() -> None:
+    async with replica(2) as there:
+        used = there.use("a")
+        await until(lambda: used.in_use)
+        await there.used("b")
+        there.adapters.hold(wanted("c"))
+        await there.adapters.settled()
+        assert there.engine.log == ["+a", "+b"]
+        # A minute later one request for b is no reason to keep it any more.
+        there.clock.now += 1.1 * HALF_LIFE_S
+        there.adapters.hold(wanted("c"))
+        await there.adapters.settled()
+        assert there.engine.log[2:] == ["-b", "+c"]
+        await used.stop()
+
+
+async def test_requests_come_before_what_is_held_and_take_its_slot_last() -> None:
+    async with replica(2) as there:
+        there.files.slow = {"a"}
+        there.adapters.hold(wanted("ab"))
+        await until(lambda: there.files.fetched == ["a"])
+        await there.used("c")
+        assert there.engine.log == ["+c"]
+        there.files.go.set()
+        await there.adapters.settled()
+        assert there.engine.log[1:] == ["+a"]
+        # c is asked for often, but nobody planned to keep it.
+        await there.used("c" * 9 + "d")
+        assert there.engine.log[2:] == ["-c", "+d"]
+        # The least valuable of those that are held goes before it has to be what is in use.
+        used = there.use("d")
+        await until(lambda: used.in_use)
+        await there.used("c")
+        assert there.engine.log[4:] == ["-a", "+c"]
+        await used.stop()
+
+
+async def test_what_is_held_no_more_is_not_loaded() -> None:
+    async with replica(2) as there:
+        there.files.slow = {"a"}
+        there.adapters.hold(wanted("a"))
+        await until(lambda: there.files.fetched == ["a"])
+        there.adapters.hold(())
+        there.files.go.set()
+        await there.adapters.settled()
+        assert there.engine.log == []
+
+
+async def test_loads_leave_the_engine_as_much_time_as_they_took() -> None:
+    async with replica(3) as there:
+        there.engine.takes_s = {served(letter): 0.5 for letter in "abc"}
+        await there.used("a")
+        assert there.slept == []
+        there.engine.running = 1
+        await there.used("bc")
+        await quiet()
+        assert there.slept == [0.5, 0.5]
+        assert [use.load_s for use in there.adapters.uses()] == [0.5, 0.5, 0.5]
+
+
+async def test_prefetches_leave_it_more_and_delay_no_request() -> None:
+    async with replica(4) as there:
+        there.engine.running = 1
+        there.engine.takes_s = {served(letter): 3600.0 for letter in "ab"}
+        there.adapters.hold(wanted("ab"))
+        await until(lambda: len(there.engine.there) == 1)
+        await quiet()
+        assert there.files.fetched == ["a"]
+        await there.used("c")
+        there.clock.now += rooms.PREFETCH_PAUSE * 3600.0
+        await there.used("d")
+        await until(lambda: len(there.engine.there) == 4)
+        assert there.engine.log == ["+a", "+c", "+d", "+b"]
+
+
+async def test_the_books_follow_what_the_engine_evicted_by_itself() -> None:
+    async with replica(3) as there:
+        used = there.use("a")
+        await there.used("b")
+        await until(lambda: used.in_use)
+        there.engine.there[:] = ["stranger@x"]
+        there.clock.now += rooms.CHECK_S
+        there.adapters.hold(())
+        await until(lambda: there.engine.there == [served("a")])
+        # What is in use is there again, what is not is loaded when it is asked for.
+        assert there.engine.log[2] == "-s"
+        assert sorted(there.engine.log[3:]) == ["+a", "-b"]
+        await there.used("b")
+        assert there.engine.log[-1] == "+b"
+        await used.stop()
+
+
+async def test_a_load_shows_what_the_engine_evicted_for_it() -> None:
+    async with replica(3) as there:
+        await there.used("ab")
+        there.engine.there.remove(served("a"))
+        await there.used("c")
+        await until(lambda: there.engine.log[-1] == "-a")
+        await there.used("a")
+        assert there.engine.log == ["+a", "+b", "+c", "-a", "+a"]
+
+
+async def test_an_engine_that_dies_ends_the_loader_and_all_who_wait() -> None:
+    with pytest.raises(EngineFailed, match="core"):
+        async with replica(1) as there:
+            there.engine.broken = EngineFailed("the core is gone")
+            users = [there.use(letter) for letter in "aab"]
+            failed = await asyncio.gather(*(user.task for user in users), return_exceptions=True)
+            assert all(isinstance(error, EngineFailed) for error in failed)
+            assert there.adapters.refused() == ()
+
+
+async def test_files_that_fail_as_nobody_expected_are_a_refusal(caplog: pytest.LogCaptureFixture) -> None:
+    async with replica(1) as there:
+
+        async def fetch(_: str) -> None:
+            raise RuntimeError("surprise")
+
+        there.files.fetch = fetch  # type: ignore[method-assign,assignment]
+        with pytest.raises(AdapterRefused, match="surprise"):
+            await there.used("a")
+        assert "surprise" in caplog.text
+
+
+async def test_an_engine_without_slots_refuses() -> None:
+    async with replica(0) as there:
+        there.adapters.hold(wanted("a"))
+        await there.adapters.settled()
+        with pytest.raises(AdapterRefused) as refused:
+            there.adapters.claim("a", digest("a"))
+        assert refused.value.code == "no_slots"
+
+
+@pytest.mark.parametrize("seed", range(8))
+async def test_whatever_comes_and_leaves_in_the_end_all_are_served(seed: int) -> None:
+    chance = random.Random(seed)  # noqa: S311
+    async with replica(2) as there:
+        there.engine.refuses = {served("f")}
+        users = []
+        for _ in range(150):
+            users.append(there.use(chance.choice("aaabbcdef")))
+            for user in chance.sample(users, min(3, len(users))):
+                if user.in_use and chance.random() < 0.4:
+                    assert served(user.letter) in there.engine.there
+                    await user.stop()
+                elif chance.random() < 0.05:
+                    user.task.cancel()
+            there.clock.now += chance.random()
+            if chance.random() < 0.1:
+                there.adapters.hold(wanted("".join(chance.sample("abcdef", 2))))
+            for _ in range(chance.randrange(6)):
+                await asyncio.sleep(0)
+            assert all(served(user.letter) in there.engine.there for user in users if user.in_use)
+        while not all(user.task.done() for user in users):
+            for user in users:
+                if user.in_use:
+                    await user.stop()
+            await asyncio.sleep(0)
+        await asyncio.gather(*(user.task for user in users), return_exceptions=True)
+        # Nothing of them is left: both slots are free for others.
+        a, b = there.use("1"), there.use("2")
+        await until(lambda: a.in_use and b.in_use)
+        await a.stop()
+        await b.stop()

@@ -1,0 +1,143 @@
+"""A real engine process with adapters: held before it is ready, loaded on demand, evicted, counted."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from policy.catalog import served_name
+from policy.types import Orders, ReplicaState, Use, Wanted
+from serve import cores
+from serve.host import HostSpec, ReplicaHost
+from serve.versions import installed
+from store.state import SECRET_HEADER, StateDir
+from tests.serve.engine.blobs import stored
+from tests.serve.sim_documents import deployment, sim_model
+
+pytestmark = pytest.mark.slow
+WITHIN_S = 120.0
+
+
+class Process:
+    """One engine behind its host, and the adapters of its head."""
+
+    def __init__(self, folder: Path, slots: int, **sim: Any) -> None:
+        model = deployment(
+            sim_model(
+                adapters={"slots_per_replica": slots},
+                sim={"profile": "sim-small", "adapter_load_s": 0.0, **sim},
+            )
+        ).models[0]
+        spec = HostSpec(
+            model=model, weights=None, shape="small", generation=1, secret="s", versions=installed(),
+            state_dir=str(StateDir(folder).ensure().root), controller="127.0.0.1:1",
+        )  # fmt: skip
+        self.blobs = StateDir(folder).adapters
+        self.host = ReplicaHost(spec, replica="r", address="127.0.0.1", node="local")
+
+    def adapter(self, name: str) -> Wanted:
+        return Wanted(name=name, digest=stored(self.blobs, name))
+
+    async def ask(self, wanted: Wanted, **body: Any) -> httpx.Response:
+        headers = {SECRET_HEADER: "s", "x-tidegate-adapter": f"{wanted.name}@{wanted.digest}"}
+        url = f"{self.host.snapshot().url}/v1/completions"
+        said = {"model": served(wanted), "prompt": "The tide", "max_tokens": 8, **body}
+        async with httpx.AsyncClient(headers=headers, timeout=WITHIN_S, trust_env=False) as client:
+            return await client.post(url, json=said)
+
+    async def loaded(self, *adapters: Wanted) -> None:
+        """Return when exactly these are."""
+        names = {served(adapter) for adapter in adapters}
+        async with asyncio.timeout(WITHIN_S):
+            while set(self.host.snapshot().adapters) != names:  # noqa: ASYNC110 - loads have no event
+                await asyncio.sleep(0.02)
+
+
+def served(wanted: Wanted) -> str:
+    return served_name(wanted.name, wanted.digest)
+
+
+@asynccontextmanager
+async def process(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, slots: int, hold: str = "", **sim: Any
+) -> AsyncIterator[tuple[Process, list[Wanted]]]:
+    """A ready engine, told to ``hold`` adapters before it started."""
+    monkeypatch.setattr(cores, "default_path", lambda: folder / "cores.json")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+    made = Process(folder, slots, **sim)
+    held = [made.adapter(name) for name in hold]
+    made.host.obey(Orders(hold=tuple(held)))
+    try:
+        await made.host.start()
+        yield made, held
+    finally:
+        await made.host.stop()
+
+
+async def test_it_has_what_it_holds_when_it_is_ready_and_loads_the_rest_on_demand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with process(tmp_path, monkeypatch, 2, "ab") as (there, (a, b)):
+        assert there.host.snapshot().state is ReplicaState.READY
+        assert there.host.snapshot().adapters == (served(a), served(b))
+        c = there.adapter("c")
+        answers = await asyncio.gather(*(there.ask(c) for _ in range(40)))
+        assert {answer.status_code for answer in answers} == {200}
+        assert {answer.json()["model"] for answer in answers} == {served(c)}
+        assert len({answer.json()["choices"][0]["text"] for answer in answers}) == 1
+        await there.loaded(a, c)
+        # It is told of other plans while it runs.
+        there.host.obey(Orders(hold=(c, b)))
+        there.host.obey(Orders(hold=None))
+        assert (await there.ask(a)).status_code == 200
+        there.host.obey(Orders(hold=(b,)))
+        uses: list[Use] = []
+        async with asyncio.timeout(WITHIN_S):
+            while sum(use.requests for use in uses) < 41:
+                await asyncio.sleep(0.02)
+                uses += there.host.take_uses()
+        assert [sum(use.requests for use in uses if use.name == name) for name in "abc"] == [1, 0, 40]
+        assert sum(use.loads for use in uses if use.name == "c") == 1
+        assert sum(use.busy_s for use in uses if use.name == "c") > 0
+
+
+async def test_one_that_fails_is_said_and_keeps_neither_the_start_nor_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with process(tmp_path, monkeypatch, 2) as (there, _):
+        good, bad = there.adapter("a"), Wanted(name="b", digest="0" * 64)
+        there.host.obey(Orders(hold=(bad, good)))
+        await there.loaded(good)
+        refused = await there.ask(bad)
+        assert (refused.status_code, refused.headers["x-tidegate-refusal"]) == (503, "adapter_failed")
+        assert "files_missing" in refused.json()["error"]["message"]
+        client = httpx.AsyncClient(headers={SECRET_HEADER: "s"}, timeout=WITHIN_S, trust_env=False)
+        url = f"{there.host.snapshot().url}/internal/load"
+        async with client, client.stream("GET", url) as lines:
+            line = await anext(lines.aiter_lines())
+        assert f'"refused":["{served(bad)}"]' in line
+        # Without the header an adapter is loaded for nobody.
+        assert (await there.ask(good)).status_code == 200
+
+
+async def test_an_engine_that_comes_back_has_what_it_was_told_to_hold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with process(tmp_path, monkeypatch, 2, "a") as (there, (a,)):
+        b = there.adapter("b")
+        there.host.obey(Orders(hold=(b, a)))
+        await there.loaded(a, b)
+        os.kill(there.host.snapshot().pid, signal.SIGKILL)
+        async with asyncio.timeout(WITHIN_S):
+            while not (there.host.snapshot().incarnation and there.host.snapshot().url):  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        await there.loaded(a, b)
+        assert there.host.snapshot().adapters == (served(b), served(a))

@@ -1,0 +1,52 @@
+"""What is remembered of failed loads, and for how long."""
+
+from __future__ import annotations
+
+from policy.errors import AdapterRefused
+from serve.engine.failures import FIRST_S, LONGEST_S, MAX_KEPT, Failures
+
+WRONG = AdapterRefused("rank", "the rank is 64")
+
+
+def test_a_failure_stands_twice_as_long_after_each_in_a_row() -> None:
+    failures, now = Failures(), 100.0
+    for backoff in (5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 300.0, 300.0):
+        failures.add("a", WRONG, now)
+        assert failures.names(now) == ("a",)
+        last = failures.standing("a", now + backoff - 0.01)
+        assert last is not None
+        assert (last.code, str(last)) == ("rank", "the rank is 64")
+        # Each who asks raises its own.
+        assert last is not WRONG
+        now += backoff
+        assert failures.standing("a", now) is None
+        assert failures.names(now) == ()
+
+
+def test_what_was_loaded_after_all_begins_anew() -> None:
+    failures = Failures()
+    failures.add("a", WRONG, 0.0)
+    failures.add("a", WRONG, FIRST_S)
+    failures.forget("a")
+    assert failures.standing("a", FIRST_S) is None
+    failures.add("a", WRONG, 100.0)
+    assert failures.standing("a", 100.0 + FIRST_S) is None
+
+
+def test_what_failed_long_ago_is_a_first_failure_again() -> None:
+    failures = Failures()
+    for _ in range(3):
+        failures.add("a", WRONG, 0.0)
+    later = 4 * FIRST_S + LONGEST_S + 1
+    assert failures.names(later) == ()
+    failures.add("a", WRONG, later)
+    assert failures.standing("a", later + FIRST_S) is None
+
+
+def test_no_more_are_kept_than_there_is_room_for() -> None:
+    failures = Failures()
+    for number in range(MAX_KEPT + 10):
+        failures.add(str(number), WRONG, 0.0)
+    names = failures.names(0.0)
+    assert len(names) == MAX_KEPT
+    assert names[0] == "10"

@@ -1,0 +1,101 @@
+"""Adapters of the simulated engine: slots, loads that hold its steps up, and 404 for what is not loaded."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from policy.errors import AdapterRefused, EngineFailed
+from serve.engine.port import Engine
+from tests.serve.sim_driver import FROZEN, OpenRequest, client_of, engine_of, spec, until
+
+
+def adapter(folder: Path, name: str) -> Path:
+    path = folder / name
+    path.mkdir()
+    (path / "adapter_config.json").write_text("{}")
+    return path
+
+
+async def say(client: httpx.AsyncClient, model: str) -> httpx.Response:
+    body = {"model": model, "prompt": "The tide", "max_tokens": 8}
+    return await client.post("/v1/completions", json=body)
+
+
+async def test_what_is_loaded_is_served_by_its_name_and_by_no_other(tmp_path: Path) -> None:
+    async with engine_of(spec(slots=2)) as engine, client_of(engine) as client:
+        assert (engine.adapter_slots, engine.adapters()) == (2, ("sql",))
+        for letter in "ab":
+            await engine.load(f"x@{letter}", adapter(tmp_path, letter))
+        assert engine.adapters() == ("sql", "x@a", "x@b")
+        assert await engine.loaded() == {"x@a", "x@b"}
+        answers: dict[str, Any] = {
+            name: (await say(client, name)).json() for name in ("base", "sql", "x@a", "x@b")
+        }
+        assert [answer["model"] for answer in answers.values()] == list(answers)
+        # Each says something else, and the same again.
+        assert len({answer["choices"][0]["text"] for answer in answers.values()}) == 4
+        again = (await say(client, "x@a")).json()
+        assert again["choices"][0]["text"] == answers["x@a"]["choices"][0]["text"]
+        cards = (await client.get("/v1/models")).json()["data"]
+        assert [(card["id"], card["parent"]) for card in cards][2:] == [("x@a", "base"), ("x@b", "base")]
+        await engine.unload("x@a")
+        gone = await say(client, "x@a")
+        assert (gone.status_code, gone.json()["error"]["param"]) == (404, "model")
+        # What the arguments name stays, and takes no slot.
+        await engine.unload("sql")
+        await engine.load("x@c", adapter(tmp_path, "c"))
+        assert engine.adapters() == ("sql", "x@b", "x@c")
+
+
+async def test_no_more_are_loaded_than_there_are_slots_nor_what_is_no_adapter(tmp_path: Path) -> None:
+    async with engine_of(spec(slots=1)) as engine:
+        with pytest.raises(AdapterRefused) as refused:
+            await engine.load("x@a", tmp_path)
+        assert refused.value.code == "engine_refused"
+        await engine.load("x@b", adapter(tmp_path, "b"))
+        await engine.load("x@b", tmp_path / "b")
+        with pytest.raises(AdapterRefused, match="slots"):
+            await engine.load("x@c", adapter(tmp_path, "c"))
+        assert await engine.loaded() == {"x@b"}
+
+
+async def test_a_load_waits_for_the_step_that_runs_and_holds_the_next_up(tmp_path: Path) -> None:
+    async with engine_of(spec(slots=1, speed=FROZEN)) as engine:
+        request = OpenRequest(engine, "/v1/completions", {"model": "base", "prompt": "x", "max_tokens": 4})
+        await until(lambda: engine.stats().running == 1)
+        with pytest.raises(TimeoutError):
+            await bounded(engine, adapter(tmp_path, "a"))
+        assert (engine.adapters(), engine.stats().steps) == (("sql",), 0)
+        request.leave()
+        await request.task
+
+
+async def test_a_load_takes_its_modelled_time_also_of_an_idle_engine(tmp_path: Path) -> None:
+    async with engine_of(spec(slots=1, speed=1.0, adapter_load_s=3600.0)) as engine:
+        with pytest.raises(TimeoutError):
+            await bounded(engine, adapter(tmp_path, "a"))
+        request = OpenRequest(engine, "/v1/completions", {"model": "base", "prompt": "x", "max_tokens": 1})
+        await until(lambda: engine.stats().waiting == 1)
+        assert engine.stats().steps == 0
+        request.leave()
+        await request.task
+
+
+async def test_a_load_ends_with_its_engine(tmp_path: Path) -> None:
+    async with engine_of(spec(slots=1, speed=FROZEN, adapter_load_s=1.0)) as engine:
+        loading = asyncio.ensure_future(engine.load("x@a", adapter(tmp_path, "a")))
+        await asyncio.sleep(0)
+        await engine.close()
+        with pytest.raises(EngineFailed):
+            await loading
+
+
+async def bounded(engine: Engine, path: Path) -> None:
+    """A load that is given up after a moment."""
+    async with asyncio.timeout(0.01):
+        await engine.load("x@a", path)
