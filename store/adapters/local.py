@@ -58,16 +58,15 @@ def _copy_files(errand: Errand, folder: Path, tell: Callable[[float], None]) -> 
 @contextmanager
 def _opened(path: Path) -> Iterator[tuple[BinaryIO, int]]:
     """The regular file ``path`` and its size in bytes, which is the same in the end, as is the file."""
+    before = path.lstat()
+    if not stat.S_ISREG(before.st_mode):
+        what = "a link" if stat.S_ISLNK(before.st_mode) else "no regular file"
+        raise AdapterRefused("path", f"{path.name} is {what}; expected a regular file")
     # A link may lead anywhere, and the open of a pipe would wait for whoever writes it.
-    if stat.S_ISLNK(path.lstat().st_mode):
-        raise AdapterRefused("path", f"{path.name} is a link; expected a regular file")
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
-        before = os.fstat(file.fileno())
-        if not stat.S_ISREG(before.st_mode):
-            raise AdapterRefused("path", f"{path.name} is no regular file")
         yield file, before.st_size
-        after = path.lstat()
-        if _identity(after) != _identity(before):
+        # What was opened is what was looked at, and it still stands there.
+        if not _identity(before) == _identity(os.fstat(file.fileno())) == _identity(path.lstat()):
             raise AdapterRefused(
                 "changed", f"{path.name} changed while it was copied; add it once it is whole"
             )
