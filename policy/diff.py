@@ -48,6 +48,9 @@ def _changes(old: Deployment, new: Deployment) -> Iterator[Change]:
         for path, one, other in _leaves(section, before, after):
             effect, why = _section_effect(path)
             yield Change(path=path, before=one, after=other, effect=effect, why=why)
+    if old.store != new.store:
+        why = "the database is opened at the start"
+        yield Change(path="store", before=old.store, after=new.store, effect=Effect.RESTART, why=why)
     yield from _named("tenants", old.tenants, new.tenants)
     yield from _named("upstreams", old.upstreams, new.upstreams)
 

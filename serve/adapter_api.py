@@ -31,6 +31,7 @@ def routes(adapters: AdapterControl) -> list[Route]:
     library = adapters.library
 
     async def status(request: Request) -> Response:
+        await library.read()
         return json_answer(adapters.status())
 
     async def add(request: Request) -> Response:
@@ -60,7 +61,7 @@ def routes(adapters: AdapterControl) -> list[Route]:
 
     key = "/adapters/{model:path}/{name}"
     return [
-        Route("/adapters", status),
+        Route("/adapters", refusing(status)),
         Route("/adapters", refusing(add), methods=["POST"]),
         Route("/adapters/stream", stream),
         Route("/adapters/blobs/{digest}", refusing(blob)),

@@ -29,6 +29,8 @@ ADDS_AT_ONCE = 4
 GRACE_S = 600.0
 RETRY_S = 1.0
 MAX_RETRY_S = 60.0
+# Somebody who asks waits so long for a controller that is just starting.
+PATIENCE_S = 5.0
 _VERSION = re.compile(r"v([1-9][0-9]{0,8})")
 
 Event = Callable[[str], None]
@@ -78,6 +80,15 @@ class Library:
             self._aliases = {(alias.model, alias.name): alias for alias in found}
             self._opened.set()
             self._bump()
+
+    async def read(self) -> None:
+        """Return once the records are read, if any are needed; raises :class:`Unreachable` after a while."""
+        if self._specs:
+            try:
+                async with asyncio.timeout(PATIENCE_S):
+                    await self._opened.wait()
+            except TimeoutError:
+                raise Unreachable("the records of adapters cannot be read yet") from None
 
     @property
     def models(self) -> tuple[str, ...]:
@@ -152,7 +163,7 @@ class Library:
         Raises :class:`AdapterUnknown` for a name that there is not, :class:`TargetError` for such a version,
         :class:`ConfigError` for weights that are none.
         """
-        self._known(key)
+        await self._known(key)
         numbers = {}
         for version, weight in weights.items():
             if (match := _VERSION.fullmatch(version)) is None or not 0 <= weight < float("inf"):
@@ -169,12 +180,12 @@ class Library:
 
         Raises :class:`AdapterUnknown`, and :class:`TargetError` where there was nothing before.
         """
-        self._known(key)
+        await self._known(key)
         return await self._write(lambda: self._shelf.rollback(*key))
 
     async def remove(self, key: Key) -> None:
         """Forget a name; raises :class:`AdapterUnknown` if there is none."""
-        self._known(key)
+        await self._known(key)
         async with self._writing:
             await in_background(lambda: self._shelf.remove(*key), "adapters-write")
             self._aliases.pop(key, None)
@@ -278,9 +289,8 @@ class Library:
             raise TargetError(f"model: got {chosen[:200]!r}, expected one that takes adapters: {known}")
         return chosen
 
-    def _known(self, key: Key) -> None:
-        if self._specs and not self._opened.is_set():
-            raise Unreachable("the records of adapters are not read yet")
+    async def _known(self, key: Key) -> None:
+        await self.read()
         if key not in self._aliases:
             raise AdapterUnknown(f"there is no adapter {key[1][:200]!r} on {key[0][:200]!r}")
 

@@ -8,6 +8,7 @@ import time
 
 import uvicorn
 
+from policy.parsing import parse
 from serve.actuator.port import Actuator
 from serve.api import build_app
 from serve.control import Controller
@@ -21,7 +22,8 @@ async def serve_controller(actuator: Actuator, state: StateDir, address: str) ->
 
     The port is fixed, so a predecessor that is just ending is waited for.
     """
-    shelf = StoredShelf(state, f"sqlite:///{state.database_path}")
+    deployment = parse(state.load(state.deployment_path, dict[str, object]))
+    shelf = StoredShelf(state, deployment.store or f"sqlite:///{state.database_path}")
     controller = Controller(actuator, state, os.getpid(), shelf, wall=time.time, monotonic=time.monotonic)
     host, _, port = address.rpartition(":")
     for attempt in range(50):

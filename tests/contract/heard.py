@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from policy.plan import LayerKey
-from policy.types import Replica, ReplicaState
+from policy.types import Beat, Replica, ReplicaState
 from store.state import SECRET_HEADER
 
 
@@ -52,7 +52,7 @@ def listening(heard: Heard, port: int, secret: str) -> Iterator[None]:
             body = self.rfile.read(int(self.headers["content-length"]))
             known = self.path == "/replicas" and self.headers[SECRET_HEADER] == secret
             if known:
-                heard.beat(msgspec.json.decode(body, type=Replica))
+                heard.beat(msgspec.json.decode(body, type=Beat).replica)
             self.send_response(200 if known else 401)
             self.send_header("content-length", "0")
             self.end_headers()

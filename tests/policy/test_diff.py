@@ -50,6 +50,7 @@ CHANGES: list[tuple[str, Any, str, Effect]] = [
     ("gateway.queue_timeout_s", 9.0, "gateway.queue_timeout_s", Effect.LIVE),
     ("gateway.port", 9000, "gateway.port", Effect.RESTART),
     ("gateway.workers", 3, "gateway.workers", Effect.RESTART),
+    ("store", "sqlite:////data/tidegate.db", "store", Effect.RESTART),
     ("cluster.controller", "127.0.0.1:1", "cluster.controller", Effect.RESTART),
     # What is promised and predicted of replicas is no part of them.
     ("models[0].control.slo.ttft_p95_s", 0.5, "models[m].control.slo.ttft_p95_s", Effect.LIVE),

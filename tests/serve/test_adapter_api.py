@@ -1,0 +1,319 @@
+"""The controller's HTTP API for adapters, over a shelf in memory, and the client that reads it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from policy.catalog import Catalog
+from policy.errors import AdapterRefused, AdapterUnknown, ConfigError, TargetError, Unreachable
+from policy.types import Beat, Load, Orders, Replica, ReplicaState, Use, Wanted
+from serve import adapter_api
+from serve.adapter_api import catalogs
+from serve.adapters import AdaptersStatus, AdapterState, AdapterStatus
+from serve.api import build_app
+from serve.client import AddLine, AddRequest, ControllerClient
+from store.state import SECRET_HEADER
+from tests.serve.fake_shelf import digest_of, unreachable
+from tests.serve.plane import Plane
+from tests.serve.sim_documents import document, sim_model
+
+SECRET = {SECRET_HEADER: "s"}
+SLASHED = "org/model"
+
+
+def adapted(name: str = "m", **adapters: Any) -> dict[str, Any]:
+    return sim_model(name, adapters=adapters)
+
+
+@pytest.fixture
+async def served(plane: Plane) -> AsyncIterator[httpx.AsyncClient]:
+    await plane.up(document(adapted()))
+    await plane.ticks()
+    running = asyncio.create_task(plane.controller.adapters.run())
+    transport = httpx.ASGITransport(build_app(plane.controller, "s"))
+    async with httpx.AsyncClient(transport=transport, base_url="http://c", headers=SECRET) as client:
+        yield client
+    running.cancel()
+    await asyncio.wait([running])
+
+
+async def add(client: httpx.AsyncClient, name: str = "sql", source: str = "/a", **over: Any) -> AddLine:
+    """The last line of the answer."""
+    answer = await client.post("/adapters", json={"name": name, "source": source, **over})
+    assert answer.status_code == 200, answer.text
+    return [msgspec.json.decode(line, type=AddLine) for line in answer.text.splitlines()][-1]
+
+
+async def status(client: httpx.AsyncClient) -> AdaptersStatus:
+    return msgspec.json.decode((await client.get("/adapters")).content, type=AdaptersStatus)
+
+
+async def one(client: httpx.AsyncClient) -> AdapterStatus:
+    (adapter,) = (await status(client)).adapters
+    return adapter
+
+
+def error(answer: httpx.Response) -> dict[str, Any]:
+    found: dict[str, Any] = answer.json()["error"]
+    return found
+
+
+async def test_an_adapter_from_its_add_to_its_end(served: httpx.AsyncClient) -> None:
+    first = await add(served)
+    assert first.alias is not None
+    assert first.alias.split == ((1, 1.0),)
+    assert (await add(served, source="/b")).alias != first.alias
+    answer = await served.post("/adapters/m/sql/split", json={"v1": 95, "v2": 5})
+    assert answer.json()["split"] == [[1, 95.0], [2, 5.0]]
+    assert (await served.post("/adapters/m/sql/rollback")).json()["split"] == [[2, 1.0]]
+    assert (await served.delete("/adapters/m/sql")).json() == {"model": "m", "name": "sql"}
+    assert (await status(served)).adapters == ()
+    gone = await served.delete("/adapters/m/sql")
+    assert (gone.status_code, error(gone)["type"]) == (404, "AdapterUnknown")
+
+
+async def test_a_model_may_have_a_slash_in_its_name(plane: Plane) -> None:
+    await plane.up(document(adapted(SLASHED)))
+    running = asyncio.create_task(plane.controller.adapters.run())
+    transport = httpx.ASGITransport(build_app(plane.controller, "s"))
+    async with httpx.AsyncClient(transport=transport, base_url="http://c", headers=SECRET) as client:
+        await add(client)
+        for name in (SLASHED, "org%2Fmodel"):
+            answer = await client.post(f"/adapters/{name}/sql/split", json={"v1": 1})
+            assert (answer.status_code, answer.json()["model"]) == (200, SLASHED)
+        assert (await client.delete(f"/adapters/{SLASHED}/sql")).status_code == 200
+    running.cancel()
+    await asyncio.wait([running])
+
+
+async def test_progress_is_told_while_it_is_added(
+    plane: Plane, served: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapter_api, "PROGRESS_S", 0.001)
+    plane.shelf.gate.clear()
+    adding = plane.controller.adapters.library.add(AddRequest(name="sql", source="/a"))
+    lines = adapter_api._progress(adding)
+    seen = []
+    async for raw in lines:
+        seen.append(msgspec.json.decode(raw, type=AddLine))
+        if seen[-1].step == "fetch":
+            plane.shelf.gate.set()
+    assert AddLine(step="fetch", message="/a", done=50, total=100) in seen
+    assert seen[-1].alias is not None
+
+
+async def test_who_leaves_does_not_stop_what_was_begun(plane: Plane, served: httpx.AsyncClient) -> None:
+    plane.shelf.gate.clear()
+    asking = asyncio.create_task(add(served))
+    while not plane.shelf.took:  # noqa: ASYNC110 - the thread has no event
+        await asyncio.sleep(0.001)
+    asking.cancel()
+    await asyncio.wait([asking])
+    plane.shelf.gate.set()
+    while (await status(served)).adapters == ():  # noqa: ASYNC110 - nobody is told
+        await asyncio.sleep(0.001)
+    assert (await one(served)).state is AdapterState.READY
+
+
+async def test_what_is_refused_on_the_way_is_the_last_line(plane: Plane, served: httpx.AsyncClient) -> None:
+    plane.shelf.contents["/a"] = AdapterRefused("rank", "the rank is 64")
+    refused = (await add(served)).error
+    assert refused is not None
+    assert (refused.type, refused.code, refused.message) == ("AdapterRefused", "rank", "the rank is 64")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status_code", "kind"),
+    [
+        ("POST", "/adapters", {"name": "a/b", "source": "/a"}, 400, "AdapterRefused"),
+        ("POST", "/adapters", {"name": "sql", "source": "/a", "model": "x"}, 409, "TargetError"),
+        ("POST", "/adapters", {"name": "sql", "source": "/a", "tenants": ["x"]}, 409, "ConfigError"),
+        ("POST", "/adapters", {"name": "sql"}, 400, "BadRequest"),
+        ("POST", "/adapters/m/sql/split", {"v1": 1}, 404, "AdapterUnknown"),
+        ("POST", "/adapters/m/sql/split", {"v1": "x"}, 400, "BadRequest"),
+        ("POST", "/adapters/m/sql/rollback", None, 404, "AdapterUnknown"),
+        ("DELETE", "/adapters/m/sql", None, 404, "AdapterUnknown"),
+        ("GET", "/adapters/blobs/" + "a" * 64, None, 404, "AdapterUnknown"),
+        ("GET", "/adapters/blobs/%2e%2e", None, 404, "AdapterUnknown"),
+        ("GET", "/adapters/blobs/xyz", None, 404, "AdapterUnknown"),
+    ],
+)
+async def test_what_cannot_be_says_so(  # noqa: PLR0917 - a row of the table
+    served: httpx.AsyncClient, method: str, path: str, body: object, status_code: int, kind: str
+) -> None:
+    answer = await served.request(method, path, json=body)
+    assert answer.status_code == status_code
+    assert error(answer)["type"] == kind
+    if kind == "AdapterRefused":
+        assert error(answer)["code"] == "name"
+
+
+async def test_without_a_model_that_takes_any_adds_are_refused(plane: Plane) -> None:
+    await plane.up(document())
+    transport = httpx.ASGITransport(build_app(plane.controller, "s"))
+    async with httpx.AsyncClient(transport=transport, base_url="http://c", headers=SECRET) as client:
+        answer = await client.post("/adapters", json={"name": "sql", "source": "/a"})
+        assert (answer.status_code, error(answer)["type"]) == (409, "TargetError")
+        assert (await status(client)).models == ()
+        assert plane.shelf.took == []
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("GET", "/adapters"),
+        ("POST", "/adapters"),
+        ("GET", "/adapters/stream"),
+        ("GET", "/adapters/blobs/" + "a" * 64),
+        ("DELETE", "/adapters/m/sql"),
+        ("POST", "/adapters/m/sql/split"),
+        ("POST", "/adapters/m/sql/rollback"),
+    ],
+)
+async def test_nothing_is_told_without_the_secret(served: httpx.AsyncClient, method: str, path: str) -> None:
+    served.headers.pop(SECRET_HEADER)
+    assert (await served.request(method, path)).status_code == 401
+
+
+async def test_the_files_of_a_version_are_sent_to_other_nodes(served: httpx.AsyncClient) -> None:
+    await add(served)
+    answer = await served.get(f"/adapters/blobs/{digest_of('/a')}")
+    assert answer.content == b"tar of " + digest_of("/a").encode()
+
+
+async def test_the_stream_tells_each_change_and_beats(
+    plane: Plane, served: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapter_api, "HEARTBEAT_S", 3600.0)
+    lines = catalogs(plane.controller.adapters.library)
+    first = msgspec.json.decode(await anext(lines), type=Catalog)
+    assert (first.epoch, first.aliases) == (1000.0, ())
+    following = asyncio.ensure_future(anext(lines))
+    await add(served)
+    second = msgspec.json.decode(await following, type=Catalog)
+    assert (second.epoch, second.aliases[0].name) == (1000.0, "sql")
+    assert second.version > first.version
+    monkeypatch.setattr(adapter_api, "HEARTBEAT_S", adapter_api.COALESCE_S)
+    assert msgspec.json.decode(await anext(lines), type=Catalog) == second
+    await lines.aclose()
+
+
+def replica(name: str, **over: Any) -> Replica:
+    fields: dict[str, Any] = {
+        "id": name, "model": "m", "shape": "small", "generation": 1, "state": ReplicaState.READY,
+        "load": Load(at=0.0, bound=8),
+    }  # fmt: skip
+    return Replica(**fields | over)
+
+
+async def beat(client: httpx.AsyncClient, said: Replica, *uses: Use) -> Orders:
+    answer = await client.post("/replicas", content=msgspec.json.encode(Beat(replica=said, uses=uses)))
+    return msgspec.json.decode(answer.content, type=Orders)
+
+
+async def test_state_follows_refusals_and_not_what_is_loaded(plane: Plane, served: httpx.AsyncClient) -> None:
+    await add(served)
+    plane.cluster.replicas.clear()
+    await beat(served, replica("m-small-g1-1", state=ReplicaState.STOPPED))
+    digest = digest_of("/a")
+    name = f"sql@{digest[:12]}"
+    failed = Use(name="sql", digest=digest, failed="base_model: why")
+    await beat(served, replica("r1", adapters=(name,)), Use(name="sql", digest=digest, requests=4, found=3))
+    await beat(served, replica("r2"), failed)
+    adapter = await one(served)
+    assert adapter.state is AdapterState.PARTIAL
+    assert [(r.replica, r.reason) for r in adapter.versions[0].refused] == [("r2", "base_model: why")]
+    assert adapter.versions[0].loaded == ("r1",)
+    assert (adapter.hit_rate, adapter.last_used) == (0.75, plane.now)
+    # It comes and goes without a change of state.
+    await beat(served, replica("r1"))
+    assert (await one(served)).state is AdapterState.PARTIAL
+    await beat(served, replica("r1"), failed)
+    assert (await one(served)).state is AdapterState.FAILED
+    await beat(served, replica("r1"), Use(name="sql", digest=digest, loads=1))
+    await beat(served, replica("r2"), Use(name="sql", digest=digest, loads=1))
+    assert (await one(served)).state is AdapterState.READY
+
+
+async def test_a_replica_is_told_what_to_hold_before_it_takes_traffic(
+    plane: Plane, served: httpx.AsyncClient
+) -> None:
+    await add(served)
+    digest = digest_of("/a")
+    (running,) = plane.cluster.replicas.values()
+    assert await beat(served, running, Use(name="sql", digest=digest, requests=50)) == Orders(hold=None)
+    plane.now += 10
+    await plane.controller.tick()
+    wanted = Wanted(name="sql", digest=digest)
+    assert await beat(served, running) == Orders(hold=(wanted,))
+    await beat(served, msgspec.structs.replace(running, state=ReplicaState.STOPPED))
+    assert await beat(served, replica("new", state=ReplicaState.STARTING)) == Orders(hold=(wanted,))
+
+
+async def test_a_source_that_cannot_be_had_is_shown_with_its_reason(plane: Plane) -> None:
+    plane.shelf.contents |= {"hf:o/away": unreachable("no route"), "hf:o/bad": AdapterRefused("dora", "DoRA")}
+    sources = [{"name": name, "source": f"hf:o/{name}"} for name in ("away", "bad", "good")]
+    await plane.up(document(adapted(sources=sources)))
+    adapters = plane.controller.adapters
+    running = asyncio.create_task(adapters.run())
+    while len(adapters.declaring.troubles) < 2 or not adapters.library.aliases("m"):
+        adapters._stirred.set()
+        await asyncio.sleep(0.001)
+    shown = {each.name: (each.state, each.note) for each in adapters.status().adapters}
+    assert shown == {
+        "away": (AdapterState.FETCHING, "no route"),
+        "bad": (AdapterState.FAILED, "DoRA"),
+        "good": (AdapterState.READY, ""),
+    }
+    running.cancel()
+    await asyncio.wait([running])
+
+
+def answering(status_code: int, content: bytes) -> ControllerClient:
+    client = ControllerClient("127.0.0.1:1", "s")
+    client.close()
+    transport = httpx.MockTransport(lambda _: httpx.Response(status_code, content=content))
+    client._http = httpx.Client(base_url="http://c", transport=transport)
+    return client
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ({"type": "AdapterRefused", "code": "rank", "message": "why"}, AdapterRefused),
+        ({"type": "AdapterUnknown", "message": "why"}, AdapterUnknown),
+        ({"type": "TargetError", "message": "why"}, TargetError),
+        ({"type": "TidegateError", "message": "why"}, Unreachable),
+    ],
+)
+@pytest.mark.parametrize("status_code", [200, 400])
+def test_the_client_raises_what_the_controller_says(
+    said: dict[str, str], expected: type[Exception], status_code: int
+) -> None:
+    client = answering(status_code, msgspec.json.encode({"error": said}) + b"\n")
+    with pytest.raises(expected, match="why"):
+        client.add_adapter(AddRequest(name="sql", source="/a"), lambda line: None)
+    client.close()
+
+
+def test_the_client_raises_the_value_that_was_wrong() -> None:
+    body = {"type": "ConfigError", "message": "m", "path": "tenants", "value": "x", "expected": "one of a"}
+    client = answering(409, msgspec.json.encode({"error": body}))
+    with pytest.raises(ConfigError, match="tenants: got 'x', expected one of a"):
+        client.add_adapter(AddRequest(name="sql", source="/a"), lambda line: None)
+    client.close()
+
+
+def test_a_controller_that_ends_meanwhile_is_unreachable() -> None:
+    client = answering(200, msgspec.json.encode(AddLine(step="fetch")) + b"\n")
+    lines: list[AddLine] = []
+    with pytest.raises(Unreachable, match="ended before it was done"):
+        client.add_adapter(AddRequest(name="sql", source="/a"), lines.append)
+    assert lines == [AddLine(step="fetch")]
+    client.close()

@@ -1,0 +1,124 @@
+"""What a host did with adapters reaches the controller once, also when that was away."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from policy.types import Beat, Load, Orders, Replica, ReplicaState, Use, Wanted
+from serve import heartbeat
+from serve.heartbeat import Uses, beat, gather, last_beat
+
+SQL = "a" * 64
+
+
+def use(name: str = "sql", **done: Any) -> Use:
+    return Use(name=name, digest=SQL, **done)
+
+
+def test_uses_that_were_not_told_add_up() -> None:
+    kept: Uses = {}
+    gather(kept, (use(requests=1, found=1, busy_s=0.5), use("law", requests=2)))
+    gather(kept, (use(requests=2, loads=1, load_s=0.3, waiting=4), use(requests=1, failed="why", waiting=1)))
+    assert list(kept.values()) == [
+        use("law", requests=2),
+        use(requests=4, found=1, loads=1, load_s=0.3, failed="why", busy_s=0.5, waiting=1),
+    ]
+
+
+def test_a_load_that_succeeded_ends_the_failure_before_it_and_a_request_does_not() -> None:
+    kept: Uses = {}
+    gather(kept, (use(failed="why"), use(requests=1)))
+    assert kept["sql", SQL].failed == "why"
+    gather(kept, (use(loads=1),))
+    assert kept["sql", SQL].failed == ""
+
+
+def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heartbeat, "MAX_KEPT", 2)
+    kept: Uses = {}
+    gather(kept, tuple(use(f"a{i}", requests=1) for i in range(4)))
+    assert [name for name, _ in kept] == ["a2", "a3"]
+
+
+class Host:
+    """What a heartbeat needs of a replica host."""
+
+    class spec:
+        controller = "c:1"
+        secret = "s"
+
+    def __init__(self) -> None:
+        self.changed = asyncio.Event()
+        self.uses: list[Use] = []
+        self.obeyed: list[Orders] = []
+
+    def snapshot(self) -> Replica:
+        return Replica(
+            id="r", model="m", shape="s", generation=1, state=ReplicaState.READY, load=Load(at=0.0)
+        )
+
+    def take_uses(self) -> tuple[Use, ...]:
+        uses, self.uses = tuple(self.uses), []
+        return uses
+
+    def obey(self, orders: Orders) -> None:
+        self.obeyed.append(orders)
+
+
+@pytest.fixture
+def answers(monkeypatch: pytest.MonkeyPatch) -> tuple[list[httpx.Response | Exception], list[Beat]]:
+    """What the controller answers next, and what it heard."""
+    given: list[httpx.Response | Exception] = []
+    heard: list[Beat] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        heard.append(msgspec.json.decode(request.content, type=Beat))
+        said = given.pop(0) if given else httpx.Response(200, content=msgspec.json.encode(Orders()))
+        if isinstance(said, Exception):
+            raise said
+        return said
+
+    client = httpx.AsyncClient
+
+    def made(**options: Any) -> httpx.AsyncClient:
+        return client(transport=httpx.MockTransport(answer), headers=options["headers"])
+
+    monkeypatch.setattr(heartbeat.httpx, "AsyncClient", made)
+    return given, heard
+
+
+async def test_uses_are_told_again_until_they_are_heard_and_orders_are_obeyed(
+    answers: tuple[list[httpx.Response | Exception], list[Beat]],
+) -> None:
+    given, heard = answers
+    orders = Orders(hold=(Wanted(name="sql", digest=SQL),))
+    given += [
+        httpx.ConnectError("away"),
+        httpx.Response(409, json={"error": {}}),
+        httpx.Response(200, content=b"something else on its port"),
+        httpx.Response(200, content=msgspec.json.encode(orders)),
+    ]
+    host = Host()
+    host.uses = [use(requests=3)]
+    beating = asyncio.create_task(beat(host))  # type: ignore[arg-type]
+    while not host.obeyed:
+        host.changed.set()
+        await asyncio.sleep(0)
+    beating.cancel()
+    assert host.obeyed == [orders]
+    assert [sum(use.requests for use in each.uses) for each in heard[:4]] == [3, 3, 3, 0]
+
+
+async def test_the_last_beat_has_the_last_uses(
+    answers: tuple[list[httpx.Response | Exception], list[Beat]],
+) -> None:
+    _, heard = answers
+    host = Host()
+    host.uses = [use(requests=1)]
+    await last_beat(host)  # type: ignore[arg-type]
+    assert heard[0].uses == (use(requests=1),)

@@ -1,0 +1,248 @@
+"""The library over a shelf in memory: adds in order, a catalog that is durable, requests that cannot be."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+import pytest
+
+from policy.catalog import Alias, Catalog
+from policy.errors import AdapterRefused, AdapterUnknown, ConfigError, TargetError
+from serve.adding import Adding
+from serve.client import AddRequest
+from serve.library import ADDS_AT_ONCE, Library
+from tests.serve.fake_shelf import FakeShelf, digest_of
+from tests.serve.sim_documents import deployment, sim_model
+
+SQL = ("m", "sql")
+TENANTS = [{"name": "acme", "keys_sha256": ["a" * 64]}]
+
+
+def adapted(*names: str, **over: Any) -> list[dict[str, Any]]:
+    return [sim_model(name, adapters={}, **over) for name in names or ("m",)]
+
+
+@pytest.fixture
+def shelf() -> FakeShelf:
+    return FakeShelf()
+
+
+@pytest.fixture
+async def library(shelf: FakeShelf) -> AsyncIterator[Library]:
+    made = Library(shelf, 5.0, lambda text: None)
+    made.declare(deployment(*adapted(), tenants=TENANTS))
+    await made.open()
+    yield made
+    shelf.gate.set()
+    for adding in made.adding():
+        await adding.done.wait()
+
+
+async def ended(adding: Adding) -> Adding:
+    await asyncio.wait_for(adding.done.wait(), 60)
+    return adding
+
+
+async def added(library: Library, name: str = "sql", source: str = "/a", **over: Any) -> Alias:
+    adding = await ended(library.add(AddRequest(name=name, source=source, **over)))
+    assert adding.line.alias is not None, adding.line
+    return adding.line.alias
+
+
+async def catalog(library: Library) -> Catalog:
+    _, line = await library.line()
+    return msgspec.json.decode(line, type=Catalog)
+
+
+async def test_an_add_is_in_the_catalog_when_it_is_acknowledged(library: Library, shelf: FakeShelf) -> None:
+    before = await catalog(library)
+    alias = await added(library)
+    after = await catalog(library)
+    assert (after.epoch, after.aliases) == (5.0, (alias,))
+    assert after.version > before.version
+    assert shelf.kept[SQL] == alias
+    assert alias.versions[0].digest == digest_of("/a")
+
+
+async def test_a_replacement_is_a_new_version_and_the_same_content_is_none(
+    library: Library, shelf: FakeShelf
+) -> None:
+    await added(library)
+    second = await added(library, source="/b")
+    assert [(v.number, v.digest) for v in second.versions] == [(1, digest_of("/a")), (2, digest_of("/b"))]
+    assert second.split == ((2, 1.0),)
+    version = (await catalog(library)).version
+    shelf.contents["/copy-of-b"] = "/b"
+    assert await added(library, source="/copy-of-b") == second
+    assert (await catalog(library)).version == version
+
+
+async def test_adds_of_one_name_take_turns_and_others_do_not_wait(library: Library, shelf: FakeShelf) -> None:
+    shelf.gate.clear()
+    first = library.add(AddRequest(name="sql", source="/a"))
+    second = library.add(AddRequest(name="sql", source="/b"))
+    other = library.add(AddRequest(name="law", source="/c"))
+    while len(shelf.took) < 2:  # noqa: ASYNC110 - the threads have no event
+        await asyncio.sleep(0.001)
+    assert sorted(shelf.took) == ["/a", "/c"]
+    assert second.line.message == "waiting for its turn"
+    assert (first.line.done, first.line.total, first.line.step) == (50, 100, "fetch")
+    shelf.gate.set()
+    await asyncio.gather(ended(first), ended(second), ended(other))
+    assert shelf.took[2] == "/b"
+    assert shelf.kept[SQL].split == ((2, 1.0),)
+    assert library.adding() == ()
+
+
+async def test_only_a_few_are_added_at_once(library: Library, shelf: FakeShelf) -> None:
+    shelf.gate.clear()
+    many = [library.add(AddRequest(name=f"a{i}", source=f"/{i}")) for i in range(3 * ADDS_AT_ONCE)]
+    while len(shelf.took) < ADDS_AT_ONCE:  # noqa: ASYNC110 - the threads have no event
+        await asyncio.sleep(0.001)
+    shelf.gate.set()
+    await asyncio.gather(*map(ended, many))
+    assert len(library.aliases("m")) == 3 * ADDS_AT_ONCE
+    assert shelf.most_at_once == ADDS_AT_ONCE
+
+
+async def test_what_is_refused_changes_nothing_and_says_why(library: Library, shelf: FakeShelf) -> None:
+    alias = await added(library)
+    shelf.contents["/bad"] = AdapterRefused("dora", "use_dora is set")
+    adding = await ended(library.add(AddRequest(name="sql", source="/bad")))
+    assert adding.line.error is not None
+    assert (adding.line.error.type, adding.line.error.code) == ("AdapterRefused", "dora")
+    assert (await catalog(library)).aliases == (alias,)
+
+
+async def test_what_nobody_expected_is_told_too(library: Library, shelf: FakeShelf) -> None:
+    shelf.contents["/bad"] = OSError(28, "No space left on device")
+    adding = await ended(library.add(AddRequest(name="sql", source="/bad")))
+    assert adding.line.error is not None
+    assert adding.line.error.message == "OSError: [Errno 28] No space left on device"
+    shelf.down = "the database does not answer"
+    adding = await ended(library.add(AddRequest(name="sql", source="/good")))
+    assert adding.line.error is not None
+    assert adding.line.error.message == "the database does not answer"
+    assert library.aliases("m") == []
+
+
+async def test_who_is_not_told_of_tenants_keeps_them(library: Library) -> None:
+    assert (await added(library, tenants=("acme",))).tenants == ("acme",)
+    assert (await added(library, source="/b")).tenants == ("acme",)
+
+
+@pytest.mark.parametrize(
+    ("request_", "kind", "says"),
+    [
+        ({"name": "../etc"}, AdapterRefused, r"name: got '../etc', expected a name that matches"),
+        ({"name": "m"}, AdapterRefused, "name: got 'm', expected a name that no model has"),
+        ({"source": ""}, ConfigError, "source: got ''"),
+        ({"model": "x"}, TargetError, "model: got 'x', expected one that takes adapters: m"),
+        ({"tenants": ("bits",)}, ConfigError, "tenants: got 'bits', expected one of .*: acme"),
+    ],
+)
+async def test_what_cannot_be_is_refused_at_once(
+    library: Library, request_: dict[str, Any], kind: type[Exception], says: str
+) -> None:
+    with pytest.raises(kind, match=says):
+        library.add(AddRequest(**{"name": "sql", "source": "/a"} | request_))
+    assert library.adding() == ()
+
+
+async def test_models_without_adapters_take_none(shelf: FakeShelf) -> None:
+    library = Library(shelf, 5.0, lambda text: None)
+    library.declare(deployment(sim_model()))
+    with pytest.raises(TargetError, match="no model takes adapters"):
+        library.add(AddRequest(name="sql", source="/a"))
+    assert (await catalog(library)).aliases == ()
+    library.declare(deployment(*adapted("m", "n")))
+    with pytest.raises(TargetError, match="model: got none, expected one of m, n"):
+        library.add(AddRequest(name="sql", source="/a"))
+
+
+async def test_split_rollback_and_remove(library: Library) -> None:
+    await added(library)
+    await added(library, source="/b")
+    assert (await library.split(SQL, {"v1": 95, "v2": 5})).split == ((1, 95), (2, 5))
+    assert (await library.rollback(SQL)).split == ((2, 1.0),)
+    assert (await catalog(library)).aliases[0].split == ((2, 1.0),)
+    await library.remove(SQL)
+    assert (await catalog(library)).aliases == ()
+    for call in (library.split(SQL, {"v1": 1}), library.rollback(SQL), library.remove(SQL)):
+        with pytest.raises(AdapterUnknown, match="there is no adapter 'sql' on 'm'"):
+            await call
+
+
+@pytest.mark.parametrize(
+    "weights", [{"1": 1.0}, {"v0": 1.0}, {"v1": -1.0}, {"v1": float("inf")}, {"v1": 0.0}, {}]
+)
+async def test_weights_that_are_none(library: Library, weights: dict[str, float]) -> None:
+    await added(library)
+    with pytest.raises(ConfigError, match="split: got"):
+        await library.split(SQL, weights)
+
+
+async def test_nothing_is_published_before_the_records_are_read(
+    shelf: FakeShelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("serve.library.RETRY_S", 0.001)
+    shelf.kept[SQL] = Alias(model="m", name="sql", revision=1, versions=(), split=())
+    shelf.down = "away"
+    events: list[str] = []
+    library = Library(shelf, 5.0, events.append)
+    library.declare(deployment(*adapted()))
+    opening = asyncio.create_task(library.open())
+    line = asyncio.create_task(library.line())
+    while len(events) < 2:  # noqa: ASYNC110 - the events of a library are texts
+        await asyncio.sleep(0.001)
+    assert not line.done()
+    shelf.down = ""
+    await opening
+    assert msgspec.json.decode((await line)[1], type=Catalog).aliases == (shelf.kept[SQL],)
+
+
+async def test_a_model_that_leaves_takes_its_names_along_until_it_is_back(library: Library) -> None:
+    alias = await added(library)
+    library.declare(deployment(sim_model()))
+    assert (await catalog(library)).aliases == ()
+    library.declare(deployment(*adapted()))
+    assert (await catalog(library)).aliases == (alias,)
+
+
+async def test_waiting_ends_with_the_next_catalog(library: Library) -> None:
+    version, _ = await library.line()
+    waiting = asyncio.create_task(library.wait(version, 3600))
+    await added(library)
+    await asyncio.wait_for(waiting, 60)
+    await library.wait(version + 100, 0.0)
+
+
+async def test_nothing_is_cleared_away_while_something_is_added(library: Library, shelf: FakeShelf) -> None:
+    shelf.gate.clear()
+    adding = library.add(AddRequest(name="sql", source="/a"))
+    await library.clear({"law@0123"})
+    assert shelf.cleared == []
+    shelf.gate.set()
+    await ended(adding)
+    await asyncio.sleep(0)
+    await library.clear({"law@0123"})
+    assert shelf.cleared == [{"law@0123"}]
+
+
+async def test_an_add_that_is_cut_by_the_end_of_the_controller_says_so(shelf: FakeShelf) -> None:
+    library = Library(shelf, 5.0, lambda text: None)
+    library.declare(deployment(*adapted()))
+    await library.open()
+    shelf.gate.clear()
+    adding = library.add(AddRequest(name="sql", source="/a"))
+    await asyncio.sleep(0)
+    (task,) = library._adding.values()
+    task.cancel()
+    with suppress(asyncio.CancelledError):
+        await task
+    shelf.gate.set()
+    assert (await ended(adding)).line.error is not None
