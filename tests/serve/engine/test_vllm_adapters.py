@@ -1,0 +1,196 @@
+"""Adapters on a real vLLM engine with one slot, and as many in its own memory.
+
+They are loaded beside a stream, evicted, refused, and used when their files are gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+import pytest_asyncio
+import yaml
+
+from policy.catalog import served_name
+from policy.parsing import parse
+from policy.types import Wanted
+from serve import cores
+from serve.host import HostSpec, ReplicaHost
+from serve.versions import installed
+from serve.weights import Weights
+from store.blobs import Blobs
+from store.models import Origin, prepare
+from store.state import SECRET_HEADER, StateDir
+from tests.e2e.stack import ROOT
+from tests.serve.engine.blobs import publish
+from tests.serve.engine.smollm2 import adapter, bad_adapters
+
+pytest.importorskip("vllm", reason="vLLM is not installed")
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.slow,
+    pytest.mark.long,
+    pytest.mark.asyncio(loop_scope="module"),
+]
+WITHIN_S = 600.0
+PROMPT = "The capital of France is"
+
+
+class Engine:
+    """One engine process behind its host, asked as a gateway asks it."""
+
+    def __init__(self, host: ReplicaHost, blobs: Path) -> None:
+        self.host = host
+        self.blobs = blobs
+        self.http = httpx.AsyncClient(
+            base_url=host.snapshot().url, headers={SECRET_HEADER: "s"}, timeout=WITHIN_S, trust_env=False
+        )
+
+    def adapter(self, name: str, files: Mapping[str, bytes]) -> Wanted:
+        return Wanted(name=name, digest=publish(self.blobs, files))
+
+    async def ask(self, wanted: Wanted | None, *, named: bool = True, tokens: int = 8) -> httpx.Response:
+        """A greedy completion, with or without the header that has the adapter loaded."""
+        headers = {}
+        if wanted is not None and named:
+            headers["x-tidegate-adapter"] = f"{wanted.name}@{wanted.digest}"
+        model = "smollm2" if wanted is None else served_name(wanted.name, wanted.digest)
+        body = {"model": model, "prompt": PROMPT, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+        return await self.http.post("/v1/completions", json=body, headers=headers)
+
+    async def says(self, wanted: Wanted | None) -> str:
+        answer = await self.ask(wanted)
+        assert answer.status_code == 200, answer.text
+        said: dict[str, Any] = answer.json()
+        if wanted is not None:
+            assert said["model"] == served_name(wanted.name, wanted.digest)
+        return str(said["choices"][0]["text"])
+
+    async def stream(self, tokens: int) -> list[float]:
+        """Instants at which the tokens of a long greedy answer of the base came."""
+        body = {
+            "model": "smollm2", "prompt": PROMPT, "max_tokens": tokens, "temperature": 0, "stream": True,
+            "ignore_eos": True,
+        }  # fmt: skip
+        came: list[float] = []
+        async with self.http.stream("POST", "/v1/completions", json=body) as answer:
+            finished = ""
+            async for line in answer.aiter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                came.append(asyncio.get_running_loop().time())
+                finished = msgspec.json.decode(line[6:])["choices"][0]["finish_reason"]
+        assert finished == "length"
+        return came
+
+    async def models(self) -> list[str]:
+        return [card["id"] for card in (await self.http.get("/v1/models")).json()["data"]]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine() -> AsyncIterator[Engine]:
+    document = yaml.safe_load((ROOT / "deployments" / "smollm2-cpu.yaml").read_text())
+    document["models"][0]["adapters"] = {"slots_per_replica": 1, "max_rank": 16}
+    spec = parse(document).models[0]
+    prepared = prepare(spec.source, token_file=None, progress=lambda _: None)
+    with tempfile.TemporaryDirectory(prefix="tg-") as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cores, "default_path", lambda: Path(folder) / "cores.json")
+        state = StateDir(Path(folder)).ensure()
+        host = ReplicaHost(
+            HostSpec(
+                model=spec,
+                weights=Weights(origin=Origin.PACKAGE, source=spec.source, digest=prepared.digest),
+                shape="small",
+                generation=1,
+                state_dir=str(state.root),
+                controller="127.0.0.1:1",
+                secret="s",
+                versions=installed(),
+            ),
+            replica="r",
+            address="127.0.0.1",
+            node="local",
+        )
+        try:
+            async with asyncio.timeout(WITHIN_S):
+                await host.start()
+            yield Engine(host, state.adapters)
+        finally:
+            await host.stop()
+
+
+async def test_an_adapter_answers_otherwise_and_goes_for_another(engine: Engine) -> None:
+    a, b = (engine.adapter("sql", adapter(seed)) for seed in (1, 2))
+    base = await engine.says(None)
+    said = {digest.digest: await engine.says(digest) for digest in (a, b)}
+    assert len({base, *said.values()}) == 3
+    # There is one slot: who came last is there, the other is loaded again, and says the same.
+    assert await engine.models() == ["smollm2", served_name("sql", b.digest)]
+    unheard = await engine.ask(a, named=False)
+    assert unheard.status_code == 404
+    assert await engine.says(a) == said[a.digest]
+    assert await engine.says(None) == base
+
+
+async def test_loads_beside_a_stream_leave_it_whole(engine: Engine) -> None:
+    others = [engine.adapter(f"beside{seed}", adapter(seed)) for seed in range(10, 14)]
+    streaming = asyncio.ensure_future(engine.stream(96))
+    for other in others:
+        await engine.says(other)
+    came = await streaming
+    assert len(came) == 96
+
+
+async def test_many_first_requests_are_one_load(engine: Engine) -> None:
+    cold = engine.adapter("cold", adapter(20))
+    engine.host.take_uses()
+    answers = await asyncio.gather(*(engine.ask(cold, tokens=2) for _ in range(50)))
+    assert {answer.status_code for answer in answers} == {200}
+    loads = 0
+    async with asyncio.timeout(WITHIN_S):
+        while not loads:
+            await asyncio.sleep(0.05)
+            loads += sum(use.loads for use in engine.host.take_uses())
+    await asyncio.sleep(1.5)
+    assert loads + sum(use.loads for use in engine.host.take_uses()) == 1
+
+
+async def test_bad_adapters_are_refused_and_others_served(engine: Engine) -> None:
+    base = await engine.says(None)
+    for what, files in bad_adapters().items():
+        bad = engine.adapter(what.replace(" ", "-"), files)
+        refused = await engine.ask(bad)
+        assert (refused.status_code, refused.headers.get("x-tidegate-refusal")) == (503, "adapter_failed"), (
+            what
+        )
+        assert "engine_refused" in refused.json()["error"]["message"], what
+        assert await engine.says(None) == base, what
+    assert len(await engine.models()) <= 2
+    assert await engine.says(engine.adapter("good", adapter(30)))
+
+
+async def test_fifty_loads_in_a_row_leave_nothing_behind(engine: Engine) -> None:
+    files = adapter(40)
+    said = {await engine.says(engine.adapter(f"name{number}", files)) for number in range(50)}
+    assert len(said) == 1
+    assert await engine.models() == ["smollm2", served_name("name49", engine.adapter("x", files).digest)]
+
+
+async def test_an_adapter_whose_files_are_gone_is_served_until_it_goes(engine: Engine) -> None:
+    doomed, other = engine.adapter("doomed", adapter(50)), engine.adapter("other", adapter(51))
+    said = await engine.says(doomed)
+    assert Blobs(engine.blobs).remove(doomed.digest)
+    assert await engine.says(doomed) == said
+    await engine.says(other)
+    gone = await engine.ask(doomed)
+    assert (gone.status_code, gone.headers["x-tidegate-refusal"]) == (503, "adapter_failed")
+    assert "files_missing" in gone.json()["error"]["message"]
+    assert await engine.says(other)
+    assert engine.host.snapshot().incarnation == 0
