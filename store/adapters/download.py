@@ -17,7 +17,6 @@ SILENT_S = 30.0
 # Tries in a row that bring nothing, and the wait before the second; each further one is twice as long.
 TRIES = 4
 WAIT_S = 0.5
-BLOCK_BYTES = 1024 * 1024
 _RANGE = re.compile(r"bytes (?P<first>\d+)-\d+/(?P<whole>\d+)")
 
 
@@ -71,7 +70,7 @@ def _take(errand: Errand, client: httpx.Client, part: Part) -> None:
         if whole > errand.max_bytes:
             raise errand.too_large(whole)
         tell = errand.tell("fetch", f"downloading {errand.shown}")
-        for block in answer.iter_raw(BLOCK_BYTES):
+        for block in answer.iter_raw():  # as it comes: what is waiting to be a larger block would be lost
             part.append(block)
             if whole:
                 tell(min(part.size / whole, 1.0))

@@ -6,12 +6,11 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
-from urllib.parse import urlsplit
 
 from policy.errors import AdapterRefused
 from store.preparation import Progress, Report
 
-_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+_URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*://)(?:[^/?#]*@)?(?P<place>[^?#]*)")
 
 
 class Errand(NamedTuple):
@@ -58,8 +57,5 @@ class Errand(NamedTuple):
 
 def shown(source: str) -> str:
     """``source`` as it may be told and recorded: names and passwords, and signed parameters, are left out."""
-    if not _SCHEME.match(source):
-        return source
-    parts = urlsplit(source)
-    host = parts.netloc.rpartition("@")[2]
-    return f"{parts.scheme}://{host}{parts.path}"
+    match = _URL.match(source)
+    return f"{match['scheme']}{match['place']}" if match else source

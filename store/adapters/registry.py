@@ -236,8 +236,8 @@ def _standing_for(
     if split == before.alias.split:
         return before._replace(alias=msgspec.structs.replace(before.alias, versions=found))
     past = (*before.history, before.alias.split)[-KEPT_HISTORY:]
-    # What is served stays, then the latest; a past that names what goes is no longer one to go back to.
-    served = {number for number, _ in split}
+    # What is served stays, what was until now, and the latest; a past that names what goes is forgotten.
+    served = {number for number, _ in (*split, *past[-1])}
     latest = [version.number for version in found if version.number not in served]
     stay = served | set(latest[max(0, len(found) - KEPT_VERSIONS) :])
     return before._replace(

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 from store.adapters import FILES, download, local, objects, repository
 from store.adapters.errand import Errand
 
 _URL = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]*)://.+", re.IGNORECASE)
+_FILE = re.compile(r"\w+://(localhost)?/")
 MAX_SOURCE = 2048
 
 
@@ -32,7 +33,7 @@ def fetch(errand: Errand) -> None:
     elif (scheme := match["scheme"].lower()) in ("http", "https"):
         download.fetch(errand)
     elif scheme in ("file", "local"):
-        local.fetch(errand, _absolute(errand, unquote(urlsplit(source).path)))
+        local.fetch(errand, _absolute(errand, unquote(_FILE.sub("/", source, count=1))))
     else:
         objects.fetch(errand)
     found = {path.name for path in errand.into.iterdir()}

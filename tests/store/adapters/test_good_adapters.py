@@ -1,0 +1,213 @@
+"""What is admitted, however it is written or packed, and what is kept of it."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from policy.errors import AdapterRefused
+from store.adapters import CONFIG, FILES, WEIGHTS
+from store.adapters.admission import Facts, admit
+from store.adapters.base import Base
+from store.adapters.intake import Terms, take
+from store.blobs import Blobs
+from store.preparation import Progress
+from tests.store.adapters.making import (
+    BASE,
+    CONFIGURATION,
+    HIDDEN,
+    LIMITS,
+    MODULES,
+    OUT,
+    RANK,
+    TERMS,
+    files,
+    half_pairs,
+    header_of,
+    named,
+    tarred,
+    weights,
+    write,
+    zipped,
+)
+
+
+def kept(blobs: Blobs, source: Path) -> dict[str, bytes]:
+    """The files that are stored of the adapter at ``source``, but for the manifest."""
+    path = blobs.path(take(blobs, str(source), TERMS, lambda _: None).digest)
+    assert path is not None
+    return {each.name: each.read_bytes() for each in path.iterdir() if each.name != "manifest.json"}
+
+
+@pytest.mark.parametrize(
+    "configuration",
+    [
+        {},
+        {"lora_alpha": 0.5, "use_rslora": True},
+        {"target_modules": ".*_proj"},
+        {"target_modules": ["self_attn.q_proj", "layers.1.self_attn.v_proj"]},
+        {"rank_pattern": {"q_proj": RANK, "never": 8}, "alpha_pattern": {"v_proj": 32.0}},
+        {"init_lora_weights": "gaussian"},
+        {"init_lora_weights": "EVA"},
+        {"peft_type": "lora", "unknown_key": {"a": 1}},
+    ],
+)
+def test_configurations_that_are_served(configuration: dict[str, Any], tmp_path: Path) -> None:
+    assert admit(write(tmp_path, files(**configuration)), BASE, LIMITS).rank in (RANK, 8)
+
+
+def test_the_facts_are_the_largest_rank_and_the_bytes_of_the_files(tmp_path: Path) -> None:
+    tensors = half_pairs()
+    module = MODULES[1]
+    tensors[named(module, "A")] = np.ones((8, HIDDEN), np.float16)
+    tensors[named(module, "B")] = np.ones((OUT, 8), np.float16)
+    config = {**CONFIGURATION, "rank_pattern": {f"^{module}$": 8}}
+    content = {CONFIG: json.dumps(config).encode(), WEIGHTS: weights(tensors)}
+    size = sum(map(len, content.values()))
+    assert admit(write(tmp_path, content), BASE, LIMITS) == Facts(rank=8, size=size)
+
+
+def test_the_first_pattern_wins(tmp_path: Path) -> None:
+    patterns = {"q_proj": RANK, "layers.0.self_attn.q_proj": 8}
+    assert admit(write(tmp_path, files(rank_pattern=patterns)), BASE, LIMITS).rank == 8
+
+
+def test_numbers_of_sixteen_bits(tmp_path: Path) -> None:
+    tensors = {name: array.astype(np.float16) for name, array in half_pairs().items()}
+    header = header_of(tensors)
+    for name, entry in header.items():
+        if name != "__metadata__":
+            entry["dtype"] = "BF16"
+    content = {**files(), WEIGHTS: weights(tensors, header)}
+    assert admit(write(tmp_path / "a", content), BASE, LIMITS).rank == RANK
+    tensors[named(MODULES[0], "A")].view(np.uint16)[0, 0] = 0x7F80  # infinity, as BF16 has it
+    content[WEIGHTS] = weights(tensors, header)
+    with pytest.raises(AdapterRefused, match="NaN or infinite"):
+        admit(write(tmp_path / "b", content), BASE, LIMITS)
+
+
+def test_the_largest_numbers_that_there_are(tmp_path: Path) -> None:
+    tensors = half_pairs()
+    tensors[named(MODULES[0], "A")][:] = np.finfo(np.float32).max
+    assert admit(write(tmp_path, {**files(), WEIGHTS: weights(tensors)}), BASE, LIMITS).rank == RANK
+
+
+def test_without_a_base_its_modules_are_not_compared(tmp_path: Path) -> None:
+    tensors = {name.replace("self_attn", "attention"): array for name, array in half_pairs().items()}
+    content = {**files(target_modules=["c_attn"]), WEIGHTS: weights(tensors)}
+    assert admit(write(tmp_path, content), None, LIMITS).rank == RANK
+
+
+def test_a_trunk_that_the_checkpoint_calls_otherwise() -> None:
+    base = Base({"model.language_model.layers.0.q": (4, 8), "model.visual.layers.0.q": (2, 6)})
+    assert set(base.shapes("model.layers.0.q")) == {(4, 8), (2, 6)}
+    assert base.shapes("model.visual.layers.0.q") == ((2, 6),)
+    assert base.shapes("model.layers.1.q") == ()
+    assert (base.has("q"), base.has("layers.0.q"), base.has("model.layers.0.q"), base.has("k")) == (
+        True,
+        True,
+        True,
+        False,
+    )
+
+
+def test_a_base_is_read_from_its_files(tmp_path: Path) -> None:
+    linear = {"model.layers.0.q.weight": np.zeros((4, 8), np.float32)}
+    rest = {
+        "model.norm.weight": np.zeros(8, np.float32),
+        "model.layers.0.k.qweight": np.zeros((2, 2), np.int32),
+    }
+    for name, tensors in (("a", linear), ("b", rest)):
+        (tmp_path / f"{name}.safetensors").write_bytes(weights(tensors))
+    base = Base.of(tmp_path)
+    assert base.shapes("model.layers.0.q") == ((4, 8),)
+    assert base.shapes("model.norm") == ()
+    assert base.shapes("model.layers.0.k") == (None,), "packed: of any shape"
+
+
+def test_packed_weights_are_not_compared_by_shape(tmp_path: Path) -> None:
+    base = Base(dict.fromkeys(MODULES, None))
+    assert admit(write(tmp_path, files()), base, LIMITS).rank == RANK
+
+
+@pytest.mark.parametrize("content", [None, b"x"])
+def test_a_base_that_cannot_be_read(tmp_path: Path, content: bytes | None) -> None:
+    if content is not None:
+        (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(AdapterRefused, match="the base model") as caught:
+        Base.of(tmp_path)
+    assert caught.value.code == "base_model"
+
+
+def boxed(names: dict[str, bytes], folder: str) -> dict[str, bytes]:
+    return {f"{folder}/{name}": data for name, data in names.items()}
+
+
+PACKED = {
+    "zip": zipped(files()),
+    "stored zip": zipped(files(), zipfile.ZIP_STORED),
+    "zip with a folder": zipped(
+        {"a/": b"", **boxed(files(), "a"), "__MACOSX/._a": b"x", "a/README.md": b"x"}
+    ),
+    "tar": tarred(files(), squeeze=False),
+    "tar.gz": tarred(files()),
+    "tar of a folder": tarred(boxed(files(), "checkpoint-10")),
+    "tar of .": tarred(boxed(files(), ".")),
+    "tar with a long name": tarred({"x" * 200: b"", **files()}),
+    "a pickle beside it": tarred({**files(), "optimizer.pt": b"x", "adapter_model.bin": b"x", "a/b/c": b"x"}),
+}
+
+
+@pytest.mark.parametrize("data", PACKED.values(), ids=PACKED)
+def test_archives(data: bytes, tmp_path: Path, blobs: Blobs) -> None:
+    (tmp_path / "any.name").write_bytes(data)
+    assert kept(blobs, tmp_path / "any.name") == files()
+
+
+def test_of_a_directory_two_files_are_kept(tmp_path: Path, blobs: Blobs) -> None:
+    extra = {"adapter_model.bin": b"\x80", "README.md": b"x", "training_args.bin": b"x"}
+    folder = write(tmp_path / "a", {**files(), **extra})
+    (folder / "checkpoint").mkdir()
+    assert kept(blobs, folder) == files()
+
+
+def test_a_directory_by_url_and_with_spaces(tmp_path: Path, blobs: Blobs) -> None:
+    folder = write(tmp_path / "an adapter", files())
+    by_url = take(blobs, f"file://{tmp_path}/an%20adapter", TERMS, lambda _: None)
+    assert by_url.digest == take(blobs, str(folder), TERMS, lambda _: None).digest
+
+
+def test_equal_content_has_one_digest_wherever_it_came_from(tmp_path: Path, blobs: Blobs) -> None:
+    (tmp_path / "a.zip").write_bytes(zipped(files()))
+    first = take(blobs, str(tmp_path / "a.zip"), TERMS, lambda _: None)
+    second = take(blobs, str(write(tmp_path / "a", files())), TERMS, lambda _: None)
+    other = take(blobs, str(write(tmp_path / "b", files(seed=2))), TERMS, lambda _: None)
+    assert first.digest == second.digest != other.digest
+    assert blobs.digests() == {first.digest, other.digest}
+    assert (first.facts, second.source) == (second.facts, str(tmp_path / "a"))
+
+
+def test_what_is_stored_is_immutable_and_its_own(tmp_path: Path, blobs: Blobs) -> None:
+    folder = write(tmp_path / "a", files())
+    taken = take(blobs, str(folder), TERMS, lambda _: None)
+    (folder / WEIGHTS).write_bytes(b"else")
+    path = blobs.path(taken.digest)
+    assert path is not None
+    assert (path / WEIGHTS).read_bytes() == files()[WEIGHTS]
+    assert [oct((path / name).stat().st_mode & 0o777) for name in FILES] == ["0o444", "0o444"]
+
+
+def test_who_waits_is_told_how_far_it_is(tmp_path: Path, blobs: Blobs) -> None:
+    said: list[Progress] = []
+    take(blobs, str(write(tmp_path / "a", files())), Terms(BASE, LIMITS), said.append)
+    steps = list(dict.fromkeys(each.step for each in said))
+    assert steps == ["fetch", "check", "store"]
+    for step in ("fetch", "check"):
+        fractions = [each.fraction for each in said if each.step == step]
+        assert fractions == sorted(set(fractions)), "each whole percent once"
+        assert fractions[-1] == 1.0

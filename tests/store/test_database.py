@@ -1,0 +1,128 @@
+"""The database: made and brought up to date by whoever opens it, however many do so at once."""
+
+from __future__ import annotations
+
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+from sqlalchemy import create_engine, text
+
+from policy.errors import PreconditionFailed, Unreachable
+from store.adapters import records
+from store.database import Database, default_url
+from store.state import StateDir
+
+
+def url(folder: Path) -> str:
+    return f"sqlite:///{folder / 't.db'}"
+
+
+def test_the_migrations_make_the_tables_that_the_code_uses(tmp_path: Path) -> None:
+    database = Database(url(tmp_path))
+    with database.reading() as connection:
+        context = MigrationContext.configure(connection, opts={"compare_type": True})
+        assert compare_metadata(context, records.aliases.metadata) == []
+    database.close()
+
+
+def test_what_was_acknowledged_survives(tmp_path: Path) -> None:
+    database = Database(url(tmp_path))
+    with database.reading() as connection:
+        assert connection.execute(text("PRAGMA journal_mode")).scalar() == "wal"
+        assert connection.execute(text("PRAGMA synchronous")).scalar() == 2, "FULL"
+        assert connection.execute(text("PRAGMA foreign_keys")).scalar() == 1
+    database.close()
+    assert stat.S_IMODE((tmp_path / "t.db").stat().st_mode) == 0o600
+
+
+def test_a_transaction_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
+    database = Database(url(tmp_path))
+
+    def half() -> None:
+        with database.writing() as connection:
+            records.next_revision(connection)
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        half()
+    with database.reading() as connection:
+        assert records.revision(connection) == 0
+    database.close()
+
+
+@pytest.mark.slow
+def test_processes_that_open_it_at_once_and_write(tmp_path: Path) -> None:
+    script = (
+        "import sys; from store.database import Database; from store.adapters.records import next_revision\n"
+        "database = Database(sys.argv[1])\n"
+        "for _ in range(20):\n"
+        "    with database.writing() as connection:\n"
+        "        next_revision(connection)\n"
+        "database.close()"
+    )
+    command = [sys.executable, "-W", "error", "-c", script, url(tmp_path)]
+    children = [subprocess.Popen(command, stderr=subprocess.PIPE) for _ in range(4)]
+    for child in children:
+        _, said = child.communicate(timeout=60)
+        assert (child.returncode, said) == (0, b"")
+    database = Database(url(tmp_path))
+    with database.reading() as connection:
+        assert records.revision(connection) == 80
+    database.close()
+
+
+def test_one_of_a_newer_tidegate_is_left_alone(tmp_path: Path) -> None:
+    Database(url(tmp_path)).close()
+    engine = create_engine(url(tmp_path))
+    with engine.begin() as connection:
+        connection.execute(text("UPDATE alembic_version SET version_num = 'future'"))
+    engine.dispose()
+    with pytest.raises(PreconditionFailed, match="used by a newer Tidegate"):
+        Database(url(tmp_path))
+
+
+def test_a_file_that_is_no_database(tmp_path: Path) -> None:
+    (tmp_path / "t.db").write_text("hello " * 1000)
+    with pytest.raises(Unreachable, match="not a database"):
+        Database(url(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        ("nonsense", "expected sqlite:///PATH or postgresql://"),
+        ("sqlite://", "several processes use the database"),
+        ("sqlite:////proc/nowhere/t.db", "cannot be written"),
+        ("oracle9://h/d", "there is no database called 'oracle9'"),
+    ],
+)
+def test_what_cannot_be_used(where: str, message: str) -> None:
+    with pytest.raises(PreconditionFailed, match=message):
+        Database(where)
+
+
+def test_a_driver_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "psycopg", None)
+    with pytest.raises(
+        PreconditionFailed, match=r"needs the package psycopg: pip install 'tidegate\[postgres\]'"
+    ):
+        Database("postgresql://user:KEY-1@127.0.0.1:1/d")
+
+
+def test_a_server_that_is_not_there_without_its_password() -> None:
+    pytest.importorskip("psycopg")
+    with pytest.raises(Unreachable, match="the database does not answer") as caught:
+        Database("postgresql://user:KEY-1@127.0.0.1:1/d")
+    assert "KEY-1" not in str(caught.value)
+
+
+def test_the_default_lies_in_the_state_directory(tmp_path: Path) -> None:
+    state = StateDir(tmp_path / "state")
+    Database(default_url(state)).close()
+    assert state.database_path.is_file()
+    assert stat.S_IMODE(state.root.stat().st_mode) == 0o700
