@@ -80,7 +80,7 @@ def admin_app(
         dependencies=[Depends(_same_site)],
     )
     async def add(request: Request) -> Response:
-        lines = control.lines("/adapters", await request.body())
+        lines = control.lines("/adapters", await request.body(), "alias")
         if _NDJSON not in request.headers.get("accept", ""):
             return _answer([said async for said in lines][-1])
         first = await anext(lines)  # what is refused at once has its own status

@@ -16,6 +16,7 @@ from store.state import SECRET_HEADER
 
 # An add that goes on says so once a second.
 SILENT_S = 30.0
+CONNECT_S = 2.0
 # By the class of a controller's error, where it names no code of its own.
 _ERRORS = {
     "AdapterRefused": (400, "refused"),
@@ -32,37 +33,44 @@ class Control:
     def __init__(self, secret: str, deployment: Callable[[], Deployment]) -> None:
         self._secret = secret
         self._deployment = deployment
+        self._http: httpx.AsyncClient | None = None
 
     async def ask(self, method: str, path: str, body: bytes = b"") -> bytes:
         """The body of a good answer; raises :class:`gateway.errors.Refused` for any other."""
-        async with self._client() as http:
-            try:
-                answer = await http.request(method, path, content=body)
-            except httpx.HTTPError as error:
-                raise self._away(error) from error
+        http, url = self._client(), self._url(path)
+        try:
+            answer = await http.request(method, url, content=body)
+        except httpx.HTTPError as error:
+            raise self._away(type(error).__name__) from error
         if answer.status_code != 200:
             raise _refusal(answer.status_code, answer.content)
         return answer.content
 
-    async def lines(self, path: str, body: bytes) -> AsyncIterator[dict[str, Any]]:
-        """The lines of an answer that reports progress; the last one has no error.
+    async def lines(self, path: str, body: bytes, end: str) -> AsyncIterator[dict[str, Any]]:
+        """The lines of an answer that reports progress, of which the last one has the member ``end``.
 
         Raises :class:`gateway.errors.Refused` in its place, and where the controller goes meanwhile.
         """
-        async with self._client() as http:
-            try:
-                async with http.stream("POST", path, content=body) as answer:
-                    if answer.status_code != 200:
-                        raise _refusal(answer.status_code, await answer.aread())
-                    async for line in answer.aiter_lines():
+        http, url = self._client(), self._url(path)
+        try:
+            async with http.stream("POST", url, content=body) as answer:
+                if answer.status_code != 200:
+                    raise _refusal(answer.status_code, await answer.aread())
+                rest = b""
+                async for data in answer.aiter_bytes():
+                    *lines, rest = (rest + data).split(b"\n")
+                    for line in lines:
                         said = msgspec.json.decode(line, type=dict[str, Any])
                         if "error" in said:
-                            raise _refusal(None, line.encode())
+                            raise _refusal(None, line)
                         yield said
-            except (httpx.HTTPError, ValueError) as error:
-                raise self._away(error) from error
+                        if end in said:
+                            return
+        except (httpx.HTTPError, msgspec.DecodeError) as error:
+            raise self._away(type(error).__name__) from error
+        raise self._away("its answer has no end")
 
-    def _client(self) -> httpx.AsyncClient:
+    def _url(self, path: str) -> str:
         deployment = self._deployment()
         if not deployment.needs_controller:
             raise Refused(
@@ -71,19 +79,25 @@ class Control:
                 status=409,
                 code="no_controller",
             )
-        return httpx.AsyncClient(
-            base_url=f"http://{deployment.cluster.controller}",
-            headers={SECRET_HEADER: self._secret, "content-type": "application/json"},
-            timeout=httpx.Timeout(SILENT_S, connect=deployment.gateway.connect_timeout_s),
-            trust_env=False,
-        )
+        return f"http://{deployment.cluster.controller}{path}"
 
-    def _away(self, error: Exception) -> Refused:
+    def _client(self) -> httpx.AsyncClient:
+        """One for all: to make it reads certificates, for as long as many requests take."""
+        if self._http is None:
+            self._http = httpx.AsyncClient(
+                headers={SECRET_HEADER: self._secret, "content-type": "application/json"},
+                timeout=httpx.Timeout(SILENT_S, connect=CONNECT_S),
+                limits=httpx.Limits(max_keepalive_connections=0),
+                trust_env=False,
+            )
+        return self._http
+
+    def _away(self, why: str) -> Refused:
         address = self._deployment().cluster.controller
         return Refused(
             Refusal.NO_REPLICA,
-            f"The controller at {address} does not answer ({type(error).__name__}); what it was asked for"
-            " may be done nevertheless.",
+            f"The controller at {address} does not answer ({why}); what it was asked for may be done"
+            " nevertheless.",
             code="controller_unreachable",
         )
 

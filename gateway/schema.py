@@ -11,6 +11,10 @@ _JSON = "application/json"
 _STREAM = "text/event-stream"
 
 _TEXT = {"type": "string"}
+_MODEL = {
+    "type": "string",
+    "description": "A model, or an adapter as NAME, BASE:NAME, or either with @ and 12 digits of a digest.",
+}
 _ERROR = {
     "type": "object",
     "required": ["error"],
@@ -42,7 +46,11 @@ _HEADERS = {
 _PARAMETERS = (
     ("x-request-id", "An id of the client's: up to 128 letters, digits, - and _.", _TEXT),
     ("x-request-timeout-s", "How many seconds the client would wait for a replica.", {"type": "number"}),
-    ("x-session-id", "Requests of one session go to one replica where that costs nothing.", _TEXT),
+    (
+        "x-session-id",
+        "Requests of one session go to one replica where that costs nothing, and to one version of adapters.",
+        _TEXT,
+    ),
     ("x-tidegate-explain", "1, with a key of an admin: say in a header why the route was taken.", _TEXT),
 )
 # Of an adapter that no replica could load lately: no fault of the request's, whose code it is else.
@@ -74,7 +82,7 @@ def _operation(route: Route) -> dict[str, Any]:
     body = {
         "type": "object",
         "required": ["model"],
-        "properties": {"model": _TEXT, "stream": {"type": ["boolean", "null"]}},
+        "properties": {"model": _MODEL, "stream": {"type": ["boolean", "null"]}},
     }
     operation["requestBody"] = {"required": True, "content": {_JSON: {"schema": body}}}
     return operation

@@ -243,8 +243,29 @@ async def test_what_its_load_line_says_that_it_refuses_is_not_sent_there(shared:
         assert (await shared.chat(model="sql")).headers["x-tidegate-replica"] == works.id
     assert fails.hits == []
     fails.say(refused=[])
+    works.say(refused=[served])
     await until(lambda: refuses(shared, fails.id, []))
+    await until(lambda: refuses(shared, works.id, [served]))
     assert (await shared.chat(model="sql")).headers["x-tidegate-replica"] == fails.id
+
+
+async def test_a_cold_request_goes_where_it_is_loaded(shared: Stack) -> None:
+    _, holds = await fleet(shared, "loaded", count=2)
+    served = served_name("sql", OLD)
+    await publish(shared, alias("sql", OLD))
+    holds.say(adapters=[served_name("chat", NEW), served])
+
+    async def heard() -> bool:
+        links = (await shared.admin.get("/admin/fleet")).json()["replicas"]
+        return any(link["id"] == holds.id and served in link["adapters"] for link in links)
+
+    await until(heard)
+    assert (await shared.chat(model="sql")).headers["x-tidegate-replica"] == holds.id
+    (route,) = (await shared.admin.get("/admin/routes?limit=1")).json()["routes"]
+    assert (route["adapter"], route["reason"]) == (served, "its adapter is loaded there")
+    costs = {row["replica"]: row["adapter_s"] for row in route["candidates"]}
+    assert costs[holds.id] == 0.0
+    assert all(cost > 0.0 for replica, cost in costs.items() if replica != holds.id)
 
 
 async def refuses(stack: Stack, replica: str, names: list[str]) -> bool:

@@ -77,6 +77,21 @@ async def test_a_line_that_says_nothing_new_changes_nothing(site: Site) -> None:
     assert site.view.changed == changed
 
 
+@pytest.mark.parametrize("size", [1, 7, 100, 10_000])
+async def test_lines_are_put_together_of_whatever_pieces_come(site: Site, size: int) -> None:
+    taken = []
+    for version in range(1, 5):
+        names = [f"adapter-{version}-{i}" for i in range(version)]
+        aliases = [alias(name, DIGEST) for name in names]
+        taken.append(msgspec.json.encode({"epoch": 1.0, "version": version, "aliases": aliases}))
+    stream = b"\n".join(taken) + b"\n\n" + taken[0] + b"\n" + taken[1][:20]
+    for i in range(0, len(stream), size):
+        site.source.feed.on_data(stream[i : i + size], complete=False)
+    assert site.view.catalog.version == 4
+    assert site.has("adapter-4-3") and not site.has("adapter-3-0")
+    assert site.view.changed == 1 + 4
+
+
 async def test_nonsense_leaves_what_was_known(site: Site) -> None:
     site.say("one")
     for line in (b"{", b"{}", b'{"epoch":1,"version":1,"aliases":[{}]}', b"\xff"):

@@ -158,6 +158,27 @@ async def test_a_controller_that_goes_meanwhile_is_said(site: Site, headers: dic
     assert answer.status_code == (200 if headers else 503)
 
 
+@pytest.mark.parametrize("headers", [{}, NDJSON])
+async def test_an_answer_without_an_end_is_none(site: Site, headers: dict[str, str]) -> None:
+    for lines in ([], [{"step": "fetch"}]):
+        site.stream(*lines)
+        answer = await site.http.post("/admin/adapters", json=ADD, headers=headers)
+        assert json.loads(answer.text.splitlines()[-1])["error"]["code"] == "controller_unreachable"
+
+
+async def test_a_line_is_what_ends_in_a_newline_alone(site: Site) -> None:
+    said = {"alias": {"name": "sql"}, "message": "one\u2028line \x85 it is"}
+
+    async def answer(exchange: Exchange) -> None:
+        await exchange.head("application/x-ndjson")
+        for byte in json.dumps(said, ensure_ascii=False).encode() + b"\n":
+            await exchange.chunk(bytes([byte]))
+        await exchange.end()
+
+    site.controller.answer = answer
+    assert (await site.http.post("/admin/adapters", json=ADD)).json() == said
+
+
 async def test_a_controller_that_is_away_is_a_503(site: Site) -> None:
     await site.controller.stop()
     answer = await site.http.get("/admin/adapters")
