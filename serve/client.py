@@ -14,6 +14,8 @@ from policy.errors import (
     AdapterRefused,
     AdapterUnknown,
     ConfigError,
+    ModelUnavailable,
+    PreconditionFailed,
     SwitchRefused,
     TargetError,
     TidegateError,
@@ -192,6 +194,7 @@ def _error(problem: Problem) -> Exception:
     if problem.type == "AdapterRefused":
         return AdapterRefused(problem.code, problem.message)
     kinds: dict[str, type[TidegateError]] = {
-        kind.__name__: kind for kind in (TargetError, SwitchRefused, AdapterUnknown)
+        kind.__name__: kind
+        for kind in (TargetError, SwitchRefused, AdapterUnknown, ModelUnavailable, PreconditionFailed)
     }
     return kinds.get(problem.type, Unreachable)(problem.message)

@@ -23,6 +23,8 @@ QUICK_AT_LEAST = 8.0
 MAX_VERSIONS = 20_000
 # So long the plan leaves a replica alone whose load failed; not for ever, for a disk may have been full.
 REFUSING_S = 300.0
+# An engine says every second who waits for a slot; what it said holds for a little longer.
+WAITS_S = 2.5
 # Failures that are remembered of one replica.
 MAX_FAILURES = 1024
 
@@ -121,7 +123,7 @@ class Demand:
     def __init__(self) -> None:
         self._counts: OrderedDict[Key, _Counts] = OrderedDict()
         self._failures: dict[str, dict[Wanted, Failure]] = {}
-        self._waiting: dict[str, dict[Wanted, int]] = {}
+        self._waiting: dict[str, dict[Wanted, tuple[int, float]]] = {}
         self._incarnations: dict[str, int] = {}
 
     def note(self, beat: Beat, at: float) -> None:
@@ -137,7 +139,11 @@ class Demand:
             # Another engine: what the one before it could not do says nothing of it.
             self._forget(replica.id)
             self._incarnations[replica.id] = replica.incarnation
-        self._waiting[replica.id] = {wanted: use.waiting for wanted, use in uses.items() if use.waiting}
+        waiting = self._waiting.setdefault(replica.id, {})
+        waiting |= {wanted: (use.waiting, at) for wanted, use in uses.items()}
+        self._waiting[replica.id] = {
+            w: said for w, said in waiting.items() if said[0] and at - said[1] < WAITS_S
+        }
         self._judge(replica, uses, at)
 
     def keep(self, replicas: Collection[str]) -> None:
@@ -150,7 +156,8 @@ class Demand:
         counts = self._counts.get((model, wanted))
         if counts is None:
             return Usage()
-        return counts.usage(at, sum(waiting.get(wanted, 0) for waiting in self._waiting.values()))
+        said = [waiting[wanted] for waiting in self._waiting.values() if wanted in waiting]
+        return counts.usage(at, sum(count for count, since in said if at - since < WAITS_S))
 
     def failures(self, wanted: Wanted) -> dict[str, Failure]:
         """By replica, why it has not loaded the version when it last tried."""

@@ -10,14 +10,14 @@ from policy.catalog import DIGITS, Alias
 from policy.config import Adapters, ModelSpec
 from policy.types import EngineKind
 from serve.shelf import Taken
-from store.adapters.admission import Facts, Limits, admit
+from store.adapters.admission import Facts, Limits
 from store.adapters.base import Base
-from store.adapters.errand import Errand, shown
+from store.adapters.errand import shown
+from store.adapters.intake import Terms, take
 from store.adapters.registry import API, DOCUMENT, Candidate, Registry
-from store.adapters.sources import fetch
 from store.blobs import Blobs
 from store.models import prepare
-from store.preparation import Progress, Report
+from store.preparation import Report
 from store.state import StateDir
 
 # The weights of a base model are verified before they are read, which takes seconds for a large one.
@@ -46,21 +46,10 @@ class StoredShelf:
         return shown(source)
 
     def take(self, spec: ModelSpec, source: str, report: Report) -> Taken:
-        limits = spec.adapters or Adapters()
-        base = self._base(spec, report)
-
-        def checked(part: float) -> None:
-            report(Progress(step="check", message="checking its numbers", fraction=part))
-
-        with self._files.parts(source) as parts, self._files.work() as work:
-            into = work / "adapter"
-            into.mkdir(mode=0o700)
-            fetch(Errand(source, into, parts, limits.max_bytes, report, spec.token_file))
-            facts = admit(into, base, Limits(limits.max_rank, limits.max_bytes), checked)
-            report(Progress(step="store", message="forcing it to disk"))
-            digest = self._files.seal(into, shown(source))
-            self._files.publish(into, digest)
-        return Taken(digest, facts.rank, facts.size, shown(source))
+        rules = spec.adapters or Adapters()
+        limits = Limits(rules.max_rank, rules.max_bytes)
+        found = take(self._files, source, Terms(self._base(spec, report), limits, spec.token_file), report)
+        return Taken(found.digest, found.facts.rank, found.facts.size, found.source)
 
     def holds(self, digest: str) -> bool:
         return self._files.path(digest) is not None

@@ -10,7 +10,7 @@ import pytest
 from policy.catalog import served_name
 from policy.types import Beat, Load, Replica, ReplicaState, Use, Wanted
 from serve import demand as module
-from serve.demand import HALF_LIFE_S, REFUSING_S, Demand, Usage
+from serve.demand import HALF_LIFE_S, REFUSING_S, WAITS_S, Demand, Usage
 
 SQL = Wanted(name="sql", digest="a" * 64)
 SERVED = served_name(SQL.name, SQL.digest)
@@ -87,13 +87,15 @@ def test_who_was_asked_for_longest_ago_is_forgotten_first(monkeypatch: pytest.Mo
     assert [demand.usage("m", each, 4.0).rate > 0 for each in (one, two, three)] == [True, False, True]
 
 
-def test_waiting_is_what_was_said_last() -> None:
+def test_waiting_is_what_was_said_last_and_lately() -> None:
     demand = Demand()
     demand.note(beat(use(waiting=3)), 0.0)
     demand.note(beat(use(waiting=2), id="r2"), 0.0)
-    assert demand.usage("m", SQL, 0.0).waiting == 5
     demand.note(beat(), 0.5)
-    assert demand.usage("m", SQL, 0.5).waiting == 2
+    assert demand.usage("m", SQL, 0.5).waiting == 5
+    demand.note(beat(use(requests=1)), 1.0)
+    assert demand.usage("m", SQL, 1.0).waiting == 2
+    assert demand.usage("m", SQL, WAITS_S).waiting == 0
 
 
 def test_a_refusal_stays_until_the_load_succeeds() -> None:
