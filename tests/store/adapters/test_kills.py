@@ -1,0 +1,181 @@
+"""A process that changes adapters is killed at any moment: what is left is never between two states."""
+
+from __future__ import annotations
+
+import os
+import random
+import select
+import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+
+from policy.errors import AdapterUnknown
+from store.adapters.admission import Facts
+from store.adapters.intake import take
+from store.adapters.registry import Registry
+from store.blobs import Blobs
+from tests.store.adapters.making import TERMS, files, write, zipped
+
+State = dict[str, float] | None
+
+
+class Site:
+    """A store, three adapters that are not in it yet, and what each step of a round does and leads to."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.url = f"sqlite:///{root / 't.db'}"
+        self.blobs = root / "adapters"
+        self.sources = {}
+        for seed, name in enumerate("abc"):
+            if name == "b":
+                self.sources[name] = root / "b.zip"
+                self.sources[name].write_bytes(zipped(files(seed)))
+            else:
+                self.sources[name] = write(root / name, files(seed))
+        elsewhere = Blobs(root / "elsewhere")
+        self.digests = {
+            take(elsewhere, str(source), TERMS, lambda _: None).digest: name
+            for name, source in self.sources.items()
+        }
+        self.after: tuple[State, ...] = (
+            None,
+            {"a": 1.0},
+            {"b": 1.0},
+            {"a": 95.0, "b": 5.0},
+            {"c": 1.0},
+            {"a": 95.0, "b": 5.0},
+            {"b": 1.0},
+            None,
+            None,
+        )
+
+    def steps(self, registry: Registry, blobs: Blobs) -> list[Callable[[], object]]:
+        def add(name: str) -> Callable[[], object]:
+            def run() -> None:
+                taken = take(blobs, str(self.sources[name]), TERMS, lambda _: None)
+                registry.put("m", "sql", [taken])
+
+            return run
+
+        def collect() -> None:
+            for digest in registry.unused_digests(blobs.digests(), older_s=-1.0):
+                blobs.remove(digest)
+
+        return [
+            lambda: None,
+            add("a"),
+            add("b"),
+            lambda: registry.split("m", "sql", {1: 95, 2: 5}),
+            add("c"),
+            lambda: registry.rollback("m", "sql"),
+            lambda: registry.rollback("m", "sql"),
+            lambda: registry.remove("m", "sql"),
+            collect,
+        ]
+
+    def work(self, say: Callable[[str], object]) -> NoReturn:
+        """Rounds without end, over what a killed predecessor left; says each step before and after."""
+        registry, blobs = Registry(self.url), Blobs(self.blobs)
+        steps = self.steps(registry, blobs)
+        with suppress(AdapterUnknown):
+            registry.remove("m", "sql")
+        while True:
+            for number, step in enumerate(steps):
+                say(f"b{number}\n")
+                step()
+                say(f"d{number}\n")
+
+    def state(self) -> State:
+        """What the name stands for, having looked at every file that is there."""
+        blobs = Blobs(self.blobs)
+        assert all(blobs.path(digest) is not None for digest in blobs.digests())
+        assert not list(self.blobs.glob(".work-*"))
+        registry = Registry(self.url)
+        aliases = registry.catalog(0, 0).aliases
+        registry.close()
+        if not aliases:
+            return None
+        (alias,) = aliases
+        for version in alias.versions:
+            assert blobs.path(version.digest) is not None, "what a name may stand for is there"
+        assert alias.split
+        return {
+            self.digests[version.digest]: weight
+            for number, weight in alias.split
+            for version in alias.versions
+            if version.number == number
+        }
+
+
+def killed(work: Callable[[Callable[[str], object]], object], after_s: float) -> list[str]:
+    """What a process said that worked for so long after its first word."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            work(lambda text: os.write(writing, text.encode()))
+        finally:
+            os._exit(1)
+    os.close(writing)
+    assert select.select([reading], [], [], 60.0)[0], "it says something"
+    time.sleep(after_s)
+    os.kill(pid, signal.SIGKILL)
+    _, status = os.waitpid(pid, 0)
+    assert os.WIFSIGNALED(status), "it works until it is killed"
+    with os.fdopen(reading) as said:
+        return said.read().split()
+
+
+def play(root: Path, times: int) -> None:
+    site = Site(root)
+    chance = random.Random(7)  # noqa: S311
+    between = set()
+    for _ in range(times):
+        said = killed(site.work, chance.uniform(0.0, 0.25))
+        what, number = said[-1][0], int(said[-1][1:])
+        state = site.state()
+        expected = [site.after[number]]
+        if what == "b":
+            expected.append(site.after[number - 1])
+            between.add(number)
+        assert state in expected, said[-3:]
+    assert len(between) > 1, "it was killed within different steps"
+
+
+@pytest.mark.slow
+def test_killed_while_the_database_is_made(tmp_path: Path) -> None:
+    def url(number: int) -> str:
+        return f"sqlite:///{tmp_path / str(number)}.db"
+
+    def work(say: Callable[[str], object]) -> NoReturn:
+        number = 0
+        while True:
+            Registry(url(number)).close()
+            number += 1
+            say(f"{number}\n")
+
+    chance = random.Random(7)  # noqa: S311
+    for _ in range(5):
+        for path in tmp_path.iterdir():
+            path.unlink()
+        number = int(killed(work, chance.uniform(0.0, 0.1))[-1])
+        registry = Registry(url(number))
+        registry.add("m", "sql", "a" * 64, Facts(8, 1), "")
+        assert registry.revision() == 1
+        registry.close()
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment(tmp_path: Path) -> None:
+    play(tmp_path, times=25)
+
+
+@pytest.mark.long
+def test_killed_at_any_moment_a_hundred_times(tmp_path: Path) -> None:
+    play(tmp_path, times=100)
