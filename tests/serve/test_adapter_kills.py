@@ -35,7 +35,7 @@ from tests.store.adapters.making import files, write
 pytestmark = pytest.mark.slow
 WITHIN_S = 120.0
 # An operation takes a few hundredths of a second; the kill comes before, in or after it.
-LATEST_S = 0.12
+LATEST_S = 0.06
 
 # Of one name: the digest of each version that has a share, with that.
 Standing = tuple[tuple[str, float], ...]

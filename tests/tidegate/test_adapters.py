@@ -1,0 +1,283 @@
+"""``tidegate adapters`` against a deployment of simulated engines, and what it refuses by itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import CliRunner, Result
+
+from policy.catalog import Alias, Version
+from policy.errors import AdapterUnknown
+from serve.adapters import AdaptersStatus, AdapterState, AdapterStatus, RefusedBy, VersionStatus
+from serve.client import AddLine, AddRequest
+from tests.ports import free_ports
+from tests.store.adapters.making import files, write
+from tests.tidegate.conftest import Site, until
+from tidegate.children import ROOT
+from tidegate.cli import group
+from tidegate.commands import adapters as module
+
+DIGEST = {1: "a" * 64, 2: "b" * 64}
+
+
+def version(number: int, share: float, **over: Any) -> VersionStatus:
+    fields: dict[str, Any] = {
+        "number": number, "digest": DIGEST[number], "served": f"sql@{DIGEST[number][:12]}", "rank": 8,
+        "size": 1_500_000, "source": "/adapters/sql", "at": 900.0, "share": share,
+    }  # fmt: skip
+    return VersionStatus(**fields | over)
+
+
+def adapter(model: str = "m", name: str = "sql", **over: Any) -> AdapterStatus:
+    fields: dict[str, Any] = {
+        "model": model, "name": name, "state": AdapterState.READY, "revision": 1, "split": ((1, 1.0),),
+        "versions": (version(1, 1.0),),
+    }  # fmt: skip
+    return AdapterStatus(**fields | over)
+
+
+class Controller:
+    """Says what it is told to say, and remembers what it was asked."""
+
+    def __init__(self, *adapters: AdapterStatus, models: tuple[str, ...] = ("m",)) -> None:
+        self.status = AdaptersStatus(at=1000.0, models=models, adapters=adapters)
+        self.asked: list[Any] = []
+
+    def adapters(self) -> AdaptersStatus:
+        return self.status
+
+    def add_adapter(self, wanted: AddRequest, progress: Callable[[AddLine], None]) -> Alias:
+        self.asked.append(wanted)
+        for done in (10, 90):
+            progress(AddLine(step="fetch", message="copying it", done=done, total=100))
+        progress(AddLine(step="check", message="checking its numbers"))
+        return self._alias((2, 1.0))
+
+    def split_adapter(self, model: str, name: str, weights: dict[str, float]) -> Alias:
+        self.asked.append((model, name, weights))
+        return self._alias((1, 95.0), (2, 5.0))
+
+    def rollback_adapter(self, model: str, name: str) -> Alias:
+        self.asked.append((model, name))
+        return self._alias((1, 1.0))
+
+    def remove_adapter(self, model: str, name: str) -> None:
+        self.asked.append((model, name))
+
+    def _alias(self, *split: tuple[int, float]) -> Alias:
+        versions = tuple(
+            Version(number=number, digest=digest, rank=8, size=10, source="/a", at=0.0)
+            for number, digest in DIGEST.items()
+        )
+        return Alias(model="m", name="sql", revision=2, versions=versions, split=split)
+
+
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
+    def invoke(controller: Controller, *words: str) -> Result:
+        monkeypatch.setattr(module, "controller", lambda state: controller)
+        return CliRunner().invoke(group, ["--state-dir", str(tmp_path), "adapters", *words])
+
+    return invoke
+
+
+def test_the_table_has_a_row_for_each_version_that_is_served(run: Run) -> None:
+    split = adapter(
+        state=AdapterState.PARTIAL,
+        versions=(
+            version(1, 0.95, loaded=("r1", "r2", "r3"), requests_per_s=2.5, hit_rate=0.9, last_used=997.0),
+            version(2, 0.05),
+        ),
+    )
+    away = adapter(name="law", state=AdapterState.FETCHING, note="no route", versions=(), split=())
+    lines = run(Controller(split, away)).output.splitlines()
+    assert [" ".join(line.split()) for line in lines] == [
+        "name version rank size lives on requests/s hit rate last used state",
+        "sql v1@aaaaaaaaaaaa 0.95 8 1.5 MB r1, r2 and 1 more 2.50 90% 3.0 s ago partial",
+        "sql v2@bbbbbbbbbbbb 0.05 8 1.5 MB - - - - partial",
+        "law - - - no route - - - fetching",
+    ]
+
+
+def test_models_are_told_apart_where_several_take_adapters(run: Run) -> None:
+    shown = run(Controller(adapter(), adapter("n"), models=("m", "n"))).output.splitlines()
+    assert [line.split()[0] for line in shown] == ["model", "m", "n"]
+    assert run(Controller()).output.startswith("There are no adapters.")
+
+
+def test_show_says_where_versions_come_from_and_who_refuses_them(run: Run) -> None:
+    refused = (RefusedBy(replica="r1", reason="base_model: why", at=990.0),)
+    found = adapter(tenants=("acme",), versions=(version(1, 0.0, refused=refused), version(2, 1.0)))
+    shown = run(Controller(found), "show", "sql").output
+    assert "acme" in shown
+    assert "1 min 40 s ago" in shown
+    assert "v1 is refused by r1: base_model: why" in shown
+    assert json.loads(run(Controller(found), "show", "sql", "--json").output)["tenants"] == ["acme"]
+
+
+def test_a_local_source_is_made_absolute_and_its_steps_are_told(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sql").mkdir()
+    monkeypatch.chdir(tmp_path)
+    controller = Controller()
+    done = run(controller, "add", "sql", "./sql", "--tenant", "acme", "--tenant", "bits")
+    assert controller.asked == [
+        AddRequest(name="sql", source=str(tmp_path / "sql"), tenants=("acme", "bits")),
+    ]
+    assert [line.split()[0] for line in done.output.splitlines()] == ["fetch", "check", "sql"]
+    assert done.output.endswith("sql on m stands for v2 (bbbbbbbbbbbb).\n")
+
+
+@pytest.mark.parametrize("source", ["https://host/a.zip", "hf:org/name@main", "s3://bucket/key"])
+def test_other_sources_are_sent_as_they_are(run: Run, source: str) -> None:
+    controller = Controller()
+    done = run(controller, "add", "sql", source, "--json")
+    assert controller.asked == [AddRequest(name="sql", source=source)]
+    assert json.loads(done.output)["revision"] == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("add", "../sql", "/tmp"), "NAME: got '../sql', expected a name that matches"),
+        (("add", "sql", "/not/there"), "SOURCE: got '/not/there', expected a path that exists, https://"),
+        (("split", "sql", "v1"), "VERSION=WEIGHT: got 'v1', expected VERSION=WEIGHT such as v1=95"),
+        (("split", "sql", "v1=1", "v1=2"), "got 'v1=2', expected VERSION=WEIGHT"),
+        (("split", "sql", "v1=0"), "got 'v1=0', expected a weight above 0"),
+        (("remove", "sql", "--model", "x"), "--model: got 'x', expected m"),
+        (("--json", "remove", "sql"), "--json: expected after remove"),
+    ],
+)
+def test_what_is_no_value_is_a_usage_error(run: Run, words: tuple[str, ...], says: str) -> None:
+    controller = Controller(adapter())
+    done = run(controller, *words)
+    assert done.exit_code == 2
+    assert says in " ".join(done.output.split())
+    assert controller.asked == []
+
+
+def test_a_model_must_be_named_where_several_are_meant(run: Run) -> None:
+    controller = Controller(adapter(), adapter("n"), adapter("n", "law"), models=("m", "n"))
+    for words in (("remove", "sql"), ("add", "sql", "hf:a/b"), ("add", "new", "hf:a/b")):
+        done = run(controller, *words)
+        assert (done.exit_code, "--model: got none, expected one of m, n" in done.output) == (2, True)
+    assert run(controller, "remove", "law").output == "law is removed from n.\n"
+    assert run(controller, "add", "law", "hf:a/b").exit_code == 0
+    assert run(controller, "rollback", "sql", "--model", "n").exit_code == 0
+    assert controller.asked == [
+        ("n", "law"),
+        AddRequest(name="law", source="hf:a/b", model="n"),
+        ("n", "sql"),
+    ]
+
+
+def test_an_unknown_name_says_which_there_are(run: Run) -> None:
+    done = run(Controller(adapter(), adapter(name="law")), "remove", "x")
+    assert isinstance(done.exception, AdapterUnknown)
+    assert str(done.exception) == "NAME: got 'x', expected one of law, sql"
+
+
+def test_split_and_rollback_say_what_the_name_stands_for(run: Run) -> None:
+    controller = Controller(adapter())
+    done = run(controller, "split", "sql", "v1=95", "v2=5")
+    assert done.output == "sql on m stands for 0.95 of v1 (aaaaaaaaaaaa), 0.05 of v2 (bbbbbbbbbbbb).\n"
+    assert run(controller, "rollback", "sql").output == "sql on m stands for v1 (aaaaaaaaaaaa).\n"
+    assert controller.asked == [("m", "sql", {"v1": 95.0, "v2": 5.0}), ("m", "sql")]
+
+
+@pytest.fixture
+def sim(site: Site) -> Iterator[Site]:
+    document = yaml.safe_load((ROOT / "deployments" / "sim.yaml").read_text())
+    document["gateway"] |= {"port": site.port, "admin_port": site.admin_port}
+    document["cluster"] |= {"controller": f"127.0.0.1:{free_ports(1)[0]}"}
+    document["models"][0]["adapters"] = {"sources": [{"name": "law", "path": "law"}]}
+    write(site.folder / "law", files(1))
+    write(site.folder / "sql", files(2))
+    write(site.folder / "sql-2", files(3))
+    site.file.write_text(json.dumps(document))
+    code, _, err = site.tidegate("up", str(site.file), "--no-ray", "--timeout-s", "150")
+    assert (code, err) == (0, "")
+    yield site
+
+
+def ask(site: Site, model: str) -> str:
+    """Which model answers a request for ``model``."""
+    body = json.dumps({"model": model, "prompt": "hello", "max_tokens": 2}).encode()
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{site.port}/v1/completions", body, {"content-type": "application/json"}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:  # noqa: S310 - ours
+            return str(json.loads(answer.read())["model"])
+    except urllib.error.HTTPError as error:
+        return str(error.code)
+
+
+def tell(site: Site, *words: str) -> Any:
+    code, out, err = site.tidegate("adapters", *words, "--json")
+    assert (code, err) == (0, "")
+    return json.loads(out)
+
+
+@pytest.mark.slow
+def test_adapters_of_a_deployment_from_their_add_to_their_end(sim: Site) -> None:
+    # The document's own comes by itself.
+    until(lambda: ask(sim, "law").startswith("law@"), "the adapter of the document")
+
+    code, out, err = sim.tidegate("adapters", "add", "sql", os.fspath(sim.folder / "sql"))
+    assert (code, err) == (0, "")
+    assert "sql on sim stands for v1" in out
+    first = until(lambda: (name := ask(sim, "sql")).startswith("sql@") and name, "the first version")
+    again = tell(sim, "add", "sql", os.fspath(sim.folder / "sql-2"))
+    second = f"sql@{again['versions'][1]['digest'][:12]}"
+    until(lambda: ask(sim, "sql") == second, "the second version")
+    assert ask(sim, first) == first
+
+    def used() -> bool:
+        (found,) = [each for each in tell(sim)["adapters"] if each["name"] == "sql"]
+        return (
+            all(each["loaded"] and each["last_used"] for each in found["versions"])
+            and found["state"] == "ready"
+        )
+
+    until(used, "the controller hears of it")
+    code, out, _ = sim.tidegate("adapters")
+    assert code == 0
+    assert "ready" in out
+    assert "requests/s" in out
+
+    assert tell(sim, "split", "sql", "v1=1", "v2=1")["split"] == [[1, 1.0], [2, 1.0]]
+    assert tell(sim, "rollback", "sql")["split"] == [[2, 1.0]]
+    code, _, err = sim.tidegate("adapters", "split", "sql", "v9=1")
+    assert (code, "v9" in err) == (5, True)
+    bad = write(sim.folder / "bad", files(4, use_dora=True))
+    code, _, err = sim.tidegate("adapters", "add", "bad", str(bad))
+    assert (code, "use_dora" in err) == (5, True)
+
+    # A change of the document alone restarts nothing.
+    pids = [replica["pid"] for replica in sim.status()["fleet"]["replicas"]]
+    document = json.loads(sim.file.read_text())
+    document["models"][0]["adapters"]["sources"] = []
+    sim.file.write_text(json.dumps(document))
+    code, out, _ = sim.tidegate("apply", str(sim.file))
+    assert code == 0
+    assert "models[sim].adapters.sources[law]" in out
+    assert "new generation" not in out
+    until(lambda: ask(sim, "law") == "404", "the adapter that left the document")
+    assert [replica["pid"] for replica in sim.status()["fleet"]["replicas"]] == pids
+
+    assert tell(sim, "remove", "sql") == {"model": "sim", "name": "sql"}
+    until(lambda: ask(sim, "sql") == "404", "the adapter that was removed")
+    code, _, err = sim.tidegate("adapters", "remove", "sql")
+    assert (code, "NAME: got 'sql'" in err) == (5, True)
