@@ -31,7 +31,7 @@ class AdapterControl:
 
     def __init__(
         self,
-        shelf: Shelf,
+        shelf: Callable[[], Shelf],
         registry: Registry,
         state: StateDir,
         epoch: float,

@@ -54,7 +54,7 @@ class Controller:
         actuator: Actuator,
         state: StateDir,
         pid: int,
-        shelf: Shelf,
+        shelf: Callable[[], Shelf],
         *,
         wall: Callable[[], float],
         monotonic: Callable[[], float],

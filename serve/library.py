@@ -37,10 +37,14 @@ Event = Callable[[str], None]
 
 
 class Library:
-    """Which adapters there are; for one event loop, its slow work is done in threads."""
+    """Which adapters there are; for one event loop, its slow work is done in threads.
 
-    def __init__(self, shelf: Shelf, epoch: float, event: Event) -> None:
-        self._shelf = shelf
+    ``shelf`` is made when a model takes adapters, and until then costs nothing.
+    """
+
+    def __init__(self, shelf: Callable[[], Shelf], epoch: float, event: Event) -> None:
+        self._make = shelf
+        self._shelf: Shelf
         self._epoch = epoch
         self._event = event
         self._specs: dict[str, ModelSpec] = {}
@@ -71,7 +75,7 @@ class Library:
                 await self._changed.wait()
                 continue
             try:
-                found = await in_background(self._shelf.aliases, "adapters-open")
+                self._shelf, found = await in_background(self._first_look, "adapters-open")
             except (TidegateError, OSError) as error:
                 self._event(f"adapters: {error}")
                 await asyncio.sleep(retry_s)
@@ -202,6 +206,9 @@ class Library:
 
     async def tar(self, digest: str) -> Iterator[bytes] | None:
         """The files of a version, for other nodes; ``None`` where there is none."""
+        await self.read()
+        if not self._opened.is_set():
+            return None
         return await in_background(lambda: self._shelf.tar(digest), "adapters-read")
 
     async def clear(self, in_use: Collection[str]) -> None:
@@ -214,6 +221,10 @@ class Library:
                 gone = await in_background(lambda: self._shelf.clear(in_use, GRACE_S), "adapters-clear")
                 for digest in gone:
                     log.info("%s: deleted, for nothing names it", digest[:12])
+
+    def _first_look(self) -> tuple[Shelf, tuple[Alias, ...]]:
+        shelf = self._make()
+        return shelf, shelf.aliases()
 
     async def _add(self, adding: Adding) -> None:
         model, name = adding.key

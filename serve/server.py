@@ -13,7 +13,7 @@ from serve.actuator.port import Actuator
 from serve.api import build_app
 from serve.control import Controller
 from serve.http import Server
-from serve.stored_shelf import StoredShelf
+from serve.shelf import Shelf
 from store.state import StateDir, listen
 
 
@@ -22,9 +22,14 @@ async def serve_controller(actuator: Actuator, state: StateDir, address: str) ->
 
     The port is fixed, so a predecessor that is just ending is waited for.
     """
-    deployment = parse(state.load(state.deployment_path, dict[str, object]))
-    shelf = StoredShelf(state, deployment.store or f"sqlite:///{state.database_path}")
-    controller = Controller(actuator, state, os.getpid(), shelf, wall=time.time, monotonic=time.monotonic)
+    controller = Controller(
+        actuator,
+        state,
+        os.getpid(),
+        lambda: _shelf(state),
+        wall=time.time,
+        monotonic=time.monotonic,
+    )
     host, _, port = address.rpartition(":")
     for attempt in range(50):
         try:
@@ -51,3 +56,10 @@ async def serve_controller(actuator: Actuator, state: StateDir, address: str) ->
             task.cancel()
         await asyncio.wait(tasks)
         sock.close()
+
+
+def _shelf(state: StateDir) -> Shelf:
+    from serve.stored_shelf import StoredShelf  # noqa: PLC0415 - its database takes long to import
+
+    deployment = parse(state.load(state.deployment_path, dict[str, object]))
+    return StoredShelf(state, deployment.store or f"sqlite:///{state.database_path}")

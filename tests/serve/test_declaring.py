@@ -33,7 +33,7 @@ class Desk:
     declaring: Declaring = field(init=False)
 
     async def restart(self, *sources: dict[str, Any]) -> Desk:
-        self.library = Library(self.shelf, 5.0, lambda text: None)
+        self.library = Library(lambda: self.shelf, 5.0, lambda text: None)
         self.declaring = Declaring(self.library, self.state, lambda: self.now)
         self._declare(sources, applied=False)
         await self.library.open()
@@ -211,7 +211,7 @@ async def test_what_left_while_no_controller_ran_is_removed(desk: Desk) -> None:
 
 async def test_a_source_that_changes_while_it_is_fetched_is_fetched_too(desk: Desk) -> None:
     desk.shelf.gate.clear()
-    desk.library = Library(desk.shelf, 5.0, lambda text: None)
+    desk.library = Library(lambda: desk.shelf, 5.0, lambda text: None)
     desk.declaring = Declaring(desk.library, desk.state, lambda: desk.now)
     desk._declare((source(),), applied=False)
     await desk.library.open()

@@ -33,7 +33,7 @@ def shelf() -> FakeShelf:
 
 @pytest.fixture
 async def library(shelf: FakeShelf) -> AsyncIterator[Library]:
-    made = Library(shelf, 5.0, lambda text: None)
+    made = Library(lambda: shelf, 5.0, lambda text: None)
     made.declare(deployment(*adapted(), tenants=TENANTS))
     await made.open()
     yield made
@@ -154,7 +154,7 @@ async def test_what_cannot_be_is_refused_at_once(
 
 
 async def test_models_without_adapters_take_none(shelf: FakeShelf) -> None:
-    library = Library(shelf, 5.0, lambda text: None)
+    library = Library(lambda: shelf, 5.0, lambda text: None)
     library.declare(deployment(sim_model()))
     with pytest.raises(TargetError, match="no model takes adapters"):
         library.add(AddRequest(name="sql", source="/a"))
@@ -193,7 +193,7 @@ async def test_nothing_is_published_before_the_records_are_read(
     shelf.kept[SQL] = Alias(model="m", name="sql", revision=1, versions=(), split=())
     shelf.down = "away"
     events: list[str] = []
-    library = Library(shelf, 5.0, events.append)
+    library = Library(lambda: shelf, 5.0, events.append)
     library.declare(deployment(*adapted()))
     opening = asyncio.create_task(library.open())
     line = asyncio.create_task(library.line())
@@ -234,7 +234,7 @@ async def test_nothing_is_cleared_away_while_something_is_added(library: Library
 
 
 async def test_an_add_that_is_cut_by_the_end_of_the_controller_says_so(shelf: FakeShelf) -> None:
-    library = Library(shelf, 5.0, lambda text: None)
+    library = Library(lambda: shelf, 5.0, lambda text: None)
     library.declare(deployment(*adapted()))
     await library.open()
     shelf.gate.clear()
