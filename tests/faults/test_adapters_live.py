@@ -1,0 +1,175 @@
+"""Rows 43, 46 and 47 and the life of an adapter, through a gateway, a controller, hosts and guards that are real.
+
+Their engines are simulated; ``tests/e2e`` asks vLLM.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+from collections import Counter
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from policy.catalog import served_name
+from tests.faults.live import MODEL, Live
+from tests.gateway.worker import until
+from tests.store.adapters.making import files, write
+
+pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
+SLOTS, REPLICAS, CROWD = 2, 2, 200
+# By then each host has told all that it has loaded, twice.
+BEATS_S = 1.2
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def live(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Live]:
+    live = Live(tmp_path_factory.mktemp("adapters"), speed=1.0)
+    live.models[0]["adapters"] = {"slots_per_replica": SLOTS, "max_rank": 8}
+    live.models[0]["shapes"]["small"]["max_in_flight"] = 256
+    live.http.headers["connection"] = "close"
+    try:
+        await live.start_controller()
+        await live.start_worker()
+        await live.scale(REPLICAS)
+        yield live
+    finally:
+        await live.close()
+
+
+def adapter(folder: Path, seed: int) -> str:
+    """The directory of an adapter that no other seed has."""
+    return str(write(folder / f"adapter-{seed}", files(seed)))
+
+
+async def add(live: Live, name: str, source: str) -> str:
+    """Add or replace over the admin port; returns what its requests are served by, once the worker knows."""
+    answer = await live.admin.post("/admin/adapters", json={"name": name, "source": source, "tenants": []})
+    assert answer.status_code == 200, answer.text
+    alias = answer.json()["alias"]
+    ((number, _),) = alias["split"]
+    digest = next(version["digest"] for version in alias["versions"] if version["number"] == number)
+    await until(lambda: stands_for(live, name, digest), "the worker follows")
+    return served_name(name, digest)
+
+
+async def stands_for(live: Live, name: str, digest: str | None) -> bool:
+    answer = await live.http.get(f"/v1/models/{name}")
+    return answer.status_code == 404 if digest is None else answer.json().get("root") == digest
+
+
+async def status(live: Live, name: str) -> Any:
+    adapters = (await live.admin.get("/admin/adapters")).json()["adapters"]
+    return next(one for one in adapters if one["name"] == name)
+
+
+async def test_an_adapter_lives_while_others_stream(live: Live, tmp_path: Path) -> None:
+    streams = [await live.post(MODEL, stream=True, max_tokens=400, ignore_eos=True) for _ in range(4)]
+    for stream in streams:
+        await stream.events(1)
+
+    first = await add(live, "sql", adapter(tmp_path, 1))
+    reply = await live.ask("sql", max_tokens=2)
+    assert (reply.status, reply.json["model"]) == (200, first)
+    assert (await live.ask(f"{MODEL}:sql", stream=True, max_tokens=2)).status == 200
+
+    second = await add(live, "sql", adapter(tmp_path, 2))
+    assert second != first
+    assert (await live.ask("sql", max_tokens=2)).json["model"] == second
+    assert (await live.ask(first, max_tokens=2)).json["model"] == first
+
+    split = await live.admin.post(f"/admin/adapters/{MODEL}/sql/split", json={"v1": 0, "v2": 1})
+    assert split.status_code == 200, split.text
+    back = await live.admin.post(f"/admin/adapters/{MODEL}/sql/rollback")
+    assert back.status_code == 200, back.text
+
+    gone = await live.admin.delete(f"/admin/adapters/{MODEL}/sql")
+    assert gone.status_code == 200, gone.text
+    await until(lambda: stands_for(live, "sql", None), "it is gone")
+    assert (await live.ask("sql", max_tokens=2)).status == 404
+    again = await live.admin.delete(f"/admin/adapters/{MODEL}/sql")
+    assert (again.status_code, again.json()["error"]["code"]) == (404, "adapter_not_found")
+    for stream in streams:
+        assert (await stream.end()).error is None
+
+
+async def test_46_a_name_that_is_replaced_under_load_is_one_version_in_each_answer(
+    live: Live, tmp_path: Path
+) -> None:
+    versions = [await add(live, "under-load", adapter(tmp_path, 10))]
+    seen: Counter[str] = Counter()
+    ends = asyncio.Event()
+
+    async def client() -> None:
+        while not ends.is_set():
+            reply = await live.ask("under-load", stream=True, max_tokens=8)
+            assert (reply.status, reply.error) == (200, None)
+            named = {json.loads(data)["model"] for data in reply.data if data != "[DONE]"}
+            assert len(named) == 1
+            seen.update(named)
+
+    async with asyncio.TaskGroup() as clients:
+        for _ in range(8):
+            clients.create_task(client())
+        for seed in (11, 12, 10):
+            await until(lambda: seen[versions[-1]] >= 20, "it is asked for")
+            versions.append(await add(live, "under-load", adapter(tmp_path, seed)))
+            for _ in range(4):
+                assert (await live.ask("under-load", max_tokens=2)).json["model"] == versions[-1]
+        ends.set()
+    assert set(seen) == set(versions)
+    assert versions[0] == versions[-1], "the same content is the same version"
+
+
+async def test_47_two_hundred_first_requests_for_one_cold_adapter(live: Live, tmp_path: Path) -> None:
+    served = await add(live, "cold", adapter(tmp_path, 20))
+    async with live.aftermath(MODEL, {"ok": CROWD}):
+        replies = await asyncio.gather(*(live.ask("cold", max_tokens=2) for _ in range(CROWD)))
+        assert Counter(reply.status for reply in replies) == Counter({200: CROWD})
+        assert {reply.json["model"] for reply in replies} == {served}
+    used = {reply.headers["x-tidegate-replica"] for reply in replies}
+
+    async def loads() -> int:
+        (version,) = (await status(live, "cold"))["versions"]
+        return int(version["loads"])
+
+    async def told() -> bool:
+        return await loads() >= len(used)
+
+    await until(told, "the hosts have told")
+    await asyncio.sleep(BEATS_S)
+    assert await loads() <= REPLICAS
+
+
+async def test_43_a_bad_adapter_is_refused_and_good_traffic_goes_on(live: Live, tmp_path: Path) -> None:
+    good = await add(live, "good", adapter(tmp_path, 30))
+    source = str(write(tmp_path / "bad", files(31, r=64)))
+    answer = await live.admin.post("/admin/adapters", json={"name": "bad", "source": source, "tenants": []})
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["code"] == "rank"
+    assert (await live.ask("bad", max_tokens=2)).status == 404
+    assert (await live.ask("good", max_tokens=2)).json["model"] == good
+
+
+async def test_c_the_controller_is_killed_and_adapters_are_served_on(live: Live, tmp_path: Path) -> None:
+    loaded, other = (
+        await add(live, "kept", adapter(tmp_path, 40)),
+        await add(live, "never-used", adapter(tmp_path, 41)),
+    )
+    assert (await live.ask("kept", max_tokens=2)).status == 200
+    await live.end_controller(signal.SIGKILL)
+    assert (await live.ask("kept", max_tokens=2)).json["model"] == loaded
+    away = await live.admin.get("/admin/adapters")
+    assert (away.status_code, away.json()["error"]["code"]) == (503, "controller_unreachable")
+    await live.start_controller()
+    await live.settle(REPLICAS)
+    assert (await live.ask("never-used", max_tokens=2)).json["model"] == other
+    assert {one["name"] for one in (await live.admin.get("/admin/adapters")).json()["adapters"]} >= {
+        "kept",
+        "never-used",
+    }
