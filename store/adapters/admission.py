@@ -139,6 +139,11 @@ def _check_config(config: dict[str, Any], max_rank: int) -> _Ranks:
         raise AdapterRefused(
             "config_unreadable", f"target_modules is {targets!r:.100}; expected a list of module names"
         )
+    for target in targets if isinstance(targets, list) else [targets]:
+        if target.rpartition(".")[2] in NOT_LINEAR:
+            raise AdapterRefused(
+                "target_module", f"{target:.200} is a table of tokens; expected linear modules"
+            )
     for alpha in (config.get("lora_alpha"), *_patterns(config, "alpha_pattern").values()):
         if not _is_positive(alpha):
             raise AdapterRefused(

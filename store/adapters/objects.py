@@ -15,6 +15,8 @@ from store.adapters.errand import Errand
 from store.adapters.part import Part
 
 BLOCK_BYTES = 4 * 1024 * 1024
+# What changes with an object's content, by the names that drivers give it, the most exact first.
+_MARKS = ("etag", "md5hash", "versionid", "generation", "mtime", "lastmodified", "updated", "created")
 
 
 def fetch(errand: Errand) -> None:
@@ -36,15 +38,16 @@ def fetch(errand: Errand) -> None:
     except Exception as error:  # each driver raises a tree of its own
         raise errand.unreachable(error) from error
     try:
-        system.invalidate_cache()
         if not system.isfile(path):
             _take_folder(errand, system, path)
             return
         part = _take(errand, system, path, "archive")
     except AdapterRefused:
         raise
+    except FileNotFoundError as error:  # its text is the path
+        raise errand.unreachable("there is no such object or folder") from error
     except Exception as error:  # likewise
-        raise errand.unreachable(error or type(error).__name__) from error
+        raise errand.unreachable(str(error) or type(error).__name__) from error
     with part.path.open("rb") as file:
         unpack(file, errand.into, errand.max_bytes, errand.tell("unpack", f"unpacking {errand.shown}"))
 
@@ -63,10 +66,9 @@ def _take_folder(errand: Errand, system: Any, path: str) -> None:
 def _take(errand: Errand, system: Any, path: str, name: str) -> Part:
     """Copy one object, from where a download of the same one was broken off."""
     part = Part(errand, name)
-    same = str(system.ukey(path))
-    if part.validator != same:
-        part.begin(same)
-    size = int(system.info(path).get("size") or 0)
+    size, mark = before = _identity(system, path)
+    if part.validator != mark or not mark:
+        part.begin(mark)
     if size > errand.max_bytes:
         raise errand.too_large(size)
     tell = errand.tell("fetch", f"downloading {errand.shown}") if name in (WEIGHTS, "archive") else None
@@ -77,9 +79,16 @@ def _take(errand: Errand, system: Any, path: str, name: str) -> Part:
             part.append(block)
             if tell and size:
                 tell(min(part.size / size, 1.0))
-    system.invalidate_cache()
-    if str(system.ukey(path)) != same:
+    if _identity(system, path) != before:
         raise AdapterRefused(
             "changed", f"{errand.shown} changed while it was copied; add it once it is whole"
         )
     return part
+
+
+def _identity(system: Any, path: str) -> tuple[int, str]:
+    """The bytes of an object, 0 if unknown, and by what the store would tell it from another."""
+    system.invalidate_cache()
+    said = {key.lower().replace("_", ""): value for key, value in system.info(path).items()}
+    mark = next((f"{key} {said[key]}" for key in _MARKS if said.get(key)), "")
+    return int(said.get("size") or 0), mark

@@ -221,6 +221,7 @@ BAD: list[tuple[str, Make, str, str]] = [
     ("no targets", without("target_modules"), "config_unreadable", "target_modules is None"),
     ("targets of numbers", configured(target_modules=[3]), "config_unreadable", "target_modules is [3]"),
     ("a target that is not there", configured(target_modules=["c_attn"]), "target_module", "'c_attn'"),
+    ("a table as a target", configured(target_modules=["q", "lm_head"]), "target_module", "lm_head is a"),
     ("modules_to_save", configured(modules_to_save=["lm_head"]), "unsupported_feature", "modules_to_save"),
     ("bias", configured(bias="all"), "unsupported_feature", "bias is 'all'"),
     ("lora_bias", configured(lora_bias=True), "unsupported_feature", "lora_bias is True"),

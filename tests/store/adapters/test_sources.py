@@ -434,7 +434,7 @@ def test_an_object_that_changes_while_it_is_copied(tmp_path: Path, bucket: Any) 
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("memory://b/nowhere", "memory://b/nowhere cannot be fetched"),
+        ("memory://b/nowhere", "memory://b/nowhere cannot be fetched: there is no such object"),
         ("gopher://h/a", "gopher"),
         ("simplecache::memory://b/a.zip", "expected an absolute path"),
         ("zip://a::memory://b/a.zip", "not one inside another"),
