@@ -1,4 +1,4 @@
-"""Rows 43, 46 and 47 and the life of an adapter, through a gateway, a controller, hosts and guards that are real.
+"""Rows 43, 46 and 47 and an adapter's life, through a gateway, controller, hosts and guards that are real.
 
 Their engines are simulated; ``tests/e2e`` asks vLLM.
 """
