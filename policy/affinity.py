@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import islice
 from typing import NamedTuple
 
 # Shares are of the requests since about the last 512 to 1024 that each replica had: fewer, and chance
@@ -102,15 +103,17 @@ class Popularity:
 class Slots:
     """The adapters that one replica is believed to have loaded: the last ``count`` that were used.
 
-    Where it tells what it has loaded, that is believed, with what it was asked for since and is yet to tell.
+    Where it tells what it has loaded, that is believed, with what it was asked for since and is yet to tell:
+    which one went for that it says itself, and it need not be the one that was used longest ago.
     """
 
-    __slots__ = ("_asked", "_resident", "count")
+    __slots__ = ("_asked", "_resident", "_tells", "count")
 
     def __init__(self, count: int) -> None:
         self.count = count
         self._resident: dict[int, None] = {}
-        self._asked: set[int] = set()
+        self._asked: dict[int, None] = {}
+        self._tells = False
 
     def __contains__(self, adapter: int) -> bool:
         return adapter in self._resident
@@ -120,29 +123,42 @@ class Slots:
 
     @property
     def next_out(self) -> int | None:
-        """The adapter that the next load evicts, ``None`` while a slot is free."""
+        """The adapter that was used longest ago, ``None`` while a slot is free."""
         if len(self._resident) < self.count:
             return None
         return next(iter(self._resident))
+
+    def oldest(self, count: int) -> list[int]:
+        """Up to ``count`` of those that were used longest ago."""
+        return list(islice(self._resident, count))
+
+    def loaded(self, adapter: int) -> bool:
+        """Whether it is there by all that is known, and not only asked for."""
+        return adapter in self._resident and adapter not in self._asked
 
     def use(self, adapter: int) -> bool:
         """``adapter`` is used there now; whether it had to be loaded."""
         resident = self._resident
         loaded = adapter not in resident
         if loaded:
-            self._asked.add(adapter)
+            self._asked[adapter] = None
         else:
             del resident[adapter]
         resident[adapter] = None
         self._shed()
         return loaded
 
+    def came(self, adapter: int) -> None:
+        """A request that waited for it had its first token."""
+        self._asked.pop(adapter, None)
+
     def told(self, loaded: Sequence[int], refused: Sequence[int]) -> None:
         """The replica says what it has ``loaded``, and what it could not load lately."""
+        self._tells = True
         listed = set(loaded)
         asked = self._asked
-        asked -= listed
-        asked.difference_update(refused)
+        for adapter in (*loaded, *refused):
+            asked.pop(adapter, None)
         # What others asked it for is, as far as anybody here knows, the first to go.
         resident = {adapter: None for adapter in loaded if adapter not in self._resident}
         for adapter in self._resident:
@@ -152,11 +168,18 @@ class Slots:
         self._shed()
 
     def _shed(self) -> None:
-        resident = self._resident
+        resident, asked = self._resident, self._asked
+        if self._tells:
+            # Of requests that failed nobody hears whether their adapters were loaded.
+            while len(asked) > self.count:
+                out = next(iter(asked))
+                del asked[out]
+                resident.pop(out, None)
+            return
         while len(resident) > self.count:
             out = next(iter(resident))
             del resident[out]
-            self._asked.discard(out)
+            asked.pop(out, None)
 
 
 class Share:

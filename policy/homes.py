@@ -59,8 +59,8 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
     that take the part ``busy`` of its seats; a version has ``copies`` homes at most (0: as many as there are
     replicas), one more each time that requests wait for a slot for ``waits_s``, one fewer after ``spare_s``
     in which fewer would have been enough. Between two moves of it pass ``move_s``. ``free`` slots of each
-    replica are left to what is loaded on demand. Who has a slot keeps it until another is worth ``gain``
-    times as much.
+    replica at least are left to what is loaded on demand. Who has a slot keeps it until another is worth
+    ``gain`` times as much.
     """
 
     load: float = 1.25
@@ -104,7 +104,8 @@ class Move(msgspec.Struct, frozen=True, kw_only=True):
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """``homes`` in the order of value; ``hold`` is what each replica should keep, the most valuable first.
 
-    ``load`` is what each is given of the requests for what lives somewhere, in units of its fair share.
+    ``load`` is what each is given of the requests for what lives somewhere, in units of its fair share, and
+    ``free`` how many slots of each are left to what is loaded on demand.
     """
 
     at: float = 0.0
@@ -112,6 +113,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     hold: dict[str, tuple[str, ...]] = {}
     moves: tuple[Move, ...] = ()
     load: dict[str, float] = {}
+    free: int = 0
 
     def explain(self, name: str) -> str:
         """Why the version ``name`` lives where it does."""

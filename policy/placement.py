@@ -42,8 +42,8 @@ def plan(
 
     Without any replica everything stays planned as it was, for those that come back.
     """
-    listed = sorted(hosts, key=lambda host: host.id)
-    if not any(host.slots for host in listed):
+    listed = sorted((host for host in hosts if host.slots), key=lambda host: host.id)
+    if not listed:
         return msgspec.structs.replace(last, at=at, moves=(), hold={}, load={})
     draft = _Draft(listed, last, at, bounds or Bounds())
     chosen = draft.choose([demand for demand in demands if demand.expected > 0.0])
@@ -51,6 +51,7 @@ def plan(
         draft.keep(demand)
     for demand in chosen:
         draft.settle(demand)
+    draft.fill()
     draft.even()
     return draft.plan()
 
@@ -62,8 +63,7 @@ class _Draft:
         self._hosts = {host.id: host for host in hosts}
         self._at, self._bounds = at, bounds
         self._before = {home.name: home for home in last.homes}
-        # Where there is one slot alone, what is loaded on demand shares it.
-        self._room = {host.id: max(min(1, host.slots), host.slots - bounds.free) for host in hosts}
+        self._room: dict[str, int] = {}
         self._load = dict.fromkeys(self._hosts, 0.0)
         self._seats = sum(host.seats for host in hosts)
         # Requests per second and seat: of all that is asked for, and of what has slots.
@@ -71,22 +71,43 @@ class _Draft:
         self._asked: set[str] = set()
         self._chosen: dict[str, Demand] = {}
         self._homes: dict[str, Home] = {}
+        self._left: list[Demand] = []
+        self._free = bounds.free
 
     def choose(self, demands: Sequence[Demand]) -> list[Demand]:
         """Those that get slots, the most valuable first; who has one keeps it until another is worth more."""
         self._asked = {demand.name for demand in demands}
         self._whole = sum(demand.expected for demand in demands) / self._seats
+        ordered = sorted(demands, key=self._worth)
+        self._spare(ordered)
         room = sum(self._room.values())
-        for demand in sorted(demands, key=self._worth):
+        for demand in ordered:
             before = self._before.get(demand.name)
-            if room > 0 and not (before is not None and not before.hosts and self._rests(before)):
-                home = self._wanted(demand, before)
-                room -= min(room, home.degree)
-                self._homes[demand.name] = home
-                self._chosen[demand.name] = demand
+            if before is not None and not before.hosts and self._rests(before):
+                continue
+            if room > 0:
+                self._enter(demand)
+                room -= self._homes[demand.name].degree
+            else:
+                self._left.append(demand)
         chosen = list(self._chosen.values())
         self._fair = sum(demand.expected for demand in chosen) / self._seats
         return chosen
+
+    def _spare(self, ordered: Sequence[Demand]) -> None:
+        """Leave slots to what will be loaded on demand: as many as its requests take at once, at most half.
+
+        By Little's law that is their rate times the seconds that one keeps a slot, and a deviation, its root.
+        """
+        takes = [demand.expected * (demand.load_s + demand.service_s) for demand in ordered]
+        slots = [host.slots for host in self._hosts.values()]
+        for free in range(self._bounds.free, max(self._bounds.free, max(slots) // 2) + 1):
+            held = sum(max(1, count - free) for count in slots)
+            rest = sum(takes[held:]) / len(slots)
+            self._free = free
+            if round(rest + math.sqrt(rest)) <= free:
+                break
+        self._room = {host.id: max(1, host.slots - self._free) for host in self._hosts.values()}
 
     def keep(self, demand: Demand) -> None:
         """It stays where it lives, as far as there is room and so many homes are wanted."""
@@ -110,8 +131,20 @@ class _Draft:
                 home = self._homes[demand.name]
                 self._homes[demand.name] = msgspec.structs.replace(home, moved_at=self._at)
 
+    def fill(self) -> None:
+        """Slots that those who were to have them cannot use go to the next."""
+        for demand in self._left:
+            if not any(self._room.values()):
+                return
+            self._enter(demand)
+            self.settle(demand)
+
     def even(self) -> None:
         """While a replica has more load than the bound, move something away, or exchange it for less."""
+        self._load = dict.fromkeys(self._hosts, 0.0)
+        for home in self._homes.values():
+            for host in home.hosts:
+                self._load[host] += self._share(home.name)
         while True:
             most = max(self._hosts, key=lambda host: (self._per_seat(host), host))
             if self._per_seat(most) <= self._bounds.load * self._whole:
@@ -147,16 +180,18 @@ class _Draft:
                 homes.append(before)
         hold = {host: tuple(home.name for home in homes if host in home.hosts) for host in self._hosts}
         load = {host: self._per_seat(host) / self._fair if self._fair else 0.0 for host in self._hosts}
-        return Plan(at=self._at, homes=tuple(homes), hold=hold, moves=tuple(moves), load=load)
+        return Plan(
+            at=self._at, homes=tuple(homes), hold=hold, moves=tuple(moves), load=load, free=self._free
+        )
 
     def _worth(self, demand: Demand) -> tuple[float, str]:
         before = self._before.get(demand.name)
         gain = self._bounds.gain if before is not None and before.hosts else 1.0
         return -gain * demand.value, demand.name
 
-    def _wanted(self, demand: Demand, before: Home | None) -> Home:
-        """How many homes it should have, which has none yet."""
-        bounds, at = self._bounds, self._at
+    def _enter(self, demand: Demand) -> None:
+        """It is to have homes: how many, by what it takes and by whether requests wait."""
+        bounds, at, before = self._bounds, self._at, self._before.get(demand.name)
         seats = self._seats / len(self._hosts)
         degree = max(1, math.ceil(demand.expected * demand.service_s / (bounds.busy * seats)))
         had = len(before.hosts) if before is not None and before.hosts else degree
@@ -164,19 +199,21 @@ class _Draft:
         if demand.waiting:
             waits = before.waits_since if before is not None and before.waits_since is not None else at
             degree = max(degree, had)
-            if at - waits >= bounds.waits_s:
+            if at - waits >= bounds.waits_s and not (before is not None and self._rests(before)):
                 degree, waits = max(degree, had + 1), at
         elif degree < had:
             spare = before.spare_since if before is not None and before.spare_since is not None else at
             degree = had
             if at - spare >= bounds.spare_s:
                 degree, spare = had - 1, at
-        return Home(
+        most = sum(demand.name not in host.refused for host in self._hosts.values())
+        self._chosen[demand.name] = demand
+        self._homes[demand.name] = Home(
             name=demand.name,
             hosts=(),
             value=demand.value,
             why=NOWHERE,
-            degree=min(degree, bounds.copies or len(self._hosts), len(self._hosts)),
+            degree=min(degree, bounds.copies or most, most),
             moved_at=before.moved_at if before is not None else None,
             waits_since=waits,
             spare_since=spare,
@@ -199,7 +236,7 @@ class _Draft:
         def claim(host: Host) -> float:
             return rendezvous(demand.key, host.key, host.seats)
 
-        share = self._share(demand.name)
+        share = demand.expected / self._homes[demand.name].degree
         # What alone is more than the bound may live where nothing else does.
         most = self._bounds.load * self._fair
         within = [h for h in free if self._load[h.id] + share <= max(most * h.seats, share)]
@@ -242,7 +279,7 @@ class _Draft:
 
     def _share(self, name: str) -> float:
         """Requests per second that each of its homes gets."""
-        return self._chosen[name].expected / self._homes[name].degree
+        return self._chosen[name].expected / len(self._homes[name].hosts)
 
     def _per_seat(self, host: str) -> float:
         return self._load[host] / self._hosts[host].seats
@@ -252,7 +289,7 @@ class _Draft:
         hosts, said = (*home.hosts, host), _said(why, demand)
         self._homes[demand.name] = msgspec.structs.replace(home, hosts=hosts, why=said)
         self._room[host] -= 1
-        self._load[host] += self._share(demand.name)
+        self._load[host] += demand.expected / home.degree
 
     def _move(self, name: str, source: str, target: str) -> None:
         home = self._homes[name]

@@ -115,5 +115,9 @@ def measure(  # noqa: PLR0917 - names cost a router a tenth of it
     floor, took = LEAST * own, own + fixed_s
     waits *= slope
     if site.loads:
-        waits += site.loads_s(site.seen_at, candidate.turned_at)
+        ahead = site.loads_s(site.seen_at, candidate.turned_at)
+        # Between two loads all that is loaded gets its turn.
+        if ahead > site.load_s and (not request.adapter_key or site.slots.loaded(request.adapter_key)):
+            ahead = site.load_s
+        waits += ahead
     return waits, took if took > floor else floor, loads, presses * slope, own, modelled

@@ -33,7 +33,7 @@ from policy.pace import GENERIC
 from policy.quoting import Candidate, Quote, measure
 from policy.request import Request
 from policy.residual import Line
-from policy.site import Site
+from policy.site import ASSUMED_LOAD_S, Site
 
 __all__ = ["Candidate", "Decision", "Quote", "Router", "Settings"]
 
@@ -92,8 +92,18 @@ SPAN = 4096
 # From this factor on a replica is due less of the traffic, not only what is dear to wait for.
 SLOW = 1.5
 EVICTION = 1.0
+# What a request for an adapter costs elsewhere than at the first of those that have it, in loads: one copy more
+# takes a slot for as long as it is asked for there.
+COPIES = 2.0
+# So many of those used longest ago are looked at for the one that goes, which is asked for least.
+VICTIMS = 8
+# How far beyond the mean a replica's load may be before what is loaded there goes elsewhere.
+UNEVEN = 0.15
 # One late first token says little of loads: much may have come before it that nobody foresaw.
 LOAD_GAIN = 0.1
+# Where none was measured for so long, a load is taken to last as long as the last one elsewhere: who is taken
+# to be slow gets none, and could not show that it is not.
+UNMEASURED_S = 10.0
 
 
 # Tuples made directly: a constructor with names costs a router half a microsecond.
@@ -112,6 +122,8 @@ class Router:
         self._popular = Popularity(SPAN)
         self._sessions = Recent(SPAN)
         self._cold_s = 0.0
+        self._load_s = ASSUMED_LOAD_S
+        self._measured = 0
         self._hash_tokens = 128.0
 
     # Calls within a choice cost more than what they compute: this and _quotes are long for that alone.
@@ -246,9 +258,13 @@ class Router:
             return
         if quote.adapter:
             site.loaded()
+            site.slots.came(request.adapter_key)
         if quote.loads:  # what it took beyond the rest, they took
             error = max(-quote.total, min(quote.total, ttft_s - quote.total))
-            site.load_s = max(0.0, site.load_s + LOAD_GAIN * error / quote.loads)
+            self._measured += 1
+            gain = max(LOAD_GAIN, 1.0 / self._measured)
+            site.load_s = self._load_s = max(0.0, site.load_s + gain * error / quote.loads)
+            site.loaded_at = at
             return
         line = self._line
         if quote.uncached < request.prompt_tokens and self._was_gone(request, quote, site, ttft_s):
@@ -353,11 +369,14 @@ class Router:
         # The deepest that any holds, and who had this and had the least to do since.
         deepest, anchor, youngest, resident = 0, key, 0, False
         former: Site | None = None
-        most = cold = 0.0
+        primary: Site | None = None
+        most = cold = most_claim = 0.0
         warm_s = math.inf
         measured: list[_Measured] = []
         for candidate, site in pairs:
             uncached, age = prompt, 0
+            if key and at - site.loaded_at > UNMEASURED_S:
+                site.load_s = self._load_s
             if prefix:
                 held = site.held
                 if first in held.young or first in held.old or at - held.turned_at > held.turn_s:
@@ -387,6 +406,9 @@ class Router:
             cold = own * weight if own * weight > cold else cold
             warm_s = own if own < warm_s else warm_s
             if key and key in site.slots:
+                claim = rendezvous(key, candidate.key)
+                if not resident or claim > most_claim:
+                    primary, most_claim = site, claim
                 resident = True
             measured.append((candidate, site, terms, uncached, age))
         cold_s = cold / most
@@ -408,8 +430,12 @@ class Router:
                 unit += site.load_s
                 if key not in site.slots:
                     burden += self._eviction(key, site)
+                if resident and site is not primary:
+                    burden += COPIES * site.load_s
             if new:
-                burden += unit * (share.due - least_due) * dear
+                burden += cold_s * (share.due - least_due) * dear
+                if key and (fair := share.weight * mean) > 0.0 and share.load / fair - 1.0 > SLACK:
+                    burden += unit * balance.share_price(share, 0.0)
                 homes = crowd * share.weight
                 if prefix and share.homes > 1.0 + homes and homes * prompt <= site.held.capacity:
                     burden += unit * crowd_price(share, homes, CROWDED)
@@ -422,8 +448,9 @@ class Router:
                         burden += unit * crowd_price(share, homes, CROWDED_BY_COPIES)
             elif (fair := share.weight * mean) > 0.0:
                 over = share.load / fair - 1.0
-                # Nearly all have no more than their share: Balance.share_price, as far as that.
-                if over <= SLACK:
+                # Nearly all have no more than their share: Balance.share_price, as far as that. Adapters that
+                # live nowhere even the load at no cost, before one that lives there has to leave.
+                if over <= (UNEVEN if resident else SLACK):
                     burden += unit * LEAN * over
                 else:
                     leverage = self._popular.share(anchor) * len(pairs) if anchor else 0.0
@@ -437,10 +464,9 @@ class Router:
 
     def _eviction(self, key: int, site: Site) -> float:
         """The reload of the adapter that a load pushes out, as likely as it is asked for again."""
-        victim = site.slots.next_out
-        if victim is None:
+        if len(site.slots) < site.slots.count:
             return 0.0
-        wanted = self._popular.of(victim)
+        wanted = min([self._popular.of(victim) for victim in site.slots.oldest(VICTIMS)])
         return site.load_s * EVICTION * wanted / (wanted + self._popular.of(key) + 1.0)
 
     def _among(self, request: Request, rows: list[_Row], costs: list[float], draw: float) -> _Row:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from policy.affinity import Share, Slots
 from policy.engine_model import Timing
 from policy.pace import Pace, pace_of
@@ -17,9 +19,9 @@ ASSUMED_OUTPUT_TOKENS = 128.0
 class Site:
     """One replica: its pace, what it holds, its share of the traffic, and how well it was predicted.
 
-    ``load_s`` is what the load of an adapter takes there, in seconds, and ``loads`` are those that are not
-    over, by when each is taken to be if nobody says. ``seen_at`` is when it was last
-    a candidate. What follows from its counts alone is computed when they change: ``running`` and
+    ``load_s`` is what the load of an adapter takes there, in seconds, as learned at ``loaded_at``, and
+    ``loads`` are those that are not over, by when each is taken to be if nobody says. ``seen_at`` is when it
+    was last a candidate. What follows from its counts alone is computed when they change: ``running`` and
     ``kv_tokens``, the ``step_s`` of those, the ``room`` for prompt tokens in a step and what ``kv_s`` and
     ``join_s`` such a step takes for the KV and for one request more, the wait ``still_s`` where no prompt
     is pending, the seconds ``ahead_s`` of the prompts that are pending,
@@ -29,8 +31,8 @@ class Site:
 
     __slots__ = (
         "ahead_s", "first_s", "held", "in_flight", "join_s", "key", "kv_s", "kv_tokens", "kv_used",
-        "load_s", "loads", "pace", "pending", "residual", "rest", "rest_s", "room", "running", "seat_s",
-        "seen_at", "share", "slots", "step_s", "still_s", "timing",
+        "load_s", "loaded_at", "loads", "pace", "pending", "residual", "rest", "rest_s", "room", "running",
+        "seat_s", "seen_at", "share", "slots", "step_s", "still_s", "timing",
     )  # fmt: skip
 
     def __init__(self, key: int, timing: Timing | None, assumed: Timing, slots: int) -> None:
@@ -41,6 +43,7 @@ class Site:
         self.time(timing, assumed)
         self.residual = Residual()
         self.load_s = ASSUMED_LOAD_S
+        self.loaded_at = -math.inf
         self.loads: list[float] = []
         self.seen_at = 0.0
 
@@ -56,8 +59,11 @@ class Site:
             self.held.capacity = float(self.pace.kv_tokens)
 
     def loading(self, at: float) -> None:
-        """An adapter is loaded from now on, after those before it: meanwhile nothing else is computed."""
-        self.loads.append(at + self.ahead_s + self.load_s * (len(self.loads) + 1))
+        """An adapter is loaded from now on, after those before it: meanwhile nothing else is computed.
+
+        Between two loads a replica computes for as long as the first took.
+        """
+        self.loads.append(at + self.ahead_s + self.load_s * (2 * len(self.loads) + 1))
 
     def loaded(self) -> None:
         """The first of them is over."""
@@ -72,7 +78,7 @@ class Site:
         if not loads:
             return 0.0
         since, most = max(0.0, at - turned_at), 0.9 * self.load_s
-        return len(loads) * self.load_s - (since if since < most else most)
+        return (2 * len(loads) - 1) * self.load_s - (since if since < most else most)
 
     def count(self, in_flight: int, pending: int, kv_used: float) -> None:
         """What is there now: requests, uncached prompt tokens of theirs, and the part of the KV in use."""

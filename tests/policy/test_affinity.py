@@ -74,20 +74,39 @@ def test_what_a_replica_could_not_load_is_not_believed_to_be_coming() -> None:
     assert slots.use(1), "it has to be loaded again"
 
 
-def test_what_is_coming_takes_the_place_of_the_longest_unused() -> None:
+def test_what_is_coming_takes_no_place_before_the_replica_says_whose() -> None:
     slots = Slots(2)
     slots.told([1, 3], [])
-    slots.use(1)
     slots.use(5)
     slots.told([1, 3], [])  # the load is under way
-    assert 5 in slots and 1 in slots and len(slots) == 2
+    assert 5 in slots and 1 in slots and 3 in slots
+    assert not slots.loaded(5) and slots.loaded(3)
+    slots.told([5, 1], [])
+    assert slots.loaded(5) and 3 not in slots
+
+
+def test_who_waited_for_an_adapter_and_had_its_first_token_proves_the_load() -> None:
+    slots = Slots(2)
+    slots.told([], [])
+    slots.use(5)
+    slots.came(5)
+    slots.told([], [])
+    assert 5 not in slots, "it went again before the replica told of it"
+
+
+def test_adapters_that_never_come_are_forgotten() -> None:
+    slots = Slots(2)
+    slots.told([1, 3], [])
+    for adapter in (5, 7, 9):
+        slots.use(adapter)
+    assert 5 not in slots and 7 in slots and 9 in slots and len(slots) == 4
 
 
 @given(
     st.lists(st.tuples(st.booleans(), st.lists(st.integers(0, 30), max_size=6)), max_size=60),
     st.integers(1, 8),
 )
-def test_what_is_told_last_is_held_as_far_as_there_are_slots(
+def test_what_is_told_last_is_held_and_what_is_asked_for_is_bounded(
     events: list[tuple[bool, list[int]]], count: int
 ) -> None:
     slots = Slots(count)
@@ -101,7 +120,7 @@ def test_what_is_told_last_is_held_as_far_as_there_are_slots(
             for adapter in adapters:
                 slots.use(adapter)
                 assert adapter in slots
-        assert len(slots) <= count
+        assert len(slots) <= 2 * count
         assert len(slots._asked) <= count
 
 
