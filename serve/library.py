@@ -11,14 +11,13 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 
-import msgspec
-
-from policy.catalog import NAME, Alias, Catalog
+from policy.catalog import NAME, Alias
 from policy.config import Deployment, ModelSpec
 from policy.errors import AdapterRefused, AdapterUnknown, ConfigError, TargetError, TidegateError, Unreachable
 from serve.adding import Adding, Key
 from serve.background import in_background
 from serve.client import AddRequest
+from serve.published import Published
 from serve.shelf import Shelf, Taken
 from store.preparation import Progress
 
@@ -45,16 +44,12 @@ class Library:
     def __init__(self, shelf: Callable[[], Shelf], epoch: float, event: Event) -> None:
         self._make = shelf
         self._shelf: Shelf
-        self._epoch = epoch
         self._event = event
+        self._published = Published(epoch)
         self._specs: dict[str, ModelSpec] = {}
         self._names: frozenset[str] = frozenset()
         self._tenants: tuple[str, ...] = ()
-        self._aliases: dict[Key, Alias] = {}
         self._opened = asyncio.Event()
-        self._version = 1
-        self._changed = asyncio.Event()
-        self._line: tuple[int, bytes] = (0, b"")
         self._turns: defaultdict[Key, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._few = asyncio.Semaphore(ADDS_AT_ONCE)
         self._writing = asyncio.Lock()
@@ -65,14 +60,14 @@ class Library:
         self._names = frozenset(spec.name for spec in deployment.models)
         self._specs = {spec.name: spec for spec in deployment.models if spec.adapters and spec.modes}
         self._tenants = tuple(tenant.name for tenant in deployment.tenants)
-        self._bump()
+        self._published.serve(self._specs)
 
     async def open(self) -> None:
         """Return once the records are read, which is when there is a model that takes adapters."""
         retry_s = RETRY_S
         while not self._opened.is_set():
             if not self._specs:
-                await self._changed.wait()
+                await self._published.changed()
                 continue
             try:
                 self._shelf, found = await in_background(self._first_look, "adapters-open")
@@ -81,9 +76,8 @@ class Library:
                 await asyncio.sleep(retry_s)
                 retry_s = min(2 * retry_s, MAX_RETRY_S)
                 continue
-            self._aliases = {(alias.model, alias.name): alias for alias in found}
+            self._published.fill(found)
             self._opened.set()
-            self._bump()
 
     async def read(self) -> None:
         """Return once the records are read, if any are needed; raises :class:`Unreachable` after a while."""
@@ -97,15 +91,15 @@ class Library:
     @property
     def models(self) -> tuple[str, ...]:
         """The models that take adapters."""
-        return tuple(self._specs)
+        return self._published.models
 
     def aliases(self, model: str) -> list[Alias]:
         """What the names on ``model`` stand for."""
-        return [alias for alias in self._aliases.values() if alias.model == model and model in self._specs]
+        return self._published.of(model)
 
     def alias(self, key: Key) -> Alias | None:
         """What one name stands for."""
-        return self._aliases.get(key)
+        return self._published.get(key)
 
     def adding(self) -> tuple[Adding, ...]:
         """What is being added now, or waits for its turn."""
@@ -117,21 +111,11 @@ class Library:
         """The version of the catalog and the catalog as a line of JSON, once there is anything to say."""
         while self._specs and not self._opened.is_set():
             await self._opened.wait()
-        if self._line[0] != self._version:
-            aliases = tuple(alias for model in self._specs for alias in self.aliases(model))
-            catalog = Catalog(epoch=self._epoch, version=self._version, aliases=aliases)
-            self._line = (self._version, msgspec.json.encode(catalog) + b"\n")
-        return self._line
+        return self._published.line()
 
     async def wait(self, version: int, timeout_s: float) -> None:
         """Return when the catalog is past ``version``, or after ``timeout_s``."""
-        if self._version > version:
-            return
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._changed.wait()
-        except TimeoutError:
-            return
+        await self._published.wait(version, timeout_s)
 
     # What people ask for.
 
@@ -192,9 +176,8 @@ class Library:
         await self._known(key)
         async with self._writing:
             await in_background(lambda: self._shelf.remove(*key), "adapters-write")
-            self._aliases.pop(key, None)
-            self._bump()
-        self._event(f"adapter {key[1]} on {key[0]}: removed")
+            self._published.drop(key)
+        log.info("adapter %s on %s: removed", key[1], key[0])
 
     def told(self, source: str) -> str:
         """``source`` as versions record it."""
@@ -235,7 +218,7 @@ class Library:
                     pass
                 alias = await self._carried_out(adding)
         except TidegateError as error:
-            self._event(f"adapter {name} on {model}: {error}")
+            log.warning("adapter %s on %s: %s", name, model, error)
             adding.fail(error)
         except asyncio.CancelledError:
             adding.fail(Unreachable("the controller is ending"))
@@ -258,13 +241,13 @@ class Library:
 
         parts = await in_background(take, f"adapter-{name}")
         adding.report(Progress(step="record", message=f"writing down what {name} stands for"))
-        before = self._aliases.get(adding.key)
+        before = self._published.get(adding.key)
         alias = await self._write(
             lambda: self._shelf.put(adding.key, parts, adding.tenants, declared=adding.declared)
         )
         if alias != before:
             said = ", ".join(taken.digest[:12] for taken, _ in parts)
-            self._event(f"adapter {name} on {model}: stands for {said}")
+            log.info("adapter %s on %s: stands for %s", name, model, said)
         return alias
 
     def _one(self, spec: ModelSpec, source: str, adding: Adding) -> Taken:
@@ -277,10 +260,7 @@ class Library:
         """Carry out one transaction and publish what came of it, in the order of the transactions."""
         async with self._writing:
             alias = await in_background(change, "adapters-write")
-            key = (alias.model, alias.name)
-            if self._aliases.get(key) != alias:
-                self._aliases[key] = alias
-                self._bump()
+            self._published.put(alias)
         return alias
 
     def _left(self, adding: Adding) -> None:
@@ -302,10 +282,5 @@ class Library:
 
     async def _known(self, key: Key) -> None:
         await self.read()
-        if key not in self._aliases:
+        if self._published.get(key) is None:
             raise AdapterUnknown(f"there is no adapter {key[1][:200]!r} on {key[0][:200]!r}")
-
-    def _bump(self) -> None:
-        self._version += 1
-        self._changed.set()
-        self._changed = asyncio.Event()

@@ -99,6 +99,8 @@ class Placing:
             wanted = Wanted(name=alias.name, digest=version.digest)
             usages[version.number] = self._demand.usage(alias.model, wanted, at)
         whole = sum(max(usage.rate, usage.rising) for usage in usages.values())
+        if not whole and not any(usage.waiting for usage in usages.values()):
+            return
         total = sum(weight for _, weight in alias.split) or 1.0
         shares = {number: weight / total for number, weight in alias.split}
         for version in alias.versions:
