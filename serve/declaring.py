@@ -72,12 +72,16 @@ class Declaring:
         return {key: adding.line.message for key, (_, adding) in self._running.items()}
 
     async def remove(self, key: Key) -> None:
-        """Remove a name because somebody asked for it; raises :class:`AdapterUnknown`."""
-        if key in self._wanted and key not in self._removed:
-            # Before it is gone: of a name that is there it says nothing.
+        """Remove a name because somebody asked for it; raises :class:`AdapterUnknown`.
+
+        From then on the name is theirs, until the document is applied again.
+        """
+        if key in self._wanted and key not in self._removed and self._library.alias(key) is not None:
             self._removed.add(key)
             self._state.save(self._path, sorted(self._removed))
         await self._library.remove(key)
+        if self._made is not None:
+            self._made.discard(key)
 
     async def step(self) -> None:
         """Begin what is missing, see to what has ended, and remove what is declared no more."""
@@ -103,9 +107,11 @@ class Declaring:
             return self._monotonic() >= trouble.retry_at
         if key in self._again:
             return True
+        if key in self._removed:
+            return False
         alias = self._library.alias(key)
         if alias is None:
-            return key not in self._removed
+            return True
         return self._done.get(key) != self._wanted[key] and not self._is_so(self._wanted[key], alias)
 
     def _begin(self, key: Key, stamps: dict[str, int]) -> None:

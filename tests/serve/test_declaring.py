@@ -194,6 +194,17 @@ async def test_what_people_removed_stays_removed_until_it_is_applied_again(desk:
         await desk.declaring.remove(LAW)
 
 
+async def test_a_name_that_was_removed_and_given_to_another_is_not_the_documents(desk: Desk) -> None:
+    await desk.restart(source())
+    await desk.declaring.remove(SQL)
+    await desk.library.add(AddRequest(name="sql", source="hf:org/mine")).done.wait()
+    await desk.settle()
+    await desk.restart(source())
+    assert desk.stands_for() == {"hf:org/mine": 1.0}
+    await desk.apply(source())
+    assert desk.stands_for() == {"hf:org/a": 1.0}
+
+
 async def test_what_was_added_by_hand_is_none_of_the_documents(desk: Desk) -> None:
     await desk.restart(source())
     await desk.library.add(AddRequest(name="law", source="hf:org/law")).done.wait()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import urllib.request
@@ -23,6 +24,7 @@ from tests.tidegate.conftest import Site, until
 from tidegate.children import ROOT
 from tidegate.cli import group
 from tidegate.commands import adapters as module
+from tidegate.commands.adapter_progress import AddProgress
 
 DIGEST = {1: "a" * 64, 2: "b" * 64}
 
@@ -137,6 +139,19 @@ def test_a_local_source_is_made_absolute_and_its_steps_are_told(
     ]
     assert [line.split()[0] for line in done.output.splitlines()] == ["fetch", "check", "sql"]
     assert done.output.endswith("sql on m stands for v2 (bbbbbbbbbbbb).\n")
+
+
+def test_a_terminal_has_a_bar(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stderr", terminal)
+    with AddProgress("sql", quiet=False) as progress:
+        progress(AddLine(step="fetch", message="copying it", done=50, total=100))
+    assert "copying it" in terminal.getvalue()
+    assert "50%" in terminal.getvalue()
 
 
 @pytest.mark.parametrize("source", ["https://host/a.zip", "hf:org/name@main", "s3://bucket/key"])
