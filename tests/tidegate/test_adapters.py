@@ -296,3 +296,23 @@ def test_adapters_of_a_deployment_from_their_add_to_their_end(sim: Site) -> None
     until(lambda: ask(sim, "sql") == "404", "the adapter that was removed")
     code, _, err = sim.tidegate("adapters", "remove", "sql")
     assert (code, "NAME: got 'sql'" in err) == (5, True)
+
+
+@pytest.mark.slow
+def test_a_replica_that_starts_has_its_share_before_anybody_asks_it(sim: Site) -> None:
+    names = [f"a{i}" for i in range(4)]
+    for i, name in enumerate(names):
+        tell(sim, "add", name, os.fspath(write(sim.folder / name, files(10 + i))))
+    for name in names * 5:
+        assert ask(sim, name).startswith(f"{name}@")
+
+    def homes(kind: str) -> set[str]:
+        versions = [version for each in tell(sim)["adapters"] for version in each["versions"]]
+        return {replica for version in versions for replica in version[kind]}
+
+    (first,) = until(lambda: homes("planned"), "a plan")
+    code, _, err = sim.tidegate("scale", "sim", "2", "--wait")
+    assert (code, err) == (0, "")
+    # One replica has twice its share now: some move, and are there though nobody asks any more.
+    (second,) = until(lambda: homes("planned") - {first}, "a plan for both")
+    until(lambda: second in homes("loaded"), "what was planned is loaded")
