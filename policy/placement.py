@@ -21,6 +21,9 @@ from policy.homes import EMPTY, Bounds, Demand, Home, Host, Move, Plan
 
 __all__ = ["EMPTY", "Bounds", "Demand", "Home", "Host", "Move", "Plan", "plan"]
 
+# Slots by which fewer must be enough for what is loaded on demand, before fewer are left to it.
+MARGIN = 0.5
+
 # Why a version lives where it does, and why that has changed.
 KEPT = "lives there already"
 RESIDENT = "is loaded there already"
@@ -61,7 +64,7 @@ class _Draft:
 
     def __init__(self, hosts: Sequence[Host], last: Plan, at: float, bounds: Bounds) -> None:
         self._hosts = {host.id: host for host in hosts}
-        self._at, self._bounds = at, bounds
+        self._at, self._bounds, self._last = at, bounds, last
         self._before = {home.name: home for home in last.homes}
         self._room: dict[str, int] = {}
         self._load = dict.fromkeys(self._hosts, 0.0)
@@ -105,7 +108,9 @@ class _Draft:
             held = sum(max(1, count - free) for count in slots)
             rest = sum(takes[held:]) / len(slots)
             self._free = free
-            if round(rest + math.sqrt(rest)) <= free:
+            # A number that was enough is given up only for one that is so by a margin.
+            margin = MARGIN if free < self._last.free else 0.0
+            if round(rest + math.sqrt(rest) + margin) <= free:
                 break
         self._room = {host.id: max(1, host.slots - self._free) for host in self._hosts.values()}
 
@@ -119,11 +124,13 @@ class _Draft:
                 self._give(demand, host, KEPT)
 
     def settle(self, demand: Demand) -> None:
-        """The homes that it lacks. Beside one it gets another only if it may move; without any at once."""
+        """The homes that it lacks: only if it may move, or its replicas are gone."""
         while len(self._homes[demand.name].hosts) < self._homes[demand.name].degree:
             home = self._homes[demand.name]
             free = [host for host in self._hosts.values() if self._takes(host.id, demand)]
-            if not free or (home.hosts and self._rests(home)):
+            before = self._before.get(demand.name)
+            could_stay = before is not None and any(self._could(demand.name, host) for host in before.hosts)
+            if not free or ((home.hosts or could_stay) and self._rests(home)):
                 return
             host, why = self._best(demand, free)
             self._give(demand, host.id, why)
@@ -275,7 +282,8 @@ class _Draft:
         return [home.name for home in self._homes.values() if host in home.hosts and not self._rests(home)]
 
     def _could(self, name: str, host: str) -> bool:
-        return host not in self._homes[name].hosts and name not in self._hosts[host].refused
+        there = self._hosts.get(host)
+        return there is not None and host not in self._homes[name].hosts and name not in there.refused
 
     def _share(self, name: str) -> float:
         """Requests per second that each of its homes gets."""

@@ -92,8 +92,8 @@ SPAN = 4096
 # From this factor on a replica is due less of the traffic, not only what is dear to wait for.
 SLOW = 1.5
 EVICTION = 1.0
-# What a request for an adapter costs elsewhere than at the first of those that have it, in loads: one copy more
-# takes a slot for as long as it is asked for there.
+# What a request for an adapter costs elsewhere than at the first of those that have it, in loads: one copy
+# more takes a slot for as long as it is asked for there.
 COPIES = 2.0
 # So many of those used longest ago are looked at for the one that goes, which is asked for least.
 VICTIMS = 8
