@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Callable
 from typing import TypeVar, cast
@@ -34,7 +35,7 @@ async def in_background(work: Callable[[], T], name: str) -> T:
             result = work()
         except BaseException as raised:  # noqa: BLE001 - whatever it is belongs to who waits
             error = raised
-        if not loop.is_closed():
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
             loop.call_soon_threadsafe(settle, result, error)
 
     threading.Thread(target=run, name=name, daemon=True).start()

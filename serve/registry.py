@@ -32,7 +32,7 @@ class Registry:
         self._changed = asyncio.Event()
 
     def put(self, replica: Replica, now: float) -> bool:
-        """Take a heartbeat; returns whether more than the load changed."""
+        """Take a heartbeat; returns whether more than its load, and what it has loaded, changed."""
         old = self._entries.get(replica.id)
         if replica.state is ReplicaState.STOPPED:
             return self._remove(replica.id)
@@ -108,7 +108,6 @@ def _identity(replica: Replica) -> tuple[object, ...]:
         replica.state,
         replica.url,
         replica.incarnation,
-        replica.adapters,
         replica.reason,
         replica.failures,
         replica.pid,

@@ -40,9 +40,11 @@ def version(registry: Registry) -> int:
 def test_a_load_alone_is_no_new_version_but_is_in_the_snapshot(registry: Registry) -> None:
     assert registry.put(replica(), now=0.0)
     before = version(registry)
-    assert not registry.put(replica(load=Load(at=2.0, in_flight=3)), now=0.5)
+    # Adapters come and go many times a second; gateways hear of them from the replica itself.
+    said = replica(load=Load(at=2.0, in_flight=3), adapters=("sql@0123",))
+    assert not registry.put(said, now=0.5)
     assert version(registry) == before
-    assert registry.fleet(0.5).replicas[0].load.in_flight == 3
+    assert registry.fleet(0.5).replicas == (said,)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +53,6 @@ def test_a_load_alone_is_no_new_version_but_is_in_the_snapshot(registry: Registr
         {"state": ReplicaState.DRAINING},
         {"url": "http://127.0.0.1:2"},
         {"incarnation": 1},
-        {"adapters": ("sql",)},
         {"reason": "why"},
         {"failures": 1},
         {"pid": 9},
