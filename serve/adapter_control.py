@@ -62,7 +62,7 @@ class AdapterControl:
         now = self._wall()
         self._demand.note(beat, now)
         replica = beat.replica
-        if replica.model in self.library.models and not self._placing.knows(replica.id):
+        if replica.model in self.library.models and self._placing.lacks(replica):
             # One that starts is told at once: it loads before it takes traffic.
             self._plan(replica.model, now)
         return self._placing.orders(replica.id)

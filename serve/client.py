@@ -55,7 +55,10 @@ class ControllerStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AddRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """An adapter to add; without a ``model`` on the only one that takes any."""
+    """An adapter to add; without a ``model`` on the only one that takes any.
+
+    Without ``tenants`` those who may see the name stay the same: of a new one everybody.
+    """
 
     name: str
     source: str

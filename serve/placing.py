@@ -64,9 +64,9 @@ class Placing:
         kept = set(replicas)
         self._holds = {replica: hold for replica, hold in self._holds.items() if replica in kept}
 
-    def knows(self, replica: str) -> bool:
-        """Whether this replica was there when it was planned last."""
-        return replica in self._holds
+    def lacks(self, replica: Replica) -> bool:
+        """Whether this replica should be in the plan, and was not there when that was made."""
+        return _takes(replica) and replica.id not in self._holds
 
     def orders(self, replica: str) -> Orders:
         """What to tell a replica."""

@@ -65,8 +65,9 @@ def test_what_is_asked_for_is_held_somewhere(demand: Demand, placing: Placing) -
 def test_without_any_demand_replicas_are_told_nothing(placing: Placing) -> None:
     placing.plan("m", [replica("r1")], [SQL], 0.0)
     assert placing.orders("r1") == Orders(hold=None)
-    assert placing.knows("r1")
-    assert not placing.knows("r2")
+    assert not placing.lacks(replica("r1"))
+    assert placing.lacks(replica("r2"))
+    assert not placing.lacks(replica("r2", state=ReplicaState.DRAINING))
 
 
 def test_a_replica_that_starts_has_its_part_of_the_plan(demand: Demand, placing: Placing) -> None:

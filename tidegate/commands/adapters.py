@@ -68,7 +68,12 @@ def show(state: StateDir, name: str, model: str | None, as_json: bool) -> None:
 @_name
 @click.argument("source")
 @_model
-@click.option("--tenant", "tenants", multiple=True, help="Who may use it; repeatable. Default: everybody.")
+@click.option(
+    "--tenant",
+    "tenants",
+    multiple=True,
+    help="Who may use it, repeatable; by default whoever could, of a new one everybody.",
+)
 @_as_json
 @click.pass_obj
 def add(  # noqa: PLR0917 - click passes them by name
