@@ -20,17 +20,11 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from policy.errors import PreconditionFailed, Unreachable
-from store.state import StateDir
 
 metadata = MetaData()
 BUSY_S = 30
 # Any number that no other user of a shared PostgreSQL server is likely to lock.
 _LOCK = 0x7469646567617465
-
-
-def default_url(state: StateDir) -> str:
-    """The embedded database of a deployment, where its document names no other."""
-    return f"sqlite:///{state.database_path}"
 
 
 class Database:

@@ -135,14 +135,15 @@ def _check_config(config: dict[str, Any], max_rank: int) -> _Ranks:
             f"init_lora_weights is {start!r:.100}, which changes the base model's weights",
         )
     targets = config.get("target_modules")
-    if not isinstance(targets, str) and not _are_names(targets):
+    names = [targets] if isinstance(targets, str) else targets
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise AdapterRefused(
             "config_unreadable", f"target_modules is {targets!r:.100}; expected a list of module names"
         )
-    for target in targets if isinstance(targets, list) else [targets]:
-        if target.rpartition(".")[2] in NOT_LINEAR:
+    for name in names:
+        if name.rpartition(".")[2] in NOT_LINEAR:
             raise AdapterRefused(
-                "target_module", f"{target:.200} is a table of tokens; expected linear modules"
+                "target_module", f"{name:.200} is a table of tokens; expected linear modules"
             )
     for alpha in (config.get("lora_alpha"), *_patterns(config, "alpha_pattern").values()):
         if not _is_positive(alpha):
@@ -154,10 +155,6 @@ def _check_config(config: dict[str, Any], max_rank: int) -> _Ranks:
         if not isinstance(rank, int) or isinstance(rank, bool) or not 1 <= rank <= max_rank:
             raise AdapterRefused("rank", f"the rank is {rank!r:.100}; expected 1 to {max_rank}")
     return _Ranks(config["r"], patterns)
-
-
-def _are_names(value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(each, str) for each in value)
 
 
 def _is_positive(value: object) -> bool:

@@ -14,7 +14,7 @@ from sqlalchemy import create_engine, text
 
 from policy.errors import PreconditionFailed, Unreachable
 from store.adapters import records
-from store.database import Database, default_url
+from store.database import Database
 from store.state import StateDir
 
 
@@ -121,8 +121,8 @@ def test_a_server_that_is_not_there_without_its_password() -> None:
     assert "KEY-1" not in str(caught.value)
 
 
-def test_the_default_lies_in_the_state_directory(tmp_path: Path) -> None:
+def test_its_folder_is_made(tmp_path: Path) -> None:
     state = StateDir(tmp_path / "state")
-    Database(default_url(state)).close()
+    Database(f"sqlite:///{state.database_path}").close()
     assert state.database_path.is_file()
     assert stat.S_IMODE(state.root.stat().st_mode) == 0o700

@@ -146,7 +146,11 @@ def served(site: Site) -> Iterator[Site]:
         def log_message(self, *_: Any) -> None:
             pass
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+    class Server(ThreadingHTTPServer):
+        def handle_error(self, *_: Any) -> None:
+            """A client that has enough goes away."""
+
+    with Server(("127.0.0.1", 0), Handler) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         site.url = f"http://127.0.0.1:{server.server_address[1]}/a.zip"
