@@ -112,7 +112,7 @@ def _absolute_paths(raw: dict[str, Any], folder: Path) -> None:
 
 
 def _absolute_adapters(model: dict[str, Any], folder: Path) -> None:
-    """Whether there is anything is said by who fetches it: the document stands without one of its adapters."""
+    """Whether anything is there is said by who fetches it: the document stands without an adapter of its."""
     for entry in (model.get("adapters") or {}).get("sources", []):
         versions = entry.get("versions", {}).values()
         for where, key in ((entry, "path"), (entry, "source"), *((each, "source") for each in versions)):

@@ -30,6 +30,16 @@ def test_of_a_key_only_the_beginning_of_its_digest_is_shown() -> None:
     assert masked(tenant, "tenants[acme]") == shown["tenants"][0]
 
 
+def test_of_a_url_the_password_and_signature_are_not_shown() -> None:
+    store, source = "postgresql://user:KEY@h/d", "https://user:KEY@h/a.zip?signature=KEY"
+    shown: Any = masked({"store": store, "models": [{"adapters": {"sources": [{"source": source}]}}]})
+    assert shown["store"] == "postgresql://***@h/d"
+    assert shown["models"][0]["adapters"]["sources"][0]["source"] == "https://h/a.zip"
+    assert masked(store, "store") == shown["store"]
+    assert masked(source, "models[m].adapters.sources[sql].source") == "https://h/a.zip"
+    assert masked("sqlite:////var/lib/t.db", "store") == "sqlite:////var/lib/t.db"
+
+
 @pytest.mark.slow
 def test_status_shows_no_secret_and_apply_still_sees_one_change(site: Site) -> None:
     document = json.loads(site.file.read_text())
