@@ -52,7 +52,8 @@ def bad_adapters() -> dict[str, Files]:
     return {
         "rank": adapter(1, rank=64),
         "dora": adapter(1, use_dora=True),
-        "width": adapter(1, hidden=64),
+        # Narrower ones vLLM takes without a word.
+        "width": adapter(1, hidden=640),
         "module": adapter(1) | {WEIGHTS: good[WEIGHTS].replace(b"q_proj", b"x_proj")},
         "no json": good | {CONFIG: b"{"},
         "no rank": good | {CONFIG: b"{}"},

@@ -65,8 +65,8 @@ class Engine:
         body = {"model": model, "prompt": PROMPT, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
         return await self.http.post("/v1/completions", json=body, headers=headers)
 
-    async def says(self, wanted: Wanted | None) -> str:
-        answer = await self.ask(wanted)
+    async def says(self, wanted: Wanted | None, tokens: int = 8) -> str:
+        answer = await self.ask(wanted, tokens=tokens)
         assert answer.status_code == 200, answer.text
         said: dict[str, Any] = answer.json()
         if wanted is not None:
@@ -121,7 +121,9 @@ async def engine() -> AsyncIterator[Engine]:
         try:
             async with asyncio.timeout(WITHIN_S):
                 await host.start()
-            yield Engine(host, state.adapters)
+            made = Engine(host, state.adapters)
+            async with made.http:
+                yield made
         finally:
             await host.stop()
 
@@ -178,7 +180,7 @@ async def test_bad_adapters_are_refused_and_others_served(engine: Engine) -> Non
 
 async def test_fifty_loads_in_a_row_leave_nothing_behind(engine: Engine) -> None:
     files = adapter(40)
-    said = {await engine.says(engine.adapter(f"name{number}", files)) for number in range(50)}
+    said = {await engine.says(engine.adapter(f"name{number}", files), tokens=2) for number in range(50)}
     assert len(said) == 1
     assert await engine.models() == ["smollm2", served_name("name49", engine.adapter("x", files).digest)]
 
