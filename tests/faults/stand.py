@@ -98,6 +98,18 @@ class Stand(Stack):
         await self.ready(*made)
         return made
 
+    async def publish(self, *aliases: dict[str, Any], key: str = "any") -> None:
+        """Make ``aliases`` the catalog and wait until the worker follows it; ``key`` is one that sees all."""
+        self.controller.publish(*aliases)
+        wanted = sorted(one["name"] for one in aliases)
+        headers = {"authorization": f"Bearer {key}", "connection": "close"}
+
+        async def followed() -> bool:
+            listed = (await self.http.get("/v1/models", headers=headers)).json()["data"]
+            return sorted(card["id"] for card in listed if card["parent"] is not None) == wanted
+
+        await until(followed, "the catalog is followed")
+
     async def put_behind_a_proxy(self, upstream: FaultyUpstream) -> Proxy:
         """Have the gateway reach ``upstream`` through a proxy from now on."""
         upstream.proxy = proxy = Proxy(upstream.port)

@@ -14,7 +14,6 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
-from typing import Any
 
 import httpx
 import psutil
@@ -26,7 +25,6 @@ from policy.catalog import served_name
 from tests.faults import faults
 from tests.faults.stand import Stand
 from tests.gateway.fake_replica import Answer, Exchange, alias
-from tests.gateway.worker import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 DIGEST = hashlib.sha256(b"an adapter").hexdigest()
@@ -51,18 +49,6 @@ async def worker(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stan
     await stand.close()
 
 
-async def publish(stand: Stand, *aliases: dict[str, Any]) -> None:
-    """Publish a catalog and wait until the worker follows it, to whose admin all is visible."""
-    stand.controller.publish(*aliases)
-    wanted = sorted(one["name"] for one in aliases)
-
-    async def followed() -> bool:
-        listed = (await stand.http.get("/v1/models", headers=bearer(ADMINS))).json()["data"]
-        return sorted(card["id"] for card in listed if card["parent"] is not None) == wanted
-
-    await until(followed, "the catalog is followed")
-
-
 def refusing(usual: Answer) -> Answer:
     """A replica that can load no adapter, and does not list what it could not."""
 
@@ -83,7 +69,7 @@ async def test_48_one_replica_of_two_cannot_load_it(stand: Stand, model: str) ->
     good = faults.reply(faults.WHOLE)
     bad, works = await stand.fleet(model, 2)
     bad.usual, works.usual = refusing(good), good
-    await publish(stand, alias("sql", DIGEST, model=model))
+    await stand.publish(alias("sql", DIGEST, model=model), key=ADMINS)
     async with stand.aftermath(model) as after:
         began = time.monotonic()
         asked = 0
@@ -110,7 +96,7 @@ async def test_48_no_replica_can_load_it(stand: Stand, model: str) -> None:
     fleet = await stand.fleet(model, 2)
     for one in fleet:
         one.usual = refusing(good)
-    await publish(stand, alias("sql", DIGEST, model=model))
+    await stand.publish(alias("sql", DIGEST, model=model), key=ADMINS)
     async with stand.aftermath(model, {"adapter_failed": 40, "ok": 40}):
         for _ in range(40):
             reply = await stand.ask("sql", headers=bearer(OTHERS))
@@ -172,7 +158,7 @@ async def ask_all(stand: Stand, names: Sequence[str]) -> Counter[tuple[int, str]
 
 async def test_49_ten_thousand_random_names(stand: Stand, model: str) -> None:
     (one,) = await stand.fleet(model, 1)
-    await publish(stand, alias("sql", DIGEST, model=model))
+    await stand.publish(alias("sql", DIGEST, model=model), key=ADMINS)
     process = psutil.Process(stand.workers[0].pid)
     names = random_names(RANDOM_NAMES + 2000)
     warm = await ask_all(stand, names[:2000])
@@ -213,9 +199,9 @@ async def test_50_another_tenants_adapter_is_as_absent(stand: Stand, model: str)
         ]
         return [(reply.status, reply.body, sorted(reply.headers)) for reply in replies]
 
-    await publish(stand)
+    await stand.publish(key=ADMINS)
     absent = await said()
-    await publish(stand, private)
+    await stand.publish(private, key=ADMINS)
     hidden = await said()
     assert hidden == absent
     assert {status for status, _, _ in hidden} == {404}
@@ -234,7 +220,7 @@ async def test_50_another_tenants_adapter_is_as_absent(stand: Stand, model: str)
 
 async def test_50_nor_does_time_tell(stand: Stand, model: str) -> None:
     await stand.fleet(model, 1)
-    await publish(stand, alias("secret", DIGEST, model=model, tenants=["mine"]))
+    await stand.publish(alias("secret", DIGEST, model=model, tenants=["mine"]), key=ADMINS)
     took: dict[str, list[float]] = {"secret": [], "absent": []}
     async with httpx.AsyncClient(base_url=stand.url, trust_env=False, headers=bearer(OTHERS)) as client:
         for _ in range(400):
@@ -258,7 +244,7 @@ async def test_a_catalog_of_thousands_is_followed_and_listed(stand: Stand, model
         )
         for i in range(5000)
     ]
-    await publish(stand, *many)
+    await stand.publish(*many, key=ADMINS)
     listed = (await stand.http.get("/v1/models", headers=bearer(OTHERS))).json()["data"]
     assert sum(card["parent"] == model for card in listed) == 2500
     for i in (0, 2498, 4998):

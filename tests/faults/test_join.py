@@ -1,4 +1,4 @@
-"""Row 41: a replica that joins gets nothing before it is ready, nor what needs an adapter it lacks."""
+"""Row 41: a replica that joins gets nothing before it is ready, nor what another has the adapter for."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from typing import Any
 
 import pytest
 
+from policy.catalog import served_name
 from tests.faults.faulty_upstream import FaultyUpstream
 from tests.faults.stand import Stand
+from tests.gateway.fake_replica import alias
 from tests.gateway.worker import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
+DIGEST = "d" * 64
 
 
 async def heard(stand: Stand, upstream: FaultyUpstream) -> None:
@@ -72,28 +75,26 @@ async def test_41_the_only_replica_is_cold(stand: Stand, model: str) -> None:
 
 
 async def test_41_a_replica_without_the_adapter(stand: Stand, model: str) -> None:
-    adapter = f"{model}-sql"
+    served = served_name("sql", DIGEST)
     warm, cold = await joining(stand, model)
-    warm.say(adapters=[adapter])
+    warm.say(adapters=[served])
+    await stand.publish(alias("sql", DIGEST, model=model))
     async with stand.aftermath(model, {"ok": 40}, attempts=40):
         cold.say(state="ready")
         await stand.ready(warm, cold)
 
-        async def known() -> bool:
+        async def known(*holders: FaultyUpstream) -> bool:
             links = (await stand.admin.get("/admin/fleet")).json()["replicas"]
-            return [link["adapters"] for link in links if link["id"] == warm.id] == [[adapter]]
+            return {link["id"] for link in links if link["adapters"] == [served]} == {
+                one.id for one in holders
+            }
 
-        await until(known, "the adapter is known")
-        await stand.prefer(cold)
+        await until(lambda: known(warm), "the adapter is known")
         for _ in range(20):
-            assert (await stand.ask(adapter)).headers["x-tidegate-replica"] == warm.id
+            assert (await stand.ask("sql")).headers["x-tidegate-replica"] == warm.id
         assert not cold.log
-        cold.say(adapters=[adapter])
-
-        async def everywhere() -> bool:
-            links = (await stand.admin.get("/admin/fleet")).json()["replicas"]
-            return all(link["adapters"] == [adapter] for link in links)
-
-        await until(everywhere, "both have it")
-        found = [(await stand.ask(adapter)).headers["x-tidegate-replica"] for _ in range(20)]
+        cold.say(adapters=[served])
+        await until(lambda: known(warm, cold), "both have it")
+        await stand.prefer(cold)
+        found = [(await stand.ask("sql")).headers["x-tidegate-replica"] for _ in range(20)]
         assert cold.id in found

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
+from policy.catalog import served_name
 from tests.faults import faults
 from tests.faults.faulty_upstream import FaultyUpstream
 from tests.faults.stand import Stand
-from tests.gateway.fake_replica import DONE, Exchange, event
+from tests.gateway.fake_replica import DONE, Exchange, alias, event
 from tests.gateway.worker import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
@@ -93,20 +94,13 @@ async def test_4_a_rejection_is_passed_on(stand: Stand, model: str, code: int, p
 
 async def test_5_an_adapter_that_fails_a_hundred_times(stand: Stand, model: str) -> None:
     """Its requests are wrong, its replica is not: what names the base model is served throughout."""
-    adapter = f"{model}-sql"
-    message = f"Loading lora {adapter} failed: LoRA rank 64 is greater than max_lora_rank 16."
-    fleet = await stand.fleet(model, 2, faults={adapter: faults.status(500, message)})
-    for one in fleet:
-        one.say(adapters=[adapter])
-
-    async def held() -> bool:
-        links = (await stand.admin.get("/admin/fleet")).json()["replicas"]
-        return all(link["adapters"] == [adapter] for link in links)
-
-    await until(held, "the adapter is known")
+    served = served_name("sql", "d" * 64)
+    message = f"Loading lora {served} failed: LoRA rank 64 is greater than max_lora_rank 16."
+    fleet = await stand.fleet(model, 2, faults={served: faults.status(500, message)})
+    await stand.publish(alias("sql", "d" * 64, model=model))
     async with stand.aftermath(model) as after:
         for _ in range(100):
-            reply = await stand.ask(adapter)
+            reply = await stand.ask("sql")
             assert 400 <= reply.status < 500
         for _ in range(4):
             assert (await stand.ask(model)).status == 200
