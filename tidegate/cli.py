@@ -28,6 +28,7 @@ _COMMANDS = {
     "check": ("documents", "Validate a deployment document."),
     "apply": ("documents", "Show what a document would change, and apply it."),
     "keys": ("keys", "Make API keys for tenants."),
+    "bench": ("bench", "Measure policies on the simulated engine, beside others."),
 }
 
 _EPILOG = "Exit codes: " + "; ".join(f"{code.value} {text}" for code, text in MEANINGS.items()) + "."

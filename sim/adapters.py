@@ -1,0 +1,70 @@
+"""The benchmark of adapters: one traffic, one fleet, three policies, and what each made of it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import NamedTuple
+
+import msgspec
+
+from policy.profiles import profile
+from sim.arrivals import Traffic, arrivals
+from sim.placed import Placed
+from sim.play import Outcome, play
+from sim.policy import Policy
+from sim.replica import Engine
+from sim.rivals import LeastLoaded, ServeMultiplex
+
+# The simulated engine of a few milliseconds a step; prompts and answers are short, as classifiers' are.
+PROFILE = "sim-small"
+PROMPT_TOKENS, OUTPUT_TOKENS = 64, 8
+# A load of a rank-16 adapter whose files are in the page cache; the engine stands still meanwhile.
+LOAD_S = 0.02
+
+
+class Fleet(NamedTuple):
+    """So many replicas, each of so many slots for adapters."""
+
+    replicas: int
+    slots: int
+
+
+class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+    """What came of each policy, by name."""
+
+    policies: dict[str, Outcome]
+
+
+# Each starts from the same draw of chance.
+_POLICIES: dict[str, Callable[[int, random.Random, Engine], Policy]] = {
+    "placement": Placed,
+    "least_loaded": lambda replicas, rng, engine: LeastLoaded(replicas, rng),
+    "serve_multiplex": lambda replicas, rng, engine: ServeMultiplex(replicas, rng),
+}
+NAMES = tuple(_POLICIES)
+
+
+def traffic(
+    *, adapters: int, exponent: float, rate: float, requests: int, together: float, seed: int
+) -> Traffic:
+    """What the benchmark asks for; see :class:`sim.arrivals.Traffic`."""
+    return Traffic(adapters, exponent, rate, requests, together, PROMPT_TOKENS, OUTPUT_TOKENS, seed)
+
+
+def compare(
+    asked: Traffic, fleet: Fleet, said: Callable[[str, int], None] = lambda name, sent: None
+) -> Comparison:
+    """Play all policies on the same arrivals; ``said`` hears which one has sent how many requests."""
+    found = profile(PROFILE)
+    engine = Engine(found.model, found.limits(1), fleet.slots, LOAD_S)
+    requests = arrivals(asked)
+    outcomes: dict[str, Outcome] = {}
+    for name, make in _POLICIES.items():
+        policy = make(fleet.replicas, random.Random(f"policy {asked.seed}"), engine)  # noqa: S311 - chance, not secrecy
+
+        def sent(count: int, name: str = name) -> None:
+            said(name, count)
+
+        outcomes[name] = play(policy, engine, requests, fleet.replicas, sent)
+    return Comparison(policies=outcomes)

@@ -1,0 +1,42 @@
+"""What a policy of routing and placement decides in the simulation, and what it is told."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from sim.arrivals import Arrival
+from sim.replica import Replica, Rule
+
+
+class Policy:
+    """Where requests go; what it need not hear of it does not overwrite.
+
+    ``in_flight`` counts what was sent to each replica and has not ended; who plays the policy keeps it.
+    """
+
+    def __init__(self, replicas: int, rng: random.Random) -> None:
+        self.in_flight = [0] * replicas
+        self._rng = rng
+
+    def rule(self, replica: int) -> Rule:
+        """What that replica does with its slots."""
+        raise NotImplementedError
+
+    def choose(self, number: int, arrival: Arrival, at: float) -> int:
+        """The replica for a request."""
+        raise NotImplementedError
+
+    def first(self, number: int, at: float) -> None:
+        """The first token of a request came."""
+
+    def loaded(self, replica: int, at: float) -> None:
+        """That replica has loaded an adapter."""
+
+    def tick(self, replicas: Sequence[Replica], at: float) -> float:
+        """Do what is due by the clock; returns when that is next, in seconds."""
+        return float("inf")
+
+    def moves_per_min(self) -> float:
+        """How often at most one adapter was given another home within a minute, by who gives homes."""
+        return 0.0
