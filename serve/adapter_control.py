@@ -59,7 +59,7 @@ class AdapterControl:
 
     def beat(self, beat: Beat) -> Orders:
         """Take what a replica, which the registry knows, did with adapters; returns what it should hold."""
-        now = self._wall()
+        now = self._monotonic()
         self._demand.note(beat, now)
         replica = beat.replica
         if replica.model in self.library.models and self._placing.lacks(replica):
@@ -69,10 +69,10 @@ class AdapterControl:
 
     def place(self) -> None:
         """Make the plans that are due."""
-        now = self._wall()
+        now = self._monotonic()
         due = [model for model in self.library.models if self._placing.due(model, now)]
         if due:
-            replicas = [replica.id for replica in self._registry.fleet(now).replicas]
+            replicas = [replica.id for replica in self._fleet()]
             self._demand.keep(replicas)
             self._placing.keep(self.library.models, replicas)
         for model in due:
@@ -80,11 +80,11 @@ class AdapterControl:
 
     def status(self) -> AdaptersStatus:
         """What there is to say of each adapter."""
-        now = self._wall()
+        now, wall = self._monotonic(), self._wall()
         adapters: dict[tuple[str, str], AdapterStatus] = {}
         troubles, fetching = self.declaring.troubles, self.declaring.fetching()
         for model in self.library.models:
-            overview = Overview(self._replicas(model), self._demand, self._placing, now)
+            overview = Overview(self._replicas(model), self._demand, self._placing, now, wall)
             for alias in self.library.aliases(model):
                 key = (alias.model, alias.name)
                 trouble = troubles.get(key)
@@ -100,7 +100,7 @@ class AdapterControl:
                     note=trouble.reason if trouble else fetching[key],
                 )
         shown = tuple(adapters[key] for key in sorted(adapters))
-        return AdaptersStatus(at=now, models=self.library.models, adapters=shown)
+        return AdaptersStatus(at=wall, models=self.library.models, adapters=shown)
 
     async def run(self) -> None:
         """Bring about what is declared and clear away what nobody names, until cancelled."""
@@ -126,10 +126,13 @@ class AdapterControl:
         self._placing.plan(model, self._replicas(model), self.library.aliases(model), now)
 
     def _replicas(self, model: str) -> list[Replica]:
-        return [r for r in self._registry.fleet(self._wall()).replicas if r.model == model]
+        return [replica for replica in self._fleet() if replica.model == model]
+
+    def _fleet(self) -> tuple[Replica, ...]:
+        return self._registry.fleet(self._wall()).replicas
 
     def _in_use(self) -> set[str]:
         """Serving names of what replicas have or were told to have."""
-        loaded = {name for r in self._registry.fleet(self._wall()).replicas for name in r.adapters}
+        loaded = {name for replica in self._fleet() for name in replica.adapters}
         holds = self._placing.holds.values()
         return loaded | {served_name(each.name, each.digest) for hold in holds for each in hold}

@@ -86,13 +86,19 @@ class AdaptersStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Overview:
-    """The ``replicas`` of one model at the instant ``at``, and what each of them should hold."""
+    """The ``replicas`` of one model, and what each of them should hold.
 
-    def __init__(self, replicas: Sequence[Replica], demand: Demand, placing: Placing, at: float) -> None:
+    The instant ``at`` of the clock by which demand is counted is ``wall`` in Unix seconds.
+    """
+
+    def __init__(
+        self, replicas: Sequence[Replica], demand: Demand, placing: Placing, at: float, wall: float
+    ) -> None:
         self._replicas = [replica for replica in replicas if replica.state is not ReplicaState.STOPPED]
         self._demand = demand
         self._placing = placing
         self._at = at
+        self._ahead_s = wall - at
 
     def of(self, alias: Alias, note: str = "") -> AdapterStatus:
         """The status of ``alias``."""
@@ -135,13 +141,13 @@ class Overview:
             planned=tuple(id_ for id_ in ids if wanted in holds.get(id_, ())),
             why=self._placing.why(alias.model, served),
             refused=tuple(
-                RefusedBy(replica=id_, reason=failures[id_].reason, at=failures[id_].at)
+                RefusedBy(replica=id_, reason=failures[id_].reason, at=failures[id_].at + self._ahead_s)
                 for id_ in ids
                 if id_ in failures
             ),
             requests_per_s=usage.rate,
             hit_rate=usage.hit_rate,
-            last_used=usage.last_used,
+            last_used=None if usage.last_used is None else usage.last_used + self._ahead_s,
             loads=usage.loads,
             load_s=usage.load_s,
         )

@@ -76,6 +76,7 @@ class Declaring:
 
         From then on the name is theirs, until the document is applied again.
         """
+        await self._library.read()
         if key in self._wanted and key not in self._removed and self._library.alias(key) is not None:
             self._removed.add(key)
             self._state.save(self._path, sorted(self._removed))

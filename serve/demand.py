@@ -27,6 +27,7 @@ REFUSING_S = 300.0
 WAITS_S = 2.5
 # Failures that are remembered of one replica.
 MAX_FAILURES = 1024
+MAX_REASON = 500
 
 Key = tuple[str, Wanted]
 
@@ -184,7 +185,7 @@ class Demand:
         for wanted, use in uses.items():
             if use.failed:
                 failed.pop(wanted, None)
-                failed[wanted] = Failure(use.failed, at)
+                failed[wanted] = Failure(use.failed[:MAX_REASON], at)
                 if len(failed) > MAX_FAILURES:
                     del failed[next(iter(failed))]
             elif use.loads:

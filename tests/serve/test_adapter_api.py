@@ -10,14 +10,16 @@ import httpx
 import msgspec
 import pytest
 
-from policy.catalog import Catalog
+from policy.catalog import Alias, Catalog, Version
 from policy.errors import AdapterRefused, AdapterUnknown, ConfigError, TargetError, Unreachable
 from policy.types import Beat, Load, Orders, Replica, ReplicaState, Use, Wanted
 from serve import adapter_api
 from serve.adapter_api import catalogs
-from serve.adapters import AdaptersStatus, AdapterState, AdapterStatus
+from serve.adapters import AdaptersStatus, AdapterState, AdapterStatus, Overview
 from serve.api import build_app
 from serve.client import AddLine, AddRequest, ControllerClient
+from serve.demand import Demand
+from serve.placing import Placing
 from store.state import SECRET_HEADER
 from tests.serve.fake_shelf import digest_of, unreachable
 from tests.serve.plane import Plane
@@ -317,3 +319,16 @@ def test_a_controller_that_ends_meanwhile_is_unreachable() -> None:
         client.add_adapter(AddRequest(name="sql", source="/a"), lines.append)
     assert lines == [AddLine(step="fetch")]
     client.close()
+
+
+def test_instants_are_told_in_unix_seconds_whatever_clock_counts() -> None:
+    demand = Demand()
+    placing = Placing(demand, lambda replica: 1)
+    digest = digest_of("/a")
+    used = Use(name="sql", digest=digest, requests=1, failed="why")
+    demand.note(Beat(replica=replica("r1"), uses=(used,)), 7.0)
+    version = Version(number=1, digest=digest, rank=8, size=10, source="/a", at=1e9)
+    alias = Alias(model="m", name="sql", revision=1, versions=(version,), split=((1, 1.0),))
+    shown = Overview([replica("r1")], demand, placing, 10.0, 2e9).of(alias)
+    assert shown.last_used == 2e9 - 3.0
+    assert (shown.versions[0].refused[0].at, shown.versions[0].at) == (2e9 - 3.0, 1e9)
