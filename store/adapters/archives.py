@@ -102,12 +102,13 @@ def _of_zip(file: BinaryIO) -> Iterator[_Member]:
     with zipfile.ZipFile(guarded) as archive:
         guarded.open()
         for info in archive.infolist():
-            path = _safe(info.orig_filename, info.is_dir())
+            is_folder = info.filename.endswith("/")
+            path = _safe(info.orig_filename, is_folder)
             # Its upper half is the mode where the archive was made on a system that has such.
             kind = stat.S_IFMT(info.external_attr >> 16)
             if kind not in (0, stat.S_IFREG, stat.S_IFDIR):
                 raise AdapterRefused("path", f"the archive has {str(path)!r:.100}, which is no regular file")
-            if info.is_dir():
+            if is_folder:
                 continue
             if info.flag_bits & 0x1 or info.compress_type not in _METHODS:
                 raise AdapterRefused(
@@ -201,6 +202,8 @@ class _Guarded:
         return self._file.read(size)
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        if whence == io.SEEK_SET and offset < 0:
+            raise AdapterRefused("archive", "the archive says that it begins before it does")
         if whence == io.SEEK_SET and offset > self._end:
             raise AdapterRefused("too_large", f"the archive says that it has {offset} bytes in it or more")
         return self._file.seek(offset, whence)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import socket
@@ -16,6 +17,7 @@ import pytest
 
 from policy.errors import AdapterRefused
 from store.adapters import CONFIG, WEIGHTS
+from store.adapters.archives import unpack
 from store.adapters.intake import take
 from store.blobs import Blobs
 from tests.store.adapters.making import (
@@ -183,6 +185,12 @@ def bomb(*, lying: bool) -> Make:
     return make
 
 
+def commented(comment: str, name: str = "f") -> tarfile.TarInfo:
+    info = tarfile.TarInfo(name)
+    info.pax_headers = {"comment": comment}
+    return info
+
+
 def sparse(root: Path) -> Path:
     """A hole of many gigabytes in a file of a few bytes."""
     folder = write(root / "a", files())
@@ -303,6 +311,15 @@ BAD: list[tuple[str, Make, str, str]] = [
     ("a bomb beside it", packed("a.tgz", tarred({**files(), "x": bytes(9_000_000)})), "too_large", "20000"),
     ("a thousand members", packed("a.tgz", tarred({**files(), **{f"f{i}": b"" for i in range(1200)}})),
      "archive", "more than 1000 members"),
+    ("a huge header in a tar", packed("a.tgz", tarred({}, [commented("x" * 100_000)])), "archive",
+     "a header of 100352 bytes"),
+    ("many headers in a tar",
+     packed("a.tgz", tarred({}, [commented("x" * 60_000, str(i)) for i in range(180)])), "archive",
+     "more than is read"),
+    ("a sparse file in a tar", packed("a.tar", tarred(files(), [member("x", tarfile.GNUTYPE_SPARSE)],
+                                                      squeeze=False)), "path", "'x'"),
+    ("no name in a zip", packed("a.zip", zipped({"qx": b"", **files()}).replace(b"qx", b"\0x")), "path",
+     "'\\x00x'"),
     ("a member twice", packed("a.tgz", tarred({f"./{CONFIG}": b"{}", **files()})), "archive", "twice"),
     ("two adapters", packed("a.tgz", tarred({f"{at}/{name}": data for at in "ab" for name, data in
                                              files().items()})), "archive", "in 2 folders"),
@@ -327,6 +344,13 @@ def test_a_bad_adapter_is_refused(make: Make, code: str, message: str, tmp_path:
     assert len(str(caught.value)) < 1000
     assert blobs.digests() == set()
     assert {path.name for path in (tmp_path / "adapters").iterdir()} <= {".parts", ".lock"}
+
+
+def test_a_huge_list_of_members_is_not_read(tmp_path: Path) -> None:
+    data = zipped({f"{i}{'x' * 9000}": b"" for i in range(500)})
+    with pytest.raises(AdapterRefused, match="a header of 4524390 bytes") as caught:
+        unpack(io.BytesIO(data), tmp_path, max_bytes=10 * len(data))
+    assert caught.value.code == "archive"
 
 
 def test_there_are_enough_of_them() -> None:
