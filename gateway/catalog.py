@@ -109,7 +109,7 @@ class CatalogView:
         for alias in catalog.aliases:
             key = (alias.model, alias.name)
             entry = former.get(key)
-            if entry is not None and entry.alias == alias:
+            if entry is not None and (entry.alias is alias or entry.alias == alias):
                 entries[key] = entry
             elif given := _given(alias):
                 entries[key] = Entry(alias, given)

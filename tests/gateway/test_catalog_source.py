@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from gateway.tenants import Account
 from policy.config import Adapters, Deployment, ModelSpec
 from store.state import StateDir
 from tests.gateway.fake_replica import alias
+from tests.gateway.worker import until
 
 DIGEST = "d" * 64
 
@@ -100,9 +102,12 @@ async def test_nonsense_leaves_what_was_known(site: Site) -> None:
     assert "catalog_line_unreadable" in site.logged.getvalue()
 
 
+@pytest.mark.slow
 async def test_the_last_catalog_is_on_disk_for_the_next_worker(site: Site, tmp_path: Path) -> None:
     site.say("one")
-    site.state.save(site.state.catalog_path, site.view.catalog)
+    kept = asyncio.create_task(site.source.keep_on_disk())
+    await until(site.state.catalog_path.exists)
+    kept.cancel()
     assert (tmp_path / "catalog.json").stat().st_mode & 0o077 == 0
     later = Site(tmp_path)
     later.source.start_from_disk()
@@ -116,6 +121,15 @@ async def test_what_the_controller_said_is_not_replaced_by_the_disk(site: Site) 
     site.say("one")
     site.source.start_from_disk()
     assert site.has("one")
+
+
+async def test_what_did_not_change_is_not_decoded_again(site: Site) -> None:
+    site.say("one", "two")
+    one, _ = site.view.catalog.aliases
+    site.say("three", "one", version=2)
+    assert site.view.catalog.aliases[1] is one
+    site.say("three", version=3)
+    assert len(site.source._aliases) == 1
 
 
 async def test_a_broken_file_is_as_none(site: Site) -> None:
