@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -91,17 +91,6 @@ class Adapters:
     async def settled(self) -> None:
         """Return when everything that is held has been loaded or refused, as far as there is room."""
         await self._settled.wait()
-
-    @contextlib.asynccontextmanager
-    async def use(self, name: str, digest: str) -> AsyncIterator[None]:
-        """The adapter is loaded within the block; raises as :meth:`claim` and its ``arrival`` do."""
-        claim = self.claim(name, digest)
-        try:
-            if claim.arrival is not None:
-                await claim.arrival
-            yield
-        finally:
-            claim.release()
 
     def claim(self, name: str, digest: str) -> Claim:
         """A part in version ``digest`` of ``name``, which must be released.

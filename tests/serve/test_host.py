@@ -16,9 +16,11 @@ import pytest
 
 from policy.errors import EngineFailed
 from policy.switching import MAX_FAILURES
-from policy.types import Replica, ReplicaState
+from policy.types import Load, Replica, ReplicaState, Use
 from serve import cores, weights
 from serve import host as hosts
+from serve.engine.guard import LoadLine
+from serve.engine.main import Event
 from serve.host import HostSpec, ReplicaHost
 from serve.versions import installed
 from serve.weights import Weights
@@ -89,6 +91,18 @@ async def test_it_is_ready_once_its_engine_answered(make: Make) -> None:
     assert (await until(host, lambda r: r.load.tokens > 0)).load.in_flight == 0
     async with client(host) as http:
         assert (await http.get("/v1/models")).json()["data"][0]["id"] == "m"
+
+
+async def test_what_was_done_with_adapters_is_told_once_and_who_waits_as_long_as_they_do(make: Make) -> None:
+    host = make()
+    line = LoadLine(state=ReplicaState.STARTING, load=Load(at=0.0))
+    use = Use(name="a", digest="a" * 64, requests=3, waiting=2)
+    host._take(Event(line=line, uses=(use,)), 0.0)
+    host._take(Event(failed="not of interest"), 0.0)
+    assert [(one.requests, one.waiting) for one in host.take_uses()] == [(3, 0), (0, 2)]
+    assert [(one.requests, one.waiting) for one in host.take_uses()] == [(0, 2)]
+    host._take(Event(line=line), 0.0)
+    assert host.take_uses() == ()
 
 
 async def test_its_load_follows_its_requests(make: Make) -> None:

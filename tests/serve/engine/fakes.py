@@ -125,6 +125,18 @@ class FakeFiles:
         await asyncio.sleep(0)
 
 
+@asynccontextmanager
+async def using(adapters: Adapters, letter: str) -> AsyncIterator[None]:
+    """The adapter is loaded within the block; raises as its claim does."""
+    claim = adapters.claim(letter, digest(letter))
+    try:
+        if claim.arrival is not None:
+            await claim.arrival
+        yield
+    finally:
+        claim.release()
+
+
 class Replica:
     """Adapters over both, running."""
 
@@ -144,7 +156,7 @@ class Replica:
     async def used(self, letters: str) -> None:
         """One short request for each, one after another."""
         for letter in letters:
-            async with self.adapters.use(letter, digest(letter)):
+            async with using(self.adapters, letter):
                 pass
 
 
@@ -159,7 +171,7 @@ class User:
         self.task = asyncio.ensure_future(self._run())
 
     async def _run(self) -> None:
-        async with self._adapters.use(self.letter, digest(self.letter)):
+        async with using(self._adapters, self.letter):
             self.in_use = True
             try:
                 await self._stop.wait()
