@@ -21,6 +21,7 @@ from tests.e2e.conftest import CHAT
 from tests.e2e.stack import Stack, eventually
 from tests.e2e.traffic import PATIENCE_S, Traffic
 from tests.store.adapters.making import CONFIGURATION, named, weights, write
+from tests.store.adapters.test_bad_adapters import BAD
 
 pytestmark = [pytest.mark.vllm, pytest.mark.ray, pytest.mark.timeout(900, func_only=True)]
 
@@ -136,9 +137,28 @@ def test_one_is_removed_and_what_is_in_flight_finishes(stack: Stack, named_adapt
     assert gone.json()["error"]["code"] == "model_not_found"
 
 
+def test_bad_ones_are_refused_while_good_ones_serve(stack: Stack, named_adapter: str, tmp_path: Path) -> None:
+    (before,) = stack.replicas(CHAT)
+    refused: dict[str, tuple[int, str]] = {}
+    with Traffic(stack, named_adapter, clients=1) as traffic:
+        for number, (what, bad, _, _) in enumerate(BAD):
+            folder = tmp_path / str(number)
+            folder.mkdir()
+            body = {"name": "bad", "source": str(bad(folder))}
+            answer = stack.http.post(f"{stack.admin_url}/admin/adapters", json=body)
+            refused[what] = (answer.status_code, answer.json()["error"]["code"])
+    assert len(refused) >= 50
+    assert not {what: said for what, said in refused.items() if said[0] != 400 or not said[1]}
+    assert traffic.outcomes
+    assert not traffic.problems
+    (after,) = stack.replicas(CHAT)
+    assert (after.id, after.incarnation) == (before.id, before.incarnation)
+    assert [adapter["name"] for adapter in tell(stack)["adapters"]] == [named_adapter]
+
+
 def test_many_first_requests_are_one_load(stack: Stack, named_adapter: str) -> None:
-    with ThreadPoolExecutor(32) as pool:
-        answers = set(pool.map(lambda _: ask(stack, named_adapter, max_tokens=1), range(64)))
+    with ThreadPoolExecutor(200) as pool:
+        answers = set(pool.map(lambda _: ask(stack, named_adapter, max_tokens=1), range(200)))
     assert len({model for model, _ in answers}) == 1
     eventually(lambda: loads(stack, named_adapter) > 0, 10)
     assert loads(stack, named_adapter) == 1
