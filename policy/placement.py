@@ -21,8 +21,8 @@ from policy.homes import EMPTY, Bounds, Demand, Home, Host, Move, Plan
 
 __all__ = ["EMPTY", "Bounds", "Demand", "Home", "Host", "Move", "Plan", "plan"]
 
-# Slots by which fewer must be enough for what is loaded on demand, before fewer are left to it.
-MARGIN = 0.5
+# Slots that may be missing for what is loaded on demand, and by which fewer must be enough before they are.
+SHORT, MARGIN = 0.25, 0.25
 
 # Why a version lives where it does, and why that has changed.
 KEPT = "lives there already"
@@ -110,7 +110,7 @@ class _Draft:
             self._free = free
             # A number that was enough is given up only for one that is so by a margin.
             margin = MARGIN if free < self._last.free else 0.0
-            if round(rest + math.sqrt(rest) + margin) <= free:
+            if rest + math.sqrt(rest) + margin <= free + SHORT:
                 break
         self._room = {host.id: max(1, host.slots - self._free) for host in self._hosts.values()}
 

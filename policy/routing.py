@@ -101,9 +101,9 @@ VICTIMS = 8
 UNEVEN = 0.15
 # One late first token says little of loads: much may have come before it that nobody foresaw.
 LOAD_GAIN = 0.1
-# Where none was measured for so long, a load is taken to last as long as the last one elsewhere: who is taken
+# With each request for an adapter a load is taken to last more nearly what it does elsewhere: who is taken
 # to be slow gets none, and could not show that it is not.
-UNMEASURED_S = 10.0
+ALIKE = 0.1
 
 
 # Tuples made directly: a constructor with names costs a router half a microsecond.
@@ -260,11 +260,11 @@ class Router:
             site.loaded()
             site.slots.came(request.adapter_key)
         if quote.loads:  # what it took beyond the rest, they took
-            error = max(-quote.total, min(quote.total, ttft_s - quote.total))
+            error = max(-quote.total, min(quote.total, ttft_s - quote.total)) / quote.loads
             self._measured += 1
             gain = max(LOAD_GAIN, 1.0 / self._measured)
-            site.load_s = self._load_s = max(0.0, site.load_s + gain * error / quote.loads)
-            site.loaded_at = at
+            self._load_s = max(0.0, self._load_s + gain * error)
+            site.load_s = max(0.0, site.load_s + gain * error)
             return
         line = self._line
         if quote.uncached < request.prompt_tokens and self._was_gone(request, quote, site, ttft_s):
@@ -375,8 +375,8 @@ class Router:
         measured: list[_Measured] = []
         for candidate, site in pairs:
             uncached, age = prompt, 0
-            if key and at - site.loaded_at > UNMEASURED_S:
-                site.load_s = self._load_s
+            if key:
+                site.load_s += ALIKE * (self._load_s - site.load_s)
             if prefix:
                 held = site.held
                 if first in held.young or first in held.old or at - held.turned_at > held.turn_s:

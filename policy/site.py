@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 from policy.affinity import Share, Slots
 from policy.engine_model import Timing
 from policy.pace import Pace, pace_of
@@ -19,8 +17,8 @@ ASSUMED_OUTPUT_TOKENS = 128.0
 class Site:
     """One replica: its pace, what it holds, its share of the traffic, and how well it was predicted.
 
-    ``load_s`` is what the load of an adapter takes there, in seconds, as learned at ``loaded_at``, and
-    ``loads`` are those that are not over, by when each is taken to be if nobody says. ``seen_at`` is when it
+    ``load_s`` is what the load of an adapter takes there, in seconds, and ``loads`` are those that are not
+    over, by when each is taken to be if nobody says. ``seen_at`` is when it
     was last a candidate. What follows from its counts alone is computed when they change: ``running`` and
     ``kv_tokens``, the ``step_s`` of those, the ``room`` for prompt tokens in a step and what ``kv_s`` and
     ``join_s`` such a step takes for the KV and for one request more, the wait ``still_s`` where no prompt
@@ -31,7 +29,7 @@ class Site:
 
     __slots__ = (
         "ahead_s", "first_s", "held", "in_flight", "join_s", "key", "kv_s", "kv_tokens", "kv_used",
-        "load_s", "loaded_at", "loads", "pace", "pending", "residual", "rest", "rest_s", "room", "running",
+        "load_s", "loads", "pace", "pending", "residual", "rest", "rest_s", "room", "running",
         "seat_s", "seen_at", "share", "slots", "step_s", "still_s", "timing",
     )  # fmt: skip
 
@@ -43,7 +41,6 @@ class Site:
         self.time(timing, assumed)
         self.residual = Residual()
         self.load_s = ASSUMED_LOAD_S
-        self.loaded_at = -math.inf
         self.loads: list[float] = []
         self.seen_at = 0.0
 

@@ -132,7 +132,7 @@ class Placed(Policy):
         quote.candidate.turned_at = at
         self._router.timed(request, quote, at - sent, at)
 
-    def loaded(self, replica: int, at: float) -> None:
+    def changed(self, replica: int, at: float) -> None:
         self._lines.setdefault(replica, at + LINE_S)
 
     def tick(self, replicas: Sequence[Replica], at: float) -> float:
@@ -146,7 +146,7 @@ class Placed(Policy):
             if due <= at:
                 self._beat(i, at)
                 self._beat_at[i] += BEAT_S
-        return min(at + LINE_S, self._plan_at, *self._beat_at, *self._lines.values())
+        return min(at + LINE_S / 4, self._plan_at, *self._beat_at, *self._lines.values())
 
     def moves_per_min(self) -> float:
         return float(

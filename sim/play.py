@@ -57,6 +57,8 @@ def play(
     def begin(i: int, at: float) -> None:
         if (end := there[i].begin(at)) is not None:
             push(end, _Kind.DONE, i)
+            if there[i].loading is not None:  # another may have gone for it
+                policy.changed(i, at)
 
     push(0.0, _Kind.TICK, 0)
     push(requests[0].at, _Kind.COMES, 0)
@@ -88,7 +90,7 @@ def play(
             for each in done.ended:
                 policy.in_flight[where.pop(each)] -= 1
             if done.loaded:
-                policy.loaded(number, at)
+                policy.changed(number, at)
             begin(number, at)
     counts = [each.requests for each in there]
     return Outcome(

@@ -30,8 +30,8 @@ class Policy:
     def first(self, number: int, at: float) -> None:
         """The first token of a request came."""
 
-    def loaded(self, replica: int, at: float) -> None:
-        """That replica has loaded an adapter."""
+    def changed(self, replica: int, at: float) -> None:
+        """What that replica has loaded has changed."""
 
     def tick(self, replicas: Sequence[Replica], at: float) -> float:
         """Do what is due by the clock; returns when that is next, in seconds."""
