@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 from random import Random
+from typing import Any
 
 import msgspec
 import pytest
@@ -327,6 +329,18 @@ def test_homes_outlast_a_moment_without_replicas() -> None:
 def test_a_plan_survives_being_written_and_read() -> None:
     made = plan([host(0)], zipf(4), EMPTY, 0.0)
     assert msgspec.json.decode(msgspec.json.encode(made), type=Plan) == made
+
+
+def test_the_rule_in_the_documents_is_one() -> None:
+    text = (Path(__file__).parents[2] / "docs/extending.md").read_text()
+    code = text[text.index("## How do I add a placement rule?") :].split("```python\n")[1].split("```")[0]
+    names: dict[str, Any] = {}
+    exec(code, names)  # noqa: S102 - what the page shows is what is tried
+    hosts = [host(number, slots=2) for number in range(2)]
+    made = names["newest"](hosts, [demand(name, 1.0) for name in "ab"], EMPTY, 0.0)
+    assert made.hold == {"r0": ("a", "b")}
+    later = names["newest"](hosts, [demand(name, 1.0) for name in "abc"], made, 5.0)
+    assert later.hold == {"r0": ("c", "a")} and later.explain("c") == "new"
 
 
 @pytest.mark.parametrize("count", [0, 3])
