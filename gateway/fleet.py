@@ -1,4 +1,7 @@
-"""Which models and replicas there are, from the newest word that reached this worker."""
+"""Which models and replicas there are, from the newest word that reached this worker.
+
+One module though over 300 lines: models, their replicas and who is told what of them are one view.
+"""
 
 from __future__ import annotations
 
