@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
+
 import msgspec
 
-# Why a version has no home, if nothing else is known.
-ON_DEMAND = "loaded on demand: the slots are taken by what costs more to load again and again"
+
+class Why(StrEnum):
+    """Why a version lives where it does, or does not."""
+
+    KEPT = "lives there already"
+    RESIDENT = "is loaded there already"
+    CLAIMED = "claimed most by rendezvous"
+    ALIKE = "beside others of its rank, where load is below the mean"
+    BOUNDED = "its first choices have their share of the load, or no slot"
+    LEAST = "the least loaded with a slot: elsewhere is more load than the bound, or no slot"
+    EVENED = "to even the load"
+    DISPLACED = "others are worth more"
+    UNWANTED = "nobody asks for it any more"
+    FEWER = "fewer homes are enough"
+    NOWHERE = "no replica has a slot for it and could load it"
+    ON_DEMAND = "loaded on demand: the slots are taken by what costs more to load again and again"
 
 
 class Host(msgspec.Struct, frozen=True, kw_only=True):
@@ -118,7 +134,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     def explain(self, name: str) -> str:
         """Why the version ``name`` lives where it does."""
         found = next((home for home in self.homes if home.name == name), None)
-        return found.why if found is not None else ON_DEMAND
+        return found.why if found is not None else Why.ON_DEMAND
 
 
 EMPTY = Plan()

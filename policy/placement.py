@@ -17,25 +17,12 @@ from itertools import zip_longest
 import msgspec
 
 from policy.affinity import rendezvous
-from policy.homes import EMPTY, Bounds, Demand, Home, Host, Move, Plan
+from policy.homes import EMPTY, Bounds, Demand, Home, Host, Move, Plan, Why
 
-__all__ = ["EMPTY", "Bounds", "Demand", "Home", "Host", "Move", "Plan", "plan"]
+__all__ = ["EMPTY", "Bounds", "Demand", "Home", "Host", "Move", "Plan", "Why", "plan"]
 
 # Slots that may be missing for what is loaded on demand, and by which fewer must be enough before they are.
 SHORT, MARGIN = 0.25, 0.25
-
-# Why a version lives where it does, and why that has changed.
-KEPT = "lives there already"
-RESIDENT = "is loaded there already"
-CLAIMED = "claimed most by rendezvous"
-ALIKE = "beside others of its rank, where load is below the mean"
-BOUNDED = "its first choices have their share of the load, or no slot"
-LEAST = "the least loaded with a slot: elsewhere is more load than the bound, or no slot"
-EVENED = "to even the load"
-DISPLACED = "others are worth more"
-UNWANTED = "nobody asks for it any more"
-FEWER = "fewer homes are enough"
-NOWHERE = "no replica has a slot for it and could load it"
 
 
 def plan(
@@ -116,12 +103,11 @@ class _Draft:
 
     def keep(self, demand: Demand) -> None:
         """It stays where it lives, as far as there is room and so many homes are wanted."""
-        before = self._before.get(demand.name)
-        for host in before.hosts if before is not None else ():
-            if len(self._homes[demand.name].hosts) < self._homes[demand.name].degree and self._takes(
-                host, demand
-            ):
-                self._give(demand, host, KEPT)
+        before, home = self._before.get(demand.name), self._homes[demand.name]
+        if before is not None:
+            stays = [host for host in before.hosts if self._takes(host, demand)]
+            for host in stays[: home.degree]:
+                self._give(demand, host, Why.KEPT, home.moved_at)
 
     def settle(self, demand: Demand) -> None:
         """The homes that it lacks: only if it may move, or its replicas are gone."""
@@ -133,10 +119,7 @@ class _Draft:
             if not free or ((home.hosts or could_stay) and self._rests(home)):
                 return
             host, why = self._best(demand, free)
-            self._give(demand, host.id, why)
-            if demand.name in self._before:
-                home = self._homes[demand.name]
-                self._homes[demand.name] = msgspec.structs.replace(home, moved_at=self._at)
+            self._give(demand, host.id, why, None if before is None else self._at)
 
     def fill(self) -> None:
         """Slots that those who were to have them cannot use go to the next."""
@@ -173,15 +156,15 @@ class _Draft:
             left = [host for host in had if host not in home.hosts]
             came = [host for host in home.hosts if host not in had]
             for source, target in zip_longest(left, came, fillvalue=""):
-                why = home.why if target else FEWER
+                why = home.why if target else Why.FEWER
                 moves.append(Move(name=home.name, source=source, target=target, why=why))
             homes.append(home)
         for before in self._before.values():
             if before.name in self._homes:
                 continue
-            why = DISPLACED if before.name in self._asked else UNWANTED
+            why = Why.DISPLACED if before.name in self._asked else Why.UNWANTED
             moves += [Move(name=before.name, source=host, target="", why=why) for host in before.hosts]
-            if before.hosts and why == DISPLACED:
+            if before.hosts and why == Why.DISPLACED:
                 homes.append(Home(name=before.name, hosts=(), value=0.0, why=why, moved_at=self._at))
             elif not before.hosts and self._rests(before):
                 homes.append(before)
@@ -219,7 +202,7 @@ class _Draft:
             name=demand.name,
             hosts=(),
             value=demand.value,
-            why=NOWHERE,
+            why=Why.NOWHERE,
             degree=min(degree, bounds.copies or most, most),
             moved_at=before.moved_at if before is not None else None,
             waits_since=waits,
@@ -237,7 +220,7 @@ class _Draft:
             and demand.name not in self._hosts[host].refused
         )
 
-    def _best(self, demand: Demand, free: Sequence[Host]) -> tuple[Host, str]:
+    def _best(self, demand: Demand, free: Sequence[Host]) -> tuple[Host, Why]:
         """The one of ``free`` to live at, and why."""
 
         def claim(host: Host) -> float:
@@ -248,16 +231,16 @@ class _Draft:
         most = self._bounds.load * self._fair
         within = [h for h in free if self._load[h.id] + share <= max(most * h.seats, share)]
         if not within:
-            return min(free, key=lambda host: (self._per_seat(host.id), -claim(host))), LEAST
+            return min(free, key=lambda host: (self._per_seat(host.id), -claim(host))), Why.LEAST
         if resident := [host for host in within if demand.name in host.resident]:
-            return max(resident, key=claim), RESIDENT
+            return max(resident, key=claim), Why.RESIDENT
         # Engines pad all that they run to the largest rank among it. Where load is low, claims matter less.
         light = [host for host in within if self._per_seat(host.id) < self._fair] or within
         first = max(light, key=claim)
         best = max(light, key=lambda host: (-self._padding(host, demand.rank), claim(host)))
         if best is not first:
-            return best, ALIKE
-        return best, CLAIMED if best is max(self._hosts.values(), key=claim) else BOUNDED
+            return best, Why.ALIKE
+        return best, Why.CLAIMED if best is max(self._hosts.values(), key=claim) else Why.BOUNDED
 
     def _padding(self, host: Host, rank: int) -> int:
         """How far ``rank`` is from the largest that lives there."""
@@ -292,17 +275,18 @@ class _Draft:
     def _per_seat(self, host: str) -> float:
         return self._load[host] / self._hosts[host].seats
 
-    def _give(self, demand: Demand, host: str, why: str) -> None:
+    def _give(self, demand: Demand, host: str, why: Why, moved_at: float | None) -> None:
         home = self._homes[demand.name]
-        hosts, said = (*home.hosts, host), _said(why, demand)
-        self._homes[demand.name] = msgspec.structs.replace(home, hosts=hosts, why=said)
+        self._homes[demand.name] = msgspec.structs.replace(
+            home, hosts=(*home.hosts, host), why=_said(why, demand), moved_at=moved_at
+        )
         self._room[host] -= 1
         self._load[host] += demand.expected / home.degree
 
     def _move(self, name: str, source: str, target: str) -> None:
         home = self._homes[name]
         hosts = tuple(target if host == source else host for host in home.hosts)
-        said = _said(EVENED, self._chosen[name])
+        said = _said(Why.EVENED, self._chosen[name])
         self._homes[name] = msgspec.structs.replace(home, hosts=hosts, why=said, moved_at=self._at)
         self._room[source] += 1
         self._room[target] -= 1
@@ -310,5 +294,5 @@ class _Draft:
         self._load[target] += self._share(name)
 
 
-def _said(why: str, demand: Demand) -> str:
+def _said(why: Why, demand: Demand) -> str:
     return f"{why}; {demand.expected:.3g} requests/s times {demand.load_s:.3g} s of a load"

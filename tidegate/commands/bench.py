@@ -76,6 +76,7 @@ def adapters(
     with _Bar(requests) as bar:
         found = compare(asked, Fleet(replicas, slots), bar)
     title = f"{adapters} adapters, Zipf {exponent:g}, {replicas} x {slots} slots, {rate:g} requests/s"
+    title += f" in calls of {together:g}"
     if plot is not None:
         plot.write_text(_plot(title, found, requests), encoding="utf-8")
     if as_json:
