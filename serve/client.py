@@ -54,10 +54,11 @@ class ControllerStatus(msgspec.Struct, frozen=True, kw_only=True):
     events: tuple[str, ...] = ()
 
 
-class AddRequest(msgspec.Struct, frozen=True, kw_only=True):
+class AddRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """An adapter to add; without a ``model`` on the only one that takes any.
 
-    Without ``tenants`` those who may see the name stay the same: of a new one everybody.
+    Without ``tenants`` those who may see the name stay the same: of a new one everybody. A misspelt key is
+    refused: without its tenants an adapter would be everybody's.
     """
 
     name: str

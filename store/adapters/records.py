@@ -97,7 +97,7 @@ Split = tuple[tuple[int, float], ...]
 class Record(NamedTuple):
     """An alias and what only its keeper knows of it.
 
-    ``origin`` is "document" or "api", ``declared`` what the document said of its content last, and
+    ``origin`` is "document" or "api", ``declared`` what the document said of it last as JSON, and
     ``history`` what it stood for before, the latest last.
     """
 

@@ -45,6 +45,13 @@ class Candidate(NamedTuple):
     weight: float = 1.0
 
 
+class _Declared(msgspec.Struct, frozen=True, kw_only=True):
+    """What the document said of a name: digests with their weights, and tenants if it said any of them."""
+
+    content: tuple[tuple[str, float], ...]
+    tenants: tuple[str, ...] | None
+
+
 class Registry:
     """The aliases of all models in the database at ``url``; for any number of threads and processes.
 
@@ -106,9 +113,10 @@ class Registry:
         """Let the name stand for ``candidates`` by their weights; a new one if there was none.
 
         A digest that the name has already keeps its number. ``tenants`` of ``None`` leaves them as they are.
-        What changes nothing is no change; nor is it when the document declares what it declared last, so that
-        a restart does not undo what was done since. Raises :class:`policy.errors.AdapterRefused` (``name``)
-        and :class:`policy.errors.TargetError` for weights that are none.
+        What changes nothing is no change; nor is it when the document declares the content, or the tenants,
+        that it declared last, so that a restart does not undo what was done since. Raises
+        :class:`policy.errors.AdapterRefused` (``name``) and :class:`policy.errors.TargetError` for weights
+        that are none.
         """
         check_name(name)
         if not candidates or not all(DIGEST.fullmatch(each.digest) for each in candidates):
@@ -117,17 +125,18 @@ class Registry:
             before = _find(connection, model, name)
             at = self._clock()
             kept, split = _numbered(before.alias.versions if before else (), candidates, at)
-            declared = _declaration(candidates) if origin == DOCUMENT else ""
+            saying = _declaration(candidates, tenants) if origin == DOCUMENT else None
+            said = _declared(before)
             if before is None:
                 alias = Alias(model=model, name=name, revision=0, versions=kept, split=split, at=at)
-                after = Record(alias, origin, declared, ())
-            elif origin == DOCUMENT and before.declared == declared:
-                after = before._replace(origin=origin)
+                after = Record(alias, origin, "", ())
+            elif saying and said and saying.content == said.content:
+                after = before
             else:
                 after = _standing_for(before, split, kept)
-                if origin == DOCUMENT:
-                    after = after._replace(origin=origin, declared=declared)
-            if tenants is not None:
+            if saying:
+                after = after._replace(origin=origin, declared=msgspec.json.encode(saying).decode())
+            if tenants is not None and not (saying and said and saying.tenants == said.tenants):
                 alias = msgspec.structs.replace(after.alias, tenants=tuple(sorted(set(tenants))))
                 after = after._replace(alias=alias)
             return self._keep(connection, before, after)
@@ -248,5 +257,12 @@ def _standing_for(
     )
 
 
-def _declaration(candidates: Sequence[Candidate]) -> str:
-    return msgspec.json.encode(sorted((each.digest, each.weight) for each in candidates)).decode()
+def _declared(record: Record | None) -> _Declared | None:
+    if record is None or not record.declared:
+        return None
+    return msgspec.json.decode(record.declared, type=_Declared)
+
+
+def _declaration(candidates: Sequence[Candidate], tenants: Collection[str] | None) -> _Declared:
+    content = tuple(sorted((each.digest, each.weight) for each in candidates))
+    return _Declared(content=content, tenants=None if tenants is None else tuple(sorted(set(tenants))))

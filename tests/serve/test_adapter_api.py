@@ -137,6 +137,7 @@ async def test_what_is_refused_on_the_way_is_the_last_line(plane: Plane, served:
         ("POST", "/adapters", {"name": "sql", "source": "/a", "model": "x"}, 409, "TargetError"),
         ("POST", "/adapters", {"name": "sql", "source": "/a", "tenants": ["x"]}, 409, "ConfigError"),
         ("POST", "/adapters", {"name": "sql"}, 400, "BadRequest"),
+        ("POST", "/adapters", {"name": "sql", "source": "/a", "tenant": "x"}, 400, "BadRequest"),
         ("POST", "/adapters/m/sql/split", {"v1": 1}, 404, "AdapterUnknown"),
         ("POST", "/adapters/m/sql/split", {"v1": "x"}, 400, "BadRequest"),
         ("POST", "/adapters/m/sql/rollback", None, 404, "AdapterUnknown"),

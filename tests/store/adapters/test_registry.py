@@ -247,6 +247,16 @@ def test_tenants_of_the_document_count_though_its_content_is_the_same(registry: 
     assert (digests(alias), alias.tenants) == ({"b": 1.0}, ("acme",))
 
 
+def test_tenants_that_were_given_since_outlast_a_restart(registry: Registry) -> None:
+    for declared in ([], ["law"]):
+        registry.put("m", "sql", candidates(a=1), tenants=declared, origin=DOCUMENT)
+        added = registry.put("m", "sql", candidates(a=1), tenants=["acme"])
+        assert registry.put("m", "sql", candidates(a=1), tenants=declared, origin=DOCUMENT) == added
+        assert added.tenants == ("acme",)
+    alias = registry.put("m", "sql", candidates(b=1), tenants=["law"], origin=DOCUMENT)
+    assert (digests(alias), alias.tenants) == ({"b": 1.0}, ("acme",)), "of tenants it says what it said"
+
+
 def test_what_was_added_becomes_the_documents_when_it_declares_it(registry: Registry) -> None:
     add(registry, A)
     registry.put("m", "sql", candidates(a=1), origin=DOCUMENT)
