@@ -168,7 +168,8 @@ class Adapters:
             self._failures.forget(adapter.served)
             load_s = adapter.files_s + adapter.load_s
             self._uses.add(adapter.name, adapter.digest, loads=1, load_s=load_s)
-            self._admit()
+            # They had their turn, whoever has waited for another since.
+            self._let_in(adapter)
             self._changed()
         # Only a load makes an engine evict by itself.
         await self._reconcile()
@@ -210,16 +211,17 @@ class Adapters:
     def _admit(self) -> None:
         """Let in who waits for what is loaded by now."""
         for adapter in self._slots:
-            if adapter.state is not State.LOADED or not adapter.waiting:
-                continue
-            now = self._clock()
-            if self._slots.yields(adapter, now):
-                continue
-            for arrival in adapter.waiting:
-                if not arrival.done():
-                    arrival.set_result(now)
-                    adapter.users += 1
-            adapter.waiting.clear()
+            waits = adapter.waiting and adapter.state is State.LOADED
+            if waits and not self._slots.yields(adapter, self._clock()):
+                self._let_in(adapter)
+
+    def _let_in(self, adapter: Adapter) -> None:
+        now = self._clock()
+        for arrival in adapter.waiting:
+            if not arrival.done():
+                arrival.set_result(now)
+                adapter.users += 1
+        adapter.waiting.clear()
 
     def _look_ahead(self, now: float) -> None:
         """Fetch the files of the next adapter that is held and not here: one at a time, for nobody waits."""

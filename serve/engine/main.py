@@ -1,8 +1,8 @@
 """An engine's process: it builds the engine, guards its port, and tells the host how it is.
 
 Standard input is the lifeline: its first line is the :class:`serve.engine.port.EngineSpec`, later lines are
-commands (``drain``, and ``hold`` with a JSON list of :class:`policy.types.Wanted`), and its end means that the
-host is gone, so the whole process group ends.
+commands (``drain``, and ``hold`` with a JSON list of :class:`policy.types.Wanted`), and its end means that
+the host is gone, so the whole process group ends.
 Events go to the descriptor given with ``--events`` as JSON lines.
 """
 

@@ -121,7 +121,8 @@ class VLLMEngine:
             lora_name=name, lora_int_id=self._models.lora_id_counter.inc(1), lora_path=str(path)
         )
         try:
-            await self._llm.add_lora(request)
+            if not await self._llm.add_lora(request):
+                raise ValueError("not every worker has loaded it")
         except EngineDeadError as error:
             raise EngineFailed(f"vLLM's engine died: {error}") from error
         except Exception as error:

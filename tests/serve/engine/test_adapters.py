@@ -154,6 +154,22 @@ async def test_a_stream_of_requests_for_one_keeps_no_other_out_for_ever() -> Non
         assert there.engine.log == ["+a", "-a", "+b", "-b", "+a"]
 
 
+async def test_who_was_waited_for_is_used_however_long_others_have_waited() -> None:
+    async with replica(1) as there:
+        first = there.use("a")
+        await until(lambda: first.in_use)
+        late = [there.use(letter) for letter in "bcdbcd"]
+        await quiet()
+        there.clock.now += 10 * PATIENCE_S
+        await first.stop()
+        for letter in "bcd":
+            mine = [user for user in late if user.letter == letter]
+            await until(lambda: all(user.in_use for user in mine))  # noqa: B023
+            for user in mine:
+                await user.stop()
+        assert there.engine.log == ["+a", "-a", "+b", "-b", "+c", "-c", "+d"]
+
+
 async def test_who_made_room_by_waiting_goes_on_when_nobody_needs_it_any_more() -> None:
     async with replica(1) as there:
         first = there.use("a")
@@ -416,9 +432,10 @@ async def test_an_engine_without_slots_refuses() -> None:
 
 
 @pytest.mark.parametrize("seed", range(8))
-async def test_whatever_comes_and_leaves_in_the_end_all_are_served(seed: int) -> None:
+@pytest.mark.parametrize("slots", [1, 3])
+async def test_whatever_comes_and_leaves_in_the_end_all_are_served(slots: int, seed: int) -> None:
     chance = random.Random(seed)  # noqa: S311
-    async with replica(2) as there:
+    async with replica(slots) as there:
         there.engine.refuses = {served("f")}
         users = []
         for _ in range(150):
@@ -441,8 +458,8 @@ async def test_whatever_comes_and_leaves_in_the_end_all_are_served(seed: int) ->
                     await user.stop()
             await asyncio.sleep(0)
         await asyncio.gather(*(user.task for user in users), return_exceptions=True)
-        # Nothing of them is left: both slots are free for others.
-        a, b = there.use("1"), there.use("2")
-        await until(lambda: a.in_use and b.in_use)
-        await a.stop()
-        await b.stop()
+        # Nothing of them is left: all slots are free for others.
+        others = [there.use(str(number)) for number in range(slots)]
+        await until(lambda: all(user.in_use for user in others))
+        for user in others:
+            await user.stop()

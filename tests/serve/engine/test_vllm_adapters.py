@@ -6,6 +6,7 @@ They are loaded beside a stream, evicted, refused, and used when their files are
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import tempfile
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
@@ -162,6 +163,27 @@ async def test_many_first_requests_are_one_load(engine: Engine) -> None:
             loads += sum(use.loads for use in engine.host.take_uses())
     await asyncio.sleep(1.5)
     assert loads + sum(use.loads for use in engine.host.take_uses()) == 1
+
+
+async def test_clients_that_leave_never_have_others_served_by_the_wrong_adapter(engine: Engine) -> None:
+    adapters = [engine.adapter(f"turn{seed}", adapter(seed)) for seed in (60, 61, 62)]
+    alone = [await engine.says(each, tokens=3) for each in adapters]
+    assert len(set(alone)) == 3
+
+    async def one(number: int) -> None:
+        wanted = adapters[number % 3]
+        if number % 4:
+            assert (await engine.says(wanted, tokens=3)) == alone[number % 3]
+            return
+        # Leaves before, while and after its adapter is loaded.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0.1 * number):
+                await engine.ask(wanted, tokens=200)
+
+    await asyncio.gather(*(one(number) for number in range(36)))
+    assert engine.host.snapshot().incarnation == 0
+    assert len(await engine.models()) == 2
+    assert await engine.says(adapters[0], tokens=3) == alone[0]
 
 
 async def test_bad_adapters_are_refused_and_others_served(engine: Engine) -> None:
