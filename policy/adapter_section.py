@@ -13,6 +13,8 @@ from policy.errors import ConfigError
 from policy.types import EngineKind
 
 _HUB = re.compile(r"hf:[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*(@[A-Za-z0-9][A-Za-z0-9._/-]*)?")
+# What the section says in their place.
+_OWNED = frozenset({"enable_lora", "max_loras", "max_lora_rank"})
 _SOURCE = "a path, http(s)://, hf:ORG/NAME[@REVISION], s3:// or another URL of fsspec's"
 
 
@@ -33,7 +35,14 @@ def check_adapters(path: str, spec: ModelSpec, models: Collection[str], tenants:
 
     Raises :class:`policy.errors.ConfigError`.
     """
-    sources = spec.adapters.sources if spec.adapters else ()
+    if spec.adapters is None:
+        return
+    given = {f"{path}.engine_args": spec.engine_args}
+    given |= {f"{path}.shapes.{name}.engine_args": shape.engine_args for name, shape in spec.shapes.items()}
+    for at, args in given.items():
+        for key in sorted(_OWNED & args.keys()):
+            raise ConfigError(f"{at}.{key}", args[key], "nothing: the model's section `adapters` says it")
+    sources = spec.adapters.sources
     if sources and spec.engine is EngineKind.EXTERNAL:
         names = [source.name for source in sources]
         raise ConfigError(

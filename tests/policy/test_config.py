@@ -243,6 +243,15 @@ def test_an_external_engine_has_slots_but_loads_nothing() -> None:
     assert spec.adapters.slots_per_replica == 4
 
 
+@pytest.mark.parametrize("at", ["models[0].engine_args", "models[0].shapes.small.engine_args"])
+def test_engine_arguments_do_not_repeat_the_section(at: str) -> None:
+    alone = changed(GOOD, at, {"enable_lora": True, "max_loras": 2})
+    parse(alone)
+    with pytest.raises(ConfigError) as caught:
+        parse(changed(alone, "models[0].adapters", {}))
+    assert caught.value.path == f"{at}.enable_lora"
+
+
 def test_what_adapters_and_the_store_say() -> None:
     sources = [
         {"name": "sql", "path": "adapters/sql", "tenants": ["acme"]},
