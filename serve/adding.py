@@ -19,7 +19,8 @@ class Adding:
     """``parts`` are sources with their weights; ``tenants`` of ``None`` stay as they are.
 
     It goes on whether or not anybody watches. Threads report to it; the event loop reads ``line``. Sources
-    that are ``known`` are fetched again only if what came of them is gone.
+    that are ``known`` are fetched again only if what came of them is gone. Once ``revoked`` it comes to
+    nothing: its name was removed meanwhile.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class Adding:
         self.declared = declared
         self.line = AddLine(step="wait", message="waiting for its turn")
         self.error: TidegateError | None = None
+        self.revoked = False
         self.done = asyncio.Event()
 
     def report(self, progress: Progress) -> None:

@@ -103,13 +103,13 @@ class Declaring:
                 self._begin(key, stamps)
 
     def _is_due(self, key: Key) -> bool:
+        if key in self._removed:
+            return False
         trouble = self.troubles.get(key)
         if trouble is not None:
             return self._monotonic() >= trouble.retry_at
         if key in self._again:
             return True
-        if key in self._removed:
-            return False
         alias = self._library.alias(key)
         if alias is None:
             return True
@@ -143,7 +143,7 @@ class Declaring:
         attempts = 1 + (last.attempts if last is not None else 0)
         refused = isinstance(error, AdapterRefused) and error.code != "source_unreachable"
         retry_s = min(RETRY_S * 2 ** min(attempts - 1, 10), MAX_RETRY_S)
-        if self._wanted.get(key) == source:
+        if self._wanted.get(key) == source and key not in self._removed:
             self.troubles[key] = Trouble(str(error), refused, attempts, self._monotonic() + retry_s)
 
     def _sources(self, keys: Iterable[Key]) -> set[str]:

@@ -172,11 +172,13 @@ class Library:
         return await self._write(lambda: self._shelf.rollback(*key))
 
     async def remove(self, key: Key) -> None:
-        """Forget a name; raises :class:`AdapterUnknown` if there is none."""
+        """Forget a name, also what is on its way to it; raises :class:`AdapterUnknown` if there is none."""
         await self._known(key)
         async with self._writing:
             await in_background(lambda: self._shelf.remove(*key), "adapters-write")
             self._published.drop(key)
+            for adding in self._adding:
+                adding.revoked = adding.revoked or adding.key == key
         log.info("adapter %s on %s: removed", key[1], key[0])
 
     def told(self, source: str) -> str:
@@ -243,7 +245,7 @@ class Library:
         adding.report(Progress(step="record", message=f"writing down what {name} stands for"))
         before = self._published.get(adding.key)
         alias = await self._write(
-            lambda: self._shelf.put(adding.key, parts, adding.tenants, declared=adding.declared)
+            lambda: self._shelf.put(adding.key, parts, adding.tenants, declared=adding.declared), adding
         )
         if alias != before:
             said = ", ".join(taken.digest[:12] for taken, _ in parts)
@@ -256,9 +258,11 @@ class Library:
             return before
         return self._shelf.take(spec, source, adding.report)
 
-    async def _write(self, change: Callable[[], Alias]) -> Alias:
+    async def _write(self, change: Callable[[], Alias], adding: Adding | None = None) -> Alias:
         """Carry out one transaction and publish what came of it, in the order of the transactions."""
         async with self._writing:
+            if adding is not None and adding.revoked:
+                raise TargetError(f"{adding.key[1]} was removed from {adding.key[0]} while it was added")
             alias = await in_background(change, "adapters-write")
             self._published.put(alias)
         return alias

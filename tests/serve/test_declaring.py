@@ -194,6 +194,19 @@ async def test_what_people_removed_stays_removed_until_it_is_applied_again(desk:
         await desk.declaring.remove(LAW)
 
 
+async def test_what_people_removed_while_it_was_fetched_again_stays_removed(desk: Desk) -> None:
+    await desk.restart(source())
+    desk.shelf.gate.clear()
+    desk._declare((source(at="hf:org/b"),), applied=True)
+    await desk.declaring.step()
+    await desk.declaring.remove(SQL)
+    desk.shelf.gate.set()
+    await desk.settle()
+    await desk.settle()
+    assert desk.library.alias(SQL) is None
+    assert desk.declaring.troubles == {}
+
+
 async def test_a_name_that_was_removed_and_given_to_another_is_not_the_documents(desk: Desk) -> None:
     await desk.restart(source())
     await desk.declaring.remove(SQL)

@@ -98,6 +98,17 @@ async def test_adds_of_one_name_take_turns_and_others_do_not_wait(library: Libra
     assert library.adding() == ()
 
 
+async def test_what_is_removed_while_it_is_replaced_stays_removed(library: Library, shelf: FakeShelf) -> None:
+    await added(library)
+    shelf.gate.clear()
+    adding = library.add(AddRequest(name="sql", source="/b"))
+    await library.remove(SQL)
+    shelf.gate.set()
+    assert isinstance((await ended(adding)).error, TargetError)
+    assert library.alias(SQL) is None
+    assert (await added(library, source="/b")).revision == 1, "who adds it from now on means it"
+
+
 async def test_only_a_few_are_added_at_once(library: Library, shelf: FakeShelf) -> None:
     shelf.gate.clear()
     many = [library.add(AddRequest(name=f"a{i}", source=f"/{i}")) for i in range(3 * ADDS_AT_ONCE)]
