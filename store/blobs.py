@@ -153,7 +153,8 @@ class Blobs:
     def parts(self, source: str) -> Iterator[Path]:
         """A directory for what was fetched of ``source``, which outlives this process, for one at a time.
 
-        It goes when all went well or what came is refused; it stays when the source could not be reached.
+        It goes when all went well, or what came is refused; it stays with what came of a source that could
+        not be reached any more.
         """
         path = self._parts / hashlib.sha256(source.encode()).hexdigest()
         held = _hold(path)
@@ -161,7 +162,7 @@ class Blobs:
             yield path
             shutil.rmtree(path, ignore_errors=True)
         except AdapterRefused as refused:
-            if refused.code != "source_unreachable":
+            if refused.code != "source_unreachable" or not any(part.stat().st_size for part in path.iterdir()):
                 shutil.rmtree(path, ignore_errors=True)
             raise
         finally:

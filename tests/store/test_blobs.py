@@ -217,6 +217,13 @@ def test_what_is_refused_is_not_gone_on_with(blobs: Blobs, tmp_path: Path) -> No
     assert not parts.exists()
 
 
+def test_nothing_is_kept_of_a_source_of_which_nothing_came(blobs: Blobs) -> None:
+    with pytest.raises(AdapterRefused), blobs.parts("s") as parts:
+        (parts / "archive.part").touch()
+        raise AdapterRefused("source_unreachable", "")
+    assert not parts.exists()
+
+
 def test_one_source_is_fetched_by_one_at_a_time(blobs: Blobs) -> None:
     order: list[str] = []
     entered, waiting = threading.Event(), threading.Event()
