@@ -162,7 +162,8 @@ class Blobs:
             yield path
             shutil.rmtree(path, ignore_errors=True)
         except AdapterRefused as refused:
-            if refused.code != "source_unreachable" or not any(part.stat().st_size for part in path.iterdir()):
+            came = any(part.stat().st_size for part in path.iterdir())
+            if refused.code != "source_unreachable" or not came:
                 shutil.rmtree(path, ignore_errors=True)
             raise
         finally:
