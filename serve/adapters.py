@@ -128,6 +128,7 @@ class Overview:
         failures = self._demand.failures(wanted)
         ids = [replica.id for replica in self._replicas]
         holds = self._placing.holds
+        planned = tuple(id_ for id_ in ids if wanted in holds.get(id_, ()))
         return VersionStatus(
             number=version.number,
             digest=version.digest,
@@ -138,8 +139,9 @@ class Overview:
             at=version.at,
             share=share,
             loaded=tuple(replica.id for replica in self._replicas if served in replica.adapters),
-            planned=tuple(id_ for id_ in ids if wanted in holds.get(id_, ())),
-            why=self._placing.why(alias.model, served),
+            planned=planned,
+            # A plan says nothing of what nobody asks for.
+            why=self._placing.why(alias.model, served) if planned or usage.rate else "",
             refused=tuple(
                 RefusedBy(replica=id_, reason=failures[id_].reason, at=failures[id_].at + self._ahead_s)
                 for id_ in ids

@@ -80,6 +80,11 @@ async def test_an_adapter_from_its_add_to_its_end(served: httpx.AsyncClient) -> 
     assert (gone.status_code, error(gone)["type"]) == (404, "AdapterUnknown")
 
 
+async def test_of_what_nobody_asks_for_nothing_is_explained(served: httpx.AsyncClient) -> None:
+    await add(served)
+    assert (await one(served)).versions[0].why == ""
+
+
 async def test_a_model_may_have_a_slash_in_its_name(plane: Plane) -> None:
     await plane.up(document(adapted(SLASHED)))
     running = asyncio.create_task(plane.controller.adapters.run())
