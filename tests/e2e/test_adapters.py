@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +20,7 @@ from store.adapters import CONFIG, WEIGHTS
 from store.adapters.tensors import tensors
 from store.models import prepare
 from tests.e2e.conftest import CHAT
-from tests.e2e.stack import Stack, eventually
+from tests.e2e.stack import ROOT, Stack, eventually
 from tests.e2e.traffic import PATIENCE_S, Traffic
 from tests.store.adapters.making import CONFIGURATION, named, weights, write
 from tests.store.adapters.test_bad_adapters import BAD
@@ -54,6 +56,16 @@ def ask(stack: Stack, model: str, *, max_tokens: int = DECISIVE) -> tuple[str, s
     assert answer.status_code == 200, answer.text
     decoded: dict[str, Any] = answer.json()
     return decoded["model"], decoded["choices"][0]["text"]
+
+
+def chat(stack: Stack, model: str, question: str) -> str:
+    """What the model answers."""
+    messages = [{"role": "user", "content": question}]
+    body = {"model": model, "messages": messages, "max_tokens": 32, "temperature": 0}
+    answer = httpx.post(f"{stack.base_url}/chat/completions", json=body, timeout=PATIENCE_S, trust_env=False)
+    assert answer.status_code == 200, answer.text
+    text: str = answer.json()["choices"][0]["message"]["content"]
+    return text
 
 
 def tell(stack: Stack, *words: str) -> dict[str, Any]:
@@ -162,3 +174,17 @@ def test_many_first_requests_are_one_load(stack: Stack, named_adapter: str) -> N
     assert len({model for model, _ in answers}) == 1
     eventually(lambda: loads(stack, named_adapter) > 0, 10)
     assert loads(stack, named_adapter) == 1
+
+
+@pytest.mark.long
+def test_the_how_to_trains_one_that_answers_otherwise(stack: Stack, tmp_path: Path) -> None:
+    """docs/adapters.md, word by word but for the waiting."""
+    stack.steady(CHAT, 1)
+    trained = tmp_path / "pirate"
+    subprocess.run([sys.executable, "docs/examples/train_adapter.py", str(trained)], cwd=ROOT, check=True)
+    tell(stack, "add", "pirate", str(trained))
+    said = {model: chat(stack, model, "What is the capital of France?") for model in (CHAT, "pirate")}
+    assert "Paris" in said[CHAT]
+    assert "matey" not in said[CHAT]
+    assert "matey! Paris" in said["pirate"]
+    tell(stack, "remove", "pirate")
