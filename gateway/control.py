@@ -1,4 +1,20 @@
-"""The controller, asked by the admin port on an operator's behalf; its errors in our ports' envelope."""
+"""The controller, asked by the admin port on an operator's behalf; its errors in our ports' envelope.
+
+``param`` is where the value stands that an error is about, as far as the controller says it. Status and code
+follow from the error's class, whatever status the controller gave it:
+
+    AdapterRefused      400 its own code: why the adapter was not admitted (``rank``, ``not_finite``, ...)
+    ConfigError         400 ``bad_value``: a value of the request that is never allowed
+    BadRequest          400 ``bad_request``: a body that is no such request
+    AdapterUnknown      404 ``adapter_not_found``
+    TargetError         409 ``not_allowed``: what the state of things does not allow now
+    Unreachable         503 ``unreachable``: its database does not answer, or it is ending
+    PreconditionFailed  503 ``precondition_failed``: something on its machine is in the way, as a full disk
+    any other           502 ``controller_failed``
+
+An error that carries a code of its own is told by that one. A controller that does not answer at all is 503
+``controller_unreachable``, a deployment that has none 409 ``no_controller``.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +36,12 @@ CONNECT_S = 2.0
 # By the class of a controller's error, where it names no code of its own.
 _ERRORS = {
     "AdapterRefused": (400, "refused"),
-    "AdapterUnknown": (404, "adapter_not_found"),
+    "ConfigError": (400, "bad_value"),
     "BadRequest": (400, "bad_request"),
-    "ConfigError": (409, "not_allowed"),
+    "AdapterUnknown": (404, "adapter_not_found"),
     "TargetError": (409, "not_allowed"),
+    "Unreachable": (503, "unreachable"),
+    "PreconditionFailed": (503, "precondition_failed"),
 }
 
 
@@ -43,7 +61,7 @@ class Control:
         except httpx.HTTPError as error:
             raise self._away(type(error).__name__) from error
         if answer.status_code != 200:
-            raise _refusal(answer.status_code, answer.content)
+            raise _refusal(answer.content)
         return answer.content
 
     async def lines(self, path: str, body: bytes, end: str) -> AsyncIterator[dict[str, Any]]:
@@ -55,14 +73,14 @@ class Control:
         try:
             async with http.stream("POST", url, content=body) as answer:
                 if answer.status_code != 200:
-                    raise _refusal(answer.status_code, await answer.aread())
+                    raise _refusal(await answer.aread())
                 rest = b""
                 async for data in answer.aiter_bytes():
                     *lines, rest = (rest + data).split(b"\n")
                     for line in lines:
                         said = msgspec.json.decode(line, type=dict[str, Any])
                         if "error" in said:
-                            raise _refusal(None, line)
+                            raise _refusal(line)
                         yield said
                         if end in said:
                             return
@@ -107,19 +125,18 @@ def adapter_path(model: str, name: str, change: str = "") -> str:
     return f"/adapters/{quote(model, safe='')}/{quote(name, safe='')}{'/' + change if change else ''}"
 
 
-def _refusal(status: int | None, body: bytes) -> Refused:
-    """A controller's error; without a ``status`` by its class, as it stands in a stream."""
+def _refusal(body: bytes) -> Refused:
+    """A controller's error, as it stands in an answer or in the last line of one."""
     try:
         said: dict[str, Any] = msgspec.json.decode(body)["error"]
         kind, message = str(said["type"]), str(said["message"])
     except (ValueError, LookupError, TypeError):
         said, kind, message = {}, "", "The controller answered what nobody understands."
-    usual, code = _ERRORS.get(kind, (502, "controller_failed"))
-    if status is None or status in (401, 403) or status >= 500:
-        status = usual
+    status, code = _ERRORS.get(kind, (502, "controller_failed"))
     return Refused(
         Refusal.UPSTREAM_FAILED if status >= 500 else Refusal.BAD_REQUEST,
         message,
+        param=str(said.get("path") or "") or None,
         status=status,
         code=str(said.get("code") or code),
     )

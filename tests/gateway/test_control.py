@@ -13,7 +13,9 @@ import pytest
 from gateway.admin import admin_app
 from gateway.control import Control
 from policy.config import Cluster, Deployment, ModelSpec
+from policy.errors import ConfigError, TargetError
 from policy.types import EngineKind
+from serve.answers import problem_of
 from tests.gateway.fake_replica import SECRET, Exchange, FakeController
 
 NDJSON = {"accept": "application/x-ndjson"}
@@ -98,9 +100,14 @@ async def test_changes_are_handed_on(site: Site, method: str, path: str, body: A
         ("AdapterRefused", "rank", 400, (400, "rank")),
         ("AdapterUnknown", "", 404, (404, "adapter_not_found")),
         ("TargetError", "", 409, (409, "not_allowed")),
+        ("TargetError", "no_former", 409, (409, "no_former")),
+        ("ConfigError", "", 409, (400, "bad_value")),
         ("BadRequest", "", 400, (400, "bad_request")),
         ("Unauthorized", "", 401, (502, "controller_failed")),
+        ("Unreachable", "", 409, (503, "unreachable")),
+        ("PreconditionFailed", "", 409, (503, "precondition_failed")),
         ("Surprise", "", 500, (502, "controller_failed")),
+        ("TidegateError", "", 409, (502, "controller_failed")),
     ],
 )
 async def test_errors_are_in_our_envelope_with_a_stable_code(
@@ -118,6 +125,34 @@ async def test_errors_are_in_our_envelope_with_a_stable_code(
         assert (answer.status_code, said["code"]) == told
         assert said["message"] == "It is so."
         assert set(said) == {"message", "type", "param", "code"}
+
+
+@pytest.mark.parametrize("whole", [True, False])
+async def test_an_error_says_which_value_it_is_about(site: Site, *, whole: bool) -> None:
+    problem = problem_of(ConfigError("split", {"v1": -1.0}, "at least one weight above 0"))
+    if whole:
+        site.say({"error": problem}, status=409)
+    else:
+        site.stream({"step": "check"}, {"error": problem})
+    answer = await site.http.post("/admin/adapters", json=ADD)
+    assert answer.status_code == 400
+    assert answer.json()["error"] == {
+        "message": "split: got {'v1': -1.0}, expected at least one weight above 0",
+        "type": "invalid_request_error",
+        "param": "split",
+        "code": "bad_value",
+    }
+
+
+async def test_an_error_about_no_value_has_no_param(site: Site) -> None:
+    site.say({"error": problem_of(TargetError("there was nothing before"))}, status=409)
+    assert (await site.http.post("/admin/adapters/alpha/sql/rollback")).json()["error"]["param"] is None
+
+
+async def test_what_is_no_error_of_the_controllers_is_a_502(site: Site) -> None:
+    site.say("Not Found", status=404)
+    answer = await site.http.get("/admin/adapters")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (502, "controller_failed")
 
 
 async def test_an_add_tells_its_progress_to_who_asks_for_it(site: Site) -> None:
