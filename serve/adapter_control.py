@@ -82,7 +82,7 @@ class AdapterControl:
         """What there is to say of each adapter."""
         now, wall = self._monotonic(), self._wall()
         adapters: dict[tuple[str, str], AdapterStatus] = {}
-        troubles, fetching = self.declaring.troubles, self.declaring.fetching()
+        troubles, fetching = self.declaring.troubles, self.library.fetching()
         for model in self.library.models:
             overview = Overview(self._replicas(model), self._demand, self._placing, now, wall)
             for alias in self.library.aliases(model):

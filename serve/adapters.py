@@ -16,8 +16,8 @@ from serve.placing import Placing
 class AdapterState(StrEnum):
     """``READY`` is loaded somewhere or can be, ``PARTIAL`` refused by some replicas, ``FAILED`` by all.
 
-    ``FETCHING`` is one of the document's that is not there yet. Whether it is loaded at this instant says
-    nothing of it: replicas load and unload all the time.
+    ``FETCHING`` is one that was declared or asked for and is not there yet. Whether it is loaded at this
+    instant says nothing of it: replicas load and unload all the time.
     """
 
     READY = "ready"

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Mapping
 
 from policy.catalog import Alias
-from policy.errors import AdapterRefused, TidegateError
+from policy.errors import AdapterRefused, TargetError, TidegateError
 from serve.client import AddLine, Problem
 from serve.shelf import Taken
 from store.preparation import Progress
 
 # A base model and a name on it.
 Key = tuple[str, str]
+# All that is no path; of the others it is not this machine alone that says how long they take.
+_REMOTE = re.compile(r"(?!file:|local:)[A-Za-z][A-Za-z0-9+.-]*://|hf:")
+
+
+def is_remote(source: str) -> bool:
+    """Whether ``source`` is fetched from another machine."""
+    return _REMOTE.match(source) is not None
 
 
 class Adding:
@@ -20,7 +28,8 @@ class Adding:
 
     It goes on whether or not anybody watches. Threads report to it; the event loop reads ``line``. Sources
     that are ``known`` are fetched again only if what came of them is gone. Once ``revoked`` it comes to
-    nothing: its name was removed meanwhile.
+    nothing: its name was removed meanwhile. Whoever waits is told at once, and its work ends when it reports
+    next.
     """
 
     def __init__(
@@ -42,23 +51,43 @@ class Adding:
         self.revoked = False
         self.done = asyncio.Event()
 
+    @property
+    def remote(self) -> bool:
+        """Whether any of it is fetched from another machine."""
+        return any(is_remote(source) for source, _ in self.parts)
+
     def report(self, progress: Progress) -> None:
-        """How far it is; from any thread."""
+        """How far it is; from any thread. Raises :class:`TargetError` once it is revoked."""
+        self.check()
         part = progress.fraction
         done, total = (0, None) if part is None else (round(100 * part), 100)
         self.line = AddLine(step=progress.step, message=progress.message, done=done, total=total)
 
     def succeed(self, alias: Alias) -> None:
         """It is durable."""
+        if self.done.is_set():
+            return
         self.line = AddLine(alias=alias)
         self.done.set()
 
     def fail(self, error: TidegateError) -> None:
         """Nothing was changed."""
+        if self.done.is_set():
+            return
         self.error = error
         code = error.code if isinstance(error, AdapterRefused) else ""
         self.line = AddLine(error=Problem(type=type(error).__name__, message=str(error), code=code))
         self.done.set()
+
+    def revoke(self) -> None:
+        """Its name is removed."""
+        self.revoked = True
+        self.fail(self._removed())
+
+    def check(self) -> None:
+        """Raises :class:`TargetError` once it is revoked."""
+        if self.revoked:
+            raise self._removed()
 
     async def ended(self, timeout_s: float) -> bool:
         """Whether it came to its end, within ``timeout_s``."""
@@ -68,3 +97,6 @@ class Adding:
         except TimeoutError:
             return False
         return True
+
+    def _removed(self) -> TargetError:
+        return TargetError(f"{self.key[1]} was removed from {self.key[0]} while it was added")

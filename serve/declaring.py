@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -11,7 +10,7 @@ from typing import NamedTuple
 from policy.catalog import Alias
 from policy.config import AdapterSource, Deployment
 from policy.errors import AdapterRefused, AdapterUnknown, TidegateError
-from serve.adding import Adding, Key
+from serve.adding import Adding, Key, is_remote
 from serve.background import in_background
 from serve.library import Library
 from serve.shelf import Taken
@@ -20,7 +19,6 @@ from store.state import StateDir
 # Between attempts to get one; doubled after each.
 RETRY_S = 5.0
 MAX_RETRY_S = 300.0
-_REMOTE = re.compile(r"[a-z][a-z0-9+.-]*://|hf:")
 
 
 class Trouble(NamedTuple):
@@ -67,20 +65,23 @@ class Declaring:
             self.troubles.clear()
             self._forget_removed()
 
-    def fetching(self) -> dict[Key, str]:
-        """Those that are on their way, and how far."""
-        return {key: adding.line.message for key, (_, adding) in self._running.items()}
-
     async def remove(self, key: Key) -> None:
         """Remove a name because somebody asked for it; raises :class:`AdapterUnknown`.
 
         From then on the name is theirs, until the document is applied again.
         """
         await self._library.read()
-        if key in self._wanted and key not in self._removed and self._library.alias(key) is not None:
+        ours = key in self._wanted and key not in self._removed
+        if ours:
             self._removed.add(key)
             self._state.save(self._path, sorted(self._removed))
-        await self._library.remove(key)
+            self.troubles.pop(key, None)
+        try:
+            await self._library.remove(key)
+        except AdapterUnknown:
+            # One that has not come yet will not, then.
+            if not ours:
+                raise
         if self._made is not None:
             self._made.discard(key)
 
@@ -171,7 +172,7 @@ def _parts(entry: AdapterSource) -> tuple[tuple[str, float], ...]:
 
 def _stamps(sources: Iterable[str]) -> dict[str, int]:
     """A number for what lies at each path now, which changes when that does."""
-    return {source: _stamp(Path(source)) for source in sources if not _REMOTE.match(source)}
+    return {source: _stamp(Path(source)) for source in sources if not is_remote(source)}
 
 
 def _stamp(path: Path) -> int:

@@ -23,6 +23,7 @@ from store.preparation import Progress
 
 log = logging.getLogger("tidegate.adapters")
 
+# Those from other machines, and as many from this one: a slow server holds up none of these.
 ADDS_AT_ONCE = 4
 # What nobody names is kept for so long: a replica may just be pulling it, a gateway may not know yet.
 GRACE_S = 600.0
@@ -51,7 +52,8 @@ class Library:
         self._tenants: tuple[str, ...] = ()
         self._opened = asyncio.Event()
         self._turns: defaultdict[Key, asyncio.Lock] = defaultdict(asyncio.Lock)
-        self._few = asyncio.Semaphore(ADDS_AT_ONCE)
+        # By whether they are remote.
+        self._few = {remote: asyncio.Semaphore(ADDS_AT_ONCE) for remote in (False, True)}
         self._writing = asyncio.Lock()
         self._adding: dict[Adding, asyncio.Task[None]] = {}
 
@@ -104,6 +106,11 @@ class Library:
     def adding(self) -> tuple[Adding, ...]:
         """What is being added now, or waits for its turn."""
         return tuple(self._adding)
+
+    def fetching(self) -> dict[Key, str]:
+        """How far each name is that somebody waits for; of several for one name the first."""
+        waited_for = [adding for adding in self._adding if not adding.done.is_set()]
+        return {adding.key: adding.line.message for adding in reversed(waited_for)}
 
     # What is published.
 
@@ -173,12 +180,16 @@ class Library:
 
     async def remove(self, key: Key) -> None:
         """Forget a name, also what is on its way to it; raises :class:`AdapterUnknown` if there is none."""
-        await self._known(key)
+        await self.read()
         async with self._writing:
-            await in_background(lambda: self._shelf.remove(*key), "adapters-write")
-            self._published.drop(key)
-            for adding in self._adding:
-                adding.revoked = adding.revoked or adding.key == key
+            coming = [each for each in self._adding if each.key == key and not each.done.is_set()]
+            if self._published.get(key) is not None:
+                await in_background(lambda: self._shelf.remove(*key), "adapters-write")
+                self._published.drop(key)
+            elif not coming:
+                raise _unknown(key)
+            for adding in coming:
+                adding.revoke()
         log.info("adapter %s on %s: removed", key[1], key[0])
 
     def told(self, source: str) -> str:
@@ -214,7 +225,8 @@ class Library:
     async def _add(self, adding: Adding) -> None:
         model, name = adding.key
         try:
-            async with self._turns[adding.key], self._few:
+            async with self._turns[adding.key], self._few[adding.remote]:
+                adding.check()
                 # What is being cleared away was chosen before this began.
                 async with self._writing:
                     pass
@@ -261,8 +273,8 @@ class Library:
     async def _write(self, change: Callable[[], Alias], adding: Adding | None = None) -> Alias:
         """Carry out one transaction and publish what came of it, in the order of the transactions."""
         async with self._writing:
-            if adding is not None and adding.revoked:
-                raise TargetError(f"{adding.key[1]} was removed from {adding.key[0]} while it was added")
+            if adding is not None:
+                adding.check()
             alias = await in_background(change, "adapters-write")
             self._published.put(alias)
         return alias
@@ -287,4 +299,8 @@ class Library:
     async def _known(self, key: Key) -> None:
         await self.read()
         if self._published.get(key) is None:
-            raise AdapterUnknown(f"there is no adapter {key[1][:200]!r} on {key[0][:200]!r}")
+            raise _unknown(key)
+
+
+def _unknown(key: Key) -> AdapterUnknown:
+    return AdapterUnknown(f"there is no adapter {key[1][:200]!r} on {key[0][:200]!r}")

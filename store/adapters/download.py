@@ -14,29 +14,38 @@ from store.adapters.part import Part
 
 CONNECT_S = 10.0
 SILENT_S = 30.0
-# Tries in a row that bring nothing, and the wait before the second; each further one is twice as long.
+# Tries in a row that bring too little, and the wait before the second; each further one is twice as long.
 TRIES = 4
 WAIT_S = 0.5
+# In bytes per second, over so long: a server that sends less would be waited for for days.
+LEAST_RATE = 4096.0
+PACE_S = 60.0
 _RANGE = re.compile(r"bytes (?P<first>\d+)-\d+/(?P<whole>\d+)")
 
 
-def fetch(errand: Errand, pause: Callable[[float], None] = time.sleep) -> None:
+def fetch(
+    errand: Errand, pause: Callable[[float], None] = time.sleep, clock: Callable[[], float] = time.monotonic
+) -> None:
     """Download and unpack the archive at ``http(s)://...``; raises :class:`policy.errors.AdapterRefused`.
 
-    Its codes are ``source_unreachable``, ``too_large``, and those of :func:`store.adapters.archives.unpack`.
+    Its codes are ``source_unreachable``, also of what comes too slowly, ``too_large``, and those of
+    :func:`store.adapters.archives.unpack`.
     """
     part = Part(errand, "archive")
     timeout = httpx.Timeout(SILENT_S, connect=CONNECT_S)
     tries = 0
+    # Where the tries were last counted from, and when.
+    before, since = part.size, clock()
     try:
         with httpx.Client(timeout=timeout, follow_redirects=True, max_redirects=5) as client:
             while True:
-                before = part.size
                 try:
-                    _take(errand, client, part)
+                    _take(errand, client, part, clock)
                     break
                 except (httpx.TransportError, _Busy) as error:
-                    tries = 1 if part.size > before else tries + 1
+                    tries += 1
+                    if part.size - before > LEAST_RATE * (clock() - since):
+                        tries, before, since = 1, part.size, clock()
                     if tries >= TRIES:
                         raise errand.unreachable(str(error) or type(error).__name__) from error
                     pause(WAIT_S * 2 ** (tries - 1))
@@ -50,7 +59,7 @@ class _Busy(Exception):
     """An answer that another try may better."""
 
 
-def _take(errand: Errand, client: httpx.Client, part: Part) -> None:
+def _take(errand: Errand, client: httpx.Client, part: Part, clock: Callable[[], float]) -> None:
     """Ask once for what is missing, and append it."""
     # Its bytes as they lie there: an archive is compressed by itself.
     headers = {"accept-encoding": "identity"}
@@ -70,8 +79,16 @@ def _take(errand: Errand, client: httpx.Client, part: Part) -> None:
         if whole > errand.max_bytes:
             raise errand.too_large(whole)
         tell = errand.tell("fetch", f"downloading {errand.shown}")
+        had, since = part.size, clock()
         for block in answer.iter_raw():  # as it comes: what is waiting to be a larger block would be lost
             part.append(block)
+            if (passed_s := clock() - since) >= PACE_S:
+                if part.size - had < LEAST_RATE * passed_s:
+                    raise errand.unreachable(
+                        f"it sends {part.size - had} bytes in {passed_s:.0f} s; expected"
+                        f" {LEAST_RATE:.0f} a second at least"
+                    )
+                had, since = part.size, clock()
             if whole:
                 tell(min(part.size / whole, 1.0))
         if whole and part.size < whole:

@@ -122,10 +122,27 @@ async def test_who_leaves_does_not_stop_what_was_begun(plane: Plane, served: htt
         await asyncio.sleep(0.001)
     asking.cancel()
     await asyncio.wait([asking])
+    shown = await one(served)
+    assert (shown.state, shown.note) == (AdapterState.FETCHING, "/a")
     plane.shelf.gate.set()
-    while (await status(served)).adapters == ():  # noqa: ASYNC110 - nobody is told
+    while (await one(served)).state is AdapterState.FETCHING:  # noqa: ASYNC110 - nobody is told
         await asyncio.sleep(0.001)
     assert (await one(served)).state is AdapterState.READY
+
+
+async def test_an_add_of_a_new_name_is_revoked_by_its_removal(
+    plane: Plane, served: httpx.AsyncClient
+) -> None:
+    plane.shelf.gate.clear()
+    asking = asyncio.create_task(add(served, source="https://h/slow"))
+    while not plane.shelf.took:  # noqa: ASYNC110 - the thread has no event
+        await asyncio.sleep(0.001)
+    assert (await served.delete("/adapters/m/sql")).status_code == 200
+    line = await asking
+    assert line.error is not None
+    assert (line.error.type, "removed" in line.error.message) == ("TargetError", True)
+    assert (await status(served)).adapters == ()
+    plane.shelf.gate.set()
 
 
 async def test_what_is_refused_on_the_way_is_the_last_line(plane: Plane, served: httpx.AsyncClient) -> None:

@@ -240,9 +240,21 @@ async def test_a_source_that_changes_while_it_is_fetched_is_fetched_too(desk: De
     desk._declare((source(),), applied=False)
     await desk.library.open()
     await desk.declaring.step()
-    assert desk.declaring.fetching() == {SQL: "waiting for its turn"}
+    assert desk.library.fetching() == {SQL: "waiting for its turn"}
     desk._declare((source(at="hf:org/b"),), applied=True)
     desk.shelf.gate.set()
     await desk.settle()
     await desk.settle()
     assert desk.stands_for() == {"hf:org/b": 1.0}
+
+
+async def test_what_has_not_come_yet_can_be_removed(desk: Desk) -> None:
+    desk.shelf.contents["hf:org/a"] = unreachable("no route")
+    await desk.restart(source())
+    await desk.declaring.remove(SQL)
+    assert desk.declaring.troubles == {}
+    desk.now += 10 * RETRY_S
+    await desk.settle()
+    assert desk.shelf.took == ["hf:org/a"]
+    with pytest.raises(AdapterUnknown):
+        await desk.declaring.remove(SQL)

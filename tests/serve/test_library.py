@@ -15,6 +15,7 @@ from policy.errors import AdapterRefused, AdapterUnknown, ConfigError, TargetErr
 from serve.adding import Adding
 from serve.client import AddRequest
 from serve.library import ADDS_AT_ONCE, Library
+from store.preparation import Progress
 from tests.serve.fake_shelf import FakeShelf, digest_of
 from tests.serve.sim_documents import deployment, sim_model
 
@@ -257,3 +258,45 @@ async def test_an_add_that_is_cut_by_the_end_of_the_controller_says_so(shelf: Fa
         await task
     shelf.gate.set()
     assert (await ended(adding)).line.error is not None
+
+
+async def test_slow_servers_hold_up_nothing_of_this_machine(library: Library, shelf: FakeShelf) -> None:
+    shelf.gate.clear()
+    slow = [library.add(AddRequest(name=f"a{i}", source=f"https://h/{i}")) for i in range(ADDS_AT_ONCE + 1)]
+    while len(shelf.took) < ADDS_AT_ONCE:  # noqa: ASYNC110 - the threads have no event
+        await asyncio.sleep(0.001)
+    library.add(AddRequest(name="sql", source="/a"))
+    library.add(AddRequest(name="law", source="file:///b"))
+    while len(shelf.took) < ADDS_AT_ONCE + 2:  # noqa: ASYNC110 - likewise
+        await asyncio.sleep(0.001)
+    assert set(shelf.took[ADDS_AT_ONCE:]) == {"/a", "file:///b"}
+    assert library.fetching() == {
+        **{("m", f"a{i}"): f"https://h/{i}" for i in range(ADDS_AT_ONCE)},
+        ("m", f"a{ADDS_AT_ONCE}"): "waiting for its turn",
+        ("m", "sql"): "/a",
+        ("m", "law"): "file:///b",
+    }
+    shelf.gate.set()
+    await asyncio.gather(*map(ended, slow))
+
+
+async def test_what_is_on_its_way_can_be_removed_before_it_is_there(
+    library: Library, shelf: FakeShelf
+) -> None:
+    shelf.gate.clear()
+    adding = library.add(AddRequest(name="sql", source="https://h/a"))
+    while not shelf.took:  # noqa: ASYNC110 - the thread has no event
+        await asyncio.sleep(0.001)
+    await library.remove(SQL)
+    # Who waits is told though the thread goes on.
+    assert isinstance(adding.error, TargetError)
+    assert library.fetching() == {}
+    with pytest.raises(TargetError, match="removed"):
+        adding.report(Progress(step="fetch", message="", fraction=0.6))
+    with pytest.raises(AdapterUnknown):
+        await library.remove(SQL)
+    again = library.add(AddRequest(name="sql", source="/b"))
+    shelf.gate.set()
+    assert (await ended(again)).line.alias is not None
+    assert adding.line.error is not None
+    assert shelf.kept[SQL].versions[0].source == "/b"

@@ -166,7 +166,7 @@ def direct(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """No proxy, and no waiting: the pauses that would be made."""
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     pauses: list[float] = []
-    monkeypatch.setattr(download.fetch, "__defaults__", (pauses.append,))
+    monkeypatch.setattr(download.fetch, "__defaults__", (pauses.append, lambda: 0.0))
     return pauses
 
 
@@ -183,6 +183,39 @@ def test_a_download_that_breaks_off_goes_on(tmp_path: Path, direct: list[float])
         assert fetched(errand(tmp_path, site.url)) == files()
         assert site.ranges == [None, "bytes=1000-", "bytes=1500-"]
     assert direct == [0.5, 0.5]
+
+
+class Clock:
+    """Each look at it is so many seconds later than the one before."""
+
+    def __init__(self, step_s: float) -> None:
+        self.step_s = step_s
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += self.step_s
+        return self.now
+
+
+def test_a_server_that_sends_too_little_is_given_up(tmp_path: Path) -> None:
+    with served(Site()) as site:
+        given = errand(tmp_path, site.url)
+        error = refused(lambda: download.fetch(given, lambda _: None, Clock(2 * download.PACE_S)))
+    assert (error.code, "4096 a second at least" in str(error)) == ("source_unreachable", True)
+    assert len(site.ranges) == 1
+
+
+def test_a_server_that_breaks_off_after_a_few_bytes_is_given_up(tmp_path: Path) -> None:
+    with served(Site()) as site:
+        site.breaks = [4] * 100
+        clock = Clock(0.0)
+
+        def pause(seconds: float) -> None:
+            clock.now += seconds
+
+        error = refused(lambda: download.fetch(errand(tmp_path, site.url), pause, clock))
+    assert error.code == "source_unreachable"
+    assert len(site.ranges) == download.TRIES
 
 
 @pytest.mark.slow
