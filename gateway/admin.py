@@ -9,7 +9,10 @@ from urllib.parse import urlsplit
 
 import msgspec
 from fastapi import Depends, FastAPI, Query, Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import StreamingResponse
+from starlette.exceptions import HTTPException
+from starlette.routing import Route
 
 from gateway.control import Control, adapter_path
 from gateway.errors import Refused
@@ -67,8 +70,29 @@ def admin_app(
     @app.exception_handler(Refused)
     async def refused(request: Request, error: Exception) -> Response:
         assert isinstance(error, Refused)
-        headers = {name.decode(): value.decode() for name, value in error.headers()}
-        return Response(error.body(), error.status, headers, _JSON)
+        return _refusal(error)
+
+    @app.exception_handler(HTTPException)
+    async def nowhere(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        if error.status_code != 405:
+            return _refusal(Refused(Refusal.NOT_FOUND, "There is nothing at this path."))
+        # The framework names the methods of the first route alone.
+        here = [route for route in app.routes if isinstance(route, Route)]
+        here = [route for route in here if route.path_regex.match(request.scope["path"])]
+        allowed = sorted(set().union(*(route.methods or () for route in here)))
+        said = f"This path takes {' and '.join(allowed)} alone."
+        answer = _refusal(Refused(Refusal.METHOD_NOT_ALLOWED, said))
+        answer.headers["allow"] = ", ".join(allowed)
+        return answer
+
+    @app.exception_handler(RequestValidationError)
+    async def bad_value(request: Request, error: Exception) -> Response:
+        assert isinstance(error, RequestValidationError)
+        first = error.errors()[0]
+        param = ".".join(str(part) for part in first["loc"][1:])  # the first says query, path or header
+        message = f"{param}: got {first['input']!r}; {first['msg']}."
+        return _refusal(Refused(Refusal.BAD_REQUEST, message, param=param, code="bad_value"))
 
     @app.get("/admin/adapters", summary="Adapters: versions, where they are loaded, and how they are used")
     async def adapters() -> Response:
@@ -124,6 +148,11 @@ def admin_app(
 
 def _answer(value: object, status: int = 200) -> Response:
     return Response(msgspec.json.encode(value), status_code=status, media_type=_JSON)
+
+
+def _refusal(refused: Refused) -> Response:
+    headers = {name.decode(): value.decode() for name, value in refused.headers()}
+    return Response(refused.body(), refused.status, headers, _JSON)
 
 
 async def _told(first: dict[str, Any], lines: AsyncIterator[dict[str, Any]]) -> AsyncIterator[bytes]:

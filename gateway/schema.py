@@ -60,7 +60,16 @@ _ALSO = {503: ["adapter_failed"]}
 def describe(schema: dict[str, Any]) -> None:
     """Add the client port to the OpenAPI ``schema`` of the admin port."""
     components = schema.setdefault("components", {})
-    components.setdefault("schemas", {}).update({"Error": _ERROR, "AnthropicError": _ANTHROPIC_ERROR})
+    schemas = components.setdefault("schemas", {})
+    schemas.update({"Error": _ERROR, "AnthropicError": _ANTHROPIC_ERROR})
+    # The framework's own errors, which the admin port answers in our envelope.
+    for name in ("HTTPValidationError", "ValidationError"):
+        schemas.pop(name, None)
+    content = {_JSON: {"schema": {"$ref": "#/components/schemas/Error"}}}
+    for operations in schema["paths"].values():
+        for operation in operations.values():
+            operation["responses"].pop("422", None)
+            operation["responses"]["default"] = {"description": "Refused", "content": content}
     components["securitySchemes"] = {
         "bearer": {"type": "http", "scheme": "bearer"},
         "key": {"type": "apiKey", "in": "header", "name": "x-api-key"},

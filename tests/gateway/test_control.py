@@ -144,6 +144,36 @@ async def test_an_error_says_which_value_it_is_about(site: Site, *, whole: bool)
     }
 
 
+@pytest.mark.parametrize(
+    ("method", "path", "told", "allowed"),
+    [
+        ("GET", "/admin/nothing", (404, "not_found"), None),
+        ("DELETE", "/admin/adapters/alpha", (404, "not_found"), None),
+        ("PUT", "/admin/adapters", (405, "method_not_allowed"), "GET, POST"),
+        ("POST", "/admin/adapters/alpha/sql", (405, "method_not_allowed"), "DELETE"),
+    ],
+)
+async def test_what_is_not_on_the_port_is_in_our_envelope(
+    site: Site, method: str, path: str, told: tuple[int, str], allowed: str | None
+) -> None:
+    answer = await site.http.request(method, path)
+    said = answer.json()["error"]
+    assert (answer.status_code, said["code"]) == told
+    assert (said["type"], said["param"]) == ("invalid_request_error", None)
+    assert answer.headers.get("allow") == allowed
+    assert site.controller.asked == []
+
+
+@pytest.mark.parametrize("limit", ["0", "many"])
+async def test_a_bad_query_parameter_is_in_our_envelope(site: Site, limit: str) -> None:
+    answer = await site.http.get("/admin/routes", params={"limit": limit})
+    said = answer.json()["error"]
+    assert (answer.status_code, said["param"], said["code"]) == (400, "limit", "bad_value")
+    assert said["message"].startswith(f"limit: got '{limit}'; ")
+    responses = (await site.http.get("/openapi.json")).json()["paths"]["/admin/routes"]["get"]["responses"]
+    assert set(responses) == {"200", "default"}
+
+
 async def test_an_error_about_no_value_has_no_param(site: Site) -> None:
     site.say({"error": problem_of(TargetError("there was nothing before"))}, status=409)
     assert (await site.http.post("/admin/adapters/alpha/sql/rollback")).json()["error"]["param"] is None

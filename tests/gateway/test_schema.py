@@ -14,13 +14,25 @@ from gateway.surface import ROUTES
 
 @pytest.fixture
 def schema() -> dict[str, Any]:
-    schema: dict[str, Any] = {"paths": {"/livez": {}}}
+    framework = {"$ref": "#/components/schemas/HTTPValidationError"}
+    schema: dict[str, Any] = {
+        "paths": {"/livez": {"get": {"responses": {"200": {}, "422": framework}}}},
+        "components": {"schemas": {"HTTPValidationError": {}, "ValidationError": {}}},
+    }
     describe(schema)
     return schema
 
 
 def test_every_route_is_there_beside_what_was(schema: dict[str, Any]) -> None:
     assert set(schema["paths"]) == {"/livez", *ROUTES, "/v1/models", "/v1/models/{id}"}
+
+
+def test_the_admin_ports_errors_are_in_our_envelope(schema: dict[str, Any]) -> None:
+    responses = schema["paths"]["/livez"]["get"]["responses"]
+    assert set(responses) == {"200", "default"}
+    reference = responses["default"]["content"]["application/json"]["schema"]["$ref"]
+    assert reference == "#/components/schemas/Error"
+    assert set(schema["components"]["schemas"]) == {"Error", "AnthropicError"}
 
 
 @pytest.mark.parametrize("path", ROUTES)
