@@ -67,6 +67,7 @@ class Gateway:
         self.deadlines = Deadlines(lambda: document.deployment.gateway)
         self.fleet = FleetView(secret, self.metrics, shared, rng.random)
         self.catalog = CatalogView(partial(rng.getrandbits, 64))
+        self.catalog.on_names = self.metrics.adapters.follow
         self.tenants = Tenants(salt_secret, own_key(secret))
         self.routes = Routes(rng, shared, current, self.metrics)
         self.fleet.on_prefixes, self.fleet.on_forget = self.routes.heard, self.routes.forget

@@ -5,7 +5,7 @@ A name is looked up once, when its request arrives; the version that it stood fo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from gateway.fingerprint import session_key
 from gateway.replicas import key_of
@@ -78,7 +78,7 @@ class CatalogView:
 
     A ``NAME`` that several models have is the first one's of the document that the client may see. ``draw``
     gives 64 random bits. ``known`` once there was a catalog, ``wanted`` where the document has models that
-    take adapters. ``changed`` counts what was taken.
+    take adapters. ``changed`` counts what was taken; ``on_names`` is told of which models and names it was.
     """
 
     def __init__(self, draw: Callable[[], int]) -> None:
@@ -93,6 +93,7 @@ class CatalogView:
         self.known = False
         self.wanted = False
         self.changed = 0
+        self.on_names: Callable[[Collection[tuple[str, str]]], None] = lambda names: None
 
     def read(self, deployment: Deployment) -> None:
         """Take the order of the document's models; servers that are not ours load nothing for us."""
@@ -116,6 +117,7 @@ class CatalogView:
         self._entries = entries
         self.catalog = catalog
         self.known = True
+        self.on_names(entries.keys())
         self._index()
 
     def resolve(self, name: str, account: Account, session: bytes | None) -> Adapter | None:

@@ -5,11 +5,15 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from gateway import adapter_meter
+from gateway.catalog import CatalogView
 from gateway.metrics import Metrics
 from gateway.usage import Usage
+from policy.catalog import NAME, Alias, Catalog
+from tests.gateway.fake_replica import alias
 
 
 def call(outcome: str, first_byte_at: float | None = None) -> Any:
@@ -23,8 +27,24 @@ def samples(metrics: Metrics, name: str) -> dict[str, float]:
     return {labels.removeprefix(name): float(value) for labels, _, value in found}
 
 
+def sent(metrics: Metrics, *names: str) -> None:
+    for name in names:
+        metrics.adapters.of("alpha", name).count(call("ok"), 0.0)
+
+
+def counted(metrics: Metrics) -> dict[str, float]:
+    """Requests by the label of their adapter."""
+    found = samples(metrics, "tidegate_adapter_requests_total")
+    return {labels.split('"')[1]: value for labels, value in found.items()}
+
+
+def alphas(*names: str) -> set[tuple[str, str]]:
+    return {("alpha", name) for name in names}
+
+
 def test_requests_tokens_and_first_bytes_are_counted_by_name() -> None:
     metrics = Metrics()
+    metrics.adapters.follow(alphas("sql"))
     meter = metrics.adapters.of("alpha", "sql")
     meter.count(call("ok", 10.3), 10.0)
     meter.count(call("ok"), 10.0)
@@ -48,6 +68,7 @@ def test_requests_tokens_and_first_bytes_are_counted_by_name() -> None:
 def test_beyond_the_bound_all_others_of_a_model_share_one_label(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adapter_meter, "MOST", 3)
     metrics = Metrics()
+    metrics.adapters.follow({(model, f"adapter-{i}") for model in ("alpha", "beta") for i in range(50)})
     for i in range(50):
         metrics.adapters.of("alpha", f"adapter-{i}").count(call("ok"), 0.0)
         metrics.adapters.of("beta", f"adapter-{i}").count(call("ok"), 0.0)
@@ -57,6 +78,67 @@ def test_beyond_the_bound_all_others_of_a_model_share_one_label(monkeypatch: pyt
         '{adapter="adapter-0",model="alpha",outcome="ok"}': 3.0,
         '{adapter="adapter-0",model="beta",outcome="ok"}': 1.0,
         '{adapter="adapter-1",model="alpha",outcome="ok"}': 1.0,
-        '{adapter="other",model="alpha",outcome="ok"}': 48.0,
-        '{adapter="other",model="beta",outcome="ok"}': 49.0,
+        '{adapter="_other",model="alpha",outcome="ok"}': 48.0,
+        '{adapter="_other",model="beta",outcome="ok"}': 49.0,
     }
+
+
+def test_a_name_that_the_catalog_drops_frees_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapter_meter, "MOST", 2)
+    metrics = Metrics()
+    metrics.adapters.follow(alphas("a", "b", "c"))
+    sent(metrics, "a", "b", "c")
+    metrics.adapters.follow(alphas("b", "c"))  # what was counted of a until then is not lost
+    sent(metrics, "b", "c", "a")  # a request for a ends late
+    assert counted(metrics) == {"a": 1.0, "b": 2.0, "c": 1.0, "_other": 2.0}
+    metrics.adapters.follow(alphas("a", "c"))  # a comes back, where b is gone
+    sent(metrics, "a", "b", "c")
+    assert counted(metrics) == {"a": 2.0, "b": 2.0, "c": 2.0, "_other": 3.0}
+
+
+def test_however_many_names_come_and_go_a_worker_publishes_no_more_than_so_many(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(adapter_meter, "MOST", 2)
+    monkeypatch.setattr(adapter_meter, "EVER", 5)
+    metrics = Metrics()
+    for i in range(50):
+        metrics.adapters.follow(alphas(f"a-{i}"))
+        sent(metrics, f"a-{i}")
+    assert counted(metrics) == {**{f"a-{i}": 1.0 for i in range(5)}, "_other": 45.0}
+    metrics.adapters.follow(alphas("a-3", "new"))
+    sent(metrics, "a-3", "new")  # one that there was is none more
+    assert counted(metrics) == {**{f"a-{i}": 1.0 for i in range(5)}, "a-3": 2.0, "_other": 46.0}
+
+
+def test_what_cannot_be_published_of_a_dropped_name_is_published_the_next_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    metrics = Metrics()
+    metrics.adapters.follow(alphas("a"))
+    sent(metrics, "a")
+    metrics.adapters.follow(())
+
+    def labels(*values: str) -> Any:
+        raise OSError("no room")
+
+    with monkeypatch.context() as full:
+        full.setattr(metrics.adapters._requests, "labels", labels)
+        with pytest.raises(OSError, match="no room"):
+            metrics.publish()
+    for _ in range(2):
+        assert counted(metrics) == {"a": 1.0}
+
+
+def test_the_names_are_the_catalogs() -> None:
+    metrics, view = Metrics(), CatalogView(lambda: 0)
+    view.on_names = metrics.adapters.follow
+    for names in (("a",), ("b",)):
+        aliases = [msgspec.convert(alias(name, "0" * 64), Alias) for name in names]
+        view.take(Catalog(epoch=1.0, version=1, aliases=tuple(aliases)))
+        sent(metrics, "a", "b")
+    assert counted(metrics) == {"a": 1.0, "b": 1.0, "_other": 2.0}
+
+
+def test_no_adapter_can_be_called_as_the_others_are() -> None:
+    assert NAME.fullmatch(adapter_meter.OTHER) is None
