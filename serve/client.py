@@ -57,14 +57,14 @@ class ControllerStatus(msgspec.Struct, frozen=True, kw_only=True):
 class AddRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """An adapter to add; without a ``model`` on the only one that takes any.
 
-    Without ``tenants`` those who may see the name stay the same: of a new one everybody. A misspelt key is
-    refused: without its tenants an adapter would be everybody's.
+    Without ``tenants`` those who may see the name stay the same: of a new one everybody; none at all are
+    everybody. A misspelt key is refused: without its tenants an adapter would be everybody's.
     """
 
     name: str
     source: str
     model: str | None = None
-    tenants: tuple[str, ...] = ()
+    tenants: tuple[str, ...] | None = None
 
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True):

@@ -140,11 +140,11 @@ class Library:
             raise AdapterRefused("name", f"name: got {wanted.name!r}, expected a name that no model has")
         if not wanted.source:
             raise ConfigError("source", wanted.source, "a path, https://, hf:ORG/NAME or another URL")
-        for tenant in wanted.tenants:
+        for tenant in wanted.tenants or ():
             if tenant not in self._tenants:
                 known = ", ".join(self._tenants) or "none, for the document has no tenants"
                 raise ConfigError("tenants", tenant, f"one of the document's tenants: {known}")
-        return self.begin(Adding((model, wanted.name), ((wanted.source, 1.0),), wanted.tenants or None))
+        return self.begin(Adding((model, wanted.name), ((wanted.source, 1.0),), wanted.tenants))
 
     def begin(self, adding: Adding) -> Adding:
         """Begin to add what was checked."""

@@ -49,7 +49,7 @@ def adapter(folder: Path, seed: int) -> str:
 
 async def add(live: Live, name: str, source: str) -> str:
     """Add or replace over the admin port; returns what its requests are served by, once the worker knows."""
-    answer = await live.admin.post("/admin/adapters", json={"name": name, "source": source, "tenants": []})
+    answer = await live.admin.post("/admin/adapters", json={"name": name, "source": source})
     assert answer.status_code == 200, answer.text
     alias = answer.json()["alias"]
     ((number, _),) = alias["split"]
@@ -149,7 +149,7 @@ async def test_47_two_hundred_first_requests_for_one_cold_adapter(live: Live, tm
 async def test_43_a_bad_adapter_is_refused_and_good_traffic_goes_on(live: Live, tmp_path: Path) -> None:
     good = await add(live, "good", adapter(tmp_path, 30))
     source = str(write(tmp_path / "bad", files(31, r=64)))
-    answer = await live.admin.post("/admin/adapters", json={"name": "bad", "source": source, "tenants": []})
+    answer = await live.admin.post("/admin/adapters", json={"name": "bad", "source": source})
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["code"] == "rank"
     assert (await live.ask("bad", max_tokens=2)).status == 404

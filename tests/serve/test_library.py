@@ -145,6 +145,7 @@ async def test_what_nobody_expected_is_told_too(library: Library, shelf: FakeShe
 async def test_who_is_not_told_of_tenants_keeps_them(library: Library) -> None:
     assert (await added(library, tenants=("acme",))).tenants == ("acme",)
     assert (await added(library, source="/b")).tenants == ("acme",)
+    assert (await added(library, source="/b", tenants=())).tenants == ()
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import yaml
 from click.testing import CliRunner, Result
 
 from policy.catalog import Alias, Version
-from policy.errors import AdapterUnknown
+from policy.errors import AdapterUnknown, ConfigError
 from serve.adapters import AdaptersStatus, AdapterState, AdapterStatus, RefusedBy, VersionStatus
 from serve.client import AddLine, AddRequest
 from tests.ports import free_ports
@@ -56,6 +56,8 @@ class Controller:
         return self.status
 
     def add_adapter(self, wanted: AddRequest, progress: Callable[[AddLine], None]) -> Alias:
+        if wanted.tenants and "nobody" in wanted.tenants:
+            raise ConfigError("tenants", "nobody", "one of the document's tenants: acme")
         self.asked.append(wanted)
         for done in (10, 90):
             progress(AddLine(step="fetch", message="copying it", done=done, total=100))
@@ -119,11 +121,15 @@ def test_models_are_told_apart_where_several_take_adapters(run: Run) -> None:
 
 def test_show_says_where_versions_come_from_and_who_refuses_them(run: Run) -> None:
     refused = (RefusedBy(replica="r1", reason="base_model: why", at=990.0),)
-    found = adapter(tenants=("acme",), versions=(version(1, 0.0, refused=refused), version(2, 1.0)))
+    why = "more demand than one can carry; 3 requests/s times 0.2 s of a load"
+    planned = version(2, 1.0, why=why)
+    found = adapter(tenants=("acme",), versions=(version(1, 0.0, refused=refused), planned))
     shown = run(Controller(found), "show", "sql").output
     assert "acme" in shown
     assert "1 min 40 s ago" in shown
     assert "v1 is refused by r1: base_model: why" in shown
+    assert f"v2 is planned so: {why}" in " ".join(shown.split())
+    assert "v1 is planned" not in shown
     assert json.loads(run(Controller(found), "show", "sql", "--json").output)["tenants"] == ["acme"]
 
 
@@ -139,6 +145,12 @@ def test_a_local_source_is_made_absolute_and_its_steps_are_told(
     ]
     assert [line.split()[0] for line in done.output.splitlines()] == ["fetch", "check", "sql"]
     assert done.output.endswith("sql on m stands for v2 (bbbbbbbbbbbb).\n")
+
+
+def test_a_name_is_widened_to_everybody(run: Run) -> None:
+    controller = Controller(adapter(tenants=("acme",)))
+    assert run(controller, "add", "sql", "hf:a/b", "--everybody").exit_code == 0
+    assert controller.asked == [AddRequest(name="sql", source="hf:a/b", tenants=())]
 
 
 def test_a_terminal_has_a_bar(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,6 +179,13 @@ def test_other_sources_are_sent_as_they_are(run: Run, source: str) -> None:
     [
         (("add", "../sql", "/tmp"), "NAME: got '../sql', expected a name that matches"),
         (("add", "sql", "/not/there"), "SOURCE: got '/not/there', expected a path that exists, https://"),
+        (
+            ("add", "sql", "hf:a/b", "--tenant", "nobody"),
+            "--tenant: got 'nobody', expected one of the document",
+        ),
+        (("add", "sql", "hf:a/b", "--tenant", "acme", "--everybody"), "--everybody: expected without"),
+        (("add", "sql", "hf:a/b", "--model", "x"), "--model: got 'x', expected m"),
+        (("add", "sql", ""), "SOURCE: got '', expected a path that exists"),
         (("split", "sql", "v1"), "VERSION=WEIGHT: got 'v1', expected VERSION=WEIGHT such as v1=95"),
         (("split", "sql", "v1=1", "v1=2"), "got 'v1=2', expected VERSION=WEIGHT"),
         (("split", "sql", "v1=0"), "got 'v1=0', expected a weight above 0"),

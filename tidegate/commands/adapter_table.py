@@ -32,7 +32,7 @@ def overview(status: AdaptersStatus) -> Table:
 
 
 def history(adapter: AdapterStatus, at: float) -> RenderableType:
-    """All versions of one name that are kept, the newest first, and why replicas refuse them."""
+    """The versions of one name that are kept, newest first, and what the plan and replicas say of them."""
     head = _table("model", "tenants", "state", "note")
     tenants = ", ".join(adapter.tenants) or "everybody"
     head.add_row(adapter.model, tenants, _state(adapter), Text(adapter.note, style="dim"))
@@ -48,12 +48,17 @@ def history(adapter: AdapterStatus, at: float) -> RenderableType:
             _places(version),
             version.source,
         )
+    plans = [
+        Text(f"v{version.number} is planned so: {version.why}", style="dim")
+        for version in reversed(adapter.versions)
+        if version.why
+    ]
     refusals = [
         Text(f"v{version.number} is refused by {refusal.replica}: {refusal.reason}", style="yellow")
         for version in adapter.versions
         for refusal in version.refused
     ]
-    return Group(head, Text(), versions, *refusals)
+    return Group(head, Text(), versions, *plans, *refusals)
 
 
 def _row(adapter: AdapterStatus, version: VersionStatus, at: float) -> tuple[RenderableType, ...]:

@@ -10,7 +10,7 @@ import click
 import msgspec
 
 from policy.catalog import NAME, Alias
-from policy.errors import AdapterUnknown
+from policy.errors import AdapterUnknown, ConfigError
 from serve.adapters import AdaptersStatus, AdapterStatus
 from serve.client import AddRequest
 from store.state import StateDir
@@ -72,22 +72,39 @@ def show(state: StateDir, name: str, model: str | None, as_json: bool) -> None:
     "--tenant",
     "tenants",
     multiple=True,
-    help="Who may use it, repeatable; by default whoever could, of a new one everybody.",
+    help="Who may use it, repeatable; by default who could before, of a new one everybody.",
 )
+@click.option("--everybody", is_flag=True, help="Everybody may use it, whoever could before.")
 @_as_json
 @click.pass_obj
 def add(  # noqa: PLR0917 - click passes them by name
-    state: StateDir, name: str, source: str, model: str | None, tenants: tuple[str, ...], as_json: bool
+    state: StateDir,
+    name: str,
+    source: str,
+    model: str | None,
+    tenants: tuple[str, ...],
+    everybody: bool,
+    as_json: bool,
 ) -> None:
     if NAME.fullmatch(name) is None:
         raise click.BadParameter(
             f"got {name!r}, expected a name that matches {NAME.pattern}", param_hint="NAME"
         )
+    if everybody and tenants:
+        raise click.BadOptionUsage("--everybody", "--everybody: expected without --tenant")
     client = controller(state)
     of = _model_of(client.adapters(), name, model)
-    wanted = AddRequest(name=name, source=_absolute(source), model=of, tenants=tenants)
+    allowed = () if everybody else tenants or None
+    wanted = AddRequest(name=name, source=_absolute(source), model=of, tenants=allowed)
     with AddProgress(name, quiet=as_json) as progress:
-        alias = client.add_adapter(wanted, progress)
+        try:
+            alias = client.add_adapter(wanted, progress)
+        except ConfigError as error:
+            # A value of the command line, not of a document.
+            hint = "--tenant" if error.path == "tenants" else error.path
+            raise click.BadParameter(
+                f"got {error.value!r}, expected {error.expected}", param_hint=hint
+            ) from error
     if as_json:
         _print(alias)
     else:
@@ -140,7 +157,7 @@ def _absolute(source: str) -> str:
     if _REMOTE.match(source):
         return source
     path = Path(source).expanduser().resolve()
-    if not path.exists():
+    if not source or not path.exists():
         expected = "a path that exists, https://, hf:ORG/NAME or a URL of an object store"
         raise click.BadParameter(
             f"got {source!r}, expected {expected} (looked at {path})", param_hint="SOURCE"
@@ -167,6 +184,7 @@ def _weights(shares: tuple[str, ...]) -> dict[str, float]:
 
 def _model_of(status: AdaptersStatus, name: str, model: str | None) -> str | None:
     """On which model ``name`` is added: the one that has it already, or the only one that takes any."""
+    _check_model(status, model)
     if model is not None or len(status.models) <= 1:
         return model
     having = [adapter.model for adapter in status.adapters if adapter.name == name]
@@ -177,9 +195,7 @@ def _model_of(status: AdaptersStatus, name: str, model: str | None) -> str | Non
 
 def _found(status: AdaptersStatus, name: str, model: str | None) -> AdapterStatus:
     """The adapter called ``name``; raises :class:`policy.errors.AdapterUnknown` if there is none."""
-    if model is not None and model not in status.models:
-        expected = ", ".join(status.models) or "nothing: no model takes adapters"
-        raise click.BadParameter(f"got {model!r}, expected {expected}", param_hint="--model")
+    _check_model(status, model)
     found = [each for each in status.adapters if each.name == name and model in (None, each.model)]
     if not found:
         known = (
@@ -189,6 +205,12 @@ def _found(status: AdaptersStatus, name: str, model: str | None) -> AdapterStatu
     if len(found) > 1:
         raise _which([each.model for each in found])
     return found[0]
+
+
+def _check_model(status: AdaptersStatus, model: str | None) -> None:
+    if model is not None and model not in status.models:
+        expected = ", ".join(status.models) or "nothing: no model takes adapters"
+        raise click.BadParameter(f"got {model!r}, expected {expected}", param_hint="--model")
 
 
 def _which(models: list[str]) -> click.UsageError:
