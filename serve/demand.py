@@ -23,6 +23,8 @@ QUICK_AT_LEAST = 8.0
 MAX_VERSIONS = 20_000
 # So long the plan leaves a replica alone whose load failed; not for ever, for a disk may have been full.
 REFUSING_S = 300.0
+# So much longer it is told: the plan, the load and its heartbeat follow, and what fails again never was well.
+AGAIN_S = 60.0
 # An engine says every second who waits for a slot; what it said holds for a little longer.
 WAITS_S = 2.5
 # Failures that are remembered of one replica.
@@ -161,7 +163,7 @@ class Demand:
         return counts.usage(at, sum(count for count, since in said if at - since < WAITS_S))
 
     def failures(self, wanted: Wanted) -> dict[str, Failure]:
-        """By replica, why it has not loaded the version when it last tried."""
+        """By replica, why it could not load the version when it last tried, which was not long ago."""
         found = ((replica, failed.get(wanted)) for replica, failed in self._failures.items())
         return {replica: failure for replica, failure in found if failure is not None}
 
@@ -182,6 +184,9 @@ class Demand:
 
     def _judge(self, replica: Replica, uses: Mapping[Wanted, Use], at: float) -> None:
         failed = self._failures.setdefault(replica.id, {})
+        # The first is the oldest.
+        while failed and at - next(iter(failed.values())).at >= REFUSING_S + AGAIN_S:
+            del failed[next(iter(failed))]
         for wanted, use in uses.items():
             if use.failed:
                 failed.pop(wanted, None)

@@ -10,7 +10,7 @@ import pytest
 from policy.catalog import served_name
 from policy.types import Beat, Load, Replica, ReplicaState, Use, Wanted
 from serve import demand as module
-from serve.demand import HALF_LIFE_S, REFUSING_S, WAITS_S, Demand, Usage
+from serve.demand import AGAIN_S, HALF_LIFE_S, REFUSING_S, WAITS_S, Demand, Usage
 
 SQL = Wanted(name="sql", digest="a" * 64)
 SERVED = served_name(SQL.name, SQL.digest)
@@ -114,6 +114,17 @@ def test_the_plan_tries_again_after_a_while_though_the_refusal_is_still_told() -
     demand.note(beat(), REFUSING_S + 2.0)
     assert demand.refusing("r1", REFUSING_S + 2.0) == frozenset()
     assert set(demand.failures(SQL)) == {"r1"}
+
+
+def test_a_refusal_is_told_until_another_try_would_have_failed() -> None:
+    demand = Demand()
+    other = Wanted(name="law", digest="b" * 64)
+    demand.note(beat(use(failed="once"), use(other, failed="again and again")), 1.0)
+    demand.note(beat(use(other, failed="again and again")), 1.0 + REFUSING_S + AGAIN_S / 2)
+    assert set(demand.failures(SQL)) == {"r1"}
+    demand.note(beat(), 1.0 + REFUSING_S + AGAIN_S)
+    assert demand.failures(SQL) == {}
+    assert set(demand.failures(other)) == {"r1"}
 
 
 @pytest.mark.parametrize(
