@@ -41,8 +41,17 @@ class Files:
                 return path
             async with self._pulls:
                 return await asyncio.to_thread(self._pull, digest)
-        except (OSError, httpx.HTTPError) as error:
-            raise AdapterRefused("files_missing", f"the files of {digest[:12]}: {error!r}") from error
+        except httpx.HTTPStatusError as error:
+            said = f"the controller answers {error.response.status_code} to who asks for {digest[:12]}"
+            if error.response.status_code == 404:
+                said = f"the controller has no files of {digest[:12]}"
+            raise AdapterRefused("files_missing", said) from error
+        except httpx.HTTPError as error:
+            said = f"the controller does not answer with the files of {digest[:12]}"
+            raise AdapterRefused("files_missing", said) from error
+        except OSError as error:
+            said = f"the files of {digest[:12]} cannot be kept here: {error.strerror or error}"
+            raise AdapterRefused("files_missing", said) from error
 
     async def warm(self, path: Path) -> None:
         """Read every file, so that an engine which reads them between two steps finds them in memory.

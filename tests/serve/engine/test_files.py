@@ -95,12 +95,26 @@ async def test_what_is_not_here_is_pulled_once_into_the_last(make: Make, tmp_pat
         assert (path / name).read_bytes() == (original / name).read_bytes()
 
 
-@pytest.mark.parametrize("why", ["nobody", "unknown", "secret", "away", "large"])
-async def test_what_cannot_be_had_is_refused_with_its_cause(make: Make, tmp_path: Path, why: str) -> None:
+@pytest.mark.parametrize(
+    ("why", "says"),
+    [
+        ("nobody", "there are no files of DIGEST on this machine"),
+        ("unknown", "the controller has no files of 000000000000"),
+        ("secret", "the controller answers 401 to who asks for DIGEST"),
+        ("away", "the controller does not answer with the files of DIGEST"),
+        ("full", "the files of DIGEST cannot be kept here: Not a directory"),
+        ("large", ""),
+    ],
+)
+async def test_what_cannot_be_had_is_refused_with_its_cause(
+    make: Make, tmp_path: Path, why: str, says: str
+) -> None:
     digest = stored(tmp_path / "controller", "a")
+    if why == "full":
+        (tmp_path / "file").touch()
     with controller(Blobs(tmp_path / "controller"), []) as address:
         files = make(
-            "node",
+            "file/node" if why == "full" else "node",
             controller={"nobody": "", "away": "127.0.0.1:1"}.get(why, address),
             secret="x" if why == "secret" else SECRET,
             max_bytes=10 if why == "large" else MAX_BYTES,
@@ -108,6 +122,7 @@ async def test_what_cannot_be_had_is_refused_with_its_cause(make: Make, tmp_path
         with pytest.raises(AdapterRefused) as refused:
             await files.fetch("0" * 64 if why == "unknown" else digest)
     assert refused.value.code == ("too_large" if why == "large" else "files_missing")
+    assert why == "large" or str(refused.value) == says.replace("DIGEST", digest[:12])
     assert Blobs(tmp_path / "node").digests() == set()
 
 
