@@ -34,15 +34,17 @@ class Declaring:
     """Compares what is declared with what is there, whenever :meth:`step` is called.
 
     What people did since to a name that is declared stays as it is until the document says something else of
-    it. Which ones they removed is kept in the state directory.
+    it. Which ones they removed is kept in the state directory. While nothing is kept there the document is
+    one that somebody starts, which is as good as applied.
     """
 
     def __init__(self, library: Library, state: StateDir, monotonic: Callable[[], float]) -> None:
         self._library = library
         self._state = state
         self._monotonic = monotonic
-        self._path = state.root / "adapters-removed.json"
-        self._removed = set(state.load(self._path, list[Key]) or ())
+        removed = state.load(state.removed_path, list[Key])
+        self._removed = set(removed or ())
+        self._fresh = removed is None
         self._wanted: dict[Key, AdapterSource] = {}
         self._made: set[Key] | None = None
         self._done: dict[Key, AdapterSource] = {}
@@ -60,7 +62,7 @@ class Declaring:
             for source in spec.adapters.sources
         }
         self.troubles = {key: trouble for key, trouble in self.troubles.items() if key in self._wanted}
-        if applied:
+        if applied or self._fresh:
             self._again = set(self._wanted)
             self.troubles.clear()
             self._forget_removed()
@@ -74,7 +76,7 @@ class Declaring:
         ours = key in self._wanted and key not in self._removed
         if ours:
             self._removed.add(key)
-            self._state.save(self._path, sorted(self._removed))
+            self._state.save(self._state.removed_path, sorted(self._removed))
             self.troubles.pop(key, None)
         try:
             await self._library.remove(key)
@@ -158,9 +160,10 @@ class Declaring:
         return split == list(alias.split) and set(entry.tenants) == set(alias.tenants)
 
     def _forget_removed(self) -> None:
-        if self._removed:
+        if self._removed or (self._fresh and self._wanted):
             self._removed.clear()
-            self._state.save(self._path, [])
+            self._state.save(self._state.removed_path, [])
+            self._fresh = False
 
 
 def _parts(entry: AdapterSource) -> tuple[tuple[str, float], ...]:

@@ -118,6 +118,11 @@ class StateDir:
         return self.root / "catalog.json"
 
     @property
+    def removed_path(self) -> Path:
+        """Adapters of the document that people removed since it was applied."""
+        return self.root / "adapters-removed.json"
+
+    @property
     def processes_path(self) -> Path:
         """Process ids that ``down`` may end."""
         return self.root / "processes.json"

@@ -161,6 +161,8 @@ class Supervisor:
         await self._clean_up_after_predecessor()
         self._state.secret()
         self._state.save(self._state.deployment_path, self._raw)
+        # Who starts a document applies it: it has all its adapters again.
+        self._state.removed_path.unlink(missing_ok=True)
         shutil.rmtree(self._state.metrics_dir, ignore_errors=True)
         self._state.metrics_dir.mkdir(mode=0o700)
         start = asyncio.create_task(self._start.run())

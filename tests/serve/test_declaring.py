@@ -194,6 +194,28 @@ async def test_what_people_removed_stays_removed_until_it_is_applied_again(desk:
         await desk.declaring.remove(LAW)
 
 
+async def test_what_people_removed_comes_with_the_next_start(desk: Desk) -> None:
+    await desk.restart(source())
+    await desk.declaring.remove(SQL)
+    await desk.restart(source())
+    assert desk.library.alias(SQL) is None
+    desk.state.removed_path.unlink()
+    await desk.restart(source())
+    assert desk.stands_for() == {"hf:org/a": 1.0}
+
+
+async def test_a_start_looks_at_folders_again_and_a_restart_of_the_controller_does_not(
+    desk: Desk, tmp_path: Path
+) -> None:
+    (tmp_path / "sql").mkdir()
+    entry = {"name": "sql", "path": str(tmp_path / "sql")}
+    for start, times in ((True, 1), (False, 1), (True, 2)):
+        if start:
+            desk.state.removed_path.unlink(missing_ok=True)
+        await desk.restart(entry)
+        assert len(desk.shelf.took) == times
+
+
 async def test_what_people_removed_while_it_was_fetched_again_stays_removed(desk: Desk) -> None:
     await desk.restart(source())
     desk.shelf.gate.clear()
