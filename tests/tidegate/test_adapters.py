@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import signal
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -335,3 +336,27 @@ def test_a_replica_that_starts_has_its_share_before_anybody_asks_it(sim: Site) -
     # One replica has twice its share now: some move, and are there though nobody asks any more.
     (second,) = until(lambda: homes("planned") - {first}, "a plan for both")
     until(lambda: second in homes("loaded"), "what was planned is loaded")
+
+
+@pytest.mark.slow
+def test_what_was_removed_of_the_document_comes_with_the_next_start_and_not_before(sim: Site) -> None:
+    until(lambda: ask(sim, "law").startswith("law@"), "the adapter of the document")
+    tell(sim, "remove", "law")
+    until(lambda: ask(sim, "law") == "404", "the adapter that was removed")
+
+    pid = sim.workers()["controller"]
+    os.kill(pid, signal.SIGKILL)
+
+    def back() -> bool:
+        code, out, _ = sim.tidegate("adapters", "--json")
+        return (code, code == 0 and json.loads(out)["adapters"]) == (0, [])
+
+    until(lambda: sim.workers()["controller"] not in (0, pid) and back(), "another controller")
+    # It has looked at what is declared once it has added what was asked for after that.
+    tell(sim, "add", "sql", os.fspath(sim.folder / "sql"))
+    assert [each["name"] for each in tell(sim)["adapters"]] == ["sql"]
+
+    assert sim.tidegate("down")[0] == 0
+    code, _, err = sim.tidegate("up", str(sim.file), "--no-ray", "--timeout-s", "150")
+    assert (code, err) == (0, "")
+    until(lambda: ask(sim, "law").startswith("law@"), "the adapter of the document, again")
