@@ -46,10 +46,16 @@ class Adding:
         self.tenants = tenants
         self.known = known or {}
         self.declared = declared
-        self.line = AddLine(step="wait", message="waiting for its turn")
+        self._moving = AddLine(step="wait", message="waiting for its turn")
+        self._ended: AddLine | None = None
         self.error: TidegateError | None = None
         self.revoked = False
         self.done = asyncio.Event()
+
+    @property
+    def line(self) -> AddLine:
+        """How far it is, or what came of it: a thread that still reports then changes nothing."""
+        return self._ended or self._moving
 
     @property
     def remote(self) -> bool:
@@ -61,23 +67,17 @@ class Adding:
         self.check()
         part = progress.fraction
         done, total = (0, None) if part is None else (round(100 * part), 100)
-        self.line = AddLine(step=progress.step, message=progress.message, done=done, total=total)
+        self._moving = AddLine(step=progress.step, message=progress.message, done=done, total=total)
 
     def succeed(self, alias: Alias) -> None:
         """It is durable."""
-        if self.done.is_set():
-            return
-        self.line = AddLine(alias=alias)
-        self.done.set()
+        self._end(AddLine(alias=alias))
 
     def fail(self, error: TidegateError) -> None:
         """Nothing was changed."""
-        if self.done.is_set():
-            return
-        self.error = error
+        self.error = self.error or error
         code = error.code if isinstance(error, AdapterRefused) else ""
-        self.line = AddLine(error=Problem(type=type(error).__name__, message=str(error), code=code))
-        self.done.set()
+        self._end(AddLine(error=Problem(type=type(error).__name__, message=str(error), code=code)))
 
     def revoke(self) -> None:
         """Its name is removed."""
@@ -97,6 +97,12 @@ class Adding:
         except TimeoutError:
             return False
         return True
+
+    def _end(self, line: AddLine) -> None:
+        """Only the first end is one: who waits was told of that."""
+        if self._ended is None:
+            self._ended = line
+            self.done.set()
 
     def _removed(self) -> TargetError:
         return TargetError(f"{self.key[1]} was removed from {self.key[0]} while it was added")
