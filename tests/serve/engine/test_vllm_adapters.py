@@ -22,7 +22,7 @@ import yaml
 
 from policy.catalog import served_name
 from policy.parsing import parse
-from policy.types import Orders, Wanted
+from policy.types import Wanted
 from serve import cores
 from serve.host import HostSpec, ReplicaHost
 from serve.versions import installed
@@ -148,15 +148,14 @@ async def test_an_adapter_answers_otherwise_and_goes_for_another(engine: Engine)
 async def test_a_load_delays_a_stream_by_less_than_a_step(engine: Engine) -> None:
     """Of one stream the first half runs alone, and in the second adapters are loaded beside it."""
     others = [engine.adapter(f"beside{seed}", adapter(seed)) for seed in (10, 11)]
-    tokens, loads, told = 240, 0, 0
+    tokens, loads = 320, 0
     streaming = asyncio.ensure_future(engine.stream(tokens))
     while not streaming.done():
-        await asyncio.sleep(0.1)
-        if len(engine.came) > tokens // 2:
-            if loads == told:  # the one before is there: the slot is for the other now
-                engine.host.obey(Orders(hold=(others[told % 2],)))
-                told += 1
-            loads += sum(use.loads for use in engine.host.take_uses())
+        if len(engine.came) <= tokens // 2:
+            await asyncio.sleep(0.05)
+        else:  # there is one slot, which goes from one to the other
+            await engine.says(others[loads % 2], tokens=1)
+            loads += 1
     came = await streaming
     gaps = [after - before for before, after in pairwise(came)]
     alone, beside = sorted(gaps[: tokens // 2 - 1]), sorted(gaps[tokens // 2 :])
