@@ -201,16 +201,13 @@ class FleetView:
 
     def hears(self, model: str, url: str) -> bool:
         """Whether the server of ``model`` at ``url`` answered when it was last asked."""
-        served = self._served.get(model)
-        return served is not None and any(link.answering for link in served.links if link.url == url)
+        link = self._at(model, url)
+        return link is not None and link.answering
 
     def reads(self, model: str, url: str) -> int:
         """How often the server of ``model`` at ``url`` was heard, 0 if it does not serve well."""
-        served = self._served.get(model)
-        for link in served.links if served is not None else ():
-            if link.url == url and link.answering and not link.breaker.streak:
-                return link.pool.reads
-        return 0
+        link = self._at(model, url)
+        return link.pool.reads if link is not None and link.answering and not link.breaker.streak else 0
 
     def set_external(self, name: str, replicas: list[Replica], max_model_len: int | None) -> None:
         """Follow the servers of an external model: those that answered are ready."""
@@ -230,6 +227,11 @@ class FleetView:
         """Stop following everything."""
         for served in self._served.values():
             self._link(served, [], 0.0)
+
+    def _at(self, model: str, url: str) -> Link | None:
+        served = self._served.get(model)
+        links = served.links if served is not None else []
+        return next((link for link in links if link.url == url), None)
 
     def _of(self, name: str) -> Served:
         served = self._served.get(name)

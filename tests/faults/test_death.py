@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import signal
 import time
 from collections.abc import AsyncIterator
@@ -149,16 +150,16 @@ async def test_31_flapping(stand: Stand, model: str) -> None:
     rest_s, lasts_s, well = 0.4, 6.0, 8
     fleet = await stand.fleet(model, 3, usual=faults.paced(1, 0.005))
     flapping = fleet[0]
-    asked_at = [time.monotonic()]
+    asked_at = math.inf
     returns = since = 0
 
     async def answer(exchange: Exchange) -> None:
-        nonlocal returns, since
+        nonlocal asked_at, returns, since
         now = time.monotonic()
-        if now - asked_at[0] > rest_s:  # it was out, and this is the probe
+        if now - asked_at > rest_s:  # it was out, and this is the probe
             returns += 1
             since = 0
-        asked_at[0] = now
+        asked_at = now
         since += 1
         await (faults.paced(1, 0.005) if since <= well else faults.status(500))(exchange)
 

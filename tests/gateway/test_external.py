@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any, cast
+from typing import cast
 
 import httpx
 import pytest
@@ -44,7 +44,7 @@ class View:
 
 
 @pytest.fixture
-def answers(monkeypatch: pytest.MonkeyPatch) -> list[httpx.Response | Exception]:
+def answers() -> list[httpx.Response | Exception]:
     """What the server says, the last one for ever."""
     return [httpx.Response(200, json={"data": [{"id": "alpha", "max_model_len": 64}]})]
 
@@ -69,7 +69,7 @@ async def probe(
     task.cancel()
 
 
-def states(view: View) -> set[Any]:
+def states(view: View) -> set[ReplicaState]:
     return {replica.state for turn in view.turns for replica in turn}
 
 
