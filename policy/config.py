@@ -12,7 +12,9 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from policy.control import Control
 from policy.errors import TargetError
+from policy.section import Count, Positive, Seconds, Section
 from policy.types import EngineKind, Priority, Runner
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}(/[A-Za-z0-9][A-Za-z0-9_.-]{0,127})?")
@@ -42,18 +44,11 @@ FORBIDDEN_ENV = frozenset(
     }
 )
 
-Count = Annotated[int, Meta(ge=0, le=4096)]
-Positive = Annotated[int, Meta(ge=1)]
-Seconds = Annotated[float, Meta(gt=0, le=86_400)]
 Port = Annotated[int, Meta(ge=1, le=65_535)]
 Scalar = str | int | float | bool | None
 
 
-class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A mapping of the YAML: keyword fields, unknown keys refused."""
-
-
-class Shape(_Section, frozen=True):
+class Shape(Section, frozen=True):
     """How a replica is built: whole GPUs or CPU cores, and engine arguments on top of the model's."""
 
     gpus: Annotated[int, Meta(ge=0, le=64)] = 0
@@ -63,14 +58,14 @@ class Shape(_Section, frozen=True):
     engine_args: dict[str, Any] = {}
 
 
-class Replicas(_Section, frozen=True):
+class Replicas(Section, frozen=True):
     """The counts that a mode may have; ``min`` is what it starts with."""
 
     min: Count = 1
     max: Positive = 1
 
 
-class Mode(_Section, frozen=True):
+class Mode(Section, frozen=True):
     """A shape and how many of it."""
 
     shape: str
@@ -84,7 +79,7 @@ class Mode(_Section, frozen=True):
         return Replicas(min=self.replicas, max=self.replicas)
 
 
-class Sim(_Section, frozen=True):
+class Sim(Section, frozen=True):
     """The simulated engine: which engine-model profile times it, how much faster than real time.
 
     ``adapter_load_s`` are the modelled seconds that the load of an adapter holds its steps up.
@@ -97,38 +92,14 @@ class Sim(_Section, frozen=True):
     adapter_load_s: Annotated[float, Meta(ge=0, le=3600)] = 0.05
 
 
-class Drain(_Section, frozen=True):
-    """How a replica leaves: in-flight requests get ``drain_timeout_s`` to finish."""
-
-    drain_timeout_s: Seconds = 120.0
-
-
-class Scale(_Section, frozen=True):
-    """How many replicas of a model must stay ready while anything changes."""
-
-    min_healthy: Count = 1
-
-
-class Objective(_Section, frozen=True):
-    """The service level that requests of a model are promised, in seconds at the 95th percentile.
-
-    ``ttft_p95_s`` bounds how long a replica may have a request wait, beyond which the gateway keeps it, and
-    how long that may be predicted to last before a request of a common class is refused.
-    ``itl_p95_s`` bounds how many a replica runs at once. ``None`` promises nothing.
-    """
-
-    ttft_p95_s: Seconds | None = None
-    itl_p95_s: Seconds | None = None
-
-
-class AdapterVersion(_Section, frozen=True):
+class AdapterVersion(Section, frozen=True):
     """One of several versions that a name stands for at once, by ``weight``."""
 
     source: str
     weight: Annotated[float, Meta(ge=0, le=1e6)] = 1.0
 
 
-class AdapterSource(_Section, frozen=True):
+class AdapterSource(Section, frozen=True):
     """An adapter of the document: ``path`` on the head, or ``source`` anywhere, or several ``versions``.
 
     ``source`` is a path, ``https://`` (an archive), ``hf:ORG/NAME[@REVISION]`` or any URL of fsspec's, such
@@ -142,7 +113,7 @@ class AdapterSource(_Section, frozen=True):
     tenants: tuple[str, ...] = ()
 
 
-class Adapters(_Section, frozen=True):
+class Adapters(Section, frozen=True):
     """LoRA adapters on the model, served by name; without the section the engine loads none.
 
     ``slots_per_replica`` is how many one replica has loaded at once, ``max_rank`` the largest rank that it
@@ -155,24 +126,11 @@ class Adapters(_Section, frozen=True):
     sources: tuple[AdapterSource, ...] = ()
 
 
-class Control(_Section, frozen=True):
-    """What bounds a change of count or mode, and what is promised meanwhile.
-
-    ``assumed_start_s`` stands in for the measured start-to-ready time of a shape that never ran.
-    """
-
-    slo: Objective = Objective()
-    scale: Scale = Scale()
-    mode: Drain = Drain()
-    start_timeout_s: Seconds = 600.0
-    assumed_start_s: Seconds = 60.0
-    progress_timeout_s: Seconds = 60.0
-
-
-class ModelSpec(_Section, frozen=True):
+class ModelSpec(Section, frozen=True):
     """One model: where its weights come from, its engine, its shapes and modes.
 
-    ``profile`` names the engine model that predicts its replicas until they tell or show better.
+    ``profile`` names the engine model that predicts its replicas until they tell or show better. Where a
+    budget is short the model with the larger ``priority`` gets what it needs first.
     """
 
     name: str
@@ -189,6 +147,7 @@ class ModelSpec(_Section, frozen=True):
     sim: Sim = Sim()
     profile: str | None = None
     adapters: Adapters | None = None
+    priority: Annotated[int, Meta(ge=-1000, le=1000)] = 0
     control: Control = Control()
 
     @property
@@ -197,14 +156,25 @@ class ModelSpec(_Section, frozen=True):
         return self.mode or next(iter(self.modes), "")
 
 
-class Budget(_Section, frozen=True):
-    """What all models share; ``None`` leaves a resource unbounded."""
+class Budget(Section, frozen=True):
+    """What all models share; ``None`` leaves a resource unbounded.
+
+    ``watts`` and ``cost_per_h`` (in any one currency) bound what replicas take, a card or core of which is
+    taken to need ``gpu_watts`` or ``cpu_watts`` until it was measured, and to cost ``gpu_cost_per_h`` or
+    ``cpu_cost_per_h``.
+    """
 
     gpus: Count | None = None
     cpus: Count | None = None
+    watts: Annotated[float, Meta(gt=0)] | None = None
+    cost_per_h: Annotated[float, Meta(gt=0)] | None = None
+    gpu_watts: Annotated[float, Meta(ge=0)] = 700.0
+    cpu_watts: Annotated[float, Meta(ge=0)] = 10.0
+    gpu_cost_per_h: Annotated[float, Meta(ge=0)] = 0.0
+    cpu_cost_per_h: Annotated[float, Meta(ge=0)] = 0.0
 
 
-class Cluster(_Section, frozen=True):
+class Cluster(Section, frozen=True):
     """Where Ray is and where the controller listens.
 
     ``address: local`` starts a Ray head of our own at ``node_ip``; anything else joins that cluster.
@@ -217,7 +187,7 @@ class Cluster(_Section, frozen=True):
     node_ip: str = "127.0.0.1"
 
 
-class Coalesce(_Section, frozen=True):
+class Coalesce(Section, frozen=True):
     """Short inputs of concurrent requests go upstream as one call: after ``window_s``, or once full.
 
     A window of 0 switches it off; who is alone never waits.
@@ -228,7 +198,7 @@ class Coalesce(_Section, frozen=True):
     max_input_bytes: Annotated[int, Meta(ge=16)] = 4096
 
 
-class Eject(_Section, frozen=True):
+class Eject(Section, frozen=True):
     """When a replica leaves rotation, and for how long.
 
     After ``failures`` in a row, or when its success rate over ``window_s`` falls below
@@ -244,7 +214,7 @@ class Eject(_Section, frozen=True):
     max_fraction: Annotated[float, Meta(ge=0, le=1)] = 0.5
 
 
-class Retry(_Section, frozen=True):
+class Retry(Section, frozen=True):
     """How many retries there may be: ``budget`` of the requests in ``window_s``, at least ``at_least``."""
 
     budget: Annotated[float, Meta(ge=0, le=1)] = 0.2
@@ -252,7 +222,7 @@ class Retry(_Section, frozen=True):
     window_s: Seconds = 10.0
 
 
-class GatewayConfig(_Section, frozen=True):
+class GatewayConfig(Section, frozen=True):
     """The data plane: where it listens and how long it waits.
 
     ``queue_timeout_s`` is the deadline of a request that names none. ``first_token_timeout_s`` and
@@ -281,7 +251,7 @@ class GatewayConfig(_Section, frozen=True):
     retry: Retry = Retry()
 
 
-class Tenant(_Section, frozen=True):
+class Tenant(Section, frozen=True):
     """Who a key belongs to: ``keys_sha256`` are the SHA-256 digests of its keys, in hex.
 
     ``weight`` is its share where tenants compete, ``admin`` lets it ask why a route was taken.
@@ -294,14 +264,14 @@ class Tenant(_Section, frozen=True):
     admin: bool = False
 
 
-class Price(_Section, frozen=True):
+class Price(Section, frozen=True):
     """Money for a million tokens, in any one currency."""
 
     input: Annotated[float, Meta(ge=0)]
     output: Annotated[float, Meta(ge=0)]
 
 
-class Upstream(_Section, frozen=True):
+class Upstream(Section, frozen=True):
     """An OpenAI-compatible endpoint that takes over what the fleet cannot serve in time.
 
     ``models`` maps our names to theirs; ``key_file`` holds the key; ``cost_cap_per_h`` is what may
@@ -316,7 +286,7 @@ class Upstream(_Section, frozen=True):
     key_file: str | None = None
 
 
-class Deployment(_Section, frozen=True):
+class Deployment(Section, frozen=True):
     """The whole document.
 
     ``store`` is the database: ``sqlite:///PATH`` or ``postgresql://...``; if empty, in the state directory.

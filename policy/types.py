@@ -10,6 +10,8 @@ from enum import StrEnum
 
 import msgspec
 
+from policy.reports import EngineReport, PowerReport
+
 
 class EngineKind(StrEnum):
     """What produces the tokens of a model."""
@@ -67,12 +69,21 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     pending_tokens: int = 0
 
 
+class StartPath(StrEnum):
+    """What a start had to do: ``COLD`` fetch or prepare the weights first or read them from disk for the first
+    time on this node, ``CACHED`` neither, ``SLEEPING`` only wake an engine that was put to sleep."""
+
+    COLD = "cold"
+    CACHED = "cached"
+    SLEEPING = "sleeping"
+
+
 class Replica(msgspec.Struct, frozen=True, kw_only=True):
     """One engine with its own HTTP address.
 
     ``url`` is empty until the engine listens. ``generation`` is the configuration of engine and
     weights it was built from, ``incarnation`` counts restarts of its engine in place, ``failures``
-    the last ones of them in a row. ``start_s`` is how long the last start to ready took.
+    the last ones of them in a row. ``start_s`` is how long the last start to ready took, by ``start_path``.
     """
 
     id: str
@@ -88,6 +99,7 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True):
     adapters: tuple[str, ...] = ()
     reason: str = ""
     start_s: float | None = None
+    start_path: StartPath = StartPath.CACHED
     failures: int = 0
     max_model_len: int | None = None
 
@@ -124,6 +136,8 @@ class Beat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     replica: Replica
     uses: tuple[Use, ...] = ()
+    engine: EngineReport | None = None
+    power: PowerReport | None = None
 
 
 class Orders(msgspec.Struct, frozen=True, kw_only=True):

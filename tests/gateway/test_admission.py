@@ -15,7 +15,8 @@ from gateway.fleet import FleetView, Served
 from gateway.metrics import Metrics
 from gateway.replicas import Link
 from gateway.router import Routes
-from policy.config import Control, Deployment, GatewayConfig, ModelSpec, Objective
+from policy.config import Deployment, GatewayConfig, ModelSpec
+from policy.control import Control, Objective
 from policy.errors import Refusal
 from policy.request import Request
 from policy.types import Load, Priority, Replica, ReplicaState

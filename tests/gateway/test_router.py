@@ -14,7 +14,8 @@ from gateway.metrics import Metrics
 from gateway.replicas import Link, key_of
 from gateway.router import KEPT, START_SHARE, Routes, settings_of
 from gateway.shared import Alone, News
-from policy.config import Adapters, Control, Deployment, ModelSpec, Objective
+from policy.config import Adapters, Deployment, ModelSpec
+from policy.control import Control, Objective
 from policy.pace import GENERIC
 from policy.request import Request
 from policy.routing import Quote

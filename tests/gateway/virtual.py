@@ -23,7 +23,8 @@ from gateway.fleet import FleetView, Served
 from gateway.metrics import Metrics
 from gateway.replicas import Link
 from gateway.router import Routes
-from policy.config import Control, Deployment, GatewayConfig, ModelSpec, Objective
+from policy.config import Deployment, GatewayConfig, ModelSpec
+from policy.control import Control, Objective
 from policy.engine_model import Timing
 from policy.errors import Refusal
 from policy.profiles import profile

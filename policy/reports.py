@@ -1,0 +1,82 @@
+"""What gateways and replicas tell the controller: totals that only grow, so that none is lost between two."""
+
+from __future__ import annotations
+
+import msgspec
+
+from policy.histogram import BUCKETS
+
+NONE = (0,) * BUCKETS
+
+
+class ModelReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One model in one gateway worker: totals since the worker started, and what waits and runs now.
+
+    ``arrived`` counts requests before any was refused, ``ended`` those whose answer was whole, over which
+    ``input_tokens``, ``cached_tokens`` and ``output_tokens`` are summed. ``ttft``, ``itl`` (the mean gap of
+    each stream) and ``e2e`` count durations in the buckets of :mod:`policy.histogram`; ``met_ttft``,
+    ``met_itl`` and ``met_both`` are how many of ``judged`` streams were within the model's objectives, as
+    they were when each ended.
+    """
+
+    arrived: int = 0
+    refused: int = 0
+    ended: int = 0
+    input_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    judged: int = 0
+    met_ttft: int = 0
+    met_itl: int = 0
+    met_both: int = 0
+    ttft: tuple[int, ...] = NONE
+    itl: tuple[int, ...] = NONE
+    e2e: tuple[int, ...] = NONE
+    queued: int = 0
+    oldest_s: float = 0.0
+    in_flight: int = 0
+
+
+class GatewayReport(msgspec.Struct, frozen=True, kw_only=True):
+    """What one gateway worker tells, once a second, and at once when a request waits for a model that is asleep.
+
+    ``worker`` is unique to the life of one process, ``number`` grows with each report of it.
+    """
+
+    worker: str
+    number: int
+    models: dict[str, ModelReport] = {}
+
+
+class StepSample(msgspec.Struct, frozen=True, array_like=True):
+    """Engine steps that were alike: ``count`` of them, and their means.
+
+    ``tokens`` scheduled (n), ``kv_tokens`` of context in KV (K), ``running`` requests (R), ``seconds`` (t).
+    """
+
+    count: int
+    tokens: float
+    kv_tokens: float
+    running: float
+    seconds: float
+
+
+class EngineReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What an engine tells of itself since it started: totals, and samples of steps since the last report."""
+
+    preempted: int = 0
+    deferred: int = 0
+    steps: tuple[StepSample, ...] = ()
+
+
+class PowerReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The cards of one replica: ``watts`` and ``joules`` (total) together, ``celsius`` of the hottest.
+
+    ``throttled`` says why they run slower than they could, in NVML's words; ``xid`` is the last error of one.
+    """
+
+    watts: float
+    joules: float = 0.0
+    celsius: float = 0.0
+    throttled: str = ""
+    xid: int = 0

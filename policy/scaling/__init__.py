@@ -1,0 +1,1 @@
+"""Policies: how many replicas a model needs, each in one file."""

@@ -1,0 +1,96 @@
+"""What a policy sees and what it answers.
+
+A policy is an object with one method, ``decide(view, memory)``, which must be a function of its arguments
+alone: what it wants to know the next time it returns as the ``memory`` of its proposal, which must be made of
+what JSON has. So a decision can be made again from the log, bit for bit.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import msgspec
+
+from policy.control import Objective
+from policy.signals import Signals
+
+
+class Supply(msgspec.Struct, frozen=True, kw_only=True):
+    """The replicas of the model's layer: ``serving`` ones, and for each that starts in how many seconds it will.
+
+    ``wanted`` are asked for of the actuator; ``draining`` ones leave. ``failures`` counts starts that
+    failed in a row.
+    """
+
+    wanted: int = 0
+    serving: int = 0
+    starting_s: tuple[float, ...] = ()
+    draining: int = 0
+    failures: int = 0
+
+
+class Capability(msgspec.Struct, frozen=True, kw_only=True):
+    """What one replica of a shape can do with requests like those of late.
+
+    ``mu`` requests per second within the objective (0: it cannot meet it at all), ``mu_max`` without one.
+    ``kv_tokens`` and ``seats`` bound what runs at once (0: not known). ``itl_s`` and ``ttft_s`` are the 95th
+    percentiles that it would show alone at ``mu``. ``error`` is the relative error of the engine model, of
+    which it is ``version`` (0: as shipped, never fitted).
+    """
+
+    mu: float
+    mu_max: float
+    kv_tokens: int = 0
+    seats: int = 0
+    ttft_s: float = 0.0
+    itl_s: float = 0.0
+    error: float = 0.0
+    version: int = 0
+
+
+class View(msgspec.Struct, frozen=True, kw_only=True):
+    """One model at the instant ``at`` (Unix seconds), ``tick_s`` after the last decision or more.
+
+    ``count`` replicas of its mode are aimed for now, ``least`` to ``most`` may be. ``lead_s`` is how long a
+    replica takes from start to ready, by the quickest path at hand.
+    """
+
+    at: float
+    tick_s: float
+    model: str
+    mode: str
+    count: int
+    least: int
+    most: int
+    supply: Supply
+    signals: Signals
+    capability: Capability
+    lead_s: float
+    slo: Objective = Objective()
+
+
+class Proposal(msgspec.Struct, frozen=True, kw_only=True):
+    """How many replicas a policy asks for and why.
+
+    ``terms`` are what each of its terms alone asked for, in replicas. ``forecast`` is the rate in requests
+    per second that is expected when a start begun now is ready, ``forecast_high`` its upper bound; ``None``
+    of a policy that foresees nothing.
+    """
+
+    count: int
+    reason: str
+    terms: dict[str, float] = {}
+    forecast: float | None = None
+    forecast_high: float | None = None
+    memory: Any = None
+
+
+class Policy(Protocol):
+    """A scaling policy; made once for each model, of its parameters."""
+
+    def decide(self, view: View, memory: Any) -> Proposal:
+        """How many replicas there should be; ``memory`` is that of the proposal before, ``None`` at first.
+
+        Safety is not its business: staleness, budgets, steps and holds are applied to what it answers.
+        """
+        ...
