@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any
 
-import msgspec
 from msgspec import Meta
 
 from policy.control import Control

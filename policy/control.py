@@ -1,4 +1,4 @@
-"""The section ``control`` of a model: what it is promised, who decides how many replicas, within which bounds."""
+"""The section ``control`` of a model: what it is promised, and who decides how many replicas, within what."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a decision is made of, and what it says: both are written to the log, from which it can be made again."""
+"""What a decision is made of, and what it says: from both, as the log has them, it can be made again."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Rung(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Override(msgspec.Struct, frozen=True, kw_only=True):
-    """What somebody set by hand, ``until`` an instant or until it is taken back: a mode, or a mode and its count."""
+    """What somebody set by hand, ``until`` an instant or until it is taken back: a mode, maybe its count."""
 
     mode: str
     count: int | None = None

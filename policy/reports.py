@@ -38,7 +38,7 @@ class ModelReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 class GatewayReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What one gateway worker tells, once a second, and at once when a request waits for a model that is asleep.
+    """What one gateway worker tells, once a second, and at once when a request waits for a model at zero.
 
     ``worker`` is unique to the life of one process, ``number`` grows with each report of it.
     """

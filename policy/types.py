@@ -70,8 +70,11 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StartPath(StrEnum):
-    """What a start had to do: ``COLD`` fetch or prepare the weights first or read them from disk for the first
-    time on this node, ``CACHED`` neither, ``SLEEPING`` only wake an engine that was put to sleep."""
+    """What a start had to do.
+
+    ``COLD`` is the first of these weights on a node: they are fetched, prepared or read from disk. ``CACHED``
+    is any later one, ``SLEEPING`` only wakes an engine that was put to sleep.
+    """
 
     COLD = "cold"
     CACHED = "cached"

@@ -16,7 +16,7 @@ from policy.signals import Signals
 
 
 class Supply(msgspec.Struct, frozen=True, kw_only=True):
-    """The replicas of the model's layer: ``serving`` ones, and for each that starts in how many seconds it will.
+    """The replicas of the model's layer: ``serving`` ones, and for each that starts when it will, in seconds.
 
     ``wanted`` are asked for of the actuator; ``draining`` ones leave. ``failures`` counts starts that
     failed in a row.
