@@ -14,6 +14,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from policy.reports import GatewayReport
 from policy.types import Beat
 from serve import adapter_api
 from serve.answers import error_answer, json_answer, refusing
@@ -70,6 +71,10 @@ def build_app(controller: Controller, secret: str) -> Starlette:
     async def beat(request: Request) -> Response:
         return json_answer(controller.beat(msgspec.json.decode(await request.body(), type=Beat)))
 
+    async def signals(request: Request) -> Response:
+        controller.signals(msgspec.json.decode(await request.body(), type=GatewayReport))
+        return json_answer({"ok": True})
+
     async def scale(request: Request) -> Response:
         wanted = msgspec.json.decode(await request.body(), type=ScaleRequest)
         return json_answer(controller.scale(wanted.model, wanted.replicas))
@@ -90,6 +95,7 @@ def build_app(controller: Controller, secret: str) -> Starlette:
             Route("/fleet/stream", stream),
             Route("/status", status),
             Route("/replicas", refusing(beat), methods=["POST"]),
+            Route("/signals", refusing(signals), methods=["POST"]),
             Route("/scale", refusing(scale), methods=["POST"]),
             Route("/mode", refusing(mode), methods=["POST"]),
             Route("/apply", refusing(apply), methods=["POST"]),

@@ -18,9 +18,11 @@ import msgspec
 
 from policy.config import Deployment, ModelSpec
 from policy.errors import SwitchRefused, TargetError, TidegateError
+from policy.gathering import Gathering
 from policy.generation import digest
 from policy.parsing import parse
 from policy.plan import Layer, LayerKey, step
+from policy.reports import GatewayReport
 from policy.switching import reached, verdict
 from policy.types import Beat, Fleet, Orders, Replica
 from serve.actuator.port import Actuator, Held
@@ -69,6 +71,7 @@ class Controller:
         self._heard_all = asyncio.Event()
         self._targets = Targets(state)
         self.registry = Registry(self._epoch)
+        self.gathering = Gathering(monotonic())
         self._observation = Observation(self.registry, self._targets)
         self._events: deque[str] = deque(maxlen=EVENTS_KEPT)
         self._wake = asyncio.Event()
@@ -109,10 +112,15 @@ class Controller:
         """Take a heartbeat of a replica host; returns what it should do."""
         replica = beat.replica
         self._observation.note(replica)
+        self.gathering.take_beat(beat, self._monotonic())
         if self.registry.put(replica, self._monotonic()):
             self._event(f"{replica.id}: {replica.state}" + (f" ({replica.reason})" if replica.reason else ""))
             self._wake.set()
         return self.adapters.beat(beat)
+
+    def signals(self, report: GatewayReport) -> None:
+        """Take what a gateway worker counted."""
+        self.gathering.take(report, self._monotonic())
 
     def scale(self, model: str, replicas: int) -> ModelStatus:
         """Set the count of the current mode; raises :class:`TargetError` outside its bounds."""
