@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +13,12 @@ import msgspec
 from rich.table import Table
 
 from policy.diff import Change, Effect, diff
-from policy.errors import ConfigError
+from policy.errors import ConfigError, TidegateError
 from policy.parsing import parse
 from store.state import StateDir
 from tidegate import document as documents
 from tidegate.commands.console import console
+from tidegate.commands.watching import saves
 from tidegate.exits import Exit
 from tidegate.masking import masked
 from tidegate.socket_api import SupervisorClient
@@ -60,11 +63,36 @@ def check(_state: StateDir, file: Path, as_json: bool) -> None:
 )
 @_file
 @click.option("--dry-run", is_flag=True, help="Only show the changes.")
+@click.option("--watch", is_flag=True, help="Do it again whenever FILE is saved, until Ctrl-C.")
 @_as_json
 @click.pass_obj
-def apply(state: StateDir, file: Path, dry_run: bool, as_json: bool) -> None:
-    document = documents.load(file)
+def apply(state: StateDir, file: Path, dry_run: bool, watch: bool, as_json: bool) -> None:
     client = SupervisorClient(state)
+    if watch:
+        client.status()  # nothing is watched for nobody
+        _watch(client, file, dry_run, as_json)
+    elif not _applied(client, file, dry_run, as_json):
+        sys.exit(Exit.REFUSED)
+
+
+def _watch(client: SupervisorClient, file: Path, dry_run: bool, as_json: bool) -> None:
+    """Apply each save; what is refused is said, and what ran keeps running."""
+    with contextlib.suppress(KeyboardInterrupt):
+        for _ in saves(file):
+            if not as_json:
+                click.echo(f"{time.strftime('%H:%M:%S')} {file}")
+            try:
+                applied = _applied(client, file, dry_run, as_json)
+            except TidegateError as error:
+                applied = False
+                click.echo(f"tidegate: {error}", err=True)
+            if not applied:
+                click.echo("What ran keeps running.", err=True)
+
+
+def _applied(client: SupervisorClient, file: Path, dry_run: bool, as_json: bool) -> bool:
+    """Show what changes, and apply it; returns whether nothing of it was refused."""
+    document = documents.load(file)
     changes = diff(parse(client.status().document), document.deployment)
     refused = [change for change in changes if change.effect is Effect.RESTART]
     # Also without a change: what failed is tried again, and weights in a directory are looked at again.
@@ -84,8 +112,7 @@ def apply(state: StateDir, file: Path, dry_run: bool, as_json: bool) -> None:
             f"tidegate: {change.path}: got {after!r}, expected {before!r} (or down and up: {change.why})",
             err=True,
         )
-    if refused:
-        sys.exit(Exit.REFUSED)
+    return not refused
 
 
 def _table(changes: tuple[Change, ...]) -> None:

@@ -1,0 +1,222 @@
+"""``tidegate apply --watch``: each save is applied, and a bad one changes nothing."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from policy.errors import SwitchRefused, TidegateError, Unreachable
+from tests.tidegate.conftest import Site, until
+from tidegate.cli import group
+from tidegate.commands import documents as module
+from tidegate.commands.watching import POLL_S, saves
+
+Edit = Callable[[], object]
+
+
+class Running:
+    """A supervisor that takes every document; ``refuses`` is raised instead."""
+
+    def __init__(self, document: dict[str, Any]) -> None:
+        self.document = document
+        self.refuses: TidegateError | None = None
+        self.asked: list[Any] = []
+
+    def status(self) -> SimpleNamespace:
+        return SimpleNamespace(document=self.document)
+
+    def apply(self, document: dict[str, Any]) -> None:
+        self.asked.append(document)
+        if self.refuses is not None:
+            raise self.refuses
+        self.document = document
+
+
+def document(timeout_s: float, **more: object) -> dict[str, Any]:
+    model = {"name": "e", "engine": "external", "urls": ["http://127.0.0.1:1"]}
+    return {"models": [model], "gateway": {"queue_timeout_s": timeout_s, **more}}
+
+
+class Desk:
+    """Where somebody edits ``file`` while the command watches it."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.file = folder / "deployment.yaml"
+        self.running = Running(document(1))
+        self.write(document(1))
+        self._edits: list[Edit] = []
+        monkeypatch.setattr(module, "SupervisorClient", lambda state: self.running)
+        monkeypatch.setattr(module, "saves", self._saves)
+
+    def write(self, content: object) -> None:
+        self.file.write_text(content if isinstance(content, str) else json.dumps(content))
+
+    def watch(self, *edits: Edit, options: tuple[str, ...] = ()) -> Result:
+        self._edits = list(edits)
+        return CliRunner().invoke(group, ["apply", str(self.file), "--watch", *options])
+
+    def _saves(self, path: Path) -> Iterator[None]:
+        assert path == self.file
+        yield
+        for edit in self._edits:
+            edit()
+            yield
+        raise KeyboardInterrupt
+
+    @property
+    def timeout_s(self) -> float:
+        value: float = self.running.document["gateway"]["queue_timeout_s"]
+        return value
+
+
+@pytest.fixture
+def desk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Desk:
+    for name in ("RAY_ADDRESS", "TIDEGATE_GATEWAY_HOST", "TIDEGATE_ADMIN_HOST"):
+        monkeypatch.delenv(name, raising=False)
+    return Desk(tmp_path, monkeypatch)
+
+
+def test_each_save_shows_its_difference_and_is_applied(desk: Desk) -> None:
+    done = desk.watch(lambda: desk.write(document(2)), lambda: desk.write(document(3)))
+    assert done.exit_code == 0, done.output
+    assert [asked["gateway"]["queue_timeout_s"] for asked in desk.running.asked] == [1, 2, 3]
+    shown = [line.split()[:3] for line in done.output.splitlines() if "gateway." in line]
+    assert shown == [["gateway.queue_timeout_s", "1.0", "2.0"], ["gateway.queue_timeout_s", "2.0", "3.0"]]
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("models: [", "valid YAML"),
+        (document(9, worker=3), "gateway.worker"),
+        (document(9, port=1234), "down and up"),
+        (document(-1), "gateway.queue_timeout_s"),
+    ],
+    ids=["no YAML", "no such key", "a new port", "out of range"],
+)
+def test_a_bad_save_is_refused_and_the_next_good_one_applied(desk: Desk, content: object, said: str) -> None:
+    def now_good() -> None:
+        assert desk.timeout_s == 1, "the bad one is not in force"
+        desk.write(document(4))
+
+    done = desk.watch(lambda: desk.write(content), now_good)
+    assert done.exit_code == 0, done.output
+    assert said in done.stderr
+    assert "What ran keeps running." in done.stderr
+    assert desk.timeout_s == 4
+
+
+def test_a_refusal_of_the_controller_ends_nothing(desk: Desk) -> None:
+    def refused() -> None:
+        desk.write(document(5))
+        desk.running.refuses = SwitchRefused("the queue cannot hold it")
+
+    def taken() -> None:
+        desk.write(document(6))
+        desk.running.refuses = None
+
+    done = desk.watch(refused, taken)
+    assert "the queue cannot hold it" in done.stderr
+    assert desk.timeout_s == 6
+
+
+def test_dry_run_only_shows(desk: Desk) -> None:
+    done = desk.watch(lambda: desk.write(document(7)), options=("--dry-run", "--json"))
+    assert desk.running.asked == []
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [line["applied"] for line in lines] == [False, False]
+    assert [change["after"] for line in lines for change in line["changes"]] == [7.0]
+
+
+def test_nothing_is_watched_where_nothing_runs(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    def away() -> SimpleNamespace:
+        raise Unreachable("no supervisor answers")
+
+    monkeypatch.setattr(desk.running, "status", away)
+    assert isinstance(desk.watch().exception, Unreachable)
+
+
+class Hours:
+    """Runs one edit at each look; a look without one changes nothing."""
+
+    def __init__(self, *edits: Edit | None) -> None:
+        self._edits = iter(edits)
+
+    def sleep(self, seconds: float) -> None:
+        assert seconds == POLL_S
+        try:
+            edit = next(self._edits)
+        except StopIteration:
+            raise KeyboardInterrupt from None
+        if edit is not None:
+            edit()
+
+
+def count(path: Path, *edits: Edit | None) -> int:
+    """How many saves are told while ``edits`` happen, one at each look."""
+    told = 0
+    with pytest.raises(KeyboardInterrupt):
+        for _ in saves(path, Hours(*edits).sleep):
+            told += 1
+    return told
+
+
+def test_a_file_is_told_once_as_it_is_and_once_for_each_save(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    path.write_text("a")
+    assert count(path, None, None, None) == 1
+    assert count(path, None, lambda: path.write_text("bb"), None, None) == 2
+
+
+def test_a_file_that_is_still_written_is_waited_for(tmp_path: Path) -> None:
+    path = tmp_path / "f"
+    path.write_text("a")
+    pieces = [lambda n=n: path.write_text("x" * n) for n in (2, 3, 4)]
+    assert count(path, None, *pieces, None, None) == 2
+
+
+def test_a_file_that_is_replaced_is_a_save(tmp_path: Path) -> None:
+    path, other = tmp_path / "f", tmp_path / "g"
+    path.write_text("a")
+
+    def away() -> None:
+        path.rename(tmp_path / "old")
+
+    def back() -> None:
+        other.write_text("a")
+        other.rename(path)
+
+    assert count(path, None, away, None, back, None, None) == 2
+
+
+@pytest.mark.slow
+def test_a_save_is_in_force_while_it_runs(site: Site) -> None:
+    site.write(queue_timeout_s=5)
+    site.tidegate("up", str(site.file))
+    with site.popen("apply", str(site.file), "--watch") as process:
+        assert process.stdout is not None
+        stored = site.state / "deployment.json"
+
+        def in_force(timeout_s: float) -> bool:
+            found: float = json.loads(stored.read_bytes())["gateway"]["queue_timeout_s"]
+            return found == timeout_s
+
+        while "Nothing changes." not in process.stdout.readline():
+            assert process.poll() is None
+        site.file.write_text("models: [")
+        site.write(queue_timeout_s=7)
+        until(lambda: in_force(7), "the save is applied")
+        site.file.write_text("models: [")
+        assert process.stderr is not None
+        assert "valid YAML" in process.stderr.readline()
+        assert in_force(7)
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=60)
+    assert process.returncode == 0
