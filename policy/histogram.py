@@ -16,13 +16,13 @@ def place(seconds: float) -> int:
     return bisect_left(BOUNDS, seconds)
 
 
-def quantile(counts: Sequence[int], part: float) -> float | None:
+def quantile(counts: Sequence[float], part: float) -> float | None:
     """The duration in seconds that ``part`` (0..1) of those counted do not exceed; ``None`` of none."""
     total = sum(counts)
     if not total:
         return None
     rank = part * total
-    below = 0
+    below = 0.0
     for i, count in enumerate(counts):
         if count and below + count >= rank:
             low = BOUNDS[i - 1] if i else 0.0
@@ -32,7 +32,7 @@ def quantile(counts: Sequence[int], part: float) -> float | None:
     return BOUNDS[-1]
 
 
-def within(counts: Sequence[int], limit_s: float) -> float:
+def within(counts: Sequence[float], limit_s: float) -> float:
     """How many of those counted took at most ``limit_s``; a part of the bucket that it falls into."""
     last = place(limit_s)
     whole = float(sum(counts[:last]))

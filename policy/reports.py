@@ -40,12 +40,15 @@ class ModelReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 class GatewayReport(msgspec.Struct, frozen=True, kw_only=True):
     """What one gateway worker tells, once a second, and at once when a request waits for a model at zero.
 
-    ``worker`` is unique to the life of one process, ``number`` grows with each report of it.
+    ``worker`` is unique to the life of one process, ``number`` grows with each report of it. It has counted
+    for ``since_s`` seconds; after the ``last`` one it ends.
     """
 
     worker: str
     number: int
+    since_s: float
     models: dict[str, ModelReport] = {}
+    last: bool = False
 
 
 class StepSample(msgspec.Struct, frozen=True, array_like=True):
