@@ -71,7 +71,7 @@ class Controller:
         self._heard_all = asyncio.Event()
         self._targets = Targets(state)
         self.registry = Registry(self._epoch)
-        self.gathering = Gathering(monotonic())
+        self.gathering = Gathering()
         self._observation = Observation(self.registry, self._targets)
         self._events: deque[str] = deque(maxlen=EVENTS_KEPT)
         self._wake = asyncio.Event()
@@ -111,7 +111,7 @@ class Controller:
     def beat(self, beat: Beat) -> Orders:
         """Take a heartbeat of a replica host; returns what it should do."""
         replica = beat.replica
-        self._observation.note(replica)
+        self._observation.note(replica, self._monotonic())
         self.gathering.take_beat(beat, self._monotonic())
         if self.registry.put(replica, self._monotonic()):
             self._event(f"{replica.id}: {replica.state}" + (f" ({replica.reason})" if replica.reason else ""))
