@@ -59,8 +59,10 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     """What one decision leaves to the next.
 
     The memories of the live policy, of the ``shadow`` and of the ``others`` by name. ``low_since`` is since
-    when each count below that of today would have been enough, ``better_since`` since when each other mode
-    promised its gain, ``switched_at`` when the mode last changed. Instants are Unix seconds.
+    when each count below that of today would have been enough, told where that changes: an instant holds for
+    its count and all above it. ``better_since`` is since when each other mode promised its gain,
+    ``switched_at`` when the mode last changed, ``starved_since`` since when budgets or bounds leave something
+    unserved. Instants are Unix seconds.
     """
 
     policy: Any = None
@@ -76,8 +78,8 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
     """One model when a decision is due: all that it may depend on.
 
     ``mode`` and ``count`` are aimed for now; ``settled`` once they were reached, and nothing of another
-    layer is left. ``floor`` is the count below which nothing may be taken now. ``queue_s`` is how long a
-    request may wait in a gateway. ``overflow`` says that upstreams may take what the fleet cannot.
+    layer is left, of which ``leaving`` counts by mode the replicas that still hold anything. ``queue_s`` is
+    how long a request may wait in a gateway. ``overflow`` says that upstreams may take what the fleet cannot.
     """
 
     at: float
@@ -95,6 +97,7 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
     switching: Switching
     guard: Guard
     queue_s: float
+    leaving: dict[str, int] = {}
     overflow: bool = False
     override: Override | None = None
     memory: Memory = Memory()
@@ -131,7 +134,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     The live policy's ``proposal`` was changed by ``clips``,
     in their order. ``outlooks`` compare the modes; ``gain`` is what a switch that is made promises, as a
     part of the cost. ``shadow`` and the ``others`` say what else would have been asked for. ``short`` is the
-    rate in requests per second that the budgets leave unserved, for upstreams if there are any.
+    rate in requests per second that budgets and bounds leave unserved, for upstreams if there are any.
     """
 
     at: float

@@ -1,0 +1,356 @@
+"""A fleet that is played by decisions: loads come, replicas start and leave, and budgets are shared.
+
+Time is counted in ticks. Load is a fluid: what those that serve cannot carry waits in the queue.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from policy.capacity import capability
+from policy.config import Budget
+from policy.control import Guard, Objective, Scale, Switching
+from policy.deciding import Mind, decide_all, workload_of
+from policy.decision import Decision, Memory, Override, Rung, Situation
+from policy.engine_model import Timing
+from policy.plan import Footprint, Goal, Layer, LayerKey, step
+from policy.profiles import profile
+from policy.scaling.view import Capability, Proposal, Supply, View
+from policy.signals import Demand, Rates, ReplicaFigures, Signals
+
+NOON = 1_700_000_000.0
+INPUT_TOKENS, OUTPUT_TOKENS = 1000.0, 150.0
+# How long a request runs, in the fluid.
+SERVICE_S = 3.0
+
+
+def timing(name: str, degree: int = 1) -> Timing:
+    found = profile(name)
+    return Timing(limits=found.limits(degree), model=found.model.at_degree(degree))
+
+
+def rung(
+    mode: str, *, gpus: int = 1, least: int = 1, most: int = 8, of: str = "l4-8b", **changes: Any
+) -> Rung:
+    given: dict[str, Any] = {"shape": mode, "gpus": gpus, "lead_s": 30.0, "timing": timing(of, gpus or 1)}
+    return Rung(mode=mode, least=least, most=most, **(given | changes))
+
+
+SMALL = rung("multi-replica")
+LARGE = rung("single-large", gpus=4, most=1)
+
+
+def rates(rate: float) -> Rates:
+    return Rates(last_6_s=rate, last_20_s=rate, last_60_s=rate, last_600_s=rate)
+
+
+def demand(rate: float, **changes: Any) -> Demand:
+    given: dict[str, Any] = {
+        "age_s": 0.5,
+        "arrivals": rates(rate),
+        "refused": rates(0.0),
+        "concurrency": rates(rate * SERVICE_S),
+        "input_tokens": INPUT_TOKENS,
+        "output_tokens": OUTPUT_TOKENS,
+    }
+    return Demand(**(given | changes))
+
+
+def figures(count: int, age_s: float = 0.5, running: int = 1) -> tuple[ReplicaFigures, ...]:
+    return tuple(ReplicaFigures(id=f"r{i}", age_s=age_s, running=running) for i in range(count))
+
+
+def situation(rate: float = 1.0, count: int = 1, **changes: Any) -> Situation:
+    """A model at rest, with ``count`` replicas of its one mode that all serve."""
+    given: dict[str, Any] = {
+        "at": NOON,
+        "tick_s": 5.0,
+        "model": "chat",
+        "priority": 0,
+        "mode": SMALL.mode,
+        "count": count,
+        "settled": True,
+        "rungs": (SMALL,),
+        "supply": Supply(wanted=count, serving=count),
+        "signals": Signals(demand=demand(rate), replicas=figures(count)),
+        "slo": Objective(),
+        "scale": Scale(),
+        "switching": Switching(),
+        "guard": Guard(),
+        "queue_s": 60.0,
+    }
+    return Situation(**(given | changes))
+
+
+class Proportional:
+    """A stand-in for a policy: as many as the rate of late needs; remembers how often it was asked."""
+
+    def decide(self, view: View, memory: Any) -> Proposal:
+        told = view.signals.demand
+        asked = 1 + (memory or {}).get("asked", 0)
+        rate = 0.0 if told is None else told.arrivals.last_20_s
+        mu = view.capability.mu or view.capability.mu_max
+        count = math.ceil(rate / mu - 1e-9)
+        kept = {"asked": asked}
+        if told is None:
+            return Proposal(count=view.count, reason="nothing is known", memory=kept)
+        said = f"{rate:.2f} req/s of {mu:.2f} each"
+        return Proposal(count=count, reason=said, terms={"rate": rate / mu}, forecast=rate, memory=kept)
+
+
+@dataclass
+class Wants:
+    """A stand-in that asks for what it is told to, whatever it sees."""
+
+    count: int
+
+    def decide(self, view: View, memory: Any) -> Proposal:
+        return Proposal(count=self.count, reason=f"{self.count} wanted")
+
+
+def decide(
+    given: Situation, mind: Mind | int | None = None, budget: Budget | None = None
+) -> tuple[Decision, Memory]:
+    """The decision for one model alone; a number stands for a policy that asks for so many."""
+    if isinstance(mind, int):
+        mind = Mind(Wants(mind))
+    return decide_all({given.model: given}, budget or Budget(), {given.model: mind or Mind(Proportional())})[
+        given.model
+    ]
+
+
+@dataclass
+class _Replica:
+    mode: str
+    ready_at: float
+    gone_at: float | None = None
+
+
+@dataclass
+class Model:
+    """One model of the play: ``load`` is its rate by seconds since the beginning."""
+
+    name: str
+    load: Callable[[float], float]
+    rungs: tuple[Rung, ...] = (SMALL,)
+    mind: Mind = field(default_factory=lambda: Mind(Proportional()))
+    mode: str = ""
+    count: int = 1
+    priority: int = 0
+    slo: Objective = field(default_factory=Objective)
+    scale: Scale = field(default_factory=Scale)
+    switching: Switching = field(default_factory=Switching)
+    overflow: bool = False
+    drain_s: float = 10.0
+    fails: Callable[[float], bool] = lambda at: False
+    deaf: Callable[[float], bool] = lambda at: False
+    override: Callable[[float], Override | None] = lambda at: None
+    # What the play keeps.
+    memory: Memory = field(default_factory=Memory)
+    replicas: list[_Replica] = field(default_factory=list)
+    wanted: dict[str, int] = field(default_factory=dict)
+    rates: list[float] = field(default_factory=list)
+    queue: float = 0.0
+    failures: int = 0
+    heard_at: float = 0.0
+    last: Demand | None = None
+
+    def __post_init__(self) -> None:
+        self.mode = self.mode or self.rungs[0].mode
+        self.wanted = {self.mode: self.count}
+        self.replicas = [_Replica(self.mode, 0.0) for _ in range(self.count)]
+
+    def of(self, mode: str) -> Rung:
+        return next(rung for rung in self.rungs if rung.mode == mode)
+
+    def serving(self, mode: str, at: float) -> int:
+        return sum(r.mode == mode and r.gone_at is None and r.ready_at <= at for r in self.replicas)
+
+    def layer(self, mode: str, at: float) -> Layer:
+        mine = [replica for replica in self.replicas if replica.mode == mode]
+        return Layer(
+            wanted=self.wanted.get(mode, 0),
+            starting=sum(r.gone_at is None and r.ready_at > at for r in mine),
+            ready=self.serving(mode, at),
+            draining=sum(r.gone_at is not None for r in mine),
+            failures=self.failures if mode == self.mode else 0,
+        )
+
+
+class Play:
+    """Models that share a budget, one decision of all of them every ``tick_s``."""
+
+    def __init__(self, *models: Model, budget: Budget | None = None, tick_s: float = 5.0) -> None:
+        self.models = models
+        self.budget = budget or Budget()
+        self.tick_s = tick_s
+        self.at = 0.0
+        self.log: list[tuple[dict[str, Situation], dict[str, Decision]]] = []
+
+    def run(self, until: float) -> Play:
+        while self.at < until:
+            self.tick()
+        return self
+
+    def tick(self) -> None:
+        for model in self.models:
+            self._flow(model)
+        situations = {model.name: self._situation(model) for model in self.models}
+        decided = decide_all(situations, self.budget, {model.name: model.mind for model in self.models})
+        self.log.append((situations, {name: decision for name, (decision, _) in decided.items()}))
+        for model in self.models:
+            decision, model.memory = decided[model.name]
+            model.mode, model.count = decision.mode, decision.count
+        for model in self.models:
+            self._steer(model)
+        self.at += self.tick_s
+
+    def taken(self, resource: str) -> float:
+        """What all replicas take that are there."""
+        return sum(
+            float(getattr(model.of(replica.mode), resource))
+            for model in self.models
+            for replica in model.replicas
+        )
+
+    def decisions(self, model: str) -> list[Decision]:
+        return [decisions[model] for _, decisions in self.log]
+
+    def _flow(self, model: Model) -> None:
+        """What came and went since the last tick."""
+        model.replicas = [r for r in model.replicas if r.gone_at is None or r.gone_at > self.at]
+        for replica in model.replicas:
+            due = self.at - self.tick_s < replica.ready_at <= self.at and self.at > 0
+            if due and replica.gone_at is None:
+                if model.fails(self.at):
+                    replica.ready_at = self.at + model.of(replica.mode).lead_s
+                    model.failures += 1
+                else:
+                    model.failures = 0
+        rate = model.load(self.at)
+        model.rates.append(rate)
+        carried = sum(
+            self._able(model, model.of(r.mode)).mu_max
+            for r in model.replicas
+            if r.gone_at is None and r.ready_at <= self.at
+        )
+        model.queue = max(0.0, model.queue + (rate - carried) * self.tick_s)
+
+    @staticmethod
+    def _able(model: Model, rung: Rung) -> Capability:
+        return capability(rung.timing, workload_of(demand(1.0)), model.slo)
+
+    def _demand(self, model: Model) -> Demand:
+        def mean(seconds: float) -> float:
+            part = model.rates[-max(1, round(seconds / self.tick_s)) :]
+            return math.fsum(part) / len(part)
+
+        arrivals = Rates(last_6_s=mean(6), last_20_s=mean(20), last_60_s=mean(60), last_600_s=mean(600))
+        idle = sum(1 for _ in itertools.takewhile(lambda rate: rate == 0.0, reversed(model.rates)))
+        queued = math.floor(model.queue)
+        level = model.rates[-1] * SERVICE_S + queued
+        return demand(
+            0.0, arrivals=arrivals, concurrency=rates(level), queued=queued, idle_s=idle * self.tick_s
+        )
+
+    def _situation(self, model: Model) -> Situation:
+        if not model.deaf(self.at):
+            model.last, model.heard_at = self._demand(model), self.at
+        age_s = self.at - model.heard_at
+        told = None if model.last is None else msgspec.structs.replace(model.last, age_s=age_s + 0.5)
+        layer = model.layer(model.mode, self.at)
+        leaving = {
+            rung.mode: model.layer(rung.mode, self.at).occupied
+            for rung in model.rungs
+            if rung.mode != model.mode and model.layer(rung.mode, self.at).occupied
+        }
+        starting = sorted(
+            max(0.0, replica.ready_at - self.at)
+            for replica in model.replicas
+            if replica.mode == model.mode and replica.gone_at is None and replica.ready_at > self.at
+        )
+        busy = math.ceil(model.rates[-1] * SERVICE_S)
+        return Situation(
+            at=NOON + self.at,
+            tick_s=self.tick_s,
+            model=model.name,
+            priority=model.priority,
+            mode=model.mode,
+            count=model.count,
+            settled=layer.ready >= model.count and not leaving,
+            rungs=model.rungs,
+            supply=Supply(
+                wanted=layer.wanted,
+                serving=layer.ready,
+                starting_s=tuple(starting),
+                draining=layer.draining,
+                failures=layer.failures,
+            ),
+            signals=Signals(demand=told, replicas=figures(layer.ready, age_s + 0.5, busy)),
+            slo=model.slo,
+            scale=model.scale,
+            switching=model.switching,
+            guard=Guard(),
+            queue_s=60.0,
+            leaving=leaving,
+            overflow=model.overflow,
+            override=model.override(self.at),
+            memory=model.memory,
+        )
+
+    def _steer(self, model: Model) -> None:
+        """Have the planner say the next counts, and carry them out."""
+        layers = {self._key(model, rung.mode): model.layer(rung.mode, self.at) for rung in model.rungs}
+        footprints = {
+            self._key(model, rung.mode): Footprint(gpus=rung.gpus, cpus=rung.cpus) for rung in model.rungs
+        }
+        others = [
+            other.of(replica.mode)
+            for other in self.models
+            for replica in other.replicas
+            if other is not model
+        ]
+        gpus, cpus = self.budget.gpus, self.budget.cpus
+        goal = Goal(
+            key=self._key(model, model.mode),
+            count=model.count,
+            min_healthy=min(model.scale.min_healthy, model.count),
+            gap=model.of(model.mode).gap_s > 0,
+        )
+        counts = step(
+            goal,
+            layers,
+            footprints,
+            None if gpus is None else gpus - sum(rung.gpus for rung in others),
+            None if cpus is None else cpus - sum(rung.cpus for rung in others),
+        )
+        for key, count in counts.items():
+            self._set(model, key.shape, count)
+
+    @staticmethod
+    def _key(model: Model, mode: str) -> LayerKey:
+        return LayerKey(model.name, mode, 1)
+
+    def _set(self, model: Model, mode: str, count: int) -> None:
+        model.wanted[mode] = count
+        mine = [r for r in model.replicas if r.mode == mode and r.gone_at is None]
+        # Who does not serve yet leaves first, and at once.
+        for replica in sorted(mine, key=lambda r: -r.ready_at)[: max(0, len(mine) - count)]:
+            replica.gone_at = self.at + (model.drain_s if replica.ready_at <= self.at else 0.0)
+        lead_s = model.of(mode).lead_s
+        model.replicas += [_Replica(mode, self.at + lead_s) for _ in range(count - len(mine))]
+
+
+def replayed(
+    situations: Mapping[str, Situation], budget: Budget, minds: Mapping[str, Mind]
+) -> dict[str, Decision]:
+    """The decisions of what a log has: through JSON and back."""
+    logged = msgspec.json.decode(msgspec.json.encode(dict(situations)), type=dict[str, Situation])
+    made = decide_all(logged, msgspec.json.decode(msgspec.json.encode(budget), type=Budget), minds)
+    return {name: decision for name, (decision, _) in made.items()}
