@@ -1,4 +1,4 @@
-"""The admin port: health, metrics, fleet, tenants, routes, adapters, and the schema of the client port."""
+"""The admin port: health, metrics, and what is served, decided and loaded; and the client port's schema."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fastapi.responses import StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
-from gateway.control import Control, adapter_path
+from gateway.control import Control, adapter_path, decisions_path
 from gateway.errors import Refused
 from gateway.fleet import FleetView
 from gateway.metrics import Metrics
@@ -134,6 +134,15 @@ def admin_app(
     )
     async def rollback(model: str, name: str) -> Response:
         return Response(await control.ask("POST", adapter_path(model, name, "rollback")), media_type=_JSON)
+
+    @app.get("/admin/decisions", summary="What the controller decided: the last, or those about an instant")
+    async def decisions(
+        model: Annotated[str | None, Query(description="Of this model alone.")] = None,
+        last: Annotated[int | None, Query(ge=1, le=1000, description="How many of each model.")] = None,
+        at: Annotated[float | None, Query(ge=0, allow_inf_nan=False, description="Unix seconds.")] = None,
+    ) -> Response:
+        path = decisions_path(model=model, last=last, at=at)
+        return Response(await control.ask("GET", path), media_type=_JSON)
 
     own = app.openapi
 

@@ -37,7 +37,10 @@ _PROMISED = frozenset({Priority.STANDARD, Priority.SHEDDABLE})
 
 
 class Admission:
-    """Late binding: a request waits here, not in a replica, while none can take it."""
+    """Late binding: a request waits here, not in a replica, while none can take it.
+
+    ``on_asleep`` is told of each request for a model that has no replica, and none that starts.
+    """
 
     def __init__(
         self,
@@ -58,6 +61,7 @@ class Admission:
         self._lines: dict[str, Line] = {}
         self._loop = asyncio.get_running_loop()
         self._clock = self._loop.time
+        self.on_asleep: Callable[[str], None] = lambda model: None
         fleet.on_capacity, fleet.on_hopeless = self.pump, self.dismiss
         fleet.on_refused = self.give_up
 
@@ -66,6 +70,8 @@ class Admission:
         line = self._lines.get(served.name)
         if line is None or line.served is not served:
             line = self._lines[served.name] = self._line(served)
+        if served.asleep:
+            self.on_asleep(served.name)
         request.ticket = line.queue.ticket()
         line.reserve.came(request.tenant, request.arrived)
         return Place(served, request, line)
@@ -138,6 +144,12 @@ class Admission:
         if place.pending and place.quote is not None:
             place.ahead = link.foresee(place.pending, self._clock() + place.quote.total)
             place.pending = 0
+
+    def waited_s(self, model: str) -> float:
+        """For how long the one waits that waits the longest for ``model``."""
+        line = self._lines.get(model)
+        oldest = None if line is None else line.oldest
+        return 0.0 if oldest is None else self._clock() - oldest
 
     def settle(self, place: Place, prompt_tokens: int, output_tokens: int) -> None:
         """What it cost in truth, as the engine counted it; in place of what was charged when it began."""
@@ -219,7 +231,8 @@ class Admission:
             patience_s = math.inf
             if request.priority in _PROMISED and (promised_s := self._promised_s(line)) is not None:
                 patience_s = START_SHARE * promised_s
-                if request.priority is Priority.SHEDDABLE:
+                # The promise is of those that serve: a start takes its time however few ask.
+                if request.priority is Priority.SHEDDABLE and not line.served.down:
                     request.deadline = min(request.deadline, request.arrived + promised_s)
             if line.queue.unsure:
                 line.queue.expect(self._routes.stays_s(line.served, request))

@@ -96,6 +96,8 @@ class Gateway:
         self.fleet.read_document(deployment)
         self.catalog.read(deployment)
         self.overflow.read(deployment)
+        for spec in deployment.models:
+            self.metrics.model(spec.name).totals.promise(spec.control.slo)
 
     async def serve(self, route: Route, scope: Scope, receive: Receive, send: Send) -> None:
         """The pipeline: one call from its first byte to its last, counted whatever becomes of it."""
@@ -112,7 +114,7 @@ class Gateway:
             if account.admin and call.headers.get(b"x-tidegate-explain") == b"1":
                 call.explain = partial(self.routes.explain, request)
             meter = self.metrics.model(served.name)
-            meter.in_flight += 1
+            meter.arrive()
             account.in_flight += 1
             try:
                 if route.path not in COALESCED or call.explain is not None:

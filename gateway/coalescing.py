@@ -154,6 +154,8 @@ class Coalescer:
         meter = self._metrics.model(first.served.name)
         meter.coalesced_calls += 1
         meter.coalesced_requests += len(members)
+        if call.usage is not None:
+            meter.totals.count_tokens(call.usage)
         for member in members:
             member.call.replica = call.replica
             member.call.queued_s = call.queued_s

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 
 import httpx
 import msgspec
@@ -123,6 +123,12 @@ class Control:
 def adapter_path(model: str, name: str, change: str = "") -> str:
     """The controller's path for an adapter, or for a ``change`` of it."""
     return f"/adapters/{quote(model, safe='')}/{quote(name, safe='')}{'/' + change if change else ''}"
+
+
+def decisions_path(**asked: str | float | None) -> str:
+    """The controller's path for what it decided, of the kind that is asked for."""
+    given = {name: value for name, value in asked.items() if value is not None}
+    return "/decisions" + (f"?{urlencode(given)}" if given else "")
 
 
 def _refusal(body: bytes) -> Refused:

@@ -60,6 +60,8 @@ _ANTHROPIC = {
     503: "overloaded_error",
 }
 
+# The fleet's own word that it has no room in time; what a replica says of a request is not among them.
+NO_ROOM = frozenset({Refusal.QUEUE_FULL, Refusal.OVERLOADED, Refusal.DEADLINE, Refusal.NO_REPLICA})
 
 # The names of an engine's own classes, which stand for the branches of a union.
 _CLASS = re.compile(r"[A-Z]\w*")

@@ -33,8 +33,9 @@ MOST_CAUSES = 256
 class Served:
     """A model as this worker serves it: what the deployment says of it and its replicas.
 
-    ``coming`` is whether the fleet starts replicas of it, or has none by intent. ``causes`` says why adapters
-    could not be loaded last, as a word.
+    ``coming`` is whether the fleet starts replicas of it, or has none by intent; ``down`` whether it has none
+    that serves, ``asleep`` whether it starts none besides. ``causes`` says why adapters could not be loaded
+    last, as a word.
     """
 
     def __init__(self, name: str, health: Health | None = None) -> None:
@@ -46,6 +47,7 @@ class Served:
         self.max_model_len: int | None = None
         self.links: list[Link] = []
         self.coming = True
+        self.down = self.asleep = False
         self.told_at = 0.0
         self.causes: dict[str, str] = {}
 
@@ -176,7 +178,10 @@ class FleetView:
             served = self._of(model.name)
             served.created = model.created
             served.max_model_len = model.max_model_len
+            states = {replica.state for replica in fleet.replicas if replica.model == model.name}
             served.coming = _coming(model, fleet)
+            served.down = ReplicaState.READY not in states
+            served.asleep = served.down and ReplicaState.STARTING not in states
             if model.name not in self._documented:
                 served.runner, served.engine = model.runner, model.engine
         self._drop_unknown()

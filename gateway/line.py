@@ -69,6 +69,11 @@ class Line:
         return any(link.admissible or link.full for link in self.served.links)
 
     @property
+    def oldest(self) -> float | None:
+        """When the one came that waits the longest."""
+        return min((request.arrived for request in self.queue.waiting.values()), default=None)
+
+    @property
     def has_room(self) -> bool:
         """Whether any replica takes one more by its bound."""
         return any(

@@ -17,9 +17,11 @@ from prometheus_client import CollectorRegistry, generate_latest, multiprocess
 
 from gateway.adapter_meter import AdapterMetrics
 from gateway.declared import Declared
+from gateway.errors import NO_ROOM
 from gateway.queue_meter import QueueMetrics
 from gateway.spare import Spare
 from gateway.tally import MergedHistogram, Tally
+from gateway.totals import Totals
 from gateway.usage import Usage
 
 if TYPE_CHECKING:
@@ -45,13 +47,13 @@ PARTS = (0.01, 0.02, 0.05, 0.075, 0.1, 0.125, 0.15, 0.175, 0.2, 0.25, 0.3, 0.4, 
 
 
 class ModelMeter:
-    """The numbers of one model in this worker since they were last published."""
+    """The numbers of one model in this worker since they were last published; ``totals`` since it started."""
 
     __slots__ = (
         "attempts", "breakers", "cached_tokens", "coalesced_calls", "coalesced_requests",
         "completion_tokens", "e2e", "ejections", "in_flight", "itl", "model", "probes", "prompt_tokens",
-        "queue_wait", "replicas_up", "requests", "retries", "streams", "ttft", "ttft_error",
-        "ttft_error_part",
+        "queue_wait", "replicas_up", "requests", "retries", "streams", "totals", "ttft",
+        "ttft_error", "ttft_error_part",
     )  # fmt: skip
 
     def __init__(self, model: str) -> None:
@@ -76,6 +78,12 @@ class ModelMeter:
         self.itl = Tally(GAPS)
         self.ttft_error = Tally(ERRORS)
         self.ttft_error_part = Tally(PARTS)
+        self.totals = Totals()
+
+    def arrive(self) -> None:
+        """Count a call for the model that came just now."""
+        self.in_flight += 1
+        self.totals.arrived += 1
 
     def count(self, call: Call, began: float, ended: float) -> None:
         """Count a call that began and ended at these instants, whatever became of it."""
@@ -85,11 +93,15 @@ class ModelMeter:
         first_at = call.first_byte_at
         if first_at is not None:
             self.ttft.add(first_at - began)
+            self.totals.ttft.add(first_at - began)
         if call.outcome == "ok":
             self.e2e.add(ended - began)
+            self.totals.end(ended - began, call.usage)
             if first_at is not None:
                 gap_s = (call.last_event_at - first_at) / (call.events - 1) if call.events > 1 else 0.0
                 self.served_stream(first_at - began, gap_s)
+        elif call.outcome in NO_ROOM:
+            self.totals.refused += 1
 
     def predicted(self, predicted_s: float, actual_s: float) -> None:
         """Count how far a router was from the time to a first token, both in seconds."""
@@ -106,6 +118,7 @@ class ModelMeter:
     def served_stream(self, ttft_s: float, mean_gap_s: float) -> None:
         """Count a served stream where both of its latencies fall."""
         self.streams[_edge(SECONDS, ttft_s), _edge(GAPS, mean_gap_s)] += 1
+        self.totals.judge(ttft_s, mean_gap_s)
 
 
 def _edge(bounds: tuple[float, ...], value: float) -> str:

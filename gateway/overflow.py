@@ -10,7 +10,7 @@ from gateway.body import Body
 from gateway.call import Call
 from gateway.delivery import tail_of
 from gateway.endpoint import Endpoint
-from gateway.errors import Refused
+from gateway.errors import NO_ROOM, Refused
 from gateway.fleet import Served
 from gateway.log import Log
 from gateway.metrics import Metrics
@@ -20,8 +20,6 @@ from policy.errors import Refusal
 from policy.health import Sign
 from policy.request import Request
 
-# The fleet's own word that it has no room in time; what a replica says of a request is not among them.
-NO_ROOM = frozenset({Refusal.QUEUE_FULL, Refusal.OVERLOADED, Refusal.DEADLINE, Refusal.NO_REPLICA})
 _SIGNS = {
     Verdict.SERVED: Sign.GOOD,
     Verdict.REJECTED: Sign.NOTHING,

@@ -23,7 +23,9 @@ from gateway.document import Document
 from gateway.external import Prober
 from gateway.log import LibraryHandler, Log
 from gateway.metrics import Metrics
+from gateway.post import Post
 from gateway.probe import Probes
+from gateway.reporting import Reporter
 from gateway.server import Server
 from gateway.shared import BEAT_EVERY_S, Shared, SharedRows
 from policy.config import Deployment
@@ -70,6 +72,8 @@ async def work(state: StateDir, client_fd: int, admin_fd: int, worker: int, *, c
     shared = SharedRows(state.rows_path, worker)
     rng = random.Random()  # noqa: S311
     gateway = Gateway(document, state.secret(), salt_secret(state), log=log, rng=rng, shared=shared)
+    post = Post(lambda: document.deployment.cluster.controller, "/signals", state.secret(), log)
+    reporter = Reporter(gateway.metrics, gateway.admission, lambda: document.deployment, post.send)
     background: dict[str, asyncio.Task[None]] = {}
 
     def start(name: str, task: Coroutine[Any, Any, None]) -> None:
@@ -78,6 +82,7 @@ async def work(state: StateDir, client_fd: int, admin_fd: int, worker: int, *, c
     def read(deployment: Deployment) -> None:
         gateway.read(deployment)
         if deployment.needs_controller and "controller" not in background:
+            start("reports", reporter.run())
             for name, source in _sources(deployment, state, gateway, log).items():
                 source.start_from_disk()
                 start(name, source.feed.run())
@@ -86,13 +91,8 @@ async def work(state: StateDir, client_fd: int, admin_fd: int, worker: int, *, c
 
     read(document.deployment)
     start("document", document.follow(read))
-    start("prober", Prober(gateway.fleet, lambda: document.deployment).run())
-    probes = Probes(gateway.fleet, gateway.metrics, lambda: document.deployment, state.secret())
-    start("probes", probes.run())
-    start("metrics", _publish(gateway.metrics, log))
-    start("shared", _beat(shared))
-
-    start("deadlines", gateway.deadlines.run())
+    for name, upkeep in _upkeep(gateway, document, state, shared, log).items():
+        start(name, upkeep)
 
     client = Server(gateway.client, lambda: document.deployment.gateway.max_body_bytes, gateway.count_refused)
     admin = AdminServer(gateway.admin)
@@ -112,12 +112,32 @@ async def work(state: StateDir, client_fd: int, admin_fd: int, worker: int, *, c
     await client.drain(document.deployment.gateway.drain_timeout_s)
     admin.should_exit = True
     await admin_task
+    if "reports" in background:
+        await reporter.leave()
     for task in background.values():
         task.cancel()
+    post.close()
     gateway.fleet.close()
     gateway.metrics.publish()
     shared.close()
     log.info("worker_stopped")
+
+
+def _upkeep(
+    gateway: Gateway, document: Document, state: StateDir, shared: Shared, log: Log
+) -> dict[str, Coroutine[Any, Any, None]]:
+    """What goes on beside the requests, with or without a controller."""
+
+    def current() -> Deployment:
+        return document.deployment
+
+    return {
+        "prober": Prober(gateway.fleet, current).run(),
+        "probes": Probes(gateway.fleet, gateway.metrics, current, state.secret()).run(),
+        "metrics": _publish(gateway.metrics, log),
+        "shared": _beat(shared),
+        "deadlines": gateway.deadlines.run(),
+    }
 
 
 def _sources(

@@ -32,8 +32,8 @@ MODULES = {
         "acceptor", "adapter_meter", "admission", "ahead", "app", "body", "call", "catalog", "deadlines",
         "delivery", "errors", "exchange", "fingerprint", "health", "inbound", "intake", "line", "metrics",
         "outgoing", "overflow", "queue_meter", "relay", "replicas", "residency", "router", "routes",
-        "server", "shared", "shares", "splice", "sse", "tally", "tenants", "turned_away", "upstream",
-        "usage",
+        "server", "shared", "shares", "splice", "sse", "tally", "tenants", "totals", "turned_away",
+        "upstream", "usage",
     ),
 }  # fmt: skip
 # Whose types the compiler reads, beside the packages themselves.

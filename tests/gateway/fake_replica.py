@@ -252,7 +252,10 @@ def alias(
 
 
 class FakeController(_Server):
-    """Streams whatever fleet and catalog a test sets; ``answer`` gets what else it is asked."""
+    """Streams whatever fleet and catalog a test sets, and keeps what gateways report.
+
+    ``answer`` gets what else it is asked.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -262,6 +265,7 @@ class FakeController(_Server):
         self.replicas: list[dict[str, Any]] = []
         self.aliases: list[dict[str, Any]] = []
         self.asked: list[Exchange] = []
+        self.reports: list[dict[str, Any]] = []
         self.answer: Answer = answer_json
         self._changed = asyncio.Event()
         self._published = asyncio.Event()
@@ -284,6 +288,9 @@ class FakeController(_Server):
             await self._tell_fleet(exchange)
         elif exchange.path == "/adapters/stream":
             await self._tell_catalog(exchange)
+        elif exchange.path == "/signals":
+            self.reports.append(exchange.json)
+            await exchange.reply(b"{}")
         else:
             self.asked.append(exchange)
             await self.answer(exchange)

@@ -25,12 +25,12 @@ from starlette.types import Message
 
 from gateway import body as bodies
 from gateway.call import Call
-from gateway.errors import Refused
+from gateway.errors import NO_ROOM, Refused
 from gateway.exchange import SENT
 from gateway.fleet import Served
 from gateway.log import Log
 from gateway.metrics import Metrics
-from gateway.overflow import NO_ROOM, Overflow
+from gateway.overflow import Overflow
 from gateway.surface import ROUTES
 from policy.errors import Refusal
 from policy.parsing import parse

@@ -1,0 +1,128 @@
+"""What replicas tell with their beats, as the figures of those that serve."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from policy.gathering import Gathering
+from policy.presence import MOST_STEPS, SILENT_S, Presence
+from policy.reports import EngineReport, PowerReport, StepSample
+from policy.signals import ReplicaFigures
+from policy.types import Beat, Load, Replica, ReplicaState
+
+T = 1000.0
+STEP = StepSample(count=10, tokens=8.0, kv_tokens=100.0, running=4.0, seconds=0.02)
+
+
+def beat(
+    name: str = "r1",
+    *,
+    state: ReplicaState = ReplicaState.READY,
+    incarnation: int = 0,
+    engine: EngineReport | None = None,
+    power: PowerReport | None = None,
+    **load: Any,
+) -> Beat:
+    replica = Replica(
+        id=name, model="m", shape="s", generation=1, state=state, incarnation=incarnation, pid=7,
+        load=Load(at=0.0, **load),
+    )  # fmt: skip
+    return Beat(replica=replica, engine=engine, power=power)
+
+
+def only(presence: Presence, at: float) -> ReplicaFigures:
+    (figures,) = presence.figures("m", at)
+    return figures
+
+
+def test_a_replica_says_its_load_and_how_old_that_is() -> None:
+    presence = Presence()
+    presence.take(beat(running=3, waiting=2, kv_used=0.4), T)
+    seen = only(presence, T + 1.5)
+    assert (seen.id, seen.age_s, seen.running, seen.waiting, seen.kv_used) == ("r1", 1.5, 3, 2, 0.4)
+    assert (seen.tokens_per_s, seen.slowness, seen.watts, seen.celsius) == (0.0, 1.0, None, None)
+
+
+def test_tokens_and_preemptions_a_second_over_the_last_seconds() -> None:
+    presence = Presence()
+    for half in range(40):
+        tokens = 50 * half if half < 20 else 1000 + 150 * (half - 20)
+        presence.take(beat(tokens=tokens, engine=EngineReport(preempted=half // 2)), T + half / 2)
+    seen = only(presence, T + 19.5)
+    assert seen.tokens_per_s == pytest.approx(300.0)
+    assert seen.preempted_per_s == pytest.approx(1.0, rel=0.2)
+
+
+def test_beats_in_a_burst_are_one_mark() -> None:
+    presence = Presence()
+    for i in range(1000):
+        presence.take(beat(tokens=i), T + i / 1000)
+    assert only(presence, T + 1).tokens_per_s == pytest.approx(1000.0, rel=0.02)
+    assert len(presence._replicas["r1"].marks) <= 4
+
+
+def test_an_engine_that_started_anew_counts_from_its_start() -> None:
+    presence = Presence()
+    presence.take(beat(tokens=9_000_000, engine=EngineReport(preempted=50)), T)
+    presence.take(beat(tokens=100, incarnation=1), T + 1)
+    assert only(presence, T + 1).tokens_per_s == 0.0
+    presence.take(beat(tokens=300, incarnation=1), T + 2)
+    assert only(presence, T + 2).tokens_per_s == 200.0
+
+
+def test_the_engines_and_the_cards_last_word_stands_until_the_next() -> None:
+    presence = Presence()
+    power = PowerReport(watts=300.0, celsius=71.0, throttled="sw_power_cap")
+    presence.take(beat(engine=EngineReport(deferred=2), power=power), T)
+    presence.take(beat(), T + 1)
+    seen = only(presence, T + 1)
+    assert (seen.deferred, seen.watts, seen.celsius, seen.throttled) == (2, 300.0, 71.0, "sw_power_cap")
+
+
+def test_slowness_is_asked_of_the_steps_of_the_last_minute() -> None:
+    asked: list[Sequence[StepSample]] = []
+
+    def slowness(replica: Replica, steps: Sequence[StepSample]) -> float:
+        asked.append(steps)
+        return 2.0
+
+    presence = Presence(slowness)
+    presence.take(beat(engine=EngineReport(steps=(STEP,))), T)
+    presence.take(beat(engine=EngineReport(steps=(STEP, STEP))), T + 30)
+    assert only(presence, T + 31).slowness == 2.0
+    presence.take(beat(), T + 70)
+    assert only(presence, T + 70).slowness == 2.0
+    presence.take(beat(), T + 95)
+    assert only(presence, T + 95).slowness == 1.0
+    assert [len(steps) for steps in asked] == [3, 2]
+
+
+def test_no_more_steps_are_kept_than_are_needed() -> None:
+    presence = Presence()
+    for i in range(2 * MOST_STEPS):
+        presence.take(beat(engine=EngineReport(steps=(STEP,))), T + i / 100)
+    assert len(presence._replicas["r1"].steps) == MOST_STEPS
+
+
+def test_only_those_that_serve_are_figures() -> None:
+    presence = Presence()
+    presence.take(beat("b"), T)
+    presence.take(beat("a"), T)
+    presence.take(beat("starts", state=ReplicaState.STARTING), T)
+    presence.take(beat("leaves", state=ReplicaState.DRAINING), T)
+    assert [one.id for one in presence.figures("m", T)] == ["a", "b"]
+    assert presence.figures("other", T) == ()
+    presence.take(beat("b", state=ReplicaState.STOPPED), T + 1)
+    assert [one.id for one in presence.figures("m", T + 1)] == ["a"]
+
+
+def test_one_that_is_silent_for_long_is_gone() -> None:
+    gathering = Gathering()
+    gathering.take_beat(beat("silent"), T)
+    assert len(gathering.signals("m", T + SILENT_S).replicas) == 1
+    assert gathering.signals("m", T + SILENT_S + 1).replicas == ()
+    gathering.take_beat(beat("other"), T + SILENT_S + 1)
+    assert list(gathering.presence._replicas) == ["other"]
