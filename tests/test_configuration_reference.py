@@ -54,6 +54,8 @@ def kind_of(info: inspect.Type, key: str) -> str:
         unit = next((unit for end, unit in _UNITS.items() if key.endswith(end)), "")
         what = unit or ("integer" if isinstance(info, inspect.IntType) else "number")
         return f"{what}{_bounds(info)}"
+    if isinstance(info, inspect.LiteralType):
+        return " or ".join(f"`{value}`" for value in info.values)
     if isinstance(info, inspect.EnumType):
         return " or ".join(f"`{member.value}`" for member in info.cls if isinstance(member, Enum))
     if isinstance(info, inspect.VarTupleType):
@@ -72,7 +74,7 @@ def kind_of(info: inspect.Type, key: str) -> str:
 
 def _bounds(info: inspect.IntType | inspect.FloatType) -> str:
     said = [
-        f"{sign} {int(bound)}"
+        f"{sign} {int(bound) if bound == int(bound) else bound}"
         for sign, bound in ((">=", info.ge), (">", info.gt), ("<=", info.le), ("<", info.lt))
         if bound is not None
     ]

@@ -14,6 +14,7 @@ import yaml
 from policy.config import Deployment
 from policy.errors import ConfigError
 from policy.parsing import parse
+from serve.custom import beside
 
 # Where to listen is a matter of where it runs: inside a container loopback reaches nobody.
 _HOSTS = {"host": "TIDEGATE_GATEWAY_HOST", "admin_host": "TIDEGATE_ADMIN_HOST"}
@@ -104,6 +105,7 @@ def _absolute_paths(raw: dict[str, Any], folder: Path) -> None:
             model["source"] = str(local)
         _absolute_file(model, "token_file", f"models[{i}]", folder)
         _absolute_adapters(model, folder)
+        _absolute_policies(model, folder)
     for i, upstream in enumerate(raw.get("upstreams", [])):
         _absolute_file(upstream, "key_file", f"upstreams[{i}]", folder)
     embedded = raw.get("store", "").removeprefix("sqlite:///")
@@ -119,6 +121,14 @@ def _absolute_adapters(model: dict[str, Any], folder: Path) -> None:
             named = where.get(key, "")
             if named and "://" not in named and not named.startswith("hf:"):
                 where[key] = str((folder / Path(named).expanduser()).resolve())
+
+
+def _absolute_policies(model: dict[str, Any], folder: Path) -> None:
+    """A policy that lies beside the document is found wherever the controller runs on this machine."""
+    control = model.get("control", {})
+    for key in ("policy", "shadow"):
+        if control.get(key) is not None:
+            control[key] = beside(control[key], folder)
 
 
 def _absolute_file(entry: dict[str, Any], key: str, prefix: str, folder: Path) -> None:

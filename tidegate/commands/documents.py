@@ -12,9 +12,12 @@ import click
 import msgspec
 from rich.table import Table
 
+from policy.config import ModelSpec
 from policy.diff import Change, Effect, diff
 from policy.errors import ConfigError, TidegateError
 from policy.parsing import parse
+from policy.scaling.choice import choose
+from serve.minds import mind_of, policies_of
 from store.state import StateDir
 from tidegate import document as documents
 from tidegate.commands.console import console
@@ -39,23 +42,46 @@ _as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON 
 def check(_state: StateDir, file: Path, as_json: bool) -> None:
     try:
         deployment = documents.load(file).deployment
+        deciders = {spec.name: _decider(spec) for spec in deployment.models}
     except ConfigError as error:
         if not as_json:
             raise
         _print({"ok": False, "path": error.path, "value": error.value, "expected": error.expected})
         sys.exit(Exit.INVALID)
     models = [
-        {"name": spec.name, "engine": spec.engine, "mode": spec.first_mode} for spec in deployment.models
+        {"name": spec.name, "engine": spec.engine, "mode": spec.first_mode, "decides": deciders[spec.name]}
+        for spec in deployment.models
     ]
     if as_json:
         _print({"ok": True, "models": models})
         return
     for model in models:
-        click.echo(
-            f"{model['name']}: engine {model['engine']}"
-            + (f", {model['mode']} first" if model["mode"] else "")
-        )
+        first = f", {model['mode']} first" if model["mode"] else ""
+        click.echo(f"{model['name']}: engine {model['engine']}{first}; {model['decides']}")
     click.echo(f"{file} is valid.")
+
+
+def _decider(spec: ModelSpec) -> str:
+    """What would decide, within which bounds; raises :class:`ConfigError` where it cannot be made."""
+    if not spec.modes:
+        return "nothing to decide"
+    ranges = {name: (mode.bounds.min, mode.bounds.max) for name, mode in spec.modes.items()}
+    bounds = " or ".join(
+        f"{name} x {least}" if least == most else f"{name} x {least} to {most}"
+        for name, (least, most) in ranges.items()
+    )
+    chosen = policies_of(spec)
+    mind_of(spec.name, chosen, lambda event: click.echo(event, err=True))
+    control = spec.control
+    verb = "would decide (guard.dry_run)" if control.guard.dry_run else "decides"
+    shadow = f", {choose('', chosen.shadow).label} beside it" if chosen.shadow is not None else ""
+    promised = [
+        f"{name} p95 {limit:g} s"
+        for name, limit in (("TTFT", control.slo.ttft_p95_s), ("ITL", control.slo.itl_p95_s))
+        if limit is not None
+    ]
+    promise = f" for {', '.join(promised)}" if promised else ""
+    return f"{choose('', chosen.live).label} {verb}{shadow}: {bounds}{promise}"
 
 
 @click.command(

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from policy.scaling.view import Capability
 from policy.types import Replica
 from serve.client import ModelStatus
+from tidegate.commands.times import clock
 from tidegate.commands.view import View
 from tidegate.socket_api import ProcessStatus
 
@@ -21,11 +25,13 @@ _STALE_S = 5.0
 
 
 def render(view: View) -> RenderableType:
-    """Header, processes, models and replicas."""
+    """Header, processes, models, who decides on them, and replicas."""
     parts: list[RenderableType] = [_header(view), Text()]
     if view.supervisor is not None:
         parts += [_processes(view.supervisor.processes), Text()]
     parts += [_models(view.models), Text()]
+    if decided := [model for model in view.models if model.decided_by]:
+        parts += [_decisions(decided, view.at), Text()]
     if view.fleet_age_s > _STALE_S:
         parts.append(Text(f"replicas as last known, {age(view.fleet_age_s)} ago", style="yellow"))
     parts.append(_replicas(view))
@@ -76,6 +82,38 @@ def _models(models: tuple[ModelStatus, ...]) -> Table:
     return table
 
 
+def _decisions(models: Sequence[ModelStatus], at: float) -> Table:
+    """Who decides, by what, and what came of it last; ``tidegate explain`` has the rest."""
+    table = _table("model", "decided by", "expects", "one takes", "last", "reason", right=("expects", "last"))
+    for model in models:
+        table.add_row(
+            Text(model.name, style="bold"),
+            _decided_by(model, at),
+            "-" if model.forecast is None else rate(model.forecast),
+            _capability(model.capability),
+            "-" if model.decided_at is None else f"{age(at - model.decided_at)} ago",
+            Text(model.reason, style="dim"),
+        )
+    return table
+
+
+def _decided_by(model: ModelStatus, at: float) -> Text:
+    if (override := model.override) is not None:
+        until = "" if override.until is None else f" until {clock(override.until, at)}"
+        return Text(f"by hand{until}", style="yellow")
+    return Text(f"{model.decided_by}, dry run" if model.dry_run else model.decided_by)
+
+
+def _capability(capability: Capability | None) -> str:
+    """What one replica was taken to do within the objective; what it can do at all if that is nothing."""
+    if capability is None:
+        return "-"
+    fitted = f", v{capability.version}" if capability.version else ""
+    if capability.mu:
+        return f"{rate(capability.mu)}{fitted}"
+    return f"{rate(capability.mu_max)} at most{fitted}"
+
+
 def _replicas(view: View) -> Table:
     table = _table(
         *("replica", "shape", "gen", "state", "load", "run/wait", "kv", "age", "node", "url", "pid"),
@@ -112,6 +150,11 @@ def _table(*columns: str, right: tuple[str, ...]) -> Table:
 
 def _colored(word: str) -> Text:
     return Text(word, style=_COLORS.get(word, ""))
+
+
+def rate(per_s: float) -> str:
+    """Requests per second, to three digits."""
+    return f"{per_s:.2f}/s" if per_s < 10 else f"{per_s:.1f}/s"
 
 
 def age(seconds: float) -> str:

@@ -13,36 +13,90 @@ from policy.errors import TargetError, Unreachable
 from policy.parsing import parse
 from serve.client import ControllerClient, ModelStatus
 from store.state import StateDir
+from tidegate.commands.times import clock, term
 from tidegate.exits import Exit
 
+AUTO = "auto"
 _POLL_S = 0.25
 
 _wait = click.option("--wait", is_flag=True, help="Return when the model is there, or has been rolled back.")
+_term = click.option(
+    "--for",
+    "for_s",
+    metavar="TERM",
+    type=term,
+    help="For so long, such as 90s, 30m or 2h; else until `auto`.",
+)
 _as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 
 
-@click.command(help="Set how many replicas MODEL has in its current mode to N, within the mode's bounds.")
+def _count(text: str) -> int | str:
+    """A number of replicas, or ``auto``."""
+    if text == AUTO:
+        return text
+    if not text.isdecimal():
+        raise click.BadParameter(f"{text!r} is neither a number of replicas nor {AUTO!r}")
+    return int(text)
+
+
+@click.command(
+    help="Set how many replicas MODEL has in its current mode to N, within the mode's bounds."
+    "\n\nLoad does not change it meanwhile; `auto` lets load decide again."
+)
 @click.argument("model")
-@click.argument("replicas", metavar="N", type=click.IntRange(min=0))
+@click.argument("replicas", metavar="N|auto", type=_count)
+@_term
 @_wait
 @_as_json
 @click.pass_obj
-def scale(state: StateDir, model: str, replicas: int, wait: bool, as_json: bool) -> None:
+def scale(
+    state: StateDir,
+    *,
+    model: str,
+    replicas: int | str,
+    for_s: float | None,
+    wait: bool,
+    as_json: bool,
+) -> None:
+    _no_term_of_auto(replicas, for_s)
     client = controller(state)
-    status = client.scale(model, replicas)
-    _report(_settled(client, status) if wait else status, status, as_json)
+    status = client.scale(model, replicas if isinstance(replicas, int) else None, for_s)
+    now = _settled(client, status) if wait else status
+    _report(now, status, as_json, _by_hand(f"scale {model}", replicas, for_s))
 
 
-@click.command(help="Switch MODEL to the other mode; no stream is cut. Refused when requests would starve.")
+@click.command(
+    help="Switch MODEL to the other mode; no stream is cut. Refused when requests would starve."
+    "\n\nLoad does not change it meanwhile; `auto` lets load decide again."
+)
 @click.argument("model")
-@click.argument("name", metavar="MODE", type=click.Choice(MODES))
+@click.argument("name", metavar="MODE|auto", type=click.Choice((*MODES, AUTO)))
+@_term
 @_wait
 @_as_json
 @click.pass_obj
-def mode(state: StateDir, model: str, name: str, wait: bool, as_json: bool) -> None:
+def mode(state: StateDir, *, model: str, name: str, for_s: float | None, wait: bool, as_json: bool) -> None:
+    _no_term_of_auto(name, for_s)
     client = controller(state)
-    status = client.mode(model, name)
-    _report(_settled(client, status) if wait else status, status, as_json)
+    status = client.mode(model, None if name == AUTO else name, for_s)
+    now = _settled(client, status) if wait else status
+    _report(now, status, as_json, _by_hand(f"mode {model}", name, for_s))
+
+
+def _no_term_of_auto(wanted: int | str, for_s: float | None) -> None:
+    if wanted == AUTO and for_s is not None:
+        raise click.UsageError("--for is how long something set by hand holds: it goes without 'auto'")
+
+
+def _by_hand(command: str, wanted: int | str, for_s: float | None) -> str:
+    """Until when it holds, and how to go back before."""
+    if wanted == AUTO:
+        return "Load decides."
+    back = f"`tidegate {command} auto` lets load decide again"
+    if for_s is None:
+        return f"Set by hand: {back}."
+    now = time.time()
+    return f"Set by hand until {clock(now + for_s, now)}: {back} before."
 
 
 def controller(state: StateDir) -> ControllerClient:
@@ -71,7 +125,7 @@ def _aim(status: ModelStatus) -> tuple[str, int]:
     return status.mode, status.target
 
 
-def _report(status: ModelStatus, wanted: ModelStatus, as_json: bool) -> None:
+def _report(status: ModelStatus, wanted: ModelStatus, as_json: bool, by_hand: str) -> None:
     if as_json:
         click.echo(msgspec.json.encode(status).decode())
     else:
@@ -79,6 +133,9 @@ def _report(status: ModelStatus, wanted: ModelStatus, as_json: bool) -> None:
         click.echo(
             f"{status.name}: {status.mode}, {status.ready} of {status.target} ready, {status.phase}{note}"
         )
-    if _aim(status) != _aim(wanted):
+    reached = _aim(status) == _aim(wanted)
+    if reached and not as_json:
+        click.echo(by_hand)
+    if not reached:
         click.echo(f"tidegate: {status.name} did not reach {wanted.mode} x {wanted.target}", err=True)
         sys.exit(Exit.FAILED)

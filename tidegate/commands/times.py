@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import time
 from datetime import datetime, timedelta
-from typing import Any
 
 import click
 
@@ -16,30 +15,22 @@ _CLOCK = re.compile(r"(?P<hour>\d{1,2}):(?P<minute>\d{2})(?P<second>:\d{2})?")
 _ISO = re.compile(r"\d{4}-\d{2}-\d{2}[T ]\d{2}:\d{2}(?P<second>:\d{2}(\.\d+)?)?(Z|[+-]\d{2}:\d{2})?")
 
 
-class Term(click.ParamType):
-    """A duration with its unit, in seconds: ``90s``, ``30m``, ``2h``, ``1h30m``, ``1d``."""
+def term(text: str) -> float:
+    """A duration with its unit, in seconds: ``90s``, ``30m``, ``2h``, ``1h30m``, ``1d``.
 
-    name = "TERM"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Seconds; fails where a unit is missing, since 30 might be either."""
-        seconds = term_s(value) if isinstance(value, str) else float(value)
-        if not seconds:
-            self.fail(f"{value!r} is no term: expected such as 90s, 30m, 2h or 1h30m", param, ctx)
-        return seconds
+    Raises :class:`click.BadParameter`, also where the unit is missing: 30 might be either.
+    """
+    if not (seconds := term_s(text)):
+        raise click.BadParameter(f"{text!r} is no term: expected such as 90s, 30m, 2h or 1h30m")
+    return seconds
 
 
-class Instant(click.ParamType):
-    """A moment in Unix seconds, as the clock of this machine has it."""
-
-    name = "TIME"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """The last moment of what was named: 12:03 is that whole minute."""
-        try:
-            return instant(value, time.time()) if isinstance(value, str) else float(value)
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
+def moment(text: str) -> float:
+    """What :func:`instant` makes of ``text`` now; raises :class:`click.BadParameter`."""
+    try:
+        return instant(text, time.time())
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
 
 
 def term_s(text: str) -> float:
