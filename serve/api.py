@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import hmac
 from collections.abc import AsyncIterator
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import Request
@@ -15,9 +17,11 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from policy.reports import GatewayReport
+from policy.section import Seconds
 from policy.types import Beat
 from serve import adapter_api
 from serve.answers import error_answer, json_answer, refusing
+from serve.background import in_background
 from serve.control import Controller
 from store.state import SECRET_HEADER
 
@@ -26,14 +30,33 @@ HEARTBEAT_S = 1.0
 COALESCE_S = 0.05
 
 
+MAX_DECISIONS = 1000
+
+Auto = Literal["auto"]
+
+
 class ScaleRequest(msgspec.Struct, frozen=True):
+    """``auto`` takes a count back that was set by hand; for ``for_s`` seconds, or until it is taken back."""
+
     model: str
-    replicas: int
+    replicas: int | Auto
+    for_s: Seconds | None = None
 
 
 class ModeRequest(msgspec.Struct, frozen=True):
+    """``auto`` takes a mode back that was set by hand; for ``for_s`` seconds, or until it is taken back."""
+
     model: str
     mode: str
+    for_s: Seconds | None = None
+
+
+class DecisionsQuery(msgspec.Struct, frozen=True):
+    """The ``last`` decisions, of one ``model``, up to the instant ``at``."""
+
+    last: Annotated[int, Meta(ge=1, le=MAX_DECISIONS)] = 1
+    at: float | None = None
+    model: str | None = None
 
 
 class _Secret:
@@ -77,16 +100,23 @@ def build_app(controller: Controller, secret: str) -> Starlette:
 
     async def scale(request: Request) -> Response:
         wanted = msgspec.json.decode(await request.body(), type=ScaleRequest)
-        return json_answer(controller.scale(wanted.model, wanted.replicas))
+        count = None if wanted.replicas == "auto" else wanted.replicas
+        return json_answer(controller.scale(wanted.model, count, wanted.for_s))
 
     async def mode(request: Request) -> Response:
         wanted = msgspec.json.decode(await request.body(), type=ModeRequest)
-        return json_answer(controller.mode(wanted.model, wanted.mode))
+        name = None if wanted.mode == "auto" else wanted.mode
+        return json_answer(controller.mode(wanted.model, name, wanted.for_s))
 
     async def apply(request: Request) -> Response:
-        return json_answer(
-            controller.apply(msgspec.json.decode(await request.body(), type=dict[str, object]))
-        )
+        document = msgspec.json.decode(await request.body(), type=dict[str, object])
+        await in_background(lambda: controller.prepare(document), "apply")
+        return json_answer(controller.apply(document))
+
+    async def decisions(request: Request) -> Response:
+        asked = msgspec.convert(dict(request.query_params), DecisionsQuery, strict=False)
+        found = await controller.autoscaler.decisions(asked.last, asked.at, asked.model)
+        return json_answer(found)
 
     return Starlette(
         routes=[
@@ -94,6 +124,7 @@ def build_app(controller: Controller, secret: str) -> Starlette:
             Route("/fleet", fleet),
             Route("/fleet/stream", stream),
             Route("/status", status),
+            Route("/decisions", refusing(decisions)),
             Route("/replicas", refusing(beat), methods=["POST"]),
             Route("/signals", refusing(signals), methods=["POST"]),
             Route("/scale", refusing(scale), methods=["POST"]),

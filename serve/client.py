@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, TypeVar
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 
 import httpx
 import msgspec
 
 from policy.catalog import Alias
+from policy.decision import Decision, Override, Situation
 from policy.errors import (
     AdapterRefused,
     AdapterUnknown,
@@ -21,6 +22,7 @@ from policy.errors import (
     TidegateError,
     Unreachable,
 )
+from policy.scaling.view import Capability
 from policy.types import Fleet
 from serve.adapters import AdaptersStatus
 from store.state import SECRET_HEADER
@@ -31,7 +33,12 @@ SILENT_S = 30.0
 
 
 class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A model as the controller sees it; ``phase`` says what it is doing and ``note`` why."""
+    """A model as the controller sees it; ``phase`` says what it is doing and ``note`` why.
+
+    ``decided_by`` is the policy, or ``by hand``: then ``override`` has what was set, and until when. Of the
+    last decision the ``reason``, what one replica was taken to be capable of, the ``forecast`` rate in
+    requests per second, and whether it was only logged (``dry_run``).
+    """
 
     name: str
     engine: str
@@ -42,6 +49,20 @@ class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
     ready: int
     phase: str
     note: str = ""
+    decided_by: str = ""
+    override: Override | None = None
+    decided_at: float | None = None
+    reason: str = ""
+    capability: Capability | None = None
+    forecast: float | None = None
+    dry_run: bool = False
+
+
+class Logged(msgspec.Struct, frozen=True, kw_only=True):
+    """A decision, and all that it was made of but for what policies remember."""
+
+    situation: Situation
+    decision: Decision
 
 
 class ControllerStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -114,13 +135,29 @@ class ControllerClient:
         """What each model is doing."""
         return self._call("GET", "/status", None, ControllerStatus)
 
-    def scale(self, model: str, replicas: int) -> ModelStatus:
-        """Set the count of the model's current mode; raises :class:`policy.errors.TargetError`."""
-        return self._call("POST", "/scale", {"model": model, "replicas": replicas}, ModelStatus)
+    def scale(self, model: str, replicas: int | None, for_s: float | None = None) -> ModelStatus:
+        """Set the count of the model's current mode by hand, ``None`` to let the policy decide again.
 
-    def mode(self, model: str, mode: str) -> ModelStatus:
-        """Switch the model's mode; raises :class:`policy.errors.SwitchRefused` with the reason."""
-        return self._call("POST", "/mode", {"model": model, "mode": mode}, ModelStatus)
+        For so many seconds, or until it is taken back. Raises :class:`policy.errors.TargetError`.
+        """
+        wanted = {"model": model, "replicas": "auto" if replicas is None else replicas, "for_s": for_s}
+        return self._call("POST", "/scale", wanted, ModelStatus)
+
+    def mode(self, model: str, mode: str | None, for_s: float | None = None) -> ModelStatus:
+        """Switch the model's mode by hand, ``None`` to let load decide again.
+
+        Raises :class:`policy.errors.SwitchRefused` with the reason.
+        """
+        wanted = {"model": model, "mode": "auto" if mode is None else mode, "for_s": for_s}
+        return self._call("POST", "/mode", wanted, ModelStatus)
+
+    def decisions(
+        self, model: str | None = None, last: int = 1, at: float | None = None
+    ) -> tuple[Logged, ...]:
+        """The ``last`` decisions, newest first: of one ``model``, up to the instant ``at`` (Unix seconds)."""
+        given = {"model": model, "last": last, "at": at}
+        query = urlencode({key: value for key, value in given.items() if value is not None})
+        return self._call("GET", f"/decisions?{query}", None, tuple[Logged, ...])
 
     def apply(self, document: object) -> ControllerStatus:
         """Replace the deployment document, whole or not at all."""

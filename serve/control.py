@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from policy.config import Deployment, ModelSpec
+from policy.decision import Override
 from policy.errors import SwitchRefused, TargetError, TidegateError
 from policy.gathering import Gathering
 from policy.generation import digest
@@ -27,6 +28,7 @@ from policy.switching import reached, verdict
 from policy.types import Beat, Fleet, Orders, Replica
 from serve.actuator.port import Actuator, Held
 from serve.adapter_control import AdapterControl
+from serve.autoscaler import Autoscaler
 from serve.client import ControllerStatus, ModelStatus
 from serve.observation import Observation
 from serve.probe import probe_silent
@@ -77,6 +79,11 @@ class Controller:
         self._wake = asyncio.Event()
         self._weighing = Weighing(self._observation, Resolver(monotonic, self._wake.set), self._event)
         self._deployment = parse(state.load(state.deployment_path, dict[str, object]))
+        self.autoscaler = Autoscaler(
+            state, self._targets, self._observation, self.gathering,
+            now=monotonic, epoch=self._epoch - monotonic(),
+            steer=self._steer, wake=self._wake.set, event=self._event,
+        )  # fmt: skip
         self.adapters = AdapterControl(
             shelf, self.registry, state, self._epoch,
             slots=self._adapter_slots, wall=wall, monotonic=monotonic, event=self._event,
@@ -113,40 +120,67 @@ class Controller:
         replica = beat.replica
         self._observation.note(replica, self._monotonic())
         self.gathering.take_beat(beat, self._monotonic())
+        self.autoscaler.beat(beat)
         if self.registry.put(replica, self._monotonic()):
             self._event(f"{replica.id}: {replica.state}" + (f" ({replica.reason})" if replica.reason else ""))
-            self._wake.set()
+            self.autoscaler.stir(replica.model)
         return self.adapters.beat(beat)
 
     def signals(self, report: GatewayReport) -> None:
         """Take what a gateway worker counted."""
         self.gathering.take(report, self._monotonic())
+        self.autoscaler.heard(report)
 
-    def scale(self, model: str, replicas: int) -> ModelStatus:
-        """Set the count of the current mode; raises :class:`TargetError` outside its bounds."""
+    def scale(self, model: str, replicas: int | None, for_s: float | None = None) -> ModelStatus:
+        """Set the count of the current mode by hand, or (``None``) let its policy decide again.
+
+        For ``for_s`` seconds, or until it is taken back. Raises :class:`TargetError` outside its bounds.
+        """
         target = self._target(model)
-        bounds = target.bounds
-        if not bounds.min <= replicas <= bounds.max:
-            expected = f"{bounds.min} to {bounds.max}" if bounds.min < bounds.max else str(bounds.max)
-            raise TargetError(
-                f"{model}: {replicas} replicas in mode {target.aim.mode}, expected {expected}"
-                f" (models.{model}.modes.{target.aim.mode}.replicas)"
-            )
-        aim = msgspec.structs.replace(target.aim, count=replicas)
-        self._steer(model, target.toward(aim, self._wall(), gap=target.gap))
+        if replicas is None:
+            self._steer(model, msgspec.structs.replace(target, set_count=None))
+        else:
+            bounds = target.bounds
+            if not bounds.min <= replicas <= bounds.max:
+                expected = f"{bounds.min} to {bounds.max}" if bounds.min < bounds.max else str(bounds.max)
+                raise TargetError(
+                    f"{model}: {replicas} replicas in mode {target.aim.mode}, expected {expected}"
+                    f" (models.{model}.modes.{target.aim.mode}.replicas)"
+                )
+            aim = msgspec.structs.replace(target.aim, count=replicas)
+            chosen = Override(mode=aim.mode, count=replicas, until=self._until(for_s))
+            toward = target.toward(aim, self._wall(), gap=target.gap) if aim != target.aim else target
+            self._steer(model, msgspec.structs.replace(toward, set_count=chosen))
+        self.autoscaler.stir(model)
         return self._model_status(model)
 
-    def mode(self, model: str, mode: str) -> ModelStatus:
-        """Switch to ``mode`` at its lowest count; raises :class:`SwitchRefused` when it would starve."""
+    def mode(self, model: str, mode: str | None, for_s: float | None = None) -> ModelStatus:
+        """Switch to ``mode`` at its lowest count by hand, or (``None``) let load decide again.
+
+        For ``for_s`` seconds, or until it is taken back. Raises :class:`SwitchRefused` when it would starve.
+        """
         target = self._target(model)
-        if mode not in target.spec.modes:
+        if mode is None:
+            self._steer(model, msgspec.structs.replace(target, set_mode=None))
+        elif mode not in target.spec.modes:
             raise TargetError(f"{model}: mode {mode!r}, expected one of {', '.join(target.spec.modes)}")
-        if mode == target.aim.mode:
-            return self._model_status(model)
-        proposed = target.toward(target.in_mode(mode), self._wall())
-        gap = starves(proposed, self._observation, self._deployment)
-        self._steer(model, msgspec.structs.replace(proposed, gap=gap))
+        else:
+            chosen = Override(mode=mode, until=self._until(for_s))
+            if mode != target.aim.mode:
+                target = target.toward(target.in_mode(mode), self._wall())
+                gap = starves(target, self._observation, self._deployment)
+                # A count is one of a mode: what was set for the other says nothing of this one.
+                target = msgspec.structs.replace(target, gap=gap, set_count=None)
+            self._steer(model, msgspec.structs.replace(target, set_mode=chosen))
+        self.autoscaler.stir(model)
         return self._model_status(model)
+
+    def prepare(self, document: dict[str, object]) -> None:
+        """Do what of :meth:`apply` may take long and changes nothing; not for an event loop.
+
+        Raises :class:`ConfigError`.
+        """
+        self.autoscaler.prepare(parse(document))
 
     def apply(self, document: dict[str, object]) -> ControllerStatus:
         """Take a new deployment document, whole or not at all.
@@ -156,6 +190,7 @@ class Controller:
         """
         deployment = parse(document)
         steered = {spec.name: self._adopted(spec, deployment) for spec in wanted_models(deployment)}
+        self.autoscaler.adopt(deployment)
         self._state.save(self._state.deployment_path, document)
         self._deployment = deployment
         for name, target in steered.items():
@@ -192,6 +227,7 @@ class Controller:
     async def rebuild(self) -> None:
         """Take up what a predecessor left: counts and generations from the actuator's layers."""
         self._observation.held = await self._patient_layers()
+        await self.autoscaler.take_up(self._deployment)
         now = self._wall()
         held = self._observation.held
         for name in self._targets.names():
@@ -224,6 +260,7 @@ class Controller:
         self._observation.held = await self._actuator.layers()
         errors = []
         if self._heard():
+            await self.autoscaler.tick(self._deployment)
             for name in self._targets.names():
                 try:
                     await self._tick_model(name)
@@ -262,9 +299,11 @@ class Controller:
             spec, weights = target.specs[key.generation], target.weights.get(key.generation)
             made_of = digest(spec, key.shape) + (weights.short if weights else "")
             self._event(f"{key.model}: deploy {_said_layer(key)} with {count}")
+            self._observation.starts.asked(key, count, self._monotonic())
             await self._actuator.deploy(key, spec, weights, made_of, count)
         elif held is not None and held.wanted != count:
             self._event(f"{key.model}: {_said_layer(key)}: {held.wanted} -> {count}")
+            self._observation.starts.asked(key, count - held.wanted, self._monotonic())
             await self._actuator.scale(key, count)
 
     async def _sweep(self, name: str, layers: Mapping[LayerKey, Layer]) -> None:
@@ -290,8 +329,9 @@ class Controller:
             return target
         layer = self._observation.layer(target.key())
         if reached(target.aim.count, layer):
-            target = msgspec.structs.replace(target, settled=True, fallback=None, gap=False)
+            target = target.reached()
             self._steer(name, target)
+            self.autoscaler.stir(name)
         elif target.fallback is not None:
             timeout_s = target.spec.control.start_timeout_s
             if failed := verdict(layer, self._wall() - target.since, timeout_s):
@@ -299,6 +339,7 @@ class Controller:
                 target = target.back(f"rolled back from {said(target.aim)}: {reason}", self._wall())
                 self._event(f"{name}: {target.note}")
                 self._steer(name, target)
+                self.autoscaler.stir(name)
         return target
 
     def _weighed(self, name: str, target: Target) -> Target:
@@ -341,10 +382,13 @@ class Controller:
 
     def _lost(self, replica: Replica) -> None:
         self._event(f"{replica.id}: gone")
-        self._wake.set()
+        self.autoscaler.stir(replica.model)
+
+    def _until(self, for_s: float | None) -> float | None:
+        return None if for_s is None else self.autoscaler.at + for_s
 
     def _model_status(self, name: str) -> ModelStatus:
-        return model_status(name, self._targets, self._observation)
+        return model_status(name, self._targets, self._observation, self.autoscaler)
 
     def _event(self, text: str) -> None:
         if not self._events or not self._events[-1].endswith(text):

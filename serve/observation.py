@@ -8,10 +8,12 @@ import msgspec
 
 from policy.config import Budget
 from policy.plan import Footprint, Layer, LayerKey
+from policy.scaling.view import Supply
 from policy.switching import MAX_FAILURES
 from policy.types import Replica, ReplicaState
 from serve.actuator.port import Held
 from serve.registry import Registry
+from serve.starts import Starts
 from serve.targets import Target, Targets
 
 
@@ -30,13 +32,16 @@ class Observation:
         self._targets = targets
         self._failed: dict[LayerKey, _Failed] = {}
         self._start_s: dict[LayerKey, float] = {}
+        self.starts = Starts()
         self.held: Mapping[LayerKey, Held] = {}
 
-    def note(self, replica: Replica) -> None:
+    def note(self, replica: Replica, at: float) -> None:
         """Learn from a heartbeat how long a start took, or why it failed."""
         key = LayerKey(replica.model, replica.shape, replica.generation)
-        if replica.state is ReplicaState.READY:
+        if self.starts.note(replica, at):
+            # That others of the layer serve on says nothing of one that keeps failing.
             self._failed.pop(key, None)
+        if replica.state is ReplicaState.READY:
             if replica.start_s is not None:
                 self._start_s[key] = replica.start_s
         elif replica.failures and (
@@ -81,6 +86,19 @@ class Observation:
             draining=states.count(ReplicaState.DRAINING),
             failures=failed.failures if failed else 0,
             broken=bool(held and held.trouble),
+        )
+
+    def supply(self, key: LayerKey, lead_s: float, at: float) -> Supply:
+        """The layer as a policy sees it: what was asked for and nobody heard of yet is still to start."""
+        layer = self.layer(key)
+        starting = [r for r in self._registry.of(key) if r.state is ReplicaState.STARTING]
+        unheard = max(0, layer.wanted - layer.starting - layer.ready)
+        return Supply(
+            wanted=layer.wanted,
+            serving=layer.ready,
+            starting_s=(*self.starts.remaining_s(starting, lead_s, at), *[lead_s] * unheard),
+            draining=layer.draining,
+            failures=layer.failures,
         )
 
     def digests(self, model: str, generation: int) -> set[str]:

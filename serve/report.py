@@ -2,31 +2,52 @@
 
 from __future__ import annotations
 
-from policy.plan import Layer
+from collections.abc import Mapping
+
+import msgspec
+
+from policy.plan import Layer, LayerKey
 from policy.types import Model
+from serve.autoscaler import Autoscaler
 from serve.client import ModelStatus
 from serve.observation import Observation
 from serve.registry import Registry
-from serve.targets import Targets
+from serve.targets import Target, Targets
 
 
-def model_status(name: str, targets: Targets, observation: Observation) -> ModelStatus:
-    """One model: what is wanted, what is there, and what it is doing."""
+def model_status(
+    name: str, targets: Targets, observation: Observation, autoscaler: Autoscaler | None = None
+) -> ModelStatus:
+    """One model: what is wanted, what is there, what it is doing, and who decided that."""
     target = targets.get(name)
     key = target.key()
     layers = observation.layers(name)
-    layer = layers.get(key, Layer())
-    others = any(layer.occupied for other, layer in layers.items() if other != key)
-    return ModelStatus(
+    decision = autoscaler.latest.get(name) if autoscaler is not None else None
+    status = ModelStatus(
         name=name,
         engine=str(target.spec.engine),
         mode=target.aim.mode,
         shape=key.shape,
         generation=key.generation,
         target=target.aim.count,
-        ready=layer.ready,
-        phase=_phase(target.settled, target.aim.count, layer, others),
+        ready=layers.get(key, Layer()).ready,
+        phase=phase(target, layers),
         note=target.note or observation.reason(key),
+    )
+    if autoscaler is None:
+        return status
+    status = msgspec.structs.replace(
+        status, decided_by=autoscaler.who(name), override=target.override(autoscaler.at)
+    )
+    if decision is None:
+        return status
+    return msgspec.structs.replace(
+        status,
+        decided_at=decision.at,
+        reason=decision.reason,
+        capability=decision.capability,
+        forecast=decision.proposal.forecast,
+        dry_run=decision.dry_run,
     )
 
 
@@ -53,11 +74,23 @@ def models(targets: Targets, observation: Observation, registry: Registry) -> tu
     return tuple(said)
 
 
-def _phase(settled: bool, count: int, layer: Layer, others: bool) -> str:
-    if not settled:
+def phase(target: Target, layers: Mapping[LayerKey, Layer]) -> str:
+    """What the model is doing: the states of the plan, each of which a controller can be killed in.
+
+    ``starting`` alone, ``switching`` while the new becomes ready beside the old, ``giving way`` while the old
+    makes room for it, ``rolling back`` after it failed, ``draining the old``; then ``steady`` or ``idle``, or
+    ``recovering`` when one was lost.
+    """
+    layer = layers.get(target.key(), Layer())
+    others = [layer for key, layer in layers.items() if key != target.key() and layer.occupied]
+    if not target.settled:
+        if target.note and others:
+            return "rolling back"
+        if any(other.occupied > other.wanted for other in others):
+            return "giving way"
         return "switching" if others else "starting"
     if others:
         return "draining the old"
-    if layer.ready < count:
+    if layer.ready < target.aim.count:
         return "recovering"
-    return "idle" if count == 0 else "steady"
+    return "idle" if target.aim.count == 0 else "steady"

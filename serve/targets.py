@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from policy.config import Deployment, ModelSpec, Replicas
+from policy.decision import Override
 from policy.errors import TargetError
 from policy.generation import as_built, digest, same_engines, used_shapes
 from policy.plan import LayerKey
@@ -18,6 +19,10 @@ from serve.weights import Weights
 from store.state import StateDir
 
 log = logging.getLogger("tidegate.controller")
+
+# How long load does not switch to a mode that failed to start; doubled with each time in a row.
+BARRED_S = 120.0
+MAX_BARRED_S = 3600.0
 
 
 class Aim(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,6 +38,29 @@ class Aim(msgspec.Struct, frozen=True, kw_only=True):
     generation: int
 
 
+class Barred(msgspec.Struct, frozen=True, kw_only=True):
+    """A mode that no load switches to before ``until``: it failed ``attempts`` times in a row."""
+
+    attempts: int
+    until: float
+
+
+class Promise(msgspec.Struct, frozen=True, kw_only=True):
+    """What a switch that load made shall bring: from ``was`` to ``mode``, ``gain`` of the cost less.
+
+    ``cost`` and ``met`` were measured when it was decided, at the instant ``at``; ``settled_at`` is when
+    its replicas were there, from which on it is measured again.
+    """
+
+    at: float
+    was: str
+    mode: str
+    gain: float
+    cost: float
+    met: float
+    settled_at: float | None = None
+
+
 class Target(msgspec.Struct, frozen=True, kw_only=True):
     """What is wanted of one model, and what to go back to if it cannot be had.
 
@@ -40,6 +68,8 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     it was reached once; ``note`` says what the operator should know. ``rejected`` is the digest of
     the configuration that was rolled back last, ``specs`` the configuration of each generation in use,
     its shapes as its layers are built, and ``weights`` which ones each was found to be made of.
+    ``set_mode`` and ``set_count`` are what somebody set by hand, ``barred`` the modes that failed, and
+    ``promise`` is open until it was compared with what came of it.
     """
 
     aim: Aim
@@ -52,6 +82,10 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     rejected: str = ""
     specs: dict[int, ModelSpec]
     weights: dict[int, Weights] = {}
+    set_mode: Override | None = None
+    set_count: Override | None = None
+    barred: dict[str, Barred] = {}
+    promise: Promise | None = None
 
     @property
     def spec(self) -> ModelSpec:
@@ -73,6 +107,18 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
         """The counts that may be asked for; of a mode that is gone, only the count it has."""
         mode = self.spec.modes.get(self.aim.mode)
         return mode.bounds if mode else Replicas(min=self.aim.count, max=max(self.aim.count, 1))
+
+    def override(self, at: float) -> Override | None:
+        """What somebody set by hand and still holds at the instant ``at``: a count goes before a mode."""
+        for chosen in (self.set_count, self.set_mode):
+            over = chosen is None or (chosen.until is not None and chosen.until <= at)
+            if chosen is None or over or chosen.mode not in self.spec.modes:
+                continue
+            if chosen.count is None:
+                return chosen
+            bounds = self.spec.modes[chosen.mode].bounds
+            return msgspec.structs.replace(chosen, count=min(max(chosen.count, bounds.min), bounds.max))
+        return None
 
     def in_mode(self, mode: str) -> Aim:
         """The aim that ``mode`` starts with: its lowest count, one replica at least."""
@@ -98,13 +144,30 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def back(self, note: str, now: float) -> Target:
-        """Give the aim up for the fallback, and remember a configuration that failed."""
+        """Give the aim up for the fallback, and remember a configuration or a mode that failed.
+
+        A mode that was set by hand and failed is no longer set.
+        """
         assert self.fallback is not None
-        failed = self.fallback.generation != self.aim.generation
-        rejected = digest(self.spec) if failed else self.rejected
-        return msgspec.structs.replace(
-            self, aim=self.fallback, fallback=None, since=now, gap=True, note=note, rejected=rejected
+        target = msgspec.structs.replace(
+            self, aim=self.fallback, fallback=None, since=now, gap=True, note=note, promise=None
         )
+        if self.fallback.generation != self.aim.generation:
+            return msgspec.structs.replace(target, rejected=digest(self.spec))
+        return target._without(self.aim.mode, now)
+
+    def _without(self, mode: str, now: float) -> Target:
+        attempts = 1 + (self.barred[mode].attempts if mode in self.barred else 0)
+        pause_s = min(BARRED_S * 2 ** min(attempts - 1, 10), MAX_BARRED_S)
+        barred = self.barred | {mode: Barred(attempts=attempts, until=now + pause_s)}
+        chosen = None if self.set_mode is not None and self.set_mode.mode == mode else self.set_mode
+        counted = None if self.set_count is not None and self.set_count.mode == mode else self.set_count
+        return msgspec.structs.replace(self, barred=barred, set_mode=chosen, set_count=counted)
+
+    def reached(self) -> Target:
+        """The aim is there: nothing to go back to is needed any more, and its mode has shown itself."""
+        barred = {mode: barred for mode, barred in self.barred.items() if mode != self.aim.mode}
+        return msgspec.structs.replace(self, settled=True, fallback=None, gap=False, barred=barred)
 
     def adopting(self, spec: ModelSpec, now: float) -> Target:
         """Take ``spec`` as the configuration: a new generation unless one in use makes its engines.
@@ -124,7 +187,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
             generation=generation,
         )
         specs = self.specs | {generation: as_built(spec, before)}
-        target = msgspec.structs.replace(self, specs=specs, rejected="")
+        target = msgspec.structs.replace(self, specs=specs, rejected="", barred={})
         return target if aim == self.aim else target.toward(aim, now)
 
     @property

@@ -108,6 +108,21 @@ class StateDir:
         return self.root / "targets.json"
 
     @property
+    def decisions_path(self) -> Path:
+        """The log of the controller's decisions, one JSON object a line."""
+        return self.root / "decisions.jsonl"
+
+    @property
+    def memory_path(self) -> Path:
+        """What the controller's decisions remember."""
+        return self.root / "memory.json"
+
+    @property
+    def calibrations(self) -> Path:
+        """The engine models that were fitted to live replicas, a file for each model and shape."""
+        return self.root / "calibrations"
+
+    @property
     def fleet_path(self) -> Path:
         """The last fleet that a gateway saw."""
         return self.root / "fleet.json"

@@ -1,0 +1,125 @@
+"""Users' own scaling policies: found, loaded and kept from doing harm.
+
+``custom: "module:Class"`` names a module of the Python path, or a file: ``/path/file.py:Class``. The command
+line writes the second where the module lies beside the deployment document.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import math
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from policy.control import Choice
+from policy.errors import ConfigError
+from policy.scaling.choice import Chosen
+from policy.scaling.view import Policy, Proposal, View
+
+_lock = threading.Lock()
+_loaded: dict[tuple[Path, int], Any] = {}
+
+
+def beside(choice: Choice, folder: Path) -> Choice:
+    """The choice with a module that lies in ``folder``, where the document is, written as its file."""
+    given = choice.get("custom") if isinstance(choice, Mapping) else None
+    where = given.get("class") if isinstance(given, Mapping) else given
+    if not isinstance(where, str) or where.startswith("/"):
+        return choice
+    module, colon, name = where.rpartition(":")
+    named = Path(module) if module.endswith(".py") else Path(*module.split(".")).with_suffix(".py")
+    file = (folder / named.expanduser()).resolve()
+    if not colon or not module or not file.is_file():
+        return choice
+    found = f"{file}:{name}"
+    return {"custom": {**given, "class": found} if isinstance(given, Mapping) else found}
+
+
+def load(chosen: Chosen, path: str, event: Callable[[str], None]) -> Policy:
+    """The policy that was ``chosen`` at ``path`` of the document, made of its parameters.
+
+    What goes wrong with it later is an ``event``. Raises :class:`policy.errors.ConfigError`. Imports what it
+    is told to: not for an event loop.
+    """
+    where = chosen.class_path
+    module, _, name = where.rpartition(":")
+    try:
+        found = getattr(_module(module), name, None)
+    except Exception as error:
+        # Whatever their module raises when it is imported is what they have to know.
+        raise ConfigError(path, where, f"a module that can be imported ({_said(error)})") from error
+    if not isinstance(found, type) or not callable(getattr(found, "decide", None)):
+        raise ConfigError(path, where, f"a class {name!r} in {module} with a method decide(view, memory)")
+    try:
+        made = found(**chosen.arguments)
+    except Exception as error:
+        raise ConfigError(path, chosen.arguments, f"parameters that {name} takes ({_said(error)})") from error
+    return Guarded(made, event)
+
+
+class Guarded:
+    """Somebody's policy: where it raises, or answers what is no proposal, the count stays as it is."""
+
+    def __init__(self, policy: Policy, event: Callable[[str], None]) -> None:
+        self._policy = policy
+        self._event = event
+        self._trouble = ""
+
+    def decide(self, view: View, memory: Any) -> Proposal:
+        """What the policy proposes, or as many as there are."""
+        try:
+            proposal = self._policy.decide(view, memory)
+            trouble = _wrong(proposal)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the fleet must stand it
+            trouble = f"raised {_said(error)}"
+        if trouble and trouble != self._trouble:
+            self._event(f"{view.model}: the policy {type(self._policy).__name__} {trouble}; the count stays")
+        self._trouble = trouble
+        if trouble:
+            return Proposal(count=view.count, reason=f"the policy {trouble}", memory=memory)
+        return proposal
+
+
+def _wrong(proposal: object) -> str:
+    """Why it is no proposal, or an empty string."""
+    if not isinstance(proposal, Proposal):
+        return f"answered {proposal!r:.100}, which is no Proposal"
+    if type(proposal.count) is not int or proposal.count < 0:
+        return f"asked for {proposal.count!r:.100} replicas"
+    if not isinstance(proposal.reason, str):
+        return f"gave {proposal.reason!r:.100} as its reason"
+    numbers = {"forecast": proposal.forecast, "forecast_high": proposal.forecast_high, **proposal.terms}
+    for name, value in numbers.items():
+        if value is not None and not (isinstance(value, int | float) and math.isfinite(value)):
+            return f"answered {value!r:.100} for {name!r:.100}"
+    try:
+        # The next decision gets it from the log.
+        msgspec.json.decode(msgspec.json.encode(proposal))
+    except (TypeError, ValueError, RecursionError) as error:
+        return f"wants to remember what JSON has no word for ({_said(error)})"
+    return ""
+
+
+def _module(name: str) -> Any:
+    if not name.endswith(".py"):
+        return importlib.import_module(name)
+    file = Path(name)
+    key = (file, file.stat().st_mtime_ns)
+    with _lock:
+        if key not in _loaded:
+            spec = importlib.util.spec_from_file_location(f"tidegate_policy_{file.stem}", file)
+            assert spec is not None
+            assert spec.loader is not None
+            made = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(made)
+            _loaded[key] = made
+        return _loaded[key]
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:300]

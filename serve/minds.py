@@ -1,0 +1,95 @@
+"""The policies of each model: the one that decides, its shadow, and all the others for comparison."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from policy.config import Deployment, ModelSpec
+from policy.control import Choice
+from policy.deciding import Mind
+from policy.errors import ConfigError
+from policy.scaling.choice import CUSTOM, NAMES, choose, make
+from policy.scaling.view import Policy
+from serve import custom
+from serve.journal import Policies
+from serve.targets import wanted_models
+
+
+class Minds:
+    """Made anew only where the document says something else. What a user's policy does wrong is an event."""
+
+    def __init__(self, event: Callable[[str], None]) -> None:
+        self._event = event
+        self._made: dict[str, tuple[Policies, Mind]] = {}
+        self._prepared: dict[str, tuple[Policies, Mind]] = {}
+
+    def prepare(self, deployment: Deployment) -> None:
+        """Make those of ``deployment``; raises :class:`policy.errors.ConfigError`."""
+        self._prepared = {spec.name: self._of(spec) for spec in wanted_models(deployment)}
+
+    def adopt(self, deployment: Deployment) -> None:
+        """Take them for those that decide; raises :class:`policy.errors.ConfigError`."""
+        made = {spec.name: self._known(spec) or self._of(spec) for spec in wanted_models(deployment)}
+        self._made, self._prepared = made, {}
+
+    def take_up(self, deployment: Deployment) -> None:
+        """Make those of a document that was applied once; one that is no longer to be had decides nothing."""
+        for spec in wanted_models(deployment):
+            try:
+                self._made[spec.name] = self._of(spec)
+            except ConfigError as error:
+                self._event(f"{spec.name}: nobody decides: {error}")
+
+    def _known(self, spec: ModelSpec) -> tuple[Policies, Mind] | None:
+        known = (self._prepared.get(spec.name), self._made.get(spec.name))
+        chosen = policies_of(spec)
+        return next((each for each in known if each is not None and each[0] == chosen), None)
+
+    def _of(self, spec: ModelSpec) -> tuple[Policies, Mind]:
+        chosen = policies_of(spec)
+        return chosen, mind_of(spec.name, chosen, self._event)
+
+    def __contains__(self, model: str) -> bool:
+        return model in self._made
+
+    def mind(self, model: str) -> Mind:
+        """Who decides for ``model``."""
+        return self._made[model][1]
+
+    def policies(self, model: str) -> Policies:
+        """What the document says of them."""
+        return self._made[model][0]
+
+    def name(self, model: str) -> str:
+        """The live policy's name, and of a user's own its class."""
+        if model not in self._made:
+            return "nobody"
+        label = choose(_path(model, "policy"), self._made[model][0].live).label
+        return label.rpartition("/")[2]
+
+
+def policies_of(spec: ModelSpec) -> Policies:
+    """The policies that the document names, and the built-in ones beside them."""
+    control = spec.control
+    live = choose(_path(spec.name, "policy"), control.policy).name
+    return Policies(
+        live=control.policy, shadow=control.shadow, others=tuple(name for name in NAMES if name != live)
+    )
+
+
+def mind_of(model: str, chosen: Policies, event: Callable[[str], None]) -> Mind:
+    """Make them; raises :class:`policy.errors.ConfigError`. Imports what users wrote."""
+    return Mind(
+        live=_made(_path(model, "policy"), chosen.live, event),
+        shadow=None if chosen.shadow is None else _made(_path(model, "shadow"), chosen.shadow, event),
+        others={name: make(choose("", name)) for name in chosen.others},
+    )
+
+
+def _made(path: str, choice: Choice, event: Callable[[str], None]) -> Policy:
+    chosen = choose(path, choice)
+    return custom.load(chosen, path, event) if chosen.name == CUSTOM else make(chosen)
+
+
+def _path(model: str, key: str) -> str:
+    return f"models[{model}].control.{key}"

@@ -1,0 +1,202 @@
+"""From targets, observation and signals to the situation of a model: all that a decision may depend on."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+
+import msgspec
+
+from policy.config import Budget, Deployment, Mode, ModelSpec, Shape
+from policy.decision import Memory, Rung, Situation
+from policy.engine_model import Timing
+from policy.errors import ConfigError
+from policy.pace import GENERIC
+from policy.plan import Layer, LayerKey
+from policy.profiles import profile
+from policy.signals import Signals
+from policy.switching import gap_needed
+from policy.types import EngineKind
+from serve.calibrating import Calibrations
+from serve.observation import Observation
+from serve.steering import goal_of
+from serve.targets import Aim, Target, Targets
+
+# Of the cards of a replica, the 95th percentile over so many looks counts against a budget of watts.
+LOOKS = 120
+PART = 0.95
+
+
+class Surveying:
+    """Composes them; ``signals`` are those of a model at this instant."""
+
+    def __init__(
+        self,
+        targets: Targets,
+        observation: Observation,
+        calibrations: Calibrations,
+        signals: Callable[[str], Signals],
+    ) -> None:
+        self._targets = targets
+        self._observation = observation
+        self._calibrations = calibrations
+        self._signals = signals
+        self._watts: dict[tuple[str, str], deque[float]] = {}
+
+    def situation(self, model: str, deployment: Deployment, memory: Memory, at: float) -> Situation:
+        """What is known of ``model`` at the instant ``at``."""
+        target = self._targets.get(model)
+        spec, control = target.spec, target.spec.control
+        key = target.key()
+        layers = self._observation.layers(model)
+        leaving = _leaving(spec, layers, key)
+        signals = self._slowed(self._signals(model))
+        self._note_watts(target, signals)
+        rungs = tuple(self._rungs(target, deployment, at))
+        lead_s = next(rung.lead_s for rung in rungs if rung.mode == target.aim.mode)
+        return Situation(
+            at=at,
+            tick_s=control.tick_s,
+            model=model,
+            priority=spec.priority,
+            mode=target.aim.mode,
+            count=target.aim.count,
+            settled=target.settled and not leaving,
+            rungs=rungs,
+            supply=self._observation.supply(key, lead_s, at),
+            signals=signals,
+            slo=control.slo,
+            scale=control.scale,
+            switching=control.mode,
+            guard=control.guard,
+            queue_s=deployment.gateway.queue_timeout_s,
+            leaving=leaving,
+            overflow=any(model in upstream.models for upstream in deployment.upstreams),
+            override=target.override(at),
+            memory=memory,
+        )
+
+    def left(self, budget: Budget, deciding: Iterable[str]) -> Budget:
+        """What of the budget is for those that decide now: all but what the other models are to hold."""
+        gpus = cpus = 0
+        watts = cost = 0.0
+        for name in set(self._targets.names()) - set(deciding):
+            target = self._targets.get(name)
+            shape = target.spec.shapes[target.aim.shape]
+            gpus += target.aim.count * shape.gpus
+            cpus += target.aim.count * shape.cpus
+            watts += target.aim.count * self._needs(target, target.aim.shape, budget)
+            cost += target.aim.count * _price(shape, budget)
+        least = 1e-9  # of what is positive by its type
+        return msgspec.structs.replace(
+            budget,
+            gpus=None if budget.gpus is None else max(0, budget.gpus - gpus),
+            cpus=None if budget.cpus is None else max(0, budget.cpus - cpus),
+            watts=None if budget.watts is None else max(least, budget.watts - watts),
+            cost_per_h=None if budget.cost_per_h is None else max(least, budget.cost_per_h - cost),
+        )
+
+    def _rungs(self, target: Target, deployment: Deployment, at: float) -> Iterable[Rung]:
+        """The modes, but for those that failed to start a short while ago."""
+        for name, mode in target.spec.modes.items():
+            barred = target.barred.get(name)
+            if name == target.aim.mode or barred is None or barred.until <= at:
+                yield self._rung(target, name, mode, deployment)
+
+    def _rung(self, target: Target, name: str, mode: Mode, deployment: Deployment) -> Rung:
+        spec, shape = target.spec, target.spec.shapes[mode.shape]
+        fitted = self._calibrations.fitted(spec.name, mode.shape)
+        timing = shipped(spec, shape)
+        lead_s = self._observation.starts.lead_s(spec.name, mode.shape, spec.control.assumed_start_s)
+        return Rung(
+            mode=name,
+            shape=mode.shape,
+            least=mode.bounds.min,
+            most=mode.bounds.max,
+            timing=timing if fitted is None else msgspec.structs.replace(timing, model=fitted.model),
+            gpus=shape.gpus,
+            cpus=shape.cpus,
+            watts=self._needs(target, mode.shape, deployment.budget),
+            cost_per_h=_price(shape, deployment.budget),
+            version=0 if fitted is None else fitted.version,
+            error=0.0 if fitted is None else fitted.error,
+            lead_s=lead_s,
+            gap_s=lead_s if self._leaves_a_gap(target, name, mode, deployment) else 0.0,
+        )
+
+    def _leaves_a_gap(self, target: Target, name: str, mode: Mode, deployment: Deployment) -> bool:
+        """Whether nothing of the mode fits beside what runs now."""
+        if name == target.aim.mode:
+            return False
+        aim = Aim(
+            mode=name, shape=mode.shape, count=max(1, mode.bounds.min), generation=target.aim.generation
+        )
+        proposed = msgspec.structs.replace(target, aim=aim)
+        model = target.spec.name
+        layers, footprints = self._observation.layers(model), self._observation.footprints(proposed)
+        room = self._observation.room(model, deployment.budget)
+        return gap_needed(goal_of(proposed), layers, footprints, *room)
+
+    def _slowed(self, signals: Signals) -> Signals:
+        """With what each replica's steps take over what the model of its shape says."""
+        replicas = tuple(
+            msgspec.structs.replace(each, slowness=self._calibrations.slowness(each.id))
+            for each in signals.replicas
+        )
+        return msgspec.structs.replace(signals, replicas=replicas)
+
+    def _note_watts(self, target: Target, signals: Signals) -> None:
+        told = [each.watts for each in signals.replicas if each.watts is not None]
+        if told:
+            key = (target.spec.name, target.aim.shape)
+            self._watts.setdefault(key, deque(maxlen=LOOKS)).append(max(told))
+
+    def _needs(self, target: Target, shape: str, budget: Budget) -> float:
+        """Watts of one replica: its cards as measured, else as assumed, and its cores as assumed."""
+        made = target.spec.shapes[shape]
+        measured = self._watts.get((target.spec.name, shape))
+        cards = made.gpus * budget.gpu_watts
+        if measured:
+            cards = sorted(measured)[int(PART * (len(measured) - 1))]
+        return cards + made.cpus * budget.cpu_watts
+
+
+def _leaving(spec: ModelSpec, layers: Mapping[LayerKey, Layer], key: LayerKey) -> dict[str, int]:
+    """By mode, or by shape where no mode has it, what other layers than ``key`` still hold."""
+    modes = {mode.shape: name for name, mode in spec.modes.items()}
+    found: dict[str, int] = {}
+    for other, layer in layers.items():
+        if other != key and layer.occupied:
+            name = modes.get(other.shape, other.shape)
+            found[name] = found.get(name, 0) + layer.occupied
+    return found
+
+
+def shipped(spec: ModelSpec, shape: Shape) -> Timing:
+    """How fast a replica of ``shape`` is as far as its profile says: none was calibrated yet."""
+    name = spec.profile or (spec.sim.profile if spec.engine is EngineKind.SIM else None)
+    degree = shape.tensor_parallel if shape.gpus else max(1, shape.cpus)
+    timing = GENERIC
+    if name is not None:
+        found = profile(name)
+        try:
+            timing = Timing(limits=found.limits(degree), model=found.model.at_degree(degree))
+        except ConfigError:  # by its profile the model does not fit there: it does, for it runs
+            timing = GENERIC
+    if spec.engine is EngineKind.SIM and timing.model is not None and spec.profile is None:
+        timing = msgspec.structs.replace(timing, model=timing.model.faster(spec.sim.speed))
+    args = {**spec.engine_args, **shape.engine_args}
+    given = {
+        key: args[key] for key in ("max_num_batched_tokens", "max_num_seqs") if _is_positive(args.get(key))
+    }
+    limits = msgspec.structs.replace(timing.limits, **given)
+    seats = min(limits.max_num_seqs, shape.max_in_flight)
+    return msgspec.structs.replace(timing, limits=msgspec.structs.replace(limits, max_num_seqs=seats))
+
+
+def _is_positive(given: object) -> bool:
+    return isinstance(given, int) and given > 0
+
+
+def _price(shape: Shape, budget: Budget) -> float:
+    return shape.gpus * budget.gpu_cost_per_h + shape.cpus * budget.cpu_cost_per_h

@@ -1,0 +1,169 @@
+"""What somebody sets by hand: for how long it holds, who is said to decide, and what takes it back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from policy.decision import Override
+from policy.errors import TargetError
+from serve.client import ModelStatus
+from tests.serve.plane import LARGE, NEW_SMALL, READY, SMALL, Plane
+from tests.serve.sim_documents import document, sim_model
+from tests.serve.traffic import Traffic, by_rate
+
+
+def model(folder: Path, **over: Any) -> dict[str, Any]:
+    """One whose count follows its rate, at once both ways."""
+    made = sim_model(**over)
+    made["control"] |= {
+        "tick_s": 1,
+        "policy": by_rate(folder),
+        "scale": {"max_step_up": 4, "max_step_down": 1, "hold_s": 1},
+    }
+    return made
+
+
+def status(plane: Plane) -> ModelStatus:
+    return plane.controller.status().models[0]
+
+
+async def test_a_count_by_hand_holds_until_it_is_taken_back(plane: Plane, tmp_path: Path) -> None:
+    await plane.up(document(model(tmp_path)))
+    traffic = Traffic(plane)
+    await traffic.run(20, m=2.0)
+    assert plane.counts(READY) == {SMALL: 2}
+    assert status(plane).decided_by.endswith("by_rate.py:ByRate")
+    plane.controller.scale("m", 4)
+    await traffic.run(60)
+    assert plane.counts(READY) == {SMALL: 4}
+    assert (status(plane).decided_by, status(plane).override) == (
+        "by hand", Override(mode="multi-replica", count=4),
+    )  # fmt: skip
+    plane.controller.scale("m", None)
+    await traffic.run(20)
+    assert plane.counts(READY) == {SMALL: 2}
+    assert status(plane).override is None
+
+
+async def test_a_count_by_hand_ends_with_its_term(plane: Plane, tmp_path: Path) -> None:
+    await plane.up(document(model(tmp_path)))
+    traffic = Traffic(plane)
+    await traffic.run(10, m=1.0)
+    began = plane.now
+    said = plane.controller.scale("m", 3, 30.0)
+    assert said.override == Override(mode="multi-replica", count=3, until=began + 30.0)
+    await traffic.run(29)
+    assert plane.counts(READY) == {SMALL: 3}
+    await traffic.run(10)
+    assert plane.counts(READY) == {SMALL: 1}
+    assert status(plane).override is None
+    assert any("set by hand is over" in event for event in plane.controller.status().events)
+
+
+async def test_a_term_outlives_the_controller(plane: Plane, tmp_path: Path) -> None:
+    await plane.up(document(model(tmp_path)))
+    traffic = Traffic(plane)
+    await traffic.run(10, m=1.0)
+    plane.controller.scale("m", 3, 30.0)
+    await traffic.run(10)
+    await plane.restart()
+    await traffic.run(15)
+    assert plane.counts(READY) == {SMALL: 3}
+    assert status(plane).decided_by == "by hand"
+    await traffic.run(20)
+    assert plane.counts(READY) == {SMALL: 1}
+
+
+async def test_a_mode_by_hand_leaves_its_count_to_the_policy(plane: Plane, tmp_path: Path) -> None:
+    await plane.up(document(model(tmp_path)))
+    traffic = Traffic(plane)
+    plane.controller.mode("m", "single-large")
+    await traffic.run(10, m=3.0)
+    assert plane.counts(READY) == {LARGE: 1}
+    assert status(plane).decided_by == "by hand"
+    plane.controller.mode("m", "multi-replica", 60.0)
+    await traffic.run(20)
+    assert plane.counts(READY) == {SMALL: 3}
+    assert status(plane).override is not None
+    await traffic.run(60)
+    assert status(plane).override is None
+
+
+async def test_a_count_belongs_to_its_mode(plane: Plane, tmp_path: Path) -> None:
+    await plane.up(document(model(tmp_path)))
+    traffic = Traffic(plane)
+    plane.controller.scale("m", 4)
+    await traffic.run(5, m=1.0)
+    plane.controller.mode("m", "single-large")
+    await traffic.run(5)
+    assert plane.counts(READY) == {LARGE: 1}
+    assert status(plane).override == Override(mode="single-large")
+    plane.controller.mode("m", "multi-replica")
+    await traffic.run(20)
+    assert plane.counts(READY) == {SMALL: 1}
+
+
+async def test_nothing_by_hand_where_the_mode_may_be_empty(plane: Plane, tmp_path: Path) -> None:
+    modes = {"multi-replica": {"shape": "small", "replicas": {"min": 0, "max": 4}}}
+    await plane.up(document(model(tmp_path, modes=modes)))
+    traffic = Traffic(plane)
+    await traffic.run(10, m=2.0)
+    assert plane.controller.scale("m", 0).target == 0
+    await traffic.run(10)
+    assert plane.counts() == {}
+    assert plane.phase() == "idle"
+    # Not even somebody who waits wakes what was put out by hand.
+    traffic.queued["m"] = 3
+    await traffic.run(10)
+    assert plane.counts() == {}
+    plane.controller.scale("m", None)
+    await traffic.run(10)
+    assert plane.counts(READY)[SMALL] >= 1
+
+
+async def test_a_count_by_hand_is_kept_within_new_bounds(plane: Plane, tmp_path: Path) -> None:
+    await plane.up(document(model(tmp_path)))
+    traffic = Traffic(plane)
+    plane.controller.scale("m", 4)
+    await traffic.run(5, m=1.0)
+    modes = {"multi-replica": {"shape": "small", "replicas": {"min": 1, "max": 3}}}
+    plane.controller.apply(document(model(tmp_path, modes=modes)))
+    await traffic.run(10)
+    assert plane.counts(READY) == {SMALL: 3}
+    assert status(plane).override == Override(mode="multi-replica", count=3)
+
+
+async def test_a_mode_by_hand_that_fails_is_set_no_longer(plane: Plane, tmp_path: Path) -> None:
+    await plane.up(document(model(tmp_path)))
+    traffic = Traffic(plane)
+    await traffic.run(5, m=1.0)
+    plane.cluster.failing[LARGE] = "out of memory"
+    plane.controller.mode("m", "single-large")
+    await traffic.run(20)
+    assert plane.counts(READY) == {SMALL: 1}
+    assert status(plane).override is None
+    assert "rolled back from single-large x 1" in plane.note()
+    deploys = [event for event in plane.controller.status().events if "target single-large" in event]
+    assert len(deploys) == 1
+
+
+async def test_a_count_by_hand_outlives_a_new_generation(plane: Plane, tmp_path: Path) -> None:
+    await plane.up(document(model(tmp_path)))
+    traffic = Traffic(plane)
+    plane.controller.scale("m", 3)
+    await traffic.run(5, m=1.0)
+    plane.controller.apply(document(model(tmp_path, sim={"profile": "sim-small", "seed": 7})))
+    await traffic.run(30)
+    assert plane.counts(READY) == {NEW_SMALL: 3}
+
+
+async def test_what_is_out_of_bounds_sets_nothing(plane: Plane, tmp_path: Path) -> None:
+    await plane.up(document(model(tmp_path)))
+    with pytest.raises(TargetError, match="0 replicas in mode multi-replica, expected 1 to 4"):
+        plane.controller.scale("m", 0)
+    with pytest.raises(TargetError, match="no model is called 'x'"):
+        plane.controller.scale("x", None)
+    assert status(plane).override is None
