@@ -14,7 +14,7 @@ from gateway.metrics import Metrics, ModelMeter
 from gateway.replicas import Link
 from gateway.shared import ALONE, Shared
 from policy.config import Deployment, Eject, Retry
-from policy.types import EMPTY_FLEET, EngineKind, Fleet, Load, Model, Replica, ReplicaState, Runner
+from policy.types import EMPTY_FLEET, EngineKind, Fleet, Load, Replica, ReplicaState, Runner
 
 # A controller that was just started may not have heard of every replica yet.
 SETTLE_S = 2.0
@@ -34,8 +34,8 @@ class Served:
     """A model as this worker serves it: what the deployment says of it and its replicas.
 
     ``coming`` is whether the fleet starts replicas of it, or has none by intent; ``down`` whether it has none
-    that serves, ``asleep`` whether it starts none besides. ``causes`` says why adapters could not be loaded
-    last, as a word.
+    that serves, ``asleep`` whether it starts none besides. ``start_s`` is how long replicas took to start, as
+    far as any did. ``causes`` says why adapters could not be loaded last, as a word.
     """
 
     def __init__(self, name: str, health: Health | None = None) -> None:
@@ -48,6 +48,7 @@ class Served:
         self.links: list[Link] = []
         self.coming = True
         self.down = self.asleep = False
+        self.start_s: float | None = None
         self.told_at = 0.0
         self.causes: dict[str, str] = {}
 
@@ -178,10 +179,13 @@ class FleetView:
             served = self._of(model.name)
             served.created = model.created
             served.max_model_len = model.max_model_len
-            states = {replica.state for replica in fleet.replicas if replica.model == model.name}
-            served.coming = _coming(model, fleet)
+            mine = [replica for replica in fleet.replicas if replica.model == model.name]
+            states = [replica.state for replica in mine]
+            served.coming = _coming(states, model.target)
             served.down = ReplicaState.READY not in states
             served.asleep = served.down and ReplicaState.STARTING not in states
+            starts_s = [replica.start_s for replica in mine if replica.start_s is not None]
+            served.start_s = max(starts_s, default=served.start_s)
             if model.name not in self._documented:
                 served.runner, served.engine = model.runner, model.engine
         self._drop_unknown()
@@ -326,10 +330,9 @@ class FleetView:
         }
 
 
-def _coming(model: Model, fleet: Fleet) -> bool:
-    """Whether the fleet starts replicas of ``model``, or has none by intent."""
-    mine = [replica.state for replica in fleet.replicas if replica.model == model.name]
-    return ReplicaState.STARTING in mine or mine.count(ReplicaState.READY) < max(1, model.target)
+def _coming(states: Sequence[ReplicaState], target: int) -> bool:
+    """Whether the fleet starts replicas of a model, or has none by intent."""
+    return ReplicaState.STARTING in states or states.count(ReplicaState.READY) < max(1, target)
 
 
 def external_replica(model: str, url: str, *, ready: bool, adapters: tuple[str, ...], at: float) -> Replica:

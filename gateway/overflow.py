@@ -113,7 +113,8 @@ class Overflow:
     def _too_late(self, served: Served, request: Request) -> bool:
         if any(link.admissible for link in served.links):
             return False
-        return self._clock() + self._starts_s.get(served.name, 0.0) >= request.deadline
+        start_s = self._starts_s.get(served.name, 0.0) if served.start_s is None else served.start_s
+        return self._clock() + start_s >= request.deadline
 
     async def _serve(self, call: Call, request: Request, name: str, body: Body, raw: bytes) -> bool:
         """Whether an upstream that lists ``name`` answered, or began to."""

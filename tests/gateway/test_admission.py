@@ -245,6 +245,33 @@ async def test_what_can_be_shed_waits_no_longer_than_was_promised() -> None:
     await leave(standard)
 
 
+async def test_what_can_be_shed_waits_for_a_start_as_long_as_it_would() -> None:
+    hall = Hall(ttft_s=0.01)
+    hall.alpha.links.clear()
+    hall.alpha.down = hall.alpha.asleep = True
+    asked = await hall.ask(hall.arrive(hall.alpha, priority=Priority.SHEDDABLE))
+    await asyncio.sleep(0.03)
+    assert not asked.done()
+    hall.alpha.links.append(hall.beta.links[0])
+    hall.admission.pump("alpha")
+    assert await asked is hall.beta.links[0]
+
+
+async def test_who_waits_for_a_model_at_zero_waits_to_its_deadline() -> None:
+    hall = Hall()
+    hall.alpha.links.clear()
+    hall.alpha.down = hall.alpha.asleep = True
+    asleep: list[str] = []
+    hall.admission.on_asleep = asleep.append
+    now = asyncio.get_running_loop().time()
+    asked = await hall.ask(hall.arrive(hall.alpha, deadline=now + 0.02))
+    assert (asked.done(), asleep) == (False, ["alpha"])
+    with pytest.raises(Refused) as refused:
+        await asked
+    assert refused.value.reason is Refusal.NO_REPLICA
+    assert asyncio.get_running_loop().time() >= now + 0.017
+
+
 async def test_who_could_not_be_served_in_time_is_refused_before_it_waits() -> None:
     hall = Hall()
     link = hall.alpha.links[0]

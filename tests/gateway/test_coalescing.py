@@ -24,6 +24,7 @@ from gateway.fleet import Served
 from gateway.metrics import Metrics
 from gateway.shares import share_of
 from gateway.surface import ROUTES
+from gateway.usage import Usage
 from policy.config import Coalesce
 from policy.errors import Refusal
 from policy.request import Request
@@ -71,6 +72,7 @@ class Site:
             answer = json.dumps(said).encode()
         call.replica = b"r1"
         call.outcome = "ok"
+        call.usage = Usage(prompt=8)
         await call.answer(200, [(b"content-type", b"application/json")], answer)
 
     def ask(self, *inputs: str, deadline: float = 9e9) -> asyncio.Task[dict[str, Any]]:
@@ -155,6 +157,7 @@ async def test_those_who_come_together_share_a_call_and_get_their_own() -> None:
     assert answers[1]["headers"][b"x-tidegate-replica"] == b"r1"
     meter = site.metrics.model("vectors")
     assert (meter.coalesced_calls, meter.coalesced_requests) == (1, 2)
+    assert meter.totals.input_tokens == 8  # of the two, who have no usage of their own to count
 
 
 async def test_the_window_ends_while_the_call_before_is_under_way() -> None:

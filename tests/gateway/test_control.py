@@ -174,6 +174,48 @@ async def test_a_bad_query_parameter_is_in_our_envelope(site: Site, limit: str) 
     assert set(responses) == {"200", "default"}
 
 
+@pytest.mark.parametrize(
+    ("query", "asked"),
+    [
+        ("", "/decisions"),
+        ("?last=3", "/decisions?last=3"),
+        ("?model=org/beta&at=1700000000.5", "/decisions?model=org%2Fbeta&at=1700000000.5"),
+        ("?model=a%26last%3D9", "/decisions?model=a%26last%3D9"),
+    ],
+)
+async def test_decisions_are_the_controllers(site: Site, query: str, asked: str) -> None:
+    said = [{"at": 1.0, "model": "alpha", "count": 2}]
+    site.say(said)
+    answer = await site.http.get(f"/admin/decisions{query}")
+    assert (answer.status_code, answer.json()) == (200, said)
+    (seen,) = site.controller.asked
+    assert (seen.method, seen.path) == ("GET", asked)
+
+
+@pytest.mark.parametrize("query", ["last=0", "last=many", "last=1001", "at=nan", "at=-1", "at=noon"])
+async def test_decisions_of_no_number_or_instant_are_refused_here(site: Site, query: str) -> None:
+    answer = await site.http.get(f"/admin/decisions?{query}")
+    said = answer.json()["error"]
+    assert (answer.status_code, said["param"], said["code"]) == (400, query.partition("=")[0], "bad_value")
+    assert site.controller.asked == []
+
+
+async def test_what_the_controller_says_of_decisions_is_passed_on(site: Site) -> None:
+    site.say({"error": {"type": "TargetError", "message": "no model is called 'x'"}}, status=409)
+    answer = await site.http.get("/admin/decisions?model=x")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (409, "not_allowed")
+    await site.controller.stop()
+    answer = await site.http.get("/admin/decisions")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "controller_unreachable")
+    await site.controller.start()
+
+
+async def test_decisions_are_in_the_schema(site: Site) -> None:
+    operation = (await site.http.get("/openapi.json")).json()["paths"]["/admin/decisions"]["get"]
+    assert [one["name"] for one in operation["parameters"]] == ["model", "last", "at"]
+    assert set(operation["responses"]) == {"200", "default"}
+
+
 async def test_an_error_about_no_value_has_no_param(site: Site) -> None:
     site.say({"error": problem_of(TargetError("there was nothing before"))}, status=409)
     assert (await site.http.post("/admin/adapters/alpha/sql/rollback")).json()["error"]["param"] is None

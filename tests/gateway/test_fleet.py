@@ -218,3 +218,46 @@ async def test_to_wait_is_in_vain_when_nothing_can_be_heard_and_nothing_comes(
         link.count(READY, 20.0)
     assert not served.hopeless(10.1 + RESTART_S)
     view.close()
+
+
+STARTING = ReplicaState.STARTING
+
+
+@pytest.mark.parametrize(
+    ("states", "down", "asleep"),
+    [
+        ([], True, True),
+        ([ReplicaState.DRAINING], True, True),
+        ([ReplicaState.DRAINING, STARTING], True, False),
+        ([ReplicaState.READY, STARTING], False, False),
+    ],
+    ids=["none", "the last one leaves", "one starts", "one serves"],
+)
+async def test_a_model_sleeps_that_has_no_replica_and_starts_none(
+    states: list[ReplicaState], *, down: bool, asleep: bool
+) -> None:
+    view = FleetView("", Metrics())
+    replica = fleet(1.0, "one").replicas[0]
+    replicas = tuple(
+        msgspec.structs.replace(replica, id=f"r{i}", state=state) for i, state in enumerate(states)
+    )
+    view.take(Fleet(epoch=1.0, version=1, at=0.0, models=(MODEL,), replicas=replicas), "controller", 10.0)
+    served = view.models[0]
+    assert (served.down, served.asleep) == (down, asleep)
+    view.take(fleet(1.0, "one", version=2), "controller", 11.0)
+    assert (served.down, served.asleep) == (False, False)
+    view.close()
+
+
+async def test_how_long_a_start_took_is_known_when_all_are_gone() -> None:
+    view = FleetView("", Metrics())
+    quick = msgspec.structs.replace(fleet(1.0, "one").replicas[0], start_s=2.0)
+    slow = msgspec.structs.replace(quick, id="two", start_s=5.0)
+    view.take(Fleet(epoch=1.0, version=1, at=0.0, models=(MODEL,), replicas=(quick, slow)), "controller", 1.0)
+    served = view.models[0]
+    assert served.start_s == 5.0
+    view.take(Fleet(epoch=1.0, version=2, at=0.0, models=(MODEL,), replicas=(quick,)), "controller", 2.0)
+    assert served.start_s == 2.0
+    view.take(Fleet(epoch=1.0, version=3, at=0.0, models=(MODEL,)), "controller", 3.0)
+    assert served.start_s == 2.0
+    view.close()

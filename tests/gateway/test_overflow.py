@@ -219,6 +219,22 @@ async def test_any_other_error_is_the_clients(site: Site, upstream: FakeUpstream
     assert upstream.hits == []
 
 
+async def test_a_model_at_zero_is_waited_for_where_it_starts_in_time(
+    site: Site, upstream: FakeUpstream
+) -> None:
+    site.served.links = []
+    site.served.down = site.served.asleep = True
+    site.refusal = None
+    site.deploy(upstream)  # whose start is taken to last a minute
+    assert (await site.ask(wait_s=9.0)).body == ANSWER
+    assert site.asked_of_fleet == 0
+    assert (await site.ask(wait_s=90.0)).body == b"ours"
+    site.served.start_s = 2.0
+    assert (await site.ask(wait_s=9.0)).body == b"ours"
+    site.served.start_s = 100.0
+    assert (await site.ask(wait_s=90.0)).body == ANSWER
+
+
 async def test_what_came_too_late_is_not_paid_for(site: Site, upstream: FakeUpstream) -> None:
     site.deploy(upstream)
     with pytest.raises(Refused):

@@ -1,0 +1,59 @@
+"""What gateways and replicas tell reaches the gathering, by the controller's clock."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import httpx
+import msgspec
+import pytest
+
+from policy.reports import EngineReport, GatewayReport, ModelReport, PowerReport
+from policy.types import Beat, Load, Replica, ReplicaState
+from serve.api import build_app
+from store.state import SECRET_HEADER
+from tests.serve.plane import Plane
+from tests.serve.sim_documents import document
+
+
+@pytest.fixture
+async def served(plane: Plane) -> AsyncIterator[httpx.AsyncClient]:
+    await plane.up(document())
+    transport = httpx.ASGITransport(build_app(plane.controller, "s"))
+    headers = {SECRET_HEADER: "s"}
+    async with httpx.AsyncClient(transport=transport, base_url="http://c", headers=headers) as client:
+        yield client
+
+
+async def test_what_gateways_count_is_gathered(plane: Plane, served: httpx.AsyncClient) -> None:
+    for number in range(1, 11):
+        plane.now += 1.0
+        report = GatewayReport(
+            worker="w", number=number, since_s=float(number), models={"m": ModelReport(arrived=4 * number)}
+        )
+        answer = await served.post("/signals", content=msgspec.json.encode(report))
+        assert (answer.status_code, answer.json()) == (200, {"ok": True})
+    demand = plane.controller.gathering.signals("m", plane.now + 2.0).demand
+    assert demand is not None
+    assert demand.arrivals.last_6_s == pytest.approx(4.0)
+    assert demand.age_s == 2.0
+
+
+async def test_a_report_that_is_none_is_refused_and_needs_the_secret(
+    plane: Plane, served: httpx.AsyncClient
+) -> None:
+    assert (await served.post("/signals", content=b'{"worker": 7}')).status_code == 400
+    report = msgspec.json.encode(GatewayReport(worker="w", number=1, since_s=1.0))
+    assert (await served.post("/signals", content=report, headers={SECRET_HEADER: "x"})).status_code == 401
+
+
+async def test_what_engines_and_cards_tell_comes_with_the_beat(
+    plane: Plane, served: httpx.AsyncClient
+) -> None:
+    replica = Replica(
+        id="r", model="m", shape="small", generation=1, state=ReplicaState.READY, load=Load(at=0.0, running=3)
+    )
+    beat = Beat(replica=replica, engine=EngineReport(deferred=2), power=PowerReport(watts=250.0))
+    assert (await served.post("/replicas", content=msgspec.json.encode(beat))).status_code == 200
+    (seen,) = plane.controller.gathering.signals("m", plane.now + 1.0).replicas
+    assert (seen.running, seen.deferred, seen.watts, seen.age_s) == (3, 2, 250.0, 1.0)
