@@ -22,6 +22,7 @@ from policy.config import (
     Tenant,
     Upstream,
 )
+from policy.control_section import check_control
 from policy.conversion import convert, convert_values
 from policy.errors import ConfigError
 from policy.profiles import PROFILES
@@ -62,6 +63,7 @@ def parse(document: object) -> Deployment:
             raise ConfigError(f"{path}.name", spec.name, "a name that no other model has")
         seen.add(spec.name)
         _check_profiles(path, spec)
+        check_control(f"{path}.control", spec.control)
         if spec.engine is EngineKind.EXTERNAL:
             _check_external(path, spec)
         else:

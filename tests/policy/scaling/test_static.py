@@ -1,0 +1,29 @@
+"""What does not follow the load stays within its mode all the same."""
+
+from __future__ import annotations
+
+import pytest
+
+from policy.scaling.static import Static, StaticParameters
+from tests.policy.scaling.views import demand, view
+
+
+@pytest.mark.parametrize(
+    ("replicas", "count", "proposed", "said"),
+    [
+        (None, 3, 3, "3 as it is"),
+        (None, 0, 1, "1 as the mode bounds it"),
+        (None, 9, 5, "5 as the mode bounds it"),
+        (4, 1, 4, "4 as written"),
+        (7, 1, 5, "7 as written, 5 as the mode bounds it"),
+        (0, 3, 1, "0 as written, 1 as the mode bounds it"),
+    ],
+)
+def test_it_keeps_what_there_is_or_what_was_written(
+    replicas: int | None, count: int, proposed: int, said: str
+) -> None:
+    policy = Static(StaticParameters(replicas=replicas))
+    for seen in (None, demand(0.0), demand(100.0, queued=50)):
+        proposal = policy.decide(view(seen, count=count, least=1, most=5), None)
+        assert proposal.count == proposed
+        assert said in proposal.reason

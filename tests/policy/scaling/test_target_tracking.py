@@ -1,0 +1,100 @@
+"""The proportional rule: its tolerance, and what is missing read against the change."""
+
+from __future__ import annotations
+
+import pytest
+
+from policy.control import Objective
+from policy.scaling.target_tracking import Metric, TargetTracking, TargetTrackingParameters
+from policy.signals import ReplicaFigures
+from tests.policy.scaling.views import counts, demand, late, replicas, view
+
+
+def tracking(
+    metric: Metric = Metric.CONCURRENCY, target: float | None = 10.0, **more: float
+) -> TargetTracking:
+    return TargetTracking(TargetTrackingParameters(metric=metric, target=target, **more))
+
+
+def test_it_follows_the_requests_at_once_beyond_the_tolerance() -> None:
+    rows = [
+        (0, demand(1.0, concurrency=20.0)),
+        (5, demand(1.0, concurrency=21.9)),  # just below 10 % over
+        (10, demand(1.0, concurrency=22.1)),
+        (15, demand(1.0, concurrency=61.0)),
+        (20, demand(1.0, concurrency=64.0)),  # of 7: 9 % under
+        (25, demand(1.0, concurrency=62.0)),
+        (30, demand(1.0, concurrency=9.0)),
+        (35, demand(0.0, concurrency=0.0)),
+    ]
+    assert counts(tracking(), rows) == [2, 2, 3, 7, 7, 7, 1, 1]
+
+
+def test_a_wider_tolerance_waits_longer() -> None:
+    rows = [(0, demand(concurrency=29.0)), (5, demand(concurrency=31.0))]
+    assert counts(tracking(tolerance=0.5), rows) == [2, 4]
+
+
+def test_a_queue_counts_in_gateways_and_engines() -> None:
+    policy = tracking(Metric.QUEUE, 4.0)
+    seen = view(demand(queued=8), count=2, figures=replicas(2, waiting=6))
+    assert policy.decide(seen, None).count == 5
+
+
+def test_what_is_under_way_is_not_asked_for_again() -> None:
+    """Eight KV caches at 90 %, and 70 % is aimed at: 8 become 11, and 11 stay while 3 start."""
+    policy = tracking(Metric.KV_USED, 0.7)
+    before = view(demand(1.0), count=8, figures=replicas(8, kv_used=0.9))
+    assert policy.decide(before, None).count == 11
+    starting = view(demand(1.0), count=11, starting_s=(20, 20, 20), figures=replicas(8, kv_used=0.9))
+    assert policy.decide(starting, None).count == 11
+
+
+def test_one_that_starts_takes_nothing_away() -> None:
+    policy = tracking(Metric.KV_USED, 0.7)
+    seen = view(demand(1.0), count=4, starting_s=(20.0, 20.0), figures=replicas(2, kv_used=0.8))
+    assert policy.decide(seen, None).count == 4
+
+
+@pytest.mark.parametrize(
+    ("used", "silent", "count"),
+    [
+        (0.35, 0, 2),
+        (0.35, 2, 3),  # two of four silent: as if at the target, ceil(2 * 0.5 + 2)
+        (1.0, 0, 6),
+        (1.0, 2, 4),  # as if idle, the four are used less than they should be: nothing is added
+    ],
+)
+def test_who_says_nothing_counts_against_the_change(used: float, silent: int, count: int) -> None:
+    figures = replicas(4 - silent, kv_used=used) + tuple(
+        ReplicaFigures(id=f"old{i}", age_s=60.0, kv_used=0.0) for i in range(silent)
+    )
+    assert (
+        tracking(Metric.KV_USED, 0.7).decide(view(demand(1.0), count=4, figures=figures), None).count == count
+    )
+
+
+def test_no_replica_tells_anything_and_nothing_changes() -> None:
+    proposal = tracking(Metric.TOKENS_PER_S).decide(view(demand(50.0), count=3, figures=()), None)
+    assert (proposal.count, proposal.reason) == (3, "no replica tells its tokens_per_s")
+    nothing = tracking(Metric.TTFT_P95).decide(view(demand(50.0), count=3), None)
+    assert nothing.count == 3
+
+
+def test_the_first_token_is_kept_at_the_objective() -> None:
+    policy = tracking(Metric.TTFT_P95, None)
+    slow = demand(8.0, ttft=late(3.0))
+    assert policy.decide(view(slow, count=4), None).count == 6  # 3 s of 2 s
+    assert policy.decide(view(slow, count=4, slo=Objective()), None).count == 12  # of 1 s
+
+
+def test_the_first_request_finds_somebody() -> None:
+    for metric in Metric:
+        policy = tracking(metric)
+        assert policy.decide(view(demand(0.0), count=0, least=0), None).count == 0
+        assert policy.decide(view(demand(0.0, queued=1), count=0, least=0), None).count == 1
+
+
+def test_the_last_request_keeps_somebody() -> None:
+    seen = demand(0.0, concurrency=1.0)
+    assert tracking(Metric.QUEUE, 4.0).decide(view(seen, count=1, least=0), None).count == 1

@@ -1,0 +1,79 @@
+"""Views as tests need them: of a load, with everything else as it should be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from policy.control import Objective
+from policy.scaling.view import Capability, Policy, Proposal, Supply, View
+from policy.signals import Demand, Quantiles, Rates, ReplicaFigures, Signals
+
+START = 1_700_000_000.0
+
+
+def rates(value: float) -> Rates:
+    return Rates(last_6_s=value, last_20_s=value, last_60_s=value, last_600_s=value)
+
+
+def demand(load: float = 0.0, *, concurrency: float | None = None, **more: Any) -> Demand:
+    """``load`` requests per second, each of which stays for four seconds unless ``concurrency`` is said."""
+    at_once = 4.0 * load if concurrency is None else concurrency
+    fields: dict[str, Any] = {"input_tokens": 1000.0, "output_tokens": 200.0} | more
+    return Demand(age_s=0.5, arrivals=rates(load), refused=rates(0.0), concurrency=rates(at_once), **fields)
+
+
+def replicas(count: int, **figures: Any) -> tuple[ReplicaFigures, ...]:
+    return tuple(ReplicaFigures(id=f"r{i}", age_s=0.5, **figures) for i in range(count))
+
+
+def late(p95: float) -> Quantiles:
+    return Quantiles(count=50, p50=p95 / 2, p90=p95, p95=p95, p99=p95)
+
+
+def view(
+    seen: Demand | None = None,
+    *,
+    at: float = 0.0,
+    count: int = 2,
+    serving: int | None = None,
+    starting_s: Sequence[float] = (),
+    figures: tuple[ReplicaFigures, ...] | None = None,
+    least: int = 1,
+    most: int = 20,
+    lead_s: float = 30.0,
+    capability: Capability | None = None,
+    slo: Objective | None = None,
+) -> View:
+    """``at`` seconds after :data:`START`; a replica takes four requests per second within an objective."""
+    serving = count - len(starting_s) if serving is None else serving
+    return View(
+        at=START + at,
+        tick_s=5.0,
+        model="m",
+        mode="multi-replica",
+        count=count,
+        least=least,
+        most=most,
+        supply=Supply(wanted=count, serving=serving, starting_s=tuple(starting_s)),
+        signals=Signals(demand=seen, replicas=replicas(serving) if figures is None else figures),
+        capability=capability or Capability(mu=4.0, mu_max=5.0, kv_tokens=100_000, seats=64),
+        lead_s=lead_s,
+        slo=Objective(ttft_p95_s=2.0) if slo is None else slo,
+    )
+
+
+def counts(policy: Policy, rows: Sequence[tuple[float, Demand]], *, count: int = 2, **more: Any) -> list[int]:
+    """What is proposed at each row of (seconds, demand), where each proposal is there by the next."""
+    return [proposal.count for proposal in proposals(policy, rows, count=count, **more)]
+
+
+def proposals(
+    policy: Policy, rows: Sequence[tuple[float, Demand]], *, count: int = 2, **more: Any
+) -> list[Proposal]:
+    memory, found = None, []
+    for at, seen in rows:
+        proposal = policy.decide(view(seen, at=at, count=count, **more), memory)
+        count, memory = proposal.count, proposal.memory
+        found.append(proposal)
+    return found
