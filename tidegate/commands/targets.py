@@ -62,7 +62,7 @@ def scale(
     client = controller(state)
     status = client.scale(model, replicas if isinstance(replicas, int) else None, for_s)
     now = _settled(client, status) if wait else status
-    _report(now, status, as_json, _by_hand(f"scale {model}", replicas, for_s))
+    _report(now, status, as_json, _by_hand("scale", status, replicas, for_s))
 
 
 @click.command(
@@ -80,7 +80,7 @@ def mode(state: StateDir, *, model: str, name: str, for_s: float | None, wait: b
     client = controller(state)
     status = client.mode(model, None if name == AUTO else name, for_s)
     now = _settled(client, status) if wait else status
-    _report(now, status, as_json, _by_hand(f"mode {model}", name, for_s))
+    _report(now, status, as_json, _by_hand("mode", status, name, for_s))
 
 
 def _no_term_of_auto(wanted: int | str, for_s: float | None) -> None:
@@ -88,15 +88,20 @@ def _no_term_of_auto(wanted: int | str, for_s: float | None) -> None:
         raise click.UsageError("--for is how long something set by hand holds: it goes without 'auto'")
 
 
-def _by_hand(command: str, wanted: int | str, for_s: float | None) -> str:
+def _by_hand(command: str, status: ModelStatus, wanted: int | str, for_s: float | None) -> str:
     """Until when it holds, and how to go back before."""
-    if wanted == AUTO:
-        return "Load decides."
-    back = f"`tidegate {command} auto` lets load decide again"
-    if for_s is None:
-        return f"Set by hand: {back}."
-    now = time.time()
-    return f"Set by hand until {clock(now + for_s, now)}: {back} before."
+    other = "mode" if command == "scale" else "scale"
+    if wanted != AUTO:
+        back = f"`tidegate {command} {status.name} {AUTO}` lets load decide again"
+        if for_s is None:
+            return f"Set by hand: {back}."
+        now = time.time()
+        return f"Set by hand until {clock(now + for_s, now)}: {back} before."
+    if status.override is not None:
+        return (
+            f"Load decides once `tidegate {other} {status.name} {AUTO}` takes back what is still set by hand."
+        )
+    return "Load decides."
 
 
 def controller(state: StateDir) -> ControllerClient:
