@@ -19,7 +19,7 @@ from policy.deciding import Mind, decide_all
 from policy.config import Budget
 from policy.decision import Decision, Memory, Situation
 from serve.client import Logged
-from store.logs import KEPT, RotatingLog
+from store.logs import KEPT, MAX_BYTES, RotatingLog
 
 log = logging.getLogger("tidegate.controller")
 
@@ -151,7 +151,7 @@ class Journal:
                     return
                 lost, self._lost = self._lost, 0
             try:
-                file = RotatingLog(self._path)
+                file = RotatingLog(self._path, MAX_BYTES)
                 try:
                     if not _ends_a_line(self._path):
                         file.write(b"\n")

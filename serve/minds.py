@@ -10,7 +10,7 @@ from policy.deciding import Mind
 from policy.errors import ConfigError
 from policy.scaling.choice import CUSTOM, NAMES, choose, make
 from policy.scaling.view import Policy
-from serve import custom
+from serve.custom import Guarded, load
 from serve.journal import Policies
 from serve.targets import wanted_models
 
@@ -82,13 +82,14 @@ def mind_of(model: str, chosen: Policies, event: Callable[[str], None]) -> Mind:
     return Mind(
         live=_made(_path(model, "policy"), chosen.live, event),
         shadow=None if chosen.shadow is None else _made(_path(model, "shadow"), chosen.shadow, event),
-        others={name: make(choose("", name)) for name in chosen.others},
+        # One that is only asked for comparison must not keep the live one from deciding.
+        others={name: Guarded(make(choose("", name)), event) for name in chosen.others},
     )
 
 
 def _made(path: str, choice: Choice, event: Callable[[str], None]) -> Policy:
     chosen = choose(path, choice)
-    return custom.load(chosen, path, event) if chosen.name == CUSTOM else make(chosen)
+    return Guarded(load(chosen, path) if chosen.name == CUSTOM else make(chosen), event)
 
 
 def _path(model: str, key: str) -> str:

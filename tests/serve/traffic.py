@@ -47,11 +47,14 @@ class Traffic:
         self.met = 1.0
         self._totals: dict[str, dict[str, float]] = {}
         self._number = 0
+        self._began = self._reported = plane.now
         self.silent = False
 
-    def report(self, seconds: float = 1.0) -> None:
-        """What happened in the last ``seconds``."""
+    def report(self) -> None:
+        """What happened since the last report."""
         self._number += 1
+        now = self.plane.now
+        seconds, self._reported = now - self._reported, now
         models = {}
         for name in {*self.rates, *self.queued}:
             totals = self._totals.setdefault(name, {"arrived": 0.0, "met": 0.0})
@@ -60,7 +63,7 @@ class Traffic:
             models[name] = self._model(name, int(totals["arrived"]), int(totals["met"]))
         if not self.silent:
             self.plane.controller.signals(GatewayReport(
-                worker="w", number=self._number, since_s=self.plane.now - 1000.0, models=models
+                worker="w", number=self._number, since_s=now - self._began, models=models
             ))
 
     def _model(self, name: str, arrived: int, met: int) -> ModelReport:
