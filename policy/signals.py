@@ -48,7 +48,7 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
     ``arrivals`` are requests per second before any was refused, ``refused`` those that were. Of ``queued``
     requests in gateways the oldest waits for ``oldest_s``. ``concurrency`` counts requests that wait or run.
     Means per request over the last ten minutes: ``input_tokens``, of which the fraction ``hit`` was cached,
-    and ``output_tokens``; 0 before any ended. ``idle_s`` is how long nobody has asked.
+    and ``output_tokens``; 0 before any ended. ``idle_s`` is how long nobody asked, or had an answer coming.
     """
 
     age_s: float
