@@ -332,12 +332,16 @@ class Router:
                 site.share.takers = [*site.share.takers[-3:], (taker.share, part)]
 
     def _keeps_pace(self, candidate: Candidate, site: Site) -> bool:
-        """Whether steps stay as short as promised with one more running."""
+        """Whether steps stay as short as promised with one more running, where they are for one alone.
+
+        Where they are not, who waits is served no better for it.
+        """
         if self.settings.itl_s == math.inf:
             return True
-        running = candidate.in_flight + 1
+        running, slope = candidate.in_flight + 1, self._line.slope
         step = site.pace.step_s(running, candidate.kv_used * site.pace.kv_tokens, running)
-        return self._line.slope * step <= self.settings.itl_s
+        alone = site.pace.step_s(1.0, 0.0, 1.0)
+        return slope * step <= self.settings.itl_s or slope * alone > self.settings.itl_s
 
     def _shortlist(
         self, request: Request, pairs: list[tuple[Candidate, Site]], at: float

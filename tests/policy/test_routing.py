@@ -263,6 +263,14 @@ def test_no_more_run_at_once_than_keep_the_promised_pace() -> None:
     assert 7 <= taken <= 9
 
 
+def test_a_pace_that_one_alone_does_not_keep_makes_nobody_wait() -> None:
+    [candidate] = fleet(1)
+    assert TIMING.model is not None
+    router = Router(Settings(itl_s=TIMING.model.step_time(1, 0, 1) * 0.9))
+    candidate.in_flight = 15
+    assert router.choose(short(), [candidate], 0.0, 0.0).chosen is not None
+
+
 def test_many_candidates_are_cut_to_those_that_could_win() -> None:
     router, candidates = Router(), fleet(64)
     for candidate in candidates:
