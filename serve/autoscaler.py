@@ -15,7 +15,7 @@ import msgspec
 
 from policy.config import Deployment
 from policy.deciding import Mind, decide_all
-from policy.decision import Decision, Memory, Rule, Situation
+from policy.decision import Decision, Memory, Situation
 from policy.errors import SwitchRefused
 from policy.gathering import Gathering
 from policy.reports import GatewayReport
@@ -148,7 +148,7 @@ class Autoscaler:
             at=at,
             policies={name: self._minds.policies(name) for name in names},
             situations=situations,
-            budget=self._surveying.left(deployment.budget, names),
+            budget=deployment.budget,
         )
         minds = {name: self._minds.mind(name) for name in names}
         self._running = asyncio.create_task(self._round(asked, minds, deployment))
@@ -178,10 +178,6 @@ class Autoscaler:
         for name, decision in decisions.items():
             if name in self._targets.names():
                 self._carry_out(made.situations[name], decision, deployment)
-        short = any(clip.rule is Rule.BUDGET for decision in decisions.values() for clip in decision.clips)
-        if short and (others := self._names(deployment) - decisions.keys()):
-            # Only together can they agree on who gives what up.
-            self._stirred |= {*others, *decisions}
 
     def _decide(self, asked: Round, minds: Mapping[str, Mind]) -> Round:
         """Decide on what the log will have, word for word, and remember it on disk; beside the event loop."""
@@ -275,14 +271,20 @@ class Autoscaler:
                 self._stirred.add(name)
 
     def _due(self, deployment: Deployment) -> set[str]:
-        """The models whose turn it is: at multiples of ``tick_s``, so that a budget is shared out at once."""
+        """The models whose turn it is, at multiples of ``tick_s``; with one all that share a budget with it.
+
+        Decided one after the other, each would take what another has given up for a third.
+        """
+        names = self._names(deployment)
         found = set()
-        for name in self._names(deployment):
+        for name in names:
             slot = math.floor(self._now() / self._targets.get(name).spec.control.tick_s)
             if name in self._stirred or self._slots.get(name) != slot:
                 self._slots[name] = slot
                 found.add(name)
-        return found
+        budget = deployment.budget
+        bounds = (budget.gpus, budget.cpus, budget.watts, budget.cost_per_h)
+        return names if found and any(bound is not None for bound in bounds) else found
 
     def _names(self, deployment: Deployment) -> set[str]:
         """The models that are decided on: one that leaves, or leaves its mode, is not."""

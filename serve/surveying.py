@@ -76,26 +76,6 @@ class Surveying:
             memory=memory,
         )
 
-    def left(self, budget: Budget, deciding: Iterable[str]) -> Budget:
-        """What of the budget is for those that decide now: all but what the other models are to hold."""
-        gpus = cpus = 0
-        watts = cost = 0.0
-        for name in set(self._targets.names()) - set(deciding):
-            target = self._targets.get(name)
-            shape = target.spec.shapes[target.aim.shape]
-            gpus += target.aim.count * shape.gpus
-            cpus += target.aim.count * shape.cpus
-            watts += target.aim.count * self._needs(target, target.aim.shape, budget)
-            cost += target.aim.count * _price(shape, budget)
-        least = 1e-9  # of what is positive by its type
-        return msgspec.structs.replace(
-            budget,
-            gpus=None if budget.gpus is None else max(0, budget.gpus - gpus),
-            cpus=None if budget.cpus is None else max(0, budget.cpus - cpus),
-            watts=None if budget.watts is None else max(least, budget.watts - watts),
-            cost_per_h=None if budget.cost_per_h is None else max(least, budget.cost_per_h - cost),
-        )
-
     def _rungs(self, target: Target, deployment: Deployment, at: float) -> Iterable[Rung]:
         """The modes, but for those that failed to start a short while ago."""
         for name, mode in target.spec.modes.items():

@@ -10,7 +10,7 @@ from policy.reports import GatewayReport, ModelReport
 from tests.serve.plane import Plane
 
 # One replica for each request per second; says what it remembers.
-BY_RATE = '''
+BY_RATE = """
 from policy.scaling.view import Proposal
 
 class ByRate:
@@ -25,7 +25,7 @@ class ByRate:
         if demand is None:
             count = view.count
         return Proposal(count=count, reason=f"{rate:.1f}/s", terms={"rate": rate}, forecast=rate, memory=seen)
-'''
+"""
 
 
 def by_rate(folder: Path, **parameters: Any) -> dict[str, Any]:
@@ -62,9 +62,9 @@ class Traffic:
             totals["met"] += self.rates.get(name, 0.0) * seconds * self.met
             models[name] = self._model(name, int(totals["arrived"]), int(totals["met"]))
         if not self.silent:
-            self.plane.controller.signals(GatewayReport(
-                worker="w", number=self._number, since_s=now - self._began, models=models
-            ))
+            self.plane.controller.signals(
+                GatewayReport(worker="w", number=self._number, since_s=now - self._began, models=models)
+            )
 
     def _model(self, name: str, arrived: int, met: int) -> ModelReport:
         histogram = [0] * BUCKETS

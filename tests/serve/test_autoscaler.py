@@ -1,0 +1,307 @@
+"""What is decided is carried out: timelines of load, signals and documents over replicas in memory."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from policy.errors import ConfigError
+from policy.plan import LayerKey
+from policy.types import ReplicaState
+from serve import autoscaler
+from serve.autoscaler import Kept
+from serve.client import Logged, ModelStatus
+from tests.serve.plane import NEW_SMALL, READY, SMALL, Plane
+from tests.serve.sim_documents import document, sim_model
+from tests.serve.traffic import Traffic, by_rate
+
+ANY = {"max_step_up": 4, "max_step_down": 1, "hold_s": 10}
+EMPTY = {"multi-replica": {"shape": "small", "replicas": {"min": 0, "max": 4}}}
+
+
+def model(
+    folder: Path, name: str = "m", *, control: dict[str, Any] | None = None, **over: Any
+) -> dict[str, Any]:
+    """One whose count follows its rate, up at once and down after ten seconds."""
+    made = sim_model(name, **over)
+    made["control"] |= {"tick_s": 1, "policy": by_rate(folder), "scale": ANY, **(control or {})}
+    return made
+
+
+def status(plane: Plane) -> ModelStatus:
+    return plane.controller.status().models[0]
+
+
+def logged(plane: Plane, last: int = 1, at: float | None = None, model: str | None = None) -> list[Logged]:
+    return plane.controller.autoscaler.journal.read(last, at, model)
+
+
+async def test_load_goes_up_and_down_and_so_does_the_count(plane: Plane, tmp_path: Path) -> None:
+    await plane.up(document(model(tmp_path)))
+    traffic = Traffic(plane)
+    await traffic.run(12, m=1.0)
+    first = set(plane.cluster.replicas)
+    await traffic.run(8, m=4.0)
+    assert plane.counts(READY) == {SMALL: 4}
+    await traffic.run(10, m=1.0)
+    assert plane.counts(READY) == {SMALL: 4}
+    await traffic.run(15)
+    assert set(plane.cluster.replicas) == first
+    assert status(plane).generation == 1
+
+
+async def test_status_says_who_decides_and_why(plane: Plane, tmp_path: Path) -> None:
+    await plane.up(document(model(tmp_path)))
+    await Traffic(plane).run(12, m=2.0)
+    said = status(plane)
+    assert (said.decided_by, said.reason) == ("by_rate.py:ByRate", "2.0/s")
+    assert said.forecast == pytest.approx(2.0)
+    assert said.capability is not None
+    assert said.capability.mu_max > 0
+    assert said.decided_at == pytest.approx(plane.now, abs=1.0)
+
+
+async def test_what_starts_counts_and_is_not_asked_for_again(plane: Plane, tmp_path: Path) -> None:
+    await plane.up(document(model(tmp_path)))
+    traffic = Traffic(plane)
+    await traffic.run(10, m=1.0)
+    plane.cluster.slow = True
+    await traffic.run(20, m=3.0)
+    assert plane.counts() == {SMALL: 3}
+    (now,) = logged(plane)
+    assert now.situation.supply.serving == 1
+    assert len(now.situation.supply.starting_s) == 2
+    assert not now.decision.changes
+    plane.cluster.ready()
+    await traffic.run(2)
+    assert logged(plane)[0].situation.supply.starting_s == ()
+
+
+async def test_silent_gateways_take_nothing_away(plane: Plane, tmp_path: Path) -> None:
+    await plane.up(document(model(tmp_path)))
+    traffic = Traffic(plane)
+    await traffic.run(15, m=3.0)
+    traffic.silent = True
+    await traffic.run(100, m=0.0)
+    assert plane.counts(READY) == {SMALL: 3}
+    traffic.silent = False
+    await traffic.run(40, m=1.0)
+    assert plane.counts(READY) == {SMALL: 1}
+
+
+async def test_nobody_asks_and_it_sleeps_until_somebody_waits(plane: Plane, tmp_path: Path) -> None:
+    sleepy = {"scale": {"zero_after_s": 30, "hold_s": 5, "standby": 1.0}, "tick_s": 20}
+    await plane.up(document(model(tmp_path, modes=EMPTY, control=sleepy)))
+    traffic = Traffic(plane)
+    await traffic.run(30, m=1.0)
+    await traffic.run(90, m=0.0)
+    assert plane.counts() == {}
+    assert (plane.phase(), status(plane).target) == ("idle", 0)
+    # Whose request waits does not wait for the tick: twenty seconds may pass until the next.
+    traffic.queued["m"] = 1
+    traffic.report()
+    await plane.ticks(2)
+    assert plane.counts(READY) == {SMALL: 1}
+    assert plane.phase() == "steady"
+
+
+async def test_a_dry_run_decides_and_does_nothing(plane: Plane, tmp_path: Path) -> None:
+    await plane.up(document(model(tmp_path, control={"guard": {"dry_run": True}})))
+    traffic = Traffic(plane)
+    await traffic.run(15, m=3.0)
+    assert plane.counts() == {SMALL: 1}
+    (now,) = logged(plane)
+    assert (now.decision.count, now.decision.was_count, now.decision.dry_run) == (3, 1, True)
+    assert status(plane).dry_run
+    plane.controller.scale("m", 2)
+    await traffic.run(2)
+    assert plane.counts() == {SMALL: 2}
+    plane.controller.scale("m", None)
+    plane.controller.apply(document(model(tmp_path)))
+    await plane.ticks(3)
+    assert plane.counts(READY) == {SMALL: 3}
+
+
+async def test_a_new_policy_decides_at_once_and_restarts_nothing(plane: Plane, tmp_path: Path) -> None:
+    rare = {"tick_s": 300, "shadow": "static"}
+    await plane.up(document(model(tmp_path, control=rare)))
+    traffic = Traffic(plane)
+    await traffic.run(12, m=1.0)
+    first = set(plane.cluster.replicas)
+    plane.controller.apply(document(model(tmp_path, control=rare | {"policy": {"static": {"replicas": 3}}})))
+    await plane.ticks(2)
+    assert plane.counts(READY) == {SMALL: 3}
+    assert first < set(plane.cluster.replicas)
+    assert status(plane).decided_by == "static"
+    (now,) = logged(plane)
+    assert now.decision.shadow is not None
+    assert now.decision.shadow.reason == "3 as it is"
+    assert "static" not in now.decision.others
+    # Ticks follow the new document as well.
+    plane.controller.apply(document(model(tmp_path, control={"tick_s": 1})))
+    at = plane.now
+    await traffic.run(5)
+    assert {each.decision.at for each in logged(plane, 9) if each.decision.at > at}
+
+
+async def test_a_document_that_is_refused_changes_nothing(plane: Plane, tmp_path: Path) -> None:
+    await plane.up(document(model(tmp_path)))
+    traffic = Traffic(plane)
+    await traffic.run(12, m=2.0)
+    for policy in ("predictiv", {"static": {"replicas": -1}}, {"custom": "none_of_this:Name"}):
+        with pytest.raises(ConfigError):
+            plane.controller.apply(document(model(tmp_path, control={"policy": policy})))
+    await traffic.run(15, m=3.0)
+    assert plane.counts(READY) == {SMALL: 3}
+
+
+async def test_the_more_important_model_gets_what_the_other_gives_up(plane: Plane, tmp_path: Path) -> None:
+    low, high = model(tmp_path, "low"), model(tmp_path, "high", priority=5)
+    await plane.up(document(low, high, budget={"cpus": 4}))
+    traffic = Traffic(plane)
+    await traffic.run(15, low=3.0, high=1.0)
+    keys = LayerKey("low", "small", 1), LayerKey("high", "small", 1)
+    assert [plane.counts(READY)[key] for key in keys] == [3, 1]
+    await traffic.run(60, high=3.0)
+    assert [plane.counts(READY)[key] for key in keys] == [1, 3]
+    # What low gives up goes to high, and back to nobody.
+    counts = [each.decision.count for each in reversed(logged(plane, 400, model="low"))]
+    assert counts == sorted(counts[: counts.index(3) + 1]) + sorted(
+        counts[counts.index(3) + 1 :], reverse=True
+    )
+
+
+async def test_models_of_one_budget_agree_whatever_their_ticks(plane: Plane, tmp_path: Path) -> None:
+    low = model(tmp_path, "low", control={"tick_s": 7})
+    high = model(tmp_path, "high", priority=5, control={"tick_s": 3})
+    await plane.up(document(low, high, budget={"cpus": 4}))
+    traffic = Traffic(plane)
+    await traffic.run(20, low=3.0, high=1.0)
+    most = 0
+    for _ in range(60):
+        await traffic.run(1, high=3.0)
+        most = max(most, sum(plane.counts().values()))
+    assert plane.counts(READY) == {LayerKey("low", "small", 1): 1, LayerKey("high", "small", 1): 3}
+    assert most == 4
+
+
+async def test_what_is_remembered_outlives_the_controller(plane: Plane, tmp_path: Path) -> None:
+    await plane.up(document(model(tmp_path)))
+    traffic = Traffic(plane)
+    await traffic.run(12, m=2.0)
+    seen = remembered(plane)
+    assert seen > 10
+    await plane.restart()
+    await traffic.run(3)
+    assert remembered(plane) > seen
+    assert plane.counts(READY) == {SMALL: 2}
+    # Another policy has nothing to do with it.
+    plane.controller.apply(document(model(tmp_path, control={"policy": by_rate(tmp_path, each=2.0)})))
+    await traffic.run(2)
+    assert remembered(plane) < seen
+
+
+async def test_a_memory_that_cannot_be_read_is_learned_anew(plane: Plane, tmp_path: Path) -> None:
+    await plane.up(document(model(tmp_path)))
+    traffic = Traffic(plane)
+    await traffic.run(12, m=2.0)
+    plane.state.memory_path.write_text('{"memories": {"m": 3')
+    await plane.restart()
+    await traffic.run(3)
+    assert 0 < remembered(plane) < 6
+
+
+async def test_a_start_that_keeps_failing_is_said_and_not_added_to(plane: Plane, tmp_path: Path) -> None:
+    await plane.up(document(model(tmp_path)))
+    traffic = Traffic(plane)
+    await traffic.run(12, m=1.0)
+    plane.cluster.failing[SMALL] = "out of memory"
+    await traffic.run(10, m=2.0)
+    assert plane.counts(READY) == {SMALL: 1}
+    assert "out of memory" in plane.note()
+    await traffic.run(20, m=4.0)
+    assert status(plane).target == 2
+    assert "starts in a row failed" in status(plane).reason
+
+
+async def test_a_lost_replica_is_decided_about_at_once(plane: Plane, tmp_path: Path) -> None:
+    await plane.up(document(model(tmp_path, control={"tick_s": 300})))
+    traffic = Traffic(plane)
+    await traffic.run(10, m=1.0)
+    (replica,) = plane.cluster.replicas.values()
+    before = logged(plane)[0].decision.at
+    plane.cluster._become(replica, ReplicaState.STOPPED)
+    await plane.ticks(1)
+    assert logged(plane)[0].decision.at > before
+
+
+async def test_a_policy_that_does_not_answer_holds_nothing_up(
+    plane: Plane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(autoscaler, "PATIENCE_S", 0.02)
+    answers = threading.Event()
+    monkeypatch.setattr(Slow, "answers", answers)
+    slow = {"custom": "tests.serve.test_autoscaler:Slow"}
+    await plane.up(document(model(tmp_path, control={"policy": slow})))
+    traffic = Traffic(plane)
+    await traffic.run(2, m=1.0)
+    plane.controller.apply(
+        document(model(tmp_path, control={"policy": slow}, sim={"profile": "sim-small", "seed": 7}))
+    )
+    await traffic.run(3)
+    assert plane.counts(READY) == {NEW_SMALL: 1}
+    events = [event for event in plane.controller.status().events if "has not answered" in event]
+    assert len(events) == 1
+    answers.set()
+    running = plane.controller.autoscaler._running
+    assert running is not None
+    await running
+    await traffic.run(2)
+    assert plane.counts(READY) == {NEW_SMALL: 4}
+
+
+async def test_starts_are_measured_by_the_path_that_they_took(plane: Plane, tmp_path: Path) -> None:
+    assumed = {"assumed_start_s": 40}
+    await plane.up(document(model(tmp_path, control=assumed)))
+    plane.cluster.slow = True
+    traffic = Traffic(plane)
+    await traffic.run(0.4)
+    assert lead_s(plane) == 40
+    await traffic.run(6, m=1.0)
+    plane.cluster.ready()
+    await traffic.run(2)
+    assert lead_s(plane) == pytest.approx(6.2, abs=0.5)
+    await plane.restart()
+    await traffic.run(2)
+    assert lead_s(plane) == pytest.approx(6.2, abs=0.5)
+    # Another one is expected when as much has passed.
+    await traffic.run(9, m=2.0)
+    (starting,) = logged(plane)[0].situation.supply.starting_s
+    assert starting < 4
+
+
+class Slow:
+    """Waits until it is let go, and then wants all."""
+
+    answers = threading.Event()
+
+    def decide(self, view: Any, memory: Any) -> Any:
+        from policy.scaling.view import Proposal  # noqa: PLC0415 - as a user's module would
+
+        assert self.answers.wait(60)
+        return Proposal(count=view.most, reason="all")
+
+
+def remembered(plane: Plane) -> int:
+    """How often the policy was asked since it was new, as it is on disk."""
+    kept = plane.state.load(plane.state.memory_path, Kept)
+    assert kept is not None
+    return msgspec.convert(kept.memories["m"].policy, int)
+
+
+def lead_s(plane: Plane) -> float:
+    return next(r.lead_s for r in logged(plane)[0].situation.rungs if r.mode == "multi-replica")
