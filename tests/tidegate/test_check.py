@@ -1,0 +1,132 @@
+"""``tidegate check``: what would decide within which bounds, and policies of users' own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from policy.errors import ConfigError
+from tidegate.children import ROOT
+from tidegate.cli import group
+from tidegate.document import load
+
+DEPLOYMENTS = sorted((ROOT / "deployments").glob("*.yaml"))
+GOOD = """
+class Mine:
+    def __init__(self, size=1):
+        if size < 1:
+            raise ValueError("size must be 1 or more")
+
+    def decide(self, view, memory):
+        raise NotImplementedError
+"""
+
+
+@pytest.fixture(autouse=True)
+def no_cluster_around(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RAY_ADDRESS", "TIDEGATE_GATEWAY_HOST", "TIDEGATE_ADMIN_HOST"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def check(path: Path, *options: str) -> Result:
+    return CliRunner().invoke(group, ["check", str(path), *options])
+
+
+def write(folder: Path, **control: Any) -> Path:
+    """A document whose first mode may have 1 to 4 replicas."""
+    model = {
+        "name": "m", "engine": "sim",
+        "shapes": {"small": {"gpus": 1}, "large": {"gpus": 4, "tensor_parallel": 4}},
+        "modes": {
+            "multi-replica": {"shape": "small", "replicas": {"min": 1, "max": 4}},
+            "single-large": {"shape": "large"},
+        },
+        "control": control,
+    }  # fmt: skip
+    path = folder / "deployment.yaml"
+    path.write_text(json.dumps({"models": [model]}))
+    return path
+
+
+@pytest.mark.parametrize("path", DEPLOYMENTS, ids=lambda path: path.name)
+def test_every_shipped_deployment_says_what_would_decide(path: Path) -> None:
+    done = check(path)
+    assert done.exit_code == 0, done.output
+    *models, last = done.output.splitlines()
+    assert last == f"{path} is valid."
+    for line, spec in zip(models, load(path).deployment.models, strict=True):
+        assert line.startswith(f"{spec.name}: engine {spec.engine}")
+        assert ("nothing to decide" in line) == (not spec.modes)
+
+
+BOUNDS = "multi-replica x 1 to 4 or single-large x 1"
+
+
+@pytest.mark.parametrize(
+    ("control", "said"),
+    [
+        ({}, f"predictive decides: {BOUNDS}"),
+        ({"policy": "static"}, f"static decides: {BOUNDS}"),
+        ({"policy": {"target_tracking": {"metric": "queue"}}}, f"target_tracking decides: {BOUNDS}"),
+        ({"shadow": "panic_window"}, f"predictive decides, panic_window beside it: {BOUNDS}"),
+        ({"guard": {"dry_run": True}}, f"predictive would decide (guard.dry_run): {BOUNDS}"),
+        (
+            {"slo": {"ttft_p95_s": 1, "itl_p95_s": 0.05}},
+            f"predictive decides: {BOUNDS} for TTFT p95 1 s, ITL p95 0.05 s",
+        ),
+    ],
+)
+def test_a_line_says_who_decides_within_what(tmp_path: Path, control: dict[str, Any], said: str) -> None:
+    line, _ = check(write(tmp_path, **control)).output.splitlines()
+    assert line == f"m: engine sim, multi-replica first; {said}"
+    (model,) = json.loads(check(write(tmp_path, **control), "--json").output)["models"]
+    assert model["decides"] == said
+
+
+@pytest.mark.parametrize("where", ["mine:Mine", "mine.py:Mine"])
+@pytest.mark.parametrize("key", ["policy", "shadow"])
+def test_a_policy_of_ones_own_lies_beside_the_document(tmp_path: Path, key: str, where: str) -> None:
+    (tmp_path / "mine.py").write_text(GOOD)
+    path = write(tmp_path, **{key: {"custom": {"class": where, "size": 2}}})
+    done = check(path)
+    assert done.exit_code == 0, done.output
+    assert f"{tmp_path / 'mine.py'}:Mine" in done.output
+    # What is sent on is found from anywhere.
+    chosen = load(path).raw["models"][0]["control"][key]["custom"]
+    assert chosen == {"class": f"{tmp_path / 'mine.py'}:Mine", "size": 2}
+
+
+@pytest.mark.parametrize(
+    ("text", "custom", "why"),
+    [
+        (GOOD, "mine:Missing", "a class 'Missing'"),
+        (GOOD, "elsewhere:Mine", "can be imported"),
+        ("class Mine: pass", "mine:Mine", "a method decide"),
+        ("1 / 0", "mine:Mine", "ZeroDivisionError"),
+        (GOOD, {"class": "mine:Mine", "size": 0}, "size must be 1 or more"),
+        (GOOD, {"class": "mine:Mine", "colour": "red"}, "colour"),
+    ],
+    ids=["no such class", "no such module", "no decide", "does not import", "bad value", "no such parameter"],
+)
+def test_a_policy_that_cannot_be_made_is_refused_with_its_place(
+    tmp_path: Path, text: str, custom: object, why: str
+) -> None:
+    (tmp_path / "mine.py").write_text(text)
+    path = write(tmp_path, policy={"custom": custom})
+    done = check(path)
+    assert isinstance(done.exception, ConfigError)
+    assert done.exception.path.endswith("control.policy")
+    assert why in str(done.exception)
+    answer = check(path, "--json")
+    assert answer.exit_code == 3
+    assert json.loads(answer.output)["path"] == done.exception.path
+
+
+def test_a_policy_that_there_is_not_is_refused_with_those_that_there_are(tmp_path: Path) -> None:
+    done = check(write(tmp_path, policy="predictve"))
+    assert isinstance(done.exception, ConfigError)
+    assert "did you mean 'predictive'?" in str(done.exception)
