@@ -55,6 +55,15 @@ CHANGES: list[tuple[str, Any, str, Effect]] = [
     # What is promised and predicted of replicas is no part of them.
     ("models[0].control.slo.ttft_p95_s", 0.5, "models[m].control.slo.ttft_p95_s", Effect.LIVE),
     ("models[0].profile", "l4-8b", "models[m].profile", Effect.LIVE),
+    # Nor who decides how many there are, within what.
+    ("models[0].priority", 1, "models[m].priority", Effect.LIVE),
+    ("models[0].control.tick_s", 1.0, "models[m].control.tick_s", Effect.LIVE),
+    ("models[0].control.policy", {"static": {"replicas": 2}}, "models[m].control.policy", Effect.LIVE),
+    ("models[0].control.shadow", "static", "models[m].control.shadow", Effect.LIVE),
+    ("models[0].control.scale.hold_s", 9.0, "models[m].control.scale.hold_s", Effect.LIVE),
+    ("models[0].control.mode.gain", 0.3, "models[m].control.mode.gain", Effect.LIVE),
+    ("models[0].control.guard.dry_run", True, "models[m].control.guard.dry_run", Effect.LIVE),
+    ("budget.watts", 900.0, "budget.watts", Effect.LIVE),
     # An engine that loads adapters is another than one that loads none.
     ("models[0].adapters.slots_per_replica", 4, "models[m].adapters", Effect.NEW_GENERATION),
     ("gateway.coalesce.window_s", 0.0, "gateway.coalesce.window_s", Effect.LIVE),
