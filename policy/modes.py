@@ -183,7 +183,7 @@ def _objection(
         return f"the mode changed {lasted_s:.0f} s ago, mode.dwell_s is {switching.dwell_s:g}"
     if waits := unsettled(situation) or ("a scale-down ends first" if situation.supply.draining else ""):
         return waits
-    new, old = (next(r for r in situation.rungs if r.mode == mode) for mode in (there.mode, here.mode))
+    new = _rung(situation, there.mode)
     dwell_s = max(switching.dwell_s, min(at - since, LONGEST_DWELL_S))
     gained = (here.cost - there.cost) * dwell_s
     # While it starts it is paid for and serves nobody; while nobody serves, everything is missed.
@@ -191,26 +191,35 @@ def _objection(
     spent = there.cost * new.lead_s + missed * new.gap_s
     if gained <= spent:
         return f"over {dwell_s:.0f} s it saves {gained:.0f}, and the switch costs {spent:.0f}"
-    return _interrupted(situation, prospect, old, new, there.count)
+    return _interrupted(situation, prospect, here, there)
 
 
-def _interrupted(situation: Situation, prospect: Prospect, old: Rung, new: Rung, count: int) -> str:
-    """What would go unserved during the switch, or an empty string."""
-    rate = prospect.rate
-    serving = situation.supply.serving
-    if not serving or not rate:
+def _interrupted(situation: Situation, prospect: Prospect, here: Outlook, there: Outlook) -> str:
+    """What would go unserved during the switch, or an empty string.
+
+    Where the present mode keeps up, what serves meanwhile has to as well. Where it does not, requests wait in
+    any case: so they may then, while the queue can hold them.
+    """
+    new, old = _rung(situation, there.mode), _rung(situation, here.mode)
+    rate, serving, spare = prospect.rate, situation.supply.serving, prospect.spare
+    beside = spare.holds(each(new))
+    if not serving or not rate or (not new.gap_s and beside >= there.count):
         return ""
-    if new.gap_s > 0:
-        if new.gap_s <= situation.queue_s:
-            return ""
-        return f"nobody serves for {new.gap_s:.0f} s, and requests wait for {situation.queue_s:g} s at most"
-    if prospect.spare.holds(each(new)) >= count:
-        return ""
-    # By halves, or as many as make room for the first of the new ones.
-    gone = serving // 2
-    while gone < serving and not prospect.spare.plus(each(old), gone).holds(each(new)):
-        gone += 1
-    carried = RESIDUAL * (serving - gone) * prospect.capabilities[old.mode].mu_max
+    carried = 0.0
+    if not new.gap_s:
+        # What fits beside the others comes first; then half of those go, or as many as one more needs.
+        gone = serving - serving // 2
+        while gone < serving and not spare.plus(each(old), gone).holds(each(new)):
+            gone += 1
+        able = prospect.capabilities
+        carried = RESIDUAL * (beside * able[new.mode].mu_max + (serving - gone) * able[old.mode].mu_max)
     if rate <= carried:
         return ""
-    return f"meanwhile {serving - gone} serve, which can carry {carried:.2f} of {rate:.2f} req/s"
+    waits_s = (new.gap_s or new.lead_s) * (1 - carried / rate)
+    if waits_s <= situation.queue_s and (new.gap_s or here.ttft_s is None):
+        return ""
+    return f"{carried:.2f} of {rate:.2f} req/s can be carried meanwhile: the others wait for {waits_s:.0f} s"
+
+
+def _rung(situation: Situation, mode: str) -> Rung:
+    return next(rung for rung in situation.rungs if rung.mode == mode)

@@ -95,7 +95,9 @@ def asleep(situation: Situation, rung: Rung) -> str:
     asks = demand.arrivals.last_60_s > NOBODY or situation.count > 0
     if asks and demand.idle_s < scale.zero_after_s:
         return ""
-    likely = -math.expm1(-demand.arrivals.last_600_s * rung.lead_s)
+    # Whoever came more often than once in the time that nobody has come for would have come.
+    rate = min(demand.arrivals.last_600_s, 1 / max(demand.idle_s, 1.0))
+    likely = -math.expm1(-rate * rung.lead_s)
     if likely > scale.standby:
         return ""
     return (

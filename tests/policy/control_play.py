@@ -5,6 +5,7 @@ Time is counted in ticks. Load is a fluid: what those that serve cannot carry wa
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Mapping
@@ -21,7 +22,7 @@ from policy.decision import Decision, Memory, Override, Rung, Situation
 from policy.engine_model import Timing
 from policy.plan import Footprint, Goal, Layer, LayerKey, step
 from policy.profiles import profile
-from policy.scaling.view import Capability, Proposal, Supply, View
+from policy.scaling.view import Proposal, Supply, View
 from policy.signals import Demand, Rates, ReplicaFigures, Signals
 
 NOON = 1_700_000_000.0
@@ -86,6 +87,12 @@ def situation(rate: float = 1.0, count: int = 1, **changes: Any) -> Situation:
         "queue_s": 60.0,
     }
     return Situation(**(given | changes))
+
+
+@functools.cache
+def carries(timing: Timing) -> float:
+    """The requests per second with which a replica just keeps up."""
+    return capability(timing, workload_of(demand(1.0)), Objective()).mu_max
 
 
 class Proportional:
@@ -236,15 +243,11 @@ class Play:
         rate = model.load(self.at)
         model.rates.append(rate)
         carried = sum(
-            self._able(model, model.of(r.mode)).mu_max
+            carries(model.of(r.mode).timing)
             for r in model.replicas
             if r.gone_at is None and r.ready_at <= self.at
         )
         model.queue = max(0.0, model.queue + (rate - carried) * self.tick_s)
-
-    @staticmethod
-    def _able(model: Model, rung: Rung) -> Capability:
-        return capability(rung.timing, workload_of(demand(1.0)), model.slo)
 
     def _demand(self, model: Model) -> Demand:
         def mean(seconds: float) -> float:

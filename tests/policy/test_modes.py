@@ -1,0 +1,336 @@
+"""Which mode is worth what, when a switch is made, and why it is not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from policy.budget import Take
+from policy.capacity import capability
+from policy.config import Budget
+from policy.control import Objective, Scale, Switching
+from policy.deciding import Mind, decide_all, workload_of
+from policy.decision import Decision, Memory, Outlook, Override, Situation
+from policy.engine_model import Workload
+from policy.modes import Prospect, Verdict, judged, outlooks
+from policy.pace import GENERIC
+from policy.scaling.view import Supply
+from policy.signals import Signals
+from tests.policy.control_play import LARGE, NOON, SMALL, Model, Play, Wants, demand, figures, rung, situation
+
+ALL = Take(math.inf, math.inf, math.inf, math.inf)
+# The large shape alone is within this, up to 4.7 requests per second.
+QUICK = Objective(ttft_p95_s=3.0, itl_p95_s=0.06)
+BOTH = (LARGE, SMALL)
+
+
+def large(**changes: Any) -> Situation:
+    """One large replica serves."""
+    return situation(**({"mode": LARGE.mode, "rungs": BOTH, "slo": QUICK} | changes))
+
+
+def prospect(given: Situation, rate: float, **changes: Any) -> Prospect:
+    workload: Workload = workload_of(demand(rate))
+    able = {rung.mode: capability(rung.timing, workload, given.slo, error=rung.error) for rung in given.rungs}
+    return Prospect(
+        **({"rate": rate, "workload": workload, "capabilities": able, "reach": ALL, "spare": ALL} | changes)
+    )
+
+
+def seen(given: Situation, rate: float, **changes: Any) -> Mapping[str, Outlook]:
+    return outlooks(given, prospect(given, rate, **changes))
+
+
+def confirmed(given: Situation, mode: str, seconds: float = 60.0, **memory: Any) -> Situation:
+    """With ``mode`` having promised its gain for so long."""
+    kept = Memory(better_since={mode: given.at - seconds}, **memory)
+    return msgspec.structs.replace(given, memory=kept)
+
+
+def verdict(given: Situation, rate: float = 7.0, **changes: Any) -> tuple[Verdict, str]:
+    """What is decided, and what is said of the mode that is not there."""
+    found = judged(given, prospect(given, rate, **changes))
+    return found, next(each.why for each in found.outlooks if each.mode != given.mode)
+
+
+# Outlooks.
+
+
+def test_a_rung_that_meets_the_objective_costs_the_cards_it_needs() -> None:
+    there = seen(large(), 2.0)
+    assert (there[LARGE.mode].count, there[LARGE.mode].cost) == (1, 4.0)
+    easy = seen(large(slo=Objective(ttft_p95_s=10.0)), 2.0)
+    assert (easy[SMALL.mode].count, easy[SMALL.mode].cost) == (3, 3.0)
+
+
+def test_one_that_misses_it_costs_more_than_all_there_could_be() -> None:
+    there = seen(large(), 2.0)
+    missed = there[SMALL.mode]
+    assert missed.itl_s is not None and missed.itl_s > 0.06
+    assert missed.cost == pytest.approx(8 * (1 + (1 - missed.met) + math.log2(missed.itl_s / 0.06)))
+
+
+def test_one_that_cannot_keep_up_costs_by_how_far_it_does_not() -> None:
+    there = seen(large(), 14.0)
+    assert there[LARGE.mode].ttft_s is None
+    edge = capability(LARGE.timing, workload_of(demand(1.0)), QUICK).mu_max
+    assert there[LARGE.mode].cost == pytest.approx(80 * 14.0 / edge)
+    # So of two that cannot, the one that can do more is the better one.
+    assert there[SMALL.mode].ttft_s is None
+    assert there[SMALL.mode].cost < there[LARGE.mode].cost
+
+
+def test_without_an_objective_a_rung_is_good_until_it_is_full() -> None:
+    plain = large(slo=Objective())
+    assert seen(plain, 6.0)[LARGE.mode].cost == 4.0
+    assert seen(plain, 6.0)[SMALL.mode].cost == 7.0
+    assert seen(plain, 7.0)[LARGE.mode].cost > 8.0
+
+
+def test_money_is_the_cost_where_prices_are_given_and_cores_where_there_are_no_cards() -> None:
+    priced = tuple(msgspec.structs.replace(rung, cost_per_h=2.5 * rung.gpus) for rung in BOTH)
+    assert seen(large(rungs=priced), 2.0)[LARGE.mode].cost == 10.0
+    cores = tuple(
+        rung(name, gpus=0, cpus=cpus, of="cpu-smollm2-135m", most=2)
+        for name, cpus in (("one", 2), ("two", 1))
+    )
+    there = seen(situation(mode="one", rungs=cores), 0.01)
+    assert (there["one"].cost, there["two"].cost) == (2.0, 1.0)
+
+
+def test_an_error_of_the_engine_model_asks_for_more_replicas() -> None:
+    unsure = msgspec.structs.replace(SMALL, error=0.3)
+    plain = Objective(ttft_p95_s=10.0)
+    assert seen(large(slo=plain), 5.0)[SMALL.mode].count == 6
+    assert seen(large(slo=plain, rungs=(LARGE, unsure)), 5.0)[SMALL.mode].count == 7
+
+
+def test_min_healthy_and_bounds_and_the_budget_bind_the_count() -> None:
+    plain = Objective(ttft_p95_s=10.0)
+    assert seen(large(slo=plain, scale=Scale(min_healthy=4)), 1.0)[SMALL.mode].count == 4
+    assert seen(large(slo=plain), 5.0, reach=ALL._replace(gpus=3))[SMALL.mode].count == 3
+    nothing = seen(large(), 5.0, reach=ALL._replace(gpus=3))[LARGE.mode]
+    assert nothing.why == "the budget has no room for it"
+
+
+def test_even_a_lone_request_has_to_be_in_time() -> None:
+    there = seen(large(slo=Objective(itl_p95_s=0.05)), 0.0)
+    assert there[SMALL.mode].cost > 8 and there[LARGE.mode].cost == 4.0
+
+
+@pytest.mark.parametrize("model", [None, GENERIC.model])
+def test_what_nothing_is_known_of_is_not_compared(model: Any) -> None:
+    unknown = msgspec.structs.replace(SMALL, timing=msgspec.structs.replace(SMALL.timing, model=model))
+    found, why = verdict(confirmed(large(rungs=(LARGE, unknown)), SMALL.mode))
+    assert (found.to, why) == (None, "nothing is known of how fast it is")
+    there = large(mode=SMALL.mode, rungs=(LARGE, unknown))
+    found, why = verdict(confirmed(there, LARGE.mode), 2.0)
+    assert found.to is None and "multi-replica: nothing is known" in why
+
+
+@given(
+    st.floats(0.01, 50), st.floats(0.01, 50), st.sampled_from([QUICK, Objective(), Objective(ttft_p95_s=2.0)])
+)
+def test_more_load_never_costs_less(one: float, other: float, slo: Objective) -> None:
+    low, high = sorted((one, other))
+    for mode in (LARGE.mode, SMALL.mode):
+        before, after = (seen(large(slo=slo), rate)[mode] for rate in (low, high))
+        assert before.count <= after.count
+        # Fewer replicas that are fuller may meet it as well: within the precision of a prediction.
+        assert before.cost <= after.cost * 1.03 + 1e-9
+
+
+# The rule.
+
+
+def test_a_gain_has_to_last_before_it_is_believed() -> None:
+    found, why = verdict(large(), spare=Take(gpus=8))
+    assert found.to is None and "so for 0 of 60 s" in why
+    assert found.better_since == {SMALL.mode: NOON}
+    found, why = verdict(confirmed(large(), SMALL.mode, 59.9))
+    assert found.to is None and found.better_since == {SMALL.mode: NOON - 59.9}
+    found, why = verdict(confirmed(large(), SMALL.mode))
+    assert found.to is not None and (found.to.mode, why) == (
+        SMALL.mode,
+        f"gain {found.gain:.0%}: worth a switch",
+    )
+
+
+def test_a_gain_that_is_too_small_is_forgotten() -> None:
+    given = confirmed(large(switching=Switching(gain=0.5)), SMALL.mode, 600)
+    found, why = verdict(given, 2.0)
+    assert (found.to, found.better_since) == (None, {})
+    assert why.endswith("less than mode.gain, 50%")
+
+
+def test_the_last_switch_has_to_be_long_ago() -> None:
+    found, why = verdict(confirmed(large(), SMALL.mode, switched_at=NOON - 299))
+    assert found.to is None and "the mode changed 299 s ago, mode.dwell_s is 300" in why
+    assert verdict(confirmed(large(), SMALL.mode, switched_at=NOON - 300))[0].to is not None
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"settled": False}, "what was decided before is not reached yet"),
+        ({"leaving": {SMALL.mode: 1}}, "replicas of multi-replica have not left yet"),
+        ({"supply": Supply(wanted=1, serving=1, draining=1)}, "a scale-down ends first"),
+        ({"signals": Signals()}, "no gateway has told anything"),
+    ],
+)
+def test_nothing_else_may_be_under_way_or_unseen(changes: dict[str, Any], said: str) -> None:
+    found, why = verdict(confirmed(large(**changes), SMALL.mode))
+    assert found.to is None and said in why
+
+
+def test_a_gain_that_was_not_seen_has_to_last_anew() -> None:
+    assert verdict(confirmed(large(signals=Signals()), SMALL.mode, 600))[0].better_since == {}
+
+
+def test_a_start_that_takes_long_has_to_be_worth_it() -> None:
+    """From three small ones to one large: one card less in four for as long as it lasts."""
+    slow = msgspec.structs.replace(SMALL, lead_s=600.0)
+    there = large(rungs=(LARGE, slow), slo=Objective(ttft_p95_s=10.0))
+    found, why = verdict(confirmed(there, SMALL.mode), 2.0)
+    assert found.to is None and "over 300 s it saves 300, and the switch costs 1800" in why
+    # What was better for half an hour is expected to be so for another.
+    assert verdict(confirmed(there, SMALL.mode, 1801), 2.0)[0].to is not None
+
+
+def test_where_nobody_serves_meanwhile_the_queue_has_to_hold_it() -> None:
+    """Small ones on all cards that miss the objective, where a large one would meet it."""
+    gap = msgspec.structs.replace(LARGE, gap_s=100.0)
+    patient = large(mode=SMALL.mode, count=8, rungs=(gap, SMALL), queue_s=100.0)
+    there = confirmed(patient, LARGE.mode, 3600)
+    assert verdict(there, 2.0, spare=Take())[0].to is not None
+    impatient = msgspec.structs.replace(there, queue_s=99.0)
+    found, why = verdict(impatient, 2.0, spare=Take())
+    assert (
+        found.to is None and "0.00 of 2.00 req/s can be carried meanwhile: the others wait for 100 s" in why
+    )
+    # What a gap costs is weighed, too: for a minute or two it is not worth one.
+    shortly = msgspec.structs.replace(there, memory=Memory(better_since={LARGE.mode: NOON - 60}))
+    assert "and the switch costs" in verdict(shortly, 2.0, spare=Take())[1]
+
+
+def test_half_of_those_that_serve_have_to_do_meanwhile() -> None:
+    """Six small ones make way for a large one on six cards: four go, two stay."""
+    plain = Objective(ttft_p95_s=10.0)
+    there = confirmed(large(mode=SMALL.mode, count=6, slo=plain, scale=Scale(min_healthy=5)), LARGE.mode)
+    there = msgspec.structs.replace(there, rungs=(rung(LARGE.mode, gpus=4, most=1), SMALL), scale=Scale())
+    edge = capability(SMALL.timing, workload_of(demand(1.0)), plain).mu_max
+    found, why = verdict(there, 5.0, spare=Take())
+    assert found.to is None and f"{0.9 * 2 * edge:.2f} of 5.00 req/s can be carried meanwhile" in why
+    assert verdict(there, 5.0, spare=Take(gpus=4))[0].to is not None
+
+
+def test_who_cannot_keep_up_may_let_requests_wait_while_that_changes() -> None:
+    there = confirmed(large(), SMALL.mode)
+    assert verdict(there, 7.5, spare=Take(gpus=4))[0].to is not None
+    hurried = msgspec.structs.replace(there, queue_s=5.0)
+    found, why = verdict(hurried, 7.5, spare=Take(gpus=4))
+    assert found.to is None and "can be carried meanwhile" in why
+
+
+def test_of_several_the_best_is_chosen() -> None:
+    tiny = rung("tiny", gpus=1, most=8)
+    wide = rung("wide", gpus=2, most=4)
+    there = large(rungs=(LARGE, wide, tiny), slo=Objective())
+    there = msgspec.structs.replace(there, memory=Memory(better_since={"wide": NOON - 90, "tiny": NOON - 90}))
+    found = judged(there, prospect(there, 1.0))
+    said = {each.mode: each.why for each in found.outlooks}
+    assert found.to is not None
+    other = {"wide", "tiny"} - {found.to.mode}
+    assert said[other.pop()].endswith(f"{found.to.mode} costs less")
+
+
+# As a decision.
+
+
+def decided(there: Situation, count: int = 1, budget: Budget | None = None) -> tuple[Decision, Memory]:
+    mind = {there.model: Mind(Wants(count))}
+    return decide_all({there.model: there}, budget or Budget(), mind)[there.model]
+
+
+def overloaded(**changes: Any) -> Situation:
+    signals = Signals(demand=demand(7.5), replicas=figures(1))
+    return confirmed(large(signals=signals, **changes), SMALL.mode)
+
+
+def test_a_switch_says_what_it_promises_and_begins_its_own_memory() -> None:
+    decision, memory = decided(overloaded(), budget=Budget(gpus=12))
+    assert (decision.was_mode, decision.mode, decision.count) == (LARGE.mode, SMALL.mode, 8)
+    assert decision.gain is not None and decision.gain > 0.15
+    assert decision.reason == f"multi-replica promises to cost {decision.gain:.0%} less than single-large"
+    assert (memory.switched_at, memory.better_since, memory.low_since) == (NOON, {}, {})
+
+
+def test_a_dry_run_switches_nothing_and_so_starts_no_dwell() -> None:
+    given = overloaded()
+    guard = msgspec.structs.replace(given.guard, dry_run=True)
+    decision, memory = decided(msgspec.structs.replace(given, guard=guard))
+    assert decision.dry_run and decision.mode == SMALL.mode
+    assert (memory.switched_at, memory.better_since) == (None, {SMALL.mode: NOON - 60})
+
+
+def test_a_mode_that_was_set_by_hand_is_kept() -> None:
+    pinned = Override(mode=LARGE.mode)
+    decision, _ = decided(overloaded(override=pinned))
+    assert (decision.mode, decision.gain) == (LARGE.mode, None)
+    assert "multi-replica would cost" in decision.reason and "was set by hand" in decision.reason
+
+
+def test_a_mode_that_is_set_by_hand_is_taken_at_once_with_what_it_needs() -> None:
+    signals = Signals(demand=demand(2.0), replicas=figures(1))
+    switch = Override(mode=SMALL.mode)
+    unsettled = large(signals=signals, settled=False, override=switch, memory=Memory(switched_at=NOON - 1))
+    decision, memory = decided(unsettled)
+    assert (decision.mode, decision.count, decision.gain) == (SMALL.mode, 8, None)
+    assert memory.switched_at == NOON
+    counted = msgspec.structs.replace(unsettled, override=Override(mode=SMALL.mode, count=3))
+    decision, _ = decided(counted)
+    assert (decision.mode, decision.count) == (SMALL.mode, 3)
+
+
+def test_a_mode_set_by_hand_for_which_there_is_no_room_is_not_taken() -> None:
+    signals = Signals(demand=demand(2.0), replicas=figures(2))
+    there = situation(count=2, rungs=BOTH, signals=signals, override=Override(mode=LARGE.mode))
+    decision, _ = decided(there, 2, Budget(gpus=3))
+    assert (decision.mode, decision.count) == (SMALL.mode, 2)
+    assert "single-large has to wait: it needs 1, the budget leaves 0" in decision.reason
+
+
+def test_a_switch_is_made_whole_or_not_at_all() -> None:
+    """The cards that it counts on are those of a lower priority, which has to give them up first."""
+    low = situation(
+        model="low", count=6, priority=-1, signals=Signals(demand=demand(6.0), replicas=figures(6))
+    )
+    situations = {"chat": overloaded(), "low": low}
+    minds = {"chat": Mind(Wants(1)), "low": Mind(Wants(6))}
+    made = decide_all(situations, Budget(gpus=12), minds)
+    decision, memory = made["chat"]
+    assert decision.mode == LARGE.mode
+    assert "multi-replica has to wait: it needs 8, the budget leaves 6" in decision.reason
+    assert memory.better_since == {SMALL.mode: NOON - 60}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gpus", [8, 12])
+def test_load_alone_switches_there_and_back(gpus: int) -> None:
+    """Two requests a second, 7.5 for 25 minutes, two again."""
+    model = Model("chat", lambda t: 7.5 if 300 <= t < 1800 else 2.0, rungs=BOTH, slo=QUICK)
+    play = Play(model, budget=Budget(gpus=gpus)).run(2700)
+    switches = [each for each in play.decisions("chat") if each.mode != each.was_mode]
+    assert [(each.was_mode, each.mode) for each in switches] == [
+        (LARGE.mode, SMALL.mode),
+        (SMALL.mode, LARGE.mode),
+    ]
+    assert 300 + 60 <= switches[0].at - NOON <= 300 + 90
+    assert 1800 + 60 <= switches[1].at - NOON <= 1800 + 120
+    assert model.mode == LARGE.mode and play.taken("gpus") == 4
