@@ -13,9 +13,16 @@ import pytest
 from msgspec import inspect
 
 from policy.config import Deployment
+from policy.scaling.choice import NAMES
+from policy.scaling.panic_window import PanicWindowParameters
+from policy.scaling.predictive import PredictiveParameters
+from policy.scaling.static import StaticParameters
+from policy.scaling.target_tracking import TargetTrackingParameters
+from policy.scaling.token_saturation import TokenSaturationParameters
 
 PAGE = (Path(__file__).parents[1] / "docs" / "configuration.md").read_text()
 ROOT = "the document"
+CONTROL = "models[].control"
 _HEADING = re.compile(r"^#+ `?([^`\n]+)`?$", re.MULTILINE)
 _ROW = re.compile(r"^\| `(\w+)` \| (.*?) \| (.*?) \| (.+) \|$", re.MULTILINE)
 _UNITS = {"_s": "seconds", "_bytes": "bytes"}
@@ -99,9 +106,28 @@ def default_of(field: inspect.Field) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
+# A mapping of the name to these stands for the policy; what it may hold is said where the policy is.
+PARAMETERS: dict[str, type[msgspec.Struct]] = {
+    "predictive": PredictiveParameters,
+    "target_tracking": TargetTrackingParameters,
+    "panic_window": PanicWindowParameters,
+    "token_saturation": TokenSaturationParameters,
+    "static": StaticParameters,
+}
+
+
+def every_section() -> Iterator[tuple[str, inspect.StructType]]:
+    """Those of the document, and behind ``control`` the parameters of each policy."""
+    for path, info in sections(Deployment):
+        yield path, info
+        if path == CONTROL:
+            for name, kind in PARAMETERS.items():
+                yield from sections(kind, f"{CONTROL}.policy.{name}")
+
+
 EXPECTED = {
     path: [(f.encode_name, kind_of(f.type, f.encode_name), default_of(f)) for f in info.fields]
-    for path, info in sections(Deployment)
+    for path, info in every_section()
 }
 
 
@@ -128,3 +154,7 @@ def test_a_table_says_what_the_structure_says(path: str) -> None:
 def test_every_key_says_what_it_does() -> None:
     for key, _, _, text in _ROW.findall(PAGE):
         assert len(text.split()) >= 2, key
+
+
+def test_every_policy_has_its_parameters_on_the_page() -> None:
+    assert set(PARAMETERS) == set(NAMES)

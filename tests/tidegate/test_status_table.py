@@ -10,7 +10,7 @@ from rich.console import Console
 
 from policy.decision import Override
 from policy.scaling.view import Capability
-from policy.types import EMPTY_FLEET
+from policy.types import EMPTY_FLEET, Fleet, Load, Replica, ReplicaState
 from serve.client import ModelStatus
 from tidegate.commands.status_table import render
 from tidegate.commands.times import clock
@@ -28,11 +28,11 @@ def model(name: str = "sim", **over: Any) -> ModelStatus:
     return ModelStatus(name=name, **fields | over)
 
 
-def shown(*models: ModelStatus) -> list[list[str]]:
+def shown(*models: ModelStatus, fleet: Fleet = EMPTY_FLEET) -> list[list[str]]:
     """The words of each line of what is printed at 120 columns."""
     out = io.StringIO()
     view = View(
-        state_dir="/s", at=NOW, supervisor=None, models=models, fleet=EMPTY_FLEET, fleet_age_s=0.0,
+        state_dir="/s", at=NOW, supervisor=None, models=models, fleet=fleet, fleet_age_s=0.0,
         controller="local, pid 7",
     )  # fmt: skip
     Console(file=out, width=120, markup=False, highlight=False).print(render(view))
@@ -72,3 +72,17 @@ def test_what_is_special_about_it(over: dict[str, Any], said: str) -> None:
 
 def test_where_nobody_decides_there_is_no_table() -> None:
     assert not any("decided" in line for line in shown(model(decided_by="")))
+
+
+def test_a_replica_that_keeps_failing_says_how_often() -> None:
+    replica = Replica(
+        id="r1",
+        model="sim",
+        shape="small",
+        generation=1,
+        state=ReplicaState.STARTING,
+        load=Load(at=NOW),
+        failures=3,
+    )
+    lines = shown(model(), fleet=Fleet(epoch=1.0, version=1, at=NOW, replicas=(replica,)))
+    assert "r1 small 1 starting, failed 3 times" in " ".join(lines[-1])

@@ -130,7 +130,7 @@ def _row(replica: Replica, at: float) -> tuple[RenderableType, ...]:
         replica.id,
         replica.shape or "-",
         str(replica.generation),
-        _colored(str(replica.state)),
+        _state(replica),
         f"{load.in_flight}/{load.bound}" if load.bound else str(load.in_flight),
         f"{load.running}/{load.waiting}",
         f"{load.kv_used:.0%}",
@@ -139,6 +139,14 @@ def _row(replica: Replica, at: float) -> tuple[RenderableType, ...]:
         replica.url.removeprefix("http://") or "-",
         str(replica.pid or "-"),
     )
+
+
+def _state(replica: Replica) -> Text:
+    """Its state; of one that keeps failing also how often."""
+    state = _colored(str(replica.state))
+    if replica.failures:
+        state.append(f", failed {replica.failures} times", style="red")
+    return state
 
 
 def _table(*columns: str, right: tuple[str, ...]) -> Table:
