@@ -1,0 +1,234 @@
+"""The engine model that is found from noisy steps, and what does and does not change it."""
+
+from __future__ import annotations
+
+import math
+from random import Random
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from policy.calibration import FIT_EVERY, HEARD, REGIONS, Calibration, State, slowness
+from policy.engine_model import EngineModel
+from policy.fitting import fit, flat
+from policy.load_points import pooled, region
+from policy.pace import GENERIC
+from policy.profiles import profile
+from policy.reports import StepSample
+
+SHIPPED = {
+    "cpu-1": (profile("cpu-smollm2-135m").model, 32, 128, 150),
+    "cpu-2": (profile("cpu-smollm2-135m").model.at_degree(2), 32, 128, 150),
+    "sim": (profile("sim-small").model, 256, 2048, 500),
+    "h100": (profile("h100-8b").model, 256, 8192, 1000),
+    "h100-70b-4": (profile("h100-70b").model.at_degree(4), 256, 8192, 1000),
+}
+CPU = SHIPPED["cpu-1"]
+GENERIC_MODEL = GENERIC.model
+assert GENERIC_MODEL is not None
+
+
+def steps(
+    truth: tuple[EngineModel, int, int, int],
+    count: int,
+    seed: int,
+    *,
+    noise: float = 0.03,
+    stalls: float = 0.05,
+    slower: float = 1.0,
+) -> list[StepSample]:
+    """What an engine tells under a load that wanders, of which some steps were held up."""
+    model, most, batch, context = truth
+    random, told = Random(seed), []  # noqa: S311 - no secret
+    for _ in range(count):
+        running = int(2 ** random.uniform(0, math.log2(most)))
+        kv = running * context * random.uniform(0.5, 2)
+        tokens = running
+        if random.random() > 0.7:
+            tokens = min(batch, running + int(random.uniform(0.2, 1) * batch))
+        seconds = model.step_time(tokens, kv, running) * slower * random.gauss(1, noise)
+        if random.random() < stalls:
+            seconds *= random.uniform(3, 20)
+        told.append(StepSample(random.choice([1, 3, 8, 20]), tokens, round(kv), running, seconds))
+    return told
+
+
+def fed(calibration: Calibration, truth: tuple[EngineModel, int, int, int], count: int, **how: float) -> None:
+    for seed in range(count // 12):
+        calibration.take(steps(truth, 12, seed + int(how.get("seed", 0)), slower=how.get("slower", 1.0)))
+
+
+def furthest(found: EngineModel, truth: tuple[EngineModel, int, int, int], slower: float = 1.0) -> float:
+    """The largest relative error over loads that were seen."""
+    return max(
+        abs(found.step_time(each.tokens, each.kv_tokens, each.running) / each.seconds - 1.0)
+        for each in steps(truth, 200, 77, noise=0.0, stalls=0.0, slower=slower)
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHIPPED)
+@pytest.mark.parametrize("start", ["as shipped", "off", "generic"])
+def test_it_finds_the_engine_that_made_the_steps(name: str, start: str) -> None:
+    truth = SHIPPED[name]
+    prior = flat(truth[0])
+    if start == "off":
+        prior = msgspec.structs.replace(
+            prior, o=2 * prior.o, w=0.6 * prior.w, c=1.5 * prior.c, g=0.5 * prior.g, r=2 * prior.r
+        )
+    elif start == "generic":
+        prior = GENERIC_MODEL
+    calibration = Calibration(prior)
+    fed(calibration, truth, 1200)
+    found = calibration.current
+    assert furthest(found.model, truth) < 0.1
+    assert (found.note, found.model.degree) == ("", 1)
+    assert found.version > 0 or start == "as shipped"
+    # The noise of the samples is in it, and their stalls in the tail alone.
+    assert 0.005 < found.error < 0.04
+    assert found.error < found.error_p90 < 0.3
+    assert found.model.c == pytest.approx(flat(truth[0]).c, rel=0.1)
+    assert found.model.o + found.model.w == pytest.approx(flat(truth[0]).o + flat(truth[0]).w, rel=0.08)
+
+
+def test_exact_steps_give_exact_coefficients() -> None:
+    model = CPU[0]
+    points = steps(CPU, 40, 3, noise=0.0, stalls=0.0)
+    found = fit(points, msgspec.structs.replace(model, o=model.o * 1.2, r=model.r * 0.8))
+    for name in ("o", "w", "c", "g", "r"):
+        assert getattr(found, name) == pytest.approx(getattr(model, name), rel=0.1), name
+
+
+@pytest.mark.slow
+@given(st.lists(st.tuples(*[st.floats(0.1, 1e4)] * 3, st.floats(1e-4, 10)), min_size=1, max_size=30))
+def test_no_steps_give_a_coefficient_below_zero(loads: list[tuple[float, float, float, float]]) -> None:
+    points = [StepSample(1, *load) for load in loads]
+    found = fit(points, GENERIC_MODEL)
+    assert min(found.o, found.w, found.c, found.g, found.r) >= 0.0
+    assert found.o + found.w > 0.0
+    assert all(map(math.isfinite, (found.o, found.w, found.c, found.g, found.r)))
+
+
+@pytest.mark.slow
+def test_an_engine_that_is_twice_as_slow_is_followed() -> None:
+    calibration = Calibration(CPU[0])
+    fed(calibration, CPU, 600)
+    before = calibration.current
+    fed(calibration, CPU, 480, slower=2.0, seed=9000)
+    after = calibration.current
+    assert furthest(after.model, CPU, slower=2.0) < 0.15
+    assert after.version > before.version
+    # And back.
+    fed(calibration, CPU, 480, seed=19_000)
+    assert furthest(calibration.current.model, CPU) < 0.15
+
+
+@pytest.mark.slow
+def test_what_was_not_seen_since_is_taken_to_have_slowed_down_with_the_rest() -> None:
+    calibration = Calibration(CPU[0])
+    fed(calibration, CPU, 600)
+    light = [each for each in steps(CPU, 2000, 5, slower=2.0) if each.running < 4 and each.tokens < 16]
+    for i in range(0, len(light), 12):
+        calibration.take(light[i : i + 12])
+    assert len(light) > 200
+    assert furthest(calibration.current.model, CPU, slower=2.0) < 0.25
+
+
+@pytest.mark.slow
+def test_a_burst_of_stalls_moves_nothing() -> None:
+    calibration = Calibration(CPU[0])
+    fed(calibration, CPU, 600)
+    before = calibration.current.model
+    # Half a minute in which one step in four hangs, as when something else takes the cores.
+    for seed in range(10):
+        calibration.take(steps(CPU, 12, 500 + seed, stalls=0.25))
+    assert furthest(calibration.current.model, CPU) < 0.1
+    assert furthest(before, CPU) < 0.1
+
+
+@pytest.mark.slow
+def test_the_same_steps_make_the_same_model_also_over_a_restart() -> None:
+    one, other = Calibration(GENERIC_MODEL), Calibration(GENERIC_MODEL)
+    for seed in range(60):
+        told = steps(CPU, 12, seed)
+        assert one.take(told) == other.take(told)
+        kept = msgspec.json.decode(msgspec.json.encode(other.state), type=State)
+        other = Calibration(GENERIC_MODEL, kept)
+    assert one.current == other.current
+    assert one.current.version > 0
+    assert len(msgspec.json.encode(one.state)) < 40_000
+
+
+def test_too_few_load_points_change_one_factor_and_say_so() -> None:
+    calibration = Calibration(GENERIC_MODEL)
+    assert calibration.current.note == "no steps were measured"
+    assert (calibration.current.version, calibration.current.error) == (0, 0.0)
+    for _ in range(4):
+        calibration.take([StepSample(10, 1.0, 120.0, 1.0, 0.065)] * 12)
+    found = calibration.current
+    assert found.model.step_time(1, 120, 1) == pytest.approx(0.065, rel=1e-3)
+    assert found.model.w / found.model.o == pytest.approx(GENERIC_MODEL.w / GENERIC_MODEL.o)
+    assert (found.version, "too few" in found.note) == (1, True)
+    # More of the same is no news.
+    assert not calibration.take([StepSample(10, 1.0, 120.0, 1.0, 0.0652)] * 2 * FIT_EVERY)
+
+
+def test_before_a_region_is_heard_nothing_is_said_of_it() -> None:
+    calibration = Calibration(CPU[0])
+    calibration.take([StepSample(1, 2.0**i, 1.0, 1.0, 5.0) for i in range(HEARD - 1)])
+    assert calibration.current.model == CPU[0]
+    assert not calibration.take([StepSample(0, 1.0, 1.0, 1.0, 1.0), StepSample(1, 1.0, 1.0, 1.0, 0.0)])
+
+
+def test_regions_are_bounded_and_the_one_seen_longest_ago_goes() -> None:
+    calibration = Calibration(CPU[0])
+    for i in range(3 * REGIONS):
+        calibration.take([StepSample(1, 1.0 + i % 7, 300.0 * 2.0 ** (i % 13), 2.0 ** (i % 5), 0.1)])
+    assert len(calibration.state.places) == REGIONS
+    assert calibration.state.places[-1].seen == max(place.seen for place in calibration.state.places)
+
+
+def test_at_its_own_degree_a_split_model_is_the_same_model() -> None:
+    for name, (model, *_) in SHIPPED.items():
+        one = flat(model)
+        assert one.degree == 1
+        for tokens, kv, running in ((1, 500, 1), (40, 40_000, 40), (2000, 60_000, 60)):
+            assert one.step_time(tokens, kv, running) == pytest.approx(
+                model.step_time(tokens, kv, running), rel=0.03
+            ), name
+
+
+def test_a_slow_engine_is_told_from_its_model() -> None:
+    assert slowness(CPU[0], ()) == 1.0
+    assert slowness(CPU[0], steps(CPU, 200, 1)) == pytest.approx(1.0, abs=0.03)
+    assert slowness(CPU[0], steps(CPU, 200, 1, slower=1.8)) == pytest.approx(1.8, abs=0.05)
+
+
+samples = st.builds(
+    StepSample,
+    st.integers(1, 50),
+    st.floats(1, 8192),
+    st.floats(0, 1e6),
+    st.floats(1, 1024),
+    st.floats(1e-4, 20),
+)
+
+
+@given(st.lists(samples, max_size=60), st.integers(1, 20))
+def test_pooled_steps_are_the_same_steps_in_fewer_words(told: list[StepSample], most: int) -> None:
+    pool = pooled(told, most)
+    assert len(pool) <= most
+    assert sum(each.count for each in pool) == sum(each.count for each in told)
+    for name in ("tokens", "kv_tokens", "running", "seconds"):
+        assert sum(getattr(each, name) * each.count for each in pool) == pytest.approx(
+            sum(getattr(each, name) * each.count for each in told)
+        )
+
+
+def test_a_stall_is_not_pooled_with_the_steps_around_it() -> None:
+    usual, stall = StepSample(1, 4.0, 500.0, 4.0, 0.11), StepSample(1, 4.0, 504.0, 4.0, 3.0)
+    pool = pooled([usual, stall, usual, usual], 16)
+    assert [(each.count, each.seconds) for each in pool] == [(3, pytest.approx(0.11)), (1, 3.0)]
+    assert region(4.0, 500.0, 4.0) == region(7.0, 300.0, 5.0) != region(8.0, 500.0, 4.0)
