@@ -29,7 +29,7 @@ from serve.observation import Observation
 from serve.promises import due, outcome, promised
 from serve.starts import Taken
 from serve.steering import starves
-from serve.surveying import Surveying
+from serve.surveying import Surveying, shipped
 from serve.targets import Aim, Target, Targets, wanted_models
 from store.state import StateDir
 
@@ -76,9 +76,7 @@ class Autoscaler:
         self._event = event
         self._minds = Minds(event)
         self._calibrations = Calibrations(state)
-        self._surveying = Surveying(
-            targets, observation, self._calibrations, lambda model: gathering.signals(model, now())
-        )
+        self._surveying = Surveying(targets, observation, self._calibrations, gathering, now)
         self.journal = Journal(state.decisions_path)
         self._kept = self._read()
         observation.starts.restore(self._kept.starts)
@@ -127,7 +125,13 @@ class Autoscaler:
 
     def beat(self, beat: Beat) -> None:
         """Learn from a replica how long its steps take."""
-        self._calibrations.take(beat)
+        replica = beat.replica
+        specs = self._targets.get(replica.model).specs if replica.model in self._targets.names() else {}
+        spec = specs.get(replica.generation)
+        if spec is not None and (shape := spec.shapes.get(replica.shape)) is not None:
+            prior = shipped(spec, shape).model
+            assert prior is not None
+            self._calibrations.take(beat, spec, prior, self._now())
 
     async def decisions(self, last: int, at: float | None, model: str | None) -> list[Logged]:
         """The ``last`` decisions, newest first."""
@@ -181,6 +185,7 @@ class Autoscaler:
 
     def _decide(self, asked: Round, minds: Mapping[str, Mind]) -> Round:
         """Decide on what the log will have, word for word, and remember it on disk; beside the event loop."""
+        self._calibrations.learn(self._now())
         made = msgspec.json.decode(msgspec.json.encode(asked), type=Round)
         decided = decide_all(made.situations, made.budget, minds)
         kept = Kept(

@@ -9,8 +9,9 @@ import msgspec
 
 from policy.config import Budget, Deployment, Mode, ModelSpec, Shape
 from policy.decision import Memory, Rung, Situation
-from policy.engine_model import Timing
+from policy.engine_model import EngineModel, Timing
 from policy.errors import ConfigError
+from policy.gathering import Gathering
 from policy.pace import GENERIC
 from policy.plan import Layer, LayerKey
 from policy.profiles import profile
@@ -28,19 +29,21 @@ PART = 0.95
 
 
 class Surveying:
-    """Composes them; ``signals`` are those of a model at this instant."""
+    """Composes them; ``now`` are the seconds of the clock that never goes back."""
 
     def __init__(
         self,
         targets: Targets,
         observation: Observation,
         calibrations: Calibrations,
-        signals: Callable[[str], Signals],
+        gathering: Gathering,
+        now: Callable[[], float],
     ) -> None:
         self._targets = targets
         self._observation = observation
         self._calibrations = calibrations
-        self._signals = signals
+        self._gathering = gathering
+        self._now = now
         self._watts: dict[tuple[str, str], deque[float]] = {}
 
     def situation(self, model: str, deployment: Deployment, memory: Memory, at: float) -> Situation:
@@ -50,10 +53,10 @@ class Surveying:
         key = target.key()
         layers = self._observation.layers(model)
         leaving = _leaving(spec, layers, key)
-        signals = self._slowed(self._signals(model))
-        self._note_watts(target, signals)
         rungs = tuple(self._rungs(target, deployment, at))
-        lead_s = next(rung.lead_s for rung in rungs if rung.mode == target.aim.mode)
+        here = next(rung for rung in rungs if rung.mode == target.aim.mode)
+        signals = self._slowed(self._gathering.signals(model, self._now()), here.timing.model)
+        self._note_watts(target, signals)
         return Situation(
             at=at,
             tick_s=control.tick_s,
@@ -63,7 +66,7 @@ class Surveying:
             count=target.aim.count,
             settled=target.settled and not leaving,
             rungs=rungs,
-            supply=self._observation.supply(key, lead_s, at),
+            supply=self._observation.supply(key, here.lead_s, self._now()),
             signals=signals,
             slo=control.slo,
             scale=control.scale,
@@ -85,15 +88,15 @@ class Surveying:
 
     def _rung(self, target: Target, name: str, mode: Mode, deployment: Deployment) -> Rung:
         spec, shape = target.spec, target.spec.shapes[mode.shape]
-        fitted = self._calibrations.fitted(spec.name, mode.shape)
         timing = shipped(spec, shape)
+        fitted = self._calibrations.fitted(spec, mode.shape)
         lead_s = self._observation.starts.lead_s(spec.name, mode.shape, spec.control.assumed_start_s)
         return Rung(
             mode=name,
             shape=mode.shape,
             least=mode.bounds.min,
             most=mode.bounds.max,
-            timing=timing if fitted is None else msgspec.structs.replace(timing, model=fitted.model),
+            timing=msgspec.structs.replace(timing, model=self._model(spec, mode.shape, timing)),
             gpus=shape.gpus,
             cpus=shape.cpus,
             watts=self._needs(target, mode.shape, deployment.budget),
@@ -117,10 +120,17 @@ class Surveying:
         room = self._observation.room(model, deployment.budget)
         return gap_needed(goal_of(proposed), layers, footprints, *room)
 
-    def _slowed(self, signals: Signals) -> Signals:
+    def _model(self, spec: ModelSpec, shape: str, timing: Timing) -> EngineModel | None:
+        """The engine model of a shape as far as it is known: measured, or assumed."""
+        fitted = self._calibrations.fitted(spec, shape)
+        if fitted is not None or timing.model is None:
+            return timing.model if fitted is None else fitted.model
+        return self._calibrations.assumed(spec, shape, timing.model)
+
+    def _slowed(self, signals: Signals, model: EngineModel | None) -> Signals:
         """With what each replica's steps take over what the model of its shape says."""
         replicas = tuple(
-            msgspec.structs.replace(each, slowness=self._calibrations.slowness(each.id))
+            msgspec.structs.replace(each, slowness=self._calibrations.slowness(each.id, model, self._now()))
             for each in signals.replicas
         )
         return msgspec.structs.replace(signals, replicas=replicas)

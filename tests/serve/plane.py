@@ -36,7 +36,7 @@ class Plane:
         """A controller that was killed comes back; its hosts beat on."""
         actuator = MemoryActuator(self.cluster)
         self.controller = Controller(
-            actuator, self.state, 1, lambda: self.shelf, wall=self.clock, monotonic=self.clock
+            actuator, self.state, 1, lambda: self.shelf, wall=self.clock, monotonic=lambda: self.now - 700.0
         )
         await self.controller.rebuild()
 
