@@ -82,8 +82,8 @@ class _Model:
 class Gathering:
     """All that one controller was told since it started."""
 
-    def __init__(self, presence: Presence | None = None) -> None:
-        self.presence = presence or Presence()
+    def __init__(self) -> None:
+        self._presence = Presence()
         self._workers: dict[str, _Worker] = {}
         self._models: dict[str, _Model] = {}
         self._began: float | None = None
@@ -109,11 +109,11 @@ class Gathering:
 
     def take_beat(self, beat: Beat, at: float) -> None:
         """A replica tells how it is."""
-        self.presence.take(beat, at)
+        self._presence.take(beat, at)
 
     def signals(self, model: str, at: float) -> Signals:
         """What is known of ``model``."""
-        return Signals(demand=self._demand(model, at), replicas=self.presence.figures(model, at))
+        return Signals(demand=self._demand(model, at), replicas=self._presence.figures(model, at))
 
     def _join(self, report: GatewayReport, at: float) -> _Worker:
         """A worker that was never heard, or not for long."""

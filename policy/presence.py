@@ -3,54 +3,44 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
 
-from policy.reports import EngineReport, PowerReport, StepSample
+from policy.reports import EngineReport, PowerReport
 from policy.signals import ReplicaFigures
 from policy.types import Beat, Replica, ReplicaState
 
 # Rates are means over so long, of marks that are at least so far apart.
 RATE_S = 6.0
 APART_S = 0.5
-# Steps that say how slow a replica is at present, and how many of them are kept.
-STEPS_S = 60.0
-MOST_STEPS = 512
 # One that is silent for so long is gone, whether or not it said so.
 SILENT_S = 60.0
-
-Slowness = Callable[[Replica, Sequence[StepSample]], float]
-
-
-def as_it_should_be(replica: Replica, steps: Sequence[StepSample]) -> float:
-    """Every replica is as quick as its shape's model."""
-    return 1.0
 
 
 class _Heard:
     """One life of a replica's engine: its last beat, and what it told before."""
 
-    __slots__ = ("at", "engine", "marks", "power", "replica", "steps")
+    __slots__ = ("at", "engine", "marks", "power", "replica")
 
     def __init__(self, replica: Replica) -> None:
         self.replica = replica
         self.at = 0.0
-        self.engine = EngineReport()
+        self.engine: EngineReport | None = None
         self.power: PowerReport | None = None
         # When, the tokens scheduled until then, and the requests preempted.
         self.marks: deque[tuple[float, int, int]] = deque()
-        self.steps: deque[tuple[float, StepSample]] = deque(maxlen=MOST_STEPS)
 
     def take(self, beat: Beat, at: float) -> None:
         self.replica, self.at = beat.replica, at
         if beat.engine is not None:
+            if self.engine is None:  # what it counted before it was heard came not just now
+                self.marks.clear()
             self.engine = beat.engine
-            self.steps.extend((at, step) for step in beat.engine.steps)
         if beat.power is not None:
             self.power = beat.power
         marks = self.marks
         if len(marks) > 1 and at - marks[-2][0] < APART_S:
             marks.pop()
-        marks.append((at, beat.replica.load.tokens, self.engine.preempted))
+        preempted = 0 if self.engine is None else self.engine.preempted
+        marks.append((at, beat.replica.load.tokens, preempted))
         while len(marks) > 2 and marks[1][0] <= at - RATE_S:
             marks.popleft()
 
@@ -65,13 +55,9 @@ class _Heard:
 
 
 class Presence:
-    """The replicas that beat.
+    """The replicas that beat; how slow they are is for :mod:`policy.calibration` to say."""
 
-    ``slowness`` says of the steps of a replica's last minute how long they took beside what they should have.
-    """
-
-    def __init__(self, slowness: Slowness = as_it_should_be) -> None:
-        self.slowness = slowness
+    def __init__(self) -> None:
         self._replicas: dict[str, _Heard] = {}
 
     def take(self, beat: Beat, at: float) -> None:
@@ -101,7 +87,6 @@ class Presence:
     def _figures(self, heard: _Heard, at: float) -> ReplicaFigures:
         load, engine, power = heard.replica.load, heard.engine, heard.power
         tokens_per_s, preempted_per_s = heard.rates()
-        steps = [step for told_at, step in heard.steps if told_at > at - STEPS_S]
         return ReplicaFigures(
             id=heard.replica.id,
             age_s=at - heard.at,
@@ -109,9 +94,8 @@ class Presence:
             waiting=load.waiting,
             kv_used=load.kv_used,
             tokens_per_s=tokens_per_s,
-            deferred=engine.deferred,
+            deferred=0 if engine is None else engine.deferred,
             preempted_per_s=preempted_per_s,
-            slowness=self.slowness(heard.replica, steps) if steps else 1.0,
             watts=None if power is None else power.watts,
             celsius=None if power is None else power.celsius,
             throttled="" if power is None else power.throttled,

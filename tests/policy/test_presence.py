@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from policy.gathering import Gathering
-from policy.presence import MOST_STEPS, SILENT_S, Presence
-from policy.reports import EngineReport, PowerReport, StepSample
+from policy.presence import SILENT_S, Presence
+from policy.reports import EngineReport, PowerReport
 from policy.signals import ReplicaFigures
 from policy.types import Beat, Load, Replica, ReplicaState
 
 T = 1000.0
-STEP = StepSample(count=10, tokens=8.0, kv_tokens=100.0, running=4.0, seconds=0.02)
 
 
 def beat(
@@ -73,6 +71,15 @@ def test_an_engine_that_started_anew_counts_from_its_start() -> None:
     assert only(presence, T + 2).tokens_per_s == 200.0
 
 
+def test_what_an_engine_counted_before_it_was_heard_came_not_just_now() -> None:
+    presence = Presence()
+    presence.take(beat(), T)
+    presence.take(beat(engine=EngineReport(preempted=500)), T + 1)
+    assert only(presence, T + 1).preempted_per_s == 0.0
+    presence.take(beat(engine=EngineReport(preempted=502)), T + 2)
+    assert only(presence, T + 2).preempted_per_s == 2.0
+
+
 def test_the_engines_and_the_cards_last_word_stands_until_the_next() -> None:
     presence = Presence()
     power = PowerReport(watts=300.0, celsius=71.0, throttled="sw_power_cap")
@@ -80,31 +87,6 @@ def test_the_engines_and_the_cards_last_word_stands_until_the_next() -> None:
     presence.take(beat(), T + 1)
     seen = only(presence, T + 1)
     assert (seen.deferred, seen.watts, seen.celsius, seen.throttled) == (2, 300.0, 71.0, "sw_power_cap")
-
-
-def test_slowness_is_asked_of_the_steps_of_the_last_minute() -> None:
-    asked: list[Sequence[StepSample]] = []
-
-    def slowness(replica: Replica, steps: Sequence[StepSample]) -> float:
-        asked.append(steps)
-        return 2.0
-
-    presence = Presence(slowness)
-    presence.take(beat(engine=EngineReport(steps=(STEP,))), T)
-    presence.take(beat(engine=EngineReport(steps=(STEP, STEP))), T + 30)
-    assert only(presence, T + 31).slowness == 2.0
-    presence.take(beat(), T + 70)
-    assert only(presence, T + 70).slowness == 2.0
-    presence.take(beat(), T + 95)
-    assert only(presence, T + 95).slowness == 1.0
-    assert [len(steps) for steps in asked] == [3, 2]
-
-
-def test_no_more_steps_are_kept_than_are_needed() -> None:
-    presence = Presence()
-    for i in range(2 * MOST_STEPS):
-        presence.take(beat(engine=EngineReport(steps=(STEP,))), T + i / 100)
-    assert len(presence._replicas["r1"].steps) == MOST_STEPS
 
 
 def test_only_those_that_serve_are_figures() -> None:
@@ -125,4 +107,4 @@ def test_one_that_is_silent_for_long_is_gone() -> None:
     assert len(gathering.signals("m", T + SILENT_S).replicas) == 1
     assert gathering.signals("m", T + SILENT_S + 1).replicas == ()
     gathering.take_beat(beat("other"), T + SILENT_S + 1)
-    assert list(gathering.presence._replicas) == ["other"]
+    assert list(gathering._presence._replicas) == ["other"]
