@@ -35,7 +35,7 @@ class Take(NamedTuple):
     def holds(self, each: Take) -> int:
         """How many replicas that take ``each`` fit into it."""
         fits = [
-            math.floor(min(left / one + ROUNDING, UNBOUNDED))
+            math.floor(min(max(left, 0.0) / one + ROUNDING, UNBOUNDED))
             for left, one in zip(self, each, strict=True)
             if one > 0 and left < math.inf
         ]

@@ -82,13 +82,13 @@ class _Thought:
     notes: list[str] = field(default_factory=list)
 
     @property
-    def rate(self) -> float:
-        """Requests per second that are to be served: those that are foreseen, and the queue."""
+    def foreseen(self) -> float:
+        """Requests per second that are expected, or those that came of late."""
         demand, proposal = self.situation.signals.demand, self.proposal
         if demand is None:
             return 0.0
         foreseen = proposal.forecast if proposal.forecast_high is None else proposal.forecast_high
-        return max(0.0, demand.arrivals.last_60_s if foreseen is None else foreseen) + demand.queued / DRAIN_S
+        return max(0.0, demand.arrivals.last_60_s if foreseen is None else foreseen)
 
     def want(self) -> Want:
         """What the model asks of the budgets."""
@@ -109,9 +109,13 @@ class _Thought:
         situation = self.situation
         if len(situation.rungs) < 2:
             return
-        reachable = reach(situation.model, wants, budget)
+        demand = situation.signals.demand
         prospect = Prospect(
-            self.rate, self.workload, self.capabilities, reachable, spare(wants.values(), budget)
+            rate=self.foreseen + (demand.queued / DRAIN_S if demand is not None else 0.0),
+            workload=self.workload,
+            capabilities=self.capabilities,
+            reach=reach(situation.model, wants, budget),
+            spare=spare(wants.values(), budget),
         )
         self.verdict = judged(situation, prospect)
         hand, found = in_force(situation), self.verdict.to
@@ -186,7 +190,7 @@ class _Thought:
         course, able = self.course, self.capabilities[rung.mode]
         if course.by_hand or (granted >= course.enough and rung.most > course.enough):
             return 0.0
-        return max(0.0, self.rate - min(granted, rung.most) * (able.mu or able.mu_max))
+        return max(0.0, self.foreseen - min(granted, rung.most) * (able.mu or able.mu_max))
 
     def _reason(self, rung: Rung, by_load: bool, short: float) -> str:
         said = [self.proposal.reason]
@@ -196,6 +200,8 @@ class _Thought:
             said = [f"{rung.mode} was set by hand"]
         said += [f"{clip.rule} {clip.was} -> {clip.now}: {clip.why}" for clip in self.course.clips]
         said += self.notes
+        if self.course.asleep and self.course.asleep not in said[-1]:
+            said.append(self.course.asleep)
         if short:
             upstreams = ", which upstreams may take" if self.situation.overflow else ""
             said.append(f"{short:.2f} req/s are too many{upstreams}")

@@ -26,7 +26,8 @@ class Course:
     """A count on its way through the rules.
 
     ``enough`` is what it was before budgets were looked at, and ``since`` when it would have been enough;
-    ``floor`` what the model keeps whoever else asks. ``by_hand`` says that somebody set it.
+    ``floor`` what the model keeps whoever else asks. ``by_hand`` says that somebody set it, ``asleep`` why
+    there shall be none.
     """
 
     count: int
@@ -34,6 +35,7 @@ class Course:
     since: float = 0.0
     floor: int = 0
     by_hand: bool = False
+    asleep: str = ""
     clips: list[Clip] = field(default_factory=list)
 
     def turn(self, rule: Rule, count: int, why: str) -> None:
@@ -123,9 +125,9 @@ def asked(situation: Situation, rung: Rung, proposed: int) -> Course:
     unseen = "" if course.by_hand else blind(situation)
     if unseen:
         course.turn(Rule.STALENESS, max(course.count, there), unseen)
-    sleep = "" if course.by_hand else asleep(situation, rung)
-    if sleep:
-        course.turn(Rule.MIN_HEALTHY, 0, sleep)
+    course.asleep = "" if course.by_hand else asleep(situation, rung)
+    if course.asleep:
+        course.turn(Rule.MIN_HEALTHY, 0, course.asleep)
         if situation.signals.demand is not None and not unseen:
             course.since -= situation.signals.demand.idle_s
     else:
