@@ -142,7 +142,7 @@ class Calibration:
             knee = KNEES[state.fitted // FIT_EVERY % len(KNEES)]
             found, state.note = fit(points, near, state.model, with_knee(near, knee)), ""
         change = max(abs(_step(found, point) / _step(state.model, point) - 1.0) for point in points)
-        if change < NOTICEABLE:
+        if state.version and change < NOTICEABLE:
             return False
         state.model, state.version = found, state.version + 1
         return True

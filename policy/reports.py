@@ -67,7 +67,11 @@ class StepSample(msgspec.Struct, frozen=True, array_like=True):
 
 
 class EngineReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What an engine tells of itself since it started: totals, and samples of steps since the last report."""
+    """What an engine tells of itself.
+
+    ``preempted`` counts requests that lost their KV since its host started, ``deferred`` those that are
+    passed over now, as for an adapter that no slot is free for; ``steps`` are those since the last report.
+    """
 
     preempted: int = 0
     deferred: int = 0

@@ -11,7 +11,9 @@ import contextlib
 import httpx
 import msgspec
 
+from policy.reports import EngineReport
 from policy.types import Beat, Orders, Use
+from serve.engine.steps import together
 from serve.host import ReplicaHost
 from store.state import SECRET_HEADER
 
@@ -26,18 +28,21 @@ async def beat(host: ReplicaHost) -> None:
     """Send snapshots of ``host`` until cancelled; a controller that is away is tried again."""
     url = f"http://{host.spec.controller}/replicas"
     kept: Uses = {}
+    engine: EngineReport | None = None
     async with httpx.AsyncClient(
         timeout=2.0, headers={SECRET_HEADER: host.spec.secret}, trust_env=False
     ) as client:
         while True:
             host.changed.clear()
             gather(kept, host.take_uses())
-            said = Beat(replica=host.snapshot(), uses=tuple(kept.values()))
+            engine = together(engine, host.take_engine())
+            said = Beat(replica=host.snapshot(), uses=tuple(kept.values()), engine=engine, power=host.power)
             # What answers may be a controller that is just ending, or something else on its port.
             with contextlib.suppress(httpx.HTTPError, msgspec.MsgspecError):
                 answer = await client.post(url, content=msgspec.json.encode(said))
                 if answer.status_code == 200:
                     kept.clear()
+                    engine = None
                     host.obey(msgspec.json.decode(answer.content, type=Orders))
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(BEAT_S):
@@ -48,7 +53,7 @@ async def last_beat(host: ReplicaHost) -> None:
     """Tell the controller that the host is gone, once."""
     url = f"http://{host.spec.controller}/replicas"
     headers = {SECRET_HEADER: host.spec.secret}
-    said = Beat(replica=host.snapshot(), uses=host.take_uses())
+    said = Beat(replica=host.snapshot(), uses=host.take_uses(), engine=host.take_engine())
     with contextlib.suppress(httpx.HTTPError):
         async with httpx.AsyncClient(timeout=1.0, headers=headers, trust_env=False) as client:
             await client.post(url, content=msgspec.json.encode(said))

@@ -17,11 +17,14 @@ import msgspec
 
 from policy.config import ModelSpec
 from policy.errors import EngineFailed, TidegateError
+from policy.reports import EngineReport, PowerReport
 from policy.switching import MAX_FAILURES, STABLE_S
-from policy.types import Load, Orders, Replica, ReplicaState, Use, Wanted
-from serve import cores
+from policy.types import Load, Orders, Replica, ReplicaState, StartPath, Use, Wanted
+from serve import cores, started
 from serve.engine.main import Event
 from serve.engine.port import EngineSpec
+from serve.engine.steps import together
+from serve.power import devices, watch
 from serve.versions import Versions
 from serve.weights import Weights, prepare_same
 from store.blobs import node_cache
@@ -73,11 +76,15 @@ class ReplicaHost:
         self._hold: tuple[Wanted, ...] = ()
         self._uses: list[Use] = []
         self._waiting: tuple[Use, ...] = ()
+        self._engine: EngineReport | None = None
+        self._preempted = self._preempted_before = 0
+        self.power: PowerReport | None = None
         self._url = ""
         self._reason = ""
         self._incarnation = 0
         self._failures = 0
         self._start_s: float | None = None
+        self._start_path = StartPath.CACHED
         self._ready_at: float | None = None
         self._max_model_len: int | None = None
         self._process: asyncio.subprocess.Process | None = None
@@ -85,6 +92,7 @@ class ReplicaHost:
         self._weights = ""
         self._log = _log_of(Path(spec.state_dir), f"replica-{replica}.log")
         self._task: asyncio.Task[None] | None = None
+        self._watching: asyncio.Task[None] | None = None
         self._settled = asyncio.Event()
         self._drained = asyncio.Event()
 
@@ -104,6 +112,7 @@ class ReplicaHost:
             adapters=self._adapters,
             reason=self._reason,
             start_s=self._start_s,
+            start_path=self._start_path,
             max_model_len=self._max_model_len,
             failures=self._failures,
         )
@@ -122,8 +131,14 @@ class ReplicaHost:
         uses, self._uses = (*self._uses, *self._waiting), []
         return uses
 
+    def take_engine(self) -> EngineReport | None:
+        """What the engine told of its steps since the last call, and its totals; ``None`` if nothing."""
+        told, self._engine = self._engine, None
+        return told
+
     async def start(self) -> None:
         """Return when the engine is ready; raises :class:`EngineFailed` when it keeps failing."""
+        self._watching = asyncio.create_task(self._watch_cards())
         self._task = asyncio.create_task(self._keep_alive())
         self._task.add_done_callback(self._ended)
         await self._settled.wait()
@@ -147,6 +162,8 @@ class ReplicaHost:
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
+        if self._watching is not None:
+            self._watching.cancel()
         # Said only now, for what a stopped replica held may be given to another; and why a host
         # gave up outlasts it, for that may be all that the controller hears.
         self._become(ReplicaState.STOPPED, self._reason if self.lost.is_set() else "stopped")
@@ -191,6 +208,8 @@ class ReplicaHost:
     async def _run_engine(self, began: float) -> None:
         model, shape = self.spec.model, self.spec.model.shapes[self.spec.shape]
         if (weights := self.spec.weights) is not None:
+            known = await asyncio.to_thread(started.before, weights.digest)
+            self._start_path = StartPath.CACHED if known else StartPath.COLD
             prepared = await asyncio.to_thread(
                 prepare_same, weights, token_file=model.token_file, progress=self._log_progress
             )
@@ -266,6 +285,8 @@ class ReplicaHost:
             self._url = event.url
             self._max_model_len = event.max_model_len
             self._start_s = time.monotonic() - began
+            if self.spec.weights is not None:
+                started.note(self.spec.weights.digest)
         if event.line is not None:
             self._load = event.line.load
             self._adapters = event.line.adapters
@@ -281,6 +302,13 @@ class ReplicaHost:
                 for use in event.uses
                 if use.waiting
             )
+        if event.engine is not None:
+            if event.engine.preempted < self._preempted:
+                # An engine that was restarted counts from nothing again.
+                self._preempted_before += self._preempted
+            self._preempted = event.engine.preempted
+            total = self._preempted_before + self._preempted
+            self._engine = together(self._engine, msgspec.structs.replace(event.engine, preempted=total))
         self._uses.extend(msgspec.structs.replace(use, waiting=0) for use in event.uses)
         return event.failed
 
@@ -313,7 +341,17 @@ class ReplicaHost:
         )
 
     def _log_progress(self, progress: Progress) -> None:
+        if progress.fraction is not None or progress.step not in ("fetch", "verify"):
+            # Something is made or downloaded, or another process that does so is waited for.
+            self._start_path = StartPath.COLD
         self._log.write(f"{progress.step}: {progress.message}\n".encode())
+
+    async def _watch_cards(self) -> None:
+        def tell(power: PowerReport | None) -> None:
+            self.power = power
+
+        gpus = self.spec.model.shapes[self.spec.shape].gpus
+        await watch(devices(gpus, self._environment()), tell)
 
     def _environment(self) -> dict[str, str]:
         # Ray narrows a worker's threads and metrics; neither is the engine's.

@@ -25,6 +25,7 @@ import uvicorn
 import uvloop
 
 from policy.errors import EngineFailed
+from policy.reports import EngineReport
 from policy.types import EngineKind, ReplicaState, Use, Wanted
 from serve.engine import canary
 from serve.engine.adapters import Adapters
@@ -48,13 +49,15 @@ log = logging.getLogger("tidegate.engine")
 class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One line from the engine to its host.
 
-    ``line`` is its load, ``uses`` what was done with adapters since the last line, ``failed`` its last words.
+    ``line`` is its load, ``uses`` what was done with adapters since the last line, ``engine`` the steps since
+    then and totals since it started, ``failed`` its last words.
     """
 
     url: str = ""
     max_model_len: int | None = None
     line: LoadLine | None = None
     uses: tuple[Use, ...] = ()
+    engine: EngineReport | None = None
     failed: str = ""
 
 
@@ -108,9 +111,11 @@ async def _watch(engine: Engine, guard: Guard, timeout_s: float) -> None:
         progress.check(stats.steps, stats.running + stats.waiting > 0, time.monotonic())
 
 
-async def _report(guard: Guard, adapters: Adapters, events: Events) -> None:
+async def _report(engine: Engine, guard: Guard, adapters: Adapters, events: Events) -> None:
     async for line in guard.lines():
-        events.send(Event(line=line, uses=adapters.uses()))
+        stats = engine.stats()
+        told = EngineReport(preempted=stats.preempted, deferred=stats.deferred, steps=engine.take_steps())
+        events.send(Event(line=line, uses=adapters.uses(), engine=told))
         await asyncio.sleep(REPORT_S)
 
 
@@ -147,7 +152,7 @@ async def run(spec: EngineSpec, stdin: asyncio.StreamReader, events: Events) -> 
         asyncio.create_task(adapters.run()),
         asyncio.create_task(_lifeline(stdin, guard, adapters)),
         asyncio.create_task(_watch(engine, guard, spec.progress_timeout_s)),
-        asyncio.create_task(_report(guard, adapters, events)),
+        asyncio.create_task(_report(engine, guard, adapters, events)),
     }
     preparing = asyncio.create_task(_prepare(url, spec, adapters))
     done, _ = await asyncio.wait({*tasks, preparing}, return_when=asyncio.FIRST_COMPLETED)

@@ -10,6 +10,7 @@ import msgspec
 
 from policy.config import Sim
 from policy.engine_model import Timing
+from policy.reports import StepSample
 from policy.types import EngineKind, Runner, Wanted
 
 Scope = MutableMapping[str, Any]
@@ -73,6 +74,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """The engine's own counts; ``steps`` and scheduled ``tokens`` are totals that never fall.
 
     ``prefilling`` is at most how many prompt tokens are not computed of requests that had no token yet.
+    ``preempted`` is a total too, of requests that lost their KV; ``deferred`` of those that wait were
+    passed over, as for an adapter that no slot is free for.
     """
 
     running: int = 0
@@ -81,6 +84,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int = 0
     steps: int = 0
     prefilling: int = 0
+    preempted: int = 0
+    deferred: int = 0
 
 
 class Engine(Protocol):
@@ -91,6 +96,10 @@ class Engine(Protocol):
 
     def stats(self) -> EngineStats:
         """Counts of this instant, without blocking."""
+        ...
+
+    def take_steps(self) -> tuple[StepSample, ...]:
+        """What its steps took since the last call, without blocking."""
         ...
 
     def timing(self) -> Timing:

@@ -7,7 +7,9 @@ The only module that imports vLLM. Source of the calls: vLLM's
 from __future__ import annotations
 
 import asyncio
+import time
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
@@ -25,7 +27,9 @@ from vllm.v1.metrics.loggers import StatLoggerBase
 
 from policy.engine_model import Limits, Timing
 from policy.errors import AdapterRefused, EngineFailed
+from policy.reports import StepSample
 from serve.engine.port import ASGIApp, EngineSpec, EngineStats
+from serve.engine.steps import Steps
 
 # How often the end of the last request that uses an adapter is looked for.
 LEAVING_S = 0.01
@@ -37,8 +41,13 @@ class StepLogger(StatLoggerBase):  # type: ignore[misc]  # vLLM ships no types
     Handed to ``AsyncLLM`` rather than scraped: it sees each step, so it shows token progress.
     """
 
-    def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
+    def __init__(
+        self, vllm_config: Any, engine_index: int = 0, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
         self.latest = EngineStats()
+        self.took = Steps()
+        self._config = vllm_config
+        self._clock = clock
 
     def record(
         self,
@@ -49,25 +58,37 @@ class StepLogger(StatLoggerBase):  # type: ignore[misc]  # vLLM ships no types
     ) -> None:
         """Called by vLLM once a step; either part may be missing."""
         last = self.latest
-        tokens = last.tokens
-        if iteration_stats is not None:
-            tokens += iteration_stats.num_generation_tokens + iteration_stats.num_prompt_tokens
+        preempted = last.preempted + (iteration_stats.num_preempted_reqs if iteration_stats else 0)
         if scheduler_stats is None:
-            self.latest = EngineStats(
-                running=last.running,
-                waiting=last.waiting,
-                kv_used=last.kv_used,
-                tokens=tokens,
-                steps=last.steps + 1,
-            )
+            self.latest = msgspec.structs.replace(last, steps=last.steps + 1, preempted=preempted)
             return
+        running, deferred = scheduler_stats.num_running_reqs, scheduler_stats.num_skipped_waiting_reqs
+        waiting = scheduler_stats.num_waiting_reqs + deferred
         self.latest = EngineStats(
-            running=scheduler_stats.num_running_reqs,
-            waiting=scheduler_stats.num_waiting_reqs + scheduler_stats.num_skipped_waiting_reqs,
+            running=running,
+            waiting=waiting,
             kv_used=scheduler_stats.kv_cache_usage,
-            tokens=tokens,
+            tokens=last.tokens + self._timed(scheduler_stats, last.kv_used, running + waiting > 0),
             steps=last.steps + 1,
+            preempted=preempted,
+            deferred=deferred,
         )
+
+    def _timed(self, stats: Any, kv_before: float, goes_on: bool) -> int:
+        """Note what the step took; returns how many tokens were scheduled in it.
+
+        The number of new tokens would not do: a chunk of a prompt makes none.
+        """
+        details, stats.iteration_details = stats.iteration_details, None  # or vLLM logs a line of it
+        if details is None:
+            return 0
+        tokens = int(details.num_ctx_tokens + details.num_generation_tokens)
+        capacity = self._config.cache_config.kv_cache_size_tokens or 0
+        # What was in KV during the step: who has finished has given its part back.
+        held = max(kv_before * capacity + tokens, stats.kv_cache_usage * capacity)
+        requests = details.num_ctx_requests + details.num_generation_requests
+        self.took.ended(self._clock(), tokens, held, requests, goes_on=goes_on)
+        return tokens
 
     def log_engine_initialized(self) -> None:
         """vLLM's hook after start-up; there is nothing to keep of it."""
@@ -97,6 +118,9 @@ class VLLMEngine:
             waiting=max(latest.waiting, unseen, 0),
             prefilling=self._llm.output_processor.get_num_queued_tokens(),
         )
+
+    def take_steps(self) -> tuple[StepSample, ...]:
+        return self._steps.took.take()
 
     def timing(self) -> Timing:
         scheduler, cache = self._llm.vllm_config.scheduler_config, self._llm.vllm_config.cache_config
@@ -194,6 +218,8 @@ def arguments(spec: EngineSpec) -> Any:
         "enable_prompt_tokens_details": True,
         # Prompts are the clients' own, and the gateway counts requests: neither belongs in a log.
         "enable_log_requests": False,
+        # Each step tells how many tokens of which kind were scheduled in it.
+        "enable_logging_iteration_details": True,
         "disable_uvicorn_access_log": True,
     }
     if spec.adapter_slots:

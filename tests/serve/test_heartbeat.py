@@ -9,6 +9,7 @@ import httpx
 import msgspec
 import pytest
 
+from policy.reports import EngineReport, PowerReport, StepSample
 from policy.types import Beat, Load, Orders, Replica, ReplicaState, Use, Wanted
 from serve import heartbeat
 from serve.heartbeat import Uses, beat, gather, last_beat
@@ -55,6 +56,8 @@ class Host:
     def __init__(self) -> None:
         self.changed = asyncio.Event()
         self.uses: list[Use] = []
+        self.engine: EngineReport | None = None
+        self.power: PowerReport | None = None
         self.obeyed: list[Orders] = []
 
     def snapshot(self) -> Replica:
@@ -65,6 +68,10 @@ class Host:
     def take_uses(self) -> tuple[Use, ...]:
         uses, self.uses = tuple(self.uses), []
         return uses
+
+    def take_engine(self) -> EngineReport | None:
+        told, self.engine = self.engine, None
+        return told
 
     def obey(self, orders: Orders) -> None:
         self.obeyed.append(orders)
@@ -122,3 +129,26 @@ async def test_the_last_beat_has_the_last_uses(
     host.uses = [use(requests=1)]
     await last_beat(host)  # type: ignore[arg-type]
     assert heard[0].uses == (use(requests=1),)
+
+
+async def test_steps_are_told_until_they_are_heard_and_power_as_it_is(
+    answers: tuple[list[httpx.Response | Exception], list[Beat]],
+) -> None:
+    given, heard = answers
+    given += [httpx.ConnectError("away"), httpx.Response(409, json={"error": {}})]
+    host = Host()
+    host.power = PowerReport(watts=300.0)
+    step = StepSample(2, 4.0, 600.0, 4.0, 0.1)
+    host.engine = EngineReport(preempted=1, steps=(step,))
+    beating = asyncio.create_task(beat(host))  # type: ignore[arg-type]
+    while len(heard) < 4:
+        if len(heard) == 1 and host.engine is None:
+            host.engine = EngineReport(preempted=2, steps=(step,))
+        host.changed.set()
+        await asyncio.sleep(0)
+    beating.cancel()
+    assert [each.power for each in heard[:4]] == [host.power] * 4
+    told = [each.engine.steps[0].count if each.engine else None for each in heard[:4]]
+    assert told == [2, 4, 4, None]
+    assert heard[2].engine is not None
+    assert heard[2].engine.preempted == 2

@@ -15,8 +15,9 @@ import psutil
 import pytest
 
 from policy.errors import EngineFailed
+from policy.reports import EngineReport, StepSample
 from policy.switching import MAX_FAILURES
-from policy.types import Load, Replica, ReplicaState, Use
+from policy.types import Load, Replica, ReplicaState, StartPath, Use
 from serve import cores, weights
 from serve import host as hosts
 from serve.engine.guard import LoadLine
@@ -25,7 +26,7 @@ from serve.host import HostSpec, ReplicaHost
 from serve.versions import installed
 from serve.weights import Weights
 from store.models import Origin
-from store.preparation import Prepared
+from store.preparation import Prepared, Progress, Report
 from store.state import SECRET_HEADER, StateDir
 from tests.serve.sim_documents import deployment, sim_model
 
@@ -103,6 +104,72 @@ async def test_what_was_done_with_adapters_is_told_once_and_who_waits_as_long_as
     assert [(one.requests, one.waiting) for one in host.take_uses()] == [(0, 2)]
     host._take(Event(line=line), 0.0)
     assert host.take_uses() == ()
+
+
+async def test_what_its_engine_tells_of_steps_is_told_once_and_totals_outlast_a_restart(make: Make) -> None:
+    host = make()
+    step = StepSample(2, 4.0, 600.0, 4.0, 0.1)
+    host._take(Event(engine=EngineReport(preempted=3, steps=(step,))), 0.0)
+    host._take(Event(engine=EngineReport(preempted=5, deferred=1, steps=(step,))), 0.0)
+    both = EngineReport(preempted=5, deferred=1, steps=(StepSample(4, 4.0, 600.0, 4.0, 0.1),))
+    assert host.take_engine() == both
+    assert host.take_engine() is None
+    # An engine that was restarted counts from nothing.
+    for preempted, total in ((0, 5), (2, 7), (0, 7), (1, 8)):
+        host._take(Event(engine=EngineReport(preempted=preempted)), 0.0)
+        assert host.take_engine() == EngineReport(preempted=total)
+
+
+async def test_an_engine_under_load_tells_its_steps(make: Make) -> None:
+    host = make(sim={"profile": "sim-small", "speed": 1.0})
+    await host.start()
+    async with client(host) as http:
+        assert (await http.post("/v1/completions", json=prompt(100))).is_success
+    told: list[StepSample] = []
+    async with asyncio.timeout(WITHIN_S):
+        while sum(each.count for each in told) < 95:
+            told += (host.take_engine() or EngineReport()).steps
+            await asyncio.sleep(0.02)
+    # 3 ms each on average: one that was late is followed by one that is short.
+    assert sum(each.count * each.seconds for each in told) / sum(each.count for each in told) > 2e-3
+
+
+async def test_the_first_start_of_weights_on_a_node_is_cold_and_the_next_one_is_not(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    said: list[Progress] = [
+        Progress(step="fetch", message="using"),
+        Progress(step="verify", message="is whole"),
+    ]
+
+    def prepare(*_: Any, progress: Report, **__: Any) -> Prepared:
+        for each in said:
+            progress(each)
+        return Prepared(path=tmp_path, digest="d")
+
+    monkeypatch.setattr(weights, "prepare", prepare)
+    spec = msgspec.structs.replace(
+        make().spec, weights=Weights(origin=Origin.PACKAGE, source="package:p", digest="d")
+    )
+
+    async def path() -> StartPath:
+        host = ReplicaHost(spec, replica="r", address="127.0.0.1", node="n")
+        await host.start()
+        await host.stop()
+        return host.snapshot().start_path
+
+    assert await path() is StartPath.COLD
+    assert await path() is StartPath.CACHED
+    # Somebody removed what was prepared.
+    said.append(Progress(step="extract", message="taking it out"))
+    assert await path() is StartPath.COLD
+
+
+async def test_an_engine_without_weights_never_starts_cold(make: Make) -> None:
+    host = make()
+    await host.start()
+    assert host.snapshot().start_path is StartPath.CACHED
 
 
 async def test_its_load_follows_its_requests(make: Make) -> None:

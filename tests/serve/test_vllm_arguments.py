@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -75,16 +76,59 @@ def test_a_wrong_argument_is_refused_in_vllms_words(given: dict[str, Any], said:
         arguments(spec(given))
 
 
-def test_each_step_adds_up() -> None:
-    from vllm.v1.metrics.stats import IterationStats, SchedulerStats  # noqa: PLC0415
+def test_each_step_adds_up_and_tells_what_it_took() -> None:
+    from vllm.v1.metrics.stats import (  # noqa: PLC0415
+        IterationStats,
+        SchedulerIterationDetails,
+        SchedulerStats,
+    )
 
     from serve.engine.vllm import StepLogger  # noqa: PLC0415
 
-    log = StepLogger(None)
+    now = 100.0
+    config = SimpleNamespace(cache_config=SimpleNamespace(kv_cache_size_tokens=1000))
+    log = StepLogger(config, clock=lambda: now)
+
+    def step(prompts: int, decodes: int, kv_used: float, *, running: int, waiting: int = 0) -> None:
+        details = SchedulerIterationDetails(
+            iteration_index=0,
+            num_ctx_requests=1 if prompts else 0,
+            num_ctx_tokens=prompts,
+            num_generation_requests=decodes,
+            num_generation_tokens=decodes,
+            elapsed_ms=1.0,
+        )
+        stats = SchedulerStats(
+            num_running_reqs=running,
+            num_waiting_reqs=waiting,
+            num_skipped_waiting_reqs=1,
+            kv_cache_usage=kv_used,
+            iteration_details=details,
+        )
+        log.record(stats, iteration)
+        # Or vLLM's own logger, which comes after ours, writes a line of each step.
+        assert stats.iteration_details is None
+
     iteration = IterationStats()
-    iteration.num_generation_tokens = 3
-    log.record(SchedulerStats(num_running_reqs=2, num_waiting_reqs=1, kv_cache_usage=0.5), iteration)
+    iteration.num_preempted_reqs = 1
+    # A chunk of a prompt makes no token, and is known all the same.
+    step(64, 0, 0.064, running=1)
+    now += 0.5
+    step(36, 0, 0.1, running=1, waiting=2)
+    now += 0.1
+    step(0, 1, 0.0, running=0)
+    now += 60.0
     log.record(None, iteration)
     stats = log.latest
-    assert (stats.running, stats.waiting, stats.kv_used) == (2, 1, 0.5)
-    assert (stats.tokens, stats.steps) == (6, 2)
+    assert (stats.running, stats.waiting, stats.kv_used, stats.deferred) == (0, 1, 0.0, 1)
+    assert (stats.tokens, stats.steps, stats.preempted) == (101, 4, 4)
+    assert [(each.tokens, each.kv_tokens, each.running, each.seconds) for each in log.took.take()] == [
+        (1, 101, 1, 0.1),
+        (36, 100, 1, 0.5),
+    ]
+
+
+def test_every_step_tells_its_details() -> None:
+    from serve.engine.vllm import arguments  # noqa: PLC0415
+
+    assert arguments(spec({"enable_logging_iteration_details": False})).enable_logging_iteration_details

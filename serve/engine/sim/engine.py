@@ -15,6 +15,7 @@ from policy.engine_model import Timing
 from policy.errors import AdapterRefused, EngineFailed
 from policy.kv_memory import BLOCK
 from policy.profiles import profile
+from policy.reports import StepSample
 from serve.engine.port import ASGIApp, EngineSpec, EngineStats
 from serve.engine.sim.app import build
 from serve.engine.sim.loop import StepLoop
@@ -88,6 +89,9 @@ class SimEngine:
 
     def stats(self) -> EngineStats:
         return self._loop.stats()
+
+    def take_steps(self) -> tuple[StepSample, ...]:
+        return self._loop.took.take()
 
     def timing(self) -> Timing:
         return self._timing

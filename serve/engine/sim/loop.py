@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from policy.stepping import Request, Scheduler, StepResult
 from serve.engine.port import EngineStats
 from serve.engine.sim.metrics import Metrics
 from serve.engine.sim.text import Output, Prompt
+from serve.engine.steps import Steps
 
 # A process that was held up catches up at most this much; more would come out as one burst.
 MAX_LAG_S = 0.25
@@ -91,7 +93,10 @@ class _Live:
 
 
 class StepLoop:
-    """Owns the scheduler. ``speed`` is how many modelled seconds pass in a real one."""
+    """Owns the scheduler. ``speed`` is how many modelled seconds pass in a real one.
+
+    ``took`` has what its steps took in real ones.
+    """
 
     def __init__(self, model: EngineModel, limits: Limits, speed: float, metrics: Metrics) -> None:
         self._scheduler = Scheduler(model, limits)
@@ -101,7 +106,8 @@ class StepLoop:
         self._live: dict[str, _Live] = {}
         self._holdups: deque[tuple[float, asyncio.Future[None]]] = deque()
         self._work = asyncio.Event()
-        self._tokens = self._steps = 0
+        self._tokens = self._steps = self._preempted = 0
+        self.took = Steps()
         self._loop = asyncio.get_running_loop()
         self._task = asyncio.create_task(self._run(), name="simulated engine")
         self._task.add_done_callback(self._ended)
@@ -119,6 +125,7 @@ class StepLoop:
             tokens=self._tokens,
             steps=self._steps,
             prefilling=self._scheduler.prefilling,
+            preempted=self._preempted,
         )
 
     @property
@@ -198,9 +205,16 @@ class StepLoop:
                 if not done.done():
                     done.set_result(None)
             if self._live:
+                held = self._scheduler.kv_used
                 result = self._scheduler.step()
                 due = await self._pass(due, result.duration_s)
                 self._deliver(result)
+                # What was in KV during the step: who has finished has given its part back. The loop's own
+                # clock knows milliseconds alone.
+                kv_tokens = max(held + result.scheduled, result.kv_used)
+                self.took.ended(
+                    time.perf_counter(), result.scheduled, kv_tokens, result.running, goes_on=bool(self._live)
+                )
 
     async def _pass(self, due: float, duration_s: float) -> float:
         """Let modelled seconds pass; returns when they were due to end.
@@ -215,6 +229,7 @@ class StepLoop:
         metrics, now = self._metrics, self._loop.time()
         self._steps += 1
         self._tokens += result.scheduled
+        self._preempted += len(result.preempted)
         metrics.iteration.observe(result.scheduled)
         metrics.preemptions.inc(len(result.preempted))
         produced = 0

@@ -1,0 +1,107 @@
+"""What an engine's steps took is measured, pooled and told once, and nothing of it is lost on the way."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+import pytest
+
+from policy.engine_model import EngineModel, Limits
+from policy.reports import EngineReport, StepSample
+from policy.types import Beat, Load, Replica, ReplicaState
+from serve.engine.sim.loop import Generation, StepLoop
+from serve.engine.sim.metrics import Metrics
+from serve.engine.sim.text import Output, Prompt
+from serve.engine.steps import MOST, Steps, together
+
+
+def test_a_step_lasts_from_the_end_of_the_one_before() -> None:
+    steps = Steps()
+    steps.ended(10.0, 100, 100, 1, goes_on=True)
+    # Nobody knows when the first began.
+    assert steps.take() == ()
+    steps.ended(10.25, 1, 101, 1, goes_on=True)
+    assert steps.take() == (StepSample(1, 1, 101, 1, 0.25),)
+    assert steps.take() == ()
+
+
+def test_an_idle_gap_is_no_step() -> None:
+    steps = Steps()
+    steps.ended(10.0, 4, 100, 4, goes_on=True)
+    steps.ended(10.5, 4, 104, 4, goes_on=False)
+    steps.ended(99.0, 50, 50, 1, goes_on=True)
+    steps.ended(99.1, 0, 50, 0, goes_on=True)
+    steps.ended(99.2, 1, 51, 1, goes_on=True)
+    assert [(each.count, each.tokens, each.seconds) for each in steps.take()] == [(1, 1, 0.1), (1, 4, 0.5)]
+
+
+def test_steps_that_were_alike_are_told_together_and_stalls_apart() -> None:
+    steps, at = Steps(), 0.0
+    for seconds in [0.0, *[0.1] * 9, 2.0, *[0.1] * 10]:
+        at += seconds
+        steps.ended(at, 4, 600, 4, goes_on=True)
+    assert [(each.count, each.seconds) for each in steps.take()] == [(19, 0.1), (1, 2.0)]
+
+
+def test_a_report_stays_small_however_many_steps_there_were() -> None:
+    steps, at = Steps(), 0.0
+    for i in range(5000):
+        at += 0.0123456789 * (1 + i % 50)
+        steps.ended(at, 1 + i % 8000, 1000.0 * (i % 400) / 3, 1 + i % 250, goes_on=True)
+    report = EngineReport(preempted=12, deferred=3, steps=steps.take())
+    assert len(report.steps) <= MOST
+    assert sum(each.count for each in report.steps) == 4999
+    replica = Replica(
+        id="some-model-some-shape-g1-abcdef", model="some-model", shape="some-shape", generation=1,
+        state=ReplicaState.READY, load=Load(at=1.7e9), url="http://10.0.0.1:40123",
+        adapters=("sql@" + "a" * 12,),
+    )  # fmt: skip
+    assert len(msgspec.json.encode(Beat(replica=replica, engine=report))) < 2048
+
+
+def test_reports_that_were_not_heard_are_told_together() -> None:
+    one = EngineReport(preempted=1, deferred=5, steps=(StepSample(3, 4.0, 600.0, 4.0, 0.1),))
+    other = EngineReport(preempted=2, steps=(StepSample(1, 4.0, 600.0, 4.0, 0.12),))
+    assert together(None, one) is together(one, None) is one
+    assert together(None, None) is None
+    assert together(one, other) == EngineReport(preempted=2, steps=(StepSample(4, 4.0, 600.0, 4.0, 0.105),))
+
+
+async def finish(loop: StepLoop, name: str, prompt: int, output: int) -> None:
+    generation = Generation(
+        name,
+        [Prompt.of_ids(range(prompt))],
+        [Output(deltas=["a"] * output, finish_reason="length")],
+    )
+    loop.submit(generation, [0])
+    await generation.finish()
+
+
+MODEL = EngineModel(o=0.002, w=0.002, c=1e-5, g=0.0, r=0.0)
+
+
+async def test_the_simulated_engine_tells_its_real_steps() -> None:
+    limits = Limits(max_num_batched_tokens=64, max_num_seqs=8, kv_tokens=1000)
+    loop = StepLoop(MODEL, limits, 1.0, Metrics("m"))
+    try:
+        await asyncio.gather(finish(loop, "a", 100, 20), finish(loop, "b", 10, 20))
+        told = loop.took.take()
+    finally:
+        await loop.close()
+    # Two chunks of the longer prompt, of which the first began the busy time, then decodes.
+    assert sum(each.count for each in told) == loop.stats().steps - 1
+    assert sum(each.count * each.tokens for each in told) == pytest.approx(loop.stats().tokens - 64, abs=5)
+    assert max(each.running for each in told) == 2
+    assert all(each.seconds > 0.0 for each in told)
+    assert max(each.kv_tokens for each in told) > 110
+
+
+async def test_the_simulated_engine_counts_who_lost_their_kv() -> None:
+    limits = Limits(max_num_batched_tokens=64, max_num_seqs=8, kv_tokens=40)
+    loop = StepLoop(MODEL, limits, 1e6, Metrics("m"))
+    try:
+        await asyncio.gather(finish(loop, "a", 18, 10), finish(loop, "b", 20, 4))
+        assert loop.stats().preempted == 1
+    finally:
+        await loop.close()

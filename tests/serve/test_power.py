@@ -1,0 +1,181 @@
+"""What cards tell through NVML, by a fake of it: figures, reasons, errors, and cards that say nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from policy.reports import PowerReport
+from serve import power
+from serve.power import Cards, devices, found, watch
+
+
+class FakeNvml:
+    """NVML with some cards, by index and UUID: milliwatts, millijoules, degrees and reasons of each."""
+
+    NVML_TEMPERATURE_GPU = 0
+    nvmlEventTypeXidCriticalError = 8
+
+    class NVMLError(Exception):
+        """What each call raises that fails."""
+
+    def __init__(self, *cards: dict[str, int]) -> None:
+        self.cards = list(cards)
+        self.errors: list[int] = []
+        self.told_of: list[int] = []
+        self.driver = True
+
+    def nvmlInit(self) -> None:
+        if not self.driver:
+            raise self.NVMLError("Driver Not Loaded")
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+        if index >= len(self.cards):
+            raise self.NVMLError("Invalid Argument")
+        return index
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> int:
+        return int(uuid.removeprefix("GPU-"))
+
+    def _of(self, handle: int, figure: str) -> int:
+        if figure not in self.cards[handle]:
+            raise self.NVMLError("Not Supported")
+        return self.cards[handle][figure]
+
+    def nvmlDeviceGetPowerUsage(self, handle: int) -> int:
+        return self._of(handle, "mw")
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle: int) -> int:
+        return self._of(handle, "mj")
+
+    def nvmlDeviceGetTemperature(self, handle: int, sensor: int) -> int:
+        assert sensor == self.NVML_TEMPERATURE_GPU
+        return self._of(handle, "c")
+
+    def nvmlDeviceGetCurrentClocksEventReasons(self, handle: int) -> int:
+        return self._of(handle, "why")
+
+    def nvmlEventSetCreate(self) -> str:
+        return "set"
+
+    def nvmlDeviceRegisterEvents(self, handle: int, kinds: int, events: str) -> None:
+        assert (kinds, events) == (8, "set")
+        self.told_of.append(handle)
+
+    def nvmlEventSetWait(self, events: str, timeout_ms: int) -> Any:
+        assert (events, timeout_ms) == ("set", 0)
+        if not self.errors:
+            raise self.NVMLError("Timeout")
+        return SimpleNamespace(eventData=self.errors.pop(0))
+
+
+def card(mw: int = 300_000, mj: int = 5_000_000, c: int = 60, why: int = 0) -> dict[str, int]:
+    return {"mw": mw, "mj": mj, "c": c, "why": why}
+
+
+def test_the_cards_of_a_replica_are_told_together() -> None:
+    nvml = FakeNvml(card(), card(mw=150_500, mj=1_000, c=71, why=0x4), card(mw=999_000))
+    assert Cards(nvml, ("0", "GPU-1")).read() == PowerReport(
+        watts=450.5, joules=5001.0, celsius=71.0, throttled="software power cap"
+    )
+    assert nvml.told_of == [0, 1]
+
+
+def test_every_reason_that_costs_speed_has_its_word_and_others_have_none() -> None:
+    nvml = FakeNvml(card(why=0x1 | 0x2 | 0x10 | 0x100))
+    cards = Cards(nvml, ("0",))
+    read = cards.read()
+    assert read is not None
+    assert read.throttled == ""
+    nvml.cards[0]["why"] = 0x8 | 0x40
+    read = cards.read()
+    assert read is not None
+    assert read.throttled == "hardware slowdown, hardware thermal slowdown"
+
+
+def test_the_last_error_of_a_card_stays_known() -> None:
+    nvml = FakeNvml(card())
+    cards = Cards(nvml, ("0",))
+    nvml.errors = [31, 79]
+    for _ in range(2):
+        read = cards.read()
+        assert read is not None
+        assert read.xid == 79
+    # A card that fell off the bus tells nothing else any more.
+    nvml.cards[0].clear()
+    assert cards.read() == PowerReport(watts=0.0, xid=79)
+
+
+def test_a_figure_that_a_card_does_not_have_is_left_out() -> None:
+    assert Cards(FakeNvml({"mw": 70_000}), ("0",)).read() == PowerReport(watts=70.0)
+    assert Cards(FakeNvml({"c": 50}), ("0",)).read() is None
+
+
+def test_events_that_are_not_supported_are_no_reason_to_tell_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml = FakeNvml(card())
+
+    def refuse(*_: Any) -> None:
+        raise FakeNvml.NVMLError("Not Supported")
+
+    monkeypatch.setattr(nvml, "nvmlDeviceRegisterEvents", refuse)
+    read = Cards(nvml, ("0",)).read()
+    assert read is not None
+    assert (read.watts, read.xid) == (300.0, 0)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "environment", "names"),
+    [
+        (0, {}, ()),
+        (2, {}, ("0", "1")),
+        (2, {"CUDA_VISIBLE_DEVICES": "3, GPU-5,6"}, ("3", "GPU-5")),
+        (1, {"CUDA_VISIBLE_DEVICES": ""}, ()),
+        (0, {"CUDA_VISIBLE_DEVICES": "0,1"}, ()),
+    ],
+)
+def test_a_replica_asks_its_own_cards(gpus: int, environment: dict[str, str], names: tuple[str, ...]) -> None:
+    assert devices(gpus, environment) == names
+
+
+@pytest.mark.parametrize("lacks", ["library", "driver", "card"])
+async def test_without_anything_to_ask_there_are_no_figures_and_one_line(
+    lacks: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    nvml = FakeNvml(*([] if lacks == "card" else [card()]))
+    nvml.driver = lacks != "driver"
+    monkeypatch.setitem(sys.modules, "pynvml", None if lacks == "library" else nvml)
+    told: list[PowerReport | None] = []
+    await watch(("0",), told.append)
+    assert told == []
+    (line,) = caplog.messages
+    assert line.startswith("no figures of power")
+
+
+async def test_a_shape_without_cards_asks_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    await watch((), lambda _: pytest.fail("there is nothing to tell"))
+    assert caplog.messages == []
+
+
+async def test_cards_are_asked_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    nvml = FakeNvml(card())
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    monkeypatch.setattr(power, "POLL_S", 0.0)
+    assert found(("0",)) is not None
+    told: list[float] = []
+    twice = asyncio.Event()
+
+    def tell(report: PowerReport | None) -> None:
+        assert report is not None
+        told.append(report.watts)
+        nvml.cards[0]["mw"] += 1000
+        if len(told) == 2:
+            twice.set()
+
+    watching = asyncio.create_task(watch(("0",), tell))
+    await twice.wait()
+    watching.cancel()
+    assert told[:2] == [300.0, 301.0]
