@@ -20,7 +20,7 @@ from policy.errors import TargetError
 from policy.scaling.view import Capability, Supply
 from policy.signals import Signals
 from serve.client import Logged
-from tests.tidegate.decisions import DEMAND, OVERRIDE, SIGNALS, decision, situation, unchanged
+from tests.tidegate.decisions import DEMAND, OVERRIDE, SIGNALS, decision, rates, situation, unchanged
 from tidegate.cli import group
 from tidegate.commands import explain as module
 from tidegate.commands.explanation import explained
@@ -130,7 +130,7 @@ def test_figures_that_are_missing_are_said_to_be() -> None:
     assert not said("latency", decision(), blind)
     assert not said("replicas", decision(), blind)
     quiet = msgspec.structs.replace(
-        DEMAND, ttft=None, itl=None, output_tokens=0.0, input_tokens=0.0, idle_s=70
+        DEMAND, arrivals=rates(0.0, 0.0), ttft=None, itl=None, output_tokens=0.0, input_tokens=0.0, idle_s=70
     )
     seen = situation(signals=Signals(demand=quiet), slo=Objective())
     assert said("latency", decision(), seen) == "TTFT p95 not measured; ITL p95 not measured"
@@ -236,6 +236,12 @@ def test_without_an_option_the_last_change_and_the_present(run: Run) -> None:
 def test_at_tells_what_was_in_force_then_and_what_had_changed_last(run: Run) -> None:
     ago = module.time.time() - 1190.0
     assert told(run(LOG, "--at", f"{int(ago)}s ago", "--json")) == [1000.0, 1180.0]
+
+
+def test_what_came_of_a_change_is_seen_from_its_own_instant(run: Run) -> None:
+    shown = run(LOG, "--at", "1970-01-01T00:16:40+00:00").output
+    assert "multi-replica x 2 -> multi-replica x 4" in shown
+    assert "outcome    carried out" in shown
 
 
 def test_last_tells_so_many_oldest_first(run: Run) -> None:

@@ -19,8 +19,10 @@ from tidegate.commands.targets import controller
 from tidegate.commands.times import clock, moment
 from tidegate.exits import Exit
 
-# How many decisions back a change is looked for; of those that are alike one a minute is logged.
+# How many decisions back a change is looked for.
 LOOKED_AT = 200
+# Of decisions that are alike one a minute is logged: so long after one comes the next.
+NEXT_S = 61.0
 
 
 @click.command(
@@ -58,11 +60,16 @@ class _Told(NamedTuple):
 
 def _chosen(client: ControllerClient, model: str, last: int | None, at: float | None) -> list[_Told]:
     """The decisions to explain, oldest first."""
-    found = client.decisions(model, last=LOOKED_AT if last is None else last, at=at)
-    told = [_Told(each, found[i - 1].decision if i else None) for i, each in enumerate(found)]
+    until = None if at is None else at + NEXT_S
+    found = client.decisions(model, last=LOOKED_AT if last is None else last, at=until)
+    told = [
+        _Told(each, found[i - 1].decision if i else None)
+        for i, each in enumerate(found)
+        if at is None or each.decision.at <= at
+    ]
     if last is None:
-        change = next((i for i, each in enumerate(found) if each.decision.changes), 0)
-        told = told[:1] if change == 0 else [told[0], told[change]]
+        change = next((each for each in told if each.logged.decision.changes), None)
+        told = told[:1] if change is None or change is told[0] else [told[0], change]
     return told[::-1]
 
 

@@ -99,7 +99,7 @@ def _demand(demand: Demand | None, stale_s: float) -> Iterable[Text]:
     )
     queue = f"{demand.queued} queued"
     queue += f", the oldest for {age(demand.oldest_s)}; " if demand.queued else "; "
-    idle = f"nobody has asked for {age(demand.idle_s)}; " if demand.idle_s >= 1 else ""
+    idle = f"nobody has asked for {age(demand.idle_s)}; " if not arrivals.last_20_s else ""
     yield Text.assemble(queue, idle, _aged(demand.age_s, stale_s))
 
 
