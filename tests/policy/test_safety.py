@@ -9,6 +9,7 @@ import pytest
 
 from policy.config import Budget
 from policy.control import Scale
+from policy.deciding import Mind, decide_all
 from policy.decision import Decision, Memory, Override, Rule, Situation
 from policy.scaling.view import Supply
 from policy.signals import Signals
@@ -18,6 +19,7 @@ from tests.policy.control_play import (
     SMALL,
     Model,
     Play,
+    Wants,
     decide,
     demand,
     figures,
@@ -225,6 +227,26 @@ def test_a_budget_bounds_and_says_what_is_short() -> None:
 def test_a_budget_that_shrinks_is_not_held_but_goes_by_steps() -> None:
     decision = decide(situation(count=8), 8, Budget(gpus=2))[0]
     assert clips(decision) == [("budget", 8, 2), ("step", 2, 4)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "left"),
+    [
+        ({}, 3),
+        ({"signals": Signals()}, 6),
+        ({"supply": Supply(wanted=6, serving=5, starting_s=(9.0,))}, 6),
+        ({"leaving": {"single-large": 1}}, 6),
+    ],
+    ids=["seen", "unseen", "starting", "switching"],
+)
+def test_nobody_takes_from_who_is_not_seen_or_under_way(changes: dict[str, Any], left: int) -> None:
+    """Six of eight cards, of which a model of a higher priority wants five and has two."""
+    low = situation(**({"model": "low", "count": 6, "priority": -1} | changes))
+    high = situation(model="high", count=2)
+    made = decide_all(
+        {"low": low, "high": high}, Budget(gpus=8), {"low": Mind(Wants(6)), "high": Mind(Wants(5))}
+    )
+    assert {name: decision.count for name, (decision, _) in made.items()} == {"low": left, "high": 2}
 
 
 # Step.
