@@ -37,6 +37,8 @@ log = logging.getLogger("tidegate.controller")
 
 # A policy that takes longer is not waited for: what runs must be kept up meanwhile.
 PATIENCE_S = 2.0
+# Figures of a controller that has just come back are of nothing yet, and would be taken for an idle fleet.
+LISTEN_S = 5.0
 
 
 class Kept(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,6 +84,8 @@ class Autoscaler:
         observation.starts.restore(self._kept.starts)
         self._slots: dict[str, int] = {}
         self._stirred: set[str] = set()
+        self._urgent: set[str] = set()
+        self._listen_until = now() + LISTEN_S
         self._running: asyncio.Task[None] | None = None
         self._overdue = False
         self.latest: dict[str, Decision] = {}
@@ -105,23 +109,23 @@ class Autoscaler:
     def adopt(self, deployment: Deployment) -> None:
         """Decide by ``deployment`` from now on, and at once."""
         self._minds.adopt(deployment)
-        self._stirred.update(spec.name for spec in wanted_models(deployment))
+        self._urgent.update(spec.name for spec in wanted_models(deployment))
 
     def who(self, model: str) -> str:
         """Who decides for ``model``: a policy, or somebody by hand."""
         by_hand = self._targets.get(model).override(self.at)
         return self._minds.name(model) if by_hand is None else "by hand"
 
-    def stir(self, model: str) -> None:
-        """Something happened to ``model``: decide at the next look."""
-        self._stirred.add(model)
+    def stir(self, model: str, *, urgent: bool = False) -> None:
+        """Something happened to ``model``: decide at the next look, or (``urgent``) whatever is known."""
+        (self._urgent if urgent else self._stirred).add(model)
         self._wake()
 
     def heard(self, report: GatewayReport) -> None:
         """A request that waits for a model at zero does not wait for the next tick."""
         for name, told in report.models.items():
             if told.queued and name in self._targets.names() and not self._targets.get(name).aim.count:
-                self.stir(name)
+                self.stir(name, urgent=True)
 
     def beat(self, beat: Beat) -> None:
         """Learn from a replica how long its steps take."""
@@ -144,7 +148,8 @@ class Autoscaler:
         names = self._due(deployment)
         if not names or not self._idle():
             return
-        self._stirred.difference_update(names)
+        self._stirred -= names
+        self._urgent -= names
         at = self.at
         memories = {name: self._memory(name) for name in names}
         situations = {name: self._surveying.situation(name, deployment, memories[name], at) for name in names}
@@ -281,8 +286,8 @@ class Autoscaler:
         Decided one after the other, each would take what another has given up for a third.
         """
         names = self._names(deployment)
-        found = set()
-        for name in names:
+        found = self._urgent & names
+        for name in names if self._now() >= self._listen_until else ():
             slot = math.floor(self._now() / self._targets.get(name).spec.control.tick_s)
             if name in self._stirred or self._slots.get(name) != slot:
                 self._slots[name] = slot

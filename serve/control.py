@@ -123,7 +123,9 @@ class Controller:
         self.autoscaler.beat(beat)
         if self.registry.put(replica, self._monotonic()):
             self._event(f"{replica.id}: {replica.state}" + (f" ({replica.reason})" if replica.reason else ""))
-            self.autoscaler.stir(replica.model)
+            self._wake.set()
+            if self._observation.lacks(LayerKey(replica.model, replica.shape, replica.generation)):
+                self.autoscaler.stir(replica.model)
         return self.adapters.beat(beat)
 
     def signals(self, report: GatewayReport) -> None:
@@ -151,7 +153,7 @@ class Controller:
             chosen = Override(mode=aim.mode, count=replicas, until=self._until(for_s))
             toward = target.toward(aim, self._wall(), gap=target.gap) if aim != target.aim else target
             self._steer(model, msgspec.structs.replace(toward, set_count=chosen))
-        self.autoscaler.stir(model)
+        self.autoscaler.stir(model, urgent=True)
         return self._model_status(model)
 
     def mode(self, model: str, mode: str | None, for_s: float | None = None) -> ModelStatus:
@@ -172,7 +174,7 @@ class Controller:
                 # A count is one of a mode: what was set for the other says nothing of this one.
                 target = msgspec.structs.replace(target, gap=gap, set_count=None)
             self._steer(model, msgspec.structs.replace(target, set_mode=chosen))
-        self.autoscaler.stir(model)
+        self.autoscaler.stir(model, urgent=True)
         return self._model_status(model)
 
     def prepare(self, document: dict[str, object]) -> None:
@@ -194,7 +196,8 @@ class Controller:
         self._state.save(self._state.deployment_path, document)
         self._deployment = deployment
         for name, target in steered.items():
-            self._steer(name, target)
+            # What failed is tried again: somebody may have seen to it.
+            self._steer(name, msgspec.structs.replace(target, barred={}))
             self._weighing.look_again(name)
         self.adapters.declare(deployment, applied=True)
         self._event("a new deployment was applied")
@@ -331,7 +334,6 @@ class Controller:
         if reached(target.aim.count, layer):
             target = target.reached()
             self._steer(name, target)
-            self.autoscaler.stir(name)
         elif target.fallback is not None:
             timeout_s = target.spec.control.start_timeout_s
             if failed := verdict(layer, self._wall() - target.since, timeout_s):

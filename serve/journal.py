@@ -14,9 +14,9 @@ from pathlib import Path
 
 import msgspec
 
+from policy.config import Budget
 from policy.control import Choice
 from policy.deciding import Mind, decide_all
-from policy.config import Budget
 from policy.decision import Decision, Memory, Situation
 from serve.client import Logged
 from store.logs import KEPT, MAX_BYTES, RotatingLog

@@ -70,6 +70,11 @@ class Observation:
         )
         return max(of_shape, default=assumed_s)
 
+    def lacks(self, key: LayerKey) -> bool:
+        """Whether a replica of the layer is gone that was not given up."""
+        layer = self.layer(key)
+        return layer.starting + layer.ready < layer.wanted
+
     def unheard(self) -> bool:
         """Whether replicas that the actuator holds have sent no heartbeat yet."""
         return any(held.wanted > len(self._registry.of(key)) for key, held in self.held.items())

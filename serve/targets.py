@@ -187,7 +187,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
             generation=generation,
         )
         specs = self.specs | {generation: as_built(spec, before)}
-        target = msgspec.structs.replace(self, specs=specs, rejected="", barred={})
+        target = msgspec.structs.replace(self, specs=specs, rejected="")
         return target if aim == self.aim else target.toward(aim, now)
 
     @property

@@ -121,7 +121,7 @@ class MemoryActuator:
         self._answer()
         if key not in self._cluster.held:
             raise ActuatorFailed(f"there is no layer {key} to scale")
-        self._cluster.held[key] = msgspec.structs.replace(self._cluster.held[key], wanted=count)
+        self._cluster.held[key] = msgspec.structs.replace(self._cluster.held[key], wanted=count, trouble="")
         self._cluster.settle(key)
 
     async def delete(self, key: LayerKey) -> None:

@@ -1,0 +1,242 @@
+"""A switch of mode that load asks for, there and back: killed in each of its states, and failing.
+
+One replica over four GPUs gives a token sooner than four of one GPU each, which together carry more.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from policy.types import ReplicaState
+from serve.journal import Outcome
+from tests.serve.plane import LARGE, READY, SMALL, Plane
+from tests.serve.sim_documents import document, sim_model
+from tests.serve.traffic import Traffic
+
+# Requests per second that the one carries within its objective, and that only the four keep up with.
+LOW, HIGH = 5.0, 330.0
+ROOMY, SCARCE = 8, 4
+
+pytestmark = pytest.mark.slow
+
+
+def written(gpus: int, **control: Any) -> dict[str, Any]:
+    """A document whose model prefers to be large, on so many GPUs."""
+    model = sim_model(
+        sim={"profile": "h100-8b"},
+        shapes={"large": {"gpus": 4, "tensor_parallel": 4, "cpus": 1}, "small": {"gpus": 1, "cpus": 1}},
+        modes={
+            "single-large": {"shape": "large", "replicas": 1},
+            "multi-replica": {"shape": "small", "replicas": {"min": 4, "max": 4}},
+        },
+        control={
+            "tick_s": 1,
+            "policy": "static",
+            "slo": {"itl_p95_s": 0.006},
+            "mode": {"confirm_s": 5, "dwell_s": 15, "drain_timeout_s": 10},
+            "scale": {"hold_s": 5},
+            "start_timeout_s": 60,
+            "assumed_start_s": 5,
+        },
+    )
+    model["control"] |= control
+    return document(model, budget={"gpus": gpus})
+
+
+class Switch:
+    """Load that rises or falls, starts and drains that take some ticks, and a controller that may be killed."""
+
+    def __init__(self, plane: Plane, *, kills: bool = False) -> None:
+        self.plane = plane
+        self.traffic = Traffic(plane)
+        self.kills = kills
+        self.phases: list[str] = []
+        self.fewest = 99
+        self._looks = 0
+
+    async def run(self, rate: float, seconds: float) -> None:
+        """Starts and drains take up to two seconds; every eleven the controller is killed, if it is to be."""
+        for _ in range(round(seconds * 2)):
+            await self.look(rate)
+
+    async def look(self, rate: float) -> None:
+        """Half a second."""
+        self._looks += 1
+        self.traffic.rates["m"] = rate
+        if self._looks % 2 == 0:
+            self.traffic.report()
+        if self._looks % 4 == 0:
+            self.plane.cluster.ready()
+        if self._looks % 4 == 2:
+            self.plane.cluster.drained()
+        self.plane.now += 0.3
+        await self.plane.ticks(1)
+        self.fewest = min(self.fewest, sum(self.plane.counts(READY).values()))
+        self.phases.append(self.plane.phase())
+        if self.kills and self._looks % 22 == 0:
+            await self.plane.restart()
+
+
+async def up(plane: Plane, gpus: int, **control: Any) -> Switch:
+    await plane.up(written(gpus, **control))
+    switch = Switch(plane)
+    await switch.run(LOW, 10)
+    assert plane.counts(READY) == {LARGE: 1}
+    plane.cluster.slow = True
+    return switch
+
+
+def switches(plane: Plane) -> list[str]:
+    """The modes that were steered for since the controller started, without repetitions."""
+    found: list[str] = []
+    for event in plane.controller.status().events:
+        _, is_target, rest = event.partition(" m: target ")
+        mode = rest.split(" ")[0]
+        if is_target and (not found or found[-1] != mode):
+            found.append(mode)
+    return found
+
+
+@pytest.mark.parametrize("gpus", [ROOMY, SCARCE])
+async def test_load_alone_switches_there_and_back(plane: Plane, gpus: int) -> None:
+    switch = await up(plane, gpus)
+    await switch.run(HIGH, 80)
+    assert plane.counts(READY) == {SMALL: 4}
+    await switch.run(LOW, 90)
+    assert plane.counts(READY) == {LARGE: 1}
+    assert switches(plane)[-2:] == ["multi-replica", "single-large"]
+    if gpus == ROOMY:
+        assert switch.fewest >= 1
+        assert {"switching", "draining the old"} <= set(switch.phases)
+    else:
+        assert {"giving way", "starting"} <= set(switch.phases)
+
+
+async def test_what_was_promised_is_compared_with_what_came(plane: Plane) -> None:
+    switch = await up(plane, ROOMY)
+    switch.traffic.met = 0.5
+    await switch.run(HIGH, 75)
+    assert plane.phase() == "steady"
+    switch.traffic.met = 1.0
+    await switch.run(HIGH, 160)
+    (found,) = outcomes(plane)
+    assert (found.was, found.mode) == ("single-large", "multi-replica")
+    assert 0.15 <= found.promised < 1
+    assert found.measured > 0.2
+    assert found.met_before < 0.8 < found.met
+    (event,) = [event for event in plane.controller.status().events if "gain promised" in event and "measured" in event]
+    assert f"gain promised {found.promised:.0%}, measured {found.measured:.0%}" in event
+
+
+def outcomes(plane: Plane) -> list[Outcome]:
+    journal = plane.controller.autoscaler.journal
+    journal.flush()
+    return [line for line in journal.lines() if isinstance(line, Outcome)]
+
+
+PHASES = {
+    ROOMY: ("steady", "switching", "draining the old"),
+    SCARCE: ("steady", "giving way", "starting"),
+}
+EACH = [(gpus, phase, back) for gpus, phases in PHASES.items() for phase in phases for back in (False, True)]
+
+
+@pytest.mark.parametrize(("gpus", "phase", "back"), EACH)
+async def test_a_controller_killed_in_any_state_of_a_switch_goes_on(
+    plane: Plane, gpus: int, phase: str, back: bool
+) -> None:
+    switch = await up(plane, gpus)
+    if back:
+        await switch.run(HIGH, 80)
+    to, rate, goal = ("single-large", LOW, {LARGE: 1}) if back else ("multi-replica", HIGH, {SMALL: 4})
+    await until_phase(switch, rate, phase, to)
+    assert plane.phase() == phase
+    mode = plane.controller.status().models[0].mode
+    since = plane.controller._targets.get("m").since
+    await plane.restart()
+    plane.cluster.beat_all()
+    assert (plane.controller.status().models[0].mode, plane.phase()) == (mode, phase)
+    await switch.run(rate, 110)
+    assert plane.counts(READY) == goal
+    assert plane.phase() == "steady"
+    if phase != "steady":
+        # It is the same switch, and not another one.
+        assert plane.controller._targets.get("m").since == since
+        assert switches(plane) == []
+
+
+async def until_phase(switch: Switch, rate: float, phase: str, to: str) -> None:
+    """Let time pass until the switch ``to`` a mode is in its ``phase``; ``steady`` is just before it begins."""
+    plane = switch.plane
+    for look in range(300):
+        aimed = plane.controller.status().models[0].mode == to
+        if plane.phase() == phase and (aimed if phase != "steady" else look > 8):
+            return
+        await switch.look(rate)
+    raise AssertionError(f"never {phase}, but {plane.phase()}")
+
+
+@pytest.mark.parametrize("gpus", [ROOMY, SCARCE])
+async def test_a_controller_that_is_killed_all_the_time_gets_there_and_back(plane: Plane, gpus: int) -> None:
+    switch = await up(plane, gpus)
+    switch.kills = True
+    await switch.run(HIGH, 90)
+    assert plane.counts(READY) == {SMALL: 4}
+    await switch.run(LOW, 150)
+    assert plane.counts(READY) == {LARGE: 1}
+    if gpus == ROOMY:
+        assert switch.fewest >= 1
+
+
+@pytest.mark.parametrize("gpus", [ROOMY, SCARCE])
+@pytest.mark.parametrize("kills", [False, True])
+async def test_a_mode_that_does_not_start_is_left_and_tried_again_later_and_later(
+    plane: Plane, gpus: int, kills: bool
+) -> None:
+    switch = await up(plane, gpus)
+    plane.cluster.failing[SMALL] = "no memory left"
+    switch.kills = kills
+    tries: list[float] = []
+    for _ in range(700):
+        before = plane.controller._targets.get("m").barred.get("multi-replica")
+        await switch.run(HIGH, 1)
+        after = plane.controller._targets.get("m").barred.get("multi-replica")
+        if after is not None and after != before:
+            tries.append(plane.now)
+    assert plane.counts(READY) == {LARGE: 1}
+    gaps = [round(b - a) for a, b in zip(tries, tries[1:], strict=False)]
+    assert 2 <= len(gaps) <= 3
+    assert gaps[0] >= 120
+    assert gaps[1] >= 240
+    assert "rolling back" in switch.phases or gpus == ROOMY
+    assert "no memory left" in plane.note() or "rolled back" in plane.note()
+    # Once it starts it is taken, and forgiven.
+    plane.cluster.failing.clear()
+    await switch.run(HIGH, 600)
+    assert plane.counts(READY) == {SMALL: 4}
+    assert plane.controller._targets.get("m").barred == {}
+
+
+async def test_a_gap_that_the_queue_cannot_hold_keeps_the_mode(plane: Plane) -> None:
+    made = written(SCARCE, assumed_start_s=30) | {"gateway": {"queue_timeout_s": 20}}
+    await plane.up(made)
+    switch = Switch(plane)
+    await switch.run(LOW, 10)
+    await switch.run(HIGH, 80)
+    assert plane.counts(READY) == {LARGE: 1}
+    (now,) = plane.controller.autoscaler.journal.read(1)
+    assert any("wait for 30 s" in outlook.why for outlook in now.decision.outlooks)
+
+
+async def test_draining_replicas_are_kept_for_the_streams_that_they_have(plane: Plane) -> None:
+    switch = await up(plane, ROOMY)
+    await until_phase(switch, HIGH, "draining the old", "multi-replica")
+    for _ in range(20):
+        await switch.traffic.run(1, m=HIGH)
+    assert plane.counts(ReplicaState.DRAINING) == {LARGE: 1}
+    assert plane.counts(READY) == {SMALL: 4}
+    plane.cluster.drained()
+    await switch.run(HIGH, 3)
+    assert plane.phase() == "steady"
