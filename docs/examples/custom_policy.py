@@ -17,8 +17,10 @@ from policy.scaling.view import Proposal, View
 
 
 class ByTheClock:
-    """``day`` replicas from ``opens`` to ``closes`` o'clock (UTC), else ``night``; one more for each
-    ``patience_s`` that requests wait on end."""
+    """``day`` replicas from ``opens`` to ``closes`` o'clock (UTC), else ``night``.
+
+    And one more for each ``patience_s`` that requests wait on end.
+    """
 
     def __init__(
         self, *, day: int, night: int = 1, opens: int = 8, closes: int = 20, patience_s: float = 30.0

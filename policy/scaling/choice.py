@@ -46,7 +46,7 @@ NAMES = tuple(_KINDS)
 
 
 class Chosen(msgspec.Struct, frozen=True, kw_only=True):
-    """A policy by ``name`` with its ``parameters``; a ``custom`` one by its class and what that is made with."""
+    """A policy: its ``name`` and ``parameters``; of a ``custom`` one the class, and what it is made with."""
 
     name: str
     parameters: Section | None = None

@@ -50,8 +50,13 @@ def asked(view: View) -> bool:
     )
 
 
+def written(memory: msgspec.Struct | None) -> Any:
+    """The memory as it is in the log, and as it will be read from there."""
+    return msgspec.json.decode(msgspec.json.encode(memory))
+
+
 def recalled(memory: Any, kind: type[M]) -> M | None:
-    """The memory as it was written; ``None`` at first, and of another policy's."""
+    """What :func:`written` wrote; ``None`` at first, and of what another policy wrote."""
     try:
         return msgspec.convert(memory, kind)
     except msgspec.ValidationError:

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from policy.scaling.counting import blind, per_replica, recalled, sane, whole, within
+from policy.scaling.counting import blind, per_replica, recalled, sane, whole, within, written
 from policy.scaling.view import Proposal, View
 from policy.section import Section
 
@@ -52,7 +52,7 @@ class PanicWindow:
         demand = view.signals.demand
         panic = recalled(memory, Panic)
         if demand is None:
-            return blind(view, memory if panic else None, "no gateway has told anything")
+            return blind(view, written(panic), "no gateway has told anything")
         ready = max(1, view.supply.serving)
         stable = per_replica(sane(demand.concurrency.last_60_s), self._target)
         short = per_replica(sane(demand.concurrency.last_6_s), self._target)
@@ -75,7 +75,7 @@ class PanicWindow:
             count=count,
             reason=f"{said}, {self._target:.4g} for each of {ready} ready",
             terms=terms,
-            memory=msgspec.to_builtins(panic),
+            memory=written(panic),
         )
 
     def _paced(self, wanted: float, ready: int) -> int:

@@ -5,6 +5,7 @@
 in requests per second, and ``count = need / mu``: ``L`` is how long a start takes as measured, ``F`` a damped
 forecast (:mod:`policy.forecast`), ``E`` what such forecasts were short of, and ``mu`` what the engine model
 says that a replica takes within the objective, less what slow replicas and the model's own error take off.
+The constants are tuned in ``tests/policy/scaling/test_fluid.py`` against a plan that knows the future.
 """
 
 from __future__ import annotations
@@ -15,34 +16,41 @@ import msgspec
 from msgspec import Meta
 
 from policy.forecast import Series, Smoothing, ahead, observed, shortfall, tried
-from policy.scaling.counting import blind, per_replica, recalled, sane, whole, within
-from policy.scaling.token_saturation import learned, saturation
+from policy.scaling.counting import asked, blind, per_replica, recalled, sane, whole, within, written
+from policy.scaling.token_saturation import learned, remembered, saturation
 from policy.scaling.view import Proposal, View
 from policy.section import Seconds, Section
 from policy.signals import Demand, Rates
 
 # Without an objective a replica is loaded so far: its queue grows without bound as it nears all.
-_LOADED = 0.85
-# The engine model may be off by more than this: then its predictions are not what helps.
-_MOST_ERROR = 0.5
+LOADED = 0.85
+# A model that is off by more than this is not mended by headroom.
+MOST_ERROR = 0.5
+# A replica is not counted for less than this of its shape, nor for more than all.
+SLOWEST = 0.2
+# No start is foreseen further.
+LONGEST_S = 3600.0
+# A rate as small as this is nobody.
+_NOBODY = 1e-6
 
 
 class PredictiveParameters(Section, frozen=True):
     """How careful it is, and how it looks ahead.
 
-    Of forecasts, ``quantile`` turn out too low by less than what is kept ready for: the higher, the more
-    stand by. ``margin`` times the rate of the last 20 s is served in any case. A backlog is worked off in
-    ``drain_s``. A replica is given up when the others would be loaded to ``down`` at most. ``level_s``,
-    ``trend_s`` and ``lasts_s`` are those of :class:`policy.forecast.Smoothing`.
+    ``quantile`` of the forecasts turn out no further short than what stands by for it. ``margin`` times
+    the rate of the last 20 s is served in any case. A backlog that a start can still help with is worked off
+    in ``drain_s``. A replica is given up when the others would then be loaded to ``down`` at most, of what
+    they take within the objective. A new level of the rate is believed in ``level_s``, a new trend in
+    ``trend_s``, and a trend lasts for ``lasts_s``.
     """
 
     quantile: Annotated[float, Meta(ge=0.5, le=0.999)] = 0.9
     margin: Annotated[float, Meta(ge=1, le=10)] = 1.1
-    drain_s: Seconds = 30.0
-    down: Annotated[float, Meta(gt=0, le=1)] = 1.0
-    level_s: Seconds = 20.0
+    drain_s: Seconds = 15.0
+    down: Annotated[float, Meta(ge=0.1, le=1)] = 1.0
+    level_s: Seconds = 30.0
     trend_s: Seconds = 60.0
-    lasts_s: Seconds = 120.0
+    lasts_s: Seconds = 200.0
 
 
 class Remembered(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -60,80 +68,79 @@ class Predictive:
         self._smoothing = Smoothing(parameters.level_s, parameters.trend_s, parameters.lasts_s)
 
     def decide(self, view: View, memory: Any) -> Proposal:
-        """The most that any of its terms asks for; fewer than there are only when nothing starts."""
+        """What the term that asks for the most asks for, and the backlog; fewer only when nothing starts."""
         demand = view.signals.demand
-        if demand is None:
-            return blind(view, memory, "no gateway has told anything")
         before = recalled(memory, Remembered)
-        lead_s = max(view.lead_s, view.tick_s, 1.0)
-        rate = _newest(demand.arrivals, view.at - before.series.at if before else 0.0)
-        series = observed(before.series if before else None, view.at, rate, self._smoothing)
-        forecast = ahead(series, lead_s, self._smoothing)
-        series = tried(series, sane(demand.arrivals.last_20_s), lead_s, forecast)
-        high = forecast + shortfall(series, self._parameters.quantile, 20.0, forecast)
-        k2 = before.k2.get(view.mode) if before else None
-        after = learned(view, k2)
-        kept = Remembered(series, {view.mode: after} if after is not None else {})
+        if demand is None:
+            return blind(view, written(before), "no gateway has told anything")
+        series, forecast, high = self._foreseen(view, demand, None if before is None else before.series)
+        k2 = {} if before is None else before.k2
+        mode = view.mode
+        left = Remembered(series, remembered(k2, mode, learned(view, k2.get(mode))))
         mu = capacity(view)
+        full = saturation(view, k2.get(mode), queued=False)
+        if not mu and full is None:
+            return blind(view, written(left), "what a replica can do is not known")
         terms = {
             "forecast": per_replica(high, mu),
             "recent": per_replica(self._parameters.margin * sane(demand.arrivals.last_20_s), mu),
+            "tokens": full.replicas / LOADED if full is not None else 0.0,
         }
-        full = saturation(view, k2, queued=False)
-        if full is not None:
-            terms["tokens"] = full.replicas / _LOADED
-        if not mu and full is None:
-            return blind(view, msgspec.to_builtins(kept), "what a replica can do is not known")
-        name = max(terms, key=lambda term: terms[term])
-        need = terms[name]
-        behind = self._backlog(view, demand, mu, lead_s)
+        most = max(terms, key=lambda term: terms[term])
+        need = terms[most]
+        behind = _backlog(view, demand, mu)
         if behind:
             terms["queue"] = per_replica(behind / self._parameters.drain_s, mu)
             need += terms["queue"]
         if behind and _late(view, demand):
             terms["late"] = view.supply.serving + 1.0
             if terms["late"] > need:
-                name, need = "late", terms["late"]
-        count = whole(need)
-        if count < view.count:
-            count = (
-                view.count if view.supply.starting_s else min(view.count, whole(need / self._parameters.down))
-            )
-        count = max(count, 1 if asked(view) else 0)
+                most, need = "late", terms["late"]
         return Proposal(
-            count=within(view, count),
-            reason=_said(name, view, demand, high, mu, terms),
+            count=within(view, self._changed(view, need)),
+            reason=_said(most, terms[most], view, high) + (f", {demand.queued} wait" if behind else ""),
             terms=terms,
             forecast=forecast,
             forecast_high=high,
-            memory=msgspec.to_builtins(kept),
+            memory=written(left),
         )
 
-    def _backlog(self, view: View, demand: Demand, mu: float, lead_s: float) -> float:
-        """The requests that will wait when a replica that is started now is ready, if any wait now."""
-        waiting = sane(demand.queued + sum(replica.waiting for replica in view.signals.replicas))
-        grown = (sane(demand.arrivals.last_20_s) - view.supply.serving * mu) * lead_s
-        grown -= sum(mu * max(0.0, lead_s - ready_s) for ready_s in view.supply.starting_s)
-        return max(0.0, waiting + grown) if waiting else 0.0
+    def _foreseen(self, view: View, demand: Demand, series: Series | None) -> tuple[Series, float, float]:
+        """The rates so far, the one expected when a start is over, and what it may be at most."""
+        lead_s = min(max(view.lead_s, view.tick_s, 1.0), LONGEST_S)
+        newest = _newest(demand.arrivals, 0.0 if series is None else view.at - series.at)
+        series = observed(series, view.at, newest, self._smoothing)
+        deserted = demand.arrivals.last_60_s <= _NOBODY and not asked(view)
+        forecast = 0.0 if deserted else sane(ahead(series, lead_s, self._smoothing))
+        series = tried(series, sane(demand.arrivals.last_60_s), lead_s, forecast)
+        return series, forecast, sane(forecast + shortfall(series, self._parameters.quantile, forecast))
+
+    def _changed(self, view: View, need: float) -> int:
+        """The count for so many: up at once, down when the rest can take it and nothing is on its way."""
+        if whole(need) >= view.count:
+            return whole(need)
+        if view.supply.starting_s:
+            return view.count
+        return min(view.count, whole(need / self._parameters.down))
 
 
 def capacity(view: View) -> float:
     """``mu``: the requests per second that one replica takes within the objective, as they are now.
 
-    Where the objective cannot be met at all it is what a replica keeps up with.
+    Where the objective cannot be met at all it is what a replica keeps up with; 0 where nothing is known.
     """
     capability = view.capability
     promised = view.slo.ttft_p95_s is not None or view.slo.itl_p95_s is not None
     mu = sane(capability.mu) if promised else 0.0
-    mu = mu or sane(capability.mu_max) * _LOADED
-    replicas = view.signals.replicas
-    if replicas:
-        mu *= sum(_pace(replica.slowness) for replica in replicas) / len(replicas)
-    return mu / (1.0 + min(sane(capability.error), _MOST_ERROR))
+    mu = mu or sane(capability.mu_max) * LOADED
+    paces = [_pace(replica.slowness) for replica in view.signals.replicas]
+    if paces:
+        mu *= sum(paces) / len(paces)
+    return mu / (1.0 + min(sane(capability.error), MOST_ERROR))
 
 
 def _pace(slowness: float) -> float:
-    return min(max(1.0 / slowness, 0.2), 1.0) if slowness > 0 else 1.0
+    return min(max(1.0 / slowness, SLOWEST), 1.0) if slowness > 0 else 1.0
 
 
 def _newest(rates: Rates, elapsed_s: float) -> float:
@@ -143,20 +150,29 @@ def _newest(rates: Rates, elapsed_s: float) -> float:
     return sane(rates.last_20_s if elapsed_s >= 20.0 else rates.last_6_s)
 
 
+def _backlog(view: View, demand: Demand, mu: float) -> float:
+    """Of requests that wait, and those to come, how many would wait when a start begun now is over.
+
+    0 if nobody waits, or those that serve and start work it off before: then a start would come too late.
+    """
+    waiting = sane(demand.queued + sum(replica.waiting for replica in view.signals.replicas))
+    lead_s = sane(view.lead_s)
+    grown = (sane(demand.arrivals.last_20_s) - view.supply.serving * mu) * lead_s
+    grown -= sum(mu * max(0.0, lead_s - sane(ready_s)) for ready_s in view.supply.starting_s)
+    return sane(waiting + grown) if waiting else 0.0
+
+
 def _late(view: View, demand: Demand) -> bool:
     limit_s = view.slo.ttft_p95_s
     return limit_s is not None and demand.ttft is not None and demand.ttft.p95 > limit_s
 
 
-def _said(name: str, view: View, demand: Demand, high: float, mu: float, terms: dict[str, float]) -> str:
+def _said(most: str, replicas: float, view: View, high: float) -> str:
     """One short sentence on the term that asks for the most."""
-    each = f"a replica takes {mu:.3g}"
-    said = {
-        "forecast": f"up to {high:.3g} requests/s are expected in {view.lead_s:.0f} s, {each}",
-        "recent": f"{demand.arrivals.last_20_s:.3g} requests/s came of late, {each}",
-        "tokens": f"the KV caches in use, and what waits, fill {terms.get('tokens', 0.0):.3g} replicas",
-        "late": f"the first token comes late, and {view.supply.serving} serving is one too few",
-    }[name]
-    if name != "late" and terms.get("queue"):
-        said += f"; {demand.queued} wait"
-    return said
+    need = f"need {replicas:.3g} replicas"
+    return {
+        "forecast": f"up to {high:.3g} requests/s are expected in {view.lead_s:.0f} s and {need}",
+        "recent": f"the requests of the last 20 s {need}",
+        "tokens": f"the tokens in the KV caches {need}",
+        "late": f"first tokens come late and {need}",
+    }[most]

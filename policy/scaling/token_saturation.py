@@ -11,15 +11,15 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from policy.scaling.counting import blind, per_replica, recalled, sane, whole, within
+from policy.scaling.counting import blind, per_replica, recalled, sane, whole, within, written
 from policy.scaling.view import Proposal, View
 from policy.section import Section
 from policy.signals import ReplicaFigures
 
 # How much of k2 one sight of a queue changes.
 _STEP = 0.3
-# Of more modes than this none is remembered longest.
-_MODES = 8
+# Of so many modes it is remembered.
+MODES = 8
 
 
 class TokenSaturationParameters(Section, frozen=True):
@@ -58,7 +58,10 @@ class Saturation(msgspec.Struct, frozen=True):
 
 
 def saturation(view: View, k2: float | None, kv: float = 0.8, *, queued: bool = True) -> Saturation | None:
-    """The tokens in use and those to come of who waits; ``None`` where the KV cache's size is not known."""
+    """The tokens in use, and those of who waits; ``None`` where the KV cache's size is not known.
+
+    Without ``queued`` only those count that wait in an engine.
+    """
     demand = view.signals.demand
     size = sane(view.capability.kv_tokens)
     if demand is None or not size:
@@ -99,14 +102,15 @@ class TokenSaturation:
 
     def decide(self, view: View, memory: Any) -> Proposal:
         """Up to what keeps replicas below the upper threshold, down to what keeps them below the lower."""
-        seen = recalled(memory, Seen) or Seen({})
+        before = recalled(memory, Seen)
+        seen = before or Seen({})
         k2 = seen.k2.get(view.mode)
         full = saturation(view, k2, self._parameters.kv)
         if full is None:
             heard = view.signals.demand is not None
             why = "the KV cache's size is not known" if heard else "no gateway has told anything"
-            return blind(view, msgspec.to_builtins(seen), why)
-        seen = _remembered(seen, view.mode, learned(view, k2, self._parameters.queue))
+            return blind(view, written(before), why)
+        seen = Seen(remembered(seen.k2, view.mode, learned(view, k2, self._parameters.queue)))
         up = full.replicas / self._parameters.scale_up
         down = full.replicas / self._parameters.scale_down
         count = view.count
@@ -119,12 +123,13 @@ class TokenSaturation:
             count=within(view, count),
             reason=said,
             terms={"required": up, "enough": down},
-            memory=msgspec.to_builtins(seen),
+            memory=written(seen),
         )
 
 
-def _remembered(seen: Seen, mode: str, k2: float | None) -> Seen:
+def remembered(before: dict[str, float], mode: str, k2: float | None) -> dict[str, float]:
+    """What is known of each mode after this; the one that was seen longest ago goes when there are many."""
     if k2 is None:
-        return seen
-    others = [(name, value) for name, value in seen.k2.items() if name != mode][-(_MODES - 1) :]
-    return Seen(dict([*others, (mode, k2)]))
+        return before
+    others = [(name, value) for name, value in before.items() if name != mode][-(MODES - 1) :]
+    return dict([*others, (mode, k2)])

@@ -1,7 +1,8 @@
 """A fleet as a fluid: requests arrive by the second, replicas take so many, what is left over waits.
 
-Small and exact, to judge policies against each other and against a plan that knows the future. Safety's hold
-is applied to all of them alike: a replica goes after it was not asked for during ``max(lead, 60 s)``.
+Small and exact, to judge policies against each other and against a plan that knows the future. Nobody is ever
+refused, so a shortage is felt until its last request was served. Safety's step and hold bind all policies
+alike: at most twice as many at once, and one goes after it was not asked for during ``max(lead, 60 s)``.
 """
 
 from __future__ import annotations
@@ -9,29 +10,34 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+import numpy as np
 
 from policy.control import Objective
 from policy.scaling.view import Capability, Policy, Supply, View
 from policy.signals import Demand, Quantiles, Rates, ReplicaFigures, Signals
 
-MU = 4.0  # requests per second of one replica
+MU = 4  # requests per second of one replica
 STAY_S = 6.0  # how long a request runs
-OBJECTIVE_S = 2.0
-KV_TOKENS = 60_000
+OBJECTIVE_S = 2  # how long it may wait
+KV_TOKENS = 52_000
 LENGTH = 1150.0
 TICK_S = 5
+MOST = 64
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a plan cost, in replica-seconds, and the part of the requests that waited too long."""
+    """What a plan cost in replica-seconds, starts included, and the part of requests that waited too long."""
 
     replica_s: float
     missed: float
 
 
 def poisson(rng: random.Random, mean: float) -> int:
+    """So many arrivals in a second; of many the normal approximation."""
     if mean > 50:
         return max(0, round(rng.gauss(mean, math.sqrt(mean))))
     limit, product, count = math.exp(-mean), rng.random(), 0
@@ -41,143 +47,158 @@ def poisson(rng: random.Random, mean: float) -> int:
     return count
 
 
-def served(arrivals: Sequence[float], ready: Sequence[int], on: Sequence[int]) -> Outcome:
-    """The outcome of a plan of which ``ready`` replicas serve and ``on`` are paid for, second by second."""
-    queue, missed = 0.0, 0.0
-    for came, serving in zip(arrivals, ready, strict=True):
-        queue = max(0.0, queue + came - serving * MU)
-        if queue > OBJECTIVE_S * serving * MU:
-            missed += came
-    return Outcome(float(sum(on)), missed / max(1.0, sum(arrivals)))
+def day(
+    seed: int,
+    *,
+    seconds: int = 7200,
+    mean: float = 40.0,
+    swing: float = 0.6,
+    period: int = 3600,
+    bursts: int = 0,
+) -> list[int]:
+    """Days of ``period`` seconds, each from its lowest.
 
-
-def clairvoyant(arrivals: Sequence[float], lead_s: int, most: int = 64) -> Outcome:
-    """The fewest replicas that keep every wait within the objective, with layers that stay on through gaps.
-
-    A layer that is needed again within ``lead_s`` stays on: its start would cost as much.
+    With bursts of a fifth to a third of the mean, that rise in two minutes and last for two to seven.
     """
-    needed = _fewest(arrivals, most)
-    on = list(needed)
-    for layer in range(1, max(needed) + 1):
-        last = None
-        for at, count in enumerate(needed):
-            if count < layer:
-                continue
-            if last is not None and 1 < at - last <= lead_s + 1:
-                for gap in range(last + 1, at):
-                    on[gap] = max(on[gap], layer)
-            last = at
-    ready = list(on)
-    paid = sum(on)
-    for before, after in zip(on, on[1:], strict=False):
-        paid += max(0, after - before) * lead_s  # paid for while it starts, too
-    outcome = served(arrivals, ready, on)
-    return Outcome(float(paid), outcome.missed)
+    rng = random.Random(seed)  # noqa: S311 - a load, no secret
+    begun = [(rng.uniform(0, seconds), rng.uniform(0.2, 0.35), rng.uniform(120, 400)) for _ in range(bursts)]
+    rise_s = 120.0
+
+    def height(elapsed: float, lasts: float) -> float:
+        if elapsed <= 0:
+            return 0.0
+        return min(1.0, elapsed / rise_s) * math.exp(-max(0.0, elapsed - lasts - rise_s) / rise_s)
+
+    found = []
+    for at in range(seconds):
+        rate = 1.0 - swing * math.cos(2 * math.pi * at / period)
+        rate += sum(part * height(at - since, lasts) for since, part, lasts in begun)
+        found.append(poisson(rng, mean * rate))
+    return found
 
 
-def _fewest(arrivals: Sequence[float], most: int) -> list[int]:
-    """Greedy from the end: the queue that may be left over is worked off by what serves afterwards."""
-    # The mean over the objective's length, ahead: what may wait that long needs no replica at once.
-    window = int(OBJECTIVE_S)
-    counts = []
-    queue = 0.0
+def clairvoyant(arrivals: Sequence[int], lead_s: int) -> float:
+    """The fewest replica-seconds with which nobody waits longer than the objective, by dynamic programming.
+
+    It may change the count every :data:`TICK_S`, as policies may, and pays ``lead_s`` for each start.
+    """
+    top = math.ceil(1.7 * max(window_means(arrivals, 20)) / MU) + 2
+    counts = np.arange(1, top + 1)[:, None]
+    room = OBJECTIVE_S * MU * counts
+    queues = np.arange(OBJECTIVE_S * MU * top + 1)[None, :]
+    # cost[n, q]: the least so far that ends with n replicas and at most q that wait.
+    cost = np.zeros((top, queues.size))
     for at, came in enumerate(arrivals):
-        ahead = arrivals[at : at + window + 1]
-        count = math.ceil((queue + sum(ahead)) / (len(ahead) * MU) - 1e-9)
-        count = max(1, min(count, most))
-        queue = max(0.0, queue + came - count * MU)
-        counts.append(count)
-    return counts
+        if at and at % TICK_S == 0:
+            down = np.minimum.accumulate(cost[::-1], axis=0)[::-1]
+            up = np.minimum.accumulate(cost - counts * lead_s, axis=0) + counts * lead_s
+            cost = np.minimum(down, up)
+        before = np.minimum(queues, room) + counts * MU - came
+        moved = np.take_along_axis(cost, np.clip(before, 0, queues.size - 1), axis=1)
+        cost = np.where(before < 0, np.inf, moved) + counts
+    return float(cost.min())
 
 
-def played(policy: Policy, arrivals: Sequence[float], lead_s: int, *, first: int, most: int = 64) -> Outcome:
-    """The outcome of ``policy``, decided every :data:`TICK_S`, from ``first`` replicas on."""
-    hold_s = max(lead_s, 60)
-    serving, starting = first, list[int]()
-    count, memory = first, None
-    wanted: list[tuple[int, int]] = []
-    queue, missed, paid = 0.0, 0.0, 0.0
-    cum = [0.0]
-    busy = [0.0]
-    waits: list[float] = []
+def window_means(arrivals: Sequence[int], window: int) -> list[float]:
+    """The means over each window."""
+    total = [0, *accumulate(arrivals)]
+    return [(total[i + window] - total[i]) / window for i in range(len(arrivals) - window)]
+
+
+def played(policy: Policy, arrivals: Sequence[int], lead_s: int) -> Outcome:
+    """The outcome of ``policy``, which begins with what the first minute needs."""
+    fleet = _Fleet(lead_s, serving=math.ceil(1.2 * sum(arrivals[:60]) / 60 / MU))
+    memory = None
     for at, came in enumerate(arrivals):
-        cum.append(cum[-1] + came)
-        serving += sum(1 for when in starting if when <= at)
-        starting = [when for when in starting if when > at]
-        paid += serving + len(starting)
-        before = queue + came
-        queue = max(0.0, before - serving * MU)
-        done = before - queue
-        busy.append(busy[-1] + done * STAY_S + queue)
-        wait = queue / (serving * MU) if serving else math.inf
-        waits.append(min(wait, 600.0))
-        if wait > OBJECTIVE_S:
-            missed += came
-        if at % TICK_S:
-            continue
-        view = _view(at + 1, count, serving, starting, cum, busy, waits, queue, done, lead_s, most)
-        proposal = policy.decide(view, memory)
-        memory = proposal.memory
-        wanted = [(when, asked) for when, asked in wanted if when > at - hold_s] + [(at, proposal.count)]
-        if proposal.count > count:
-            count = min(proposal.count, most, 2 * count)
-            starting += [at + lead_s] * (count - serving - len(starting))
-        elif at >= hold_s and (least := max(asked for _, asked in wanted)) < count:
-            count = max(least, math.ceil(count / 2))
-            gone = serving + len(starting) - count
-            while gone and starting:
-                starting.pop()
-                gone -= 1
-            serving -= gone
-    return Outcome(paid, missed / max(1.0, sum(arrivals)))
+        fleet.serve(at, came)
+        if at % TICK_S == 0:
+            proposal = policy.decide(fleet.view(), memory)
+            memory = proposal.memory
+            fleet.steer(proposal.count)
+    return Outcome(fleet.paid, fleet.missed / sum(arrivals))
 
 
-def _view(
-    at: int,
-    count: int,
-    serving: int,
-    starting: list[int],
-    cum: list[float],
-    busy: list[float],
-    waits: list[float],
-    queue: float,
-    done: float,
-    lead_s: int,
-    most: int,
-) -> View:
-    def rate(window: int) -> float:
-        return (cum[-1] - cum[max(0, len(cum) - 1 - window)]) / min(window, len(cum) - 1)
+@dataclass
+class _Fleet:
+    lead_s: int
+    serving: int
+    at: int = 0
+    starting: list[int] = field(default_factory=list)
+    queue: float = 0.0
+    done: float = 0.0
+    paid: float = 0.0
+    missed: float = 0.0
+    came: list[float] = field(default_factory=lambda: [0.0])
+    busy: list[float] = field(default_factory=lambda: [0.0])
+    waits: list[float] = field(default_factory=list)
+    asked: list[tuple[int, int]] = field(default_factory=list)
 
-    def level(window: int) -> float:
-        return (busy[-1] - busy[max(0, len(busy) - 1 - window)]) / min(window, len(busy) - 1)
+    @property
+    def count(self) -> int:
+        return self.serving + len(self.starting)
 
-    p95 = sorted(waits[-60:])[int(0.95 * (min(60, len(waits)) - 1))]
-    used = min(1.0, done * STAY_S * LENGTH / max(1, serving) / KV_TOKENS)
-    nothing = Rates(last_6_s=0, last_20_s=0, last_60_s=0, last_600_s=0)
-    demand = Demand(
-        age_s=0.5,
-        arrivals=Rates(last_6_s=rate(6), last_20_s=rate(20), last_60_s=rate(60), last_600_s=rate(600)),
-        refused=nothing,
-        concurrency=Rates(last_6_s=level(6), last_20_s=level(20), last_60_s=level(60), last_600_s=level(600)),
-        queued=int(queue),
-        ttft=Quantiles(count=100, p50=p95, p90=p95, p95=p95, p99=p95),
-        input_tokens=1000.0,
-        output_tokens=300.0,
-    )
-    replicas = tuple(ReplicaFigures(id=str(i), age_s=0.5, kv_used=used) for i in range(serving))
-    return View(
-        at=1e9 + at,
-        tick_s=TICK_S,
-        model="m",
-        mode="multi-replica",
-        count=count,
-        least=1,
-        most=most,
-        supply=Supply(
-            wanted=count, serving=serving, starting_s=tuple(max(0.0, when - at) for when in starting)
-        ),
-        signals=Signals(demand=demand, replicas=replicas),
-        capability=Capability(mu=MU, mu_max=MU / 0.85, kv_tokens=KV_TOKENS, seats=64),
-        lead_s=float(lead_s),
-        slo=Objective(ttft_p95_s=OBJECTIVE_S),
-    )
+    def serve(self, at: int, came: int) -> None:
+        self.at = at
+        self.serving += sum(1 for ready in self.starting if ready <= at)
+        self.starting = [ready for ready in self.starting if ready > at]
+        self.paid += self.count
+        before = self.queue + came
+        self.queue = max(0.0, before - self.serving * MU)
+        self.done = before - self.queue
+        self.came.append(self.came[-1] + came)
+        self.busy.append(self.busy[-1] + self.done * STAY_S + self.queue)
+        self.waits.append(self.queue / (self.serving * MU))
+        if self.waits[-1] > OBJECTIVE_S:
+            self.missed += came
+
+    def steer(self, wanted: int) -> None:
+        hold_s = max(self.lead_s, 60)
+        self.asked = [(at, count) for at, count in self.asked if at > self.at - hold_s] + [(self.at, wanted)]
+        if wanted > self.count:
+            more = min(wanted, MOST, 2 * self.count) - self.count
+            self.starting += [self.at + self.lead_s] * more
+        elif self.at >= hold_s:
+            least = max(count for _, count in self.asked)
+            for _ in range(min(self.count - least, self.count // 2)):
+                if self.starting:
+                    self.starting.pop()
+                else:
+                    self.serving -= 1
+
+    def view(self) -> View:
+        p95 = sorted(self.waits[-60:])[int(0.95 * (min(60, len(self.waits)) - 1))]
+        used = min(1.0, self.done * STAY_S * LENGTH / self.serving / KV_TOKENS)
+        demand = Demand(
+            age_s=0.5,
+            arrivals=_rates(self.came),
+            refused=Rates(last_6_s=0.0, last_20_s=0.0, last_60_s=0.0, last_600_s=0.0),
+            concurrency=_rates(self.busy),
+            queued=int(self.queue),
+            ttft=Quantiles(count=100, p50=p95, p90=p95, p95=p95, p99=p95),
+            input_tokens=1000.0,
+            output_tokens=300.0,
+        )
+        figures = tuple(ReplicaFigures(id=str(i), age_s=0.5, kv_used=used) for i in range(self.serving))
+        starting_s = tuple(float(ready - self.at - 1) for ready in self.starting)
+        return View(
+            at=1e9 + self.at,
+            tick_s=TICK_S,
+            model="m",
+            mode="multi-replica",
+            count=self.count,
+            least=1,
+            most=MOST,
+            supply=Supply(wanted=self.count, serving=self.serving, starting_s=starting_s),
+            signals=Signals(demand=demand, replicas=figures),
+            capability=Capability(mu=MU, mu_max=MU / 0.85, kv_tokens=KV_TOKENS, seats=64),
+            lead_s=self.lead_s,
+            slo=Objective(ttft_p95_s=OBJECTIVE_S),
+        )
+
+
+def _rates(sums: Sequence[float]) -> Rates:
+    def mean(window: int) -> float:
+        some = min(window, len(sums) - 1)
+        return (sums[-1] - sums[-1 - some]) / some
+
+    return Rates(last_6_s=mean(6), last_20_s=mean(20), last_60_s=mean(60), last_600_s=mean(600))

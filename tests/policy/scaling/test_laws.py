@@ -1,0 +1,192 @@
+"""What every policy keeps to, whatever it is shown."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from policy.control import Objective
+from policy.scaling.choice import choose, make
+from policy.scaling.target_tracking import Metric
+from policy.scaling.view import Capability, Policy, Proposal, Supply, View
+from policy.signals import Demand, Quantiles, Rates, ReplicaFigures, Signals
+
+CHOICES: list[Any] = [
+    "static",
+    {"static": {"replicas": 3}},
+    "panic_window",
+    "token_saturation",
+    "predictive",
+    {"predictive": {"down": 0.8, "quantile": 0.5}},
+    *({"target_tracking": {"metric": str(metric)}} for metric in Metric),
+]
+IDS = [str(choice) for choice in CHOICES]
+
+pytestmark = pytest.mark.slow
+
+finite = st.floats(allow_nan=False, allow_infinity=False)
+amounts = st.floats(0.0, 1e308)
+counts = st.integers(0, 2**53)
+few = st.integers(0, 40)
+
+
+def views(amount: st.SearchStrategy[float], least: int = 0) -> st.SearchStrategy[View]:
+    """Of any figures, in no order that makes sense."""
+
+    @st.composite
+    def drawn(draw: st.DrawFn) -> View:
+        a, b, c, d, e, f, g = (draw(amount) for _ in range(7))
+        queued, waiting, serving, count = draw(counts), draw(counts), draw(few), draw(few)
+        demand = Demand(
+            age_s=a,
+            arrivals=Rates(last_6_s=a, last_20_s=b, last_60_s=c, last_600_s=d),
+            refused=Rates(last_6_s=0.0, last_20_s=0.0, last_60_s=0.0, last_600_s=0.0),
+            concurrency=Rates(last_6_s=d, last_20_s=a, last_60_s=b, last_600_s=c),
+            queued=queued,
+            ttft=draw(st.none() | st.just(Quantiles(count=queued, p50=c, p90=c, p95=e, p99=f))),
+            input_tokens=f,
+            output_tokens=g,
+        )
+        figures = tuple(
+            ReplicaFigures(
+                id="r", age_s=1.0, waiting=waiting, kv_used=used, tokens_per_s=b, deferred=serving, slowness=e
+            )
+            for used in draw(st.lists(amount, max_size=3))
+        )
+        return View(
+            at=draw(st.floats(-1e308, 1e308) | st.floats(1e9, 1e9 + 600)),
+            tick_s=5.0,
+            model="m",
+            mode=draw(st.sampled_from(["single-large", "multi-replica"])),
+            count=count,
+            least=draw(st.integers(least, 3)),
+            most=draw(st.integers(3, 64)),
+            supply=Supply(
+                wanted=count, serving=serving, starting_s=draw(st.sampled_from([(), (c,), (d, e)]))
+            ),
+            signals=Signals(demand=draw(st.just(demand) | st.none()), replicas=figures),
+            capability=Capability(mu=e, mu_max=draw(amount), kv_tokens=waiting, error=c),
+            lead_s=f,
+            slo=draw(st.sampled_from([Objective(), Objective(ttft_p95_s=1.0)])),
+        )
+
+    return drawn()
+
+
+def decided(policy: Policy, seen: list[View]) -> Proposal:
+    memory, proposal = None, Proposal(count=0, reason="")
+    for view in seen:
+        proposal = policy.decide(view, memory)
+        memory = proposal.memory
+    return proposal
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=IDS)
+@given(st.lists(views(finite), min_size=1, max_size=4))
+@settings(max_examples=40)
+def test_no_figures_make_nonsense(choice: Any, seen: list[View]) -> None:
+    """Within the bounds of the mode, and everything that is said can be written down: no NaN, no infinity."""
+    policy, memory = make(choose("policy", choice)), None
+    for view in seen:
+        proposal = policy.decide(view, memory)
+        if view.signals.demand is not None and proposal.count != view.count:
+            assert view.least <= proposal.count <= view.most
+        assert proposal.count >= 0
+        assert "null" not in msgspec.json.encode([proposal.terms, proposal.memory or 0]).decode()
+        for rate in (proposal.forecast, proposal.forecast_high):
+            assert rate is None or 0.0 <= rate < 1e12
+        memory = proposal.memory
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=IDS)
+@given(st.lists(views(amounts), min_size=1, max_size=4))
+@settings(max_examples=40)
+def test_the_same_is_decided_of_what_was_written_down(choice: Any, seen: list[View]) -> None:
+    """Bit for bit, and neither the view nor the memory is changed by it."""
+    policy = make(choose("policy", choice))
+    memory: Any = None
+    for view in seen:
+        written = msgspec.json.encode((view, memory))
+        proposal = policy.decide(view, memory)
+        assert msgspec.json.encode((view, memory)) == written
+        again, remembered = msgspec.json.decode(written, type=tuple[View, Any])
+        repeated = make(choose("policy", choice)).decide(again, remembered)
+        assert repeated == proposal == msgspec.json.decode(msgspec.json.encode(proposal), type=Proposal)
+        memory = proposal.memory
+    assert len(msgspec.json.encode(memory)) < 4000
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=IDS)
+@given(st.lists(views(amounts), max_size=3), views(amounts))
+@settings(max_examples=40)
+def test_who_sees_nothing_takes_nothing_and_forgets_nothing(
+    choice: Any, seen: list[View], view: View
+) -> None:
+    policy = make(choose("policy", choice))
+    memory = decided(policy, seen).memory if seen else None
+    blind = msgspec.structs.replace(view, signals=Signals())
+    proposal = policy.decide(blind, memory)
+    if "static" not in str(choice):
+        assert proposal.count == view.count
+    assert msgspec.json.encode(proposal.memory) == msgspec.json.encode(memory)
+
+
+loads = st.floats(0.0, 1e4)
+more = st.floats(0.0, 1e4)
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=IDS)
+@given(st.lists(views(loads, least=1), max_size=3), views(loads, least=1), more, st.integers(0, 1000))
+@settings(max_examples=60)
+def test_more_load_never_asks_for_less(
+    choice: Any, seen: list[View], view: View, extra: float, waiting: int
+) -> None:
+    """For the same state and memory: more arrivals, more that wait, fuller caches, later tokens."""
+    policy = make(choose("policy", choice))
+    memory = decided(policy, seen).memory if seen else None
+    demand = view.signals.demand
+    if demand is None:
+        return
+
+    def raised(rates: Rates) -> Rates:
+        return Rates(
+            last_6_s=rates.last_6_s + extra,
+            last_20_s=rates.last_20_s + extra,
+            last_60_s=rates.last_60_s + extra,
+            last_600_s=rates.last_600_s + extra,
+        )
+
+    heavier = msgspec.structs.replace(
+        demand,
+        arrivals=raised(demand.arrivals),
+        concurrency=raised(demand.concurrency),
+        queued=demand.queued + waiting,
+        ttft=demand.ttft and msgspec.structs.replace(demand.ttft, p95=demand.ttft.p95 + extra),
+    )
+    figures = tuple(
+        msgspec.structs.replace(
+            each,
+            waiting=each.waiting + waiting,
+            kv_used=each.kv_used + extra / 1e4,
+            tokens_per_s=each.tokens_per_s + extra,
+        )
+        for each in view.signals.replicas
+    )
+    loaded = msgspec.structs.replace(view, signals=Signals(demand=heavier, replicas=figures))
+    assert policy.decide(loaded, memory).count >= policy.decide(view, memory).count
+
+
+@pytest.mark.parametrize("choice", CHOICES, ids=IDS)
+@given(st.sampled_from(CHOICES), views(amounts), views(amounts))
+@settings(max_examples=20)
+def test_the_memory_of_another_policy_is_none(choice: Any, other: Any, before: View, view: View) -> None:
+    """As when the document was changed meanwhile."""
+    if choose("policy", choice).name == choose("policy", other).name:
+        return
+    memory = make(choose("policy", other)).decide(before, None).memory
+    policy = make(choose("policy", choice))
+    assert policy.decide(view, memory) == policy.decide(view, None)

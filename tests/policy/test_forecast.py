@@ -1,0 +1,139 @@
+"""A forecast follows a ramp, lets a trend fade, and knows by how much it is short."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from policy.forecast import (
+    ENOUGH,
+    ERRORS,
+    TRIALS,
+    UNTRIED,
+    Series,
+    Smoothing,
+    ahead,
+    observed,
+    shortfall,
+    tried,
+)
+
+SMOOTHING = Smoothing(20.0, 60.0, 200.0)
+
+
+def followed(rates: list[float], every_s: float = 5.0) -> Series:
+    series = None
+    for i, rate in enumerate(rates):
+        series = observed(series, 1e9 + i * every_s, rate, SMOOTHING)
+    assert series is not None
+    return series
+
+
+def test_what_stays_is_expected_to_stay() -> None:
+    series = followed([7.0] * 100)
+    assert ahead(series, 120.0, SMOOTHING) == pytest.approx(7.0)
+
+
+@pytest.mark.parametrize("every_s", [1.0, 5.0, 20.0])
+def test_a_ramp_is_followed_at_any_interval(every_s: float) -> None:
+    """One request per second more in ten seconds: in 30 s nearly three more."""
+    ramp = [10.0 + 0.1 * i * every_s for i in range(int(600 / every_s))]
+    series = followed(ramp, every_s)
+    assert series.level == pytest.approx(ramp[-1], abs=1.5)
+    assert 1.5 < ahead(series, 30.0, SMOOTHING) - series.level < 3.0
+
+
+def test_a_trend_fades() -> None:
+    series = Series(0.0, 10.0, trend=0.1)
+    near, far, farther = (ahead(series, horizon_s, SMOOTHING) - 10.0 for horizon_s in (1.0, 3000.0, 6000.0))
+    assert near == pytest.approx(0.1, rel=0.01)
+    assert far == pytest.approx(0.1 * 200.0, rel=0.01)
+    assert farther == pytest.approx(far, rel=0.01)
+
+
+def test_no_rate_falls_below_nothing() -> None:
+    falling = followed([50.0 - i for i in range(50)])
+    assert ahead(falling, 600.0, SMOOTHING) == 0.0
+    assert followed([50.0, *[0.0] * 200]).level >= 0.0
+
+
+def test_an_observation_that_is_not_newer_changes_nothing() -> None:
+    series = followed([5.0, 6.0])
+    assert observed(series, series.at, 99.0, SMOOTHING) == series
+    assert observed(series, series.at - 60.0, 99.0, SMOOTHING) == series
+
+
+def test_a_forecast_is_resolved_when_its_instant_comes() -> None:
+    series = tried(Series(100.0, 9.0), 9.0, 30.0, 9.0)
+    assert series.pending == ((130.0, 9.0),)
+    before = tried(msgspec.structs.replace(series, at=129.0), 12.0, 30.0, 10.0)
+    assert (before.errors, len(before.pending)) == ((), 2)
+    after = tried(msgspec.structs.replace(before, at=130.0), 12.0, 30.0, 11.0)
+    assert after.errors == (1.0,)  # 3 short of 9, over its root
+    assert [when for when, _ in after.pending] == [159.0]
+
+
+def test_few_are_tried_within_a_horizon_and_few_errors_are_kept() -> None:
+    series = Series(0.0, 9.0)
+    for at in range(3000):
+        series = tried(msgspec.structs.replace(series, at=float(at)), 9.0, 30.0, 9.0)
+        assert len(series.pending) <= TRIALS + 1
+    assert len(series.errors) == ERRORS
+    assert len(msgspec.json.encode(series)) < 1000
+
+
+def test_another_horizon_has_other_errors() -> None:
+    series = Series(0.0, 9.0, horizon_s=30.0, pending=((10.0, 9.0),), errors=(1.0,) * 20)
+    assert tried(series, 9.0, 44.0, 9.0).errors == series.errors
+    longer = tried(series, 9.0, 120.0, 9.0)
+    assert (longer.errors, longer.pending, longer.horizon_s) == ((), ((120.0, 9.0),), 120.0)
+
+
+def test_the_shortfall_is_a_quantile_of_what_was_seen() -> None:
+    errors = tuple(i / 10 for i in range(-10, 11))
+    series = Series(0.0, 9.0, errors=errors)
+    assert shortfall(series, 0.9, 16.0) == pytest.approx(0.8 * 4.0)
+    assert shortfall(series, 0.5, 16.0) == pytest.approx(0.0)
+    assert shortfall(Series(0.0, 9.0, errors=(-1.0,) * 20), 0.9, 16.0) == 0.0
+
+
+def test_before_enough_was_seen_a_part_is_assumed() -> None:
+    series = Series(0.0, 9.0, errors=(0.0,) * (ENOUGH - 1))
+    assert shortfall(series, 0.9, 10.0) == UNTRIED * 10.0
+    assert shortfall(msgspec.structs.replace(series, errors=(0.0,) * ENOUGH), 0.9, 10.0) == 0.0
+
+
+rates = st.floats(0.0, 1e9)
+
+
+@given(
+    st.lists(st.tuples(st.floats(0.0, 1e6), rates), max_size=20),
+    rates,
+    st.floats(0.0, 1e9),
+    st.floats(1, 3600),
+)
+def test_more_now_is_never_less_later(
+    history: list[tuple[float, float]], rate: float, more: float, horizon_s: float
+) -> None:
+    series, at = None, 1e9
+    for elapsed, seen in history:
+        at += elapsed
+        series = observed(series, at, seen, SMOOTHING)
+    low = ahead(observed(series, at + 5.0, rate, SMOOTHING), horizon_s, SMOOTHING)
+    high = ahead(observed(series, at + 5.0, rate + more, SMOOTHING), horizon_s, SMOOTHING)
+    assert math.isfinite(high)
+    assert high >= low * (1 - 1e-9)
+
+
+@given(st.lists(st.tuples(st.floats(1.0, 600.0), rates), min_size=1, max_size=40))
+def test_what_is_remembered_survives_its_encoding(history: list[tuple[float, float]]) -> None:
+    series, at = None, 1e9
+    for elapsed, rate in history:
+        at += elapsed
+        series = observed(series, at, rate, SMOOTHING)
+        series = tried(series, rate, 30.0, ahead(series, 30.0, SMOOTHING))
+        assert msgspec.json.decode(msgspec.json.encode(series), type=Series) == series
