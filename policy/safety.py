@@ -174,7 +174,8 @@ def eased(course: Course, situation: Situation) -> dict[int, float]:
         return {}
     before, top = situation.memory.low_since, max(situation.count, course.count)
     since = min([course.since, *(at for count, at in before.items() if count <= course.enough)])
-    kept = {count: at for count, at in before.items() if count > course.enough and at < since}
+    # Fewer than are enough now were not; more than those say something only of a time before.
+    kept = {count: at for count, at in before.items() if at < since}
     return {count: at for count, at in sorted({course.enough: since, **kept}.items()) if count < top}
 
 

@@ -154,6 +154,9 @@ def test_what_a_model_holds_counts_leaving_replicas_of_other_shapes_too() -> Non
         leaving={LARGE.mode: 1},
     )
     assert held(given) == Take(gpus=4 * SMALL.gpus + LARGE.gpus)
+    # An older generation of the same shape holds its cards until it has left.
+    renewed = situation(count=2, settled=False, leaving={SMALL.mode: 2})
+    assert held(renewed) == Take(gpus=4)
     # Nothing runs yet of what is aimed for, but it is spoken for.
     assert held(situation(count=3, supply=Supply(wanted=1))) == Take(gpus=3)
 
