@@ -50,7 +50,7 @@ class Scaled(Live):
         asked: set[asyncio.Task[None]] = set()
         while time.monotonic() < deadline:
             while due <= time.monotonic():
-                asked.add(asyncio.create_task(self._one()))
+                asked.add(asyncio.create_task(self.one()))
                 due += 1.0 / rate
             found = Counter(replica["shape"] for replica in (await self.replicas_ready()).values())
             self.most = {shape: max(self.most.get(shape, 0), count) for shape, count in found.items()}
@@ -85,7 +85,8 @@ class Scaled(Live):
         assert not wrong, [(reply.status, reply.error) for reply in wrong[:5]]
         assert all(reply.whole and not reply.cut for reply in self.replies)
 
-    async def _one(self) -> None:
+    async def one(self) -> None:
+        """A stream, kept with what came of it."""
         client = await self.post(MODEL, stream=True, max_tokens=TOKENS, ignore_eos=True)
         self.replies.append(await client.end())
         self.clients.remove(client)

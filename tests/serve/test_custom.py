@@ -86,7 +86,7 @@ def test_what_cannot_be_loaded_is_refused(tmp_path: Path, text: str, name: str, 
 
 
 def test_parameters_that_it_does_not_take_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="parameters that Adds takes .*'fewer'"):
+    with pytest.raises(ConfigError, match=r"parameters that Adds takes .*'fewer'"):
         loaded(custom(tmp_path, fewer=1))
     with pytest.raises(ConfigError, match="a module that can be imported"):
         loaded({"custom": "no_such_module_here:Adds"})

@@ -5,6 +5,7 @@ One replica over four GPUs gives a token sooner than four of one GPU each, which
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -46,7 +47,7 @@ def written(gpus: int, **control: Any) -> dict[str, Any]:
 
 
 class Switch:
-    """Load that rises or falls, starts and drains that take some ticks, and a controller that may be killed."""
+    """Load that changes, starts and drains that take some time, and a controller that may be killed."""
 
     def __init__(self, plane: Plane, *, kills: bool = False) -> None:
         self.plane = plane
@@ -126,7 +127,11 @@ async def test_what_was_promised_is_compared_with_what_came(plane: Plane) -> Non
     assert 0.15 <= found.promised < 1
     assert found.measured > 0.2
     assert found.met_before < 0.8 < found.met
-    (event,) = [event for event in plane.controller.status().events if "gain promised" in event and "measured" in event]
+    (event,) = [
+        event
+        for event in plane.controller.status().events
+        if "gain promised" in event and "measured" in event
+    ]
     assert f"gain promised {found.promised:.0%}, measured {found.measured:.0%}" in event
 
 
@@ -168,7 +173,7 @@ async def test_a_controller_killed_in_any_state_of_a_switch_goes_on(
 
 
 async def until_phase(switch: Switch, rate: float, phase: str, to: str) -> None:
-    """Let time pass until the switch ``to`` a mode is in its ``phase``; ``steady`` is just before it begins."""
+    """Let time pass until the switch ``to`` a mode is in its ``phase``; ``steady`` is before it begins."""
     plane = switch.plane
     for look in range(300):
         aimed = plane.controller.status().models[0].mode == to
@@ -206,7 +211,7 @@ async def test_a_mode_that_does_not_start_is_left_and_tried_again_later_and_late
         if after is not None and after != before:
             tries.append(plane.now)
     assert plane.counts(READY) == {LARGE: 1}
-    gaps = [round(b - a) for a, b in zip(tries, tries[1:], strict=False)]
+    gaps = [round(b - a) for a, b in pairwise(tries)]
     assert 2 <= len(gaps) <= 3
     assert gaps[0] >= 120
     assert gaps[1] >= 240
