@@ -15,16 +15,12 @@ import msgspec
 # horizons, longer than a burst lasts, and in under a kilobyte.
 TRIALS = 4
 ERRORS = 64
-# Fewer errors than these say nothing of a quantile; until then a forecast may be off by such a part.
-ENOUGH = 8
+# What was not tried yet may be short by such a part: so one jump is not most of what was ever seen.
 UNTRIED = 0.2
 # Horizons of a ratio up to this one have the same errors.
 ALIKE = 1.5
 # Observations closer than this are one.
 APART_S = 0.1
-# Errors are remembered as parts of the root of what was said, as those of a count grow: as parts of all of it
-# a miss at night would cost half a fleet by day.
-_LEAST = 0.01
 _DIGITS = 4
 
 
@@ -39,8 +35,9 @@ class Smoothing(msgspec.Struct, frozen=True):
 class Series(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What is remembered of a rate: its ``level`` and ``trend`` (per second) as of ``at``.
 
-    ``pending`` are forecasts by when they are due, made for ``horizon_s`` ahead; ``errors`` what those
-    that came due were short of, over the root of what they said; negative where that was too much.
+    ``pending`` are forecasts by when they are due, made for ``horizon_s`` ahead; ``errors`` how much larger
+    the root of what came was than the root of what was said. Of counts it spreads alike at any rate: as parts
+    of the rate, a miss at night would cost half a fleet by day.
     """
 
     at: float
@@ -68,8 +65,11 @@ def observed(series: Series | None, at: float, rate: float, smoothing: Smoothing
 
 
 def ahead(series: Series, horizon_s: float, smoothing: Smoothing) -> float:
-    """The rate that is expected so many seconds after the last observation."""
-    return max(0.0, series.level + series.trend * _lasting(horizon_s, smoothing.lasts_s))
+    """The rate that is expected so many seconds after the last observation.
+
+    A rise goes on; that a fall will is not counted on, as nothing is lost by waiting for it.
+    """
+    return max(0.0, series.level + max(0.0, series.trend) * _lasting(horizon_s, smoothing.lasts_s))
 
 
 def tried(series: Series, rate: float, horizon_s: float, forecast: float) -> Series:
@@ -78,7 +78,7 @@ def tried(series: Series, rate: float, horizon_s: float, forecast: float) -> Ser
         series = msgspec.structs.replace(series, horizon_s=horizon_s, pending=(), errors=())
     due = [said for when, said in series.pending if when <= series.at]
     pending = tuple(each for each in series.pending if each[0] > series.at)
-    errors = (*series.errors, *(round((rate - said) / _scale(said), _DIGITS) for said in due))
+    errors = (*series.errors, *(round(math.sqrt(rate) - math.sqrt(said), _DIGITS) for said in due))
     last = pending[-1][0] - series.horizon_s if pending else -math.inf
     if series.at - last >= horizon_s / TRIALS and len(pending) < 2 * TRIALS:
         pending = (*pending, (series.at + horizon_s, round(forecast, _DIGITS)))
@@ -87,18 +87,14 @@ def tried(series: Series, rate: float, horizon_s: float, forecast: float) -> Ser
 
 def shortfall(series: Series, part: float, forecast: float) -> float:
     """What ``part`` (0..1) of forecasts like this one are short of at most, per second; 0 or more."""
-    if len(series.errors) < ENOUGH:
-        return UNTRIED * forecast
-    ordered = sorted(series.errors)
+    said = math.sqrt(forecast)
+    untried = [math.sqrt(1.0 + UNTRIED) * said - said] * (ERRORS - len(series.errors))
+    ordered = sorted([*series.errors, *untried])
     place = part * (len(ordered) - 1)
     low = int(place)
     high = min(low + 1, len(ordered) - 1)
     error = ordered[low] + (ordered[high] - ordered[low]) * (place - low)
-    return max(0.0, error * _scale(forecast))
-
-
-def _scale(rate: float) -> float:
-    return math.sqrt(max(rate, _LEAST))
+    return max(0.0, (said + error) ** 2 - forecast) if error > 0 else 0.0
 
 
 def _lasting(horizon_s: float, lasts_s: float) -> float:

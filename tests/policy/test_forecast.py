@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policy.forecast import (
-    ENOUGH,
     ERRORS,
     TRIALS,
     UNTRIED,
@@ -56,9 +55,14 @@ def test_a_trend_fades() -> None:
 
 
 def test_no_rate_falls_below_nothing() -> None:
-    falling = followed([50.0 - i for i in range(50)])
-    assert ahead(falling, 600.0, SMOOTHING) == 0.0
-    assert followed([50.0, *[0.0] * 200]).level >= 0.0
+    assert followed([50.0, *[0.0] * 20]).level == 0.0
+    assert ahead(followed([50.0, *[0.0] * 20]), 600.0, SMOOTHING) == 0.0
+
+
+def test_a_fall_is_not_counted_on() -> None:
+    falling = followed([50.0 - i / 2 for i in range(60)])
+    assert falling.trend < -0.05
+    assert ahead(falling, 600.0, SMOOTHING) == falling.level == pytest.approx(20.5, abs=1.5)
 
 
 def test_an_observation_that_is_not_newer_changes_nothing() -> None:
@@ -73,7 +77,7 @@ def test_a_forecast_is_resolved_when_its_instant_comes() -> None:
     before = tried(msgspec.structs.replace(series, at=129.0), 12.0, 30.0, 10.0)
     assert (before.errors, len(before.pending)) == ((), 2)
     after = tried(msgspec.structs.replace(before, at=130.0), 12.0, 30.0, 11.0)
-    assert after.errors == (1.0,)  # 3 short of 9, over its root
+    assert after.errors == (0.4641,)  # the root of 12 over that of 9
     assert [when for when, _ in after.pending] == [159.0]
 
 
@@ -94,17 +98,32 @@ def test_another_horizon_has_other_errors() -> None:
 
 
 def test_the_shortfall_is_a_quantile_of_what_was_seen() -> None:
-    errors = tuple(i / 10 for i in range(-10, 11))
+    errors = tuple((i - 31.5) / 10 for i in range(ERRORS))
     series = Series(0.0, 9.0, errors=errors)
-    assert shortfall(series, 0.9, 16.0) == pytest.approx(0.8 * 4.0)
+    assert shortfall(series, 0.9, 16.0) == pytest.approx((4.0 + 0.8 * 3.15) ** 2 - 16.0)
     assert shortfall(series, 0.5, 16.0) == pytest.approx(0.0)
-    assert shortfall(Series(0.0, 9.0, errors=(-1.0,) * 20), 0.9, 16.0) == 0.0
+    assert shortfall(Series(0.0, 9.0, errors=(-1.0,) * ERRORS), 0.9, 16.0) == 0.0
 
 
-def test_before_enough_was_seen_a_part_is_assumed() -> None:
-    series = Series(0.0, 9.0, errors=(0.0,) * (ENOUGH - 1))
-    assert shortfall(series, 0.9, 10.0) == UNTRIED * 10.0
-    assert shortfall(msgspec.structs.replace(series, errors=(0.0,) * ENOUGH), 0.9, 10.0) == 0.0
+def test_of_what_was_not_tried_a_part_is_assumed() -> None:
+    assert shortfall(Series(0.0, 9.0), 0.9, 10.0) == pytest.approx(UNTRIED * 10.0)
+    most = Series(0.0, 9.0, errors=(0.0,) * (ERRORS - 2))
+    assert shortfall(most, 0.9, 10.0) == 0.0
+    assert shortfall(most, 0.99, 10.0) == pytest.approx(UNTRIED * 10.0)
+
+
+def test_one_jump_is_not_stood_by_for_again() -> None:
+    """From one to six requests per second for a minute, and back: two minutes later it is forgotten."""
+    series, shortfalls = None, []
+    for i in range(120):
+        rate = 6.0 if 24 <= i < 36 else 1.0
+        series = observed(series, 1e9 + 5.0 * i, rate, SMOOTHING)
+        forecast = ahead(series, 30.0, SMOOTHING)
+        series = tried(series, rate, 30.0, forecast)
+        shortfalls.append(shortfall(series, 0.9, forecast) + forecast)
+    assert shortfalls[23] == pytest.approx(1.2, abs=0.01)
+    assert max(shortfalls[24:40]) > 6.0
+    assert all(each < 1.7 for each in shortfalls[60:])
 
 
 rates = st.floats(0.0, 1e9)
