@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from click.testing import CliRunner, Result
 
 from policy.errors import ConfigError
@@ -130,3 +132,24 @@ def test_a_policy_that_there_is_not_is_refused_with_those_that_there_are(tmp_pat
     done = check(write(tmp_path, policy="predictve"))
     assert isinstance(done.exception, ConfigError)
     assert "did you mean 'predictive'?" in str(done.exception)
+
+
+def shown_policies() -> list[tuple[str, str]]:
+    """Each class that the pages show as a policy: its file and what the document says of it."""
+    page = (ROOT / "docs" / "extending.md").read_text()
+    code = page[page.index("## How do I write a scaling policy?") :].split("```python\n")[1].split("```")[0]
+    return [(code, "half_full:HalfFull"), ((ROOT / "docs/examples/custom_policy.py").read_text(), EXAMPLE)]
+
+
+EXAMPLE = "custom_policy:ByTheClock"
+
+
+@pytest.mark.parametrize(("code", "where"), shown_policies(), ids=lambda value: value[-20:])
+def test_a_policy_that_the_pages_show_is_one(tmp_path: Path, code: str, where: str) -> None:
+    pages = "".join((ROOT / "docs" / name).read_text() for name in ("scaling.md", "extending.md"))
+    (written,) = set(re.findall(rf'policy: (\{{custom: \{{class: "{where}".*?\}}\}})', pages))
+    module, _, name = where.partition(":")
+    (tmp_path / f"{module}.py").write_text(code)
+    done = check(write(tmp_path, policy=yaml.safe_load(written)))
+    assert done.exit_code == 0, done.output
+    assert f"{name} decides" in done.output

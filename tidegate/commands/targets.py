@@ -92,11 +92,11 @@ def _by_hand(command: str, status: ModelStatus, wanted: int | str, for_s: float 
     """Until when it holds, and how to go back before."""
     other = "mode" if command == "scale" else "scale"
     if wanted != AUTO:
-        back = f"`tidegate {command} {status.name} {AUTO}` lets load decide again"
+        back = f"`tidegate {command} {status.name} {AUTO}` lets load decide"
         if for_s is None:
-            return f"Set by hand: {back}."
+            return f"Set by hand: {back} again."
         now = time.time()
-        return f"Set by hand until {clock(now + for_s, now)}: {back} before."
+        return f"Set by hand until {clock(now + for_s, now)}: {back} sooner."
     if status.override is not None:
         return (
             f"Load decides once `tidegate {other} {status.name} {AUTO}` takes back what is still set by hand."
