@@ -36,6 +36,10 @@ def model_status(
     )
     if autoscaler is None:
         return status
+    held = observation.held.get(key)
+    if held is not None and held.retry_at is not None and held.retry_at > autoscaler.at:
+        again = f"tried again in {held.retry_at - autoscaler.at:.0f} s"
+        status = msgspec.structs.replace(status, note=f"{status.note}; {again}" if status.note else again)
     status = msgspec.structs.replace(
         status, decided_by=autoscaler.who(name), override=target.override(autoscaler.at)
     )

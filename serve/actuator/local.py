@@ -83,6 +83,7 @@ class LocalActuator:
                 wanted=record.wanted,
                 digest=record.digest,
                 trouble=f"{record.failures} hosts in a row failed" if record.failures >= MAX_FAILURES else "",
+                retry_at=record.retry_at if record.failures and record.retry_at > time.time() else None,
             )
             for key, record in records.items()
             if not record.deleted

@@ -13,11 +13,15 @@ from serve.weights import Weights
 
 
 class Held(msgspec.Struct, frozen=True, kw_only=True):
-    """A layer as the actuator holds it: the count it was asked for, and what is wrong with it."""
+    """A layer as the actuator holds it: the count it was asked for, and what is wrong with it.
+
+    Starts that fail are tried again after pauses that grow, next at ``retry_at`` (Unix seconds) if known.
+    """
 
     wanted: int
     digest: str = ""
     trouble: str = ""
+    retry_at: float | None = None
 
 
 class Actuator(Protocol):

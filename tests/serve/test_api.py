@@ -10,19 +10,21 @@ import httpx
 import msgspec
 import pytest
 
+from policy.decision import Override
 from policy.errors import ConfigError, SwitchRefused, TargetError, Unreachable
 from policy.types import Beat, Fleet, Load, Orders, Replica, ReplicaState
 from serve import api
 from serve.api import build_app
-from serve.client import ControllerClient, ControllerStatus, ModelStatus
+from serve.client import ControllerClient, ControllerStatus, Logged, ModelStatus
 from store.state import SECRET_HEADER
 from tests.serve.plane import Plane
 from tests.serve.sim_documents import document
+from tests.serve.traffic import Traffic
 
 SECRET = {SECRET_HEADER: "s"}
 PATHS = [
-    *(("GET", path) for path in ("/livez", "/fleet", "/fleet/stream", "/status", "/nowhere")),
-    *(("POST", path) for path in ("/replicas", "/scale", "/mode", "/apply")),
+    *(("GET", path) for path in ("/livez", "/fleet", "/fleet/stream", "/status", "/decisions", "/nowhere")),
+    *(("POST", path) for path in ("/replicas", "/signals", "/scale", "/mode", "/apply")),
 ]
 
 
@@ -77,6 +79,44 @@ async def test_targets_are_set(plane: Plane, served: httpx.AsyncClient) -> None:
     assert written == document(gateway={"workers": 3})
 
 
+async def test_what_is_set_by_hand_has_a_term_and_can_be_taken_back(
+    plane: Plane, served: httpx.AsyncClient
+) -> None:
+    answer = await served.post("/scale", json={"model": "m", "replicas": 2, "for_s": 60})
+    status = msgspec.json.decode(answer.content, type=ModelStatus)
+    assert status.override == Override(mode="multi-replica", count=2, until=plane.now + 60)
+    assert status.decided_by == "by hand"
+    answer = await served.post("/scale", json={"model": "m", "replicas": "auto"})
+    assert msgspec.json.decode(answer.content, type=ModelStatus).override is None
+    answer = await served.post("/mode", json={"model": "m", "mode": "single-large", "for_s": 5})
+    assert msgspec.json.decode(answer.content, type=ModelStatus).override is not None
+    answer = await served.post("/mode", json={"model": "m", "mode": "auto"})
+    status = msgspec.json.decode(answer.content, type=ModelStatus)
+    assert (status.override, status.mode, status.decided_by) == (None, "single-large", "predictive")
+
+
+async def test_decisions_are_told_with_what_they_were_made_of(
+    plane: Plane, served: httpx.AsyncClient
+) -> None:
+    await Traffic(plane).run(20, m=1.0)
+    answer = await served.get("/decisions", params={"model": "m", "last": 2})
+    newest, before = msgspec.json.decode(answer.content, type=list[Logged])
+    assert newest.decision.at > before.decision.at
+    assert newest.situation.signals.demand is not None
+    at = before.decision.at
+    answer = await served.get("/decisions", params={"at": at})
+    (found,) = msgspec.json.decode(answer.content, type=list[Logged])
+    assert found.decision.at == at
+    assert (await served.get("/decisions", params={"model": "none"})).json() == []
+
+
+@pytest.mark.parametrize("query", ["last=0", "last=x", "at=noon", "last=100000"])
+async def test_a_query_that_makes_no_sense_is_400(served: httpx.AsyncClient, query: str) -> None:
+    answer = await served.get(f"/decisions?{query}")
+    assert answer.status_code == 400
+    assert answer.json()["error"]["type"] == "BadRequest"
+
+
 @pytest.mark.parametrize(
     ("path", "body", "kind"),
     [
@@ -101,12 +141,21 @@ async def test_a_refusal_is_409_and_says_why(
 
 UNDECODABLE = [
     (path, body)
-    for path in ("/replicas", "/scale", "/mode", "/apply")
+    for path in ("/replicas", "/signals", "/scale", "/mode", "/apply")
     for body in (b"", b"{", b"[]", b"\xff\xfe", b'{"model": "\xff"}')
 ]
 
 
-@pytest.mark.parametrize(("path", "body"), [*UNDECODABLE, ("/scale", b'{"model": 1, "replicas": 1}')])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        *UNDECODABLE,
+        ("/scale", b'{"model": 1, "replicas": 1}'),
+        ("/scale", b'{"model": "m", "replicas": "many"}'),
+        ("/scale", b'{"model": "m", "replicas": 1, "for_s": -1}'),
+        ("/mode", b'{"model": "m", "mode": "auto", "for_s": "x"}'),
+    ],
+)
 async def test_what_cannot_be_decoded_is_400(served: httpx.AsyncClient, path: str, body: bytes) -> None:
     answer = await served.post(path, content=body)
     assert answer.status_code == 400

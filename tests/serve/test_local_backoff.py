@@ -83,6 +83,8 @@ async def test_a_start_waits_for_its_backoff(actuator: LocalActuator, clock: Clo
         await asyncio.sleep(0.001)
     await actuator.layers()
     assert actuator._records[KEY].processes == ()
+    again_at = (await actuator.layers())[KEY].retry_at
+    assert again_at == actuator._records[KEY].retry_at > clock()
     clock.past(actuator._records[KEY].retry_at)
     await actuator.layers()
     assert len(actuator._records[KEY].processes) == 1
