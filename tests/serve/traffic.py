@@ -87,7 +87,8 @@ class Traffic:
     async def run(self, seconds: float, **rates: float) -> None:
         """Let time pass with so many requests per second of each model."""
         self.rates |= rates
-        for tick in range(round(seconds / 0.2)):
-            if tick % 5 == 0:
+        for tick in range(round(seconds * 2)):
+            if tick % 2 == 0:
                 self.report()
+            self.plane.now += 0.3
             await self.plane.ticks(1)
