@@ -100,6 +100,26 @@ def test_apply_changes_what_the_controller_allows(sim: Site) -> None:
     assert "1 to 2" in err
 
 
+def test_what_is_set_by_hand_ends_with_its_term_and_is_explained(sim: Site) -> None:
+    code, out, _ = sim.tidegate("scale", "sim", "2", "--for", "3s")
+    assert code == 0
+    assert "Set by hand until" in out
+    (model,) = sim.status()["models"]
+    assert (model["target"], model["decided_by"]) == (2, "by hand")
+    until(lambda: sim.status()["models"][0]["decided_by"] == "static", "the term ends")
+    assert sim.status()["models"][0]["target"] == 2
+
+    code, out, _ = sim.tidegate("explain", "sim", "--json")
+    assert code == 0
+    newest = json.loads(out)["decisions"][-1]
+    assert newest["decision"]["count"] == newest["situation"]["count"] == 2
+    code, out, _ = sim.tidegate("explain", "--last", "1")
+    assert (code, out.count("multi-replica x 2, as before")) == (0, 1)
+    code, _, err = sim.tidegate("explain", "sim", "--at", "1d ago")
+    assert code == 1
+    assert "no decision on sim" in err
+
+
 def elastic(site: Site) -> None:
     """A document whose first mode may have no replica."""
     write(site)
