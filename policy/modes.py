@@ -36,8 +36,6 @@ RESIDUAL = 0.9
 # What has promised a gain for some time is expected to do so as long again, up to an hour: so who waits until
 # a switch pays loses at most as much again as who knew.
 LONGEST_DWELL_S = 3600.0
-# A lone request has to be within the objective too: the rate that is looked at is never less.
-LONE = 1e-3
 
 
 class Prospect(NamedTuple):
@@ -135,7 +133,7 @@ def _outlook(situation: Situation, rung: Rung, prospect: Prospect, price: float,
     mu = able.mu / (1 + min(able.error, MOST_ERROR))
     needed = math.ceil(rate / mu - 1e-9) if mu > 0 else most
     count = min(max(least, needed), most)
-    alone = msgspec.structs.replace(prospect.workload, lam=max(rate, LONE) / max(1, count))
+    alone = msgspec.structs.replace(prospect.workload, lam=rate / max(1, count))
     found = outlook_of(rung.timing, alone, situation.slo)
     missed = _missed(situation.slo, found) if rate > 0 or count else 0.0
     return Outlook(

@@ -22,7 +22,19 @@ from policy.modes import Prospect, Verdict, judged, outlooks
 from policy.pace import GENERIC
 from policy.scaling.view import Supply
 from policy.signals import Signals
-from tests.policy.control_play import LARGE, NOON, SMALL, Model, Play, Wants, demand, figures, rung, situation
+from tests.policy.control_play import (
+    LARGE,
+    NOON,
+    SMALL,
+    Model,
+    Play,
+    Wants,
+    demand,
+    figures,
+    rates,
+    rung,
+    situation,
+)
 
 ALL = Take(math.inf, math.inf, math.inf, math.inf)
 # The large shape alone is within this, up to 4.7 requests per second.
@@ -269,6 +281,21 @@ def test_a_switch_says_what_it_promises_and_begins_its_own_memory() -> None:
     assert decision.gain is not None and decision.gain > 0.15
     assert decision.reason == f"multi-replica promises to cost {decision.gain:.0%} less than single-large"
     assert (memory.switched_at, memory.better_since, memory.low_since) == (NOON, {}, {})
+
+
+def test_a_model_that_sleeps_or_falls_asleep_does_not_switch() -> None:
+    quiet = demand(0.0, idle_s=900.0, concurrency=rates(0.0))
+    small = msgspec.structs.replace(SMALL, least=0)
+    for count in (0, 1):
+        signals = Signals(demand=quiet, replicas=figures(count, running=0))
+        there = large(count=count, signals=signals, slo=Objective(), scale=Scale(zero_after_s=300.0))
+        there = msgspec.structs.replace(there, rungs=(msgspec.structs.replace(LARGE, least=0), small))
+        there = confirmed(
+            msgspec.structs.replace(there, supply=Supply(wanted=count, serving=count)), SMALL.mode
+        )
+        assert verdict(there, 0.0)[0].to is not None
+        decision, _ = decided(there)
+        assert (decision.mode, decision.count) == (LARGE.mode, 0)
 
 
 def test_a_dry_run_switches_nothing_and_so_starts_no_dwell() -> None:

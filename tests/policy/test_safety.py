@@ -224,6 +224,14 @@ def test_a_budget_bounds_and_says_what_is_short() -> None:
     assert decide(later, 4)[1].starved_since is None
 
 
+def test_what_the_bounds_of_a_mode_leave_unserved_is_short_as_well() -> None:
+    given = situation(rate=3.0, rungs=(rung("multi-replica", most=1),))
+    decision = decide(given, 1)[0]
+    assert decision.short == pytest.approx(3.0 - decision.capability.mu)
+    # Where more may be had it is the policy that asks for no more.
+    assert decide(situation(rate=3.0), 1)[0].short == 0.0
+
+
 def test_a_budget_that_shrinks_is_not_held_but_goes_by_steps() -> None:
     decision = decide(situation(count=8), 8, Budget(gpus=2))[0]
     assert clips(decision) == [("budget", 8, 2), ("step", 2, 4)]
