@@ -55,9 +55,9 @@ def observed(series: Series | None, at: float, rate: float, smoothing: Smoothing
     elapsed = at - series.at
     if elapsed < APART_S:
         return series
-    expected = series.level + series.trend * _lasting(elapsed, smoothing.lasts_s)
+    expected = ahead(series, elapsed, smoothing)
     believed = -math.expm1(-elapsed / smoothing.level_s)
-    level = max(0.0, expected + believed * (rate - expected))
+    level = expected + believed * (rate - expected)
     kept = series.trend * math.exp(-elapsed / smoothing.lasts_s)
     turned = -math.expm1(-elapsed / smoothing.trend_s)
     trend = kept + turned * ((level - series.level) / elapsed - kept)
@@ -67,9 +67,10 @@ def observed(series: Series | None, at: float, rate: float, smoothing: Smoothing
 def ahead(series: Series, horizon_s: float, smoothing: Smoothing) -> float:
     """The rate that is expected so many seconds after the last observation.
 
-    A rise goes on; that a fall will is not counted on, as nothing is lost by waiting for it.
+    A rise goes on. That a fall does is not counted on: carried on, it would end below what comes, and the
+    next rise were a surprise.
     """
-    return max(0.0, series.level + max(0.0, series.trend) * _lasting(horizon_s, smoothing.lasts_s))
+    return series.level + max(0.0, series.trend) * _lasting(horizon_s, smoothing.lasts_s)
 
 
 def tried(series: Series, rate: float, horizon_s: float, forecast: float) -> Series:

@@ -169,6 +169,8 @@ def _late(view: View, demand: Demand) -> bool:
 
 def _said(most: str, replicas: float, view: View, high: float) -> str:
     """One short sentence on the term that asks for the most."""
+    if not replicas:
+        return "nobody asks"
     need = f"need {replicas:.3g} replicas"
     return {
         "forecast": f"up to {high:.3g} requests/s are expected in {view.lead_s:.0f} s and {need}",

@@ -179,7 +179,7 @@ def test_without_a_model_of_the_engine_the_caches_still_count() -> None:
 def test_who_is_deserted_needs_nobody_and_who_is_asked_one() -> None:
     memory = steady(8.0)
     gone = decide(demand(0.0), memory=memory, count=2, least=0)
-    assert (gone.count, gone.forecast) == (0, 0.0)
+    assert (gone.count, gone.forecast, gone.reason) == (0, 0.0, "nobody asks")
     assert decide(demand(0.0, concurrency=1.0), memory=None, count=1, least=0).count == 1
     assert decide(demand(0.0, queued=1), memory=None, count=0, least=0).count == 1
     assert decide(demand(0.0), memory=memory, count=2, least=1).count == 1
