@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from policy.engine_model import Timing
 from policy.histogram import BUCKETS
 
 NONE = (0,) * BUCKETS
@@ -71,11 +72,13 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
     ``preempted`` counts requests that lost their KV since its host started, ``deferred`` those that are
     passed over now, as for an adapter that no slot is free for; ``steps`` are those since the last report.
+    ``timing`` is what bounds its steps, and how fast it is if it knows.
     """
 
     preempted: int = 0
     deferred: int = 0
     steps: tuple[StepSample, ...] = ()
+    timing: Timing | None = None
 
 
 class PowerReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -29,7 +29,7 @@ from serve.observation import Observation
 from serve.promises import due, outcome, promised
 from serve.starts import Taken
 from serve.steering import starves
-from serve.surveying import Surveying, shipped
+from serve.surveying import Surveying
 from serve.targets import Aim, Target, Targets, wanted_models
 from store.state import StateDir
 
@@ -128,14 +128,8 @@ class Autoscaler:
                 self.stir(name, urgent=True)
 
     def beat(self, beat: Beat) -> None:
-        """Learn from a replica how long its steps take."""
-        replica = beat.replica
-        specs = self._targets.get(replica.model).specs if replica.model in self._targets.names() else {}
-        spec = specs.get(replica.generation)
-        if spec is not None and (shape := spec.shapes.get(replica.shape)) is not None:
-            prior = shipped(spec, shape).model
-            assert prior is not None
-            self._calibrations.take(beat, spec, prior, self._now())
+        """Learn from a replica how fast it is."""
+        self._surveying.note(beat)
 
     async def decisions(self, last: int, at: float | None, model: str | None) -> list[Logged]:
         """The ``last`` decisions, newest first."""

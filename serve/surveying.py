@@ -17,7 +17,7 @@ from policy.plan import Layer, LayerKey
 from policy.profiles import profile
 from policy.signals import Signals
 from policy.switching import gap_needed
-from policy.types import EngineKind
+from policy.types import Beat, EngineKind
 from serve.calibrating import Calibrations
 from serve.observation import Observation
 from serve.steering import goal_of
@@ -45,6 +45,7 @@ class Surveying:
         self._gathering = gathering
         self._now = now
         self._watts: dict[tuple[str, str], deque[float]] = {}
+        self._told: dict[LayerKey, Timing] = {}
 
     def situation(self, model: str, deployment: Deployment, memory: Memory, at: float) -> Situation:
         """What is known of ``model`` at the instant ``at``."""
@@ -79,6 +80,29 @@ class Surveying:
             memory=memory,
         )
 
+    def note(self, beat: Beat) -> None:
+        """Learn from a replica what bounds it, and how long its steps take."""
+        replica = beat.replica
+        specs = self._targets.get(replica.model).specs if replica.model in self._targets.names() else {}
+        spec = specs.get(replica.generation)
+        if spec is None or replica.shape not in spec.shapes:
+            return
+        if beat.engine is not None and beat.engine.timing is not None:
+            self._told[LayerKey(replica.model, replica.shape, replica.generation)] = beat.engine.timing
+        prior = self._timing(spec, replica.shape, replica.generation).model
+        assert prior is not None
+        self._calibrations.take(beat, spec, prior, self._now())
+
+    def _timing(self, spec: ModelSpec, shape: str, generation: int) -> Timing:
+        """What replicas of a shape tell of themselves, and where they are silent what they shipped with."""
+        timing = shipped(spec, spec.shapes[shape])
+        told = self._told.get(LayerKey(spec.name, shape, generation))
+        if told is None:
+            return timing
+        seats = min(told.limits.max_num_seqs, spec.shapes[shape].max_in_flight)
+        limits = msgspec.structs.replace(told.limits, max_num_seqs=seats)
+        return Timing(limits=limits, model=told.model or timing.model)
+
     def _rungs(self, target: Target, deployment: Deployment, at: float) -> Iterable[Rung]:
         """The modes, but for those that failed to start a short while ago."""
         for name, mode in target.spec.modes.items():
@@ -88,7 +112,7 @@ class Surveying:
 
     def _rung(self, target: Target, name: str, mode: Mode, deployment: Deployment) -> Rung:
         spec, shape = target.spec, target.spec.shapes[mode.shape]
-        timing = shipped(spec, shape)
+        timing = self._timing(spec, mode.shape, target.aim.generation)
         fitted = self._calibrations.fitted(spec, mode.shape)
         lead_s = self._observation.starts.lead_s(spec.name, mode.shape, spec.control.assumed_start_s)
         return Rung(

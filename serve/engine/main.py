@@ -114,7 +114,12 @@ async def _watch(engine: Engine, guard: Guard, timeout_s: float) -> None:
 async def _report(engine: Engine, guard: Guard, adapters: Adapters, events: Events) -> None:
     async for line in guard.lines():
         stats = engine.stats()
-        told = EngineReport(preempted=stats.preempted, deferred=stats.deferred, steps=engine.take_steps())
+        told = EngineReport(
+            preempted=stats.preempted,
+            deferred=stats.deferred,
+            steps=engine.take_steps(),
+            timing=engine.timing(),
+        )
         events.send(Event(line=line, uses=adapters.uses(), engine=told))
         await asyncio.sleep(REPORT_S)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from policy.load_points import pooled
 from policy.reports import EngineReport, StepSample
 
@@ -43,7 +45,7 @@ def together(one: EngineReport | None, other: EngineReport | None) -> EngineRepo
     if one is None or other is None:
         return one or other
     steps = tuple(_short(sample) for sample in pooled((*one.steps, *other.steps), MOST))
-    return EngineReport(preempted=other.preempted, deferred=other.deferred, steps=steps)
+    return msgspec.structs.replace(other, steps=steps)
 
 
 def _short(sample: StepSample) -> StepSample:

@@ -1,4 +1,4 @@
-"""Load alone changes count and mode on Ray Serve over simulated engines: no request fails, no stream is cut."""
+"""Load alone switches modes on Ray Serve over simulated engines: no request fails, no stream is cut."""
 
 from __future__ import annotations
 

@@ -1,0 +1,111 @@
+"""What is known of each rung: how fast its replicas are, what they take, what a switch would cost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from policy.decision import Rung
+from policy.engine_model import EngineModel, Limits, Timing
+from policy.pace import GENERIC
+from policy.profiles import profile
+from policy.reports import EngineReport, PowerReport
+from policy.types import Beat
+from serve.surveying import shipped
+from tests.serve.plane import Plane
+from tests.serve.sim_documents import deployment, document, sim_model
+from tests.serve.traffic import Traffic
+
+SMALL = profile("sim-small")
+
+
+def rungs(plane: Plane) -> dict[str, Rung]:
+    """Those of the last decision, by mode."""
+    (now,) = plane.controller.autoscaler.journal.read(1)
+    return {rung.mode: rung for rung in now.situation.rungs}
+
+
+def of(shape: str = "small", **over: Any) -> Timing:
+    spec = deployment(sim_model(**over)).models[0]
+    return shipped(spec, spec.shapes[shape])
+
+
+def test_what_shipped_is_of_the_shapes_degree_and_speed() -> None:
+    assert of().model == SMALL.model
+    assert of("large").model == SMALL.model.at_degree(2)
+    assert of(sim={"profile": "sim-small", "speed": 4}).model == SMALL.model.faster(4)
+    assert of(profile="h100-8b", sim={"profile": "sim-small", "speed": 4}).model == profile("h100-8b").model
+    assert of(profile="h200-70b").model == GENERIC.model
+
+
+def test_arguments_bound_what_runs_at_once() -> None:
+    assert of().limits.max_num_seqs == 256
+    assert of(engine_args={"max_num_seqs": 8, "max_num_batched_tokens": 64}).limits == Limits(
+        max_num_batched_tokens=64, max_num_seqs=8, kv_tokens=SMALL.kv_tokens
+    )
+    shapes = {"large": {"cpus": 2}, "small": {"cpus": 1, "max_in_flight": 3}}
+    assert of(shapes=shapes).limits.max_num_seqs == 3
+
+
+async def test_what_replicas_tell_goes_before_what_shipped(plane: Plane) -> None:
+    await plane.up(document(sim_model(control={"tick_s": 1})))
+    await plane.ticks()
+    (replica,) = plane.cluster.replicas.values()
+    told = Timing(limits=Limits(max_num_batched_tokens=99, max_num_seqs=500, kv_tokens=777))
+    plane.controller.beat(Beat(replica=replica, engine=EngineReport(timing=told)))
+    await Traffic(plane).run(8, m=1.0)
+    timing = rungs(plane)["multi-replica"].timing
+    assert timing.model == SMALL.model
+    assert timing.limits == Limits(max_num_batched_tokens=99, max_num_seqs=256, kv_tokens=777)
+    model = EngineModel(o=1.0, w=1.0, c=1.0, g=1.0, r=1.0)
+    plane.controller.beat(
+        Beat(replica=replica, engine=EngineReport(timing=Timing(limits=told.limits, model=model)))
+    )
+    await Traffic(plane).run(2, m=1.0)
+    assert rungs(plane)["multi-replica"].timing.model == model
+    assert rungs(plane)["single-large"].timing.model == SMALL.model.at_degree(2)
+
+
+async def test_prices_and_watts_are_those_of_the_budget_until_cards_tell(plane: Plane) -> None:
+    model = sim_model(
+        shapes={"large": {"gpus": 2, "tensor_parallel": 2}, "small": {"gpus": 1, "cpus": 2}},
+        control={"tick_s": 1},
+    )
+    prices = {"gpu_watts": 400, "cpu_watts": 5, "gpu_cost_per_h": 2.0, "cpu_cost_per_h": 0.1}
+    await plane.up(document(model, budget=prices))
+    traffic = Traffic(plane)
+    await traffic.run(8, m=1.0)
+    found = rungs(plane)
+    assert (found["multi-replica"].watts, found["single-large"].watts) == (410, 800)
+    assert (found["multi-replica"].cost_per_h, found["single-large"].cost_per_h) == pytest.approx((2.2, 4.0))
+    (replica,) = plane.cluster.replicas.values()
+    for _ in range(5):
+        plane.controller.beat(Beat(replica=replica, power=PowerReport(watts=150.0)))
+        await traffic.run(1)
+    assert rungs(plane)["multi-replica"].watts == 160
+
+
+async def test_a_gap_is_what_nothing_fits_beside(plane: Plane) -> None:
+    model = sim_model(control={"tick_s": 1, "assumed_start_s": 25})
+    model["shapes"] = {"large": {"gpus": 2, "tensor_parallel": 2}, "small": {"gpus": 1}}
+    model["modes"]["multi-replica"]["replicas"] = {"min": 1, "max": 2}
+    await plane.up(document(model, budget={"gpus": 2}))
+    traffic = Traffic(plane)
+    await traffic.run(8, m=1.0)
+    assert (rungs(plane)["single-large"].gap_s, rungs(plane)["multi-replica"].gap_s) == (25.0, 0.0)
+    plane.controller.apply(document(model, budget={"gpus": 3}))
+    await traffic.run(2)
+    assert rungs(plane)["single-large"].gap_s == 0.0
+
+
+async def test_upstreams_may_take_what_is_too_much(plane: Plane) -> None:
+    upstream = {
+        "name": "u", "url": "https://api.example.com/v1", "models": {"m": "theirs"},
+        "price": {"input": 1, "output": 1}, "cost_cap_per_h": 1,
+    }  # fmt: skip
+    await plane.up(document(sim_model(), upstreams=[upstream], gateway={"queue_timeout_s": 7}))
+    await Traffic(plane).run(8, m=1.0)
+    (now,) = plane.controller.autoscaler.journal.read(1)
+    assert now.situation.overflow
+    assert now.situation.queue_s == 7
