@@ -69,12 +69,11 @@ def _measured(situation: Situation) -> tuple[float, float] | None:
 def _excess(situation: Situation, demand: Demand) -> float:
     slo = situation.slo
     pairs = ((demand.ttft, slo.ttft_p95_s), (demand.itl, slo.itl_p95_s))
-    over = [
-        math.log2(measured.p95 / limit_s)
+    return sum(
+        min(MOST, math.log2(measured.p95 / limit_s))
         for measured, limit_s in pairs
         if measured is not None and limit_s is not None and measured.p95 > limit_s
-    ]
-    return min(MOST, sum(min(MOST, each) for each in over))
+    )
 
 
 def _each(rung: Rung) -> float:

@@ -1,4 +1,7 @@
-"""What is wanted of each model: mode, count and generation, kept across restarts."""
+"""What is wanted of each model: mode, count and generation, kept across restarts.
+
+Though over 300 lines: whatever changes a target is one of its methods.
+"""
 
 from __future__ import annotations
 
