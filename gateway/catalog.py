@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 
 from gateway.fingerprint import session_key
-from gateway.replicas import key_of
 from gateway.tenants import Account
 from policy.catalog import Alias, Catalog, Version, served_name
 from policy.config import Deployment
+from policy.key import key_of
 from policy.types import EngineKind
 
 EMPTY = Catalog(epoch=0.0, version=0)

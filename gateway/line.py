@@ -9,9 +9,10 @@ from itertools import islice
 
 from gateway.ahead import Ahead
 from gateway.fleet import Served
-from gateway.replicas import Link, key_of
+from gateway.replicas import Link
 from gateway.shared import Shared
 from policy.admission import Began, Next, Queue
+from policy.key import key_of
 from policy.request import Request
 from policy.reserve import Reserve
 from policy.routing import Quote

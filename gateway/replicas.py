@@ -6,7 +6,6 @@ One module though over 300 lines: what a replica says, what was sent to it and i
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from math import inf
@@ -23,6 +22,7 @@ from gateway.shared import ALONE, Shared
 from gateway.upstream import Pool
 from policy.errors import Refusal
 from policy.health import Sign, State, Watchdog
+from policy.key import key_of
 from policy.routing import Candidate
 from policy.types import Replica, ReplicaState
 from store.state import SECRET_HEADER
@@ -327,8 +327,3 @@ class Link:
         if self._following is not None:
             self._following.cancel()
         self.pool.close()
-
-
-def key_of(name: str) -> int:
-    """The 64-bit key of a replica, a model or a tenant, alike in every process."""
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest())

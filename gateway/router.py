@@ -13,12 +13,13 @@ import msgspec
 
 from gateway.fingerprint import Density, adapter_key
 from gateway.metrics import Metrics
-from gateway.replicas import Link, key_of
+from gateway.replicas import Link
 from gateway.shared import ALONE, Shared
 from policy.config import Adapters, Deployment, ModelSpec
 from policy.engine_model import Timing
 from policy.errors import ConfigError, TargetError
 from policy.health import State
+from policy.key import key_of
 from policy.pace import GENERIC, pace_of
 from policy.profiles import profile
 from policy.request import Request

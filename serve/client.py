@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 from urllib.parse import quote, urlencode
 
@@ -179,7 +179,7 @@ class ControllerClient:
                 if answer.status_code != 200:
                     answer.read()
                     raise _refusal(answer)
-                for raw in answer.iter_lines():
+                for raw in _lines(answer.iter_bytes()):
                     line = msgspec.json.decode(raw, type=AddLine)
                     if line.error is not None:
                         raise _error(line.error)
@@ -215,6 +215,14 @@ class ControllerClient:
         if answer.status_code == 200:
             return msgspec.json.decode(answer.content, type=kind)
         raise _refusal(answer)
+
+
+def _lines(pieces: Iterable[bytes]) -> Iterator[bytes]:
+    """The lines of NDJSON; httpx would also end one at characters that stand in text."""
+    rest = b""
+    for piece in pieces:
+        *lines, rest = (rest + piece).split(b"\n")
+        yield from lines
 
 
 def _adapter_path(model: str, name: str) -> str:

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 
-from policy.catalog import NAME, Alias
+from policy.catalog import Alias
 from policy.config import Deployment, ModelSpec
-from policy.errors import AdapterRefused, AdapterUnknown, ConfigError, TargetError, TidegateError, Unreachable
+from policy.errors import AdapterUnknown, TargetError, TidegateError, Unreachable
 from serve.adding import Adding, Key
+from serve.asked import check_add, weights_by_number
 from serve.background import in_background
 from serve.client import AddRequest
 from serve.published import Published
@@ -31,7 +31,6 @@ RETRY_S = 1.0
 MAX_RETRY_S = 60.0
 # Somebody who asks waits so long for a controller that is just starting.
 PATIENCE_S = 5.0
-_VERSION = re.compile(r"v([1-9][0-9]{0,8})")
 
 Event = Callable[[str], None]
 
@@ -129,21 +128,11 @@ class Library:
     def add(self, wanted: AddRequest) -> Adding:
         """Begin to add or replace an adapter.
 
-        Raises :class:`TargetError` where no model, or not that one, takes adapters,
-        :class:`AdapterRefused` for a name that cannot be one, and :class:`ConfigError` for other values.
+        Raises :class:`TargetError` where no model, or not that one, takes adapters, and as
+        :func:`serve.asked.check_add` does.
         """
         model = self._model(wanted.model)
-        if NAME.fullmatch(wanted.name) is None:
-            expected = f"expected a name that matches {NAME.pattern}"
-            raise AdapterRefused("name", f"name: got {wanted.name[:200]!r}, {expected}")
-        if wanted.name in self._names:
-            raise AdapterRefused("name", f"name: got {wanted.name!r}, expected a name that no model has")
-        if not wanted.source:
-            raise ConfigError("source", wanted.source, "a path, https://, hf:ORG/NAME or another URL")
-        for tenant in wanted.tenants or ():
-            if tenant not in self._tenants:
-                known = ", ".join(self._tenants) or "none, for the document has no tenants"
-                raise ConfigError("tenants", tenant, f"one of the document's tenants: {known}")
+        check_add(wanted, self._names, self._tenants)
         return self.begin(Adding((model, wanted.name), ((wanted.source, 1.0),), wanted.tenants))
 
     def begin(self, adding: Adding) -> Adding:
@@ -156,18 +145,10 @@ class Library:
         """Let a name stand for the versions ``v1`` and so on by weight.
 
         Raises :class:`AdapterUnknown` for a name that there is not, :class:`TargetError` for such a version,
-        :class:`ConfigError` for weights that are none.
+        :class:`policy.errors.ConfigError` for weights that are none.
         """
         await self._known(key)
-        numbers = {}
-        for version, weight in weights.items():
-            if (match := _VERSION.fullmatch(version)) is None or not 0 <= weight < float("inf"):
-                raise ConfigError(
-                    "split", {version: weight}, "versions such as v1, each with a weight from 0"
-                )
-            numbers[int(match[1])] = weight
-        if not any(numbers.values()):
-            raise ConfigError("split", dict(weights), "at least one weight above 0")
+        numbers = weights_by_number(weights)
         return await self._write(lambda: self._shelf.split(*key, numbers))
 
     async def rollback(self, key: Key) -> Alias:

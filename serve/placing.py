@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from policy import placement
 from policy.catalog import Alias, served_name
+from policy.key import key_of
 from policy.placement import Host, Plan
 from policy.types import Orders, Replica, ReplicaState, Wanted
 from serve.demand import Demand, Usage
@@ -85,7 +85,7 @@ class Placing:
         refused = self._demand.refusing(replica.id, at)
         return Host(
             id=replica.id,
-            key=_key(replica.id),
+            key=key_of(replica.id),
             slots=self._slots(replica),
             seats=float(max(1, replica.load.bound)),
             resident=frozenset(replica.adapters),
@@ -108,7 +108,7 @@ class Placing:
             served = served_name(alias.name, version.digest)
             yield placement.Demand(
                 name=served,
-                key=_key(served),
+                key=key_of(served),
                 rate=usage.rate,
                 forecast=whole * shares.get(version.number, 0.0),
                 load_s=LOAD_S if usage.load_s is None else usage.load_s,
@@ -120,8 +120,3 @@ class Placing:
 
 def _takes(replica: Replica) -> bool:
     return replica.state in (ReplicaState.STARTING, ReplicaState.READY)
-
-
-def _key(name: str) -> int:
-    """The 64-bit key of a replica or an adapter, as gateways have it."""
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest())

@@ -25,7 +25,7 @@ from policy.errors import PreconditionFailed
 MODULES = {
     "policy": (
         "admission", "affinity", "batching", "counters", "discipline", "drain", "fairness", "foresight",
-        "health", "pace", "prefix", "quoting", "ranking", "recent", "request", "reserve", "residual",
+        "health", "key", "pace", "prefix", "quoting", "ranking", "recent", "request", "reserve", "residual",
         "routing", "site",
     ),
     "gateway": (

@@ -11,10 +11,10 @@ import msgspec
 import pytest
 
 from gateway.catalog import CatalogView
-from gateway.replicas import key_of
 from gateway.tenants import Account
 from policy.catalog import Catalog
 from policy.config import Adapters, Deployment, ModelSpec
+from policy.key import key_of
 from policy.types import EngineKind
 from tests.gateway.fake_replica import alias
 

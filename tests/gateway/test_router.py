@@ -11,11 +11,12 @@ import pytest
 from gateway.fingerprint import adapter_key
 from gateway.fleet import Served
 from gateway.metrics import Metrics
-from gateway.replicas import Link, key_of
+from gateway.replicas import Link
 from gateway.router import KEPT, START_SHARE, Routes, settings_of
 from gateway.shared import Alone, News
 from policy.config import Adapters, Deployment, ModelSpec
 from policy.control import Control, Objective
+from policy.key import key_of
 from policy.pace import GENERIC
 from policy.request import Request
 from policy.routing import Quote

@@ -336,11 +336,13 @@ def test_the_client_raises_the_value_that_was_wrong() -> None:
 
 
 def test_a_controller_that_ends_meanwhile_is_unreachable() -> None:
-    client = answering(200, msgspec.json.encode(AddLine(step="fetch")) + b"\n")
+    # A line of text ends at the second character too, one of NDJSON does not.
+    said = AddLine(step="fetch", message="copying \u2028")
+    client = answering(200, msgspec.json.encode(said) + b"\n")
     lines: list[AddLine] = []
     with pytest.raises(Unreachable, match="ended before it was done"):
         client.add_adapter(AddRequest(name="sql", source="/a"), lines.append)
-    assert lines == [AddLine(step="fetch")]
+    assert lines == [said]
     client.close()
 
 
