@@ -19,6 +19,9 @@ ERRORS = 64
 UNTRIED = 0.2
 # Horizons of a ratio up to this one have the same errors.
 ALIKE = 1.5
+# The root of a count has a standard deviation of a half, whatever the count: by chance it is off by so many of
+# them once in four thousand times.
+JUMP = 3.5
 # Observations closer than this are one.
 APART_S = 0.1
 _DIGITS = 4
@@ -35,27 +38,40 @@ class Smoothing(msgspec.Struct, frozen=True):
 class Series(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What is remembered of a rate: its ``level`` and ``trend`` (per second) as of ``at``.
 
-    ``pending`` are forecasts by when they are due, made for ``horizon_s`` ahead; ``errors`` how much larger
-    the root of what came was than the root of what was said. Of counts it spreads alike at any rate: as parts
-    of the rate, a miss at night would cost half a fleet by day.
+    Until ``jumps_until`` the level goes with the rate. ``pending`` are forecasts by when they are due, made
+    for ``horizon_s`` ahead; ``errors`` how much larger the root of what came was than the root of what was
+    said. Of counts it spreads alike at any rate: as parts of the rate, a miss at night would cost half a
+    fleet by day.
     """
 
     at: float
     level: float
     trend: float = 0.0
+    jumps_until: float = 0.0
     horizon_s: float = 0.0
     pending: tuple[tuple[float, float], ...] = ()
     errors: tuple[float, ...] = ()
 
 
-def observed(series: Series | None, at: float, rate: float, smoothing: Smoothing) -> Series:
-    """The series with one observation more; one that is no newer than the last changes nothing."""
+def observed(
+    series: Series | None, at: float, rate: float, smoothing: Smoothing, over_s: float = 0.0
+) -> Series:
+    """The series with one observation more; one that is no newer than the last changes nothing.
+
+    If the rate is a mean ``over_s``, one that chance does not make of the level is believed at once, and for
+    as long as some of that mean is older than the jump.
+    """
     if series is None:
         return Series(at, rate)
     elapsed = at - series.at
     if elapsed < APART_S:
         return series
     expected = ahead(series, elapsed, smoothing)
+    until = series.jumps_until
+    if 2 * abs(math.sqrt(rate * over_s) - math.sqrt(max(0.0, series.level) * over_s)) > JUMP:
+        until = at + over_s
+    if at < until:
+        return msgspec.structs.replace(series, at=at, level=rate, trend=0.0, jumps_until=until)
     believed = -math.expm1(-elapsed / smoothing.level_s)
     level = expected + believed * (rate - expected)
     kept = series.trend * math.exp(-elapsed / smoothing.lasts_s)

@@ -28,6 +28,9 @@ LOADED = 0.85
 MOST_ERROR = 0.5
 # A replica is not counted for less than this of its shape, nor for more than all.
 SLOWEST = 0.2
+# Where a start takes no longer, a jump of the rate is answered before the mean of 20 s has it. Where it takes
+# longer most bursts are over by then, and to run after each costs more than it serves.
+QUICK_S = 20.0
 # No start is foreseen further.
 LONGEST_S = 3600.0
 # A rate as small as this is nobody.
@@ -108,8 +111,10 @@ class Predictive:
     def _foreseen(self, view: View, demand: Demand, series: Series | None) -> tuple[Series, float, float]:
         """The rates so far, the one expected when a start is over, and what it may be at most."""
         lead_s = min(max(view.lead_s, view.tick_s, 1.0), LONGEST_S)
-        newest = _newest(demand.arrivals, 0.0 if series is None else view.at - series.at)
-        series = observed(series, view.at, newest, self._smoothing)
+        elapsed_s = 0.0 if series is None else view.at - series.at
+        newest, over_s = _newest(demand.arrivals, elapsed_s)
+        jumps = over_s if lead_s <= QUICK_S else 0.0
+        series = observed(series, view.at, newest, self._smoothing, jumps)
         deserted = demand.arrivals.last_60_s <= _NOBODY and not asked(view)
         forecast = 0.0 if deserted else sane(ahead(series, lead_s, self._smoothing))
         series = tried(series, sane(demand.arrivals.last_60_s), lead_s, forecast)
@@ -143,11 +148,11 @@ def _pace(slowness: float) -> float:
     return min(max(1.0 / slowness, SLOWEST), 1.0) if slowness > 0 else 1.0
 
 
-def _newest(rates: Rates, elapsed_s: float) -> float:
-    """The longest mean of arrivals that has nothing in it of what was seen before."""
+def _newest(rates: Rates, elapsed_s: float) -> tuple[float, float]:
+    """The longest mean of arrivals that has nothing in it of what was seen before, and its seconds."""
     if elapsed_s >= 60.0:
-        return sane(rates.last_60_s)
-    return sane(rates.last_20_s if elapsed_s >= 20.0 else rates.last_6_s)
+        return sane(rates.last_60_s), 60.0
+    return (sane(rates.last_20_s), 20.0) if elapsed_s >= 20.0 else (sane(rates.last_6_s), 6.0)
 
 
 def _backlog(view: View, demand: Demand, mu: float) -> float:

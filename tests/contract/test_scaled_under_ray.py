@@ -39,7 +39,6 @@ DOCUMENT: dict[str, Any] = {
             "control": {
                 "tick_s": 1,
                 "slo": {"itl_p95_s": 0.13},
-                "policy": {"predictive": {"level_s": 5, "trend_s": 15, "drain_s": 5}},
                 "mode": {"drain_timeout_s": 60, "confirm_s": 3, "dwell_s": 20, "gain": 0.15},
                 "scale": {"hold_s": 10},
                 "assumed_start_s": 15,

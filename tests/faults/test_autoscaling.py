@@ -27,8 +27,6 @@ SMALL = {"cpus": 1, "max_in_flight": 4}
 SIM = {"profile": "sim-small", "speed": 0.03, "start_s": 5.0}
 CONTROL = {
     "tick_s": 1,
-    # As quick to believe a new rate as starts are short here.
-    "policy": {"predictive": {"level_s": 5, "trend_s": 15, "drain_s": 5}},
     "scale": {"hold_s": HOLD_S},
     "mode": {"drain_timeout_s": 60},
     "assumed_start_s": 20,

@@ -66,6 +66,32 @@ def test_a_fall_is_not_counted_on() -> None:
     assert followed([50.0] * 20 + [5.0] * 20).level > 5.0
 
 
+def sliding(rates: list[float], at: int) -> float:
+    """The mean of the six seconds before ``at`` of rates that are told for each second."""
+    return sum(rates[max(0, at - 5) : at + 1]) / 6
+
+
+@pytest.mark.parametrize(("before", "after"), [(1.0, 6.0), (6.0, 1.0), (50.0, 90.0)])
+def test_a_jump_is_believed_as_soon_as_chance_does_not_make_it(before: float, after: float) -> None:
+    rates = [before] * 20 + [after] * 12
+    quick = slow = Series(1e9, before)
+    for i in range(1, len(rates)):
+        quick = observed(quick, 1e9 + i, sliding(rates, i) if i > 5 else before, SMOOTHING, 6.0)
+        slow = observed(slow, 1e9 + i, sliding(rates, i) if i > 5 else before, SMOOTHING)
+        if i == 25:
+            assert quick.level == pytest.approx(after)
+    assert abs(slow.level - after) > 0.4 * abs(before - after)
+    assert quick.level == pytest.approx(after, rel=0.02)
+
+
+def test_what_chance_makes_is_no_jump() -> None:
+    """Twelve requests in six seconds where six are usual, or none."""
+    for rate in (2.0, 0.5):
+        series = observed(Series(1e9, 1.0), 1e9 + 1.0, rate, SMOOTHING, 6.0)
+        assert series.jumps_until == 0.0
+        assert abs(series.level - 1.0) < 0.1
+
+
 def test_an_observation_that_is_not_newer_changes_nothing() -> None:
     series = followed([5.0, 6.0])
     assert observed(series, series.at, 99.0, SMOOTHING) == series
