@@ -81,7 +81,8 @@ class Mode(Section, frozen=True):
 class Sim(Section, frozen=True):
     """The simulated engine: which engine-model profile times it, how much faster than real time.
 
-    ``adapter_load_s`` are the modelled seconds that the load of an adapter holds its steps up.
+    ``adapter_load_s`` are the modelled seconds that the load of an adapter holds its steps up. It can sleep
+    if ``wake_s`` says how long it takes to wake, in seconds as ``start_s``.
     """
 
     profile: str = "cpu-smollm2-135m"
@@ -89,6 +90,7 @@ class Sim(Section, frozen=True):
     speed: Annotated[float, Meta(gt=0, le=1e6)] = 1.0
     start_s: Annotated[float, Meta(ge=0, le=3600)] = 0.0
     adapter_load_s: Annotated[float, Meta(ge=0, le=3600)] = 0.05
+    wake_s: Annotated[float, Meta(ge=0, le=3600)] | None = None
 
 
 class AdapterVersion(Section, frozen=True):

@@ -48,13 +48,15 @@ class Switching(Section, frozen=True):
     """When the mode is switched, and how a replica leaves.
 
     A switch must promise to cost ``gain`` less for ``confirm_s`` on end, and the last one be ``dwell_s``
-    ago. In-flight requests of a replica that leaves get ``drain_timeout_s`` to finish.
+    ago. In-flight requests of a replica that leaves, or falls asleep, get ``drain_timeout_s`` to finish.
+    With ``sleep`` at ``auto`` the engines of modes that share their GPUs sleep there in turns.
     """
 
     gain: Annotated[float, Meta(gt=0, lt=1)] = 0.15
     confirm_s: Seconds = 60.0
     dwell_s: Seconds = 300.0
     drain_timeout_s: Seconds = 120.0
+    sleep: Literal["auto", "never"] = "auto"
 
 
 class Guard(Section, frozen=True):

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from policy.beds import bed_of
 from policy.config import ModelSpec, Shape
 from policy.types import EngineKind
 
@@ -17,7 +18,7 @@ def made_of(spec: ModelSpec) -> dict[str, Any]:
 
     ``token_file`` only fetches the weights. The timeouts are a host's for life: it drains and
     watches its engine by them, and Serve waits for its end. Of adapters an engine is made to hold so many of
-    such a rank and size; which ones there are it is told while it runs.
+    such a rank and size; which ones there are it is told while it runs. Engines of a bed are made to sleep.
     """
     source = "sim" if spec.engine is EngineKind.SIM else "source"
     whole = msgspec.to_builtins(spec)
@@ -27,6 +28,8 @@ def made_of(spec: ModelSpec) -> dict[str, Any]:
         "mode": {"drain_timeout_s": control["mode"]["drain_timeout_s"]},
         "progress_timeout_s": control["progress_timeout_s"],
     }
+    if (bed := bed_of(spec)) is not None:
+        made["bed"] = list(bed.engines)
     if spec.adapters is not None:
         made["adapters"] = {
             key: whole["adapters"][key] for key in ("slots_per_replica", "max_rank", "max_bytes")

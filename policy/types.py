@@ -29,11 +29,15 @@ class Runner(StrEnum):
 
 
 class ReplicaState(StrEnum):
-    """The life of a replica; traffic goes to ``READY`` alone."""
+    """The life of a replica; traffic goes to ``READY`` alone.
+
+    ``ASLEEP`` is one whose GPUs another one of its bed may use: it is woken rather than started.
+    """
 
     STARTING = "starting"
     READY = "ready"
     DRAINING = "draining"
+    ASLEEP = "asleep"
     STOPPED = "stopped"
 
 
@@ -86,7 +90,8 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True):
 
     ``url`` is empty until the engine listens. ``generation`` is the configuration of engine and
     weights it was built from, ``incarnation`` counts restarts of its engine in place, ``failures``
-    the last ones of them in a row. ``start_s`` is how long the last start to ready took, by ``start_path``.
+    the last ones of them in a row. ``start_s`` is how long the last start to ready took, by ``start_path``;
+    ``wake_s`` the last wake of one that sleeps.
     """
 
     id: str
@@ -105,6 +110,7 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True):
     start_path: StartPath = StartPath.CACHED
     failures: int = 0
     max_model_len: int | None = None
+    wake_s: float | None = None
 
 
 class Wanted(msgspec.Struct, frozen=True, kw_only=True):
@@ -146,10 +152,12 @@ class Beat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class Orders(msgspec.Struct, frozen=True, kw_only=True):
     """What the controller answers a beat: the adapters to ``hold`` there, the most valuable first.
 
-    ``None`` says nothing: the replica goes on with what it was told last.
+    ``awake`` is for the replica's bed: how many engines of each shape shall be. ``None`` says nothing: the
+    replica goes on with what it was told last.
     """
 
     hold: tuple[Wanted, ...] | None = None
+    awake: dict[str, int] | None = None
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):

@@ -26,6 +26,7 @@ from policy.plan import Layer, LayerKey, step
 from policy.reports import GatewayReport
 from policy.switching import reached, verdict
 from policy.types import Beat, Fleet, Orders, Replica
+from serve.actuator.beds import Beds
 from serve.actuator.port import Actuator, Held
 from serve.adapter_control import AdapterControl
 from serve.autoscaler import Autoscaler
@@ -63,7 +64,7 @@ class Controller:
         wall: Callable[[], float],
         monotonic: Callable[[], float],
     ) -> None:
-        self._actuator = actuator
+        self._actuator = Beds(actuator, state)
         self._state = state
         self._pid = pid
         self._wall = wall
@@ -126,7 +127,7 @@ class Controller:
             self._wake.set()
             if self._observation.lacks(LayerKey(replica.model, replica.shape, replica.generation)):
                 self.autoscaler.stir(replica.model)
-        return self.adapters.beat(beat)
+        return msgspec.structs.replace(self.adapters.beat(beat), awake=self._actuator.awake(replica))
 
     def signals(self, report: GatewayReport) -> None:
         """Take what a gateway worker counted."""
@@ -290,7 +291,7 @@ class Controller:
         # Nothing gives way to a generation of which it is not known whether it can be had.
         if wanted and target.weighed:
             footprints = self._observation.footprints(target)
-            room = self._observation.room(name, self._deployment.budget)
+            room = self._observation.room(target, self._deployment.budget)
             counts = step(goal_of(target), layers, footprints, *room)
         for key, count in counts.items():
             await self._actuate(target, key, count)

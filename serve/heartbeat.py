@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Sequence
 
 import httpx
 import msgspec
@@ -47,6 +48,16 @@ async def beat(host: ReplicaHost) -> None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(BEAT_S):
                     await host.changed.wait()
+
+
+async def beat_all(hosts: Sequence[ReplicaHost]) -> None:
+    """Send snapshots of all of ``hosts`` until cancelled."""
+    await asyncio.gather(*(beat(host) for host in hosts))
+
+
+async def last_beats(hosts: Sequence[ReplicaHost]) -> None:
+    """Tell the controller that all of ``hosts`` are gone, once."""
+    await asyncio.gather(*(last_beat(host) for host in hosts))
 
 
 async def last_beat(host: ReplicaHost) -> None:

@@ -96,6 +96,11 @@ class ReplicaHost:
         self._settled = asyncio.Event()
         self._drained = asyncio.Event()
 
+    @property
+    def replicas(self) -> tuple[ReplicaHost, ...]:
+        """What of it beats: itself, for it has one engine."""
+        return (self,)
+
     def snapshot(self) -> Replica:
         """The replica as it is now."""
         return Replica(
@@ -122,9 +127,7 @@ class ReplicaHost:
         if orders.hold is None or orders.hold == self._hold:
             return
         self._hold = orders.hold
-        process = self._process
-        if process is not None and process.returncode is None and process.stdin is not None:
-            process.stdin.write(b"hold " + msgspec.json.encode(self._hold) + b"\n")
+        self._tell(b"hold " + msgspec.json.encode(self._hold))
 
     def take_uses(self) -> tuple[Use, ...]:
         """What the engine did with adapters since the last call, oldest first."""
@@ -138,12 +141,16 @@ class ReplicaHost:
 
     async def start(self) -> None:
         """Return when the engine is ready; raises :class:`EngineFailed` when it keeps failing."""
-        self._watching = asyncio.create_task(self._watch_cards())
-        self._task = asyncio.create_task(self._keep_alive())
-        self._task.add_done_callback(self._ended)
+        self.begin()
         await self._settled.wait()
         if self._state is not ReplicaState.READY:
             raise EngineFailed(self._reason)
+
+    def begin(self) -> None:
+        """Start the engine, and go on without waiting for it."""
+        self._watching = asyncio.create_task(self._watch_cards())
+        self._task = asyncio.create_task(self._keep_alive())
+        self._task.add_done_callback(self._ended)
 
     async def drain(self, timeout_s: float) -> None:
         """Refuse new requests at once, and return when none is in flight or after ``timeout_s``."""
@@ -169,6 +176,20 @@ class ReplicaHost:
         self._become(ReplicaState.STOPPED, self._reason if self.lost.is_set() else "stopped")
         self._log.close()
 
+    def _tell(self, command: bytes) -> None:
+        """Say a line to the engine, if there is one."""
+        process = self._process
+        if process is not None and process.returncode is None and process.stdin is not None:
+            process.stdin.write(command + b"\n")
+
+    async def _turn(self) -> None:
+        """Return when the engine may be started: at once where nobody else uses its cards."""
+
+    async def _give_up(self) -> bool:
+        """It failed too often in a row; returns whether that is all, or it is to be tried again."""
+        self.lost.set()
+        return True
+
     def _become(self, state: ReplicaState, reason: str = "") -> None:
         self._state = state
         self._reason = reason
@@ -183,6 +204,7 @@ class ReplicaHost:
 
     async def _keep_alive(self) -> None:
         while True:
+            await self._turn()
             self._ready_at = None
             try:
                 await self._run_engine(time.monotonic())
@@ -200,8 +222,7 @@ class ReplicaHost:
             self._waiting = ()
             self._incarnation += 1
             self._become(ReplicaState.STARTING, reason)
-            if self._failures >= MAX_FAILURES:
-                self.lost.set()
+            if self._failures >= MAX_FAILURES and await self._give_up():
                 return
             await asyncio.sleep(min(0.2 * 4 ** (self._failures - 1), 10.0))
 
@@ -294,7 +315,7 @@ class ReplicaHost:
                 self._ready_at = time.monotonic()
                 self._become(ReplicaState.READY)
                 self._settled.set()
-            elif event.line.state is ReplicaState.DRAINING and not self._load.in_flight:
+            elif self._drains_for_good(event.line.state) and not self._load.in_flight:
                 self._drained.set()
             # How many wait is as true as the last line, also if nothing else is new.
             self._waiting = tuple(
@@ -311,6 +332,11 @@ class ReplicaHost:
             self._engine = together(self._engine, msgspec.structs.replace(event.engine, preempted=total))
         self._uses.extend(msgspec.structs.replace(use, waiting=0) for use in event.uses)
         return event.failed
+
+    def _drains_for_good(self, does: ReplicaState) -> bool:
+        """Whether the engine does what :meth:`drain` told it; one that sleeps has nothing to drain."""
+        told = self._state is ReplicaState.DRAINING
+        return told and does in (ReplicaState.DRAINING, ReplicaState.ASLEEP)
 
     def _engine_spec(self) -> EngineSpec:
         model, shape = self.spec.model, self.spec.model.shapes[self.spec.shape]

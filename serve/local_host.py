@@ -13,8 +13,9 @@ import msgspec
 import uvloop
 
 from policy.errors import EngineFailed
-from serve.heartbeat import beat, last_beat
-from serve.host import HostSpec, ReplicaHost
+from serve.bed import host_of
+from serve.heartbeat import beat_all, last_beats
+from serve.host import HostSpec
 
 
 class LocalHost(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,8 +29,8 @@ async def _run(local: LocalHost) -> int:
     stopping = asyncio.Event()
     for name in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(name, stopping.set)
-    host = ReplicaHost(local.spec, replica=local.replica, address="127.0.0.1", node="local")
-    beating = asyncio.create_task(beat(host))
+    host = host_of(local.spec, replica=local.replica, address="127.0.0.1", node="local")
+    beating = asyncio.create_task(beat_all(host.replicas))
     starting = asyncio.create_task(host.start())
     stopped = asyncio.create_task(stopping.wait())
     await asyncio.wait({starting, stopped}, return_when=asyncio.FIRST_COMPLETED)
@@ -48,7 +49,7 @@ async def _run(local: LocalHost) -> int:
     await host.drain(local.spec.model.control.mode.drain_timeout_s)
     await host.stop()
     beating.cancel()
-    await last_beat(host)
+    await last_beats(host.replicas)
     return code
 
 

@@ -6,11 +6,12 @@ from collections.abc import Mapping
 
 import msgspec
 
+from policy.beds import bed_of
 from policy.config import Budget
 from policy.plan import Footprint, Layer, LayerKey
 from policy.scaling.view import Supply
 from policy.switching import MAX_FAILURES
-from policy.types import Replica, ReplicaState
+from policy.types import Replica, ReplicaState, StartPath
 from serve.actuator.port import Held
 from serve.registry import Registry
 from serve.starts import Starts
@@ -42,8 +43,11 @@ class Observation:
             # That others of the layer serve on says nothing of one that keeps failing.
             self._failed.pop(key, None)
         if replica.state is ReplicaState.READY:
-            if replica.start_s is not None:
+            if replica.start_s is not None and replica.start_path is not StartPath.SLEEPING:
                 self._start_s[key] = replica.start_s
+        elif replica.state is ReplicaState.ASLEEP:
+            # Whatever failed, it is tried anew when it is wanted.
+            return
         elif replica.failures and (
             replica.state is ReplicaState.STARTING or replica.failures >= MAX_FAILURES
         ):
@@ -62,6 +66,8 @@ class Observation:
 
     def start_s(self, key: LayerKey, assumed_s: float) -> float:
         """How long a replica takes from start to ready: measured of the layer or its shape, else assumed."""
+        if self._sleeps(key):
+            return self.lead_s(key, assumed_s)
         if key in self._start_s:
             return self._start_s[key]
         shape = (key.model, key.shape)
@@ -69,6 +75,13 @@ class Observation:
             start_s for other, start_s in self._start_s.items() if (other.model, other.shape) == shape
         )
         return max(of_shape, default=assumed_s)
+
+    def lead_s(self, key: LayerKey, assumed_s: float) -> float:
+        """How long the next start in the layer takes by the quickest way that is at hand."""
+        return self.starts.lead_s(key.model, key.shape, assumed_s, sleeps=self._sleeps(key))
+
+    def _sleeps(self, key: LayerKey) -> bool:
+        return key in self.held and self.held[key].sleeps
 
     def lacks(self, key: LayerKey) -> bool:
         """Whether a replica of the layer is gone that was not given up."""
@@ -136,16 +149,35 @@ class Observation:
         }
         return {key: known.get(key, Footprint()) for key in {*known, *self.layers(model)}}
 
-    def room(self, model: str, budget: Budget) -> tuple[int | None, int | None]:
-        """GPUs and CPUs that ``model`` may hold: the budget less what the other models hold."""
-        taken_gpus = taken_cpus = 0
-        for other in self._targets.names():
-            if other != model:
-                footprints = self.footprints(self._targets.get(other))
-                for key, layer in self.layers(other).items():
-                    taken_gpus += layer.occupied * footprints[key].gpus
-                    taken_cpus += layer.occupied * footprints[key].cpus
-        return (
-            None if budget.gpus is None else budget.gpus - taken_gpus,
-            None if budget.cpus is None else budget.cpus - taken_cpus,
-        )
+    def room(self, target: Target, budget: Budget) -> tuple[int | None, int | None]:
+        """GPUs and CPUs that the model of ``target`` may hold: the budget less what the other models hold.
+
+        In a bed it has room for the aim on the GPUs of the bed alone, whatever is free elsewhere.
+        """
+        model = target.spec.name
+        taken = [self._taken(other) for other in self._targets.names() if other != model]
+        gpus = None if budget.gpus is None else budget.gpus - sum(each.gpus for each in taken)
+        cpus = None if budget.cpus is None else budget.cpus - sum(each.cpus for each in taken)
+        bed = bed_of(target.spec)
+        if bed is not None and target.aim.shape in bed.engines:
+            footprints = self.footprints(target)
+            beside = sum(
+                layer.occupied * footprints[key].gpus
+                for key, layer in self.layers(model).items()
+                if key.generation != target.aim.generation
+            )
+            gpus = beside + bed.gpus if gpus is None else min(gpus, beside + bed.gpus)
+        return gpus, cpus
+
+    def _taken(self, model: str) -> Footprint:
+        """What a model holds in all; a bed holds its GPUs whoever is awake."""
+        target = self._targets.get(model)
+        footprints = self.footprints(target)
+        beds = {key.generation for key, held in self.held.items() if key.model == model and held.sleeps}
+        plans = [bed_of(spec) for generation, spec in target.specs.items() if generation in beds]
+        parts = [Footprint(gpus=plan.gpus, cpus=plan.cpus) for plan in plans if plan is not None]
+        for key, layer in self.layers(model).items():
+            if key.generation not in beds:
+                each = footprints[key]
+                parts.append(Footprint(gpus=layer.occupied * each.gpus, cpus=layer.occupied * each.cpus))
+        return Footprint(gpus=sum(part.gpus for part in parts), cpus=sum(part.cpus for part in parts))

@@ -9,8 +9,9 @@ import ray
 from ray import serve as ray_serve
 
 from policy.errors import EngineFailed
-from serve.heartbeat import beat, last_beat
-from serve.host import HostSpec, ReplicaHost
+from serve.bed import host_of
+from serve.heartbeat import beat_all, last_beats
+from serve.host import HostSpec
 from serve.versions import Versions, installed, refuse_other
 
 
@@ -21,7 +22,7 @@ class _Sender(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RayHost:
-    """Holds the resources that Ray granted and lends them to one engine."""
+    """Holds the resources that Ray granted and lends them to one engine, or to those of a bed in turns."""
 
     def __init__(self, encoded: bytes) -> None:
         refuse_other(msgspec.json.decode(encoded, type=_Sender).versions, installed())
@@ -29,7 +30,7 @@ class RayHost:
         unique = ray_serve.get_replica_context().replica_id.unique_id
         name = spec.model.name.replace("/", ".")
         self._drain_s = spec.model.control.mode.drain_timeout_s
-        self._host = ReplicaHost(
+        self._host = host_of(
             spec,
             replica=f"{name}-{spec.shape}-g{spec.generation}-{unique}",
             address="127.0.0.1" if spec.loopback else ray.util.get_node_ip_address(),
@@ -45,7 +46,7 @@ class RayHost:
         not run first.
         """
         if self._started is None:
-            self._beating = asyncio.create_task(beat(self._host))
+            self._beating = asyncio.create_task(beat_all(self._host.replicas))
             self._started = asyncio.create_task(self._host.start())
         await asyncio.shield(self._started)
         if self._host.lost.is_set():
@@ -60,4 +61,4 @@ class RayHost:
         await self._host.stop()
         if self._beating is not None:
             self._beating.cancel()
-        await last_beat(self._host)
+        await last_beats(self._host.replicas)

@@ -45,9 +45,13 @@ class Starts:
         if replica.state is ReplicaState.STARTING and replica.id not in self._began:
             asked = self._asked.get(_key(replica))
             self._began[replica.id] = asked.popleft() if asked else at
-        elif replica.state is ReplicaState.STOPPED:
+        elif replica.state in (ReplicaState.STOPPED, ReplicaState.ASLEEP):
             self._began.pop(replica.id, None)
             self._ready.pop(replica.id, None)
+        asleep = (replica.model, replica.shape, StartPath.SLEEPING)
+        if replica.wake_s is not None and asleep not in self._taken:
+            # Found out when it was made, before anybody waited for it.
+            self._taken[asleep] = deque([replica.wake_s], maxlen=KEPT)
         if replica.state is not ReplicaState.READY or self._ready.get(replica.id) == replica.incarnation:
             return False
         self._ready[replica.id] = replica.incarnation
@@ -59,13 +63,15 @@ class Starts:
             self._taken.setdefault(path, deque(maxlen=KEPT)).append(max(replica.start_s, whole_s))
         return True
 
-    def lead_s(self, model: str, shape: str, assumed_s: float) -> float:
+    def lead_s(self, model: str, shape: str, assumed_s: float, *, sleeps: bool = False) -> float:
         """How long the next start takes: the median of the quickest path that is known to be at hand.
 
         Weights that were on a node once are cached there, so a first start says nothing of the next where
-        a later one was measured. A shape that never ran takes ``assumed_s``.
+        a later one was measured; what ``sleeps`` is only woken. A shape that never ran takes ``assumed_s``.
         """
         for path in (StartPath.SLEEPING, StartPath.CACHED, StartPath.COLD):
+            if path is StartPath.SLEEPING and not sleeps:
+                continue
             if taken := self._taken.get((model, shape, path)):
                 return sorted(taken)[len(taken) // 2]
         return assumed_s

@@ -25,7 +25,7 @@ def starves(proposed: Target, observation: Observation, deployment: Deployment) 
     """
     name, goal = proposed.spec.name, goal_of(proposed)
     layers, footprints = observation.layers(name), observation.footprints(proposed)
-    if not gap_needed(goal, layers, footprints, *observation.room(name, deployment.budget)):
+    if not gap_needed(goal, layers, footprints, *observation.room(proposed, deployment.budget)):
         return False
     start_s = observation.start_s(goal.key, proposed.spec.control.assumed_start_s)
     limit_s = deployment.gateway.queue_timeout_s

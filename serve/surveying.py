@@ -114,7 +114,8 @@ class Surveying:
         spec, shape = target.spec, target.spec.shapes[mode.shape]
         timing = self._timing(spec, mode.shape, target.aim.generation)
         fitted = self._calibrations.fitted(spec, mode.shape)
-        lead_s = self._observation.starts.lead_s(spec.name, mode.shape, spec.control.assumed_start_s)
+        key = LayerKey(spec.name, mode.shape, target.aim.generation)
+        lead_s = self._observation.lead_s(key, spec.control.assumed_start_s)
         return Rung(
             mode=name,
             shape=mode.shape,
@@ -141,7 +142,7 @@ class Surveying:
         proposed = msgspec.structs.replace(target, aim=aim)
         model = target.spec.name
         layers, footprints = self._observation.layers(model), self._observation.footprints(proposed)
-        room = self._observation.room(model, deployment.budget)
+        room = self._observation.room(proposed, deployment.budget)
         return gap_needed(goal_of(proposed), layers, footprints, *room)
 
     def _model(self, spec: ModelSpec, shape: str, timing: Timing) -> EngineModel | None:

@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from policy.beds import Bed, bed_of
 from policy.config import ModelSpec
 from policy.errors import ActuatorFailed
 from policy.plan import LayerKey
 from policy.switching import MAX_FAILURES
-from policy.types import Load, Replica, ReplicaState
+from policy.types import Load, Orders, Replica, ReplicaState
 from serve.actuator.port import Held
 from serve.weights import Weights
 
@@ -22,15 +23,18 @@ class MemoryCluster:
     """What outlives an actuator. Each change of a replica goes to ``beat``.
 
     Starts and drains finish at once, or by :meth:`ready` and :meth:`drained` where ``slow`` is set;
-    starts of layers in ``failing`` fail with the reason given there; ``down`` refuses every call.
+    starts of layers in ``failing`` fail with the reason given there; ``down`` refuses every call. A bed has
+    its engines asleep, and does with them what the answers to beats say, whenever all beat.
     """
 
-    beat: Callable[[Replica], None]
+    beat: Callable[[Replica], Orders | None]
     slow: bool = False
     failing: dict[LayerKey, str] = field(default_factory=dict)
     down: str = ""
     held: dict[LayerKey, Held] = field(default_factory=dict)
     replicas: dict[str, Replica] = field(default_factory=dict)
+    beds: dict[LayerKey, Bed] = field(default_factory=dict)
+    _awake: dict[LayerKey, dict[str, int]] = field(default_factory=dict)
     _ids: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
 
     def of(self, key: LayerKey, *states: ReplicaState) -> list[Replica]:
@@ -40,13 +44,15 @@ class MemoryCluster:
 
     def beat_all(self) -> None:
         """What hosts do twice a second."""
-        for replica in self.replicas.values():
-            self.beat(replica)
+        for replica in list(self.replicas.values()):
+            self._say(replica)
+        for key in self.beds:
+            self._turn_over(key)
 
     def ready(self) -> None:
         """Let every start finish."""
         for replica in list(self.replicas.values()):
-            if replica.state is ReplicaState.STARTING:
+            if replica.state is ReplicaState.STARTING and not self._blocked(replica):
                 key = LayerKey(replica.model, replica.shape, replica.generation)
                 self._fail(replica, key) if key in self.failing else self._become(replica, ReplicaState.READY)
 
@@ -54,11 +60,15 @@ class MemoryCluster:
         """Let every drain finish."""
         for replica in list(self.replicas.values()):
             if replica.state is ReplicaState.DRAINING:
-                self._become(replica, ReplicaState.STOPPED)
+                stays = self._bed(replica) in self.held
+                self._become(replica, ReplicaState.ASLEEP if stays else ReplicaState.STOPPED)
 
     def settle(self, key: LayerKey) -> None:
         """Start or drain replicas until the layer has the count that is asked for; newest leave first."""
         wanted = self.held[key].wanted
+        if key in self.beds:
+            self._make_bed(key, bool(wanted))
+            return
         staying = self.of(key, ReplicaState.STARTING, ReplicaState.READY)
         for _ in range(wanted - len(staying)):
             self._start(key)
@@ -68,7 +78,50 @@ class MemoryCluster:
             self.ready()
             self.drained()
 
-    def _start(self, key: LayerKey) -> None:
+    def _make_bed(self, key: LayerKey, wanted: bool) -> None:
+        engines = [replica for replica in self.replicas.values() if self._bed(replica) == key]
+        if not wanted:
+            for replica in engines:
+                self._become(replica, ReplicaState.STOPPED)
+        elif not engines:
+            for shape, count in self.beds[key].engines.items():
+                for _ in range(count):
+                    self._start(LayerKey(key.model, shape, key.generation), ReplicaState.ASLEEP)
+
+    def _turn_over(self, key: LayerKey) -> None:
+        """Do what was last said of a bed: first who shall sleep, then who shall wake and may."""
+        awake = self._awake.get(key, {})
+        for shape in self.beds[key].engines:
+            engines = self.of(LayerKey(key.model, shape, key.generation), *ReplicaState)
+            for replica in engines[awake.get(shape, 0) :]:
+                if replica.state is ReplicaState.STARTING:
+                    self._become(replica, ReplicaState.ASLEEP)
+                elif replica.state is ReplicaState.READY:
+                    self._become(replica, ReplicaState.DRAINING)
+            for replica in engines[: awake.get(shape, 0)]:
+                if replica.state is ReplicaState.ASLEEP:
+                    self._become(replica, ReplicaState.STARTING)
+        if not self.slow:
+            self.drained()
+            self.ready()
+
+    def _blocked(self, replica: Replica) -> bool:
+        """Whether engines of another shape use the GPUs of its bed."""
+        key = self._bed(replica)
+        return key is not None and any(
+            other.shape != replica.shape and other.state in (ReplicaState.READY, ReplicaState.DRAINING)
+            for other in self.replicas.values()
+            if self._bed(other) == key
+        )
+
+    def _bed(self, replica: Replica) -> LayerKey | None:
+        for key, bed in self.beds.items():
+            same = (key.model, key.generation) == (replica.model, replica.generation)
+            if same and replica.shape in bed.engines:
+                return key
+        return None
+
+    def _start(self, key: LayerKey, state: ReplicaState = ReplicaState.STARTING) -> None:
         number = next(self._ids)
         model, shape, generation = _parts(key)
         replica = Replica(
@@ -76,15 +129,21 @@ class MemoryCluster:
             model=model,
             shape=shape,
             generation=generation,
-            state=ReplicaState.STARTING,
+            state=state,
             load=Load(at=0.0),
             pid=number,
             start_s=1.0,
+            wake_s=None if state is ReplicaState.STARTING else 0.5,
         )
-        self._become(replica, ReplicaState.STARTING)
+        self._become(replica, state)
 
     def _fail(self, replica: Replica, key: LayerKey) -> None:
         reason = self.failing[key]
+        if self._bed(replica) is not None:
+            # It fails again and again beside those that do not.
+            failed = msgspec.structs.replace(replica, failures=MAX_FAILURES, reason=reason)
+            self._become(failed, ReplicaState.STARTING)
+            return
         self.held[key] = msgspec.structs.replace(self.held[key], trouble=reason)
         failed = msgspec.structs.replace(replica, failures=MAX_FAILURES, reason=reason)
         self._become(failed, ReplicaState.STOPPED)
@@ -94,7 +153,12 @@ class MemoryCluster:
         self.replicas[replica.id] = replica
         if state is ReplicaState.STOPPED:
             del self.replicas[replica.id]
-        self.beat(replica)
+        self._say(replica)
+
+    def _say(self, replica: Replica) -> None:
+        orders, key = self.beat(replica), self._bed(replica)
+        if key is not None and orders is not None and orders.awake is not None:
+            self._awake[key] = orders.awake
 
 
 class MemoryActuator:
@@ -114,6 +178,8 @@ class MemoryActuator:
     ) -> None:
         self._answer()
         if key not in self._cluster.held:
+            if (bed := bed_of(model)) is not None and key.shape == bed.shape:
+                self._cluster.beds[key] = bed
             self._cluster.held[key] = Held(wanted=count, digest=digest)
             self._cluster.settle(key)
 

@@ -16,12 +16,14 @@ class Held(msgspec.Struct, frozen=True, kw_only=True):
     """A layer as the actuator holds it: the count it was asked for, and what is wrong with it.
 
     Starts that fail are tried again after pauses that grow, next at ``retry_at`` (Unix seconds) if known.
+    The replicas of one that ``sleeps`` are there already: they are woken and put to sleep.
     """
 
     wanted: int
     digest: str = ""
     trouble: str = ""
     retry_at: float | None = None
+    sleeps: bool = False
 
 
 class Actuator(Protocol):

@@ -19,6 +19,7 @@ import msgspec
 from ray import serve as ray_serve
 from ray.serve.api import RunTarget
 
+from policy.beds import bed_of
 from policy.config import ModelSpec, Shape
 from policy.errors import ActuatorFailed
 from policy.plan import CPU_OVERCOMMIT, LayerKey
@@ -62,6 +63,8 @@ def _resources(model: ModelSpec, shape: Shape) -> dict[str, Any]:
     """
     if model.engine is EngineKind.SIM:
         return {"num_cpus": SIM_CPUS}
+    if (bed := bed_of(model)) is not None:
+        return {"num_gpus": bed.gpus, "num_cpus": bed.cpus}
     if shape.gpus:
         return {"num_gpus": shape.gpus, "num_cpus": shape.cpus}
     return {"num_cpus": shape.cpus / CPU_OVERCOMMIT}
@@ -113,7 +116,7 @@ class RayActuator:
     ) -> None:
         if key in await self.layers():
             return
-        drain_s = model.control.mode.drain_timeout_s
+        drain_s, bed = model.control.mode.drain_timeout_s, bed_of(model)
         spec = HostSpec(
             model=model,
             weights=weights,
@@ -131,7 +134,8 @@ class RayActuator:
             ray_actor_options=_resources(model, model.shapes[key.shape]),
             max_ongoing_requests=1,
             health_check_period_s=2.0,
-            health_check_timeout_s=model.control.start_timeout_s,
+            # In a bed the engines of each shape start after those of the others.
+            health_check_timeout_s=model.control.start_timeout_s * (len(bed.engines) if bed else 1),
             graceful_shutdown_wait_loop_s=BEFORE_HOOK_S,
             graceful_shutdown_timeout_s=drain_s + AFTER_DRAIN_S,
         )

@@ -65,6 +65,8 @@ class Adapters:
         self._ahead: Adapter | None = None
         self._prefetch_at = 0.0
         self._wake = asyncio.Event()
+        # Held by whoever needs that nothing is loaded or unloaded.
+        self.engine = asyncio.Lock()
         self._settled = asyncio.Event()
         self._changed: Callable[[], None] = lambda: None
 
@@ -125,24 +127,26 @@ class Adapters:
         try:
             while True:
                 self._wake.clear()
-                self._admit()
-                now = self._clock()
-                pause_s = self._prefetch_at - now
-                step = self._slots.next(now)
-                if step is not None and (step[0].waiting or pause_s <= 0):
-                    await self._bring(*step)
-                    checked = self._clock()
-                elif now - checked >= CHECK_S:
-                    await self._reconcile()
-                    checked = now
-                else:
-                    if pause_s <= 0:
-                        self._look_ahead(now)
-                        if not self._fetches:
-                            self._settled.set()
-                    with contextlib.suppress(TimeoutError):
-                        async with asyncio.timeout(pause_s if pause_s > 0 else CHECK_S):
-                            await self._wake.wait()
+                async with self.engine:
+                    self._admit()
+                    now = self._clock()
+                    pause_s = self._prefetch_at - now
+                    step = self._slots.next(now)
+                    if step is not None and (step[0].waiting or pause_s <= 0):
+                        await self._bring(*step)
+                        checked = self._clock()
+                        continue
+                    if now - checked >= CHECK_S:
+                        await self._reconcile()
+                        checked = now
+                        continue
+                if pause_s <= 0:
+                    self._look_ahead(now)
+                    if not self._fetches:
+                        self._settled.set()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(pause_s if pause_s > 0 else CHECK_S):
+                        await self._wake.wait()
         finally:
             for task in self._fetches.values():
                 task.cancel()

@@ -74,6 +74,8 @@ class Guard:
         self._bound = bound
         self._clock = clock
         self._in_flight = 0
+        self._emptied = asyncio.Event()
+        self._serving: set[asyncio.Task[Any]] = set()
         # Announced prefills of requests that have had no byte of their answer, with their arrival.
         self._prefills: dict[_Answer, tuple[int, float]] = {}
         self._news: deque[int] = deque(maxlen=MAX_NEWS)
@@ -92,6 +94,23 @@ class Guard:
             return
         self._state = state
         self._notify()
+
+    def reopen(self) -> None:
+        """Serve again: what drained was only to sleep, and is wanted before it did."""
+        if self._state is ReplicaState.DRAINING:
+            self._state = ReplicaState.READY
+            self._notify()
+
+    async def emptied(self) -> None:
+        """Return when no request is in flight."""
+        while self._in_flight:
+            self._emptied.clear()
+            await self._emptied.wait()
+
+    def cut(self) -> None:
+        """End every request that is in flight: their time is over."""
+        for task in self._serving:
+            task.cancel()
 
     def line(self) -> LoadLine:
         """The load of this instant."""
@@ -152,12 +171,17 @@ class Guard:
             self.become(ReplicaState.STARTING)
         if self._state is ReplicaState.STARTING:
             return None if canary else Refusal.STARTING
+        if self._state is ReplicaState.ASLEEP:
+            return Refusal.STARTING
         if self._state is not ReplicaState.READY:
             return Refusal.DRAINING
         return Refusal.BUSY if self._in_flight >= self._bound else None
 
     async def _count(self, scope: Scope, receive: Receive, send: Send, headers: dict[bytes, bytes]) -> None:
         answer = _Answer(self._engine, send, self._answered)
+        task = asyncio.current_task()
+        assert task is not None
+        self._serving.add(task)
         self._in_flight += 1
         self._prefills[answer] = (_tokens(headers.get(PREFILL_HEADER, b"")), self._clock())
         prefixes = _hashes(headers.get(PREFIX_HEADER, b""))
@@ -170,7 +194,10 @@ class Guard:
             else:
                 await self._adapted(scope, receive, answer, wanted)
         finally:
+            self._serving.discard(task)
             self._in_flight -= 1
+            if not self._in_flight:
+                self._emptied.set()
             self._prefills.pop(answer, None)
             self._notify()
 

@@ -1,8 +1,8 @@
 """An engine's process: it builds the engine, guards its port, and tells the host how it is.
 
 Standard input is the lifeline: its first line is the :class:`serve.engine.port.EngineSpec`, later lines are
-commands (``drain``, and ``hold`` with a JSON list of :class:`policy.types.Wanted`), and its end means that
-the host is gone, so the whole process group ends.
+commands (``drain``, ``sleep`` with the seconds to drain, ``wake``, and ``hold`` with a JSON list of
+:class:`policy.types.Wanted`), and its end means that the host is gone, so the whole process group ends.
 Events go to the descriptor given with ``--events`` as JSON lines.
 """
 
@@ -32,6 +32,7 @@ from serve.engine.adapters import Adapters
 from serve.engine.files import Files
 from serve.engine.guard import Guard, LoadLine
 from serve.engine.port import Engine, EngineSpec
+from serve.engine.rest import Rest
 from serve.http import Server
 from store.state import listen
 
@@ -90,14 +91,19 @@ class Progress:
             raise EngineFailed(f"no engine step for {now - self._since:.0f} s with requests running")
 
 
-async def _lifeline(reader: asyncio.StreamReader, guard: Guard, adapters: Adapters) -> None:
+async def _lifeline(reader: asyncio.StreamReader, guard: Guard, adapters: Adapters, rest: Rest) -> None:
     while line := await reader.readline():
-        command, _, rest = line.strip().partition(b" ")
+        command, _, given = line.strip().partition(b" ")
         if command == b"drain":
+            rest.leave()
             guard.become(ReplicaState.DRAINING)
             adapters.hold(())
         elif command == b"hold" and guard.state is not ReplicaState.DRAINING:
-            adapters.hold(msgspec.json.decode(rest, type=tuple[Wanted, ...]))
+            adapters.hold(msgspec.json.decode(given, type=tuple[Wanted, ...]))
+        elif command == b"sleep":
+            rest.sleep(float(given))
+        elif command == b"wake":
+            rest.wake()
     # The host is gone and nobody else would end the engine's own processes.
     os.killpg(0, signal.SIGKILL)
 
@@ -152,10 +158,17 @@ async def run(spec: EngineSpec, stdin: asyncio.StreamReader, events: Events) -> 
     server = Server(config)
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, server.handle_exit, signal.SIGTERM, None)
     url = f"http://{spec.host}:{sock.getsockname()[1]}"
+    rest = Rest(
+        engine,
+        guard,
+        adapters,
+        lambda: canary.sing(url, spec, spec.progress_timeout_s),
+        spec.progress_timeout_s,
+    )
     tasks = {
         asyncio.create_task(server.serve(sockets=[sock])),
         asyncio.create_task(adapters.run()),
-        asyncio.create_task(_lifeline(stdin, guard, adapters)),
+        asyncio.create_task(_lifeline(stdin, guard, adapters, rest)),
         asyncio.create_task(_watch(engine, guard, spec.progress_timeout_s)),
         asyncio.create_task(_report(engine, guard, adapters, events)),
     }
@@ -165,6 +178,7 @@ async def run(spec: EngineSpec, stdin: asyncio.StreamReader, events: Events) -> 
         preparing.result()
         events.send(Event(url=url, max_model_len=engine.max_model_len))
         guard.become(ReplicaState.READY)
+        tasks.add(asyncio.create_task(rest.run()))
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for task in done:
         task.result()

@@ -45,6 +45,7 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     without GPUs. ``adapter_slots`` of 0 serves no adapters; else they are of ``max_rank`` at most, and lie by
     digest in one of the directories ``blobs`` or are pulled from the ``controller`` into the last of them.
     Those of ``hold`` are loaded before the first request; no files of more than ``max_bytes`` are pulled.
+    One that ``sleeps`` shares its GPUs with others.
     """
 
     kind: EngineKind
@@ -68,6 +69,7 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     blobs: tuple[str, ...] = ()
     controller: str = ""
     hold: tuple[Wanted, ...] = ()
+    sleeps: bool = False
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -133,6 +135,26 @@ class Engine(Protocol):
 
     async def loaded(self) -> frozenset[str]:
         """Names of what takes a slot in truth: an engine may evict by itself.
+
+        Raises :class:`policy.errors.EngineFailed`.
+        """
+        ...
+
+    @property
+    def can_sleep(self) -> bool:
+        """Whether it was made to sleep."""
+        ...
+
+    async def sleep(self) -> None:
+        """Return when nothing runs and its GPUs are free for others; what runs is never ended by it.
+
+        Until :meth:`wake` no request may come, and no adapter may be loaded or unloaded. Raises
+        :class:`policy.errors.EngineFailed`.
+        """
+        ...
+
+    async def wake(self) -> None:
+        """Return when it serves again, with its weights and its adapters, and nothing cached.
 
         Raises :class:`policy.errors.EngineFailed`.
         """

@@ -185,6 +185,25 @@ class VLLMEngine:
             raise EngineFailed(f"vLLM's engine died: {error}") from error
 
     @property
+    def can_sleep(self) -> bool:
+        return bool(self._llm.model_config.enable_sleep_mode)
+
+    async def sleep(self) -> None:
+        # The weights go to the host's memory, the KV cache is given up. vLLM's own default ends what runs.
+        try:
+            await self._llm.sleep(level=1, mode="wait")
+        except Exception as error:
+            raise EngineFailed(f"vLLM did not fall asleep: {error}") from error
+
+    async def wake(self) -> None:
+        try:
+            awake = await self._llm.wake_up()
+        except Exception as error:
+            raise EngineFailed(f"vLLM did not wake: {error}") from error
+        if not awake:
+            raise EngineFailed("vLLM did not wake: a part of its memory stays away")
+
+    @property
     def dead(self) -> bool:
         return bool(self._llm.errored)
 
@@ -222,6 +241,8 @@ def arguments(spec: EngineSpec) -> Any:
         "enable_logging_iteration_details": True,
         "disable_uvicorn_access_log": True,
     }
+    if spec.sleeps:
+        owned["enable_sleep_mode"] = True
     if spec.adapter_slots:
         # With as many in memory as in slots vLLM has nothing to evict: it would read what it evicted from its
         # files again, within a step, and die if they are gone.

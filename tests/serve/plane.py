@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from policy.plan import LayerKey
-from policy.types import Beat, Replica, ReplicaState
+from policy.types import Beat, Orders, Replica, ReplicaState
 from serve.actuator.memory import MemoryActuator, MemoryCluster
 from serve.control import Controller
 from store.state import StateDir
@@ -43,8 +43,8 @@ class Plane:
     def clock(self) -> float:
         return self.now
 
-    def _beat(self, replica: Replica) -> None:
-        self.controller.beat(Beat(replica=replica))
+    def _beat(self, replica: Replica) -> Orders:
+        return self.controller.beat(Beat(replica=replica))
 
     async def ticks(self, count: int = 12) -> None:
         for _ in range(count):

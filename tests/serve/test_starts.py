@@ -57,7 +57,9 @@ def test_paths_are_measured_apart_and_the_quickest_is_at_hand() -> None:
     starts.note(ready("b", 20.0, start_path=StartPath.CACHED), 0.0)
     assert starts.lead_s("m", "small", 60.0) == 20.0
     starts.note(ready("c", 2.0, start_path=StartPath.SLEEPING), 0.0)
-    assert starts.lead_s("m", "small", 60.0) == 2.0
+    assert starts.lead_s("m", "small", 60.0, sleeps=True) == 2.0
+    # What must be started is not woken.
+    assert starts.lead_s("m", "small", 60.0) == 20.0
     assert starts.lead_s("m", "large", 60.0) == 60.0
 
 

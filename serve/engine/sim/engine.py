@@ -68,12 +68,14 @@ class SimEngine:
         model = timing.model.at_degree(degree)
         self._timing = Timing(limits=limits, model=model.faster(spec.sim.speed))
         self._loop = StepLoop(model, limits, spec.sim.speed, metrics)
+        self._sleeps, self._wake_s = spec.sleeps, spec.sim.wake_s or 0.0
         self._slots = spec.adapter_slots
         self._load_s = spec.sim.adapter_load_s
         # The service reads them: what is not here is no model.
         self._adapters = dict(args.lora_modules)
         self._static = frozenset(args.lora_modules)
         self.max_model_len: int | None = length
+        self._prefix = PrefixCache(limits.kv_tokens) if args.enable_prefix_caching else None
         service = Service(
             model=spec.model,
             adapters=self._adapters,
@@ -81,7 +83,7 @@ class SimEngine:
             max_model_len=length,
             seed=spec.sim.seed,
             loop=self._loop,
-            prefix=PrefixCache(limits.kv_tokens) if args.enable_prefix_caching else None,
+            prefix=self._prefix,
             metrics=metrics,
             clock=clock,
         )
@@ -119,6 +121,18 @@ class SimEngine:
 
     async def loaded(self) -> frozenset[str]:
         return frozenset(self._adapters.keys() - self._static)
+
+    @property
+    def can_sleep(self) -> bool:
+        return self._sleeps
+
+    async def sleep(self) -> None:
+        await self._loop.idle()
+        if self._prefix is not None:
+            self._prefix.clear()
+
+    async def wake(self) -> None:
+        await asyncio.sleep(self._wake_s)
 
     @property
     def dead(self) -> bool:

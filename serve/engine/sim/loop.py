@@ -18,6 +18,8 @@ from serve.engine.steps import Steps
 
 # A process that was held up catches up at most this much; more would come out as one burst.
 MAX_LAG_S = 0.25
+# How often the end of the last request is looked for by who waits for it.
+IDLE_S = 0.01
 
 
 class Aborted(Exception):
@@ -175,6 +177,13 @@ class StepLoop:
         self._holdups.append((duration_s, done))
         self._work.set()
         await done
+
+    async def idle(self) -> None:
+        """Return when nothing is queued or runs; raises EngineFailed when the engine is dead."""
+        while self._live:
+            self.check()
+            await asyncio.sleep(IDLE_S)
+        self.check()
 
     async def close(self) -> None:
         """End the task; requests that are left fail, and what ended it before is :meth:`check`'s to say."""

@@ -19,6 +19,10 @@ class PrefixCache:
         self._capacity = kv_tokens // BLOCK
         self._blocks: OrderedDict[int, None] = OrderedDict()
 
+    def clear(self) -> None:
+        """Forget every block."""
+        self._blocks.clear()
+
     def admit(self, tokens: Sequence[Hashable], salt: Hashable) -> int:
         """How many leading tokens of the prompt are cached; from now on all its full blocks are.
 
