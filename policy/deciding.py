@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import msgspec
+
 from policy.budget import Want, allot, each, held, reach, spare
 from policy.capacity import capability
 from policy.config import Budget
@@ -175,6 +177,7 @@ class _Thought:
         # What is not carried out has changed nothing.
         switched = self.to is not None and not situation.guard.dry_run
         memory = Memory(
+            at=situation.at,
             policy=self.proposal.memory,
             shadow=None if self.shadow is None else self.shadow.memory,
             others={name: proposal.memory for name, proposal in self.others.items()},
@@ -212,8 +215,25 @@ def _since(earlier: float | None, at: float) -> float:
     return at if earlier is None else earlier
 
 
+def _remembered(situation: Situation) -> Memory:
+    """What is left of the memory: of a time when nobody decided nothing is known.
+
+    Instants that are still to come are of a clock that was set back while no controller ran: policies would
+    see no observation as newer than those, and every term would last until then.
+    """
+    memory, at = situation.memory, situation.at
+    if memory.at is None:
+        return memory
+    if memory.at > at:
+        return Memory(switched_at=None if memory.switched_at is None else min(memory.switched_at, at))
+    if at - memory.at > situation.tick_s + situation.guard.stale_s:
+        return msgspec.structs.replace(memory, low_since={}, better_since={})
+    return memory
+
+
 def _think(situation: Situation, mind: Mind) -> _Thought:
     """What the policies propose, and what the model may ask of the budgets."""
+    situation = msgspec.structs.replace(situation, memory=_remembered(situation))
     workload = workload_of(situation.signals.demand)
     rung = next(rung for rung in situation.rungs if rung.mode == situation.mode)
     capabilities = {

@@ -56,7 +56,7 @@ class Override(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Memory(msgspec.Struct, frozen=True, kw_only=True):
-    """What one decision leaves to the next.
+    """What the decision of ``at`` leaves to the next.
 
     The memories of the live policy, of the ``shadow`` and of the ``others`` by name. ``low_since`` is since
     when each count below that of today would have been enough, told where that changes: an instant holds for
@@ -65,6 +65,7 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     unserved. Instants are Unix seconds.
     """
 
+    at: float | None = None
     policy: Any = None
     shadow: Any = None
     others: dict[str, Any] = {}

@@ -350,3 +350,33 @@ def test_models_are_decided_together_in_any_order() -> None:
     other = decide_all({"b": second, "a": first}, Budget(gpus=6), minds)
     assert one == other and list(one) == list(other) == ["a", "b"]
     assert {name: decision.count for name, (decision, _) in one.items()} == {"a": 3, "b": 3}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_clock_that_was_set_back_keeps_nothing_from_being_decided(name: str) -> None:
+    """A controller starts after the clock was set back an hour, with the memory of its predecessor."""
+    before = Play(Model("chat", lambda t: 6.0, mind=mind(name), count=8)).run(300).models[0].memory
+    later = msgspec.structs.replace(before, switched_at=before.at)
+    play = Play(Model("chat", lambda t: 1.0, mind=mind(name), count=8, memory=later))
+    fresh = Play(Model("chat", lambda t: 1.0, mind=mind(name), count=8))
+    for each in (play, fresh):
+        each.at = -3600.0
+        for replica in each.models[0].replicas:
+            replica.ready_at = each.at
+    assert [d.count for d in play.run(-3000.0).decisions("chat")] == [
+        d.count for d in fresh.run(-3000.0).decisions("chat")
+    ]
+    assert play.models[0].memory.switched_at == NOON - 3600.0
+
+
+def test_what_nobody_decided_on_was_not_seen() -> None:
+    """What was enough, and promised a gain, before a controller was away for an hour has to last anew."""
+    given = situation(count=4, rungs=BOTH, slo=QUICK)
+    _, memory = decide(given, 1)
+    assert memory.low_since and memory.better_since
+    back = msgspec.structs.replace(given, at=given.at + 3600, memory=memory)
+    decision, after = decide(back, 1)
+    assert (decision.mode, decision.count) == (SMALL.mode, 4)
+    assert set(after.low_since.values()) == set(after.better_since.values()) == {back.at}
+    soon = msgspec.structs.replace(given, at=given.at + 15, memory=memory)
+    assert set(decide(soon, 1)[1].low_since.values()) == {given.at}
