@@ -19,8 +19,8 @@ ERRORS = 64
 UNTRIED = 0.2
 # Horizons of a ratio up to this one have the same errors.
 ALIKE = 1.5
-# The root of a count has a standard deviation of a half, whatever the count: by chance it is off by so many of
-# them once in four thousand times.
+# The root of a count has a standard deviation of a half, whatever the count: by chance it is off by so many
+# of them once in four thousand times.
 JUMP = 3.5
 # Observations closer than this are one.
 APART_S = 0.1
