@@ -13,7 +13,7 @@ from policy.config import ModelSpec
 from policy.errors import ActuatorFailed
 from policy.plan import LayerKey
 from policy.switching import MAX_FAILURES
-from policy.types import Load, Orders, Replica, ReplicaState
+from policy.types import Load, Orders, Replica, ReplicaState, StartPath
 from serve.actuator.port import Held
 from serve.weights import Weights
 
@@ -100,7 +100,8 @@ class MemoryCluster:
                     self._become(replica, ReplicaState.DRAINING)
             for replica in engines[: awake.get(shape, 0)]:
                 if replica.state is ReplicaState.ASLEEP:
-                    self._become(replica, ReplicaState.STARTING)
+                    woken = {"start_s": replica.wake_s, "start_path": StartPath.SLEEPING}
+                    self._become(msgspec.structs.replace(replica, **woken), ReplicaState.STARTING)
         if not self.slow:
             self.drained()
             self.ready()

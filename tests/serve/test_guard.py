@@ -74,6 +74,14 @@ class Held:
     async def loaded(self) -> frozenset[str]:
         return frozenset()
 
+    can_sleep = True
+
+    async def sleep(self) -> None:
+        return
+
+    async def wake(self) -> None:
+        return
+
     async def check(self) -> None:
         return
 

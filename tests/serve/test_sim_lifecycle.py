@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import httpx
+import msgspec
 import pytest
 
 from policy.errors import EngineFailed
@@ -150,3 +152,37 @@ async def test_a_pooling_engine_embeds_scores_and_has_no_chat() -> None:
         assert (best["index"], best["document"]["text"]) == (1, "sea and salt")
         assert (await client.post("/v1/chat/completions", json=CHAT)).status_code == 404
         assert held(engine) == (0, 0, 0.0)
+
+
+async def test_it_sleeps_once_nothing_runs_and_has_nothing_cached_when_it_wakes() -> None:
+    made = msgspec.structs.replace(spec(speed=1.0), sleeps=True)
+    body = {"prompt": "a" * 400, "max_tokens": 20, "ignore_eos": True}
+    async with engine_of(made) as engine, client_of(engine) as client:
+        assert engine.can_sleep
+        assert await cached(client, body) == 0
+        assert await cached(client, body) > 0
+        request = OpenRequest(engine, "/v1/completions", {**body, "stream": True})
+        await until(lambda: engine.stats().running == 1)
+        await engine.sleep()
+        assert engine.stats().running == 0
+        await request.task
+        assert b"[DONE]" in b"".join(message.get("body", b"") for message in request.sent)
+        await engine.wake()
+        assert await cached(client, body) == 0
+
+
+async def cached(client: httpx.AsyncClient, body: dict[str, Any]) -> int:
+    usage = (await client.post("/v1/completions", json=body)).json()["usage"]
+    return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+
+async def test_a_dead_engine_does_not_fall_asleep() -> None:
+    async with engine_of(spec(speed=FROZEN)) as engine:
+        request = OpenRequest(engine, "/v1/completions", {"prompt": "a", "max_tokens": 5})
+        await until(lambda: engine.stats().running == 1)
+        falling = asyncio.ensure_future(engine.sleep())
+        await asyncio.sleep(0)
+        engine._loop._task.cancel()  # type: ignore[attr-defined]
+        with pytest.raises(EngineFailed):
+            await falling
+        await request.task

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from types import SimpleNamespace
 from typing import Any
 
@@ -132,3 +133,49 @@ def test_every_step_tells_its_details() -> None:
     from serve.engine.vllm import arguments  # noqa: PLC0415
 
     assert arguments(spec({"enable_logging_iteration_details": False})).enable_logging_iteration_details
+
+
+def test_only_what_shares_its_gpus_is_made_to_sleep() -> None:
+    from serve.engine.vllm import arguments  # noqa: PLC0415
+
+    assert arguments(spec({})).enable_sleep_mode is False
+    assert arguments(msgspec.structs.replace(spec({}), sleeps=True)).enable_sleep_mode is True
+
+
+class Llm:
+    """What of ``AsyncLLM`` sleep needs, with vLLM's own signatures."""
+
+    def __init__(self, *, awake: bool = True) -> None:
+        self.model_config = SimpleNamespace(enable_sleep_mode=True, max_model_len=512)
+        self.vllm_config = SimpleNamespace(lora_config=None)
+        self.awake = awake
+        self.did: list[Any] = []
+
+    async def sleep(self, *args: Any, **kwargs: Any) -> None:
+        from vllm.v1.engine.async_llm import AsyncLLM  # noqa: PLC0415
+
+        self.did.append(inspect.signature(AsyncLLM.sleep).bind(self, *args, **kwargs).arguments)
+
+    async def wake_up(self, *args: Any, **kwargs: Any) -> bool:
+        from vllm.v1.engine.async_llm import AsyncLLM  # noqa: PLC0415
+
+        self.did.append(inspect.signature(AsyncLLM.wake_up).bind(self, *args, **kwargs).arguments)
+        return self.awake
+
+
+async def test_it_sleeps_with_its_weights_in_memory_and_ends_nothing_that_runs() -> None:
+    from serve.engine.vllm import StepLogger, VLLMEngine  # noqa: PLC0415
+
+    app: Any = SimpleNamespace(state=SimpleNamespace(openai_serving_models=SimpleNamespace(lora_requests={})))
+    llm: Any = Llm()
+    engine = VLLMEngine(llm, app, StepLogger(llm.vllm_config), managed=False)
+    assert engine.can_sleep
+    await engine.sleep()
+    await engine.wake()
+    assert [{key: told[key] for key in told if key != "self"} for told in llm.did] == [
+        {"level": 1, "mode": "wait"},
+        {},
+    ]
+    llm.awake = False
+    with pytest.raises(EngineFailed, match="did not wake"):
+        await engine.wake()

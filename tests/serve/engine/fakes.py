@@ -96,6 +96,15 @@ class FakeEngine:
     async def loaded(self) -> frozenset[str]:
         return frozenset(self.there)
 
+    can_sleep = True
+
+    async def sleep(self) -> None:
+        assert not self._busy, "sleeps while it loads"
+        self.log.append("sleep")
+
+    async def wake(self) -> None:
+        self.log.append("wake")
+
     async def check(self) -> None:
         return
 

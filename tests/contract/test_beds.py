@@ -1,0 +1,277 @@
+"""Layers of a bed over every actuator: what a controller may rely on is what it may of any other."""
+
+from __future__ import annotations
+
+import asyncio
+import http.server
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from policy.config import Deployment
+from policy.errors import ActuatorFailed
+from policy.generation import digest
+from policy.plan import LayerKey
+from policy.types import Beat, Orders, Replica, ReplicaState
+from serve.actuator.beds import Beds
+from serve.actuator.local import LocalActuator
+from serve.actuator.memory import MemoryActuator, MemoryCluster
+from serve.actuator.port import Held
+from store.state import StateDir
+from tests.contract.heard import Heard
+from tests.ports import free_ports
+from tests.serve.sim_documents import deployment, sim_model
+
+LARGE, SMALL = LayerKey("m", "large", 1), LayerKey("m", "small", 1)
+READY, ASLEEP = ReplicaState.READY, ReplicaState.ASLEEP
+WITHIN_S = 240.0
+
+
+def written(controller: str = "127.0.0.1:1", seed: int = 0) -> Deployment:
+    """One large engine or two small ones, in a bed."""
+    model = sim_model(
+        sim={"profile": "sim-small", "wake_s": 0.05, "seed": seed},
+        shapes={"large": {"gpus": 2, "tensor_parallel": 2}, "small": {"gpus": 1}},
+        modes={
+            "single-large": {"shape": "large", "replicas": 1},
+            "multi-replica": {"shape": "small", "replicas": {"min": 1, "max": 2}},
+        },
+    )
+    return deployment(model, cluster={"controller": controller})
+
+
+@dataclass
+class Site:
+    """Beds over an actuator that may be made anew, and what their engines say."""
+
+    make: Callable[[], Beds]
+    deployment: Deployment
+    cluster: MemoryCluster | None = None
+    heard: Heard = field(default_factory=Heard)
+    beds: Beds = field(init=False)
+
+    def beat(self, replica: Replica) -> Orders:
+        self.heard.beat(replica)
+        return Orders(awake=self.beds.awake(replica))
+
+    async def restart(self) -> None:
+        await self.beds.close()
+        self.beds = self.make()
+
+    def digest(self, key: LayerKey) -> str:
+        return digest(self.deployment.models[0], key.shape) + "weights"
+
+    async def deploy(self, count: int, key: LayerKey) -> None:
+        await self.beds.deploy(key, self.deployment.models[0], None, self.digest(key), count)
+
+    def of(self, key: LayerKey, state: ReplicaState) -> dict[str, int]:
+        return self.heard.of(key, state)
+
+    async def until(self, true: Callable[[], bool]) -> None:
+        async with asyncio.timeout(WITHIN_S):
+            while not true():
+                await self.beds.layers()
+                if self.cluster is not None:
+                    self.cluster.beat_all()
+                await asyncio.sleep(0 if self.cluster is not None else 0.05)
+
+    async def awake(self, large: int, small: int) -> set[int]:
+        """The process ids of all engines, once so many are awake and the others asleep."""
+        await self.until(
+            lambda: (
+                (len(self.of(LARGE, READY)), len(self.of(SMALL, READY))) == (large, small)
+                and len(self.of(LARGE, ASLEEP)) + len(self.of(SMALL, ASLEEP)) == 3 - large - small
+            )
+        )
+        return {replica.pid for replica in self.heard.replicas.values()}
+
+
+@contextmanager
+def controller(site: Site, port: int) -> Iterator[None]:
+    """Answers beats with what the beds say."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["content-length"]))
+            answer = msgspec.json.encode(site.beat(msgspec.json.decode(body, type=Beat).replica))
+            self.send_response(200)
+            self.send_header("content-length", str(len(answer)))
+            self.end_headers()
+            self.wfile.write(answer)
+
+        def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base class's name
+            return
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler) as server:
+        server.daemon_threads = True
+        server.block_on_close = False
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.fixture
+async def site(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Site]:
+    state = StateDir(tmp_path).ensure()
+    if request.param == "memory":
+        cluster = MemoryCluster(lambda replica: made.beat(replica))  # noqa: PLW0108 - it is made below
+        made = Site(lambda: Beds(MemoryActuator(cluster), state), written(), cluster)
+        made.beds = made.make()
+        yield made
+        return
+    port = free_ports(1)[0]
+    address = f"127.0.0.1:{port}"
+    made = Site(lambda: Beds(LocalActuator(state, address), state), written(address))
+    made.beds = made.make()
+    with controller(made, port):
+        yield made
+        await made.beds.stop()
+        await made.beds.close()
+
+
+EVERY = pytest.mark.parametrize(
+    "site", ["memory", pytest.param("local", marks=[pytest.mark.slow])], indirect=True
+)
+
+
+def said(layers: Mapping[LayerKey, Held]) -> dict[LayerKey, tuple[int, str, bool]]:
+    return {key: (held.wanted, held.digest, held.sleeps) for key, held in layers.items()}
+
+
+@EVERY
+async def test_both_layers_are_there_once_one_is_deployed_and_counts_wake_and_put_to_sleep(
+    site: Site,
+) -> None:
+    assert await site.beds.layers() == {}
+    await site.deploy(1, LARGE)
+    both = {LARGE: (1, site.digest(LARGE), True), SMALL: (0, site.digest(SMALL), True)}
+    assert said(await site.beds.layers()) == both
+    engines = await site.awake(1, 0)
+    await site.deploy(1, LARGE)
+    await site.deploy(2, SMALL)
+    # It is there already, as one that was deployed before.
+    assert said(await site.beds.layers()) == both
+
+    await site.beds.scale(LARGE, 0)
+    await site.awake(0, 0)
+    await site.beds.scale(SMALL, 2)
+    assert await site.awake(0, 2) == engines
+    await site.beds.scale(SMALL, 1)
+    assert await site.awake(0, 1) == engines
+
+
+@EVERY
+async def test_another_actuator_over_the_same_state_goes_on(site: Site) -> None:
+    await site.deploy(2, SMALL)
+    engines = await site.awake(0, 2)
+    before = await site.beds.layers()
+    await site.restart()
+    assert await site.beds.layers() == before
+    await site.beds.scale(SMALL, 0)
+    # Killed before anybody was told.
+    await site.restart()
+    assert await site.awake(0, 0) == engines
+    await site.beds.scale(LARGE, 1)
+    assert await site.awake(1, 0) == engines
+
+
+@EVERY
+async def test_the_bed_ends_with_its_last_layer(site: Site) -> None:
+    await site.deploy(1, LARGE)
+    await site.awake(1, 0)
+    await site.beds.delete(SMALL)
+    assert set(await site.beds.layers()) == {LARGE}
+    with pytest.raises(ActuatorFailed):
+        await site.beds.scale(SMALL, 1)
+    await site.deploy(1, SMALL)
+    assert set(await site.beds.layers()) == {LARGE, SMALL}
+    await site.beds.scale(SMALL, 0)
+    await site.beds.delete(SMALL)
+    await site.beds.delete(LARGE)
+    await site.until(lambda: not site.heard.replicas)
+    assert await site.beds.layers() == {}
+    await site.beds.delete(LARGE)
+    with pytest.raises(ActuatorFailed):
+        await site.beds.scale(LARGE, 1)
+
+
+@EVERY
+async def test_an_idle_bed_gives_its_gpus_to_another_generation_and_takes_them_back(site: Site) -> None:
+    await site.deploy(1, LARGE)
+    old = await site.awake(1, 0)
+    await site.beds.scale(LARGE, 0)
+    await site.awake(0, 0)
+    new = LayerKey("m", "large", 2)
+    site.deployment = written(site.deployment.cluster.controller, seed=7)
+    await site.beds.deploy(new, site.deployment.models[0], None, site.digest(new), 1)
+    held = await site.beds.layers()
+    assert (held[LARGE].sleeps, held[new].sleeps) == (False, True)
+    await site.until(lambda: not site.of(LARGE, ASLEEP) and len(site.of(new, READY)) == 1)
+    await site.beds.scale(new, 0)
+    await site.beds.scale(LARGE, 1)
+    await site.until(lambda: len(site.of(LARGE, READY)) == 1 and not site.of(new, ASLEEP))
+    assert not old & set(site.of(LARGE, READY).values())
+
+
+@pytest.mark.parametrize("site", ["memory"], indirect=True)
+async def test_a_kill_between_two_steps_leaves_nothing_behind(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse(*_: object) -> None:
+        raise ActuatorFailed("killed here")
+
+    # Before the bed was made: it is made by the next call.
+    with monkeypatch.context() as patch:
+        patch.setattr(MemoryActuator, "deploy", refuse)
+        with pytest.raises(ActuatorFailed):
+            await site.deploy(1, LARGE)
+    await site.restart()
+    assert await site.beds.layers() == {}
+    await site.deploy(1, SMALL)
+    await site.awake(0, 1)
+    # Before it was deleted: it is deleted by the next look.
+    await site.beds.delete(LARGE)
+    with monkeypatch.context() as patch:
+        patch.setattr(MemoryActuator, "delete", refuse)
+        with pytest.raises(ActuatorFailed):
+            await site.beds.delete(SMALL)
+    await site.restart()
+    assert await site.beds.layers() == {}
+    assert site.cluster is not None
+    assert site.cluster.held == {}
+    assert site.heard.replicas == {}
+
+
+@pytest.mark.parametrize("site", ["memory"], indirect=True)
+async def test_what_has_no_bed_passes_through(site: Site) -> None:
+    plain = deployment(sim_model("p")).models[0]
+    key = LayerKey("p", "small", 1)
+    await site.beds.deploy(key, plain, None, "d", 2)
+    assert said(await site.beds.layers()) == {key: (2, "d", False)}
+    await site.beds.scale(key, 1)
+    assert said(await site.beds.layers()) == {key: (1, "d", False)}
+    (replica,) = site.heard.replicas.values()
+    assert site.beds.awake(replica) is None
+    await site.beds.delete(key)
+    assert await site.beds.layers() == {}
+
+
+@pytest.mark.parametrize("site", ["memory"], indirect=True)
+async def test_trouble_beneath_is_trouble_of_every_layer(site: Site) -> None:
+    await site.deploy(1, LARGE)
+    assert site.cluster is not None
+    held = site.cluster.held[LARGE]
+    site.cluster.held[LARGE] = msgspec.structs.replace(held, trouble="no GPUs", retry_at=5.0)
+    layers = await site.beds.layers()
+    assert [(held.trouble, held.retry_at) for held in layers.values()] == [("no GPUs", 5.0)] * 2

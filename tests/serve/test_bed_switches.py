@@ -1,0 +1,240 @@
+"""Modes whose shapes share a bed: switched, killed in each state, failing, replaced, and at zero."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from policy.plan import LayerKey
+from policy.types import Beat, Replica, ReplicaState
+from serve.actuator.memory import MemoryCluster
+from tests.serve.plane import LARGE, NEW_SMALL, READY, SMALL, Plane
+from tests.serve.sim_documents import document, sim_model
+
+ASLEEP, DRAINING, STARTING = ReplicaState.ASLEEP, ReplicaState.DRAINING, ReplicaState.STARTING
+NEW_LARGE = LayerKey("m", "large", 2)
+GPUS = 4
+WAKE_S = 0.5  # of an engine in memory
+
+
+def written(gpus: int | None = GPUS, **over: Any) -> dict[str, Any]:
+    """A model of one large engine, or up to four small ones, on the same four GPUs."""
+    model: dict[str, Any] = {
+        "sim": {"profile": "sim-small", "wake_s": 1.0},
+        "shapes": {"large": {"gpus": GPUS, "tensor_parallel": GPUS}, "small": {"gpus": 1}},
+        "modes": {
+            "single-large": {"shape": "large", "replicas": 1},
+            "multi-replica": {"shape": "small", "replicas": {"min": 2, "max": 4}},
+        },
+        "control": {"policy": "static", "mode": {"drain_timeout_s": 10}, "start_timeout_s": 60},
+    }
+    return document(sim_model(**model | over), budget={"gpus": gpus})
+
+
+async def up(plane: Plane, gpus: int | None = GPUS, **over: Any) -> set[str]:
+    """A bed with its large engine awake; returns its replicas."""
+    await plane.up(written(gpus, **over))
+    await plane.ticks()
+    assert plane.counts(READY) == {LARGE: 1}
+    assert plane.counts(ASLEEP) == {SMALL: 4}
+    return set(plane.cluster.replicas)
+
+
+def awake(cluster: MemoryCluster) -> set[str]:
+    """The shapes that use GPUs."""
+    return {r.shape for r in cluster.replicas.values() if r.state in (READY, DRAINING)}
+
+
+# However much is free elsewhere, or nothing is known of it.
+@pytest.mark.parametrize("gpus", [GPUS, 4 * GPUS, None])
+async def test_shapes_change_places_in_their_bed_and_nothing_is_started(
+    plane: Plane, gpus: int | None
+) -> None:
+    engines = await up(plane, gpus)
+    assert {key: held.wanted for key, held in plane.cluster.held.items()} == {LARGE: 1}
+    plane.controller.mode("m", "multi-replica")
+    await plane.ticks()
+    assert plane.counts(READY) == {SMALL: 2}
+    assert plane.counts(ASLEEP) == {SMALL: 2, LARGE: 1}
+    plane.controller.scale("m", 4)
+    await plane.ticks()
+    assert plane.counts(READY) == {SMALL: 4}
+    plane.controller.mode("m", "single-large")
+    await plane.ticks()
+    assert plane.counts(READY) == {LARGE: 1}
+    assert plane.phase() == "steady"
+    assert plane.note() == ""
+    assert set(plane.cluster.replicas) == engines
+    assert {key: held.wanted for key, held in plane.cluster.held.items()} == {LARGE: 1}
+
+
+async def test_what_a_switch_costs_is_a_wake(plane: Plane) -> None:
+    # A start would take longer than requests may wait, and so would not be made.
+    await plane.up(written() | {"gateway": {"queue_timeout_s": 5}})
+    await plane.ticks()
+    plane.controller.mode("m", "multi-replica")
+    await plane.ticks()
+    assert plane.counts(READY) == {SMALL: 2}
+    target = plane.controller._targets.get("m")
+    observation = plane.controller._observation
+    assert observation.start_s(LARGE, 60.0) == observation.lead_s(LARGE, 60.0) == WAKE_S
+    surveying = plane.controller.autoscaler._surveying
+    rungs = surveying._rungs(target, plane.controller._deployment, plane.now)
+    assert {rung.mode: (rung.lead_s, rung.gap_s) for rung in rungs}["single-large"] == (WAKE_S, WAKE_S)
+    # Of another generation there is no engine to wake.
+    assert observation.start_s(NEW_LARGE, 60.0) == 60.0
+
+
+async def until_phase(plane: Plane, phase: str) -> None:
+    """One tick after the other, in which starts and drains end only when they are told."""
+    for _ in range(40):
+        if plane.phase() == phase:
+            return
+        await plane.ticks(1)
+        if plane.phase() == phase:
+            return
+        plane.cluster.drained()
+    raise AssertionError(f"never {phase}, but {plane.phase()}")
+
+
+@pytest.mark.parametrize("phase", ["giving way", "starting"])
+@pytest.mark.parametrize("back", [False, True])
+@pytest.mark.parametrize("told", [False, True])
+async def test_a_controller_killed_in_any_state_goes_on(
+    plane: Plane, phase: str, back: bool, told: bool
+) -> None:
+    engines = await up(plane)
+    if back:
+        plane.controller.mode("m", "multi-replica")
+        await plane.ticks()
+    to, goal = ("single-large", {LARGE: 1}) if back else ("multi-replica", {SMALL: 2})
+    plane.cluster.slow = True
+    plane.controller.mode("m", to)
+    await until_phase(plane, phase)
+    since = plane.controller._targets.get("m").since
+    if not told:
+        # What was ordered last was told to nobody.
+        plane.cluster._awake.clear()
+    await plane.restart()
+    plane.cluster.beat_all()
+    assert plane.phase() == phase
+    for _ in range(12):
+        await plane.ticks(2)
+        assert len(awake(plane.cluster)) < 2
+        plane.cluster.drained()
+        plane.cluster.ready()
+    assert plane.counts(READY) == goal
+    assert plane.phase() == "steady"
+    assert plane.controller._targets.get("m").since == since
+    assert set(plane.cluster.replicas) == engines
+
+
+async def test_a_shape_that_cannot_be_woken_is_rolled_back(plane: Plane) -> None:
+    engines = await up(plane)
+    plane.cluster.failing[SMALL] = "no memory left"
+    plane.controller.mode("m", "multi-replica")
+    await plane.ticks()
+    assert plane.counts(READY) == {LARGE: 1}
+    assert plane.counts(ASLEEP) == {SMALL: 4}
+    assert "no memory left" in plane.note()
+    assert set(plane.cluster.replicas) == engines
+    plane.cluster.failing.clear()
+    plane.controller.mode("m", "multi-replica")
+    await plane.ticks()
+    assert plane.counts(READY) == {SMALL: 2}
+
+
+@pytest.mark.parametrize("gpus", [GPUS, 2 * GPUS])
+async def test_a_new_generation_has_a_bed_of_its_own(plane: Plane, gpus: int) -> None:
+    old = await up(plane, gpus)
+    new = written(gpus, sim={"profile": "sim-small", "wake_s": 1.0, "seed": 7})
+    plane.controller.apply(new)
+    fewest = 1
+    for _ in range(20):
+        await plane.ticks(1)
+        fewest = min(fewest, sum(plane.counts(READY).values()))
+    assert plane.counts(READY) == {NEW_LARGE: 1}
+    assert plane.counts(ASLEEP) == {NEW_SMALL: 4}
+    assert not old & set(plane.cluster.replicas)
+    assert set(plane.cluster.held) == {NEW_LARGE}
+    # Where both have room nobody waits; where not, the old bed gave its GPUs up.
+    assert fewest == (1 if gpus > GPUS else 0)
+
+
+async def test_a_new_generation_that_fails_gives_the_gpus_back(plane: Plane) -> None:
+    await up(plane)
+    plane.cluster.failing[NEW_LARGE] = "no such weights"
+    plane.controller.apply(written(sim={"profile": "sim-small", "wake_s": 1.0, "seed": 7}))
+    await plane.ticks(30)
+    assert plane.counts(READY) == {LARGE: 1}
+    assert set(plane.cluster.held) == {LARGE}
+    assert "no such weights" in plane.note()
+
+
+async def test_with_never_engines_start_and_stop_again(plane: Plane) -> None:
+    await up(plane)
+    never = {"policy": "static", "mode": {"drain_timeout_s": 10, "sleep": "never"}, "start_timeout_s": 60}
+    plane.controller.apply(written(control=never))
+    await plane.ticks(20)
+    assert plane.counts() == {NEW_LARGE: 1}
+    plane.controller.mode("m", "multi-replica")
+    await plane.ticks(20)
+    assert plane.counts() == {NEW_SMALL: 2}
+    plane.controller.apply(written())
+    await plane.ticks(20)
+    assert plane.counts(READY) == {LayerKey("m", "small", 3): 2}
+    assert plane.counts(ASLEEP) == {LayerKey("m", "large", 3): 1, LayerKey("m", "small", 3): 2}
+
+
+async def test_at_zero_all_are_asleep_and_the_bed_keeps_its_gpus(plane: Plane) -> None:
+    modes = {
+        "multi-replica": {"shape": "small", "replicas": {"min": 0, "max": 4}},
+        "single-large": {"shape": "large", "replicas": 1},
+    }
+    both = written(2 * GPUS, modes=modes)
+    other = sim_model(
+        "o",
+        shapes={"small": {"gpus": 1}},
+        modes={"multi-replica": {"shape": "small", "replicas": {"min": 1, "max": 8}}},
+    )
+    both["models"].append(other)
+    await plane.up(both)
+    await plane.ticks()
+    engines = {r.id for r in plane.cluster.replicas.values() if r.model == "m"}
+    plane.controller.scale("m", 0)
+    plane.controller.scale("o", 8)
+    await plane.ticks()
+    assert plane.counts(ASLEEP) == {LARGE: 1, SMALL: 4}
+    # Of eight GPUs the bed has four.
+    assert plane.counts(READY) == {LayerKey("o", "small", 1): 4}
+    plane.controller.scale("o", 4)
+    plane.controller.scale("m", 3)
+    await plane.ticks()
+    assert plane.counts(READY)[SMALL] == 3
+    assert {r.id for r in plane.cluster.replicas.values() if r.model == "m"} == engines
+
+
+async def test_a_model_that_leaves_takes_its_bed_along(plane: Plane) -> None:
+    await up(plane)
+    plane.controller.apply(document(sim_model("other")))
+    await plane.ticks(20)
+    assert {replica.model for replica in plane.cluster.replicas.values()} == {"other"}
+    assert plane.state.load(plane.state.root / "beds.json", list[Any]) == []
+    assert [status.name for status in plane.controller.status().models] == ["other"]
+
+
+async def test_orders_are_told_to_every_engine_of_the_bed_and_to_no_other(plane: Plane) -> None:
+    await up(plane)
+    for replica in list(plane.cluster.replicas.values()):
+        orders = plane.controller.beat(Beat(replica=replica))
+        assert orders.awake == {"large": 1, "small": 0}
+    stranger = Replica(
+        id="x",
+        model="m",
+        shape="large",
+        generation=7,
+        state=STARTING,
+        load=next(iter(plane.cluster.replicas.values())).load,
+    )
+    assert plane.controller.beat(Beat(replica=stranger)).awake is None
