@@ -73,8 +73,13 @@ class Calibrations:
         for path in sorted(state.calibrations.glob("*.json")):
             self._read(path)
 
-    def take(self, beat: Beat, spec: ModelSpec, prior: EngineModel, at: float) -> None:
-        """A replica of ``spec`` tells of its steps; ``prior`` is what its engine was taken to be."""
+    def take(
+        self, beat: Beat, spec: ModelSpec, prior: EngineModel, at: float, *, learns: bool = True
+    ) -> None:
+        """A replica of ``spec`` tells of its steps; ``prior`` is what its engine was taken to be.
+
+        Unless it ``learns`` of them they only say how slow that replica is.
+        """
         replica = beat.replica
         if replica.state is ReplicaState.STOPPED:
             self._of.pop(replica.id, None)
@@ -82,7 +87,7 @@ class Calibrations:
         elif beat.engine is not None and beat.engine.steps:
             self._of.setdefault(replica.id, deque(maxlen=LAST)).extend(beat.engine.steps)
             self._heard[replica.id] = at
-            if len(self._waiting) < MAX_WAITING:
+            if learns and len(self._waiting) < MAX_WAITING:
                 self._waiting.append((spec, replica.shape, prior, beat.engine.steps))
 
     @property

@@ -17,7 +17,7 @@ from policy.plan import Layer, LayerKey
 from policy.profiles import profile
 from policy.signals import Signals
 from policy.switching import gap_needed
-from policy.types import Beat, EngineKind
+from policy.types import Beat, EngineKind, Replica
 from serve.calibrating import Calibrations
 from serve.observation import Observation
 from serve.steering import goal_of
@@ -91,7 +91,14 @@ class Surveying:
             self._told[LayerKey(replica.model, replica.shape, replica.generation)] = beat.engine.timing
         prior = self._timing(spec, replica.shape, replica.generation).model
         assert prior is not None
-        self._calibrations.take(beat, spec, prior, self._now())
+        crowded = not spec.shapes[replica.shape].gpus and self._others_start(replica)
+        self._calibrations.take(beat, spec, prior, self._now(), learns=not crowded)
+
+    def _others_start(self, replica: Replica) -> bool:
+        """Whether replicas start, or of another layer run, beside it: on cores they take what is its own."""
+        own = LayerKey(replica.model, replica.shape, replica.generation)
+        layers = self._observation.layers(replica.model)
+        return any(layer.starting or (layer.occupied and key != own) for key, layer in layers.items())
 
     def _timing(self, spec: ModelSpec, shape: str, generation: int) -> Timing:
         """What replicas of a shape tell of themselves, and where they are silent what they shipped with."""

@@ -115,6 +115,15 @@ def test_a_file_that_cannot_be_read_is_none(state: StateDir) -> None:
     assert Calibrations(state).fitted(spec(), "small") is None
 
 
+def test_what_is_not_learned_of_says_how_slow_a_replica_is_all_the_same(state: StateDir) -> None:
+    made, model = Calibrations(state), prior(spec())
+    for second in range(10):
+        made.take(beat(model.faster(0.5)), spec(), model, float(second), learns=False)
+        made.learn(float(second))
+    assert made.fitted(spec(), "small") is None
+    assert made.slowness("r", model, 10.0) == pytest.approx(2.0, rel=0.05)
+
+
 def test_a_slow_replica_is_told_from_the_others_while_it_steps(state: StateDir) -> None:
     made, model = learned(state, 1.0), prior(spec())
     made.take(beat(model, "quick"), spec(), model, 100.0)

@@ -10,7 +10,7 @@ from policy.decision import Rung
 from policy.engine_model import EngineModel, Limits, Timing
 from policy.pace import GENERIC
 from policy.profiles import profile
-from policy.reports import EngineReport, PowerReport
+from policy.reports import EngineReport, PowerReport, StepSample
 from policy.types import Beat
 from serve.surveying import shipped
 from tests.serve.plane import Plane
@@ -84,6 +84,25 @@ async def test_prices_and_watts_are_those_of_the_budget_until_cards_tell(plane: 
         plane.controller.beat(Beat(replica=replica, power=PowerReport(watts=150.0)))
         await traffic.run(1)
     assert rungs(plane)["multi-replica"].watts == 160
+
+
+@pytest.mark.parametrize(("takes", "learns"), [("cpus", False), ("gpus", True)])
+async def test_steps_on_cores_that_others_start_on_say_nothing_of_the_shape(
+    plane: Plane, takes: str, learns: bool
+) -> None:
+    large = {takes: 2} | ({"tensor_parallel": 2} if learns else {})
+    model = sim_model(shapes={"large": large, "small": {takes: 1}}, control={"tick_s": 1})
+    await plane.up(document(model, budget={"cpus": 4}))
+    await plane.ticks()
+    (replica,) = plane.cluster.replicas.values()
+    plane.cluster.slow = True
+    plane.controller.mode("m", "single-large")
+    await plane.ticks(4)
+    steps = tuple(StepSample(count=5, tokens=n, kv_tokens=n, running=n, seconds=1.0) for n in (1, 4, 16, 64))
+    for _ in range(8):
+        plane.controller.beat(Beat(replica=replica, engine=EngineReport(steps=steps)))
+        await Traffic(plane).run(2, m=1.0)
+    assert (rungs(plane)["multi-replica"].version > 0) is learns
 
 
 async def test_a_gap_is_what_nothing_fits_beside(plane: Plane) -> None:
