@@ -52,6 +52,12 @@ class Stack:
         """Write the document, in its own order: the first mode is the one that starts."""
         self.file.write_text(yaml.safe_dump(self.document, sort_keys=False))
 
+    def apply(self) -> None:
+        """Apply the document as it stands now."""
+        self.write()
+        done = self.run("apply", str(self.file))
+        assert done.returncode == 0, done.stdout + done.stderr
+
     def run(self, *words: str, timeout_s: float = 300) -> subprocess.CompletedProcess[str]:
         """Run ``tidegate`` with the stack's state directory."""
         return subprocess.run(

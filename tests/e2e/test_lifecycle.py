@@ -2,39 +2,61 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import psutil
 import pytest
+import yaml
 
 from tests.e2e.conftest import CHAT
-from tests.e2e.stack import Stack, eventually
+from tests.e2e.stack import ROOT, Stack, eventually
 from tests.e2e.traffic import PATIENCE_S, Traffic
 
+SHIPPED = yaml.safe_load((ROOT / "deployments" / "smollm2-cpu.yaml").read_text())["models"][0]["control"]
 pytestmark = [pytest.mark.vllm, pytest.mark.ray, pytest.mark.timeout(1200, func_only=True)]
 
 
-def test_a_mode_switch_and_a_scale_cut_no_stream(stack: Stack) -> None:
+@pytest.fixture
+def decided(stack: Stack) -> Iterator[Stack]:
+    """Load decides, within the objective that ships and in less time; afterwards nobody does."""
+    before = copy.deepcopy(stack.document)
+    control = stack.document["models"][0]["control"]
+    control["slo"] = SHIPPED["slo"]
+    control["mode"] |= {"confirm_s": 10, "dwell_s": 20}
+    control["scale"] = {"hold_s": 15}
+    stack.apply()
+    assert stack.run("mode", CHAT, "auto").returncode == 0
+    yield stack
+    stack.document = before
+    stack.apply()
+    assert stack.run("mode", CHAT, "single-large").returncode == 0
+    stack.steady(CHAT, 1)
+
+
+def test_load_alone_switches_the_mode_and_cuts_no_stream(decided: Stack) -> None:
+    """One client is served quickest by both cores in one replica; many get more from a replica on each."""
+    stack = decided
     assert stack.model(CHAT).mode == "single-large"
-    # Three engines start beside it.
-    with Traffic(stack, CHAT, clients=1, pause_s=2.0) as traffic:
-        assert stack.run("mode", CHAT, "multi-replica").returncode == 0
-        stack.steady(CHAT, 1)
-        assert stack.run("scale", CHAT, "2").returncode == 0
+    with Traffic(stack, CHAT, clients=12, max_tokens=64, pause_s=0.0) as many:
+        eventually(lambda: stack.model(CHAT).mode == "multi-replica", 300, lambda: _why(stack))
         stack.steady(CHAT, 2)
         small = {replica.id for replica in stack.replicas(CHAT)}
-        eventually(lambda: small <= traffic.replicas, 240, lambda: f"served: {traffic.replicas}")
-        assert stack.run("scale", CHAT, "1").returncode == 0
-        stack.steady(CHAT, 1)
-        assert stack.run("mode", CHAT, "single-large").returncode == 0
+        eventually(lambda: small <= many.replicas, 240, lambda: f"served: {many.replicas}")
+    with Traffic(stack, CHAT, clients=1, pause_s=2.0) as one:
+        eventually(lambda: stack.model(CHAT).mode == "single-large", 400, lambda: _why(stack))
         stack.steady(CHAT, 1)
         large = {replica.id for replica in stack.replicas(CHAT)}
-        eventually(lambda: large <= traffic.replicas, 240, lambda: f"served: {traffic.replicas}")
-    assert not traffic.problems
-    assert {replica.split("-")[1] for replica in traffic.replicas} == {"large", "small"}
+        eventually(lambda: large <= one.replicas, 240, lambda: f"served: {one.replicas}")
+    assert not many.problems + one.problems
+    assert {replica.split("-")[1] for replica in many.replicas | one.replicas} == {"large", "small"}
+    said = [event for event in stack.controller.status().events if "gain promised" in event]
+    assert any("multi-replica promises" in event for event in said)
+    assert any("single-large promises" in event for event in said)
 
 
 # What ends an engine's own process ends a simulated one as well: tests/faults has that in each run.
@@ -121,6 +143,10 @@ def test_up_twice_is_harmless(stack: Stack) -> None:
     done = stack.run("up", str(stack.file))
     assert done.returncode == 0
     assert stack.processes_by_name() == before
+
+
+def _why(stack: Stack) -> str:
+    return stack.run("explain", CHAT).stdout
 
 
 def _complete(stack: Stack) -> int:
