@@ -184,8 +184,10 @@ class FleetView:
             served.coming = _coming(states, model.target)
             served.down = ReplicaState.READY not in states
             served.asleep = served.down and ReplicaState.STARTING not in states
-            starts_s = [replica.start_s for replica in mine if replica.start_s is not None]
-            served.start_s = max(starts_s, default=served.start_s)
+            # What sleeps is only woken.
+            starts_s = [replica.start_s if replica.wake_s is None else replica.wake_s for replica in mine]
+            measured_s = [start_s for start_s in starts_s if start_s is not None]
+            served.start_s = max(measured_s, default=served.start_s)
             if model.name not in self._documented:
                 served.runner, served.engine = model.runner, model.engine
         self._drop_unknown()
