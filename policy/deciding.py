@@ -252,6 +252,7 @@ def _think(situation: Situation, mind: Mind) -> _Thought:
         signals=situation.signals,
         capability=capabilities[rung.mode],
         lead_s=rung.lead_s,
+        queue_s=situation.queue_s,
         slo=situation.slo,
     )
     memory = situation.memory

@@ -161,10 +161,16 @@ def _backlog(view: View, demand: Demand, mu: float) -> float:
     0 if nobody waits, or those that serve and start work it off before: then a start would come too late.
     """
     waiting = sane(demand.queued + sum(replica.waiting for replica in view.signals.replicas))
-    lead_s = sane(view.lead_s)
-    grown = (sane(demand.arrivals.last_20_s) - view.supply.serving * mu) * lead_s
+    if not waiting:
+        return 0.0
+    lead_s, rate = sane(view.lead_s), sane(demand.arrivals.last_20_s)
+    grown = (rate - view.supply.serving * mu) * lead_s
     grown -= sum(mu * max(0.0, lead_s - sane(ready_s)) for ready_s in view.supply.starting_s)
-    return sane(waiting + grown) if waiting else 0.0
+    if lead_s <= view.queue_s:
+        return sane(waiting + grown)
+    # Whoever waits now has given up by then: those do who came last, and whom nobody could take.
+    ready = view.supply.serving + sum(ready_s < lead_s for ready_s in view.supply.starting_s)
+    return sane(min(waiting + grown, (rate - ready * mu) * view.queue_s))
 
 
 def _late(view: View, demand: Demand) -> bool:

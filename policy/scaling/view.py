@@ -52,7 +52,8 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
     """One model at the instant ``at`` (Unix seconds), ``tick_s`` after the last decision or more.
 
     ``count`` replicas of its mode are aimed for now, ``least`` to ``most`` may be. ``lead_s`` is how long a
-    replica takes from start to ready, by the quickest path at hand.
+    replica takes from start to ready, by the quickest path at hand. A request waits in a gateway for at most
+    ``queue_s``.
     """
 
     at: float
@@ -66,6 +67,7 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
     signals: Signals
     capability: Capability
     lead_s: float
+    queue_s: float = 86_400.0
     slo: Objective = Objective()
 
 

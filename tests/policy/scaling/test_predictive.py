@@ -93,6 +93,19 @@ def test_a_backlog_asks_for_more_unless_it_clears_before_a_start_is_over() -> No
     assert stays.reason.endswith(", 120 wait")
 
 
+def test_nobody_is_started_for_who_will_have_given_up() -> None:
+    """A start takes ten minutes and a request waits for one: it does not find ten minutes of others."""
+    memory = steady(14.0)
+    seen = demand(14.0, queued=1)
+    found = decide(seen, memory=memory, count=3, lead_s=600.0, most=200)
+    # Two requests per second are too many for three; those of the last minute will wait.
+    assert found.terms["queue"] == pytest.approx(2.0 * 60.0 / 15.0 / 4.0)
+    patient = decide(seen, memory=memory, count=3, lead_s=600.0, queue_s=3600.0, most=200)
+    assert patient.terms["queue"] == pytest.approx((1 + 2.0 * 600.0) / 15.0 / 4.0)
+    near = decide(seen, memory=memory, count=4, serving=3, lead_s=600.0, starting_s=(300.0,), most=200)
+    assert "queue" not in near.terms
+
+
 def test_what_starts_counts_from_when_it_is_ready() -> None:
     """Two more that are ready in ten seconds work off 160 before a third would come."""
     memory = steady(10.0)

@@ -42,6 +42,7 @@ def view(
     least: int = 1,
     most: int = 20,
     lead_s: float = 30.0,
+    queue_s: float = 60.0,
     capability: Capability | None = None,
     slo: Objective | None = None,
 ) -> View:
@@ -59,6 +60,7 @@ def view(
         signals=Signals(demand=seen, replicas=replicas(serving) if figures is None else figures),
         capability=capability or Capability(mu=4.0, mu_max=5.0, kv_tokens=100_000, seats=64),
         lead_s=lead_s,
+        queue_s=queue_s,
         slo=Objective(ttft_p95_s=2.0) if slo is None else slo,
     )
 
