@@ -106,6 +106,10 @@ class Observation:
             broken=bool(held and held.trouble),
         )
 
+    def ids(self, key: LayerKey) -> frozenset[str]:
+        """The replicas of one layer."""
+        return frozenset(replica.id for replica in self._registry.of(key))
+
     def supply(self, key: LayerKey, lead_s: float, at: float) -> Supply:
         """The layer as a policy sees it: what was asked for and nobody heard of yet is still to start."""
         layer = self.layer(key)

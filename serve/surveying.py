@@ -168,7 +168,9 @@ class Surveying:
         return msgspec.structs.replace(signals, replicas=replicas)
 
     def _note_watts(self, target: Target, signals: Signals) -> None:
-        told = [each.watts for each in signals.replicas if each.watts is not None]
+        # In a switch those of the other shape serve on, and draw what they draw.
+        mine = self._observation.ids(target.key())
+        told = [each.watts for each in signals.replicas if each.watts is not None and each.id in mine]
         if told:
             key = (target.spec.name, target.aim.shape)
             self._watts.setdefault(key, deque(maxlen=LOOKS)).append(max(told))

@@ -86,6 +86,22 @@ async def test_prices_and_watts_are_those_of_the_budget_until_cards_tell(plane: 
     assert rungs(plane)["multi-replica"].watts == 160
 
 
+async def test_what_leaves_in_a_switch_draws_nothing_for_the_shape_that_comes(plane: Plane) -> None:
+    model = sim_model(
+        shapes={"large": {"gpus": 2, "tensor_parallel": 2}, "small": {"gpus": 1}}, control={"tick_s": 1}
+    )
+    await plane.up(document(model, budget={"gpu_watts": 400}))
+    await plane.ticks()
+    (replica,) = plane.cluster.replicas.values()
+    plane.cluster.slow = True
+    plane.controller.mode("m", "single-large")
+    traffic = Traffic(plane)
+    for _ in range(8):
+        plane.controller.beat(Beat(replica=replica, power=PowerReport(watts=150.0)))
+        await traffic.run(1, m=1.0)
+    assert rungs(plane)["single-large"].watts == 800
+
+
 @pytest.mark.parametrize(("takes", "learns"), [("cpus", False), ("gpus", True)])
 async def test_steps_on_cores_that_others_start_on_say_nothing_of_the_shape(
     plane: Plane, takes: str, learns: bool
