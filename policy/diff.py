@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from policy.beds import bed_of
 from policy.config import AdapterSource, Deployment, ModelSpec, Tenant, Upstream
 from policy.generation import changed_shapes, made_of, used_shapes
 
@@ -119,6 +120,8 @@ def _rebuilt(one: ModelSpec, other: ModelSpec) -> tuple[str, ...]:
     model = f"models[{one.name}]"
     made = [path for path, _, _ in _leaves(model, made_of(one), made_of(other))]
     shapes = [f"{model}.shapes.{shape}" for shape in changed_shapes(used_shapes(one), other)]
+    if (bed_of(one) is None) != (bed_of(other) is None):
+        shapes.append(f"{model}.modes")
     return tuple(f"{path}." for path in made + shapes)
 
 

@@ -29,7 +29,7 @@ def made_of(spec: ModelSpec) -> dict[str, Any]:
         "progress_timeout_s": control["progress_timeout_s"],
     }
     if (bed := bed_of(spec)) is not None:
-        made["bed"] = list(bed.engines)
+        made["control"]["mode"]["sleep"] = list(bed.engines)
     if spec.adapters is not None:
         made["adapters"] = {
             key: whole["adapters"][key] for key in ("slots_per_replica", "max_rank", "max_bytes")

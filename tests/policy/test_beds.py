@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from policy.beds import Bed, bed_of, cards
+from policy.diff import Effect, diff
 from policy.generation import digest, same_engines
 from tests.serve.sim_documents import deployment, sim_model
 
@@ -57,6 +58,33 @@ def test_where_engines_start_and_stop(over: dict[str, Any]) -> None:
 
 def test_vllm_sleeps_on_gpus_without_being_asked() -> None:
     assert bed_of(spec(engine="vllm", source="ORG/NAME", sim={})) is not None
+
+
+@pytest.mark.parametrize(
+    ("key", "becomes", "effect"),
+    [
+        ("sleep", "never", Effect.NEW_GENERATION),
+        ("dwell_s", 5.0, Effect.LIVE),
+        # More than fit on the bed is the end of it.
+        ("max", 5, Effect.NEW_GENERATION),
+        ("max", 3, Effect.LIVE),
+    ],
+)
+def test_a_change_says_whether_it_makes_other_engines(key: str, becomes: Any, effect: Effect) -> None:
+    written = {
+        "sim": {"profile": "sim-small", "wake_s": 1.0},
+        "shapes": {"small": {"gpus": 2, "tensor_parallel": 2}, "large": {"gpus": 8, "tensor_parallel": 8}},
+    }
+    small: dict[str, Any] = {"shape": "small", "replicas": {"min": 1, "max": 4}}
+    modes = {"multi-replica": small, "single-large": {"shape": "large"}}
+    before = deployment(sim_model(**written, modes=modes))
+    if key == "max":
+        modes = modes | {"multi-replica": {"shape": "small", "replicas": {"min": 1, "max": becomes}}}
+        after = deployment(sim_model(**written, modes=modes))
+    else:
+        control = {"mode": {"drain_timeout_s": 10, key: becomes}, "start_timeout_s": 60}
+        after = deployment(sim_model(**written, modes=modes, control=control))
+    assert [change.effect for change in diff(before, after)] == [effect]
 
 
 def test_engines_of_a_bed_are_others_and_a_count_within_it_changes_none() -> None:
