@@ -88,6 +88,8 @@ class Autoscaler:
         self._urgent: set[str] = set()
         self._listen_until = now() + LISTEN_S
         self._running: asyncio.Task[None] | None = None
+        self._documents = 0
+        self._modes: dict[str, str] = {}
         self._overdue = False
         self.latest: dict[str, Decision] = {}
 
@@ -107,9 +109,14 @@ class Autoscaler:
         """Go on with the document of a predecessor."""
         await in_background(lambda: self._minds.take_up(deployment), "policies")
 
+    def ready(self, deployment: Deployment) -> None:
+        """Have the policies that :meth:`adopt` takes, made before or now; raises as :meth:`prepare` does."""
+        self._minds.ready(deployment)
+
     def adopt(self, deployment: Deployment) -> None:
-        """Decide by ``deployment`` from now on, and at once."""
-        self._minds.adopt(deployment)
+        """Decide by ``deployment``, which is :meth:`ready`, from now on, and at once."""
+        self._minds.adopt()
+        self._documents += 1
         self._urgent.update(spec.name for spec in wanted_models(deployment))
 
     def who(self, model: str) -> str:
@@ -146,7 +153,7 @@ class Autoscaler:
         self._stirred -= names
         self._urgent -= names
         at = self.at
-        memories = {name: self._memory(name) for name in names}
+        memories = {name: self._memory(name, at) for name in names}
         situations = {name: self._surveying.situation(name, deployment, memories[name], at) for name in names}
         asked = Round(
             at=at,
@@ -155,7 +162,7 @@ class Autoscaler:
             budget=deployment.budget,
         )
         minds = {name: self._minds.mind(name) for name in names}
-        self._running = asyncio.create_task(self._round(asked, minds, deployment))
+        self._running = asyncio.create_task(self._round(asked, minds, deployment, self._documents))
         await asyncio.wait({self._running}, timeout=PATIENCE_S)
 
     def _idle(self) -> bool:
@@ -168,7 +175,9 @@ class Autoscaler:
             self._event(f"a policy has not answered for {PATIENCE_S:g} s; counts stay until it does")
         return False
 
-    async def _round(self, asked: Round, minds: Mapping[str, Mind], deployment: Deployment) -> None:
+    async def _round(
+        self, asked: Round, minds: Mapping[str, Mind], deployment: Deployment, document: int
+    ) -> None:
         try:
             made = await in_background(lambda: self._decide(asked, minds), "decide")
         except Exception as error:
@@ -179,6 +188,9 @@ class Autoscaler:
         decisions = made.decisions
         self.latest |= decisions
         self.journal.put(made)
+        if document != self._documents:
+            # By another one, whose modes and bounds may be others, it is decided at once.
+            return
         for name, decision in decisions.items():
             if name in self._targets.names():
                 self._carry_out(made.situations[name], decision, deployment)
@@ -235,6 +247,7 @@ class Autoscaler:
         gain = f" (gain promised {decision.gain:.0%})" if decision.gain is not None else ""
         self._event(f"{decision.model}: {self.who(decision.model)}: {decision.reason}{gain}")
         promise = promised(decision, situation)
+        self._modes[decision.model] = decision.mode
         self._steer(decision.model, msgspec.structs.replace(proposed, gap=gap, promise=promise))
 
     def _keep_promises(self, deployment: Deployment) -> None:
@@ -301,9 +314,13 @@ class Autoscaler:
             and _in_a_mode(self._targets.get(spec.name))
         }
 
-    def _memory(self, model: str) -> Memory:
+    def _memory(self, model: str, at: float) -> Memory:
         """What the last decision left, less what a policy remembers that decides no more."""
-        memory = self._kept.memories.get(model, Memory())
+        memory, mode = self._kept.memories.get(model, Memory()), self._targets.get(model).aim.mode
+        if self._modes.setdefault(model, mode) != mode:
+            # By hand, by a document or rolled back: that is a switch too, and dwells.
+            self._modes[model] = mode
+            memory = msgspec.structs.replace(memory, low_since={}, better_since={}, switched_at=at)
         before, now = self._kept.policies.get(model), self._minds.policies(model)
         if before is not None and before.live != now.live:
             memory = msgspec.structs.replace(memory, policy=None)
@@ -314,8 +331,8 @@ class Autoscaler:
     def _read(self) -> Kept:
         try:
             return self._state.load(self._state.memory_path, Kept) or Kept()
-        except msgspec.MsgspecError as error:
-            # Of another version, or half of it: memories are learned anew.
+        except (msgspec.MsgspecError, OSError) as error:
+            # Of another version, half of it, or on a bad disk: memories are learned anew.
             log.warning("%s: %s", self._state.memory_path, error)
             return Kept()
 

@@ -152,7 +152,7 @@ class Controller:
                 )
             aim = msgspec.structs.replace(target.aim, count=replicas)
             chosen = Override(mode=aim.mode, count=replicas, until=self._until(for_s))
-            toward = target.toward(aim, self._wall(), gap=target.gap) if aim != target.aim else target
+            toward = target.toward(aim, self.autoscaler.at, gap=target.gap) if aim != target.aim else target
             self._steer(model, msgspec.structs.replace(toward, set_count=chosen))
         self.autoscaler.stir(model, urgent=True)
         return self._model_status(model)
@@ -170,7 +170,7 @@ class Controller:
         else:
             chosen = Override(mode=mode, until=self._until(for_s))
             if mode != target.aim.mode:
-                target = target.toward(target.in_mode(mode), self._wall())
+                target = target.toward(target.in_mode(mode), self.autoscaler.at)
                 gap = starves(target, self._observation, self._deployment)
                 # A count is one of a mode: what was set for the other says nothing of this one.
                 target = msgspec.structs.replace(target, gap=gap, set_count=None)
@@ -192,9 +192,10 @@ class Controller:
         generation that would starve the queue.
         """
         deployment = parse(document)
+        self.autoscaler.ready(deployment)
         steered = {spec.name: self._adopted(spec, deployment) for spec in wanted_models(deployment)}
-        self.autoscaler.adopt(deployment)
         self._state.save(self._state.deployment_path, document)
+        self.autoscaler.adopt(deployment)
         self._deployment = deployment
         for name, target in steered.items():
             # What failed is tried again: somebody may have seen to it.
@@ -232,7 +233,7 @@ class Controller:
         """Take up what a predecessor left: counts and generations from the actuator's layers."""
         self._observation.held = await self._patient_layers()
         await self.autoscaler.take_up(self._deployment)
-        now = self._wall()
+        now = self.autoscaler.at
         held = self._observation.held
         for name in self._targets.names():
             running = {key.generation for key in held if key.model == name}
@@ -337,9 +338,9 @@ class Controller:
             self._steer(name, target)
         elif target.fallback is not None:
             timeout_s = target.spec.control.start_timeout_s
-            if failed := verdict(layer, self._wall() - target.since, timeout_s):
+            if failed := verdict(layer, self.autoscaler.at - target.since, timeout_s):
                 reason = self._observation.reason(target.key()) or failed
-                target = target.back(f"rolled back from {said(target.aim)}: {reason}", self._wall())
+                target = target.back(f"rolled back from {said(target.aim)}: {reason}", self.autoscaler.at)
                 self._event(f"{name}: {target.note}")
                 self._steer(name, target)
                 self.autoscaler.stir(name)
@@ -347,15 +348,15 @@ class Controller:
 
     def _weighed(self, name: str, target: Target) -> Target:
         """Find out of which weights the aim's generation is made."""
-        taken = self._weighing.look(target, self._deployment, self._wall())
+        taken = self._weighing.look(target, self._deployment, self.autoscaler.at)
         if taken != target:
             self._steer(name, taken)
         return taken
 
     def _adopted(self, spec: ModelSpec, deployment: Deployment) -> Target:
         if spec.name not in self._targets.names():
-            return first_target(spec, self._observation.held, self._wall())
-        return adopted(self._targets.get(spec.name), spec, self._observation, deployment, self._wall())
+            return first_target(spec, self._observation.held, self.autoscaler.at)
+        return adopted(self._targets.get(spec.name), spec, self._observation, deployment, self.autoscaler.at)
 
     def _wanted(self, model: str) -> bool:
         return any(spec.name == model for spec in wanted_models(self._deployment))

@@ -6,6 +6,7 @@ line writes the second where the module lies beside the deployment document.
 
 from __future__ import annotations
 
+import copy
 import importlib
 import importlib.util
 import math
@@ -20,6 +21,9 @@ from policy.control import Choice
 from policy.errors import ConfigError
 from policy.scaling.choice import Chosen
 from policy.scaling.view import Policy, Proposal, View
+
+# Of decisions: a policy that takes longer is not waited for, and not asked again before it has answered.
+PATIENCE_S = 1.0
 
 _lock = threading.Lock()
 _loaded: dict[tuple[Path, int], Any] = {}
@@ -49,39 +53,76 @@ def load(chosen: Chosen, path: str) -> Policy:
     module, _, name = where.rpartition(":")
     try:
         found = getattr(_module(module), name, None)
-    except Exception as error:
-        # Whatever their module raises when it is imported is what they have to know.
+    except (Exception, SystemExit) as error:
+        # Whatever their module raises when it is imported is what they have to know; nor may it end us.
         raise ConfigError(path, where, f"a module that can be imported ({_said(error)})") from error
     if not isinstance(found, type) or not callable(getattr(found, "decide", None)):
         raise ConfigError(path, where, f"a class {name!r} in {module} with a method decide(view, memory)")
     try:
         made = found(**chosen.arguments)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(path, chosen.arguments, f"parameters that {name} takes ({_said(error)})") from error
     return cast(Policy, made)
 
 
 class Guarded:
-    """A policy: where it raises, or answers what is no proposal, the count stays, and that is an event."""
+    """A policy: where it raises, or answers what is no proposal, the count stays, and that is an event.
 
-    def __init__(self, policy: Policy, event: Callable[[str], None]) -> None:
+    One that somebody else wrote (``alone``) is asked in a thread of its own, with a copy of its memory:
+    whatever it does there, the others are decided on, and the log says what it was asked.
+    """
+
+    def __init__(self, policy: Policy, event: Callable[[str], None], *, alone: bool = False) -> None:
         self._policy = policy
         self._event = event
+        self._alone = alone
+        self._asked: threading.Thread | None = None
         self._trouble = ""
 
     def decide(self, view: View, memory: Any) -> Proposal:
         """What the policy proposes, or as many as there are."""
         try:
-            proposal = self._policy.decide(view, memory)
-            trouble = _wrong(proposal)
+            answer = self._ask(view, memory) if self._alone else self._policy.decide(view, memory)
+            proposal, trouble = _understood(answer)
         except Exception as error:  # noqa: BLE001 - whatever it is, the fleet must stand it
-            trouble = f"raised {_said(error)}"
+            proposal, trouble = None, f"raised {_said(error)}"
         if trouble and trouble != self._trouble:
             self._event(f"{view.model}: the policy {type(self._policy).__name__} {trouble}; the count stays")
         self._trouble = trouble
-        if trouble:
+        if proposal is None:
             return Proposal(count=view.count, reason=f"the policy {trouble}", memory=memory)
         return proposal
+
+    def _ask(self, view: View, memory: Any) -> Any:
+        """What it answers in time; raises what it raises, and ``TimeoutError``."""
+        answers: list[Any] = []
+        errors: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                answers.append(self._policy.decide(view, copy.deepcopy(memory)))
+            except BaseException as error:  # noqa: BLE001 - one that ends its thread has not answered either
+                errors.append(error)
+
+        if self._asked is None or not self._asked.is_alive():
+            self._asked = threading.Thread(target=run, name="policy", daemon=True)
+            self._asked.start()
+            self._asked.join(PATIENCE_S)
+        if errors:
+            raise errors[0] if isinstance(errors[0], Exception) else RuntimeError(_said(errors[0]))
+        if not answers:
+            raise TimeoutError(f"no answer within {PATIENCE_S:g} s")
+        return answers[0]
+
+
+def _understood(answer: object) -> tuple[Proposal | None, str]:
+    """The proposal as the log will have it, from which the next decision is made, or why there is none."""
+    if trouble := _wrong(answer):
+        return None, trouble
+    try:
+        return msgspec.json.decode(msgspec.json.encode(answer), type=Proposal), ""
+    except (TypeError, ValueError, RecursionError) as error:
+        return None, f"wants to remember what JSON has no word for ({_said(error)})"
 
 
 def _wrong(proposal: object) -> str:
@@ -96,11 +137,6 @@ def _wrong(proposal: object) -> str:
     for name, value in numbers.items():
         if value is not None and not (isinstance(value, int | float) and math.isfinite(value)):
             return f"answered {value!r:.100} for {name!r:.100}"
-    try:
-        # The next decision gets it from the log.
-        msgspec.json.decode(msgspec.json.encode(proposal))
-    except (TypeError, ValueError, RecursionError) as error:
-        return f"wants to remember what JSON has no word for ({_said(error)})"
     return ""
 
 
@@ -120,5 +156,5 @@ def _module(name: str) -> Any:
         return _loaded[key]
 
 
-def _said(error: Exception) -> str:
+def _said(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"[:300]

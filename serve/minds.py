@@ -27,10 +27,15 @@ class Minds:
         """Make those of ``deployment``; raises :class:`policy.errors.ConfigError`."""
         self._prepared = {spec.name: self._of(spec) for spec in wanted_models(deployment)}
 
-    def adopt(self, deployment: Deployment) -> None:
-        """Take them for those that decide; raises :class:`policy.errors.ConfigError`."""
-        made = {spec.name: self._known(spec) or self._of(spec) for spec in wanted_models(deployment)}
-        self._made, self._prepared = made, {}
+    def ready(self, deployment: Deployment) -> None:
+        """Make what is not known yet of ``deployment``; raises :class:`policy.errors.ConfigError`."""
+        self._prepared = {
+            spec.name: self._known(spec) or self._of(spec) for spec in wanted_models(deployment)
+        }
+
+    def adopt(self) -> None:
+        """Take those that are ready for those that decide."""
+        self._made, self._prepared = self._prepared, {}
 
     def take_up(self, deployment: Deployment) -> None:
         """Make those of a document that was applied once; one that is no longer to be had decides nothing."""
@@ -89,7 +94,9 @@ def mind_of(model: str, chosen: Policies, event: Callable[[str], None]) -> Mind:
 
 def _made(path: str, choice: Choice, event: Callable[[str], None]) -> Policy:
     chosen = choose(path, choice)
-    return Guarded(load(chosen, path) if chosen.name == CUSTOM else make(chosen), event)
+    if chosen.name == CUSTOM:
+        return Guarded(load(chosen, path), event, alone=True)
+    return Guarded(make(chosen), event)
 
 
 def _path(model: str, key: str) -> str:

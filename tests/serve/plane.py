@@ -22,6 +22,8 @@ class Plane:
 
     state: StateDir
     now: float = 1000.0
+    # What the wall clock is ahead of the one that never goes back.
+    ahead: float = 0.0
     shelf: FakeShelf = field(default_factory=FakeShelf)
     cluster: MemoryCluster = field(init=False)
     controller: Controller = field(init=False)
@@ -41,7 +43,7 @@ class Plane:
         await self.controller.rebuild()
 
     def clock(self) -> float:
-        return self.now
+        return self.now + self.ahead
 
     def _beat(self, replica: Replica) -> Orders:
         return self.controller.beat(Beat(replica=replica))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from policy.types import ReplicaState
 from serve import autoscaler
 from serve.autoscaler import Kept
 from serve.client import Logged, ModelStatus
-from tests.serve.plane import NEW_SMALL, READY, SMALL, Plane
+from store.state import StateDir
+from tests.serve.plane import READY, SMALL, Plane
 from tests.serve.sim_documents import document, sim_model
 from tests.serve.traffic import Traffic, by_rate
 
@@ -159,6 +161,25 @@ async def test_a_document_that_is_refused_changes_nothing(plane: Plane, tmp_path
     assert plane.counts(READY) == {SMALL: 3}
 
 
+async def test_a_document_that_cannot_be_kept_changes_nothing(
+    plane: Plane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await plane.up(document(model(tmp_path)))
+    traffic = Traffic(plane)
+    await traffic.run(12, m=2.0)
+
+    def full(self: StateDir, path: Path, value: Any) -> None:
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    with monkeypatch.context() as disk:
+        disk.setattr(StateDir, "save", full)
+        with pytest.raises(OSError, match="no space left"):
+            plane.controller.apply(document(model(tmp_path, control={"policy": {"static": {"replicas": 4}}})))
+    await traffic.run(5)
+    assert status(plane).decided_by == "by_rate.py:ByRate"
+    assert plane.counts(READY) == {SMALL: 2}
+
+
 async def test_the_more_important_model_gets_what_the_other_gives_up(plane: Plane, tmp_path: Path) -> None:
     low, high = model(tmp_path, "low"), model(tmp_path, "high", priority=5)
     await plane.up(document(low, high, budget={"cpus": 4}))
@@ -215,6 +236,17 @@ async def test_a_memory_that_cannot_be_read_is_learned_anew(plane: Plane, tmp_pa
     assert 0 < remembered(plane) < 6
 
 
+async def test_a_memory_on_a_bad_disk_is_learned_anew(plane: Plane, tmp_path: Path) -> None:
+    await plane.up(document(model(tmp_path)))
+    await Traffic(plane).run(12, m=2.0)
+    plane.state.memory_path.unlink()
+    plane.state.memory_path.mkdir()
+    await plane.restart()
+    await Traffic(plane).run(20, m=3.0)
+    # It cannot be kept either, and decisions are made none the less.
+    assert plane.counts(READY) == {SMALL: 3}
+
+
 async def test_a_start_that_keeps_failing_is_said_and_not_added_to(plane: Plane, tmp_path: Path) -> None:
     await plane.up(document(model(tmp_path)))
     traffic = Traffic(plane)
@@ -244,26 +276,46 @@ async def test_a_lost_replica_is_decided_about_at_once(plane: Plane, tmp_path: P
 async def test_a_policy_that_does_not_answer_holds_nothing_up(
     plane: Plane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("serve.custom.PATIENCE_S", 0.3)
+    answers = threading.Event()
+    monkeypatch.setattr(Slow, "answers", answers)
+    slow = {"custom": "tests.serve.test_autoscaler:Slow"}
+    other = model(tmp_path, "other", control={"policy": {"static": {"replicas": 2}}})
+    # All that share a budget are decided on together.
+    shared = {"budget": {"cpus": 8}}
+    await plane.up(document(model(tmp_path, control={"policy": slow}), other, **shared))
+    traffic = Traffic(plane)
+    await traffic.run(10, m=1.0, other=1.0)
+    assert plane.counts(READY) == {SMALL: 1, LayerKey("other", "small", 1): 2}
+    events = [event for event in plane.controller.status().events if "no answer" in event]
+    assert len(events) == 1
+    plane.controller.apply(document(model(tmp_path, control={"policy": {"static": {"replicas": 3}}}), other))
+    await traffic.run(2)
+    assert plane.counts(READY)[SMALL] == 3
+    answers.set()
+
+
+async def test_what_was_decided_for_another_document_is_not_done(
+    plane: Plane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(autoscaler, "PATIENCE_S", 0.02)
+    monkeypatch.setattr("serve.custom.PATIENCE_S", 60.0)
     answers = threading.Event()
     monkeypatch.setattr(Slow, "answers", answers)
     slow = {"custom": "tests.serve.test_autoscaler:Slow"}
     await plane.up(document(model(tmp_path, control={"policy": slow})))
-    traffic = Traffic(plane)
-    await traffic.run(2, m=1.0)
-    plane.controller.apply(
-        document(model(tmp_path, control={"policy": slow}, sim={"profile": "sim-small", "seed": 7}))
-    )
-    await traffic.run(3)
-    assert plane.counts(READY) == {NEW_SMALL: 1}
-    events = [event for event in plane.controller.status().events if "has not answered" in event]
-    assert len(events) == 1
-    answers.set()
+    await Traffic(plane).run(6, m=1.0)
     running = plane.controller.autoscaler._running
     assert running is not None
+    assert len([event for event in plane.controller.status().events if "has not answered" in event]) == 1
+    modes = {"multi-replica": {"shape": "small", "replicas": {"min": 1, "max": 2}}}
+    plane.controller.apply(document(model(tmp_path, modes=modes, control={"policy": slow})))
+    answers.set()
     await running
-    await traffic.run(2)
-    assert plane.counts(READY) == {NEW_SMALL: 4}
+    assert status(plane).target == 1
+    monkeypatch.setattr(autoscaler, "PATIENCE_S", 60.0)
+    await plane.ticks(1)
+    assert status(plane).target == 2
 
 
 async def test_starts_are_measured_by_the_path_that_they_took(plane: Plane, tmp_path: Path) -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from policy.control import Choice
@@ -76,6 +78,7 @@ def test_a_file_that_was_edited_is_loaded_anew(tmp_path: Path) -> None:
         ("import nothing_of_this_name", "Adds", "a module that can be imported .*nothing_of_this_name"),
         ("this is no python", "Adds", "a module that can be imported .SyntaxError"),
         ("raise RuntimeError('no')", "Adds", "a module that can be imported .RuntimeError: no"),
+        ("import sys; sys.exit('done')", "Adds", "a module that can be imported .SystemExit: done"),
     ],
 )
 def test_what_cannot_be_loaded_is_refused(tmp_path: Path, text: str, name: str, expected: str) -> None:
@@ -143,6 +146,58 @@ def test_one_that_recovers_and_fails_again_is_said_again() -> None:
     answering.answer = ValueError("a")
     policy.decide(VIEW, None)
     assert len(events) == 2
+
+
+class Answers:
+    """Keeps whoever asks waiting until it is let go; counts in the memory that it is given."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+        self.asked = 0
+
+    def decide(self, view: View, memory: Any) -> Proposal:
+        self.asked += 1
+        memory["seen"].append(view.at)
+        assert self.go.wait(60)
+        return Proposal(count=4, reason="all", terms={"all": 4}, memory=memory)
+
+
+def test_one_that_does_not_answer_is_not_waited_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("serve.custom.PATIENCE_S", 0.01)
+    events: list[str] = []
+    answers = Answers()
+    policy = Guarded(answers, events.append, alone=True)
+    for _ in range(3):
+        assert policy.decide(VIEW, {"seen": []}).count == 3
+    assert (answers.asked, len(events)) == (1, 1)
+    assert "no answer within 0.01 s; the count stays" in events[0]
+    answers.go.set()
+    assert policy._asked is not None
+    policy._asked.join()
+    monkeypatch.setattr("serve.custom.PATIENCE_S", 60.0)
+    assert policy.decide(VIEW, {"seen": []}).count == 4
+
+
+def test_one_that_changes_the_memory_it_is_given_changes_its_own() -> None:
+    answers = Answers()
+    answers.go.set()
+    memory: dict[str, Any] = {"seen": []}
+    proposal = Guarded(answers, print, alone=True).decide(VIEW, memory)
+    assert (proposal.memory, memory) == ({"seen": [1.0]}, {"seen": []})
+    # As the log has it.
+    assert msgspec.json.encode(proposal.terms) == b'{"all":4.0}'
+
+
+def test_one_that_would_end_the_process_has_not_answered() -> None:
+    events: list[str] = []
+    policy = Guarded(Ends(), events.append, alone=True)
+    assert policy.decide(VIEW, None).count == 3
+    assert "SystemExit: done" in events[0]
+
+
+class Ends:
+    def decide(self, view: View, memory: Any) -> Proposal:
+        raise SystemExit("done")
 
 
 def test_what_lies_beside_the_document_is_written_as_its_file(tmp_path: Path) -> None:

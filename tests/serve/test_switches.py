@@ -224,6 +224,26 @@ async def test_a_mode_that_does_not_start_is_left_and_tried_again_later_and_late
     assert plane.controller._targets.get("m").barred == {}
 
 
+async def test_a_switch_by_hand_dwells_past_its_term(plane: Plane) -> None:
+    switch = await up(plane, ROOMY)
+    plane.cluster.slow = False
+    plane.controller.mode("m", "multi-replica", 2.0)
+    await switch.run(LOW, 12)
+    assert plane.counts(READY) == {SMALL: 4}
+    await switch.run(LOW, 20)
+    assert plane.counts(READY) == {LARGE: 1}
+
+
+async def test_a_switch_goes_on_while_the_wall_clock_is_set(plane: Plane) -> None:
+    switch = await up(plane, ROOMY)
+    await until_phase(switch, HIGH, "switching", "multi-replica")
+    # Far past the time that a start may take.
+    plane.ahead = 7200.0
+    await switch.run(HIGH, 30)
+    assert plane.counts(READY) == {SMALL: 4}
+    assert switches(plane)[-1] == "multi-replica"
+
+
 async def test_a_gap_that_the_queue_cannot_hold_keeps_the_mode(plane: Plane) -> None:
     made = written(SCARCE, assumed_start_s=30) | {"gateway": {"queue_timeout_s": 20}}
     await plane.up(made)
