@@ -7,9 +7,11 @@ the last one only one a minute is written; each has its memories, so it stands a
 from __future__ import annotations
 
 import contextlib
+import heapq
 import logging
 import threading
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from pathlib import Path
 
 import msgspec
@@ -26,6 +28,8 @@ log = logging.getLogger("tidegate.controller")
 EVERY_S = 60.0
 # Lines that wait for a disk which does not take them.
 MAX_PENDING = 1024
+# Read at once: a whole file would keep the event loop, which runs beside, from its turn.
+BLOCK = 256 * 1024
 
 
 class Policies(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,24 +105,22 @@ class Journal:
             for name, each in self._skipped.copy().items()
             if model in (None, name) and (at is None or each.decision.at <= at)
         ]
-        found = sorted(newest, key=lambda each: each.decision.at, reverse=True)
+        newest.sort(key=_at, reverse=True)
+        return list(islice(heapq.merge(newest, self._written(at, model), key=_at, reverse=True), last))
+
+    def _written(self, at: float | None, model: str | None) -> Iterator[Logged]:
         for line in self.lines():
-            if len(found) >= last:
-                break
             if isinstance(line, Round) and (at is None or line.at <= at):
-                found += [
-                    Logged(situation=forgotten(line.situations[name]), decision=decision)
-                    for name, decision in line.decisions.items()
-                    if model in (None, name)
-                ]
-        return found[:last]
+                for name, decision in line.decisions.items():
+                    if model in (None, name):
+                        yield Logged(situation=forgotten(line.situations[name]), decision=decision)
 
     def lines(self) -> Iterator[Line]:
         """All that is written, newest first; what a crash left half or another version wrote is left out."""
         paths = [self._path, *(self._path.with_name(f"{self._path.name}.{i}") for i in range(1, KEPT + 1))]
         for path in paths:
             with contextlib.suppress(FileNotFoundError):
-                for raw in reversed(path.read_bytes().splitlines()):
+                for raw in _backwards(path):
                     with contextlib.suppress(msgspec.MsgspecError):
                         yield msgspec.json.decode(raw, type=Line)
 
@@ -182,6 +184,23 @@ def _gist(decision: Decision) -> object:
     shadow = decision.shadow.count if decision.shadow is not None else None
     clips = tuple((clip.rule, clip.now) for clip in decision.clips)
     return decision.mode, decision.count, decision.proposal.count, clips, shadow, decision.dry_run
+
+
+def _at(logged: Logged) -> float:
+    return logged.decision.at
+
+
+def _backwards(path: Path) -> Iterator[bytes]:
+    """The lines of a file, the last one first."""
+    with path.open("rb") as file:
+        left, rest = file.seek(0, 2), b""
+        while left:
+            size = min(BLOCK, left)
+            left -= size
+            file.seek(left)
+            rest, *lines = (file.read(size) + rest).split(b"\n")
+            yield from reversed(lines)
+        yield rest
 
 
 def _ends_a_line(path: Path) -> bool:

@@ -91,6 +91,24 @@ def test_reading_goes_back_from_now_or_from_an_instant(log: Journal) -> None:
     assert log.read(last=3, model="none") == []
 
 
+def test_what_was_not_written_is_no_newer_than_what_was(log: Journal) -> None:
+    log.put(made(1000.0))
+    log.put(made(1005.0))
+    log.put(made(1010.0, model="other"))
+    assert [each.decision.at for each in log.read(last=9)] == [1010.0, 1005.0, 1000.0]
+    assert [each.decision.model for each in log.read(last=1)] == ["other"]
+
+
+@pytest.mark.parametrize("block", [1, 7, 100_000])
+def test_a_file_is_read_from_its_end(log: Journal, monkeypatch: pytest.MonkeyPatch, block: int) -> None:
+    monkeypatch.setattr(journal, "BLOCK", block)
+    log._path.write_bytes(b'{"half\n' + b"".join(msgspec.json.encode(made(float(i))) + b"\n" for i in (1, 2)))
+    assert [line.at for line in _lines(log)] == [2.0, 1.0]
+    with log._path.open("ab") as file:
+        file.write(b'{"type":"rou')
+    assert [line.at for line in _lines(log)] == [2.0, 1.0]
+
+
 def test_files_are_bounded_and_read_across(log: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
     size = len(msgspec.json.encode(made(1000.0))) + 1
     monkeypatch.setattr(journal, "MAX_BYTES", 3 * size)
