@@ -25,6 +25,7 @@ from serve.actuator.port import Held
 from store.state import StateDir
 from tests.contract.heard import Heard
 from tests.ports import free_ports
+from tests.ray_head import RayHead
 from tests.serve.sim_documents import deployment, sim_model
 
 LARGE, SMALL = LayerKey("m", "large", 1), LayerKey("m", "small", 1)
@@ -130,10 +131,19 @@ async def site(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[
         made.beds = made.make()
         yield made
         return
-    port = free_ports(1)[0]
-    address = f"127.0.0.1:{port}"
-    made = Site(lambda: Beds(LocalActuator(state, address), state), written(address))
+    if request.param == "ray":
+        head: RayHead = request.getfixturevalue("ray_site")
+        dashboard, token = request.getfixturevalue("ray_joined")
+        from serve.actuator.ray import RayActuator  # noqa: PLC0415 - Ray is loaded by joining
+
+        address = head.deployment.cluster.controller
+        # The state directory is the test's own: what a bed is told outlives no test.
+        made = Site(lambda: Beds(RayActuator(head.state, address, dashboard, token), state), written(address))
+    else:
+        address = f"127.0.0.1:{free_ports(1)[0]}"
+        made = Site(lambda: Beds(LocalActuator(state, address), state), written(address))
     made.beds = made.make()
+    port = int(address.rpartition(":")[2])
     with controller(made, port):
         yield made
         await made.beds.stop()
@@ -141,7 +151,13 @@ async def site(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[
 
 
 EVERY = pytest.mark.parametrize(
-    "site", ["memory", pytest.param("local", marks=[pytest.mark.slow])], indirect=True
+    "site",
+    [
+        "memory",
+        pytest.param("local", marks=[pytest.mark.slow]),
+        pytest.param("ray", marks=[pytest.mark.slow, pytest.mark.ray]),
+    ],
+    indirect=True,
 )
 
 
@@ -156,8 +172,8 @@ async def test_both_layers_are_there_once_one_is_deployed_and_counts_wake_and_pu
     assert await site.beds.layers() == {}
     await site.deploy(1, LARGE)
     both = {LARGE: (1, site.digest(LARGE), True), SMALL: (0, site.digest(SMALL), True)}
-    assert said(await site.beds.layers()) == both
     engines = await site.awake(1, 0)
+    assert said(await site.beds.layers()) == both
     await site.deploy(1, LARGE)
     await site.deploy(2, SMALL)
     # It is there already, as one that was deployed before.
@@ -215,9 +231,9 @@ async def test_an_idle_bed_gives_its_gpus_to_another_generation_and_takes_them_b
     new = LayerKey("m", "large", 2)
     site.deployment = written(site.deployment.cluster.controller, seed=7)
     await site.beds.deploy(new, site.deployment.models[0], None, site.digest(new), 1)
+    await site.until(lambda: not site.of(LARGE, ASLEEP) and len(site.of(new, READY)) == 1)
     held = await site.beds.layers()
     assert (held[LARGE].sleeps, held[new].sleeps) == (False, True)
-    await site.until(lambda: not site.of(LARGE, ASLEEP) and len(site.of(new, READY)) == 1)
     await site.beds.scale(new, 0)
     await site.beds.scale(LARGE, 1)
     await site.until(lambda: len(site.of(LARGE, READY)) == 1 and not site.of(new, ASLEEP))
