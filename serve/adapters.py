@@ -94,7 +94,8 @@ class Overview:
     def __init__(
         self, replicas: Sequence[Replica], demand: Demand, placing: Placing, at: float, wall: float
     ) -> None:
-        self._replicas = [replica for replica in replicas if replica.state is not ReplicaState.STOPPED]
+        gone = (ReplicaState.STOPPED, ReplicaState.ASLEEP)
+        self._replicas = [replica for replica in replicas if replica.state not in gone]
         self._demand = demand
         self._placing = placing
         self._at = at
