@@ -166,11 +166,11 @@ def _backlog(view: View, demand: Demand, mu: float) -> float:
     lead_s, rate = sane(view.lead_s), sane(demand.arrivals.last_20_s)
     grown = (rate - view.supply.serving * mu) * lead_s
     grown -= sum(mu * max(0.0, lead_s - sane(ready_s)) for ready_s in view.supply.starting_s)
-    if lead_s <= view.queue_s:
-        return sane(waiting + grown)
-    # Whoever waits now has given up by then: those do who came last, and whom nobody could take.
-    ready = view.supply.serving + sum(ready_s < lead_s for ready_s in view.supply.starting_s)
-    return sane(min(waiting + grown, (rate - ready * mu) * view.queue_s))
+    if lead_s > view.queue_s:
+        # Of those to come only the last wait still when it is over: the others have given up.
+        ready = view.supply.serving + sum(ready_s < lead_s for ready_s in view.supply.starting_s)
+        grown = min(grown, (rate - ready * mu) * view.queue_s)
+    return sane(waiting + grown)
 
 
 def _late(view: View, demand: Demand) -> bool:

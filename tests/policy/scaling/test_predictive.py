@@ -99,7 +99,7 @@ def test_nobody_is_started_for_who_will_have_given_up() -> None:
     seen = demand(14.0, queued=1)
     found = decide(seen, memory=memory, count=3, lead_s=600.0, most=200)
     # Two requests per second are too many for three; those of the last minute will wait.
-    assert found.terms["queue"] == pytest.approx(2.0 * 60.0 / 15.0 / 4.0)
+    assert found.terms["queue"] == pytest.approx((1 + 2.0 * 60.0) / 15.0 / 4.0)
     patient = decide(seen, memory=memory, count=3, lead_s=600.0, queue_s=3600.0, most=200)
     assert patient.terms["queue"] == pytest.approx((1 + 2.0 * 600.0) / 15.0 / 4.0)
     near = decide(seen, memory=memory, count=4, serving=3, lead_s=600.0, starting_s=(300.0,), most=200)
