@@ -132,6 +132,7 @@ class Router:
     ) -> Decision:
         """The best of ``candidates``; equals are chosen between by ``draw`` in [0, 1)."""
         pairs = []
+        slow: list[tuple[Candidate, Site]] = []
         sites, worth, paced = self._sites, self._popular.worth, self.settings.itl_s < math.inf
         total = weights = homes = 0.0
         least_due = math.inf
@@ -161,8 +162,12 @@ class Router:
             if (bound := candidate.bound) and candidate.in_flight >= bound:
                 continue
             if paced and candidate.in_flight and not self._keeps_pace(candidate, site):
+                if not self._could_keep_pace(site):
+                    slow.append((candidate, site))
                 continue
             pairs.append((candidate, site))
+        if slow and self._are_slow(candidates, at):
+            pairs += slow
         if not pairs:
             return Decision(None, (), NO_ROOM)
         if total > WINDOW * len(candidates):
@@ -332,16 +337,18 @@ class Router:
                 site.share.takers = [*site.share.takers[-3:], (taker.share, part)]
 
     def _keeps_pace(self, candidate: Candidate, site: Site) -> bool:
-        """Whether steps stay as short as promised with one more running, where they are for one alone.
-
-        Where they are not, who waits is served no better for it.
-        """
-        if self.settings.itl_s == math.inf:
-            return True
-        running, slope = candidate.in_flight + 1, self._line.slope
+        """Whether steps stay as short as promised with one more running."""
+        running = candidate.in_flight + 1
         step = site.pace.step_s(running, candidate.kv_used * site.pace.kv_tokens, running)
-        alone = site.pace.step_s(1.0, 0.0, 1.0)
-        return slope * step <= self.settings.itl_s or slope * alone > self.settings.itl_s
+        return self._line.slope * step <= self.settings.itl_s
+
+    def _could_keep_pace(self, site: Site) -> bool:
+        """Whether steps are as short as promised with one alone."""
+        return self._line.slope * site.pace.step_s(1.0, 0.0, 1.0) <= self.settings.itl_s
+
+    def _are_slow(self, candidates: Sequence[Candidate], at: float) -> bool:
+        """Whether nobody keeps the pace: who waits is served no better for it then."""
+        return not any(self._could_keep_pace(self._site(candidate, at)) for candidate in candidates)
 
     def _shortlist(
         self, request: Request, pairs: list[tuple[Candidate, Site]], at: float

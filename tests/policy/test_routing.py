@@ -6,6 +6,7 @@ import math
 import random
 from dataclasses import replace
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -269,6 +270,24 @@ def test_a_pace_that_one_alone_does_not_keep_makes_nobody_wait() -> None:
     router = Router(Settings(itl_s=TIMING.model.step_time(1, 0, 1) * 0.9))
     candidate.in_flight = 15
     assert router.choose(short(), [candidate], 0.0, 0.0).chosen is not None
+
+
+def test_who_keeps_the_pace_is_waited_for_and_who_does_not_gets_no_more_than_one() -> None:
+    """A replica that is throttled, or of the shape that leaves, is no way around a promise."""
+    assert TIMING.model is not None
+    quick, slow = fleet(2)
+    slow.timing = msgspec.structs.replace(TIMING, model=TIMING.model.faster(1 / 3))
+    router = Router(Settings(itl_s=TIMING.model.step_time(8, 0, 8)))
+    taken = {quick.id: 0, slow.id: 0}
+    while (chosen := router.choose(short(), [quick, slow], 0.0, 0.0).chosen) is not None:
+        router.began(short(), chosen.candidate, 0.0)
+        chosen.candidate.in_flight += 1
+        taken[chosen.candidate.id] += 1
+        assert sum(taken.values()) < 40
+    assert taken[slow.id] == 1
+    assert 7 <= taken[quick.id] <= 9
+    # The quick one is gone.
+    assert router.choose(short(), [slow], 0.0, 0.0).chosen is not None
 
 
 def test_many_candidates_are_cut_to_those_that_could_win() -> None:
