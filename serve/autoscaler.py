@@ -124,6 +124,18 @@ class Autoscaler:
         by_hand = self._targets.get(model).override(self.at)
         return self._minds.name(model) if by_hand is None else "by hand"
 
+    def check_afford(self, target: Target, deployment: Deployment) -> None:
+        """Raise :class:`policy.errors.SwitchRefused` where the others leave less than the aim takes.
+
+        Its replicas would be counted down to none, and those that run would make way for them.
+        """
+        model, aim = target.spec.name, target.aim
+        left = self._surveying.beside(self._names(deployment) - {model}, deployment, self.at)
+        if (fit := left.holds(self._surveying.takes(target, deployment.budget))) < aim.count:
+            raise SwitchRefused(
+                f"{model}: {aim.mode} x {aim.count} takes more than the budget leaves: {fit} would fit"
+            )
+
     def stir(self, model: str, *, urgent: bool = False) -> None:
         """Something happened to ``model``: decide at the next look, or (``urgent``) whatever is known."""
         (self._urgent if urgent else self._stirred).add(model)

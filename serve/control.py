@@ -160,7 +160,8 @@ class Controller:
     def mode(self, model: str, mode: str | None, for_s: float | None = None) -> ModelStatus:
         """Switch to ``mode`` at its lowest count by hand, or (``None``) let load decide again.
 
-        For ``for_s`` seconds, or until it is taken back. Raises :class:`SwitchRefused` when it would starve.
+        For ``for_s`` seconds, or until it is taken back. Raises :class:`SwitchRefused` when it would starve,
+        or does not fit the budget.
         """
         target = self._target(model)
         if mode is None:
@@ -171,6 +172,7 @@ class Controller:
             chosen = Override(mode=mode, until=self._until(for_s))
             if mode != target.aim.mode:
                 target = target.toward(target.in_mode(mode), self.autoscaler.at)
+                self.autoscaler.check_afford(target, self._deployment)
                 gap = starves(target, self._observation, self._deployment)
                 # A count is one of a mode: what was set for the other says nothing of this one.
                 target = msgspec.structs.replace(target, gap=gap, set_count=None)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 import msgspec
 
+from policy.budget import Take, held, total
 from policy.config import Budget, Deployment, Mode, ModelSpec, Shape
 from policy.decision import Memory, Rung, Situation
 from policy.engine_model import EngineModel, Timing
@@ -99,6 +100,19 @@ class Surveying:
         own = LayerKey(replica.model, replica.shape, replica.generation)
         layers = self._observation.layers(replica.model)
         return any(layer.starting or (layer.occupied and key != own) for key, layer in layers.items())
+
+    def beside(self, models: Iterable[str], deployment: Deployment, at: float) -> Take:
+        """What the budget leaves beside all that ``models`` hold."""
+        left = total(deployment.budget)
+        for model in models:
+            left = left.plus(held(self.situation(model, deployment, Memory(), at)), -1)
+        return left
+
+    def takes(self, target: Target, budget: Budget) -> Take:
+        """What one replica of the aim takes."""
+        shape = target.spec.shapes[target.aim.shape]
+        watts = self._needs(target, target.aim.shape, budget)
+        return Take(shape.gpus, shape.cpus, watts, _price(shape, budget))
 
     def _timing(self, spec: ModelSpec, shape: str, generation: int) -> Timing:
         """What replicas of a shape tell of themselves, and where they are silent what they shipped with."""

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from policy.decision import Override
-from policy.errors import TargetError
+from policy.errors import SwitchRefused, TargetError
 from serve.client import ModelStatus
 from tests.serve.plane import LARGE, NEW_SMALL, READY, SMALL, Plane
 from tests.serve.sim_documents import document, sim_model
@@ -90,6 +90,28 @@ async def test_a_mode_by_hand_leaves_its_count_to_the_policy(plane: Plane, tmp_p
     assert status(plane).override is not None
     await traffic.run(60)
     assert status(plane).override is None
+
+
+async def test_a_mode_by_hand_that_the_budget_has_no_room_for_is_refused(
+    plane: Plane, tmp_path: Path
+) -> None:
+    other = sim_model("other", control={"policy": "static"})
+    # With the large one 300 W beside the 100 W that the other model holds.
+    large = {"large": {"gpus": 3, "tensor_parallel": 3}, "small": {"gpus": 1}}
+    models = (model(tmp_path, shapes=large), other | {"shapes": large})
+    budget = {"watts": 350, "gpu_watts": 100, "cpu_watts": 0}
+    await plane.up(document(*models, budget=budget))
+    traffic = Traffic(plane)
+    await traffic.run(10, m=1.0, other=1.0)
+    with pytest.raises(SwitchRefused, match="single-large x 1 takes more than the budget leaves: 0 would"):
+        plane.controller.mode("m", "single-large")
+    await traffic.run(5)
+    assert plane.counts(READY)[SMALL] == 1
+    assert status(plane).override is None
+    plane.controller.apply(document(*models, budget=budget | {"watts": 400}))
+    plane.controller.mode("m", "single-large")
+    await traffic.run(10)
+    assert plane.counts(READY)[LARGE] == 1
 
 
 async def test_a_count_belongs_to_its_mode(plane: Plane, tmp_path: Path) -> None:
