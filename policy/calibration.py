@@ -23,8 +23,10 @@ from policy.reports import StepSample
 KEPT = 9
 HEARD = 3
 REGIONS = 40
-# Every so many samples one is held out, of which the last are kept.
+# Of so many samples one is held out, of which the last are kept. By the golden ratio: reports are sorted, and
+# by a count it would be the same region of each where they are that long, which were never fitted then.
 HELD_EVERY = 8
+GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0
 HELD = 64
 # Samples between two fits.
 FIT_EVERY = 24
@@ -104,7 +106,7 @@ class Calibration:
             if sample.count < 1 or sample.seconds <= 0.0 or sample.tokens <= 0.0:
                 continue
             state.seen += 1
-            if state.seen % HELD_EVERY == 0:
+            if state.seen * GOLDEN % 1.0 * HELD_EVERY < 1.0:
                 state.held.append(sample)
                 del state.held[:-HELD]
             else:

@@ -182,6 +182,22 @@ def test_before_a_region_is_heard_nothing_is_said_of_it() -> None:
     assert not calibration.take([StepSample(0, 1.0, 1.0, 1.0, 1.0), StepSample(1, 1.0, 1.0, 1.0, 0.0)])
 
 
+@pytest.mark.parametrize("length", [4, 8, 16])
+def test_no_region_is_held_out_for_good_however_long_reports_are(length: int) -> None:
+    """Reports are sorted by region: here only the heaviest shows that the engine is slow."""
+    model = CPU[0]
+    calibration = Calibration(model)
+    loads = [2.0**i for i in range(length)]
+    for _ in range(40):
+        calibration.take(
+            StepSample(1, n, 512 * n, n, model.step_time(n, 512 * n, n) * (2.0 if n == loads[-1] else 1.0))
+            for n in loads
+        )
+    fitted = {place.key for place in calibration.state.places}
+    assert fitted == {region(n, 512 * n, n) for n in loads}
+    assert len({sample.tokens for sample in calibration.state.held}) == length
+
+
 def test_regions_are_bounded_and_the_one_seen_longest_ago_goes() -> None:
     calibration = Calibration(CPU[0])
     for i in range(3 * REGIONS):
