@@ -171,7 +171,8 @@ class _Thought:
             shadow=self.shadow,
             others={name: proposal.count for name, proposal in self.others.items()},
             short=short,
-            dry_run=situation.guard.dry_run,
+            # What somebody sets by hand is meant, and only safety may lessen it.
+            dry_run=situation.guard.dry_run and not course.by_hand,
         )
         before = situation.memory
         # What is not carried out has changed nothing.

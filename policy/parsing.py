@@ -15,6 +15,7 @@ from policy.config import (
     NAME,
     OWNED_ENGINE_ARGS,
     SHAPE_NAME,
+    Budget,
     Deployment,
     Mode,
     ModelSpec,
@@ -113,6 +114,7 @@ def _check_deployed(path: str, spec: ModelSpec, deployment: Deployment) -> None:
         _check_shape(f"{path}.shapes.{name}", name, shape, deployment)
     for name, mode in spec.modes.items():
         _check_mode(f"{path}.modes.{name}", name, mode, spec, deployment)
+    _check_affordable(spec, deployment.budget)
     if spec.mode is not None and spec.mode not in spec.modes:
         raise ConfigError(f"{path}.mode", spec.mode, f"one of the modes: {', '.join(spec.modes)}")
     _check_engine_args(f"{path}.engine_args", spec.engine_args)
@@ -158,6 +160,22 @@ def _check_mode(path: str, name: str, mode: Mode, spec: ModelSpec, deployment: D
             each = getattr(shape, key)
             expected = f"at most {limit // each}: each needs {each} of budget.{key} = {limit}"
             raise ConfigError(f"{path}.replicas", bounds.max, expected)
+
+
+def _check_affordable(spec: ModelSpec, budget: Budget) -> None:
+    """Whether watts and money are enough for what some mode has at least: nobody would ever serve."""
+    for key, gpu, cpu in (
+        ("watts", budget.gpu_watts, budget.cpu_watts),
+        ("cost_per_h", budget.gpu_cost_per_h, budget.cpu_cost_per_h),
+    ):
+        needs = [
+            max(1, mode.bounds.min) * (shape.gpus * gpu + shape.cpus * cpu)
+            for mode in spec.modes.values()
+            for shape in (spec.shapes[mode.shape],)
+        ]
+        limit = getattr(budget, key)
+        if limit is not None and min(needs) > limit:
+            raise ConfigError(f"budget.{key}", limit, f"at least {min(needs):g}, which {spec.name} needs")
 
 
 def _check_engine_args(path: str, args: Mapping[str, Any]) -> None:

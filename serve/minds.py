@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
+
 from policy.config import Deployment, ModelSpec
 from policy.control import Choice
 from policy.deciding import Mind
@@ -13,6 +15,9 @@ from policy.scaling.view import Policy
 from serve.custom import Guarded, load
 from serve.journal import Policies
 from serve.targets import wanted_models
+
+# Leaves the count as it is.
+STAY = "static"
 
 
 class Minds:
@@ -38,12 +43,17 @@ class Minds:
         self._made, self._prepared = self._prepared, {}
 
     def take_up(self, deployment: Deployment) -> None:
-        """Make those of a document that was applied once; one that is no longer to be had decides nothing."""
+        """Make those of a document that was applied once; for one that is no longer to be had counts stay.
+
+        Safety and whoever waits for a model at zero are heard all the same.
+        """
         for spec in wanted_models(deployment):
             try:
                 self._made[spec.name] = self._of(spec)
             except ConfigError as error:
-                self._event(f"{spec.name}: nobody decides: {error}")
+                self._event(f"{spec.name}: {STAY} decides instead: {error}")
+                stays = msgspec.structs.replace(spec.control, policy=STAY, shadow=None)
+                self._made[spec.name] = self._of(msgspec.structs.replace(spec, control=stays))
 
     def _known(self, spec: ModelSpec) -> tuple[Policies, Mind] | None:
         known = (self._prepared.get(spec.name), self._made.get(spec.name))

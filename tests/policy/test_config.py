@@ -363,3 +363,24 @@ def test_the_shipped_deployments_cover_every_engine() -> None:
         str(spec.engine) for path in DEPLOYMENTS for spec in parse(yaml.safe_load(path.read_text())).models
     }
     assert engines == {"vllm", "sim", "external"}
+
+
+@pytest.mark.parametrize(
+    ("budget", "path", "needs"),
+    [
+        ({"watts": 15, "cpu_watts": 8}, "budget.watts", "at least 16, which m needs"),
+        ({"cost_per_h": 1.0, "cpu_cost_per_h": 2.0}, "budget.cost_per_h", "at least 4, which m needs"),
+    ],
+)
+def test_a_budget_within_which_nobody_could_serve_is_refused(
+    budget: dict[str, float], path: str, needs: str
+) -> None:
+    modes = {"multi-replica": {"shape": "small", "replicas": {"min": 2, "max": 4}}}
+    model = {"name": "m", "engine": "sim", "shapes": {"small": {"cpus": 1}}, "modes": modes}
+    with pytest.raises(ConfigError, match=needs) as refused:
+        parse({"models": [model], "budget": budget})
+    assert refused.value.path == path
+    large = {"single-large": {"shape": "small", "replicas": 1}}
+    # In another mode there is room for one.
+    if path == "budget.watts":
+        assert parse({"models": [model | {"modes": modes | large}], "budget": budget})

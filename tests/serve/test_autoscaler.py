@@ -128,6 +128,18 @@ async def test_a_dry_run_decides_and_does_nothing(plane: Plane, tmp_path: Path) 
     assert plane.counts(READY) == {SMALL: 3}
 
 
+async def test_a_count_by_hand_is_within_the_budget_in_a_dry_run_as_well(
+    plane: Plane, tmp_path: Path
+) -> None:
+    watts = {"budget": {"watts": 250, "cpu_watts": 100}}
+    await plane.up(document(model(tmp_path, control={"guard": {"dry_run": True}}), **watts))
+    traffic = Traffic(plane)
+    await traffic.run(10, m=1.0)
+    plane.controller.scale("m", 4)
+    await traffic.run(3)
+    assert plane.counts() == {SMALL: 2}
+
+
 async def test_a_new_policy_decides_at_once_and_restarts_nothing(plane: Plane, tmp_path: Path) -> None:
     rare = {"tick_s": 300, "shadow": "static"}
     await plane.up(document(model(tmp_path, control=rare)))

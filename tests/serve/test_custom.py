@@ -237,7 +237,7 @@ async def test_a_policy_that_starts_to_fail_leaves_the_fleet_as_it_is(plane: Pla
     assert "the count stays" in events[0]
 
 
-async def test_a_policy_that_is_gone_when_the_controller_comes_back_decides_nothing(
+async def test_a_policy_that_is_gone_when_the_controller_comes_back_changes_nothing(
     plane: Plane, tmp_path: Path
 ) -> None:
     await plane.up(document(sim_model(control={"tick_s": 1, "policy": by_rate(tmp_path)})))
@@ -247,8 +247,24 @@ async def test_a_policy_that_is_gone_when_the_controller_comes_back_decides_noth
     await plane.restart()
     await traffic.run(10, m=1.0)
     assert plane.counts(READY) == {SMALL: 3}
-    assert plane.controller.status().models[0].decided_by == "nobody"
-    assert any("nobody decides" in event for event in plane.controller.status().events)
+    assert plane.controller.status().models[0].decided_by == "static"
+    assert any("static decides instead" in event for event in plane.controller.status().events)
     plane.controller.scale("m", 2)
     await traffic.run(2)
     assert plane.counts(READY) == {SMALL: 2}
+
+
+async def test_who_waits_is_served_though_the_policy_is_gone(plane: Plane, tmp_path: Path) -> None:
+    modes = {"multi-replica": {"shape": "small", "replicas": {"min": 0, "max": 4}}}
+    scale = {"zero_after_s": 10, "hold_s": 5, "standby": 1.0}
+    control = {"tick_s": 1, "policy": by_rate(tmp_path), "scale": scale}
+    await plane.up(document(sim_model(modes=modes, control=control)))
+    traffic = Traffic(plane)
+    await traffic.run(10, m=1.0)
+    await traffic.run(40, m=0.0)
+    assert plane.counts() == {}
+    (tmp_path / "by_rate.py").unlink()
+    await plane.restart()
+    traffic.queued["m"] = 1
+    await traffic.run(4)
+    assert plane.counts(READY) == {SMALL: 1}
