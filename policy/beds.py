@@ -33,7 +33,9 @@ def bed_of(spec: ModelSpec) -> Bed | None:
     """
     if spec.control.mode.sleep == "never" or not _can_sleep(spec):
         return None
-    shapes = {mode.shape: spec.shapes[mode.shape] for mode in spec.modes.values()}
+    # Of a generation that leaves not all shapes may be known any more.
+    known = (mode.shape for mode in spec.modes.values() if mode.shape in spec.shapes)
+    shapes = {name: spec.shapes[name] for name in known}
     ordered = sorted(shapes, key=lambda name: (-shapes[name].gpus, name))
     if len(ordered) < 2 or not all(shape.gpus for shape in shapes.values()):
         return None

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from policy.beds import bed_of
 from policy.config import Deployment, ModelSpec, Replicas
 from policy.decision import Override
 from policy.errors import TargetError
@@ -225,10 +226,13 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
         for generation, spec in self.specs.items():
             if generation in in_use:
                 keys = {shape: LayerKey(spec.name, shape, generation) for shape in spec.shapes}
+                # A bed is of all its shapes as long as any of it is there.
+                bed = bed_of(spec)
+                whole = set(bed.engines) if bed is not None else set()
                 shapes = {
                     shape: spec.shapes[shape]
                     for shape, key in keys.items()
-                    if key in layers or self.keeps(key)
+                    if key in layers or self.keeps(key) or shape in whole
                 }
                 specs[generation] = msgspec.structs.replace(spec, shapes=shapes)
         weights = {generation: found for generation, found in self.weights.items() if generation in specs}

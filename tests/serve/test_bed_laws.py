@@ -1,0 +1,90 @@
+"""Whatever is asked for in whatever order, a bed gets there, and its GPUs are never used twice."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from policy.types import ReplicaState
+from store.state import StateDir
+from tests.serve.plane import READY, Plane
+from tests.serve.test_bed_switches import GPUS, written
+
+DRAINING = ReplicaState.DRAINING
+STEERED = ("large", "small", "four", "apply", "revert")
+BEFALLS = ("kill", "forget", "broken", "mended", "drained", "ready", "tick")
+OPS = st.sampled_from([*STEERED, *BEFALLS])
+
+pytestmark = pytest.mark.slow
+
+
+@settings(max_examples=60, deadline=None)
+@example(["small", "apply", "revert", "ready", "four", "apply"], 2 * GPUS)
+@given(st.lists(OPS, max_size=30), st.sampled_from([GPUS, 2 * GPUS, None]))
+def test_it_gets_where_it_is_told_to(ops: list[str], gpus: int | None) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        asyncio.run(_play(Path(folder), ops, gpus))
+
+
+async def _play(folder: Path, ops: list[str], gpus: int | None) -> None:
+    plane = await Plane(StateDir(folder).ensure()).up(written(gpus))
+    await plane.ticks()
+    plane.cluster.slow = True
+    for op in ops:
+        await _do(plane, op, gpus)
+        _check(plane)
+    plane.cluster.failing.clear()
+    # Longer than what failed is left alone, and than a start that hangs is waited for.
+    for _ in range(60):
+        plane.now += 2.0
+        await plane.ticks(1)
+        _check(plane)
+        plane.cluster.drained()
+        plane.cluster.ready()
+    status = plane.controller.status().models[0]
+    shape = "large" if status.mode == "single-large" else "small"
+    awake = {(key.shape, key.generation): count for key, count in plane.counts(READY).items()}
+    assert awake == {(shape, status.generation): status.target}
+    assert plane.phase() == "steady"
+    # Of the beds only that one is left.
+    assert {key.generation for key in plane.counts()} == {status.generation}
+
+
+async def _do(plane: Plane, op: str, gpus: int | None) -> None:
+    match op:
+        case "large":
+            plane.controller.mode("m", "single-large")
+        case "small":
+            plane.controller.mode("m", "multi-replica")
+        case "four" if plane.controller.status().models[0].mode == "multi-replica":
+            plane.controller.scale("m", 4)
+        case "kill":
+            await plane.restart()
+            plane.cluster.beat_all()
+        case "forget":
+            plane.cluster._awake.clear()
+        case "apply":
+            plane.controller.apply(written(gpus, sim={"profile": "sim-small", "wake_s": 1.0, "seed": 7}))
+        case "revert":
+            plane.controller.apply(written(gpus))
+        case "drained":
+            plane.cluster.drained()
+        case "ready":
+            plane.cluster.ready()
+        case "broken":
+            plane.cluster.failing = {key: "no memory" for key in plane.counts() if key.shape == "small"}
+        case "mended":
+            plane.cluster.failing.clear()
+    await plane.ticks(2)
+
+
+def _check(plane: Plane) -> None:
+    """No more GPUs are used than each bed has, and a bed is of one shape at a time."""
+    used = plane.counts(READY, DRAINING)
+    for generation in {key.generation for key in used}:
+        assert len({key.shape for key in used if key.generation == generation}) == 1, used
