@@ -179,8 +179,10 @@ class Settling:
         """The mean gap of a stream: it varies with who runs beside it, and with the prompts that come.
 
         Both are counts of arrivals, before and during the stream, and correlated: a Poisson variable's
-        average over windows as long as the stream.
+        average over windows as long as the stream. An answer of one token, or a vector, has none.
         """
+        if self._output <= 1.0:
+            return Spread(0.0, 0.0)
         grows = self._step(at.others + 2.0, (at.others + 2.0) * self._context, at.others + 2.0) - at.fast
         share = self._extra_s(at) / self._output
         clumps = 1.0
@@ -220,6 +222,8 @@ class Settling:
 
     def gap_p95_s(self, at: Point) -> float:
         """The 95th percentile of single gaps."""
+        if self._output <= 1.0:
+            return 0.0
         deviation = math.sqrt(at.others) * at.gain
         if at.mixed < 0.05:
             crowd = 1.0 + at.others + _NORMAL.inv_cdf(min(0.95 / (1.0 - at.mixed), 0.9999)) * deviation

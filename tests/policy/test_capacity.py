@@ -178,7 +178,9 @@ def test_what_it_says_is_finite_and_grows_with_the_rate(
         assert said.ttft_p95_s is not None
         assert said.itl_p95_s is not None
         assert said.gap_p95_s is not None
-        assert all(0 < each < math.inf for each in (said.ttft_p95_s, said.itl_p95_s, said.gap_p95_s))
+        assert 0.0 < said.ttft_p95_s < math.inf
+        assert all((each > 0.0) == (load[1] > 1.0) for each in (said.itl_p95_s, said.gap_p95_s))
+        assert max(said.itl_p95_s, said.gap_p95_s) < math.inf
         assert 0.0 <= said.met <= 1.0
     assert (more.itl_p95_s or 0) >= (some.itl_p95_s or 0) * 0.99
 
@@ -189,6 +191,19 @@ def test_nobody_who_comes_alone_waits() -> None:
     alone = outlook_of(engine, Workload(lam=1e-6, input_tokens=1000, output_tokens=150), NOTHING)
     assert alone.ttft_p95_s == pytest.approx(engine.model.prefill_s(1000, 8192), rel=1e-3)
     assert alone.itl_p95_s == pytest.approx(engine.model.step_time(1, 1075, 1), rel=1e-3)
+
+
+def test_what_has_no_gaps_is_bound_by_no_gap() -> None:
+    """Vectors, and labels of one token: what is promised between two tokens asks for no replicas."""
+    case = CASES[3]
+    vectors = Workload(lam=0.0, input_tokens=case[2], output_tokens=1.0)
+    strict = Objective(itl_p95_s=1e-4, ttft_p95_s=1.0)
+    found = capability(timing(case), vectors, strict)
+    assert found.mu == capability(timing(case), vectors, Objective(ttft_p95_s=1.0)).mu > 0.0
+    assert found.itl_s == 0.0
+    outlook = outlook_of(timing(case), msgspec.structs.replace(vectors, lam=found.mu), strict)
+    assert (outlook.itl_p95_s, outlook.gap_p95_s) == (0.0, 0.0)
+    assert outlook.met > 0.9
 
 
 def test_an_engine_of_which_nothing_is_known_is_assumed_to_be_a_common_one() -> None:
