@@ -220,7 +220,8 @@ class Controller:
             while True:
                 try:
                     await self.tick()
-                except TidegateError as error:
+                except (TidegateError, OSError) as error:
+                    # Of a full disk the second: what runs is kept up as well as it can be.
                     self._event(str(error))
                     await asyncio.sleep(RETRY_S)
                 with contextlib.suppress(TimeoutError):
@@ -262,16 +263,16 @@ class Controller:
     async def tick(self) -> None:
         """Observe, and take one step for each model.
 
-        Raises the first :class:`TidegateError`, after the other models had their step.
+        Raises the first :class:`TidegateError` or ``OSError``, after the other models had their step.
         """
         self._observation.held = await self._actuator.layers()
-        errors = []
+        errors: list[Exception] = []
         if self._heard():
             await self.autoscaler.tick(self._deployment)
             for name in self._targets.names():
                 try:
                     await self._tick_model(name)
-                except TidegateError as error:
+                except (TidegateError, OSError) as error:
                     errors.append(error)
         self.registry.set_models(models(self._targets, self._observation, self.registry))
         self.adapters.place()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import errno
 import threading
 from pathlib import Path
@@ -13,7 +15,7 @@ import pytest
 from policy.errors import ConfigError
 from policy.plan import LayerKey
 from policy.types import ReplicaState
-from serve import autoscaler
+from serve import autoscaler, control
 from serve.autoscaler import Kept
 from serve.client import Logged, ModelStatus
 from store.state import StateDir
@@ -190,6 +192,51 @@ async def test_a_document_that_cannot_be_kept_changes_nothing(
     await traffic.run(5)
     assert status(plane).decided_by == "by_rate.py:ByRate"
     assert plane.counts(READY) == {SMALL: 2}
+
+
+async def test_a_full_disk_keeps_nobody_from_being_decided_on(
+    plane: Plane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await plane.up(document(model(tmp_path), model(tmp_path, "other"), budget={"cpus": 8}))
+    traffic = Traffic(plane)
+    await traffic.run(10, m=1.0, other=1.0)
+
+    def full(self: StateDir, path: Path, value: Any) -> None:
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    with monkeypatch.context() as disk:
+        disk.setattr(StateDir, "save", full)
+        traffic.rates |= {"m": 3.0, "other": 2.0}
+        for _ in range(10):
+            with contextlib.suppress(OSError):
+                await traffic.run(1)
+        said = [event for event in plane.controller.status().events if "cannot be kept" in event]
+        assert {event.split()[1] for event in said} == {"m:", "other:"}
+    await traffic.run(10)
+    assert plane.counts(READY) == {SMALL: 3, LayerKey("other", "small", 1): 2}
+
+
+async def test_a_controller_outlives_a_full_disk(
+    plane: Plane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control, "RETRY_S", 0.0)
+    await plane.up(document(model(tmp_path)))
+    again = asyncio.Event()
+    outcomes = iter([OSError(errno.ENOSPC, "no space left on device")])
+
+    async def tick() -> None:
+        if error := next(outcomes, None):
+            raise error
+        again.set()
+
+    monkeypatch.setattr(plane.controller, "tick", tick)
+    running = asyncio.create_task(plane.controller.run())
+    waiting = asyncio.create_task(again.wait())
+    await asyncio.wait({running, waiting}, return_when=asyncio.FIRST_COMPLETED)
+    assert again.is_set()
+    assert any("no space left" in event for event in plane.controller.status().events)
+    running.cancel()
+    await asyncio.wait({running})
 
 
 async def test_the_more_important_model_gets_what_the_other_gives_up(plane: Plane, tmp_path: Path) -> None:
