@@ -84,8 +84,10 @@ class Surveying:
     def note(self, beat: Beat) -> None:
         """Learn from a replica what bounds it, and how long its steps take."""
         replica = beat.replica
-        specs = self._targets.get(replica.model).specs if replica.model in self._targets.names() else {}
-        spec = specs.get(replica.generation)
+        if replica.model not in self._targets.names():
+            return
+        target = self._targets.get(replica.model)
+        spec = target.specs.get(replica.generation)
         if spec is None or replica.shape not in spec.shapes:
             return
         if beat.engine is not None and beat.engine.timing is not None:
@@ -93,7 +95,9 @@ class Surveying:
         prior = self._timing(spec, replica.shape, replica.generation).model
         assert prior is not None
         crowded = not spec.shapes[replica.shape].gpus and self._others_start(replica)
-        self._calibrations.take(beat, spec, prior, self._now(), learns=not crowded)
+        # Engines of a generation that leaves may be others: each would undo what was learned of the other.
+        learns = not crowded and replica.generation == target.aim.generation
+        self._calibrations.take(beat, spec, prior, self._now(), learns=learns)
 
     def _others_start(self, replica: Replica) -> bool:
         """Whether replicas start, or of another layer run, beside it: on cores they take what is its own."""

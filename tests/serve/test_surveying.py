@@ -121,6 +121,30 @@ async def test_steps_on_cores_that_others_start_on_say_nothing_of_the_shape(
     assert (rungs(plane)["multi-replica"].version > 0) is learns
 
 
+async def test_a_generation_that_leaves_undoes_nothing_that_was_learned(plane: Plane) -> None:
+    shapes = {"large": {"gpus": 2, "tensor_parallel": 2}, "small": {"gpus": 1}}
+    control = {"tick_s": 1, "mode": {"drain_timeout_s": 600}}
+    await plane.up(document(sim_model(shapes=shapes, control=control)))
+    traffic = Traffic(plane)
+    await traffic.run(6, m=1.0)
+    plane.cluster.slow = True
+    plane.controller.apply(
+        document(sim_model(shapes=shapes, control=control, sim={"profile": "sim-small", "speed": 2}))
+    )
+    await traffic.run(4)
+    plane.cluster.ready()
+    for second in range(40):
+        for replica in tuple(plane.cluster.replicas.values()):
+            steps = tuple(
+                StepSample(count=5, tokens=n, kv_tokens=100.0 * n, running=n, seconds=0.01 + 0.0001 * n)
+                for n in (1, 4, 16, 64, 200, 800, 1600)
+            )
+            plane.controller.beat(Beat(replica=replica, engine=EngineReport(steps=steps)))
+        await traffic.run(1)
+        assert len({replica.generation for replica in plane.cluster.replicas.values()}) == 2, second
+    assert rungs(plane)["multi-replica"].version > 0
+
+
 async def test_a_gap_is_what_nothing_fits_beside(plane: Plane) -> None:
     model = sim_model(control={"tick_s": 1, "assumed_start_s": 25})
     model["shapes"] = {"large": {"gpus": 2, "tensor_parallel": 2}, "small": {"gpus": 1}}
