@@ -245,7 +245,9 @@ class Autoscaler:
     def _count(self, target: Target, decision: Decision) -> None:
         aim = msgspec.structs.replace(target.aim, count=decision.count)
         self._event(f"{decision.model}: {self.who(decision.model)}: {decision.reason}")
-        self._steer(decision.model, target.toward(aim, self.at, gap=target.gap))
+        toward = target.toward(aim, self.at, gap=target.gap)
+        # What was rolled back is so with another count as well.
+        self._steer(decision.model, msgspec.structs.replace(toward, note=target.note))
 
     def _switch(
         self, target: Target, situation: Situation, decision: Decision, deployment: Deployment

@@ -321,6 +321,19 @@ async def test_a_start_that_keeps_failing_is_said_and_not_added_to(plane: Plane,
     assert "starts in a row failed" in status(plane).reason
 
 
+async def test_a_roll_back_is_said_while_counts_change(plane: Plane, tmp_path: Path) -> None:
+    await plane.up(document(model(tmp_path)))
+    traffic = Traffic(plane)
+    await traffic.run(12, m=1.0)
+    plane.cluster.failing[LayerKey("m", "small", 2)] = "no such argument"
+    plane.controller.apply(document(model(tmp_path, sim={"profile": "sim-small", "seed": 7})))
+    await traffic.run(15, m=4.0)
+    assert plane.counts(READY) == {SMALL: 4}
+    assert plane.phase() == "steady"
+    assert plane.note().startswith("rolled back from multi-replica")
+    assert plane.note().endswith("generation 2: no such argument")
+
+
 async def test_a_lost_replica_is_decided_about_at_once(plane: Plane, tmp_path: Path) -> None:
     await plane.up(document(model(tmp_path, control={"tick_s": 300})))
     traffic = Traffic(plane)
