@@ -138,13 +138,14 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
         """Steer for ``aim``; go back to what served before if it fails.
 
         What served is the current aim once it was reached, else its own fallback. A count of the
-        same layer has nothing to go back to.
+        same layer has nothing to go back to, and no more time to become ready than the switch that goes on.
         """
         back = self.aim if self.settled else self.fallback
         if back is not None and self.key(back) == self.key(aim):
             back = None
+        since = self.since if back is not None and self.key() == self.key(aim) else now
         return msgspec.structs.replace(
-            self, aim=aim, since=now, settled=False, fallback=back, gap=gap, note=""
+            self, aim=aim, since=since, settled=False, fallback=back, gap=gap, note=""
         )
 
     def back(self, note: str, now: float) -> Target:

@@ -334,6 +334,21 @@ async def test_a_roll_back_is_said_while_counts_change(plane: Plane, tmp_path: P
     assert plane.note().endswith("generation 2: no such argument")
 
 
+async def test_counts_do_not_put_off_the_end_of_a_start(plane: Plane, tmp_path: Path) -> None:
+    await plane.up(document(model(tmp_path)))
+    traffic = Traffic(plane)
+    await traffic.run(12, m=1.0)
+    plane.cluster.slow = True
+    plane.controller.apply(document(model(tmp_path, sim={"profile": "sim-small", "seed": 7})))
+    rolled_back_s = None
+    for second in range(80):
+        await traffic.run(1, m=2.0 + second // 15 % 3)
+        if rolled_back_s is None and plane.note().startswith("rolled back"):
+            rolled_back_s = second
+    assert rolled_back_s is not None
+    assert 58 <= rolled_back_s <= 62
+
+
 async def test_a_lost_replica_is_decided_about_at_once(plane: Plane, tmp_path: Path) -> None:
     await plane.up(document(model(tmp_path, control={"tick_s": 300})))
     traffic = Traffic(plane)
