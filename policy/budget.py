@@ -108,7 +108,8 @@ def allot(wants: Sequence[Want], budget: Budget) -> dict[str, int]:
 
     First every floor, the highest priority first; then what each asks for, by priority. Those of one
     priority take nothing of each other that is in use, and of the rest whoever lacks the most gets the next.
-    A model only grows into what nobody holds: what others have to give up has to be free first.
+    A model only grows into what nobody holds: what others have to give up has to be free first. Watts and
+    money, which are measured and may turn out more than foreseen, take nobody that runs below its floor.
     """
     left = total(budget)
     ranked = sorted(wants, key=lambda want: (-want.priority, want.model))
@@ -118,6 +119,12 @@ def allot(wants: Sequence[Want], budget: Budget) -> dict[str, int]:
     shares = dict.fromkeys((want.model for want in ranked), 0)
     for level in levels:
         left = _filled(level, lambda want: min(want.floor, want.asked), shares, left)
+    for level in levels:
+        there = left._replace(watts=math.inf, cost_per_h=math.inf)
+        _filled(level, lambda want: min(want.floor, want.asked, want.now), shares, there)
+        left = total(budget)
+        for want in ranked:
+            left = left.plus(want.each, -shares[want.model])
     for level in levels:
         left = _filled(level, _kept, shares, left)
         left = _filled(level, lambda want: want.asked, shares, left)

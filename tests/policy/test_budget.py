@@ -96,7 +96,8 @@ def test_nobody_falls_below_a_floor_that_fits(given: tuple[list[Want], Budget]) 
     floors = Take()
     for each in wants:
         floors = floors.plus(each.each, each.floor)
-    if all(floor <= bound for floor, bound in zip(floors, total(budget), strict=True)):
+    # Whatever watts and money there are.
+    if floors.gpus <= total(budget).gpus and floors.cpus <= total(budget).cpus:
         grants = allot(wants, budget)
         assert all(grants[each.model] >= min(each.floor, each.now) for each in wants if not each.replaces)
 
@@ -134,6 +135,21 @@ def test_watts_and_money_bind_like_cards() -> None:
 def test_a_budget_that_was_cut_takes_what_is_over_it() -> None:
     assert allot([want("a", 8, now=8)], Budget(gpus=4)) == {"a": 4}
     assert allot([want("a", 8, now=4), want("b", 8, now=4)], Budget(gpus=4)) == {"a": 2, "b": 2}
+
+
+def test_watts_and_money_take_nobody_that_runs_below_its_floor() -> None:
+    for each, short in (
+        (Take(gpus=1, watts=2560), Budget(gpus=8, watts=2500)),
+        (Take(gpus=1, cost_per_h=5), Budget(gpus=8, cost_per_h=4)),
+    ):
+        assert allot([want("a", 3, each=each, now=1, floor=1)], short) == {"a": 1}
+        assert allot([want("a", 3, each=each, now=3, floor=1)], short) == {"a": 1}
+        assert allot([want("a", 3, each=each, now=1, floor=2)], short) == {"a": 1}
+        assert allot([want("a", 3, each=each, floor=1)], short) == {"a": 0}
+        low, high = want("low", 2, each=each, now=2, floor=1), want("high", 2, each=each, floor=1, priority=1)
+        assert allot([low, high], short) == {"low": 1, "high": 0}
+    # Cards that are not there cannot be kept.
+    assert allot([want("a", 3, now=3, floor=2)], Budget(gpus=1)) == {"a": 1}
 
 
 def test_a_switch_counts_what_makes_way_for_it() -> None:

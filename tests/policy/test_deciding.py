@@ -332,6 +332,11 @@ def test_a_decision_says_what_led_to_it() -> None:
     assert decision.outlooks == ()
 
 
+def test_the_last_replica_that_draws_more_than_was_foreseen_stays() -> None:
+    given = situation(count=1, rungs=(rung(SMALL.mode, watts=2560.0),))
+    assert [decide(given, asked, Budget(watts=2500))[0].count for asked in (1, 3)] == [1, 1]
+
+
 def test_a_dry_run_decides_the_same_and_keeps_counting() -> None:
     """Nothing of it is carried out, so the count stays: what was enough goes on having been enough."""
     guard = msgspec.structs.replace(situation().guard, dry_run=True)
