@@ -47,6 +47,7 @@ class Want(NamedTuple):
 
     ``now`` of them are aimed for already. ``held`` is all that its replicas take, those that leave and those
     of other shapes included. With ``replaces`` that makes way for what is asked for, as in a switch.
+    ``starved`` says that it lacks something for long enough to take it of those of a lower priority.
     """
 
     model: str
@@ -57,6 +58,7 @@ class Want(NamedTuple):
     now: int
     held: Take
     replaces: bool = False
+    starved: bool = False
 
 
 def total(budget: Budget) -> Take:
@@ -108,7 +110,7 @@ def allot(wants: Sequence[Want], budget: Budget) -> dict[str, int]:
 
     First every floor, the highest priority first; then what each asks for, by priority. Those of one
     priority take nothing of each other that is in use, and of the rest whoever lacks the most gets the next.
-    A model only grows into what nobody holds: what others have to give up has to be free first. Watts and
+    Who is not starved yet takes above its floor nothing that is in use of a lower priority either. A model only grows into what nobody holds: what others have to give up has to be free first. Watts and
     money, which are measured and may turn out more than foreseen, take nobody that runs below its floor.
     """
     left = total(budget)
@@ -127,6 +129,8 @@ def allot(wants: Sequence[Want], budget: Budget) -> dict[str, int]:
             left = left.plus(want.each, -shares[want.model])
     for level in levels:
         left = _filled(level, _kept, shares, left)
+        left = _filled([want for want in level if want.starved], lambda want: want.asked, shares, left)
+    for level in levels:
         left = _filled(level, lambda want: want.asked, shares, left)
 
     free = total(budget)

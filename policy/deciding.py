@@ -28,6 +28,9 @@ ASSUMED_INPUT_TOKENS = 512.0
 ASSUMED_OUTPUT_TOKENS = 128.0
 # How fast a queue should be gone, where it is weighed against a rate.
 DRAIN_S = 60.0
+# Of what a lower priority has in use nothing is taken before more was lacking for so long: what is drained
+# for a wish of one moment takes a start to come back.
+STARVED_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +98,7 @@ class _Thought:
     def want(self) -> Want:
         """What the model asks of the budgets."""
         situation, course, rung = self.situation, self.course, self.to or self.rung
+        starved = situation.memory.starved_since
         return Want(
             model=situation.model,
             priority=situation.priority,
@@ -104,6 +108,7 @@ class _Thought:
             now=0 if self.to else situation.count,
             held=held(situation),
             replaces=self.to is not None,
+            starved=starved is not None and situation.at - starved >= STARVED_S,
         )
 
     def compare(self, wants: Mapping[str, Want], budget: Budget) -> None:
@@ -154,6 +159,7 @@ class _Thought:
         situation, course, rung = self.situation, self.course, self.to or self.rung
         allowed(course, situation, rung, granted)
         by_load = self.to is not None and in_force(situation) is None
+        starved = granted < min(course.enough, rung.most)
         short = self._short(rung, granted)
         decision = Decision(
             at=situation.at,
@@ -185,7 +191,7 @@ class _Thought:
             low_since=eased(course, situation) if self.to is None else {} if switched else before.low_since,
             better_since={} if switched else self.verdict.better_since,
             switched_at=situation.at if switched else before.switched_at,
-            starved_since=_since(before.starved_since, situation.at) if short else None,
+            starved_since=_since(before.starved_since, situation.at) if starved else None,
         )
         return decision, memory
 
@@ -228,7 +234,7 @@ def _remembered(situation: Situation) -> Memory:
     if memory.at > at:
         return Memory(switched_at=None if memory.switched_at is None else min(memory.switched_at, at))
     if at - memory.at > situation.tick_s + situation.guard.stale_s:
-        return msgspec.structs.replace(memory, low_since={}, better_since={})
+        return msgspec.structs.replace(memory, low_since={}, better_since={}, starved_since=None)
     return memory
 
 

@@ -38,9 +38,9 @@ def everybody(draw: st.DrawFn) -> tuple[list[Want], Budget]:
         asked = draw(st.integers(0, 8))
         floor = draw(st.integers(0, asked))
         priority = draw(st.integers(-1, 1))
-        wants.append(
-            Want(f"m{index}", priority, each, asked, floor, 0 if replaces else now, held, replaces=replaces)
-        )
+        starved = draw(st.booleans())
+        there = 0 if replaces else now
+        wants.append(Want(f"m{index}", priority, each, asked, floor, there, held, replaces, starved))
     bounds = st.none() | st.integers(0, 24)
     amounts = st.none() | st.floats(0.1, 5000)
     return wants, Budget(gpus=draw(bounds), cpus=draw(bounds), watts=draw(amounts), cost_per_h=draw(amounts))
@@ -85,6 +85,7 @@ def test_who_goes_first_gets_no_less_for_what_a_lower_priority_asks(
 ) -> None:
     wants, budget = given
     top = max(each.priority for each in wants)
+    wants = [each._replace(starved=each.starved or each.priority == top) for each in wants]
     greedy = [each if each.priority == top else each._replace(asked=each.asked + more) for each in wants]
     before, after = allot(wants, budget), allot(greedy, budget)
     assert all(before[each.model] == after[each.model] for each in wants if each.priority == top)
@@ -105,6 +106,9 @@ def test_nobody_falls_below_a_floor_that_fits(given: tuple[list[Want], Budget]) 
 def test_a_lower_priority_shrinks_to_its_floor_first_and_then_the_higher_grows() -> None:
     low = want("low", 6, now=6, floor=2, priority=-1)
     high = want("high", 5, now=2, floor=1)
+    # A wish of the moment takes nothing that is in use.
+    assert allot([low, high], Budget(gpus=8)) == {"low": 6, "high": 2}
+    high = high._replace(starved=True)
     assert allot([low, high], Budget(gpus=8)) == {"low": 3, "high": 2}
     # Three of the lower ones drain: they hold their cards until they are gone.
     low = low._replace(now=3)
@@ -113,7 +117,7 @@ def test_a_lower_priority_shrinks_to_its_floor_first_and_then_the_higher_grows()
 
 
 def test_floors_come_first_and_by_priority_where_not_even_they_fit() -> None:
-    wants = [want("low", 4, floor=2, priority=-1), want("high", 8, floor=2)]
+    wants = [want("low", 4, floor=2, priority=-1), want("high", 8, floor=2, starved=True)]
     assert allot(wants, Budget(gpus=8)) == {"low": 2, "high": 6}
     assert allot(wants, Budget(gpus=3)) == {"low": 1, "high": 2}
 

@@ -250,7 +250,7 @@ def test_a_budget_that_shrinks_is_not_held_but_goes_by_steps() -> None:
 def test_nobody_takes_from_who_is_not_seen_or_under_way(changes: dict[str, Any], left: int) -> None:
     """Six of eight cards, of which a model of a higher priority wants five and has two."""
     low = situation(**({"model": "low", "count": 6, "priority": -1} | changes))
-    high = situation(model="high", count=2)
+    high = situation(model="high", count=2, memory=Memory(starved_since=NOON - 10))
     made = decide_all(
         {"low": low, "high": high}, Budget(gpus=8), {"low": Mind(Wants(6)), "high": Mind(Wants(5))}
     )
