@@ -205,10 +205,7 @@ class Autoscaler:
             return
         for name, decision in decisions.items():
             if name in self._targets.names():
-                try:
-                    self._carry_out(made.situations[name], decision, deployment)
-                except OSError as error:
-                    self._event(f"{name}: what was decided cannot be kept: {error}")
+                self._carry_out(made.situations[name], decision, deployment)
 
     def _decide(self, asked: Round, minds: Mapping[str, Mind]) -> Round:
         """Decide on what the log will have, word for word, and remember it on disk; beside the event loop."""

@@ -73,6 +73,7 @@ class Controller:
         self._hear_until = monotonic() + HEARING_S
         self._heard_all = asyncio.Event()
         self._targets = Targets(state)
+        self._keeps = True
         self.registry = Registry(self._epoch)
         self.gathering = Gathering()
         self._observation = Observation(self.registry, self._targets)
@@ -265,6 +266,7 @@ class Controller:
 
         Raises the first :class:`TidegateError` or ``OSError``, after the other models had their step.
         """
+        self._keep_targets()
         self._observation.held = await self._actuator.layers()
         errors: list[Exception] = []
         if self._heard():
@@ -379,6 +381,16 @@ class Controller:
             self._observation.forgive(target.key())
             self._event(f"{model}: target {said(target.aim)}")
         self._wake.set()
+
+    def _keep_targets(self) -> None:
+        """Save what a full disk did not take; that it did not is said once."""
+        if not self._targets.unsaved:
+            self._keeps = True
+            return
+        if self._keeps:
+            self._event(f"targets hold, and cannot be kept for a restart: {self._targets.unsaved}")
+        self._targets.save()
+        self._keeps = False
 
     def _adapter_slots(self, replica: Replica) -> int:
         """How many adapters a replica can have loaded at once, as its generation was built."""

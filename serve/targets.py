@@ -241,12 +241,17 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Targets:
-    """All targets, saved at each change."""
+    """All targets, saved at each change.
+
+    One that the disk does not take holds all the same, and is saved as soon as it does: what was asked for
+    is done, whole, and only a controller that is killed meanwhile forgets it.
+    """
 
     def __init__(self, state: StateDir) -> None:
         self._state = state
         self._path: Path = state.targets_path
         self._all = self._read()
+        self.unsaved = ""
 
     def _read(self) -> dict[str, Target]:
         try:
@@ -274,12 +279,23 @@ class Targets:
     def put(self, model: str, target: Target) -> None:
         """Set and save."""
         self._all[model] = target
-        self._state.save(self._path, self._all)
+        self.save()
 
     def drop(self, model: str) -> None:
         """Forget a model whose replicas are gone."""
         self._all.pop(model, None)
-        self._state.save(self._path, self._all)
+        self.save()
+
+    def save(self) -> None:
+        """Write all; ``unsaved`` is why that cannot be done now, or empty."""
+        try:
+            self._state.save(self._path, self._all)
+        except OSError as error:
+            if not self.unsaved:
+                log.warning("%s: %s", self._path, error)
+            self.unsaved = str(error)
+        else:
+            self.unsaved = ""
 
 
 def first_target(spec: ModelSpec, held: Iterable[LayerKey], now: float) -> Target:

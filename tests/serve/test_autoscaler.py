@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import threading
 from pathlib import Path
@@ -207,13 +206,40 @@ async def test_a_full_disk_keeps_nobody_from_being_decided_on(
     with monkeypatch.context() as disk:
         disk.setattr(StateDir, "save", full)
         traffic.rates |= {"m": 3.0, "other": 2.0}
-        for _ in range(10):
-            with contextlib.suppress(OSError):
-                await traffic.run(1)
+        await traffic.run(10)
         said = [event for event in plane.controller.status().events if "cannot be kept" in event]
-        assert {event.split()[1] for event in said} == {"m:", "other:"}
-    await traffic.run(10)
-    assert plane.counts(READY) == {SMALL: 3, LayerKey("other", "small", 1): 2}
+        assert [event.partition(": ")[0].partition(" ")[2] for event in said] == [
+            "targets hold, and cannot be kept for a restart"
+        ]
+        assert plane.counts(READY) == {SMALL: 3, LayerKey("other", "small", 1): 2}
+    await traffic.run(1)
+    await plane.restart()
+    assert [status.target for status in plane.controller.status().models] == [3, 2]
+
+
+async def test_a_document_that_was_kept_is_adopted_whole_though_the_disk_is_full_by_then(
+    plane: Plane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, other = model(tmp_path), model(tmp_path, "other")
+    await plane.up(document(first, other))
+    traffic = Traffic(plane)
+    await traffic.run(12, m=1.0, other=1.0)
+    save = StateDir.save
+
+    def nearly_full(self: StateDir, path: Path, value: Any) -> None:
+        if path != self.deployment_path:
+            raise OSError(errno.ENOSPC, "no space left on device")
+        save(self, path, value)
+
+    changed = {"sim": {"profile": "sim-small", "seed": 7}}
+    with monkeypatch.context() as disk:
+        disk.setattr(StateDir, "save", nearly_full)
+        plane.controller.apply(document(first | changed, other | changed))
+        await traffic.run(5)
+    assert [status.generation for status in plane.controller.status().models] == [2, 2]
+    await traffic.run(1)
+    await plane.restart()
+    assert [status.generation for status in plane.controller.status().models] == [2, 2]
 
 
 async def test_a_controller_outlives_a_full_disk(
