@@ -58,11 +58,33 @@ class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
     dry_run: bool = False
 
 
+class Outcome(msgspec.Struct, frozen=True, kw_only=True, tag="outcome"):
+    """What a switch that load made promised and what was measured since, as parts of the cost before.
+
+    ``decided_at`` is the instant of its decision; ``met_before`` and ``met`` are the parts of the requests
+    that were within the objective.
+    """
+
+    at: float
+    model: str
+    decided_at: float = 0.0
+    was: str
+    mode: str
+    promised: float
+    measured: float
+    met_before: float
+    met: float
+
+
 class Logged(msgspec.Struct, frozen=True, kw_only=True):
-    """A decision, and all that it was made of but for what policies remember."""
+    """A decision, and all that it was made of but for what policies remember.
+
+    Of a switch that load made, ``outcome`` is what was measured once it had been there for a while.
+    """
 
     situation: Situation
     decision: Decision
+    outcome: Outcome | None = None
 
 
 class ControllerStatus(msgspec.Struct, frozen=True, kw_only=True):

@@ -20,7 +20,7 @@ from policy.config import Budget
 from policy.control import Choice
 from policy.deciding import Mind, decide_all
 from policy.decision import Decision, Memory, Situation
-from serve.client import Logged
+from serve.client import Logged, Outcome
 from store.logs import KEPT, MAX_BYTES, RotatingLog
 
 log = logging.getLogger("tidegate.controller")
@@ -48,22 +48,6 @@ class Round(msgspec.Struct, frozen=True, kw_only=True, tag="round"):
     situations: dict[str, Situation]
     budget: Budget
     decisions: dict[str, Decision] = {}
-
-
-class Outcome(msgspec.Struct, frozen=True, kw_only=True, tag="outcome"):
-    """What a switch that load made promised and what was measured since, as parts of the cost before.
-
-    ``met_before`` and ``met`` are the parts of the requests that were within the objective.
-    """
-
-    at: float
-    model: str
-    was: str
-    mode: str
-    promised: float
-    measured: float
-    met_before: float
-    met: float
 
 
 Line = Round | Outcome
@@ -109,11 +93,19 @@ class Journal:
         return list(islice(heapq.merge(newest, self._written(at, model), key=_at, reverse=True), last))
 
     def _written(self, at: float | None, model: str | None) -> Iterator[Logged]:
+        # What came of a decision is written after it, so it is read before.
+        came: dict[tuple[str, float], Outcome] = {}
         for line in self.lines():
-            if isinstance(line, Round) and (at is None or line.at <= at):
+            if isinstance(line, Outcome):
+                came[line.model, line.decided_at] = line
+            elif at is None or line.at <= at:
                 for name, decision in line.decisions.items():
                     if model in (None, name):
-                        yield Logged(situation=forgotten(line.situations[name]), decision=decision)
+                        yield Logged(
+                            situation=forgotten(line.situations[name]),
+                            decision=decision,
+                            outcome=came.pop((name, decision.at), None),
+                        )
 
     def lines(self) -> Iterator[Line]:
         """All that is written, newest first; what a crash left half or another version wrote is left out."""

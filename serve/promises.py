@@ -8,7 +8,7 @@ import msgspec
 
 from policy.decision import Decision, Rung, Situation
 from policy.signals import Demand
-from serve.journal import Outcome
+from serve.client import Outcome
 from serve.targets import Promise
 
 # After it is there its requests fill the minute over which latencies are measured.
@@ -44,6 +44,7 @@ def outcome(promise: Promise, situation: Situation) -> Outcome | None:
     return Outcome(
         at=situation.at,
         model=situation.model,
+        decided_at=promise.at,
         was=promise.was,
         mode=promise.mode,
         promised=promise.gain,

@@ -14,7 +14,8 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from serve.journal import Outcome, replayed
+from serve.client import Outcome
+from serve.journal import replayed
 from serve.minds import mind_of
 from tests.faults.live import MODEL
 from tests.faults.scaled import Scaled

@@ -11,7 +11,8 @@ import pytest
 from policy.config import Budget
 from policy.decision import Memory
 from serve import journal
-from serve.journal import Journal, Outcome, Policies, Round, replayed
+from serve.client import Outcome
+from serve.journal import Journal, Policies, Round, replayed
 from serve.minds import mind_of
 from store import logs
 from tests.serve.plane import Plane

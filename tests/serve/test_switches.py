@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from policy.types import ReplicaState
-from serve.journal import Outcome
+from serve.client import Outcome
 from tests.serve.plane import LARGE, READY, SMALL, Plane
 from tests.serve.sim_documents import document, sim_model
 from tests.serve.traffic import Traffic
@@ -133,6 +133,10 @@ async def test_what_was_promised_is_compared_with_what_came(plane: Plane) -> Non
         if "gain promised" in event and "measured" in event
     ]
     assert f"gain promised {found.promised:.0%}, measured {found.measured:.0%}" in event
+    # Its decision is told with it, and no other.
+    told = plane.controller.autoscaler.journal.read(500)
+    assert [(each.decision.mode, each.outcome) for each in told if each.outcome] == [("multi-replica", found)]
+    assert next(each.decision for each in told if each.outcome).changes
 
 
 def outcomes(plane: Plane) -> list[Outcome]:

@@ -19,29 +19,37 @@ from policy.decision import Clip, Decision, Rule, Situation
 from policy.errors import TargetError
 from policy.scaling.view import Capability, Supply
 from policy.signals import Signals
-from serve.client import Logged
+from serve.client import Logged, Outcome
 from tests.tidegate.decisions import DEMAND, OVERRIDE, SIGNALS, decision, rates, situation, unchanged
 from tidegate.cli import group
 from tidegate.commands import explain as module
-from tidegate.commands.explanation import explained
+from tidegate.commands.explanation import After, explained
 
 NOW = 1120.0
+DONE = After("multi-replica", 4)
 
 
-def lines(made: Decision, seen: Situation | None = None, later: Decision | None = None) -> list[str]:
+def lines(
+    made: Decision, seen: Situation | None = None, after: After | None = None, came: Outcome | None = None
+) -> list[str]:
     """What is printed of one decision at 100 columns, each line with its label."""
     out = io.StringIO()
-    Console(file=out, width=100, markup=False, highlight=False).print(
-        explained(seen or situation(), made, later, NOW)
-    )
+    logged = Logged(situation=seen or situation(), decision=made, outcome=came)
+    Console(file=out, width=100, markup=False, highlight=False).print(explained(logged, after, NOW))
     return [line.rstrip() for line in out.getvalue().splitlines()]
 
 
-def said(label: str, made: Decision, seen: Situation | None = None, later: Decision | None = None) -> str:
+def said(
+    label: str,
+    made: Decision,
+    seen: Situation | None = None,
+    after: After | None = None,
+    came: Outcome | None = None,
+) -> str:
     """The rows of one label, joined."""
     rows: list[str] = []
     current = ""
-    for line in lines(made, seen, later)[1:]:
+    for line in lines(made, seen, after, came)[1:]:
         current = line[:9].strip() or current
         if current == label:
             rows.append(line[9:].strip())
@@ -49,13 +57,13 @@ def said(label: str, made: Decision, seen: Situation | None = None, later: Decis
 
 
 def test_a_decision_fits_a_screen_of_100_columns() -> None:
-    shown = lines(decision(), later=unchanged())
+    shown = lines(decision(), after=DONE)
     assert len(shown) <= 24
     assert max(map(len, shown)) <= 100
 
 
 def test_it_says_what_changed_why_and_that_it_was_done() -> None:
-    head, because, outcome, *_ = lines(decision(), later=unchanged())
+    head, because, outcome, *_ = lines(decision(), after=DONE)
     assert head.endswith("multi-replica x 2 -> multi-replica x 4")
     assert "(2 min 0 s ago)" in head
     assert because.split(maxsplit=1) == ["because", decision().reason]
@@ -97,24 +105,44 @@ def test_every_rule_that_changed_the_count_says_from_what_to_what_and_why() -> N
 
 
 @pytest.mark.parametrize(
-    ("made", "seen", "later", "outcome"),
+    ("made", "seen", "after", "outcome"),
     [
         (unchanged(), {}, None, "nothing to do"),
-        (decision(), {}, None, "on its way"),
-        (decision(), {}, decision(at=1005.0), "not carried out; `tidegate status --json` has the events"),
-        (decision(dry_run=True), {}, decision(at=1005.0), "not carried out (control.guard.dry_run)"),
+        (decision(), {}, None, "what came of it is not known"),
+        (decision(), {}, After("multi-replica", 4, "starting"), "on its way (starting)"),
+        (decision(), {}, After("multi-replica", 4, "recovering"), "carried out"),
+        (
+            decision(),
+            {},
+            After("multi-replica", 2, "steady"),
+            "not carried out; `tidegate status --json` has the events",
+        ),
+        (decision(dry_run=True), {}, After("multi-replica", 2), "not carried out (control.guard.dry_run)"),
         (
             decision(mode="single-large", count=1, gain=0.31),
             {},
-            decision(was_mode="single-large", was_count=1, mode="single-large", count=1),
+            After("single-large", 1),
             "carried out; the switch promises to cost 31% less",
         ),
-        (decision(short=1.25), {}, None, "on its way; 1.25/s are left unserved"),
-        (decision(short=1.25), {"overflow": True}, None, "on its way; 1.25/s are left to upstreams"),
+        (decision(short=1.25), {}, DONE, "carried out; 1.25/s are left unserved"),
+        (decision(short=1.25), {"overflow": True}, DONE, "carried out; 1.25/s are left to upstreams"),
     ],
 )
-def test_the_outcome(made: Decision, seen: dict[str, Any], later: Decision | None, outcome: str) -> None:
-    assert said("outcome", made, situation(**seen), later) == outcome
+def test_the_outcome(made: Decision, seen: dict[str, Any], after: After | None, outcome: str) -> None:
+    assert said("outcome", made, situation(**seen), after) == outcome
+
+
+@pytest.mark.parametrize(("measured", "what"), [(0.28, "28% less"), (-0.1, "10% more")])
+def test_what_came_of_a_switch_is_beside_what_it_promised(measured: float, what: str) -> None:
+    came = Outcome(
+        at=1100.0, model="sim", was="multi-replica", mode="single-large", promised=0.31, measured=measured,
+        met_before=0.9, met=0.99,
+    )  # fmt: skip
+    made = decision(mode="single-large", count=1, gain=0.31)
+    assert said("outcome", made, after=After("single-large", 1), came=came) == (
+        "carried out; the switch promises to cost 31% less, and was measured to cost"
+        f" {what}: 90.0% within the objective before, 99.0% since"
+    )
 
 
 def test_what_was_set_by_hand_says_until_when() -> None:
@@ -166,7 +194,9 @@ def test_what_a_replica_can_do(capability: Capability, slo: Objective, what: str
 def test_old_figures_are_red() -> None:
     out = io.StringIO()
     console = Console(file=out, width=100, force_terminal=True, color_system="standard")
-    console.print(explained(situation(guard=Guard(stale_s=0.45)), decision(), None, NOW))
+    console.print(
+        explained(Logged(situation=situation(guard=Guard(stale_s=0.45)), decision=decision()), None, NOW)
+    )
     shown = out.getvalue()
     assert "\x1b[31mtold 0.5 s ago" in shown
     assert "\x1b[31mtold 0.4 s ago" not in shown
@@ -179,8 +209,13 @@ class Controller:
         self._log = [Logged(situation=situation(at=each.at), decision=each) for each in decisions]
 
     def status(self) -> SimpleNamespace:
-        names = dict.fromkeys(logged.decision.model for logged in self._log)
-        return SimpleNamespace(models=[SimpleNamespace(name=name) for name in names])
+        aims = {logged.decision.model: logged.decision for logged in self._log}
+        return SimpleNamespace(
+            models=[
+                SimpleNamespace(name=name, mode=aim.mode, target=aim.count, phase="starting")
+                for name, aim in aims.items()
+            ]
+        )
 
     def decisions(
         self, model: str | None = None, last: int = 1, at: float | None = None
@@ -230,6 +265,8 @@ def test_without_an_option_the_last_change_and_the_present(run: Run) -> None:
     assert "carried out" in shown
     # Where the present one is the change, it is told once; where nothing changed, the present one.
     assert told(run(LOG[:2], "--json")) == [1000.0]
+    # What is aimed for now says what came of it.
+    assert "on its way (starting)" in run(LOG[:2]).output
     assert told(run(LOG[:1], "--json")) == [990.0]
 
 

@@ -14,7 +14,7 @@ from policy.decision import Decision
 from serve.client import ControllerClient, Logged
 from store.state import StateDir
 from tidegate.commands.console import console
-from tidegate.commands.explanation import explained
+from tidegate.commands.explanation import After, explained
 from tidegate.commands.targets import controller
 from tidegate.commands.times import clock, moment
 from tidegate.exits import Exit
@@ -52,18 +52,19 @@ def explain(state: StateDir, model: str | None, last: int | None, at: float | No
 
 
 class _Told(NamedTuple):
-    """A decision, and the one after it, which shows whether it was carried out."""
+    """A decision, and what was aimed for after it, which shows whether it was carried out."""
 
     logged: Logged
-    later: Decision | None
+    after: After | None
 
 
 def _chosen(client: ControllerClient, model: str, last: int | None, at: float | None) -> list[_Told]:
     """The decisions to explain, oldest first."""
     until = None if at is None else at + NEXT_S
     found = client.decisions(model, last=LOOKED_AT if last is None else last, at=until)
+    newest = _aimed(client, model) if at is None else None
     told = [
-        _Told(each, found[i - 1].decision if i else None)
+        _Told(each, _before(found[i - 1].decision) if i else newest)
         for i, each in enumerate(found)
         if at is None or each.decision.at <= at
     ]
@@ -73,9 +74,20 @@ def _chosen(client: ControllerClient, model: str, last: int | None, at: float | 
     return told[::-1]
 
 
+def _before(decision: Decision) -> After:
+    """What was aimed for when the next decision was made."""
+    return After(decision.was_mode, decision.was_count)
+
+
+def _aimed(client: ControllerClient, model: str) -> After | None:
+    """What is aimed for now."""
+    now = next((each for each in client.status().models if each.name == model), None)
+    return After(now.mode, now.target, now.phase) if now is not None else None
+
+
 def _print(chosen: Sequence[_Told], now: float) -> None:
     out = console()
     for i, told in enumerate(chosen):
         if i:
             out.print()
-        out.print(explained(told.logged.situation, told.logged.decision, told.later, now))
+        out.print(explained(told.logged, told.after, now))

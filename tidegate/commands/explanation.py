@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -12,6 +13,7 @@ from policy.control import Objective
 from policy.decision import Clip, Decision, Outlook, Situation
 from policy.scaling.view import Capability, Proposal, Supply
 from policy.signals import Demand, Quantiles, ReplicaFigures
+from serve.client import Logged
 from tidegate.commands.status_table import age, rate
 from tidegate.commands.times import clock
 
@@ -19,14 +21,25 @@ _LABEL = 9
 # Of the engine model's error and of figures' age: past these a reader should look twice.
 _BAD_ERROR = 0.2
 _SLOW = 1.2
+# Phases of a model whose aim was not reached yet.
+_ON_THE_WAY = ("starting", "switching", "giving way")
 
 
-def explained(situation: Situation, decision: Decision, later: Decision | None, now: float) -> RenderableType:
-    """The whole of one decision; ``later`` is the next one, if it is known, and ``now`` when it is read."""
+class After(NamedTuple):
+    """What was aimed for after a decision, and what was on the way there (a phase of the controller)."""
+
+    mode: str
+    count: int
+    phase: str = ""
+
+
+def explained(logged: Logged, after: After | None, now: float) -> RenderableType:
+    """The whole of one decision; ``after`` is what came then, if it is known, and ``now`` when it is read."""
+    decision = logged.decision
     rows = Table.grid(padding=(0, 2, 0, 0))
     rows.add_column(style="dim", width=_LABEL, no_wrap=True)
     rows.add_column(overflow="fold")
-    for label, *lines in _sections(situation, decision, later, now):
+    for label, *lines in _sections(logged, after, now):
         for i, line in enumerate(lines):
             rows.add_row("" if i else label, line)
     return Group(_headline(decision, now), rows)
@@ -42,12 +55,11 @@ def _headline(decision: Decision, now: float) -> Text:
     return Text.assemble((decision.model, "bold"), when, what)
 
 
-def _sections(
-    situation: Situation, decision: Decision, later: Decision | None, now: float
-) -> Iterable[tuple[str | RenderableType, ...]]:
+def _sections(logged: Logged, after: After | None, now: float) -> Iterable[tuple[str | RenderableType, ...]]:
+    situation, decision = logged.situation, logged.decision
     signals, slo = situation.signals, situation.slo
     yield "because", decision.reason
-    yield "outcome", _outcome(situation, decision, later, now)
+    yield "outcome", _outcome(logged, after, now)
     yield "demand", *_demand(signals.demand, situation.guard.stale_s)
     if signals.demand is not None:
         yield "latency", _latency(signals.demand, slo)
@@ -64,20 +76,29 @@ def _sections(
         yield "others", *others
 
 
-def _outcome(situation: Situation, decision: Decision, later: Decision | None, now: float) -> Text:
+def _outcome(logged: Logged, after: After | None, now: float) -> Text:
+    situation, decision = logged.situation, logged.decision
     said = Text()
     if decision.dry_run and decision.changes:
         said.append("not carried out (control.guard.dry_run)", style="yellow")
     elif not decision.changes:
         said.append("nothing to do")
-    elif later is None:
-        said.append("on its way")
-    elif (later.was_mode, later.was_count) == (decision.mode, decision.count):
-        said.append("carried out")
+    elif after is None:
+        said.append("what came of it is not known")
+    elif (after.mode, after.count) == (decision.mode, decision.count):
+        on_its_way = after.phase in _ON_THE_WAY
+        said.append(f"on its way ({after.phase})" if on_its_way else "carried out")
     else:
         said.append("not carried out; `tidegate status --json` has the events", style="yellow")
     if decision.gain is not None:
         said.append(f"; the switch promises to cost {decision.gain:.0%} less", style="green")
+    if (came := logged.outcome) is not None:
+        less = f"{abs(came.measured):.0%} {'more' if came.measured < 0 else 'less'}"
+        said.append(
+            f", and was measured to cost {less}: {came.met_before:.1%} within the objective before,"
+            f" {came.met:.1%} since",
+            style="green" if came.measured > 0 else "yellow",
+        )
     if (override := situation.override) is not None:
         until = f"until {clock(override.until, now)}" if override.until is not None else "until taken back"
         what = override.mode if override.count is None else f"{override.mode} x {override.count}"
