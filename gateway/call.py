@@ -42,14 +42,14 @@ _COUNT = itertools.count(1)
 class Call:
     """A request between the client's connection and a replica's.
 
-    ``streaming`` is whether the client asked for a stream. ``started`` once a byte of the answer was
-    sent, ``answered`` once its last one was handed over, ``replica`` the one that has it or had it last.
-    Instants are seconds of ``time.monotonic``, which is the loop's clock read afresh: ``sent_at`` when
-    the request went to that replica, ``first_byte_at`` (streams alone) when its first event came,
-    ``last_event_at`` when the last one did. ``events`` counts them up to the one that finishes the
-    answer, ``usage`` says what the answer cost once it has ended. ``explain`` tells an admin who asked
-    why the answer's route was taken. ``adapter`` is the one of ours that it names. ``exchange`` is the
-    client's, where it is one of our port.
+    ``streaming`` is whether the client asked for a stream. ``started`` once a byte of the answer was sent,
+    ``answered`` once its last one was handed over, ``replica`` the one that has it or had it last; an
+    upstream if it went ``elsewhere``. Instants are seconds of ``time.monotonic``, which is the loop's clock
+    read afresh: ``sent_at`` when the request went to that replica, ``first_byte_at`` (streams alone) when
+    its first event came, ``last_event_at`` when the last one did. ``events`` counts them up to the one that
+    finishes the answer, ``usage`` says what the answer cost once it has ended. ``explain`` tells an admin
+    who asked why the answer's route was taken. ``adapter`` is the one of ours that it names. ``exchange``
+    is the client's, where it is one of our port.
     """
 
     __slots__ = (
@@ -57,6 +57,7 @@ class Call:
         "adapter",
         "answered",
         "deadlines",
+        "elsewhere",
         "events",
         "exchange",
         "explain",
@@ -92,6 +93,7 @@ class Call:
         self.outcome = ""
         self.queued_s = 0.0
         self.replica = b""
+        self.elsewhere = False
         self.sent_at = 0.0
         self.first_byte_at: float | None = None
         self.events = 0

@@ -91,15 +91,19 @@ class ModelMeter:
         if self.model:
             self.queue_wait.add(call.queued_s)
         first_at = call.first_byte_at
+        # What an upstream served says nothing of replicas, and who only counts tokens is no answer of theirs.
+        own = not call.elsewhere and call.route.runner is not None
         if first_at is not None:
             self.ttft.add(first_at - began)
-            self.totals.ttft.add(first_at - began)
+            if own:
+                self.totals.ttft.add(first_at - began)
         if call.outcome == "ok":
             self.e2e.add(ended - began)
-            self.totals.end(ended - began, call.usage)
+            if own:
+                self.totals.end(ended - began, call.usage)
             if first_at is not None:
                 gap_s = (call.last_event_at - first_at) / (call.events - 1) if call.events > 1 else 0.0
-                self.served_stream(first_at - began, gap_s)
+                self.served_stream(first_at - began, gap_s, own)
         elif call.outcome in NO_ROOM:
             self.totals.refused += 1
 
@@ -115,10 +119,11 @@ class ModelMeter:
         self.cached_tokens += usage.cached
         self.completion_tokens += usage.completion
 
-    def served_stream(self, ttft_s: float, mean_gap_s: float) -> None:
+    def served_stream(self, ttft_s: float, mean_gap_s: float, own: bool = True) -> None:
         """Count a served stream where both of its latencies fall."""
         self.streams[_edge(SECONDS, ttft_s), _edge(GAPS, mean_gap_s)] += 1
-        self.totals.judge(ttft_s, mean_gap_s)
+        if own:
+            self.totals.judge(ttft_s, mean_gap_s)
 
 
 def _edge(bounds: tuple[float, ...], value: float) -> str:

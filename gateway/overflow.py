@@ -146,14 +146,14 @@ class Overflow:
             if verdict is Verdict.BROKEN:
                 call.outcome = Refusal.STREAM_BROKEN
                 return True
-        call.replica = before
+        call.replica, call.elsewhere = before, False
         return False
 
     async def _attempt(
         self, endpoint: Endpoint, call: Call, name: str, body: Body, raw: bytes
     ) -> tuple[Verdict, Sign]:
         """Try one upstream; a kept connection that turns out dead is replaced once, silently."""
-        call.replica = endpoint.label
+        call.replica, call.elsewhere = endpoint.label, True
         sent = endpoint.outgoing(call.route, name, body, raw)
         head = endpoint.head(call, sent.size)
         connection = endpoint.pool.take()

@@ -14,12 +14,12 @@ class ModelReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """One model in one gateway worker: totals since the worker started, and what waits and runs now.
 
     ``arrived`` counts requests before any was refused, ``refused`` those for which there was no room or no
-    replica in time, ``ended`` those whose answer was whole, over which ``input_tokens``, ``cached_tokens``
-    and ``output_tokens`` are summed. ``ttft``, ``itl`` (the mean gap of each stream) and ``e2e`` count
-    durations in the buckets of :mod:`policy.histogram`; the first two are of streams alone, since an answer
-    that comes whole says nothing of its first token. ``met_ttft``, ``met_itl`` and ``met_both`` are how many
-    of ``judged`` streams were within the model's objectives, as they were when each ended. ``in_flight`` are
-    in the gateway, ``queued`` of them without a replica.
+    replica in time, ``ended`` those that a replica answered whole with tokens of its own, over which
+    ``input_tokens``, ``cached_tokens`` and ``output_tokens`` are summed. ``ttft``, ``itl`` (the mean gap of
+    each stream) and ``e2e`` count durations in the buckets of :mod:`policy.histogram`; the first two are of
+    streams alone, since an answer that comes whole says nothing of its first token. ``met_ttft``, ``met_itl``
+    and ``met_both`` are how many of ``judged`` streams were within the model's objectives, as they were when
+    each ended. ``in_flight`` are in the gateway, ``queued`` of them without a replica.
     """
 
     arrived: int = 0

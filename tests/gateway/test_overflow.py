@@ -155,7 +155,8 @@ async def other() -> AsyncIterator[FakeUpstream]:
 async def test_what_the_fleet_can_serve_stays(site: Site, upstream: FakeUpstream) -> None:
     site.refusal = None
     site.deploy(upstream)
-    assert (await site.ask()).body == b"ours"
+    told = await site.ask()
+    assert (told.body, told.call.elsewhere) == (b"ours", False)
     assert upstream.hits == []
 
 
@@ -166,7 +167,7 @@ async def test_what_it_cannot_goes_upstream_and_nothing_of_ours_with_it(
     told = await site.ask(temperature=0.5, cache_salt="salt")
     assert (told.status, told.body) == (200, ANSWER)
     assert told.headers[b"x-tidegate-replica"] == b"upstream:u0"
-    assert told.call.outcome == "ok"
+    assert (told.call.outcome, told.call.elsewhere) == ("ok", True)
     (hit,) = upstream.hits
     assert hit.path == "/v1/chat/completions"
     assert hit.json == {**CHAT, "model": "their-m", "temperature": 0.5}

@@ -45,13 +45,15 @@ def ended(
     gap_s: float = 0.0,
     e2e_s: float = 2.0,
     usage: Usage | None = None,
+    path: str = "/v1/chat/completions",
+    elsewhere: bool = False,
 ) -> None:
     """A call that came and ended."""
 
     async def unused() -> Any: ...
 
-    call = Call(ROUTES["/v1/chat/completions"], {"headers": []}, unused, lambda message: unused())
-    call.outcome, call.usage = outcome, usage
+    call = Call(ROUTES[path], {"headers": []}, unused, lambda message: unused())
+    call.outcome, call.usage, call.elsewhere = outcome, usage, elsewhere
     if ttft_s is not None:
         call.first_byte_at, call.events, call.last_event_at = 10.0 + ttft_s, 11, 10.0 + ttft_s + 10 * gap_s
     meter.arrive()
@@ -129,6 +131,23 @@ async def count() -> None:
 
 def test_each_end_counts_once_in_its_kinds() -> None:
     play(count)
+
+
+async def others() -> None:
+    site = Site()
+    meter = site.metrics.model("m")
+    usage = Usage(prompt=100, cached=0, completion=20)
+    ended(meter, ttft_s=0.2, gap_s=0.01, usage=usage, elsewhere=True)
+    ended(meter, "stream_broken", ttft_s=0.2, elsewhere=True)
+    ended(meter, path="/v1/tokenize")
+    ended(meter, path="/v1/detokenize")
+    assert site.report() == ModelReport(arrived=4)
+    assert sum(meter.streams.values()) == 1  # those that scrape are told of each
+    await site.close()
+
+
+def test_what_replicas_did_not_answer_only_came() -> None:
+    play(others)
 
 
 async def judge() -> None:
