@@ -57,7 +57,7 @@ class Surveying:
         leaving = _leaving(spec, layers, key)
         rungs = tuple(self._rungs(target, deployment, at))
         here = next(rung for rung in rungs if rung.mode == target.aim.mode)
-        signals = self._slowed(self._gathering.signals(model, self._now()), here.timing.model)
+        signals = self._slowed(self._gathering.signals(model, self._now()), key, here.timing.model)
         self._note_watts(target, signals)
         return Situation(
             at=at,
@@ -177,18 +177,21 @@ class Surveying:
             return timing.model if fitted is None else fitted.model
         return self._calibrations.assumed(spec, shape, timing.model)
 
-    def _slowed(self, signals: Signals, model: EngineModel | None) -> Signals:
-        """With what each replica's steps take over what the model of its shape says."""
+    def _slowed(self, signals: Signals, key: LayerKey, model: EngineModel | None) -> Signals:
+        """Of the layer's own replicas, with what each one's steps take over what the model of its shape says.
+
+        In a switch others serve beside them, whose load and pace are not those of the new shape.
+        """
+        mine = self._observation.ids(key)
         replicas = tuple(
             msgspec.structs.replace(each, slowness=self._calibrations.slowness(each.id, model, self._now()))
             for each in signals.replicas
+            if each.id in mine
         )
         return msgspec.structs.replace(signals, replicas=replicas)
 
     def _note_watts(self, target: Target, signals: Signals) -> None:
-        # In a switch those of the other shape serve on, and draw what they draw.
-        mine = self._observation.ids(target.key())
-        told = [each.watts for each in signals.replicas if each.watts is not None and each.id in mine]
+        told = [each.watts for each in signals.replicas if each.watts is not None]
         if told:
             key = (target.spec.name, target.aim.shape)
             self._watts.setdefault(key, deque(maxlen=LOOKS)).append(max(told))

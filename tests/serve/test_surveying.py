@@ -102,6 +102,27 @@ async def test_what_leaves_in_a_switch_draws_nothing_for_the_shape_that_comes(pl
     assert rungs(plane)["single-large"].watts == 800
 
 
+async def test_what_leaves_in_a_switch_is_no_figure_of_the_shape_that_comes(plane: Plane) -> None:
+    model = sim_model(
+        shapes={"large": {"gpus": 2, "tensor_parallel": 2}, "small": {"gpus": 1}}, control={"tick_s": 1}
+    )
+    await plane.up(document(model))
+    await plane.ticks()
+    (replica,) = plane.cluster.replicas.values()
+    traffic = Traffic(plane)
+
+    async def figures() -> list[str]:
+        plane.controller.beat(Beat(replica=replica))
+        await traffic.run(6, m=1.0)
+        (now,) = plane.controller.autoscaler.journal.read(1)
+        return [each.id for each in now.situation.signals.replicas]
+
+    assert await figures() == [replica.id]
+    plane.cluster.slow = True
+    plane.controller.mode("m", "single-large")
+    assert await figures() == []
+
+
 @pytest.mark.parametrize(("takes", "learns"), [("cpus", False), ("gpus", True)])
 async def test_steps_on_cores_that_others_start_on_say_nothing_of_the_shape(
     plane: Plane, takes: str, learns: bool
