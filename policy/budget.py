@@ -109,8 +109,9 @@ def allot(wants: Sequence[Want], budget: Budget) -> dict[str, int]:
     """The count that each model gets, never more than it asks for.
 
     First every floor, the highest priority first; then what each asks for, by priority. Those of one
-    priority take nothing of each other that is in use, and of the rest whoever lacks the most gets the next.
-    Who is not starved yet takes above its floor nothing that is in use of a lower priority either. A model only grows into what nobody holds: what others have to give up has to be free first. Watts and
+    priority take nothing of each other that is in use, and of the rest whoever lacks the most gets the
+    next. Who is not starved yet takes above its floor nothing that is in use of a lower priority either. A
+    model only grows into what nobody holds: what others have to give up has to be free first. Watts and
     money, which are measured and may turn out more than foreseen, take nobody that runs below its floor.
     """
     left = total(budget)
