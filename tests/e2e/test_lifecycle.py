@@ -13,20 +13,25 @@ import psutil
 import pytest
 import yaml
 
-from tests.e2e.conftest import CHAT
+from tests.e2e.conftest import CHAT, POOLING
 from tests.e2e.stack import ROOT, Stack, eventually
 from tests.e2e.traffic import PATIENCE_S, Traffic
 
-SHIPPED = yaml.safe_load((ROOT / "deployments" / "smollm2-cpu.yaml").read_text())["models"][0]["control"]
+SHIPPED = yaml.safe_load((ROOT / "deployments" / "smollm2-cpu.yaml").read_text())
 pytestmark = [pytest.mark.vllm, pytest.mark.ray, pytest.mark.timeout(1200, func_only=True)]
 
 
 @pytest.fixture
 def decided(stack: Stack) -> Iterator[Stack]:
-    """Load decides, within the objective that ships and in less time; afterwards nobody does."""
+    """Load decides, within the objective that ships and in less time; afterwards nobody does.
+
+    The other model leaves meanwhile: with its core Ray has no room for two more beside the large replica.
+    """
     before = copy.deepcopy(stack.document)
-    control = stack.document["models"][0]["control"]
-    control["slo"] = SHIPPED["slo"]
+    chat = stack.document["models"][0]
+    stack.document |= {"models": [chat], "budget": SHIPPED["budget"]}
+    control = chat["control"]
+    control["slo"] = SHIPPED["models"][0]["control"]["slo"]
     control["mode"] |= {"confirm_s": 10, "dwell_s": 20}
     control["scale"] = {"hold_s": 15}
     stack.apply()
@@ -36,6 +41,7 @@ def decided(stack: Stack) -> Iterator[Stack]:
     stack.apply()
     assert stack.run("mode", CHAT, "single-large").returncode == 0
     stack.steady(CHAT, 1)
+    stack.steady(POOLING, 1)
 
 
 def test_load_alone_switches_the_mode_and_cuts_no_stream(decided: Stack) -> None:
