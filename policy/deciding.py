@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from policy.budget import Want, allot, each, held, reach, spare
-from policy.capacity import capability
+from policy.capacity import FULL, capability
 from policy.config import Budget
 from policy.decision import Decision, Memory, Outlook, Rung, Situation
 from policy.engine_model import Workload
@@ -116,13 +116,13 @@ class _Thought:
         situation = self.situation
         if len(situation.rungs) < 2:
             return
-        demand = situation.signals.demand
         prospect = Prospect(
-            rate=self.foreseen + (demand.queued / DRAIN_S if demand is not None else 0.0),
+            rate=self._expected(),
             workload=self.workload,
             capabilities=self.capabilities,
             reach=reach(situation.model, wants, budget),
             spare=spare(wants.values(), budget),
+            fixed="the policy leaves the mode to you" if self.proposal.fixed else "",
         )
         self.verdict = judged(situation, prospect)
         hand, found = in_force(situation), self.verdict.to
@@ -134,6 +134,17 @@ class _Thought:
             )
         elif found is not None and situation.count and self.course.count:
             self._set_out(found)
+
+    def _expected(self) -> float:
+        """Requests per second that another mode would have to serve, with those that wait.
+
+        As many as those that serve can, while nobody has told: who changes the mode by hand then loses none.
+        """
+        demand = self.situation.signals.demand
+        if demand is None:
+            able = self.capabilities[self.rung.mode]
+            return self.situation.supply.serving * (able.mu or able.mu_max * FULL)
+        return self.foreseen + demand.queued / DRAIN_S
 
     def _set_out(self, outlook: Outlook) -> None:
         self.to = next(rung for rung in self.situation.rungs if rung.mode == outlook.mode)

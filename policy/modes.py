@@ -42,7 +42,7 @@ class Prospect(NamedTuple):
     """What a comparison of modes is made of.
 
     ``rate`` requests per second are expected, of ``workload``. ``reach`` is what the model could hold in
-    all, ``spare`` what nobody holds.
+    all, ``spare`` what nobody holds. ``fixed`` says why no mode is worth a switch whatever it promises.
     """
 
     rate: float
@@ -50,6 +50,7 @@ class Prospect(NamedTuple):
     capabilities: Mapping[str, Capability]
     reach: Take
     spare: Take
+    fixed: str = ""
 
 
 class Verdict(NamedTuple):
@@ -90,10 +91,11 @@ def judged(situation: Situation, prospect: Prospect) -> Verdict:
         gain = 1 - outlook.cost / here.cost if here.cost else 0.0
         if mode == situation.mode:
             why = why or "the mode that there is"
-        elif unseen:
-            why = why or unseen
+        elif prospect.fixed or unseen:
+            why = why or prospect.fixed or unseen
         elif not why:
-            why = here.why and f"{here.mode}: {here.why}"
+            # What has no room any more is left for what has; of what is not known nothing can be said.
+            why = "" if is_known(_rung(situation, here.mode)) else f"{here.mode}: {here.why}"
             if not why and gain >= situation.switching.gain:
                 since[mode] = situation.memory.better_since.get(mode, situation.at)
             why = why or _objection(situation, prospect, here, outlook, since.get(mode))
@@ -130,7 +132,8 @@ def _outlook(situation: Situation, rung: Rung, prospect: Prospect, price: float,
         return msgspec.structs.replace(unknown, why="nothing is known of how fast it is")
     if most < max(1, least):
         return msgspec.structs.replace(unknown, why="the budget has no room for it")
-    mu = able.mu / (1 + min(able.error, MOST_ERROR))
+    # Where the objective cannot be met at all, as many as keep up: the same that a policy would ask for.
+    mu = (able.mu or able.mu_max * FULL) / (1 + min(able.error, MOST_ERROR))
     needed = math.ceil(rate / mu - 1e-9) if mu > 0 else most
     count = min(max(least, needed), most)
     alone = msgspec.structs.replace(prospect.workload, lam=rate / max(1, count))

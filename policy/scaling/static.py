@@ -15,7 +15,7 @@ class StaticParameters(Section, frozen=True):
 
 
 class Static:
-    """Changes nothing by load."""
+    """Changes nothing by load, and has the mode not change by it."""
 
     def __init__(self, parameters: StaticParameters) -> None:
         self._replicas = parameters.replicas
@@ -27,4 +27,4 @@ class Static:
         reason = f"{wanted} as it is" if self._replicas is None else f"{wanted} as written"
         if count != wanted:
             reason += f", {count} as the mode bounds it"
-        return Proposal(count=count, reason=reason, terms={"replicas": float(wanted)})
+        return Proposal(count=count, reason=reason, terms={"replicas": float(wanted)}, fixed=True)

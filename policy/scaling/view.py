@@ -76,7 +76,8 @@ class Proposal(msgspec.Struct, frozen=True, kw_only=True):
 
     ``terms`` are what each of its terms alone asked for, in replicas. ``forecast`` is the rate in requests
     per second that is expected when a start begun now is ready, ``forecast_high`` its upper bound; ``None``
-    of a policy that foresees nothing.
+    of a policy that foresees nothing. ``fixed`` is one that does not go by the load: so the mode does not
+    either.
     """
 
     count: int
@@ -85,6 +86,7 @@ class Proposal(msgspec.Struct, frozen=True, kw_only=True):
     forecast: float | None = None
     forecast_high: float | None = None
     memory: Any = None
+    fixed: bool = False
 
 
 class Policy(Protocol):

@@ -20,6 +20,7 @@ from policy.decision import Decision, Memory, Outlook, Override, Situation
 from policy.engine_model import Workload
 from policy.modes import Prospect, Verdict, judged, outlooks
 from policy.pace import GENERIC
+from policy.scaling.choice import choose, make
 from policy.scaling.view import Supply
 from policy.signals import Signals
 from tests.policy.control_play import (
@@ -318,11 +319,48 @@ def test_a_mode_that_is_set_by_hand_is_taken_at_once_with_what_it_needs() -> Non
     switch = Override(mode=SMALL.mode)
     unsettled = large(signals=signals, settled=False, override=switch, memory=Memory(switched_at=NOON - 1))
     decision, memory = decided(unsettled)
-    assert (decision.mode, decision.count, decision.gain) == (SMALL.mode, 8, None)
+    # Small ones cannot meet the objective: so as many as keep up.
+    assert (decision.mode, decision.count, decision.gain) == (SMALL.mode, 3, None)
     assert memory.switched_at == NOON
     counted = msgspec.structs.replace(unsettled, override=Override(mode=SMALL.mode, count=3))
     decision, _ = decided(counted)
     assert (decision.mode, decision.count) == (SMALL.mode, 3)
+
+
+def test_a_mode_set_by_hand_before_anybody_told_anything_has_to_do_as_much() -> None:
+    signals = Signals(replicas=figures(6))
+    wide = rung("wide", gpus=2, most=8)
+    there = situation(count=6, rungs=(SMALL, wide), signals=signals, override=Override(mode="wide"))
+    decision, _ = decided(there, 6)
+    workload = workload_of(None)
+    one, other = (capability(each.timing, workload, Objective()).mu for each in (SMALL, wide))
+    assert (decision.mode, decision.count) == ("wide", math.ceil(6 * one / other))
+    assert decision.count > 1
+
+
+def test_a_policy_that_leaves_the_count_to_others_leaves_the_mode_to_them() -> None:
+    given = overloaded()
+    minds = {given.model: Mind(make(choose("policy", "static")))}
+    decision, memory = decide_all({given.model: given}, Budget(gpus=12), minds)[given.model]
+    assert (decision.mode, decision.gain, memory.better_since) == (LARGE.mode, None, {})
+    other = next(seen for seen in decision.outlooks if seen.mode == SMALL.mode)
+    assert (other.count, other.why) == (8, "the policy leaves the mode to you")
+    by_hand = msgspec.structs.replace(given, override=Override(mode=SMALL.mode))
+    decision, _ = decide_all({given.model: by_hand}, Budget(gpus=12), minds)[given.model]
+    assert decision.mode == SMALL.mode
+
+
+def test_a_mode_that_has_no_room_any_more_is_left() -> None:
+    """A large one draws more than there may be: it stays until small ones take its place."""
+    hungry = msgspec.structs.replace(LARGE, watts=2560.0)
+    small = msgspec.structs.replace(SMALL, watts=300.0)
+    signals = Signals(demand=demand(1.0), replicas=figures(1))
+    there = large(slo=Objective(), rungs=(hungry, small), signals=signals)
+    decision, memory = decided(there, budget=Budget(watts=2500))
+    assert (decision.mode, decision.count) == (LARGE.mode, 1)
+    later = msgspec.structs.replace(there, at=NOON + 60, memory=memory)
+    decision, _ = decided(later, budget=Budget(watts=2500))
+    assert (decision.mode, decision.count) == (SMALL.mode, 2)
 
 
 def test_a_mode_set_by_hand_for_which_there_is_no_room_is_not_taken() -> None:
