@@ -358,8 +358,8 @@ def test_a_mode_that_has_no_room_any_more_is_left() -> None:
     there = large(slo=Objective(), rungs=(hungry, small), signals=signals)
     decision, memory = decided(there, budget=Budget(watts=2500))
     assert (decision.mode, decision.count) == (LARGE.mode, 1)
-    later = msgspec.structs.replace(there, at=NOON + 60, memory=memory)
-    decision, _ = decided(later, budget=Budget(watts=2500))
+    assert memory.better_since == {SMALL.mode: NOON}
+    decision, _ = decided(confirmed(there, SMALL.mode), budget=Budget(watts=2500))
     assert (decision.mode, decision.count) == (SMALL.mode, 2)
 
 
