@@ -37,7 +37,8 @@ class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
 
     ``decided_by`` is the policy, or ``by hand``: then ``override`` has what was set, and until when. Of the
     last decision the ``reason``, what one replica was taken to be capable of, the ``forecast`` rate in
-    requests per second, and whether it was only logged (``dry_run``).
+    requests per second, and whether it was only logged (``dry_run``). ``barred`` are the modes that failed,
+    and until when (Unix seconds) load does not switch to each.
     """
 
     name: str
@@ -56,6 +57,7 @@ class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
     capability: Capability | None = None
     forecast: float | None = None
     dry_run: bool = False
+    barred: dict[str, float] = {}
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True, tag="outcome"):

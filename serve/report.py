@@ -40,8 +40,10 @@ def model_status(
     if held is not None and held.retry_at is not None and held.retry_at > autoscaler.at:
         again = f"tried again in {held.retry_at - autoscaler.at:.0f} s"
         status = msgspec.structs.replace(status, note=f"{status.note}; {again}" if status.note else again)
+    at = autoscaler.at
+    barred = {mode: each.until for mode, each in target.barred.items() if each.until > at}
     status = msgspec.structs.replace(
-        status, decided_by=autoscaler.who(name), override=target.override(autoscaler.at)
+        status, decided_by=autoscaler.who(name), override=target.override(at), barred=barred
     )
     if decision is None:
         return status

@@ -129,6 +129,22 @@ async def test_a_dry_run_decides_and_does_nothing(plane: Plane, tmp_path: Path) 
     assert plane.counts(READY) == {SMALL: 3}
 
 
+async def test_a_dry_run_wakes_nobody_until_somebody_does_by_hand(plane: Plane, tmp_path: Path) -> None:
+    sleepy = {"scale": {"zero_after_s": 30, "hold_s": 5}, "guard": {"dry_run": True}}
+    await plane.up(document(model(tmp_path, modes=EMPTY, control=sleepy)))
+    traffic = Traffic(plane)
+    await traffic.run(10, m=1.0)
+    plane.controller.scale("m", 0)
+    await traffic.run(5, m=0.0)
+    plane.controller.scale("m", None)
+    traffic.queued["m"] = 1
+    await traffic.run(10)
+    assert plane.counts() == {}
+    plane.controller.scale("m", 1)
+    await traffic.run(2)
+    assert plane.counts(READY) == {SMALL: 1}
+
+
 async def test_a_count_by_hand_is_within_the_budget_in_a_dry_run_as_well(
     plane: Plane, tmp_path: Path
 ) -> None:

@@ -89,6 +89,13 @@ def test_a_line_says_who_decides_within_what(tmp_path: Path, control: dict[str, 
     assert model["decides"] == said
 
 
+def test_a_dry_run_says_that_it_wakes_nobody(tmp_path: Path) -> None:
+    path = write(tmp_path, guard={"dry_run": True})
+    path.write_text(path.read_text().replace('"min": 1', '"min": 0'))
+    line, _ = check(path).output.splitlines()
+    assert "predictive would decide (guard.dry_run: at zero it is not woken either): " in line
+
+
 @pytest.mark.parametrize("where", ["mine:Mine", "mine.py:Mine"])
 @pytest.mark.parametrize("key", ["policy", "shadow"])
 def test_a_policy_of_ones_own_lies_beside_the_document(tmp_path: Path, key: str, where: str) -> None:

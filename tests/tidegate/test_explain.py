@@ -24,6 +24,7 @@ from tests.tidegate.decisions import DEMAND, OVERRIDE, SIGNALS, decision, rates,
 from tidegate.cli import group
 from tidegate.commands import explain as module
 from tidegate.commands.explanation import After, explained
+from tidegate.commands.times import clock
 
 NOW = 1120.0
 DONE = After("multi-replica", 4)
@@ -145,6 +146,13 @@ def test_what_came_of_a_switch_is_beside_what_it_promised(measured: float, what:
     )
 
 
+def test_modes_that_failed_are_said_to_be_barred() -> None:
+    after = After("multi-replica", 4, "steady", {"single-large": NOW + 60})
+    barred = f"single-large failed and is not tried before {clock(NOW + 60, NOW)}"
+    assert said("barred", decision(), after=after) == barred
+    assert said("barred", decision(), after=DONE) == ""
+
+
 def test_what_was_set_by_hand_says_until_when() -> None:
     by_hand = said("outcome", unchanged(), situation(override=OVERRIDE))
     assert by_hand.startswith("nothing to do; by hand: multi-replica x 3 until ")
@@ -212,7 +220,7 @@ class Controller:
         aims = {logged.decision.model: logged.decision for logged in self._log}
         return SimpleNamespace(
             models=[
-                SimpleNamespace(name=name, mode=aim.mode, target=aim.count, phase="starting")
+                SimpleNamespace(name=name, mode=aim.mode, target=aim.count, phase="starting", barred={})
                 for name, aim in aims.items()
             ]
         )

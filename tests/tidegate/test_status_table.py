@@ -53,6 +53,11 @@ def test_a_row_says_who_decides_and_by_what() -> None:
     ]
 
 
+def test_a_mode_that_failed_is_said_to_be_barred() -> None:
+    (row,) = decided(model(reason="low", barred={"large": NOW + 60}))
+    assert row.endswith(f"low; large failed and is not tried before {clock(NOW + 60, NOW)}")
+
+
 @pytest.mark.parametrize(
     ("over", "said"),
     [

@@ -73,7 +73,10 @@ def _decider(spec: ModelSpec) -> str:
     chosen = policies_of(spec)
     mind_of(spec.name, chosen, lambda event: click.echo(event, err=True))
     control = spec.control
-    verb = "would decide (guard.dry_run)" if control.guard.dry_run else "decides"
+    verb = "decides"
+    if control.guard.dry_run:
+        asleep = any(not mode.bounds.min for mode in spec.modes.values())
+        verb = f"would decide (guard.dry_run{': at zero it is not woken either' if asleep else ''})"
     shadow = f", {choose('', chosen.shadow).label} beside it" if chosen.shadow is not None else ""
     promised = [
         f"{name} p95 {limit:g} s"

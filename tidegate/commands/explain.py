@@ -82,7 +82,7 @@ def _before(decision: Decision) -> After:
 def _aimed(client: ControllerClient, model: str) -> After | None:
     """What is aimed for now."""
     now = next((each for each in client.status().models if each.name == model), None)
-    return After(now.mode, now.target, now.phase) if now is not None else None
+    return After(now.mode, now.target, now.phase, now.barred) if now is not None else None
 
 
 def _print(chosen: Sequence[_Told], now: float) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from rich.console import Group, RenderableType
@@ -14,7 +15,7 @@ from policy.decision import Clip, Decision, Outlook, Situation
 from policy.scaling.view import Capability, Proposal, Supply
 from policy.signals import Demand, Quantiles, ReplicaFigures
 from serve.client import Logged
-from tidegate.commands.status_table import age, rate
+from tidegate.commands.status_table import age, rate, said_barred
 from tidegate.commands.times import clock
 
 _LABEL = 9
@@ -26,11 +27,15 @@ _ON_THE_WAY = ("starting", "switching", "giving way")
 
 
 class After(NamedTuple):
-    """What was aimed for after a decision, and what was on the way there (a phase of the controller)."""
+    """What was aimed for after a decision, and what was on the way there (a phase of the controller).
+
+    Of the newest also which modes failed and are ``barred``, until when.
+    """
 
     mode: str
     count: int
     phase: str = ""
+    barred: Mapping[str, float] = MappingProxyType({})
 
 
 def explained(logged: Logged, after: After | None, now: float) -> RenderableType:
@@ -72,6 +77,8 @@ def _sections(logged: Logged, after: After | None, now: float) -> Iterable[tuple
     yield "rules", *(_clips(decision.clips) or ("none changed that",))
     if len(decision.outlooks) > 1:
         yield "modes", _outlooks(decision)
+    if after is not None and after.barred:
+        yield "barred", *(said_barred(mode, until, now) for mode, until in after.barred.items())
     if others := _others(decision):
         yield "others", *others
 

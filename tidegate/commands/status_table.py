@@ -92,9 +92,21 @@ def _decisions(models: Sequence[ModelStatus], at: float) -> Table:
             "-" if model.forecast is None else rate(model.forecast),
             _capability(model.capability),
             "-" if model.decided_at is None else f"{age(at - model.decided_at)} ago",
-            Text(model.reason, style="dim"),
+            _reason(model, at),
         )
     return table
+
+
+def _reason(model: ModelStatus, at: float) -> Text:
+    said = Text(model.reason, style="dim")
+    for mode, until in model.barred.items():
+        said.append(f"; {said_barred(mode, until, at)}", style="yellow")
+    return said
+
+
+def said_barred(mode: str, until: float, at: float) -> str:
+    """A mode that load does not switch to for a while, in words."""
+    return f"{mode} failed and is not tried before {clock(until, at)}"
 
 
 def _decided_by(model: ModelStatus, at: float) -> Text:
