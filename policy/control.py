@@ -65,7 +65,8 @@ class Guard(Section, frozen=True):
     With ``dry_run`` decisions are made, logged and explained, and not carried out.
     """
 
-    stale_s: Seconds = 15.0
+    # Gateways and replicas tell how they are once a second, and may miss it: so below that nothing is fresh.
+    stale_s: Annotated[float, Meta(ge=3, le=86_400)] = 15.0
     dry_run: bool = False
 
 

@@ -83,6 +83,7 @@ REFUSED = [
     ("models[0].profile", "l5-8b", "models[0].profile", "l4-8b"),
     ("models[0].sim", {"profile": "huge"}, "models[0].sim.profile", "sim-small"),
     ("models[0].control.slo", {"ttft_p95_s": 0}, "models[0].control.slo.ttft_p95_s", "> 0"),
+    ("models[0].control.guard", {"stale_s": 0.5}, "models[0].control.guard.stale_s", ">= 3"),
     ("models[0].adapters.slots_per_replica", 0, "models[0].adapters.slots_per_replica", ">= 1"),
     ("store", "mysql://h/d", "store", "sqlite:///PATH or postgresql://HOST/NAME"),
     ("store", "tidegate.db", "store", "sqlite:///PATH"),
