@@ -18,6 +18,7 @@ from policy.capacity import FULL, capability
 from policy.config import Budget
 from policy.decision import Decision, Memory, Outlook, Rung, Situation
 from policy.engine_model import Workload
+from policy.forecast import likely
 from policy.modes import Prospect, Verdict, judged
 from policy.safety import Course, allowed, asked, eased, in_force
 from policy.scaling.view import Capability, Policy, Proposal, View
@@ -28,6 +29,8 @@ ASSUMED_INPUT_TOKENS = 512.0
 ASSUMED_OUTPUT_TOKENS = 128.0
 # How fast a queue should be gone, where it is weighed against a rate.
 DRAIN_S = 60.0
+# In how many of all switches no more comes than is counted on.
+DURING = 0.95
 # Of what a lower priority has in use nothing is taken before more was lacking for so long: what is drained
 # for a wish of one moment takes a start to come back.
 STARVED_S = 10.0
@@ -118,6 +121,7 @@ class _Thought:
             return
         prospect = Prospect(
             rate=self._expected(),
+            during=self._during,
             workload=self.workload,
             capabilities=self.capabilities,
             reach=reach(situation.model, wants, budget),
@@ -145,6 +149,13 @@ class _Thought:
             able = self.capabilities[self.rung.mode]
             return self.situation.supply.serving * (able.mu or able.mu_max * FULL)
         return self.foreseen + demand.queued / DRAIN_S
+
+    def _during(self, seconds: float) -> float:
+        """The most requests per second that may come over so long, whatever the policy foresees."""
+        demand = self.situation.signals.demand
+        if demand is None:
+            return self._expected()
+        return likely(demand.arrivals, seconds, DURING) + demand.queued / DRAIN_S
 
     def _set_out(self, outlook: Outlook) -> None:
         self.to = next(rung for rung in self.situation.rungs if rung.mode == outlook.mode)

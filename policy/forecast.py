@@ -8,8 +8,11 @@ were made are kept until their instant has come; what they missed is the error t
 from __future__ import annotations
 
 import math
+from statistics import NormalDist
 
 import msgspec
+
+from policy.signals import Rates
 
 # A forecast is tried out this often within one horizon, and so many errors are remembered: over sixteen
 # horizons, longer than a burst lasts, and in under a kilobyte.
@@ -24,6 +27,8 @@ ALIKE = 1.5
 JUMP = 3.5
 # Observations closer than this are one.
 APART_S = 0.1
+# How long a trend lasts where no policy says how long.
+LASTS_S = 200.0
 _DIGITS = 4
 
 
@@ -112,6 +117,23 @@ def shortfall(series: Series, part: float, forecast: float) -> float:
     high = min(low + 1, len(ordered) - 1)
     error = ordered[low] + (ordered[high] - ordered[low]) * (place - low)
     return max(0.0, (said + error) ** 2 - forecast) if error > 0 else 0.0
+
+
+def likely(arrivals: Rates, seconds: float, part: float) -> float:
+    """The mean rate that the next so many ``seconds`` stay within, with a probability of ``part`` (0..1).
+
+    It is made of the mean of the last minute. Where that is above the mean of ten minutes, the rise from the
+    middle of these to the middle of that goes on, and fades as a trend does. Chance adds to the count of the
+    minute and to that of those seconds what it adds to requests that come each for itself.
+    """
+    over_s = max(1.0, seconds)
+    rise = max(0.0, arrivals.last_60_s - arrivals.last_600_s) / ((600.0 - 60.0) / 2)
+    level = max(0.0, arrivals.last_60_s) + rise * _lasting(over_s, LASTS_S)
+    if not level:
+        return 0.0
+    # The root of a count has a standard deviation of a half.
+    chance = NormalDist().inv_cdf(part) / 2 * math.sqrt(1 / 60.0 + 1 / over_s)
+    return (math.sqrt(level) + chance) ** 2
 
 
 def _lasting(horizon_s: float, lasts_s: float) -> float:

@@ -10,7 +10,7 @@ no fuller than :data:`policy.capacity.FULL`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import msgspec
@@ -41,11 +41,13 @@ LONGEST_DWELL_S = 3600.0
 class Prospect(NamedTuple):
     """What a comparison of modes is made of.
 
-    ``rate`` requests per second are expected, of ``workload``. ``reach`` is what the model could hold in
+    ``rate`` requests per second are expected, of ``workload``, and while a switch of so many seconds lasts no
+    more than ``during`` says in 19 of 20. ``reach`` is what the model could hold in
     all, ``spare`` what nobody holds. ``fixed`` says why no mode is worth a switch whatever it promises.
     """
 
     rate: float
+    during: Callable[[float], float]
     workload: Workload
     capabilities: Mapping[str, Capability]
     reach: Take
@@ -199,10 +201,12 @@ def _interrupted(situation: Situation, prospect: Prospect, here: Outlook, there:
     """What would go unserved during the switch, or an empty string.
 
     Where the present mode keeps up, what serves meanwhile has to as well. Where it does not, requests wait in
-    any case: so they may then, while the queue can hold them.
+    any case: so they may then, while the queue can hold them. The rate is what may come until the new ones
+    are ready, which may take another time than a start in the present mode.
     """
     new, old = _rung(situation, there.mode), _rung(situation, here.mode)
-    rate, serving, spare = prospect.rate, situation.supply.serving, prospect.spare
+    lasts_s = new.gap_s or new.lead_s
+    rate, serving, spare = prospect.during(lasts_s), situation.supply.serving, prospect.spare
     beside = spare.holds(each(new))
     if not serving or not rate or (not new.gap_s and beside >= there.count):
         return ""
@@ -216,7 +220,7 @@ def _interrupted(situation: Situation, prospect: Prospect, here: Outlook, there:
         carried = RESIDUAL * (beside * able[new.mode].mu_max + (serving - gone) * able[old.mode].mu_max)
     if rate <= carried:
         return ""
-    waits_s = (new.gap_s or new.lead_s) * (1 - carried / rate)
+    waits_s = lasts_s * (1 - carried / rate)
     if waits_s <= situation.queue_s and (new.gap_s or here.ttft_s is None):
         return ""
     return f"{carried:.2f} of {rate:.2f} req/s can be carried meanwhile: the others wait for {waits_s:.0f} s"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from random import Random
 
 import msgspec
 import pytest
@@ -16,10 +17,12 @@ from policy.forecast import (
     Series,
     Smoothing,
     ahead,
+    likely,
     observed,
     shortfall,
     tried,
 )
+from policy.signals import Rates
 
 SMOOTHING = Smoothing(20.0, 60.0, 200.0)
 
@@ -183,3 +186,36 @@ def test_what_is_remembered_survives_its_encoding(history: list[tuple[float, flo
         series = observed(series, at, rate, SMOOTHING)
         series = tried(series, rate, 30.0, ahead(series, 30.0, SMOOTHING))
         assert msgspec.json.decode(msgspec.json.encode(series), type=Series) == series
+
+
+@pytest.mark.parametrize("rate", [0.3, 2.0, 20.0])
+@pytest.mark.parametrize("seconds", [10.0, 60.0, 300.0])
+def test_what_may_come_is_exceeded_one_time_in_twenty(rate: float, seconds: float) -> None:
+    """By requests that come for themselves at a steady rate, of which the last minute was counted."""
+    stream = Random(7)  # noqa: S311 - loads are no secret
+    over = 0
+    for _ in range(2000):
+        minute, next_ones = (_count(stream, rate * length) for length in (60.0, seconds))
+        told = Rates(last_6_s=0.0, last_20_s=0.0, last_60_s=minute / 60, last_600_s=rate)
+        over += next_ones / seconds > likely(told, seconds, 0.95)
+    assert over / 2000 <= 0.06
+
+
+def test_a_rise_goes_on_while_a_switch_lasts_and_a_fall_is_not_counted_on() -> None:
+    def told(minute: float, ten: float) -> Rates:
+        return Rates(last_6_s=minute, last_20_s=minute, last_60_s=minute, last_600_s=ten)
+
+    steady = likely(told(100.0, 100.0), 100.0, 0.5)
+    assert steady == pytest.approx(100.0)
+    assert likely(told(100.0, 200.0), 100.0, 0.5) == pytest.approx(100.0)
+    # A request per second more each 2.7 s, of which 79 of 100 s count.
+    assert likely(told(200.0, 100.0), 100.0, 0.5) == pytest.approx(200.0 + 100 / 270 * 78.7, rel=1e-3)
+    assert likely(told(0.0, 0.0), 100.0, 0.95) == 0.0
+
+
+def _count(stream: Random, mean: float) -> int:
+    """How many come where ``mean`` do, each for itself."""
+    count, at = 0, stream.expovariate(1.0)
+    while at < mean:
+        count, at = count + 1, at + stream.expovariate(1.0)
+    return count

@@ -18,11 +18,12 @@ from policy.control import Objective, Scale, Switching
 from policy.deciding import Mind, decide_all, workload_of
 from policy.decision import Decision, Memory, Outlook, Override, Situation
 from policy.engine_model import Workload
+from policy.forecast import likely
 from policy.modes import Prospect, Verdict, judged, outlooks
 from policy.pace import GENERIC
 from policy.scaling.choice import choose, make
 from policy.scaling.view import Supply
-from policy.signals import Signals
+from policy.signals import Rates, Signals
 from tests.policy.control_play import (
     LARGE,
     NOON,
@@ -52,7 +53,11 @@ def prospect(given: Situation, rate: float, **changes: Any) -> Prospect:
     workload: Workload = workload_of(demand(rate))
     able = {rung.mode: capability(rung.timing, workload, given.slo, error=rung.error) for rung in given.rungs}
     return Prospect(
-        **({"rate": rate, "workload": workload, "capabilities": able, "reach": ALL, "spare": ALL} | changes)
+        **(
+            {"rate": rate, "during": lambda seconds: rate, "workload": workload, "capabilities": able}
+            | {"reach": ALL, "spare": ALL}
+            | changes
+        )
     )
 
 
@@ -249,6 +254,27 @@ def test_who_cannot_keep_up_may_let_requests_wait_while_that_changes() -> None:
     hurried = msgspec.structs.replace(there, queue_s=5.0)
     found, why = verdict(hurried, 7.5, spare=Take(gpus=4))
     assert found.to is None and "can be carried meanwhile" in why
+
+
+def test_what_may_come_while_a_switch_lasts_is_not_what_the_policy_foresees() -> None:
+    """Nobody serves for 100 s, which is more than a start in the present mode takes."""
+    gap = msgspec.structs.replace(LARGE, gap_s=100.0)
+    there = confirmed(large(mode=SMALL.mode, count=8, rungs=(gap, SMALL), queue_s=99.0), LARGE.mode, 3600)
+    asked: list[float] = []
+
+    def during(seconds: float) -> float:
+        asked.append(seconds)
+        return 6.0
+
+    assert "0.00 of 6.00 req/s" in verdict(there, 2.0, spare=Take(), during=during)[1]
+    assert asked == [100.0]
+    # As a decision: the rate rises, and a policy that foresees nothing says what came of late.
+    rising = Rates(last_6_s=2.0, last_20_s=2.0, last_60_s=2.0, last_600_s=1.0)
+    signals = Signals(demand=demand(2.0, arrivals=rising), replicas=figures(8))
+    supply = Supply(wanted=8, serving=8)
+    decision, _ = decided(msgspec.structs.replace(there, signals=signals, supply=supply), 8, Budget(gpus=8))
+    why = next(seen.why for seen in decision.outlooks if seen.mode == LARGE.mode)
+    assert f"0.00 of {likely(rising, 100.0, 0.95):.2f} req/s can be carried meanwhile" in why
 
 
 def test_of_several_the_best_is_chosen() -> None:
