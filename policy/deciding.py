@@ -10,16 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 
 from policy.budget import Want, allot, each, held, reach, spare
-from policy.capacity import FULL, capability
+from policy.capacity import capability
 from policy.config import Budget
 from policy.decision import Decision, Memory, Outlook, Rung, Situation
 from policy.engine_model import Workload
-from policy.forecast import likely
-from policy.modes import Prospect, Verdict, judged
+from policy.modes import Prospect, Verdict, expected, judged, may_come
 from policy.safety import Course, allowed, asked, eased, in_force
 from policy.scaling.view import Capability, Policy, Proposal, View
 from policy.signals import Demand
@@ -27,10 +27,6 @@ from policy.signals import Demand
 # What requests are taken to be like until one has ended: a question with some context, and a short answer.
 ASSUMED_INPUT_TOKENS = 512.0
 ASSUMED_OUTPUT_TOKENS = 128.0
-# How fast a queue should be gone, where it is weighed against a rate.
-DRAIN_S = 60.0
-# In how many of all switches no more comes than is counted on.
-DURING = 0.95
 # Of what a lower priority has in use nothing is taken before more was lacking for so long: what is drained
 # for a wish of one moment takes a start to come back.
 STARVED_S = 10.0
@@ -120,8 +116,8 @@ class _Thought:
         if len(situation.rungs) < 2:
             return
         prospect = Prospect(
-            rate=self._expected(),
-            during=self._during,
+            rate=expected(situation, self.foreseen, self.capabilities[self.rung.mode]),
+            during=partial(may_come, situation, self.capabilities[self.rung.mode]),
             workload=self.workload,
             capabilities=self.capabilities,
             reach=reach(situation.model, wants, budget),
@@ -138,24 +134,6 @@ class _Thought:
             )
         elif found is not None and situation.count and self.course.count:
             self._set_out(found)
-
-    def _expected(self) -> float:
-        """Requests per second that another mode would have to serve, with those that wait.
-
-        As many as those that serve can, while nobody has told: who changes the mode by hand then loses none.
-        """
-        demand = self.situation.signals.demand
-        if demand is None:
-            able = self.capabilities[self.rung.mode]
-            return self.situation.supply.serving * (able.mu or able.mu_max * FULL)
-        return self.foreseen + demand.queued / DRAIN_S
-
-    def _during(self, seconds: float) -> float:
-        """The most requests per second that may come over so long, whatever the policy foresees."""
-        demand = self.situation.signals.demand
-        if demand is None:
-            return self._expected()
-        return likely(demand.arrivals, seconds, DURING) + demand.queued / DRAIN_S
 
     def _set_out(self, outlook: Outlook) -> None:
         self.to = next(rung for rung in self.situation.rungs if rung.mode == outlook.mode)

@@ -20,6 +20,7 @@ from policy.capacity import FULL, Expected, outlook_of
 from policy.control import Objective
 from policy.decision import Outlook, Rung, Situation
 from policy.engine_model import Workload
+from policy.forecast import likely
 from policy.pace import GENERIC
 from policy.safety import blind, unsettled
 from policy.scaling.view import Capability
@@ -31,6 +32,10 @@ MOST_ERROR = 0.5
 # A latency or a rate that is 16 times (two to the fourth) what it may be is as bad as any more.
 CLIP = 4.0
 WORST = 2.0 + 2 * CLIP
+# How fast a queue should be gone, where it is weighed against a rate.
+DRAIN_S = 60.0
+# In how many of all switches no more comes than is counted on.
+DURING = 0.95
 # How much of what serves during a switch the forecast may take.
 RESIDUAL = 0.9
 # What has promised a gain for some time is expected to do so as long again, up to an hour: so who waits until
@@ -62,6 +67,24 @@ class Verdict(NamedTuple):
     better_since: dict[str, float] = {}
     to: Outlook | None = None
     gain: float | None = None
+
+
+def expected(situation: Situation, foreseen: float, able: Capability) -> float:
+    """Requests per second that a mode would have to serve, with those that wait.
+
+    As many as those that serve can, each as ``able``, while nobody has told: who changes the mode by hand
+    then loses none of it.
+    """
+    demand = situation.signals.demand
+    if demand is None:
+        return situation.supply.serving * (able.mu or able.mu_max * FULL)
+    return foreseen + demand.queued / DRAIN_S
+
+
+def may_come(situation: Situation, able: Capability, seconds: float) -> float:
+    """As :func:`expected`, the most that may come over so many seconds, whatever the policy foresees."""
+    demand = situation.signals.demand
+    return expected(situation, likely(demand.arrivals, seconds, DURING) if demand else 0.0, able)
 
 
 def outlooks(situation: Situation, prospect: Prospect) -> dict[str, Outlook]:
