@@ -34,7 +34,7 @@ def written(gpus: int, **control: Any) -> dict[str, Any]:
         },
         control={
             "tick_s": 1,
-            "policy": "static",
+            "policy": "target_tracking",
             "slo": {"itl_p95_s": 0.006},
             "mode": {"confirm_s": 5, "dwell_s": 15, "drain_timeout_s": 10},
             "scale": {"hold_s": 5},
@@ -214,6 +214,7 @@ async def test_a_mode_that_does_not_start_is_left_and_tried_again_later_and_late
         after = plane.controller._targets.get("m").barred.get("multi-replica")
         if after is not None and after != before:
             tries.append(plane.now)
+            assert plane.controller.status().models[0].barred == {"multi-replica": after.until}
     assert plane.counts(READY) == {LARGE: 1}
     gaps = [round(b - a) for a, b in pairwise(tries)]
     assert 2 <= len(gaps) <= 3
