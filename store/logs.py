@@ -23,7 +23,10 @@ class RotatingLog:
         """Append ``data``, rotating first when it would not fit."""
         if self._file.tell() + len(data) > self._max_bytes:
             self._rotate()
-        self._file.write(data)
+        left = memoryview(data)
+        while left:
+            # A disk that is nearly full takes a part, and says why only of the next.
+            left = left[self._file.write(left) :]
 
     @property
     def descriptor(self) -> int:

@@ -82,3 +82,21 @@ async def test_a_full_disk_loses_lines_and_blocks_nobody(path: Path, monkeypatch
     await log.pump(source)
     assert source.at_eof()
     log.close()
+
+
+def test_a_write_that_is_taken_in_parts_is_written_whole(path: Path, log: RotatingLog) -> None:
+    whole = log._file
+
+    class Short:
+        def tell(self) -> int:
+            return whole.tell()
+
+        def write(self, data: memoryview) -> int:
+            return whole.write(data[:2])
+
+        def close(self) -> None:
+            whole.close()
+
+    log._file = Short()  # type: ignore[assignment]
+    log.write(b"12345")
+    assert contents(path) == {"x.log": b"12345"}
