@@ -109,8 +109,11 @@ class LocalActuator:
             if record is None or record.deleted:
                 raise ActuatorFailed(f"there is no layer {key} to scale")
             if count != record.wanted:
-                # Asked anew: earlier failures no longer hold a start back.
-                self._put(msgspec.structs.replace(record, wanted=count, failures=0, retry_at=0.0))
+                record = msgspec.structs.replace(record, wanted=count)
+                if not count:
+                    # What is wanted again after that is asked anew: earlier failures do not hold it back.
+                    record = msgspec.structs.replace(record, failures=0, retry_at=0.0)
+                self._put(record)
             await self._reconcile(key)
 
     async def delete(self, key: LayerKey) -> None:
@@ -162,7 +165,8 @@ class LocalActuator:
             self._put(record)
         staying = [p for p in record.processes if not p.leaving]
         for _ in range(record.wanted - len(staying)):
-            if time.time() < record.retry_at:
+            # A clock that was set back must not hold a start back for longer than any delay.
+            if time.time() < record.retry_at <= time.time() + BACKOFF_S[-1]:
                 break
             record = await self._start(record)
         # The newest leave first: the oldest has the warmest caches.

@@ -90,6 +90,28 @@ async def test_a_start_waits_for_its_backoff(actuator: LocalActuator, clock: Clo
     assert len(actuator._records[KEY].processes) == 1
 
 
+async def test_other_counts_do_not_undo_the_backoff(actuator: LocalActuator, clock: Clock) -> None:
+    await actuator.deploy(KEY, deployment().models[0], None, "d", 1)
+    await failures(actuator, 3, clock)
+    again_at = actuator._records[KEY].retry_at
+    for count in (2, 3, 1):
+        await actuator.scale(KEY, count)
+    assert actuator._records[KEY].failures >= 3
+    assert actuator._records[KEY].retry_at >= again_at > clock()
+    assert (await actuator.layers())[KEY].trouble != ""
+
+
+async def test_a_clock_that_is_set_back_holds_no_start_back(actuator: LocalActuator, clock: Clock) -> None:
+    await actuator.deploy(KEY, deployment().models[0], None, "d", 1)
+    await failures(actuator, 2, clock)
+    while actuator._records[KEY].processes:
+        await actuator.layers()
+        await asyncio.sleep(0.001)
+    clock.ahead_s -= 3600.0
+    await actuator.layers()
+    assert len(actuator._records[KEY].processes) == 1
+
+
 async def test_a_host_that_lives_long_ends_the_row(
     actuator: LocalActuator, clock: Clock, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
