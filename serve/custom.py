@@ -27,6 +27,7 @@ PATIENCE_S = 1.0
 
 _lock = threading.Lock()
 _loaded: dict[tuple[Path, int], Any] = {}
+_stamps: dict[str, int] = {}
 
 
 def beside(choice: Choice, folder: Path) -> Choice:
@@ -142,7 +143,7 @@ def _wrong(proposal: object) -> str:
 
 def _module(name: str) -> Any:
     if not name.endswith(".py"):
-        return importlib.import_module(name)
+        return _imported(name)
     file = Path(name)
     key = (file, file.stat().st_mtime_ns)
     with _lock:
@@ -154,6 +155,18 @@ def _module(name: str) -> Any:
             spec.loader.exec_module(made)
             _loaded[key] = made
         return _loaded[key]
+
+
+def _imported(name: str) -> Any:
+    """A module by its name, as its file is now: a document that is applied again takes what was saved."""
+    with _lock:
+        module = importlib.import_module(name)
+        file = getattr(module, "__file__", None)
+        stamp = Path(file).stat().st_mtime_ns if file else 0
+        if _stamps.setdefault(name, stamp) != stamp:
+            module = importlib.reload(module)
+            _stamps[name] = stamp
+        return module
 
 
 def _said(error: BaseException) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,22 @@ def test_a_file_that_was_edited_is_loaded_anew(tmp_path: Path) -> None:
     custom(tmp_path, ADDS.replace("one more", "some more"))
     os.utime(tmp_path / "mine.py", ns=(1, 1))
     assert loaded(choice).decide(VIEW, None).reason == "some more"
+
+
+def test_a_module_of_the_python_path_that_was_edited_is_loaded_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    file = tmp_path / "edited_policy_of_the_path.py"
+    policies = []
+    for number, count in enumerate(("7", "1 + 7", "1 + 7")):
+        file.write_text(ADDS + f"\nCOUNT = {count}\n")
+        os.utime(file, ns=(10**18 + min(number, 1) * 10**9,) * 2)
+        policies.append(type(loaded({"custom": f"{file.stem}:Adds"})))
+    module = sys.modules.pop(file.stem)
+    assert module.COUNT == 8
+    # What did not change is not made again.
+    assert policies[0] is not policies[1] is policies[2]
 
 
 @pytest.mark.parametrize(
