@@ -70,6 +70,7 @@ class Calibrations:
         self._of: dict[str, deque[StepSample]] = {}
         self._heard: dict[str, float] = {}
         self._saved_at = 0.0
+        self._swept_at = 0.0
         for path in sorted(state.calibrations.glob("*.json")):
             self._read(path)
 
@@ -80,6 +81,7 @@ class Calibrations:
 
         Unless it ``learns`` of them they only say how slow that replica is.
         """
+        self._forget(at)
         replica = beat.replica
         if replica.state is ReplicaState.STOPPED:
             self._of.pop(replica.id, None)
@@ -89,6 +91,14 @@ class Calibrations:
             self._heard[replica.id] = at
             if learns and len(self._waiting) < MAX_WAITING:
                 self._waiting.append((spec, replica.shape, prior, beat.engine.steps))
+
+    def _forget(self, at: float) -> None:
+        """Let go of replicas that were killed, and could not say that they stop."""
+        if at - self._swept_at < BELIEVED_S:
+            return
+        self._swept_at = at
+        for gone in [name for name, heard_at in self._heard.items() if at - heard_at > BELIEVED_S]:
+            del self._heard[gone], self._of[gone]
 
     @property
     def waiting(self) -> bool:

@@ -133,3 +133,12 @@ def test_a_slow_replica_is_told_from_the_others_while_it_steps(state: StateDir) 
     assert made.slowness("slow", model, 101.0 + BELIEVED_S) == 1.0
     made.take(beat(model, "slow", state=ReplicaState.STOPPED), spec(), model, 101.0)
     assert made.slowness("slow", model, 101.0) == 1.0
+
+
+def test_a_replica_that_was_killed_is_forgotten(state: StateDir) -> None:
+    of = spec()
+    made = Calibrations(state)
+    made.take(beat(prior(of), replica="killed"), of, prior(of), 1000.0)
+    made.take(beat(prior(of), replica="lives"), of, prior(of), 1000.0 + BELIEVED_S)
+    made.take(beat(prior(of), replica="lives"), of, prior(of), 1001.0 + 2 * BELIEVED_S)
+    assert set(made._of) == set(made._heard) == {"lives"}
