@@ -33,7 +33,7 @@ class After(NamedTuple):
     """
 
     mode: str
-    count: int
+    replicas: int
     phase: str = ""
     barred: Mapping[str, float] = MappingProxyType({})
 
@@ -92,7 +92,7 @@ def _outcome(logged: Logged, after: After | None, now: float) -> Text:
         said.append("nothing to do")
     elif after is None:
         said.append("what came of it is not known")
-    elif (after.mode, after.count) == (decision.mode, decision.count):
+    elif (after.mode, after.replicas) == (decision.mode, decision.count):
         on_its_way = after.phase in _ON_THE_WAY
         said.append(f"on its way ({after.phase})" if on_its_way else "carried out")
     else:
