@@ -157,6 +157,7 @@ class Autoscaler:
 
     async def tick(self, deployment: Deployment) -> None:
         """Make the decisions that are due and carry them out."""
+        self._forget()
         self._end_overrides()
         self._keep_promises(deployment)
         names = self._due(deployment)
@@ -164,18 +165,27 @@ class Autoscaler:
             return
         self._stirred -= names
         self._urgent -= names
-        at = self.at
+        at, document = self.at, self._documents
         memories = {name: self._memory(name, at) for name in names}
-        situations = {name: self._surveying.situation(name, deployment, memories[name], at) for name in names}
-        asked = Round(
-            at=at,
-            policies={name: self._minds.policies(name) for name in names},
-            situations=situations,
-            budget=deployment.budget,
-        )
         minds = {name: self._minds.mind(name) for name in names}
-        self._running = asyncio.create_task(self._round(asked, minds, deployment, self._documents))
+        policies = {name: self._minds.policies(name) for name in names}
+        situations = {}
+        for name in names:
+            situations[name] = self._surveying.situation(name, deployment, memories[name], at)
+            # Each takes a millisecond, of which heartbeats would feel a hundred.
+            await asyncio.sleep(0)
+        asked = Round(at=at, policies=policies, situations=situations, budget=deployment.budget)
+        self._running = asyncio.create_task(self._round(asked, minds, deployment, document))
         await asyncio.wait({self._running}, timeout=PATIENCE_S)
+
+    def _forget(self) -> None:
+        """Let go of models that are gone."""
+        known = set(self._targets.names())
+        for gone in self.latest.keys() - known:
+            self.latest.pop(gone)
+            self._modes.pop(gone, None)
+            self._slots.pop(gone, None)
+            self.journal.forget(gone)
 
     def _idle(self) -> bool:
         """Whether no round is going on; one that does not end is said once."""
@@ -212,9 +222,13 @@ class Autoscaler:
         self._calibrations.learn(self._now())
         made = msgspec.json.decode(msgspec.json.encode(asked), type=Round)
         decided = decide_all(made.situations, made.budget, minds)
+        memories = self._kept.memories | {name: memory for name, (_, memory) in decided.items()}
+        policies = self._kept.policies | made.policies
+        # What is remembered of models that are gone is not.
+        known = self._targets.names()
         kept = Kept(
-            memories=self._kept.memories | {name: memory for name, (_, memory) in decided.items()},
-            policies=self._kept.policies | made.policies,
+            memories={name: memory for name, memory in memories.items() if name in known},
+            policies={name: chosen for name, chosen in policies.items() if name in known},
             starts=self._observation.starts.saved(),
         )
         try:
@@ -257,6 +271,11 @@ class Autoscaler:
             gap = starves(proposed, self._observation, deployment)
         except SwitchRefused as refused:
             self._event(str(refused))
+            # It was not switched, so nothing dwells.
+            before = situation.memory.switched_at
+            memory = msgspec.structs.replace(self._kept.memories[decision.model], switched_at=before)
+            memories = self._kept.memories | {decision.model: memory}
+            self._kept = msgspec.structs.replace(self._kept, memories=memories)
             return
         gain = f" (gain promised {decision.gain:.0%})" if decision.gain is not None else ""
         self._event(f"{decision.model}: {self.who(decision.model)}: {decision.reason}{gain}")

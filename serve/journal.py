@@ -116,6 +116,11 @@ class Journal:
                     with contextlib.suppress(msgspec.MsgspecError):
                         yield msgspec.json.decode(raw, type=Line)
 
+    def forget(self, model: str) -> None:
+        """Hold nothing unwritten of ``model``, which is gone."""
+        self._shown.pop(model, None)
+        self._skipped.pop(model, None)
+
     def flush(self) -> None:
         """Return once all is written that was logged until now."""
         if (writer := self._writer) is not None:

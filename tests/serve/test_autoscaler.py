@@ -466,6 +466,49 @@ async def test_starts_are_measured_by_the_path_that_they_took(plane: Plane, tmp_
     assert starting < 4
 
 
+async def test_a_model_that_is_gone_is_forgotten(plane: Plane, tmp_path: Path) -> None:
+    await plane.up(document(model(tmp_path), model(tmp_path, "other")))
+    traffic = Traffic(plane)
+    await traffic.run(10, m=1.0, other=1.0)
+    assert {each.decision.model for each in logged(plane, 2)} == {"m", "other"}
+    plane.controller.apply(document(model(tmp_path)))
+    await traffic.run(20, m=1.0)
+    scaler = plane.controller.autoscaler
+    assert set(scaler.latest) == set(scaler._modes) == set(scaler._slots) == {"m"}
+    assert set(scaler.journal._skipped) <= {"m"}
+    kept = plane.state.load(plane.state.memory_path, Kept)
+    assert kept is not None
+    assert set(kept.memories) == set(kept.policies) == {"m"}
+
+
+async def test_others_have_their_turn_between_models(
+    plane: Plane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await plane.up(document(*(model(tmp_path, name) for name in ("m", "n", "o")), budget={"cpus": 9}))
+    await Traffic(plane).run(8, m=1.0, n=1.0, o=1.0)
+    turns = 0
+    seen = []
+    surveying = plane.controller.autoscaler._surveying
+    situation = surveying.situation
+
+    async def beats() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    def surveyed(*given: Any) -> Any:
+        seen.append(turns)
+        return situation(*given)
+
+    monkeypatch.setattr(surveying, "situation", surveyed)
+    beating = asyncio.create_task(beats())
+    while not seen:
+        await plane.ticks(1)
+    beating.cancel()
+    assert len(set(seen)) == 3
+
+
 class Slow:
     """Waits until it is let go, and then wants all."""
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from policy.errors import SwitchRefused
 from policy.types import ReplicaState
 from serve.client import Outcome
 from tests.serve.plane import LARGE, READY, SMALL, Plane
@@ -176,6 +177,21 @@ async def test_a_controller_killed_in_any_state_of_a_switch_goes_on(
         assert switches(plane) == []
 
 
+async def test_a_controller_killed_while_it_rolls_back_goes_on(plane: Plane) -> None:
+    switch = await up(plane, SCARCE)
+    plane.cluster.failing[SMALL] = "no memory left"
+    await until_phase(switch, HIGH, "rolling back", "single-large")
+    before = plane.controller._targets.get("m")
+    assert before.note.startswith("rolled back")
+    await plane.restart()
+    plane.cluster.beat_all()
+    assert plane.controller._targets.get("m") == before
+    await switch.run(HIGH, 20)
+    assert plane.counts(READY) == {LARGE: 1}
+    assert (plane.phase(), set(plane.controller._targets.get("m").barred)) == ("steady", {"multi-replica"})
+    assert switches(plane) == []
+
+
 async def until_phase(switch: Switch, rate: float, phase: str, to: str) -> None:
     """Let time pass until the switch ``to`` a mode is in its ``phase``; ``steady`` is before it begins."""
     plane = switch.plane
@@ -258,6 +274,22 @@ async def test_a_gap_that_the_queue_cannot_hold_keeps_the_mode(plane: Plane) -> 
     assert plane.counts(READY) == {LARGE: 1}
     (now,) = plane.controller.autoscaler.journal.read(1)
     assert any("wait for 30 s" in outlook.why for outlook in now.decision.outlooks)
+
+
+async def test_a_switch_that_was_refused_does_not_dwell(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    switch = await up(plane, ROOMY)
+
+    def refuse(*given: object) -> bool:
+        raise SwitchRefused("m: no")
+
+    with monkeypatch.context() as taken:
+        taken.setattr("serve.autoscaler.starves", refuse)
+        await switch.run(HIGH, 60)
+    assert any(event.endswith("m: no") for event in plane.controller.status().events)
+    assert plane.counts(READY) == {LARGE: 1}
+    assert plane.controller.autoscaler._kept.memories["m"].switched_at is None
 
 
 async def test_draining_replicas_are_kept_for_the_streams_that_they_have(plane: Plane) -> None:
