@@ -87,7 +87,8 @@ class Settling:
         # As many as fit when each is whole: with more, those that are preempted compute their KV again.
         whole = max(load.input_tokens, 1.0) + self._output
         fits = limits.kv_tokens / whole if limits.kv_tokens else math.inf
-        self._most = min(limits.max_num_seqs, fits, self._batch / (1.0 + self._prompt / self._output))
+        self._seats = min(limits.max_num_seqs, fits)
+        self._most = min(self._seats, self._batch / (1.0 + self._prompt / self._output))
         crowd = self._most + 1.0
         self._longest = 1.01 * self._step(
             self._batch + crowd, crowd * self._context + self._batch, crowd + 1.0
@@ -216,6 +217,10 @@ class Settling:
         full, seat = 0.0, 0.0
         if crowd > 0.0:
             full = 1.0 - _NORMAL.cdf((self._most - at.others) / crowd)
+            if at.chunks > 1.0:
+                # With a prompt in every step the batch lets no more begin: that row is waited for already.
+                seated = 1.0 - _NORMAL.cdf((self._seats - at.others) / crowd)
+                full += (seated - full) * at.mixed**4
             seat = 0.8 / max(self.edge - at.lam, 0.01 * self.edge)
         variance += (2.0 - waits) * waits * wait**2 + (2.0 - full) * full * seat**2
         return Spread(residual + own + waits * wait + full * seat, math.sqrt(variance))

@@ -98,6 +98,22 @@ def test_it_foresees_what_the_scheduler_does(case: Case, part: float) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("part", [0.2, 0.5, 0.8])
+@pytest.mark.parametrize(
+    ("name", "prompt", "output"),
+    [("sim-small", 3000, 2), ("sim-small", 8000, 2), ("sim-small", 3000, 5), ("h100-8b", 20_000, 2)],
+)
+def test_short_answers_to_long_prompts_wait_in_one_row(
+    name: str, prompt: int, output: int, part: float
+) -> None:
+    """Prompts that take several steps hold few seats, and are not waited for twice."""
+    case: Case = (name, 1, prompt, output, {})
+    lam = part * capability(timing(case), workload(case), NOTHING).mu_max
+    found, said = simulated(case, lam, 1000), outlook_of(timing(case), workload(case, lam), NOTHING)
+    assert said.ttft_p95_s == pytest.approx(found.ttft_p95_s, rel=0.25)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=NAMES)
 def test_it_keeps_up_to_the_edge_and_not_beyond(case: Case) -> None:
     """The throughput of an engine that has more than it can do."""
