@@ -135,7 +135,7 @@ def ladder(**control: Any) -> dict[str, Any]:
         "control": CONTROL
         | {
             "slo": {"itl_p95_s": 0.13},
-            "policy": "static",
+            "policy": "target_tracking",
             "mode": {"drain_timeout_s": 60, "confirm_s": 3, "dwell_s": 20, "gain": 0.15},
         }
         | control,
