@@ -20,9 +20,13 @@ GATEWAY = {"queue_timeout_s": 15}
 
 
 async def spread(stand: Stand, model: str, fleet: list[FaultyUpstream], streams: int) -> list[int]:
-    """How many of ``streams`` long ones, begun one after the other, each replica has."""
+    """How many of ``streams`` long ones, begun one after the other, each replica has.
+
+    None has a token before all are placed: on a busy machine tokens come later from one than from the other,
+    and routing learns from that as well.
+    """
     for one in fleet:
-        one.usual = faults.paced(200, 0.05)
+        one.usual = faults.paced(200, 0.05, first_s=1.0)
     clients = [await stand.post(model, stream=True) for _ in range(streams)]
     for client in clients:
         await client.events(1)
@@ -44,15 +48,12 @@ async def spread(stand: Stand, model: str, fleet: list[FaultyUpstream], streams:
     ids=["idle", "negative", "old"],
 )
 async def test_42_a_replica_that_says_it_is_idle(stand: Stand, model: str, lies: dict[str, Any]) -> None:
-    """Each word of it would draw all requests there, past its bound.
-
-    Not quite half of them go to each: on a busy machine first tokens come later from one than from the other.
-    """
+    """Each word of it would draw all requests there, past its bound."""
     fleet = await stand.fleet(model, 2, bound=BOUND)
     fleet[0].lies = lies
     async with stand.aftermath(model, {"cancelled": BOUND}):
         found = await spread(stand, model, fleet, BOUND)
-    assert min(found) >= BOUND * 0.2
+    assert min(found) >= BOUND * 0.4
 
 
 async def test_42_figures_that_swing(stand: Stand, model: str) -> None:
