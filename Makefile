@@ -1,6 +1,9 @@
 # The two commands are `make up` and `make test`; docs/install.md says what they install.
 DEPLOYMENT ?= deployments/smollm2-cpu.yaml
 
+# Without what Python compiled, each of the many processes compiles all that it imports.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: up down test test-long check install clean
 
 up: install
@@ -14,7 +17,8 @@ install:
 
 test:
 	@scripts/install --dev
-	.venv/bin/pytest -m "not long"
+	scripts/check --tests
+	.venv/bin/pytest -m "(slow or ray or vllm) and not long"
 
 test-long:
 	@scripts/install --dev

@@ -182,6 +182,7 @@ async def test_the_stream_tells_each_change_and_a_burst_once(
     await lines.aclose()
 
 
+@pytest.mark.slow
 async def test_the_stream_beats_when_nothing_changes(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(api, "HEARTBEAT_S", api.COALESCE_S)
     await plane.up(document())

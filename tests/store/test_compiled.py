@@ -74,6 +74,7 @@ def test_without_a_build_the_sources_run(tmp_path: Path, monkeypatch: pytest.Mon
     assert compiled.use() is False
 
 
+@pytest.mark.slow
 def test_what_cannot_be_compiled_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for package, names in compiled.MODULES.items():
         (tmp_path / package).mkdir()
