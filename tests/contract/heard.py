@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import http.server
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import msgspec
 
 from policy.plan import LayerKey
-from policy.types import Beat, Replica, ReplicaState
+from policy.types import Beat, Orders, Replica, ReplicaState
 from store.state import SECRET_HEADER
 
 
@@ -42,8 +42,8 @@ class Heard:
 
 
 @contextmanager
-def listening(heard: Heard, port: int, secret: str) -> Iterator[None]:
-    """The least of a controller: ``POST /replicas`` behind the secret."""
+def listening(beat: Callable[[Replica], Orders | None], port: int, secret: str) -> Iterator[None]:
+    """The least of a controller: ``POST /replicas`` behind the secret, answered with what ``beat`` says."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -51,11 +51,12 @@ def listening(heard: Heard, port: int, secret: str) -> Iterator[None]:
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["content-length"]))
             known = self.path == "/replicas" and self.headers[SECRET_HEADER] == secret
-            if known:
-                heard.beat(msgspec.json.decode(body, type=Beat).replica)
+            orders = beat(msgspec.json.decode(body, type=Beat).replica) if known else None
+            answer = b"" if orders is None else msgspec.json.encode(orders)
             self.send_response(200 if known else 401)
-            self.send_header("content-length", "0")
+            self.send_header("content-length", str(len(answer)))
             self.end_headers()
+            self.wfile.write(answer)
 
         def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base class's name
             return

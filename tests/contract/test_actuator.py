@@ -92,7 +92,7 @@ async def site(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[
         state, deployed = StateDir(tmp_path).ensure(), _local_deployment()
         make = lambda: LocalActuator(state, deployed.cluster.controller)  # noqa: E731
     port = int(deployed.cluster.controller.rpartition(":")[2])
-    with listening(heard, port, state.secret()):
+    with listening(heard.beat, port, state.secret()):
         made = Site(make(), make, heard, state.secret(), deployed)
         yield made
         await made.actuator.stop()

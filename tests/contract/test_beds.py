@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import http.server
-import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,13 +14,13 @@ from policy.config import Deployment
 from policy.errors import ActuatorFailed
 from policy.generation import digest
 from policy.plan import LayerKey
-from policy.types import Beat, Orders, Replica, ReplicaState
+from policy.types import Orders, Replica, ReplicaState
 from serve.actuator.beds import Beds
 from serve.actuator.local import LocalActuator
 from serve.actuator.memory import MemoryActuator, MemoryCluster
 from serve.actuator.port import Held
 from store.state import StateDir
-from tests.contract.heard import Heard
+from tests.contract.heard import Heard, listening
 from tests.ports import free_ports
 from tests.ray_head import RayHead
 from tests.serve.sim_documents import deployment, sim_model
@@ -92,36 +89,6 @@ class Site:
         return {replica.pid for replica in self.heard.replicas.values()}
 
 
-@contextmanager
-def controller(site: Site, port: int) -> Iterator[None]:
-    """Answers beats with what the beds say."""
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["content-length"]))
-            answer = msgspec.json.encode(site.beat(msgspec.json.decode(body, type=Beat).replica))
-            self.send_response(200)
-            self.send_header("content-length", str(len(answer)))
-            self.end_headers()
-            self.wfile.write(answer)
-
-        def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base class's name
-            return
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", port), Handler) as server:
-        server.daemon_threads = True
-        server.block_on_close = False
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield
-        finally:
-            server.shutdown()
-            thread.join()
-
-
 @pytest.fixture
 async def site(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Site]:
     state = StateDir(tmp_path).ensure()
@@ -136,15 +103,15 @@ async def site(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[
         dashboard, token = request.getfixturevalue("ray_joined")
         from serve.actuator.ray import RayActuator  # noqa: PLC0415 - Ray is loaded by joining
 
-        address = head.deployment.cluster.controller
+        address, secret = head.deployment.cluster.controller, head.state.secret()
         # The state directory is the test's own: what a bed is told outlives no test.
         made = Site(lambda: Beds(RayActuator(head.state, address, dashboard, token), state), written(address))
     else:
-        address = f"127.0.0.1:{free_ports(1)[0]}"
+        address, secret = f"127.0.0.1:{free_ports(1)[0]}", state.secret()
         made = Site(lambda: Beds(LocalActuator(state, address), state), written(address))
     made.beds = made.make()
     port = int(address.rpartition(":")[2])
-    with controller(made, port):
+    with listening(made.beat, port, secret):
         yield made
         await made.beds.stop()
         await made.beds.close()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -45,3 +48,15 @@ def stack() -> Iterator[Stack]:
             yield stack
         finally:
             stack.down()
+
+
+@contextmanager
+def changed(stack: Stack) -> Iterator[dict[str, Any]]:
+    """The chat model of the document, for a test to change; afterwards all is as it was, and large."""
+    before = copy.deepcopy(stack.document)
+    yield stack.document["models"][0]
+    stack.document = before
+    stack.apply()
+    assert stack.run("mode", CHAT, "single-large").returncode == 0
+    stack.steady(CHAT, 1)
+    stack.steady(POOLING, 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 import signal
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ import psutil
 import pytest
 import yaml
 
-from tests.e2e.conftest import CHAT, POOLING
+from tests.e2e.conftest import CHAT, changed
 from tests.e2e.stack import ROOT, Stack, eventually
 from tests.e2e.traffic import PATIENCE_S, Traffic
 
@@ -27,21 +26,15 @@ def decided(stack: Stack) -> Iterator[Stack]:
 
     The other model leaves meanwhile: with its core Ray has no room for two more beside the large replica.
     """
-    before = copy.deepcopy(stack.document)
-    chat = stack.document["models"][0]
-    stack.document |= {"models": [chat], "budget": SHIPPED["budget"]}
-    control = chat["control"]
-    control["slo"] = SHIPPED["models"][0]["control"]["slo"]
-    control["mode"] |= {"confirm_s": 10, "dwell_s": 20}
-    control["scale"] = {"hold_s": 15}
-    stack.apply()
-    assert stack.run("mode", CHAT, "auto").returncode == 0
-    yield stack
-    stack.document = before
-    stack.apply()
-    assert stack.run("mode", CHAT, "single-large").returncode == 0
-    stack.steady(CHAT, 1)
-    stack.steady(POOLING, 1)
+    with changed(stack) as chat:
+        stack.document |= {"models": [chat], "budget": SHIPPED["budget"]}
+        control = chat["control"]
+        control["slo"] = SHIPPED["models"][0]["control"]["slo"]
+        control["mode"] |= {"confirm_s": 10, "dwell_s": 20}
+        control["scale"] = {"hold_s": 15}
+        stack.apply()
+        assert stack.run("mode", CHAT, "auto").returncode == 0
+        yield stack
 
 
 def test_load_alone_switches_the_mode_and_cuts_no_stream(decided: Stack) -> None:

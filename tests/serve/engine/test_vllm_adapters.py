@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import tempfile
 from collections.abc import AsyncIterator, Mapping
 from itertools import pairwise
 from pathlib import Path
@@ -18,19 +17,13 @@ import httpx
 import msgspec
 import pytest
 import pytest_asyncio
-import yaml
 
 from policy.catalog import served_name
-from policy.parsing import parse
 from policy.types import Wanted
-from serve import cores
-from serve.host import HostSpec, ReplicaHost
-from serve.versions import installed
-from serve.weights import Weights
+from serve.host import ReplicaHost
 from store.blobs import Blobs
-from store.models import Origin, prepare
-from store.state import SECRET_HEADER, StateDir
-from tests.e2e.stack import ROOT
+from store.state import SECRET_HEADER
+from tests.serve.engine.alone import WITHIN_S, running
 from tests.serve.engine.blobs import publish
 from tests.serve.engine.smollm2 import adapter, bad_adapters
 
@@ -42,7 +35,6 @@ pytestmark = [
     pytest.mark.long,
     pytest.mark.asyncio(loop_scope="module"),
 ]
-WITHIN_S = 600.0
 PROMPT = "The capital of France is"
 
 
@@ -100,36 +92,10 @@ class Engine:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine() -> AsyncIterator[Engine]:
-    document = yaml.safe_load((ROOT / "deployments" / "smollm2-cpu.yaml").read_text())
-    document["models"][0]["adapters"] = {"slots_per_replica": 1, "max_rank": 16}
-    spec = parse(document).models[0]
-    prepared = prepare(spec.source, token_file=None, progress=lambda _: None)
-    with tempfile.TemporaryDirectory(prefix="tg-") as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cores, "default_path", lambda: Path(folder) / "cores.json")
-        state = StateDir(Path(folder)).ensure()
-        host = ReplicaHost(
-            HostSpec(
-                model=spec,
-                weights=Weights(origin=Origin.PACKAGE, source=spec.source, digest=prepared.digest),
-                shape="small",
-                generation=1,
-                state_dir=str(state.root),
-                controller="127.0.0.1:1",
-                secret="s",
-                versions=installed(),
-            ),
-            replica="r",
-            address="127.0.0.1",
-            node="local",
-        )
-        try:
-            async with asyncio.timeout(WITHIN_S):
-                await host.start()
-            made = Engine(host, state.adapters)
-            async with made.http:
-                yield made
-        finally:
-            await host.stop()
+    async with running(adapters={"slots_per_replica": 1, "max_rank": 16}) as (host, state):
+        made = Engine(host, state.adapters)
+        async with made.http:
+            yield made
 
 
 async def test_an_adapter_answers_otherwise_and_goes_for_another(engine: Engine) -> None:

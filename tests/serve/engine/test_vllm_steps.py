@@ -3,64 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-import tempfile
 from collections.abc import AsyncIterator
-from pathlib import Path
 from statistics import median
 
 import httpx
 import pytest
-import yaml
 
 from policy.calibration import Calibration
 from policy.pace import GENERIC
-from policy.parsing import parse
 from policy.reports import EngineReport, StepSample
 from policy.types import StartPath
-from serve import cores
-from serve.host import HostSpec, ReplicaHost
-from serve.versions import installed
-from serve.weights import Weights
-from store.models import Origin, prepare
-from store.state import SECRET_HEADER, StateDir
-from tests.e2e.stack import ROOT
+from serve.host import ReplicaHost
+from store.state import SECRET_HEADER
+from tests.serve.engine.alone import WITHIN_S, running
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.long]
-WITHIN_S = 900.0
 
 
 @pytest.fixture
-async def host(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ReplicaHost]:
+async def host() -> AsyncIterator[ReplicaHost]:
     """One core of this machine."""
-    document = yaml.safe_load((ROOT / "deployments" / "smollm2-cpu.yaml").read_text())
-    spec = parse(document).models[0]
-    prepared = prepare(spec.source, token_file=None, progress=lambda _: None)
-    with tempfile.TemporaryDirectory(prefix="tg-") as folder:
-        monkeypatch.setattr(cores, "default_path", lambda: Path(folder) / "cores.json")
-        monkeypatch.setenv("XDG_RUNTIME_DIR", folder)
-        host = ReplicaHost(
-            HostSpec(
-                model=spec,
-                weights=Weights(origin=Origin.PACKAGE, source=spec.source, digest=prepared.digest),
-                shape="small",
-                generation=1,
-                state_dir=str(StateDir(Path(folder)).ensure().root),
-                controller="127.0.0.1:1",
-                secret="s",
-                versions=installed(),
-            ),
-            replica="r",
-            address="127.0.0.1",
-            node="local",
-        )
-        try:
-            async with asyncio.timeout(WITHIN_S):
-                await host.start()
-            yield host
-        finally:
-            await host.stop()
+    async with running() as (host, _):
+        yield host
 
 
 async def test_an_engine_model_is_found_from_the_steps_of_a_real_engine(host: ReplicaHost) -> None:

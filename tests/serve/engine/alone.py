@@ -1,0 +1,58 @@
+"""A real vLLM engine on one core of this machine, without a deployment around it."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from policy.parsing import parse
+from serve import cores
+from serve.host import HostSpec, ReplicaHost
+from serve.versions import installed
+from serve.weights import Weights
+from store.models import Origin, prepare
+from store.state import StateDir
+from tests.e2e.stack import ROOT
+
+WITHIN_S = 900.0
+
+
+@asynccontextmanager
+async def running(**keys: Mapping[str, Any]) -> AsyncIterator[tuple[ReplicaHost, StateDir]]:
+    """The engine of the shipped CPU deployment, its model changed by ``keys``, and its state directory."""
+    document = yaml.safe_load((ROOT / "deployments" / "smollm2-cpu.yaml").read_text())
+    document["models"][0] |= keys
+    spec = parse(document).models[0]
+    prepared = prepare(spec.source, token_file=None, progress=lambda _: None)
+    with tempfile.TemporaryDirectory(prefix="tg-") as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cores, "default_path", lambda: Path(folder) / "cores.json")
+        patch.setenv("XDG_RUNTIME_DIR", folder)
+        state = StateDir(Path(folder)).ensure()
+        host = ReplicaHost(
+            HostSpec(
+                model=spec,
+                weights=Weights(origin=Origin.PACKAGE, source=spec.source, digest=prepared.digest),
+                shape="small",
+                generation=1,
+                state_dir=str(state.root),
+                controller="127.0.0.1:1",
+                secret="s",
+                versions=installed(),
+            ),
+            replica="r",
+            address="127.0.0.1",
+            node="local",
+        )
+        try:
+            async with asyncio.timeout(WITHIN_S):
+                await host.start()
+            yield host, state
+        finally:
+            await host.stop()
