@@ -48,6 +48,7 @@ class Want(NamedTuple):
     ``now`` of them are aimed for already. ``held`` is all that its replicas take, those that leave and those
     of other shapes included. With ``replaces`` that makes way for what is asked for, as in a switch.
     ``starved`` says that it lacks something for long enough to take it of those of a lower priority.
+    ``claim`` is what a switch that waits needs in all, and has waited for as long.
     """
 
     model: str
@@ -59,6 +60,7 @@ class Want(NamedTuple):
     held: Take
     replaces: bool = False
     starved: bool = False
+    claim: Take = Take()
 
 
 def total(budget: Budget) -> Take:
@@ -94,6 +96,15 @@ def spare(wants: Iterable[Want], budget: Budget) -> Take:
     return left
 
 
+def alone(model: str, wants: Mapping[str, Want], budget: Budget) -> Take:
+    """What ``model`` could hold in all while nobody makes way for it."""
+    left = total(budget)
+    for want in wants.values():
+        if want.model != model:
+            left = left.plus(want.held, -1)
+    return left
+
+
 def reach(model: str, wants: Mapping[str, Want], budget: Budget) -> Take:
     """What ``model`` could hold in all: those of a lower priority would make way, down to their floors."""
     left = total(budget)
@@ -110,7 +121,8 @@ def allot(wants: Sequence[Want], budget: Budget) -> dict[str, int]:
 
     First every floor, the highest priority first; then what each asks for, by priority. Those of one
     priority take nothing of each other that is in use, and of the rest whoever lacks the most gets the
-    next. Who is not starved yet takes above its floor nothing that is in use of a lower priority either. A
+    next. Who is not starved yet takes above its floor nothing that is in use of a lower priority either. What
+    is claimed for a switch is kept from lower priorities, down to their floors, if it can be had whole. A
     model only grows into what nobody holds: what others have to give up has to be free first. Watts and
     money, which are measured and may turn out more than foreseen, take nobody that runs below its floor.
     """
@@ -131,6 +143,7 @@ def allot(wants: Sequence[Want], budget: Budget) -> dict[str, int]:
     for level in levels:
         left = _filled(level, _kept, shares, left)
         left = _filled([want for want in level if want.starved], lambda want: want.asked, shares, left)
+        left = _claimed(level, shares, left)
     for level in levels:
         left = _filled(level, lambda want: want.asked, shares, left)
 
@@ -158,6 +171,18 @@ def _filled(level: Sequence[Want], goal: Callable[[Want], int], shares: dict[str
             shares[want.model] += 1
         if shares[want.model] >= goal(want) or not left.holds(want.each):
             short.remove(want)
+    return left
+
+
+def _claimed(level: Sequence[Want], shares: Mapping[str, int], left: Take) -> Take:
+    """What is left beside what those of one priority claim beyond their shares.
+
+    Of what can only be had in part nothing is taken: nobody would have any use of it.
+    """
+    for want in level:
+        beyond = want.claim.plus(want.each, -shares[want.model]).most(Take())
+        if all(mine <= there + ROUNDING for mine, there in zip(beyond, left, strict=True) if mine > 0):
+            left = left.plus(beyond, -1)
     return left
 
 

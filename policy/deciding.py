@@ -4,6 +4,7 @@ Every policy proposes; :mod:`policy.safety` turns the live one's count into what
 :mod:`policy.modes` says whether another mode is worth a switch; :mod:`policy.budget` divides what there
 is; and safety's last rules bound how fast a count moves. The same situations, budget and policies give the
 same decisions, through JSON and back: so a log that has them can be checked by deciding again.
+One module though over 300 lines: how a model's decision comes about is read as one story.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from functools import partial
 
 import msgspec
 
-from policy.budget import Want, allot, each, held, reach, spare
+from policy.budget import Take, Want, allot, alone, each, held, reach, spare
 from policy.capacity import capability
 from policy.config import Budget
 from policy.decision import Decision, Memory, Outlook, Rung, Situation
@@ -27,8 +28,8 @@ from policy.signals import Demand
 # What requests are taken to be like until one has ended: a question with some context, and a short answer.
 ASSUMED_INPUT_TOKENS = 512.0
 ASSUMED_OUTPUT_TOKENS = 128.0
-# Of what a lower priority has in use nothing is taken before more was lacking for so long: what is drained
-# for a wish of one moment takes a start to come back.
+# Of what a lower priority has in use nothing is taken before more was lacking for so long, for a count or a
+# switch: what is drained for a wish of one moment takes a start to come back.
 STARVED_S = 10.0
 
 
@@ -83,6 +84,8 @@ class _Thought:
     course: Course
     verdict: Verdict = Verdict()  # noqa: RUF009 - never changed
     to: Rung | None = None
+    # What a switch that was put off takes in all.
+    lacks: Take | None = None
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -97,7 +100,7 @@ class _Thought:
     def want(self) -> Want:
         """What the model asks of the budgets."""
         situation, course, rung = self.situation, self.course, self.to or self.rung
-        starved = situation.memory.starved_since
+        waits = self._long(situation.memory.waits_since)
         return Want(
             model=situation.model,
             priority=situation.priority,
@@ -107,8 +110,12 @@ class _Thought:
             now=0 if self.to else situation.count,
             held=held(situation),
             replaces=self.to is not None,
-            starved=starved is not None and situation.at - starved >= STARVED_S,
+            starved=self._long(situation.memory.starved_since) or (self.to is not None and waits),
+            claim=self.lacks if self.lacks and waits else Take(),
         )
+
+    def _long(self, since: float | None) -> bool:
+        return since is not None and self.situation.at - since >= STARVED_S
 
     def compare(self, wants: Mapping[str, Want], budget: Budget) -> None:
         """Look at the other modes, and set out for one that is worth it or was set by hand."""
@@ -121,6 +128,7 @@ class _Thought:
             workload=self.workload,
             capabilities=self.capabilities,
             reach=reach(situation.model, wants, budget),
+            alone=alone(situation.model, wants, budget),
             spare=spare(wants.values(), budget),
             fixed="the policy leaves the mode to you" if self.proposal.fixed else "",
         )
@@ -140,17 +148,22 @@ class _Thought:
         self.course = asked(self.situation, self.to, outlook.count)
 
     def is_cut(self, grants: Mapping[str, int]) -> bool:
-        """Whether it would switch to fewer replicas than make that worth it, or to none by hand."""
+        """Whether it would switch to fewer replicas than make that worth it, to none by hand, or early."""
+        if self.to is None:
+            return False
         by_hand = in_force(self.situation) is not None
         needed = min(1, self.course.count) if by_hand else self.course.count
-        return self.to is not None and grants[self.situation.model] < needed
+        return grants[self.situation.model] < needed or (self.verdict.early and not by_hand)
 
     def stay(self, granted: int) -> None:
-        """Put the switch off, of which so much would be granted."""
+        """Put the switch off, of which so much would be granted; a dry run claims nothing for it."""
         assert self.to is not None
-        self.notes.append(
-            f"{self.to.mode} has to wait: it needs {self.course.count}, the budget leaves {granted}"
-        )
+        said = f"{self.to.mode} has to wait: it needs {self.course.count}, the budget leaves {granted}"
+        if not self.situation.guard.dry_run or self.course.by_hand:
+            self.lacks = Take().plus(each(self.to), self.course.count)
+            if self._long(self.situation.memory.waits_since):
+                said += ", and a lower priority makes way"
+        self.notes.append(said)
         self.to = None
         self.course = asked(self.situation, self.rung, self.proposal.count)
 
@@ -192,6 +205,7 @@ class _Thought:
             better_since={} if switched else self.verdict.better_since,
             switched_at=situation.at if switched else before.switched_at,
             starved_since=_since(before.starved_since, situation.at) if starved else None,
+            waits_since=_since(before.waits_since, situation.at) if self.lacks else None,
         )
         return decision, memory
 
@@ -234,7 +248,9 @@ def _remembered(situation: Situation) -> Memory:
     if memory.at > at:
         return Memory(switched_at=None if memory.switched_at is None else min(memory.switched_at, at))
     if at - memory.at > situation.tick_s + situation.guard.stale_s:
-        return msgspec.structs.replace(memory, low_since={}, better_since={}, starved_since=None)
+        return msgspec.structs.replace(
+            memory, low_since={}, better_since={}, starved_since=None, waits_since=None
+        )
     return memory
 
 

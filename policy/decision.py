@@ -62,7 +62,8 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     when each count below that of today would have been enough, told where that changes: an instant holds for
     its count and all above it. ``better_since`` is since when each other mode promised its gain,
     ``switched_at`` when the mode last changed, ``starved_since`` since when budgets leave fewer replicas than
-    are asked for. Instants are Unix seconds.
+    are asked for, ``waits_since`` since when a switch waits for what a lower priority holds. Instants are
+    Unix seconds.
     """
 
     at: float | None = None
@@ -73,6 +74,7 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     better_since: dict[str, float] = {}
     switched_at: float | None = None
     starved_since: float | None = None
+    waits_since: float | None = None
 
 
 class Situation(msgspec.Struct, frozen=True, kw_only=True):

@@ -22,8 +22,10 @@ from policy.decision import Outlook, Rung, Situation
 from policy.engine_model import Workload
 from policy.forecast import likely
 from policy.pace import GENERIC
+from policy.plan import Footprint, Goal, Layer, LayerKey
 from policy.safety import blind, unsettled
 from policy.scaling.view import Capability
+from policy.switching import gap_needed
 
 # A prediction is no more precise than this, and at the edge of what meets an objective it may be either.
 PRECISION = 1.01
@@ -47,8 +49,9 @@ class Prospect(NamedTuple):
     """What a comparison of modes is made of.
 
     ``rate`` requests per second are expected, of ``workload``, and while a switch of so many seconds lasts no
-    more than ``during`` says in 19 of 20. ``reach`` is what the model could hold in
-    all, ``spare`` what nobody holds. ``fixed`` says why no mode is worth a switch whatever it promises.
+    more than ``during`` says in 19 of 20. ``reach`` is what the model could hold in all, ``alone`` while
+    nobody makes way for it, ``spare`` what nobody holds. ``fixed`` says why no mode is worth a switch,
+    whatever it promises.
     """
 
     rate: float
@@ -56,17 +59,22 @@ class Prospect(NamedTuple):
     workload: Workload
     capabilities: Mapping[str, Capability]
     reach: Take
+    alone: Take
     spare: Take
     fixed: str = ""
 
 
 class Verdict(NamedTuple):
-    """What came of the comparison: where ``to`` go, if anywhere, and the ``gain`` that this promises."""
+    """What came of the comparison: where ``to`` go, if anywhere, and the ``gain`` that this promises.
+
+    ``early`` says that it is worth it only once a lower priority has made way.
+    """
 
     outlooks: tuple[Outlook, ...] = ()
     better_since: dict[str, float] = {}
     to: Outlook | None = None
     gain: float | None = None
+    early: bool = False
 
 
 def expected(situation: Situation, foreseen: float, able: Capability) -> float:
@@ -124,8 +132,10 @@ def judged(situation: Situation, prospect: Prospect) -> Verdict:
             if not why and gain >= situation.switching.gain:
                 since[mode] = situation.memory.better_since.get(mode, situation.at)
             why = why or _objection(situation, prospect, here, outlook, since.get(mode))
-            if not why and best.mode == mode:
-                verdict = Verdict(to=outlook, gain=gain)
+            freed = _freed(situation, prospect, outlook) if why and best.mode == mode else None
+            early = freed is not None and not _objection(*freed, here, outlook, since.get(mode))
+            if best.mode == mode and (early or not why):
+                verdict = Verdict(to=outlook, gain=gain, early=early)
             why = why or ("worth a switch" if best.mode == mode else f"{best.mode} costs less")
             why = f"gain {gain:.0%}: {why}"
         told[mode] = msgspec.structs.replace(outlook, why=why)
@@ -218,6 +228,39 @@ def _objection(
     if gained <= spent:
         return f"over {dwell_s:.0f} s it saves {gained:.0f}, and the switch costs {spent:.0f}"
     return _interrupted(situation, prospect, here, there)
+
+
+def _freed(situation: Situation, prospect: Prospect, there: Outlook) -> tuple[Situation, Prospect] | None:
+    """The same once those of a lower priority have made way for the switch; ``None`` where they need not."""
+    new, old = _rung(situation, there.mode), _rung(situation, situation.mode)
+    needs = Take().plus(each(new), there.count)
+    room = prospect.alone.most(needs)
+    if room == prospect.alone or not is_known(new):
+        return None
+    more = Take(*(_less(later, now) for later, now in zip(room, prospect.alone, strict=True)))
+    rungs = situation.rungs
+    if new.gap_s and not _leaves_a_gap(situation, old, new, room):
+        rungs = tuple(msgspec.structs.replace(rung, gap_s=0.0) if rung is new else rung for rung in rungs)
+    return (
+        msgspec.structs.replace(situation, rungs=rungs),
+        prospect._replace(spare=prospect.spare.plus(more), alone=room),
+    )
+
+
+def _less(later: float, now: float) -> float:
+    """What comes to it; nothing to what is unbounded."""
+    return later - now if later < math.inf else 0.0
+
+
+def _leaves_a_gap(situation: Situation, old: Rung, new: Rung, room: Take) -> bool:
+    """Whether a first replica of ``new`` can be had in that room only while nobody serves."""
+    keys = {mode: LayerKey(situation.model, mode, 0) for mode in (old.mode, new.mode)}
+    footprints = {keys[rung.mode]: Footprint(gpus=rung.gpus, cpus=rung.cpus) for rung in (old, new)}
+    count = max(1, new.least)
+    goal = Goal(key=keys[new.mode], count=count, min_healthy=min(situation.scale.min_healthy, count))
+    layers = {keys[old.mode]: Layer(wanted=situation.supply.wanted, ready=situation.supply.serving)}
+    bounds = (None if bound == math.inf else int(bound) for bound in room[:2])
+    return gap_needed(goal, layers, footprints, *bounds)
 
 
 def _interrupted(situation: Situation, prospect: Prospect, here: Outlook, there: Outlook) -> str:

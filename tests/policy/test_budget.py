@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policy.budget import Take, Want, allot, held, reach, spare, total
+from policy.budget import Take, Want, allot, alone, held, reach, spare, total
 from policy.config import Budget
 from policy.scaling.view import Supply
 from tests.policy.control_play import LARGE, SMALL, rung, situation
@@ -40,7 +40,8 @@ def everybody(draw: st.DrawFn) -> tuple[list[Want], Budget]:
         priority = draw(st.integers(-1, 1))
         starved = draw(st.booleans())
         there = 0 if replaces else now
-        wants.append(Want(f"m{index}", priority, each, asked, floor, there, held, replaces, starved))
+        claim = draw(st.just(Take()) | takes())
+        wants.append(Want(f"m{index}", priority, each, asked, floor, there, held, replaces, starved, claim))
     bounds = st.none() | st.integers(0, 24)
     amounts = st.none() | st.floats(0.1, 5000)
     return wants, Budget(gpus=draw(bounds), cpus=draw(bounds), watts=draw(amounts), cost_per_h=draw(amounts))
@@ -116,6 +117,28 @@ def test_a_lower_priority_shrinks_to_its_floor_first_and_then_the_higher_grows()
     assert allot([low._replace(held=Take(gpus=3)), high], Budget(gpus=8)) == {"low": 3, "high": 5}
 
 
+@given(everybody())
+def test_a_claim_takes_only_of_lower_priorities(given: tuple[list[Want], Budget]) -> None:
+    wants, budget = given
+    claims = [each.priority for each in wants if any(each.claim)]
+    before, after = allot([each._replace(claim=Take()) for each in wants], budget), allot(wants, budget)
+    for each in wants:
+        if each.priority >= max(claims, default=-9):
+            assert after[each.model] == before[each.model]
+
+
+def test_what_a_switch_claims_is_kept_from_lower_priorities_whole_or_not_at_all() -> None:
+    low = want("low", 6, now=6, floor=2, priority=-1)
+    equal = want("equal", 1, now=1)
+    high = want("high", 1, each=Take(gpus=2), now=1, claim=Take(gpus=5))
+    assert allot([low, equal, high], Budget(gpus=9)) == {"low": 3, "equal": 1, "high": 1}
+    assert allot([low, equal, high._replace(claim=Take(gpus=6))], Budget(gpus=9))["low"] == 2
+    assert allot([low, equal, high._replace(claim=Take(gpus=7))], Budget(gpus=9))["low"] == 6
+    # What is free already is kept free.
+    low, third = low._replace(now=3, held=Take(gpus=3)), want("third", 4, priority=-1)
+    assert allot([low, equal, high, third], Budget(gpus=9)) == {"low": 3, "equal": 1, "high": 1, "third": 0}
+
+
 def test_floors_come_first_and_by_priority_where_not_even_they_fit() -> None:
     wants = [want("low", 4, floor=2, priority=-1), want("high", 8, floor=2, starved=True)]
     assert allot(wants, Budget(gpus=8)) == {"low": 2, "high": 6}
@@ -188,6 +211,7 @@ def test_the_reach_of_a_model_goes_down_to_the_floors_of_lower_priorities() -> N
     }
     assert reach("a", wants, Budget(gpus=12)).gpus == 12 - 3 - 1
     assert reach("low", wants, Budget(gpus=12)).gpus == 12 - 2 - 3
+    assert alone("a", wants, Budget(gpus=12)).gpus == 12 - 4 - 3
     assert spare(wants.values(), Budget(gpus=12)).gpus == 3
 
 

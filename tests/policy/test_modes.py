@@ -55,7 +55,7 @@ def prospect(given: Situation, rate: float, **changes: Any) -> Prospect:
     return Prospect(
         **(
             {"rate": rate, "during": lambda seconds: rate, "workload": workload, "capabilities": able}
-            | {"reach": ALL, "spare": ALL}
+            | {"reach": ALL, "alone": ALL, "spare": ALL}
             | changes
         )
     )

@@ -1,0 +1,209 @@
+"""A switch that needs what a lower priority holds: when that makes way, and when it does not have to."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from policy.budget import Take
+from policy.capacity import capability
+from policy.config import Budget
+from policy.control import Guard, Objective
+from policy.deciding import STARVED_S, Mind, decide_all, workload_of
+from policy.decision import Decision, Memory, Override, Situation
+from policy.modes import Prospect, Verdict, judged
+from policy.scaling.choice import choose, make
+from policy.scaling.view import Supply
+from tests.policy.control_play import (
+    LARGE,
+    NOON,
+    SMALL,
+    Model,
+    Play,
+    Wants,
+    demand,
+    figures,
+    replayed,
+    rung,
+    situation,
+)
+
+# The large shape alone is within this, up to 4.7 requests per second; at 7 the small one costs less.
+QUICK = Objective(ttft_p95_s=3.0, itl_p95_s=0.06)
+RISE = 300.0
+
+
+def shared(gpus: int, low: int, *, priority: int = 1) -> Play:
+    """One that switches when its load rises, beside another that wants so many cards all the time."""
+    high = Model(
+        "high",
+        lambda t: 7.0 if t >= RISE else 2.0,
+        rungs=(LARGE, SMALL),
+        mode=LARGE.mode,
+        priority=priority,
+        slo=QUICK,
+        mind=Mind(make(choose("policy", "predictive"))),
+    )
+    return Play(high, Model("low", lambda t: 0.0, mind=Mind(Wants(low)), count=low), budget=Budget(gpus=gpus))
+
+
+def until(play: Play, there: Callable[[Decision, Decision], bool]) -> Play:
+    """Play until that is so of both decisions, and then have somebody keep the mode by hand."""
+    while not play.log or not there(play.decisions("high")[-1], play.decisions("low")[-1]):
+        play.tick()
+        assert play.at < 600
+    play.models[0].override = lambda at: Override(mode=LARGE.mode)
+    return play
+
+
+@pytest.mark.parametrize(("gpus", "low", "left"), [(12, 6, 4), (9, 5, 1)])
+def test_a_lower_priority_makes_way_for_a_switch_that_lasts(gpus: int, low: int, left: int) -> None:
+    play = shared(gpus, low)
+    minds = {model.name: model.mind for model in play.models}
+    while play.at < 480:
+        play.tick()
+        given, made = play.log[-1]
+        assert play.taken("gpus") <= gpus
+        assert made["low"].count >= 1
+        assert replayed(given, play.budget, minds) == made
+    high, lows = play.decisions("high"), play.decisions("low")
+    waited = next(each for each in high if "has to wait" in each.reason)
+    shrank = next(each for each in lows if each.count < low)
+    switched = next(each for each in high if each.mode != each.was_mode)
+    # Hysteresis comes first, then what a count has to wait for as well, and then the others' streams.
+    assert waited.at - NOON >= RISE + 60
+    assert shrank.at == waited.at + STARVED_S
+    assert "a lower priority makes way" in next(each.reason for each in high if each.at == shrank.at)
+    assert shrank.at < switched.at <= shrank.at + 25
+    assert (switched.mode, switched.count) == (SMALL.mode, 8)
+    assert all(each.mode == SMALL.mode for each in high if each.at >= switched.at)
+    assert lows[-1].count == left
+
+
+def test_a_switch_that_is_wanted_for_a_moment_takes_nothing() -> None:
+    play = until(shared(12, 6), lambda high, low: "has to wait" in high.reason)
+    assert play.models[0].memory.waits_since is not None
+    play.run(play.at + 120)
+    assert {each.count for each in play.decisions("low")} == {6}
+    assert play.models[0].memory.waits_since is None
+
+
+def test_what_was_claimed_for_a_switch_that_is_wanted_no_more_is_given_back() -> None:
+    play = until(shared(12, 6), lambda high, low: low.count < 6)
+    play.run(play.at + 60)
+    assert play.decisions("low")[-1].count == 6
+    assert {each.mode for each in play.decisions("high")} == {LARGE.mode}
+
+
+@pytest.mark.parametrize("priority", [0, -1])
+def test_of_equals_and_betters_nothing_is_claimed(priority: int) -> None:
+    play = shared(12, 6, priority=priority).run(600)
+    assert {each.count for each in play.decisions("low")} == {6}
+    assert {each.mode for each in play.decisions("high")} == {LARGE.mode}
+
+
+def waiting(**changes: Any) -> dict[str, Situation]:
+    """Both at a moment at which the switch has waited for long enough."""
+    memory = Memory(at=NOON - 5, better_since={SMALL.mode: NOON - 100}, waits_since=NOON - STARVED_S)
+    high = situation(
+        model="high",
+        rate=7.0,
+        priority=1,
+        mode=LARGE.mode,
+        rungs=(LARGE, SMALL),
+        slo=QUICK,
+        signals=msgspec.structs.replace(situation(7.0).signals, demand=demand(7.0, queued=120)),
+        memory=memory,
+    )
+    low = situation(model="low", count=6)
+    return {"high": msgspec.structs.replace(high, **changes), "low": low}
+
+
+def both(given: dict[str, Situation], gpus: int = 12) -> tuple[int, Memory]:
+    """What is left to the lower one, and what the higher one remembers."""
+    minds = {"high": Mind(make(choose("policy", "predictive"))), "low": Mind(Wants(6))}
+    made = decide_all(given, Budget(gpus=gpus), minds)
+    assert made["high"][0].mode == LARGE.mode
+    return made["low"][0].count, made["high"][1]
+
+
+def test_only_what_would_be_carried_out_claims_and_only_after_its_time() -> None:
+    left, memory = both(waiting())
+    assert (left, memory.waits_since) == (4, NOON - STARVED_S)
+    assert both(waiting(guard=Guard(dry_run=True)))[0] == 6
+    early = msgspec.structs.replace(waiting()["high"].memory, waits_since=NOON - STARVED_S + 0.1)
+    assert both(waiting(memory=early))[0] == 6
+    # Of a time in which nobody decided nothing is known.
+    away = msgspec.structs.replace(waiting()["high"].memory, at=NOON - 3600)
+    left, memory = both(waiting(memory=away))
+    assert (left, memory.waits_since) == (6, None)
+
+
+@given(st.data(), st.integers(5, 20), st.integers(0, 4), st.integers(1, 8), st.floats(0, 60))
+def test_a_claim_leaves_a_lower_priority_what_it_has_to_keep(
+    data: st.DataObject, gpus: int, healthy: int, count: int, waited_s: float
+) -> None:
+    rate, queued = data.draw(st.floats(0, 12)), data.draw(st.integers(0, 200))
+    gap_s = data.draw(st.sampled_from([0.0, 20.0, 90.0]))
+    given_both = waiting(
+        signals=msgspec.structs.replace(situation(rate).signals, demand=demand(rate, queued=queued)),
+        rungs=(LARGE, rung(SMALL.mode, gap_s=gap_s)),
+        memory=Memory(
+            at=NOON - 5,
+            better_since={SMALL.mode: NOON - 100},
+            waits_since=NOON - waited_s,
+            starved_since=NOON,
+        ),
+    )
+    low = situation(model="low", count=count)
+    given_both["low"] = msgspec.structs.replace(
+        low, scale=msgspec.structs.replace(low.scale, min_healthy=healthy, max_step_down=1.0)
+    )
+    minds = {"high": Mind(make(choose("policy", "predictive"))), "low": Mind(Wants(count))}
+    made = decide_all(given_both, Budget(gpus=gpus), minds)
+    floor, there = min(count, max(1, healthy)), min(count, gpus - LARGE.gpus)
+    assert made["low"][0].count >= min(floor, there)
+    if waited_s < STARVED_S:
+        assert made["low"][0].count >= there
+
+
+def test_what_can_be_carried_meanwhile_counts_what_will_have_made_way() -> None:
+    """Four small ones keep up and miss; two of them and no large one would not keep up."""
+    large = rung("two-cards", gpus=2, most=4)
+    given = situation(
+        count=4,
+        rungs=(SMALL, large),
+        slo=QUICK,
+        supply=Supply(wanted=4, serving=4),
+        signals=msgspec.structs.replace(situation(3.7).signals, replicas=figures(4)),
+        memory=Memory(better_since={large.mode: NOON - 100}),
+    )
+    able = {r.mode: capability(r.timing, workload_of(demand(3.7)), given.slo) for r in given.rungs}
+
+    def seen(alone: float, spare: float, reach: float = 8.0) -> Verdict:
+        return judged(
+            given,
+            Prospect(
+                rate=3.7,
+                during=lambda seconds: 3.7,
+                workload=workload_of(demand(3.7)),
+                capabilities=able,
+                reach=Take(reach, math.inf, math.inf, math.inf),
+                alone=Take(alone, math.inf, math.inf, math.inf),
+                spare=Take(spare, math.inf, math.inf, math.inf),
+            ),
+        )
+
+    now = seen(alone=8.0, spare=4.0)
+    assert (now.to and now.to.mode, now.early) == (large.mode, False)
+    later = seen(alone=4.0, spare=0.0)
+    assert (later.to and later.to.mode, later.early, later.gain) == (large.mode, True, now.gain)
+    assert "can be carried meanwhile" in later.outlooks[1].why
+    # Nobody of a lower priority holds anything: what is lacking cannot be had.
+    assert seen(alone=4.0, spare=0.0, reach=4.0).to is None
