@@ -84,11 +84,14 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 class PowerReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The cards of one replica: ``watts`` and ``joules`` (total) together, ``celsius`` of the hottest.
 
-    ``throttled`` says why they run slower than they could, in NVML's words; ``xid`` is the last error of one.
+    ``throttled`` says why they run slower than they could, in NVML's words, and ``reasons`` in its bits;
+    ``xid`` is the last error of one, called ``card``: of a program only where no card itself had any.
     """
 
     watts: float
     joules: float = 0.0
     celsius: float = 0.0
     throttled: str = ""
+    reasons: int = 0
     xid: int = 0
+    card: str = ""

@@ -6,11 +6,15 @@ Without the library, without its driver and without cards there are no figures, 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import importlib
 import logging
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from policy.hardware import is_of_card
 from policy.reports import PowerReport
 
 log = logging.getLogger("tidegate.host")
@@ -46,15 +50,16 @@ class Cards:
             else nvml.nvmlDeviceGetHandleByUUID(name)
             for name in names
         ]
-        self._xid = 0
-        self._errors: Any = None
+        self._xid, self._card = 0, ""
+        # A set for each card: so it is known whose error it is.
+        self._errors: dict[str, Any] = {}
         try:
-            self._errors = nvml.nvmlEventSetCreate()
-            for handle in self._handles:
-                nvml.nvmlDeviceRegisterEvents(handle, nvml.nvmlEventTypeXidCriticalError, self._errors)
+            for name, handle in zip(names, self._handles, strict=True):
+                errors = nvml.nvmlEventSetCreate()
+                nvml.nvmlDeviceRegisterEvents(handle, nvml.nvmlEventTypeXidCriticalError, errors)
+                self._errors[f"GPU {name}" if name.isdigit() else name] = errors
         except nvml.NVMLError as error:
             log.info("NVML tells no errors of the cards: %s", error)
-            self._errors = None
 
     def read(self) -> PowerReport | None:
         """The cards together; ``None`` where none tells what it draws."""
@@ -71,7 +76,9 @@ class Cards:
             joules=sum(millijoules) / 1e3,
             celsius=float(max(celsius, default=0)),
             throttled=", ".join(word for bit, word in REASONS.items() if any(r & bit for r in reasons)),
+            reasons=functools.reduce(operator.or_, reasons, 0) & functools.reduce(operator.or_, REASONS),
             xid=self._xid,
+            card=self._card,
         )
 
     def _ask(self, question: Callable[..., int], *more: Any) -> list[int]:
@@ -86,11 +93,13 @@ class Cards:
 
     def _note_errors(self) -> None:
         """The newest of the errors that came since; the wait of 0 ms ends with NVML's time-out."""
-        while self._errors is not None:
-            try:
-                self._xid = int(self._nvml.nvmlEventSetWait(self._errors, 0).eventData)
-            except self._nvml.NVMLError:
-                return
+        for card, errors in self._errors.items():
+            with contextlib.suppress(self._nvml.NVMLError):
+                while True:
+                    xid = int(self._nvml.nvmlEventSetWait(errors, 0).eventData)
+                    # What the card itself had is not forgotten for what a program does on it.
+                    if is_of_card(xid) or not is_of_card(self._xid):
+                        self._xid, self._card = xid, card
 
 
 def found(names: Sequence[str]) -> Cards | None:

@@ -25,7 +25,7 @@ class FakeNvml:
 
     def __init__(self, *cards: dict[str, int]) -> None:
         self.cards = list(cards)
-        self.errors: list[int] = []
+        self.errors: dict[int, list[int]] = {}
         self.told_of: list[int] = []
         self.driver = True
 
@@ -59,18 +59,20 @@ class FakeNvml:
     def nvmlDeviceGetCurrentClocksEventReasons(self, handle: int) -> int:
         return self._of(handle, "why")
 
-    def nvmlEventSetCreate(self) -> str:
-        return "set"
+    def nvmlEventSetCreate(self) -> list[int]:
+        return []
 
-    def nvmlDeviceRegisterEvents(self, handle: int, kinds: int, events: str) -> None:
-        assert (kinds, events) == (8, "set")
+    def nvmlDeviceRegisterEvents(self, handle: int, kinds: int, events: list[int]) -> None:
+        assert kinds == 8
+        events.append(handle)
         self.told_of.append(handle)
 
-    def nvmlEventSetWait(self, events: str, timeout_ms: int) -> Any:
-        assert (events, timeout_ms) == ("set", 0)
-        if not self.errors:
+    def nvmlEventSetWait(self, events: list[int], timeout_ms: int) -> Any:
+        assert timeout_ms == 0
+        (handle,) = events
+        if not self.errors.get(handle):
             raise self.NVMLError("Timeout")
-        return SimpleNamespace(eventData=self.errors.pop(0))
+        return SimpleNamespace(eventData=self.errors[handle].pop(0))
 
 
 def card(mw: int = 300_000, mj: int = 5_000_000, c: int = 60, why: int = 0) -> dict[str, int]:
@@ -80,7 +82,7 @@ def card(mw: int = 300_000, mj: int = 5_000_000, c: int = 60, why: int = 0) -> d
 def test_the_cards_of_a_replica_are_told_together() -> None:
     nvml = FakeNvml(card(), card(mw=150_500, mj=1_000, c=71, why=0x4), card(mw=999_000))
     assert Cards(nvml, ("0", "GPU-1")).read() == PowerReport(
-        watts=450.5, joules=5001.0, celsius=71.0, throttled="software power cap"
+        watts=450.5, joules=5001.0, celsius=71.0, throttled="software power cap", reasons=0x4
     )
     assert nvml.told_of == [0, 1]
 
@@ -90,24 +92,38 @@ def test_every_reason_that_costs_speed_has_its_word_and_others_have_none() -> No
     cards = Cards(nvml, ("0",))
     read = cards.read()
     assert read is not None
-    assert read.throttled == ""
+    assert (read.throttled, read.reasons) == ("", 0)
     nvml.cards[0]["why"] = 0x8 | 0x40
     read = cards.read()
     assert read is not None
-    assert read.throttled == "hardware slowdown, hardware thermal slowdown"
+    assert (read.throttled, read.reasons) == ("hardware slowdown, hardware thermal slowdown", 0x48)
 
 
-def test_the_last_error_of_a_card_stays_known() -> None:
-    nvml = FakeNvml(card())
-    cards = Cards(nvml, ("0",))
-    nvml.errors = [31, 79]
+def test_the_last_error_of_a_card_stays_known_and_which_card_it_was() -> None:
+    nvml = FakeNvml(card(), card())
+    cards = Cards(nvml, ("0", "GPU-1"))
+    nvml.errors = {0: [31], 1: [48, 79]}
     for _ in range(2):
         read = cards.read()
         assert read is not None
-        assert read.xid == 79
+        assert (read.xid, read.card) == (79, "GPU-1")
+    # What a program does on another card, such as end of it, hides that from nobody.
+    nvml.errors = {0: [45, 13]}
+    assert (read := cards.read()) is not None and read.xid == 79
     # A card that fell off the bus tells nothing else any more.
-    nvml.cards[0].clear()
-    assert cards.read() == PowerReport(watts=0.0, xid=79)
+    for each in nvml.cards:
+        each.clear()
+    assert cards.read() == PowerReport(watts=0.0, xid=79, card="GPU-1")
+
+
+def test_the_error_of_a_program_is_told_until_a_card_has_one() -> None:
+    nvml = FakeNvml(card(), card())
+    cards = Cards(nvml, ("0", "1"))
+    for errors, told in (({0: [31]}, (31, "GPU 0")), ({1: [43]}, (43, "GPU 1")), ({0: [94]}, (94, "GPU 0"))):
+        nvml.errors = errors
+        read = cards.read()
+        assert read is not None
+        assert (read.xid, read.card) == told
 
 
 def test_a_figure_that_a_card_does_not_have_is_left_out() -> None:
