@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import math
-import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
-import pytest_asyncio
 
 from serve.client import Outcome
 from serve.journal import replayed
 from serve.minds import mind_of
 from tests.faults.live import MODEL
-from tests.faults.scaled import Scaled
+from tests.faults.scaled import Making, Scaled
+from tests.gateway.worker import until
 
 pytestmark = pytest.mark.slow
 
@@ -32,22 +28,6 @@ CONTROL = {
     "mode": {"drain_timeout_s": 60},
     "assumed_start_s": 20,
 }
-Making = Callable[..., Awaitable[Scaled]]
-
-
-@pytest_asyncio.fixture
-async def made(tmp_path: Path) -> AsyncIterator[Making]:
-    """Makes a stand and closes it after the test."""
-    stands: list[Scaled] = []
-
-    async def make(spec: dict[str, Any], **sections: Any) -> Scaled:
-        stands.append(Scaled(tmp_path, spec, **sections))
-        await stands[-1].start()
-        return stands[-1]
-
-    yield make
-    for stand in stands:
-        await stand.close()
 
 
 def small(least: int = 1, **control: Any) -> dict[str, Any]:
@@ -92,21 +72,15 @@ async def test_nobody_asks_and_somebody_wakes_it(made: Making) -> None:
     reply = await site.ask(MODEL, max_tokens=4)
     assert reply.status == 200
     site.models[0]["control"]["tick_s"] = 1
-    await apply(site)
+    await site.apply()
     await asleep(site)
     site.models[0]["control"]["tick_s"] = 60
-    await apply(site)
+    await site.apply()
     # Nothing is due for most of a minute but for those that wait.
     waking = [asyncio.create_task(site.ask(MODEL, stream=True, max_tokens=4)) for _ in range(5)]
     replies = await asyncio.gather(*waking)
     assert [(reply.status, reply.error) for reply in replies] == [(200, None)] * 5
     assert max(reply.took_s for reply in replies) < 30
-
-
-async def apply(site: Scaled) -> None:
-    site.write_document()
-    document = (site.root / "deployment.json").read_bytes()
-    await site.tell("POST", "/apply", msgspec.json.decode(document))
 
 
 async def asleep(site: Scaled) -> None:
@@ -159,18 +133,39 @@ async def test_load_alone_switches_the_mode_and_back(made: Making) -> None:
     assert f"gain promised {found[0].promised:.0%}, measured {found[0].measured:.0%}" in said
 
 
-async def test_a_controller_that_is_killed_in_a_switch_goes_on(made: Making) -> None:
-    site = await made(ladder(), budget={"gpus": 8})
+ROOMY, SCARCE = 8, 4
+PHASES = {ROOMY: ("switching", "draining the old"), SCARCE: ("giving way", "starting")}
+
+
+@pytest.mark.parametrize("gpus", [ROOMY, SCARCE])
+async def test_a_controller_killed_in_each_phase_of_a_switch_finishes_it(made: Making, gpus: int) -> None:
+    site = await made(ladder(), budget={"gpus": gpus})
     await site.load(LOW, {"large": 1}, 60)
-    loading = asyncio.create_task(site.load(HIGH, {"small": 4}, 180))
-    killed: set[str] = set()
-    while not loading.done():
-        phase = (await site.status())["phase"]
-        if phase in ("switching", "draining the old") and phase not in killed:
-            killed.add(phase)
-            await site.end_controller(signal.SIGKILL)
-            await site.start_controller()
-        await asyncio.sleep(0.05)
-    await loading
-    assert "switching" in killed
+    async with site.under(HIGH):
+        killed = [await site.kill_in(phase, 60) for phase in PHASES[gpus]]
+        await site.rest({"small": 4}, 120)
+        # It is the same switch, and not another one.
+        assert killed == [site.target().since] * 2
     site.check_replies()
+
+
+async def test_a_controller_killed_while_it_rolls_back_goes_on(made: Making) -> None:
+    spec = ladder()
+    spec["control"]["mode"] |= {"dwell_s": 120}
+    # More than the memory of its one card.
+    spec["shapes"]["small"] |= {"engine_args": {"max_model_len": 10_000_000}}
+    site = await made(spec, budget={"gpus": SCARCE}, gateway={"queue_timeout_s": 120})
+    await site.load(LOW, {"large": 1}, 60)
+    async with site.under(HIGH):
+        await site.until_phase("starting", 60)
+    async with site.under(LOW):
+        await until(lambda: site.target().note.startswith("rolled back"), "the mode fails")
+        # Its hosts take some tenths of a second to end.
+        since = await site.kill()
+        await site.rest({"large": 1}, 60)
+    site.check_replies()
+    status = await site.status()
+    assert status["note"].startswith("rolled back from multi-replica x 4, generation 1: ")
+    assert "KV cache" in status["note"]
+    assert set(status["barred"]) == {"multi-replica"}
+    assert site.target().since == since
