@@ -201,8 +201,9 @@ class Controller:
         self.autoscaler.adopt(deployment)
         self._deployment = deployment
         for name, target in steered.items():
-            # What failed is tried again: somebody may have seen to it.
-            self._steer(name, msgspec.structs.replace(target, barred={}))
+            # What failed is tried again: somebody may have seen to it. What goes on goes on with its note.
+            note = "" if target.settled else target.note
+            self._steer(name, msgspec.structs.replace(target, barred={}, note=note))
             self._weighing.look_again(name)
         self.adapters.declare(deployment, applied=True)
         self._event("a new deployment was applied")

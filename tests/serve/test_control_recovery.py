@@ -40,6 +40,20 @@ async def test_what_fails_to_start_is_rolled_back_and_says_why(plane: Plane) -> 
     assert plane.note() == ""
 
 
+async def test_what_serves_is_not_said_to_be_rolled_back_once_it_is_applied_again(plane: Plane) -> None:
+    await plane.up(document())
+    await plane.ticks()
+    plane.cluster.failing[NEW_SMALL] = "ValueError: no such weights"
+    plane.controller.apply(document(sim_model(sim={"profile": "sim-small", "seed": 7})))
+    await plane.ticks()
+    assert plane.note().startswith("rolled back")
+    running = set(plane.cluster.replicas)
+    plane.controller.apply(document())
+    await plane.ticks()
+    assert plane.note() == ""
+    assert set(plane.cluster.replicas) == running
+
+
 async def test_a_start_that_takes_too_long_is_rolled_back(plane: Plane) -> None:
     await plane.up(document())
     await plane.ticks()
