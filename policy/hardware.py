@@ -85,11 +85,11 @@ class Seat(NamedTuple):
 class Ward(NamedTuple):
     """What a model has beside its replicas.
 
-    ``count`` are aimed for, ``healthy`` is the fewest that may be ready; ``room`` is whether one more fits,
+    ``aimed`` for are so many, ``healthy`` is the fewest that may be ready; ``room`` is whether one more fits,
     ``busy`` why none is replaced now. A start takes at most ``start_s``, a drain ``drain_s``.
     """
 
-    count: int
+    aimed: int
     healthy: int
     room: bool
     busy: str = ""
@@ -124,10 +124,23 @@ class Care(msgspec.Struct, frozen=True, kw_only=True):
 def cared(before: Care, seats: Sequence[Seat], ward: Ward, at: float) -> Care:
     """The next step of the replacement, or the first of another."""
     if before.replica and before.told is None:
+        before = _worst(before, seats, at)
+    if before.replica and before.told is None:
         before = _succeeded(before, seats, ward, at)
     elif before.replica:
         before = _parted(before, seats, ward, at)
     return before if before.replica else _chosen(before, seats, ward, at)
+
+
+def _worst(care: Care, seats: Sequence[Seat], at: float) -> Care:
+    """Have the successor of one that is only slow take the place of one whose card failed."""
+    fatal = {s.id: s.ailment.why for s in seats if s.ready and s.ailment is not None and s.ailment.fatal}
+    if not fatal or care.replica in fatal:
+        return care
+    replica = min(fatal)
+    return msgspec.structs.replace(
+        care, replica=replica, why=fatal[replica], begun=at, note=_replaced(replica, fatal[replica])
+    )
 
 
 def _chosen(before: Care, seats: Sequence[Seat], ward: Ward, at: float) -> Care:
@@ -148,7 +161,7 @@ def _chosen(before: Care, seats: Sequence[Seat], ward: Ward, at: float) -> Care:
         return msgspec.structs.replace(rests, note=f"{said}; it is replaced when {ward.busy}")
     more = ward.room and not ward.busy
     begun = msgspec.structs.replace(
-        rests, replica=replica, why=found.why, begun=at, more=more, note=f"{said}; it is being replaced"
+        rests, replica=replica, why=found.why, begun=at, more=more, note=_replaced(replica, found.why)
     )
     if more:
         return _succeeded(begun, seats, ward, at)
@@ -158,21 +171,17 @@ def _chosen(before: Care, seats: Sequence[Seat], ward: Ward, at: float) -> Care:
 
 
 def _succeeded(care: Care, seats: Sequence[Seat], ward: Ward, at: float) -> Care:
-    """Let it leave once its successor is there; a card that failed serves no longer than others are too few."""
+    """Let it leave once its successor is there; one with a fatal error only until others are enough."""
     seat = next((seat for seat in seats if seat.id == care.replica), None)
     if seat is None or seat.ailment is None:
         # It recovered, or something else ended it.
         return Care(row=care.row, pause=care.pause)
-    others, enough = _others(care.replica, seats), max(1, ward.healthy)
-    late = at - care.begun >= ward.start_s
-    if others >= max(ward.count, 1) or not seat.ready or (others >= enough and (seat.ailment.fatal or late)):
+    others, late = _others(care.replica, seats), at - care.begun >= ward.start_s
+    enough = max(1, ward.healthy) if seat.ailment.fatal else ward.aimed
+    if others >= enough or not seat.ready or (late and seat.ailment.fatal):
         return msgspec.structs.replace(care, told=at)
-    if late and seat.ailment.fatal:
-        return msgspec.structs.replace(care, told=at)
-    if late:
-        # No successor can be had, and there are too few without: as after one that came.
-        return _ended(care, at)
-    return care
+    # Where no successor can be had, a slow one is better than none.
+    return _ended(care, at) if late else care
 
 
 def _parted(care: Care, seats: Sequence[Seat], ward: Ward, at: float) -> Care:
@@ -185,13 +194,17 @@ def _parted(care: Care, seats: Sequence[Seat], ward: Ward, at: float) -> Care:
     return _ended(care, at) if at - care.told >= ward.drain_s + LATE_S else care
 
 
+def _replaced(replica: str, why: str) -> str:
+    return f"{replica}: {why}; it is being replaced"
+
+
 def _ended(care: Care, at: float) -> Care:
     row = care.row + 1
     return Care(row=row, pause=at + _pause_s(row))
 
 
 def _pause_s(row: int) -> float:
-    return min(PAUSE_S * 2 ** min(row - 1, 10), MAX_PAUSE_S)
+    return min(PAUSE_S * 2.0 ** min(row - 1, 10), MAX_PAUSE_S)
 
 
 def _others(replica: str, seats: Sequence[Seat]) -> int:

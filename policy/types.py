@@ -153,11 +153,12 @@ class Orders(msgspec.Struct, frozen=True, kw_only=True):
     """What the controller answers a beat: the adapters to ``hold`` there, the most valuable first.
 
     ``awake`` is for the replica's bed: how many engines of each shape shall be. ``None`` says nothing: the
-    replica goes on with what it was told last.
+    replica goes on with what it was told last. ``leave`` is why the replica shall drain and be replaced.
     """
 
     hold: tuple[Wanted, ...] | None = None
     awake: dict[str, int] | None = None
+    leave: str = ""
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):

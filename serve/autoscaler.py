@@ -136,6 +136,11 @@ class Autoscaler:
                 f"{model}: {aim.mode} x {aim.count} takes more than the budget leaves: {fit} would fit"
             )
 
+    def has_room(self, target: Target, deployment: Deployment) -> bool:
+        """Whether one more replica of the aim fits beside all that is held."""
+        left = self._surveying.beside(self._names(deployment), deployment, self.at)
+        return left.holds(self._surveying.takes(target, deployment.budget)) >= 1
+
     def stir(self, model: str, *, urgent: bool = False) -> None:
         """Something happened to ``model``: decide at the next look, or (``urgent``) whatever is known."""
         (self._urgent if urgent else self._stirred).add(model)

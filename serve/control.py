@@ -34,6 +34,7 @@ from serve.client import ControllerStatus, ModelStatus
 from serve.observation import Observation
 from serve.probe import probe_silent
 from serve.registry import Registry
+from serve.repairing import Repairing
 from serve.report import model_status, models
 from serve.shelf import Shelf
 from serve.steering import adopted, goal_of, said, starves
@@ -78,6 +79,7 @@ class Controller:
         self.gathering = Gathering()
         self._observation = Observation(self.registry, self._targets)
         self._events: deque[str] = deque(maxlen=EVENTS_KEPT)
+        self._repairing = Repairing(self.registry, self._observation, monotonic, self._event)
         self._wake = asyncio.Event()
         self._weighing = Weighing(self._observation, Resolver(monotonic, self._wake.set), self._event)
         self._deployment = parse(state.load(state.deployment_path, dict[str, object]))
@@ -123,12 +125,14 @@ class Controller:
         self._observation.note(replica, self._monotonic())
         self.gathering.take_beat(beat, self._monotonic())
         self.autoscaler.beat(beat)
+        self._repairing.beat(beat)
         if self.registry.put(replica, self._monotonic()):
             self._event(f"{replica.id}: {replica.state}" + (f" ({replica.reason})" if replica.reason else ""))
             self._wake.set()
             if self._observation.lacks(LayerKey(replica.model, replica.shape, replica.generation)):
                 self.autoscaler.stir(replica.model)
-        return msgspec.structs.replace(self.adapters.beat(beat), awake=self._actuator.awake(replica))
+        orders, leave = self.adapters.beat(beat), self._repairing.leave(replica)
+        return msgspec.structs.replace(orders, awake=self._actuator.awake(replica), leave=leave)
 
     def signals(self, report: GatewayReport) -> None:
         """Take what a gateway worker counted."""
@@ -299,7 +303,8 @@ class Controller:
         if wanted and target.weighed:
             footprints = self._observation.footprints(target)
             room = self._observation.room(target, self._deployment.budget)
-            counts = step(goal_of(target), layers, footprints, *room)
+            more = self._repairing.look(target, lambda: self.autoscaler.has_room(target, self._deployment))
+            counts = step(goal_of(target, more), layers, footprints, *room)
         for key, count in counts.items():
             await self._actuate(target, key, count)
         await self._sweep(name, layers)
@@ -408,7 +413,9 @@ class Controller:
         return None if for_s is None else self.autoscaler.at + for_s
 
     def _model_status(self, name: str) -> ModelStatus:
-        return model_status(name, self._targets, self._observation, self.autoscaler)
+        status = model_status(name, self._targets, self._observation, self.autoscaler)
+        said = "; ".join(note for note in (status.note, self._repairing.note(name)) if note)
+        return msgspec.structs.replace(status, note=said)
 
     def _event(self, text: str) -> None:
         if not self._events or not self._events[-1].endswith(text):

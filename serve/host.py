@@ -60,7 +60,7 @@ class ReplicaHost:
     """Runs one engine and restarts it in place with backoff.
 
     ``changed`` is set whenever :meth:`snapshot` has changed in more than its load, ``lost`` once
-    the engine failed too often in a row and the host should be replaced.
+    the engine failed too often in a row, or left as it was told, and the host should be replaced.
     """
 
     def __init__(self, spec: HostSpec, *, replica: str, address: str, node: str) -> None:
@@ -93,6 +93,7 @@ class ReplicaHost:
         self._log = _log_of(Path(spec.state_dir), f"replica-{replica}.log")
         self._task: asyncio.Task[None] | None = None
         self._watching: asyncio.Task[None] | None = None
+        self._leaving: asyncio.Task[None] | None = None
         self._settled = asyncio.Event()
         self._drained = asyncio.Event()
 
@@ -124,6 +125,8 @@ class ReplicaHost:
 
     def obey(self, orders: Orders) -> None:
         """Have the engine do what the controller wants; one that starts later is told first of all."""
+        if orders.leave and self._leaving is None:
+            self._leaving = asyncio.create_task(self._leave(orders.leave))
         if orders.hold is None or orders.hold == self._hold:
             return
         self._hold = orders.hold
@@ -152,11 +155,11 @@ class ReplicaHost:
         self._task = asyncio.create_task(self._keep_alive())
         self._task.add_done_callback(self._ended)
 
-    async def drain(self, timeout_s: float) -> None:
+    async def drain(self, timeout_s: float, why: str = "draining") -> None:
         """Refuse new requests at once, and return when none is in flight or after ``timeout_s``."""
         if self._state is not ReplicaState.READY or self._process is None or self._process.stdin is None:
             return
-        self._become(ReplicaState.DRAINING, "draining")
+        self._become(ReplicaState.DRAINING, why)
         with contextlib.suppress(ConnectionError):
             self._process.stdin.write(b"drain\n")
             await self._process.stdin.drain()
@@ -169,12 +172,18 @@ class ReplicaHost:
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
-        if self._watching is not None:
-            self._watching.cancel()
+        for task in (self._watching, self._leaving):
+            if task is not None:
+                task.cancel()
         # Said only now, for what a stopped replica held may be given to another; and why a host
         # gave up outlasts it, for that may be all that the controller hears.
         self._become(ReplicaState.STOPPED, self._reason if self.lost.is_set() else "stopped")
         self._log.close()
+
+    async def _leave(self, why: str) -> None:
+        """Drain, and have the host replaced."""
+        await self.drain(self.spec.model.control.mode.drain_timeout_s, why)
+        self.lost.set()
 
     def _tell(self, command: bytes) -> None:
         """Say a line to the engine, if there is one."""

@@ -50,7 +50,7 @@ class RayHost:
             self._started = asyncio.create_task(self._host.start())
         await asyncio.shield(self._started)
         if self._host.lost.is_set():
-            raise EngineFailed("the engine failed too often in a row")
+            raise EngineFailed("the engine failed too often in a row, or left as it was told")
 
     async def __call__(self) -> None:
         """Nothing: a replica is reached on its own port."""

@@ -12,10 +12,10 @@ from serve.observation import Observation
 from serve.targets import Aim, Target
 
 
-def goal_of(target: Target) -> Goal:
-    """What the planner steers for."""
+def goal_of(target: Target, more: int = 0) -> Goal:
+    """What the planner steers for, with so many ``more`` while one is replaced."""
     healthy = min(target.spec.control.scale.min_healthy, target.aim.count)
-    return Goal(key=target.key(), count=target.aim.count, min_healthy=healthy, gap=target.gap)
+    return Goal(key=target.key(), count=target.aim.count + more, min_healthy=healthy, gap=target.gap)
 
 
 def starves(proposed: Target, observation: Observation, deployment: Deployment) -> bool:

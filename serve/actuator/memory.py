@@ -24,7 +24,8 @@ class MemoryCluster:
 
     Starts and drains finish at once, or by :meth:`ready` and :meth:`drained` where ``slow`` is set;
     starts of layers in ``failing`` fail with the reason given there; ``down`` refuses every call. A bed has
-    its engines asleep, and does with them what the answers to beats say, whenever all beat.
+    its engines asleep, and does with them what the answers to beats say, whenever all beat. A replica that is
+    told to leave drains, and another one is started.
     """
 
     beat: Callable[[Replica], Orders | None]
@@ -62,6 +63,10 @@ class MemoryCluster:
             if replica.state is ReplicaState.DRAINING:
                 stays = self._bed(replica) in self.held
                 self._become(replica, ReplicaState.ASLEEP if stays else ReplicaState.STOPPED)
+                key = LayerKey(replica.model, replica.shape, replica.generation)
+                if replica.reason and key in self.held and not stays:
+                    # Who left as it was told is replaced.
+                    self.settle(key)
 
     def settle(self, key: LayerKey) -> None:
         """Start or drain replicas until the layer has the count that is asked for; newest leave first."""
@@ -158,6 +163,11 @@ class MemoryCluster:
 
     def _say(self, replica: Replica) -> None:
         orders, key = self.beat(replica), self._bed(replica)
+        if orders is not None and orders.leave and self.replicas.get(replica.id) == replica:
+            if replica.state is ReplicaState.READY:
+                left = msgspec.structs.replace(replica, reason=orders.leave)
+                self._become(left, ReplicaState.DRAINING)
+            return
         if key is not None and orders is not None and orders.awake is not None:
             self._awake[key] = orders.awake
 

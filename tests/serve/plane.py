@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from policy.plan import LayerKey
+from policy.reports import PowerReport
 from policy.types import Beat, Orders, Replica, ReplicaState
 from serve.actuator.memory import MemoryActuator, MemoryCluster
 from serve.control import Controller
@@ -25,6 +26,8 @@ class Plane:
     # What the wall clock is ahead of the one that never goes back.
     ahead: float = 0.0
     shelf: FakeShelf = field(default_factory=FakeShelf)
+    # What the cards of replicas tell, by its id.
+    cards: dict[str, PowerReport] = field(default_factory=dict)
     cluster: MemoryCluster = field(init=False)
     controller: Controller = field(init=False)
 
@@ -46,7 +49,7 @@ class Plane:
         return self.now + self.ahead
 
     def _beat(self, replica: Replica) -> Orders:
-        return self.controller.beat(Beat(replica=replica))
+        return self.controller.beat(Beat(replica=replica, power=self.cards.get(replica.id)))
 
     async def ticks(self, count: int = 12) -> None:
         for _ in range(count):

@@ -1,0 +1,147 @@
+"""A replica whose card failed or is slowed is replaced: timelines over replicas in memory, and real hosts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from policy.reports import PowerReport
+from policy.types import ReplicaState
+from tests.serve.plane import READY, SMALL, Plane
+from tests.serve.sim_documents import document, sim_model
+
+WELL = PowerReport(watts=300.0)
+SLOW = PowerReport(watts=300.0, throttled="hardware thermal slowdown", reasons=0x40)
+CAPPED = PowerReport(watts=700.0, throttled="software power cap", reasons=0x04)
+FAILED = PowerReport(watts=0.0, xid=79, card="GPU 3")
+
+
+def written(gpus: int, count: int = 2, **scale: Any) -> dict[str, Any]:
+    """A count that load leaves alone, on so many GPUs."""
+    model = sim_model(
+        shapes={"small": {"gpus": 1, "cpus": 1}},
+        modes={"multi-replica": {"shape": "small", "replicas": count}},
+        control={"mode": {"drain_timeout_s": 10}, "start_timeout_s": 60, "scale": scale},
+    )
+    return document(model, budget={"gpus": gpus})
+
+
+async def up(plane: Plane, gpus: int, count: int = 2, **scale: Any) -> list[str]:
+    """All serve; returns who, the oldest first."""
+    await plane.up(written(gpus, count, **scale))
+    await plane.ticks()
+    assert plane.counts(READY) == {SMALL: count}
+    plane.cluster.slow = True
+    return [replica.id for replica in plane.cluster.of(SMALL, READY)]
+
+
+async def seconds(plane: Plane, many: float) -> None:
+    await plane.ticks(round(many * 5))
+
+
+def note(plane: Plane) -> str:
+    return plane.controller.status().models[0].note
+
+
+async def test_a_slow_one_leaves_after_a_minute_once_its_successor_serves(plane: Plane) -> None:
+    first, second = await up(plane, gpus=3)
+    plane.cards[first] = SLOW
+    await seconds(plane, 58)
+    assert plane.counts() == {SMALL: 2}
+    await seconds(plane, 4)
+    # One starts beside them, and nobody has to go for it yet.
+    assert plane.counts(READY) == {SMALL: 2}
+    assert plane.counts(ReplicaState.STARTING) == {SMALL: 1}
+    assert f"{first}: slowed by hardware for 60 s; it is being replaced" in note(plane)
+    plane.cluster.ready()
+    await seconds(plane, 1)
+    (leaving,) = plane.cluster.of(SMALL, ReplicaState.DRAINING)
+    # Gateways see why, and send it nothing any more.
+    told = next(r for r in plane.controller.fleet().replicas if r.id == first)
+    assert (leaving.id, told.state, told.reason) == (first, "draining", "slowed by hardware for 60 s")
+    assert plane.counts(READY) == {SMALL: 2}
+    plane.cluster.drained()
+    await seconds(plane, 5)
+    plane.cluster.drained()
+    await seconds(plane, 5)
+    # Back to what is aimed for: of those that serve nobody else had to go.
+    serving = [replica.id for replica in plane.cluster.of(SMALL, READY)]
+    assert len(serving) == 2 and second in serving and first not in serving
+    assert plane.counts() == {SMALL: 2}
+    assert plane.phase() == "steady"
+    events = "\n".join(plane.controller.status().events)
+    why = f"m: {first} is replaced, after a successor for which there is room: slowed by hardware for 60 s"
+    assert why in events
+    assert f"m: {first} has to leave: slowed by hardware for 60 s" in events
+
+
+async def test_no_software_cap_and_no_error_of_a_program_has_anybody_leave(plane: Plane) -> None:
+    first, second = await up(plane, gpus=3)
+    plane.cards = {first: CAPPED, second: PowerReport(watts=300.0, xid=31, card="GPU 0")}
+    await seconds(plane, 150)
+    assert [replica.id for replica in plane.cluster.of(SMALL, *ReplicaState)] == [first, second]
+    assert note(plane) == ""
+
+
+async def test_a_failed_card_takes_its_replica_out_at_once_where_others_serve(plane: Plane) -> None:
+    first, second = await up(plane, gpus=2)
+    plane.cards[second] = FAILED
+    await seconds(plane, 1)
+    assert [replica.id for replica in plane.cluster.of(SMALL, READY)] == [first]
+    (leaving,) = plane.cluster.of(SMALL, ReplicaState.DRAINING)
+    assert (leaving.id, leaving.reason) == (second, "XID 79 on GPU 3")
+    # There was no room beside it: its successor starts when it is gone, and no third one.
+    assert plane.counts() == {SMALL: 2}
+    plane.cluster.drained()
+    await seconds(plane, 5)
+    plane.cluster.ready()
+    await seconds(plane, 5)
+    assert plane.counts() == plane.counts(READY) == {SMALL: 2}
+
+
+@pytest.mark.parametrize(("card", "leaves"), [(SLOW, False), (FAILED, True)])
+async def test_the_last_one_without_room_leaves_only_for_an_error(
+    plane: Plane, card: PowerReport, leaves: bool
+) -> None:
+    (only,) = await up(plane, gpus=1, count=1)
+    plane.cards[only] = card
+    await seconds(plane, 90)
+    assert plane.counts(READY) == ({} if leaves else {SMALL: 1})
+    assert ("it stays: too few others serve" in note(plane)) != leaves
+
+
+async def test_min_healthy_keeps_a_slow_one_that_nothing_can_replace_first(plane: Plane) -> None:
+    first, _ = await up(plane, gpus=2, min_healthy=2)
+    plane.cards[first] = SLOW
+    await seconds(plane, 90)
+    assert plane.counts(READY) == {SMALL: 2}
+    assert "it stays: too few others serve" in note(plane)
+
+
+async def test_who_lands_on_the_same_card_is_not_replaced_for_ever(plane: Plane) -> None:
+    await up(plane, gpus=2, count=1)
+    plane.cluster.slow = False
+    seen: set[str] = set()
+    for _ in range(600):
+        plane.cards = dict.fromkeys(plane.cluster.replicas, FAILED)
+        seen |= set(plane.cluster.replicas)
+        await seconds(plane, 1)
+        assert plane.counts()[SMALL] <= 2
+    assert 3 <= len(seen) <= 12
+    assert "XID 79 on GPU 3; " in note(plane) and "in a row were replaced: the next in" in note(plane)
+    assert plane.counts(READY) == {SMALL: 1}
+
+
+async def test_a_controller_that_comes_back_learns_of_the_error_with_the_first_beats(plane: Plane) -> None:
+    first, second = await up(plane, gpus=2)
+    plane.cards[second] = FAILED
+    await seconds(plane, 1)
+    await plane.restart()
+    await seconds(plane, 5)
+    assert [replica.id for replica in plane.cluster.of(SMALL, ReplicaState.DRAINING)] == [second]
+    plane.cluster.drained()
+    await seconds(plane, 5)
+    plane.cluster.ready()
+    await seconds(plane, 5)
+    assert first in plane.cluster.replicas and plane.counts(READY) == {SMALL: 2}
