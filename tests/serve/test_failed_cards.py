@@ -1,0 +1,129 @@
+"""A card that fails under a real host: its replica ends its streams, leaves, and another one comes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from policy.types import Replica, ReplicaState
+from store.state import SECRET_HEADER, StateDir
+from tests.ports import free_ports
+from tests.serve.sim_documents import document, sim_model
+from tests.serve.test_local_controller import Local, client_of, until
+
+pytestmark = pytest.mark.slow
+
+# NVML with one card, which has the errors that a file named after the host's process says.
+NVML = """
+import os
+import pathlib
+from types import SimpleNamespace
+
+NVML_TEMPERATURE_GPU, nvmlEventTypeXidCriticalError = 0, 8
+
+
+class NVMLError(Exception):
+    pass
+
+
+def nvmlInit():
+    pass
+
+
+def nvmlDeviceGetHandleByIndex(index):
+    return index
+
+
+def nvmlDeviceGetPowerUsage(card):
+    return 300_000
+
+
+nvmlDeviceGetTotalEnergyConsumption = nvmlDeviceGetCurrentClocksEventReasons = lambda card: 0
+
+
+def nvmlDeviceGetTemperature(card, sensor):
+    return 60
+
+
+def nvmlEventSetCreate():
+    return "set"
+
+
+def nvmlDeviceRegisterEvents(card, kinds, events):
+    pass
+
+
+def nvmlEventSetWait(events, timeout_ms):
+    told = pathlib.Path(os.environ["FAKE_NVML"], str(os.getpid()))
+    try:
+        xid = int(told.read_text())
+        told.unlink()
+    except (OSError, ValueError):
+        raise NVMLError from None
+    return SimpleNamespace(eventData=xid)
+"""
+
+
+@pytest.fixture
+def local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Local]:
+    """Two replicas of a card each, and room for a third."""
+    (tmp_path / "pynvml.py").write_text(NVML)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("FAKE_NVML", str(tmp_path))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    state = StateDir(tmp_path / "state").ensure()
+    address = f"127.0.0.1:{free_ports(1)[0]}"
+    model = sim_model(
+        shapes={"small": {"gpus": 1}},
+        modes={"multi-replica": {"shape": "small", "replicas": 2}},
+        control={"mode": {"drain_timeout_s": 60}},
+    )
+    state.save(state.deployment_path, document(model, cluster={"controller": address}, budget={"gpus": 3}))
+    with client_of(address, state.secret()) as client:
+        made = Local(state, client)
+        made.start()
+        yield made
+        if made.process.poll() is None:
+            made.process.terminate()
+            made.process.wait(60)
+
+
+def stream(replica: Replica, secret: str, lines: list[str]) -> None:
+    """One long answer of the replica itself."""
+    body = {"model": "m", "prompt": "hi", "max_tokens": 400, "ignore_eos": True, "stream": True}
+    with (
+        httpx.Client(headers={SECRET_HEADER: secret}, timeout=120, trust_env=False) as http,
+        http.stream("POST", f"{replica.url}/v1/completions", json=body) as answer,
+    ):
+        lines.extend(line for line in answer.iter_lines() if line)
+
+
+def test_a_replica_with_an_xid_ends_its_stream_and_is_replaced(local: Local, tmp_path: Path) -> None:
+    before = local.ready(2)
+    failed, other = before.values()
+    lines: list[str] = []
+    reading = threading.Thread(target=stream, args=(failed, local.state.secret(), lines))
+    reading.start()
+    until(lambda: lines or any(r.load.in_flight for r in local.client.fleet().replicas if r.id == failed.id))
+    host = psutil.Process(failed.pid).ppid()
+    (tmp_path / str(host)).write_text("79")
+
+    def leaving() -> Replica | None:
+        seen = {replica.id: replica for replica in local.client.fleet().replicas}
+        found = seen.get(failed.id)
+        return found if found is not None and found.state is ReplicaState.DRAINING else None
+
+    assert until(leaving).reason == "XID 79 on GPU 0"
+    until(lambda: not psutil.pid_exists(host))
+    reading.join(60)
+    assert lines[-1] == "data: [DONE]" and len(lines) > 400
+    after = until(lambda: failed.id not in (now := local.ready(2)) and now)
+    assert after[other.id].pid == other.pid and after[other.id].incarnation == 0
+    status = local.client.status()
+    assert status.models[0].target == 2
+    assert any(f"{failed.id} has to leave: XID 79 on GPU 0" in event for event in status.events)
