@@ -3,8 +3,9 @@
 Load points are kept by region, the last few of each, so that none dominates and a region that is not
 visited keeps what it knew. A region speaks by the one in the middle of its samples: a burst of stalls moves
 nothing until it is the rule. What the regions seen of late agree on is assumed of the others too, as an
-engine that is slowed down is slower everywhere. Coefficients are of the shape's own degree, as one device
-(:func:`policy.fitting.flat`).
+engine that is slowed down is slower everywhere. A replica that is slower than others at the same load is that
+on its own account, and counts as if it were as fast. Coefficients are of the shape's own degree, as one
+device (:func:`policy.fitting.flat`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import msgspec
 from policy.engine_model import EngineModel
 from policy.fitting import fit, flat, scaled, with_knee
 from policy.load_points import Region, region
+from policy.paces import Told, heard_of, pace
 from policy.reports import StepSample
 
 # Samples of a region that are kept, and how many it needs to be heard.
@@ -75,6 +77,7 @@ class State(msgspec.Struct, kw_only=True):
     fitted: int = 0
     places: list[Place] = []
     held: list[StepSample] = []
+    told: dict[str, Told] = {}
 
 
 class Calibration:
@@ -99,13 +102,15 @@ class Calibration:
             note=state.note,
         )
 
-    def take(self, samples: Iterable[StepSample]) -> bool:
-        """Learn from ``samples``; whether the model has changed by it."""
+    def take(self, samples: Iterable[StepSample], replica: str = "") -> bool:
+        """Learn from ``samples`` that ``replica`` told of; whether the model has changed by it."""
         state = self.state
-        for sample in samples:
-            if sample.count < 1 or sample.seconds <= 0.0 or sample.tokens <= 0.0:
-                continue
+        sound = [each for each in samples if each.count > 0 and each.seconds > 0.0 and each.tokens > 0.0]
+        heard_of(state.told, replica, sound, state.seen)
+        factor = pace(state.told, replica)
+        for told in sound:
             state.seen += 1
+            sample = msgspec.structs.replace(told, seconds=told.seconds / factor)
             if state.seen * GOLDEN % 1.0 * HELD_EVERY < 1.0:
                 state.held.append(sample)
                 del state.held[:-HELD]

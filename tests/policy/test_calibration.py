@@ -15,6 +15,8 @@ from policy.engine_model import EngineModel
 from policy.fitting import fit, flat
 from policy.load_points import pooled, region
 from policy.pace import GENERIC
+from policy.paces import KEPT, REPLICAS, Told, heard_of, pace
+from policy.paces import REGIONS as PACED_REGIONS
 from policy.profiles import profile
 from policy.reports import StepSample
 
@@ -148,6 +150,51 @@ def test_a_burst_of_stalls_moves_nothing() -> None:
     assert furthest(before, CPU) < 0.1
 
 
+def both(calibration: Calibration, rounds: int, one: float, other: float, seed: int = 0) -> list[int]:
+    """Two replicas that tell in turns, so many times as slow as the engine is; each version there was."""
+    versions = []
+    for i in range(rounds):
+        calibration.take(steps(CPU, 12, seed + 2 * i, slower=one), "one")
+        calibration.take(steps(CPU, 12, seed + 2 * i + 1, slower=other), "other")
+        versions.append(calibration.current.version)
+    return versions
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", [CPU[0], GENERIC_MODEL], ids=["as shipped", "generic"])
+def test_one_of_two_that_is_slow_says_nothing_of_the_other(start: EngineModel) -> None:
+    calibration = Calibration(start)
+    versions = both(calibration, 120, 1.0, 3.0)
+    assert furthest(calibration.current.model, CPU) < 0.12
+    assert versions[-1] - versions[40] <= 2
+    assert calibration.current.error < 0.05
+    assert slowness(calibration.current.model, steps(CPU, 200, 1, slower=3.0)) == pytest.approx(3.0, rel=0.08)
+
+
+@pytest.mark.slow
+def test_who_told_what_survives_a_restart_and_a_slow_replica_that_is_mended() -> None:
+    calibration = Calibration(CPU[0])
+    both(calibration, 40, 1.0, 3.0)
+    kept = msgspec.json.decode(msgspec.json.encode(calibration.state), type=State)
+    calibration = Calibration(CPU[0], kept)
+    assert pace(kept.told, "other") == pytest.approx(3.0, rel=0.1)
+    both(calibration, 40, 1.0, 1.0, seed=9000)
+    assert pace(calibration.state.told, "other") == 1.0
+    assert furthest(calibration.current.model, CPU) < 0.1
+
+
+@pytest.mark.slow
+def test_replicas_that_are_slow_together_are_followed() -> None:
+    calibration = Calibration(CPU[0])
+    both(calibration, 30, 1.0, 1.0)
+    both(calibration, 40, 2.0, 2.0, seed=9000)
+    assert furthest(calibration.current.model, CPU, slower=2.0) < 0.15
+    # Also the one that is left when its peer is gone.
+    for i in range(60):
+        calibration.take(steps(CPU, 12, 30_000 + i), "one")
+    assert furthest(calibration.current.model, CPU) < 0.15
+
+
 @pytest.mark.slow
 def test_the_same_steps_make_the_same_model_also_over_a_restart() -> None:
     one, other = Calibration(GENERIC_MODEL), Calibration(GENERIC_MODEL)
@@ -220,6 +267,33 @@ def test_a_slow_engine_is_told_from_its_model() -> None:
     assert slowness(CPU[0], ()) == 1.0
     assert slowness(CPU[0], steps(CPU, 200, 1)) == pytest.approx(1.0, abs=0.03)
     assert slowness(CPU[0], steps(CPU, 200, 1, slower=1.8)) == pytest.approx(1.8, abs=0.05)
+
+
+def test_replicas_are_compared_at_the_same_load() -> None:
+    told: dict[str, Told] = {}
+    light, heavy = StepSample(1, 4.0, 500.0, 4.0, 0.1), StepSample(1, 400.0, 50_000.0, 40.0, 3.0)
+    heard_of(told, "one", [light] * 3, 0)
+    heard_of(told, "other", [heavy] * 3, 0)
+    assert (pace(told, "one"), pace(told, "other"), pace(told, "")) == (1.0, 1.0, 1.0)
+    heard_of(told, "other", [msgspec.structs.replace(light, seconds=0.25)] * 2, 0)
+    assert pace(told, "other") == 1.0
+    heard_of(told, "other", [msgspec.structs.replace(light, seconds=0.25)], 0)
+    assert (pace(told, "one"), pace(told, "other")) == (1.0, pytest.approx(2.5))
+    # Of three the one in the middle is the rule.
+    heard_of(told, "third", [msgspec.structs.replace(light, seconds=0.24)] * 3, 0)
+    assert (pace(told, "one"), pace(told, "other")) == (pytest.approx(0.1 / 0.24), 1.0)
+
+
+def test_what_is_kept_of_replicas_is_bounded() -> None:
+    told: dict[str, Told] = {}
+    for i in range(3 * REPLICAS):
+        heard_of(told, f"r{i}", [StepSample(1, 2.0 ** (j // 5), 1.0, 1.0, 0.1) for j in range(200)], i)
+    assert len(told) == REPLICAS
+    assert all(len(each.regions) == len(each.seconds) == PACED_REGIONS for each in told.values())
+    assert {len(seconds) for each in told.values() for seconds in each.seconds} == {KEPT}
+    # Who has told nothing for long is no measure of others.
+    heard_of(told, "new", [StepSample(1, 1.0, 1.0, 1.0, 0.1)], 100_000)
+    assert list(told) == ["new"]
 
 
 samples = st.builds(
