@@ -8,12 +8,12 @@ mean gap between two tokens, so that an answer takes some 40 us.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import NormalDist
 
 from policy.engine_model import EngineModel, Timing, Workload
 from policy.pace import GENERIC
+from policy.prompt_steps import Step, prompt_steps
 
 # Standard deviations from a mean to the 95th percentile: between a uniform's 1.56 and an exponential's 2.
 _Z = 1.7
@@ -21,8 +21,6 @@ _Z = 1.7
 _MOST_GAIN = 5.0
 _NORMAL = NormalDist()
 _PRECISION = 1e-3
-
-Step = Callable[[float, float, float], float]
 
 
 @dataclass(slots=True, frozen=True)
@@ -223,7 +221,14 @@ class Settling:
                 full += (seated - full) * at.mixed**4
             seat = 0.8 / max(self.edge - at.lam, 0.01 * self.edge)
         variance += (2.0 - waits) * waits * wait**2 + (2.0 - full) * full * seat**2
-        return Spread(residual + own + waits * wait + full * seat, math.sqrt(variance))
+        found = Spread(residual + own + waits * wait + full * seat, math.sqrt(variance))
+        if at.chunks > 1.0:
+            return found
+        # Above, what runs decodes; the fewer tokens are asked for, the more of it are prompts.
+        mean, variance = prompt_steps(self._step, self._prompt, self._batch, at.lam)
+        part = 2.0 / (1.0 + self._output)
+        deviation = found.deviation + part * (math.sqrt(variance) - found.deviation)
+        return Spread(found.mean + part * (mean - found.mean), deviation)
 
     def gap_p95_s(self, at: Point) -> float:
         """The 95th percentile of single gaps."""

@@ -78,8 +78,8 @@ def simulated(case: Case, lam: float, count: int) -> Expected:
             last[request] = now
     return Expected(
         ttft_p95_s=p95([first[i] - arrivals[i] for i in counted]),
-        itl_p95_s=p95([(last[i] - first[i]) / (case[3] - 1) for i in counted]),
-        gap_p95_s=p95(gaps),
+        itl_p95_s=p95([(last[i] - first[i]) / max(case[3] - 1, 1) for i in counted]),
+        gap_p95_s=p95(gaps) if gaps else 0.0,
         met=1.0,
         utilisation=1.0,
     )
@@ -111,6 +111,34 @@ def test_short_answers_to_long_prompts_wait_in_one_row(
     lam = part * capability(timing(case), workload(case), NOTHING).mu_max
     found, said = simulated(case, lam, 1000), outlook_of(timing(case), workload(case, lam), NOTHING)
     assert said.ttft_p95_s == pytest.approx(found.ttft_p95_s, rel=0.25)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", [0.1, 0.2, 0.5, 0.8])
+@pytest.mark.parametrize(
+    ("name", "prompt", "output", "within"),
+    [
+        ("sim-small", 100, 1, 0.2),
+        ("sim-small", 500, 1, 0.2),
+        ("sim-small", 1500, 1, 0.2),
+        ("cpu-smollm2-135m", 100, 1, 0.2),
+        ("h100-8b", 300, 1, 0.2),
+        ("h100-8b", 1000, 1, 0.2),
+        ("h100-8b", 4000, 1, 0.2),
+        ("sim-small", 500, 2, 0.25),
+        ("sim-small", 500, 3, 0.25),
+        ("h100-8b", 1000, 2, 0.25),
+        ("cpu-smollm2-135m", 100, 2, 0.25),
+    ],
+)
+def test_answers_of_a_token_come_with_those_that_came_in_the_same_step(
+    name: str, prompt: int, output: int, within: float, part: float
+) -> None:
+    """Prompts of one step, of which every step has some: what decodes beside them is few or nobody."""
+    case: Case = (name, 1, prompt, output, {})
+    lam = part * capability(timing(case), workload(case), NOTHING).mu_max
+    found, said = simulated(case, lam, 2500), outlook_of(timing(case), workload(case, lam), NOTHING)
+    assert said.ttft_p95_s == pytest.approx(found.ttft_p95_s, rel=within)
 
 
 @pytest.mark.slow
