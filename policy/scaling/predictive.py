@@ -17,6 +17,7 @@ from msgspec import Meta
 
 from policy.forecast import Series, Smoothing, ahead, observed, shortfall, tried
 from policy.scaling.counting import asked, blind, per_replica, recalled, sane, whole, within, written
+from policy.scaling.reluctance import Reluctance, rising, seen
 from policy.scaling.token_saturation import learned, remembered, saturation
 from policy.scaling.view import Proposal, View
 from policy.section import Seconds, Section
@@ -48,7 +49,7 @@ class PredictiveParameters(Section, frozen=True):
     """
 
     quantile: Annotated[float, Meta(ge=0.5, le=0.999)] = 0.9
-    margin: Annotated[float, Meta(ge=1, le=10)] = 1.1
+    margin: Annotated[float, Meta(ge=1, le=10)] = 1.03
     drain_s: Seconds = 15.0
     down: Annotated[float, Meta(ge=0.1, le=1)] = 1.0
     level_s: Seconds = 30.0
@@ -57,10 +58,14 @@ class PredictiveParameters(Section, frozen=True):
 
 
 class Remembered(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What one decision leaves to the next: the rates that came, and where the KV caches of a mode filled."""
+    """What one decision leaves to the next: the rates that came, and where the KV caches of a mode filled.
+
+    Also how reluctantly replicas are given up.
+    """
 
     series: Series
     k2: dict[str, float] = {}
+    reluctance: Reluctance | None = None
 
 
 class Predictive:
@@ -79,7 +84,8 @@ class Predictive:
         series, forecast, high = self._foreseen(view, demand, None if before is None else before.series)
         k2 = {} if before is None else before.k2
         mode = view.mode
-        left = Remembered(series, remembered(k2, mode, learned(view, k2.get(mode))))
+        reluctance = seen(None if before is None else before.reluctance, view.at, mode, view.count)
+        left = Remembered(series, remembered(k2, mode, learned(view, k2.get(mode))), reluctance)
         mu = capacity(view)
         full = saturation(view, k2.get(mode), queued=False)
         if not mu and full is None:
@@ -99,8 +105,10 @@ class Predictive:
             terms["late"] = view.supply.serving + 1.0
             if terms["late"] > need:
                 most, need = "late", terms["late"]
+        if whole(need) > view.count:
+            left = msgspec.structs.replace(left, reluctance=rising(reluctance))
         return Proposal(
-            count=within(view, self._changed(view, need)),
+            count=within(view, self._changed(view, need, reluctance.spare)),
             reason=_said(most, terms[most], view, high) + (f", {demand.queued} wait" if behind else ""),
             terms=terms,
             forecast=forecast,
@@ -117,16 +125,20 @@ class Predictive:
         series = observed(series, view.at, newest, self._smoothing, jumps)
         deserted = demand.arrivals.last_60_s <= _NOBODY and not asked(view)
         forecast = 0.0 if deserted else sane(ahead(series, lead_s, self._smoothing))
-        series = tried(series, sane(demand.arrivals.last_60_s), lead_s, forecast)
+        # Against the level, for a mean of the last minute is half a minute late.
+        series = tried(series, sane(series.level), lead_s, forecast)
         return series, forecast, sane(forecast + shortfall(series, self._parameters.quantile, forecast))
 
-    def _changed(self, view: View, need: float) -> int:
-        """The count for so many: up at once, down when the rest can take it and nothing is on its way."""
+    def _changed(self, view: View, need: float, spare: float) -> int:
+        """The count for so many: up at once, down when the rest can take it and nothing is on its way.
+
+        And when the rest has ``spare`` parts of a replica left; who is deserted needs none of them.
+        """
         if whole(need) >= view.count:
             return whole(need)
         if view.supply.starting_s:
             return view.count
-        return min(view.count, whole(need / self._parameters.down))
+        return min(view.count, whole(need / self._parameters.down + (spare if need else 0.0)))
 
 
 def capacity(view: View) -> float:
