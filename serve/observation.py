@@ -141,7 +141,7 @@ class Observation:
         if (failed := self._failed.get(key)) is not None:
             return failed.reason
         held = self.held.get(key)
-        return held.trouble if held else ""
+        return held.trouble or held.waits if held else ""
 
     def footprints(self, target: Target) -> dict[LayerKey, Footprint]:
         """What one replica takes, for every layer that ``target`` knows or that still runs."""

@@ -15,6 +15,7 @@ from serve.weights import Weights
 class Held(msgspec.Struct, frozen=True, kw_only=True):
     """A layer as the actuator holds it: the count it was asked for, and what is wrong with it.
 
+    What it ``waits`` for, if there is no room for its replicas, may come yet.
     Starts that fail are tried again after pauses that grow, next at ``retry_at`` (Unix seconds) if known.
     The replicas of one that ``sleeps`` are there already: they are woken and put to sleep.
     """
@@ -22,6 +23,7 @@ class Held(msgspec.Struct, frozen=True, kw_only=True):
     wanted: int
     digest: str = ""
     trouble: str = ""
+    waits: str = ""
     retry_at: float | None = None
     sleeps: bool = False
 

@@ -24,6 +24,7 @@ from policy.config import ModelSpec, Shape
 from policy.errors import ActuatorFailed
 from policy.plan import CPU_OVERCOMMIT, LayerKey
 from policy.types import EngineKind
+from serve.actuator.placing import unplaced
 from serve.actuator.port import Held
 from serve.host import HostSpec
 from serve.ray_host import RayHost
@@ -108,6 +109,7 @@ class RayActuator:
                 wanted=deployment["target_num_replicas"],
                 digest=match["digest"],
                 trouble=deployment["message"] if application["status"] in _BROKEN else "",
+                waits=unplaced(deployment),
             )
         return found
 

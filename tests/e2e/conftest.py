@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.e2e.stack import ROOT, Stack
+from tests.e2e.stack import ROOT, Stack, eventually
 from tests.e2e.traffic import PATIENCE_S
 
 CHAT = "smollm2"
@@ -57,6 +57,8 @@ def changed(stack: Stack) -> Iterator[dict[str, Any]]:
     yield stack.document["models"][0]
     stack.document = before
     stack.apply()
+    # What leaves has to have left: the budget has more cores than Ray has to place replicas on.
+    eventually(lambda: stack.model(CHAT).phase == "steady", 600, lambda: str(stack.model(CHAT)))
     assert stack.run("mode", CHAT, "single-large").returncode == 0
     stack.steady(CHAT, 1)
     stack.steady(POOLING, 1)
