@@ -46,7 +46,8 @@ class MemoryCluster:
     def beat_all(self) -> None:
         """What hosts do twice a second."""
         for replica in list(self.replicas.values()):
-            self._say(replica)
+            if replica.id in self.replicas:
+                self._say(replica)
         for key in self.beds:
             self._turn_over(key)
 
@@ -167,6 +168,8 @@ class MemoryCluster:
             if replica.state is ReplicaState.READY:
                 left = msgspec.structs.replace(replica, reason=orders.leave)
                 self._become(left, ReplicaState.DRAINING)
+                if not self.slow:
+                    self.drained()
             return
         if key is not None and orders is not None and orders.awake is not None:
             self._awake[key] = orders.awake

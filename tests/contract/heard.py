@@ -17,12 +17,16 @@ from store.state import SECRET_HEADER
 
 @dataclass
 class Heard:
-    """The replicas that are not stopped, by id; ``states`` keeps what each went through."""
+    """The replicas that are not stopped, by id; ``states`` keeps what each went through.
+
+    Those in ``leaving`` are told to leave, and why.
+    """
 
     replicas: dict[str, Replica] = field(default_factory=dict)
     states: dict[str, list[ReplicaState]] = field(default_factory=dict)
+    leaving: dict[str, str] = field(default_factory=dict)
 
-    def beat(self, replica: Replica) -> None:
+    def beat(self, replica: Replica) -> Orders | None:
         """Take a heartbeat."""
         seen = self.states.setdefault(replica.id, [])
         if not seen or seen[-1] is not replica.state:
@@ -30,6 +34,7 @@ class Heard:
         self.replicas[replica.id] = replica
         if replica.state is ReplicaState.STOPPED:
             del self.replicas[replica.id]
+        return Orders(leave=self.leaving[replica.id]) if replica.id in self.leaving else None
 
     def of(self, key: LayerKey, state: ReplicaState) -> dict[str, int]:
         """The engine's process id of each replica of the layer in ``state``."""

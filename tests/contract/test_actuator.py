@@ -12,6 +12,7 @@ import pytest
 
 from policy.config import Deployment
 from policy.errors import ActuatorFailed
+from policy.hardware import PARTING_S
 from policy.plan import LayerKey
 from policy.types import ReplicaState
 from serve.actuator.local import LocalActuator
@@ -29,13 +30,14 @@ WITHIN_S = 240.0
 
 @dataclass
 class Site:
-    """An actuator, another over the same state, and what its replicas say."""
+    """An actuator, another over the same state, and what its replicas say, in memory when they ``tell``."""
 
     actuator: Actuator
     make: Callable[[], Actuator]
     heard: Heard
     secret: str
     deployment: Deployment
+    tell: Callable[[], None] = lambda: None
 
     async def restart(self) -> None:
         """Go on with another actuator, as a controller does that was restarted."""
@@ -78,7 +80,14 @@ async def site(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[
     heard = Heard()
     if request.param == "memory":
         cluster = MemoryCluster(heard.beat)
-        yield Site(MemoryActuator(cluster), lambda: MemoryActuator(cluster), heard, "", deployment())
+        yield Site(
+            MemoryActuator(cluster),
+            lambda: MemoryActuator(cluster),
+            heard,
+            "",
+            deployment(),
+            cluster.beat_all,
+        )
         return
     make: Callable[[], Actuator]
     if request.param == "ray":
@@ -182,3 +191,20 @@ async def test_a_stream_in_flight_finishes_while_its_replica_leaves(site: Site) 
     async with httpx.AsyncClient(headers=headers, trust_env=False) as client:
         with pytest.raises(httpx.ConnectError):
             await client.get(f"{url}/v1/models")
+
+
+@pytest.mark.parametrize("site", ["memory", *REAL], indirect=True)
+async def test_who_is_told_to_leave_makes_way_for_its_successor_and_for_nobody_else(site: Site) -> None:
+    """As a failed card is replaced: one more, the one leaves, and once that was seen back to the count."""
+    await site.deploy(1)
+    (failed,) = await site.ready(1)
+    await site.actuator.scale(KEY, 2)
+    (successor,) = (await site.ready(2)).keys() - {failed}
+    site.heard.leaving[failed] = "XID 79"
+    site.tell()
+    await site.until(lambda: failed not in site.heard.replicas)
+    await asyncio.sleep(PARTING_S if site.secret else 0.0)
+    await site.actuator.scale(KEY, 1)
+    assert set(await site.ready(1)) == {successor}
+    assert site.heard.states[failed][-2:] == [ReplicaState.DRAINING, ReplicaState.STOPPED]
+    assert site.heard.states[successor][-1] is ReplicaState.READY
