@@ -104,6 +104,19 @@ class Calibration:
 
     def take(self, samples: Iterable[StepSample], replica: str = "") -> bool:
         """Learn from ``samples`` that ``replica`` told of; whether the model has changed by it."""
+        return self.take_all([(replica, samples)])
+
+    def take_all(self, told: Iterable[tuple[str, Iterable[StepSample]]]) -> bool:
+        """The same of what several replicas told, with one fit at the end, which is what takes long."""
+        for replica, samples in told:
+            self._hear(replica, samples)
+        state = self.state
+        if state.seen - state.fitted < FIT_EVERY:
+            return False
+        state.fitted = state.seen
+        return self._fit()
+
+    def _hear(self, replica: str, samples: Iterable[StepSample]) -> None:
         state = self.state
         sound = [each for each in samples if each.count > 0 and each.seconds > 0.0 and each.tokens > 0.0]
         heard_of(state.told, replica, sound, state.seen)
@@ -116,10 +129,6 @@ class Calibration:
                 del state.held[:-HELD]
             else:
                 self._place(sample)
-        if state.seen - state.fitted < FIT_EVERY:
-            return False
-        state.fitted = state.seen
-        return self._fit()
 
     def _place(self, sample: StepSample) -> None:
         key = region(sample.tokens, sample.kv_tokens, sample.running)

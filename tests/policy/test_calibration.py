@@ -154,8 +154,9 @@ def both(calibration: Calibration, rounds: int, one: float, other: float, seed: 
     """Two replicas that tell in turns, so many times as slow as the engine is; each version there was."""
     versions = []
     for i in range(rounds):
-        calibration.take(steps(CPU, 12, seed + 2 * i, slower=one), "one")
-        calibration.take(steps(CPU, 12, seed + 2 * i + 1, slower=other), "other")
+        told = {"one": steps(CPU, 12, seed + 2 * i, slower=one)}
+        told["other"] = steps(CPU, 12, seed + 2 * i + 1, slower=other)
+        calibration.take_all(told.items())
         versions.append(calibration.current.version)
     return versions
 
