@@ -18,7 +18,7 @@ import msgspec
 from policy.engine_model import EngineModel
 from policy.fitting import fit, flat, scaled, with_knee
 from policy.load_points import Region, region
-from policy.paces import Told, heard_of, pace
+from policy.peers import Told, heard_of, pace
 from policy.reports import StepSample
 
 # Samples of a region that are kept, and how many it needs to be heard.

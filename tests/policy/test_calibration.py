@@ -15,8 +15,8 @@ from policy.engine_model import EngineModel
 from policy.fitting import fit, flat
 from policy.load_points import pooled, region
 from policy.pace import GENERIC
-from policy.paces import KEPT, REPLICAS, Told, heard_of, pace
-from policy.paces import REGIONS as PACED_REGIONS
+from policy.peers import KEPT, REPLICAS, Told, heard_of, pace
+from policy.peers import REGIONS as PACED_REGIONS
 from policy.profiles import profile
 from policy.reports import StepSample
 
