@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
+from policy.hardware import is_of_card
 from policy.reports import EngineReport, PowerReport
 from policy.signals import ReplicaFigures
 from policy.types import Beat, Replica, ReplicaState
@@ -98,8 +99,14 @@ class Presence:
             preempted_per_s=preempted_per_s,
             watts=None if power is None else power.watts,
             celsius=None if power is None else power.celsius,
-            throttled="" if power is None else power.throttled,
+            throttled="" if power is None else _trouble(power),
         )
+
+
+def _trouble(power: PowerReport) -> str:
+    """What its cards suffer from: an error of one goes before what slows them."""
+    failed = f"XID {power.xid} on {power.card or 'a card'}" if is_of_card(power.xid) else ""
+    return ", ".join(part for part in (failed, power.throttled) if part)
 
 
 def _engine(replica: Replica) -> tuple[int, int]:

@@ -74,7 +74,7 @@ class ReplicaFigures(msgspec.Struct, frozen=True, kw_only=True):
     scheduled, ``deferred`` of the waiting ones for a slot of an adapter, ``preempted_per_s`` requests that
     lost their KV. ``slowness`` is the time of its steps over what the model of its shape says (1: as it
     should be). ``watts`` and ``celsius`` of its cards together and of the hottest, ``None`` without a card
-    that tells; ``throttled`` names why it runs slower than it could, if it does.
+    that tells; ``throttled`` names why it runs slower than it could, if it does, and the error of a card.
     """
 
     id: str

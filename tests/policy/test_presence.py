@@ -108,3 +108,17 @@ def test_one_that_is_silent_for_long_is_gone() -> None:
     assert gathering.signals("m", T + SILENT_S + 1).replicas == ()
     gathering.take_beat(beat("other"), T + SILENT_S + 1)
     assert list(gathering._presence._replicas) == ["other"]
+
+
+@pytest.mark.parametrize(
+    ("power", "said"),
+    [
+        (PowerReport(watts=0.0, xid=79, card="GPU 3"), "XID 79 on GPU 3"),
+        (PowerReport(watts=0.0, xid=79, throttled="heat"), "XID 79 on a card, heat"),
+        (PowerReport(watts=0.0, xid=31, card="GPU 3"), ""),
+    ],
+)
+def test_the_error_of_a_card_is_told_with_what_slows_it(power: PowerReport, said: str) -> None:
+    presence = Presence()
+    presence.take(beat(power=power), T)
+    assert only(presence, T).throttled == said
