@@ -16,7 +16,7 @@ from policy.engine_model import EngineModel
 from policy.fitting import scaled
 from policy.generation import made_of
 from policy.reports import StepSample
-from policy.types import Beat, ReplicaState
+from policy.types import Beat, Replica, ReplicaState
 from store.state import StateDir
 
 log = logging.getLogger("tidegate.controller")
@@ -51,9 +51,9 @@ class _One:
         self.saved_version = saved.state.version
         self.changed = False
 
-    def learn(self, samples: Sequence[StepSample]) -> None:
-        """Take samples, and publish what follows."""
-        self.calibration.take(samples)
+    def learn(self, told: Sequence[tuple[str, Sequence[StepSample]]]) -> None:
+        """Take what replicas told of their steps, and publish what follows."""
+        self.calibration.take_all(told)
         self.fit = self.calibration.current
         points = [sample for place in self.calibration.state.places for sample in place.samples]
         self.factor = slowness(self.prior, points)
@@ -66,7 +66,7 @@ class Calibrations:
     def __init__(self, state: StateDir) -> None:
         self._state = state
         self._all: dict[tuple[str, str], _One] = {}
-        self._waiting: list[tuple[ModelSpec, str, EngineModel, tuple[StepSample, ...]]] = []
+        self._waiting: list[tuple[ModelSpec, Replica, EngineModel, tuple[StepSample, ...]]] = []
         self._of: dict[str, deque[StepSample]] = {}
         self._heard: dict[str, float] = {}
         self._saved_at = 0.0
@@ -90,7 +90,7 @@ class Calibrations:
             self._of.setdefault(replica.id, deque(maxlen=LAST)).extend(beat.engine.steps)
             self._heard[replica.id] = at
             if learns and len(self._waiting) < MAX_WAITING:
-                self._waiting.append((spec, replica.shape, prior, beat.engine.steps))
+                self._waiting.append((spec, replica, prior, beat.engine.steps))
 
     def _forget(self, at: float) -> None:
         """Let go of replicas that were killed, and could not say that they stop."""
@@ -108,8 +108,9 @@ class Calibrations:
     def learn(self, at: float) -> None:
         """Fit what was taken, and save what has changed; not for an event loop."""
         waiting, self._waiting = self._waiting, []
-        together: dict[tuple[str, str], list[StepSample]] = {}
-        for spec, shape, prior, samples in waiting:
+        together: dict[tuple[str, str], list[tuple[str, Sequence[StepSample]]]] = {}
+        for spec, replica, prior, samples in waiting:
+            shape = replica.shape
             key = (spec.name, shape)
             engine = _engine(spec, shape)
             if key not in self._all or self._all[key].engine != engine:
@@ -117,7 +118,7 @@ class Calibrations:
                 state = Calibration(prior).state
                 saved = Saved(model=spec.name, shape=shape, engine=engine, prior=prior, state=state)
                 self._all = self._all | {key: _One(saved)}
-            together.setdefault(key, []).extend(samples)
+            together.setdefault(key, []).append((replica.id, samples))
         for key, learned in together.items():
             self._all[key].learn(learned)
         due = at - self._saved_at >= SAVE_EVERY_S
