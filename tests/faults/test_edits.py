@@ -19,7 +19,7 @@ SPEC = {
     "sim": {"profile": "sim-small", "speed": 0.03, "start_s": 1.0},
     "shapes": {"small": {"gpus": 1, "max_in_flight": 4}},
     "modes": {"multi-replica": {"shape": "small", "replicas": {"min": 1, "max": 2}}},
-    "control": {"tick_s": 60, "mode": {"drain_timeout_s": 60}},
+    "control": {"tick_s": 60, "policy": "static", "mode": {"drain_timeout_s": 60}},
 }
 
 
@@ -84,11 +84,11 @@ async def test_a_good_edit_is_in_force_at_once_and_a_bad_one_changes_nothing(sit
             assert await site.state_of_things() == before
             site.document = copy.deepcopy(good)
         (model,) = site.document["models"]
-        model["control"]["policy"] = "predictive"
+        model["control"]["policy"] = "static"
 
-        async def predicts() -> bool:
-            return bool((await site.status())["decided_by"] == "predictive")
+        async def stays() -> bool:
+            return bool((await site.status())["decided_by"] == "static")
 
-        await site.took_s(site.save(), predicts)
+        await site.took_s(site.save(), stays)
         await site.rest({"small": 2}, 60)
     site.check_replies()
