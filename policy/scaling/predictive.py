@@ -49,7 +49,7 @@ class PredictiveParameters(Section, frozen=True):
     """
 
     quantile: Annotated[float, Meta(ge=0.5, le=0.999)] = 0.9
-    margin: Annotated[float, Meta(ge=1, le=10)] = 1.03
+    margin: Annotated[float, Meta(ge=1, le=10)] = 1.06
     drain_s: Seconds = 15.0
     down: Annotated[float, Meta(ge=0.1, le=1)] = 1.0
     level_s: Seconds = 30.0

@@ -57,7 +57,7 @@ def mean(policy: Policy, lead_s: int, plans: list[float]) -> Outcome:
 
 @pytest.mark.parametrize(
     ("lead_s", "cost", "whole", "missed", "gain"),
-    [(30, 1.15, 1.10, 0.008, 0.02), (120, 1.255, 1.21, 0.03, 0.12)],
+    [(30, 1.165, 1.115, 0.006, 0.05), (120, 1.255, 1.21, 0.03, 0.12)],
 )
 def test_it_is_cheaper_than_each_rival_that_misses_as_little(
     lead_s: int, cost: float, whole: float, missed: float, gain: float
@@ -77,7 +77,7 @@ def test_it_is_cheaper_than_each_rival_that_misses_as_little(
         assert min(as_good) > ours.replica_s * (1 + gain), (name, ours, swept)
 
 
-@pytest.mark.parametrize(("lead_s", "cost"), [(30, 1.095), (120, 1.17)])
+@pytest.mark.parametrize(("lead_s", "cost"), [(30, 1.11), (120, 1.17)])
 def test_a_ramp_of_an_hour_is_foreseen(lead_s: int, cost: float) -> None:
     """Over the plan of whole replicas, and hardly anybody waits too long."""
     found = played(Predictive(PredictiveParameters()), LOADS[0], lead_s)
@@ -86,7 +86,7 @@ def test_a_ramp_of_an_hour_is_foreseen(lead_s: int, cost: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rate", "most"), [(5.0, 5), (6.5, 20), (14.0, 20), (28.0, 20), (35.0, 20), (40.0, 40)]
+    ("rate", "most"), [(5.0, 5), (6.5, 20), (14.0, 20), (28.0, 35), (35.0, 35), (40.0, 35)]
 )
 def test_a_load_that_stays_seldom_changes_the_count(rate: float, most: int) -> None:
     """Two hours in which arrivals vary by chance alone, near what whole replicas take and far from it."""
