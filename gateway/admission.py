@@ -88,7 +88,8 @@ class Admission:
             queue.settle(place.began, 0)
             place.began = None
         # Whoever waits stands first, unless this one was only sent back to its old place.
-        if not queue.waiting and (link := self._choose(place)) is not None:
+        free = not queue.waiting and not line.is_theirs(self._clock())
+        if free and (link := self._choose(place)) is not None:
             place.entered = True
             self._send(place, link)
             self._begin(place, self._clock())
@@ -105,7 +106,7 @@ class Admission:
             self._give_back(place)
             raise
         finally:
-            line.places.pop(place.request.ticket, None)
+            line.waits_no_more(place)
             self._depths(line)
 
     def _give_back(self, place: Place) -> None:
@@ -196,7 +197,7 @@ class Admission:
         def fair() -> Fair:
             return Fair(self._weight, None if self._shared is ALONE else Host(self._shared, served.name))
 
-        return Line(served, Queue(fair), Reserve(self._weight))
+        return Line(served, Queue(fair), Reserve(self._weight), self._shared)
 
     def _choose(self, place: Place) -> Link | None:
         kept = place.line.kept_from(place.request.tenant)
@@ -213,6 +214,7 @@ class Admission:
         place.pending = place.quote.uncached
         place.news = self._routes.began(place.request, place.quote)
         link.begin(place.pending)
+        place.line.took()
         place.line.reserve.began(place.request.tenant)  # at once: who else is picked with it depends on it
         if place.request.adapter:
             place.line.joins(place.request.adapter, link)
@@ -253,7 +255,7 @@ class Admission:
                 raise self._turned_away.newcomer(place, verdict.refusal, verdict.retry_after_s)
             place.entered = True
             place.foreseen_s = verdict.wait_s
-        line.places[request.ticket] = place
+        line.waits(place)
         self._depths(line)
         self._arm(line, now)
         self._pump_soon(line)
@@ -276,7 +278,7 @@ class Admission:
         queue = line.queue
         now = self._clock()
         queue.serve(now, ready=line.up)
-        if not queue or not line.has_room:
+        if not queue or not line.has_room or line.is_theirs(now):
             return
         links = {link.id: link for link in line.served.links}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter as Counts
 from collections.abc import Iterator
 from itertools import islice
@@ -12,11 +13,15 @@ from gateway.fleet import Served
 from gateway.replicas import Link
 from gateway.shared import Shared
 from policy.admission import Began, Next, Queue
+from policy.fairness import has_its_part
 from policy.key import key_of
 from policy.request import Request
 from policy.reserve import Reserve
 from policy.routing import Quote
 
+# A slot that is left to others is theirs for so long: they look for one every 20 ms.
+LEFT_S = 0.1
+LEFT_EVERY_S = 1.0
 # How far down the order a slot that is kept free is offered.
 MOST_WALKED = 512
 
@@ -50,11 +55,21 @@ class Place:
 
 
 class Line:
-    """A model's queue in this worker, and what wakes it. ``runs`` are the adapters at work by replica."""
+    """A model's queue in this worker, and what wakes it. ``runs`` are the adapters at work by replica.
 
-    __slots__ = ("places", "pump", "queue", "reserve", "rested_at", "runs", "served", "timer")
+    ``shared`` is what the workers of this host tell each other.
+    """
 
-    def __init__(self, served: Served, queue: Queue, reserve: Reserve) -> None:
+    __slots__ = (
+        "_begun", "_key", "_left_at", "_shared", "places", "pump", "queue", "reserve", "rested_at", "runs",
+        "served", "timer",
+    )  # fmt: skip
+
+    def __init__(self, served: Served, queue: Queue, reserve: Reserve, shared: Shared) -> None:
+        self._shared = shared
+        self._key = key_of(f"waits for {served.name}")
+        self._left_at = -math.inf
+        self._begun = -1
         self.served = served
         self.queue = queue
         self.reserve = reserve
@@ -80,6 +95,41 @@ class Line:
         return any(
             link.admissible and (not link.bound or link.in_flight < link.bound) for link in self.served.links
         )
+
+    def waits(self, place: Place) -> None:
+        """``place`` waits here, which the other workers of this host are told."""
+        self.places[place.request.ticket] = place
+        self._shared.begin(self._key, 0)
+
+    def waits_no_more(self, place: Place) -> None:
+        """Whether or not it did."""
+        if self.places.pop(place.request.ticket, None) is not None:
+            self._shared.end(self._key)
+
+    def is_theirs(self, at: float) -> bool:
+        """Whether the next slot is left to those who wait in other workers of this host.
+
+        Not for long, nor again soon: they may have no use for it.
+        """
+        if self._shared.alone or not (theirs := self._shared.others(self._key)[0]):
+            return False
+        running = sum([link.mine for link in self.served.links])
+        elsewhere, begun = self._elsewhere()
+        if not has_its_part(running, len(self.queue), elsewhere, theirs, was_last=begun == self._begun):
+            return False
+        if at - self._left_at > LEFT_EVERY_S:
+            self._left_at = at
+        return at - self._left_at < LEFT_S
+
+    def took(self) -> None:
+        """A slot was taken here."""
+        if not self._shared.alone:
+            self._begun = self._elsewhere()[1]
+
+    def _elsewhere(self) -> tuple[int, int]:
+        """How many requests run that other workers of this host sent, and how many they ever sent."""
+        counts = [self._shared.others(link.view.key) for link in self.served.links]
+        return sum([count[0] for count in counts]), sum([count[2] for count in counts])
 
     def joins(self, adapter: str, link: Link) -> None:
         """A request for ``adapter`` runs on ``link``."""

@@ -95,12 +95,16 @@ class Routes:
         return links[views.index(chosen.candidate)], chosen
 
     def stays_s(self, served: Served, request: Request) -> float:
-        """How long such a request runs, by the engine model, on a replica that is full."""
+        """How long such a request runs, by the engine model, on a replica that takes no more.
+
+        Be that for its seats or for the pace: so beside as many as run there now.
+        """
         views = [link.view for link in served.links if link.admissible or link.full]
         if not views:
             return 0.0
-        pace = pace_of(views[0].timing, self._of(served.name).settings.assumed)
-        running = min(views[0].bound or pace.seats, pace.seats)
+        view = max(views, key=lambda view: view.in_flight)
+        pace = pace_of(view.timing, self._of(served.name).settings.assumed)
+        running = max(1, min(view.in_flight, pace.seats))
         kv = min(running * request.tokens, pace.kv_tokens) if pace.kv_tokens else 0
         step = pace.step_s(running, kv, running)
         return pace.prefill_s(request.prompt_tokens, kv, running) + request.output_tokens * step

@@ -203,7 +203,7 @@ class _Thought:
             others={name: proposal.memory for name, proposal in self.others.items()},
             low_since=eased(course, situation) if self.to is None else {} if switched else before.low_since,
             better_since={} if switched else self.verdict.better_since,
-            switched_at=situation.at if switched else before.switched_at,
+            switched_at=situation.at if switched or _still_switches(situation) else before.switched_at,
             starved_since=_since(before.starved_since, situation.at) if starved else None,
             waits_since=_since(before.waits_since, situation.at) if self.lacks else None,
         )
@@ -230,6 +230,14 @@ class _Thought:
             upstreams = ", which upstreams may take" if self.situation.overflow else ""
             said.append(f"{short:.2f} req/s are too many{upstreams}")
         return "; ".join(said)
+
+
+def _still_switches(situation: Situation) -> bool:
+    """Whether the last switch is not done: until then nothing can be said of the mode, and nothing dwells."""
+    memory = situation.memory
+    if memory.switched_at is None or situation.settled or situation.supply.failures:
+        return False
+    return memory.at is None or memory.switched_at >= memory.at
 
 
 def _since(earlier: float | None, at: float) -> float:

@@ -61,9 +61,9 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
     The memories of the live policy, of the ``shadow`` and of the ``others`` by name. ``low_since`` is since
     when each count below that of today would have been enough, told where that changes: an instant holds for
     its count and all above it. ``better_since`` is since when each other mode promised its gain,
-    ``switched_at`` when the mode last changed, ``starved_since`` since when budgets leave fewer replicas than
-    are asked for, ``waits_since`` since when a switch waits for what a lower priority holds. Instants are
-    Unix seconds.
+    ``switched_at`` when a switch of mode was last under way, ``starved_since`` since when budgets leave fewer
+    replicas than are asked for, ``waits_since`` since when a switch waits for what a lower priority holds.
+    Instants are Unix seconds.
     """
 
     at: float | None = None

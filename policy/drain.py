@@ -7,11 +7,13 @@ from itertools import islice
 
 from policy.types import Priority
 
-# The memory, in seconds of busy time. Long enough to hold some dozens of requests of a second on a few
-# slots, short enough to follow a fleet that grows.
+# The memory, in seconds of busy time and in stays of a request. Long enough to hold some dozens of requests
+# on a few slots, short enough to follow a fleet that grows. While those that run may still run, that nobody
+# began says nothing.
 MEMORY_S = 5.0
-# What the estimate from requests in flight counts for, as if measured for so long.
-PRIOR_S = 0.5
+MEMORY_STAYS = 3.0
+# What the estimate from requests in flight counts for, as if measured for so much of the memory.
+PRIOR = 0.33
 # Some of the rate is left to a class even if better ones took all of it lately.
 LEAST_SHARE = 0.05
 # Of those in flight so many are looked at one by one; behind them all ends come evenly.
@@ -38,10 +40,10 @@ class Drain:
     def busy(self, at: float, *, waits: bool) -> None:
         """Whether somebody waits from ``at`` on, where a replica is there to serve."""
         if self._since is not None and at > self._since:
-            passed = at - self._since
-            kept = math.exp(-passed / MEMORY_S)
+            memory_s = self._memory_s()
+            kept = math.exp(-(at - self._since) / memory_s)
             self._began = [tokens * kept for tokens in self._began]
-            self._busy_s = self._busy_s * kept + MEMORY_S * (1.0 - kept)
+            self._busy_s = self._busy_s * kept + memory_s * (1.0 - kept)
         self._since = at if waits else None
 
     def expect(self, stays_s: float) -> None:
@@ -69,11 +71,15 @@ class Drain:
         began, busy_s = sum(self._began), self._busy_s
         better = sum(self._began[: RANK[priority]])
         if self._stays and self._in_flight > 0:
-            began += PRIOR_S * self._in_flight / self._stays
-            busy_s += PRIOR_S
+            prior_s = PRIOR * self._memory_s()
+            began += prior_s * self._in_flight / self._stays
+            busy_s += prior_s
         if not began or not busy_s:
             return None
         return max(began - better, LEAST_SHARE * began) / busy_s
+
+    def _memory_s(self) -> float:
+        return max(MEMORY_S, MEMORY_STAYS * self._stays)
 
     def free_s(self, ahead: float, at: float) -> float:
         """Seconds until a slot falls free that those ``ahead`` (in tokens) leave, if all stay as is usual.

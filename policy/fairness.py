@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from heapq import heappop, heappush
 from typing import Protocol, TypeVar
@@ -216,3 +217,21 @@ def _by_turns(counters: Counters[F], of: Callable[[F], Iterator[Request]]) -> It
         yield Turn(request, tag)
         turns += 1
         heappush(begun, (tag + cost(request) / serving.weight, turns, serving, requests))
+
+
+def has_its_part(
+    running: int, waiting: int, theirs_running: int, theirs_waiting: int, *, was_last: bool = False
+) -> bool:
+    """Whether a worker leaves the next slot to those who wait for one in the others of its host.
+
+    Slots belong to requests, wherever they came in; but whoever frees one is the first to know, and with a
+    few slots would have all of them for ever. Where nobody runs, it ``was_last`` who took one.
+    """
+    if not theirs_waiting:
+        return False
+    if not theirs_running:
+        return running > 0 or was_last
+    if not running:
+        return False
+    mine, theirs = running + waiting, theirs_running + theirs_waiting
+    return running + 1 > math.floor((running + theirs_running + 1) * mine / (mine + theirs) + 0.5)

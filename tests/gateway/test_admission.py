@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,9 +16,11 @@ from gateway.fleet import FleetView, Served
 from gateway.metrics import Metrics
 from gateway.replicas import Link
 from gateway.router import Routes
+from gateway.shared import ALONE, Shared, SharedRows
 from policy.config import Deployment, GatewayConfig, ModelSpec
 from policy.control import Control, Objective
 from policy.errors import Refusal
+from policy.key import key_of
 from policy.request import Request
 from policy.types import Load, Priority, Replica, ReplicaState
 
@@ -35,7 +38,9 @@ class Hall:
         bound: int = 1,
         ttft_s: float | None = None,
         weight: Callable[[str], float] = lambda tenant: 1.0,
+        shared: Shared = ALONE,
     ) -> None:
+        self._shared = shared
         self.metrics = Metrics()
         slo = Control(slo=Objective(ttft_p95_s=ttft_s))
         deployment = Deployment(
@@ -48,6 +53,7 @@ class Hall:
             Routes(random.Random(1)),  # noqa: S311 - ties, not secrets
             lambda: deployment,
             weight=weight,
+            shared=shared,
         )
         self.bound = bound
         self.alpha, self.beta = self._model("alpha"), self._model("beta")
@@ -63,7 +69,7 @@ class Hall:
             load=Load(at=0.0, bound=self.bound),
             url="http://r:1",
         )
-        link = Link(replica, 1.0, None)
+        link = Link(replica, 1.0, None, self._shared)
         link.answering = True
         served.links.append(link)
         return served
@@ -313,3 +319,48 @@ async def test_time_alone_may_make_room() -> None:
     assert not asked.done()
     link.count(b'{"state": "ready", "load": {"at": 0, "in_flight": 0, "bound": 1}}', 0.0)
     assert await asyncio.wait_for(asked, WAIT_S) is link
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Iterator[tuple[SharedRows, SharedRows]]:
+    """The memory of two workers of a host."""
+    both = SharedRows(tmp_path / "rows", 0), SharedRows(tmp_path / "rows", 1)
+    for row in both:
+        row.beat()
+    yield both
+    for row in both:
+        row.close()
+
+
+async def test_a_slot_goes_to_the_worker_with_less_than_its_part(rows: tuple[SharedRows, SharedRows]) -> None:
+    one, other = (Hall(bound=2, shared=row) for row in rows)
+    running = [await one.fill(one.alpha) for _ in range(2)]
+    waiting = [await one.ask(one.arrive(one.alpha)) for _ in range(2)]
+    there = [await other.ask(other.arrive(other.alpha)) for _ in range(2)]
+    for row in rows:
+        row.beat()
+    # The worker in which it ended is the first to know, and has one that still runs.
+    one.admission.release(running[0], one.alpha.links[0])
+    await asyncio.wait({*there, *waiting}, return_when=asyncio.FIRST_COMPLETED)
+    assert [task.done() for task in there] == [True, False]
+    assert not any(task.done() for task in waiting)
+    # Now each has one.
+    for row in rows:
+        row.beat()
+    one.admission.release(running[1], one.alpha.links[0])
+    await asyncio.wait({*waiting, there[1]}, return_when=asyncio.FIRST_COMPLETED)
+    assert waiting[0].done()
+    assert not there[1].done()
+    await leave(waiting[1], there[1])
+
+
+async def test_who_has_no_use_for_a_slot_keeps_nobody_from_it(rows: tuple[SharedRows, SharedRows]) -> None:
+    hall = Hall(bound=2, shared=rows[0])
+    running = [await hall.fill(hall.alpha) for _ in range(2)]
+    rows[1].begin(key_of("waits for alpha"), 0)
+    rows[0].beat()
+    waits = await hall.ask(hall.arrive(hall.alpha))
+    hall.admission.release(running[0], hall.alpha.links[0])
+    await settled()
+    assert not waits.done()
+    assert await waits is hall.alpha.links[0]

@@ -208,3 +208,11 @@ async def test_a_new_document_acts_on_the_next_choice() -> None:
     assert here.choose(model, Request("m", prompt_tokens=10)) is None
     documents.pop(0)
     assert here.choose(model, Request("m", prompt_tokens=10)) is not None
+
+
+async def test_a_request_is_expected_to_stay_as_long_as_beside_those_that_run() -> None:
+    here, model = routes(), served()
+    alone = here.stays_s(model, prompt())
+    for _ in range(100):
+        model.links[0].begin()
+    assert here.stays_s(model, prompt()) > 1.05 * alone

@@ -259,6 +259,17 @@ def test_a_slot_falls_free_when_the_oldest_has_stayed_as_long_as_is_usual() -> N
     assert foreseen(queue, request(queue), 13.0, full=True) == pytest.approx((10 + 5) / 80 * 2, rel=0.5)
 
 
+def test_while_those_that_run_have_not_ended_nobody_who_begins_is_missed() -> None:
+    queue = queue_of()
+    for one in rush(queue, 0.0):
+        queue.ended(one, 20.0, whole=True)
+    rush(queue, 20.0)
+    enter(queue, at=20.1)
+    foreseen(queue, request(queue), 36.0)
+    # By those in flight: eight of 10 tokens that stay 20 s each.
+    assert foreseen(queue, request(queue), 36.0) < 2 * (10 + 5) / (80 / 20)
+
+
 def test_far_behind_ends_come_evenly() -> None:
     queue = queue_of()
     first = [queue.begin(request(queue), 0.0) for _ in range(1000)]

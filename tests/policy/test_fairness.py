@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from policy.counters import Counters, Flow
-from policy.fairness import Fair, cost
+from policy.fairness import Fair, cost, has_its_part
 from policy.request import Request
 
 TENANTS = ("a", "b", "c")
@@ -335,3 +335,38 @@ def test_a_closed_loop_with_wrong_estimates_is_fair_in_truth(count: int) -> None
         true[request.tenant] += tokens
         ask(request.tenant)
     assert jain([true[str(i)] for i in range(count)]) >= 0.99
+
+
+COUNT = st.integers(0, 50)
+
+
+@given(COUNT, COUNT, COUNT, COUNT, st.booleans())
+def test_of_two_workers_in_which_somebody_waits_one_takes_the_next_slot(
+    running: int, waiting: int, theirs: int, waiting_there: int, was_last: bool
+) -> None:
+    here = has_its_part(running, waiting + 1, theirs, waiting_there + 1, was_last=was_last)
+    there = has_its_part(theirs, waiting_there + 1, running, waiting + 1, was_last=not was_last)
+    assert not (here and there)
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3, 8])
+def test_slots_go_where_requests_wait(slots: int) -> None:
+    """One worker has all of them, and each falls free in turn; a client that was served asks again."""
+    running, waiting, last = [slots, 0], [2, 10], 0
+    served: Counter[int] = Counter()
+    for turn in range(30 * slots):
+        ends = turn % 2 if all(running) else 0 if running[0] else 1
+        running[ends] -= 1
+        waiting[ends] += 1
+        part = (running[ends], waiting[ends], running[1 - ends], waiting[1 - ends])
+        takes = 1 - ends if has_its_part(*part, was_last=last == ends) else ends
+        running[takes] += 1
+        waiting[takes] -= 1
+        last = takes
+        served[takes] += 1
+    # Its part, or at least what goes in turns.
+    assert served[1] >= 0.45 * served.total()
+
+
+def test_who_waits_alone_leaves_nothing() -> None:
+    assert not has_its_part(2, 3, 1, 0, was_last=True)
