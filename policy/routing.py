@@ -133,7 +133,9 @@ class Router:
         """The best of ``candidates``; equals are chosen between by ``draw`` in [0, 1)."""
         pairs = []
         slow: list[tuple[Candidate, Site]] = []
-        sites, worth, paced = self._sites, self._popular.worth, self.settings.itl_s < math.inf
+        sites, worth, itl_s = self._sites, self._popular.worth, self.settings.itl_s
+        # Nobody waits for the pace longer than the answer would take at it: more come then than it allows.
+        paced = itl_s < math.inf and at - request.arrived < request.output_tokens * itl_s
         total = weights = homes = 0.0
         least_due = math.inf
         # policy.affinity.balance_of, written out; as is Router._site for a replica that was just seen

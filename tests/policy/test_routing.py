@@ -264,6 +264,17 @@ def test_no_more_run_at_once_than_keep_the_promised_pace() -> None:
     assert 7 <= taken <= 9
 
 
+def test_nobody_waits_longer_for_the_pace_than_the_answer_would_take_at_it() -> None:
+    [candidate] = fleet(1)
+    assert TIMING.model is not None
+    itl_s = TIMING.model.step_time(8, 0, 8)
+    router = Router(Settings(itl_s=itl_s))
+    candidate.in_flight = 15
+    waits = Request("m", prompt_tokens=10, output_tokens=100, arrived=5.0)
+    assert router.choose(waits, [candidate], 5.0 + 99 * itl_s, 0.0).chosen is None
+    assert router.choose(waits, [candidate], 5.0 + 101 * itl_s, 0.0).chosen is not None
+
+
 def test_a_pace_that_one_alone_does_not_keep_makes_nobody_wait() -> None:
     [candidate] = fleet(1)
     assert TIMING.model is not None
