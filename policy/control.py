@@ -18,7 +18,8 @@ class Objective(Section, frozen=True):
     ``ttft_p95_s`` bounds how long a replica may have a request wait, beyond which the gateway keeps it, and
     how long that may be predicted to last before a request of a common class is refused.
     ``itl_p95_s`` bounds how many a replica runs at once, until one has waited as long as its answer would
-    take at it. ``None`` promises nothing. ``attainment`` is the fraction of requests that shall be within both.
+    take at it. ``None`` promises nothing. ``attainment`` is the fraction of requests that shall be within
+    both.
     """
 
     ttft_p95_s: Seconds | None = None
