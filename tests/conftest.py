@@ -1,16 +1,8 @@
-"""What tests of several rooms share: how hypothesis looks for examples, and a Ray head of their own."""
+"""What tests of all rooms share: how hypothesis looks for examples."""
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Iterator
-
-import pytest
 from hypothesis import HealthCheck, settings
-
-from serve.cluster import join
-from tests.ray_head import RayHead, ray_head
 
 # A machine that others use stands still for longer than hypothesis' limits allow, and who broke nothing
 # shall not be told of an example that nobody had met before: each run looks at the same ones.
@@ -18,25 +10,3 @@ settings.register_profile(
     "tests", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("tests")
-
-
-@pytest.fixture(scope="module")
-def ray_site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayHead]:
-    with ray_head(tmp_path_factory.mktemp("ray")) as head:
-        yield head
-
-
-@pytest.fixture(scope="module")
-def ray_joined(ray_site: RayHead) -> Iterator[tuple[str, str]]:
-    """This process as a client of the head: the dashboard's address and the token."""
-    assert "ray" not in sys.modules, "Ray reads its token mode when it is loaded: join before importing it"
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("RAY_ADDRESS", "RAY_AUTH_TOKEN"):
-            patch.delenv(name, raising=False)
-        before = dict(os.environ)
-        yield join(ray_site.deployment, ray_site.state)
-        import ray  # noqa: PLC0415 - only what asks for Ray loads it
-
-        ray.shutdown()
-        for name in set(os.environ) - set(before):
-            del os.environ[name]

@@ -19,7 +19,7 @@ from serve.actuator.local import LocalActuator
 from serve.actuator.memory import MemoryActuator, MemoryCluster
 from serve.actuator.port import Actuator
 from store.state import SECRET_HEADER, StateDir
-from tests.contract.heard import Heard, listening
+from tests.contract.actuators.heard import Heard, listening
 from tests.ports import free_ports
 from tests.ray_head import RayHead
 from tests.serve.sim_documents import deployment

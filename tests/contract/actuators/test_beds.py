@@ -20,7 +20,7 @@ from serve.actuator.local import LocalActuator
 from serve.actuator.memory import MemoryActuator, MemoryCluster
 from serve.actuator.port import Held
 from store.state import StateDir
-from tests.contract.heard import Heard, listening
+from tests.contract.actuators.heard import Heard, listening
 from tests.ports import free_ports
 from tests.ray_head import RayHead
 from tests.serve.sim_documents import deployment, sim_model
