@@ -62,6 +62,7 @@ class Tenants:
 
     def read(self, deployment: Deployment) -> None:
         """Take the tenants of the document; what they have in flight goes on."""
+        self._anonymous.priority = deployment.gateway.priority
         accounts: dict[str, Account] = {}
         digests = {self._own: self._anonymous} if deployment.tenants else {}
         for tenant in deployment.tenants:

@@ -226,7 +226,8 @@ class Retry(Section, frozen=True):
 class GatewayConfig(Section, frozen=True):
     """The data plane: where it listens and how long it waits.
 
-    ``queue_timeout_s`` is the deadline of a request that names none. ``first_token_timeout_s`` and
+    ``priority`` is the class of all requests where there are no tenants. ``queue_timeout_s`` is the deadline
+    of a request that names none. ``first_token_timeout_s`` and
     ``inter_token_timeout_s`` bound the silence of a replica before and after a stream's first event,
     ``answer_timeout_s`` the time to a whole answer, ``progress_timeout_s`` how long a replica may
     have requests and move none of them.
@@ -237,6 +238,7 @@ class GatewayConfig(Section, frozen=True):
     workers: Annotated[int, Meta(ge=1, le=256)] = 2
     admin_host: str = "127.0.0.1"
     admin_port: Port = 8081
+    priority: Priority = Priority.STANDARD
     queue_timeout_s: Seconds = 60.0
     max_queue: Annotated[int, Meta(ge=1, le=1_000_000)] = 1024
     max_queue_bytes: Annotated[int, Meta(ge=1024)] = 256 * 1024 * 1024

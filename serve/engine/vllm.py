@@ -10,6 +10,7 @@ import asyncio
 import time
 import types
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -23,6 +24,7 @@ from vllm.lora.request import LoRARequest
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from policy.engine_model import Limits, Timing
@@ -33,6 +35,8 @@ from serve.engine.steps import Steps
 
 # How often the end of the last request that uses an adapter is looked for.
 LEAVING_S = 0.01
+# How often a core that rests looks for the worker's answer, where it is not woken by it.
+LOOK_MS = 2
 
 
 class StepLogger(StatLoggerBase):  # type: ignore[misc]  # vLLM ships no types
@@ -92,6 +96,26 @@ class StepLogger(StatLoggerBase):  # type: ignore[misc]  # vLLM ships no types
 
     def log_engine_initialized(self) -> None:
         """vLLM's hook after start-up; there is nothing to keep of it."""
+
+
+class RestingExecutor(MultiprocExecutor):  # type: ignore[misc]  # vLLM ships no types
+    """vLLM's executor for CPUs, but that its engine core rests while the worker computes.
+
+    vLLM's own looks for the answer without a pause, on cores that compute, too: on two cores steps of one
+    request took 67 ms with it and 61 without, those of a dozen 128 and 103. No argument of vLLM changes that.
+    """
+
+    def _init_executor(self) -> None:
+        super()._init_executor()
+        for queue in self.response_mqs:
+            condition = queue._spin_condition
+            condition.busy_loop_s = 0.0
+            # Now and then nobody is woken: vLLM itself looks again after some seconds.
+            condition.wait = partial(_rest, condition.wait)
+
+
+def _rest(wait: Callable[[int], None], timeout_ms: int) -> None:
+    wait(min(timeout_ms, LOOK_MS))
 
 
 class VLLMEngine:
@@ -276,6 +300,8 @@ async def create(spec: EngineSpec) -> VLLMEngine:
     """Build the engine and its app; takes as long as vLLM needs to load the weights."""
     args = arguments(spec)
     engine_args = AsyncEngineArgs.from_cli_args(args)
+    if spec.cpus and engine_args.distributed_executor_backend is None:
+        engine_args.distributed_executor_backend = RestingExecutor
     loggers: list[StepLogger] = []
 
     def stat_logger(vllm_config: Any, engine_index: int) -> StepLogger:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -24,7 +25,8 @@ pytestmark = [pytest.mark.vllm, pytest.mark.ray, pytest.mark.timeout(1200, func_
 def decided(stack: Stack) -> Iterator[Stack]:
     """Load decides, within the objective that ships and in less time; afterwards nobody does.
 
-    The other model leaves meanwhile: with its core Ray has no room for two more beside the large replica.
+    The other model leaves meanwhile: with its core Ray has no room for two more beside the large replica. And
+    load decides once what earlier tests asked is no longer what is expected.
     """
     with changed(stack) as chat:
         stack.document |= {"models": [chat], "budget": SHIPPED["budget"]}
@@ -33,12 +35,15 @@ def decided(stack: Stack) -> Iterator[Stack]:
         control["mode"] |= {"confirm_s": 10, "dwell_s": 20}
         control["scale"] = {"hold_s": 15}
         stack.apply()
+        eventually(lambda: [model.name for model in stack.controller.status().models] == [CHAT], 240)
+        with _one_client(stack):
+            eventually(lambda: _cheapest(stack) == "single-large", 240, lambda: _why(stack))
         assert stack.run("mode", CHAT, "auto").returncode == 0
         yield stack
 
 
 def test_load_alone_switches_the_mode_and_cuts_no_stream(decided: Stack) -> None:
-    """One client is served quickest by both cores in one replica; many get more from a replica on each."""
+    """One client is answered soonest by both cores in one replica; many get more from a replica on each."""
     stack = decided
     assert stack.model(CHAT).mode == "single-large"
     with Traffic(stack, CHAT, clients=12, max_tokens=64, pause_s=0.0) as many:
@@ -46,7 +51,7 @@ def test_load_alone_switches_the_mode_and_cuts_no_stream(decided: Stack) -> None
         stack.steady(CHAT, 2)
         small = {replica.id for replica in stack.replicas(CHAT)}
         eventually(lambda: small <= many.replicas, 240, lambda: f"served: {many.replicas}")
-    with Traffic(stack, CHAT, clients=1, pause_s=2.0) as one:
+    with _one_client(stack) as one:
         eventually(lambda: stack.model(CHAT).mode == "single-large", 400, lambda: _why(stack))
         stack.steady(CHAT, 1)
         large = {replica.id for replica in stack.replicas(CHAT)}
@@ -142,6 +147,17 @@ def test_up_twice_is_harmless(stack: Stack) -> None:
     done = stack.run("up", str(stack.file))
     assert done.returncode == 0
     assert stack.processes_by_name() == before
+
+
+def _one_client(stack: Stack) -> Traffic:
+    """A short question every few seconds, as of one person."""
+    return Traffic(stack, CHAT, clients=1, pause_s=6.0)
+
+
+def _cheapest(stack: Stack) -> str:
+    """The mode that the last decision found to cost the least, whether or not it was to decide."""
+    told = json.loads(stack.run("explain", CHAT, "--json").stdout)["decisions"][0]["decision"]["outlooks"]
+    return str(min(told, key=lambda outlook: outlook["cost"])["mode"])
 
 
 def _why(stack: Stack) -> str:

@@ -52,6 +52,17 @@ def test_without_tenants_everyone_is_the_same_nobody() -> None:
     assert nobody.of(bearer(b"anything")) is account
 
 
+def test_the_document_says_of_which_class_nobody_is_and_may_say_another() -> None:
+    nobody = tenants()
+    account = nobody.of({})
+    for priority in (Priority.CRITICAL, Priority.SHEDDABLE):
+        nobody.read(parse({**GOOD, "gateway": {"priority": priority.value}}))
+        assert nobody.of({}) is account
+        assert account.priority is priority
+    nobody.read(parse(GOOD))
+    assert account.priority is Priority.STANDARD
+
+
 @pytest.mark.parametrize(
     "headers",
     [
