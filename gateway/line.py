@@ -122,8 +122,8 @@ class Line:
         return at - self._left_at < LEFT_S
 
     def took(self) -> None:
-        """A slot was taken here."""
-        if not self._shared.alone:
+        """A slot was taken here, which only matters where somebody else waits for one."""
+        if not self._shared.alone and self._shared.others(self._key)[0]:
             self._begun = self._elsewhere()[1]
 
     def _elsewhere(self) -> tuple[int, int]:

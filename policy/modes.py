@@ -241,10 +241,8 @@ def _freed(situation: Situation, prospect: Prospect, there: Outlook) -> tuple[Si
     rungs = situation.rungs
     if new.gap_s and not _leaves_a_gap(situation, old, new, room):
         rungs = tuple(msgspec.structs.replace(rung, gap_s=0.0) if rung is new else rung for rung in rungs)
-    return (
-        msgspec.structs.replace(situation, rungs=rungs),
-        prospect._replace(spare=prospect.spare.plus(more), alone=room),
-    )
+    freed = prospect._replace(spare=prospect.spare.plus(more))
+    return msgspec.structs.replace(situation, rungs=rungs), freed
 
 
 def _less(later: float, now: float) -> float:
