@@ -26,7 +26,7 @@ def decided(stack: Stack) -> Iterator[Stack]:
     """Load decides, within the objective that ships and in less time; afterwards nobody does.
 
     The other model leaves meanwhile: with its core Ray has no room for two more beside the large replica. And
-    load decides once what earlier tests asked is no longer what is expected.
+    the controller starts anew: it is to decide by what this test asks, and not by what was before.
     """
     with changed(stack) as chat:
         stack.document |= {"models": [chat], "budget": SHIPPED["budget"]}
@@ -36,6 +36,9 @@ def decided(stack: Stack) -> Iterator[Stack]:
         control["scale"] = {"hold_s": 15}
         stack.apply()
         eventually(lambda: [model.name for model in stack.controller.status().models] == [CHAT], 240)
+        before = stack.controller.status()
+        os.kill(before.pid, signal.SIGKILL)
+        eventually(lambda: stack.controller.status().epoch > before.epoch, 120)
         with _one_client(stack):
             eventually(lambda: _cheapest(stack) == "single-large", 240, lambda: _why(stack))
         assert stack.run("mode", CHAT, "auto").returncode == 0
@@ -156,8 +159,10 @@ def _one_client(stack: Stack) -> Traffic:
 
 def _cheapest(stack: Stack) -> str:
     """The mode that the last decision found to cost the least, whether or not it was to decide."""
-    told = json.loads(stack.run("explain", CHAT, "--json").stdout)["decisions"][0]["decision"]["outlooks"]
-    return str(min(told, key=lambda outlook: outlook["cost"])["mode"])
+    told = json.loads(stack.run("explain", CHAT, "--json").stdout)["decisions"]
+    decision = max((each["decision"] for each in told), key=lambda each: each["at"])
+    assert decision["at"] > stack.controller.status().epoch
+    return str(min(decision["outlooks"], key=lambda outlook: outlook["cost"])["mode"])
 
 
 def _why(stack: Stack) -> str:

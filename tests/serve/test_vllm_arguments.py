@@ -179,3 +179,30 @@ async def test_it_sleeps_with_its_weights_in_memory_and_ends_nothing_that_runs()
     llm.awake = False
     with pytest.raises(EngineFailed, match="did not wake"):
         await engine.wake()
+
+
+def test_the_core_of_an_engine_on_cpus_rests_until_its_worker_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition  # noqa: PLC0415
+
+    from serve.engine.vllm import LOOK_MS, MultiprocExecutor, RestingExecutor  # noqa: PLC0415
+
+    waits: list[int | None] = []
+    conditions: list[Any] = [SpinCondition.__new__(SpinCondition) for _ in range(2)]
+    monkeypatch.setattr(SpinCondition, "wait", lambda self, timeout_ms=None: waits.append(timeout_ms))
+
+    def made(self: Any) -> None:
+        self.response_mqs = [SimpleNamespace(_spin_condition=condition) for condition in conditions]
+
+    monkeypatch.setattr(MultiprocExecutor, "_init_executor", made)
+    executor = RestingExecutor.__new__(RestingExecutor)
+    executor._init_executor()
+    for condition in conditions:
+        assert condition.busy_loop_s == 0.0
+        condition.wait(timeout_ms=5000)
+        condition.wait(timeout_ms=1)
+    assert waits == [LOOK_MS, 1] * 2
+    # What vLLM itself has there is what is set.
+    assert "busy_loop_s" in inspect.signature(SpinCondition.__init__).parameters
+    del executor.response_mqs
