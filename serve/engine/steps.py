@@ -34,6 +34,10 @@ class Steps:
                 self._taken = list(pooled(self._taken, MOST))
         self._ended = at if goes_on else None
 
+    def broken(self) -> None:
+        """Something else than a step takes the engine's time: the one that ends next is not told."""
+        self._ended = None
+
     def take(self) -> tuple[StepSample, ...]:
         """The steps since the last call, those that were alike together."""
         taken, self._taken = self._taken, []

@@ -168,6 +168,8 @@ class VLLMEngine:
         request = self._models.lora_requests.get(name) or LoRARequest(
             lora_name=name, lora_int_id=self._models.lora_id_counter.inc(1), lora_path=str(path)
         )
+        # A load stands between two steps, and belongs to neither.
+        self._steps.took.broken()
         try:
             if not await self._llm.add_lora(request):
                 raise ValueError("not every worker has loaded it")
@@ -177,6 +179,8 @@ class VLLMEngine:
             # Of its workers some may have loaded it.
             await self._remove(request.lora_int_id)
             raise AdapterRefused("engine_refused", f"vLLM: {error}"[:500]) from error
+        finally:
+            self._steps.took.broken()
         # From here on vLLM's app resolves the name.
         self._models.lora_requests[name] = request
 

@@ -36,6 +36,16 @@ def test_an_idle_gap_is_no_step() -> None:
     assert [(each.count, each.tokens, each.seconds) for each in steps.take()] == [(1, 1, 0.1), (1, 4, 0.5)]
 
 
+def test_what_stands_between_two_steps_belongs_to_neither() -> None:
+    steps = Steps()
+    steps.ended(10.0, 4, 100, 4, goes_on=True)
+    steps.ended(10.5, 4, 104, 4, goes_on=True)
+    steps.broken()
+    steps.ended(13.0, 4, 108, 4, goes_on=True)
+    steps.ended(13.5, 4, 112, 4, goes_on=True)
+    assert [(each.count, each.seconds) for each in steps.take()] == [(2, 0.5)]
+
+
 def test_steps_that_were_alike_are_told_together_and_stalls_apart() -> None:
     steps, at = Steps(), 0.0
     for seconds in [0.0, *[0.1] * 9, 2.0, *[0.1] * 10]:
