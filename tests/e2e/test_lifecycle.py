@@ -26,7 +26,8 @@ def decided(stack: Stack) -> Iterator[Stack]:
     """Load decides, within the objective that ships and in less time; afterwards nobody does.
 
     The other model leaves meanwhile: with its core Ray has no room for two more beside the large replica. And
-    the controller starts anew: it is to decide by what this test asks, and not by what was before.
+    the controller starts anew, without its memory: it is to decide by what this test asks, not by what was
+    before.
     """
     with changed(stack) as chat:
         stack.document |= {"models": [chat], "budget": SHIPPED["budget"]}
@@ -38,6 +39,7 @@ def decided(stack: Stack) -> Iterator[Stack]:
         eventually(lambda: [model.name for model in stack.controller.status().models] == [CHAT], 240)
         before = stack.controller.status()
         os.kill(before.pid, signal.SIGKILL)
+        stack.state.memory_path.unlink()
         eventually(lambda: stack.controller.status().epoch > before.epoch, 120)
         with _one_client(stack):
             eventually(lambda: _cheapest(stack) == "single-large", 240, lambda: _why(stack))
