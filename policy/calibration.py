@@ -102,6 +102,12 @@ class Calibration:
             note=state.note,
         )
 
+    @property
+    def lately(self) -> list[StepSample]:
+        """The samples of regions that were seen of late."""
+        recent = (place for place in self.state.places if self.state.seen - place.seen <= RECENT)
+        return [sample for place in recent for sample in place.samples]
+
     def take(self, samples: Iterable[StepSample], replica: str = "") -> bool:
         """Learn from ``samples`` that ``replica`` told of; whether the model has changed by it."""
         return self.take_all([(replica, samples)])

@@ -47,7 +47,7 @@ class _One:
         self.prior = saved.prior
         self.calibration = Calibration(saved.prior, saved.state)
         self.fit = self.calibration.current
-        self.factor = 1.0
+        self.factor = slowness(saved.prior, self.calibration.lately)
         self.saved_version = saved.state.version
         self.changed = False
 
@@ -55,8 +55,7 @@ class _One:
         """Take what replicas told of their steps, and publish what follows."""
         self.calibration.take_all(told)
         self.fit = self.calibration.current
-        points = [sample for place in self.calibration.state.places for sample in place.samples]
-        self.factor = slowness(self.prior, points)
+        self.factor = slowness(self.prior, self.calibration.lately)
         self.changed = True
 
 
@@ -133,8 +132,11 @@ class Calibrations:
         one = self._all.get((spec.name, shape))
         return one.fit if one is not None and one.fit.version and one.engine == _engine(spec, shape) else None
 
-    def assumed(self, spec: ModelSpec, shape: str, prior: EngineModel) -> EngineModel:
-        """What to assume of a shape that was never measured: as far from its prior as the others are."""
+    def assumed(self, spec: ModelSpec, shape: str, prior: EngineModel) -> EngineModel | None:
+        """What to assume of a shape that is not measured now: as far from its prior as the others are.
+
+        ``None`` where no other was ever measured.
+        """
         factors = [
             one.factor
             for (model, other), one in self._all.items()
@@ -143,7 +145,7 @@ class Calibrations:
             and one.fit.version
             and one.engine == _engine(spec, other)
         ]
-        return scaled(prior, sorted(factors)[len(factors) // 2]) if factors else prior
+        return scaled(prior, sorted(factors)[len(factors) // 2]) if factors else None
 
     def slowness(self, replica: str, model: EngineModel | None, at: float) -> float:
         """How many times as long as ``model`` says its steps take; 1 where it has not made any of late."""

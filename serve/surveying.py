@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 import msgspec
 
 from policy.budget import Take, held, total
+from policy.calibration import Fit
 from policy.config import Budget, Deployment, Mode, ModelSpec, Shape
 from policy.decision import Memory, Rung, Situation
 from policy.engine_model import EngineModel, Timing
@@ -138,7 +139,7 @@ class Surveying:
     def _rung(self, target: Target, name: str, mode: Mode, deployment: Deployment) -> Rung:
         spec, shape = target.spec, target.spec.shapes[mode.shape]
         timing = self._timing(spec, mode.shape, target.aim.generation)
-        fitted = self._calibrations.fitted(spec, mode.shape)
+        known = self._known(target, mode.shape, timing.model)
         key = LayerKey(spec.name, mode.shape, target.aim.generation)
         lead_s = self._observation.lead_s(key, spec.control.assumed_start_s)
         return Rung(
@@ -146,13 +147,13 @@ class Surveying:
             shape=mode.shape,
             least=mode.bounds.min,
             most=mode.bounds.max,
-            timing=msgspec.structs.replace(timing, model=self._model(spec, mode.shape, timing)),
+            timing=msgspec.structs.replace(timing, model=None if known is None else known.model),
             gpus=shape.gpus,
             cpus=shape.cpus,
             watts=self._needs(target, mode.shape, deployment.budget),
             cost_per_h=_price(shape, deployment.budget),
-            version=0 if fitted is None else fitted.version,
-            error=0.0 if fitted is None else fitted.error,
+            version=0 if known is None else known.version,
+            error=0.0 if known is None else known.error,
             lead_s=lead_s,
             gap_s=lead_s if self._leaves_a_gap(target, name, mode, deployment) else 0.0,
         )
@@ -170,12 +171,21 @@ class Surveying:
         room = self._observation.room(proposed, deployment.budget)
         return gap_needed(goal_of(proposed), layers, footprints, *room)
 
-    def _model(self, spec: ModelSpec, shape: str, timing: Timing) -> EngineModel | None:
-        """The engine model of a shape as far as it is known: measured, or assumed."""
-        fitted = self._calibrations.fitted(spec, shape)
-        if fitted is not None or timing.model is None:
-            return timing.model if fitted is None else fitted.model
-        return self._calibrations.assumed(spec, shape, timing.model)
+    def _known(self, target: Target, shape: str, prior: EngineModel | None) -> Fit | None:
+        """The engine model of a shape as far as it is known: measured, or assumed.
+
+        On cores one that does not serve now is assumed, at the pace of the one that does: what was measured
+        in another hour is of who else used them then, and modes are compared by what each would be in this.
+        """
+        spec = target.spec
+        fit = self._calibrations.fitted(spec, shape)
+        if prior is None:
+            return fit
+        assumed = self._calibrations.assumed(spec, shape, prior)
+        elsewhere = shape != target.aim.shape and not spec.shapes[shape].gpus
+        if assumed is not None and (fit is None or (elsewhere and prior != GENERIC.model)):
+            return Fit(model=assumed)
+        return fit or Fit(model=prior)
 
     def _slowed(self, signals: Signals, key: LayerKey, model: EngineModel | None) -> Signals:
         """Of the layer's own replicas, with what each one's steps take over what the model of its shape says.

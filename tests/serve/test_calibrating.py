@@ -59,7 +59,7 @@ def learned(state: StateDir, factor: float, of: ModelSpec | None = None) -> Cali
 def test_before_anything_was_measured_the_prior_holds(state: StateDir) -> None:
     made = Calibrations(state)
     assert made.fitted(spec(), "small") is None
-    assert made.assumed(spec(), "large", prior(spec(), "large")) == prior(spec(), "large")
+    assert made.assumed(spec(), "large", prior(spec(), "large")) is None
     assert made.slowness("r", prior(spec()), 0.0) == 1.0
 
 
@@ -76,12 +76,15 @@ def test_what_replicas_tell_replaces_the_prior(state: StateDir) -> None:
 def test_a_shape_that_never_ran_is_as_far_from_its_prior_as_the_others(state: StateDir) -> None:
     large = prior(spec(), "large")
     assumed = learned(state, 3.0).assumed(spec(), "large", large)
+    assert assumed is not None
     assert assumed.step_time(100, 1000, 10) == pytest.approx(3 * large.step_time(100, 1000, 10), rel=0.1)
 
 
 def test_what_was_fitted_outlives_the_controller(state: StateDir) -> None:
-    fit = learned(state, 3.0).fitted(spec(), "small")
+    made, large = learned(state, 3.0), prior(spec(), "large")
+    fit = made.fitted(spec(), "small")
     again = Calibrations(state).fitted(spec(), "small")
+    assert Calibrations(state).assumed(spec(), "large", large) == made.assumed(spec(), "large", large)
     assert again is not None
     assert (again.model, again.version) == (fit.model if fit else None, fit.version if fit else None)
     # How long it may drain makes no other engine, other arguments do.

@@ -189,3 +189,43 @@ async def test_upstreams_may_take_what_is_too_much(plane: Plane) -> None:
     (now,) = plane.controller.autoscaler.journal.read(1)
     assert now.situation.overflow
     assert now.situation.queue_s == 7
+
+
+ON_CORES = {"large": {"cpus": 2}, "small": {"cpus": 1}}
+ON_CARDS = {"large": {"gpus": 2, "tensor_parallel": 2}, "small": {"gpus": 1}}
+
+
+@pytest.mark.parametrize(("shapes", "measured"), [(ON_CORES, 1.0), (ON_CARDS, 3.0)], ids=["cores", "cards"])
+async def test_what_was_measured_of_cores_in_another_hour_is_not_compared_with_now(
+    plane: Plane, shapes: dict[str, Any], measured: float
+) -> None:
+    """Others on the cores made small replicas slow; that they did says nothing once large ones serve."""
+    await plane.up(document(sim_model(shapes=shapes, control={"tick_s": 1})))
+    traffic = Traffic(plane)
+    modes = {"single-large": of("large", shapes=shapes).model, "multi-replica": of(shapes=shapes).model}
+    priors = {mode: model for mode, model in modes.items() if model is not None}
+
+    async def serve(mode: str, factor: float) -> dict[str, float]:
+        """How many times as slow as they shipped both are taken to be, once one of them was."""
+        for _ in range(40):
+            *_, replica = plane.cluster.replicas.values()
+            loads = [(n, 200.0 * n, n) for n in (1.0, 4.0, 16.0, 64.0, 200.0)]
+            steps = tuple(StepSample(5, *load, priors[mode].step_time(*load) * factor) for load in loads)
+            plane.controller.beat(Beat(replica=replica, engine=EngineReport(steps=steps)))
+            await traffic.run(1, m=1.0)
+        told = {name: rung.timing.model for name, rung in rungs(plane).items()}
+        return {
+            name: model.step_time(4, 800, 4) / priors[name].step_time(4, 800, 4)
+            for name, model in told.items()
+            if model is not None
+        }
+
+    await plane.ticks()
+    slow = pytest.approx(3.0, rel=0.1)
+    assert await serve("multi-replica", 3.0) == {"single-large": slow, "multi-replica": slow}
+    plane.controller.mode("m", "single-large")
+    await traffic.run(10, m=1.0)
+    assert await serve("single-large", 1.0) == {
+        "single-large": pytest.approx(1.0, rel=0.1),
+        "multi-replica": pytest.approx(measured, rel=0.1),
+    }
