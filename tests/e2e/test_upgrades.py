@@ -15,11 +15,13 @@ pytestmark = [pytest.mark.vllm, pytest.mark.ray, pytest.mark.timeout(1200, func_
 
 @pytest.fixture
 def small(stack: Stack) -> Iterator[Stack]:
-    """One replica on one core, so that another has room beside it; afterwards as it was."""
+    """One replica on one core, set by hand, so that another has room beside it; afterwards as it was."""
     with changed(stack):
         assert stack.run("mode", CHAT, "multi-replica").returncode == 0
+        assert stack.run("scale", CHAT, "1").returncode == 0
         stack.steady(CHAT, 1)
         yield stack
+        assert stack.run("scale", CHAT, "auto").returncode == 0
 
 
 def test_an_upgrade_goes_unnoticed_and_one_that_cannot_start_is_rolled_back(small: Stack) -> None:
