@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING
 from prometheus_client import CollectorRegistry
 
 from gateway.declared import Declared
-from gateway.tally import MergedHistogram, Tally
+from gateway.tally import MergedHistogram
 from gateway.usage import Usage
+from policy.tally import Tally
 
 if TYPE_CHECKING:
     from gateway.call import Call

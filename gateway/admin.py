@@ -35,6 +35,7 @@ def admin_app(
     why_not_ready: Callable[[], list[str]],
     *,
     control: Control,
+    capture: Callable[[], AsyncIterator[bytes]],
 ) -> FastAPI:
     """The app of the admin port, which also publishes what the client port speaks.
 
@@ -143,6 +144,14 @@ def admin_app(
     ) -> Response:
         path = decisions_path(model=model, last=last, at=at)
         return Response(await control.ask("GET", path), media_type=_JSON)
+
+    @app.get(
+        "/admin/capture",
+        summary="What all workers serve from now on: lengths, times and hashes as NDJSON, never text",
+        dependencies=[Depends(_same_site)],
+    )
+    async def captured() -> Response:
+        return StreamingResponse(capture(), media_type=_NDJSON)
 
     own = app.openapi
 

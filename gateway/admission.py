@@ -13,7 +13,7 @@ from gateway.fleet import FleetView, Served
 from gateway.line import Host, Line, Place
 from gateway.metrics import Metrics
 from gateway.replicas import Link
-from gateway.router import START_SHARE, Routes
+from gateway.router import Routes
 from gateway.shared import ALONE, Shared
 from gateway.turned_away import TurnedAway
 from policy.admission import Bounds, Queue
@@ -24,6 +24,7 @@ from policy.fairness import Fair
 from policy.request import Request
 from policy.reserve import Reserve
 from policy.routing import Candidate, Quote
+from policy.routing_settings import START_SHARE
 from policy.types import Priority
 
 __all__ = ["Admission", "Place"]

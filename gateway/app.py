@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import random
 from functools import partial
+from pathlib import Path
 from time import monotonic
 
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -17,6 +18,8 @@ from gateway.admin import admin_app
 from gateway.admission import Admission
 from gateway.body import Body
 from gateway.call import Call
+from gateway.capture import Capture
+from gateway.capture_stream import Listeners
 from gateway.catalog import CatalogView
 from gateway.coalescing import Coalescer
 from gateway.control import Control
@@ -56,6 +59,7 @@ class Gateway:
         log: Log,
         rng: random.Random,
         shared: Shared,
+        captures: Path,
     ) -> None:
         def current() -> Deployment:
             return document.deployment
@@ -79,6 +83,8 @@ class Gateway:
         )
         self.coalescer = Coalescer(self._deliver, self.metrics)
         self.overflow = Overflow(self.metrics, log, rng)
+        self.capture = Capture(captures)
+        self.listeners = Listeners(captures, lambda model: self.routes.density(model).bytes_a_token)
         self.client: ASGIApp = client_app(self.serve, Listing(self.fleet, self.catalog), self.tenants)
         self.admin: ASGIApp = admin_app(
             self.fleet,
@@ -87,6 +93,7 @@ class Gateway:
             self.tenants,
             self.readiness.why_not,
             control=Control(secret, current),
+            capture=self.listeners.lines,
         )
 
     def read(self, deployment: Deployment) -> None:
@@ -98,6 +105,16 @@ class Gateway:
         self.overflow.read(deployment)
         for spec in deployment.models:
             self.metrics.model(spec.name).totals.promise(spec.control.slo)
+
+    def end_captures(self) -> None:
+        """Tell those who capture what they have not heard yet, and let them go."""
+        self.capture.close()
+        self.listeners.close()
+
+    def close(self) -> None:
+        """Close what is open to replicas, and publish the last counts."""
+        self.fleet.close()
+        self.metrics.publish()
 
     async def serve(self, route: Route, scope: Scope, receive: Receive, send: Send) -> None:
         """The pipeline: one call from its first byte to its last, counted whatever becomes of it."""
@@ -125,6 +142,8 @@ class Gateway:
             finally:
                 account.in_flight -= 1
                 meter.in_flight -= 1
+                if self.capture.listened:
+                    self.capture.ended(call, request, body, raw, began)
         except Refused as refused:
             call.outcome = refused.reason
             await call.refuse(refused)

@@ -154,8 +154,8 @@ class Coalescer:
         meter = self._metrics.model(first.served.name)
         meter.coalesced_calls += 1
         meter.coalesced_requests += len(members)
-        if call.usage is not None and not call.elsewhere:
-            meter.totals.count_tokens(call.usage)
+        if (usage := call.usage) is not None and not call.elsewhere:
+            meter.totals.count_tokens(usage.prompt, usage.cached, usage.completion)
         for member in members:
             member.call.replica, member.call.elsewhere = call.replica, call.elsewhere
             member.call.queued_s = call.queued_s

@@ -112,6 +112,16 @@ def limit_of(body: Body) -> int | None:
     return body.max_completion_tokens or body.max_output_tokens or body.max_tokens
 
 
+def grid_of(seed: int, body: Body, route: Route, raw: bytes, *, most: int) -> tuple[int, ...]:
+    """Hashes of the prompt's beginnings, one each :data:`BLOCK_BYTES`, of the first ``most`` of them.
+
+    Their places depend on nothing that is learned, so that they compare between workers and over time.
+    """
+    parts = parts_of(body, route, raw)
+    count = min(sum(map(len, parts)) // BLOCK_BYTES, most)
+    return _chain(seed, parts, range(BLOCK_BYTES, count * BLOCK_BYTES + 1, BLOCK_BYTES)) if count else ()
+
+
 @lru_cache(maxsize=4096)
 def seed_of(model: str, adapter: str, salt: str) -> int:
     """What every hash of a prompt depends on: KV of another model, adapter or tenant is never shared."""

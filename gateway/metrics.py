@@ -20,9 +20,10 @@ from gateway.declared import Declared
 from gateway.errors import NO_ROOM
 from gateway.queue_meter import QueueMetrics
 from gateway.spare import Spare
-from gateway.tally import MergedHistogram, Tally
-from gateway.totals import Totals
+from gateway.tally import MergedHistogram
 from gateway.usage import Usage
+from policy.tally import Tally
+from policy.totals import Totals
 
 if TYPE_CHECKING:
     from gateway.call import Call
@@ -100,7 +101,9 @@ class ModelMeter:
         if call.outcome == "ok":
             self.e2e.add(ended - began)
             if own:
-                self.totals.end(ended - began, call.usage)
+                self.totals.end(ended - began)
+                if (usage := call.usage) is not None:
+                    self.totals.count_tokens(usage.prompt, usage.cached, usage.completion)
             if first_at is not None:
                 gap_s = (call.last_event_at - first_at) / (call.events - 1) if call.events > 1 else 0.0
                 self.served_stream(first_at - began, gap_s, own)

@@ -15,7 +15,6 @@ import msgspec
 
 from gateway.admission import Admission
 from gateway.metrics import Metrics
-from gateway.totals import Totals
 from policy.config import Deployment
 from policy.reports import GatewayReport, ModelReport
 from policy.types import EngineKind
@@ -104,30 +103,8 @@ class Reporter:
 
     def _model(self, name: str) -> ModelReport:
         meter = self._metrics.model(name)
-        return _reported(
-            meter.totals,
+        return meter.totals.report(
             in_flight=meter.in_flight,
             queued=sum(self._metrics.queues.model(name).depth.values()),
             oldest_s=self._admission.waited_s(name),
         )
-
-
-def _reported(totals: Totals, *, in_flight: int, queued: int, oldest_s: float) -> ModelReport:
-    return ModelReport(
-        arrived=totals.arrived,
-        refused=totals.refused,
-        ended=totals.ended,
-        input_tokens=totals.input_tokens,
-        cached_tokens=totals.cached_tokens,
-        output_tokens=totals.output_tokens,
-        judged=totals.judged,
-        met_ttft=totals.met_ttft,
-        met_itl=totals.met_itl,
-        met_both=totals.met_both,
-        ttft=tuple(totals.ttft.counts),
-        itl=tuple(totals.itl.counts),
-        e2e=tuple(totals.e2e.counts),
-        queued=queued,
-        oldest_s=oldest_s,
-        in_flight=in_flight,
-    )

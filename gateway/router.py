@@ -15,25 +15,19 @@ from gateway.fingerprint import Density, adapter_key
 from gateway.metrics import Metrics
 from gateway.replicas import Link
 from gateway.shared import ALONE, Shared
-from policy.config import Adapters, Deployment, ModelSpec
-from policy.engine_model import Timing
-from policy.errors import ConfigError, TargetError
+from policy.config import Deployment
+from policy.errors import TargetError
 from policy.health import State
 from policy.key import key_of
-from policy.pace import GENERIC, pace_of
-from policy.profiles import profile
+from policy.pace import pace_of
 from policy.request import Request
 from policy.routing import Decision, Quote, Router, Settings
-from policy.types import EngineKind
+from policy.routing_settings import settings_of
 
 if TYPE_CHECKING:
     from gateway.fleet import Served
 
 KEPT = 512
-# Half of a promised time to the first token may pass before a replica turns to a request; the other half
-# is for its own prefill.
-START_SHARE = 0.5
-_DEGREES = (1, 2, 4, 8)
 
 
 class Routes:
@@ -104,10 +98,7 @@ class Routes:
             return 0.0
         view = max(views, key=lambda view: view.in_flight)
         pace = pace_of(view.timing, self._of(served.name).settings.assumed)
-        running = max(1, min(view.in_flight, pace.seats))
-        kv = min(running * request.tokens, pace.kv_tokens) if pace.kv_tokens else 0
-        step = pace.step_s(running, kv, running)
-        return pace.prefill_s(request.prompt_tokens, kv, running) + request.output_tokens * step
+        return pace.stays_s(request, view.in_flight)
 
     def began(self, request: Request, quote: Quote) -> tuple[int, ...]:
         """``request`` was sent to the candidate of ``quote``; the hashes that are news there."""
@@ -173,43 +164,21 @@ class Routes:
         if deployment is not self._read:
             self._read = deployment
             for name, router in self._routers.items():
-                router.settings = settings_of(deployment, name)
+                router.settings = _settings(deployment, name)
         found = self._routers.get(model)
         if found is None:
-            found = self._routers[model] = Router(settings_of(self._read, model))
+            found = self._routers[model] = Router(_settings(self._read, model))
             key = self._keys[model] = key_of(model)
             self._by_key[key] = found
         return found
 
 
-def settings_of(deployment: Deployment | None, model: str) -> Settings:
+def _settings(deployment: Deployment | None, model: str) -> Settings:
     """What the document says of routing to ``model``; nothing of a model that it does not name."""
     try:
-        spec = deployment.model(model) if deployment is not None else None
+        return Settings() if deployment is None else settings_of(deployment.model(model))
     except TargetError:  # the controller still has it
-        spec = None
-    if spec is None:
         return Settings()
-    slo = spec.control.slo
-    return Settings(
-        assumed=_assumed(spec),
-        start_s=float("inf") if slo.ttft_p95_s is None else START_SHARE * slo.ttft_p95_s,
-        itl_s=float("inf") if slo.itl_p95_s is None else slo.itl_p95_s,
-        slots=(spec.adapters or Adapters()).slots_per_replica,
-    )
-
-
-def _assumed(spec: ModelSpec) -> Timing:
-    name = spec.profile or (spec.sim.profile if spec.engine is EngineKind.SIM else None)
-    if name is None:
-        return GENERIC
-    found = profile(name)
-    for degree in _DEGREES:
-        try:
-            return Timing(limits=found.limits(degree), model=found.model.at_degree(degree))
-        except ConfigError:  # its weights want more cards
-            continue
-    return GENERIC
 
 
 def _described(at: float, request: Request, decision: Decision) -> dict[str, Any]:

@@ -2,25 +2,9 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
-
 from prometheus_client import Histogram
 
-
-class Tally:
-    """Observations not yet published, by bucket (seconds)."""
-
-    __slots__ = ("_bounds", "counts", "total")
-
-    def __init__(self, bounds: tuple[float, ...]) -> None:
-        self._bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)
-        self.total = 0.0
-
-    def add(self, value: float) -> None:
-        """Count one observation."""
-        self.counts[bisect_left(self._bounds, value)] += 1
-        self.total += value
+from policy.tally import Tally
 
 
 class MergedHistogram(Histogram):

@@ -71,7 +71,15 @@ async def work(state: StateDir, client_fd: int, admin_fd: int, worker: int, *, c
     # Ties between replicas are all that it decides.
     shared = SharedRows(state.rows_path, worker)
     rng = random.Random()  # noqa: S311
-    gateway = Gateway(document, state.secret(), salt_secret(state), log=log, rng=rng, shared=shared)
+    gateway = Gateway(
+        document,
+        state.secret(),
+        salt_secret(state),
+        log=log,
+        rng=rng,
+        shared=shared,
+        captures=state.captures,
+    )
     post = Post(lambda: document.deployment.cluster.controller, "/signals", state.secret(), log)
     reporter = Reporter(gateway.metrics, gateway.admission, lambda: document.deployment, post.send)
     background: dict[str, asyncio.Task[None]] = {}
@@ -110,6 +118,7 @@ async def work(state: StateDir, client_fd: int, admin_fd: int, worker: int, *, c
     log.info("worker_started", pid=os.getpid(), compiled=compiled)
     await stopping.wait()
     await client.drain(document.deployment.gateway.drain_timeout_s)
+    gateway.end_captures()
     admin.should_exit = True
     await admin_task
     if "reports" in background:
@@ -117,8 +126,7 @@ async def work(state: StateDir, client_fd: int, admin_fd: int, worker: int, *, c
     for task in background.values():
         task.cancel()
     post.close()
-    gateway.fleet.close()
-    gateway.metrics.publish()
+    gateway.close()
     shared.close()
     log.info("worker_stopped")
 
@@ -137,6 +145,7 @@ def _upkeep(
         "metrics": _publish(gateway.metrics, log),
         "shared": _beat(shared),
         "deadlines": gateway.deadlines.run(),
+        "capture": gateway.capture.run(),
     }
 
 

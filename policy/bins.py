@@ -48,6 +48,21 @@ class Bins:
         within[0] = [part * count for count in within[0]]
         return [sum(counts) for counts in zip(*within, strict=True)]
 
+    def latest_s(self, end: float, kind: int, enough: float, least_s: float, most_s: float) -> float:
+        """How long before ``end`` the least window begins in which ``enough`` of ``kind`` were counted.
+
+        At least ``least_s`` seconds, and ``most_s`` where there were fewer.
+        """
+        if self._newest is None:
+            return most_s
+        rows, counted = self._rows, 0.0
+        first = max(floor(end - most_s), self._newest - len(rows))
+        for second in range(min(floor(end), self._newest), first, -1):
+            counted += rows[second % len(rows)][kind]
+            if counted >= enough:
+                return min(most_s, max(least_s, end - second))
+        return most_s
+
     def _reach(self, second: int) -> int:
         """Have a bin for ``second``; returns the newest that there is."""
         newest = self._newest

@@ -154,7 +154,7 @@ class Calibration:
         if not heard:
             return False
         self._shift(heard)
-        points = [_middle(place.samples, state.model) for place in heard]
+        points = [middle(place.samples, state.model) for place in heard]
         factor = slowness(self._prior, points)
         near = scaled(self._prior, factor)
         tokens = [point.tokens for point in points]
@@ -174,7 +174,7 @@ class Calibration:
         recent = [place for place in heard if self.state.seen - place.seen <= RECENT]
         if not self.state.version or not recent:
             return
-        factor = slowness(self.state.model, [_middle(place.samples, self.state.model) for place in recent])
+        factor = slowness(self.state.model, [middle(place.samples, self.state.model) for place in recent])
         if abs(math.log(factor)) < SHIFTED:
             return
         for place in self.state.places:
@@ -190,7 +190,7 @@ def slowness(model: EngineModel, samples: Sequence[StepSample]) -> float:
     return _median([(sample.seconds / _step(model, sample), sample.count) for sample in samples])
 
 
-def _middle(samples: Sequence[StepSample], model: EngineModel) -> StepSample:
+def middle(samples: Sequence[StepSample], model: EngineModel) -> StepSample:
     """The one of ``samples`` whose time is the median, for its load."""
     whole = sum(sample.count for sample in samples)
     passed = 0

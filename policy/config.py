@@ -130,8 +130,9 @@ class Adapters(Section, frozen=True):
 class ModelSpec(Section, frozen=True):
     """One model: where its weights come from, its engine, its shapes and modes.
 
-    ``profile`` names the engine model that predicts its replicas until they tell or show better. Where a
-    budget is short the model with the larger ``priority`` gets what it needs first.
+    ``profile`` names the engine model that predicts its replicas until they tell or show better, or is the
+    content of a file that was calibrated (:mod:`policy.model_file`). Where a budget is short the model with
+    the larger ``priority`` gets what it needs first.
     """
 
     name: str
@@ -146,10 +147,15 @@ class ModelSpec(Section, frozen=True):
     mode: str | None = None
     urls: tuple[str, ...] = ()
     sim: Sim = Sim()
-    profile: str | None = None
+    profile: str | dict[str, Any] | None = None
     adapters: Adapters | None = None
     priority: Annotated[int, Meta(ge=-1000, le=1000)] = 0
     control: Control = Control()
+
+    @property
+    def timed_by(self) -> str | dict[str, Any] | None:
+        """What times its engines until they show better: ``profile``, or what simulated ones imitate."""
+        return self.profile or (self.sim.profile if self.engine is EngineKind.SIM else None)
 
     @property
     def first_mode(self) -> str:

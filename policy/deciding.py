@@ -58,7 +58,7 @@ def decide_all(
 
 
 def workload_of(demand: Demand | None) -> Workload:
-    """What requests are like, by those that ended in the last ten minutes; the rate is left open."""
+    """What requests are like, by those that ended of late; the rate is left open."""
     if demand is None or demand.input_tokens <= 0:
         return Workload(lam=0.0, input_tokens=ASSUMED_INPUT_TOKENS, output_tokens=ASSUMED_OUTPUT_TOKENS)
     # The last prompt token is always computed, and the first token of an answer with it.

@@ -11,6 +11,7 @@ import msgspec
 from policy.beds import bed_of
 from policy.config import AdapterSource, Deployment, ModelSpec, Tenant, Upstream
 from policy.generation import changed_shapes, made_of, used_shapes
+from policy.model_file import said_of
 
 _Named = Tenant | Upstream | AdapterSource
 
@@ -95,8 +96,12 @@ def _sources(spec: ModelSpec) -> tuple[AdapterSource, ...]:
 
 
 def _engine(spec: ModelSpec) -> Any:
-    """The model without the adapters that are declared on it, which are entries with names."""
+    """The model without the adapters that are declared on it, which are entries with names.
+
+    A calibrated engine model is told in a few words.
+    """
     plain = _plain(spec)
+    plain["profile"] = said_of(spec.profile)
     if plain["adapters"] is not None:
         del plain["adapters"]["sources"]
     return plain

@@ -2,6 +2,7 @@
 
 TidegateError
   ConfigError         a document says something impossible: path, value, what was expected
+  TraceError          a line of a trace that is not what its format says
   TargetError         a target that a model's modes or the budget do not allow
   SwitchRefused       a mode switch that would break a promise, with the reason
   ModelUnavailable    weights that cannot be prepared
@@ -33,6 +34,17 @@ class ConfigError(TidegateError):
         self.value = value
         self.expected = expected
         super().__init__(f"{path}: got {value!r}, expected {expected}")
+
+
+class TraceError(TidegateError):
+    """Line ``line`` (from 1) of the trace at ``path`` holds ``value``, where ``expected`` should stand."""
+
+    def __init__(self, path: str, line: int, value: object, expected: str) -> None:
+        self.path = path
+        self.line = line
+        self.value = value
+        self.expected = expected
+        super().__init__(f"{path}:{line}: got {value!r}, expected {expected}")
 
 
 class TargetError(TidegateError):

@@ -25,6 +25,12 @@ YOUNG_S = 60.0
 KEPT_S = 600.0
 # No rate is a mean over less: the first request after a start is no burst.
 LEAST_S = 3.0
+# What requests are like is said by the latest of them that are so many, of a minute at least and ten at most.
+# Where lengths vary by their mean, three hundred say it to 6 %; who listens for ten minutes always learns of
+# another load when it is over.
+LATEST_S = 60.0
+LONGEST_S = 600.0
+ENOUGH = 300
 
 _ARRIVED, _REFUSED, _LEVEL, _ENDED, _INPUT, _CACHED, _OUTPUT = range(7)
 _RATES = (
@@ -145,7 +151,8 @@ class Gathering:
         arrivals, refused, concurrency = self._rates(model, tellers, sum(one.in_flight for one in last))
         minute = model.minute.sums(end - 60.0, end)
         ttft, itl, e2e = (_quantiles(minute[kind : kind + BUCKETS]) for kind in _DURATIONS)
-        of_ended = model.rates.sums(end - 600.0, end)
+        like_s = model.rates.latest_s(end, _ENDED, ENOUGH, LATEST_S, LONGEST_S)
+        of_ended = model.rates.sums(end - like_s, end)
         ended = of_ended[_ENDED]
         return Demand(
             age_s=at - min((worker.heard_at for worker in tellers), default=end),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from policy.engine_model import EngineModel, Limits, Timing
+from policy.request import Request
 
 SEGMENTS = 32
 # What is assumed of a server of which nothing is known: an 8B model on a large card, with vLLM's batch.
@@ -72,6 +73,13 @@ class Pace:
         if full:
             seconds += full * (self._full + self.a_token * kv_tokens + self.a_request * (running + 1))
         return seconds
+
+    def stays_s(self, request: Request, in_flight: int) -> float:
+        """Seconds for which ``request`` runs beside so many others, or as many as have seats."""
+        running = max(1, min(in_flight, self.seats))
+        kv = min(running * request.tokens, self.kv_tokens) if self.kv_tokens else 0
+        step = self.step_s(running, kv, running)
+        return self.prefill_s(request.prompt_tokens, kv, running) + request.output_tokens * step
 
 
 def pace_of(timing: Timing | None, assumed: Timing) -> Pace:

@@ -26,7 +26,7 @@ from policy.config import (
 from policy.control_section import check_control
 from policy.conversion import convert, convert_values
 from policy.errors import ConfigError
-from policy.profiles import PROFILES
+from policy.profiles import profile
 from policy.types import EngineKind
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -81,9 +81,9 @@ def parse(document: object) -> Deployment:
 
 
 def _check_profiles(path: str, spec: ModelSpec) -> None:
-    for key, name in (("sim.profile", spec.sim.profile), ("profile", spec.profile)):
-        if name is not None and name not in PROFILES:
-            raise ConfigError(f"{path}.{key}", name, f"one of: {', '.join(sorted(PROFILES))}")
+    profile(spec.sim.profile, f"{path}.sim.profile")
+    if spec.profile is not None:
+        profile(spec.profile, f"{path}.profile")
 
 
 def _check_external(path: str, spec: ModelSpec) -> None:

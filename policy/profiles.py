@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import msgspec
 
 from policy.engine_model import EngineModel, Limits
 from policy.errors import ConfigError
 from policy.kv_memory import KvMemory
+from policy.model_file import model_file
 
 _GB = 1e9
 _GIB = 2.0**30
@@ -19,8 +23,9 @@ _LINK_SHARE = 0.7
 class Profile(msgspec.Struct, frozen=True, kw_only=True):
     """An engine model with its memory and batch limits.
 
-    ``kv_tokens`` is a fixed KV capacity; without one, ``memory`` gives it by degree. ``assumed``
-    says that the coefficients were derived and not measured; ``source`` from what.
+    ``kv_tokens`` is a fixed KV capacity; without one, ``memory`` gives it by degree, as it does for other
+    degrees than ``kv_degree`` where both are known. ``assumed`` says that the coefficients were derived and
+    not measured; ``source`` from what.
     """
 
     name: str
@@ -29,6 +34,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: int
     max_model_len: int
     kv_tokens: int = 0
+    kv_degree: int = 0
     memory: KvMemory | None = None
     source: str
     assumed: bool
@@ -38,7 +44,9 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
 
         Raises :class:`policy.errors.ConfigError` when the weights leave no room for KV cache.
         """
-        kv = self.memory.replica_tokens(degree) if self.memory is not None else self.kv_tokens
+        kv = self.kv_tokens
+        if self.memory is not None and degree != self.kv_degree:
+            kv = self.memory.replica_tokens(degree)
         if kv <= 0:
             raise ConfigError("tensor_parallel", degree, f"a degree at which {self.name} fits in memory")
         return Limits(
@@ -155,9 +163,42 @@ PROFILES: dict[str, Profile] = {
 }
 
 
-def profile(name: str) -> Profile:
-    """The profile called ``name``; raises :class:`policy.errors.ConfigError` when there is none."""
-    found = PROFILES.get(name)
+def profile(given: str | Mapping[str, Any], where: str = "profile") -> Profile:
+    """The profile of this name, or of a calibrated model's file with this content; it stands at ``where``.
+
+    Raises :class:`policy.errors.ConfigError` when there is none.
+    """
+    if not isinstance(given, str):
+        return _calibrated(given, where)
+    found = PROFILES.get(given)
     if found is None:
-        raise ConfigError("sim.profile", name, f"one of: {', '.join(sorted(PROFILES))}")
+        raise ConfigError(where, given, f"one of: {', '.join(sorted(PROFILES))}")
     return found
+
+
+def kind_and_size(given: str | Mapping[str, Any]) -> tuple[str, str]:
+    """The kind of device and the size of the model that a profile is of, by its name or its prior's."""
+    if isinstance(given, str):
+        kind, _, size = given.partition("-")
+        return kind, size
+    prior = model_file(given, "profile").prior
+    kind, _, size = prior.partition("-")
+    return (kind, size) if prior in PROFILES else ("calibrated", "")
+
+
+def _calibrated(given: Mapping[str, Any], where: str) -> Profile:
+    """What was measured at one degree; at others KV capacity is that of the profile it began with."""
+    file = model_file(given, where)
+    prior = PROFILES.get(file.prior)
+    return Profile(
+        name=f"{file.model}, calibrated",
+        model=file.engine_model,
+        max_num_batched_tokens=file.limits.max_num_batched_tokens,
+        max_num_seqs=file.limits.max_num_seqs,
+        max_model_len=file.max_model_len,
+        kv_tokens=file.limits.kv_tokens,
+        kv_degree=file.degree,
+        memory=None if prior is None else prior.memory,
+        source=file.said,
+        assumed=False,
+    )

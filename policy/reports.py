@@ -72,13 +72,15 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
     ``preempted`` counts requests that lost their KV since its host started, ``deferred`` those that are
     passed over now, as for an adapter that no slot is free for; ``steps`` are those since the last report.
-    ``timing`` is what bounds its steps, and how fast it is if it knows.
+    ``timing`` is what bounds its steps, and how fast it is if it knows; ``hardware`` what it runs on, in a
+    few words.
     """
 
     preempted: int = 0
     deferred: int = 0
     steps: tuple[StepSample, ...] = ()
     timing: Timing | None = None
+    hardware: str = ""
 
 
 class PowerReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

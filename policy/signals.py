@@ -47,8 +47,9 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
 
     ``arrivals`` are requests per second before any was refused, ``refused`` those that were. Of ``queued``
     requests in gateways the oldest waits for ``oldest_s``. ``concurrency`` counts requests that wait or run.
-    Means per request over the last ten minutes: ``input_tokens``, of which the fraction ``hit`` was cached,
-    and ``output_tokens``; 0 before any ended. ``idle_s`` is how long nobody asked, or had an answer coming.
+    Means per request over the last minute, or as much more (ten at most) as three hundred need to have ended:
+    ``input_tokens``, of which the fraction ``hit`` was cached, and ``output_tokens``; 0 before any ended.
+    ``idle_s`` is how long nobody asked, or had an answer coming.
     """
 
     age_s: float

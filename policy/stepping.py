@@ -5,12 +5,17 @@ waiting ones, each as many tokens as it needs and the batch still holds: one for
 of the prompt for a prefill. When KV cache runs out the youngest running request is preempted: it
 gives back its KV, waits in front, and computes prompt and output again. Source: vLLM's
 ``v1/core/sched/scheduler.py``. Cached prefixes are not shared: each request holds its own KV.
+
+Most steps are alike: those who run decode one token each, and nobody comes or goes. :meth:`Scheduler.alike`
+counts the next ones, which may be taken at once with :meth:`Scheduler.leap`.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 from policy.engine_model import EngineModel, Limits
 
@@ -36,13 +41,14 @@ class Request:
 class StepResult:
     """One step: it lasts ``duration_s`` seconds, and then has happened what the rest says.
 
-    ``tokens`` counts new output tokens by request id, in scheduling order; ``finished`` have had
-    their last; ``preempted`` lost their KV. ``scheduled`` is n, ``running`` R during the step;
+    ``tokens`` counts new output tokens by request id, in scheduling order; ``first`` have had their first,
+    ``finished`` their last; ``preempted`` lost their KV. ``scheduled`` is n, ``running`` R during the step;
     ``waiting`` requests and ``kv_used`` tokens are as after it.
     """
 
     duration_s: float
     tokens: dict[str, int]
+    first: tuple[str, ...]
     finished: tuple[str, ...]
     preempted: tuple[str, ...]
     scheduled: int
@@ -51,12 +57,46 @@ class StepResult:
     kv_used: int
 
 
-class Scheduler:
-    """The requests of one engine; mutable, without a clock: a step says how long it takes."""
+class Pace(NamedTuple):
+    """What steps take that are alike: the first ``step_s`` seconds, each further one ``growth_s`` more."""
 
-    def __init__(self, model: EngineModel, limits: Limits) -> None:
+    step_s: float
+    growth_s: float
+
+    def lasts(self, steps: int) -> float:
+        """Seconds of so many steps."""
+        return steps * (self.step_s + self.growth_s * (steps - 1) / 2)
+
+    def ended(self, elapsed_s: float) -> int:
+        """How many steps have ended after ``elapsed_s``, to within one: a float is rounded."""
+        # Solved without a difference of what may be nearly equal.
+        linear = self.step_s - self.growth_s / 2
+        root = math.sqrt(linear * linear + 2 * self.growth_s * elapsed_s)
+        return int(2 * elapsed_s / (linear + root))
+
+
+class Prefixes(Protocol):
+    """What is in the prefix cache: asked when a request is admitted, not when it comes."""
+
+    def cached(self, request: Request) -> int:
+        """How many tokens of its prompt are in the cache, but for its last."""
+        ...
+
+    def keep(self, request: Request) -> None:
+        """The request is admitted: its prompt is in the cache from now on."""
+        ...
+
+
+class Scheduler:
+    """The requests of one engine; mutable, without a clock: a step says how long it takes.
+
+    With ``prefixes`` these say how many tokens of a request are cached, and not the request.
+    """
+
+    def __init__(self, model: EngineModel, limits: Limits, prefixes: Prefixes | None = None) -> None:
         self._model = model
         self._limits = limits
+        self._prefixes = prefixes
         self._requests: dict[str, Request] = {}
         self._running: list[Request] = []
         self._waiting: deque[Request] = deque()
@@ -84,10 +124,17 @@ class Scheduler:
         return sum(request.prompt_tokens - max(request.computed, request.cached_tokens) for request in fresh)
 
     def submit(self, request: Request) -> None:
-        """Queue ``request``.
+        """Queue ``request``; raises :class:`ValueError` as :meth:`check` does."""
+        self.check(request)
+        request.computed = request.produced = 0
+        self._requests[request.id] = request
+        self._waiting.append(request)
 
-        Raises :class:`ValueError` for an id in use, for counts that make no request, and for one
-        that could never hold its prompt and output in KV.
+    def check(self, request: Request) -> None:
+        """Raise :class:`ValueError` if ``request`` cannot be queued.
+
+        That is for an id in use, for counts that make no request, and for one that could never hold its
+        prompt and output in KV.
         """
         if request.id in self._requests:
             raise ValueError(f"request {request.id!r} is already here")
@@ -97,9 +144,6 @@ class Scheduler:
         needed = request.prompt_tokens + request.output_tokens - 1
         if needed > self._limits.kv_tokens:
             raise ValueError(f"request {request.id!r} needs {needed} of {self._limits.kv_tokens} KV tokens")
-        request.computed = request.produced = 0
-        self._requests[request.id] = request
-        self._waiting.append(request)
 
     def abort(self, request_id: str) -> bool:
         """Drop a request and free its KV; whether it was here."""
@@ -124,11 +168,14 @@ class Scheduler:
         running = len(self._running)
         duration = self._model.step_time(scheduled, self._kv_used, running) if scheduled else 0.0
         tokens: dict[str, int] = {}
+        first: list[str] = []
         finished: list[str] = []
         for request in self._running:
             if request.computed == request.prompt_tokens + request.produced:
                 request.produced += 1
                 tokens[request.id] = 1
+                if request.produced == 1:
+                    first.append(request.id)
                 if request.produced == request.output_tokens:
                     finished.append(request.id)
                     self._kv_used -= request.computed
@@ -138,6 +185,7 @@ class Scheduler:
         return StepResult(
             duration_s=duration,
             tokens=tokens,
+            first=tuple(first),
             finished=tuple(finished),
             preempted=tuple(request.id for request in preempted),
             scheduled=scheduled,
@@ -145,6 +193,49 @@ class Scheduler:
             waiting=len(self._waiting),
             kv_used=self._kv_used,
         )
+
+    def alike(self) -> int:
+        """How many of the next steps are decodes of all who run, and end with the same requests here.
+
+        In none of them anybody has the first or the last token, starts, or is preempted. Requests that come
+        in between may start at the next step, so they end it.
+        """
+        running, limits = len(self._running), self._limits
+        if not running or running > limits.max_num_batched_tokens or self._admissible(running):
+            return 0
+        steps = (limits.kv_tokens - self._kv_used) // running
+        for request in self._running:
+            if not request.produced or request.computed + 1 != request.prompt_tokens + request.produced:
+                return 0
+            steps = min(steps, request.output_tokens - request.produced - 1)
+        return steps
+
+    def pace(self) -> Pace:
+        """How long the steps take that :meth:`alike` counts: each has a token more of each request in KV."""
+        model, running = self._model, len(self._running)
+        first = model.step_time(running, self._kv_used + running, running)
+        return Pace(first, model.g * running / model.degree)
+
+    def leap(self, steps: int) -> None:
+        """Run ``steps`` of those that :meth:`alike` counted, at once; who came since waits meanwhile."""
+        for request in self._running:
+            request.computed += steps
+            request.produced += steps
+        self._kv_used += steps * len(self._running)
+
+    def _admissible(self, running: int) -> bool:
+        """Whether a waiting request would start beside ``running`` ones that decode."""
+        limits = self._limits
+        room = limits.max_num_batched_tokens - running
+        if not self._waiting or not room or running >= limits.max_num_seqs:
+            return False
+        cached, part = self._first_part(self._waiting[0], room)
+        return self._kv_used + running + cached + part <= limits.kv_tokens
+
+    def _first_part(self, request: Request, room: int) -> tuple[int, int]:
+        """What a waiting request would start with: tokens that are cached, and that the step computes."""
+        cached = request.cached_tokens if self._prefixes is None else self._prefixes.cached(request)
+        return cached, min(request.prompt_tokens + request.produced - cached, room)
 
     def _continue_running(self, budget: int, preempted: list[Request]) -> int:
         """Schedule the running requests; what is left of ``budget``."""
@@ -172,13 +263,15 @@ class Scheduler:
         limits = self._limits
         while budget and self._waiting and len(self._running) < limits.max_num_seqs:
             request = self._waiting[0]
-            missing = request.prompt_tokens + request.produced - request.cached_tokens
-            part = min(missing, budget)
-            if self._kv_used + request.cached_tokens + part > limits.kv_tokens:
+            cached, part = self._first_part(request, budget)
+            if self._kv_used + cached + part > limits.kv_tokens:
                 break
             self._waiting.popleft()
             self._running.append(request)
-            request.computed = request.cached_tokens + part
+            request.cached_tokens = cached
+            request.computed = cached + part
+            if self._prefixes is not None:
+                self._prefixes.keep(request)
             self._kv_used += request.computed
             budget -= part
         return budget

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from policy.config import ModelSpec
 from policy.plan import Footprint, Goal, Layer, LayerKey, step
 
 # A start that failed this often in a row is not tried again while something else can serve, and a host
@@ -31,6 +32,17 @@ def verdict(layer: Layer, elapsed_s: float, start_timeout_s: float) -> str:
     if layer.failures >= MAX_FAILURES:
         return f"{layer.failures} starts in a row failed"
     return "the cluster gave up starting it" if layer.broken else ""
+
+
+def leaving_of(spec: ModelSpec, layers: Mapping[LayerKey, Layer], key: LayerKey) -> dict[str, int]:
+    """By mode, or by shape where no mode has it, what other layers than ``key`` still hold."""
+    modes = {mode.shape: name for name, mode in spec.modes.items()}
+    found: dict[str, int] = {}
+    for other, layer in layers.items():
+        if other != key and layer.occupied:
+            name = modes.get(other.shape, other.shape)
+            found[name] = found.get(name, 0) + layer.occupied
+    return found
 
 
 def gap_needed(

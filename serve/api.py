@@ -57,6 +57,12 @@ class DecisionsQuery(msgspec.Struct, frozen=True):
     model: str | None = None
 
 
+class StepsQuery(msgspec.Struct, frozen=True):
+    """The ``model`` whose engines to listen to."""
+
+    model: str
+
+
 class _Secret:
     """Lets nothing in without the internal secret."""
 
@@ -88,6 +94,10 @@ def build_app(controller: Controller, secret: str) -> Starlette:
 
     async def status(request: Request) -> Response:
         return json_answer(controller.status())
+
+    async def steps(request: Request) -> Response:
+        asked = msgspec.convert(dict(request.query_params), StepsQuery)
+        return StreamingResponse(_lines(controller.steps(asked.model)), media_type="application/x-ndjson")
 
     async def beat(request: Request) -> Response:
         return json_answer(controller.beat(msgspec.json.decode(await request.body(), type=Beat)))
@@ -123,6 +133,7 @@ def build_app(controller: Controller, secret: str) -> Starlette:
             Route("/fleet/stream", stream),
             Route("/status", status),
             Route("/decisions", refusing(decisions)),
+            Route("/steps", refusing(steps)),
             Route("/replicas", refusing(beat), methods=["POST"]),
             Route("/signals", refusing(signals), methods=["POST"]),
             Route("/scale", refusing(scale), methods=["POST"]),
@@ -137,6 +148,12 @@ def build_app(controller: Controller, secret: str) -> Starlette:
 def _list_of(values: Iterable[object]) -> bytes:
     """A JSON list, made piece by piece, between which the event loop has its turn."""
     return b"[" + b",".join(msgspec.json.encode(value) for value in values) + b"]"
+
+
+async def _lines(values: AsyncIterator[object]) -> AsyncIterator[bytes]:
+    """NDJSON, for as long as somebody reads it."""
+    async for value in values:
+        yield msgspec.json.encode(value) + b"\n"
 
 
 async def _snapshots(controller: Controller) -> AsyncIterator[bytes]:

@@ -20,6 +20,7 @@ from policy.decision import Decision, Memory, Situation
 from policy.errors import SwitchRefused
 from policy.gathering import Gathering
 from policy.reports import GatewayReport
+from policy.starts import Taken
 from policy.types import Beat
 from serve.background import in_background
 from serve.calibrating import Calibrations
@@ -28,7 +29,6 @@ from serve.journal import Journal, Policies, Round
 from serve.minds import Minds
 from serve.observation import Observation
 from serve.promises import due, outcome, promised
-from serve.starts import Taken
 from serve.steering import starves
 from serve.surveying import Surveying
 from serve.targets import Aim, Target, Targets, wanted_models

@@ -25,6 +25,7 @@ from policy.errors import (
 from policy.scaling.view import Capability
 from policy.types import Fleet
 from serve.adapters import AdaptersStatus
+from serve.listening import Told
 from store.state import SECRET_HEADER
 
 T = TypeVar("T")
@@ -182,6 +183,24 @@ class ControllerClient:
         given = {"model": model, "last": last, "at": at}
         query = urlencode({key: value for key, value in given.items() if value is not None})
         return self._call("GET", f"/decisions?{query}", None, tuple[Logged, ...])
+
+    def steps(self, model: str) -> Iterator[Told]:
+        """What the engines of ``model`` tell of their steps from when the first comes, which says nothing.
+
+        It ends with the caller's patience: something comes at least once a second. Raises
+        :class:`policy.errors.TargetError` for a model that is none.
+        """
+        try:
+            with self._http.stream(
+                "GET", f"/steps?{urlencode({'model': model})}", timeout=SILENT_S
+            ) as answer:
+                if answer.status_code != 200:
+                    answer.read()
+                    raise _refusal(answer)
+                for raw in _lines(answer.iter_bytes()):
+                    yield msgspec.json.decode(raw, type=Told)
+        except httpx.HTTPError as error:
+            raise Unreachable(f"the controller at {self._address} stopped answering: {error}") from error
 
     def apply(self, document: object) -> ControllerStatus:
         """Replace the deployment document, whole or not at all."""

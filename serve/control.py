@@ -12,7 +12,7 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 
 import msgspec
 
@@ -31,6 +31,7 @@ from serve.actuator.port import Actuator, Held
 from serve.adapter_control import AdapterControl
 from serve.autoscaler import Autoscaler
 from serve.client import ControllerStatus, ModelStatus
+from serve.listening import Listeners, Told
 from serve.observation import Observation
 from serve.probe import probe_silent
 from serve.registry import Registry
@@ -77,6 +78,7 @@ class Controller:
         self._keeps = True
         self.registry = Registry(self._epoch)
         self.gathering = Gathering()
+        self.listeners = Listeners()
         self._observation = Observation(self.registry, self._targets)
         self._events: deque[str] = deque(maxlen=EVENTS_KEPT)
         self._repairing = Repairing(self.registry, self._observation, monotonic, self._event)
@@ -126,6 +128,7 @@ class Controller:
         self.gathering.take_beat(beat, self._monotonic())
         self.autoscaler.beat(beat)
         self._repairing.beat(beat)
+        self.listeners.tell(beat)
         if self.registry.put(replica, self._monotonic()):
             self._event(f"{replica.id}: {replica.state}" + (f" ({replica.reason})" if replica.reason else ""))
             self._wake.set()
@@ -138,6 +141,10 @@ class Controller:
         """Take what a gateway worker counted."""
         self.gathering.take(report, self._monotonic())
         self.autoscaler.heard(report)
+
+    def steps(self, model: str) -> AsyncIterator[Told]:
+        """What the engines of ``model`` tell of their steps from now on; raises :class:`TargetError`."""
+        return self.listeners.listen(self._target(model).spec.name)
 
     def scale(self, model: str, replicas: int | None, for_s: float | None = None) -> ModelStatus:
         """Set the count of the current mode by hand, or (``None``) let its policy decide again.

@@ -10,11 +10,11 @@ from policy.beds import bed_of
 from policy.config import Budget
 from policy.plan import Footprint, Layer, LayerKey
 from policy.scaling.view import Supply
+from policy.starts import Starts
 from policy.switching import MAX_FAILURES
 from policy.types import Replica, ReplicaState, StartPath
 from serve.actuator.port import Held
 from serve.registry import Registry
-from serve.starts import Starts
 from serve.targets import Target, Targets
 
 

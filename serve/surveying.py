@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 
 import msgspec
 
 from policy.budget import Take, held, total
 from policy.calibration import Fit
-from policy.config import Budget, Deployment, Mode, ModelSpec, Shape
+from policy.config import Budget, Deployment, Mode, ModelSpec
 from policy.decision import Memory, Rung, Situation
 from policy.engine_model import EngineModel, Timing
-from policy.errors import ConfigError
 from policy.gathering import Gathering
 from policy.pace import GENERIC
-from policy.plan import Layer, LayerKey
-from policy.profiles import profile
+from policy.plan import LayerKey
+from policy.rungs import price_of, shipped
 from policy.signals import Signals
-from policy.switching import gap_needed
-from policy.types import Beat, EngineKind, Replica
+from policy.switching import gap_needed, leaving_of
+from policy.types import Beat, Replica
 from serve.calibrating import Calibrations
 from serve.observation import Observation
 from serve.steering import goal_of
@@ -55,7 +54,7 @@ class Surveying:
         spec, control = target.spec, target.spec.control
         key = target.key()
         layers = self._observation.layers(model)
-        leaving = _leaving(spec, layers, key)
+        leaving = leaving_of(spec, layers, key)
         rungs = tuple(self._rungs(target, deployment, at))
         here = next(rung for rung in rungs if rung.mode == target.aim.mode)
         signals = self._slowed(self._gathering.signals(model, self._now()), key, here.timing.model)
@@ -117,7 +116,7 @@ class Surveying:
         """What one replica of the aim takes."""
         shape = target.spec.shapes[target.aim.shape]
         watts = self._needs(target, target.aim.shape, budget)
-        return Take(shape.gpus, shape.cpus, watts, _price(shape, budget))
+        return Take(shape.gpus, shape.cpus, watts, price_of(shape, budget))
 
     def _timing(self, spec: ModelSpec, shape: str, generation: int) -> Timing:
         """What replicas of a shape tell of themselves, and where they are silent what they shipped with."""
@@ -151,7 +150,7 @@ class Surveying:
             gpus=shape.gpus,
             cpus=shape.cpus,
             watts=self._needs(target, mode.shape, deployment.budget),
-            cost_per_h=_price(shape, deployment.budget),
+            cost_per_h=price_of(shape, deployment.budget),
             version=0 if known is None else known.version,
             error=0.0 if known is None else known.error,
             lead_s=lead_s,
@@ -214,44 +213,3 @@ class Surveying:
         if measured:
             cards = sorted(measured)[int(PART * (len(measured) - 1))]
         return cards + made.cpus * budget.cpu_watts
-
-
-def _leaving(spec: ModelSpec, layers: Mapping[LayerKey, Layer], key: LayerKey) -> dict[str, int]:
-    """By mode, or by shape where no mode has it, what other layers than ``key`` still hold."""
-    modes = {mode.shape: name for name, mode in spec.modes.items()}
-    found: dict[str, int] = {}
-    for other, layer in layers.items():
-        if other != key and layer.occupied:
-            name = modes.get(other.shape, other.shape)
-            found[name] = found.get(name, 0) + layer.occupied
-    return found
-
-
-def shipped(spec: ModelSpec, shape: Shape) -> Timing:
-    """How fast a replica of ``shape`` is as far as its profile says: none was calibrated yet."""
-    name = spec.profile or (spec.sim.profile if spec.engine is EngineKind.SIM else None)
-    degree = shape.tensor_parallel if shape.gpus else max(1, shape.cpus)
-    timing = GENERIC
-    if name is not None:
-        found = profile(name)
-        try:
-            timing = Timing(limits=found.limits(degree), model=found.model.at_degree(degree))
-        except ConfigError:  # by its profile the model does not fit there: it does, for it runs
-            timing = GENERIC
-    if spec.engine is EngineKind.SIM and timing.model is not None and spec.profile is None:
-        timing = msgspec.structs.replace(timing, model=timing.model.faster(spec.sim.speed))
-    args = {**spec.engine_args, **shape.engine_args}
-    given = {
-        key: args[key] for key in ("max_num_batched_tokens", "max_num_seqs") if _is_positive(args.get(key))
-    }
-    limits = msgspec.structs.replace(timing.limits, **given)
-    seats = min(limits.max_num_seqs, shape.max_in_flight)
-    return msgspec.structs.replace(timing, limits=msgspec.structs.replace(limits, max_num_seqs=seats))
-
-
-def _is_positive(given: object) -> bool:
-    return isinstance(given, int) and given > 0
-
-
-def _price(shape: Shape, budget: Budget) -> float:
-    return shape.gpus * budget.gpu_cost_per_h + shape.cpus * budget.cpu_cost_per_h

@@ -8,12 +8,12 @@ from typing import NamedTuple
 
 import msgspec
 
+from policy.engine_model import Timing
 from policy.profiles import profile
 from sim.arrivals import Traffic, arrivals
 from sim.placed import Placed
 from sim.play import Outcome, play
-from sim.policy import Policy
-from sim.replica import Engine
+from sim.policy import Equipment, Policy
 from sim.rivals import LeastLoaded, ServeMultiplex
 
 # The simulated engine of a few milliseconds a step; prompts and answers are short, as classifiers' are.
@@ -37,10 +37,10 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
 
 
 # Each starts from the same draw of chance.
-_POLICIES: dict[str, Callable[[int, random.Random, Engine], Policy]] = {
+_POLICIES: dict[str, Callable[[int, random.Random, Equipment], Policy]] = {
     "placement": Placed,
-    "least_loaded": lambda replicas, rng, engine: LeastLoaded(replicas, rng),
-    "serve_multiplex": lambda replicas, rng, engine: ServeMultiplex(replicas, rng),
+    "least_loaded": lambda replicas, rng, equipment: LeastLoaded(replicas, rng),
+    "serve_multiplex": lambda replicas, rng, equipment: ServeMultiplex(replicas, rng),
 }
 NAMES = tuple(_POLICIES)
 
@@ -57,14 +57,14 @@ def compare(
 ) -> Comparison:
     """Play all policies on the same arrivals; ``said`` hears which one has sent how many requests."""
     found = profile(PROFILE)
-    engine = Engine(found.model, found.limits(1), fleet.slots, LOAD_S)
+    equipment = Equipment(Timing(limits=found.limits(1), model=found.model), fleet.slots, LOAD_S)
     requests = arrivals(asked)
     outcomes: dict[str, Outcome] = {}
     for name, make in _POLICIES.items():
-        policy = make(fleet.replicas, random.Random(f"policy {asked.seed}"), engine)  # noqa: S311 - chance, not secrecy
+        policy = make(fleet.replicas, random.Random(f"policy {asked.seed}"), equipment)  # noqa: S311 - chance, not secrecy
 
         def sent(count: int, name: str = name) -> None:
             said(name, count)
 
-        outcomes[name] = play(policy, engine, requests, fleet.replicas, sent)
+        outcomes[name] = play(policy, equipment, requests, fleet.replicas, sent)
     return Comparison(policies=outcomes)

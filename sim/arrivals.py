@@ -5,14 +5,7 @@ from __future__ import annotations
 import random
 from typing import NamedTuple
 
-
-class Arrival(NamedTuple):
-    """One request: when it comes, in seconds, for which adapter, and its tokens."""
-
-    at: float
-    adapter: int
-    prompt_tokens: int
-    output_tokens: int
+from sim.trace import Arrival
 
 
 class Traffic(NamedTuple):
@@ -36,22 +29,27 @@ class Traffic(NamedTuple):
 def arrivals(traffic: Traffic) -> list[Arrival]:
     """The requests in the order of their arrival; which adapters are popular is drawn, too."""
     rng = random.Random(f"arrivals {traffic.seed}")  # noqa: S311 - a reproducible workload
-    names = list(range(traffic.adapters))
+    names = [str(number) for number in range(traffic.adapters)]
     rng.shuffle(names)
-    weights = [(k + 1) ** -traffic.exponent for k in range(traffic.adapters)]
+    weights = zipf_weights(traffic.adapters, traffic.exponent)
     drawn = iter(rng.choices(names, weights, k=traffic.requests))
     more = 1.0 - 1.0 / traffic.together
     made: list[Arrival] = []
-    at, adapter = 0.0, 0
+    at, adapter = 0.0, ""
     for _ in range(traffic.requests):
         if not made or rng.random() >= more:
             at += rng.expovariate(traffic.rate / traffic.together)
             adapter = next(drawn)
-        prompt, output = (_geometric(rng, mean) for mean in (traffic.prompt_tokens, traffic.output_tokens))
-        made.append(Arrival(at, adapter, prompt, output))
+        prompt, output = (geometric(rng, mean) for mean in (traffic.prompt_tokens, traffic.output_tokens))
+        made.append(Arrival(at, prompt, output, adapter=adapter))
     return made
 
 
-def _geometric(rng: random.Random, mean: int) -> int:
+def zipf_weights(count: int, exponent: float) -> list[float]:
+    """How often each of ``count`` is asked for, the most popular first, by Zipf's law; 0 for all alike."""
+    return [(k + 1) ** -exponent for k in range(count)]
+
+
+def geometric(rng: random.Random, mean: float) -> int:
     """At least 1, about ``mean`` on average."""
     return 1 + int(rng.expovariate(1.0 / (mean - 0.5))) if mean > 1 else 1

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from enum import IntEnum
 
 import msgspec
 
-from sim.arrivals import Arrival
-from sim.policy import Policy
-from sim.replica import Engine, Replica
+from sim.engine import Job, Kind
+from sim.policy import Equipment, Policy
+from sim.trace import Arrival
 
 # From the choice of a replica to its queue, and from its first token to the gateway.
 HOP_S = 0.0005
@@ -29,72 +30,81 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     moves_per_min: float
 
 
-class _Kind(IntEnum):
+class _Due(IntEnum):
     TICK = 0
     COMES = 1
     REACHES = 2
-    DONE = 3
+    NEWS = 3
     FIRST = 4
 
 
 def play(
     policy: Policy,
-    engine: Engine,
+    equipment: Equipment,
     requests: Sequence[Arrival],
     replicas: int,
     said: Callable[[int], None] = lambda sent: None,
 ) -> Outcome:
     """Send ``requests``, in the order of arrival, where ``policy`` says; ``said`` hears how many are sent."""
-    there = [Replica(engine, policy.rule(i)) for i in range(replicas)]
-    events: list[tuple[float, int, _Kind, int]] = []
+    there = [equipment.engine(policy.rule(i)) for i in range(replicas)]
+    counts = [0] * replicas
     order = itertools.count()
+    events = [(0.0, next(order), _Due.TICK, 0, 0), (requests[0].at, next(order), _Due.COMES, 0, 0)]
     where: dict[int, int] = {}
     ttft: list[float] = []
+    reaches = 0.0
+    # Of each replica what it had loaded when that was last told, and which of its events is not void.
+    told, valid = [0] * replicas, [0] * replicas
 
-    def push(at: float, kind: _Kind, number: int) -> None:
-        heapq.heappush(events, (at, next(order), kind, number))
+    def push(at: float, due: _Due, number: int, version: int = 0) -> None:
+        heapq.heappush(events, (at, next(order), due, number, version))
 
-    def begin(i: int, at: float) -> None:
-        if (end := there[i].begin(at)) is not None:
-            push(end, _Kind.DONE, i)
-            if there[i].loading is not None:  # another may have gone for it
-                policy.changed(i, at)
+    def watch(i: int, at: float) -> None:
+        """Take the news of a replica, and come back for the next."""
+        for event in there[i].advance(at):
+            if event.kind is Kind.FIRST:
+                push(event.at + HOP_S, _Due.FIRST, event.number)
+            else:
+                policy.in_flight[where.pop(event.number)] -= 1
+        if there[i].adapter_changes != told[i]:
+            told[i] = there[i].adapter_changes
+            policy.changed(i, at)
+        valid[i] += 1
+        if (news_at := there[i].next_at()) < math.inf:
+            push(news_at, _Due.NEWS, i, valid[i])
 
-    push(0.0, _Kind.TICK, 0)
-    push(requests[0].at, _Kind.COMES, 0)
     while where or len(ttft) < len(requests):
-        at, _, kind, number = heapq.heappop(events)
-        if kind is _Kind.TICK:
-            if (due := policy.tick(there, at)) < float("inf"):
-                push(due, _Kind.TICK, 0)
+        at, _, due, number, version = heapq.heappop(events)
+        if due is _Due.TICK:
+            for each in there:
+                each.tell(at)
+            if (next_at := policy.tick(there, at)) < math.inf:
+                push(next_at, _Due.TICK, 0)
             for i in range(replicas):
-                begin(i, at)
-        elif kind is _Kind.COMES:
+                there[i].look_ahead(at)
+                watch(i, at)
+        elif due is _Due.COMES:
             where[number] = i = policy.choose(number, requests[number], at)
             policy.in_flight[i] += 1
-            push(at + HOP_S, _Kind.REACHES, number)
+            # Also those of one call come one after the other: the first does not wait for them.
+            reaches = max(at + HOP_S, math.nextafter(reaches, math.inf))
+            push(reaches, _Due.REACHES, number)
             if number + 1 < len(requests):
-                push(requests[number + 1].at, _Kind.COMES, number + 1)
+                push(requests[number + 1].at, _Due.COMES, number + 1)
             if not (number + 1) % SAID_EACH or number + 1 == len(requests):
                 said(number + 1)
-        elif kind is _Kind.REACHES:
-            there[where[number]].submit(number, requests[number], at)
-            begin(where[number], at)
-        elif kind is _Kind.FIRST:
+        elif due is _Due.REACHES:
+            i, arrival = where[number], requests[number]
+            counts[i] += 1
+            there[i].submit(Job(number, arrival.input_tokens, arrival.output_tokens, arrival.adapter), at)
+            watch(i, at)
+        elif due is _Due.FIRST:
             ttft.append(at - requests[number].at)
             policy.first(number, at)
-        else:
-            done = there[number].finish(at)
-            for each in done.first:
-                push(at + HOP_S, _Kind.FIRST, each)
-            for each in done.ended:
-                policy.in_flight[where.pop(each)] -= 1
-            if done.loaded:
-                policy.changed(number, at)
-            begin(number, at)
-    counts = [each.requests for each in there]
+        elif version == valid[number]:
+            watch(number, at)
     return Outcome(
-        loads=sum(each.loads for each in there),
+        loads=sum(each.adapter_loads for each in there),
         ttft_p95_s=sorted(ttft)[-(-len(ttft) * 95 // 100) - 1],
         load_max_over_mean=max(counts) * replicas / len(requests),
         moves_per_min=policy.moves_per_min(),

@@ -1,12 +1,27 @@
-"""What a policy of routing and placement decides in the simulation, and what it is told."""
+"""What a policy of routing and placement decides in the benchmark of adapters, and what it is told."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import NamedTuple
 
-from sim.arrivals import Arrival
-from sim.replica import Replica, Rule
+from policy.engine_model import Timing
+from sim.engine import Engine
+from sim.slots import Rule
+from sim.trace import Arrival
+
+
+class Equipment(NamedTuple):
+    """What all replicas are alike in: the engine, how many adapters it holds, and the seconds of a load."""
+
+    timing: Timing
+    slots: int
+    load_s: float
+
+    def engine(self, rule: Rule) -> Engine:
+        """The engine of one replica."""
+        return Engine(self.timing, slots=self.slots, adapter_load_s=self.load_s, rule=rule)
 
 
 class Policy:
@@ -33,7 +48,7 @@ class Policy:
     def changed(self, replica: int, at: float) -> None:
         """What that replica has loaded has changed."""
 
-    def tick(self, replicas: Sequence[Replica], at: float) -> float:
+    def tick(self, replicas: Sequence[Engine], at: float) -> float:
         """Do what is due by the clock; returns when that is next, in seconds."""
         return float("inf")
 

@@ -3,32 +3,17 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 
-from sim.arrivals import Arrival
+from sim.engine import Engine
 from sim.policy import Policy
-from sim.replica import Replica
+from sim.slots import LeastRecentlyUsed
+from sim.trace import Arrival
 
 # PUSH_MULTIPLEXED_MODEL_IDS_INTERVAL_S and CONTROL_LOOP_INTERVAL_S of ray/serve/_private/constants.py: a
 # replica says which models it has and loads so often, and the controller tells the routers as often.
 PUSH_S = 0.1
 CONTROL_S = 0.1
-
-
-class LeastRecentlyUsed:
-    """A replica's rule: what was used longest ago goes, and nothing is loaded ahead."""
-
-    def __init__(self, *, shares: bool) -> None:
-        self.shares = shares
-
-    def asked(self, adapter: int, at: float) -> None:
-        """Replicas keep the order of use themselves."""
-
-    def victim(self, idle: Sequence[int], at: float) -> int:
-        return idle[0]
-
-    def ahead(self, resident: Collection[int], idle: Sequence[int], free: bool, at: float) -> int | None:
-        return None
 
 
 class LeastLoaded(Policy):
@@ -54,7 +39,7 @@ class ServeMultiplex(Policy):
 
     def __init__(self, replicas: int, rng: random.Random) -> None:
         super().__init__(replicas, rng)
-        self._pushed: list[frozenset[int]] = [frozenset()] * replicas
+        self._pushed: list[frozenset[str]] = [frozenset()] * replicas
         self._known = list(self._pushed)
         self._push_at = [rng.uniform(0.0, PUSH_S) for _ in range(replicas)]
         self._control_at = rng.uniform(0.0, CONTROL_S)
@@ -70,11 +55,11 @@ class ServeMultiplex(Policy):
         two = self._rng.sample(candidates, min(2, len(candidates)))
         return min(two, key=lambda i: self.in_flight[i])
 
-    def tick(self, replicas: Sequence[Replica], at: float) -> float:
+    def tick(self, replicas: Sequence[Engine], at: float) -> float:
         for i, replica in enumerate(replicas):
             if self._push_at[i] <= at:
                 loading = {replica.loading} if replica.loading is not None else set()
-                self._pushed[i] = frozenset(replica.resident) | replica.waited_for | loading
+                self._pushed[i] = frozenset(replica.adapters) | set(replica.awaited) | loading
                 self._push_at[i] += PUSH_S
         if self._control_at <= at:
             self._known = list(self._pushed)

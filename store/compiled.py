@@ -26,13 +26,13 @@ MODULES = {
     "policy": (
         "admission", "affinity", "batching", "counters", "discipline", "drain", "fairness", "foresight",
         "health", "key", "pace", "prefix", "quoting", "ranking", "recent", "request", "reserve", "residual",
-        "routing", "site",
+        "routing", "site", "tally", "totals",
     ),
     "gateway": (
         "acceptor", "adapter_meter", "admission", "ahead", "app", "body", "call", "catalog", "deadlines",
         "delivery", "errors", "exchange", "fingerprint", "health", "inbound", "intake", "line", "metrics",
         "outgoing", "overflow", "queue_meter", "relay", "replicas", "residency", "router", "routes",
-        "server", "shared", "shares", "splice", "sse", "tally", "tenants", "totals", "turned_away",
+        "server", "shared", "shares", "splice", "sse", "tally", "tenants", "turned_away",
         "upstream", "usage",
     ),
 }  # fmt: skip

@@ -90,8 +90,22 @@ class StateDir:
         direct = self.root / "supervisor.sock"
         if len(os.fsencode(direct)) <= 100:
             return direct
-        short = hashlib.sha256(os.fsencode(self.root)).hexdigest()[:16]
-        return private_directory() / f"{short}.sock"
+        return private_directory() / f"{self._short}.sock"
+
+    @property
+    def captures(self) -> Path:
+        """The directory of the sockets of those who capture what the gateway serves.
+
+        It is made by the first of them, and has a short path as the supervisor's socket has.
+        """
+        direct = self.root / "captures"
+        if len(os.fsencode(direct)) <= 80:
+            return direct
+        return private_directory() / f"{self._short}.captures"
+
+    @property
+    def _short(self) -> str:
+        return hashlib.sha256(os.fsencode(self.root)).hexdigest()[:16]
 
     @property
     def secret_path(self) -> Path:

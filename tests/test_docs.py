@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from policy.parsing import parse
+from sim.workload_file import parse_workload
 from tidegate.cli import group
 
 ROOT = Path(__file__).parents[1]
@@ -39,6 +40,8 @@ def test_yaml_of_whole_documents_is_accepted(page: Path) -> None:
         document = yaml.safe_load(block)
         if isinstance(document, dict) and "models" in document:
             parse(document)
+        elif isinstance(document, dict) and "mix" in document:
+            parse_workload(document, page.parent)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -50,7 +53,9 @@ def test_commands_are_written_as_they_are_parsed(
         for command in _COMMAND.findall(block):
             words = shlex.split(command, comments=True)
             # Only what the document calls a file: whether it exists is the reader's matter.
-            for file in (tmp_path / word for word in words if word.endswith(".yaml")):
+            for file in (
+                tmp_path / word for word in words if word.endswith((".yaml", ".json", ".jsonl", ".csv"))
+            ):
                 file.parent.mkdir(parents=True, exist_ok=True)
                 file.touch()
             understood(words)

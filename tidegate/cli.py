@@ -29,6 +29,10 @@ _COMMANDS = {
     "check": ("documents", "Validate a deployment document."),
     "apply": ("documents", "Show what a document would change, and apply it."),
     "keys": ("keys", "Make API keys for tenants."),
+    "simulate": ("simulate", "Replay a trace on a deployment before anything runs."),
+    "replay": ("replay", "Replay a trace against an endpoint, or capture what a gateway serves."),
+    "calibrate": ("calibrate", "Fit an engine model to live replicas, or hold the twin against a replay."),
+    "plan": ("plan", "Find the fewest devices that meet the objective, now and as the load grows."),
     "bench": ("bench", "Measure policies on the simulated engine, beside others."),
 }
 

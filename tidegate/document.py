@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import yaml
 
 from policy.config import Deployment
 from policy.errors import ConfigError
+from policy.model_file import model_file
 from policy.parsing import parse
 from serve.custom import beside
+from store.documents import read_yaml
 
 # Where to listen is a matter of where it runs: inside a container loopback reaches nobody.
 _HOSTS = {"host": "TIDEGATE_GATEWAY_HOST", "admin_host": "TIDEGATE_ADMIN_HOST"}
@@ -28,41 +29,18 @@ class Document:
     deployment: Deployment
 
 
-class _Loader(yaml.SafeLoader):
-    """The safe loader, except that a key written twice is an error instead of the last one winning."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        seen: set[Hashable] = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if isinstance(key, Hashable):
-                if key in seen:
-                    raise yaml.MarkedYAMLError(
-                        problem=f"the key {key!r} is written twice", problem_mark=key_node.start_mark
-                    )
-                seen.add(key)
-        return super().construct_mapping(node, deep)
-
-
 def load(path: Path, *, ray: bool = True) -> Document:
     """Read and check the YAML (or JSON) file at ``path``.
 
-    Relative model paths, token files and key files are taken from the file's folder. ``RAY_ADDRESS`` takes
+    Relative model paths, token files and key files are taken from the file's folder, and a calibrated engine
+    model is read from its file, which no other machine needs then. ``RAY_ADDRESS`` takes
     the place of ``cluster.address: local`` (where ``ray`` will be used at all),
     ``TIDEGATE_GATEWAY_HOST`` and ``TIDEGATE_ADMIN_HOST`` that of ``gateway.host`` and
     ``gateway.admin_host``. Raises :class:`policy.errors.ConfigError`.
     """
     path = path.resolve()
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(str(path), error.strerror, "a file that can be read") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(str(path), f"byte {error.start}", "UTF-8 text") from None
-    decoded = _decode(path, text)
-    if not isinstance(decoded, Mapping):
-        raise ConfigError(str(path), decoded, "a mapping with the key 'models'")
-    raw = _plain(path, decoded)
+    raw = read_yaml(path, "models")
+    _embed_model_files(raw, path.parent)
     parse(raw)  # types are right from here on
     _absolute_paths(raw, path.parent)
     address = os.environ.get("RAY_ADDRESS") if ray else None
@@ -74,26 +52,25 @@ def load(path: Path, *, ray: bool = True) -> Document:
     return Document(raw=raw, deployment=parse(raw))
 
 
-def _decode(path: Path, text: str) -> object:
-    try:
-        return yaml.load(text, Loader=_Loader)  # noqa: S506 - _Loader is a SafeLoader
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        where = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else str(path)
-        line = text.splitlines()[mark.line].strip() if mark and mark.line < len(text.splitlines()) else ""
-        raise ConfigError(where, line, f"valid YAML ({error.problem})") from None
-    except yaml.YAMLError as error:
-        raise ConfigError(str(path), None, f"valid YAML ({error})") from None
+def _embed_model_files(raw: dict[str, Any], folder: Path) -> None:
+    """Put the content of a calibrated engine model where its file is named, by ``.json`` as no profile is."""
+    models = raw.get("models")
+    for i, model in enumerate(models if isinstance(models, list) else []):
+        named = model.get("profile") if isinstance(model, Mapping) else None
+        if isinstance(named, str) and named.endswith(".json"):
+            path = (folder / Path(named).expanduser()).resolve()
+            model["profile"] = _model_file(path, f"models[{i}].profile")
 
 
-def _plain(path: Path, decoded: Mapping[Any, Any]) -> dict[str, Any]:
-    """The document as JSON carries it, so that what is checked is what is stored."""
+def _model_file(path: Path, where: str) -> dict[str, Any]:
     try:
-        return msgspec.json.decode(msgspec.json.encode(decoded), type=dict[str, Any])
-    except (TypeError, RecursionError, msgspec.MsgspecError) as error:
-        raise ConfigError(
-            str(path), None, f"mappings with text keys, lists, text, numbers ({error})"
-        ) from None
+        content = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except OSError as error:
+        raise ConfigError(where, str(path), f"a file that can be read ({error.strerror})") from None
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ConfigError(where, str(path), f"JSON, as `tidegate calibrate` writes it ({error})") from None
+    model_file(content, str(path))
+    return content
 
 
 def _absolute_paths(raw: dict[str, Any], folder: Path) -> None:

@@ -11,6 +11,7 @@ from policy.errors import (
     PreconditionFailed,
     SwitchRefused,
     TargetError,
+    TraceError,
     Unreachable,
 )
 
@@ -25,6 +26,7 @@ class Exit(IntEnum):
     NOT_RUNNING = 4
     REFUSED = 5
     PRECONDITION = 6
+    INACCURATE = 7
     INTERRUPTED = 130
 
 
@@ -32,15 +34,17 @@ MEANINGS = {
     Exit.OK: "ok",
     Exit.FAILED: "failed",
     Exit.USAGE: "usage error",
-    Exit.INVALID: "invalid deployment document",
+    Exit.INVALID: "invalid deployment document, workload or trace",
     Exit.NOT_RUNNING: "nothing is running, or it does not answer",
     Exit.REFUSED: "refused: target, switch, adapter, or a change that needs down and up",
     Exit.PRECONDITION: "precondition: port taken, too little memory, foreign Ray",
+    Exit.INACCURATE: "calibrated, but further off than is good; the file is written",
     Exit.INTERRUPTED: "interrupted",
 }
 
 _BY_ERROR: tuple[tuple[type[Exception], Exit], ...] = (
     (ConfigError, Exit.INVALID),
+    (TraceError, Exit.INVALID),
     (Unreachable, Exit.NOT_RUNNING),
     (TargetError, Exit.REFUSED),
     (SwitchRefused, Exit.REFUSED),

@@ -4,19 +4,23 @@
 
 in requests per second, and ``count = need / mu``: ``L`` is how long a start takes as measured, ``F`` a damped
 forecast (:mod:`policy.forecast`), ``E`` what such forecasts were short of, and ``mu`` what the engine model
-says that a replica takes within the objective, less what slow replicas and the model's own error take off.
-The constants are tuned in ``tests/policy/scaling/test_fluid.py`` against a plan that knows the future.
+says that a replica takes within the objective, less what slow replicas and the model's own error take off, or
+what many together are seen to take (:mod:`policy.scaling.proof`). The constants are tuned against plans that
+know the future: in ``tests/policy/scaling/test_fluid.py``, and on a trace by ``tidegate bench policies``.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
 
+from policy.capacity import FULL
 from policy.forecast import Series, Smoothing, ahead, observed, shortfall, tried
 from policy.scaling.counting import asked, blind, per_replica, recalled, sane, whole, within, written
+from policy.scaling.proof import Proof, proved, sustained
 from policy.scaling.reluctance import Reluctance, rising, seen
 from policy.scaling.token_saturation import learned, remembered, saturation
 from policy.scaling.view import Proposal, View
@@ -32,6 +36,8 @@ SLOWEST = 0.2
 # Where a start takes no longer, a jump of the rate is answered before the mean of 20 s has it. Where it takes
 # longer most bursts are over by then, and to run after each costs more than it serves.
 QUICK_S = 20.0
+# A rise of the rate counts beyond so many standard deviations of what chance makes.
+BY_CHANCE = 0.3
 # No start is foreseen further.
 LONGEST_S = 3600.0
 # A rate as small as this is nobody.
@@ -44,7 +50,8 @@ class PredictiveParameters(Section, frozen=True):
     ``quantile`` of the forecasts turn out no further short than what stands by for it. ``margin`` times
     the rate of the last 20 s is served in any case. A backlog that a start can still help with is worked off
     in ``drain_s``. A replica is given up when the others would then be loaded to ``down`` at most, of what
-    they take within the objective. A new level of the rate is believed in ``level_s``, a new trend in
+    they take within the objective. Together they are given at most ``full`` of what they keep up with by the
+    model, however well they do. A new level of the rate is believed in ``level_s``, a new trend in
     ``trend_s``, and a trend lasts for ``lasts_s``.
     """
 
@@ -52,6 +59,7 @@ class PredictiveParameters(Section, frozen=True):
     margin: Annotated[float, Meta(ge=1, le=10)] = 1.06
     drain_s: Seconds = 15.0
     down: Annotated[float, Meta(ge=0.1, le=1)] = 1.0
+    full: Annotated[float, Meta(ge=0.1, le=1)] = FULL
     level_s: Seconds = 30.0
     trend_s: Seconds = 60.0
     lasts_s: Seconds = 200.0
@@ -66,6 +74,7 @@ class Remembered(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     series: Series
     k2: dict[str, float] = {}
     reluctance: Reluctance | None = None
+    proof: Proof | None = None
 
 
 class Predictive:
@@ -86,14 +95,17 @@ class Predictive:
         mode = view.mode
         reluctance = seen(None if before is None else before.reluctance, view.at, mode, view.count)
         left = Remembered(series, remembered(k2, mode, learned(view, k2.get(mode))), reluctance)
-        mu = capacity(view)
+        # As proved before this view: what comes now shall not lower what it asks for.
+        proof = None if before is None else before.proof
+        mu = sustained(proof, view, capacity(view), self._parameters.full)
+        left = msgspec.structs.replace(left, proof=proved(proof, view))
         full = saturation(view, k2.get(mode), queued=False)
         if not mu and full is None:
             return blind(view, written(left), "what a replica can do is not known")
         terms = {
             "forecast": per_replica(high, mu),
             "recent": per_replica(self._parameters.margin * sane(demand.arrivals.last_20_s), mu),
-            "tokens": full.replicas / LOADED if full is not None else 0.0,
+            "tokens": full.replicas / self._parameters.full if full is not None else 0.0,
         }
         most = max(terms, key=lambda term: terms[term])
         need = terms[most]
@@ -124,10 +136,18 @@ class Predictive:
         jumps = over_s if lead_s <= QUICK_S else 0.0
         series = observed(series, view.at, newest, self._smoothing, jumps)
         deserted = demand.arrivals.last_60_s <= _NOBODY and not asked(view)
-        forecast = 0.0 if deserted else sane(ahead(series, lead_s, self._smoothing))
+        forecast = 0.0 if deserted else sane(self._ahead(series, lead_s))
         # Against the level, for a mean of the last minute is half a minute late.
         series = tried(series, sane(series.level), lead_s, forecast)
         return series, forecast, sane(forecast + shortfall(series, self._parameters.quantile, forecast))
+
+    def _ahead(self, series: Series, lead_s: float) -> float:
+        """The rate in so many seconds, with as much of a rise as chance does not make."""
+        rise = ahead(series, lead_s, self._smoothing) - series.level
+        level_s, trend_s = self._smoothing.level_s, self._smoothing.trend_s
+        # Of requests that come each for itself the level has a variance of the rate over 2 level_s.
+        chance = math.sqrt(max(0.0, series.level) / (2 * level_s)) * lead_s / math.sqrt(level_s * trend_s)
+        return series.level + max(0.0, rise - BY_CHANCE * chance)
 
     def _changed(self, view: View, need: float, spare: float) -> int:
         """The count for so many: up at once, down when the rest can take it and nothing is on its way.

@@ -31,6 +31,7 @@ from serve.engine import canary
 from serve.engine.adapters import Adapters
 from serve.engine.files import Files
 from serve.engine.guard import Guard, LoadLine
+from serve.engine.hardware import hardware
 from serve.engine.port import Engine, EngineSpec
 from serve.engine.rest import Rest
 from serve.http import Server
@@ -117,7 +118,7 @@ async def _watch(engine: Engine, guard: Guard, timeout_s: float) -> None:
         progress.check(stats.steps, stats.running + stats.waiting > 0, time.monotonic())
 
 
-async def _report(engine: Engine, guard: Guard, adapters: Adapters, events: Events) -> None:
+async def _report(engine: Engine, guard: Guard, adapters: Adapters, events: Events, runs_on: str) -> None:
     async for line in guard.lines():
         stats = engine.stats()
         told = EngineReport(
@@ -125,6 +126,7 @@ async def _report(engine: Engine, guard: Guard, adapters: Adapters, events: Even
             deferred=stats.deferred,
             steps=engine.take_steps(),
             timing=engine.timing(),
+            hardware=runs_on,
         )
         events.send(Event(line=line, uses=adapters.uses(), engine=told))
         await asyncio.sleep(REPORT_S)
@@ -170,7 +172,7 @@ async def run(spec: EngineSpec, stdin: asyncio.StreamReader, events: Events) -> 
         asyncio.create_task(adapters.run()),
         asyncio.create_task(_lifeline(stdin, guard, adapters, rest)),
         asyncio.create_task(_watch(engine, guard, spec.progress_timeout_s)),
-        asyncio.create_task(_report(engine, guard, adapters, events)),
+        asyncio.create_task(_report(engine, guard, adapters, events, hardware(spec))),
     }
     preparing = asyncio.create_task(_prepare(url, spec, adapters))
     done, _ = await asyncio.wait({*tasks, preparing}, return_when=asyncio.FIRST_COMPLETED)

@@ -32,7 +32,13 @@ class Site:
         )
         unused: Any = SimpleNamespace()
         app = admin_app(
-            unused, unused, unused, unused, list, control=Control(SECRET, lambda: self.deployment)
+            unused,
+            unused,
+            unused,
+            unused,
+            list,
+            control=Control(SECRET, lambda: self.deployment),
+            capture=unused,
         )
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://admin")
 

@@ -12,12 +12,11 @@ from gateway.fingerprint import adapter_key
 from gateway.fleet import Served
 from gateway.metrics import Metrics
 from gateway.replicas import Link
-from gateway.router import KEPT, START_SHARE, Routes, settings_of
+from gateway.router import KEPT, Routes
 from gateway.shared import Alone, News
-from policy.config import Adapters, Deployment, ModelSpec
+from policy.config import Deployment, ModelSpec
 from policy.control import Control, Objective
 from policy.key import key_of
-from policy.pace import GENERIC
 from policy.request import Request
 from policy.routing import Quote
 from policy.types import Load, Replica, ReplicaState
@@ -172,29 +171,6 @@ async def test_predictions_are_measured() -> None:
     assert 'tidegate_ttft_prediction_error_ratio_bucket{le="0.175",model="m"} 1.0' in text
     assert 'tidegate_ttft_prediction_error_ratio_bucket{le="0.15",model="m"} 0.0' in text
     assert 'tidegate_ttft_prediction_error_seconds_bucket{le="0.0",model="m"} 1.0' in text
-
-
-def test_what_the_document_says_becomes_settings() -> None:
-    spec = ModelSpec(
-        name="m",
-        profile="cpu-smollm2-135m",
-        adapters=Adapters(slots_per_replica=3),
-        control=Control(slo=Objective(ttft_p95_s=2.0, itl_p95_s=0.1)),
-    )
-    found = settings_of(Deployment(models=(spec, ModelSpec(name="bare"))), "m")
-    assert (found.start_s, found.itl_s, found.slots) == (START_SHARE * 2.0, 0.1, 3)
-    assert found.assumed.limits.max_num_batched_tokens == 128
-    bare = settings_of(Deployment(models=(spec, ModelSpec(name="bare"))), "bare")
-    assert bare.assumed is GENERIC and (bare.start_s, bare.slots) == (
-        float("inf"),
-        Adapters().slots_per_replica,
-    )
-    assert settings_of(None, "m").assumed is GENERIC
-
-
-def test_a_profile_that_fits_no_single_card_is_taken_at_the_least_degree() -> None:
-    found = settings_of(Deployment(models=(ModelSpec(name="m", profile="h100-70b"),)), "m").assumed
-    assert found.model is not None and found.model.degree == 4
 
 
 async def test_a_new_document_acts_on_the_next_choice() -> None:

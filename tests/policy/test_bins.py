@@ -48,6 +48,20 @@ def test_nothing_was_counted_in_seconds_that_nobody_named() -> None:
     assert bins.sums(2.0, 5.0) == [0.0]
 
 
+def test_the_latest_that_are_enough_are_found() -> None:
+    bins = Bins(600, 2)
+    assert bins.latest_s(10.0, 0, 1.0, 5.0, 600.0) == 600.0
+    bins.spread(0.0, 100.0, [(0, 100.0)])
+    bins.spread(100.0, 110.0, [(0, 200.0)])
+    # The last ten seconds have twenty each, those before one.
+    assert bins.latest_s(110.0, 0, 60.0, 1.0, 600.0) == pytest.approx(3.0)
+    assert bins.latest_s(110.0, 0, 60.0, 30.0, 600.0) == 30.0
+    assert bins.latest_s(110.0, 0, 250.0, 1.0, 600.0) == pytest.approx(60.0)
+    assert bins.latest_s(110.0, 0, 250.0, 1.0, 40.0) == 40.0
+    assert bins.latest_s(110.0, 0, 301.0, 1.0, 600.0) == 600.0
+    assert bins.latest_s(110.0, 1, 1.0, 1.0, 600.0) == 600.0
+
+
 @given(SPANS)
 def test_all_that_was_counted_within_the_window_is_there(spans: list[tuple[float, float, int]]) -> None:
     bins = Bins(60, 1)

@@ -259,6 +259,22 @@ def test_means_of_what_requests_cost() -> None:
     assert (seen.input_tokens, seen.output_tokens, seen.hit) == pytest.approx((100.0, 15.0, 0.25))
 
 
+def test_what_requests_are_like_is_said_by_the_latest_that_are_enough() -> None:
+    gathering = Gathering()
+    teller = Teller(gathering)
+    teller.tell(T + 1)
+    # Six minutes of few long ones, and then a minute of many short ones.
+    for second in range(2, 362):
+        teller.tell(T + second, ended=1, input_tokens=6000, output_tokens=100)
+    few = demand(gathering, T + 361)
+    assert few.input_tokens == pytest.approx(6000.0)
+    for second in range(362, 392):
+        teller.tell(T + second, ended=20, input_tokens=20 * 300, output_tokens=20 * 300)
+    many = demand(gathering, T + 391)
+    assert many.input_tokens == pytest.approx((600 * 300 + 30 * 6000) / 630, rel=0.05)
+    assert many.output_tokens > 250
+
+
 def test_quantiles_and_shares_of_the_last_minute() -> None:
     gathering = Gathering()
     teller = Teller(gathering)

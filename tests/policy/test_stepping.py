@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policy.engine_model import EngineModel, Limits
-from policy.stepping import Request, Scheduler, StepResult
+from policy.stepping import Pace, Request, Scheduler, StepResult
 
 MODEL = EngineModel(o=0.001, w=0.002, c=2e-5, g=1e-7, r=1e-5)
 WIDE = Limits(max_num_batched_tokens=100, max_num_seqs=8, kv_tokens=1000)
@@ -165,3 +165,81 @@ def test_impossible_requests_are_refused(request_: Request, reason: str) -> None
     with pytest.raises(ValueError, match=reason):
         scheduler.submit(request_)
     assert scheduler.waiting == 1
+
+
+@pytest.mark.slow
+@given(requests, limits, st.integers(0, 40), st.data())
+def test_a_leap_is_the_steps_it_stands_for(
+    asked: list[tuple[int, int, float, int]], bounds: Limits, before: int, data: st.DataObject
+) -> None:
+    stepped, leapt = Scheduler(MODEL, bounds), Scheduler(MODEL, bounds)
+    for scheduler in (stepped, leapt):
+        for index, (prompt, output, hit, _) in enumerate(asked):
+            scheduler.submit(Request(str(index), prompt, output, int(prompt * hit)))
+        for _ in range(before):
+            scheduler.step()
+    while not leapt.alike() and leapt.running + leapt.waiting:
+        assert leapt.step() == stepped.step()
+    steps = data.draw(st.integers(0, leapt.alike()))
+    pace = leapt.pace()
+    leapt.leap(steps)
+    taken = [stepped.step() for _ in range(steps)]
+    assert not any(result.first or result.finished or result.preempted for result in taken)
+    assert all(result.scheduled == len(result.tokens) == leapt.running for result in taken)
+    assert pace.lasts(steps) == pytest.approx(sum(result.duration_s for result in taken), rel=1e-9)
+    assert (leapt.kv_used, leapt.running, leapt.waiting) == (
+        stepped.kv_used,
+        stepped.running,
+        stepped.waiting,
+    )
+    assert drain(leapt) == drain(stepped)
+
+
+@given(st.floats(1e-6, 1.0), st.floats(0.0, 1.0), st.integers(0, 1000), st.floats(0.0, 0.99))
+def test_a_pace_tells_how_many_steps_have_ended(
+    step_s: float, growth: float, steps: int, part: float
+) -> None:
+    pace = Pace(step_s, growth * step_s)
+    elapsed_s = pace.lasts(steps) + part * (pace.lasts(steps + 1) - pace.lasts(steps))
+    assert abs(pace.ended(elapsed_s) - steps) <= 1
+
+
+def test_steps_differ_where_somebody_starts_or_ends() -> None:
+    scheduler = Scheduler(MODEL, WIDE)
+    assert scheduler.alike() == 0, "nobody runs"
+    scheduler.submit(Request("a", 150, 10))
+    assert scheduler.alike() == 0, "it would start"
+    scheduler.step()
+    assert scheduler.alike() == 0, "a chunk of its prompt is left"
+    assert scheduler.step().first == ("a",)
+    assert scheduler.alike() == 8, "all but the step with its last token"
+    scheduler.submit(Request("b", 20, 4))
+    assert scheduler.alike() == 0, "another would start"
+
+
+def test_steps_are_alike_while_kv_keeps_the_next_out_and_until_it_overflows() -> None:
+    scheduler = Scheduler(MODEL, Limits(max_num_batched_tokens=100, max_num_seqs=8, kv_tokens=50))
+    for name in ("a", "b"):
+        scheduler.submit(Request(name, 20, 30))
+    scheduler.submit(Request("c", 20, 2))
+    assert scheduler.step().waiting == 1
+    assert scheduler.alike() == 5
+    scheduler.leap(5)
+    assert scheduler.step().preempted == ("b",)
+
+
+def test_a_prefix_cache_is_asked_when_a_request_starts() -> None:
+    kept: list[str] = []
+
+    class Cache:
+        def cached(self, request: Request) -> int:
+            return 80 if "a" in kept else 0
+
+        def keep(self, request: Request) -> None:
+            kept.append(request.id)
+
+    scheduler = Scheduler(MODEL, Limits(max_num_batched_tokens=100, max_num_seqs=1, kv_tokens=1000), Cache())
+    for name in ("a", "b"):
+        scheduler.submit(Request(name, 90, 1))
+    assert [scheduler.step().scheduled for _ in range(2)] == [90, 10]
+    assert kept == ["a", "b"]

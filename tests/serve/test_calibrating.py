@@ -11,9 +11,9 @@ import pytest
 from policy.config import ModelSpec
 from policy.engine_model import EngineModel
 from policy.reports import EngineReport, StepSample
+from policy.rungs import shipped
 from policy.types import Beat, Load, Replica, ReplicaState
 from serve.calibrating import BELIEVED_S, SAVE_EVERY_S, Calibrations
-from serve.surveying import shipped
 from store.state import StateDir
 from tests.serve.sim_documents import deployment, sim_model
 

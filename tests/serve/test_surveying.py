@@ -11,8 +11,8 @@ from policy.engine_model import EngineModel, Limits, Timing
 from policy.pace import GENERIC
 from policy.profiles import profile
 from policy.reports import EngineReport, PowerReport, StepSample
+from policy.rungs import shipped
 from policy.types import Beat
-from serve.surveying import shipped
 from tests.serve.plane import Plane
 from tests.serve.sim_documents import deployment, document, sim_model
 from tests.serve.traffic import Traffic

@@ -51,7 +51,7 @@ def test_calls_bring_requests_for_one_adapter_at_once(together: float) -> None:
 def test_tokens_are_at_least_one_and_about_their_mean() -> None:
     made = arrivals(TRAFFIC)
     for tokens, mean in (
-        ([each.prompt_tokens for each in made], 64),
+        ([each.input_tokens for each in made], 64),
         ([each.output_tokens for each in made], 8),
     ):
         assert min(tokens) >= 1 and sum(tokens) / len(tokens) == pytest.approx(mean, rel=0.1)

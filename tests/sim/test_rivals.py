@@ -4,31 +4,33 @@ from __future__ import annotations
 
 import random
 
+from policy.engine_model import Timing
 from policy.profiles import profile
-from sim.arrivals import Arrival
-from sim.replica import Engine, Replica
+from sim.engine import Engine, Job
+from sim.policy import Equipment
 from sim.rivals import CONTROL_S, PUSH_S, LeastLoaded, ServeMultiplex
+from sim.trace import Arrival
 
 PROFILE = profile("sim-small")
-ENGINE = Engine(PROFILE.model, PROFILE.limits(1), slots=2, load_s=0.5)
+EQUIPMENT = Equipment(Timing(limits=PROFILE.limits(1), model=PROFILE.model), slots=2, load_s=0.5)
 
 
-def asked(adapter: int) -> Arrival:
-    return Arrival(0.0, adapter, 8, 2)
+def asked(adapter: str) -> Arrival:
+    return Arrival(0.0, 8, 2, adapter=adapter)
 
 
 def test_the_least_loaded_is_one_of_those_with_the_fewest_requests() -> None:
     policy = LeastLoaded(4, random.Random(1))  # noqa: S311 - chance, not secrecy
     policy.in_flight = [2, 1, 3, 1]
-    assert {policy.choose(0, asked(7), 0.0) for _ in range(50)} == {1, 3}
+    assert {policy.choose(0, asked("7"), 0.0) for _ in range(50)} == {1, 3}
 
 
-def multiplex() -> tuple[ServeMultiplex, list[Replica]]:
+def multiplex() -> tuple[ServeMultiplex, list[Engine]]:
     policy = ServeMultiplex(3, random.Random(1))  # noqa: S311 - chance, not secrecy
-    return policy, [Replica(ENGINE, policy.rule(i)) for i in range(3)]
+    return policy, [EQUIPMENT.engine(policy.rule(i)) for i in range(3)]
 
 
-def after(policy: ServeMultiplex, replicas: list[Replica], since: float, until: float) -> None:
+def after(policy: ServeMultiplex, replicas: list[Engine], since: float, until: float) -> None:
     due = since
     while due <= until:
         due = policy.tick(replicas, due)
@@ -37,17 +39,17 @@ def after(policy: ServeMultiplex, replicas: list[Replica], since: float, until: 
 def test_serve_goes_where_the_model_is_or_is_being_loaded_once_it_has_heard() -> None:
     policy, replicas = multiplex()
     after(policy, replicas, 0.0, 1.0)
-    replicas[2].submit(0, asked(7), 1.0)
-    assert len({policy.choose(0, asked(7), 1.0) for _ in range(50)}) == 3, "nobody has told yet"
+    replicas[2].submit(Job(0, 8, 2, "7"), 1.0)
+    assert len({policy.choose(0, asked("7"), 1.0) for _ in range(50)}) == 3, "nobody has told yet"
     after(policy, replicas, 1.0, 1.0 + PUSH_S + CONTROL_S)
-    assert {policy.choose(0, asked(7), 1.3) for _ in range(50)} == {2}
-    assert {policy.choose(0, asked(8), 1.3) for _ in range(50)} == {0, 1}, "the fewest models"
+    assert {policy.choose(0, asked("7"), 1.3) for _ in range(50)} == {2}
+    assert {policy.choose(0, asked("8"), 1.3) for _ in range(50)} == {0, 1}, "the fewest models"
 
 
 def test_of_two_that_have_it_the_one_with_fewer_requests_is_taken() -> None:
     policy, replicas = multiplex()
     for i in (0, 2):
-        replicas[i].submit(i, asked(7), 0.0)
+        replicas[i].submit(Job(i, 8, 2, "7"), 0.0)
     after(policy, replicas, 0.0, PUSH_S + CONTROL_S)
     policy.in_flight = [3, 0, 1]
-    assert {policy.choose(0, asked(7), 0.3) for _ in range(50)} == {2}
+    assert {policy.choose(0, asked("7"), 0.3) for _ in range(50)} == {2}

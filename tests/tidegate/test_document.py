@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from policy.errors import ConfigError
+from policy.model_file import encoded, model_file
+from tests.policy.test_model_file import made
 from tidegate.document import load
 
 EXTERNAL = "models: [{name: e, engine: external, urls: ['http://127.0.0.1:8000']}]\n"
@@ -166,3 +168,31 @@ def test_a_stored_document_reads_back_as_itself(tmp_path: Path) -> None:
     stored.parent.mkdir()
     stored.write_text(json.dumps(document.raw))
     assert load(stored) == document
+
+
+def test_a_calibrated_engine_model_is_read_from_its_file(tmp_path: Path) -> None:
+    (tmp_path / "model.json").write_bytes(encoded(made()))
+    document = load(write(tmp_path, EXTERNAL.replace("}]", ", profile: model.json}]")))
+    given = document.raw["models"][0]["profile"]
+    assert model_file(given, "profile") == made()
+    assert document.deployment.models[0].profile == given
+
+
+@pytest.mark.parametrize(
+    ("content", "where", "expected"),
+    [
+        (None, "models[0].profile", "a file that can be read"),
+        ("{", "models[0].profile", "JSON"),
+        ("[]", "models[0].profile", "JSON"),
+        ('{"format": 7}', "model.json.format", "another Tidegate"),
+        ("{}", "model.json.format", "required"),
+    ],
+)
+def test_a_file_that_is_no_engine_model_is_refused(
+    tmp_path: Path, content: str | None, where: str, expected: str
+) -> None:
+    if content is not None:
+        (tmp_path / "model.json").write_text(content)
+    with pytest.raises(ConfigError, match=expected) as refused:
+        load(write(tmp_path, EXTERNAL.replace("}]", ", profile: ./model.json}]")))
+    assert refused.value.path.endswith(where)

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import math
-import sys
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import click
 import msgspec
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import MofNCompleteColumn
 from rich.table import Table
 
 from sim.adapters import NAMES, Comparison, Fleet, compare, traffic
 from sim.plot import Panel, bars
+from tidegate.commands.bar import Bar, moving
 from tidegate.commands.console import console
+from tidegate.commands.contest import policies
+from tidegate.commands.crossing import modes
 
 # The load that no replica should have more of, in units of the mean.
 BOUND = 1.25
@@ -35,6 +35,10 @@ class Real(click.FloatRange):
 @click.group(help="Measure policies on the simulated engine, beside others.")
 def bench() -> None:
     """The group; nothing needs to run."""
+
+
+bench.add_command(policies)
+bench.add_command(modes)
 
 
 @bench.command(
@@ -87,30 +91,13 @@ def adapters(
             click.echo(f"The plot is in {plot}")
 
 
-class _Bar:
+class _Bar(Bar):
     """How far each policy is, on standard error: a bar on a terminal, a line for each policy elsewhere."""
 
     def __init__(self, requests: int) -> None:
         self._requests = requests
-        self._bar = Progress(
-            TextColumn("{task.description:<16}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            console=Console(stderr=True),
-            transient=True,
-            disable=not sys.stderr.isatty(),
-        )
+        super().__init__(moving(16, MofNCompleteColumn()))
         self._tasks = {name: self._bar.add_task(name, total=requests) for name in NAMES}
-
-    def __enter__(self) -> _Bar:
-        self._bar.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._bar.stop()
 
     def __call__(self, name: str, sent: int) -> None:
         self._bar.update(self._tasks[name], completed=sent)

@@ -49,7 +49,7 @@ class SimEngine:
             args = msgspec.convert(spec.engine_args, SimArgs)
         except msgspec.ValidationError as error:
             raise EngineFailed(f"engine_args: {error}") from None
-        timing = profile(spec.sim.profile)
+        timing = profile(spec.sim.profile, "sim.profile")
         degree = spec.cpus or spec.tensor_parallel
         limits = timing.limits(degree)
         if args.num_gpu_blocks_override is not None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from math import inf
 
-from gateway.tally import Tally
-from gateway.usage import Usage
 from policy.control import Objective
 from policy.histogram import BOUNDS
+from policy.reports import ModelReport
+from policy.tally import Tally
 
 
 class Totals:
@@ -42,18 +42,16 @@ class Totals:
         self._ttft_limit_s = inf if slo.ttft_p95_s is None else slo.ttft_p95_s
         self._itl_limit_s = inf if slo.itl_p95_s is None else slo.itl_p95_s
 
-    def end(self, e2e_s: float, usage: Usage | None) -> None:
+    def end(self, e2e_s: float) -> None:
         """An answer was whole, ``e2e_s`` seconds after its request came."""
         self.ended += 1
         self.e2e.add(e2e_s)
-        if usage is not None:
-            self.count_tokens(usage)
 
-    def count_tokens(self, usage: Usage) -> None:
-        """Count what whole answers cost."""
-        self.input_tokens += usage.prompt
-        self.cached_tokens += usage.cached
-        self.output_tokens += usage.completion
+    def count_tokens(self, prompt: int, cached: int, output: int) -> None:
+        """Count what whole answers cost: tokens of prompts, those of them that were cached, and answers."""
+        self.input_tokens += prompt
+        self.cached_tokens += cached
+        self.output_tokens += output
 
     def judge(self, ttft_s: float, gap_s: float) -> None:
         """A stream ended whole; ``gap_s`` is the mean time between its events, 0 of a single one."""
@@ -66,3 +64,24 @@ class Totals:
                 self.met_both += 1
         if gap_s <= self._itl_limit_s:
             self.met_itl += 1
+
+    def report(self, *, in_flight: int, queued: int, oldest_s: float) -> ModelReport:
+        """All that was counted until now, and what waits and runs."""
+        return ModelReport(
+            arrived=self.arrived,
+            refused=self.refused,
+            ended=self.ended,
+            input_tokens=self.input_tokens,
+            cached_tokens=self.cached_tokens,
+            output_tokens=self.output_tokens,
+            judged=self.judged,
+            met_ttft=self.met_ttft,
+            met_itl=self.met_itl,
+            met_both=self.met_both,
+            ttft=tuple(self.ttft.counts),
+            itl=tuple(self.itl.counts),
+            e2e=tuple(self.e2e.counts),
+            queued=queued,
+            oldest_s=oldest_s,
+            in_flight=in_flight,
+        )

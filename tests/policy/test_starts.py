@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from policy.plan import LayerKey
+from policy.starts import KEPT, Starts
 from policy.types import Load, Replica, ReplicaState, StartPath
-from serve.starts import KEPT, Starts
 
 KEY = LayerKey("m", "small", 1)
 

@@ -1,0 +1,102 @@
+"""What one replica of a mode attains with the requests of a trace, as tried in the twin."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import msgspec
+import numpy as np
+
+from policy.capacity import capability
+from policy.config import Deployment, Mode, ModelSpec
+from policy.control import Switching
+from policy.engine_model import Workload
+from policy.rungs import shipped
+from policy.scaling.static import Static, StaticParameters
+from sim.oracle.measuring import rate_attaining
+from sim.survey import Load
+from sim.trace import Arrival
+from sim.twin import simulate
+
+# So many replicas share the bursts, as in the runs that are judged; a mode that has fewer is tried on those.
+REPLICAS = 10
+# Of the requests that are sent at each rate the first find the replicas idle, and are not counted. An answer
+# takes many seconds, and one in a hundred is a figure only of many requests.
+REQUESTS = 2000
+LASTS_S = 60.0
+WARM = 0.25
+# So many different ones are sent.
+SAMPLE = 10_000
+PRECISION = 0.03
+# Where the rate is looked for, in parts of the one at which a replica no longer keeps up.
+_LOW, _HIGH = 0.02, 1.2
+
+
+def attained_rate(
+    deployment: Deployment,
+    spec: ModelSpec,
+    mode: str,
+    *,
+    arrivals: Callable[[], Iterable[Arrival]],
+    load: Load,
+    seed: int,
+) -> float:
+    """Requests per second of one replica at which as many are within the objective as are promised.
+
+    ``arrivals`` are those of the model, of which some are sent at random instants. Of a model that is
+    promised nothing it is the rate at which a replica no longer keeps up, by the engine model. Raises
+    :class:`ValueError` where requests miss the objective at any rate.
+    """
+    shape, slo = spec.shapes[spec.modes[mode].shape], spec.control.slo
+    means = Workload(
+        lam=1.0,
+        input_tokens=load.input_tokens / load.requests,
+        output_tokens=load.output_tokens / load.requests,
+    )
+    edge = capability(shipped(spec, shape), means, slo).mu_max
+    if slo.ttft_p95_s is None and slo.itl_p95_s is None:
+        return edge
+    count = min(REPLICAS, spec.modes[mode].bounds.max)
+    sample = _sample(arrivals, load)
+    fixed = _fixed(deployment, spec, mode, count)
+    policies = {spec.name: Static(StaticParameters())}
+
+    def run(rate: float) -> float:
+        record = simulate(fixed, policies, _retimed(sample, rate * count, seed), seed=seed)
+        met = record.requests[spec.name].met
+        return float(np.mean(met[int(WARM * len(met)) :]))
+
+    try:
+        return rate_attaining(run, _LOW * edge, _HIGH * edge, slo.attainment, PRECISION)
+    except ValueError:
+        # What is shared between requests takes nothing: then more than the engine model knows of is carried.
+        if run(_HIGH * edge) >= slo.attainment:
+            return _HIGH * edge
+        raise
+
+
+def _fixed(deployment: Deployment, spec: ModelSpec, mode: str, count: int) -> Deployment:
+    """The model alone, with so many replicas of one mode, whatever the budget."""
+    control = msgspec.structs.replace(spec.control, mode=Switching(sleep="never"))
+    only = {mode: Mode(shape=spec.modes[mode].shape, replicas=count)}
+    model = msgspec.structs.replace(spec, modes=only, mode=mode, control=control)
+    budget = msgspec.structs.replace(deployment.budget, gpus=None, cpus=None, watts=None, cost_per_h=None)
+    return msgspec.structs.replace(deployment, models=(model,), budget=budget, upstreams=())
+
+
+def _sample(arrivals: Callable[[], Iterable[Arrival]], load: Load) -> Sequence[Arrival]:
+    """Requests from all over the trace, or from its middle where they belong to each other."""
+    each = 1 if load.related else max(1, load.requests // SAMPLE)
+    first = max(0, (load.requests - SAMPLE) // 2) if load.related else 0
+    return list(itertools.islice(arrivals(), first, first + each * SAMPLE, each))
+
+
+def _retimed(sample: Sequence[Arrival], rate: float, seed: int) -> Iterator[Arrival]:
+    """The requests in their order, at random instants of that rate; a short sample more than once."""
+    rng = random.Random(seed)  # noqa: S311 - reproducible, not secret
+    at = 0.0
+    for i in range(max(REQUESTS, int(rate * LASTS_S))):
+        at += rng.expovariate(rate)
+        yield sample[i % len(sample)]._replace(at=at)

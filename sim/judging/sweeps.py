@@ -1,0 +1,92 @@
+"""How far each policy can be turned, from careful to thrifty: the ladders on which it is judged.
+
+Rivals are set in units that depend on the engine: requests at once, parts of a KV cache. They get what a
+replica shows at the rate that it attains (:mod:`sim.oracle.measuring`), as somebody would who tunes them with
+care, and are then turned around it. The rungs of ``predictive`` have the shipped parameters among them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import msgspec
+import numpy as np
+
+from policy.control import Choice
+from policy.scaling.predictive import PredictiveParameters
+from policy.scaling.token_saturation import TokenSaturationParameters
+
+# What is aimed at, in parts of what a replica shows at the rate that it attains.
+PARTS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.15)
+_USUAL = PredictiveParameters()
+# Quantile, margin, load after a fall, and part of what replicas keep up with, of ``predictive``.
+CAREFUL_TO_THRIFTY = (
+    (0.99, 1.25, 0.85, 0.85),
+    (0.95, 1.12, 0.95, 0.85),
+    (_USUAL.quantile, _USUAL.margin, _USUAL.down, _USUAL.full),
+    (0.7, 1.03, 1.0, 0.85),
+    (0.5, 1.0, 1.0, 0.85),
+    (0.5, 1.0, 1.0, 0.92),
+    (0.5, 1.0, 1.0, 1.0),
+)
+
+
+class Full(msgspec.Struct, frozen=True, kw_only=True):
+    """What one replica shows at the rate that it attains, and how many there may be.
+
+    ``at_once`` requests wait or run on average, and ``kv_used`` of its KV cache is in use (0..1).
+    A count that never changes is tried from ``least`` to ``most``.
+    """
+
+    at_once: float
+    kv_used: float
+    least: int
+    most: int
+
+
+def ladder(name: str, full: Full) -> tuple[Choice, ...]:
+    """The settings of the built-in policy ``name``, from careful to thrifty, as a document would choose them.
+
+    Raises :class:`KeyError` for another one.
+    """
+    return LADDERS[name](full)
+
+
+def _static(full: Full) -> tuple[Choice, ...]:
+    counts = np.unique(np.linspace(full.least, full.most, len(PARTS)).round().astype(int))
+    return tuple({"static": {"replicas": int(count)}} for count in counts[::-1])
+
+
+def _target_tracking(full: Full) -> tuple[Choice, ...]:
+    return tuple(
+        {"target_tracking": {"metric": "concurrency", "target": part * full.at_once}} for part in PARTS
+    )
+
+
+def _panic_window(full: Full) -> tuple[Choice, ...]:
+    # Of the requests at once it aims at no more than all, so the part is taken there.
+    return tuple({"panic_window": {"concurrency": part * full.at_once, "utilisation": 1.0}} for part in PARTS)
+
+
+def _token_saturation(full: Full) -> tuple[Choice, ...]:
+    usual = TokenSaturationParameters()
+    thresholds = {"scale_up": usual.scale_up, "scale_down": usual.scale_down}
+    # A cache takes no more than it holds, so a crowded one has fewer rungs.
+    taken = dict.fromkeys(min(1.0, part * full.kv_used / usual.scale_up) for part in PARTS)
+    return tuple({"token_saturation": {"kv": kv, **thresholds}} for kv in taken)
+
+
+def _predictive(full: Full) -> tuple[Choice, ...]:
+    return tuple(
+        {"predictive": {"quantile": quantile, "margin": margin, "down": down, "full": most}}
+        for quantile, margin, down, most in CAREFUL_TO_THRIFTY
+    )
+
+
+LADDERS: Mapping[str, Callable[[Full], tuple[Choice, ...]]] = {
+    "static": _static,
+    "target_tracking": _target_tracking,
+    "panic_window": _panic_window,
+    "token_saturation": _token_saturation,
+    "predictive": _predictive,
+}

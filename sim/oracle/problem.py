@@ -1,0 +1,100 @@
+"""What the oracle is asked: so many requests at each time, and replicas of which each takes so many.
+
+Idealised: requests are divisible and alike, a replica takes ``mu`` of them in a second and is ready exactly
+``lead_s`` after it was started. Devices are held from the start of a replica to its stop, which is at once. A
+run begins warm: what is ready at 0 was started before, and costs from 0 on.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from sim.record import Floats
+
+# What a count of requests or replicas may be off by for the rounding of floats.
+ROUNDING = 1e-9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Problem:
+    """``demand`` requests come in each bin of ``bin_s`` seconds; one replica takes ``mu`` in a second.
+
+    ``mu`` is what a replica attains within the objectives (:mod:`sim.oracle.measuring`). A start takes
+    ``lead_s`` seconds. All but ``1 - attainment`` of the requests must be served, each within ``wait_s``
+    seconds, rounded down to whole bins, of the bin in which it came; who still waits at the end is served
+    after it. There are ``least`` to ``most`` replicas at any time, and no bound above with ``None``. Raises
+    :class:`ValueError` for figures that make no problem.
+    """
+
+    demand: Floats
+    bin_s: float
+    mu: float
+    lead_s: float = 0.0
+    attainment: float = 0.99
+    wait_s: float = 0.0
+    least: int = 0
+    most: int | None = None
+
+    def __post_init__(self) -> None:
+        _expect(
+            self.demand.ndim == 1 and len(self.demand) > 0, "demand", self.demand.shape, "one row of bins"
+        )
+        wrong = self.demand[~(np.isfinite(self.demand) & (self.demand >= 0))]
+        _expect(not len(wrong), "demand", wrong[:1], "finite counts of at least 0")
+        _expect(0 < self.bin_s < math.inf, "bin_s", self.bin_s, "seconds above 0")
+        _expect(0 < self.mu < math.inf, "mu", self.mu, "requests per second above 0")
+        _expect(0 <= self.lead_s < math.inf, "lead_s", self.lead_s, "seconds of at least 0")
+        _expect(0 <= self.attainment <= 1, "attainment", self.attainment, "a fraction, 0 to 1")
+        _expect(0 <= self.wait_s < math.inf, "wait_s", self.wait_s, "seconds of at least 0")
+        _expect(self.least >= 0, "least", self.least, "a count of at least 0")
+        _expect(self.most is None or self.most >= self.least, "most", self.most, f"at least {self.least}")
+
+    @property
+    def bins(self) -> int:
+        """How many there are."""
+        return len(self.demand)
+
+    @property
+    def ends_at(self) -> float:
+        """The instant in seconds at which the last bin ends; the first begins at 0."""
+        return self.bins * self.bin_s
+
+    @property
+    def load(self) -> Floats:
+        """The demand of each bin in replicas that would be exactly full."""
+        return self.demand / (self.mu * self.bin_s)
+
+    @property
+    def spare(self) -> float:
+        """How much of the load may be dropped, in replicas times bins."""
+        return (1.0 - self.attainment) * float(self.load.sum())
+
+    @property
+    def waits(self) -> int:
+        """For how many bins a request may wait."""
+        return min(int(self.wait_s / self.bin_s + ROUNDING), self.bins)
+
+    @property
+    def start_s(self) -> Floats:
+        """What a start costs by the bin at whose beginning the replica is ready, in seconds of its device.
+
+        One that is ready before ``lead_s`` cannot be started after 0: it has been there since.
+        """
+        ahead = self.bin_s * np.arange(self.bins, dtype=np.float64)
+        return np.minimum(ahead, self.lead_s)
+
+
+def binned(at: Floats, bin_s: float, since: float, until: float) -> Floats:
+    """How many of the instants ``at`` fall in each bin of ``bin_s`` seconds, from ``since`` to ``until``."""
+    bins = math.ceil((until - since) / bin_s - ROUNDING)
+    inside = at[(at >= since) & (at < until)]
+    places = np.minimum(((inside - since) / bin_s).astype(np.int64), bins - 1)
+    return np.bincount(places, minlength=bins).astype(np.float64)
+
+
+def _expect(holds: bool, name: str, value: object, expected: str) -> None:
+    if not holds:
+        raise ValueError(f"{name}: got {value}, expected {expected}")

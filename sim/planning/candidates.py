@@ -1,0 +1,147 @@
+"""What there is to choose from: kinds of devices, and how many of them one replica spans."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import Any, Literal
+
+import msgspec
+
+from policy.config import Mode, ModelSpec, Shape
+from policy.errors import ConfigError
+from policy.model_file import model_file
+from policy.profiles import PROFILES, kind_and_size, profile
+from policy.types import EngineKind
+
+# Degrees of tensor parallelism that are tried where the weights fit; of cores, the document's beside these.
+GPU_DEGREES = (1, 2, 4, 8)
+CORE_DEGREES = (1, 2)
+# What the shape is called that replicas are tried in.
+_SHAPE = "planned"
+
+
+class Basis(StrEnum):
+    """What a number rests on: observed as such, fitted to a live replica, or taken from elsewhere."""
+
+    MEASURED = "measured"
+    CALIBRATED = "calibrated"
+    ASSUMED = "assumed"
+
+
+class Candidate(msgspec.Struct, frozen=True, kw_only=True):
+    """A shape on one kind of device: ``degree`` of them make one replica.
+
+    ``profile`` is what times its steps, on the ``basis`` of what ``source`` says.
+    """
+
+    kind: str
+    profile: str | dict[str, Any]
+    degree: int
+    device: Literal["gpu", "core"]
+    shape: Shape
+    basis: Basis
+    source: str
+
+    @property
+    def name(self) -> str:
+        """It in a word: h100 x 2."""
+        return f"{self.kind} x {self.degree}"
+
+    def of(self, spec: ModelSpec, count: int) -> ModelSpec:
+        """``spec`` with ``count`` replicas of this shape and no others, timed by its profile.
+
+        A simulated engine that is slower or faster than its profile is so on other devices too.
+        """
+        mode = mode_of(count)
+        timed: dict[str, Any] = {"profile": self.profile}
+        if spec.engine is EngineKind.SIM and spec.profile is None:
+            timed = {"sim": msgspec.structs.replace(spec.sim, profile=self.profile)}
+        return msgspec.structs.replace(
+            spec,
+            engine=EngineKind.SIM,
+            urls=(),
+            shapes={_SHAPE: self.shape},
+            modes={mode: Mode(shape=_SHAPE, replicas=count)},
+            mode=mode,
+            **timed,
+        )
+
+
+def mode_of(count: int) -> str:
+    """The mode that so many replicas make."""
+    return "single-large" if count == 1 else "multi-replica"
+
+
+def candidates(
+    spec: ModelSpec, kinds: Sequence[str] | None = None, degrees: Sequence[int] | None = None
+) -> list[Candidate]:
+    """Every shape of every kind that there is a profile of for a model like ``spec``, where it fits.
+
+    They are those of models of the same size as the profile of the document, which itself stands for its
+    kind. ``kinds`` and ``degrees`` leave only those. Raises :class:`policy.errors.ConfigError` where there is
+    none.
+    """
+    given = spec.timed_by
+    if given is None:
+        raise ConfigError(f"models[{spec.name}].profile", None, f"what times it: {', '.join(PROFILES)}")
+    own, size = kind_and_size(given)
+    known: dict[str, str | dict[str, Any]] = {}
+    if size:
+        known = {name.partition("-")[0]: name for name in PROFILES if name.partition("-")[2] == size}
+    known[own] = given
+    for kind in kinds or ():
+        if kind not in known:
+            raise ConfigError("--kinds", kind, f"of those with a profile for this size: {', '.join(known)}")
+    found = []
+    for kind in kinds or [own, *(kind for kind in known if kind != own)]:
+        without_gpus = bool(spec.shapes) and not any(shape.gpus for shape in spec.shapes.values())
+        cores = kind == "cpu" or (kind == own and without_gpus)
+        found += _of_kind(spec, kind, known[kind], cores, degrees)
+    if not found:
+        raise ConfigError("--shapes", degrees, f"a degree at which {spec.name} fits into memory")
+    return found
+
+
+def _of_kind(
+    spec: ModelSpec,
+    kind: str,
+    given: str | dict[str, Any],
+    cores: bool,
+    degrees: Sequence[int] | None,
+) -> list[Candidate]:
+    found = profile(given)
+    fitted_at = None if isinstance(given, str) else model_file(given, "profile").degree
+    written = {_degree(shape): shape for shape in spec.shapes.values() if bool(shape.gpus) is not cores}
+    tried = degrees or sorted({*(CORE_DEGREES if cores else GPU_DEGREES), *written})
+    made = []
+    for degree in tried:
+        try:
+            found.limits(degree)
+        except ConfigError:  # the weights leave no room for KV cache
+            continue
+        basis = Basis.ASSUMED if found.assumed else Basis.MEASURED
+        if fitted_at is not None:
+            basis = Basis.CALIBRATED if degree == fitted_at else Basis.ASSUMED
+        like = written.get(degree) or next(iter(written.values()), Shape())
+        made.append(
+            Candidate(
+                kind=kind,
+                profile=given,
+                degree=degree,
+                device="core" if cores else "gpu",
+                shape=msgspec.structs.replace(
+                    like,
+                    gpus=0 if cores else degree,
+                    cpus=degree if cores else 0,
+                    tensor_parallel=1 if cores else degree,
+                ),
+                basis=basis,
+                source=found.source,
+            )
+        )
+    return made
+
+
+def _degree(shape: Shape) -> int:
+    return shape.gpus or max(1, shape.cpus)

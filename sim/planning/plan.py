@@ -1,0 +1,197 @@
+"""The plan of a model's capacity: every candidate judged on the load, and what follows for the best."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import msgspec
+
+from policy.config import Price
+from policy.power import btu_per_h, draw_of, joules_per_token
+from sim.planning.candidates import Basis, Candidate, mode_of
+from sim.planning.figures import Ask, Failure, Grown, Option, Overflow, Plan, Power
+from sim.planning.network import network
+from sim.planning.schedule import Need, schedule
+from sim.planning.search import fewest
+from sim.planning.trial import CRASH_AFTER_S, Trials, Tried
+
+# A replica beside those that the load needs, so that one may fail at any time and stay away for any time.
+SPARE = 1
+# No more counts than this are shown of what an upstream would take over.
+_ROWS = 6
+
+
+def fewest_of(trials: Trials, candidate: Candidate, most: int, factor: float = 1.0) -> int | None:
+    """The fewest replicas of ``candidate`` that meet the objective at ``factor`` times the load."""
+    if not trials.could(candidate):
+        return None
+    guess = trials.guess(candidate, factor)
+    return fewest(lambda count: trials.meets(candidate, count, factor), guess, most)
+
+
+def plan(trials: Trials, found: Sequence[Candidate], ask: Ask, *, load: str, seed: int) -> Plan:
+    """Judge every candidate ``found``, and say what the best of them takes."""
+    options = {each.name: _option(trials, each, ask) for each in found}
+    # Money decides where it is known of all, since devices of different kinds are worth differently much.
+    prices = [each.cost_per_h for each in options.values() if each.replicas is not None]
+    by_cost = bool(prices) and None not in prices
+    ranked = sorted(found, key=lambda each: _rank(options[each.name], by_cost))
+    best = ranked[0]
+    count = options[best.name].replicas
+    slo = trials.spec.control.slo
+    made = Plan(
+        model=trials.spec.name,
+        load=load,
+        seed=seed,
+        demand=trials.demand,
+        attainment=slo.attainment,
+        ttft_p95_s=slo.ttft_p95_s,
+        itl_p95_s=slo.itl_p95_s,
+        options=[options[each.name] for each in ranked],
+        by_cost=by_cost,
+        most=ask.most,
+        failure=None,
+        growth=[],
+        power=None,
+        schedule=[],
+        overflow=[],
+        network=None,
+        basis={},
+    )
+    if count is None:
+        return made
+    growth = _growth(trials, best, count, ask)
+    needs = [Need(each.factor, each.devices) for each in growth]
+    return msgspec.structs.replace(
+        made,
+        failure=_failure(trials, best, count),
+        growth=growth,
+        power=_power(best, count, trials.tried(best, count), ask),
+        schedule=[] if ask.monthly is None else schedule(needs, ask.monthly, ask.module, ask.lead_weeks),
+        overflow=[] if ask.upstream is None else _overflow(trials, best, count, ask.upstream, ask),
+        network=network(trials.demand, trials.spec.name, count, trials.tried(best, count).streams),
+        basis=_basis(best, ask),
+    )
+
+
+def _option(trials: Trials, candidate: Candidate, ask: Ask) -> Option:
+    count = fewest_of(trials, candidate, ask.most)
+    price = ask.prices.get(candidate.kind)
+    came: Tried | None = None if count is None else trials.tried(candidate, count)
+    devices = None if count is None else count * candidate.degree
+    return Option(
+        kind=candidate.kind,
+        degree=candidate.degree,
+        device=candidate.device,
+        replicas=count,
+        devices=devices,
+        with_spare=None if count is None else (count + SPARE) * candidate.degree,
+        mode="" if count is None else mode_of(count),
+        attainment=None if came is None else came.attainment,
+        ttft_p95_s=None if came is None else came.ttft_p95_s,
+        itl_p95_s=None if came is None else came.itl_p95_s,
+        cost_per_h=None if devices is None or price is None else devices * price,
+        basis=candidate.basis,
+        source=candidate.source,
+    )
+
+
+def _rank(option: Option, by_cost: bool) -> tuple[float, ...]:
+    if option.devices is None or option.with_spare is None:
+        return (math.inf,)
+    paid = option.cost_per_h if by_cost and option.cost_per_h is not None else option.devices
+    return (paid, option.devices, option.with_spare)
+
+
+def _growth(trials: Trials, best: Candidate, now: int, ask: Ask) -> list[Grown]:
+    made = []
+    for factor in (1.0, *ask.growth):
+        count = now if factor == 1.0 else fewest_of(trials, best, ask.most, factor)
+        if count is None:
+            break
+        devices = (count + SPARE) * best.degree
+        peak_w = devices * draw_of(best.kind, _peak_w(best, ask)).watts(1.0)
+        price = ask.prices.get(best.kind)
+        made.append(
+            Grown(
+                factor=factor,
+                replicas=count,
+                devices=devices,
+                peak_w=peak_w,
+                heat_btu_per_h=btu_per_h(peak_w),
+                cost_per_h=None if price is None else devices * price,
+            )
+        )
+    return made
+
+
+def _failure(trials: Trials, best: Candidate, count: int) -> Failure:
+    return Failure(
+        at_s=trials.demand.busiest_s + CRASH_AFTER_S,
+        away_s=trials.spec.control.assumed_start_s,
+        none=trials.outage(best, count, crash=False),
+        without_spare=trials.outage(best, count, crash=True),
+        with_spare=trials.outage(best, count + SPARE, crash=True),
+    )
+
+
+def _power(best: Candidate, count: int, came: Tried, ask: Ask) -> Power:
+    draw = draw_of(best.kind, _peak_w(best, ask))
+    devices = (count + SPARE) * best.degree
+    # The same steps are spread over one replica more.
+    mean_w = devices * draw.watts(came.busy * count / (count + SPARE))
+    peak_w = devices * draw.watts(1.0)
+    return Power(
+        mean_w=mean_w,
+        peak_w=peak_w,
+        heat_btu_per_h=btu_per_h(peak_w),
+        kwh_per_day=mean_w * 24 / 1000,
+        joules_per_token=joules_per_token(mean_w, came.tokens_per_s),
+        source=draw.source,
+    )
+
+
+def _peak_w(candidate: Candidate, ask: Ask) -> float:
+    return ask.gpu_peak_w if candidate.device == "gpu" else ask.core_peak_w
+
+
+def _overflow(trials: Trials, best: Candidate, count: int, price: Price, ask: Ask) -> list[Overflow]:
+    """From all that the load needs down to none of it, where what is kept is within the objective."""
+    at_once = trials.tried(best, count).streams // count + 1
+    rows = sorted({round(count * part / (_ROWS - 1)) for part in range(_ROWS)}, reverse=True)
+    found = []
+    for owned in rows:
+        bought = trials.overflow(best, owned, price, at_once)
+        if bought is None:
+            continue
+        each = ask.prices.get(best.kind)
+        owned_per_h = None if each is None else owned * best.degree * each
+        found.append(
+            Overflow(
+                replicas=owned,
+                devices=owned * best.degree,
+                bought=bought,
+                owned_per_h=owned_per_h,
+                total_per_h=None if owned_per_h is None else owned_per_h + bought.cost_per_h,
+            )
+        )
+    return found
+
+
+def _basis(best: Candidate, ask: Ask) -> dict[str, str]:
+    """What each part of a plan rests on, in words that begin with it."""
+    assumed = Basis.ASSUMED.value
+    counted = f"{Basis.MEASURED.value}: counted in the requests that are replayed"
+    return {
+        "load": f"{assumed}: as described, with lengths that vary" if ask.described else counted,
+        "counts": f"{best.basis.value}: the twin, whose steps are timed by {best.source}",
+        "growth": f"{assumed}: requests like these at so many times the rate",
+        "failure": f"{assumed}: how long a start takes is control.assumed_start_s",
+        "power": f"{assumed}: {draw_of(best.kind, _peak_w(best, ask)).source}",
+        "schedule": f"{assumed}: the growth as given, devices on a line between the loads above",
+        "overflow": f"{best.basis.value}: what replicas of the twin turn away when they are full",
+        "prices": f"{assumed}: as given",
+        "streams": f"{Basis.MEASURED.value}: bytes of an event of the engine's chat stream, in a packet each",
+        "requests": f"{assumed}: 4 characters a token, 800 bytes of headers and JSON",
+    }

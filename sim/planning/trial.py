@@ -1,0 +1,238 @@
+"""A fleet of a fixed size tried on the load in the twin: what it attains, and how busy it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+import numpy as np
+
+from policy.capacity import capability
+from policy.config import Budget, Deployment, ModelSpec, Price, Upstream
+from policy.engine_model import Timing
+from policy.rungs import shipped
+from policy.scaling.static import Static, StaticParameters
+from sim.planning.candidates import Candidate
+from sim.planning.demand import Arrivals, Demand, met_alone
+from sim.planning.search import fewest
+from sim.record import HOUR_S, Outcome, Record, Requests
+from sim.twin import simulate
+from sim.world import EARTH, Crash, World
+
+# A load may begin with its busiest minute: a replica that crashes then has requests by now.
+CRASH_AFTER_S = 10.0
+
+
+class Tried(msgspec.Struct, frozen=True, kw_only=True):
+    """What came of one run.
+
+    ``attainment`` is the part of the requests within the objective. ``busy`` is the part of the time that a
+    replica had steps to run, ``tokens_per_s`` are of prompts and answers together; ``streams`` is the most
+    requests that were open at once.
+    """
+
+    attainment: float
+    ttft_p95_s: float | None
+    itl_p95_s: float | None
+    busy: float
+    tokens_per_s: float
+    streams: int
+
+
+class Overflown(msgspec.Struct, frozen=True, kw_only=True):
+    """What an upstream took of one run: the part of the requests, tokens per hour, and what these cost in it.
+
+    ``served_within`` is the part within the objective of those that the fleet kept, of which a replica had
+    ``bound`` at once, at most.
+    """
+
+    bound: int
+
+    share: float
+    input_tokens_per_h: float
+    output_tokens_per_h: float
+    cost_per_h: float
+    served_within: float
+
+
+class Outage(msgspec.Struct, frozen=True, kw_only=True):
+    """What is attained while a replica may be away, and how many answers were ``cut`` off."""
+
+    attainment: float
+    cut: int
+
+
+class Trials:
+    """Runs of one model's load on fleets of fixed sizes. Each is run once, however often it is asked for.
+
+    ``said`` hears what is tried and how far it has come, in seconds of the load and of how many.
+    """
+
+    def __init__(
+        self,
+        deployment: Deployment,
+        spec: ModelSpec,
+        arrivals: Arrivals,
+        demand: Demand,
+        *,
+        seed: int,
+        said: Callable[[str, float, float], None],
+    ) -> None:
+        self._deployment = deployment
+        self.spec = spec
+        self._arrivals = arrivals
+        self.demand = demand
+        self._seed = seed
+        self._said = said
+        self._tried: dict[tuple[str, int, float], Tried] = {}
+
+    def tried(self, candidate: Candidate, count: int, factor: float = 1.0) -> Tried:
+        """``count`` replicas at ``factor`` times the load."""
+        key = candidate.name, count, factor
+        if key not in self._tried:
+            self._tried[key] = _of(self._run(candidate, count, factor), self.spec.name, count)
+        return self._tried[key]
+
+    def meets(self, candidate: Candidate, count: int, factor: float = 1.0) -> bool:
+        """Whether as many requests are within the objective as are promised."""
+        return self.tried(candidate, count, factor).attainment >= self.spec.control.slo.attainment
+
+    def could(self, candidate: Candidate) -> bool:
+        """Whether any count could: whether requests would be within the objective if each were alone."""
+        timing = self._timing(candidate)
+        assert timing.model is not None
+        slo = self.spec.control.slo
+        return met_alone(self._arrivals(1.0), timing.model, timing.limits, slo) >= slo.attainment
+
+    def guess(self, candidate: Candidate, factor: float = 1.0) -> int:
+        """A count near which to look, by the engine model and the means of the busiest minute."""
+        load = self.demand.workload(factor)
+        able = capability(self._timing(candidate), load, self.spec.control.slo)
+        rate = able.mu or able.mu_max
+        return max(1, round(load.lam / rate)) if rate else 1
+
+    def outage(self, candidate: Candidate, count: int, *, crash: bool) -> Outage:
+        """The time of a start, from the busiest minute on; with a ``crash`` one replica is away in it."""
+        at, away_s = self.demand.busiest_s + CRASH_AFTER_S, self.spec.control.assumed_start_s
+        crashes = (Crash(at=at, model=self.spec.name),) if crash else ()
+        requests = self._run(candidate, count, 1.0, world=World(crashes=crashes)).requests[self.spec.name]
+        during = (requests.at >= at) & (requests.at < at + away_s)
+        return Outage(
+            attainment=float(np.mean(requests.met[during])) if during.any() else 1.0,
+            cut=int(np.count_nonzero(requests.outcome == Outcome.FAILED)),
+        )
+
+    def overflow(self, candidate: Candidate, count: int, price: Price, guess: int) -> Overflown | None:
+        """``count`` replicas, with an upstream of that price for what they turn away.
+
+        Replicas that are full turn requests away, so their bound is what keeps the rest within the objective:
+        it is the largest that does, looked for near ``guess``, and at most the document's. ``None`` where no
+        bound does.
+        """
+        if not count:
+            return self._all_bought(price)
+        most = candidate.shape.max_in_flight
+        if self.meets(candidate, count):
+            return self._overflown(candidate, count, price, most)
+        bounds: dict[int, Overflown] = {}
+
+        def misses(bound: int) -> bool:
+            bounds[bound] = found = self._overflown(candidate, count, price, bound)
+            return found.served_within < self.spec.control.slo.attainment
+
+        least = fewest(misses, guess, most)
+        return bounds.get(most if least is None else least - 1)
+
+    def _overflown(self, candidate: Candidate, count: int, price: Price, bound: int) -> Overflown:
+        """The same with replicas that take ``bound`` requests at once, at most."""
+        shape = msgspec.structs.replace(candidate.shape, max_in_flight=bound)
+        candidate = msgspec.structs.replace(candidate, shape=shape)
+        upstream = Upstream(
+            name="overflow", url="", models={self.spec.name: ""}, price=price, cost_cap_per_h=float("inf")
+        )
+        record = self._run(candidate, count, 1.0, upstreams=(upstream,))
+        requests = record.requests[self.spec.name]
+        gone = requests.outcome == Outcome.OVERFLOWN
+        per_h = HOUR_S / self.demand.lasts_s
+        return Overflown(
+            bound=bound,
+            share=float(np.mean(gone)),
+            input_tokens_per_h=float(requests.input_tokens[gone].sum()) * per_h,
+            output_tokens_per_h=float(requests.output_tokens[gone].sum()) * per_h,
+            cost_per_h=record.overflow_cost * per_h,
+            served_within=float(np.mean(requests.met[~gone])) if not gone.all() else 0.0,
+        )
+
+    def _all_bought(self, price: Price) -> Overflown:
+        """Every request goes to the upstream."""
+        per_h = self.demand.rps * HOUR_S
+        inputs, outputs = self.demand.input_tokens * per_h, self.demand.output_tokens * per_h
+        return Overflown(
+            bound=0,
+            share=1.0,
+            input_tokens_per_h=inputs,
+            output_tokens_per_h=outputs,
+            cost_per_h=(price.input * inputs + price.output * outputs) / 1e6,
+            served_within=0.0,
+        )
+
+    def _timing(self, candidate: Candidate) -> Timing:
+        return shipped(candidate.of(self.spec, 1), candidate.shape)
+
+    def _run(
+        self,
+        candidate: Candidate,
+        count: int,
+        factor: float,
+        *,
+        world: World = EARTH,
+        upstreams: tuple[Upstream, ...] = (),
+    ) -> Record:
+        model = candidate.of(self.spec, count)
+        fixed = msgspec.structs.replace(
+            self._deployment, models=(model,), budget=Budget(), upstreams=upstreams
+        )
+        what, ends_at = f"{count} of {candidate.name}", self.demand.lasts_s / factor
+        if factor != 1.0:
+            what += f", load x {factor:g}"
+        if upstreams:
+            what += f", {candidate.shape.max_in_flight} at once"
+        self._said(what, 0.0, ends_at)
+        return simulate(
+            fixed,
+            {model.name: Static(StaticParameters())},
+            self._arrivals(factor),
+            world=world,
+            seed=self._seed,
+            said=lambda at: self._said(what, at, ends_at),
+        )
+
+
+def _of(record: Record, model: str, count: int) -> Tried:
+    requests = record.requests[model]
+    served = requests.outcome == Outcome.SERVED
+    tokens = int(requests.input_tokens[served].sum() + requests.output_tokens[served].sum())
+    ends_at = max(record.ends_at, 1e-9)
+    return Tried(
+        attainment=float(np.mean(requests.met)),
+        ttft_p95_s=_p95(requests.ttft_s[served]),
+        itl_p95_s=_p95(requests.itl_s[served]),
+        busy=min(1.0, sum(span.busy_s for span in record.spans) / (count * ends_at)),
+        tokens_per_s=tokens / ends_at,
+        streams=_most_open(requests),
+    )
+
+
+def _p95(values: np.ndarray[tuple[int], np.dtype[np.float64]]) -> float | None:
+    known = values[np.isfinite(values)]
+    return float(np.quantile(known, 0.95)) if len(known) else None
+
+
+def _most_open(requests: Requests) -> int:
+    """The most requests that were there at once, of those that were served."""
+    served = requests.outcome == Outcome.SERVED
+    came = requests.at[served]
+    changes = np.concatenate([came, came + requests.e2e_s[served]])
+    counts = np.concatenate([np.ones(len(came), dtype=np.int64), -np.ones(len(came), dtype=np.int64)])
+    order = np.argsort(changes, kind="stable")
+    return int(np.cumsum(counts[order]).max()) if len(came) else 0

@@ -1,0 +1,1 @@
+"""The report of a comparison: one HTML file that opens without a network."""

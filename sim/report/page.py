@@ -1,0 +1,141 @@
+"""The report as one HTML file: a table, and a column of charts for each policy, on common scales."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+from xml.sax.saxutils import escape, quoteattr
+
+import numpy as np
+
+from policy.control import Objective
+from sim.report.chart import LEFT, RIGHT, WIDTH, Chart, Line, draw, hovered, scale_of
+from sim.report.figures import figures, told
+from sim.report.picture import Band, Picture
+from sim.report.style import SCRIPT, STYLE
+from sim.study import Study
+
+
+def page(study: Study) -> str:
+    """The whole file; it is well-formed XML too, and asks for nothing from anywhere."""
+    columns, values = _columns(study)
+    title = f"{', '.join(run.name for run in study.runs)} on {study.trace}"
+    # In a script nothing is escaped, and what would end it must not stand there.
+    frame = {"frame": [LEFT, RIGHT, WIDTH], "charts": values}
+    data = json.dumps(frame, separators=(",", ":")).replace("&", "\\u0026").replace("<", "\\u003c")
+    return "\n".join(
+        [
+            "<!DOCTYPE html>",
+            '<html lang="en"><head><meta charset="utf-8"/>',
+            '<meta name="viewport" content="width=device-width, initial-scale=1"/>',
+            f"<title>{escape(title)}</title><style>{STYLE}</style></head><body>",
+            f"<h1>{escape(title)}</h1>",
+            f'<p class="faint">Simulated, seed {study.seed}; {escape(told(study.bounds))}.</p>',
+            _table(study),
+            '<div class="columns">',
+            *columns,
+            '</div><div id="tip" role="status"></div>',
+            f'<script id="values" type="application/json">{data}</script>',
+            f"<script>{SCRIPT}</script></body></html>",
+            "",
+        ]
+    )
+
+
+def _table(study: Study) -> str:
+    names = "".join(f'<th scope="col">{escape(run.name)}</th>' for run in study.runs)
+    rows = []
+    for figure in figures(study.bounds):
+        cells = "".join(f"<td>{escape(figure.shown(run.summary))}</td>" for run in study.runs)
+        rows.append(f'<tr><th scope="row">{escape(figure.heading)}</th>{cells}</tr>')
+    head = f'<thead><tr><th scope="col">policy</th>{names}</tr></thead>'
+    return f'<div class="wide"><table>{head}<tbody>{"".join(rows)}</tbody></table></div>'
+
+
+def _columns(study: Study) -> tuple[list[str], dict[str, Any]]:
+    """The markup of each column, and what is to be said of an instant by the id of its chart."""
+    charts = [
+        [
+            chart
+            for picture in run.pictures
+            for chart in _charts(picture, study.objectives.get(picture.model, Objective()), len(run.pictures))
+        ]
+        for run in study.runs
+    ]
+    scales = {row[0].key: scale_of(row) for row in zip(*charts, strict=True)}
+    until = max(picture.ends_at for run in study.runs for picture in run.pictures)
+    columns, values = [], {}
+    for number, (run, each) in enumerate(zip(study.runs, charts, strict=True)):
+        parts = [f"<section aria-label={quoteattr(run.name)}><h2>{escape(run.name)}</h2>"]
+        for index, chart in enumerate(each):
+            identity = f"chart-{number}-{index}"
+            values[identity] = hovered(chart)
+            parts.append(f"<h3>{escape(chart.title)} <span>{escape(chart.unit or chart.note)}</span></h3>")
+            parts.append(draw(chart, identity, until, scales[chart.key]))
+            parts.append(_legend(chart))
+        columns.append("\n".join([*parts, "</section>"]))
+    return columns, values
+
+
+def _charts(picture: Picture, slo: Objective, models: int) -> Sequence[Chart]:
+    of = f" of {picture.model}" if models > 1 else ""
+
+    def chart(key: str, title: str, unit: str, *lines: Line, **more: Any) -> Chart:
+        return Chart(f"{picture.model} {key}", title + of, unit, lines, **more)
+
+    def line(name: str, kind: str, values: Any, *, steps: bool = False, filled: bool = False) -> Line:
+        return Line(name, kind, picture.width_s, values, steps=steps, filled=filled)
+
+    return (
+        chart("load", "Load", "requests/s", line("arrivals", "a", picture.arrivals, filled=True)),
+        chart(
+            "replicas",
+            "Replicas and mode",
+            "",
+            line("ready", "a", picture.ready, steps=True, filled=True),
+            line("starting", "b", picture.starting, steps=True),
+            line("draining", "c", picture.draining, steps=True),
+            line("wanted", "d", picture.wanted, steps=True),
+            stays=picture.stays,
+            marks=picture.marks,
+            note="triangles are decisions",
+        ),
+        chart("ttft", "Time to first token", "s", *_band(picture.ttft), log=True, limit=slo.ttft_p95_s),
+        chart("itl", "Inter-token latency", "s", *_band(picture.itl), log=True, limit=slo.itl_p95_s),
+        chart(
+            "queue",
+            "Queue",
+            "requests at once",
+            line("queued in the gateway", "b", picture.queued, filled=True),
+            line("running", "a", picture.running),
+        ),
+        chart(
+            "met",
+            "Within the objectives",
+            "% of the last minute",
+            line("met", "a", 100 * picture.met, filled=True),
+        ),
+    )
+
+
+def _band(band: Band) -> tuple[Line, ...]:
+    return (
+        Line("p99", "c", band.width_s, band.p99, above=band.p90),
+        Line("p90", "b", band.width_s, band.p90, above=band.p50),
+        Line("p50", "a", band.width_s, band.p50),
+    )
+
+
+def _legend(chart: Chart) -> str:
+    entries = [
+        f'<li><svg viewBox="0 0 22 8" aria-hidden="true"><path class="line {line.kind}" d="M0,4 22,4"/></svg>'
+        f"{escape(line.name)}{'' if np.isfinite(line.values).any() else ' (none)'}</li>"
+        for line in chart.lines
+    ]
+    if chart.limit is not None:
+        entries.append(
+            '<li><svg viewBox="0 0 22 8" aria-hidden="true"><path class="limit" d="M0,4 22,4"/></svg>'
+            f"promised {chart.limit:g} {escape(chart.unit)}</li>"
+        )
+    return f'<ul class="legend">{"".join(entries)}</ul>'

@@ -1,0 +1,83 @@
+"""Open a trace of any format that is known here: its first line says which."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from sim.trace import Arrival
+from sim.traces import azure, burstgpt, captured, mooncake, servegen
+from sim.traces.lines import Lines
+from sim.traces.objects import Objects
+from sim.traces.table import Table, cells
+
+
+class OpenTrace(Iterator[Arrival]):
+    """The requests of a trace, read as they are asked for: memory does not grow with its length.
+
+    ``format`` is its name; ``skipped`` counts requests left out so far, which the format says had failed.
+    """
+
+    def __init__(self, lines: Lines) -> None:
+        self.skipped = 0
+        self.format, self._arrivals = self._detected(lines)
+
+    def __next__(self) -> Arrival:
+        return next(self._arrivals)
+
+    def _detected(self, lines: Lines) -> tuple[str, Iterator[Arrival]]:
+        first = next(lines, None)
+        if first is None:
+            raise lines.refused("", "a trace that is not empty")
+        if first.lstrip().startswith("{"):
+            return _of_objects(lines, first)
+        header = cells(first)
+        kind = max(_TABLES, key=lambda each: len(set(each.columns) & set(header)))
+        found = set(kind.columns) & set(header)
+        if not found:
+            known = "; ".join(",".join(each.columns) for each in _TABLES)
+            raise lines.refused(first, f"JSON lines or a header with the columns of a known format: {known}")
+        if missing := [name for name in kind.columns if name not in header]:
+            raise lines.refused(first, f"{kind.name}'s column {', '.join(missing)}, too")
+        if len(set(header)) < len(header):
+            raise lines.refused(first, "columns with different names")
+        return kind.name, kind.read(Table(lines, header), self._skip)
+
+    def _skip(self) -> None:
+        self.skipped += 1
+
+
+def open_trace(path: Path) -> OpenTrace:
+    """The requests of the trace at ``path``, packed if it ends in ``.gz``, from 0 s at its first one on.
+
+    Raises :class:`policy.errors.TraceError` with the line, at once for an unknown format and otherwise when
+    that line is reached; :class:`policy.errors.ConfigError` for a file that cannot be read.
+    """
+    return OpenTrace(Lines(path))
+
+
+class _TableKind(NamedTuple):
+    name: str
+    columns: tuple[str, ...]
+    read: Callable[[Table, Callable[[], None]], Iterator[Arrival]]
+
+
+_TABLES = (
+    _TableKind("azure", azure.COLUMNS, lambda table, _: azure.read(table)),
+    _TableKind("burstgpt", burstgpt.COLUMNS, burstgpt.read),
+    _TableKind("servegen", servegen.COLUMNS, lambda table, _: servegen.read(table)),
+)
+
+
+def _of_objects(lines: Lines, first: str) -> tuple[str, Iterator[Arrival]]:
+    keys: dict[str, Any] = Objects(lines, dict[str, Any]).decoded(first)
+    if "tidegate" in keys:
+        Objects(lines, captured.CaptureHeader).decoded(first)
+        return "capture", captured.read(Objects(lines, captured.CapturedLine))
+    if keys.keys() & set(mooncake.MooncakeLine.__struct_fields__):
+        return "mooncake", mooncake.read(Objects(lines, mooncake.MooncakeLine, first))
+    known = (
+        'a header {"tidegate": "capture", ...} or Mooncake\'s keys: timestamp, input_length, output_length'
+    )
+    raise lines.refused(first, known)

@@ -1,0 +1,64 @@
+"""YAML documents that people write: read strictly, refused with the line that is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import yaml
+
+from policy.errors import ConfigError
+
+
+class _Loader(yaml.SafeLoader):
+    """The safe loader, except that a key written twice is an error instead of the last one winning."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen: set[Hashable] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if isinstance(key, Hashable):
+                if key in seen:
+                    raise yaml.MarkedYAMLError(
+                        problem=f"the key {key!r} is written twice", problem_mark=key_node.start_mark
+                    )
+                seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+def read_yaml(path: Path, key: str) -> dict[str, Any]:
+    """The mapping in the YAML (or JSON) file at ``path``, which has ``key`` at its top.
+
+    Its values are what JSON carries: what is checked is what can be stored and sent on. Raises
+    :class:`policy.errors.ConfigError` for what cannot be read, is no UTF-8, no YAML or no mapping; whether
+    the key is there is for whoever checks the content.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(str(path), error.strerror, "a file that can be read") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(str(path), f"byte {error.start}", "UTF-8 text") from None
+    decoded = _decode(path, text)
+    if not isinstance(decoded, Mapping):
+        raise ConfigError(str(path), decoded, f"a mapping with the key {key!r}")
+    try:
+        return msgspec.json.decode(msgspec.json.encode(decoded), type=dict[str, Any])
+    except (TypeError, RecursionError, msgspec.MsgspecError) as error:
+        raise ConfigError(
+            str(path), None, f"mappings with text keys, lists, text, numbers ({error})"
+        ) from None
+
+
+def _decode(path: Path, text: str) -> object:
+    try:
+        return yaml.load(text, Loader=_Loader)  # noqa: S506 - _Loader is a SafeLoader
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else str(path)
+        line = text.splitlines()[mark.line].strip() if mark and mark.line < len(text.splitlines()) else ""
+        raise ConfigError(where, line, f"valid YAML ({error.problem})") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(str(path), None, f"valid YAML ({error})") from None

@@ -1,0 +1,125 @@
+"""What the gateway tells of its requests is what the twin reads as a trace: two packages, one format."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from gateway.capture_stream import Header, Line
+from sim.trace import Arrival
+from sim.traces.captured import HEADER, CapturedLine
+from sim.traces.opening import open_trace
+from tests.gateway.test_capture import counted
+from tests.gateway.worker import Stack, until
+from tests.tidegate.replaying.endpoint import Endpoint
+from tidegate.replaying.recording import Spool, in_order
+from tidegate.replaying.running import Endpoint as Target
+from tidegate.replaying.running import capture, replay
+
+FULL = Line(1.5, 1200, 7, "alpha", "sql", "web", 5, (11, 12))
+
+
+def test_both_have_the_same_fields_and_the_same_header() -> None:
+    assert msgspec.to_builtins(Header()) == msgspec.to_builtins(HEADER)
+    assert Line.__struct_fields__ == CapturedLine.__struct_fields__
+
+
+@pytest.mark.parametrize("line", [FULL, Line(0.0, 1, 1)])
+def test_a_line_is_read_as_it_was_told(line: Line, tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_bytes(msgspec.json.encode(Header()) + b"\n" + msgspec.json.encode(line) + b"\n")
+    (arrival,) = open_trace(path)
+    assert arrival._asdict() == {**msgspec.structs.asdict(line), "at": 0.0}
+
+
+@pytest.mark.slow
+async def test_what_a_gateway_serves_becomes_a_trace(tmp_path: Path) -> None:
+    stack = Stack(tmp_path)
+    part, path = tmp_path / "part", tmp_path / "trace.jsonl"
+    try:
+        await stack.start_controller()
+        await stack.start_worker()
+        replica = await stack.replica("r0", bound=64)
+        replica.answer = counted
+        await stack.ready(replica)
+        heard = asyncio.Event()
+        with part.open("wb") as file:
+            spool = Spool(file, heard.set)
+            capturing = asyncio.create_task(capture(stack.admin_url, spool, for_s=None))
+            await heard.wait()  # the header
+            for turn in range(1, 4):
+                body = {"model": "alpha", "prompt": "a turn of words " * 300 * turn, "stream": True}
+                await stack.http.post("/v1/completions", json=body, headers={"x-session-id": "s"})
+            while spool.requests < 3:
+                heard.clear()
+                await heard.wait()
+            capturing.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await capturing
+    finally:
+        await stack.close()
+    in_order(part, path)
+    assert "words" not in path.read_text() and len(path.read_text().splitlines()) == 4
+    first, second, third = open_trace(path)
+    assert {arrival.input_tokens for arrival in (first, second, third)} == {3000}
+    assert first.session == second.session == third.session > 0
+    assert 0 < len(first.blocks) < len(second.blocks) <= len(third.blocks)
+    assert second.blocks[: len(first.blocks)] == first.blocks
+    assert json.loads(path.read_text().splitlines()[0]) == msgspec.to_builtins(Header())
+
+
+@pytest.mark.slow
+async def test_what_is_replayed_through_a_gateway_is_captured_as_it_was(tmp_path: Path) -> None:
+    blocks = [(1, 2, 3, 4), (1, 2, 3, 5), (1, 2, 6), (7, 8, 9), (1, 2, 3, 4), ()]
+    trace = [
+        Arrival(number / 100, 512 * len(known) + 300 + number, 2 + number, blocks=known)
+        for number, known in enumerate(blocks)
+    ]
+    endpoint, stack = Endpoint(), Stack(tmp_path)
+    stack.models = [{"name": "base", "engine": "external", "urls": [endpoint.url]}]
+    part, path = tmp_path / "part", tmp_path / "trace.jsonl"
+    with endpoint.served():
+        try:
+            await stack.start_worker()
+            await until(lambda: _serves(stack), "the endpoint is known")
+            heard = asyncio.Event()
+            with part.open("wb") as file:
+                spool = Spool(file, heard.set)
+                capturing = asyncio.create_task(capture(stack.admin_url, spool, for_s=None))
+                await heard.wait()
+                target = Target(stack.url)
+                await replay(trace, target, seed=1, in_flight=8, record=None, on_row=lambda _: None)
+                while spool.requests < len(trace) + 2:  # two were probes
+                    heard.clear()
+                    await heard.wait()
+                capturing.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await capturing
+        finally:
+            await stack.close()
+    in_order(part, path)
+    found = [arrival for arrival in open_trace(path) if arrival.output_tokens > 1]
+    assert [arrival[1:3] for arrival in found] == [arrival[1:3] for arrival in trace]
+    for (one, told), (other, also) in itertools.combinations(zip(trace, found, strict=True), 2):
+        # Where a block ends is reckoned from bytes: within one of them.
+        assert abs(_shared(one, other) - _shared(told, also)) <= 1
+        assert bool(_shared(one, other)) == bool(_shared(told, also))
+
+
+async def _serves(stack: Stack) -> bool:
+    return any(each["admissible"] for each in (await stack.admin.get("/admin/fleet")).json()["replicas"])
+
+
+def _shared(one: Arrival, other: Arrival) -> int:
+    """How many blocks both begin with."""
+    return sum(
+        1
+        for _ in itertools.takewhile(
+            lambda pair: pair[0] == pair[1], zip(one.blocks, other.blocks, strict=False)
+        )
+    )

@@ -1,0 +1,120 @@
+"""How far the twin can be trusted: real vLLM is calibrated, and replays what it was not calibrated on."""
+
+from __future__ import annotations
+
+import copy
+import csv
+import datetime
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from policy.model_file import ModelFile, model_file
+from tests.e2e.conftest import CHAT
+from tests.e2e.stack import ROOT, Stack
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.ray,
+    pytest.mark.long,
+    pytest.mark.timeout(2400, func_only=True),
+]
+
+TRACE = "AzureLLMInferenceTrace_conv_2023.csv"
+# Of the hour of the trace, ten minutes from its middle. Lengths are a tenth, and one in fourteen requests is
+# sent: one in two seconds, which two cores can take.
+FROM_S, MINUTES = 1500.0, 10.0
+SHORTER, FEWER = 10, 14
+LONGEST = 600
+# Relative errors of the twin, by measure and quantile.
+BOUNDS = {
+    ("ttft", "p50"): 0.20,
+    ("ttft", "p90"): 0.30,
+    ("e2e", "p50"): 0.20,
+    ("e2e", "p90"): 0.30,
+    ("itl", "p50"): 0.10,
+    ("itl", "p90"): 0.10,
+}
+
+
+@pytest.fixture(scope="module")
+def calibrated(stack: Stack, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, ModelFile]:
+    """The engine model of one replica on both cores."""
+    stack.steady(CHAT, 1)
+    out = tmp_path_factory.mktemp("calibrated") / "model.json"
+    words = ("calibrate", CHAT, "--shape", "large", "--minutes", "4", "--out", str(out))
+    done = stack.run(*words, timeout_s=900)
+    assert done.returncode in (0, 7), done.stdout + done.stderr
+    return out, model_file(json.loads(out.read_bytes()), str(out))
+
+
+def rows(folder: Path) -> Iterator[tuple[str, int, int]]:
+    """The slice of the trace, in the trace's own columns."""
+    begins: datetime.datetime | None = None
+    with (folder / TRACE).open(newline="") as file:
+        for number, row in enumerate(csv.DictReader(file)):
+            at = datetime.datetime.fromisoformat(row["TIMESTAMP"][:26])
+            begins = begins or at
+            passed_s = (at - begins).total_seconds() - FROM_S
+            if 0.0 <= passed_s < 60.0 * MINUTES and number % FEWER == 0:
+                lengths = (int(row[key]) // SHORTER for key in ("ContextTokens", "GeneratedTokens"))
+                read, written = (min(max(length, 2), LONGEST) for length in lengths)
+                yield row["TIMESTAMP"], read, written
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The slice as a file."""
+    folder = Path(os.environ.get("TIDEGATE_TRACES") or ROOT.parent / "shared" / "traces")
+    if not (folder / TRACE).exists():
+        pytest.skip(f"{folder / TRACE} is not here: set TIDEGATE_TRACES to the folder of the public traces")
+    found = tmp_path_factory.mktemp("trace") / "slice.csv"
+    with found.open("w", newline="") as file:
+        written = csv.writer(file)
+        written.writerow(["TIMESTAMP", "ContextTokens", "GeneratedTokens"])
+        written.writerows(rows(folder))
+    return found
+
+
+def test_what_was_held_out_is_predicted(calibrated: tuple[Path, ModelFile]) -> None:
+    _, found = calibrated
+    assert found.error.itl_p50 <= 0.10
+    assert found.error.ttft_p90 <= 0.20
+    assert found.engine.startswith("vllm ")
+    assert "2 of " in found.hardware
+
+
+def test_the_twin_is_as_the_live_replica(
+    stack: Stack, calibrated: tuple[Path, ModelFile], trace: Path, tmp_path: Path
+) -> None:
+    record = tmp_path / "record.jsonl"
+    url = stack.base_url.removesuffix("/v1")
+    replayed = stack.run(
+        "replay", str(trace), "--url", url, "--model", CHAT, "--record", str(record), timeout_s=1500
+    )
+    assert replayed.returncode == 0, replayed.stdout + replayed.stderr
+
+    # In the twin, too, there is this one replica and no other.
+    document: dict[str, Any] = copy.deepcopy(stack.document)
+    document["models"] = [model for model in document["models"] if model["name"] == CHAT]
+    model = document["models"][0]
+    model["modes"] = {"single-large": model["modes"]["single-large"]}
+    model["control"]["policy"] = "static"
+    alone = tmp_path / "alone.yaml"
+    alone.write_text(yaml.safe_dump(document, sort_keys=False))
+    words = ("calibrate", CHAT, "--check", str(record), "--profile", str(calibrated[0]), "-f", str(alone))
+    checked = stack.run(*words, "--json")
+    assert checked.returncode == 0, checked.stderr
+    found = json.loads(checked.stdout)
+    assert found["live"] == found["twin"] > 200
+    off = {
+        f"{measure} {quantile}": found["quantiles"][measure][quantile]
+        for (measure, quantile), bound in BOUNDS.items()
+        if abs(found["quantiles"][measure][quantile]["error"]) > bound
+    }
+    assert off == {}, checked.stdout

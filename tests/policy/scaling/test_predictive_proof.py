@@ -1,0 +1,86 @@
+"""What replicas take together is learned of what they are given and how full they are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from policy.control import Objective
+from policy.scaling.predictive import Predictive, PredictiveParameters
+from policy.scaling.proof import BACK, Proof, proved, sustained
+from policy.scaling.view import Capability, View
+from policy.signals import Shares
+from tests.policy.scaling.views import demand, late, replicas, view
+
+# A model that is pessimistic of one alone: it keeps up with 8 and takes 4 within the objective.
+PESSIMISTIC = Capability(mu=4.0, mu_max=8.0, kv_tokens=100_000, seats=64)
+
+
+def seen(at: float, load: float = 12.0, kv_used: float = 0.4, count: int = 3, **more: Any) -> View:
+    figures = replicas(count, kv_used=kv_used)
+    return view(demand(load, **more), at=at, count=count, figures=figures, capability=PESSIMISTIC)
+
+
+def after(*views: View) -> Proof:
+    proof = None
+    for each in views:
+        proof = proved(proof, each)
+    assert proof is not None
+    return proof
+
+
+def test_what_fills_less_of_the_cache_than_it_may_is_not_all_that_a_replica_takes() -> None:
+    """Four requests per second each fill 0.5: at 0.8 of the cache it were 6.4, the most that is believed."""
+    proof = after(*(seen(at, kv_used=0.5) for at in range(0, 600, 5)))
+    assert proof.rate == pytest.approx(4.0)
+    assert proof.used == pytest.approx(0.5)
+    assert sustained(proof, seen(600.0), 4.0, 0.8) == pytest.approx(6.4)
+    assert sustained(proof, seen(600.0), 4.0, 0.6) == pytest.approx(4.8)
+
+
+def test_it_is_never_less_than_what_one_takes_alone_nor_more_than_it_keeps_up_with() -> None:
+    idle = after(*(seen(at, load=3.0, kv_used=0.1) for at in range(0, 600, 5)))
+    assert sustained(idle, seen(600.0), 4.0, 0.8) == 4.0
+    roomy = after(*(seen(at, kv_used=0.05) for at in range(0, 600, 5)))
+    assert sustained(roomy, seen(600.0), 4.0, 0.85) == pytest.approx(0.85 * 8.0)
+    exact = Capability(mu=4.0, mu_max=4.0 / 0.85, kv_tokens=100_000, seats=64)
+    limited = msgspec.structs.replace(seen(600.0), capability=exact)
+    assert sustained(roomy, limited, 4.0, 0.85) == pytest.approx(4.0)
+
+
+@pytest.mark.parametrize(
+    "signs",
+    [{"ttft": late(1.6)}, {"itl": late(0.09)}, {"met": Shares(ttft=0.98, both=0.98)}],
+    ids=["ttft", "itl", "met"],
+)
+def test_latencies_near_the_objective_take_back_some_of_what_was_given(signs: dict[str, Any]) -> None:
+    slo = Objective(ttft_p95_s=2.0, itl_p95_s=0.1)
+    calm = [msgspec.structs.replace(seen(at, load=15.0), slo=slo) for at in range(0, 600, 5)]
+    worse = msgspec.structs.replace(seen(600.0, load=15.0, **signs), slo=slo)
+    assert sustained(after(*calm), worse, 4.0, 0.85) > 5.0
+    assert sustained(after(*calm, worse), worse, 4.0, 0.85) == pytest.approx(BACK * 5.0)
+
+
+def test_another_mode_has_to_prove_itself_and_so_has_who_shows_nothing() -> None:
+    proof = after(*(seen(at) for at in range(0, 600, 5)))
+    other = msgspec.structs.replace(seen(600.0), mode="single-large")
+    assert sustained(proof, other, 4.0, 0.85) == 4.0
+    assert proved(proof, other).mode == "single-large"
+    assert sustained(proved(None, view(demand(12.0), figures=())), seen(5.0), 4.0, 0.85) == 4.0
+    assert sustained(None, seen(0.0), 4.0, 0.85) == 4.0
+
+
+def test_a_fleet_that_proves_to_take_more_is_smaller() -> None:
+    """Twelve requests per second are four replicas by the model and its margin; two fill half a cache."""
+
+    def asked(caches: float) -> int:
+        policy, memory, count = Predictive(PredictiveParameters()), None, 4
+        for at in range(0, 900, 5):
+            proposal = policy.decide(seen(float(at), kv_used=caches / count, count=count), memory)
+            memory, count = proposal.memory, proposal.count
+        return count
+
+    assert asked(2.6) == 4
+    assert asked(1.0) == 2

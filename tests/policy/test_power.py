@@ -1,0 +1,40 @@
+"""What devices draw: between idle and peak, and what follows in heat and energy."""
+
+from __future__ import annotations
+
+import pytest
+
+from policy.power import DRAWS, btu_per_h, draw_of, joules_per_token
+from policy.profiles import PROFILES
+
+
+@pytest.mark.parametrize("kind", DRAWS)
+def test_a_device_draws_more_the_busier_it_is(kind: str) -> None:
+    draw = DRAWS[kind]
+    idle, half, peak = (draw.watts(busy) for busy in (0.0, 0.5, 1.0))
+    assert 0.0 < idle < half < peak
+    assert half == pytest.approx((idle + peak) / 2)
+    assert peak == pytest.approx(draw.peak_w + draw.host_w)
+    assert "assumed" in draw.source
+
+
+def test_a_full_server_draws_what_its_data_sheet_says() -> None:
+    assert 8 * DRAWS["h100"].watts(1.0) == pytest.approx(10_200.0)
+    assert 8 * DRAWS["a100"].watts(1.0) == pytest.approx(6500.0)
+
+
+def test_every_kind_that_ships_a_profile_of_hardware_has_a_draw() -> None:
+    kinds = {name.partition("-")[0] for name in PROFILES} - {"sim"}
+    assert kinds == set(DRAWS)
+
+
+def test_a_kind_that_is_not_known_draws_what_the_budget_says() -> None:
+    draw = draw_of("tpu", 200.0)
+    assert draw.watts(1.0) == 200.0 and 0.0 < draw.watts(0.0) < 200.0
+    assert "200 W" in draw.source
+
+
+def test_heat_and_energy() -> None:
+    assert btu_per_h(1000.0) == pytest.approx(3412.142)
+    assert joules_per_token(700.0, 1400.0) == 0.5
+    assert joules_per_token(700.0, 0.0) is None

@@ -1,0 +1,31 @@
+"""What a model's section of the document means to the router."""
+
+from __future__ import annotations
+
+from policy.config import Adapters, ModelSpec
+from policy.control import Control, Objective
+from policy.pace import GENERIC
+from policy.routing_settings import START_SHARE, settings_of
+
+
+def test_what_the_document_says_becomes_settings() -> None:
+    spec = ModelSpec(
+        name="m",
+        profile="cpu-smollm2-135m",
+        adapters=Adapters(slots_per_replica=3),
+        control=Control(slo=Objective(ttft_p95_s=2.0, itl_p95_s=0.1)),
+    )
+    found = settings_of(spec)
+    assert (found.start_s, found.itl_s, found.slots) == (START_SHARE * 2.0, 0.1, 3)
+    assert found.assumed.limits.max_num_batched_tokens == 128
+
+
+def test_what_it_leaves_open_is_unbounded() -> None:
+    bare = settings_of(ModelSpec(name="bare"))
+    assert bare.assumed is GENERIC
+    assert (bare.start_s, bare.slots) == (float("inf"), Adapters().slots_per_replica)
+
+
+def test_a_profile_that_fits_no_single_card_is_taken_at_the_least_degree() -> None:
+    found = settings_of(ModelSpec(name="m", profile="h100-70b")).assumed
+    assert found.model is not None and found.model.degree == 4

@@ -1,0 +1,106 @@
+"""Who listens to the steps of a model's engines hears what they tell from then on, and no other model's."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+
+import httpx
+import msgspec
+import pytest
+
+from policy.errors import TargetError
+from policy.reports import EngineReport, StepSample
+from policy.types import Beat, Load, Replica, ReplicaState
+from serve import listening
+from serve.api import build_app
+from serve.control import Controller
+from serve.listening import Listeners, Told
+from store.state import SECRET_HEADER
+from tests.serve.plane import Plane
+from tests.serve.sim_documents import document
+
+REPORT = EngineReport(steps=(StepSample(3, 8.0, 100.0, 8.0, 0.01),), hardware="a machine")
+
+
+def beat(model: str = "m", engine: EngineReport | None = REPORT, **over: object) -> Beat:
+    replica = Replica(
+        id="r1", model=model, shape="small", generation=2, state=ReplicaState.READY, load=Load(at=0.0)
+    )
+    return Beat(replica=msgspec.structs.replace(replica, **over), engine=engine)
+
+
+@asynccontextmanager
+async def hearing(listeners: Listeners) -> AsyncIterator[AsyncIterator[Told]]:
+    """Somebody who listens to ``m``, and was told so."""
+    async with aclosing(listeners.listen("m", silent_s=1e-3)) as told:
+        assert await anext(told) == Told()
+        yield told
+
+
+async def test_reports_of_ready_replicas_of_the_model_are_heard() -> None:
+    listeners = Listeners()
+    listeners.tell(beat())  # nobody listens yet
+    async with hearing(listeners) as told:
+        listeners.tell(beat("other"))
+        listeners.tell(beat(engine=None))
+        listeners.tell(beat(state=ReplicaState.STARTING))
+        listeners.tell(beat())
+        assert await anext(told) == Told(replica="r1", shape="small", generation=2, engine=REPORT)
+
+
+async def test_silence_is_heard_too() -> None:
+    async with hearing(Listeners()) as told:
+        assert await anext(told) == Told()
+
+
+async def test_a_slow_listener_loses_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listening, "MOST", 2)
+    listeners = Listeners()
+    async with hearing(listeners) as told:
+        for name in ("a", "b", "c"):
+            listeners.tell(beat(id=name))
+        assert [(await anext(told)).replica, (await anext(told)).replica] == ["b", "c"]
+
+
+async def test_who_has_gone_is_told_nothing() -> None:
+    listeners = Listeners()
+    async with hearing(listeners):
+        pass
+    assert listeners.deaf
+    listeners.tell(beat())
+
+
+async def test_the_controller_passes_heartbeats_on(plane: Plane) -> None:
+    await plane.up(document())
+    async with hearing(plane.controller.listeners) as told:
+        plane.controller.beat(beat(shape="small", generation=1))
+        assert (await anext(told)).engine == REPORT
+
+
+async def test_nobody_listens_to_a_model_that_is_none(plane: Plane) -> None:
+    await plane.up(document())
+    with pytest.raises(TargetError):
+        plane.controller.steps("nobody")
+    transport = httpx.ASGITransport(build_app(plane.controller, "s"))
+    async with httpx.AsyncClient(
+        transport=transport, base_url="http://c", headers={SECRET_HEADER: "s"}
+    ) as client:
+        assert (await client.get("/steps", params={"model": "nobody"})).status_code == 409
+        assert (await client.get("/steps")).status_code == 400
+
+
+async def test_the_stream_is_lines_of_what_was_told(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def finite(controller: Controller, model: str) -> AsyncIterator[Told]:
+        yield Told()
+        yield Told(replica=model, engine=REPORT)
+
+    await plane.up(document())
+    monkeypatch.setattr(Controller, "steps", finite)
+    transport = httpx.ASGITransport(build_app(plane.controller, "s"))
+    async with httpx.AsyncClient(
+        transport=transport, base_url="http://c", headers={SECRET_HEADER: "s"}
+    ) as client:
+        answer = await client.get("/steps", params={"model": "m"})
+    lines = [msgspec.json.decode(line, type=Told) for line in answer.content.splitlines()]
+    assert lines == [Told(), Told(replica="m", engine=REPORT)]

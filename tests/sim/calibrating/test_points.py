@@ -1,0 +1,76 @@
+"""Which load points a replica gets: within its bounds and the time there is, and spread."""
+
+from __future__ import annotations
+
+import pytest
+
+from policy.engine_model import Slo
+from policy.profiles import PROFILES, profile
+from sim.calibrating.points import POINTS, Point, planned
+
+
+def points(
+    name: str = "sim-small", degree: int = 1, point_s: float = 10.0, slo: Slo | None = None
+) -> list[Point]:
+    found = profile(name)
+    limits = found.limits(degree)
+    return planned(
+        found.model.at_degree(degree),
+        limits,
+        max_model_len=min(found.max_model_len, limits.kv_tokens),
+        bound=128,
+        point_s=point_s,
+        slo=slo or Slo(),
+    )
+
+
+@pytest.mark.parametrize("name", [name for name in PROFILES if name != "l4-70b"])
+def test_every_shipped_engine_gets_points_that_fit_it(name: str) -> None:
+    degree = 4 if name.endswith("70b") else 1
+    found, limits = profile(name), profile(name).limits(degree)
+    planned_points = points(name, degree)
+    assert 6 <= len(planned_points) <= POINTS
+    for point in planned_points:
+        assert point.concurrency <= min(128, limits.max_num_seqs)
+        assert point.concurrency * (point.input_tokens + point.output_tokens) <= limits.kv_tokens
+        assert point.input_tokens + point.output_tokens <= found.max_model_len
+    assert {point.held for point in planned_points} == {True, False}
+
+
+def test_of_each_length_the_lightest_and_the_heaviest_are_fitted() -> None:
+    found = points()
+    for length in {point.input_tokens for point in found}:
+        ordered = sorted(point for point in found if point.input_tokens == length)
+        assert not ordered[0].held
+        assert not ordered[-1].held
+
+
+def test_light_and_heavy_take_turns() -> None:
+    clients = [point.concurrency for point in points()]
+    assert clients != sorted(clients)
+    assert clients.index(max(clients)) < len(clients) - 1
+
+
+def test_with_less_time_answers_are_shorter_and_heavy_points_fewer() -> None:
+    short, long = points("cpu-smollm2-135m", point_s=2.0), points("cpu-smollm2-135m", point_s=20.0)
+    assert max(p.concurrency * p.input_tokens for p in short) < max(
+        p.concurrency * p.input_tokens for p in long
+    )
+
+
+def test_clients_beside_each_other_stay_within_what_is_promised() -> None:
+    model, limits = profile("sim-small").model, profile("sim-small").limits(1)
+    slo = Slo(ttft_s=0.05, itl_s=0.004)
+    found = points(slo=slo)
+    assert len(found) < len(points())
+    for point in found:
+        if point.concurrency > 1:
+            in_kv = point.concurrency * point.input_tokens
+            assert model.step_time(point.concurrency, in_kv, point.concurrency) <= slo.itl_s
+            assert model.prefill_s(in_kv, limits.max_num_batched_tokens) <= slo.ttft_s
+    assert any(point.concurrency == 1 and point.input_tokens > 1000 for point in found)
+
+
+def test_a_point_says_what_it_is() -> None:
+    assert Point(1, 16, 64).said == "1 client, 16 tokens in, 64 out"
+    assert Point(2, 16, 64).said == "2 clients, 16 tokens in, 64 out"

@@ -1,0 +1,36 @@
+"""Live and twin beside each other, in numbers and drawn."""
+
+from __future__ import annotations
+
+import math
+from xml.etree import ElementTree
+
+import pytest
+
+from sim.calibrating.plot import curves
+from sim.calibrating.quantiles import compare
+
+LIVE = {"ttft": [float(i) for i in range(101)], "itl": [math.nan, 0.02]}
+
+
+def test_errors_are_of_the_twin_and_signed() -> None:
+    found = compare(LIVE, {"ttft": [2.0 * i for i in range(101)], "itl": [0.01]})
+    assert (found["ttft"]["p50"].live, found["ttft"]["p50"].twin) == (50.0, 100.0)
+    assert found["ttft"]["p90"].error == pytest.approx(1.0)
+    assert found["itl"]["p99"].error == pytest.approx(-0.5)
+
+
+def test_what_one_of_them_has_not_is_left_out() -> None:
+    assert list(compare(LIVE, {"ttft": [1.0], "itl": [math.nan]})) == ["ttft"]
+
+
+def test_nothing_live_makes_no_error() -> None:
+    assert compare({"ttft": [0.0]}, {"ttft": [1.0]})["ttft"]["p50"].error == 0.0
+
+
+def test_the_plot_has_two_curves_for_each_measure() -> None:
+    root = ElementTree.fromstring(curves("a <title>", LIVE, {"ttft": [0.0, 3.0], "itl": [0.01]}))  # noqa: S314
+    lines = root.findall("{http://www.w3.org/2000/svg}polyline")
+    assert len(lines) == 4
+    texts = [text.text for text in root.findall("{http://www.w3.org/2000/svg}text")]
+    assert {"a <title>", "TTFT", "ITL", "live", "twin"} <= set(texts)

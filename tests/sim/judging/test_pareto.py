@@ -1,0 +1,90 @@
+"""Fronts and what is read off them, by hand and as laws."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sim.judging.pareto import Point, averaged, dominates, front, hours_at, ratios
+
+# Rounded, so that points tie.
+POINTS = st.lists(
+    st.tuples(st.integers(0, 20), st.integers(1, 20)).map(lambda drawn: Point(drawn[0] / 20, drawn[1])),
+    max_size=12,
+)
+LADDER = (Point(0.90, 8.0, "thrifty"), Point(0.98, 10.0, "usual"), Point(1.0, 14.0, "careful"))
+
+
+def test_the_front_leaves_out_who_is_dominated() -> None:
+    worse = [Point(0.97, 10.0), Point(0.98, 12.0), Point(0.85, 8.0)]
+    assert front([*worse, *LADDER]) == LADDER
+
+
+@pytest.mark.slow
+@given(POINTS)
+def test_a_front_is_what_nothing_dominates(points: list[Point]) -> None:
+    found = front(points)
+    for point in points:
+        better = [
+            other
+            for other in points
+            if other.attainment >= point.attainment and other.gpu_hours <= point.gpu_hours and other != point
+        ]
+        assert (point in found) == (not better)
+    assert list(found) == sorted(found, key=lambda each: (each.attainment, each.gpu_hours))
+
+
+@pytest.mark.parametrize(
+    ("attainment", "hours"), [(0.99, 12.0), (0.98, 10.0), (0.94, 9.0), (0.5, 8.0), (1.0, 14.0)]
+)
+def test_hours_are_read_off_the_lines_between_points(attainment: float, hours: float) -> None:
+    assert hours_at(LADDER, attainment) == pytest.approx(hours)
+
+
+def test_what_nobody_attains_has_no_hours() -> None:
+    assert hours_at(LADDER[:2], 0.99) is None
+    assert hours_at([], 0.0) is None
+
+
+def test_a_dent_is_bridged() -> None:
+    assert hours_at([Point(0.9, 8.0), Point(0.95, 20.0), Point(1.0, 10.0)], 0.95) == pytest.approx(9.0)
+
+
+@pytest.mark.slow
+@given(POINTS, st.floats(0, 1), st.floats(0, 1))
+def test_to_attain_more_never_takes_less(points: list[Point], one: float, other: float) -> None:
+    low, high = hours_at(points, min(one, other)), hours_at(points, max(one, other))
+    assert high is None or (low is not None and low <= high + 1e-9)
+
+
+@pytest.mark.slow
+@given(POINTS, st.floats(0, 1))
+def test_who_is_dominated_changes_nothing(points: list[Point], attainment: float) -> None:
+    assert hours_at(points, attainment) == pytest.approx(hours_at(front(points), attainment), nan_ok=True)
+
+
+def test_who_takes_less_for_the_same_dominates() -> None:
+    dearer = [point._replace(gpu_hours=point.gpu_hours + 1.0) for point in LADDER]
+    assert dominates(LADDER, dearer)
+    assert not dominates(dearer, LADDER)
+    assert not dominates(LADDER, LADDER)
+    # Who never attains it is dominated by who does, however cheap.
+    assert dominates(dearer, LADDER[:2])
+    assert not dominates(LADDER[:2], dearer)
+    assert dominates(LADDER[:2], dearer, at=0.95)
+
+
+def test_settings_are_averaged_over_the_seeds() -> None:
+    one, other = [Point(0.5, 8.0, "a"), Point(1.0, 10.0, "b")], [Point(1.0, 6.0, "a"), Point(1.0, 12.0, "b")]
+    assert averaged({1: one, 2: other}) == (Point(0.75, 7.0, "a"), Point(1.0, 11.0, "b"))
+    with pytest.raises(ValueError, match=r"seed 2 was run at \['a'\], expected \['a', 'b'\]"):
+        averaged({1: one, 2: other[:1]})
+
+
+def test_seeds_are_compared_in_pairs() -> None:
+    ours = {1: [Point(0.99, 9.0)], 2: [Point(0.99, 18.0)], 3: [Point(0.5, 1.0)]}
+    theirs = {1: [Point(0.99, 10.0)], 2: [Point(0.99, 20.0)], 3: [Point(0.99, 20.0)]}
+    assert ratios(ours, theirs) == {1: pytest.approx(0.9), 2: pytest.approx(0.9), 3: None}
+    with pytest.raises(ValueError, match=r"seeds \[1, 2, 3\] and \[1\]: expected the same"):
+        ratios(ours, {1: theirs[1]})

@@ -1,0 +1,69 @@
+"""Every built-in policy has a ladder of settings that a document may choose, from careful to thrifty."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from policy.scaling.choice import NAMES, choose
+from policy.scaling.predictive import PredictiveParameters
+from sim.judging.sweeps import LADDERS, Full, ladder
+
+FULL = Full(at_once=20.0, kv_used=0.4, least=4, most=16)
+
+
+def rungs(name: str, full: Full = FULL) -> list[Any]:
+    """The parameters of each rung, as the document's reader takes them."""
+    chosen = [choose("policy", choice) for choice in ladder(name, full)]
+    assert {each.name for each in chosen} == {name}
+    return [each.parameters for each in chosen]
+
+
+def test_every_policy_has_one() -> None:
+    assert tuple(LADDERS) == NAMES
+    with pytest.raises(KeyError):
+        ladder("custom", FULL)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_two_rungs_are_alike(name: str) -> None:
+    found = rungs(name)
+    assert len(found) == 7
+    assert all(one != other for i, one in enumerate(found) for other in found[i + 1 :])
+
+
+def test_counts_go_down_from_the_most() -> None:
+    assert [each.replicas for each in rungs("static")] == [16, 14, 12, 10, 8, 6, 4]
+    assert [each.replicas for each in rungs("static", Full(at_once=1.0, kv_used=0.1, least=2, most=4))] == [
+        4,
+        3,
+        2,
+    ]
+
+
+def test_rivals_are_turned_around_what_a_full_replica_shows() -> None:
+    targets = [each.target for each in rungs("target_tracking")]
+    assert targets == sorted(targets)
+    assert targets[0] == pytest.approx(10.0)
+    assert 20.0 in targets
+    assert [each.concurrency * each.utilisation for each in rungs("panic_window")] == targets
+    full = [each.kv * each.scale_up for each in rungs("token_saturation")]
+    assert full == sorted(full)
+    assert 0.4 in [pytest.approx(each) for each in full]
+
+
+def test_no_cache_takes_more_than_it_holds() -> None:
+    crowded = Full(at_once=20.0, kv_used=0.95, least=4, most=16)
+    taken = [each.kv for each in rungs("token_saturation", crowded)]
+    assert taken[-1] == 1.0
+    assert len(set(taken)) == len(taken) < 7
+
+
+def test_predictive_grows_thriftier_and_has_the_shipped_setting() -> None:
+    found = rungs("predictive")
+    assert PredictiveParameters() in found
+    care = [(each.quantile, each.margin, -each.down) for each in found]
+    assert care == sorted(care, reverse=True)
+    for part in zip(*care, strict=True):
+        assert list(part) == sorted(part, reverse=True)

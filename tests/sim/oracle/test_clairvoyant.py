@@ -1,0 +1,158 @@
+"""The plan of whole replicas, against every plan there is, and as the policy that asks for it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from policy.errors import TargetError
+from policy.scaling.view import Capability, Supply, View
+from policy.signals import Signals
+from sim.oracle.clairvoyant import Clairvoyant, clairvoyant
+from sim.oracle.drops import needed
+from sim.oracle.layers import Plan, dropped, layered
+from sim.oracle.problem import Problem
+from sim.oracle.relaxation import lower_bound
+from tests.sim.oracle.loads import ATTAINED, LEADS, LOADS, cheapest, problem
+
+NEEDS = st.lists(st.integers(0, 4), min_size=1, max_size=12)
+
+
+def plan(needs: list[int], lead_s: float) -> Plan:
+    return layered(np.array(needs), 5.0, lead_s)
+
+
+def test_a_layer_stays_through_a_gap_of_the_lead_and_leaves_a_longer_one() -> None:
+    assert plan([1, 0, 0, 1], lead_s=10.0) == Plan((0.0,), (1,), 20.0, 20.0)
+    assert plan([1, 0, 0, 1], lead_s=9.0) == Plan((0.0, 5.0, 6.0), (1, 0, 1), 20.0, 19.0)
+
+
+def test_a_start_is_issued_the_lead_ahead() -> None:
+    assert plan([1, 1, 1, 1, 2, 1], lead_s=7.0) == Plan((0.0, 13.0, 25.0), (1, 2, 1), 30.0, 30.0 + 12.0)
+
+
+def test_who_is_needed_before_a_start_could_be_ready_is_there_from_the_beginning() -> None:
+    assert plan([0, 2, 0], lead_s=60.0) == Plan((0.0, 10.0), (2, 0), 15.0, 20.0)
+
+
+def test_nobody_is_needed() -> None:
+    assert plan([0, 0], lead_s=60.0) == Plan((0.0,), (0,), 10.0, 0.0)
+
+
+@pytest.mark.slow
+@given(NEEDS, LEADS)
+def test_the_cost_is_what_the_steps_take(needs: list[int], lead_s: float) -> None:
+    found = plan(needs, lead_s)
+    widths = np.diff([*found.at, found.ends_at])
+    assert found.replica_s == pytest.approx(float(widths @ np.array(found.counts)))
+    assert found.mean == pytest.approx(found.replica_s / (5.0 * len(needs)))
+
+
+@pytest.mark.slow
+@given(NEEDS, LEADS)
+def test_who_is_needed_is_there_since_the_lead_before(needs: list[int], lead_s: float) -> None:
+    found = plan(needs, lead_s)
+    for index, need in enumerate(needs):
+        for at in (5.0 * index, 5.0 * index + 4.9, max(0.0, 5.0 * index - lead_s + 0.01)):
+            assert found.count_at(at) >= need
+
+
+@pytest.mark.slow
+@given(NEEDS, st.floats(0, 70), st.floats(0, 30))
+def test_the_most_within_a_while_is_that_of_its_instants(needs: list[int], at: float, for_s: float) -> None:
+    found = plan(needs, 7.0)
+    instants = [at, *(begin for begin in found.at if at <= begin < at + for_s)]
+    assert found.most_within(at, for_s) == max(found.count_at(instant) for instant in instants)
+
+
+@pytest.mark.slow
+@given(LOADS.filter(lambda tenths: len(tenths) <= 5), LEADS, st.integers(0, 1))
+def test_no_plan_that_serves_all_costs_less(tenths: list[int], lead_s: float, least: int) -> None:
+    asked = problem(tenths, lead_s, attainment=1.0, least=least)
+    assert clairvoyant(asked).replica_s == pytest.approx(cheapest(asked))
+
+
+@pytest.mark.slow
+@given(LOADS.filter(lambda tenths: len(tenths) <= 4), LEADS, ATTAINED)
+def test_drops_are_allowed_and_never_cost_more_than_to_serve_all(
+    tenths: list[int], lead_s: float, attainment: float
+) -> None:
+    asked = problem(tenths, lead_s, attainment)
+    needs = needed(asked.load, asked)
+    assert dropped(asked.load, needs) <= asked.spare + 1e-9
+    cost = layered(needs, asked.bin_s, lead_s).replica_s
+    assert cheapest(asked) - 1e-9 <= cost <= clairvoyant(problem(tenths, lead_s)).replica_s + 1e-9
+
+
+@pytest.mark.parametrize(
+    ("tenths", "lead_s", "attainment", "expected"),
+    [
+        # The lonely bin costs 20 s of a start and its own 5, the shallow one 5; only one of them fits.
+        ([11, 10, 10, 10, 10, 0, 0, 0, 0, 0, 1], 20.0, 0.98, [2, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0]),
+        # Both fit.
+        ([11, 10, 10, 10, 10, 0, 0, 0, 0, 0, 1], 20.0, 0.96, [1, 1, 1, 1, 1, 0, 0, 0, 0, 0, 0]),
+        # A tenth at the edge of a stretch is worth a bin, in its middle nothing while the layer stays.
+        ([20, 11, 20, 11], 10.0, 0.98, [2, 2, 2, 1]),
+        # Everything may go but for whom the mode keeps.
+        ([10, 20], 10.0, 0.0, [0, 0]),
+    ],
+)
+def test_drops_go_where_they_save_most(
+    tenths: list[int], lead_s: float, attainment: float, expected: list[int]
+) -> None:
+    asked = problem(tenths, lead_s, attainment)
+    assert needed(asked.load, asked).tolist() == expected
+
+
+def test_what_may_wait_is_spread() -> None:
+    asked = problem([0, 0, 20, 0, 0], lead_s=5.0, wait_s=5.0)
+    # One replica for two bins, started 5 s before.
+    assert clairvoyant(asked) == Plan((0.0, 5.0, 20.0), (0, 1, 0), 25.0, 15.0)
+
+
+def test_bounds_hold_and_too_few_are_refused() -> None:
+    assert clairvoyant(problem([5, 30, 5], attainment=0.7, least=1, most=2)).counts == (1, 2, 1)
+    with pytest.raises(TargetError, match=r"2 replicas of 2 requests per second cannot serve 0\.9 of"):
+        clairvoyant(problem([5, 30, 5], attainment=0.9, most=2))
+
+
+def test_at_size_the_drops_are_near_the_bound() -> None:
+    """Ten replicas for ten minutes with noise: whole replicas and whole stretches cost 3 % together."""
+    noise = np.random.default_rng(1)
+    rate = 20 + 8 * np.sin(np.arange(120) / 12)
+    asked = Problem(demand=noise.poisson(5 * rate).astype(np.float64), bin_s=5.0, mu=2.0, lead_s=30.0)
+    ratio = clairvoyant(asked).replica_s / lower_bound(asked).replica_s
+    assert 1.0 <= ratio < 1.03
+
+
+def view(at: float, least: int = 0, most: int = 8) -> View:
+    return View(
+        at=at,
+        tick_s=5.0,
+        model="m",
+        mode="small",
+        count=1,
+        least=least,
+        most=most,
+        supply=Supply(),
+        signals=Signals(),
+        capability=Capability(mu=1.0, mu_max=1.0),
+        lead_s=30.0,
+    )
+
+
+def test_the_policy_asks_before_it_would_be_late() -> None:
+    policy = Clairvoyant(Plan((0.0, 13.0, 25.0), (1, 2, 1), 30.0, 42.0), began_at=1000.0)
+    asked = {
+        at: policy.decide(view(1000.0 + at), None).count for at in (0.0, 5.0, 10.0, 15.0, 20.0, 25.0, 99.0)
+    }
+    assert asked == {0.0: 1, 5.0: 1, 10.0: 2, 15.0: 2, 20.0: 2, 25.0: 1, 99.0: 1}
+
+
+def test_the_policy_stays_within_the_mode_and_leaves_it_alone() -> None:
+    policy = Clairvoyant(Plan((0.0,), (5,), 30.0, 150.0))
+    assert policy.decide(view(0.0, most=3), None).count == 3
+    assert policy.decide(view(0.0, least=6), None).count == 6
+    assert policy.decide(view(0.0), None).fixed

@@ -1,0 +1,136 @@
+"""The page is well-formed, draws every series, says every decision, and asks for nothing from anywhere."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from xml.etree import ElementTree
+
+import pytest
+
+from policy.control import Objective
+from sim.bounds import Bounds
+from sim.record import Record
+from sim.report.page import page
+from sim.report.picture import pictures
+from sim.study import Run, Study
+from sim.summary import summarise
+from tests.sim.records import record, requests
+
+BOUNDS = Bounds(lower_gpu_hours=0.8, achievable_gpu_hours=0.9)
+CHARTS = ("Load", "Replicas and mode", "Time to first token", "Inter-token latency", "Queue", "Within")
+SERIES = (
+    ["arrivals"],
+    ["ready", "starting", "draining", "wanted"],
+    ["p99", "p90", "p50"],
+    ["p99", "p90", "p50"],
+    ["queued in the gateway", "running"],
+    ["met"],
+)
+
+
+def study(*records: Record, bounds: Bounds = BOUNDS) -> Study:
+    runs = tuple(
+        Run(f"policy <{i}>", summarise(each, bounds.lower_gpu_hours), pictures(each))
+        for i, each in enumerate(records)
+    )
+    return Study("a & b.csv", 3, bounds, {"m": Objective(ttft_p95_s=1.5)}, runs)
+
+
+def parsed(text: str) -> ElementTree.Element:
+    return ElementTree.fromstring(text)  # noqa: S314 - written above
+
+
+@pytest.fixture(scope="module")
+def text() -> str:
+    return page(study(record(), record(minutes=20)))
+
+
+def test_it_is_one_file_that_needs_no_other(text: str) -> None:
+    root = parsed(text)
+    assert not re.search(r"//\w|url\(|@import|<link|src=", text)
+    assert "prefers-color-scheme: dark" in text and root.get("lang") == "en"
+    assert root.findtext("head/title") == "policy <0>, policy <1> on a & b.csv"
+
+
+def test_there_is_a_column_for_each_policy_and_every_series_in_it(text: str) -> None:
+    root = parsed(text)
+    sections = root.findall(".//section")
+    assert [section.findtext("h2") for section in sections] == ["policy <0>", "policy <1>"]
+    values = json.loads(root.findtext(".//script[@id='values']") or "")["charts"]
+    for section in sections:
+        charts = section.findall("svg")
+        assert len(charts) == len(CHARTS)
+        for chart, title, names in zip(charts, CHARTS, SERIES, strict=True):
+            assert (chart.get("aria-label") or "").startswith(title)
+            drawn = [path for path in chart.findall("path") if (path.get("class") or "").startswith("line")]
+            assert len(drawn) == len(names) and all(
+                re.match(r"M[\d.]+,", path.get("d") or "") for path in drawn
+            )
+            assert [line["name"] for line in values[chart.get("id") or ""]] == names
+        legends = ["".join(entry.itertext()) for entry in section.findall("ul/li")]
+        assert legends == [name for names in SERIES[:3] for name in names] + ["promised 1.5 s"] + [
+            name for names in SERIES[3:] for name in names
+        ]
+
+
+def test_decisions_are_marks_that_the_keyboard_reaches_too(text: str) -> None:
+    marks = parsed(text).findall(".//g[@class='mark']")
+    assert len(marks) == 4 and all(mark.get("tabindex") == "0" for mark in marks)
+    said = marks[0].findtext("title") or ""
+    assert "up to 3 requests/s <are> expected & need 5" in said and "step: 5 → 2, at most doubled" in said
+
+
+def test_modes_are_tinted_where_there_are_several(text: str) -> None:
+    titles = [rect.findtext("title") for rect in parsed(text).findall(".//rect")]
+    assert (
+        "multi-replica from 0:00:00 to 0:05:00" in titles and "single-large from 0:05:00 to 0:10:00" in titles
+    )
+
+
+def test_all_columns_have_one_time_axis_and_one_scale(text: str) -> None:
+    root = parsed(text)
+    assert {chart.get("data-until") for chart in root.findall(".//svg[@class='chart']")} == {"1200"}
+    for index in range(len(CHARTS)):
+        ticks = [
+            [tick.text for tick in root.findall(f".//svg[@id='chart-{column}-{index}']/text[@class='tick']")]
+            for column in (0, 1)
+        ]
+        assert ticks[0] == ticks[1]
+
+
+def test_the_table_is_on_top_and_has_the_bounds(text: str) -> None:
+    rows = {
+        row.findtext("th"): [cell.text for cell in row.findall("td")] for row in parsed(text).findall(".//tr")
+    }
+    assert rows["attainment"] == ["99.67%", "99.83%"]
+    assert rows["over the lower bound"] == ["1.25x", "1.25x"]
+    assert rows["over the clairvoyant plan"] == ["1.11x", "1.11x"]
+    assert "at least 0.800 GPU-hours, 0.900 by a clairvoyant plan" in text
+
+
+def test_without_bounds_the_page_says_so() -> None:
+    text = page(study(record(), bounds=Bounds(why="not asked for")))
+    assert "no bounds: not asked for" in text and "over the lower bound" not in text
+
+
+def test_a_run_in_which_nothing_happened_is_drawn_too() -> None:
+    root = parsed(page(study(Record(ends_at=0.0, requests={"m": requests([], [])}))))
+    assert "ready (none)" in ["".join(entry.itertext()) for entry in root.findall(".//li")]
+
+
+def test_several_models_have_charts_of_their_own() -> None:
+    one = record()
+    both = replace(one, requests={"m": one.requests["m"], "n": requests([1.0], [0.5])})
+    labels = [chart.get("aria-label") or "" for chart in parsed(page(study(both))).findall(".//section/svg")]
+    assert [label.partition(" over")[0] for label in labels if label.startswith("Load")] == [
+        "Load of m",
+        "Load of n",
+    ]
+
+
+@pytest.mark.slow
+def test_it_stays_small() -> None:
+    # Half a megabyte for a day under five policies: it is sent around.
+    assert len(page(study(*[record(minutes=1440)] * 5))) < 600_000

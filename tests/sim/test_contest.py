@@ -1,0 +1,135 @@
+"""Every policy on the same ground, and how what came of it is ranked."""
+
+from __future__ import annotations
+
+from datetime import datetime, timedelta
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
+import pytest
+
+from policy.scaling.predictive import PredictiveParameters
+from sim.contest.field import PLANNED, heats, laps, rungs, said
+from sim.contest.ground import MODEL, Ground, Half, ground_of
+from sim.contest.heat import PLAN, Heat, Lap, ran
+from sim.contest.picture import picture
+from sim.contest.sizing import Size, sized
+from sim.contest.standing import stood
+from sim.judging.judge import Score
+from sim.judging.sweeps import Full
+
+SIZE = Size(mu=0.5, factor=1.0, full=Full(at_once=9.0, kv_used=0.6, least=8, most=18))
+BEGAN = datetime(2023, 11, 16, 18, 15)
+
+
+def trace(folder: Path, requests: int = 400, each_s: float = 1.0, tokens: int = 500) -> Path:
+    rows = [f"{BEGAN + timedelta(seconds=i * each_s)},{tokens + i % 7},20" for i in range(requests)]
+    path = folder / "trace.csv"
+    path.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]) + "\n")
+    return path
+
+
+def test_the_second_half_is_judged_as_a_whole_and_the_first_without_its_beginning(tmp_path: Path) -> None:
+    path = trace(tmp_path, 4000)
+    first, second = (ground_of(path, half) for half in (Half.TUNE, Half.JUDGE))
+    assert first.lasts_s == pytest.approx(3999.0)
+    assert (first.begins_s, first.stretch.since, first.stretch.until) == (0.0, 300.0, 1999.5)
+    assert (second.begins_s, second.stretch.since, second.stretch.until) == (1699.5, 300.0, 2299.5)
+    arrivals = second.arrivals(1.0, 0)
+    assert 0.0 <= arrivals[0].at < 10.0
+    assert 2280.0 < arrivals[-1].at < 2299.5
+
+
+def test_long_prompts_get_a_card_that_holds_them(tmp_path: Path) -> None:
+    short = ground_of(trace(tmp_path), Half.TUNE)
+    long = ground_of(trace(tmp_path, tokens=9000), Half.TUNE)
+    assert (short.profile, long.profile) == ("l4-8b", "h100-8b")
+    scale = {"hold_s": 5.0}
+    control = short.deployment(30.0, scale).model(MODEL).control
+    assert (control.assumed_start_s, control.scale.hold_s, control.slo.attainment) == (30.0, 5.0, 0.99)
+
+
+def test_all_run_on_the_same_arrivals_and_the_shipped_setting_is_among_them(tmp_path: Path) -> None:
+    ground = ground_of(trace(tmp_path), Half.TUNE)
+    field = heats(ground, SIZE, ["static", "predictive"], leads_s=[30.0, 120.0], seeds=range(2))
+    assert len(field) == 2 * 2 * (len(PLANNED) + len(rungs("static", SIZE)) + len(rungs("predictive", SIZE)))
+    usual = PredictiveParameters()
+    shipped = f"quantile {usual.quantile:.3g}, margin {usual.margin:.3g}, down {usual.down:.3g}"
+    assert any(heat.setting.startswith(shipped) for heat in field)
+    assert len(rungs("predictive", SIZE, 3)) < len(rungs("predictive", SIZE))
+    assert said("static") == ""
+    assert said({"static": {"replicas": 3}}) == "replicas 3"
+
+
+def lap(ground: Ground, name: str, setting: str, *, hours: float, attained: float, seed: int = 0) -> Lap:
+    score = Score(
+        attainment=attained,
+        gpu_hours=hours,
+        ttft_p50_s=0.3,
+        ttft_p99_s=1.2,
+        itl_p95_s=0.1,
+        goodput_rps=4.0,
+        goodput_per_gpu_hour=1000.0,
+        recovery_s=30.0,
+        switches=0,
+        requests=1000,
+        failed=0,
+    )
+    mu = 0.5 if name == PLAN else 0.0
+    heat = Heat(ground, 1.0, 30.0, seed, name, setting, {"static": {"replicas": 1}}, mu)
+    return Lap(heat, score, *((0.9 * hours, 0.8 * hours) if mu else ()))
+
+
+def test_policies_are_compared_where_they_attain_the_same(tmp_path: Path) -> None:
+    ground = ground_of(trace(tmp_path), Half.TUNE)
+    seeds = (0, 1)
+    table = stood(
+        [
+            *(lap(ground, PLAN, "cheap", hours=3.0, attained=0.95, seed=seed) for seed in seeds),
+            *(lap(ground, PLAN, "dear", hours=4.0, attained=0.995, seed=seed) for seed in seeds),
+            *(lap(ground, "predictive", "a", hours=4.4, attained=0.995, seed=seed) for seed in seeds),
+            *(lap(ground, "predictive", "b", hours=4.0, attained=0.985, seed=seed) for seed in seeds),
+            *(lap(ground, "static", "a", hours=6.0, attained=0.999, seed=seed) for seed in seeds),
+            *(lap(ground, "panic_window", "a", hours=3.5, attained=0.9, seed=seed) for seed in seeds),
+        ]
+    )
+    (oracle,) = table.oracles
+    assert (oracle.gpu_hours, oracle.plan_gpu_hours, oracle.attainment) == (4.0, 3.6, 0.995)
+    ours, static, panic = table.standings
+    # Half of the time at each of its settings.
+    assert ours.gpu_hours == pytest.approx(4.2)
+    assert ours.oracle_ratio == pytest.approx(1.05)
+    assert ours.lower_ratio == pytest.approx(4.2 / 3.2)
+    assert (ours.setting, ours.dominated) == ("a", None)
+    assert ours.regret is not None
+    split = ours.regret
+    whole = split.forecast_s + split.lead_s + split.integrality_s + split.fluid_s
+    assert whole == pytest.approx(4.2 * 3600.0)
+    assert (static.dominated, static.oracle_ratio) == (True, 1.5)
+    assert (panic.gpu_hours, panic.dominated, panic.attainment, panic.regret) == (None, True, 0.9, None)
+    drawn = ET.fromstring(picture("A < B", table, 0.99))  # noqa: S314 - our own
+    assert len(drawn.findall("{http://www.w3.org/2000/svg}polyline")) == 3
+
+
+def test_without_a_plan_that_keeps_the_promise_nothing_is_compared(tmp_path: Path) -> None:
+    ground = ground_of(trace(tmp_path), Half.TUNE)
+    with pytest.raises(ValueError, match=r"no plan attains 0\.99, the best one 0\.9"):
+        stood([lap(ground, PLAN, "cheap", hours=3.0, attained=0.9)])
+
+
+@pytest.mark.slow
+def test_a_plan_and_a_policy_run_and_run_alike_in_another_process(tmp_path: Path) -> None:
+    ground = ground_of(trace(tmp_path, each_s=0.5), Half.TUNE)
+    size = sized(ground, 30.0)
+    assert 7.0 < size.factor * 2.0 / size.mu < 13.0
+    assert 0.0 < size.full.kv_used <= 1.0
+    plan = Heat(ground, size.factor, 30.0, 0, PLAN, "plan", mu=size.mu)
+    policy = Heat(ground, size.factor, 30.0, 0, "static", "ten", {"static": {"replicas": 10}})
+    alone = ran(plan), ran(policy)
+    assert alone[0].score.attainment > 0.9
+    assert 0 < alone[0].lower_hours <= alone[0].plan_hours
+    stretch = ground.stretch
+    assert alone[1].score.gpu_hours == pytest.approx(10 * (stretch.until - stretch.since) / 3600, rel=0.01)
+    ended: list[Lap] = []
+    assert tuple(laps([plan, policy], 1, ended.append)) == alone
+    assert len(ended) == 2

@@ -1,0 +1,345 @@
+"""A replica's engine in virtual time: leaps are steps, nothing is lost or early, and queues obey theory."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass, field
+from unittest import mock
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from policy.engine_model import EngineModel, Limits, Timing
+from policy.stepping import Scheduler
+from sim.engine import Engine, Event, Job, Kind
+
+MODEL = EngineModel(o=0.001, w=0.002, c=2e-5, g=1e-5, r=1e-5)
+TIMING = Timing(limits=Limits(max_num_batched_tokens=64, max_num_seqs=4, kv_tokens=2000), model=MODEL)
+
+
+@dataclass
+class Told:
+    """What a play saw: events, and what the engine said of itself in between."""
+
+    events: list[Event] = field(default_factory=list)
+    facts: list[object] = field(default_factory=list)
+    submitted: dict[int, float] = field(default_factory=dict)
+    gone: set[int] = field(default_factory=set)
+    busy_s: float = 0.0
+
+
+def play(seed: int) -> Told:
+    """A random engine with random arrivals, aborts, paces and crashes, until nothing is left."""
+    rng = random.Random(seed)  # noqa: S311 - no secret is drawn
+    limits = Limits(
+        max_num_batched_tokens=rng.choice([3, 16, 64]),
+        max_num_seqs=rng.choice([1, 2, 4, 8]),
+        kv_tokens=rng.choice([130, 300, 2000]),
+    )
+    engine = Engine(
+        Timing(limits=limits, model=MODEL),
+        slots=2,
+        adapter_load_s=0.05,
+        prefix_tokens=rng.choice([None, 4096]),
+    )
+    told, at = Told(), 0.0
+    for number in range(rng.randint(1, 40)):
+        at += rng.choice([0.0, rng.expovariate(50.0), rng.expovariate(3.0)])
+        told.events += engine.advance(at)
+        what = rng.random()
+        if what < 0.75:
+            blocks = (1, 2)[: rng.randint(0, 2)]
+            adapter = rng.choice(["", "", "a", "b", "c", "d"])
+            engine.submit(Job(number, rng.randint(1, 60), rng.randint(1, 60), adapter, blocks), at)
+            told.submitted[number] = at
+        elif what < 0.85:
+            victim = rng.randrange(number + 1)
+            if engine.abort(victim):
+                told.gone.add(victim)
+        elif what < 0.95:
+            engine.slow(rng.choice([0.5, 1.0, 2.0]), at)
+        elif what < 0.97:
+            told.gone.update(engine.crash())
+        assert 0.0 <= engine.kv_used <= 1.0
+        assert engine.in_flight == engine.running + engine.waiting + engine.deferred
+        told.facts += [engine.running, engine.waiting, engine.deferred, engine.kv_used, engine.tokens]
+        told.facts += [engine.pending_tokens, engine.adapters, engine.adapter_loads, engine.preempted]
+    while (at := engine.next_at()) < math.inf:
+        told.events += engine.advance(at)
+    assert (engine.in_flight, engine.kv_used, engine.pending_tokens) == (0, 0.0, 0)
+    told.busy_s = engine.busy_s
+    return told
+
+
+@pytest.mark.slow
+@given(st.integers(0, 2**32))
+def test_leaping_is_stepping(seed: int) -> None:
+    leapt = play(seed)
+    with mock.patch.object(Scheduler, "alike", lambda _: 0):
+        stepped = play(seed)
+    assert leapt.facts == stepped.facts
+    assert [(e.number, e.kind, e.cached_tokens) for e in leapt.events] == [
+        (e.number, e.kind, e.cached_tokens) for e in stepped.events
+    ]
+    times = [instant for event in stepped.events for instant in (event.at, event.first_at)]
+    assert [instant for event in leapt.events for instant in (event.at, event.first_at)] == pytest.approx(
+        times, rel=1e-9
+    )
+    assert leapt.busy_s == pytest.approx(stepped.busy_s, rel=1e-9)
+
+
+@given(st.integers(0, 2**32))
+def test_every_request_ends_once_and_no_event_is_early(seed: int) -> None:
+    told = play(seed)
+    first = {event.number: event.at for event in told.events if event.kind is Kind.FIRST}
+    done = [event for event in told.events if event.kind is Kind.DONE]
+    assert sorted(event.number for event in done) == sorted(told.submitted.keys() - told.gone)
+    assert len(told.events) == len(first) + len(done)
+    assert [event.at for event in told.events] == sorted(event.at for event in told.events)
+    assert all(at > told.submitted[number] for number, at in first.items())
+    assert all(event.first_at == first[event.number] <= event.at for event in done)
+
+
+@pytest.mark.slow
+@given(st.integers(0, 2**32))
+def test_the_same_calls_have_the_same_events(seed: int) -> None:
+    one, other = play(seed), play(seed)
+    assert repr(one) == repr(other)
+
+
+@given(st.lists(st.tuples(st.floats(0, 0.1), st.integers(1, 60)), min_size=1, max_size=12), st.booleans())
+def test_how_often_it_is_asked_changes_nothing(jobs: list[tuple[float, int]], often: bool) -> None:
+    engine, at, events = Engine(TIMING), 0.0, []
+    for number, (gap, tokens) in enumerate(jobs):
+        at += gap
+        while often and (due := engine.next_at()) < at:
+            events += engine.advance(due)
+            assert engine.kv_used <= 1.0 and engine.tokens >= 0
+        engine.submit(Job(number, tokens, tokens), at)
+    events += engine.advance(at + 1000.0)
+    fresh = Engine(TIMING)
+    at = 0.0
+    for number, (gap, tokens) in enumerate(jobs):
+        at += gap
+        fresh.submit(Job(number, tokens, tokens), at)
+    assert events == fresh.advance(at + 1000.0)
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 0.05), st.integers(1, 40)), min_size=2, max_size=20),
+    st.integers(1, 60),
+    st.sampled_from([110, 200, 1000]),
+)
+def test_equal_prompts_have_their_first_tokens_in_the_order_they_came(
+    jobs: list[tuple[float, int]], prompt: int, kv_tokens: int
+) -> None:
+    limits = Limits(max_num_batched_tokens=32, max_num_seqs=4, kv_tokens=kv_tokens)
+    engine, at = Engine(Timing(limits=limits, model=MODEL)), 0.0
+    for number, (gap, output) in enumerate(jobs):
+        at += gap
+        engine.submit(Job(number, prompt, output), at)
+    first = [event.number for event in engine.advance(at + 1000.0) if event.kind is Kind.FIRST]
+    assert first == list(range(len(jobs)))
+
+
+def drained(engine: Engine) -> list[Event]:
+    events: list[Event] = []
+    while (at := engine.next_at()) < math.inf:
+        events += engine.advance(at)
+    return events
+
+
+def test_golden_one_request_takes_its_steps() -> None:
+    engine = Engine(TIMING)
+    engine.submit(Job(7, 100, 11), 2.0)
+    first, done = drained(engine)
+    prefill = MODEL.step_time(64, 64, 1) + MODEL.step_time(36, 100, 1)
+    decodes = sum(MODEL.step_time(1, 100 + i, 1) for i in range(1, 11))
+    assert (first.kind, first.number, done.kind, done.number) == (Kind.FIRST, 7, Kind.DONE, 7)
+    assert first.at == pytest.approx(2.0 + prefill)
+    assert done.at == pytest.approx(2.0 + prefill + decodes)
+    assert done.first_at == first.at
+    assert engine.tokens == 110
+    assert engine.busy_s == pytest.approx(prefill + decodes)
+
+
+def test_who_comes_during_a_leap_joins_at_the_end_of_the_step_under_way() -> None:
+    engine = Engine(TIMING)
+    engine.submit(Job(1, 10, 50), 0.0)
+    first = engine.next_at()
+    while not (events := engine.advance(first)):
+        first = engine.next_at()
+    steps = [MODEL.step_time(1, 10 + i, 1) for i in range(1, 50)]
+    engine.submit(Job(2, 10, 1), events[0].at + sum(steps[:7]) + steps[7] / 2)
+    joined = events[0].at + sum(steps[:8])
+    done = drained(engine)[0]
+    assert done.number == 2
+    assert done.at == pytest.approx(joined + MODEL.step_time(11, 10 + 8 + 1 + 10, 2))
+
+
+def test_all_who_come_at_one_instant_start_together() -> None:
+    engine = Engine(TIMING)
+    for number in range(3):
+        engine.submit(Job(number, 10, 1), 1.0)
+        assert engine.next_at() > 1.0
+    assert [event.at for event in drained(engine)] == [pytest.approx(1.0 + MODEL.step_time(30, 30, 3))] * 6
+
+
+def test_a_slow_engine_takes_so_many_times_as_long_from_the_next_step_on() -> None:
+    engine = Engine(TIMING)
+    engine.submit(Job(1, 10, 2), 0.0)
+    prefill, decode = MODEL.step_time(10, 10, 1), MODEL.step_time(1, 11, 1)
+    engine.slow(3.0, prefill / 2)
+    assert [event.at for event in drained(engine)] == pytest.approx([prefill, prefill + 3 * decode])
+
+
+def test_an_abort_frees_what_it_held_and_leaves_no_event() -> None:
+    engine = Engine(TIMING)
+    engine.submit(Job(1, 10, 50), 0.0)
+    engine.submit(Job(2, 10, 5), 0.0)
+    engine.tell(0.001)
+    assert engine.abort(1) and not engine.abort(1)
+    assert (engine.in_flight, engine.running) == (1, 1)
+    assert {event.number for event in drained(engine)} == {2}
+    assert (engine.in_flight, engine.kv_used) == (0, 0.0)
+
+
+def test_a_crash_loses_everybody_and_it_can_begin_again() -> None:
+    engine = Engine(TIMING, slots=1, adapter_load_s=0.5)
+    for number in range(6):
+        engine.submit(Job(number, 10, 50, "a" if number == 5 else ""), 0.0)
+    engine.tell(0.25)
+    assert engine.crash() == [0, 1, 2, 3, 4, 5]
+    assert (engine.in_flight, engine.kv_used, engine.pending_tokens, engine.adapters) == (0, 0.0, 0, ())
+    assert engine.next_at() == math.inf
+    assert engine.busy_s == pytest.approx(0.25)
+    assert engine.adapter_loads == 1
+    engine.submit(Job(0, 10, 1), 1.0)
+    assert [event.number for event in drained(engine)] == [0, 0]
+
+
+def test_a_prompt_that_was_there_before_takes_less() -> None:
+    timing = Timing(limits=Limits(max_num_batched_tokens=9000, max_num_seqs=4, kv_tokens=9000), model=MODEL)
+    engine = Engine(timing, slots=2, adapter_load_s=0.0, prefix_tokens=9000)
+    cached = []
+    for number, adapter in enumerate(["", "", "sql"]):
+        engine.submit(Job(number, 1100, 1, adapter, (1, 2, 3 + number)), float(number))
+        events = engine.advance(number + 1.0)
+        cached.append([event.cached_tokens for event in events])
+    assert cached == [[0, 0], [1024, 1024], [0, 0]]
+    assert engine.tokens == 1100 + 76 + 1100
+
+
+def test_the_load_of_an_adapter_holds_the_steps_up_and_others_pass_who_waits() -> None:
+    engine = Engine(TIMING, slots=1, adapter_load_s=0.5)
+    engine.submit(Job(1, 10, 100, "a"), 0.0)
+    assert (engine.deferred, engine.running, engine.adapters) == (1, 0, ())
+    engine.tell(0.4)
+    assert (engine.adapters, engine.adapter_loads) == ((), 1)
+    engine.submit(Job(2, 10, 1), 0.4)
+    engine.tell(0.5)
+    engine.submit(Job(3, 10, 1, "b"), 0.51)
+    events = drained(engine)
+    assert [(event.number, event.kind) for event in events] == [
+        (2, Kind.FIRST),
+        (1, Kind.FIRST),
+        (2, Kind.DONE),
+        (1, Kind.DONE),
+        (3, Kind.FIRST),
+        (3, Kind.DONE),
+    ]
+    step = MODEL.step_time(20, 20, 2)
+    assert events[0].at == events[1].at == pytest.approx(0.5 + step)
+    # The slot is in use until the first is done; then it is loaded anew, and nothing else is done meanwhile.
+    assert events[4].at == pytest.approx(events[3].at + 0.5 + MODEL.step_time(10, 10, 1))
+    assert engine.adapters == ("b",)
+
+
+@pytest.mark.parametrize(
+    ("job", "reason"),
+    [
+        (Job(0, 10, 10), "already here"),
+        (Job(1, 0, 10), "nothing"),
+        (Job(1, 10, 0), "nothing"),
+        (Job(1, 1990, 12), "needs 2001 of 2000"),
+        (Job(1, 10, 10, "sql"), "no slots"),
+    ],
+)
+def test_what_cannot_be_is_refused(job: Job, reason: str) -> None:
+    engine = Engine(TIMING)
+    engine.submit(Job(0, 10, 10), 0.0)
+    with pytest.raises(ValueError, match=reason):
+        engine.submit(job, 0.0)
+    assert engine.in_flight == 1
+    assert {event.number for event in drained(engine)} == {0}
+
+
+def test_time_does_not_go_back_and_needs_coefficients() -> None:
+    engine = Engine(TIMING)
+    engine.tell(2.0)
+    with pytest.raises(ValueError, match=r"1\.0 s after 2\.0 s"):
+        engine.advance(1.0)
+    with pytest.raises(ValueError, match="coefficients"):
+        Engine(Timing(limits=TIMING.limits))
+
+
+# One request at a time, whose steps take STEP_S each: a queue of which theory knows the mean wait.
+STEP_S = 0.002
+
+
+def served(arrivals: NDArray[np.float64], steps: NDArray[np.int64], step_s: float) -> NDArray[np.float64]:
+    """How long each request waited until it began."""
+    limits = Limits(max_num_batched_tokens=1, max_num_seqs=1, kv_tokens=10**9)
+    model = EngineModel(o=step_s, w=0.0, c=0.0, g=0.0, r=0.0)
+    engine = Engine(Timing(limits=limits, model=model))
+    for number, (at, tokens) in enumerate(zip(arrivals.tolist(), steps.tolist(), strict=True)):
+        engine.submit(Job(number, 1, tokens), at)
+    done = np.zeros(len(arrivals))
+    for event in engine.advance(float(arrivals[-1]) + 1e6):
+        done[event.number] = event.at
+    waits: NDArray[np.float64] = done - arrivals - steps * step_s
+    return waits
+
+
+def mean_wait(
+    waits: NDArray[np.float64], service: NDArray[np.float64], gaps: NDArray[np.float64], moments: list[float]
+) -> float:
+    """The mean of ``waits``, with what is known to have mean 0 regressed out of the means of batches.
+
+    ``moments`` are the means of service, its square, gaps, and their square. A gap follows its wait and a
+    service time does not depend on it, so their products with it have the product's mean.
+    """
+    known = [
+        service - moments[0],
+        service**2 - moments[1],
+        gaps - moments[2],
+        gaps**2 - moments[3],
+        waits * (service - moments[0]),
+        waits * (gaps - moments[2]),
+    ]
+    batches = np.column_stack([each.reshape(-1, 400).mean(axis=1) for each in known if each.any()])
+    design = np.column_stack([np.ones(len(batches)), batches])
+    return float(np.linalg.lstsq(design, waits.reshape(-1, 400).mean(axis=1))[0][0])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("load", [0.5, 0.8])
+@pytest.mark.parametrize("spread", [0, 1], ids=["M/D/1", "M/M/1"])
+def test_queues_wait_as_theory_says(spread: int, load: float) -> None:
+    rng = np.random.default_rng(1)
+    count = 60_000
+    gaps = rng.exponential(1.0 / load, count + 1)
+    step_s = STEP_S if spread else 1.0
+    steps = rng.geometric(step_s, count) if spread else np.ones(count, np.int64)
+    waits = served(np.cumsum(gaps[:-1]), steps, step_s)
+    moments = [1.0, 1.0 + spread, 1.0 / load, 2.0 / load**2]
+    wait = mean_wait(waits, np.asarray(steps * step_s), gaps[1:], moments)
+    assert wait == pytest.approx((1 + spread) / 2 * load / (1.0 - load), rel=0.02)
+    # And each on its own: the wait and service of the one before, less the time between the two.
+    assert waits[1:] == pytest.approx(
+        np.maximum(0.0, waits[:-1] + steps[:-1] * step_s - gaps[1:-1]), abs=1e-6
+    )

@@ -1,0 +1,102 @@
+"""The placement in virtual time: what replicas say becomes a plan, and what they hold; and the twin by it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from policy.config import Deployment
+from policy.engine_model import Timing
+from policy.key import key_of
+from policy.parsing import parse
+from policy.placement import Host
+from policy.profiles import profile
+from policy.scaling.choice import choose, make
+from sim.adapters import LOAD_S, PROFILE, traffic
+from sim.arrivals import arrivals
+from sim.guard_rule import GuardRule
+from sim.placed import Placed
+from sim.placing import Placing
+from sim.play import Outcome, play
+from sim.policy import Equipment, Policy
+from sim.record import Record
+from sim.rivals import LeastLoaded, ServeMultiplex
+from sim.trace import Arrival
+from sim.twin import simulate
+from sim.world import World
+
+REPLICAS, SLOTS = 4, 8
+
+
+def test_what_is_asked_for_is_held_somewhere_after_a_plan_and_one_more_beat() -> None:
+    placing = Placing(LOAD_S, key_of)
+    rules = {name: GuardRule() for name in ("r0", "r1")}
+    for second in range(10):
+        for adapter in "abc":
+            rules["r0"].asked(adapter, float(second))
+    for name, rule in rules.items():
+        placing.beat(name, rule, 3, 10.0)
+        assert not rule.news, "it is said once"
+    placing.replan([Host(id=name, key=key_of(name), slots=8) for name in rules], 10.0)
+    assert {home.name for home in placing.plan.homes} == set("abc")
+    assert all(rule.ahead((), (), free=True, at=10.0) is None for rule in rules.values())
+    for name, rule in rules.items():
+        placing.beat(name, rule, 3, 10.5)
+    first = {name: rule.ahead((), (), free=True, at=10.5) for name, rule in rules.items()}
+    assert first == {name: next(iter(held), None) for name, held in placing.plan.hold.items()}
+    assert set(first.values()) & set("abc")
+
+
+def deployment() -> Deployment:
+    """The benchmark's replicas, as a document says it."""
+    model = {
+        "name": "m",
+        "engine": "sim",
+        "sim": {"profile": PROFILE},
+        "shapes": {"small": {"cpus": 1}},
+        "modes": {"multi-replica": {"shape": "small", "replicas": {"min": REPLICAS, "max": REPLICAS}}},
+        "adapters": {"slots_per_replica": SLOTS},
+    }
+    return parse({"models": [model]})
+
+
+def twin(requests: list[Arrival]) -> Record:
+    policies = {"m": make(choose("policy", "static"))}
+    return simulate(deployment(), policies, requests, world=World(adapter_load_s=LOAD_S))
+
+
+def played(name: str, requests: list[Arrival], seed: int) -> Outcome:
+    found = profile(PROFILE)
+    equipment = Equipment(Timing(limits=found.limits(1), model=found.model), SLOTS, LOAD_S)
+    rng = random.Random(seed)  # noqa: S311 - chance, not secrecy
+    policies: dict[str, Policy] = {
+        "placement": Placed(REPLICAS, rng, equipment),
+        "least_loaded": LeastLoaded(REPLICAS, rng),
+        "serve_multiplex": ServeMultiplex(REPLICAS, rng),
+    }
+    return play(policies[name], equipment, requests, REPLICAS)
+
+
+def asked(requests: int, seed: int) -> list[Arrival]:
+    return arrivals(
+        traffic(adapters=1000, exponent=1.0, rate=100.0, requests=requests, together=1.5, seed=seed)
+    )
+
+
+@pytest.mark.slow
+def test_one_trace_is_one_run_of_adapters() -> None:
+    requests = asked(1000, 1)
+    one, other = twin(requests), twin(requests)
+    assert one.adapter_loads == other.adapter_loads > 0
+    assert one.requests["m"].e2e_s.tobytes() == other.requests["m"].e2e_s.tobytes()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2])
+def test_the_twin_loads_as_often_as_the_benchmark_of_placement_and_less_than_its_rivals(seed: int) -> None:
+    requests = asked(4000, seed)
+    loads = twin(requests).adapter_loads
+    assert loads == pytest.approx(played("placement", requests, seed).loads, rel=0.05)
+    assert loads <= 0.7 * played("least_loaded", requests, seed).loads
+    assert loads <= 0.7 * played("serve_multiplex", requests, seed).loads

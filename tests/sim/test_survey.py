@@ -1,0 +1,28 @@
+"""A survey counts what each model is asked for."""
+
+from __future__ import annotations
+
+from sim.survey import survey
+from sim.trace import Arrival
+
+
+def test_requests_are_counted_by_model_and_second() -> None:
+    found = survey(
+        iter(
+            [
+                Arrival(0.2, 10, 1),
+                Arrival(0.9, 20, 2),
+                Arrival(3.5, 30, 3, model="n", adapter="a", blocks=(1,)),
+            ]
+        ),
+        "m",
+    )
+    assert found.ends_at == 3.5 and list(found.loads) == ["m", "n"]
+    one, other = found.loads["m"], found.loads["n"]
+    assert (one.requests, one.input_tokens, one.output_tokens, one.related) == (2, 30, 3, False)
+    assert dict(one.seconds) == {0: 2} and dict(other.seconds) == {3: 1} and other.related
+    assert (one.adapted, other.adapted) == (0, 1)
+
+
+def test_an_empty_trace_has_no_load() -> None:
+    assert survey([], "m").loads == {}

@@ -1,0 +1,76 @@
+"""Laws of workloads that are made of others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count, islice, pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sim.trace import BLOCK_TOKENS, Arrival
+from sim.workloads import mixed, scaled, sliced
+
+TRACE = [Arrival(float(i), 100 + i, 10 + i) for i in range(10)]
+
+
+def endless() -> Iterator[Arrival]:
+    return (Arrival(float(i), 1, 1) for i in count())
+
+
+def test_a_slice_begins_at_zero_and_leaves_out_its_end() -> None:
+    assert list(sliced(TRACE, 2.5, 5.0)) == [Arrival(0.5, 103, 13), Arrival(1.5, 104, 14)]
+    assert list(sliced(TRACE, 8.0)) == [Arrival(0.0, 108, 18), Arrival(1.0, 109, 19)]
+
+
+def test_nothing_is_read_before_it_is_asked_for() -> None:
+    assert len(list(sliced(endless(), 5.0, 8.0))) == 3
+    assert next(scaled(endless(), rate=2.0)).at == 0.0
+    assert [each.at for each in islice(mixed([endless(), endless()]), 4)] == [0.0, 0.0, 1.0, 1.0]
+
+
+def test_the_same_requests_come_faster_and_longer() -> None:
+    made = list(scaled(TRACE, rate=4.0, input_scale=0.5, output_scale=2.0))
+    assert made[9] == Arrival(2.25, round(109 * 0.5), 38)
+    (least,) = scaled([Arrival(0.0, 3, 3)], input_scale=0.01, output_scale=0.01)
+    assert (least.input_tokens, least.output_tokens) == (1, 1)
+
+
+@given(
+    shared=st.integers(0, 40),
+    own=st.integers(0, 40),
+    scale=st.floats(0.05, 8.0),
+)
+def test_prompts_share_the_same_part_when_they_are_scaled(shared: int, own: int, scale: float) -> None:
+    prompts = [
+        Arrival(
+            0.0,
+            (shared + own) * BLOCK_TOKENS + 1,
+            1,
+            blocks=(*range(shared), *range(1000 * n, 1000 * n + own)),
+        )
+        for n in (1, 2)
+    ]
+    one, other = scaled(prompts, input_scale=scale)
+    assert len(one.blocks) * BLOCK_TOKENS == pytest.approx(one.input_tokens, abs=1.5 * BLOCK_TOKENS)
+    assert len(one.blocks) <= -(-one.input_tokens // BLOCK_TOKENS)
+    same = [a == b for a, b in zip(one.blocks, other.blocks, strict=True)]
+    assert same == sorted(same, reverse=True)  # a prefix
+    assert sum(same) == pytest.approx(min(shared * scale, len(same)), abs=1.0)
+    assert len(set(one.blocks)) == len(one.blocks)
+
+
+@given(st.lists(st.lists(st.floats(0.0, 100.0)), max_size=4))
+def test_a_mix_has_all_in_order(instants: list[list[float]]) -> None:
+    made = list(mixed([Arrival(at, 1, 1) for at in sorted(each)] for each in instants))
+    assert sorted(each.at for each in made) == sorted(at for each in instants for at in each)
+    assert all(one.at <= other.at for one, other in pairwise(made))
+
+
+def test_a_mix_shares_no_conversation_and_no_prefix() -> None:
+    trace = [Arrival(0.0, 600, 1, session=1, blocks=(1, 2)), Arrival(1.0, 600, 1, blocks=((1 << 63) - 1,))]
+    a, b, alone, other = mixed([trace, trace])
+    assert a.session != b.session and alone.session == other.session == 0
+    assert not set(a.blocks) & set(b.blocks) and alone.blocks != other.blocks
+    assert all(0 <= block < 1 << 63 for each in (a, b, alone, other) for block in each.blocks)

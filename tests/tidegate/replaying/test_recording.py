@@ -1,0 +1,60 @@
+"""A capture becomes a trace: in order, however it came, and with what was lost."""
+
+from __future__ import annotations
+
+import json
+from io import BytesIO
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sim.traces.opening import open_trace
+from tidegate.replaying.recording import CaptureRefused, Spool, in_order
+
+HEADER = b'{"tidegate":"capture","version":1,"block_tokens":512}\n'
+
+
+def line(at: float) -> bytes:
+    return json.dumps({"at": at, "input_tokens": 5, "output_tokens": 2}).encode() + b"\n"
+
+
+@settings(max_examples=25)
+@given(st.lists(st.integers(0, 50), min_size=1, max_size=20), st.integers(1, 8))
+def test_lines_come_into_the_order_of_their_instants(
+    tmp_path_factory: pytest.TempPathFactory, instants: list[int], most: int
+) -> None:
+    folder = tmp_path_factory.mktemp("capture")
+    part, target = folder / "part", folder / "target"
+    part.write_bytes(HEADER + b"".join(map(line, instants)) + b'{"at":3,"input')  # killed while it wrote
+    in_order(part, target, most=most)
+    assert [arrival.at for arrival in open_trace(target)] == [at - min(instants) for at in sorted(instants)]
+    assert sorted(path.name for path in folder.iterdir()) == ["part", "target"]
+
+
+def test_a_capture_without_requests_is_a_header(tmp_path: Path) -> None:
+    (tmp_path / "part").write_bytes(HEADER)
+    in_order(tmp_path / "part", tmp_path / "target")
+    assert (tmp_path / "target").read_bytes() == HEADER
+
+
+@settings(max_examples=25)
+@given(st.lists(st.integers(0, 200), max_size=6))
+def test_pieces_make_no_difference(cuts: list[int]) -> None:
+    told = HEADER + line(4) + b'{"lost":2}\n' + line(1)
+    part, changes = BytesIO(), [0]
+    spool = Spool(part, lambda: changes.append(1))
+    edges = [0, *sorted(min(cut, len(told)) for cut in cuts), len(told)]
+    for begin, end in pairwise(edges):
+        spool.feed(told[begin:end], 0.0)
+    assert part.getvalue() == HEADER + line(4) + line(1)
+    assert (spool.requests, spool.lost) == (2, 2)
+    assert len(changes) == len(edges)
+
+
+@pytest.mark.parametrize("said", [b'{"error": {"message": "no"}}\n', b"<html>\n", line(1)])
+def test_what_is_no_capture_is_refused(said: bytes) -> None:
+    with pytest.raises(CaptureRefused, match=r"no (line of a )?capture"):
+        Spool(BytesIO(), lambda: None).feed(said, 0.0)

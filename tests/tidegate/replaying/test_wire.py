@@ -1,0 +1,109 @@
+"""Connections are kept, replaced once when they turn out dead, and break with a reason."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from tidegate.replaying.wire import Pool, Whole
+
+ANSWER = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
+
+
+class Server:
+    """Counts connections, and answers as a test says."""
+
+    def __init__(self, *answers: bytes) -> None:
+        self.connections = 0
+        self.heads: list[bytes] = []
+        self._answers = list(answers)
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One connection: an answer for each request, and a hang-up after an empty one."""
+        self.connections += 1
+        while self._answers:
+            try:
+                self.heads.append(await reader.readuntil(b"\r\n\r\n"))
+            except asyncio.IncompleteReadError:
+                break
+            answer = self._answers.pop(0)
+            if not answer:
+                break
+            writer.write(answer)
+        writer.close()
+
+    @asynccontextmanager
+    async def pool(self, key: str = "", path: str = "") -> AsyncIterator[Pool]:
+        server = await asyncio.start_server(self.serve, "127.0.0.1", 0)
+        pool = Pool(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}{path}", key)
+        async with server:
+            yield pool
+            pool.close()
+
+
+async def get(pool: Pool) -> bytes:
+    answer = Whole()
+    assert await pool.get("/v1/models", answer) == 200
+    return answer.body
+
+
+async def test_a_connection_is_kept_and_the_key_is_sent() -> None:
+    server = Server(ANSWER, ANSWER)
+    async with server.pool("k-1", "/base/v1/") as pool:
+        assert (await get(pool), await get(pool)) == (b"ok", b"ok")
+    assert server.connections == 1
+    assert server.heads[0].startswith(b"GET /base/v1/models HTTP/1.1\r\n")
+    assert b"authorization: Bearer k-1\r\n" in server.heads[0]
+
+
+async def test_a_kept_connection_that_is_dead_is_replaced() -> None:
+    server = Server(ANSWER, b"", ANSWER)
+    async with server.pool() as pool:
+        assert (await get(pool), await get(pool)) == (b"ok", b"ok")
+    assert server.connections == 2
+
+
+async def test_an_answer_that_says_close_is_whole_and_its_connection_is_not_used_again() -> None:
+    server = Server(ANSWER.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n"), ANSWER)
+    async with server.pool() as pool:
+        assert (await get(pool), await get(pool)) == (b"ok", b"ok")
+    assert server.connections == 2
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"),
+    [
+        (b"", "closed before"),
+        (b"HTTP/1.1 200 OK\r\nx: y", "closed before"),
+        (b"SMTP ready\r\n", "no answer of HTTP"),
+    ],
+)
+async def test_what_is_no_answer_is_an_error(answer: bytes, why: str) -> None:
+    async with Server(answer).pool() as pool:
+        with pytest.raises(OSError, match=why):
+            await get(pool)
+
+
+async def test_an_answer_may_end_with_its_connection() -> None:
+    server = Server(b"HTTP/1.1 200 OK\r\n\r\nok")
+    async with server.pool() as pool:
+        assert await get(pool) == b"ok"
+
+
+async def test_an_answer_that_breaks_is_not_asked_for_again() -> None:
+    half = b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nhalf"
+    server = Server(ANSWER, half)  # and hangs up, as it has no more to say
+    async with server.pool() as pool:
+        await get(pool)
+        with pytest.raises(ConnectionError, match="before the answer was complete"):
+            await get(pool)
+    assert (server.connections, len(server.heads)) == (1, 2)
+
+
+@pytest.mark.parametrize("url", ["ftp://x", "127.0.0.1:8080", "http://"])
+def test_a_url_is_one_of_http(url: str) -> None:
+    with pytest.raises(ValueError, match="no URL"):
+        Pool(url)

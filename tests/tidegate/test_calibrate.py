@@ -1,0 +1,132 @@
+"""``tidegate calibrate`` on a simulated engine over HTTP, whose coefficients are known."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from policy.model_file import ModelFile, encoded, model_file
+from policy.profiles import profile
+from tests.policy.test_model_file import made
+from tests.ports import free_ports
+from tests.tidegate.conftest import Site
+
+SPEED = 2.0
+TRUTH = profile("cpu-smollm2-135m").model.at_degree(2).faster(SPEED)
+
+
+def document(site: Site, **model: Any) -> None:
+    """A simulated engine of two cores, of which the document expects something else."""
+    spec = {
+        "name": "sim",
+        "engine": "sim",
+        "profile": "l4-8b",
+        "sim": {"profile": "cpu-smollm2-135m", "speed": SPEED},
+        "shapes": {"small": {"cpus": 2, "max_in_flight": 8}},
+        "modes": {"multi-replica": {"shape": "small", "replicas": 1}},
+        "control": {"policy": "static"},
+    }
+    gateway = {"port": site.port, "admin_port": site.admin_port, "workers": 1}
+    cluster = {"controller": f"127.0.0.1:{free_ports(1)[0]}"}
+    if site.file.exists():
+        cluster = json.loads(site.file.read_text()).get("cluster", cluster)
+    site.file.write_text(json.dumps({"models": [spec | model], "gateway": gateway, "cluster": cluster}))
+
+
+@pytest.fixture
+def sim(site: Site) -> Iterator[Site]:
+    document(site)
+    code, _, err = site.tidegate("up", str(site.file), "--no-ray", "--timeout-s", "150")
+    assert (code, err) == (0, "")
+    yield site
+
+
+@pytest.mark.slow
+def test_the_engine_is_found_and_the_twin_agrees_with_a_replay(sim: Site, tmp_path: Path) -> None:
+    out = tmp_path / "model.json"
+    # Whether clients were served in time is the machine's matter: on a busy one the last errors are large.
+    code, said, err = sim.tidegate("calibrate", "sim", "--minutes", "0.1", "--out", str(out), "--json")
+    assert code in (0, 7), err
+    found = model_file(json.loads(out.read_bytes()), "out")
+    assert msgspec.json.decode(said, type=ModelFile) == found
+    assert (found.shape, found.degree, found.prior, found.engine) == ("small", 2, "l4-8b", "sim")
+    assert found.hardware == "simulated: cpu-smollm2-135m at 2 times its speed"
+    assert found.limits.max_num_batched_tokens == 128
+    assert found.error.step_p50 < 0.1
+    for load in ((1, 50, 1), (4, 400, 4), (8, 1500, 8), (128, 128, 1)):
+        assert found.engine_model.step_time(*load) == pytest.approx(TRUTH.step_time(*load), rel=0.1)
+    assert sim.status()["models"][0]["override"] is None
+
+    # What was written is what the deployment takes, and the change is told in few words.
+    document(sim, profile=str(out))
+    code, told, err = sim.tidegate("apply", str(sim.file))
+    assert (code, err) == (0, "")
+    assert "calibrated on sim" in told
+
+    trace, record = tmp_path / "trace.csv", tmp_path / "record.jsonl"
+    rows = [f"2026-01-01 00:00:{i // 2:02d}.{5 * (i % 2)},{40 + 10 * (i % 7)},{6 + i % 5}" for i in range(16)]
+    trace.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]) + "\n")
+    url = f"http://127.0.0.1:{sim.port}"
+    code, _, err = sim.tidegate("replay", str(trace), "--url", url, "--record", str(record))
+    assert code == 0, err
+    plot = tmp_path / "plot.svg"
+    check = ("--check", str(record), "--profile", str(out), "-f", str(sim.file), "--plot", str(plot))
+    code, said, err = sim.tidegate("calibrate", "sim", *check, "--json")
+    assert code == 0, err
+    compared = json.loads(said)
+    assert (compared["live"], compared["twin"]) == (16, 16)
+    assert set(compared["quantiles"]) == {"ttft", "itl", "e2e"}
+    assert abs(compared["quantiles"]["itl"]["p50"]["error"]) < 0.25
+    assert plot.read_text().startswith("<svg")
+
+    code, _, err = sim.tidegate("calibrate", "sim", "--shape", "large")
+    assert code == 5
+    assert "replicas of shape small serve" in err
+    code, _, err = sim.tidegate("calibrate", "nobody")
+    assert code == 5
+    assert "nobody" in err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("--profile", "FILE"), "go with --check"),
+        (("--check", "FILE"), "--profile FILE"),
+        (("--out", "none/there.json"), "a folder that exists"),
+        (("--url", "ftp://there"), "http"),
+        (("--minutes", "0"), "--minutes"),
+    ],
+)
+def test_what_goes_together_is_said(site: Site, arguments: tuple[str, ...], expected: str) -> None:
+    given = [str(site.file) if each == "FILE" else each for each in arguments]
+    code, _, err = site.tidegate("calibrate", "m", *given)
+    assert code == 2
+    assert expected in err
+
+
+@pytest.mark.slow
+def test_a_record_that_is_none_is_refused_with_its_line(site: Site, tmp_path: Path) -> None:
+    file, record = tmp_path / "model.json", tmp_path / "record.jsonl"
+    file.write_bytes(encoded(made()))
+    row = '{"at":0.1,"late_s":0,"input_tokens":5,"output_tokens":2,"status":%d}\n'
+    check = ("calibrate", "m", "--check", str(record), "--profile", str(file), "-f", str(site.file))
+    record.write_text(row % 200 + '{"at":1}\n')
+    code, _, err = site.tidegate(*check)
+    assert (code, f"{record}:2" in err) == (3, True)
+    record.write_text(row % 503)
+    code, _, err = site.tidegate(*check)
+    assert code == 3
+    assert "at least one was served" in err
+
+
+@pytest.mark.slow
+def test_nothing_runs_so_nothing_is_calibrated(site: Site) -> None:
+    code, _, err = site.tidegate("calibrate", "m")
+    assert code == 4
+    assert "nothing was ever started" in err

@@ -1,0 +1,30 @@
+"""Which error ends in which exit code."""
+
+from __future__ import annotations
+
+import pytest
+
+from policy.errors import ConfigError, EngineFailed, TidegateError, TraceError
+from tidegate.exits import MEANINGS, Exit, exit_of
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ConfigError("models", None, "a list"), Exit.INVALID),
+        (TraceError("mine.csv", 7, "-1", "at least 0"), Exit.INVALID),
+        (EngineFailed("it died"), Exit.FAILED),
+        (OSError("no space"), Exit.FAILED),
+    ],
+)
+def test_an_error_says_what_kind_of_failure_it_is(error: Exception, code: Exit) -> None:
+    assert exit_of(error) is code
+
+
+def test_every_code_means_something() -> None:
+    assert set(MEANINGS) == set(Exit)
+
+
+def test_a_bad_line_is_named() -> None:
+    error = TraceError("mine.csv", 7, "-1", "at least 0")
+    assert isinstance(error, TidegateError) and str(error) == "mine.csv:7: got '-1', expected at least 0"

@@ -1,0 +1,127 @@
+"""``plan``: tables, JSON of one shape, and errors that name the option."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from tidegate.cli import group
+
+DOCUMENT = """
+models:
+  - name: chat
+    engine: sim
+    sim: {profile: h100-8b}
+    shapes: {small: {gpus: 1}}
+    modes: {multi-replica: {shape: small, replicas: {min: 1, max: 8}}}
+    control: {slo: {ttft_p95_s: 1.0, itl_p95_s: 0.03}, assumed_start_s: 10}
+"""
+TRACE = "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "".join(
+    f"2023-11-16 18:15:{46 + i // 10}.{i % 10}000000,400,30\n" for i in range(100)
+)
+SMALL = ("--kinds", "h100", "--shapes", "1", "--growth", "2", "--minutes", "1")
+
+
+@pytest.fixture
+def document(tmp_path: Path) -> Path:
+    path = tmp_path / "deployment.yaml"
+    path.write_text(DOCUMENT)
+    return path
+
+
+def run(document: Path, *words: str) -> Result:
+    return CliRunner().invoke(group, ["plan", str(document), *words])
+
+
+@pytest.mark.slow
+def test_json_has_what_scripts_read(document: Path, tmp_path: Path) -> None:
+    trace = tmp_path / "azure.csv"
+    trace.write_text(TRACE)
+    result = run(document, "--trace", str(trace), *SMALL, "--json")
+    assert result.exit_code == 0, result.output
+    said = json.loads(result.stdout)
+    assert said["model"] == "chat" and said["load"] == "azure.csv"
+    (option,) = said["options"]
+    assert (option["kind"], option["replicas"], option["with_spare"]) == ("h100", 1, 2)
+    assert option["basis"] == "assumed" and "data sheet" in option["source"]
+    assert [each["factor"] for each in said["growth"]] == [1.0, 2.0]
+    assert said["basis"]["load"].startswith("measured: counted in the requests")
+    assert said["demand"]["requests"] == 100 and said["demand"]["input_tokens"] == 400
+    for part in ("failure", "power", "network"):
+        assert all(value is not None for value in said[part].values())
+    assert "try 1: 1 of h100 x 1" in result.stderr
+
+
+@pytest.mark.slow
+def test_tables_say_what_each_number_rests_on(document: Path) -> None:
+    more = (
+        "--price",
+        "h100=2.5",
+        "--upstream-price",
+        "0.5,1.5",
+        "--growth-per-month",
+        "10%",
+        "--module",
+        "2",
+    )
+    result = run(document, "--rps", "4", "--input", "500", "--output", "40", *SMALL, *more)
+    assert result.exit_code == 0, result.output
+    for words in (
+        "chat, 4 requests/s, cv 1, seed 0",
+        "Fewest of each, the best first by cost",
+        "1 replica of 1 x h100, and 1 spare",
+        "When to add what",
+        "Owning less, and buying the rest elsewhere",
+        "J a token",
+        "BTU/h",
+        "each way",
+        "assumed: as described",
+        "assumed: data sheets: 700 W a card",
+    ):
+        assert words in result.stdout
+
+
+@pytest.mark.slow
+def test_an_objective_that_nothing_meets_is_said(document: Path) -> None:
+    document.write_text(DOCUMENT.replace("0.03", "0.0001"))
+    result = run(document, "--rps", "2", *SMALL, "--most", "20")
+    assert result.exit_code == 0 and "none up to 20" in result.stdout
+    assert "the best first by devices" in result.stdout
+    assert "No count of any kind meets the objective." in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((), "Give either --trace, or --rps"),
+        (("--rps", "0"), "--rps"),
+        (("--rps", "2", "--kinds", "b300"), "--kinds: got 'b300'"),
+        (("--rps", "2", "--shapes", "one"), "--shapes"),
+        (("--rps", "2", "--growth", "0.5"), "--growth"),
+        (("--rps", "2", "--growth", "x"), "--growth"),
+        (("--rps", "2", "--price", "b300=1"), "--price"),
+        (("--rps", "2", "--price", "h100=much"), "much"),
+        (("--rps", "2", "--upstream-price", "1"), "--upstream-price"),
+        (("--rps", "2", "--model", "other"), "no model is called 'other'"),
+    ],
+)
+def test_what_is_wrong_is_named(document: Path, words: tuple[str, ...], said: str) -> None:
+    result = run(document, *words)
+    assert result.exit_code != 0
+    assert said in result.output + str(result.exception)
+
+
+def test_a_model_that_is_promised_nothing_cannot_be_planned(document: Path) -> None:
+    document.write_text(DOCUMENT.replace("{ttft_p95_s: 1.0, itl_p95_s: 0.03}", "{}"))
+    result = run(document, "--rps", "2")
+    assert "models[chat].control.slo" in str(result.exception)
+
+
+def test_a_bad_line_of_a_trace_is_named(document: Path, tmp_path: Path) -> None:
+    trace = tmp_path / "azure.csv"
+    trace.write_text(TRACE + "2023-11-16 18:16:00.0000000,-4,30\n")
+    result = run(document, "--trace", str(trace))
+    assert f"{trace}:102" in str(result.exception)

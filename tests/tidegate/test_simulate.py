@@ -1,0 +1,217 @@
+"""``simulate``: a table, JSON of one shape, a report and a log, and errors that name what is wrong."""
+
+from __future__ import annotations
+
+import json
+import re
+import textwrap
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from click.testing import CliRunner, Result
+
+from sim import attaining
+from tidegate.cli import group
+from tidegate.exits import Exit, exit_of
+
+DOCUMENT = """
+models:
+  - name: m
+    engine: sim
+    sim: {profile: h100-8b, speed: 0.2}
+    shapes: {small: {gpus: 1, max_in_flight: 64}}
+    modes: {multi-replica: {shape: small, replicas: {min: 1, max: 4}}}
+    control:
+      policy: {target_tracking: {metric: concurrency, target: 1}}
+      slo: {ttft_p95_s: 2.0}
+      assumed_start_s: 5
+budget: {gpus: 4, gpu_cost_per_h: 2}
+"""
+WORKLOAD = """
+duration_s: 60
+mix:
+  - generate:
+      arrivals: {rate: 1.5}
+      input_tokens: 200
+      output_tokens: 60
+"""
+KEYS = ["attainment", "gpu_hours", "oracle_ratio", "ttft_p50_s", "ttft_p99_s", "itl_p95_s", "goodput_rps",
+        "switches", "requests", "failed"]  # fmt: skip
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Path:
+    (tmp_path / "deployment.yaml").write_text(DOCUMENT)
+    (tmp_path / "load.yaml").write_text(WORKLOAD)
+    return tmp_path
+
+
+def run(site: Path, *words: str, trace: str = "load.yaml", document: str = "deployment.yaml") -> Result:
+    words = ("simulate", str(site / document), "--trace", str(site / trace), *words)
+    return CliRunner().invoke(group, list(words))
+
+
+def refused(site: Path, *words: str, trace: str = "load.yaml", document: str = "deployment.yaml") -> str:
+    """What it says when it ends as an invalid document does."""
+    error = run(site, *words, trace=trace, document=document).exception
+    assert error is not None and exit_of(error) is Exit.INVALID
+    return str(error)
+
+
+@pytest.mark.slow
+def test_json_has_exactly_what_scripts_read_and_the_same_each_time(site: Path) -> None:
+    words = ("--compare", "predictive,static", "--seed", "3", "--json", "--no-oracle")
+    result = run(site, *words)
+    assert result.exit_code == 0, result.output
+    said = json.loads(result.stdout, parse_constant=pytest.fail)
+    assert list(said) == ["trace", "seed", "oracle", "policies"]
+    assert (said["trace"], said["seed"]) == ("load.yaml", 3)
+    assert said["oracle"] == {"lower_gpu_hours": None, "achievable_gpu_hours": None}
+    assert list(said["policies"]) == ["predictive", "static"]
+    for each in said["policies"].values():
+        assert set(KEYS) <= set(each) and each["oracle_ratio"] is None
+        assert 0 < each["attainment"] <= 1 and each["gpu_hours"] > 0 and each["cost"] == 2 * each["gpu_hours"]
+    requests = {each["requests"] for each in said["policies"].values()}
+    assert len(requests) == 1 and 50 < requests.pop() < 140
+    assert re.search(r"^predictive: 0:00:5\d of the trace are simulated$", result.stderr, re.MULTILINE)
+    assert run(site, *words).stdout == result.stdout
+
+
+@pytest.mark.slow
+def test_the_bounds_are_below_what_a_policy_takes(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attaining, "REQUESTS", 200)
+    monkeypatch.setattr(attaining, "LASTS_S", 1.0)
+    result = run(site, "--json")
+    said = json.loads(result.stdout)
+    oracle, (policy,) = said["oracle"], said["policies"].values()
+    assert 0 < oracle["lower_gpu_hours"] <= oracle["achievable_gpu_hours"]
+    assert policy["oracle_ratio"] == pytest.approx(policy["gpu_hours"] / oracle["lower_gpu_hours"])
+    assert "what a replica of multi-replica attains" in result.stderr
+
+
+def test_a_table_a_report_and_a_log(site: Path) -> None:
+    result = run(
+        site, "--report", str(site / "r.html"), "--log", str(site / "d.jsonl"), "--rate", "3", "--no-oracle"
+    )
+    assert result.exit_code == 0, result.output
+    for words in (
+        "load.yaml, seed 0; no bounds: not asked for",
+        "target_tracking",
+        "attainment",
+        "GPU-hours",
+        "r.html",
+    ):
+        assert words in result.stdout
+    text = (site / "r.html").read_text()
+    assert ElementTree.fromstring(text).findtext(".//h2") == "target_tracking"  # noqa: S314 - written above
+    lines = [json.loads(line) for line in (site / "d.jsonl").read_text().splitlines()]
+    assert lines and all(list(line) == ["policy", "at", "decision"] for line in lines)
+    assert lines[0]["decision"]["reason"] and lines[0]["policy"] == "target_tracking"
+
+
+def names(site: Path, *words: str) -> list[str]:
+    result = run(site, "--json", "--no-oracle", "--to-s", "2", *words)
+    assert result.exit_code == 0, result.exception
+    return list(json.loads(result.stdout)["policies"])
+
+
+def test_policies_are_named_as_people_wrote_them(site: Path) -> None:
+    assert names(site) == ["target_tracking"]
+    assert names(site, "--policy", "predictive: {quantile: 0.8}") == ["predictive"]
+    several = "predictive, predictive: {quantile: 0.8}, panic_window"
+    assert names(site, "--compare", several) == ["predictive", 'predictive {"quantile":0.8}', "panic_window"]
+    assert names(site, "--policy", "static", "--compare", "target_tracking") == ["static", "target_tracking"]
+
+
+def test_a_policy_of_ones_own_is_found_beside_the_document(site: Path) -> None:
+    (site / "mine.py").write_text(
+        textwrap.dedent(
+            """
+            from policy.scaling.view import Proposal
+
+            class Two:
+                def decide(self, view, memory):
+                    return Proposal(count=2, reason="two it is")
+            """
+        )
+    )
+    own = DOCUMENT.replace("{target_tracking: {metric: concurrency, target: 1}}", '{custom: "mine:Two"}')
+    (site / "deployment.yaml").write_text(own)
+    result = run(site, "--json", "--no-oracle", "--log", str(site / "d.jsonl"), "--compare", "custom,static")
+    assert result.exit_code == 0, result.exception
+    assert list(json.loads(result.stdout)["policies"]) == ["mine.py:Two", "static"]
+    assert "two it is" in (site / "d.jsonl").read_text()
+
+
+@pytest.mark.slow
+def test_a_slice_has_the_requests_of_its_seconds(site: Path) -> None:
+    def requests(*words: str) -> int:
+        said = json.loads(run(site, "--json", "--no-oracle", *words).stdout)
+        return int(said["policies"]["target_tracking"]["requests"])
+
+    assert requests("--to-s", "30") + requests("--from-s", "30") == requests()
+
+
+@pytest.mark.slow
+def test_a_slow_start_is_felt(site: Path) -> None:
+    (site / "world.yaml").write_text("cold_s: 300\ncached_s: 300\n")
+    # The first minute says what there is at the beginning: so the burst comes after it.
+    burst = WORKLOAD.replace("{rate: 1.5}", "{rate: 1.5, flashes: [{at_s: 80, factor: 15, hold_s: 60}]}")
+    (site / "burst.yaml").write_text(burst.replace("duration_s: 60", "duration_s: 150"))
+
+    def attained(*words: str) -> float:
+        said = json.loads(run(site, "--json", "--no-oracle", *words, trace="burst.yaml").stdout)
+        return float(said["policies"]["target_tracking"]["attainment"])
+
+    assert attained("--world", str(site / "world.yaml")) < attained()
+
+
+def test_requests_for_adapters_that_there_are_none_of_are_told(site: Path) -> None:
+    (site / "sql.yaml").write_text(WORKLOAD + "      adapters: {names: [sql]}\n")
+    result = run(site, "--json", "--no-oracle", trace="sql.yaml")
+    policy = json.loads(result.stdout)["policies"]["target_tracking"]
+    said = f"m: {policy['requests']} of {policy['requests']} requests ask for adapters, and fail"
+    assert policy["failed"] == policy["requests"] and said in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("--policy", "predictve"), "did you mean 'predictive'?"),
+        (("--policy", "predictive: {quantile: 2}"), "quantile: got 2, expected"),
+        (("--policy", "{"), "--policy: got '{', expected policies as in the document"),
+        (("--policy", "3"), "--policy: got 3, expected the name of a policy"),
+        (("--compare", ""), "--compare: got '', expected policies"),
+        (("--compare", "static,static"), "got 'static', expected each policy once"),
+        (("--from-s", "61"), "got 'no request', expected a request at least"),
+    ],
+)
+def test_what_cannot_be_replayed_is_refused(site: Path, words: tuple[str, ...], expected: str) -> None:
+    assert expected in refused(site, *words)
+
+
+def test_files_are_refused_with_the_place_in_them(site: Path) -> None:
+    (site / "world.yaml").write_text("cold_s: -1\n")
+    assert f"{site / 'world.yaml'}: cold_s: got -1" in refused(site, "--world", str(site / "world.yaml"))
+    (site / "bad.csv").write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2026-01-01 00:00:00,1,x\n")
+    assert "bad.csv:2: got 'x'" in refused(site, trace="bad.csv")
+    (site / "named.yaml").write_text(WORKLOAD.replace("  - generate", "  - model: other\n    generate"))
+    assert "named.yaml: model: got 'other', expected one of: m" in refused(site, trace="named.yaml")
+    (site / "external.yaml").write_text("models: [{name: m, engine: external, urls: ['http://127.0.0.1:1']}]")
+    assert "models[m].engine: got 'external'" in refused(site, document="external.yaml")
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "expected"),
+    [
+        ("--rate", "0", "1e-06<=x<=1000000"),
+        ("--report", "/nowhere/a.html", "a folder that exists"),
+        ("--log", "/nowhere/a.jsonl", "a folder that exists"),
+        ("--to-s", "0", "is not after --from-s"),
+        ("--world", "/nowhere.yaml", "does not exist"),
+    ],
+)
+def test_options_say_their_range(site: Path, option: str, value: str, expected: str) -> None:
+    result = run(site, option, value)
+    assert result.exit_code == 2 and option in result.stderr and expected in result.stderr

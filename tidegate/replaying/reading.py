@@ -1,0 +1,113 @@
+"""What a streamed answer says, and when: its first event, its last token, and what it cost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+
+class _Choice(msgspec.Struct):
+    finish_reason: str | None = None
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    prompt_tokens_details: _Details | None = None
+
+
+class _Said(msgspec.Struct):
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: Any = None
+
+
+_decoder = msgspec.json.Decoder(_Said)
+_MAX_SHOWN = 200
+_MAX_READ = 16 * 1024
+
+
+class Reading:
+    """One answer as it comes; moments are seconds of one clock, ``None`` for what has not come.
+
+    ``input_tokens`` and ``output_tokens`` are 0 until the endpoint has counted them, ``events`` those that
+    have a choice. ``error`` is what went wrong, empty so far.
+    """
+
+    def __init__(self) -> None:
+        self.sent_at: float | None = None
+        self.first_at: float | None = None
+        self.finished_at: float | None = None
+        self.ended_at = 0.0
+        self.events = 0
+        self.input_tokens = self.output_tokens = self.cached_tokens = 0
+        self.error = ""
+        self._rest = self._start = b""
+
+    def sent(self, at: float) -> None:
+        """The request was written at the moment ``at``."""
+        self.sent_at = at
+
+    def feed(self, data: bytes, at: float) -> None:
+        """Take what one read brought at the moment ``at``."""
+        self.ended_at = at
+        if not self.events and len(self._start) < _MAX_READ:
+            self._start += data
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:"):
+                payload = line[5:].strip()
+                if payload != b"[DONE]":
+                    self._take(payload, at)
+
+    def end(self, status: int) -> None:
+        """The answer is over: see what is missing."""
+        if self.error:
+            return
+        if status != 200:
+            try:  # an error is one object, and no event
+                said = _decoder.decode(self._start).error
+            except msgspec.MsgspecError:
+                said = None
+            shown = self._start[:_MAX_SHOWN].decode(errors="replace").strip()
+            self.error = _message(said) or shown or f"status {status}"
+        elif self.finished_at is None:
+            self.error = "the stream ended without a finish_reason"
+
+    def itl_s(self) -> float | None:
+        """Seconds for each token after the first; without usage, events stand for tokens."""
+        tokens = self.output_tokens or self.events
+        if self.first_at is None or self.finished_at is None or tokens < 2:
+            return None
+        return (self.finished_at - self.first_at) / (tokens - 1)
+
+    def _take(self, payload: bytes, at: float) -> None:
+        try:
+            said = _decoder.decode(payload)
+        except msgspec.MsgspecError as error:
+            self.error = self.error or f"an event of another API: {error}"
+            return
+        if said.error is not None:
+            self.error = self.error or _message(said.error)
+        for choice in said.choices:
+            self.events += 1
+            if self.first_at is None:
+                self.first_at = at
+            if choice.finish_reason is not None and self.finished_at is None:
+                self.finished_at = at
+        if (usage := said.usage) is not None:
+            self.input_tokens, self.output_tokens = usage.prompt_tokens, usage.completion_tokens
+            if (details := usage.prompt_tokens_details) is not None:
+                self.cached_tokens = details.cached_tokens or 0
+
+
+def _message(error: Any) -> str:
+    """What an error says; the empty text for none."""
+    if error is None:
+        return ""
+    return str(error.get("message") or error if isinstance(error, dict) else error)[:_MAX_SHOWN]
