@@ -141,6 +141,11 @@ class Admission:
         if ttft_s is not None and place.quote is not None:
             self._routes.timed(place.request, place.quote, ttft_s)
 
+    def paced(self, place: Place, gap_s: float) -> None:
+        """Its answer ended; its tokens came ``gap_s`` seconds apart on average, 0 of one that had no gaps."""
+        if gap_s and place.quote is not None:
+            self._routes.paced(place.served.name, place.quote, gap_s)
+
     def unseen(self, place: Place, link: Link) -> None:
         """Its answer will come whole: its prefill is taken to be over when it was predicted to be."""
         if place.pending and place.quote is not None:

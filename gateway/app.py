@@ -179,6 +179,8 @@ class Gateway:
                     self.metrics.adapters.of(adapter.model, adapter.name).count_tokens(usage)
                 if usage.exact:  # else what was estimated stands
                     self.admission.settle(place, usage.prompt, usage.completion)
+            if call.outcome == "ok" and not call.elsewhere:
+                self.admission.paced(place, call.mean_gap_s)
 
     def count_refused(self, refused: Refused) -> None:
         """Count a request that was refused before it could be read."""

@@ -107,6 +107,12 @@ class Call:
         """Whether the client is gone; whoever serves it was cancelled then."""
         return self.exchange is not None and self.exchange.left
 
+    @property
+    def mean_gap_s(self) -> float:
+        """The mean gap between the events of a stream; 0 of an answer that had no two."""
+        first_at = self.first_byte_at
+        return (self.last_event_at - first_at) / (self.events - 1) if first_at and self.events > 1 else 0.0
+
     async def read(self) -> bytes:
         """The body, which the server has read whole."""
         message = await self._receive()

@@ -105,8 +105,7 @@ class ModelMeter:
                 if (usage := call.usage) is not None:
                     self.totals.count_tokens(usage.prompt, usage.cached, usage.completion)
             if first_at is not None:
-                gap_s = (call.last_event_at - first_at) / (call.events - 1) if call.events > 1 else 0.0
-                self.served_stream(first_at - began, gap_s, own)
+                self.served_stream(first_at - began, call.mean_gap_s, own)
         elif call.outcome in NO_ROOM:
             self.totals.refused += 1
 

@@ -115,6 +115,10 @@ class Routes:
         self._metrics.model(request.model).predicted(quote.total, ttft_s)
         self._of(request.model).timed(request, quote, ttft_s, self._clock())
 
+    def paced(self, model: str, quote: Quote, gap_s: float) -> None:
+        """An answer of ``model`` ended where ``quote`` sent it; its tokens were ``gap_s`` apart on average."""
+        self._of(model).paced(quote.candidate, gap_s)
+
     def counted(self, request: Request, prompt_tokens: int, output_tokens: int) -> None:
         """An engine counted its tokens."""
         density = self._densities.get(request.model) or self.density(request.model)

@@ -69,6 +69,25 @@ class Line:
         self.fixed_s = short[1] - self.slope * short[0]
 
 
+class Gaps:
+    """How much longer the gaps between tokens are than a step of the engine model; the same for all replicas.
+
+    First tokens do not say so: what a request waits for in an engine is no part of a step.
+    """
+
+    __slots__ = ("_log", "factor")
+
+    def __init__(self) -> None:
+        self._log = 0.0
+        self.factor = 1.0
+
+    def learn(self, step_s: float, gap_s: float) -> None:
+        """A stream had a mean gap of ``gap_s`` where steps were to take ``step_s``; both positive."""
+        news = math.log(gap_s / step_s) - self._log
+        self._log = max(-MOST, min(MOST, self._log + GROUP_GAIN * max(-STEP, min(STEP, news))))
+        self.factor = math.exp(self._log)
+
+
 class Residual:
     """How much longer one replica takes than predicted, as a factor: a decaying mean of logarithms.
 

@@ -32,7 +32,7 @@ from policy.engine_model import Timing
 from policy.pace import GENERIC
 from policy.quoting import Candidate, Quote, measure
 from policy.request import Request
-from policy.residual import Line
+from policy.residual import Gaps, Line
 from policy.site import ASSUMED_LOAD_S, Site
 
 __all__ = ["Candidate", "Decision", "Quote", "Router", "Settings"]
@@ -119,6 +119,7 @@ class Router:
         self.settings = settings or Settings()
         self._sites: dict[int, Site] = {}
         self._line = Line()
+        self._gaps = Gaps()
         self._popular = Popularity(SPAN)
         self._sessions = Recent(SPAN)
         self._cold_s = 0.0
@@ -279,6 +280,15 @@ class Router:
         site.residual.learn(line.of(quote.modelled), ttft_s, line.usual_s, at)
         line.learn(quote.modelled, ttft_s)
 
+    def paced(self, candidate: Candidate, gap_s: float) -> None:
+        """An answer of ``candidate``, which is no longer among those in flight, had a mean gap of ``gap_s``."""
+        site = self._sites.get(candidate.key)
+        if site is None or gap_s <= 0.0:
+            return
+        running = candidate.in_flight + 1
+        step = site.pace.step_s(running, candidate.kv_used * site.pace.kv_tokens, running)
+        self._gaps.learn(step, gap_s)
+
     def _was_gone(self, request: Request, quote: Quote, site: Site, ttft_s: float) -> bool:
         """Whether what was believed cached was not: it shows where a whole prefill takes twice as long."""
         whole = site.pace.prefill_s(request.prompt_tokens, 0.0, 0) - site.pace.prefill_s(
@@ -342,11 +352,11 @@ class Router:
         """Whether steps stay as short as promised with one more running."""
         running = candidate.in_flight + 1
         step = site.pace.step_s(running, candidate.kv_used * site.pace.kv_tokens, running)
-        return self._line.slope * step <= self.settings.itl_s
+        return self._gaps.factor * step <= self.settings.itl_s
 
     def _could_keep_pace(self, site: Site) -> bool:
         """Whether steps are as short as promised with one alone."""
-        return self._line.slope * site.pace.step_s(1.0, 0.0, 1.0) <= self.settings.itl_s
+        return self._gaps.factor * site.pace.step_s(1.0, 0.0, 1.0) <= self.settings.itl_s
 
     def _are_slow(self, candidates: Sequence[Candidate], at: float) -> bool:
         """Whether nobody keeps the pace: who waits is served no better for it then."""

@@ -139,6 +139,8 @@ class Desk:
         arrival = place.arrival
         assert place.first_at is not None
         self._release(place, at, whole=True)
+        assert place.quote is not None
+        self._router.paced(place.quote.candidate, place.gap_s(at))
         if place.began is not None:
             self.queue.settle(place.began, arrival.input_tokens + arrival.output_tokens)
         self._answers += 1

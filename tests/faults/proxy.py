@@ -26,6 +26,7 @@ class Proxy:
         self._whole.set()
         self.links: dict[asyncio.Task[None], int] = {}
         self.writers: set[asyncio.StreamWriter] = set()
+        self._ends: list[asyncio.StreamWriter] = []
         self.port = 0
         self.latency_s = 0.0
         self.jitter_s = 0.0
@@ -45,6 +46,11 @@ class Proxy:
         for link in list(self.links):
             link.cancel()
         await asyncio.gather(*self.links, return_exceptions=True)
+        # Not just closed: that would wait for a peer that reads no more, beyond the end of the loop.
+        for end in self._ends:
+            end.transport.abort()
+        await asyncio.gather(*(end.wait_closed() for end in self._ends), return_exceptions=True)
+        self._ends = []
 
     def reset(self) -> None:
         """Break every connection (RST)."""
@@ -89,19 +95,21 @@ class Proxy:
         task = asyncio.current_task()
         assert task is not None
         self.links[task] = writer.get_extra_info("peername")[1]
+        self._ends.append(writer)
         try:
             there, back = await asyncio.open_connection("127.0.0.1", self._target)
+            self._ends.append(back)
             self.writers |= {writer, back}
             try:
                 pumps = [asyncio.create_task(self._pump(*ends)) for ends in ((reader, back), (there, writer))]
                 # The end of one direction is the end of both, as it is of an HTTP connection.
                 await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
             finally:
+                back.close()
+                self.writers -= {writer, back}
                 for pump in pumps:
                     pump.cancel()
                 await asyncio.gather(*pumps, return_exceptions=True)
-                self.writers -= {writer, back}
-                back.close()
         except (OSError, asyncio.CancelledError):
             pass
         finally:

@@ -264,6 +264,45 @@ def test_no_more_run_at_once_than_keep_the_promised_pace() -> None:
     assert 7 <= taken <= 9
 
 
+# Requests cost a step enough that how many run at once shows.
+DEAR = msgspec.structs.replace(TIMING, model=EngineModel(o=1e-3, w=4e-3, c=5e-5, g=1e-7, r=1e-3))
+
+
+def fits(router: Router) -> int:
+    """How many such a replica is given at once."""
+    [candidate] = fleet(1, DEAR)
+    while candidate.in_flight < 40 and router.choose(short(), [candidate], 0.0, 0.0).chosen is not None:
+        candidate.in_flight += 1
+    return candidate.in_flight
+
+
+def test_what_a_replica_has_room_for_follows_the_gaps_that_its_answers_had() -> None:
+    assert DEAR.model is not None
+    router = Router(Settings(itl_s=DEAR.model.step_time(16, 0, 16)))
+    [candidate] = fleet(1, DEAR)
+    assert 15 <= fits(router) <= 17
+    for _ in range(200):
+        send(router, short(), [candidate])
+        router.paced(candidate, 2.0 * DEAR.model.step_time(1, 0, 1))
+    assert 4 <= fits(router) <= 7
+    for _ in range(200):
+        router.paced(candidate, DEAR.model.step_time(1, 0, 1))
+    assert 15 <= fits(router) <= 17
+
+
+def test_first_tokens_that_came_late_leave_the_room_as_it_is() -> None:
+    """After an overload replicas are empty, and what waits in the gateway is what they are there for."""
+    assert DEAR.model is not None
+    router = Router(Settings(itl_s=DEAR.model.step_time(16, 0, 16)))
+    [candidate] = fleet(1, DEAR)
+    for _ in range(200):
+        decision = send(router, short(), [candidate])
+        assert decision.chosen is not None
+        router.timed(short(), decision.chosen, 8.0, 0.0)
+        router.paced(candidate, DEAR.model.step_time(1, 0, 1))
+    assert 15 <= fits(router) <= 17
+
+
 def test_nobody_waits_longer_for_the_pace_than_the_answer_would_take_at_it() -> None:
     [candidate] = fleet(1)
     assert TIMING.model is not None
