@@ -14,6 +14,7 @@ from policy.beds import bed_of
 from policy.config import Deployment, ModelSpec, Shape
 from policy.control import Guard, Scale
 from policy.errors import TargetError
+from sim.addressing import Addressing
 from sim.attaining import attained_rate
 from sim.oracle.clairvoyant import Clairvoyant, clairvoyant
 from sim.oracle.layers import Plan
@@ -205,8 +206,8 @@ class _Oracle:
         )
 
     def _mine(self) -> Iterator[Arrival]:
-        first = self.deployment.models[0].name
-        return (each for each in self.arrivals() if (each.model or first) == self.spec.name)
+        addressing = Addressing([spec.name for spec in self.deployment.models])
+        return (each for each in self.arrivals() if addressing.of(each) == self.spec.name)
 
 
 def devices_of(deployment: Deployment, shape: Shape) -> int:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from sim.addressing import Addressing
 from sim.trace import Arrival
 
 
@@ -33,13 +34,13 @@ class Survey:
     loads: dict[str, Load]
 
 
-def survey(arrivals: Iterable[Arrival], first: str) -> Survey:
-    """Read ``arrivals``, which are for the model ``first`` where they name none."""
+def survey(arrivals: Iterable[Arrival], addressing: Addressing) -> Survey:
+    """Read ``arrivals``; raises what ``addressing`` does."""
     loads: dict[str, Load] = {}
     ends_at = 0.0
     for arrival in arrivals:
         ends_at = arrival.at
-        load = loads.setdefault(arrival.model or first, Load())
+        load = loads.setdefault(addressing.of(arrival), Load())
         load.seconds[int(arrival.at)] += 1
         load.requests += 1
         load.input_tokens += arrival.input_tokens

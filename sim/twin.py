@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from policy.beds import bed_of
 from policy.config import Budget, Deployment, ModelSpec, Shape
-from policy.errors import TargetError
 from policy.gathering import Gathering
 from policy.placement import Host
 from policy.power import Draw, draw_of
@@ -28,6 +27,7 @@ from policy.rungs import price_of
 from policy.scaling.view import Policy
 from policy.spending import Purse, cost
 from policy.types import ReplicaState
+from sim.addressing import Addressing
 from sim.desk import Desk, Place
 from sim.engine import Kind
 from sim.fleet import Fleet, Runner, stays
@@ -58,7 +58,7 @@ def simulate(
 
     The fleet begins with what the first minute of the trace needs. ``said`` is told how far it has come, in
     seconds of the trace. Of a deployment of several models the trace has to name them: raises
-    :class:`policy.errors.TargetError` for one that is not there.
+    :class:`policy.errors.ConfigError` for one that is not there.
     """
     return _Run(deployment, policies, world, seed).play(trace, said or (lambda at: None))
 
@@ -80,6 +80,7 @@ class _Run:
         self._fleets: dict[str, Fleet] = {}
         self._desks: dict[str, Desk] = {}
         self._ledgers: dict[str, Ledger] = {}
+        self._addressing = Addressing([spec.name for spec in deployment.models])
         for spec in deployment.models:
             starts, routes = (random.Random(streams.getrandbits(64)) for _ in range(2))  # noqa: S311
             fleet = Fleet(spec, world, self._spans, starts, self._push)
@@ -145,7 +146,7 @@ class _Run:
         shapes: dict[str, tuple[float, float]] = {}
         lasted_s = OPENING_S if rest is not trace else max(1.0, head[-1].at if head else 0.0)
         for name in self._desks:
-            mine = [arrival for arrival in head if self._model_of(arrival) == name]
+            mine = [arrival for arrival in head if self._addressing.of(arrival) == name]
             rates[name] = len(mine) / lasted_s
             if mine:
                 inputs = sum(arrival.input_tokens for arrival in mine)
@@ -154,22 +155,12 @@ class _Run:
         self._steering.begin(rates, shapes)
         return itertools.chain(head, rest)
 
-    def _model_of(self, arrival: Arrival) -> str:
-        """Whom it asks for: where there is one model only, that one, whatever the trace calls it."""
-        if arrival.model in self._desks:
-            return arrival.model
-        if not arrival.model or len(self._desks) == 1:
-            return self._first
-        raise TargetError(
-            f"the trace asks for {arrival.model!r}; the deployment has {', '.join(self._desks)}"
-        )
-
     def _push(self, at: float, kind: str, subject: Runner | str, detail: int) -> None:
         if at < math.inf:
             heapq.heappush(self._events, (at, next(self._order), kind, subject, detail))
 
     def _arrive(self, arrival: Arrival, at: float) -> None:
-        model = self._model_of(arrival)
+        model = self._addressing.of(arrival)
         desk = self._desks[model]
         self._open += 1
         row = self._ledgers[model].arrived(at, arrival.input_tokens, arrival.output_tokens)

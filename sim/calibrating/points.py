@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from policy.engine_model import EngineModel, Limits, Slo
 
-# So many points share the time there is; of so many one is held out.
+# At most so many points share the time there is; of so many one is held out.
 POINTS = 16
 HELD_EVERY = 3
 # Of a point's time so much goes into one round of its clients, so that some rounds end in it.
 _ROUND = 0.4
 _MOST_CLIENTS = 256
+# Of few seats each number of clients is a point, of more its doublings.
+_FEW = 5
 _OUTPUTS = (4, 64)
 _SHORTEST = 16
 # Of KV cache and context so much may be asked for: prompts come out a little longer than they were meant.
 _ROOM = 0.8
+SHORTEST_S = 1.0
 ANY = Slo()
 
 
@@ -37,10 +41,30 @@ class Point(NamedTuple):
         return f"{clients}, {self.input_tokens} tokens in, {self.output_tokens} out"
 
 
+class Planned(NamedTuple):
+    """Load points in the order in which they are driven, each for so many seconds."""
+
+    points: list[Point]
+    point_s: float
+
+
+def shared(plan: Callable[[float], list[Point]], seconds: float, between_s: float) -> Planned:
+    """The points that ``plan`` has for as long as each gets, so that all share ``seconds``.
+
+    The fewer there are the longer each lasts, and the more of them become possible. ``between_s`` pass after each.
+    """
+    for count in range(1, POINTS + 1):
+        point_s = max(SHORTEST_S, seconds / count - between_s)
+        points = plan(point_s)
+        if len(points) <= count:
+            break
+    return Planned(points, point_s)
+
+
 def planned(
     model: EngineModel, limits: Limits, *, max_model_len: int, bound: int, point_s: float, slo: Slo = ANY
 ) -> list[Point]:
-    """The points for a replica that ``model`` is about right for, in the order in which they are driven.
+    """The points for a replica that ``model`` is about right for, :data:`POINTS` at most.
 
     ``bound`` is how many requests it admits at once, ``point_s`` how many seconds each point has; only one
     client alone may be beyond ``slo``. Prompts of three lengths, from one client that decodes alone to as
@@ -54,7 +78,7 @@ def planned(
     for length in sorted({_SHORTEST, middle, longest}):
         fitting = [
             point
-            for clients in _powers(min(limits.max_num_seqs, bound, _MOST_CLIENTS))
+            for clients in _counts(min(limits.max_num_seqs, bound, _MOST_CLIENTS))
             if clients == 1 or _within(model, limits, slo, clients, length)
             if (point := _point(model, limits, clients, length, point_s)) is not None
         ]
@@ -65,8 +89,10 @@ def planned(
     return [found[i] for i in sorted(range(len(found)), key=lambda i: (i % 3, i))]
 
 
-def _powers(most: int) -> list[int]:
-    """1, 2, 4 and so on, and the most there may be."""
+def _counts(most: int) -> list[int]:
+    """1, 2, 4 and so on, and the most there may be; all of a few."""
+    if most <= _FEW:
+        return list(range(1, most + 1))
     return [1 << i for i in range(most.bit_length() - 1)] + [most]
 
 

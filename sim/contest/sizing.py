@@ -8,6 +8,7 @@ import msgspec
 
 from policy.profiles import profile
 from policy.scaling.static import Static, StaticParameters
+from sim.addressing import Addressing
 from sim.attaining import attained_rate
 from sim.contest.ground import MODE, MODEL, MOST, Ground
 from sim.contest.heat import problem
@@ -39,7 +40,7 @@ def sized(ground: Ground, lead_s: float, seed: int = 0) -> Size:
     """The size for starts of ``lead_s``. Raises :class:`ValueError` where no rate attains."""
     arrivals = ground.arrivals(1.0, seed)
     document = ground.deployment(lead_s)
-    load = survey(arrivals, MODEL).loads[MODEL]
+    load = survey(arrivals, Addressing([MODEL])).loads[MODEL]
     spec = document.models[0]
     mu = attained_rate(document, spec, MODE, arrivals=lambda: arrivals, load=load, seed=seed)
 

@@ -17,6 +17,7 @@ from gateway.shared import Alone, News
 from policy.config import Deployment, ModelSpec
 from policy.control import Control, Objective
 from policy.key import key_of
+from policy.pace import GENERIC, pace_of
 from policy.request import Request
 from policy.routing import Quote
 from policy.types import Load, Replica, ReplicaState
@@ -69,6 +70,10 @@ def served(*adapters: str, replicas: int = 3) -> Served:
         link.answering = True
         model.links.append(link)
     return model
+
+
+# A step of a hundred requests, as it is assumed of a server that says nothing.
+GENERIC_STEP_S = pace_of(None, GENERIC).step_s(100, 0.0, 100)
 
 
 def prompt() -> Request:
@@ -184,6 +189,20 @@ async def test_a_new_document_acts_on_the_next_choice() -> None:
     assert here.choose(model, Request("m", prompt_tokens=10)) is None
     documents.pop(0)
     assert here.choose(model, Request("m", prompt_tokens=10)) is not None
+
+
+async def test_what_a_replica_has_room_for_follows_the_gaps_of_its_answers() -> None:
+    spec = ModelSpec(name="m", control=Control(slo=Objective(itl_p95_s=0.05)))
+    here = Routes(random.Random(1), deployment=lambda: Deployment(models=(spec,)))  # noqa: S311
+    model = served(replicas=1)
+    (link,) = model.links
+    for _ in range(100):
+        link.begin(0)
+    chosen = here.choose(model, Request("m"))
+    assert chosen is not None
+    for _ in range(200):
+        here.paced("m", chosen[1], 6 * GENERIC_STEP_S)
+    assert here.choose(model, Request("m")) is None
 
 
 async def test_a_request_is_expected_to_stay_as_long_as_beside_those_that_run() -> None:

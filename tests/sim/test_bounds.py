@@ -11,6 +11,7 @@ from policy.config import Deployment
 from policy.errors import TargetError
 from policy.parsing import parse
 from sim import attaining
+from sim.addressing import Addressing
 from sim.attaining import attained_rate
 from sim.bounds import bounds_of
 from sim.survey import survey
@@ -53,7 +54,7 @@ def arrivals() -> Iterator[Arrival]:
 
 
 def _bounds(of: Deployment) -> tuple[float, float]:
-    found = bounds_of(of, arrivals, survey(arrivals(), "m"), EARTH)
+    found = bounds_of(of, arrivals, survey(arrivals(), Addressing(["m"])), EARTH)
     assert found.lower_gpu_hours is not None and found.achievable_gpu_hours is not None
     return found.lower_gpu_hours * 3600, found.achievable_gpu_hours * 3600
 
@@ -108,7 +109,7 @@ def test_a_replica_attains_less_within_an_objective_than_without(monkeypatch: py
 
     def rate(**slo: float) -> float:
         of = deployment(slo=slo) if slo else deployment()
-        load = survey(arrivals(), "m").loads["m"]
+        load = survey(arrivals(), Addressing(["m"])).loads["m"]
         return attained_rate(of, of.models[0], "multi-replica", arrivals=arrivals, load=load, seed=1)
 
     free, loose, tight = rate(), rate(ttft_p95_s=20.0), rate(ttft_p95_s=3.0, itl_p95_s=0.25)

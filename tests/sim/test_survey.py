@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from sim.addressing import Addressing
 from sim.survey import survey
 from sim.trace import Arrival
 
@@ -15,7 +16,7 @@ def test_requests_are_counted_by_model_and_second() -> None:
                 Arrival(3.5, 30, 3, model="n", adapter="a", blocks=(1,)),
             ]
         ),
-        "m",
+        Addressing(["m", "n"]),
     )
     assert found.ends_at == 3.5 and list(found.loads) == ["m", "n"]
     one, other = found.loads["m"], found.loads["n"]
@@ -25,4 +26,4 @@ def test_requests_are_counted_by_model_and_second() -> None:
 
 
 def test_an_empty_trace_has_no_load() -> None:
-    assert survey([], "m").loads == {}
+    assert survey([], Addressing(["m"])).loads == {}

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from policy.config import Deployment
-from policy.errors import TargetError
+from policy.errors import ConfigError
 from policy.parsing import parse
 from policy.scaling.choice import choose, make
 from sim.record import Outcome, Record
@@ -242,7 +242,7 @@ def test_a_trace_has_to_name_one_of_several_models() -> None:
         "modes": {"multi-replica": {"shape": "small", "replicas": 1}},
     }
     two = parse({"models": [{"name": "a", **one}, {"name": "b", **one}]})
-    with pytest.raises(TargetError, match="'gpt'; the deployment has a, b"):
+    with pytest.raises(ConfigError, match="got 'gpt', expected one of: a, b"):
         run(two, iter(named))
     both = run(two, iter([Arrival(0.0, 10, 10, model="b"), Arrival(1.0, 10, 10)]))
     assert [len(both.requests[name]) for name in ("a", "b")] == [1, 1]

@@ -196,8 +196,11 @@ def test_files_are_refused_with_the_place_in_them(site: Path) -> None:
     assert f"{site / 'world.yaml'}: cold_s: got -1" in refused(site, "--world", str(site / "world.yaml"))
     (site / "bad.csv").write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2026-01-01 00:00:00,1,x\n")
     assert "bad.csv:2: got 'x'" in refused(site, trace="bad.csv")
-    (site / "named.yaml").write_text(WORKLOAD.replace("  - generate", "  - model: other\n    generate"))
-    assert "named.yaml: model: got 'other', expected one of: m" in refused(site, trace="named.yaml")
+    named = WORKLOAD.replace("  - generate", "  - model: other\n    generate")
+    (site / "named.yaml").write_text(named)
+    (site / "two.yaml").write_text("models: [{name: m, engine: sim}, {name: n, engine: sim}]")
+    said = refused(site, document="two.yaml", trace="named.yaml")
+    assert "the trace's model: got 'other', expected one of: m, n" in said
     (site / "external.yaml").write_text("models: [{name: m, engine: external, urls: ['http://127.0.0.1:1']}]")
     assert "models[m].engine: got 'external'" in refused(site, document="external.yaml")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from time import perf_counter
 from typing import NamedTuple
 
@@ -20,7 +21,7 @@ from policy.types import EngineKind, Replica, ReplicaState, Runner
 from serve.client import ControllerClient
 from serve.versions import installed
 from sim.calibrating.fitted import Seen, fitted, guessed
-from sim.calibrating.points import POINTS, Point, planned
+from sim.calibrating.points import Planned, Point, planned, shared
 from tidegate.calibrating.driving import Driver
 from tidegate.calibrating.hearing import SETTLED_S, Hearing
 from tidegate.replaying.asking import Asking
@@ -31,7 +32,6 @@ from tidegate.replaying.wire import Pool
 # A first look, to know about how slow the engine is before load points are chosen.
 WARM_UP = (Point(1, 16, 32), Point(4, 16, 32), Point(16, 16, 32), Point(1, 192, 4))
 WARM_UP_PART = 0.04
-SHORTEST_S = 1.0
 # An engine drops a request that was hung up after its step. Where others use it, it is never idle.
 MOST_SETTLING_S = 10.0
 POLL_S = 0.1
@@ -188,8 +188,8 @@ class Calibrating:
             await driver.drive(point, subject.replicas, asyncio.sleep(WARM_UP_PART * seconds))
         await self._settled()
         model = guessed(hearing.take(), subject.prior)
-        point_s = max(SHORTEST_S, seconds * (1.0 - len(WARM_UP) * WARM_UP_PART) / POINTS - SETTLED_S)
-        points = self._planned(model, hearing.limits or subject.limits, point_s)
+        left_s = seconds * (1.0 - len(WARM_UP) * WARM_UP_PART)
+        points, point_s = self._planned(model, hearing.limits or subject.limits, left_s)
         seen: list[Seen] = []
         for number, point in enumerate(points):
             self._progress(number, len(points), point.said)
@@ -212,20 +212,22 @@ class Calibrating:
             await asyncio.sleep(POLL_S)
         await asyncio.sleep(SETTLED_S)
 
-    def _planned(self, model: EngineModel, limits: Limits, point_s: float) -> list[Point]:
-        """The load points, but for those that would miss what is promised."""
+    def _planned(self, model: EngineModel, limits: Limits, seconds: float) -> Planned:
+        """The load points that share ``seconds``, but for those that would miss what is promised."""
         spec, bound = self._subject.spec, self._subject.spec.shapes[self._subject.shape].max_in_flight
-        least, length = _slo(spec), self._subject.max_model_len
-        points, every = (
-            planned(model, limits, max_model_len=length, bound=bound, point_s=point_s, slo=slo)
-            for slo in (least, Slo())
-        )
-        if len(points) < len(every):
+        length = self._subject.max_model_len
+
+        def within(slo: Slo, point_s: float) -> list[Point]:
+            return planned(model, limits, max_model_len=length, bound=bound, point_s=point_s, slo=slo)
+
+        found = shared(partial(within, _slo(spec)), seconds, SETTLED_S)
+        every = within(Slo(), found.point_s)
+        if len(found.points) < len(every):
             self._warn(
-                f"{len(every) - len(points)} of {len(every)} load points are left out: the gateway would hold"
-                f" back what misses the objective of {spec.name}. Without `control.slo` they are driven, too"
+                f"{len(every) - len(found.points)} of {len(every)} load points are left out: the gateway would"
+                f" hold back what misses the objective of {spec.name}. Without `control.slo` they are driven, too"
             )
-        return points
+        return found
 
 
 def _slo(spec: ModelSpec) -> Slo:

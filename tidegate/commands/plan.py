@@ -12,6 +12,7 @@ from rich.progress import TextColumn
 from policy.config import Deployment, ModelSpec, Price
 from policy.engine_model import Workload
 from policy.errors import ConfigError
+from sim.addressing import Addressing
 from sim.planning.candidates import candidates
 from sim.planning.demand import demand_of, described
 from sim.planning.figures import Ask
@@ -119,7 +120,7 @@ def plan(
         raise ConfigError(f"models[{spec.name}].control.slo", None, "ttft_p95_s or itl_p95_s to plan for")
     degrees = None if shapes is None else _degrees(shapes)
     found = candidates(spec, None if kinds is None else kinds.split(","), degrees)
-    first = deployment.models[0].name
+    addressing = Addressing([each.name for each in deployment.models])
 
     def arrivals(factor: float) -> Iterator[Arrival]:
         if trace is None:
@@ -127,9 +128,11 @@ def plan(
             load = Workload(lam=rps * factor, input_tokens=inputs, output_tokens=outputs)
             return described(load, cv, minutes * 60.0, seed)
         part = sliced(arrivals_of(trace, seed, rate), from_s, to_s)
-        return scaled((each for each in part if (each.model or first) == spec.name), rate=factor)
+        return scaled((each for each in part if addressing.of(each) == spec.name), rate=factor)
 
     demand = demand_of(arrivals(1.0), str(trace or file))
+    if others := addressing.said():
+        click.echo(others, err=True)
     with _Bar() as bar:
         trials = Trials(deployment, spec, arrivals, demand, seed=seed, said=bar)
         ask = Ask(

@@ -12,6 +12,7 @@ from rich.progress import TaskID, TextColumn
 from rich.table import Table
 
 from policy.errors import ConfigError, TargetError
+from sim.addressing import Addressing
 from sim.bounds import Bounds, bounds_of
 from sim.record import Record
 from sim.report.figures import figures, told
@@ -92,14 +93,12 @@ def simulate(
     def arrivals() -> Iterator[Arrival]:
         return sliced(arrivals_of(trace, seed, rate), from_s, to_s)
 
-    surveyed = survey(arrivals(), deployment.models[0].name)
+    addressing = Addressing([spec.name for spec in deployment.models])
+    surveyed = survey(arrivals(), addressing)
     if not surveyed.loads:
         raise ConfigError(str(trace), "no request", "a request at least, in the part that is replayed")
-    if unknown := surveyed.loads.keys() - {spec.name for spec in deployment.models}:
-        known = ", ".join(spec.name for spec in deployment.models)
-        raise ConfigError(
-            f"{trace}: model", min(unknown), f"one of: {known} (a workload can rename: mix[].model)"
-        )
+    if others := addressing.said():
+        click.echo(others, err=True)
     for spec in deployment.models:
         load = surveyed.loads.get(spec.name)
         if load is not None and load.adapted and spec.adapters is None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from policy.engine_model import Slo
+from policy.engine_model import Limits, Slo
 from policy.profiles import PROFILES, profile
-from sim.calibrating.points import POINTS, Point, planned
+from sim.calibrating.points import POINTS, Planned, Point, planned, shared
 
 
 def points(
@@ -35,6 +35,35 @@ def test_every_shipped_engine_gets_points_that_fit_it(name: str) -> None:
         assert point.concurrency * (point.input_tokens + point.output_tokens) <= limits.kv_tokens
         assert point.input_tokens + point.output_tokens <= found.max_model_len
     assert {point.held for point in planned_points} == {True, False}
+
+
+def test_of_few_seats_each_number_of_clients_is_a_point() -> None:
+    found = profile("cpu-smollm2-135m")
+    limits = Limits(max_num_batched_tokens=128, max_num_seqs=4, kv_tokens=20_000)
+    several = planned(found.model, limits, max_model_len=512, bound=16, point_s=20.0)
+    assert {point.concurrency for point in several if point.input_tokens == 16} == {1, 2, 3, 4}
+
+
+@pytest.mark.parametrize("fewest", [3, 12, POINTS])
+def test_points_share_the_time_there_is(fewest: int) -> None:
+    """So many, and twice as many where each has over ten seconds."""
+
+    def plan(point_s: float) -> list[Point]:
+        return [Point(1, 16, 4)] * min(POINTS, fewest * (1 + (point_s > 10.0)))
+
+    found = shared(plan, 100.0, 0.5)
+    assert found.points == plan(found.point_s)
+    assert len(found.points) * (found.point_s + 0.5) <= 100.0
+    # There is no time left in which one more would fit.
+    assert len(found.points) == POINTS or len(plan(100.0 / (len(found.points) - 1) - 0.5)) >= len(
+        found.points
+    )
+
+
+def test_however_little_time_there_is_a_point_lasts_a_second() -> None:
+    assert shared(lambda point_s: [Point(1, 16, 4)] * POINTS, 1.0, 0.5) == Planned(
+        [Point(1, 16, 4)] * POINTS, 1.0
+    )
 
 
 def test_of_each_length_the_lightest_and_the_heaviest_are_fitted() -> None:
