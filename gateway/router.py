@@ -116,7 +116,7 @@ class Routes:
         self._of(request.model).timed(request, quote, ttft_s, self._clock())
 
     def paced(self, model: str, quote: Quote, gap_s: float) -> None:
-        """An answer of ``model`` ended where ``quote`` sent it; its tokens were ``gap_s`` apart on average."""
+        """An answer ended where ``quote`` sent it; its tokens were ``gap_s`` seconds apart on average."""
         self._of(model).paced(quote.candidate, gap_s)
 
     def counted(self, request: Request, prompt_tokens: int, output_tokens: int) -> None:

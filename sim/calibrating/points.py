@@ -51,7 +51,7 @@ class Planned(NamedTuple):
 def shared(plan: Callable[[float], list[Point]], seconds: float, between_s: float) -> Planned:
     """The points that ``plan`` has for as long as each gets, so that all share ``seconds``.
 
-    The fewer there are the longer each lasts, and the more of them become possible. ``between_s`` pass after each.
+    The fewer there are the longer each lasts, and the more become possible. ``between_s`` pass after each.
     """
     for count in range(1, POINTS + 1):
         point_s = max(SHORTEST_S, seconds / count - between_s)
