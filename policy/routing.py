@@ -281,7 +281,7 @@ class Router:
         line.learn(quote.modelled, ttft_s)
 
     def paced(self, candidate: Candidate, gap_s: float) -> None:
-        """An answer of ``candidate``, no longer among those in flight, had a mean gap of ``gap_s`` seconds."""
+        """An answer of ``candidate``, which is in flight no more, had a mean gap of ``gap_s`` seconds."""
         site = self._sites.get(candidate.key)
         if site is None or gap_s <= 0.0:
             return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import asyncio
 import random
 from collections.abc import Sequence
 
@@ -198,11 +199,12 @@ async def test_what_a_replica_has_room_for_follows_the_gaps_of_its_answers() -> 
     (link,) = model.links
     for _ in range(100):
         link.begin(0)
-    chosen = here.choose(model, Request("m"))
+    comes = Request("m", output_tokens=100, arrived=asyncio.get_running_loop().time())
+    chosen = here.choose(model, comes)
     assert chosen is not None
     for _ in range(200):
         here.paced("m", chosen[1], 6 * GENERIC_STEP_S)
-    assert here.choose(model, Request("m")) is None
+    assert here.choose(model, comes) is None
 
 
 async def test_a_request_is_expected_to_stay_as_long_as_beside_those_that_run() -> None:

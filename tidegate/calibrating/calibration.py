@@ -222,10 +222,10 @@ class Calibrating:
 
         found = shared(partial(within, _slo(spec)), seconds, SETTLED_S)
         every = within(Slo(), found.point_s)
-        if len(found.points) < len(every):
+        if left_out := len(every) - len(found.points):
             self._warn(
-                f"{len(every) - len(found.points)} of {len(every)} load points are left out: the gateway would"
-                f" hold back what misses the objective of {spec.name}. Without `control.slo` they are driven, too"
+                f"{left_out} of {len(every)} load points are left out: the gateway would hold back what misses"
+                f" the objective of {spec.name}. Without `control.slo` they are driven, too"
             )
         return found
 
