@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 from xml.sax.saxutils import escape, quoteattr
@@ -14,7 +14,11 @@ from sim.report.picture import Mark, Stay, clock
 from sim.report.scale import Scale, linear, logarithmic, times
 
 WIDTH, HEIGHT = 560, 150
-LEFT, RIGHT, TOP, BOTTOM = 44, 8, 14, 20
+LEFT, RIGHT, TOP, BOTTOM = 48, 8, 18, 22
+# So many tints of modes the page has.
+MODES = 4
+# The page enlarges letters on small charts: this is the most that one is wide.
+LETTER = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,16 +39,21 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """What is drawn: ``limit`` is a promise, in the unit of the values; ``note`` says what else there is."""
+    """What is drawn: ``limit`` is a promise, in the unit of the values; ``note`` says what else there is.
+
+    Values that are ``whole`` are counts. A stay has the tint of its mode's place in ``modes``.
+    """
 
     key: str
     title: str
     unit: str
     lines: tuple[Line, ...]
     log: bool = False
+    whole: bool = False
     limit: float | None = None
     note: str = ""
     stays: tuple[Stay, ...] = ()
+    modes: tuple[str, ...] = ()
     marks: tuple[Mark, ...] = ()
 
     def span(self) -> tuple[float, float]:
@@ -55,24 +64,31 @@ class Chart:
         known = values[np.isfinite(values) & (values > 0)]
         return (float(known.min()), float(known.max())) if len(known) else (1.0, 1.0)
 
+    def told(self, until: float) -> str:
+        """The chart in a line, for whoever does not see it."""
+        values = np.concatenate([line.values for line in self.lines])
+        known = values[np.isfinite(values)]
+        said = f"from {number(known.min())} to {number(known.max())} {self.unit}" if len(known) else "nothing"
+        return f"{self.title} over {clock(until)}, {said}".strip()
+
 
 def scale_of(charts: Iterable[Chart]) -> Scale:
     """The vertical scale that charts have in common, so that they can be compared by eye."""
     charts = list(charts)
     low, high = min(chart.span()[0] for chart in charts), max(chart.span()[1] for chart in charts)
     start, end = HEIGHT - BOTTOM, TOP
-    return logarithmic(low, high, start, end) if charts[0].log else linear(high, start, end)
+    if charts[0].log:
+        return logarithmic(low, high, start, end)
+    return linear(high, start, end, whole=charts[0].whole)
 
 
 def draw(chart: Chart, identity: str, until: float, y: Scale) -> str:
     """The SVG of ``chart`` from 0 ``until`` so many seconds; ``identity`` is unique on the page."""
     x = Scale(0.0, until, LEFT, WIDTH - RIGHT)
-    low, high = chart.span()
-    about = f"{chart.title} over {clock(until)}, from {number(low)} to {number(high)} {chart.unit}".strip()
     parts = [
         f'<svg id={quoteattr(identity)} class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
-        f'tabindex="0" aria-label={quoteattr(about)} data-until="{until:g}">',
-        *_stays(chart.stays, x),
+        f'tabindex="0" aria-label={quoteattr(chart.told(until))} data-until="{until:g}">',
+        *_stays(chart, x),
         *_axes(x, y),
     ]
     for line in chart.lines:
@@ -85,16 +101,20 @@ def draw(chart: Chart, identity: str, until: float, y: Scale) -> str:
     return "\n".join([*parts, "</svg>"])
 
 
-def hovered(chart: Chart) -> list[dict[str, Any]]:
-    """What the page says of an instant of the chart: a name, the width of a window, and a value for each."""
-    return [
-        {
-            "name": line.name,
-            "width": round(line.width_s, 6),
-            "values": [_short(value) for value in line.values],
-        }
-        for line in chart.lines
-    ]
+def hovered(chart: Chart) -> dict[str, Any]:
+    """What the page says of an instant of the chart: its unit, the values of each line, the modes."""
+    return {
+        "unit": chart.unit,
+        "lines": [
+            {
+                "name": line.name,
+                "width": round(line.width_s, 6),
+                "values": [_short(value) for value in line.values],
+            }
+            for line in chart.lines
+        ],
+        "stays": [[round(stay.start, 3), stay.mode] for stay in chart.stays],
+    }
 
 
 def number(value: float) -> str:
@@ -116,25 +136,25 @@ def _axes(x: Scale, y: Scale) -> list[str]:
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>')
         parts.append(f'<text class="tick" x="{LEFT - 5}" y="{at + 3:.1f}" text-anchor="end">{value:g}</text>')
     for value in times(x.high):
-        parts.append(
-            f'<text class="tick" x="{x(value):.1f}" y="{HEIGHT - 5}" text-anchor="middle">'
-            f"{clock(value)}</text>"
-        )
+        at, said = x(value), clock(value)
+        # At the right end an instant would be cut off where it stood in the middle.
+        last = at + LETTER * len(said) / 2 > WIDTH
+        at, anchor = (float(WIDTH), "end") if last else (at, "middle")
+        parts.append(f'<text class="tick" x="{at:.1f}" y="{HEIGHT - 5}" text-anchor="{anchor}">{said}</text>')
     return parts
 
 
-def _stays(stays: Sequence[Stay], x: Scale) -> list[str]:
-    """A tint behind every second mode, and its name where it begins."""
+def _stays(chart: Chart, x: Scale) -> list[str]:
+    """A tint for each mode, up to above the lines, and its name there where it fits."""
     parts = []
-    modes = list(dict.fromkeys(stay.mode for stay in stays))
-    for stay in stays:
+    for stay in chart.stays:
         start, end = x(stay.start), x(stay.end)
         parts.append(
-            f'<rect class="mode{modes.index(stay.mode) % 3}" x="{start:.1f}" y="{TOP}" '
-            f'width="{end - start:.1f}" height="{HEIGHT - TOP - BOTTOM}">'
+            f'<rect class="mode{chart.modes.index(stay.mode) % MODES}" x="{start:.1f}" y="0" '
+            f'width="{end - start:.1f}" height="{HEIGHT - BOTTOM}">'
             f"<title>{escape(stay.mode)} from {clock(stay.start)} to {clock(stay.end)}</title></rect>"
         )
-        if end - start > 5 * len(stay.mode) + 6:
+        if end - start > LETTER * len(stay.mode) + 6:
             parts.append(f'<text class="mode" x="{start + 3:.1f}" y="{TOP - 4}">{escape(stay.mode)}</text>')
     return parts
 
@@ -144,8 +164,7 @@ def _line(line: Line, x: Scale, y: Scale) -> list[str]:
     path = _path(line, line.values, x, y)
     parts = []
     if line.above is not None or line.filled:
-        under = line.above if line.above is not None else np.where(np.isfinite(line.values), y.low, np.nan)
-        area = _area(line, under, x, y)
+        area = _area(line, x, y)
         parts.append(f'<path class={quoteattr(f"area {line.kind}")} d="{area}"/>')
     return [*parts, f'<path class={kind} d="{path}"/>']
 
@@ -179,10 +198,15 @@ def _path(line: Line, values: Floats, x: Scale, y: Scale) -> str:
     return " ".join("M" + " ".join(_points(line, values, run, x, y)) for run in _runs(values))
 
 
-def _area(line: Line, under: Floats, x: Scale, y: Scale) -> str:
+def _area(line: Line, x: Scale, y: Scale) -> str:
     parts = []
-    for run in _runs(line.values + under):
-        over, below = _points(line, line.values, run, x, y), _points(line, under, run, x, y)
+    for run in _runs(line.values if line.above is None else line.values + line.above):
+        over = _points(line, line.values, run, x, y)
+        if line.above is None:
+            ground = f"{y(y.low):.1f}"
+            below = [f"{over[0].partition(',')[0]},{ground}", f"{over[-1].partition(',')[0]},{ground}"]
+        else:
+            below = _points(line, line.above, run, x, y)
         parts.append("M" + " ".join([*over, *reversed(below)]) + "Z")
     return " ".join(parts)
 
@@ -190,6 +214,6 @@ def _area(line: Line, under: Floats, x: Scale, y: Scale) -> str:
 def _mark(mark: Mark, x: Scale) -> str:
     at, foot = x(mark.at), HEIGHT - BOTTOM
     return (
-        f'<g class="mark" tabindex="0" role="img"><title>{escape(mark.text)}</title>'
+        f'<g class="mark" role="img" data-at="{mark.at:.3f}"><title>{escape(mark.text)}</title>'
         f'<path d="M{at:.1f},{foot - 9} l4.5,9 h-9 Z"/></g>'
     )

@@ -154,6 +154,8 @@ def _stays(moments: Sequence[Moment], end: float) -> tuple[Stay, ...]:
     for moment in moments:
         if not begun or begun[-1][0] != moment.mode:
             begun.append((moment.mode, moment.at))
+    if begun:  # The first tick is a little after the start.
+        begun[0] = (begun[0][0], 0.0)
     ends = [*(start for _, start in begun[1:]), end]
     return tuple(Stay(mode, start, until) for (mode, start), until in zip(begun, ends, strict=False))
 

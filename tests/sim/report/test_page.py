@@ -68,16 +68,18 @@ def test_there_is_a_column_for_each_policy_and_every_series_in_it(text: str) -> 
             assert len(drawn) == len(names) and all(
                 re.match(r"M[\d.]+,", path.get("d") or "") for path in drawn
             )
-            assert [line["name"] for line in values[chart.get("id") or ""]] == names
+            assert [line["name"] for line in values[chart.get("id") or ""]["lines"]] == names
         legends = ["".join(entry.itertext()) for entry in section.findall("ul/li")]
-        assert legends == [name for names in SERIES[:3] for name in names] + ["promised 1.5 s"] + [
-            name for names in SERIES[3:] for name in names
-        ]
+        expected = [list(names) for names in SERIES]
+        expected[1] += ["multi-replica", "single-large"]
+        expected[2].append("promised 1.5 s")
+        expected[5].append("promised 99 % of the last minute")
+        assert legends == [entry for each in expected for entry in each]
 
 
-def test_decisions_are_marks_that_the_keyboard_reaches_too(text: str) -> None:
+def test_decisions_are_marks_at_their_instants(text: str) -> None:
     marks = parsed(text).findall(".//g[@class='mark']")
-    assert len(marks) == 4 and all(mark.get("tabindex") == "0" for mark in marks)
+    assert [mark.get("data-at") for mark in marks] == ["150.000", "300.000", "300.000", "600.000"]
     said = marks[0].findtext("title") or ""
     assert "up to 3 requests/s <are> expected & need 5" in said and "step: 5 → 2, at most doubled" in said
 
@@ -87,6 +89,16 @@ def test_modes_are_tinted_where_there_are_several(text: str) -> None:
     assert (
         "multi-replica from 0:00:00 to 0:05:00" in titles and "single-large from 0:05:00 to 0:10:00" in titles
     )
+
+
+def test_a_mode_has_one_tint_in_all_columns() -> None:
+    later = record()
+    whole = replace(later, moments=[replace(each, mode="single-large") for each in later.moments])
+    tints = {
+        ((rect.findtext("title") or "").partition(" from")[0], rect.get("class"))
+        for rect in parsed(page(study(record(), whole))).findall(".//section/svg/rect")
+    }
+    assert tints == {("multi-replica", "mode0"), ("single-large", "mode1")}
 
 
 def test_all_columns_have_one_time_axis_and_one_scale(text: str) -> None:
