@@ -17,7 +17,6 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from policy.capacity import FULL
 from policy.forecast import Series, Smoothing, ahead, observed, shortfall, tried
 from policy.scaling.counting import asked, blind, per_replica, recalled, sane, whole, within, written
 from policy.scaling.proof import Proof, proved, sustained
@@ -59,7 +58,7 @@ class PredictiveParameters(Section, frozen=True):
     margin: Annotated[float, Meta(ge=1, le=10)] = 1.06
     drain_s: Seconds = 15.0
     down: Annotated[float, Meta(ge=0.1, le=1)] = 1.0
-    full: Annotated[float, Meta(ge=0.1, le=1)] = FULL
+    full: Annotated[float, Meta(ge=0.1, le=1)] = 0.92
     level_s: Seconds = 30.0
     trend_s: Seconds = 60.0
     lasts_s: Seconds = 200.0
@@ -98,7 +97,7 @@ class Predictive:
         # As proved before this view: what comes now shall not lower what it asks for.
         proof = None if before is None else before.proof
         mu = sustained(proof, view, capacity(view), self._parameters.full)
-        left = msgspec.structs.replace(left, proof=proved(proof, view))
+        left = msgspec.structs.replace(left, proof=proved(proof, view, mu))
         full = saturation(view, k2.get(mode), queued=False)
         if not mu and full is None:
             return blind(view, written(left), "what a replica can do is not known")

@@ -1,8 +1,8 @@
 """What replicas take together, as they show: the rate that each was given over the KV cache that it filled.
 
 The engine model knows one replica, and requests of one length. Many share what comes, so that a burst finds
-room somewhere, and each mix of lengths fills caches in its own way. While requests are well within the
-objective, the rate at which the caches would be as full as they may be is what a replica takes.
+room somewhere, and each mix of lengths fills caches in its own way. The longer requests are well within the
+objective, the more is believed that a replica takes the rate at which its cache would be as full as it may be.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from policy.scaling.view import View
 MEAN_S = 180.0
 # No further beyond what was given is concluded from it.
 FURTHER = 2.0
-# Of what was given when latencies were not, this much was not too much.
-BACK = 0.9
+# Latencies that are near the objective for so long end all belief in it, those within it restore all.
+LOST_S = 300.0
+WON_S = 120.0
 # Within the objective by so much a latency says that there is room.
 ROOM = 0.75
 # Less than this of a cache in use says nothing.
@@ -29,8 +30,8 @@ _LEAST_USED = 0.02
 class Proof(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """As of ``at`` a replica of a mode was given ``rate`` requests per second and filled ``used`` of its KV.
 
-    Both are means over the past while, which began at ``since``. ``late`` says that latencies are near the
-    objective, or beyond it.
+    Both are means over the past while, which began at ``since``. ``trust`` (0..1) is how far what follows from
+    them is believed, and ``mu`` what a replica was taken to take.
     """
 
     at: float
@@ -38,11 +39,15 @@ class Proof(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     since: float
     rate: float = 0.0
     used: float = 0.0
-    late: bool = False
+    trust: float = 1.0
+    mu: float = 0.0
 
 
-def proved(before: Proof | None, view: View) -> Proof:
-    """What is known after this view; of another mode nothing, and no more without figures of replicas."""
+def proved(before: Proof | None, view: View, mu: float) -> Proof:
+    """What is known after this view, in which a replica was taken to take ``mu``.
+
+    Of another mode that is nothing, and no more than before without figures of replicas.
+    """
     if before is None or before.mode != view.mode:
         before = Proof(view.at, view.mode, view.at)
     demand, figures = view.signals.demand, view.signals.replicas
@@ -60,7 +65,8 @@ def proved(before: Proof | None, view: View) -> Proof:
         since=before.since,
         rate=before.rate + part * (rate - before.rate),
         used=before.used + part * (used - before.used),
-        late=_late(view),
+        trust=_trusted(before.trust, elapsed_s, view),
+        mu=mu,
     )
 
 
@@ -68,13 +74,26 @@ def sustained(proof: Proof | None, view: View, alone: float, full: float) -> flo
     """The requests per second of one replica, of which one ``alone`` takes so many by the model.
 
     No less than that, and no more than ``full`` (0..1) of what it keeps up with by the model or than fill
-    its cache to that part: sharing makes up for chance, and not for what is missing.
+    its cache to that part: sharing makes up for chance, and not for what is missing. A start that is asked for
+    cannot be taken back before it is over, so it is a mean over as long as that.
     """
-    if proof is None or proof.mode != view.mode or proof.used < _LEAST_USED:
+    if proof is None or proof.mode != view.mode:
         return alone
-    further = BACK if proof.late else FURTHER
-    room = min(proof.rate * full / proof.used, further * proof.rate)
-    return max(alone, min(room, full * sane(view.capability.mu_max)))
+    now = alone
+    if proof.used >= _LEAST_USED:
+        most = full * sane(view.capability.mu_max)
+        room = min(proof.rate * full / proof.used, FURTHER * proof.rate, most)
+        now += proof.trust * max(0.0, room - alone)
+    if not proof.mu:
+        return now
+    over_s = min(max(view.lead_s, view.tick_s), MEAN_S)
+    return proof.mu + (now - proof.mu) * -math.expm1(-max(0.0, view.at - proof.at) / over_s)
+
+
+def _trusted(before: float, elapsed_s: float, view: View) -> float:
+    if _late(view):
+        return max(0.0, before - elapsed_s / LOST_S)
+    return min(1.0, before + elapsed_s / WON_S)
 
 
 def _late(view: View) -> bool:

@@ -10,6 +10,10 @@ from policy.stepping import Request, Scheduler
 from sim.calibrating.points import Point
 
 
+# Of requests that are sent at the same moment an engine that was idle begins with the first alone.
+APART_S = 1e-3
+
+
 class Latency(NamedTuple):
     """One request that ended: seconds to its first token, and between two of the others."""
 
@@ -26,7 +30,7 @@ def closed_loop(
     the one before it ended.
     """
     scheduler = Scheduler(model, limits)
-    coming = [(path_s / 2, client) for client in range(point.concurrency)]
+    coming = [(path_s / 2 + APART_S * client, client) for client in range(point.concurrency)]
     began: dict[str, float] = {}
     first: dict[str, float] = {}
     found: list[Latency] = []
@@ -43,10 +47,10 @@ def closed_loop(
         now += step.duration_s
         for name in step.tokens:
             first.setdefault(name, now)
-        for name in step.finished:
+        for place, name in enumerate(step.finished):
             if now + path_s / 2 <= seconds:
                 itl_s = (now - first[name]) / max(point.output_tokens - 1, 1)
                 found.append(Latency(first[name] - began[name] + path_s, itl_s))
             del began[name]
-            heappush(coming, (now + path_s, number))
+            heappush(coming, (now + path_s + APART_S * place, number))
     return found

@@ -15,7 +15,7 @@ _ROUND = 0.4
 _MOST_CLIENTS = 256
 # Of few seats each number of clients is a point, of more its doublings.
 _FEW = 5
-_OUTPUTS = (4, 64)
+_OUTPUTS = (4, 32)
 _SHORTEST = 16
 # Of KV cache and context so much may be asked for: prompts come out a little longer than they were meant.
 _ROOM = 0.8

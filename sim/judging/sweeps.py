@@ -18,16 +18,17 @@ from policy.scaling.token_saturation import TokenSaturationParameters
 
 # What is aimed at, in parts of what a replica shows at the rate that it attains.
 PARTS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.15)
-_USUAL = PredictiveParameters()
-# Quantile, margin, load after a fall, and part of what replicas keep up with, of ``predictive``.
-CAREFUL_TO_THRIFTY = (
-    (0.99, 1.25, 0.85, 0.85),
-    (0.95, 1.12, 0.95, 0.85),
-    (_USUAL.quantile, _USUAL.margin, _USUAL.down, _USUAL.full),
-    (0.7, 1.03, 1.0, 0.85),
-    (0.5, 1.0, 1.0, 0.85),
-    (0.5, 1.0, 1.0, 0.92),
-    (0.5, 1.0, 1.0, 1.0),
+# What ``predictive`` is turned by: who saves also believes a change of the rate later, and for less long.
+_CAREFUL = {"quantile": 0.95, "margin": 1.12, "down": 0.95, "full": 0.85}
+_THRIFTY = {"quantile": 0.5, "margin": 1.0, "level_s": 120.0, "trend_s": 120.0, "lasts_s": 60.0}
+CAREFUL_TO_THRIFTY: tuple[dict[str, float], ...] = (
+    {**_CAREFUL, "quantile": 0.99, "margin": 1.25, "down": 0.85},
+    _CAREFUL,
+    {"full": 0.85},
+    {"full": PredictiveParameters().full},
+    {**_THRIFTY, "full": 0.92},
+    {**_THRIFTY, "full": 1.0},
+    {**_THRIFTY, "full": 1.0, "level_s": 240.0, "trend_s": 240.0, "lasts_s": 30.0},
 )
 
 
@@ -77,10 +78,7 @@ def _token_saturation(full: Full) -> tuple[Choice, ...]:
 
 
 def _predictive(full: Full) -> tuple[Choice, ...]:
-    return tuple(
-        {"predictive": {"quantile": quantile, "margin": margin, "down": down, "full": most}}
-        for quantile, margin, down, most in CAREFUL_TO_THRIFTY
-    )
+    return tuple({"predictive": rung} for rung in CAREFUL_TO_THRIFTY)
 
 
 LADDERS: Mapping[str, Callable[[Full], tuple[Choice, ...]]] = {

@@ -224,8 +224,8 @@ class Calibrating:
         every = within(Slo(), found.point_s)
         if left_out := len(every) - len(found.points):
             self._warn(
-                f"{left_out} of {len(every)} load points are left out: the gateway would hold back what misses"
-                f" the objective of {spec.name}. Without `control.slo` they are driven, too"
+                f"{left_out} of {len(every)} load points are left out: the gateway would hold back what"
+                f" misses the objective of {spec.name}. Without `control.slo` they are driven, too"
             )
         return found
 

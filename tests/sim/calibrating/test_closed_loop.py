@@ -30,7 +30,12 @@ def test_the_way_is_in_the_time_to_the_first_token_and_makes_the_next_miss_a_ste
     assert {round(each.ttft_s, 9) for each in one} == {1.2}
     # Beside another, whose step goes on meanwhile, one waits for that first.
     two = closed_loop(CLOCK, LIMITS, Point(2, 90, 3), 20.0, path_s=0.2)
-    assert [each.ttft_s for each in two[2:]] == pytest.approx([2.0] * len(two[2:]))
+    assert [each.ttft_s for each in two[2:]] == pytest.approx([2.0] * len(two[2:]), abs=0.01)
+
+
+def test_an_idle_engine_begins_with_the_first_of_those_that_come_together() -> None:
+    found = closed_loop(CLOCK, LIMITS, Point(2, 20, 1), 2.5)
+    assert [each.ttft_s for each in found] == pytest.approx([1.0, 2.0], abs=0.01)
 
 
 def test_what_ends_after_the_end_does_not_count() -> None:
