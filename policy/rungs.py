@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import msgspec
 
 from policy.config import Budget, ModelSpec, Shape
@@ -32,6 +34,21 @@ def shipped(spec: ModelSpec, shape: Shape) -> Timing:
     limits = msgspec.structs.replace(timing.limits, **given)
     seats = min(limits.max_num_seqs, shape.max_in_flight)
     return msgspec.structs.replace(timing, limits=msgspec.structs.replace(limits, max_num_seqs=seats))
+
+
+def longest(spec: ModelSpec, shape: Shape) -> int | None:
+    """The most tokens of prompt and answer that a request at a replica of ``shape`` may have together.
+
+    As engines have it: what the document gives, else what the profile says, as far as KV cache holds it;
+    ``None`` where neither says. An engine refuses what is longer.
+    """
+    given = {**spec.engine_args, **shape.engine_args}.get("max_model_len")
+    if isinstance(given, int) and given > 0:
+        return given
+    name = spec.timed_by
+    if name is None:
+        return None
+    return min(profile(name).max_model_len, shipped(spec, shape).limits.kv_tokens or sys.maxsize)
 
 
 def _is_positive(given: object) -> bool:

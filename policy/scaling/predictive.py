@@ -17,6 +17,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
+from policy.capacity import FULL
 from policy.forecast import Series, Smoothing, ahead, observed, shortfall, tried
 from policy.scaling.counting import asked, blind, per_replica, recalled, sane, whole, within, written
 from policy.scaling.proof import Proof, proved, sustained
@@ -58,7 +59,7 @@ class PredictiveParameters(Section, frozen=True):
     margin: Annotated[float, Meta(ge=1, le=10)] = 1.06
     drain_s: Seconds = 15.0
     down: Annotated[float, Meta(ge=0.1, le=1)] = 1.0
-    full: Annotated[float, Meta(ge=0.1, le=1)] = 0.92
+    full: Annotated[float, Meta(ge=0.1, le=1)] = FULL
     level_s: Seconds = 30.0
     trend_s: Seconds = 60.0
     lasts_s: Seconds = 200.0

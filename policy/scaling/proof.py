@@ -2,7 +2,7 @@
 
 The engine model knows one replica, and requests of one length. Many share what comes, so that a burst finds
 room somewhere, and each mix of lengths fills caches in its own way. The longer requests are well within the
-objective, the more is believed that a replica takes the rate at which its cache would be as full as it may be.
+objective, the more it is believed to take the rate at which its cache would be as full as it may be.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _LEAST_USED = 0.02
 class Proof(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """As of ``at`` a replica of a mode was given ``rate`` requests per second and filled ``used`` of its KV.
 
-    Both are means over the past while, which began at ``since``. ``trust`` (0..1) is how far what follows from
-    them is believed, and ``mu`` what a replica was taken to take.
+    Both are means over the past while, which began at ``since``. ``trust`` (0..1) is how far what follows
+    from them is believed, and ``mu`` what a replica was taken to take.
     """
 
     at: float
@@ -74,8 +74,8 @@ def sustained(proof: Proof | None, view: View, alone: float, full: float) -> flo
     """The requests per second of one replica, of which one ``alone`` takes so many by the model.
 
     No less than that, and no more than ``full`` (0..1) of what it keeps up with by the model or than fill
-    its cache to that part: sharing makes up for chance, and not for what is missing. A start that is asked for
-    cannot be taken back before it is over, so it is a mean over as long as that.
+    its cache to that part: sharing makes up for chance, and not for what is missing. A start that was asked
+    for is not taken back before it is over, so it is a mean over as long as that.
     """
     if proof is None or proof.mode != view.mode:
         return alone

@@ -9,7 +9,6 @@ from policy.engine_model import EngineModel, Limits
 from policy.stepping import Request, Scheduler
 from sim.calibrating.points import Point
 
-
 # Of requests that are sent at the same moment an engine that was idle begins with the first alone.
 APART_S = 1e-3
 

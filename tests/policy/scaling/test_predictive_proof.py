@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import msgspec
@@ -9,7 +10,7 @@ import pytest
 
 from policy.control import Objective
 from policy.scaling.predictive import Predictive, PredictiveParameters
-from policy.scaling.proof import BACK, Proof, proved, sustained
+from policy.scaling.proof import LOST_S, WON_S, Proof, proved, sustained
 from policy.scaling.view import Capability, View
 from policy.signals import Shares
 from tests.policy.scaling.views import demand, late, replicas, view
@@ -26,7 +27,7 @@ def seen(at: float, load: float = 12.0, kv_used: float = 0.4, count: int = 3, **
 def after(*views: View) -> Proof:
     proof = None
     for each in views:
-        proof = proved(proof, each)
+        proof = proved(proof, each, 0.0)
     assert proof is not None
     return proof
 
@@ -55,20 +56,43 @@ def test_it_is_never_less_than_what_one_takes_alone_nor_more_than_it_keeps_up_wi
     [{"ttft": late(1.6)}, {"itl": late(0.09)}, {"met": Shares(ttft=0.98, both=0.98)}],
     ids=["ttft", "itl", "met"],
 )
-def test_latencies_near_the_objective_take_back_some_of_what_was_given(signs: dict[str, Any]) -> None:
+def test_latencies_near_the_objective_take_back_what_was_given_the_longer_the_more(
+    signs: dict[str, Any],
+) -> None:
     slo = Objective(ttft_p95_s=2.0, itl_p95_s=0.1)
-    calm = [msgspec.structs.replace(seen(at, load=15.0), slo=slo) for at in range(0, 600, 5)]
-    worse = msgspec.structs.replace(seen(600.0, load=15.0, **signs), slo=slo)
-    assert sustained(after(*calm), worse, 4.0, 0.85) > 5.0
-    assert sustained(after(*calm, worse), worse, 4.0, 0.85) == pytest.approx(BACK * 5.0)
+
+    def views(since: float, until: float, **more: Any) -> list[View]:
+        instants = range(int(since), int(until), 5)
+        return [msgspec.structs.replace(seen(at, load=15.0, **more), slo=slo) for at in instants]
+
+    calm = views(0, 600)
+    together = sustained(after(*calm), calm[-1], 4.0, 0.85)
+    assert together > 5.0
+    # Half of the time in which all belief ends, and all of it; then half of that in which it is back.
+    halfway = [*calm, *views(600, 600 + LOST_S / 2, **signs)]
+    assert after(*halfway).trust == pytest.approx(0.5)
+    assert sustained(after(*halfway), halfway[-1], 4.0, 0.85) == pytest.approx((4.0 + together) / 2)
+    ended = [*calm, *views(600, 600 + LOST_S, **signs)]
+    assert sustained(after(*ended), ended[-1], 4.0, 0.85) == pytest.approx(4.0)
+    again = [*ended, *views(600 + LOST_S, 600 + LOST_S + WON_S / 2)]
+    assert after(*again).trust == pytest.approx(0.5)
+
+
+def test_what_a_replica_takes_is_a_mean_over_a_start() -> None:
+    known = after(*(seen(at, kv_used=0.5) for at in range(0, 600, 5)))
+    before = msgspec.structs.replace(known, mu=3.0)
+    at_once = sustained(known, seen(600.0), 4.0, 0.8)
+    # As of 595, which is five seconds of the thirty that a start takes.
+    later = sustained(before, seen(600.0), 4.0, 0.8)
+    assert later == pytest.approx(3.0 + (at_once - 3.0) * -math.expm1(-5 / 30.0))
 
 
 def test_another_mode_has_to_prove_itself_and_so_has_who_shows_nothing() -> None:
     proof = after(*(seen(at) for at in range(0, 600, 5)))
     other = msgspec.structs.replace(seen(600.0), mode="single-large")
     assert sustained(proof, other, 4.0, 0.85) == 4.0
-    assert proved(proof, other).mode == "single-large"
-    assert sustained(proved(None, view(demand(12.0), figures=())), seen(5.0), 4.0, 0.85) == 4.0
+    assert proved(proof, other, 0.0).mode == "single-large"
+    assert sustained(proved(None, view(demand(12.0), figures=()), 0.0), seen(5.0), 4.0, 0.85) == 4.0
     assert sustained(None, seen(0.0), 4.0, 0.85) == 4.0
 
 

@@ -35,7 +35,7 @@ def test_the_way_is_in_the_time_to_the_first_token_and_makes_the_next_miss_a_ste
 
 def test_an_idle_engine_begins_with_the_first_of_those_that_come_together() -> None:
     found = closed_loop(CLOCK, LIMITS, Point(2, 20, 1), 2.5)
-    assert [each.ttft_s for each in found] == pytest.approx([1.0, 2.0], abs=0.01)
+    assert [each.ttft_s for each in found[:2]] == pytest.approx([1.0, 2.0], abs=0.01)
 
 
 def test_what_ends_after_the_end_does_not_count() -> None:
