@@ -62,7 +62,7 @@ def _panel(
                 found.append(
                     f'<text x="{left - 6}" y="{at + 4:.1f}" text-anchor="end">{_said(seconds)}</text>'
                 )
-    for part in (0.0, 0.5, 0.9, 1.0):
+    for part in (0.0, 0.5, 0.9):
         at = left + WIDTH * part
         found.append(f'<line x1="{at:.1f}" y1="{TOP}" x2="{at:.1f}" y2="{TOP + HEIGHT}" stroke="{GRID}"/>')
         found.append(f'<text x="{at:.1f}" y="{TOP + HEIGHT + 18}" text-anchor="middle">{part:.0%}</text>')
