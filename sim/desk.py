@@ -25,6 +25,7 @@ from policy.request import Request
 from policy.reserve import Reserve
 from policy.routing import Candidate, Quote, Router
 from policy.routing_settings import START_SHARE, settings_of
+from policy.rungs import longest
 from policy.totals import Totals
 from policy.types import Priority
 from sim.engine import Job
@@ -103,6 +104,7 @@ class Desk:
         self._reserve = Reserve(self._weight)
         self._places: dict[int, Place] = {}
         self._runs: dict[str, Counter[str]] = {}
+        self._longest = {name: longest(spec, shape) for name, shape in spec.shapes.items()}
         self._output_tokens = _OUTPUT_TOKENS
         self._answers = 0
         self.queue = Queue(lambda: Fair(self._weight, None))
@@ -334,10 +336,13 @@ class Desk:
             adapter=arrival.adapter,
             blocks=arrival.blocks,
         )
+        most = self._longest[place.runner.key.shape]
         try:
+            if most is not None and arrival.input_tokens + arrival.output_tokens > most:
+                raise ValueError(f"{arrival.input_tokens} + {arrival.output_tokens} of {most} tokens")
             self._fleet.submit(place.runner, place, at)
         except ValueError:
-            # Longer than its KV cache: an engine refuses it, as it would anywhere.
+            # Longer than its context or its KV cache: an engine refuses it, as it would anywhere.
             self._release(place, at, whole=False)
             self._leave(place, Outcome.FAILED, at)
 

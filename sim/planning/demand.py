@@ -95,8 +95,12 @@ def demand_of(arrivals: Iterable[Arrival], where: str) -> Demand:
     )
 
 
-def met_alone(arrivals: Iterable[Arrival], model: EngineModel, limits: Limits, slo: Objective) -> float:
+def met_alone(
+    arrivals: Iterable[Arrival], model: EngineModel, limits: Limits, slo: Objective, longest: int | None
+) -> float:
     """The part of ``arrivals`` within ``slo`` if each had a replica for itself: no count attains more.
+
+    A replica takes ``longest`` tokens of prompt and answer at most, and what fits in its KV cache.
 
     It is an upper bound: gaps are those of the first step after the prompt, and what may be found in a prefix
     cache is taken to be.
@@ -104,7 +108,8 @@ def met_alone(arrivals: Iterable[Arrival], model: EngineModel, limits: Limits, s
     met = count = 0
     for arrival in arrivals:
         count += 1
-        if arrival.input_tokens + arrival.output_tokens - 1 > limits.kv_tokens:
+        whole = arrival.input_tokens + arrival.output_tokens
+        if whole - 1 > limits.kv_tokens or (longest is not None and whole > longest):
             continue
         shared = bool(arrival.blocks or arrival.session)
         prompt = 1 if shared else arrival.input_tokens

@@ -10,7 +10,7 @@ import numpy as np
 from policy.capacity import capability
 from policy.config import Budget, Deployment, ModelSpec, Price, Upstream
 from policy.engine_model import Timing
-from policy.rungs import shipped
+from policy.rungs import longest, shipped
 from policy.scaling.static import Static, StaticParameters
 from sim.planning.candidates import Candidate
 from sim.planning.demand import Arrivals, Demand, met_alone
@@ -101,8 +101,8 @@ class Trials:
         """Whether any count could: whether requests would be within the objective if each were alone."""
         timing = self._timing(candidate)
         assert timing.model is not None
-        slo = self.spec.control.slo
-        return met_alone(self._arrivals(1.0), timing.model, timing.limits, slo) >= slo.attainment
+        slo, most = self.spec.control.slo, longest(candidate.of(self.spec, 1), candidate.shape)
+        return met_alone(self._arrivals(1.0), timing.model, timing.limits, slo, most) >= slo.attainment
 
     def guess(self, candidate: Candidate, factor: float = 1.0) -> int:
         """A count near which to look, by the engine model and the means of the busiest minute."""

@@ -25,5 +25,12 @@ def test_requests_are_counted_by_model_and_second() -> None:
     assert (one.adapted, other.adapted) == (0, 1)
 
 
+def test_requests_with_more_tokens_than_a_replica_takes_are_counted() -> None:
+    asked = [Arrival(float(i), tokens, 48) for i, tokens in enumerate([1952, 1953, 4000])]
+    addressing = Addressing(["m"])
+    assert survey(asked, addressing, {"m": 2000}).loads["m"].too_long == 2
+    assert survey(asked, addressing, {"n": 2000}).loads["m"].too_long == 0
+
+
 def test_an_empty_trace_has_no_load() -> None:
     assert survey([], Addressing(["m"])).loads == {}

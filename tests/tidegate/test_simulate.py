@@ -175,6 +175,20 @@ def test_requests_for_adapters_that_there_are_none_of_are_told(site: Path) -> No
     assert policy["failed"] == policy["requests"] and said in result.stderr
 
 
+def test_requests_that_are_too_long_are_told_and_fail(site: Path) -> None:
+    short = DOCUMENT.replace("engine: sim", "engine: sim\n    engine_args: {max_model_len: 259}")
+    (site / "short.yaml").write_text(short)
+    result = run(site, "--json", "--no-oracle", document="short.yaml")
+    policy = json.loads(result.stdout)["policies"]["target_tracking"]
+    told = f"m: {policy['requests']} of {policy['requests']} requests have more tokens with their answers"
+    assert policy["failed"] == policy["requests"]
+    assert f"{told} than max_model_len, 259, and fail" in result.stderr
+    (site / "short.yaml").write_text(short.replace("259", "260"))
+    result = run(site, "--json", "--no-oracle", document="short.yaml")
+    assert json.loads(result.stdout)["policies"]["target_tracking"]["failed"] == 0
+    assert "max_model_len" not in result.stderr
+
+
 @pytest.mark.parametrize(
     ("words", "expected"),
     [

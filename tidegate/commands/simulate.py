@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
@@ -12,6 +13,7 @@ from rich.progress import TaskID, TextColumn
 from rich.table import Table
 
 from policy.errors import ConfigError, TargetError
+from policy.rungs import longest
 from sim.addressing import Addressing
 from sim.bounds import Bounds, bounds_of
 from sim.record import Record
@@ -94,7 +96,11 @@ def simulate(
         return sliced(arrivals_of(trace, seed, rate), from_s, to_s)
 
     addressing = Addressing([spec.name for spec in deployment.models])
-    surveyed = survey(arrivals(), addressing)
+    most = {
+        spec.name: max(longest(spec, shape) or sys.maxsize for shape in spec.shapes.values())
+        for spec in deployment.models
+    }
+    surveyed = survey(arrivals(), addressing, most)
     if not surveyed.loads:
         raise ConfigError(str(trace), "no request", "a request at least, in the part that is replayed")
     if others := addressing.said():
@@ -104,6 +110,9 @@ def simulate(
         if load is not None and load.adapted and spec.adapters is None:
             asked = f"{load.adapted} of {load.requests} requests ask for adapters"
             click.echo(f"{spec.name}: {asked}, and fail: the document has no section 'adapters'", err=True)
+        if load is not None and load.too_long:
+            asked = f"{load.too_long} of {load.requests} requests have more tokens with their answers"
+            click.echo(f"{spec.name}: {asked} than max_model_len, {most[spec.name]}, and fail", err=True)
     with _Bars(surveyed.ends_at) as bars, _Log(log) as logged:
         bounds = Bounds(why="not asked for")
         if not no_oracle:

