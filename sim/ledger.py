@@ -12,32 +12,34 @@ from sim.desk import Place
 from sim.record import Outcome, Requests
 
 _NAN = float("nan")
+# No engine takes more tokens than a column of 32 bits holds.
+_MOST_TOKENS = 2**31 - 1
 
 
 class Ledger:
-    """One model's requests. Rows are numbered in the order of arrival."""
+    """One model's requests, 58 bytes each. Rows are numbered in the order of arrival."""
 
     def __init__(self, slo: Objective) -> None:
         self._most_ttft_s = math.inf if slo.ttft_p95_s is None else slo.ttft_p95_s
         self._most_gap_s = math.inf if slo.itl_p95_s is None else slo.itl_p95_s
         self._at = array("d")
-        self._input = array("q")
-        self._output = array("q")
-        self._cached = array("q")
-        self._outcome = array("q")
+        self._input = array("i")
+        self._output = array("i")
+        self._cached = array("i")
+        self._outcome = array("b")
         self._queued = array("d")
         self._ttft = array("d")
         self._itl = array("d")
         self._e2e = array("d")
-        self._replica = array("q")
+        self._replica = array("i")
         self._met = array("b")
 
     def arrived(self, at: float, input_tokens: int, output_tokens: int) -> int:
         """One more came; returns the number of its row."""
         row = len(self._at)
         self._at.append(at)
-        self._input.append(input_tokens)
-        self._output.append(output_tokens)
+        self._input.append(min(input_tokens, _MOST_TOKENS))
+        self._output.append(min(output_tokens, _MOST_TOKENS))
         # Whoever is neither served nor turned away at the end of a run was not served.
         self._outcome.append(Outcome.FAILED)
         self._cached.append(0)
@@ -65,17 +67,17 @@ class Ledger:
         return bool(self._met[row])
 
     def requests(self) -> Requests:
-        """All of them."""
+        """All of them, in the ledger's own memory: nothing can come after this."""
         return Requests(
-            at=np.array(self._at),
-            input_tokens=np.array(self._input, dtype=np.int64),
-            output_tokens=np.array(self._output, dtype=np.int64),
-            cached_tokens=np.array(self._cached, dtype=np.int64),
-            outcome=np.array(self._outcome, dtype=np.int64),
-            queued_s=np.array(self._queued),
-            ttft_s=np.array(self._ttft),
-            itl_s=np.array(self._itl),
-            e2e_s=np.array(self._e2e),
-            replica=np.array(self._replica, dtype=np.int64),
-            met=np.array(self._met, dtype=np.bool_),
+            at=np.asarray(self._at),
+            input_tokens=np.asarray(self._input),
+            output_tokens=np.asarray(self._output),
+            cached_tokens=np.asarray(self._cached),
+            outcome=np.asarray(self._outcome),
+            queued_s=np.asarray(self._queued),
+            ttft_s=np.asarray(self._ttft),
+            itl_s=np.asarray(self._itl),
+            e2e_s=np.asarray(self._e2e),
+            replica=np.asarray(self._replica),
+            met=np.asarray(self._met).view(np.bool_),
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,8 @@ HOUR_S = 3600.0
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+# As many bits as their numbers need: there may be ten million.
+Counts = NDArray[np.signedinteger[Any]]
 
 
 class Outcome(IntEnum):
@@ -41,15 +44,15 @@ class Requests:
     """
 
     at: Floats
-    input_tokens: Ints
-    output_tokens: Ints
-    cached_tokens: Ints
-    outcome: Ints
+    input_tokens: Counts
+    output_tokens: Counts
+    cached_tokens: Counts
+    outcome: Counts
     queued_s: Floats
     ttft_s: Floats
     itl_s: Floats
     e2e_s: Floats
-    replica: Ints
+    replica: Counts
     met: NDArray[np.bool_]
 
     def __len__(self) -> int:

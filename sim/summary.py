@@ -89,8 +89,8 @@ def summarise(record: Record, lower_gpu_hours: float | None = None) -> Summary:
 
 
 def _quantiles(columns: list[Floats], parts: tuple[float, ...]) -> list[float | None]:
-    every = np.concatenate(columns) if columns else np.empty(0)
-    known = every[np.isfinite(every)]
-    if not len(known):
+    known = [column[np.isfinite(column)] for column in columns]
+    every = known[0] if len(known) == 1 else np.concatenate([np.empty(0), *known])
+    if not len(every):
         return [None] * len(parts)
-    return [float(value) for value in np.quantile(known, parts)]
+    return [float(value) for value in np.quantile(every, parts, overwrite_input=True)]

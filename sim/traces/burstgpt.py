@@ -23,12 +23,13 @@ def read(table: Table, skipped: Callable[[], None]) -> Iterator[Arrival]:
     for row in table:
         at = elapsed.since(table.number(row, "Timestamp"), row[table.at["Timestamp"]])
         output = table.tokens(row, "Response tokens", least=0)
+        prompt = table.tokens(row, "Request tokens", least=1 if output else 0)
         if not output:
             skipped()
             continue
         yield Arrival(
             at=at,
-            input_tokens=table.tokens(row, "Request tokens"),
+            input_tokens=prompt,
             output_tokens=output,
             model=row[table.at["Model"]],
             session=_session(row[table.at[_SESSION]]) if _SESSION in table.at else 0,

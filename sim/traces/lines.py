@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import zlib
 from collections.abc import Iterator
+from io import BufferedReader
 from pathlib import Path
 
 from policy.errors import ConfigError, TraceError
@@ -13,19 +14,23 @@ from policy.errors import ConfigError, TraceError
 MAX_LINE_BYTES = 1 << 20
 # What a refusal shows of a line.
 _SHOWN = 80
+# How a gzip file begins, whatever it is called; no text does.
+_PACKED = b"\x1f\x8b"
 
 
 class Lines:
-    """The lines of the text at ``path``, unpacked where it ends in ``.gz``, without their ends.
+    """The lines of the text at ``path``, unpacked where it is a gzip file, without their ends.
 
-    ``number`` is that of the line read last, from 1. Raises :class:`policy.errors.TraceError` for bytes that
-    are no UTF-8, for a line over :data:`MAX_LINE_BYTES`, for an empty line before another one, and for a
-    packed file that is cut off; :class:`policy.errors.ConfigError` for a file that cannot be opened.
+    ``number`` is that of the line read last, from 1; ``unended`` is whether it alone had no line end, as
+    where a file was cut off. Raises :class:`policy.errors.TraceError` for bytes that are no UTF-8, for a line
+    over :data:`MAX_LINE_BYTES`, for an empty line before another one, and for a packed file that is cut off;
+    :class:`policy.errors.ConfigError` for a file that cannot be opened.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.number = 0
+        self.unended = False
         try:
             with path.open("rb"):
                 pass
@@ -46,7 +51,7 @@ class Lines:
 
     def _read(self) -> Iterator[str]:
         blank = 0
-        with gzip.open(self.path) if self.path.suffix == ".gz" else self.path.open("rb") as file:
+        with self.path.open("rb") as plain, _unpacked(plain) as file:
             while True:
                 try:
                     raw = file.readline(MAX_LINE_BYTES + 1)
@@ -55,6 +60,7 @@ class Lines:
                 if not raw:
                     return
                 self.number += 1
+                self.unended = self.number > 1 and not raw.endswith((b"\r", b"\n"))
                 if len(raw) > MAX_LINE_BYTES:
                     raise self.refused(f"over {MAX_LINE_BYTES} bytes", f"at most {MAX_LINE_BYTES} a line")
                 try:
@@ -68,3 +74,7 @@ class Lines:
                     raise self.refused("", "a line that is not empty", blank)
                 else:
                     yield text
+
+
+def _unpacked(file: BufferedReader) -> BufferedReader | gzip.GzipFile:
+    return gzip.GzipFile(fileobj=file) if file.peek(len(_PACKED)).startswith(_PACKED) else file

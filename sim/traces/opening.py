@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from policy.errors import ConfigError
 from sim.trace import Arrival
 from sim.traces import azure, burstgpt, captured, mooncake, servegen
 from sim.traces.lines import Lines
@@ -16,15 +19,34 @@ from sim.traces.table import Table, cells
 class OpenTrace(Iterator[Arrival]):
     """The requests of a trace, read as they are asked for: memory does not grow with its length.
 
-    ``format`` is its name; ``skipped`` counts requests left out so far, which the format says had failed.
+    ``format`` is its name; ``taken`` counts the requests so far, and ``skipped`` those left out, which the
+    format says had failed.
     """
 
     def __init__(self, lines: Lines) -> None:
-        self.skipped = 0
+        self.taken = self.skipped = 0
+        self._lines = lines
+        # Half a number is a number, too; half an object, or half of a word that nobody reads, is none.
+        self._ends_in_number = False
         self.format, self._arrivals = self._detected(lines)
 
     def __next__(self) -> Arrival:
-        return next(self._arrivals)
+        arrival = next(self._arrivals)
+        self.taken += 1
+        return arrival
+
+    def notes(self) -> list[str]:
+        """What a person should know of the part that was read."""
+        said = []
+        name, number = self._lines.path.name, self._lines.number
+        if self.skipped:
+            rows = self.taken + self.skipped
+            said.append(f"{name}: {self.skipped} of {rows} rows are failed requests, left out")
+        if self._lines.unended and self._ends_in_number:
+            said.append(
+                f"{name}:{number}: the last line has no line end, as the others have: the file may be cut off"
+            )
+        return said
 
     def _detected(self, lines: Lines) -> tuple[str, Iterator[Arrival]]:
         first = next(lines, None)
@@ -42,6 +64,7 @@ class OpenTrace(Iterator[Arrival]):
             raise lines.refused(first, f"{kind.name}'s column {', '.join(missing)}, too")
         if len(set(header)) < len(header):
             raise lines.refused(first, "columns with different names")
+        self._ends_in_number = header[-1] in kind.columns
         return kind.name, kind.read(Table(lines, header), self._skip)
 
     def _skip(self) -> None:
@@ -49,12 +72,36 @@ class OpenTrace(Iterator[Arrival]):
 
 
 def open_trace(path: Path) -> OpenTrace:
-    """The requests of the trace at ``path``, packed if it ends in ``.gz``, from 0 s at its first one on.
+    """The requests of the trace at ``path``, packed by gzip or not, from 0 s at its first one on.
 
     Raises :class:`policy.errors.TraceError` with the line, at once for an unknown format and otherwise when
-    that line is reached; :class:`policy.errors.ConfigError` for a file that cannot be read.
+    that line is reached; :class:`policy.errors.ConfigError` for a file that cannot be read, or only once.
     """
-    return OpenTrace(Lines(path))
+    if path.exists() and not path.is_file():
+        raise ConfigError(str(path), "no regular file", "a file on a disk: a trace is read several times")
+    trace = OpenTrace(Lines(path))
+    if (traces := _opened.get()) is not None:
+        traces.append(trace)
+    return trace
+
+
+@contextmanager
+def opened() -> Iterator[list[OpenTrace]]:
+    """Yields the traces that are opened meanwhile, also by a workload, which nobody outside it sees."""
+    traces: list[OpenTrace] = []
+    token = _opened.set(traces)
+    try:
+        yield traces
+    finally:
+        _opened.reset(token)
+
+
+def notes(traces: list[OpenTrace]) -> list[str]:
+    """What a person should know of them, each thing once."""
+    return list(dict.fromkeys(note for trace in traces for note in trace.notes()))
+
+
+_opened: ContextVar[list[OpenTrace] | None] = ContextVar("_opened", default=None)
 
 
 class _TableKind(NamedTuple):

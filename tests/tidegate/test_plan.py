@@ -125,3 +125,11 @@ def test_a_bad_line_of_a_trace_is_named(document: Path, tmp_path: Path) -> None:
     trace.write_text(TRACE + "2023-11-16 18:16:00.0000000,-4,30\n")
     result = run(document, "--trace", str(trace))
     assert f"{trace}:102" in str(result.exception)
+
+
+def test_what_is_odd_about_a_trace_is_told(document: Path, tmp_path: Path) -> None:
+    trace = tmp_path / "azure.csv"
+    trace.write_text(TRACE.removesuffix("0\n"))
+    result = run(document, "--trace", str(trace), "--price", "none=1")
+    assert "azure.csv:101: the last line has no line end" in result.stderr
+    assert "names no kind that is planned" in result.stderr

@@ -83,6 +83,15 @@ def test_a_bad_line_is_refused_before_anything_is_sent(endpoint: Endpoint, tmp_p
     assert endpoint.asked == []
 
 
+def test_what_is_odd_about_a_trace_is_told(endpoint: Endpoint, tmp_path: Path) -> None:
+    path = tmp_path / "mine.csv"
+    path.write_text("Timestamp,Model,Request tokens,Response tokens\n0,,9,0\n0.01,,30,4\n")
+    result = run(path, "--url", endpoint.url)
+    assert result.exit_code == 0, result.output
+    assert "mine.csv: 1 of 2 rows are failed requests, left out" in result.stderr
+    assert "1 of 1 requests served" in result.stdout
+
+
 def test_when_nothing_is_served_it_fails_and_says_why(endpoint: Endpoint, tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     line = {"at": 0, "input_tokens": 30, "output_tokens": 4, "adapter": "none"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import textwrap
 from pathlib import Path
@@ -35,6 +36,17 @@ mix:
       arrivals: {rate: 1.5}
       input_tokens: 200
       output_tokens: 60
+"""
+TWO = """
+models:
+  - name: m
+    engine: sim
+    shapes: {s: {cpus: 1}}
+    modes: {multi-replica: {shape: s, replicas: 1}}
+  - name: n
+    engine: sim
+    shapes: {s: {cpus: 1}}
+    modes: {multi-replica: {shape: s, replicas: 1}}
 """
 KEYS = ["attainment", "gpu_hours", "oracle_ratio", "ttft_p50_s", "ttft_p99_s", "itl_p95_s", "goodput_rps",
         "switches", "requests", "failed"]  # fmt: skip
@@ -108,6 +120,47 @@ def test_a_table_a_report_and_a_log(site: Path) -> None:
     lines = [json.loads(line) for line in (site / "d.jsonl").read_text().splitlines()]
     assert lines and all(list(line) == ["policy", "at", "decision"] for line in lines)
     assert lines[0]["decision"]["reason"] and lines[0]["policy"] == "target_tracking"
+
+
+@pytest.mark.parametrize("option", ["--report", "--log"])
+@pytest.mark.parametrize("form", ["--json", None])
+def test_the_result_is_printed_although_a_file_cannot_be_written(
+    site: Path, option: str, form: str | None
+) -> None:
+    words = ("--no-oracle", "--rate", "3", option, "/dev/full", *filter(None, [form]))
+    result = run(site, *words)
+    assert result.exit_code == Exit.FAILED and not isinstance(result.exception, OSError)
+    assert "/dev/full: No space left on device" in result.stderr
+    if form:
+        assert json.loads(result.stdout)["policies"]["target_tracking"]["requests"] > 50
+    else:
+        assert "attainment" in result.stdout and "The report is in" not in result.stdout
+
+
+@pytest.mark.parametrize("option", ["--report", "--log"])
+def test_a_file_that_may_not_be_written_is_refused_before_the_run(
+    site: Path, monkeypatch: pytest.MonkeyPatch, option: str
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != site)
+    result = run(site, option, str(site / "out"))
+    assert result.exit_code == Exit.USAGE and "expected a file that can be written" in result.stderr
+
+
+def test_what_is_odd_about_a_trace_is_told_once(site: Path) -> None:
+    rows = ["Timestamp,Model,Request tokens,Response tokens"]
+    rows += [f"{i},m,9,{i % 2 * 5}" for i in range(4)]
+    (site / "mine.csv").write_text("\n".join(rows))
+    (site / "mix.yaml").write_text("mix: [{trace: {path: mine.csv}}, {trace: {path: mine.csv}}]")
+    for trace in ("mine.csv", "mix.yaml"):
+        result = run(site, "--json", "--no-oracle", "--compare", "static,target_tracking", trace=trace)
+        assert result.exit_code == 0, result.exception
+        assert result.stderr.count("mine.csv: 2 of 4 rows are failed requests, left out\n") == 1
+        assert result.stderr.count("mine.csv:5: the last line has no line end") == 1
+
+
+def test_a_pipe_is_no_trace(site: Path) -> None:
+    os.mkfifo(site / "pipe")
+    assert "read several times" in refused(site, trace="pipe")
 
 
 def names(site: Path, *words: str) -> list[str]:
@@ -212,7 +265,7 @@ def test_files_are_refused_with_the_place_in_them(site: Path) -> None:
     assert "bad.csv:2: got 'x'" in refused(site, trace="bad.csv")
     named = WORKLOAD.replace("  - generate", "  - model: other\n    generate")
     (site / "named.yaml").write_text(named)
-    (site / "two.yaml").write_text("models: [{name: m, engine: sim}, {name: n, engine: sim}]")
+    (site / "two.yaml").write_text(TWO)
     said = refused(site, document="two.yaml", trace="named.yaml")
     assert "the trace's model: got 'other', expected one of: m, n" in said
     (site / "external.yaml").write_text("models: [{name: m, engine: external, urls: ['http://127.0.0.1:1']}]")

@@ -19,6 +19,7 @@ from sim.planning.figures import Ask
 from sim.planning.plan import plan as made
 from sim.planning.trial import Trials
 from sim.trace import Arrival
+from sim.traces.opening import notes, opened
 from sim.workload_file import arrivals_of
 from sim.workloads import scaled, sliced
 from store.state import StateDir
@@ -130,7 +131,10 @@ def plan(
         part = sliced(arrivals_of(trace, seed, rate), from_s, to_s)
         return scaled((each for each in part if addressing.of(each) == spec.name), rate=factor)
 
-    demand = demand_of(arrivals(1.0), str(trace or file))
+    with opened() as traces:
+        demand = demand_of(arrivals(1.0), str(trace or file))
+    for note in notes(traces):
+        click.echo(note, err=True)
     if others := addressing.said():
         click.echo(others, err=True)
     with _Bar() as bar:

@@ -19,6 +19,7 @@ from rich.progress import MofNCompleteColumn, Progress
 from rich.table import Table
 
 from sim.trace import Arrival
+from sim.traces.opening import notes, opened
 from sim.workload_file import arrivals_of
 from sim.workloads import scaled, sliced
 from tidegate.commands.bar import moving
@@ -129,8 +130,10 @@ def replay(
     seed = secrets.randbits(32) if seed is None else seed
     source = _Source(trace, seed, from_s, to_s, rate, limit)
     # Read once in vain, so that a line that is none is refused before anything is sent.
-    with Console(stderr=True).status(f"reading {trace}"):
+    with Console(stderr=True).status(f"reading {trace}"), opened() as traces:
         requests = sum(1 for _ in source.arrivals())
+    for note in notes(traces):
+        click.echo(note, err=True)
     if not requests:
         raise click.ClickException(f"{trace}: no request lies in what is to be replayed")
     endpoint = Endpoint(url, key, model, chat, exact)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -23,6 +25,7 @@ from sim.report.picture import clock
 from sim.study import Study, compare
 from sim.survey import survey
 from sim.trace import Arrival
+from sim.traces.opening import notes, opened
 from sim.twin import simulate as run
 from sim.workload_file import arrivals_of
 from sim.workloads import sliced
@@ -84,6 +87,8 @@ def simulate(
     for option, out in (("--report", report), ("--log", log)):
         if out is not None and not out.absolute().parent.is_dir():
             raise click.BadParameter(f"{out}: expected a file in a folder that exists", param_hint=option)
+        if out is not None and not os.access(out if out.exists() else out.absolute().parent, os.W_OK):
+            raise click.BadParameter(f"{out}: expected a file that can be written", param_hint=option)
     if to_s is not None and to_s <= from_s:
         raise click.BadParameter(f"{to_s:g} is not after --from-s {from_s:g}", param_hint="--to-s")
     deployment = simulated(documents.load(file, ray=False).deployment)
@@ -100,7 +105,10 @@ def simulate(
         spec.name: max(longest(spec, shape) or sys.maxsize for shape in spec.shapes.values())
         for spec in deployment.models
     }
-    surveyed = survey(arrivals(), addressing, most)
+    with opened() as traces:
+        surveyed = survey(arrivals(), addressing, most)
+    for note in notes(traces):
+        click.echo(note, err=True)
     if not surveyed.loads:
         raise ConfigError(str(trace), "no request", "a request at least, in the part that is replayed")
     if others := addressing.said():
@@ -130,12 +138,20 @@ def simulate(
             said=bars,
             kept=logged,
         )
-    if report is not None:
-        report.write_text(page(found), encoding="utf-8")
+    # What took so long to find is printed before anything that may fail.
     if as_json:
         click.echo(msgspec.json.encode(found.plain()).decode())
-        return
-    _print(found, report)
+    else:
+        _print(found)
+    if report is not None:
+        try:
+            report.write_text(page(found), encoding="utf-8")
+        except OSError as error:
+            raise click.ClickException(f"{report}: {error.strerror}: the report is not written") from None
+        if not as_json:
+            click.echo(f"The report is in {report}")
+    if logged.error is not None:
+        raise click.ClickException(f"{log}: {logged.error.strerror}: not all decisions are written")
 
 
 class _Bars(Bar):
@@ -164,9 +180,13 @@ class _Bars(Bar):
 
 
 class _Log:
-    """The decisions of each policy as lines of JSON, if anybody wants them."""
+    """The decisions of each policy as lines of JSON, if anybody wants them.
+
+    A run goes on without its log, so that what it finds is printed; ``error`` is why lines are missing.
+    """
 
     def __init__(self, path: Path | None) -> None:
+        self.error: OSError | None = None
         self._file = None if path is None else path.open("wb")
 
     def __enter__(self) -> _Log:
@@ -176,17 +196,23 @@ class _Log:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._file is not None:
-            self._file.close()
+            with suppress(OSError):  # of what was written before, which is told
+                self._file.close()
 
     def __call__(self, name: str, record: Record) -> None:
         """Write those of ``record``."""
-        for at, decision in record.decisions if self._file is not None else ():
-            line = msgspec.json.encode({"policy": name, "at": at, "decision": decision})
-            assert self._file is not None
-            self._file.write(line + b"\n")
+        if self._file is None or self.error is not None:
+            return
+        try:
+            for at, decision in record.decisions:
+                line = msgspec.json.encode({"policy": name, "at": at, "decision": decision})
+                self._file.write(line + b"\n")
+            self._file.flush()
+        except OSError as error:
+            self.error = error
 
 
-def _print(found: Study, report: Path | None) -> None:
+def _print(found: Study) -> None:
     click.echo(f"{found.trace}, seed {found.seed}; {told(found.bounds)}")
     table = Table(box=None, header_style="bold", pad_edge=False)
     table.add_column("")
@@ -195,5 +221,3 @@ def _print(found: Study, report: Path | None) -> None:
     for row in figures(found.bounds):
         table.add_row(row.heading, *(row.shown(each.summary) for each in found.runs))
     console().print(table)
-    if report is not None:
-        click.echo(f"The report is in {report}")

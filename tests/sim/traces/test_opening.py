@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import os
 import tracemalloc
 from itertools import pairwise
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from policy.errors import ConfigError, TraceError
 from sim.trace import BLOCK_TOKENS, Arrival
 from sim.traces.lines import MAX_LINE_BYTES
-from sim.traces.opening import open_trace
+from sim.traces.opening import notes, open_trace, opened
 
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
 BURST = "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
@@ -133,6 +134,7 @@ MOON = '{"timestamp": 1, "input_length": 600, "output_length": 6, "hash_ids": [1
         (BURST + "inf,m,1,1,2,x\n", 2, "inf", "in Timestamp"),
         (BURST + "1e999,m,1,1,2,x\n", 2, "1e999", "in Timestamp"),
         (BURST + "5,m,1,-1,2,x\n", 2, "-1", "in Response tokens"),
+        (BURST + "5,m,-7,0,2,x\n", 2, "-7", "0..10000000, in Request tokens"),
         (SERVEGEN + "0,5,1,1\n1,4,1,1\n", 3, "4", "not before"),
         (SERVEGEN + "0,5,1,0\n", 2, "0", "in output_tokens"),
         (MOON + MOON[:40], 2, MOON[:40], "an object of this format"),
@@ -174,12 +176,58 @@ def test_a_long_line_is_not_repeated_whole(tmp_path: Path) -> None:
 def test_half_a_packed_trace(tmp_path: Path, cut: int) -> None:
     packed = gzip.compress((AZURE + GOOD).encode())
     assert refused(tmp_path, packed[:cut], "t.gz").expected == "a whole gzip file"
-    assert refused(tmp_path, (AZURE + GOOD).encode(), "t.gz").expected == "a whole gzip file"
+
+
+def test_a_packed_trace_is_known_by_how_it_begins(tmp_path: Path) -> None:
+    packed = gzip.compress((AZURE + GOOD).encode())
+    for name in ("trace.csv", "trace.csv.GZ", "trace"):
+        assert list(open_trace(write(tmp_path, packed, name))) == [Arrival(0.0, 374, 44)]
+    assert list(open_trace(write(tmp_path, AZURE + GOOD, "unpacked.gz"))) == [Arrival(0.0, 374, 44)]
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="a trace that can be read"):
         open_trace(tmp_path / "none.csv")
+
+
+def test_what_can_be_read_only_once_is_no_trace(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match=r"pipe: got 'no regular file', expected .* read several times"):
+        open_trace(tmp_path / "pipe")  # nobody writes there: to open it would wait for ever
+
+
+def noted(path: Path) -> list[str]:
+    """What is said of a trace that is read to its end twice."""
+    with opened() as traces:
+        for _ in range(2):
+            list(open_trace(path))
+    open_trace(path)
+    assert len(traces) == 2
+    return notes(traces)
+
+
+def test_rows_that_are_left_out_are_noted(tmp_path: Path) -> None:
+    failed = "5,ChatGPT,472,0,472,Conversation log\n"
+    path = write(tmp_path, BURST + failed + "6,m,1,1,2,x\n" + failed.replace("5", "7", 1), "mine.csv")
+    assert noted(path) == ["mine.csv: 2 of 3 rows are failed requests, left out"]
+    assert noted(write(tmp_path, BURST + "6,m,1,1,2,x\n")) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "cut"),
+    [
+        (AZURE + GOOD + GOOD[:-2], True),  # 4 tokens instead of 44
+        (SERVEGEN + "0,5,1,1\n1,5,1,10", True),
+        (AZURE + GOOD + GOOD, False),
+        (AZURE + GOOD[:-1] + "\r", False),
+        (AZURE[:-1], False),
+        (BURST + "6,m,1,1,2,Conver", False),  # nobody reads what is cut
+        (MOON + MOON[:-1], False),  # half of it would be no object
+    ],
+)
+def test_a_last_number_without_a_line_end_is_noted(tmp_path: Path, text: str, cut: bool) -> None:
+    said = f"trace:{text.count(chr(10)) + 1}: the last line has no line end, as the others have"
+    assert [note.startswith(said) for note in noted(write(tmp_path, text))] == [True] * cut
 
 
 @pytest.mark.slow

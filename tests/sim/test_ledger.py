@@ -1,0 +1,54 @@
+"""The ledger keeps every request as small columns, and hands them out without a second copy."""
+
+from __future__ import annotations
+
+import tracemalloc
+
+import numpy as np
+
+from policy.control import Objective
+from sim.ledger import Ledger
+from sim.record import Outcome, Requests
+
+REQUESTS = 50_000
+# What the columns take a request, and what a growing buffer has left over.
+BYTES = 58
+SPARE = 1.2
+
+
+def test_a_request_takes_few_bytes_also_when_all_are_handed_out() -> None:
+    tracemalloc.start()
+    try:
+        ledger = Ledger(Objective())
+        for number in range(REQUESTS):
+            ledger.arrived(float(number), 1000, 100)
+        table = ledger.requests()
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(table) == REQUESTS and peak < SPARE * BYTES * REQUESTS
+    columns = [getattr(table, name) for name in Requests.__slots__]
+    assert sum(column.itemsize for column in columns) == BYTES
+
+
+def test_whoever_only_came_was_not_served() -> None:
+    ledger = Ledger(Objective())
+    assert (ledger.arrived(0.5, 7, 8), ledger.arrived(1.5, 10_000_000, 9)) == (0, 1)
+    table = ledger.requests()
+    assert table.at.tolist() == [0.5, 1.5]
+    assert table.input_tokens.tolist() == [7, 10_000_000] and table.output_tokens.tolist() == [8, 9]
+    assert table.cached_tokens.tolist() == [0, 0] and table.replica.tolist() == [-1, -1]
+    assert (table.outcome == Outcome.FAILED).all() and not table.met.any() and table.met.dtype == np.bool_
+    for times in (table.queued_s, table.ttft_s, table.itl_s, table.e2e_s):
+        assert np.isnan(times).all()
+
+
+def test_lengths_that_no_engine_takes_are_cut() -> None:
+    ledger = Ledger(Objective())
+    ledger.arrived(0.0, 10_000_000_000, 10_000_000_000)
+    table = ledger.requests()
+    assert table.input_tokens.tolist() == table.output_tokens.tolist() == [2**31 - 1]
+
+
+def test_no_request_is_a_table_of_none() -> None:
+    assert len(Ledger(Objective()).requests()) == 0
