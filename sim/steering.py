@@ -90,20 +90,14 @@ class Steering:
         """Have as many replicas from the beginning as the first minute's ``rates`` need.
 
         ``shapes`` are the mean tokens of prompts and answers of that minute. A fleet that is replayed from
-        the middle of a day was there before. Who scales by no load begins with the count that was written.
+        the middle of a day was there before. Whoever does not go by the load begins with the count that
+        production would have, whatever comes.
         """
         for name, course in self.courses.items():
-            spec = course.spec
-            bounds = spec.modes[course.mode].bounds
-            inputs, outputs = shapes.get(name, (0.0, 0.0))
-            count = max(bounds.min, 1 if rates.get(name) else 0)
-            if inputs:
-                load = msgspec.structs.replace(workload_of(None), input_tokens=inputs, output_tokens=outputs)
-                able = capability(course.fleet.timing(course.key.shape), load, spec.control.slo)
-                if mu := able.mu or able.mu_max:
-                    count = max(count, math.ceil(rates[name] / mu))
-            fixed = self._fixed(course, count)
-            count = min(count if fixed is None else fixed, bounds.max)
+            count = self._fixed(course)
+            if count is None:
+                count = _needed(course, rates.get(name, 0.0), shapes.get(name, (0.0, 0.0)))
+            count = min(count, course.spec.modes[course.mode].bounds.max)
             room = self._room(course)
             each = course.footprints()[course.key]
             if room[0] is not None and each.gpus:
@@ -113,15 +107,15 @@ class Steering:
             course.count = count
             course.fleet.begin(course.key, count)
 
-    def _fixed(self, course: Course, count: int) -> int | None:
-        """The count of a policy that does not go by the load."""
+    def _fixed(self, course: Course) -> int | None:
+        """The count that a model is kept at whose policy does not go by the load."""
         spec, bounds = course.spec, course.spec.modes[course.mode].bounds
         view = View(
             at=0.0,
             tick_s=spec.control.tick_s,
             model=spec.name,
             mode=course.mode,
-            count=count,
+            count=course.count,
             least=bounds.min,
             most=bounds.max,
             supply=Supply(),
@@ -130,7 +124,7 @@ class Steering:
             lead_s=spec.control.assumed_start_s,
         )
         proposal = self._minds[spec.name].live.decide(view, None)
-        return proposal.count if proposal.fixed else None
+        return max(proposal.count, spec.control.scale.min_healthy) if proposal.fixed else None
 
     def due(self, at: float, urgent: frozenset[str] = frozenset()) -> frozenset[str]:
         """The models whose turn it is, at multiples of their ticks; with one all that share a budget."""
@@ -267,3 +261,15 @@ class Steering:
             lead_s=lead_s,
             gap_s=lead_s if gap else 0.0,
         )
+
+
+def _needed(course: Course, rate: float, shape: tuple[float, float]) -> int:
+    """How many replicas ``rate`` requests per second of that shape need, and how many there are at least."""
+    spec, (inputs, outputs) = course.spec, shape
+    count = max(spec.modes[course.mode].bounds.min, 1 if rate else 0)
+    if inputs:
+        load = msgspec.structs.replace(workload_of(None), input_tokens=inputs, output_tokens=outputs)
+        able = capability(course.fleet.timing(course.key.shape), load, spec.control.slo)
+        if mu := able.mu or able.mu_max:
+            count = max(count, math.ceil(rate / mu))
+    return count

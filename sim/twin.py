@@ -13,7 +13,7 @@ import heapq
 import itertools
 import math
 import random
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from policy.beds import bed_of
@@ -56,9 +56,9 @@ def simulate(
 ) -> Record:
     """Replay ``trace`` on ``deployment``, scaled by ``policies`` (by model), until all have ended.
 
-    The fleet begins with what the first minute of the trace needs. ``said`` is told how far it has come, in
-    seconds of the trace. Of a deployment of several models the trace has to name them: raises
-    :class:`policy.errors.ConfigError` for one that is not there.
+    The fleet begins with what the first minute of the trace needs, or with the count that a policy keeps
+    whatever comes. ``said`` is told how far it has come, in seconds of the trace. Of a deployment of several
+    models the trace has to name them: raises :class:`policy.errors.ConfigError` for one that is not there.
     """
     return _Run(deployment, policies, world, seed).play(trace, said or (lambda at: None))
 
@@ -100,6 +100,8 @@ class _Run:
         self._recent: dict[str, deque[tuple[float, bool]]] = {name: deque() for name in self._desks}
         self._counted = dict.fromkeys(self._desks, 0)
         self._looks: dict[str, float] = {}
+        # By replica the stretches of the world in which it is slow now.
+        self._slow: defaultdict[Runner, list[int]] = defaultdict(list)
         self._open = 0
 
     def play(self, trace: Iterable[Arrival], said: Callable[[float], None]) -> Record:
@@ -195,13 +197,15 @@ class _Run:
             slow = self._world.slow[detail]
             runner = self._fleets[subject].slow(slow.factor, at)
             if runner is not None:
-                self._push(slow.until, "pace", runner, 0)
+                self._slow[runner].append(detail)
+                self._pace(runner, at)
+                self._push(slow.until, "pace", runner, detail)
 
-    def _of_replica(self, kind: str, runner: Runner, version: int, at: float) -> None:
+    def _of_replica(self, kind: str, runner: Runner, detail: int, at: float) -> None:
         model = runner.key.model
         fleet, desk = self._fleets[model], self._desks[model]
         if kind == "engine":
-            if version == runner.version:
+            if detail == runner.version:
                 self._advance(runner, fleet, desk, at)
         elif kind == "ready":
             if fleet.ready(runner, at):
@@ -215,9 +219,15 @@ class _Run:
             runner.engine.tell(at)
             desk.told(runner)
         elif kind == "pace" and runner.state is not ReplicaState.STOPPED:
-            fleet.pace(runner, 1.0, at)
+            self._slow[runner].remove(detail)
+            self._pace(runner, at)
         if desk.queued:
             self._look(model, desk, at)
+
+    def _pace(self, runner: Runner, at: float) -> None:
+        """Have it be as slow as its stretches say: the factors of those that overlap multiply."""
+        factor = math.prod(self._world.slow[i].factor for i in self._slow[runner])
+        self._fleets[runner.key.model].pace(runner, factor, at)
 
     def _advance(self, runner: Runner, fleet: Fleet, desk: Desk, at: float) -> None:
         """Take an engine's news."""

@@ -20,7 +20,10 @@ class Crash(Section, frozen=True):
 
 
 class Slow(Section, frozen=True):
-    """The replica that serves for the longest takes ``factor`` times as long ``at`` .. ``until``."""
+    """The replica that serves for the longest takes ``factor`` times as long ``at`` .. ``until``.
+
+    The factors of stretches that overlap on one replica multiply.
+    """
 
     at: _Seconds
     until: _Seconds

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Mapping
 from pathlib import Path
 from typing import Any
@@ -32,8 +33,8 @@ def read_yaml(path: Path, key: str) -> dict[str, Any]:
     """The mapping in the YAML (or JSON) file at ``path``, which has ``key`` at its top.
 
     Its values are what JSON carries: what is checked is what can be stored and sent on. Raises
-    :class:`policy.errors.ConfigError` for what cannot be read, is no UTF-8, no YAML or no mapping; whether
-    the key is there is for whoever checks the content.
+    :class:`policy.errors.ConfigError` for what cannot be read, is no UTF-8, no YAML or no mapping, and for
+    numbers that are not finite; whether the key is there is for whoever checks the content.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -45,11 +46,26 @@ def read_yaml(path: Path, key: str) -> dict[str, Any]:
     if not isinstance(decoded, Mapping):
         raise ConfigError(str(path), decoded, f"a mapping with the key {key!r}")
     try:
-        return msgspec.json.decode(msgspec.json.encode(decoded), type=dict[str, Any])
+        carried = msgspec.json.decode(msgspec.json.encode(decoded), type=dict[str, Any])
+        # JSON would have null in their place, which is no value given.
+        _check_finite(path, decoded, "")
     except (TypeError, RecursionError, msgspec.MsgspecError) as error:
         raise ConfigError(
             str(path), None, f"mappings with text keys, lists, text, numbers ({error})"
         ) from None
+    return carried
+
+
+def _check_finite(path: Path, value: object, place: str) -> None:
+    """Refuse what is no finite number, in ``value``, which stands at ``place`` of the file."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{path}: {place}", value, "a finite number")
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            _check_finite(path, inner, f"{place}.{key}" if place else str(key))
+    elif isinstance(value, list | tuple):
+        for i, inner in enumerate(value):
+            _check_finite(path, inner, f"{place}[{i}]")
 
 
 def _decode(path: Path, text: str) -> object:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,10 +14,12 @@ from policy.config import Deployment
 from policy.errors import ConfigError
 from policy.parsing import parse
 from policy.scaling.choice import choose, make
+from serve.targets import first_target
 from sim.record import Outcome, Record
 from sim.trace import Arrival
 from sim.twin import simulate
 from sim.world import Crash, Slow, World
+from store.documents import read_yaml
 
 
 def deployment(**changes: Any) -> Deployment:
@@ -165,6 +168,51 @@ def test_a_slow_replica_gets_less() -> None:
     replicas = record.requests["m"].replica
     shares = np.bincount(replicas[replicas >= 0], minlength=3)
     assert shares[slow.number] < 0.7 * shares.sum() / 3
+
+
+def test_stretches_that_overlap_slow_a_replica_together() -> None:
+    slow = (
+        Slow(at=10.0, until=50.0, factor=2.0),
+        Slow(at=20.0, until=30.0, factor=3.0),
+        Slow(at=40.0, until=60.0, factor=0.5),
+        Slow(at=60.0, until=70.0, factor=4.0),
+    )
+    # One request at a time, in the middle of every ten seconds.
+    trace = [Arrival(at, 100, 5) for at in np.arange(5.0, 85.0, 10.0).tolist()]
+    took = run(deployment(), iter(trace), "static", world=World(slow=slow)).requests["m"].e2e_s
+    assert took / took[0] == pytest.approx([1.0, 2.0, 6.0, 2.0, 1.0, 0.5, 4.0, 1.0])
+
+
+@pytest.mark.parametrize(
+    ("policy", "least", "healthy", "begins"),
+    [
+        ("static", 1, 1, 1),
+        ("static", 2, 1, 2),
+        ("static", 0, 1, 1),
+        ("static", 1, 2, 2),
+        ({"static": {"replicas": 3}}, 1, 1, 3),
+        ({"static": {"replicas": 9}}, 1, 1, 6),
+        ("predictive", 1, 1, 6),
+    ],
+)
+def test_a_policy_that_scales_by_no_load_begins_with_what_production_has(
+    policy: object, least: int, healthy: int, begins: int
+) -> None:
+    modes = {"multi-replica": {"shape": "small", "replicas": {"min": least, "max": 6}}}
+    scale = {"min_healthy": healthy} | ({} if least else {"zero_after_s": 60})
+    record = run(deployment(model={"modes": modes}, control={"scale": scale}), arrivals(20.0, 6.0), policy)
+    assert sum(span.asked_at == 0.0 for span in record.spans) == begins
+    if policy != "predictive":
+        assert {moment.wanted for moment in record.moments} == {begins}
+
+
+def test_the_shipped_document_runs_as_many_as_live() -> None:
+    document = parse(read_yaml(Path(__file__).parents[2] / "deployments" / "sim.yaml", "models"))
+    (spec,) = document.models
+    policies = {spec.name: make(choose("policy", spec.control.policy))}
+    record = simulate(document, policies, arrivals(20.0, 6.0))
+    live = first_target(spec, (), 0.0).aim.count
+    assert [span.shape for span in record.spans] == ["small"] * live
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 
@@ -36,6 +37,15 @@ def test_the_world_in_the_docs_is_one(tmp_path: Path) -> None:
     page = (Path(__file__).parents[2] / "docs" / "simulation.md").read_text()
     (text,) = re.findall(r"^```yaml\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     assert world_of(written(tmp_path, text), []).crashes == (Crash(at=900.0),)
+
+
+@pytest.mark.parametrize("text", [".nan", ".inf", "-.inf"])
+def test_a_start_that_is_no_number_is_not_one_that_is_not_given(tmp_path: Path, text: str) -> None:
+    path = written(tmp_path, f"cold_s: {text}")
+    with pytest.raises(ConfigError) as caught:
+        world_of(path, ["m"])
+    value = math.nan if text == ".nan" else float(text.replace(".", ""))
+    assert str(caught.value) == f"{path}: cold_s: got {value!r}, expected a finite number"
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,24 @@ def test_what_is_wrong_is_said_with_its_place(
     assert expected in caught.value.expected
 
 
+@pytest.mark.parametrize(
+    ("text", "place", "value"),
+    [
+        ("rate: .nan\n", "rate", "nan"),
+        ("mix:\n- at: 1\n- at: {rate: .inf}\n", "mix[1].at.rate", "inf"),
+        ("mix: [[1.0, -.inf]]\n", "mix[0][1]", "-inf"),
+        ("mix: 1.0e+999\n", "mix", "inf"),
+        ("mix: !!pairs [a: .nan]\n", "mix[0][1]", "nan"),
+        ("7: {}\na: &a .nan\nmix: *a\n", "a", "nan"),
+    ],
+)
+def test_numbers_are_finite(tmp_path: Path, text: str, place: str, value: str) -> None:
+    path = write(tmp_path, text)
+    with pytest.raises(ConfigError) as caught:
+        read_yaml(path, "mix")
+    assert str(caught.value) == f"{path}: {place}: got {value}, expected a finite number"
+
+
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="a file that can be read"):
         read_yaml(tmp_path / "none.yaml", "mix")
