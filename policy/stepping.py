@@ -83,7 +83,19 @@ class Prefixes(Protocol):
         ...
 
     def keep(self, request: Request) -> None:
-        """The request is admitted: its prompt is in the cache from now on."""
+        """The request is admitted: its prompt is in the cache as long as it runs."""
+        ...
+
+    def let_go(self, request: Request) -> None:
+        """The request runs no more: of its prompt stays what was computed, until there is no room."""
+        ...
+
+    def make_room(self, kv_used: int) -> None:
+        """Requests that run use so many tokens of KV: what does not fit beside them leaves the cache."""
+        ...
+
+    def spare(self, kv_used: int) -> int:
+        """How many tokens more may be used than ``kv_used`` before anything leaves the cache."""
         ...
 
 
@@ -153,6 +165,7 @@ class Scheduler:
         # In KV at all means running: a preempted request has given its tokens back.
         if request.computed:
             self._running.remove(request)
+            self._let_go(request)
             self._kv_used -= request.computed
         else:
             self._waiting.remove(request)
@@ -162,6 +175,7 @@ class Scheduler:
         """Run one step; with nothing to run it lasts 0 seconds and schedules nothing."""
         preempted: list[Request] = []
         budget = self._continue_running(self._limits.max_num_batched_tokens, preempted)
+        self._make_room()
         if not preempted:
             budget = self._admit(budget)
         scheduled = self._limits.max_num_batched_tokens - budget
@@ -178,6 +192,7 @@ class Scheduler:
                     first.append(request.id)
                 if request.produced == request.output_tokens:
                     finished.append(request.id)
+                    self._let_go(request)
                     self._kv_used -= request.computed
                     del self._requests[request.id]
         if finished:
@@ -208,6 +223,9 @@ class Scheduler:
             if not request.produced or request.computed + 1 != request.prompt_tokens + request.produced:
                 return 0
             steps = min(steps, request.output_tokens - request.produced - 1)
+        if self._waiting and self._prefixes is not None:
+            # With less in the cache whoever is next might start.
+            steps = min(steps, self._prefixes.spare(self._kv_used) // running)
         return steps
 
     def pace(self) -> Pace:
@@ -222,6 +240,7 @@ class Scheduler:
             request.computed += steps
             request.produced += steps
         self._kv_used += steps * len(self._running)
+        self._make_room()
 
     def _admissible(self, running: int) -> bool:
         """Whether a waiting request would start beside ``running`` ones that decode."""
@@ -246,6 +265,7 @@ class Scheduler:
             part = min(request.prompt_tokens + request.produced - request.computed, budget)
             while self._kv_used + part > capacity:
                 victim = running.pop()
+                self._let_go(victim)
                 self._kv_used -= victim.computed
                 victim.computed = 0
                 self._waiting.appendleft(victim)
@@ -270,8 +290,17 @@ class Scheduler:
             self._running.append(request)
             request.cached_tokens = cached
             request.computed = cached + part
+            self._kv_used += request.computed
             if self._prefixes is not None:
                 self._prefixes.keep(request)
-            self._kv_used += request.computed
+                self._prefixes.make_room(self._kv_used)
             budget -= part
         return budget
+
+    def _let_go(self, request: Request) -> None:
+        if self._prefixes is not None:
+            self._prefixes.let_go(request)
+
+    def _make_room(self) -> None:
+        if self._prefixes is not None:
+            self._prefixes.make_room(self._kv_used)

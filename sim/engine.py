@@ -68,6 +68,7 @@ class _Live:
     blocks: tuple[Hashable, ...]
     request: Request
     deferred: bool = False
+    began: bool = False
     first_at: float = math.nan
 
 
@@ -79,10 +80,24 @@ class _Prefixes:
         self._live = live
 
     def cached(self, request: Request) -> int:
-        return self._cache.lookup(self._live[request.id].blocks, request.prompt_tokens)
+        live = self._live[request.id]
+        found = self._cache.lookup(live.blocks, request.prompt_tokens)
+        # Its own prompt it computes again after a preemption, as the simulated engine does.
+        return min(found, request.cached_tokens) if live.began else found
 
     def keep(self, request: Request) -> None:
-        self._cache.insert(self._live[request.id].blocks)
+        self._cache.hold(self._live[request.id].blocks)
+
+    def let_go(self, request: Request) -> None:
+        live = self._live[request.id]
+        live.began = True
+        self._cache.let_go(live.blocks, min(request.computed, request.prompt_tokens))
+
+    def make_room(self, kv_used: int) -> None:
+        self._cache.make_room(kv_used)
+
+    def spare(self, kv_used: int) -> int:
+        return self._cache.spare(kv_used)
 
 
 class Engine:
@@ -283,9 +298,10 @@ class Engine:
         name = self._ids.pop(number, None)
         if name is None:
             return False
-        live = self._live.pop(name)
+        live = self._live[name]
         self._fresh.pop(name, None)
         if live.deferred:
+            del self._live[name]
             self._slots.drop(name, live.adapter)
             return True
         self._cut(self._now)
@@ -296,6 +312,7 @@ class Engine:
             self._scheduler.leap(self._leap)
             self._leap = 0
         self._scheduler.abort(name)
+        del self._live[name]
         if live.adapter:
             self._slots.leave(live.adapter)
         return True
@@ -407,9 +424,6 @@ class Engine:
         del self._ids[live.number]
         if live.adapter:
             self._slots.leave(live.adapter)
-        if self._cache is not None:
-            # vLLM evicts by when the last request let go of a block.
-            self._cache.insert(live.blocks)
         self._events.append(Event(at, live.number, Kind.DONE, live.first_at, live.request.cached_tokens))
 
     def _cut(self, at: float) -> None:

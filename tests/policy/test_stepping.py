@@ -230,6 +230,8 @@ def test_steps_are_alike_while_kv_keeps_the_next_out_and_until_it_overflows() ->
 
 def test_a_prefix_cache_is_asked_when_a_request_starts() -> None:
     kept: list[str] = []
+    gone: list[tuple[str, int]] = []
+    most: list[int] = []
 
     class Cache:
         def cached(self, request: Request) -> int:
@@ -238,8 +240,19 @@ def test_a_prefix_cache_is_asked_when_a_request_starts() -> None:
         def keep(self, request: Request) -> None:
             kept.append(request.id)
 
+        def let_go(self, request: Request) -> None:
+            gone.append((request.id, request.computed))
+
+        def make_room(self, kv_used: int) -> None:
+            most.append(kv_used)
+
+        def spare(self, kv_used: int) -> int:
+            return 1000 - kv_used
+
     scheduler = Scheduler(MODEL, Limits(max_num_batched_tokens=100, max_num_seqs=1, kv_tokens=1000), Cache())
     for name in ("a", "b"):
         scheduler.submit(Request(name, 90, 1))
     assert [scheduler.step().scheduled for _ in range(2)] == [90, 10]
     assert kept == ["a", "b"]
+    # Told what is in use while it is at its highest, and of who gives it back.
+    assert gone == [("a", 90), ("b", 90)] and max(most) == 90

@@ -234,6 +234,30 @@ def test_a_prompt_that_was_there_before_takes_less() -> None:
     assert engine.tokens == 1100 + 76 + 1100
 
 
+def test_who_was_preempted_does_not_find_its_own_prompt() -> None:
+    timing = Timing(limits=Limits(max_num_batched_tokens=2048, max_num_seqs=4, kv_tokens=2100), model=MODEL)
+    told = []
+    for prefix_tokens in (2100, None):
+        engine = Engine(timing, prefix_tokens=prefix_tokens)
+        engine.submit(Job(0, 1024, 60, "", (1, 2)), 0.0)
+        engine.submit(Job(1, 1024, 60, "", (3, 4)), 0.0)
+        told.append(drained(engine))
+        assert engine.preempted and engine.tokens > 2 * 1024 + 1024 + 2 * 59
+    assert told[0] == told[1]
+
+
+def test_who_runs_pushes_out_what_others_had_shared() -> None:
+    timing = Timing(limits=Limits(max_num_batched_tokens=2048, max_num_seqs=4, kv_tokens=2048), model=MODEL)
+    cached = []
+    for other in (1000, 1100):
+        engine = Engine(timing, prefix_tokens=2048)
+        for number, (tokens, blocks) in enumerate([(1024, (1, 2)), (other, (3, 4)), (1200, (1, 2))]):
+            engine.submit(Job(number, tokens, 1, "", blocks), float(number))
+            events = engine.advance(number + 1.0)
+        cached.append(events[-1].cached_tokens)
+    assert cached == [1024, 512]
+
+
 def test_the_load_of_an_adapter_holds_the_steps_up_and_others_pass_who_waits() -> None:
     engine = Engine(TIMING, slots=1, adapter_load_s=0.5)
     engine.submit(Job(1, 10, 100, "a"), 0.0)

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import median
 
 import pytest
 import yaml
 
+from policy.engine_model import Timing
+from policy.profiles import profile
 from policy.scaling.choice import choose, make
+from policy.stepping import Request, Scheduler
+from serve.engine.sim.prefix import PrefixCache
+from sim.engine import Engine, Job, Kind
 from tests.ports import free_ports
 from tests.tidegate.conftest import Site
 from tidegate.calibrating.checking import check, recorded
@@ -59,3 +66,68 @@ def test_what_is_measured_over_http_is_what_the_twin_says(sim: Site, tmp_path: P
     # Of forty requests' gaps the ninetieth percentile is one of two neighbours, as it happens.
     compared += [quantiles[measure]["p90"] for measure in ("ttft", "e2e")]
     assert all(abs(pair.error) <= 0.05 for pair in compared), quantiles
+
+
+# A KV cache that prompts of two or three blocks fill, some of which begin alike.
+TIMED = profile("cpu-smollm2-135m")
+
+
+def crowd(rate: float, seed: int) -> list[tuple[float, Job]]:
+    """Requests that come faster than one replica serves them."""
+    rng, at, jobs = random.Random(seed), 0.0, []  # noqa: S311 - no secret is drawn
+    for number in range(150):
+        at += rng.expovariate(rate)
+        prompt = min(1899, max(200, int(rng.gauss(1500, 300))))
+        answer = min(2047 - prompt, max(8, int(rng.expovariate(1 / 200))))
+        blocks = [10 * number + i + 100 for i in range(prompt // 512)]
+        if blocks and rng.random() < 0.3:
+            blocks[0] = rng.randrange(6)
+        jobs.append((at, Job(number, prompt, answer, "", tuple(blocks))))
+    return jobs
+
+
+def as_engine(jobs: list[tuple[float, Job]]) -> tuple[dict[int, tuple[float, float]], int]:
+    """First and last tokens of what the simulated engine does with its cache and scheduler; preemptions."""
+    limits = TIMED.limits(1)
+    scheduler, cache = Scheduler(TIMED.model, limits), PrefixCache(limits.kv_tokens)
+    firsts: dict[int, float] = {}
+    found: dict[int, tuple[float, float]] = {}
+    preempted, now, coming = 0, 0.0, list(reversed(jobs))
+    while coming or scheduler.running or scheduler.waiting:
+        if not scheduler.running + scheduler.waiting:
+            now = max(now, coming[-1][0])
+        while coming and coming[-1][0] <= now:
+            _, job = coming.pop()
+            tokens = [(block, i) for block in job.blocks for i in range(512)]
+            tokens += [(-job.number - 1, i) for i in range(job.input_tokens - len(tokens))]
+            cached = cache.admit(tokens, "")
+            scheduler.submit(Request(str(job.number), job.input_tokens, job.output_tokens, cached))
+        result = scheduler.step()
+        now += result.duration_s
+        preempted += len(result.preempted)
+        firsts.update((int(name), now) for name in result.first)
+        found.update((int(name), (firsts[int(name)], now)) for name in result.finished)
+    return found, preempted
+
+
+def as_twin(jobs: list[tuple[float, Job]]) -> dict[int, tuple[float, float]]:
+    """First and last tokens in the twin's engine."""
+    limits = TIMED.limits(1)
+    engine = Engine(Timing(limits=limits, model=TIMED.model), prefix_tokens=limits.kv_tokens)
+    for at, job in jobs:
+        engine.submit(job, at)
+    events = engine.advance(jobs[-1][0] + 1e6)
+    return {event.number: (event.first_at, event.at) for event in events if event.kind is Kind.DONE}
+
+
+@pytest.mark.parametrize(("rate", "seed"), [(0.13, 1), (0.16, 2), (0.3, 3)])
+def test_where_kv_is_full_both_have_the_same_latencies(rate: float, seed: int) -> None:
+    jobs = crowd(rate, seed)
+    live, preempted = as_engine(jobs)
+    twin = as_twin(jobs)
+    assert preempted > 20 and set(live) == set(twin)
+    came = {job.number: at for at, job in jobs}
+    for which in (0, 1):
+        expected = median(live[number][which] - came[number] for number in came)
+        got = median(twin[number][which] - came[number] for number in came)
+        assert got == pytest.approx(expected, rel=0.05)
