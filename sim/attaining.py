@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
 
 import msgspec
 import numpy as np
@@ -12,26 +13,34 @@ import numpy as np
 from policy.capacity import capability
 from policy.config import Deployment, Mode, ModelSpec
 from policy.control import Switching
-from policy.engine_model import Workload
-from policy.rungs import shipped
+from policy.engine_model import Limits, Workload
+from policy.rungs import longest, shipped
 from policy.scaling.static import Static, StaticParameters
 from sim.oracle.measuring import rate_attaining
+from sim.planning.demand import met_alone
 from sim.survey import Load
 from sim.trace import Arrival
 from sim.twin import simulate
 
-# So many replicas share the bursts, as in the runs that are judged; a mode that has fewer is tried on those.
+# So many replicas share the bursts, as in the runs that are judged; a mode that has fewer is tried on those,
+# and one request cannot be shared.
 REPLICAS = 10
 # Of the requests that are sent at each rate the first find the replicas idle, and are not counted. An answer
 # takes many seconds, and one in a hundred is a figure only of many requests.
 REQUESTS = 2000
 LASTS_S = 60.0
+# At low rates there are fewer, or it would take longer than the runs that are judged; and each request of a
+# short trace is sent so often at most.
+MOST_S = 4 * 3600.0
+AGAIN = 100
 WARM = 0.25
 # So many different ones are sent.
 SAMPLE = 10_000
 PRECISION = 0.03
 # Where the rate is looked for, in parts of the one at which a replica no longer keeps up.
 _LOW, _HIGH = 0.02, 1.2
+# The longest that a document may have: nothing is decided on a fleet that never changes.
+_TICK_S = 300.0
 
 
 def attained_rate(
@@ -50,19 +59,19 @@ def attained_rate(
     :class:`ValueError` where requests miss the objective at any rate.
     """
     shape, slo = spec.shapes[spec.modes[mode].shape], spec.control.slo
-    means = Workload(
-        lam=1.0,
-        input_tokens=load.input_tokens / load.requests,
-        output_tokens=load.output_tokens / load.requests,
-    )
-    edge = capability(shipped(spec, shape), means, slo).mu_max
+    timing = shipped(spec, shape)
+    assert timing.model is not None
+    sample = _sample(arrivals, load)
+    if met_alone(sample, timing.model, timing.limits, slo, longest(spec, shape)) < slo.attainment:
+        raise ValueError(f"fewer than {slo.attainment:g} of the requests would be within the objective alone")
+    edge = capability(timing, _means(sample, load, timing.limits), slo).mu_max
     if slo.ttft_p95_s is None and slo.itl_p95_s is None:
         return edge
-    count = min(REPLICAS, spec.modes[mode].bounds.max)
-    sample = _sample(arrivals, load)
+    count = min(REPLICAS, spec.modes[mode].bounds.max, load.requests)
     fixed = _fixed(deployment, spec, mode, count)
     policies = {spec.name: Static(StaticParameters())}
 
+    @cache
     def run(rate: float) -> float:
         record = simulate(fixed, policies, _retimed(sample, rate * count, seed), seed=seed)
         met = record.requests[spec.name].met
@@ -77,9 +86,21 @@ def attained_rate(
         raise
 
 
+def _means(sample: Sequence[Arrival], load: Load, limits: Limits) -> Workload:
+    """What requests are like on average, without those that fit no KV cache: they are refused at once."""
+    held = [each for each in sample if each.input_tokens + each.output_tokens <= limits.kv_tokens]
+    if len(held) == len(sample):
+        requests, inputs, outputs = load.requests, load.input_tokens, load.output_tokens
+    else:
+        requests = len(held)
+        inputs = sum(each.input_tokens for each in held)
+        outputs = sum(each.output_tokens for each in held)
+    return Workload(lam=1.0, input_tokens=inputs / requests, output_tokens=outputs / requests)
+
+
 def _fixed(deployment: Deployment, spec: ModelSpec, mode: str, count: int) -> Deployment:
     """The model alone, with so many replicas of one mode, whatever the budget."""
-    control = msgspec.structs.replace(spec.control, mode=Switching(sleep="never"))
+    control = msgspec.structs.replace(spec.control, mode=Switching(sleep="never"), tick_s=_TICK_S)
     only = {mode: Mode(shape=spec.modes[mode].shape, replicas=count)}
     model = msgspec.structs.replace(spec, modes=only, mode=mode, control=control)
     budget = msgspec.structs.replace(deployment.budget, gpus=None, cpus=None, watts=None, cost_per_h=None)
@@ -97,6 +118,8 @@ def _retimed(sample: Sequence[Arrival], rate: float, seed: int) -> Iterator[Arri
     """The requests in their order, at random instants of that rate; a short sample more than once."""
     rng = random.Random(seed)  # noqa: S311 - reproducible, not secret
     at = 0.0
-    for i in range(max(REQUESTS, int(rate * LASTS_S))):
+    for i in range(max(min(REQUESTS, AGAIN * len(sample)), int(rate * LASTS_S))):
         at += rng.expovariate(rate)
+        if i and at > MOST_S:
+            return
         yield sample[i % len(sample)]._replace(at=at)

@@ -39,7 +39,8 @@ _FREE = msgspec.convert({"max_step_up": 100, "max_step_down": 1, "hold_s": 1e-3,
 class Bounds(msgspec.Struct, frozen=True, kw_only=True):
     """GPU-hours of a trace, or core-hours where there are no GPUs; ``None`` where nothing is known.
 
-    ``lower_gpu_hours`` no plan can do with less than, as its replicas may be fractions;
+    ``lower_gpu_hours`` no plan can do with less than, as its replicas may be fractions that are held until
+    the last request comes; so they are 0 where all come at once;
     ``achievable_gpu_hours`` are those of a clairvoyant's plan of whole replicas, which held when it was run.
     ``why`` there are none is for people.
     """
@@ -134,7 +135,7 @@ class _Oracle:
             least=min(each.least * each.devices for each in modes),
             most=max(each.most * each.devices for each in modes),
         )
-        return lower_bound(self._problem(relaxed)).replica_s
+        return lower_bound(self._problem(relaxed), self.ends_at).replica_s
 
     def planned_s(self, modes: list[_Mode]) -> float:
         """Device-seconds of the cheapest plan that holds in the twin."""

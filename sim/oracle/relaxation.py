@@ -40,8 +40,11 @@ class Bound:
     dropped: Floats
 
 
-def lower_bound(problem: Problem) -> Bound:
-    """The optimum; raises :class:`policy.errors.TargetError` where ``most`` replicas cannot serve enough."""
+def lower_bound(problem: Problem, lasts_s: float | None = None) -> Bound:
+    """The optimum; raises :class:`policy.errors.TargetError` where ``most`` replicas cannot serve enough.
+
+    A run that may be over after ``lasts_s`` seconds, within the last bin, pays for no more of that bin.
+    """
     bins, load = problem.bins, problem.load
     one = eye_array(bins)
     step = diags_array([np.ones(bins), -np.ones(bins - 1)], offsets=[0, -1], shape=(bins, bins))
@@ -54,7 +57,10 @@ def lower_bound(problem: Problem) -> Bound:
         [None, None, coo_array(np.ones((1, bins))), None],
     ]
     limits = np.concatenate([np.zeros(bins), -load, (recent @ load[:, None])[:, 0], [problem.spare]])
-    cost = np.concatenate([np.full(bins, problem.bin_s), problem.start_s, np.zeros(2 * bins)])
+    held_s = np.full(bins, problem.bin_s)
+    if lasts_s is not None:
+        held_s[-1] = lasts_s - (bins - 1) * problem.bin_s
+    cost = np.concatenate([held_s, problem.start_s, np.zeros(2 * bins)])
     lows = np.concatenate([np.full(bins, float(problem.least)), np.zeros(3 * bins)])
     highs = np.full(4 * bins, np.inf)
     if problem.most is not None:

@@ -10,12 +10,14 @@ import pytest
 from policy.config import Deployment
 from policy.errors import TargetError
 from policy.parsing import parse
+from policy.scaling.static import Static, StaticParameters
 from sim import attaining
 from sim.addressing import Addressing
 from sim.attaining import attained_rate
 from sim.bounds import bounds_of
 from sim.survey import survey
 from sim.trace import Arrival
+from sim.twin import simulate
 from sim.world import EARTH
 
 # One in a second for the first four minutes, four in a second after.
@@ -87,6 +89,17 @@ def test_of_several_modes_the_cheaper_one_counts() -> None:
     assert _bounds(deployment(sizes={"small": 1, "large": 2}, mode={"sleep": "never"})) == pytest.approx(
         _bounds(deployment())
     )
+
+
+@pytest.mark.usefixtures("one_a_second")
+@pytest.mark.parametrize(("requests", "each_s"), [(1, 0.0), (114, 1.0)])
+def test_the_bound_of_a_short_trace_is_below_what_a_run_takes(requests: int, each_s: float) -> None:
+    of = deployment(most=1)
+    few = [Arrival(i * each_s, 200, 20) for i in range(requests)]
+    found = bounds_of(of, lambda: few, survey(few, Addressing(["m"])), EARTH)
+    taken = simulate(of, {"m": Static(StaticParameters())}, few)
+    assert taken.requests["m"].met.all()
+    assert found.lower_gpu_hours is not None and found.lower_gpu_hours * 3600 <= taken.gpu_s
 
 
 @pytest.mark.usefixtures("one_a_second")

@@ -35,3 +35,18 @@ def test_an_edge_outside_is_refused(shown: float, said: str) -> None:
 def test_rates_must_make_a_range() -> None:
     with pytest.raises(ValueError, match="expected 0 < low < high"):
         rate_attaining(lambda _: 1.0, 2.0, 2.0, 0.99)
+
+
+def test_the_lowest_rate_takes_the_longest_and_is_tried_last() -> None:
+    tried: list[float] = []
+
+    def run(rate: float) -> float:
+        tried.append(rate)
+        return 1.0 if rate <= 3.0 else 0.0
+
+    rate_attaining(run, 0.1, 10.0, 0.99)
+    assert min(tried) > 2.0
+    tried.clear()
+    with pytest.raises(ValueError, match="already at 0"):
+        rate_attaining(lambda rate: run(rate) - 1.0, 0.1, 10.0, 0.99)
+    assert tried[-1] == min(tried) == 0.1 and len(tried) < 10

@@ -1,0 +1,77 @@
+"""What a replica attains is found in few simulated seconds, and requests that no replica holds cost none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from policy.parsing import parse
+from sim import attaining
+from sim.addressing import Addressing
+from sim.attaining import AGAIN, MOST_S, attained_rate
+from sim.record import Record
+from sim.survey import survey
+from sim.trace import Arrival
+
+GIANT = Arrival(0.0, 10_000_000, 20)
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[Record]:
+    """Every run of the twin that is made."""
+    made: list[Record] = []
+    simulate = attaining.simulate
+
+    def kept(*given: Any, **named: Any) -> Record:
+        made.append(simulate(*given, **named))
+        return made[-1]
+
+    monkeypatch.setattr(attaining, "simulate", kept)
+    return made
+
+
+def rate(requests: Sequence[Arrival], speed: float = 0.05) -> float:
+    model = {
+        "name": "m",
+        "engine": "sim",
+        "sim": {"profile": "h100-8b", "speed": speed},
+        "shapes": {"small": {"gpus": 1, "max_in_flight": 64}},
+        "modes": {"multi-replica": {"shape": "small", "replicas": {"min": 1, "max": 8}}},
+        "control": {"tick_s": 1, "slo": {"itl_p95_s": 0.25}},
+    }
+    of = parse({"models": [model]})
+    load = survey(requests, Addressing(["m"])).loads["m"]
+    return attained_rate(of, of.models[0], "multi-replica", arrivals=lambda: requests, load=load, seed=0)
+
+
+@pytest.mark.slow
+def test_a_trace_of_two_requests_is_tried_with_few(runs: list[Record]) -> None:
+    assert rate([Arrival(0.0, 200, 20), Arrival(5.0, 200, 20)]) > 0
+    assert all(len(run.requests["m"]) <= 2 * AGAIN or run.ends_at < 120 for run in runs)
+    # Nothing is decided in them each second.
+    assert all(len(run.moments) <= run.ends_at / 300 + 2 for run in runs)
+
+
+@pytest.mark.slow
+def test_slow_engines_are_tried_for_so_long_at_most(
+    runs: list[Record], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attaining, "MOST_S", 100.0)
+    rate([Arrival(float(i), 200, 20) for i in range(50)])
+    assert MOST_S > 100.0
+    assert all(run.requests["m"].at[-1] <= 100.0 for run in runs)
+
+
+def test_what_no_replica_holds_is_refused_without_a_run(runs: list[Record]) -> None:
+    with pytest.raises(ValueError, match="would be within the objective alone"):
+        rate([GIANT])
+    assert not runs
+
+
+@pytest.mark.slow
+def test_one_request_that_no_replica_holds_changes_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attaining, "REQUESTS", 500)
+    usual = [Arrival(float(i), 200, 20) for i in range(500)]
+    assert rate([GIANT, *usual]) == pytest.approx(rate(usual), rel=0.1)
