@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from policy.parsing import parse
-from sim import attaining
+from sim import attaining, twin
 from sim.addressing import Addressing
 from sim.attaining import AGAIN, MOST_S, attained_rate
 from sim.record import Record
@@ -22,7 +22,7 @@ GIANT = Arrival(0.0, 10_000_000, 20)
 def runs(monkeypatch: pytest.MonkeyPatch) -> list[Record]:
     """Every run of the twin that is made."""
     made: list[Record] = []
-    simulate = attaining.simulate
+    simulate = twin.simulate
 
     def kept(*given: Any, **named: Any) -> Record:
         made.append(simulate(*given, **named))
