@@ -11,7 +11,7 @@ from policy.control import Choice
 from sim.contest.ground import Ground
 from sim.contest.heat import PLAN, Heat, Lap, ran
 from sim.contest.sizing import Size
-from sim.judging.sweeps import ladder
+from sim.judging.sweeps import SHIPPED, ladder
 
 # The plan is made for replicas that take so much of what one attains by itself, and the cheapest one that
 # keeps the promise counts: bins hide bursts, and replicas that are not full help out.
@@ -43,9 +43,7 @@ def heats(
 def rungs(name: str, size: Size, each: int = 1) -> list[Choice]:
     """Every ``each``-th setting of a policy, the shipped one of ``predictive`` among them."""
     settings = ladder(name, size.full)
-    # The middle one is the usual one.
-    first = (len(settings) // 2) % each
-    return list(settings[first::each])
+    return list(settings[SHIPPED % each :: each])
 
 
 def said(choice: Choice) -> str:

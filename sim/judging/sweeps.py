@@ -18,7 +18,9 @@ from policy.scaling.token_saturation import TokenSaturationParameters
 
 # What is aimed at, in parts of what a replica shows at the rate that it attains.
 PARTS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.15)
-# What ``predictive`` is turned by: who saves also believes a change of the rate later, and for less long.
+# Which rung of ``predictive`` has the shipped parameters.
+SHIPPED = 2
+# What it is turned by: who saves also believes a change of the rate later, and for less long.
 _CAREFUL = {"quantile": 0.95, "margin": 1.12, "down": 0.95, "full": 0.85}
 _THRIFTY = {"quantile": 0.5, "margin": 1.0, "level_s": 120.0, "trend_s": 120.0, "lasts_s": 60.0}
 CAREFUL_TO_THRIFTY: tuple[dict[str, float], ...] = (
