@@ -36,12 +36,14 @@ class Half(StrEnum):
 class Ground:
     """The ``half`` of ``trace``, which lasts ``lasts_s`` in all, served by replicas of one GPU each.
 
-    ``profile`` is their engine, and the objectives are in seconds.
+    ``profile`` is their engine, which takes requests up to the ``longest`` of the trace, in tokens; the
+    objectives are in seconds.
     """
 
     trace: Path
     half: Half
     lasts_s: float
+    longest: int
     profile: str
     ttft_p95_s: float
     itl_p95_s: float
@@ -78,6 +80,7 @@ class Ground:
             "name": MODEL,
             "engine": "sim",
             "sim": {"profile": self.profile},
+            "engine_args": {"max_model_len": self.longest},
             "shapes": {"one": {"gpus": 1}},
             "modes": {MODE: {"shape": "one", "replicas": {"min": 1, "max": MOST}}},
             "control": control,
@@ -101,12 +104,13 @@ def ground_of(trace: Path, half: Half) -> Ground:
     So a trace of a few requests per second asks for about ten replicas, and a run takes seconds. Prompts of
     many thousands of tokens do not fit beside others into what an L4 has left for KV.
     """
-    last, tokens, requests = 0.0, 0, 0
+    last, longest, tokens, requests = 0.0, 0, 0, 0
     for arrival in open_trace(trace):
         last, tokens, requests = arrival.at, tokens + arrival.input_tokens, requests + 1
+        longest = max(longest, arrival.input_tokens + arrival.output_tokens)
     if tokens > LONG_TOKENS * requests:
-        return Ground(trace, half, last, "h100-8b", ttft_p95_s=8.0, itl_p95_s=0.2)
-    return Ground(trace, half, last, "l4-8b", ttft_p95_s=2.0, itl_p95_s=0.2)
+        return Ground(trace, half, last, longest, "h100-8b", ttft_p95_s=8.0, itl_p95_s=0.2)
+    return Ground(trace, half, last, longest, "l4-8b", ttft_p95_s=2.0, itl_p95_s=0.2)
 
 
 # Prompts that are longer than this on average are long.
