@@ -55,9 +55,8 @@ def test_points_share_the_time_there_is(fewest: int) -> None:
     assert found.points == plan(found.point_s)
     assert len(found.points) * (found.point_s + 0.5) <= 100.0
     # There is no time left in which one more would fit.
-    assert len(found.points) == POINTS or len(plan(100.0 / (len(found.points) - 1) - 0.5)) >= len(
-        found.points
-    )
+    count = len(found.points)
+    assert count == POINTS or len(plan(100.0 / (count - 1) - 0.5)) >= count
 
 
 def test_however_little_time_there_is_a_point_lasts_a_second() -> None:
