@@ -13,38 +13,38 @@ from time import monotonic
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from gateway import body as bodies
-from gateway.admin import admin_app
-from gateway.admission import Admission
-from gateway.body import Body
+from gateway.api.admin import admin_app
+from gateway.api.controller_proxy import Control
+from gateway.api.models import Listing
+from gateway.api.readiness import Readiness
+from gateway.api.routes import client_app
 from gateway.call import Call
-from gateway.capture import Capture
-from gateway.capture_stream import Listeners
-from gateway.catalog import CatalogView
-from gateway.coalescing import Coalescer
-from gateway.control import Control
-from gateway.deadlines import Deadlines
-from gateway.delivery import Delivery
-from gateway.document import Document
-from gateway.errors import Refused
-from gateway.fleet import FleetView, Served
-from gateway.intake import Intake
-from gateway.listing import Listing
-from gateway.log import Log
-from gateway.metrics import Metrics
-from gateway.outgoing import outgoing
-from gateway.overflow import Overflow
-from gateway.readiness import Readiness
-from gateway.router import Routes
-from gateway.routes import client_app
-from gateway.shared import Shared
-from gateway.shares import COALESCED
-from gateway.surface import Route
-from gateway.tenants import Tenants
-from policy.config import Deployment
+from gateway.control.document import Document
+from gateway.delivery.attempts import Delivery
+from gateway.delivery.overflow import Overflow
+from gateway.delivery.timeouts import Deadlines
+from gateway.intake.adapter_catalog import CatalogView
+from gateway.intake.resolve import Intake
+from gateway.intake.tenants import Tenants
+from gateway.protocol import body as bodies
+from gateway.protocol.batch_body import COALESCED
+from gateway.protocol.body import Body
+from gateway.protocol.errors import Refused
+from gateway.protocol.paths import Route
+from gateway.protocol.splice import outgoing
+from gateway.queue.admission import Admission
+from gateway.queue.coalescing import Coalescer
+from gateway.routing.fleet import FleetView, Served
+from gateway.routing.router import Routes
+from gateway.routing.shared_memory import Shared
+from gateway.telemetry.capture import Capture
+from gateway.telemetry.capture_stream import Listeners
+from gateway.telemetry.log import Log
+from gateway.telemetry.metrics import Metrics
+from policy.config.deployment import Deployment
 from policy.errors import Refusal
 from policy.request import Request
-from store.keys import own_key
+from store.api_keys import own_key
 
 
 class Gateway:

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
-import re
-import secrets
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from starlette.types import Message, Receive, Scope, Send
 
-from gateway.errors import Refused
-from gateway.surface import Api, Route
-from gateway.usage import Usage
+from gateway.http.exchange import request_ids
+from gateway.protocol.errors import Refused
+from gateway.protocol.paths import Api, Route
+from gateway.protocol.usage import Usage
 from policy.errors import Refusal
 
 if TYPE_CHECKING:
-    from gateway.catalog import Adapter
-    from gateway.deadlines import Deadlines
-    from gateway.exchange import Exchange
+    from gateway.delivery.timeouts import Deadlines
+    from gateway.http.exchange import Exchange
+    from gateway.intake.adapter_catalog import Adapter
 
 _WANTED = frozenset(
     {
@@ -33,10 +31,6 @@ _WANTED = frozenset(
         b"x-tidegate-explain",
     }
 )
-_VALID_ID = re.compile(rb"[A-Za-z0-9_-]{1,128}")
-# Unique over processes and restarts by the random part, within one by the count.
-_PREFIX = secrets.token_hex(8).encode()
-_COUNT = itertools.count(1)
 
 
 class Call:
@@ -161,14 +155,3 @@ class Call:
             headers.append((b"x-tidegate-replica", self.replica))
         body = refused.body(anthropic=self.route.api is Api.MESSAGES)
         await self.answer(refused.status, headers, body)
-
-
-def request_ids(given: bytes | None) -> tuple[bytes, bytes]:
-    """The id that the client sees and the one that a replica sees.
-
-    The replica's is always unique: engines key their requests by it, and two clients may send the same.
-    """
-    unique = b"%s-%x" % (_PREFIX, next(_COUNT))
-    if given is not None and _VALID_ID.fullmatch(given):
-        return given, given + b"-" + unique
-    return unique, unique

@@ -17,20 +17,19 @@ import uvloop
 from starlette.types import ASGIApp
 
 from gateway.app import Gateway
-from gateway.catalog_source import CatalogSource
-from gateway.controller import FleetSource
-from gateway.document import Document
-from gateway.external import Prober
-from gateway.log import LibraryHandler, Log
-from gateway.metrics import Metrics
-from gateway.post import Post
-from gateway.probe import Probes
-from gateway.reporting import Reporter
-from gateway.server import Server
-from gateway.shared import BEAT_EVERY_S, Shared, SharedRows
-from policy.config import Deployment
-from store.keys import salt_secret
-from store.state import StateDir
+from gateway.control.catalog_feed import CatalogSource
+from gateway.control.document import Document
+from gateway.control.fleet_feed import FleetSource
+from gateway.control.reporter import Post, Reporter
+from gateway.http.server import Server
+from gateway.routing.external import Prober
+from gateway.routing.probes import Probes
+from gateway.routing.shared_memory import BEAT_EVERY_S, Shared, SharedRows
+from gateway.telemetry.log import LibraryHandler, Log
+from gateway.telemetry.metrics import Metrics
+from policy.config.deployment import Deployment
+from store.api_keys import salt_secret
+from store.state_dir import StateDir
 
 PUBLISH_EVERY_S = 0.5
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from loadtests.gateway_view import Row
+from loadtests.gateway_metrics import Row
 from loadtests.slo import Ledger, Objective, Tally
 
 # Keys are single words: the web page rewrites others.

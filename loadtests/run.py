@@ -10,11 +10,13 @@ from typing import Any
 
 from locust.runners import MasterRunner, WorkerRunner
 
-from loadtests import gateway_view, report, web
-from loadtests.gateway_view import Key, Row
+from loadtests import gateway_metrics as gateway_view
+from loadtests import report
+from loadtests import web_page as web
+from loadtests.gateway_metrics import Key, Row
+from loadtests.http_client import Connection, Gone
 from loadtests.slo import Ledger
 from loadtests.users import ModelUser, RequestFailed, first_model, objective
-from loadtests.wire import Connection, Gone
 
 # The master tells its workers to end their users, each answers with its last word; and how long past
 # the users' own time to end the master waits for it.

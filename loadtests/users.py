@@ -10,10 +10,10 @@ from typing import Any
 import msgspec
 from locust import User, constant
 
-from loadtests.prompts import prompt
+from loadtests.http_client import Connection, Gone
+from loadtests.options import prompt
 from loadtests.slo import Objective, Outcome
-from loadtests.sse import Reading, Stream
-from loadtests.wire import Connection, Gone
+from loadtests.stream_reader import Reading, Stream
 
 # A server that is down is not asked thousands of times a second.
 PAUSE_S = 0.2

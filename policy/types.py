@@ -10,8 +10,6 @@ from enum import StrEnum
 
 import msgspec
 
-from policy.reports import EngineReport, PowerReport
-
 
 class EngineKind(StrEnum):
     """What produces the tokens of a model."""
@@ -111,54 +109,6 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True):
     failures: int = 0
     max_model_len: int | None = None
     wake_s: float | None = None
-
-
-class Wanted(msgspec.Struct, frozen=True, kw_only=True):
-    """A version of an adapter that a replica should have loaded: its ``name`` and whole ``digest``."""
-
-    name: str
-    digest: str
-
-
-class Use(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a replica did with one adapter since it last said so.
-
-    ``name`` and whole ``digest`` as in :class:`Wanted`; ``requests`` that came for it, ``found`` of them
-    while it was loaded, the ``loads`` that they or a plan needed, which took ``load_s`` seconds in all, and
-    why the last one ``failed``. Requests that ended had it for ``busy_s`` seconds in all; ``waiting`` of them
-    wait for a slot now.
-    """
-
-    name: str
-    digest: str
-    requests: int = 0
-    found: int = 0
-    loads: int = 0
-    load_s: float = 0.0
-    failed: str = ""
-    busy_s: float = 0.0
-    waiting: int = 0
-
-
-class Beat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a replica host tells the controller, twice a second and at each change."""
-
-    replica: Replica
-    uses: tuple[Use, ...] = ()
-    engine: EngineReport | None = None
-    power: PowerReport | None = None
-
-
-class Orders(msgspec.Struct, frozen=True, kw_only=True):
-    """What the controller answers a beat: the adapters to ``hold`` there, the most valuable first.
-
-    ``awake`` is for the replica's bed: how many engines of each shape shall be. ``None`` says nothing: the
-    replica goes on with what it was told last. ``leave`` is why the replica shall drain and be replaced.
-    """
-
-    hold: tuple[Wanted, ...] | None = None
-    awake: dict[str, int] | None = None
-    leave: str = ""
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):

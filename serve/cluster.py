@@ -19,12 +19,12 @@ from pathlib import Path
 
 import msgspec
 
-from policy.config import Deployment
+from policy.config.deployment import Deployment
+from policy.document.parse import parse
 from policy.errors import TidegateError, Unreachable
-from policy.parsing import parse
 from serve.actuator.port import Actuator
-from serve.client import ControllerClient
-from store.state import StateDir, own_directory, write_atomic
+from serve.controller.client import ControllerClient
+from store.state_dir import StateDir, own_directory, write_atomic
 
 # Tidegate passes no objects through Ray; its store only holds Ray's own few.
 OBJECT_STORE_BYTES = 128 * 1024 * 1024
@@ -110,7 +110,7 @@ def start(deployment: Deployment, state: StateDir) -> None:
     """Make sure that the controller actor exists and has the document on disk."""
     _say("ray", f"joining {address(deployment)}")
     dashboard, token = join(deployment, state)
-    from serve import ray_controller  # noqa: PLC0415  # imports Ray
+    from serve.controller import actor as ray_controller  # noqa: PLC0415  # imports Ray
 
     _say("controller", f"starting at {deployment.cluster.controller}")
     # Whoever joins a cluster may have nodes elsewhere: its engines listen on their nodes' addresses.
@@ -147,8 +147,8 @@ def _hand_over(address: str, state: StateDir) -> None:
 def stop(deployment: Deployment, state: StateDir) -> None:
     """Delete the deployment's actor and applications."""
     dashboard, token = join(deployment, state)
-    from serve import ray_controller  # noqa: PLC0415  # imports Ray
     from serve.actuator.ray import RayActuator  # noqa: PLC0415  # imports Ray
+    from serve.controller import actor as ray_controller  # noqa: PLC0415  # imports Ray
 
     # The actor first: it would deploy again what is being deleted.
     ray_controller.remove(state)

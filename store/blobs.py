@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from policy.catalog import DIGEST
 from policy.errors import AdapterRefused
+from policy.wire.catalog import DIGEST
 from store.adapters import FILES
 from store.manifest import Manifest, entries, publish, read, seal, verified
-from store.tape import pack, unpack
+from store.tar_stream import pack, unpack
 
 _LOG = logging.getLogger(__name__)
 _WORK = ".work-"

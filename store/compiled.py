@@ -24,18 +24,66 @@ from policy.errors import PreconditionFailed
 # What runs for every request. Structures of msgspec and of ctypes are made at run time and stay sources.
 MODULES = {
     "policy": (
-        "admission", "affinity", "batching", "counters", "discipline", "drain", "fairness", "foresight",
-        "health", "key", "pace", "prefix", "quoting", "ranking", "recent", "request", "reserve", "residual",
-        "routing", "site", "tally", "totals",
+        "admission/discipline",
+        "admission/dispatch",
+        "admission/drain_rate",
+        "admission/fairness",
+        "admission/ordered_set",
+        "admission/queue",
+        "admission/reserved_slots",
+        "admission/virtual_counters",
+        "admission/wait_margin",
+        "engine/step_table",
+        "hashing",
+        "request",
+        "routing/affinity",
+        "routing/cost",
+        "routing/outlier_ejection",
+        "routing/prediction_error",
+        "routing/prefix_index",
+        "routing/replica_state",
+        "routing/router",
+        "signals/counters",
+        "stats/histogram",
+        "stats/windows",
     ),
     "gateway": (
-        "acceptor", "adapter_meter", "admission", "ahead", "app", "body", "call", "catalog", "deadlines",
-        "delivery", "errors", "exchange", "fingerprint", "health", "inbound", "intake", "line", "metrics",
-        "outgoing", "overflow", "queue_meter", "relay", "replicas", "residency", "router", "routes",
-        "server", "shared", "shares", "splice", "sse", "tally", "tenants", "turned_away",
-        "upstream", "usage",
+        "api/routes",
+        "app",
+        "call",
+        "delivery/attempts",
+        "delivery/overflow",
+        "delivery/relay",
+        "delivery/timeouts",
+        "http/acceptor",
+        "http/client",
+        "http/connection",
+        "http/exchange",
+        "http/server",
+        "intake/adapter_catalog",
+        "intake/resolve",
+        "intake/tenants",
+        "protocol/batch_body",
+        "protocol/body",
+        "protocol/errors",
+        "protocol/prompt_hash",
+        "protocol/splice",
+        "protocol/sse",
+        "protocol/usage",
+        "queue/admission",
+        "queue/model_queue",
+        "queue/rejections",
+        "routing/ejection",
+        "routing/loaded_adapters",
+        "routing/replica",
+        "routing/router",
+        "routing/shared_memory",
+        "telemetry/adapter_metrics",
+        "telemetry/metrics",
+        "telemetry/prometheus",
+        "telemetry/queue_metrics",
     ),
-}  # fmt: skip
+}
 # Whose types the compiler reads, beside the packages themselves.
 _READ = ("store",)
 ROOT = Path(policy.__file__).parents[1]
@@ -66,8 +114,8 @@ def digest() -> str:
     """Sixteen hex digits over all that the machine code depends on."""
     whole = hashlib.sha256(f"{sys.version}\0{platform.machine()}\0{_compiler()}\0".encode())
     for package in (*MODULES, *_READ):
-        for path in sorted((ROOT / package).glob("*.py")):
-            whole.update(f"{package}/{path.name}\0".encode() + path.read_bytes())
+        for path in sorted((ROOT / package).rglob("*.py")):
+            whole.update(f"{path.relative_to(ROOT)}\0".encode() + path.read_bytes())
     return whole.hexdigest()[:16]
 
 
@@ -86,15 +134,13 @@ def build() -> Path:
             for package in (*MODULES, *_READ):
                 shutil.copytree(ROOT / package, work / package, ignore=shutil.ignore_patterns("__pycache__"))
             _compile(work)
-            part = work / "final"
-            for place in (".", *MODULES):
-                (part / place).mkdir(parents=True, exist_ok=True)
-                for library in (work / place).glob("*.so"):
-                    library.rename(part / place / library.name)
+            # Packages whole: a folder is imported from one place, and machine code goes before its source.
+            for package in _READ:
+                shutil.rmtree(work / package)
             for former in final.parent.iterdir():  # of other sources; who runs them has them in memory
                 if former.is_dir() and former != work:
                     shutil.rmtree(former, ignore_errors=True)
-            part.rename(final)
+            work.rename(final)
         finally:
             shutil.rmtree(work, ignore_errors=True)
     return final

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import msgspec
 
-from store.preparation import Progress, Report
-from store.state import write_atomic
+from store.progress import Progress, Report
+from store.state_dir import write_atomic
 
 NAME = "manifest.json"
 # hashlib.file_digest reads 256 KiB at a time; weights are hundreds of megabytes.

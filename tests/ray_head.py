@@ -15,10 +15,10 @@ from pathlib import Path
 
 import psutil
 
-from policy.config import Deployment
-from policy.parsing import parse
+from policy.config.deployment import Deployment
+from policy.document.parse import parse
 from serve.cluster import head_command, temp_dir
-from store.state import StateDir
+from store.state_dir import StateDir
 from tests.ports import free_ports
 from tests.serve.sim_documents import document
 

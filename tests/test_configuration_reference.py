@@ -12,13 +12,13 @@ import msgspec
 import pytest
 from msgspec import inspect
 
-from policy.config import Deployment
-from policy.scaling.choice import NAMES
-from policy.scaling.panic_window import PanicWindowParameters
-from policy.scaling.predictive import PredictiveParameters
-from policy.scaling.static import StaticParameters
-from policy.scaling.target_tracking import TargetTrackingParameters
-from policy.scaling.token_saturation import TokenSaturationParameters
+from policy.config.deployment import Deployment
+from policy.scaling.policies.panic_window import PanicWindowParameters
+from policy.scaling.policies.predictive import PredictiveParameters
+from policy.scaling.policies.registry import NAMES
+from policy.scaling.policies.static import StaticParameters
+from policy.scaling.policies.target_tracking import TargetTrackingParameters
+from policy.scaling.policies.token_saturation import TokenSaturationParameters
 
 PAGE = (Path(__file__).parents[1] / "docs" / "configuration.md").read_text()
 ROOT = "the document"

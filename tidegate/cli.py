@@ -11,29 +11,41 @@ import click
 import msgspec
 
 from policy.errors import TidegateError
-from store.state import StateDir, default_root
-from tidegate.exits import MEANINGS, Exit, exit_of
+from store.state_dir import StateDir, default_root
+from tidegate.exit_codes import MEANINGS, Exit, exit_of
 
 # Where each command lives. A module is imported when its command runs, so that `--help` and `up`
 # do not pay for httpx and rich.
 _COMMANDS = {
-    "up": ("lifecycle", "Start detached, and return when every model answers."),
-    "run": ("lifecycle", "Run in the foreground until SIGINT or SIGTERM."),
-    "down": ("lifecycle", "Stop what was started, and nothing else."),
-    "status": ("status", "Show processes, models and replicas."),
-    "logs": ("logs", "Print the log of one part, or of all."),
-    "explain": ("explain", "Say why a model has the replicas that it has."),
-    "scale": ("targets", "Set how many replicas a model has in its current mode, or let load decide."),
-    "mode": ("targets", "Switch a model between single-large and multi-replica, or let load decide."),
-    "adapters": ("adapters", "Show, add, replace, split, roll back or remove LoRA adapters."),
-    "check": ("documents", "Validate a deployment document."),
-    "apply": ("documents", "Show what a document would change, and apply it."),
-    "keys": ("keys", "Make API keys for tenants."),
-    "simulate": ("simulate", "Replay a trace on a deployment before anything runs."),
-    "replay": ("replay", "Replay a trace against an endpoint, or capture what a gateway serves."),
-    "calibrate": ("calibrate", "Fit an engine model to live replicas, or hold the twin against a replay."),
-    "plan": ("plan", "Find the fewest devices that meet the objective, now and as the load grows."),
-    "bench": ("bench", "Measure policies on the simulated engine, beside others."),
+    "up": ("deployment.up_run_down", "Start detached, and return when every model answers."),
+    "run": ("deployment.up_run_down", "Run in the foreground until SIGINT or SIGTERM."),
+    "down": ("deployment.up_run_down", "Stop what was started, and nothing else."),
+    "status": ("fleet.status", "Show processes, models and replicas."),
+    "logs": ("deployment.logs", "Print the log of one part, or of all."),
+    "explain": ("fleet.explain", "Say why a model has the replicas that it has."),
+    "scale": (
+        "fleet.scale_mode",
+        "Set how many replicas a model has in its current mode, or let load decide.",
+    ),
+    "mode": (
+        "fleet.scale_mode",
+        "Switch a model between single-large and multi-replica, or let load decide.",
+    ),
+    "adapters": ("fleet.adapters", "Show, add, replace, split, roll back or remove LoRA adapters."),
+    "check": ("deployment.check_apply", "Validate a deployment document."),
+    "apply": ("deployment.check_apply", "Show what a document would change, and apply it."),
+    "keys": ("deployment.keys", "Make API keys for tenants."),
+    "simulate": ("simulation.simulate", "Replay a trace on a deployment before anything runs."),
+    "replay": ("simulation.replay", "Replay a trace against an endpoint, or capture what a gateway serves."),
+    "calibrate": (
+        "simulation.calibrate",
+        "Fit an engine model to live replicas, or hold the twin against a replay.",
+    ),
+    "plan": (
+        "simulation.plan",
+        "Find the fewest devices that meet the objective, now and as the load grows.",
+    ),
+    "bench": ("simulation.bench", "Measure policies on the simulated engine, beside others."),
 }
 
 _EPILOG = "Exit codes: " + "; ".join(f"{code.value} {text}" for code, text in MEANINGS.items()) + "."

@@ -1,4 +1,4 @@
-"""Read a deployment document: YAML to a checked :class:`policy.config.Deployment`."""
+"""Read a deployment document: YAML to a checked :class:`policy.config.deployment.Deployment`."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 
 import msgspec
 
-from policy.config import Deployment
+from policy.config.deployment import Deployment
+from policy.document.parse import parse
+from policy.engine.model_file import model_file
 from policy.errors import ConfigError
-from policy.model_file import model_file
-from policy.parsing import parse
-from serve.custom import beside
-from store.documents import read_yaml
+from serve.autoscaler.custom_policy import beside
+from store.yaml_file import read_yaml
 
 # Where to listen is a matter of where it runs: inside a container loopback reaches nobody.
 _HOSTS = {"host": "TIDEGATE_GATEWAY_HOST", "admin_host": "TIDEGATE_ADMIN_HOST"}

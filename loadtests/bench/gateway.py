@@ -19,12 +19,12 @@ from pathlib import Path
 import msgspec
 import uvloop
 
-from loadtests.bench import cost, failing, latency, report, routing, soak
-from loadtests.bench.mock import Mock, mock
-from loadtests.bench.peers import PEERS, available
+from loadtests.bench import report
+from loadtests.bench.parts import cost, failing, latency, routing, soak
 from loadtests.bench.plan import Plan
 from loadtests.bench.progress import say
-from loadtests.bench.systems import System
+from loadtests.bench.systems import PEERS, System, available
+from loadtests.bench.upstream_process import Mock, mock
 
 PARTS = ("cost", "latency", "routing", "adapters", "failing", "soak")
 REPLICAS = 4

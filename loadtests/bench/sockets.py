@@ -28,7 +28,7 @@ import psutil
 import uvloop
 
 from loadtests.bench.figures import Figure, quantile
-from loadtests.bench.mock import ROOT, Mock, mock
+from loadtests.bench.upstream_process import ROOT, Mock, mock
 
 WAYS = ("inherited", "reuseport", "reuseport-held")
 REQUEST = (

@@ -13,8 +13,8 @@ from typing import cast
 import msgspec
 import uvloop
 
-from loadtests.bench.answers import ANSWER, CHUNK, END, HEAD, LAST, models, rendered, usage
 from loadtests.bench.replica import CHARS_PER_TOKEN, Counts, Replica, Setting, read_mark
+from loadtests.bench.upstream_answers import ANSWER, CHUNK, END, HEAD, LAST, models, rendered, usage
 
 
 class Order(msgspec.Struct, kw_only=True):

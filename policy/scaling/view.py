@@ -11,8 +11,9 @@ from typing import Any, Protocol
 
 import msgspec
 
-from policy.control import Objective
-from policy.signals import Signals
+from policy.config.control import Objective
+from policy.engine.capacity import Capability
+from policy.signals.types import Signals
 
 
 class Supply(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,25 +28,6 @@ class Supply(msgspec.Struct, frozen=True, kw_only=True):
     starting_s: tuple[float, ...] = ()
     draining: int = 0
     failures: int = 0
-
-
-class Capability(msgspec.Struct, frozen=True, kw_only=True):
-    """What one replica of a shape can do with requests like those of late.
-
-    ``mu`` requests per second within the objective (0: it cannot meet it at all), ``mu_max`` without one.
-    ``kv_tokens`` and ``seats`` bound what runs at once (0: not known). ``itl_s`` and ``ttft_s`` are the 95th
-    percentiles that it would show alone at ``mu``. ``error`` is the relative error of the engine model, of
-    which it is ``version`` (0: as shipped, never fitted).
-    """
-
-    mu: float
-    mu_max: float
-    kv_tokens: int = 0
-    seats: int = 0
-    ttft_s: float = 0.0
-    itl_s: float = 0.0
-    error: float = 0.0
-    version: int = 0
 
 
 class View(msgspec.Struct, frozen=True, kw_only=True):

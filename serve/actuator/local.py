@@ -17,17 +17,16 @@ from collections.abc import Mapping
 import msgspec
 import psutil
 
-from policy.config import ModelSpec
+from policy.config.deployment import ModelSpec
 from policy.errors import ActuatorFailed
-from policy.plan import LayerKey
-from policy.switching import MAX_FAILURES, STABLE_S
+from policy.scaling.rollout import MAX_FAILURES, STABLE_S, LayerKey
 from serve.actuator.port import Held
-from serve.host import HostSpec
-from serve.local_host import LocalHost
-from serve.versions import installed
-from serve.weights import Weights
-from store.logs import RotatingLog
-from store.state import StateDir
+from serve.host.host import HostSpec
+from serve.host.local_process import LocalHost
+from serve.host.versions import installed
+from serve.host.weights import Weights
+from store.log_file import RotatingLog
+from store.state_dir import StateDir
 
 # How long hosts may take to end when everything is stopped: the gateways have drained by then.
 GRACE_S = 15.0
@@ -192,7 +191,7 @@ class LocalActuator:
             versions=installed(),
         )
         child = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "serve.local_host", stdin=asyncio.subprocess.PIPE,
+            sys.executable, "-m", "serve.host.local_process", stdin=asyncio.subprocess.PIPE,
             stdout=self._log.descriptor, stderr=self._log.descriptor, start_new_session=True,
         )  # fmt: skip
         try:

@@ -7,9 +7,9 @@ from typing import Protocol
 
 import msgspec
 
-from policy.config import ModelSpec
-from policy.plan import LayerKey
-from serve.weights import Weights
+from policy.config.deployment import ModelSpec
+from policy.scaling.rollout import LayerKey
+from serve.host.weights import Weights
 
 
 class Held(msgspec.Struct, frozen=True, kw_only=True):

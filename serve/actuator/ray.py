@@ -1,9 +1,10 @@
-"""The actuator on Ray Serve: one application per layer, scaled only through Serve's scale API.
+"""What Serve says of replicas that Ray has found no node for.
+
+The actuator on Ray Serve: one application per layer, scaled only through Serve's scale API.
 
 An application is never redeployed: that would replace its running replicas. Applications carry the
 deployment in their names, so several share a cluster and see only their own. Source of the REST
-paths: Ray 2.60, ``dashboard/modules/serve/serve_head.py``.
-"""
+paths: Ray 2.60, ``dashboard/modules/serve/serve_head.py``."""
 
 from __future__ import annotations
 
@@ -19,28 +20,52 @@ import msgspec
 from ray import serve as ray_serve
 from ray.serve.api import RunTarget
 
-from policy.beds import bed_of
-from policy.config import ModelSpec, Shape
+from policy.config.deployment import ModelSpec, Shape
+from policy.config.gpu_sharing import bed_of
 from policy.errors import ActuatorFailed
-from policy.plan import CPU_OVERCOMMIT, LayerKey
+from policy.scaling.rollout import CPU_OVERCOMMIT, LayerKey
 from policy.types import EngineKind
-from serve.actuator.placing import unplaced
 from serve.actuator.port import Held
-from serve.host import HostSpec
-from serve.ray_host import RayHost
-from serve.versions import installed
-from serve.weights import Weights
-from store.state import StateDir
+from serve.host.host import HostSpec
+from serve.host.ray_replica import RayHost
+from serve.host.versions import installed
+from serve.host.weights import Weights
+from store.state_dir import StateDir
+
+# Serve says so after half a minute, in a sentence that has no other form.
+_RESOURCES = re.compile(r"each replica: (?P<each>\{.*?\}), total resources available: (?P<free>\{.*?\})")
+
+
+def unplaced(deployment: Mapping[str, Any]) -> str:
+    """Why replicas of a deployment, as Serve's REST API shows it, wait for a node; or an empty string.
+
+    Source: ``ray.serve.schema.DeploymentDetails``.
+    """
+    waiting = [
+        replica
+        for replica in deployment["replicas"]
+        if replica["state"] == "STARTING" and not replica.get("node_id")
+    ]
+    found = _RESOURCES.search(deployment["message"])
+    if not waiting or found is None:
+        return ""
+    return f"no node has room for {len(waiting)} of {found['each']}: {found['free']} is free"
+
 
 DEPLOYMENT = "replica"
+
 # The name of an application carries all that a controller without a memory needs to know.
 _NAME = re.compile(
     r"tidegate-(?P<deployment>\w+)\+(?P<model>[^+]+)\+(?P<shape>[^+]+)\+g(?P<generation>\d+)-(?P<digest>\w+)"
 )
+
 _BROKEN = frozenset({"DEPLOY_FAILED", "UNHEALTHY"})
+
 # Serve waits this long before a replica's shutdown hook; the hook is what refuses new requests.
 BEFORE_HOOK_S = 0.1
+
 AFTER_DRAIN_S = 15.0
+
 SIM_CPUS = 0.01
 
 

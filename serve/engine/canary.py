@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import httpx
 
-from policy.canary import CANARIES
 from policy.errors import EngineFailed
+from policy.wire.canary import CANARIES
 from serve.engine.guard import CANARY_HEADER
 from serve.engine.port import EngineSpec
-from store.state import SECRET_HEADER
+from store.state_dir import SECRET_HEADER
 
 
 async def sing(url: str, spec: EngineSpec, timeout_s: float) -> None:

@@ -16,13 +16,13 @@ from typing import Any
 
 import msgspec
 
-from policy.catalog import DIGEST, NAME
-from policy.engine_model import Timing
+from policy.engine.model import Timing
 from policy.errors import AdapterRefused, EngineFailed, Refusal
 from policy.types import Load, ReplicaState
-from serve.engine.adapters import Adapters
+from policy.wire.catalog import DIGEST, NAME
+from serve.engine.adapters.loader import Adapters
 from serve.engine.port import ALLOWED, Engine, Message, Receive, Scope, Send
-from store.state import SECRET_HEADER
+from store.state_dir import SECRET_HEADER
 
 REFUSAL_HEADER = b"x-tidegate-refusal"
 CANARY_HEADER = b"x-tidegate-canary"

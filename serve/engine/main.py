@@ -2,8 +2,8 @@
 
 Standard input is the lifeline: its first line is the :class:`serve.engine.port.EngineSpec`, later lines are
 commands (``drain``, ``sleep`` with the seconds to drain, ``wake``, and ``hold`` with a JSON list of
-:class:`policy.types.Wanted`), and its end means that the host is gone, so the whole process group ends.
-Events go to the descriptor given with ``--events`` as JSON lines.
+:class:`policy.wire.heartbeat.Wanted`), and its end means that the host is gone, so the whole process group
+ends. Events go to the descriptor given with ``--events`` as JSON lines.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ import uvicorn
 import uvloop
 
 from policy.errors import EngineFailed
-from policy.reports import EngineReport
-from policy.types import EngineKind, ReplicaState, Use, Wanted
+from policy.types import EngineKind, ReplicaState
+from policy.wire.heartbeat import Use, Wanted
+from policy.wire.reports import EngineReport
 from serve.engine import canary
-from serve.engine.adapters import Adapters
-from serve.engine.files import Files
+from serve.engine.adapters.files import Files
+from serve.engine.adapters.loader import Adapters
 from serve.engine.guard import Guard, LoadLine
-from serve.engine.hardware import hardware
+from serve.engine.machine import hardware
 from serve.engine.port import Engine, EngineSpec
-from serve.engine.rest import Rest
-from serve.http import Server
-from store.state import listen
+from serve.engine.sleep import Rest
+from serve.http_server import Server
+from store.state_dir import listen
 
 MODULES = {EngineKind.VLLM: "serve.engine.vllm", EngineKind.SIM: "serve.engine.sim"}
 CHECK_S = 0.25

@@ -8,10 +8,11 @@ from typing import Any, Protocol
 
 import msgspec
 
-from policy.config import Sim
-from policy.engine_model import Timing
-from policy.reports import StepSample
-from policy.types import EngineKind, Runner, Wanted
+from policy.config.deployment import Sim
+from policy.engine.model import Timing
+from policy.engine.step_samples import StepSample
+from policy.types import EngineKind, Runner
+from policy.wire.heartbeat import Wanted
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]

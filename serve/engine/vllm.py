@@ -28,11 +28,11 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-from policy.engine_model import Limits, Timing
+from policy.engine.model import Limits, Timing
+from policy.engine.step_samples import StepSample
 from policy.errors import AdapterRefused, EngineFailed
-from policy.reports import StepSample
 from serve.engine.port import ASGIApp, EngineSpec, EngineStats
-from serve.engine.steps import Steps
+from serve.engine.step_stats import Steps
 
 # How often the end of the last request that uses an adapter is looked for.
 LEAVING_S = 0.01

@@ -1,8 +1,9 @@
 """A plan to run, made by who knows the future: whole replicas, started in time, stopped when it pays.
 
 What may wait is spread over the bins for which it may wait, ``1 - attainment`` of all is left where that
-saves most (:mod:`sim.oracle.drops`), and the rest is served in layers (:mod:`sim.oracle.layers`).
-:class:`Clairvoyant` asks for the plan as a policy, so that the twin tries what the fluid promises.
+saves most (:mod:`sim.oracle.dropped_demand`), and the rest is served in layers
+(:mod:`sim.oracle.integer_plan`). :class:`Clairvoyant` asks for the plan as a policy, so that the twin tries
+what the fluid promises.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ import numpy as np
 
 from policy.errors import TargetError
 from policy.scaling.view import Proposal, View
-from sim.oracle.drops import needed
-from sim.oracle.layers import Plan, dropped, layered
+from sim.oracle.dropped_demand import needed
+from sim.oracle.integer_plan import Plan, dropped, layered
 from sim.oracle.problem import ROUNDING, Problem
-from sim.record import Floats
+from sim.twin.record import Floats
 
 
 def clairvoyant(problem: Problem) -> Plan:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sim.record import Floats
+from sim.twin.record import Floats
 
 # What a count of requests or replicas may be off by for the rounding of floats.
 ROUNDING = 1e-9
@@ -22,7 +22,7 @@ ROUNDING = 1e-9
 class Problem:
     """``demand`` requests come in each bin of ``bin_s`` seconds; one replica takes ``mu`` in a second.
 
-    ``mu`` is what a replica attains within the objectives (:mod:`sim.oracle.measuring`). A start takes
+    ``mu`` is what a replica attains within the objectives (:mod:`sim.oracle.replica_capacity`). A start takes
     ``lead_s`` seconds. All but ``1 - attainment`` of the requests must be served, each within ``wait_s``
     seconds, rounded down to whole bins, of the bin in which it came; who still waits at the end is served
     after it. There are ``least`` to ``most`` replicas at any time, and no bound above with ``None``. Raises

@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 import msgspec
 
-from policy.config import Mode, ModelSpec, Shape
+from policy.config.deployment import Mode, ModelSpec, Shape
+from policy.engine.model_file import model_file
+from policy.engine.profiles import PROFILES, kind_and_size, profile
 from policy.errors import ConfigError
-from policy.model_file import model_file
-from policy.profiles import PROFILES, kind_and_size, profile
 from policy.types import EngineKind
 
 # Degrees of tensor parallelism that are tried where the weights fit; of cores, the document's beside these.

@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
 
-from policy.control import Objective
-from policy.engine_model import EngineModel, Limits, Workload
+from policy.config.control import Objective
+from policy.engine.model import EngineModel, Limits, Workload
 from policy.errors import ConfigError
-from sim.generators.pace import Pace, instants
-from sim.trace import Arrival
+from sim.arrival import Arrival
+from sim.workload.generators.arrivals import Pace, instants
 
 _MINUTE_S = 60.0
 # Of a described load: the shape of the gamma variable that prompts are drawn from. Answers are exponential.

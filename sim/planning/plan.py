@@ -7,12 +7,12 @@ from collections.abc import Sequence
 
 import msgspec
 
-from policy.config import Price
-from policy.power import btu_per_h, draw_of, joules_per_token
+from policy.config.deployment import Price
+from policy.engine.power import btu_per_h, draw_of, joules_per_token
 from sim.planning.candidates import Basis, Candidate, mode_of
-from sim.planning.figures import Ask, Failure, Grown, Option, Overflow, Plan, Power
 from sim.planning.network import network
-from sim.planning.schedule import Need, schedule
+from sim.planning.purchase_schedule import Need, schedule
+from sim.planning.result import Ask, Failure, Grown, Option, Overflow, Plan, Power
 from sim.planning.search import fewest
 from sim.planning.trial import CRASH_AFTER_S, Trials, Tried
 

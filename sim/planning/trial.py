@@ -7,17 +7,17 @@ from collections.abc import Callable
 import msgspec
 import numpy as np
 
-from policy.capacity import capability
-from policy.config import Budget, Deployment, ModelSpec, Price, Upstream
-from policy.engine_model import Timing
-from policy.rungs import longest, shipped
-from policy.scaling.static import Static, StaticParameters
+from policy.config.deployment import Budget, Deployment, ModelSpec, Price, Upstream
+from policy.engine.capacity import capability
+from policy.engine.model import Timing
+from policy.engine.profiles import longest, shipped
+from policy.scaling.policies.static import Static, StaticParameters
 from sim.planning.candidates import Candidate
 from sim.planning.demand import Arrivals, Demand, met_alone
 from sim.planning.search import fewest
-from sim.record import HOUR_S, Outcome, Record, Requests
-from sim.twin import simulate
-from sim.world import EARTH, Crash, World
+from sim.twin.record import HOUR_S, Outcome, Record, Requests
+from sim.twin.run import simulate
+from sim.twin.scenario import EARTH, Crash, World
 
 # A load may begin with its busiest minute: a replica that crashes then has requests by now.
 CRASH_AFTER_S = 10.0

@@ -10,16 +10,16 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from gateway.capture_stream import Header, Line
-from sim.trace import Arrival
-from sim.traces.captured import HEADER, CapturedLine
-from sim.traces.opening import open_trace
+from gateway.telemetry.capture_stream import Header, Line
+from sim.arrival import Arrival
+from sim.workload.traces.captured import HEADER, CapturedLine
+from sim.workload.traces.open import open_trace
 from tests.gateway.test_capture import counted
 from tests.gateway.worker import Stack, until
 from tests.tidegate.replaying.endpoint import Endpoint
-from tidegate.replaying.recording import Spool, in_order
-from tidegate.replaying.running import Endpoint as Target
-from tidegate.replaying.running import capture, replay
+from tidegate.replay.capture_file import Spool, in_order
+from tidegate.replay.run import Endpoint as Target
+from tidegate.replay.run import capture, replay
 
 FULL = Line(1.5, 1200, 7, "alpha", "sql", "web", 5, (11, 12))
 

@@ -15,7 +15,7 @@ import pytest
 
 from tests.e2e.stack import Stack, eventually
 from tests.e2e.traffic import Traffic
-from tidegate.preflight import foreign_ray
+from tidegate.supervisor.preflight import foreign_ray
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
 

@@ -16,9 +16,9 @@ import msgspec
 import pytest
 
 from policy.errors import Unreachable
-from serve.client import ControllerClient
 from serve.cluster import token_path
-from store.state import StateDir
+from serve.controller.client import ControllerClient
+from store.state_dir import StateDir
 from tests.ports import free_ports
 from tests.ray_head import RayHead
 from tests.serve.sim_documents import document, sim_model

@@ -11,7 +11,7 @@ import yaml
 
 from tests.e2e.first_question import ask
 from tests.e2e.stack import ROOT, Stack
-from tidegate.preflight import foreign_ray
+from tidegate.supervisor.preflight import foreign_ray
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
 

@@ -18,8 +18,9 @@ import psutil
 import yaml
 
 from policy.types import Fleet, Replica
-from serve.client import ControllerClient, ModelStatus
-from store.state import StateDir
+from serve.controller.client import ControllerClient
+from serve.controller_api import ModelStatus
+from store.state_dir import StateDir
 from tests.ports import free_ports
 
 ROOT = Path(__file__).parents[2]

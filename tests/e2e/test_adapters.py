@@ -18,7 +18,7 @@ import pytest
 
 from store.adapters import CONFIG, WEIGHTS
 from store.adapters.tensors import tensors
-from store.models import prepare
+from store.models.prepare import prepare
 from tests.e2e.conftest import CHAT
 from tests.e2e.stack import ROOT, Stack, eventually
 from tests.e2e.traffic import PATIENCE_S, Traffic

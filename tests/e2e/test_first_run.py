@@ -14,7 +14,7 @@ import yaml
 
 from tests.e2e.first_question import ask
 from tests.e2e.stack import ROOT, Stack
-from tidegate.preflight import foreign_ray
+from tidegate.supervisor.preflight import foreign_ray
 
 # What a first and a second `make up` may take on two cores.
 FIRST_S = 600.0

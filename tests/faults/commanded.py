@@ -22,7 +22,7 @@ from tests.faults.live import MODEL
 from tests.faults.scaled import Scaled
 from tests.gateway.worker import PATIENCE_S, ROOT, until
 from tests.ports import free_ports
-from tidegate.socket_api import SupervisorClient
+from tidegate.supervisor.socket import SupervisorClient
 
 KEY = "tg-editor"
 

@@ -14,7 +14,7 @@ import httpx
 import psutil
 
 from serve.actuator.local import LocalActuator
-from store.state import SECRET_HEADER, StateDir
+from store.state_dir import SECRET_HEADER, StateDir
 from tests.faults.stand import Stand
 from tests.gateway.fake_replica import SECRET
 from tests.gateway.worker import ROOT, until
@@ -60,7 +60,7 @@ class Live(Stand):
         self.write_document()
         with (self.root / "controller.log").open("ab") as log:
             self.plane = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "serve.local", "--state", str(self.root),
+                sys.executable, "-m", "serve.controller.local_process", "--state", str(self.root),
                 cwd=ROOT, stdout=log, stderr=log,
             )  # fmt: skip
         await until(self._answers, "the controller answers")

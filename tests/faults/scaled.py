@@ -14,9 +14,9 @@ from typing import Any
 import httpx
 import msgspec
 
-from serve.journal import Line, Round
-from serve.targets import Target
-from store.state import write_atomic
+from serve.autoscaler.journal import Line, Round
+from serve.state.targets import Target
+from store.state_dir import write_atomic
 from tests.faults.live import MODEL, Live
 from tests.faults.raw_client import Reply
 

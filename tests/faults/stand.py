@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from store.state import write_atomic
+from store.state_dir import write_atomic
 from tests.faults.aftermath import Aftermath
 from tests.faults.faulty_upstream import FaultyUpstream
 from tests.faults.proxy import Proxy

@@ -20,8 +20,8 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from gateway.residency import FAILED_S
-from policy.catalog import served_name
+from gateway.routing.loaded_adapters import FAILED_S
+from policy.wire.catalog import served_name
 from tests.faults import faults
 from tests.faults.stand import Stand
 from tests.gateway.fake_replica import Answer, Exchange, alias

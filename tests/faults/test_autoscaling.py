@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from serve.client import Outcome
-from serve.journal import replayed
-from serve.minds import mind_of
+from serve.autoscaler.journal import replayed
+from serve.autoscaler.policies import mind_of
+from serve.controller_api import Outcome
 from tests.faults.live import MODEL
 from tests.faults.scaled import Making, Scaled
 from tests.gateway.worker import until

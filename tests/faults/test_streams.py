@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.sse import ChatTail
+from gateway.protocol.sse import ChatTail
 from tests.faults import faults
 from tests.faults.faults import tokens
 from tests.faults.raw_client import Reply

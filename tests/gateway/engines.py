@@ -11,11 +11,11 @@ from typing import Any
 import httpx
 import msgspec
 
-from policy.config import Sim
+from policy.config.deployment import Sim
 from policy.types import EngineKind, Runner
 from serve.engine.main import Event
 from serve.engine.port import EngineSpec
-from store.state import SECRET_HEADER
+from store.state_dir import SECRET_HEADER
 from tests.gateway.fake_replica import SECRET
 from tests.gateway.worker import ROOT
 

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
-from gateway.acceptor import Acceptor
+from gateway.http.acceptor import Acceptor
 from tests.gateway.worker import until
 
 

@@ -8,11 +8,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway import adapter_meter
-from gateway.catalog import CatalogView
-from gateway.metrics import Metrics
-from gateway.usage import Usage
-from policy.catalog import NAME, Alias, Catalog
+from gateway.intake.adapter_catalog import CatalogView
+from gateway.protocol.usage import Usage
+from gateway.telemetry import adapter_metrics as adapter_meter
+from gateway.telemetry.metrics import Metrics
+from policy.wire.catalog import NAME, Alias, Catalog
 from tests.gateway.fake_replica import alias
 
 

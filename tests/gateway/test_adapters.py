@@ -13,7 +13,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
-from policy.catalog import served_name
+from policy.wire.catalog import served_name
 from tests.gateway.fake_replica import Answer, Exchange, FakeReplica, alias, answer_json, event, hold
 from tests.gateway.fake_upstream import FakeUpstream
 from tests.gateway.worker import Stack, model, until

@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 
-from gateway.admission import Admission, Place
-from gateway.errors import Refused
-from gateway.fleet import FleetView, Served
-from gateway.metrics import Metrics
-from gateway.replicas import Link
-from gateway.router import Routes
-from gateway.shared import ALONE, Shared, SharedRows
-from policy.config import Deployment, GatewayConfig, ModelSpec
-from policy.control import Control, Objective
+from gateway.protocol.errors import Refused
+from gateway.queue.admission import Admission, Place
+from gateway.routing.fleet import FleetView, Served
+from gateway.routing.replica import Link
+from gateway.routing.router import Routes
+from gateway.routing.shared_memory import ALONE, Shared, SharedRows
+from gateway.telemetry.metrics import Metrics
+from policy.config.control import Control, Objective
+from policy.config.deployment import Deployment, GatewayConfig, ModelSpec
 from policy.errors import Refusal
-from policy.key import key_of
+from policy.hashing import key_of
 from policy.request import Request
 from policy.types import Load, Priority, Replica, ReplicaState
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from gateway.replicas import Link
-from gateway.shared import SharedRows
-from policy.key import key_of
+from gateway.routing.replica import Link
+from gateway.routing.shared_memory import SharedRows
+from policy.hashing import key_of
 from policy.types import Load, Replica, ReplicaState
 
 

@@ -13,15 +13,15 @@ from typing import Any
 
 import pytest
 
-from gateway import body as bodies
-from gateway import capture as capturing
-from gateway import capture_stream
 from gateway.call import Call
-from gateway.capture import Capture, Row
-from gateway.capture_stream import Listeners, Veil
-from gateway.fingerprint import BLOCK_BYTES, grid_of
-from gateway.surface import ROUTES
-from gateway.usage import Usage
+from gateway.protocol import body as bodies
+from gateway.protocol.paths import ROUTES
+from gateway.protocol.prompt_hash import BLOCK_BYTES, grid_of
+from gateway.protocol.usage import Usage
+from gateway.telemetry import capture as capturing
+from gateway.telemetry import capture_stream
+from gateway.telemetry.capture import Capture, Row
+from gateway.telemetry.capture_stream import Listeners, Veil
 from policy.request import Request
 from tests.gateway.fake_replica import Exchange, stream
 from tests.gateway.worker import Stack, until

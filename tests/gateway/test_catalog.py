@@ -10,12 +10,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.catalog import CatalogView
-from gateway.tenants import Account
-from policy.catalog import Catalog
-from policy.config import Adapters, Deployment, ModelSpec
-from policy.key import key_of
+from gateway.intake.adapter_catalog import CatalogView
+from gateway.intake.tenants import Account
+from policy.config.deployment import Adapters, Deployment, ModelSpec
+from policy.hashing import key_of
 from policy.types import EngineKind
+from policy.wire.catalog import Catalog
 from tests.gateway.fake_replica import alias
 
 OLD, NEW, OTHER = "a" * 64, "b" * 64, "c" * 64

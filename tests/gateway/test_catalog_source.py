@@ -10,12 +10,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.catalog import CatalogView
-from gateway.catalog_source import CatalogSource
-from gateway.log import Log
-from gateway.tenants import Account
-from policy.config import Adapters, Deployment, ModelSpec
-from store.state import StateDir
+from gateway.control.catalog_feed import CatalogSource
+from gateway.intake.adapter_catalog import CatalogView
+from gateway.intake.tenants import Account
+from gateway.telemetry.log import Log
+from policy.config.deployment import Adapters, Deployment, ModelSpec
+from store.state_dir import StateDir
 from tests.gateway.fake_replica import alias
 from tests.gateway.worker import until
 

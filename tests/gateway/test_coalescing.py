@@ -16,16 +16,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from starlette.types import Message
 
-from gateway import body as bodies
 from gateway.call import Call
-from gateway.coalescing import Coalescer, _Inbox
-from gateway.errors import Refused
-from gateway.fleet import Served
-from gateway.metrics import Metrics
-from gateway.shares import share_of
-from gateway.surface import ROUTES
-from gateway.usage import Usage
-from policy.config import Coalesce
+from gateway.protocol import body as bodies
+from gateway.protocol.batch_body import share_of
+from gateway.protocol.errors import Refused
+from gateway.protocol.paths import ROUTES
+from gateway.protocol.usage import Usage
+from gateway.queue.coalescing import Coalescer, _Inbox
+from gateway.routing.fleet import Served
+from gateway.telemetry.metrics import Metrics
+from policy.config.deployment import Coalesce
 from policy.errors import Refusal
 from policy.request import Request
 from policy.types import Runner

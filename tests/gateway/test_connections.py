@@ -12,13 +12,13 @@ import pytest
 from starlette.types import Message
 
 from gateway.call import Call
-from gateway.exchange import SENT
-from gateway.metrics import Metrics
-from gateway.relay import MAX_HELD, Relay, Verdict
-from gateway.sse import ChatTail
-from gateway.surface import ROUTES
-from gateway.upstream import Connection, Pool
-from gateway.usage import Usage
+from gateway.delivery.relay import MAX_HELD, Relay, Verdict
+from gateway.http.client import Connection, Pool
+from gateway.http.exchange import SENT
+from gateway.protocol.paths import ROUTES
+from gateway.protocol.sse import ChatTail
+from gateway.protocol.usage import Usage
+from gateway.telemetry.metrics import Metrics
 
 BODY = b'{"choices":[]}'
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(BODY)

@@ -10,12 +10,12 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.admin import admin_app
-from gateway.control import Control
-from policy.config import Cluster, Deployment, ModelSpec
+from gateway.api.admin import admin_app
+from gateway.api.controller_proxy import Control
+from policy.config.deployment import Cluster, Deployment, ModelSpec
 from policy.errors import ConfigError, TargetError
 from policy.types import EngineKind
-from serve.answers import problem_of
+from serve.responses import problem_of
 from tests.gateway.fake_replica import SECRET, Exchange, FakeController
 
 NDJSON = {"accept": "application/x-ndjson"}

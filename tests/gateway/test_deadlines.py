@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from gateway.deadlines import Deadlines
+from gateway.delivery.timeouts import Deadlines
 
 
 class Silent:

@@ -6,12 +6,12 @@ import io
 
 import pytest
 
-from gateway import body as bodies
-from gateway.endpoint import Endpoint
-from gateway.log import Log
-from gateway.surface import ROUTES
-from policy.config import Price, Upstream
-from policy.parsing import parse
+from gateway.delivery.overflow_endpoint import Endpoint
+from gateway.protocol import body as bodies
+from gateway.protocol.paths import ROUTES
+from gateway.telemetry.log import Log
+from policy.config.deployment import Price, Upstream
+from policy.document.parse import parse
 from tests.policy.example_documents import GOOD
 
 CHAT = ROUTES["/v1/chat/completions"]

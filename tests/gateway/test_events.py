@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.body import depth_exceeds
-from gateway.sse import MAX_EVENT_BYTES, ChatTail, MessagesTail, ResponsesTail, Tail
-from gateway.usage import Usage
+from gateway.protocol.body import depth_exceeds
+from gateway.protocol.sse import MAX_EVENT_BYTES, ChatTail, MessagesTail, ResponsesTail, Tail
+from gateway.protocol.usage import Usage
 from tests.gateway.fake_replica import DONE, STREAM, event
 
 CRLF = STREAM.replace(b"\n", b"\r\n")

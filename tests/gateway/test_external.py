@@ -8,10 +8,10 @@ from typing import cast
 import httpx
 import pytest
 
-from gateway import external
-from gateway.external import Prober
-from gateway.fleet import FleetView
-from policy.parsing import parse
+from gateway.routing import external
+from gateway.routing.external import Prober
+from gateway.routing.fleet import FleetView
+from policy.document.parse import parse
 from policy.types import Replica, ReplicaState
 
 URL = "http://127.0.0.1:1"

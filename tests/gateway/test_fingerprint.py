@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway import body as bodies
-from gateway.fingerprint import (
+from gateway.protocol import body as bodies
+from gateway.protocol.paths import ROUTES
+from gateway.protocol.prompt_hash import (
     BLOCK_BYTES,
     BOUNDARIES,
     Density,
@@ -22,7 +23,6 @@ from gateway.fingerprint import (
     seed_of,
     token_ids,
 )
-from gateway.surface import ROUTES
 
 CHAT = ROUTES["/v1/chat/completions"]
 SEED = seed_of("m", "", "")

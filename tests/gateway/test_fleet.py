@@ -8,11 +8,11 @@ from collections.abc import AsyncIterator
 import msgspec
 import pytest
 
-from gateway.controller import worth_keeping
-from gateway.fleet import RESTART_S, SETTLE_S, WORD_S, FleetView
-from gateway.metrics import Metrics
-from gateway.replicas import STALE_S, Link
-from policy.health import Sign
+from gateway.control.fleet_feed import worth_keeping
+from gateway.routing.fleet import RESTART_S, SETTLE_S, WORD_S, FleetView
+from gateway.routing.replica import STALE_S, Link
+from gateway.telemetry.metrics import Metrics
+from policy.routing.outlier_ejection import Sign
 from policy.types import EngineKind, Fleet, Load, Model, Replica, ReplicaState, Runner
 
 MODEL = Model(name="alpha", runner=Runner.GENERATE, engine=EngineKind.SIM)

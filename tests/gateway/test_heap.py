@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from gateway.heap import YOUNGEST, collect_seldom
+from gateway.main import YOUNGEST, collect_seldom
 
 # The pages that a process has touched anew, for a hundred bodies that are made and freed in turn.
 FAULTS = """

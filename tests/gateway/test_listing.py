@@ -9,15 +9,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.catalog import CatalogView
-from gateway.fleet import FleetView, external_replica
-from gateway.listing import KEPT, Listing
-from gateway.metrics import Metrics
-from gateway.replicas import Link
-from gateway.tenants import Account
-from policy.catalog import Catalog
-from policy.config import Adapters, Deployment, ModelSpec
+from gateway.api.models import KEPT, Listing
+from gateway.intake.adapter_catalog import CatalogView
+from gateway.intake.tenants import Account
+from gateway.routing.fleet import FleetView, external_replica
+from gateway.routing.replica import Link
+from gateway.telemetry.metrics import Metrics
+from policy.config.deployment import Adapters, Deployment, ModelSpec
 from policy.types import EngineKind, Fleet, Model
+from policy.wire.catalog import Catalog
 from tests.gateway.fake_replica import alias
 
 OLD, NEW, OTHER = "a" * 64, "b" * 64, "c" * 64

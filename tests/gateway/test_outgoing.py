@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from gateway import body as bodies
-from gateway.outgoing import Outgoing, outgoing
-from gateway.surface import ROUTES
+from gateway.protocol import body as bodies
+from gateway.protocol.paths import ROUTES
+from gateway.protocol.splice import Outgoing, outgoing
 
 SALT = b'"5a17"'
 CHAT = ROUTES["/v1/chat/completions"]

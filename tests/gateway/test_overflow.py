@@ -23,17 +23,17 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from starlette.types import Message
 
-from gateway import body as bodies
 from gateway.call import Call
-from gateway.errors import NO_ROOM, Refused
-from gateway.exchange import SENT
-from gateway.fleet import Served
-from gateway.log import Log
-from gateway.metrics import Metrics
-from gateway.overflow import Overflow
-from gateway.surface import ROUTES
+from gateway.delivery.overflow import Overflow
+from gateway.http.exchange import SENT
+from gateway.protocol import body as bodies
+from gateway.protocol.errors import NO_ROOM, Refused
+from gateway.protocol.paths import ROUTES
+from gateway.routing.fleet import Served
+from gateway.telemetry.log import Log
+from gateway.telemetry.metrics import Metrics
+from policy.document.parse import parse
 from policy.errors import Refusal
-from policy.parsing import parse
 from policy.request import Request
 from tests.gateway.fake_replica import ANSWER, DONE, Exchange, event, stream
 from tests.gateway.fake_upstream import FakeUpstream

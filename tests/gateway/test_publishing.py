@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from gateway.metrics import Metrics
-from gateway.spare import Spare
+from gateway.http.reserve_descriptor import Spare
+from gateway.telemetry.metrics import Metrics
 
 
 @contextmanager

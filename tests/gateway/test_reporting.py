@@ -12,23 +12,22 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.admission import Admission
 from gateway.call import Call
-from gateway.fleet import FleetView, Served
-from gateway.log import Log
-from gateway.metrics import Metrics, ModelMeter
-from gateway.post import Post
-from gateway.reporting import Reporter
-from gateway.router import Routes
-from gateway.surface import ROUTES
-from gateway.usage import Usage
-from policy.config import Deployment, ModelSpec
-from policy.control import Objective
+from gateway.control.reporter import Post, Reporter
+from gateway.protocol.paths import ROUTES
+from gateway.protocol.usage import Usage
+from gateway.queue.admission import Admission
+from gateway.routing.fleet import FleetView, Served
+from gateway.routing.router import Routes
+from gateway.telemetry.log import Log
+from gateway.telemetry.metrics import Metrics, ModelMeter
+from policy.config.control import Objective
+from policy.config.deployment import Deployment, ModelSpec
 from policy.errors import Refusal
-from policy.histogram import place
-from policy.reports import GatewayReport, ModelReport
 from policy.request import Request
+from policy.stats.histogram import place
 from policy.types import EngineKind
+from policy.wire.reports import GatewayReport, ModelReport
 from tests.gateway.fake_replica import SECRET, FakeController
 from tests.gateway.virtual import play
 from tests.gateway.worker import Stack, until

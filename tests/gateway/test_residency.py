@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from gateway import residency
-from gateway.residency import FAILED_S, Residency
+from gateway.routing import loaded_adapters as residency
+from gateway.routing.loaded_adapters import FAILED_S, Residency
 
 
 @pytest.fixture

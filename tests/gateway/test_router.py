@@ -9,18 +9,18 @@ from collections.abc import Sequence
 
 import pytest
 
-from gateway.fingerprint import adapter_key
-from gateway.fleet import Served
-from gateway.metrics import Metrics
-from gateway.replicas import Link
-from gateway.router import KEPT, Routes
-from gateway.shared import Alone, News
-from policy.config import Deployment, ModelSpec
-from policy.control import Control, Objective
-from policy.key import key_of
-from policy.pace import GENERIC, pace_of
+from gateway.protocol.prompt_hash import adapter_key
+from gateway.routing.fleet import Served
+from gateway.routing.replica import Link
+from gateway.routing.router import KEPT, Routes
+from gateway.routing.shared_memory import Alone, News
+from gateway.telemetry.metrics import Metrics
+from policy.config.control import Control, Objective
+from policy.config.deployment import Deployment, ModelSpec
+from policy.engine.step_table import GENERIC, pace_of
+from policy.hashing import key_of
 from policy.request import Request
-from policy.routing import Quote
+from policy.routing.router import Quote
 from policy.types import Load, Replica, ReplicaState
 
 CHAIN = tuple(range(100, 116, 2))

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from gateway.call import _WANTED
-from gateway.errors import TABLE
-from gateway.schema import describe
-from gateway.surface import ROUTES
+from gateway.protocol.errors import TABLE
+from gateway.protocol.openapi import describe
+from gateway.protocol.paths import ROUTES
 
 
 @pytest.fixture

@@ -19,10 +19,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.types import Receive, Scope, Send
 
-from gateway.errors import Refused
-from gateway.exchange import SENT
-from gateway.inbound import MAX_AHEAD, MAX_HEAD_BYTES, MAX_HEADERS
-from gateway.server import MAX_DESCRIPTORS, Server, Times, allow_connections, connections_within_limit
+from gateway.http.connection import MAX_AHEAD, MAX_HEAD_BYTES, MAX_HEADERS
+from gateway.http.exchange import SENT
+from gateway.http.server import MAX_DESCRIPTORS, Server, Times, allow_connections, connections_within_limit
+from gateway.protocol.errors import Refused
 
 CAP = 300_000
 App = Callable[[Scope, Receive, Send], Awaitable[None]]

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gateway import shared
-from gateway.shared import NEWS, Alone, Shared, SharedRows
+from gateway.routing import shared_memory as shared
+from gateway.routing.shared_memory import NEWS, Alone, Shared, SharedRows
 
 REPLICA, OTHER = 0xFEED_FACE_CAFE_BEEF, 7
 

@@ -13,10 +13,10 @@ import pytest_asyncio
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gateway import body as bodies
-from gateway.shares import Share, joined, share_of, split
-from gateway.surface import ROUTES
-from policy.config import Coalesce
+from gateway.protocol import body as bodies
+from gateway.protocol.batch_body import Share, joined, share_of, split
+from gateway.protocol.paths import ROUTES
+from policy.config.deployment import Coalesce
 from policy.types import Runner
 from tests.serve.sim_driver import client_of, engine_of, spec
 

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec import Raw
 
-from gateway.body import read
-from gateway.fields import ABSENT
-from gateway.splice import Edit, force_usage, length, place, set_member, set_model, splice
+from gateway.protocol.body import read
+from gateway.protocol.codecs import ABSENT
+from gateway.protocol.splice import Edit, force_usage, length, place, set_member, set_model, splice
 
 TEXTS = st.sampled_from(["x", '"model":"y"', 'stream_options":{}', "{[", "é", "\\", '\\"cache_salt\\":1'])
 NAMES = st.sampled_from(["model", "stream_options", "cache_salt", "messages", "a", '{"', "é"])

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.errors import Refused
-from gateway.tenants import Account, Tenants
-from gateway.usage import Usage
-from policy.parsing import parse
+from gateway.intake.tenants import Account, Tenants
+from gateway.protocol.errors import Refused
+from gateway.protocol.usage import Usage
+from policy.document.parse import parse
 from policy.types import Priority
 from tests.policy.example_documents import GOOD
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.usage import MAX_DECODED, Usage, read_usage, usage_of_answer
+from gateway.protocol.usage import MAX_DECODED, Usage, read_usage, usage_of_answer
 
 COUNTS = {"prompt_tokens": 5, "total_tokens": 7, "completion_tokens": 2}
 

@@ -17,20 +17,20 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.admission import Admission
-from gateway.errors import Refused
-from gateway.fleet import FleetView, Served
-from gateway.metrics import Metrics
-from gateway.replicas import Link
-from gateway.router import Routes
-from policy.config import Deployment, GatewayConfig, ModelSpec
-from policy.control import Control, Objective
-from policy.engine_model import Timing
+from gateway.protocol.errors import Refused
+from gateway.queue.admission import Admission
+from gateway.routing.fleet import FleetView, Served
+from gateway.routing.replica import Link
+from gateway.routing.router import Routes
+from gateway.telemetry.metrics import Metrics
+from policy.config.control import Control, Objective
+from policy.config.deployment import Deployment, GatewayConfig, ModelSpec
+from policy.engine.model import Timing
+from policy.engine.profiles import profile
+from policy.engine.scheduler import Request as Work
+from policy.engine.scheduler import Scheduler
 from policy.errors import Refusal
-from policy.profiles import profile
 from policy.request import Request
-from policy.stepping import Request as Work
-from policy.stepping import Scheduler
 from policy.types import Load, Priority, Replica, ReplicaState
 from serve.engine.guard import COALESCE_S, HEARTBEAT_S, LoadLine
 
@@ -65,8 +65,8 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 def _one_clock(loop: VirtualLoop) -> Iterator[None]:
     """What reads the machine's clock reads the loop's, which is the same one in a worker."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("gateway.replicas.monotonic", loop.time)
-        patch.setattr("gateway.router.time.monotonic", loop.time)
+        patch.setattr("gateway.routing.replica.monotonic", loop.time)
+        patch.setattr("gateway.routing.router.time.monotonic", loop.time)
         yield
 
 

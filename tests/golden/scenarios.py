@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from policy.config import Budget
-from policy.control import Objective, Scale
-from policy.deciding import Mind
-from policy.decision import Override
-from policy.scaling.choice import choose, make
+from policy.config.control import Objective, Scale
+from policy.config.deployment import Budget
+from policy.scaling.decide import Mind
+from policy.scaling.policies.registry import choose, make
+from policy.scaling.situation import Override
 from tests.policy.control_play import LARGE, NOON, SMALL, Model, Play, rung
 
 # The large shape alone is within this, up to 4.7 requests per second.

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from tests.ports import free_ports
-from tidegate.children import ROOT
+from tidegate.supervisor.children import ROOT
 
 pytestmark = pytest.mark.slow
 ROUNDS = 3

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from gateway.metrics import Metrics
-from loadtests import gateway_view, report
-from loadtests.gateway_view import compare, read, settled
-from loadtests.prompts import prompt
+from gateway.telemetry.metrics import Metrics
+from loadtests import gateway_metrics as gateway_view
+from loadtests import report
+from loadtests.gateway_metrics import compare, read, settled
+from loadtests.options import prompt
 from loadtests.slo import Ledger, Objective, Outcome
 
 OBJECTIVE = Objective(ttft_s=0.5, itl_s=0.05)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from loadtests.sse import Reading, Stream
+from loadtests.stream_reader import Reading, Stream
 
 
 def chunk(text: str = "", finish: str | None = None) -> bytes:

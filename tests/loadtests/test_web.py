@@ -7,7 +7,8 @@ from typing import Any
 
 from flask import Flask
 
-from loadtests import report, web
+from loadtests import report
+from loadtests import web_page as web
 from loadtests.slo import Ledger, Objective, Outcome
 
 

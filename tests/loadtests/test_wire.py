@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from loadtests.wire import Connection, Gone
+from loadtests.http_client import Connection, Gone
 
 WHOLE = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nhi"
 CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from random import Random
 
-from policy.plan import Footprint, Goal, Layer, LayerKey, step
+from policy.scaling.rollout import Footprint, Goal, Layer, LayerKey, step
 
 
 @dataclass

@@ -14,16 +14,16 @@ from typing import Any
 
 import msgspec
 
-from policy.capacity import capability
-from policy.config import Budget
-from policy.control import Guard, Objective, Scale, Switching
-from policy.deciding import Mind, decide_all, workload_of
-from policy.decision import Decision, Memory, Override, Rung, Situation
-from policy.engine_model import Timing
-from policy.plan import Footprint, Goal, Layer, LayerKey, step
-from policy.profiles import profile
+from policy.config.control import Guard, Objective, Scale, Switching
+from policy.config.deployment import Budget
+from policy.engine.capacity import capability
+from policy.engine.model import Timing
+from policy.engine.profiles import profile
+from policy.scaling.decide import Mind, decide_all, workload_of
+from policy.scaling.rollout import Footprint, Goal, Layer, LayerKey, step
+from policy.scaling.situation import Decision, Memory, Override, Rung, Situation
 from policy.scaling.view import Proposal, Supply, View
-from policy.signals import Demand, Rates, ReplicaFigures, Signals
+from policy.signals.types import Demand, Rates, ReplicaFigures, Signals
 
 NOON = 1_700_000_000.0
 INPUT_TOKENS, OUTPUT_TOKENS = 1000.0, 150.0

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from policy.admission import Began, Bounds, Queue, Verdict, retry_after
+from policy.admission.fairness import Fair
+from policy.admission.queue import Began, Bounds, Queue, Verdict, retry_after
 from policy.errors import Refusal
-from policy.fairness import Fair
 from policy.request import Request
 from policy.types import Priority
 

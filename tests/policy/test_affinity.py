@@ -8,15 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policy.affinity import (
-    Popularity,
-    Recent,
-    Share,
-    Slots,
-    balance_of,
-    crowd_price,
-    rendezvous,
-)
+from policy.hashing import rendezvous
+from policy.routing.affinity import Popularity, Recent, Share, Slots, balance_of, crowd_price
 
 REPLICAS = [0x1111_2222_3333_4444 * i + 7 for i in range(1, 6)]
 

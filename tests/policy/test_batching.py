@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policy.admission import Next
-from policy.batching import MOST_PASSED, QUANTUM, WINDOW, Pick, Room, select
+from policy.admission.dispatch import MOST_PASSED, QUANTUM, WINDOW, Pick, Room, select
+from policy.admission.queue import Next
 from policy.request import Request
-from policy.routing import Candidate, Quote
+from policy.routing.router import Candidate, Quote
 from policy.types import Priority
 
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from policy.beds import Bed, bed_of, cards
-from policy.diff import Effect, diff
-from policy.generation import digest, same_engines
+from policy.config.generation import digest, same_engines
+from policy.config.gpu_sharing import Bed, bed_of, cards
+from policy.document.diff import Effect, diff
 from tests.serve.sim_documents import deployment, sim_model
 
 

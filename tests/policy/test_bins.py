@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policy.bins import Bins
+from policy.stats.windows import Bins
 
 SPANS = st.lists(st.tuples(st.floats(0, 30), st.floats(0, 30), st.integers(0, 1000)), min_size=1, max_size=20)
 

@@ -7,8 +7,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policy.budget import Take, Want, allot, alone, held, reach, spare, total
-from policy.config import Budget
+from policy.config.deployment import Budget
+from policy.scaling.budget import Take, Want, allot, alone, held, reach, spare, total
 from policy.scaling.view import Supply
 from tests.policy.control_play import LARGE, SMALL, rung, situation
 

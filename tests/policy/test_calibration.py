@@ -10,15 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policy.calibration import FIT_EVERY, HEARD, REGIONS, Calibration, State, slowness
-from policy.engine_model import EngineModel
-from policy.fitting import fit, flat
-from policy.load_points import pooled, region
-from policy.pace import GENERIC
-from policy.peers import KEPT, REPLICAS, Told, heard_of, pace
-from policy.peers import REGIONS as PACED_REGIONS
-from policy.profiles import profile
-from policy.reports import StepSample
+from policy.engine.calibration import FIT_EVERY, HEARD, REGIONS, Calibration, State, slowness
+from policy.engine.least_squares import fit, flat
+from policy.engine.model import EngineModel
+from policy.engine.outliers import KEPT, REPLICAS, Told, heard_of, pace
+from policy.engine.outliers import REGIONS as PACED_REGIONS
+from policy.engine.profiles import profile
+from policy.engine.step_samples import StepSample, pooled, region
+from policy.engine.step_table import GENERIC
 
 SHIPPED = {
     "cpu-1": (profile("cpu-smollm2-135m").model, 32, 128, 150),

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policy.capacity import FULL, Expected, capability, outlook_of
-from policy.control import Objective
-from policy.engine_model import Limits, Timing, Workload
-from policy.profiles import PROFILES, profile
-from policy.stepping import Request, Scheduler
+from policy.config.control import Objective
+from policy.engine.capacity import FULL, Expected, capability, outlook_of
+from policy.engine.model import Limits, Timing, Workload
+from policy.engine.profiles import PROFILES, profile
+from policy.engine.scheduler import Request, Scheduler
 
 NOTHING = Objective()
 # Profile, degree, input and output tokens, and limits that are not the profile's.

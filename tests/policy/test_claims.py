@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policy.budget import Take
-from policy.capacity import capability
-from policy.config import Budget
-from policy.control import Guard, Objective
-from policy.deciding import STARVED_S, Mind, decide_all, workload_of
-from policy.decision import Decision, Memory, Override, Situation
-from policy.modes import Prospect, Verdict, judged
-from policy.scaling.choice import choose, make
+from policy.config.control import Guard, Objective
+from policy.config.deployment import Budget
+from policy.engine.capacity import capability
+from policy.scaling.budget import Take
+from policy.scaling.decide import STARVED_S, Mind, decide_all, workload_of
+from policy.scaling.mode_selection import Prospect, Verdict, judged
+from policy.scaling.policies.registry import choose, make
+from policy.scaling.situation import Decision, Memory, Override, Situation
 from policy.scaling.view import Supply
 from tests.policy.control_play import (
     LARGE,

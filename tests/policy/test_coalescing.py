@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from policy.coalescing import Batch, Windows, shares
+from policy.admission.coalescing import Batch, Windows, shares
 
 WINDOW_S = 0.002
 MOST = 8

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import yaml
 
-from policy.config import Deployment, Replicas
+from policy.config.deployment import Deployment, Replicas
+from policy.document.parse import parse
 from policy.errors import ConfigError, TargetError
-from policy.parsing import parse
 from policy.types import Priority
 from tests.policy.example_documents import EXTERNAL, GOOD, TENANTS, changed
 

@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policy.config import Budget
-from policy.control import Objective, Scale
-from policy.deciding import Mind, decide_all, workload_of
-from policy.decision import Decision, Memory, Override, Situation
-from policy.scaling.choice import NAMES, choose, make
+from policy.config.control import Objective, Scale
+from policy.config.deployment import Budget
+from policy.scaling.decide import Mind, decide_all, workload_of
+from policy.scaling.policies.registry import NAMES, choose, make
+from policy.scaling.situation import Decision, Memory, Override, Situation
 from policy.scaling.view import Supply
-from policy.signals import Rates, Signals
+from policy.signals.types import Rates, Signals
 from tests.policy.control_play import (
     LARGE,
     NOON,

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policy.config import Deployment
-from policy.diff import Effect, diff
-from policy.generation import same_engines, used_shapes
-from policy.parsing import parse
+from policy.config.deployment import Deployment
+from policy.config.generation import same_engines, used_shapes
+from policy.document.diff import Effect, diff
+from policy.document.parse import parse
 from tests.policy.example_documents import EXTERNAL, GOOD, TENANTS, changed
 
 CHANGES: list[tuple[str, Any, str, Effect]] = [

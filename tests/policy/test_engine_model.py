@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policy.engine_model import (
+from policy.engine.kv_memory import KvMemory
+from policy.engine.model import (
     EngineModel,
     Limits,
     Slo,
@@ -17,10 +18,9 @@ from policy.engine_model import (
     feasible_rate,
     steady,
 )
+from policy.engine.profiles import PROFILES, profile
+from policy.engine.scheduler import Request, Scheduler
 from policy.errors import ConfigError
-from policy.kv_memory import KvMemory
-from policy.profiles import PROFILES, profile
-from policy.stepping import Request, Scheduler
 
 MODEL = EngineModel(o=0.002, w=0.006, c=2e-5, g=1e-7, r=1e-5, layers=32, allreduce_a=1e-5, allreduce_b=2e-8)
 LIMITS = Limits(max_num_batched_tokens=2048, max_num_seqs=256, kv_tokens=400_000)

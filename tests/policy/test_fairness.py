@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from policy.counters import Counters, Flow
-from policy.fairness import Fair, cost, has_its_part
+from policy.admission.fairness import Fair, cost, has_its_part
+from policy.admission.virtual_counters import Counters, Flow
 from policy.request import Request
 
 TENANTS = ("a", "b", "c")

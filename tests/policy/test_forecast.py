@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policy.forecast import (
+from policy.scaling.forecast import (
     ERRORS,
     TRIALS,
     UNTRIED,
@@ -22,7 +22,7 @@ from policy.forecast import (
     shortfall,
     tried,
 )
-from policy.signals import Rates
+from policy.signals.types import Rates
 
 SMOOTHING = Smoothing(20.0, 60.0, 200.0)
 

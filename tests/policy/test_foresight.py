@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from policy.foresight import BLOCK, LEAST, Foresight
+from policy.admission.wait_margin import BLOCK, LEAST, Foresight
 
 DRAWS: list[Callable[[random.Random], float]] = [
     lambda rng: rng.uniform(-1.0, 1.0),

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policy.gathering import KEPT_S, Gathering
-from policy.histogram import BUCKETS, place, quantile
-from policy.reports import GatewayReport, ModelReport
-from policy.signals import Demand, Rates
+from policy.signals.aggregator import KEPT_S, Gathering
+from policy.signals.types import Demand, Rates
+from policy.stats.histogram import BUCKETS, place, quantile
+from policy.wire.reports import GatewayReport, ModelReport
 
 T = 1000.0
 

@@ -9,8 +9,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policy.hardware import MAX_PAUSE_S, PARTING_S, Ailment, Care, Pulse, Seat, Ward, ailment, cared, felt
-from policy.reports import PowerReport
+from policy.scaling.replacement import (
+    MAX_PAUSE_S,
+    PARTING_S,
+    Ailment,
+    Care,
+    Pulse,
+    Seat,
+    Ward,
+    ailment,
+    cared,
+    felt,
+)
+from policy.wire.reports import PowerReport
 
 XID, SLOW = Ailment("XID 79 on GPU 3", fatal=True), Ailment("slowed by hardware for 60 s", fatal=False)
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from policy.config import Eject, Retry
-from policy.health import MIN_VOLUME, Breaker, Ejections, RetryBudget, Sign, State, Watchdog
+from policy.config.deployment import Eject, Retry
+from policy.routing.outlier_ejection import MIN_VOLUME, Breaker, Ejections, RetryBudget, Sign, State, Watchdog
 
 LIMITS = Eject(failures=5, success_rate=0.85, window_s=10.0, base_s=30.0, max_s=300.0, max_fraction=0.5)
 MIDDLE = 0.5  # the draw that neither lengthens nor shortens

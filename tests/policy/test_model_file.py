@@ -7,14 +7,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from policy.config import ModelSpec
-from policy.diff import Effect, diff
-from policy.engine_model import EngineModel, Limits
+from policy.config.deployment import ModelSpec
+from policy.document.diff import Effect, diff
+from policy.document.parse import parse
+from policy.engine.model import EngineModel, Limits
+from policy.engine.model_file import Errors, Measure, ModelFile, encoded, model_file
+from policy.engine.profiles import profile, shipped
 from policy.errors import ConfigError
-from policy.model_file import Errors, Measure, ModelFile, encoded, model_file
-from policy.parsing import parse
-from policy.profiles import profile
-from policy.rungs import shipped
 
 
 def made(**over: Any) -> ModelFile:

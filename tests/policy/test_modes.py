@@ -11,19 +11,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policy.budget import Take
-from policy.capacity import capability
-from policy.config import Budget
-from policy.control import Objective, Scale, Switching
-from policy.deciding import Mind, decide_all, workload_of
-from policy.decision import Decision, Memory, Outlook, Override, Situation
-from policy.engine_model import Workload
-from policy.forecast import likely
-from policy.modes import Prospect, Verdict, judged, outlooks
-from policy.pace import GENERIC
-from policy.scaling.choice import choose, make
+from policy.config.control import Objective, Scale, Switching
+from policy.config.deployment import Budget
+from policy.engine.capacity import capability
+from policy.engine.model import Workload
+from policy.engine.step_table import GENERIC
+from policy.scaling.budget import Take
+from policy.scaling.decide import Mind, decide_all, workload_of
+from policy.scaling.forecast import likely
+from policy.scaling.mode_selection import Prospect, Verdict, judged, outlooks
+from policy.scaling.policies.registry import choose, make
+from policy.scaling.situation import Decision, Memory, Outlook, Override, Situation
 from policy.scaling.view import Supply
-from policy.signals import Rates, Signals
+from policy.signals.types import Rates, Signals
 from tests.policy.control_play import (
     LARGE,
     NOON,

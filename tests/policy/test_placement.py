@@ -12,16 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policy.affinity import rendezvous
-from policy.placement import (
-    EMPTY,
-    Bounds,
-    Demand,
-    Host,
-    Plan,
-    Why,
-    plan,
-)
+from policy.hashing import rendezvous
+from policy.placement.plan import EMPTY, Bounds, Demand, Host, Plan, Why, plan
 
 # Where every slot is planned, the arithmetic is easier to follow.
 ALL = Bounds(free=0)

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policy.plan import CPU_OVERCOMMIT, Footprint, Goal, Layer, LayerKey, fits, step
-from policy.switching import gap_needed
+from policy.scaling.rollout import CPU_OVERCOMMIT, Footprint, Goal, Layer, LayerKey, fits, gap_needed, step
 from tests.policy.cluster_play import Cluster
 
 LARGE, SMALL = LayerKey("m", "large", 1), LayerKey("m", "small", 1)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from policy.power import DRAWS, btu_per_h, draw_of, joules_per_token
-from policy.profiles import PROFILES
+from policy.engine.power import DRAWS, btu_per_h, draw_of, joules_per_token
+from policy.engine.profiles import PROFILES
 
 
 @pytest.mark.parametrize("kind", DRAWS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policy.prefix import DOUBT, Held
+from policy.routing.prefix_index import DOUBT, Held
 
 CHAIN = (10, 20, 30, 40, 50, 60, 70)
 

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
-from policy.gathering import Gathering
-from policy.presence import SILENT_S, Presence
-from policy.reports import EngineReport, PowerReport
-from policy.signals import ReplicaFigures
-from policy.types import Beat, Load, Replica, ReplicaState
+from policy.signals.aggregator import Gathering
+from policy.signals.replica_metrics import SILENT_S, Presence
+from policy.signals.types import ReplicaFigures
+from policy.types import Load, Replica, ReplicaState
+from policy.wire.heartbeat import Beat
+from policy.wire.reports import EngineReport, PowerReport
 
 T = 1000.0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policy.reserve import ACTIVE_S, Reserve
+from policy.admission.reserved_slots import ACTIVE_S, Reserve
 
 SLOTS = 16
 

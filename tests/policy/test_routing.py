@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policy.engine_model import EngineModel, Limits, Timing
+from policy.engine.model import EngineModel, Limits, Timing
 from policy.request import Request
-from policy.routing import (
+from policy.routing.router import (
     AWAY,
     CACHED,
     HOME,

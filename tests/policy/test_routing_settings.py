@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from policy.config import Adapters, ModelSpec
-from policy.control import Control, Objective
-from policy.pace import GENERIC
-from policy.routing_settings import START_SHARE, settings_of
+from policy.config.control import Control, Objective
+from policy.config.deployment import Adapters, ModelSpec
+from policy.engine.step_table import GENERIC
+from policy.routing.settings import START_SHARE, settings_of
 
 
 def test_what_the_document_says_becomes_settings() -> None:

@@ -7,12 +7,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from policy.config import Budget
-from policy.control import Scale
-from policy.deciding import Mind, decide_all
-from policy.decision import Decision, Memory, Override, Rule, Situation
+from policy.config.control import Scale
+from policy.config.deployment import Budget
+from policy.scaling.decide import Mind, decide_all
+from policy.scaling.situation import Decision, Memory, Override, Rule, Situation
 from policy.scaling.view import Supply
-from policy.signals import Signals
+from policy.signals.types import Signals
 from tests.policy.control_play import (
     LARGE,
     NOON,

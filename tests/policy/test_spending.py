@@ -7,8 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from policy.config import Price
-from policy.spending import HOUR_S, Hold, Purse, cost
+from policy.admission.spend_cap import HOUR_S, Hold, Purse, cost
+from policy.config.deployment import Price
 
 CAP = 10.0
 SLOT_S = HOUR_S / 60

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from policy.plan import LayerKey
-from policy.starts import KEPT, Starts
+from policy.scaling.rollout import LayerKey
+from policy.scaling.start_times import KEPT, Starts
 from policy.types import Load, Replica, ReplicaState, StartPath
 
 KEY = LayerKey("m", "small", 1)

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policy.engine_model import EngineModel, Limits
-from policy.stepping import Pace, Request, Scheduler, StepResult
+from policy.engine.model import EngineModel, Limits
+from policy.engine.scheduler import Pace, Request, Scheduler, StepResult
 
 MODEL = EngineModel(o=0.001, w=0.002, c=2e-5, g=1e-7, r=1e-5)
 WIDE = Limits(max_num_batched_tokens=100, max_num_seqs=8, kv_tokens=1000)

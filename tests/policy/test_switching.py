@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from policy.plan import Footprint, Goal, Layer, LayerKey
-from policy.switching import MAX_FAILURES, gap_needed, reached, verdict
+from policy.scaling.rollout import (
+    MAX_FAILURES,
+    Footprint,
+    Goal,
+    Layer,
+    LayerKey,
+    gap_needed,
+    reached,
+    verdict,
+)
 
 LARGE, SMALL = LayerKey("m", "large", 1), LayerKey("m", "small", 1)
 GPUS = {LARGE: Footprint(gpus=8), SMALL: Footprint(gpus=1)}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from store.state import StateDir
+from store.state_dir import StateDir
 from tests.serve.plane import Plane
 
 

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from policy.catalog import Alias, Version
-from policy.config import ModelSpec
+from policy.config.deployment import ModelSpec
 from policy.errors import AdapterRefused, AdapterUnknown, TidegateError
-from serve.shelf import Taken
-from store.preparation import Progress, Report
+from policy.wire.catalog import Alias, Version
+from serve.adapters.store_port import Taken
+from store.progress import Progress, Report
 
 Key = tuple[str, str]
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from policy.types import Replica
-from serve.actuator.memory import MemoryActuator, MemoryCluster
-from serve.server import serve_controller
-from store.state import StateDir
+from serve.controller.server import serve_controller
+from store.state_dir import StateDir
+from tests.serve.memory_actuator import MemoryActuator, MemoryCluster
 
 
 def silent(replica: Replica) -> None:

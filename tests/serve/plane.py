@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from policy.plan import LayerKey
-from policy.reports import PowerReport
-from policy.types import Beat, Orders, Replica, ReplicaState
-from serve.actuator.memory import MemoryActuator, MemoryCluster
-from serve.control import Controller
-from store.state import StateDir
+from policy.scaling.rollout import LayerKey
+from policy.types import Replica, ReplicaState
+from policy.wire.heartbeat import Beat, Orders
+from policy.wire.reports import PowerReport
+from serve.controller.controller import Controller
+from store.state_dir import StateDir
 from tests.serve.fake_shelf import FakeShelf
+from tests.serve.memory_actuator import MemoryActuator, MemoryCluster
 
 SMALL, LARGE, NEW_SMALL = LayerKey("m", "small", 1), LayerKey("m", "large", 1), LayerKey("m", "small", 2)
 READY = ReplicaState.READY

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from policy.config import Deployment
-from policy.parsing import parse
+from policy.config.deployment import Deployment
+from policy.document.parse import parse
 
 
 def sim_model(name: str = "m", **over: Any) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import msgspec
 
-from policy.config import Sim
+from policy.config.deployment import Sim
 from policy.types import EngineKind, Runner
 from serve.engine.port import Engine, EngineSpec, Message
 from serve.engine.sim import create

@@ -10,17 +10,19 @@ import httpx
 import msgspec
 import pytest
 
-from policy.catalog import Alias, Catalog, Version
 from policy.errors import AdapterRefused, AdapterUnknown, ConfigError, TargetError, Unreachable
-from policy.types import Beat, Load, Orders, Replica, ReplicaState, Use, Wanted
-from serve import adapter_api
-from serve.adapter_api import catalogs
-from serve.adapters import AdaptersStatus, AdapterState, AdapterStatus, Overview
-from serve.api import build_app
-from serve.client import AddLine, AddRequest, ControllerClient
-from serve.demand import Demand
-from serve.placing import Placing
-from store.state import SECRET_HEADER
+from policy.types import Load, Replica, ReplicaState
+from policy.wire.catalog import Alias, Catalog, Version
+from policy.wire.heartbeat import Beat, Orders, Use, Wanted
+from serve.adapters import api as adapter_api
+from serve.adapters.api import catalogs
+from serve.adapters.placement import Placing
+from serve.adapters.status import AdaptersStatus, AdapterState, AdapterStatus, Overview
+from serve.adapters.usage import Demand
+from serve.controller.api import build_app
+from serve.controller.client import ControllerClient
+from serve.controller_api import AddLine, AddRequest
+from store.state_dir import SECRET_HEADER
 from tests.serve.fake_shelf import digest_of, unreachable
 from tests.serve.plane import Plane
 from tests.serve.sim_documents import document, sim_model

@@ -10,13 +10,15 @@ import httpx
 import msgspec
 import pytest
 
-from policy.decision import Override
 from policy.errors import ConfigError, SwitchRefused, TargetError, Unreachable
-from policy.types import Beat, Fleet, Load, Orders, Replica, ReplicaState
-from serve import api
-from serve.api import build_app
-from serve.client import ControllerClient, ControllerStatus, Logged, ModelStatus
-from store.state import SECRET_HEADER
+from policy.scaling.situation import Override
+from policy.types import Fleet, Load, Replica, ReplicaState
+from policy.wire.heartbeat import Beat, Orders
+from serve.controller import api
+from serve.controller.api import build_app
+from serve.controller.client import ControllerClient
+from serve.controller_api import ControllerStatus, Logged, ModelStatus
+from store.state_dir import SECRET_HEADER
 from tests.serve.plane import Plane
 from tests.serve.sim_documents import document
 from tests.serve.traffic import Traffic

@@ -12,12 +12,13 @@ import msgspec
 import pytest
 
 from policy.errors import ConfigError
-from policy.plan import LayerKey
+from policy.scaling.rollout import LayerKey
 from policy.types import ReplicaState
-from serve import autoscaler, control
-from serve.autoscaler import Kept
-from serve.client import Logged, ModelStatus
-from store.state import StateDir
+from serve.autoscaler import autoscaler
+from serve.autoscaler.autoscaler import Kept
+from serve.controller import controller as control
+from serve.controller_api import Logged, ModelStatus
+from store.state_dir import StateDir
 from tests.serve.plane import READY, SMALL, Plane
 from tests.serve.sim_documents import document, sim_model
 from tests.serve.traffic import Traffic, by_rate
@@ -405,7 +406,7 @@ async def test_a_lost_replica_is_decided_about_at_once(plane: Plane, tmp_path: P
 async def test_a_policy_that_does_not_answer_holds_nothing_up(
     plane: Plane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("serve.custom.PATIENCE_S", 0.3)
+    monkeypatch.setattr("serve.autoscaler.custom_policy.PATIENCE_S", 0.3)
     answers = threading.Event()
     monkeypatch.setattr(Slow, "answers", answers)
     slow = {"custom": "tests.serve.test_autoscaler:Slow"}
@@ -428,7 +429,7 @@ async def test_what_was_decided_for_another_document_is_not_done(
     plane: Plane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(autoscaler, "PATIENCE_S", 0.02)
-    monkeypatch.setattr("serve.custom.PATIENCE_S", 60.0)
+    monkeypatch.setattr("serve.autoscaler.custom_policy.PATIENCE_S", 60.0)
     answers = threading.Event()
     monkeypatch.setattr(Slow, "answers", answers)
     slow = {"custom": "tests.serve.test_autoscaler:Slow"}

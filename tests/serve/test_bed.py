@@ -14,12 +14,13 @@ import psutil
 import pytest
 
 from policy.errors import EngineFailed
-from policy.types import Orders, Replica, ReplicaState, StartPath
-from serve import bed as beds
-from serve.bed import Bed, host_of
-from serve.host import HostSpec, ReplicaHost
-from serve.versions import installed
-from store.state import SECRET_HEADER, StateDir
+from policy.types import Replica, ReplicaState, StartPath
+from policy.wire.heartbeat import Orders
+from serve.host import gpu_sharing as beds
+from serve.host.gpu_sharing import Bed, host_of
+from serve.host.host import HostSpec, ReplicaHost
+from serve.host.versions import installed
+from store.state_dir import SECRET_HEADER, StateDir
 from tests.serve.sim_documents import deployment, sim_model
 
 pytestmark = pytest.mark.slow

@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from policy.types import ReplicaState
-from store.state import StateDir
+from store.state_dir import StateDir
 from tests.serve.plane import READY, Plane
 from tests.serve.test_bed_switches import GPUS, written
 

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from policy.plan import LayerKey
-from policy.types import Beat, Replica, ReplicaState
-from serve.actuator.memory import MemoryCluster
+from policy.scaling.rollout import LayerKey
+from policy.types import Replica, ReplicaState
+from policy.wire.heartbeat import Beat
+from tests.serve.memory_actuator import MemoryCluster
 from tests.serve.plane import LARGE, NEW_SMALL, READY, SMALL, Plane
 from tests.serve.sim_documents import document, sim_model
 from tests.serve.test_switches import HIGH, LOW, SCARCE, Switch

@@ -8,13 +8,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from policy.config import ModelSpec
-from policy.engine_model import EngineModel
-from policy.reports import EngineReport, StepSample
-from policy.rungs import shipped
-from policy.types import Beat, Load, Replica, ReplicaState
-from serve.calibrating import BELIEVED_S, SAVE_EVERY_S, Calibrations
-from store.state import StateDir
+from policy.config.deployment import ModelSpec
+from policy.engine.model import EngineModel
+from policy.engine.profiles import shipped
+from policy.engine.step_samples import StepSample
+from policy.types import Load, Replica, ReplicaState
+from policy.wire.heartbeat import Beat
+from policy.wire.reports import EngineReport
+from serve.autoscaler.calibration import BELIEVED_S, SAVE_EVERY_S, Calibrations
+from store.state_dir import StateDir
 from tests.serve.sim_documents import deployment, sim_model
 
 LOADS = [(n, 100.0 * n, r) for n, r in ((1, 1), (4, 4), (16, 16), (64, 32), (200, 40), (800, 64), (1600, 90))]

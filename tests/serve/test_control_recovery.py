@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from policy.errors import ActuatorFailed
-from policy.plan import LayerKey
-from serve import control
-from serve.actuator.memory import MemoryActuator
-from serve.control import HEARING_S
+from policy.scaling.rollout import LayerKey
+from serve.controller import controller as control
+from serve.controller.controller import HEARING_S
+from tests.serve.memory_actuator import MemoryActuator
 from tests.serve.plane import LARGE, NEW_SMALL, READY, SMALL, Plane
 from tests.serve.sim_documents import document, sim_model
 

@@ -10,8 +10,8 @@ import msgspec
 import psutil
 import pytest
 
-from serve import cores
-from serve.cores import Claim
+from serve.host import cores
+from serve.host.cores import Claim
 
 ALL = (0, 1, 2, 3)
 

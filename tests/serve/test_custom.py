@@ -12,12 +12,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from policy.control import Choice
+from policy.config.control import Choice
+from policy.engine.capacity import Capability
 from policy.errors import ConfigError
-from policy.scaling.choice import choose
-from policy.scaling.view import Capability, Policy, Proposal, Supply, View
-from policy.signals import Signals
-from serve.custom import Guarded, beside, load
+from policy.scaling.policies.registry import choose
+from policy.scaling.view import Policy, Proposal, Supply, View
+from policy.signals.types import Signals
+from serve.autoscaler.custom_policy import Guarded, beside, load
 from tests.serve.plane import READY, SMALL, Plane
 from tests.serve.sim_documents import document, sim_model
 from tests.serve.traffic import Traffic, by_rate
@@ -180,7 +181,7 @@ class Answers:
 
 
 def test_one_that_does_not_answer_is_not_waited_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("serve.custom.PATIENCE_S", 0.01)
+    monkeypatch.setattr("serve.autoscaler.custom_policy.PATIENCE_S", 0.01)
     events: list[str] = []
     answers = Answers()
     policy = Guarded(answers, events.append, alone=True)
@@ -191,7 +192,7 @@ def test_one_that_does_not_answer_is_not_waited_for_again(monkeypatch: pytest.Mo
     answers.go.set()
     assert policy._asked is not None
     policy._asked.join()
-    monkeypatch.setattr("serve.custom.PATIENCE_S", 60.0)
+    monkeypatch.setattr("serve.autoscaler.custom_policy.PATIENCE_S", 60.0)
     assert policy.decide(VIEW, {"seen": []}).count == 4
 
 

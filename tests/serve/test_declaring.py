@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from policy.catalog import Alias
 from policy.errors import AdapterRefused, AdapterUnknown
-from serve.client import AddRequest
-from serve.declaring import RETRY_S, Declaring
-from serve.library import Library
-from store.state import StateDir
+from policy.wire.catalog import Alias
+from serve.adapters.declared import RETRY_S, Declaring
+from serve.adapters.library import Library
+from serve.controller_api import AddRequest
+from store.state_dir import StateDir
 from tests.serve.fake_shelf import FakeShelf, digest_of, unreachable
 from tests.serve.sim_documents import deployment, sim_model
 

@@ -7,10 +7,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from policy.catalog import served_name
-from policy.types import Beat, Load, Replica, ReplicaState, Use, Wanted
-from serve import demand as module
-from serve.demand import AGAIN_S, HALF_LIFE_S, REFUSING_S, WAITS_S, Demand, Usage
+from policy.types import Load, Replica, ReplicaState
+from policy.wire.catalog import served_name
+from policy.wire.heartbeat import Beat, Use, Wanted
+from serve.adapters import usage as module
+from serve.adapters.usage import AGAIN_S, HALF_LIFE_S, REFUSING_S, WAITS_S, Demand, Usage
 
 SQL = Wanted(name="sql", digest="a" * 64)
 SERVED = served_name(SQL.name, SQL.digest)

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from policy.types import Replica, ReplicaState
-from store.state import SECRET_HEADER, StateDir
+from store.state_dir import SECRET_HEADER, StateDir
 from tests.ports import free_ports
 from tests.serve.sim_documents import document, sim_model
 from tests.serve.test_local_controller import Local, client_of, until

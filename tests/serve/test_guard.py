@@ -11,13 +11,13 @@ import httpx
 import msgspec
 import pytest
 
-from policy.engine_model import Limits, Timing
+from policy.engine.model import Limits, Timing
 from policy.types import ReplicaState
 from serve.engine import guard as guard_module
-from serve.engine.adapters import Adapters
+from serve.engine.adapters.loader import Adapters
 from serve.engine.guard import CANARY_HEADER, MAX_NEWS, PREFILL_HEADER, PREFIX_HEADER, REFUSAL_HEADER, Guard
 from serve.engine.port import ALLOWED, EngineStats, Message, Receive, Scope, Send
-from store.state import SECRET_HEADER
+from store.state_dir import SECRET_HEADER
 from tests.serve.engine.fakes import FakeFiles
 
 SECRET = {SECRET_HEADER: "s"}

@@ -9,10 +9,12 @@ import httpx
 import msgspec
 import pytest
 
-from policy.reports import EngineReport, PowerReport, StepSample
-from policy.types import Beat, Load, Orders, Replica, ReplicaState, Use, Wanted
-from serve import heartbeat
-from serve.heartbeat import Uses, beat, gather, last_beat
+from policy.engine.step_samples import StepSample
+from policy.types import Load, Replica, ReplicaState
+from policy.wire.heartbeat import Beat, Orders, Use, Wanted
+from policy.wire.reports import EngineReport, PowerReport
+from serve.host import heartbeat
+from serve.host.heartbeat import Uses, beat, gather, last_beat
 
 SQL = "a" * 64
 

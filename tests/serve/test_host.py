@@ -14,20 +14,22 @@ import msgspec
 import psutil
 import pytest
 
+from policy.engine.step_samples import StepSample
 from policy.errors import EngineFailed
-from policy.reports import EngineReport, StepSample
-from policy.switching import MAX_FAILURES
-from policy.types import Load, Replica, ReplicaState, StartPath, Use
-from serve import cores, weights
-from serve import host as hosts
+from policy.scaling.rollout import MAX_FAILURES
+from policy.types import Load, Replica, ReplicaState, StartPath
+from policy.wire.heartbeat import Use
+from policy.wire.reports import EngineReport
 from serve.engine.guard import LoadLine
 from serve.engine.main import Event
-from serve.host import HostSpec, ReplicaHost
-from serve.versions import installed
-from serve.weights import Weights
-from store.models import Origin
-from store.preparation import Prepared, Progress, Report
-from store.state import SECRET_HEADER, StateDir
+from serve.host import cores, weights
+from serve.host import host as hosts
+from serve.host.host import HostSpec, ReplicaHost
+from serve.host.versions import installed
+from serve.host.weights import Weights
+from store.models.prepare import Origin
+from store.progress import Prepared, Progress, Report
+from store.state_dir import SECRET_HEADER, StateDir
 from tests.serve.sim_documents import deployment, sim_model
 
 pytestmark = pytest.mark.slow

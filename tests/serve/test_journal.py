@@ -8,13 +8,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from policy.config import Budget
-from policy.decision import Memory
-from serve import journal
-from serve.client import Outcome
-from serve.journal import Journal, Policies, Round, replayed
-from serve.minds import mind_of
-from store import logs
+from policy.config.deployment import Budget
+from policy.scaling.situation import Memory
+from serve.autoscaler import journal
+from serve.autoscaler.journal import Journal, Policies, Round, replayed
+from serve.autoscaler.policies import mind_of
+from serve.controller_api import Outcome
+from store import log_file as logs
 from tests.serve.plane import Plane
 from tests.serve.sim_documents import document, sim_model
 from tests.serve.traffic import Traffic, by_rate

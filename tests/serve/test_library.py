@@ -10,12 +10,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from policy.catalog import Alias, Catalog
 from policy.errors import AdapterRefused, AdapterUnknown, ConfigError, TargetError
-from serve.adding import Adding
-from serve.client import AddRequest
-from serve.library import ADDS_AT_ONCE, Library
-from store.preparation import Progress
+from policy.wire.catalog import Alias, Catalog
+from serve.adapters.add_job import Adding
+from serve.adapters.library import ADDS_AT_ONCE, Library
+from serve.controller_api import AddRequest
+from store.progress import Progress
 from tests.serve.fake_shelf import FakeShelf, digest_of
 from tests.serve.sim_documents import deployment, sim_model
 
@@ -202,7 +202,7 @@ async def test_weights_that_are_none(library: Library, weights: dict[str, float]
 async def test_nothing_is_published_before_the_records_are_read(
     shelf: FakeShelf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("serve.library.RETRY_S", 0.001)
+    monkeypatch.setattr("serve.adapters.library.RETRY_S", 0.001)
     shelf.kept[SQL] = Alias(model="m", name="sql", revision=1, versions=(), split=())
     shelf.down = "away"
     events: list[str] = []

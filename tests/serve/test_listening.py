@@ -9,14 +9,16 @@ import httpx
 import msgspec
 import pytest
 
+from policy.engine.step_samples import StepSample
 from policy.errors import TargetError
-from policy.reports import EngineReport, StepSample
-from policy.types import Beat, Load, Replica, ReplicaState
-from serve import listening
-from serve.api import build_app
-from serve.control import Controller
-from serve.listening import Listeners, Told
-from store.state import SECRET_HEADER
+from policy.types import Load, Replica, ReplicaState
+from policy.wire.heartbeat import Beat
+from policy.wire.reports import EngineReport
+from serve.autoscaler import step_feed as listening
+from serve.autoscaler.step_feed import Listeners, Told
+from serve.controller.api import build_app
+from serve.controller.controller import Controller
+from store.state_dir import SECRET_HEADER
 from tests.serve.plane import Plane
 from tests.serve.sim_documents import document
 

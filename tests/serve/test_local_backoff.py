@@ -10,11 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from policy.plan import LayerKey
-from policy.switching import MAX_FAILURES, STABLE_S
+from policy.scaling.rollout import MAX_FAILURES, STABLE_S, LayerKey
 from serve.actuator import local
 from serve.actuator.local import LocalActuator
-from store.state import StateDir
+from store.state_dir import StateDir
 from tests.serve.sim_documents import deployment
 
 KEY = LayerKey("m", "small", 1)

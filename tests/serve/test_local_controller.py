@@ -19,8 +19,8 @@ import pytest
 from policy.errors import Unreachable
 from policy.types import Replica, ReplicaState
 from serve.actuator.local import LocalActuator
-from serve.client import ControllerClient
-from store.state import StateDir
+from serve.controller.client import ControllerClient
+from store.state_dir import StateDir
 from tests.ports import free_ports
 from tests.serve.sim_documents import document
 
@@ -38,7 +38,7 @@ class Local:
 
     def start(self) -> None:
         """Start it, and return once it answers."""
-        command = [sys.executable, "-m", "serve.local", "--state", str(self.state.root)]
+        command = [sys.executable, "-m", "serve.controller.local_process", "--state", str(self.state.root)]
         with (self.state.logs / "controller.log").open("ab") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log)
         until(self.answers)

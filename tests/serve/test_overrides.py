@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from policy.decision import Override
 from policy.errors import SwitchRefused, TargetError
-from serve.client import ModelStatus
+from policy.scaling.situation import Override
+from serve.controller_api import ModelStatus
 from tests.serve.plane import LARGE, NEW_SMALL, READY, SMALL, Plane
 from tests.serve.sim_documents import document, sim_model
 from tests.serve.traffic import Traffic, by_rate

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from serve.actuator.placing import unplaced
+from serve.actuator.ray import unplaced
 from tests.serve.plane import SMALL, Plane
 from tests.serve.sim_documents import document, sim_model
 

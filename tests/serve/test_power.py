@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from policy.reports import PowerReport
-from serve import power
-from serve.power import Cards, devices, found, watch
+from policy.wire.reports import PowerReport
+from serve import gpu_metrics as power
+from serve.gpu_metrics import Cards, devices, found, watch
 
 
 class FakeNvml:

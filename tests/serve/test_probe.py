@@ -8,9 +8,9 @@ import socket
 import pytest
 
 from policy.types import Load, Replica, ReplicaState
-from serve import probe
-from serve.registry import GONE_S, SILENT_S, Registry
-from store.state import SECRET_HEADER
+from serve.controller import liveness as probe
+from serve.state.replica_registry import GONE_S, SILENT_S, Registry
+from store.state_dir import SECRET_HEADER
 
 
 def replica(name: str, url: str) -> Replica:

@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from policy.plan import LayerKey
+from policy.scaling.rollout import LayerKey
 from policy.types import EngineKind, Load, Model, Replica, ReplicaState
-from serve.registry import GONE_S, SILENT_S, Registry
+from serve.state.replica_registry import GONE_S, SILENT_S, Registry
 
 KEY = LayerKey("m", "small", 1)
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from policy.reports import PowerReport
 from policy.types import ReplicaState
+from policy.wire.reports import PowerReport
 from tests.serve.plane import READY, SMALL, Plane
 from tests.serve.sim_documents import document, sim_model
 

@@ -8,10 +8,11 @@ import httpx
 import msgspec
 import pytest
 
-from policy.reports import EngineReport, GatewayReport, ModelReport, PowerReport
-from policy.types import Beat, Load, Replica, ReplicaState
-from serve.api import build_app
-from store.state import SECRET_HEADER
+from policy.types import Load, Replica, ReplicaState
+from policy.wire.heartbeat import Beat
+from policy.wire.reports import EngineReport, GatewayReport, ModelReport, PowerReport
+from serve.controller.api import build_app
+from store.state_dir import SECRET_HEADER
 from tests.serve.plane import Plane
 from tests.serve.sim_documents import document
 

@@ -9,7 +9,7 @@ import httpx
 import msgspec
 import pytest
 
-from policy.config import Sim
+from policy.config.deployment import Sim
 from policy.errors import ConfigError, EngineFailed
 from serve.engine.port import Engine
 from serve.engine.sim import create

@@ -13,8 +13,8 @@ from policy.errors import EngineFailed
 from policy.types import Runner
 from serve.engine.port import Engine
 from serve.engine.sim import create
-from serve.engine.sim.loop import StepLoop
-from serve.engine.sim.prefix import PrefixCache
+from serve.engine.sim.prefix_cache import PrefixCache
+from serve.engine.sim.step_loop import StepLoop
 from tests.serve.sim_driver import FROZEN, OpenRequest, client_of, engine_of, spec, until
 
 CHAT = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 50}

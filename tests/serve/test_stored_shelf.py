@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from policy.config import ModelSpec
+from policy.config.deployment import ModelSpec
 from policy.errors import AdapterRefused, AdapterUnknown
-from serve import stored_shelf
-from serve.stored_shelf import StoredShelf
+from serve.adapters import store as stored_shelf
+from serve.adapters.store import StoredShelf
 from store.adapters import FILES
-from store.adapters.base import Base
-from store.preparation import Prepared, Progress
-from store.state import StateDir
+from store.adapters.base_model import Base
+from store.progress import Prepared, Progress
+from store.state_dir import StateDir
 from tests.serve.sim_documents import deployment, sim_model
 from tests.store.adapters.making import files, write
 

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from policy.decision import Rung
-from policy.engine_model import EngineModel, Limits, Timing
-from policy.pace import GENERIC
-from policy.profiles import profile
-from policy.reports import EngineReport, PowerReport, StepSample
-from policy.rungs import shipped
-from policy.types import Beat
+from policy.engine.model import EngineModel, Limits, Timing
+from policy.engine.profiles import profile, shipped
+from policy.engine.step_samples import StepSample
+from policy.engine.step_table import GENERIC
+from policy.scaling.situation import Rung
+from policy.wire.heartbeat import Beat
+from policy.wire.reports import EngineReport, PowerReport
 from tests.serve.plane import Plane
 from tests.serve.sim_documents import deployment, document, sim_model
 from tests.serve.traffic import Traffic

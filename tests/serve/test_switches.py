@@ -12,7 +12,7 @@ import pytest
 
 from policy.errors import SwitchRefused
 from policy.types import ReplicaState
-from serve.client import Outcome
+from serve.controller_api import Outcome
 from tests.serve.plane import LARGE, READY, SMALL, Plane
 from tests.serve.sim_documents import document, sim_model
 from tests.serve.traffic import Traffic
@@ -285,7 +285,7 @@ async def test_a_switch_that_was_refused_does_not_dwell(
         raise SwitchRefused("m: no")
 
     with monkeypatch.context() as taken:
-        taken.setattr("serve.autoscaler.starves", refuse)
+        taken.setattr("serve.autoscaler.autoscaler.starves", refuse)
         await switch.run(HIGH, 60)
     assert any(event.endswith("m: no") for event in plane.controller.status().events)
     assert plane.counts(READY) == {LARGE: 1}

@@ -8,13 +8,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from policy.config import ModelSpec
+from policy.config.deployment import ModelSpec
+from policy.config.generation import digest
 from policy.errors import TargetError
-from policy.generation import digest
-from policy.plan import LayerKey
+from policy.scaling.rollout import LayerKey
 from serve.actuator.port import Held
-from serve.targets import Aim, Target, Targets, first_target, found_target
-from store.state import StateDir
+from serve.state.targets import Aim, Target, Targets, first_target, found_target
+from store.state_dir import StateDir
 from tests.serve.sim_documents import deployment, sim_model
 
 OTHER = {"profile": "sim-small", "seed": 7}

@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from policy.errors import EngineFailed
-from serve.host import HostSpec
-from serve.versions import Versions, installed, refuse_other
+from serve.host.host import HostSpec
+from serve.host.versions import Versions, installed, refuse_other
 from tests.serve.sim_documents import deployment
 
 HEAD = Versions(tidegate="1.2", python="3.11", vllm="0.32.0")

@@ -12,15 +12,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from policy.config import ModelSpec
+from policy.config.deployment import ModelSpec
 from policy.errors import EngineFailed, ModelUnavailable
-from policy.plan import LayerKey
+from policy.scaling.rollout import LayerKey
 from policy.types import ReplicaState
-from serve import weights
-from serve.targets import Target
-from serve.weights import Resolver, Weights, prepare_same
-from store.models import Origin
-from store.preparation import Prepared
+from serve.host import weights
+from serve.host.weights import Resolver, Weights, prepare_same
+from serve.state.targets import Target
+from store.models.prepare import Origin
+from store.progress import Prepared
 from tests.serve.plane import NEW_SMALL, READY, SMALL, Plane
 from tests.serve.sim_documents import deployment, document, sim_model
 

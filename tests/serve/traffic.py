@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from policy.histogram import BUCKETS, place
-from policy.reports import GatewayReport, ModelReport
+from policy.stats.histogram import BUCKETS, place
+from policy.wire.reports import GatewayReport, ModelReport
 from tests.serve.plane import Plane
 
 # One replica for each request per second; says what it remembers.

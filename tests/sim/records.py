@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from policy.decision import Clip, Decision, Rule
-from policy.scaling.view import Capability, Proposal
-from sim.record import Moment, Outcome, Record, Requests
+from policy.engine.capacity import Capability
+from policy.scaling.situation import Clip, Decision, Rule
+from policy.scaling.view import Proposal
+from sim.twin.record import Moment, Outcome, Record, Requests
 
 NAN = math.nan
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sim.adapters import NAMES, Fleet, compare, traffic
+from sim.benchmarks.adapters.benchmark import NAMES, Fleet, compare, traffic
 
 SMALL = traffic(adapters=40, exponent=1.0, rate=60.0, requests=260, together=1.5, seed=3)
 

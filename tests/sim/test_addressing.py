@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from policy.errors import ConfigError
-from sim.addressing import Addressing
-from sim.trace import Arrival
+from sim.arrival import Arrival
+from sim.workload.model_names import Addressing
 
 
 def test_a_name_is_that_model_and_none_is_the_first() -> None:

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 
-from policy.parsing import parse
-from sim import attaining, twin
-from sim.addressing import Addressing
-from sim.attaining import AGAIN, MOST_S, attained_rate
-from sim.record import Record
-from sim.survey import survey
-from sim.trace import Arrival
+from policy.document.parse import parse
+from sim.arrival import Arrival
+from sim.oracle import replica_capacity as attaining
+from sim.oracle.replica_capacity import AGAIN, MOST_S, attained_rate
+from sim.twin import run as twin
+from sim.twin.record import Record
+from sim.workload.model_names import Addressing
+from sim.workload.survey import survey
 
 GIANT = Arrival(0.0, 10_000_000, 20)
 

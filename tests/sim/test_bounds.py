@@ -7,18 +7,18 @@ from typing import Any
 
 import pytest
 
-from policy.config import Deployment
+from policy.config.deployment import Deployment
+from policy.document.parse import parse
 from policy.errors import TargetError
-from policy.parsing import parse
-from policy.scaling.static import Static, StaticParameters
-from sim import attaining
-from sim.addressing import Addressing
-from sim.attaining import attained_rate
-from sim.bounds import bounds_of
-from sim.survey import survey
-from sim.trace import Arrival
-from sim.twin import simulate
-from sim.world import EARTH
+from policy.scaling.policies.static import Static, StaticParameters
+from sim.arrival import Arrival
+from sim.oracle import replica_capacity as attaining
+from sim.oracle.bounds import bounds_of
+from sim.oracle.replica_capacity import attained_rate
+from sim.twin.run import simulate
+from sim.twin.scenario import EARTH
+from sim.workload.model_names import Addressing
+from sim.workload.survey import survey
 
 # One in a second for the first four minutes, four in a second after.
 STEP_S, ENDS_S = 240, 480
@@ -63,7 +63,7 @@ def _bounds(of: Deployment) -> tuple[float, float]:
 
 @pytest.fixture
 def one_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sim.bounds.attained_rate", lambda *_, **__: 1.0)
+    monkeypatch.setattr("sim.oracle.bounds.attained_rate", lambda *_, **__: 1.0)
 
 
 @pytest.mark.slow

@@ -8,16 +8,16 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from policy.scaling.choice import choose
-from policy.scaling.predictive import PredictiveParameters
-from sim.contest.field import PLANNED, heats, laps, rungs, said
-from sim.contest.ground import MODEL, Ground, Half, ground_of
-from sim.contest.heat import PLAN, Heat, Lap, ran
-from sim.contest.picture import picture
-from sim.contest.sizing import Size, sized
-from sim.contest.standing import stood
-from sim.judging.judge import Score
-from sim.judging.sweeps import Full
+from policy.scaling.policies.predictive import PredictiveParameters
+from policy.scaling.policies.registry import choose
+from sim.benchmarks.policies.all_runs import PLANNED, heats, laps, rungs, said
+from sim.benchmarks.policies.chart import picture
+from sim.benchmarks.policies.ranking import stood
+from sim.benchmarks.policies.run import PLAN, Heat, Lap, ran
+from sim.benchmarks.policies.setup import MODEL, Ground, Half, ground_of
+from sim.benchmarks.policies.sizing import Size, sized
+from sim.results.score import Score
+from sim.results.sweeps import Full
 
 SIZE = Size(mu=0.5, factor=1.0, full=Full(at_once=9.0, kv_used=0.6, least=8, most=18))
 BEGAN = datetime(2023, 11, 16, 18, 15)

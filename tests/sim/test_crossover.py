@@ -11,16 +11,16 @@ import msgspec
 import numpy as np
 import pytest
 
-from policy.config import Deployment
+from policy.config.deployment import Deployment
+from policy.document.parse import parse
 from policy.errors import ConfigError
-from policy.parsing import parse
-from policy.scaling.choice import choose, make
-from sim.crossover import BY_LOAD, WINDOW_S, compare, fixed
-from sim.crossover_plot import curves
-from sim.record import Record
-from sim.study import Contender
-from sim.trace import Arrival
-from sim.twin import simulate
+from policy.scaling.policies.registry import choose, make
+from sim.arrival import Arrival
+from sim.benchmarks.modes import BY_LOAD, WINDOW_S, compare, fixed
+from sim.benchmarks.modes_chart import curves
+from sim.results.comparison import Contender
+from sim.twin.record import Record
+from sim.twin.run import simulate
 from tests.sim.records import record
 
 LONG, SHORT = "single-large", "multi-replica"

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from policy.control import Objective
-from policy.parsing import parse
-from policy.rungs import longest, shipped
-from policy.scaling.choice import choose, make
+from policy.config.control import Objective
+from policy.document.parse import parse
+from policy.engine.profiles import longest, shipped
+from policy.scaling.policies.registry import choose, make
+from sim.arrival import Arrival
 from sim.planning.demand import met_alone
-from sim.record import Outcome
-from sim.trace import Arrival
-from sim.twin import simulate
+from sim.twin.record import Outcome
+from sim.twin.run import simulate
 
 # Of the profile: 2048 tokens of context, and 23,296 of KV cache.
 PROFILE = "cpu-smollm2-135m"

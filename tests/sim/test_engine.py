@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from policy.engine_model import EngineModel, Limits, Timing
-from policy.stepping import Scheduler
-from sim.engine import Engine, Event, Job, Kind
+from policy.engine.model import EngineModel, Limits, Timing
+from policy.engine.scheduler import Scheduler
+from sim.twin.engine import Engine, Event, Job, Kind
 
 MODEL = EngineModel(o=0.001, w=0.002, c=2e-5, g=1e-5, r=1e-5)
 TIMING = Timing(limits=Limits(max_num_batched_tokens=64, max_num_seqs=4, kv_tokens=2000), model=MODEL)

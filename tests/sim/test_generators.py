@@ -12,12 +12,12 @@ import msgspec
 import pytest
 
 from policy.errors import ConfigError
-from sim.generators.conversations import Conversations, Talks, check_conversations
-from sim.generators.lengths import Length, Lengths, check_length, drawn
-from sim.generators.pace import Diurnal, Flash, Pace, Ramp, instants
-from sim.generators.popularity import Popularity, check_popularity, chosen
-from sim.generators.requests import Generated, generated
-from sim.trace import BLOCK_TOKENS, Arrival
+from sim.arrival import BLOCK_TOKENS, Arrival
+from sim.workload.generators.arrivals import Diurnal, Flash, Pace, Ramp, instants
+from sim.workload.generators.conversations import Conversations, Talks, check_conversations
+from sim.workload.generators.generate import Generated, generated
+from sim.workload.generators.lengths import Length, Lengths, check_length, drawn
+from sim.workload.generators.popularity import Popularity, check_popularity, chosen
 
 
 def rng(seed: int = 1) -> random.Random:

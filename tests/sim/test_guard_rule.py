@@ -8,11 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policy.engine_model import Timing
-from policy.profiles import profile
-from sim.engine import PREFETCH_PAUSE, Engine, Job, Kind
-from sim.guard_rule import HALF_LIFE_S, Counts, GuardRule
-from sim.slots import LeastRecentlyUsed, Rule
+from policy.engine.model import Timing
+from policy.engine.profiles import profile
+from sim.twin.adapter_slots import HALF_LIFE_S, Counts, GuardRule, LeastRecentlyUsed, Rule
+from sim.twin.engine import PREFETCH_PAUSE, Engine, Job, Kind
 
 PROFILE = profile("sim-small")
 LOAD_S = 0.5

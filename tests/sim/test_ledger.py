@@ -6,9 +6,9 @@ import tracemalloc
 
 import numpy as np
 
-from policy.control import Objective
-from sim.ledger import Ledger
-from sim.record import Outcome, Requests
+from policy.config.control import Objective
+from sim.twin.record import Outcome, Requests
+from sim.twin.request_log import Ledger
 
 REQUESTS = 50_000
 # What the columns take a request, and what a growing buffer has left over.

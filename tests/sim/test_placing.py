@@ -6,25 +6,23 @@ import random
 
 import pytest
 
-from policy.config import Deployment
-from policy.engine_model import Timing
-from policy.key import key_of
-from policy.parsing import parse
-from policy.placement import Host
-from policy.profiles import profile
-from policy.scaling.choice import choose, make
-from sim.adapters import LOAD_S, PROFILE, traffic
-from sim.arrivals import arrivals
-from sim.guard_rule import GuardRule
-from sim.placed import Placed
-from sim.placing import Placing
-from sim.play import Outcome, play
-from sim.policy import Equipment, Policy
-from sim.record import Record
-from sim.rivals import LeastLoaded, ServeMultiplex
-from sim.trace import Arrival
-from sim.twin import simulate
-from sim.world import World
+from policy.config.deployment import Deployment
+from policy.document.parse import parse
+from policy.engine.model import Timing
+from policy.engine.profiles import profile
+from policy.hashing import key_of
+from policy.placement.plan import Host
+from policy.scaling.policies.registry import choose, make
+from sim.arrival import Arrival
+from sim.benchmarks.adapters.benchmark import LOAD_S, PROFILE, traffic
+from sim.benchmarks.adapters.contenders import Equipment, LeastLoaded, Placed, Policy, ServeMultiplex
+from sim.benchmarks.adapters.event_loop import Outcome, play
+from sim.twin.adapter_placement import Placing
+from sim.twin.adapter_slots import GuardRule
+from sim.twin.record import Record
+from sim.twin.run import simulate
+from sim.twin.scenario import World
+from sim.workload.generators.popularity import arrivals
 
 REPLICAS, SLOTS = 4, 8
 

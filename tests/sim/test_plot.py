@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from xml.etree import ElementTree
 
-from sim.plot import Panel, bars
+from sim.charts.bars import Panel, bars
 
 NAMES = ("a", "b & c")
 

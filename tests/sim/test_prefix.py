@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sim.prefix import PrefixCache
-from sim.trace import BLOCK_TOKENS
+from sim.arrival import BLOCK_TOKENS
+from sim.twin.prefix_cache import PrefixCache
 
 chains = st.lists(st.lists(st.integers(0, 12), unique=True, max_size=6), max_size=12)
 

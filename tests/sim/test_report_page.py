@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from policy.control import Objective
-from sim.bounds import Bounds
-from sim.record import Outcome, Record
-from sim.report.page import page
-from sim.report.picture import pictures
-from sim.study import Run, Study
-from sim.summary import summarise
+from policy.config.control import Objective
+from sim.charts.page import page
+from sim.oracle.bounds import Bounds
+from sim.results.comparison import Run, Study
+from sim.results.series import pictures
+from sim.results.summary import summarise
+from sim.twin.record import Outcome, Record
 from tests.sim.records import NAN, moment, record, requests
 from tests.sim.report.chromium import NAMES, Chromium, found
 

@@ -7,8 +7,8 @@ from itertools import islice, pairwise
 
 import pytest
 
-from sim.resampling import resampled
-from sim.trace import Arrival
+from sim.arrival import Arrival
+from sim.workload.transforms import resampled
 
 
 def trace(count: int = 2000, each_s: float = 0.5) -> list[Arrival]:

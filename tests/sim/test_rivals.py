@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import random
 
-from policy.engine_model import Timing
-from policy.profiles import profile
-from sim.engine import Engine, Job
-from sim.policy import Equipment
-from sim.rivals import CONTROL_S, PUSH_S, LeastLoaded, ServeMultiplex
-from sim.trace import Arrival
+from policy.engine.model import Timing
+from policy.engine.profiles import profile
+from sim.arrival import Arrival
+from sim.benchmarks.adapters.contenders import CONTROL_S, PUSH_S, Equipment, LeastLoaded, ServeMultiplex
+from sim.twin.engine import Engine, Job
 
 PROFILE = profile("sim-small")
 EQUIPMENT = Equipment(Timing(limits=PROFILE.limits(1), model=PROFILE.model), slots=2, load_s=0.5)

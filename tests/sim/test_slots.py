@@ -7,7 +7,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sim.slots import PATIENCE_S, LeastRecentlyUsed, Slots
+from sim.twin.adapter_slots import PATIENCE_S, LeastRecentlyUsed, Slots
 
 
 def load(slots: Slots, at: float = 0.0) -> list[str]:

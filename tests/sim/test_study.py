@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from policy.config import Deployment
-from policy.parsing import parse
-from policy.scaling.choice import choose, make
+from policy.config.deployment import Deployment
+from policy.document.parse import parse
+from policy.scaling.policies.registry import choose, make
 from policy.scaling.view import Policy
-from sim.bounds import Bounds
-from sim.record import Record
-from sim.study import Contender, compare
-from sim.trace import Arrival
+from sim.arrival import Arrival
+from sim.oracle.bounds import Bounds
+from sim.results.comparison import Contender, compare
+from sim.twin.record import Record
 from tests.sim.records import record
 
 DEPLOYMENT = parse(

@@ -7,8 +7,8 @@ import json
 import msgspec
 import pytest
 
-from sim.record import Outcome, Record
-from sim.summary import summarise
+from sim.results.summary import summarise
+from sim.twin.record import Outcome, Record
 from tests.sim.records import NAN, decision, record, requests
 
 MIXED = (Outcome.SERVED, Outcome.SERVED, Outcome.REFUSED, Outcome.EXPIRED, Outcome.FAILED, Outcome.OVERFLOWN)

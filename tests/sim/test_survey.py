@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from sim.addressing import Addressing
-from sim.survey import survey
-from sim.trace import Arrival
+from sim.arrival import Arrival
+from sim.workload.model_names import Addressing
+from sim.workload.survey import survey
 
 
 def test_requests_are_counted_by_model_and_second() -> None:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from sim.traces.captured import CapturedLine
-from sim.traces.opening import open_trace
-from sim.workload_file import Spec
+from sim.workload.file import Spec
+from sim.workload.traces.captured import CapturedLine
+from sim.workload.traces.open import open_trace
 from tests.test_configuration_reference import ROOT, default_of, kind_of, sections
 
 PAGE = (Path(__file__).parents[2] / "docs" / "traces.md").read_text()

@@ -10,16 +10,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from policy.config import Deployment
+from policy.config.deployment import Deployment
+from policy.document.parse import parse
 from policy.errors import ConfigError
-from policy.parsing import parse
-from policy.scaling.choice import choose, make
-from serve.targets import first_target
-from sim.record import Outcome, Record
-from sim.trace import Arrival
-from sim.twin import simulate
-from sim.world import Crash, Slow, World
-from store.documents import read_yaml
+from policy.scaling.policies.registry import choose, make
+from serve.state.targets import first_target
+from sim.arrival import Arrival
+from sim.twin.record import Outcome, Record
+from sim.twin.run import simulate
+from sim.twin.scenario import Crash, Slow, World
+from store.yaml_file import read_yaml
 
 
 def deployment(**changes: Any) -> Deployment:

@@ -11,11 +11,11 @@ import pytest
 import yaml
 
 from policy.errors import ConfigError, TraceError
-from sim.trace import Arrival
-from sim.traces.captured import HEADER, captured
-from sim.traces.opening import open_trace
-from sim.workload_file import arrivals_of, parse_workload, read_workload
-from sim.workloads import sliced
+from sim.arrival import Arrival
+from sim.workload.file import arrivals_of, parse_workload, read_workload
+from sim.workload.traces.captured import HEADER, captured
+from sim.workload.traces.open import open_trace
+from sim.workload.transforms import sliced
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted((ROOT / "deployments" / "workloads").glob("*.yaml"))

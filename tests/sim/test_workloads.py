@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sim.trace import BLOCK_TOKENS, Arrival
-from sim.workloads import mixed, scaled, sliced
+from sim.arrival import BLOCK_TOKENS, Arrival
+from sim.workload.transforms import mixed, scaled, sliced
 
 TRACE = [Arrival(float(i), 100 + i, 10 + i) for i in range(10)]
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from policy.errors import ConfigError
-from sim.world import Crash, Slow
-from sim.world_file import world_of
+from sim.twin.scenario import Crash, Slow, world_of
 
 
 def written(folder: Path, text: str) -> Path:

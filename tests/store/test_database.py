@@ -13,9 +13,9 @@ from alembic.migration import MigrationContext
 from sqlalchemy import create_engine, text
 
 from policy.errors import PreconditionFailed, Unreachable
-from store.adapters import records
+from store.adapters import rows as records
 from store.database import Database
-from store.state import StateDir
+from store.state_dir import StateDir
 
 
 def url(folder: Path) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from policy.errors import ModelUnavailable
-from store.directory import prepare_directory
+from store.models.directory import prepare_directory
 
 
 @pytest.fixture

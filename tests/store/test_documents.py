@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from policy.errors import ConfigError
-from store.documents import read_yaml
+from store.yaml_file import read_yaml
 
 
 def write(folder: Path, text: str | bytes) -> Path:

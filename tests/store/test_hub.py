@@ -11,8 +11,8 @@ from huggingface_hub import errors
 from huggingface_hub.errors import HfHubHTTPError
 
 from policy.errors import ModelUnavailable
-from store.hub import prepare_hub
-from store.preparation import Progress
+from store.models.hub import prepare_hub
+from store.progress import Progress
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 

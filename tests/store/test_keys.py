@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from store.keys import PREFIX, digest_of, new_key, own_key, salt_of, salt_secret
-from store.state import StateDir
+from store.api_keys import PREFIX, digest_of, new_key, own_key, salt_of, salt_secret
+from store.state_dir import StateDir
 
 
 def test_a_key_is_long_random_and_fit_for_a_header() -> None:

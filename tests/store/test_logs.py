@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from store.logs import KEPT, RotatingLog
+from store.log_file import KEPT, RotatingLog
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from policy.errors import ModelUnavailable
-from store import models
-from store.models import main, prepare
-from store.preparation import Prepared
+from store.models import prepare as models
+from store.models.prepare import main, prepare
+from store.progress import Prepared
 
 
 @pytest.fixture

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from policy.errors import ModelUnavailable
-from store import packages
 from store.manifest import read
-from store.packages import PINNED, Pin, prepare_package
-from store.preparation import Prepared, Progress
+from store.models import package as packages
+from store.models.package import PINNED, Pin, prepare_package
+from store.progress import Prepared, Progress
 from tests.store.conftest import Converter, Install
 
 ROOT = Path(__file__).parents[2]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from store.state import StateDir, default_root, listen, own_directory, write_atomic
+from store.state_dir import StateDir, default_root, listen, own_directory, write_atomic
 
 
 @pytest.fixture

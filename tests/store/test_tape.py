@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from policy.errors import AdapterRefused
-from store.tape import pack, unpack
+from store.tar_stream import pack, unpack
 
 CONTENT = {"a": b"", "b": b"x" * 511, "c": b"y" * 512, "d": bytes(range(256)) * 20}
 

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from tests.ports import free_ports
-from tidegate.children import ROOT
+from tidegate.supervisor.children import ROOT
 
 
 class Upstream(http.server.BaseHTTPRequestHandler):

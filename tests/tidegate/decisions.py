@@ -6,11 +6,12 @@ from typing import Any
 
 import msgspec
 
-from policy.control import Guard, Objective, Scale, Switching
-from policy.decision import Clip, Decision, Outlook, Override, Rule, Rung, Situation
-from policy.engine_model import Limits, Timing
-from policy.scaling.view import Capability, Proposal, Supply
-from policy.signals import Demand, Quantiles, Rates, ReplicaFigures, Shares, Signals
+from policy.config.control import Guard, Objective, Scale, Switching
+from policy.engine.capacity import Capability
+from policy.engine.model import Limits, Timing
+from policy.scaling.situation import Clip, Decision, Outlook, Override, Rule, Rung, Situation
+from policy.scaling.view import Proposal, Supply
+from policy.signals.types import Demand, Quantiles, Rates, ReplicaFigures, Shares, Signals
 
 LIMITS = Limits(max_num_batched_tokens=2048, max_num_seqs=64, kv_tokens=50_000)
 

@@ -15,17 +15,17 @@ import pytest
 import yaml
 from click.testing import CliRunner, Result
 
-from policy.catalog import Alias, Version
 from policy.errors import AdapterUnknown, ConfigError
-from serve.adapters import AdaptersStatus, AdapterState, AdapterStatus, RefusedBy, VersionStatus
-from serve.client import AddLine, AddRequest
+from policy.wire.catalog import Alias, Version
+from serve.adapters.status import AdaptersStatus, AdapterState, AdapterStatus, RefusedBy, VersionStatus
+from serve.controller_api import AddLine, AddRequest
 from tests.ports import free_ports
 from tests.store.adapters.making import files, write
 from tests.tidegate.conftest import Site, until
-from tidegate.children import ROOT
 from tidegate.cli import group
-from tidegate.commands import adapters as module
-from tidegate.commands.adapter_progress import AddProgress
+from tidegate.commands.fleet import adapters as module
+from tidegate.commands.fleet.adapter_output import AddProgress
+from tidegate.supervisor.children import ROOT
 
 DIGEST = {1: "a" * 64, 2: "b" * 64}
 

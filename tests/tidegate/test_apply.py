@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from policy.parsing import parse
-from store.state import StateDir
+from policy.document.parse import parse
+from store.state_dir import StateDir
 from tidegate.document import Document
-from tidegate.progress import Progress
-from tidegate.supervisor import Supervisor
+from tidegate.supervisor.events import Progress
+from tidegate.supervisor.supervisor import Supervisor
 
 
 def document(timeout_s: float) -> dict[str, Any]:

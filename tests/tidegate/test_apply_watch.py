@@ -15,8 +15,8 @@ from click.testing import CliRunner, Result
 from policy.errors import SwitchRefused, TidegateError, Unreachable
 from tests.tidegate.conftest import Site, until
 from tidegate.cli import group
-from tidegate.commands import documents as module
-from tidegate.commands.watching import POLL_S, saves
+from tidegate.commands.deployment import check_apply as module
+from tidegate.commands.deployment.check_apply import POLL_S, saves
 
 Edit = Callable[[], object]
 

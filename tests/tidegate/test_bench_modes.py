@@ -10,11 +10,11 @@ import pytest
 import yaml
 from click.testing import CliRunner, Result
 
-from policy.parsing import parse
-from sim.workload_file import read_workload
-from tidegate.children import ROOT
+from policy.document.parse import parse
+from sim.workload.file import read_workload
 from tidegate.cli import group
-from tidegate.exits import Exit, exit_of
+from tidegate.exit_codes import Exit, exit_of
+from tidegate.supervisor.children import ROOT
 
 DOCUMENT = """
 models:

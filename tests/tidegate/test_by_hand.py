@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from policy.decision import Override
-from serve.client import ModelStatus
+from policy.scaling.situation import Override
+from serve.controller_api import ModelStatus
 from tidegate.cli import group
-from tidegate.commands import targets as module
+from tidegate.commands.fleet import scale_mode as module
 
 
 def status(**over: Any) -> ModelStatus:

@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from policy.model_file import ModelFile, encoded, model_file
-from policy.profiles import profile
+from policy.engine.model_file import ModelFile, encoded, model_file
+from policy.engine.profiles import profile
 from tests.policy.test_model_file import made
 from tests.ports import free_ports
 from tests.tidegate.conftest import Site

@@ -12,9 +12,9 @@ import yaml
 from click.testing import CliRunner, Result
 
 from policy.errors import ConfigError
-from tidegate.children import ROOT
 from tidegate.cli import group
 from tidegate.document import load
+from tidegate.supervisor.children import ROOT
 
 DEPLOYMENTS = sorted((ROOT / "deployments").glob("*.yaml"))
 GOOD = """

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from policy.engine.model_file import encoded, model_file
 from policy.errors import ConfigError
-from policy.model_file import encoded, model_file
 from tests.policy.test_model_file import made
 from tidegate.document import load
 

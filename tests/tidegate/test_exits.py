@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from policy.errors import ConfigError, EngineFailed, TidegateError, TraceError
-from tidegate.exits import MEANINGS, Exit, exit_of
+from tidegate.exit_codes import MEANINGS, Exit, exit_of
 
 
 @pytest.mark.parametrize(

@@ -14,17 +14,18 @@ import pytest
 from click.testing import CliRunner, Result
 from rich.console import Console
 
-from policy.control import Guard, Objective
-from policy.decision import Clip, Decision, Rule, Situation
+from policy.config.control import Guard, Objective
+from policy.engine.capacity import Capability
 from policy.errors import TargetError
-from policy.scaling.view import Capability, Supply
-from policy.signals import Signals
-from serve.client import Logged, Outcome
+from policy.scaling.situation import Clip, Decision, Rule, Situation
+from policy.scaling.view import Supply
+from policy.signals.types import Signals
+from serve.controller_api import Logged, Outcome
 from tests.tidegate.decisions import DEMAND, OVERRIDE, SIGNALS, decision, rates, situation, unchanged
 from tidegate.cli import group
-from tidegate.commands import explain as module
-from tidegate.commands.explanation import After, explained
-from tidegate.commands.times import clock
+from tidegate.commands.durations import clock
+from tidegate.commands.fleet import explain as module
+from tidegate.commands.fleet.explain_view import After, explained
 
 NOW = 1120.0
 DONE = After("multi-replica", 4)

@@ -8,8 +8,8 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
-from policy.parsing import parse
-from store.keys import digest_of
+from policy.document.parse import parse
+from store.api_keys import digest_of
 from tests.policy.example_documents import GOOD
 from tidegate.cli import group
 

@@ -12,11 +12,11 @@ import psutil
 import pytest
 from click.testing import CliRunner, Result
 
-from store.state import StateDir
-from tidegate import parts
-from tidegate.children import Part
+from store.state_dir import StateDir
 from tidegate.cli import group
-from tidegate.ledger import Ledger, Recorded
+from tidegate.supervisor import command_lines as parts
+from tidegate.supervisor.children import Part
+from tidegate.supervisor.process_record import Ledger, Recorded
 
 SIM = {
     "name": "sim", "engine": "sim", "shapes": {"small": {"cpus": 1}},

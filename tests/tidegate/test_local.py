@@ -14,7 +14,7 @@ import yaml
 
 from tests.ports import free_ports
 from tests.tidegate.conftest import Site, until
-from tidegate.children import ROOT
+from tidegate.supervisor.children import ROOT
 
 pytestmark = pytest.mark.slow
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.ports import free_ports
 from tests.tidegate.conftest import Site
-from tidegate.masking import masked
+from tidegate.redaction import masked
 
 
 def test_only_variables_named_like_secrets_are_masked() -> None:

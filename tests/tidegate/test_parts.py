@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from policy.document.parse import parse
 from policy.errors import (
     ConfigError,
     EngineFailed,
@@ -23,16 +24,15 @@ from policy.errors import (
     TargetError,
     Unreachable,
 )
-from policy.parsing import parse
 from policy.types import Fleet, Load, Model, Replica, ReplicaState
-from store.state import StateDir
-from tidegate import preflight, readiness
-from tidegate.children import Backoff
-from tidegate.exits import Exit, exit_of
-from tidegate.ledger import Ledger, Recorded, end
-from tidegate.logtail import Follower, tail
-from tidegate.progress import Event, Progress
-from tidegate.socket_api import problem_of
+from store.state_dir import StateDir
+from tidegate.exit_codes import Exit, exit_of
+from tidegate.log_tail import Follower, tail
+from tidegate.supervisor import preflight, readiness
+from tidegate.supervisor.children import Backoff
+from tidegate.supervisor.events import Event, Progress
+from tidegate.supervisor.process_record import Ledger, Recorded, end
+from tidegate.supervisor.socket import problem_of
 
 
 def deployment(**more: object):  # type: ignore[no-untyped-def]

@@ -14,11 +14,11 @@ from typing import ClassVar
 import pytest
 from click.testing import CliRunner, Result
 
-from sim.traces.opening import open_trace
+from sim.workload.traces.open import open_trace
 from tests.tidegate.replaying.endpoint import Endpoint
 from tidegate.cli import group
-from tidegate.exits import Exit
-from tidegate.replaying.recording import Spool
+from tidegate.exit_codes import Exit
+from tidegate.replay.capture_file import Spool
 
 HEADER = '{"tidegate":"capture","version":1,"block_tokens":512}\n'
 

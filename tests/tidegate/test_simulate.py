@@ -12,9 +12,9 @@ from xml.etree import ElementTree
 import pytest
 from click.testing import CliRunner, Result
 
-from sim import attaining
+from sim.oracle import replica_capacity as attaining
 from tidegate.cli import group
-from tidegate.exits import Exit, exit_of
+from tidegate.exit_codes import Exit, exit_of
 
 DOCUMENT = """
 models:

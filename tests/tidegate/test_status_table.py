@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from policy.decision import Override
-from policy.scaling.view import Capability
+from policy.engine.capacity import Capability
+from policy.scaling.situation import Override
 from policy.types import EMPTY_FLEET, Fleet, Load, Replica, ReplicaState
-from serve.client import ModelStatus
-from tidegate.commands.status_table import render
-from tidegate.commands.times import clock
-from tidegate.commands.view import View
+from serve.controller_api import ModelStatus
+from tidegate.commands.durations import clock
+from tidegate.commands.fleet.status_data import View
+from tidegate.commands.fleet.status_tables import render
 
 NOW = 1000.0
 

@@ -11,7 +11,7 @@ import socket
 import pytest
 
 from tests.tidegate.conftest import Site, until
-from tidegate.ledger import alive
+from tidegate.supervisor.process_record import alive
 
 pytestmark = pytest.mark.slow
 

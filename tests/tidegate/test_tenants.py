@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import yaml
 
-from store.keys import own_key
+from store.api_keys import own_key
 from tests.ports import free_ports
 from tests.tidegate.conftest import Site, until
-from tidegate.children import ROOT
+from tidegate.supervisor.children import ROOT
 
 pytestmark = pytest.mark.slow
 KEYS = ("example-web", "example-nightly", "example-operator")

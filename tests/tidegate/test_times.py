@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidegate.commands.times import clock, instant, term_s
+from tidegate.commands.durations import clock, instant, term_s
 
 
 @pytest.fixture(autouse=True)

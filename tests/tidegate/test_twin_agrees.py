@@ -11,17 +11,17 @@ from statistics import median
 import pytest
 import yaml
 
-from policy.engine_model import Timing
-from policy.profiles import profile
-from policy.scaling.choice import choose, make
-from policy.stepping import Request, Scheduler
-from serve.engine.sim.prefix import PrefixCache
-from sim.engine import Engine, Job, Kind
+from policy.engine.model import Timing
+from policy.engine.profiles import profile
+from policy.engine.scheduler import Request, Scheduler
+from policy.scaling.policies.registry import choose, make
+from serve.engine.sim.prefix_cache import PrefixCache
+from sim.twin.engine import Engine, Job, Kind
 from tests.ports import free_ports
 from tests.tidegate.conftest import Site
-from tidegate.calibrating.checking import check, recorded
-from tidegate.children import ROOT
+from tidegate.calibrate.twin_check import check, recorded
 from tidegate.document import load
+from tidegate.supervisor.children import ROOT
 
 pytestmark = pytest.mark.slow
 

@@ -15,13 +15,7 @@ from policy.errors import EngineFailed
 from policy.types import Runner
 from serve.engine.sim.chat import chat
 from serve.engine.sim.completions import completions, detokenize, tokenize
-from serve.engine.sim.http import (
-    ApiError,
-    answer,
-    on_api_error,
-    on_engine_failed,
-    on_http_exception,
-)
+from serve.engine.sim.http import ApiError, answer, on_api_error, on_engine_failed, on_http_exception
 from serve.engine.sim.messages import messages
 from serve.engine.sim.pooling import embeddings, rerank, score
 from serve.engine.sim.responses import responses

@@ -11,8 +11,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from serve.engine.sim.http import DONE, ApiError, EventStream, answer, event, read, whole
-from serve.engine.sim.loop import Generation
 from serve.engine.sim.service import Service, request_id
+from serve.engine.sim.step_loop import Generation
 from serve.engine.sim.text import Prompt, mix
 
 Positive = Annotated[int, Meta(ge=1)]

@@ -12,8 +12,8 @@ from starlette.responses import Response
 
 from serve.engine.sim.chat import Message, Sampling, logprob, template, usage
 from serve.engine.sim.http import DONE, ApiError, EventStream, answer, event, read, whole
-from serve.engine.sim.loop import Generation
 from serve.engine.sim.service import Service, request_id
+from serve.engine.sim.step_loop import Generation
 from serve.engine.sim.text import Prompt, token_bytes, token_id
 
 Id = Annotated[int, Meta(ge=0)]

@@ -11,17 +11,17 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from policy.engine_model import Timing
+from policy.engine.kv_memory import BLOCK
+from policy.engine.model import Timing
+from policy.engine.profiles import profile
+from policy.engine.step_samples import StepSample
 from policy.errors import AdapterRefused, EngineFailed
-from policy.kv_memory import BLOCK
-from policy.profiles import profile
-from policy.reports import StepSample
 from serve.engine.port import ASGIApp, EngineSpec, EngineStats
 from serve.engine.sim.app import build
-from serve.engine.sim.loop import StepLoop
 from serve.engine.sim.metrics import Metrics
-from serve.engine.sim.prefix import PrefixCache
+from serve.engine.sim.prefix_cache import PrefixCache
 from serve.engine.sim.service import Service
+from serve.engine.sim.step_loop import StepLoop
 
 Positive = Annotated[int, Meta(ge=1)]
 

@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from policy.errors import EngineFailed
 from serve.engine.port import Receive, Scope, Send
-from serve.engine.sim.loop import Aborted, Generation
+from serve.engine.sim.step_loop import Aborted, Generation
 
 T = TypeVar("T")
 

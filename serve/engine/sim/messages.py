@@ -12,8 +12,8 @@ from starlette.responses import Response
 
 from serve.engine.sim.chat import Message, template
 from serve.engine.sim.http import ApiError, EventStream, answer, event, read, whole
-from serve.engine.sim.loop import Generation
 from serve.engine.sim.service import Service, request_id
+from serve.engine.sim.step_loop import Generation
 
 
 class MessagesRequest(msgspec.Struct, frozen=True, kw_only=True):

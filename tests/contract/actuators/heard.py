@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from policy.plan import LayerKey
-from policy.types import Beat, Orders, Replica, ReplicaState
-from store.state import SECRET_HEADER
+from policy.scaling.rollout import LayerKey
+from policy.types import Replica, ReplicaState
+from policy.wire.heartbeat import Beat, Orders
+from store.state_dir import SECRET_HEADER
 
 
 @dataclass

@@ -10,18 +10,18 @@ from pathlib import Path
 import httpx
 import pytest
 
-from policy.config import Deployment
+from policy.config.deployment import Deployment
 from policy.errors import ActuatorFailed
-from policy.hardware import PARTING_S
-from policy.plan import LayerKey
+from policy.scaling.replacement import PARTING_S
+from policy.scaling.rollout import LayerKey
 from policy.types import ReplicaState
 from serve.actuator.local import LocalActuator
-from serve.actuator.memory import MemoryActuator, MemoryCluster
 from serve.actuator.port import Actuator
-from store.state import SECRET_HEADER, StateDir
+from store.state_dir import SECRET_HEADER, StateDir
 from tests.contract.actuators.heard import Heard, listening
 from tests.ports import free_ports
 from tests.ray_head import RayHead
+from tests.serve.memory_actuator import MemoryActuator, MemoryCluster
 from tests.serve.sim_documents import deployment
 
 KEY = LayerKey("m", "small", 1)

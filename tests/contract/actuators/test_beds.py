@@ -10,19 +10,20 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from policy.config import Deployment
+from policy.config.deployment import Deployment
+from policy.config.generation import digest
 from policy.errors import ActuatorFailed
-from policy.generation import digest
-from policy.plan import LayerKey
-from policy.types import Orders, Replica, ReplicaState
-from serve.actuator.beds import Beds
+from policy.scaling.rollout import LayerKey
+from policy.types import Replica, ReplicaState
+from policy.wire.heartbeat import Orders
+from serve.actuator.gpu_sharing import Beds
 from serve.actuator.local import LocalActuator
-from serve.actuator.memory import MemoryActuator, MemoryCluster
 from serve.actuator.port import Held
-from store.state import StateDir
+from store.state_dir import StateDir
 from tests.contract.actuators.heard import Heard, listening
 from tests.ports import free_ports
 from tests.ray_head import RayHead
+from tests.serve.memory_actuator import MemoryActuator, MemoryCluster
 from tests.serve.sim_documents import deployment, sim_model
 
 LARGE, SMALL = LayerKey("m", "large", 1), LayerKey("m", "small", 1)

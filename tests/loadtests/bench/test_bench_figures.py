@@ -7,8 +7,7 @@ from xml.etree import ElementTree
 import pytest
 
 from loadtests.bench.figures import Figure, quantile, slope
-from loadtests.bench.plot import bars
-from loadtests.bench.report import table
+from loadtests.bench.report import bars, table
 
 
 @pytest.mark.parametrize(

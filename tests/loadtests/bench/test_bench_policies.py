@@ -11,13 +11,13 @@ from functools import cache
 
 import pytest
 
-from loadtests.bench.affinity_policy import CASES, Outcome, run
-from loadtests.bench.packing import least_pairs
+from loadtests.bench.offline.event_loop import HOP_S, Case, arrivals, play
+from loadtests.bench.offline.main import CASES, Outcome, run
+from loadtests.bench.offline.policies import POLICIES, LeastLoaded, RoundRobin, Spilling
+from loadtests.bench.parts.routing import least_pairs
 from loadtests.bench.replica import Setting
-from loadtests.bench.rivals import POLICIES, LeastLoaded, RoundRobin, Spilling
-from loadtests.bench.virtual import HOP_S, Case, arrivals, play
 from policy.request import Request
-from policy.routing import Candidate
+from policy.routing.router import Candidate
 
 QUICK = Setting(chunks=2, gap_s=0.01, base_s=0.001, token_s=1e-5, lanes=1)
 

@@ -9,10 +9,20 @@ from random import Random
 import httptools
 import pytest
 
-from loadtests.bench.answers import ANSWER, BODY, CHUNK, END, HEAD, LAST, models, rendered, stream_body
+from loadtests.bench.parts.routing import seen
 from loadtests.bench.replica import Mark, Replica, Setting, read_mark
-from loadtests.bench.routing import seen
 from loadtests.bench.upstream import unchunked
+from loadtests.bench.upstream_answers import (
+    ANSWER,
+    BODY,
+    CHUNK,
+    END,
+    HEAD,
+    LAST,
+    models,
+    rendered,
+    stream_body,
+)
 from loadtests.bench.workload import Adapted, Prefixed, Sized, draws, even
 
 

@@ -15,9 +15,10 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from policy.control import Objective
-from policy.scaling.view import Capability, Policy, Supply, View
-from policy.signals import Demand, Quantiles, Rates, ReplicaFigures, Signals
+from policy.config.control import Objective
+from policy.engine.capacity import Capability
+from policy.scaling.view import Policy, Supply, View
+from policy.signals.types import Demand, Quantiles, Rates, ReplicaFigures, Signals
 
 MU = 4  # requests per second of one replica
 STAY_S = 6.0  # how long a request runs

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
+from policy.document.parse import parse
 from policy.errors import ConfigError
-from policy.parsing import parse
-from policy.scaling.choice import NAMES, choose, make
-from policy.scaling.panic_window import PanicWindow
-from policy.scaling.predictive import Predictive, PredictiveParameters
-from policy.scaling.static import Static
-from policy.scaling.target_tracking import Metric, TargetTracking, TargetTrackingParameters
-from policy.scaling.token_saturation import TokenSaturation
+from policy.scaling.policies.panic_window import PanicWindow
+from policy.scaling.policies.predictive import Predictive, PredictiveParameters
+from policy.scaling.policies.registry import NAMES, choose, make
+from policy.scaling.policies.static import Static
+from policy.scaling.policies.target_tracking import Metric, TargetTracking, TargetTrackingParameters
+from policy.scaling.policies.token_saturation import TokenSaturation
 from tests.policy.example_documents import EXTERNAL, GOOD, changed
 
 

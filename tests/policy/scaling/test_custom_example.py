@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import yaml
 
-from policy.scaling.choice import choose
+from policy.scaling.policies.registry import choose
 from policy.scaling.view import Policy
 from tests.policy.scaling.views import START, demand, proposals, view
 

@@ -11,10 +11,10 @@ from random import Random
 
 import pytest
 
-from policy.scaling.panic_window import PanicWindow, PanicWindowParameters
-from policy.scaling.predictive import Predictive, PredictiveParameters
-from policy.scaling.target_tracking import TargetTracking, TargetTrackingParameters
-from policy.scaling.token_saturation import TokenSaturation, TokenSaturationParameters
+from policy.scaling.policies.panic_window import PanicWindow, PanicWindowParameters
+from policy.scaling.policies.predictive import Predictive, PredictiveParameters
+from policy.scaling.policies.target_tracking import TargetTracking, TargetTrackingParameters
+from policy.scaling.policies.token_saturation import TokenSaturation, TokenSaturationParameters
 from policy.scaling.view import Policy
 from tests.policy.scaling.fluid import (
     MU,

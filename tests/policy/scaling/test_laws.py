@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policy.control import Objective
-from policy.scaling.choice import choose, make
-from policy.scaling.target_tracking import Metric
-from policy.scaling.view import Capability, Policy, Proposal, Supply, View
-from policy.signals import Demand, Quantiles, Rates, ReplicaFigures, Signals
+from policy.config.control import Objective
+from policy.engine.capacity import Capability
+from policy.scaling.policies.registry import choose, make
+from policy.scaling.policies.target_tracking import Metric
+from policy.scaling.view import Policy, Proposal, Supply, View
+from policy.signals.types import Demand, Quantiles, Rates, ReplicaFigures, Signals
 
 CHOICES: list[Any] = [
     "static",

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from policy.scaling.panic_window import PanicWindow, PanicWindowParameters
-from policy.signals import Demand, Rates
+from policy.scaling.policies.panic_window import PanicWindow, PanicWindowParameters
+from policy.signals.types import Demand, Rates
 from tests.policy.scaling.views import START, counts, demand, proposals, rates, view
 
 

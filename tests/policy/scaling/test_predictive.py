@@ -7,11 +7,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from policy.control import Objective
-from policy.scaling.predictive import Predictive, PredictiveParameters, capacity
-from policy.scaling.reluctance import EACH, SOON_S
-from policy.scaling.view import Capability, Proposal
-from policy.signals import Demand, Rates
+from policy.config.control import Objective
+from policy.engine.capacity import Capability
+from policy.scaling.policies.predictive import Predictive, PredictiveParameters, capacity
+from policy.scaling.policies.scale_down_damping import EACH, SOON_S
+from policy.scaling.view import Proposal
+from policy.signals.types import Demand, Rates
 from tests.policy.scaling.views import START, demand, late, proposals, replicas, view
 
 POLICY = Predictive(PredictiveParameters())

@@ -8,11 +8,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from policy.control import Objective
-from policy.scaling.predictive import Predictive, PredictiveParameters
-from policy.scaling.proof import LOST_S, WON_S, Proof, proved, sustained
-from policy.scaling.view import Capability, View
-from policy.signals import Shares
+from policy.config.control import Objective
+from policy.engine.capacity import Capability
+from policy.scaling.policies.observed_capacity import LOST_S, WON_S, Proof, proved, sustained
+from policy.scaling.policies.predictive import Predictive, PredictiveParameters
+from policy.scaling.view import View
+from policy.signals.types import Shares
 from tests.policy.scaling.views import demand, late, replicas, view
 
 # A model that is pessimistic of one alone: it keeps up with 8 and takes 4 within the objective.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from policy.scaling.static import Static, StaticParameters
+from policy.scaling.policies.static import Static, StaticParameters
 from tests.policy.scaling.views import demand, view
 
 

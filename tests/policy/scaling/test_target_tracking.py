@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from policy.control import Objective
-from policy.scaling.target_tracking import Metric, TargetTracking, TargetTrackingParameters
-from policy.signals import ReplicaFigures
+from policy.config.control import Objective
+from policy.scaling.policies.target_tracking import Metric, TargetTracking, TargetTrackingParameters
+from policy.signals.types import ReplicaFigures
 from tests.policy.scaling.views import counts, demand, late, replicas, view
 
 

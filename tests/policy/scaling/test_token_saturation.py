@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from policy.scaling.token_saturation import TokenSaturation, TokenSaturationParameters
-from policy.scaling.view import Capability
-from policy.signals import Demand, ReplicaFigures
+from policy.engine.capacity import Capability
+from policy.scaling.policies.token_saturation import TokenSaturation, TokenSaturationParameters
+from policy.signals.types import Demand, ReplicaFigures
 from tests.policy.scaling.views import demand, replicas, view
 
 POLICY = TokenSaturation(TokenSaturationParameters())

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from policy.control import Objective
-from policy.scaling.view import Capability, Policy, Proposal, Supply, View
-from policy.signals import Demand, Quantiles, Rates, ReplicaFigures, Signals
+from policy.config.control import Objective
+from policy.engine.capacity import Capability
+from policy.scaling.view import Policy, Proposal, Supply, View
+from policy.signals.types import Demand, Quantiles, Rates, ReplicaFigures, Signals
 
 START = 1_700_000_000.0
 

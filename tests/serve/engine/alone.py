@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import yaml
 
-from policy.parsing import parse
-from serve import cores
-from serve.host import HostSpec, ReplicaHost
-from serve.versions import installed
-from serve.weights import Weights
-from store.models import Origin, prepare
-from store.state import StateDir
+from policy.document.parse import parse
+from serve.host import cores
+from serve.host.host import HostSpec, ReplicaHost
+from serve.host.versions import installed
+from serve.host.weights import Weights
+from store.models.prepare import Origin, prepare
+from store.state_dir import StateDir
 from tests.e2e.stack import ROOT
 
 WITHIN_S = 900.0

@@ -8,10 +8,10 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from policy.engine_model import Limits, Timing
+from policy.engine.model import Limits, Timing
 from policy.errors import AdapterRefused
-from policy.types import Wanted
-from serve.engine.adapters import Adapters
+from policy.wire.heartbeat import Wanted
+from serve.engine.adapters.loader import Adapters
 from serve.engine.port import EngineStats
 
 

@@ -8,10 +8,10 @@ import random
 import pytest
 
 from policy.errors import AdapterRefused, EngineFailed
-from policy.types import Use
-from serve.engine import adapters as rooms
-from serve.engine.failures import FIRST_S
-from serve.engine.slots import HALF_LIFE_S, PATIENCE_S
+from policy.wire.heartbeat import Use
+from serve.engine.adapters import loader as rooms
+from serve.engine.adapters.load_failures import FIRST_S
+from serve.engine.adapters.slots import HALF_LIFE_S, PATIENCE_S
 from tests.serve.engine.fakes import digest, quiet, replica, served, until, wanted
 
 

@@ -13,12 +13,13 @@ from typing import Any
 import httpx
 import pytest
 
-from policy.catalog import served_name
-from policy.types import Orders, ReplicaState, Use, Wanted
-from serve import cores
-from serve.host import HostSpec, ReplicaHost
-from serve.versions import installed
-from store.state import SECRET_HEADER, StateDir
+from policy.types import ReplicaState
+from policy.wire.catalog import served_name
+from policy.wire.heartbeat import Orders, Use, Wanted
+from serve.host import cores
+from serve.host.host import HostSpec, ReplicaHost
+from serve.host.versions import installed
+from store.state_dir import SECRET_HEADER, StateDir
 from tests.serve.engine.blobs import stored
 from tests.serve.sim_documents import deployment, sim_model
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from policy.errors import AdapterRefused
-from serve.engine.failures import FIRST_S, LONGEST_S, MAX_KEPT, Failures
+from serve.engine.adapters.load_failures import FIRST_S, LONGEST_S, MAX_KEPT, Failures
 
 WRONG = AdapterRefused("rank", "the rank is 64")
 

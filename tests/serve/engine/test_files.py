@@ -12,9 +12,9 @@ from threading import Event, Thread
 import pytest
 
 from policy.errors import AdapterRefused
-from serve.engine.files import PULLS, Files
+from serve.engine.adapters.files import PULLS, Files
 from store.blobs import Blobs
-from store.state import SECRET_HEADER
+from store.state_dir import SECRET_HEADER
 from tests.serve.engine.blobs import stored
 
 MAX_BYTES = 1 << 20

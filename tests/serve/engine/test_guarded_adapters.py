@@ -14,7 +14,7 @@ from policy.errors import EngineFailed
 from policy.types import ReplicaState
 from serve.engine.guard import ADAPTER_HEADER, PREFILL_HEADER, REFUSAL_HEADER, Guard
 from serve.engine.port import Message, Receive, Scope, Send
-from store.state import SECRET_HEADER
+from store.state_dir import SECRET_HEADER
 from tests.serve.engine.fakes import Replica, digest, quiet, replica, served, until
 
 

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from policy.types import EngineKind
-from serve.engine.hardware import hardware
+from serve.engine.machine import hardware
 from serve.engine.port import EngineSpec
 from tests.serve.sim_driver import spec
 

@@ -9,9 +9,9 @@ import pytest
 
 from policy.errors import EngineFailed
 from policy.types import ReplicaState
-from serve.engine.adapters import Adapters
+from serve.engine.adapters.loader import Adapters
 from serve.engine.guard import CANARY_HEADER, Guard
-from serve.engine.rest import Rest
+from serve.engine.sleep import Rest
 from tests.serve.engine.fakes import FakeFiles, wanted
 from tests.serve.test_guard import CHAT, SECRET, Held, Request, in_flight
 

@@ -7,13 +7,15 @@ import asyncio
 import msgspec
 import pytest
 
-from policy.engine_model import EngineModel, Limits
-from policy.reports import EngineReport, StepSample
-from policy.types import Beat, Load, Replica, ReplicaState
-from serve.engine.sim.loop import Generation, StepLoop
+from policy.engine.model import EngineModel, Limits
+from policy.engine.step_samples import StepSample
+from policy.types import Load, Replica, ReplicaState
+from policy.wire.heartbeat import Beat
+from policy.wire.reports import EngineReport
 from serve.engine.sim.metrics import Metrics
+from serve.engine.sim.step_loop import Generation, StepLoop
 from serve.engine.sim.text import Output, Prompt
-from serve.engine.steps import MOST, Steps, together
+from serve.engine.step_stats import MOST, Steps, together
 
 
 def test_a_step_lasts_from_the_end_of_the_one_before() -> None:

@@ -18,11 +18,11 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from policy.catalog import served_name
-from policy.types import Wanted
-from serve.host import ReplicaHost
+from policy.wire.catalog import served_name
+from policy.wire.heartbeat import Wanted
+from serve.host.host import ReplicaHost
 from store.blobs import Blobs
-from store.state import SECRET_HEADER
+from store.state_dir import SECRET_HEADER
 from tests.serve.engine.alone import WITHIN_S, running
 from tests.serve.engine.blobs import publish
 from tests.serve.engine.smollm2 import adapter, bad_adapters

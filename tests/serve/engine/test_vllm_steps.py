@@ -9,12 +9,13 @@ from statistics import median
 import httpx
 import pytest
 
-from policy.calibration import Calibration
-from policy.pace import GENERIC
-from policy.reports import EngineReport, StepSample
+from policy.engine.calibration import Calibration
+from policy.engine.step_samples import StepSample
+from policy.engine.step_table import GENERIC
 from policy.types import StartPath
-from serve.host import ReplicaHost
-from store.state import SECRET_HEADER
+from policy.wire.reports import EngineReport
+from serve.host.host import ReplicaHost
+from store.state_dir import SECRET_HEADER
 from tests.serve.engine.alone import WITHIN_S, running
 
 pytest.importorskip("vllm", reason="vLLM is not installed")

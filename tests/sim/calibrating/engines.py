@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from policy.engine_model import EngineModel, Limits
-from policy.reports import StepSample
-from policy.stepping import Request, Scheduler
-from sim.calibrating.closed_loop import closed_loop
-from sim.calibrating.fitted import Seen
-from sim.calibrating.points import Point
+from policy.engine.model import EngineModel, Limits
+from policy.engine.scheduler import Request, Scheduler
+from policy.engine.step_samples import StepSample
+from sim.calibration.closed_loop import closed_loop
+from sim.calibration.fit import Seen
+from sim.calibration.load_points import Point
 
 
 def steps(model: EngineModel, limits: Limits, point: Point, seconds: float) -> list[StepSample]:

@@ -7,12 +7,12 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from policy.engine_model import EngineModel, Limits
+from policy.engine.model import EngineModel, Limits
+from policy.engine.profiles import profile
+from policy.engine.step_samples import StepSample
 from policy.errors import PreconditionFailed
-from policy.profiles import profile
-from policy.reports import StepSample
-from sim.calibrating.fitted import Fitted, Seen, fitted, guessed
-from sim.calibrating.points import planned
+from sim.calibration.fit import Fitted, Seen, fitted, guessed
+from sim.calibration.load_points import planned
 from tests.sim.calibrating.engines import seen
 
 LOADS = [(1, 100, 1), (8, 2000, 8), (24, 5000, 24), (128, 3000, 4)]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from policy.engine_model import Limits, Slo
-from policy.profiles import PROFILES, profile
-from sim.calibrating.points import POINTS, Planned, Point, planned, shared
+from policy.engine.model import Limits, Slo
+from policy.engine.profiles import PROFILES, profile
+from sim.calibration.load_points import POINTS, Planned, Point, planned, shared
 
 
 def points(

@@ -7,8 +7,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from sim.calibrating.plot import curves
-from sim.calibrating.quantiles import compare
+from sim.calibration.chart import curves
+from sim.calibration.quantiles import compare
 
 LIVE = {"ttft": [float(i) for i in range(101)], "itl": [math.nan, 0.02]}
 

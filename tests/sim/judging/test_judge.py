@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from policy.types import StartPath
-from sim.judging.judge import WINDOW_S, Stretch, score
-from sim.record import HOUR_S, Outcome, Record, Span
+from sim.results.score import WINDOW_S, Stretch, score
+from sim.twin.record import HOUR_S, Outcome, Record, Span
 from tests.sim.records import NAN, decision, requests
 
 

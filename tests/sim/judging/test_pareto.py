@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sim.judging.pareto import Point, averaged, dominates, front, hours_at, ratios
+from sim.results.pareto import Point, averaged, dominates, front, hours_at, ratios
 
 # Rounded, so that points tie.
 POINTS = st.lists(

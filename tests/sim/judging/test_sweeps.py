@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from policy.scaling.choice import NAMES, choose
-from policy.scaling.predictive import PredictiveParameters
-from sim.judging.sweeps import LADDERS, Full, ladder
+from policy.scaling.policies.predictive import PredictiveParameters
+from policy.scaling.policies.registry import NAMES, choose
+from sim.results.sweeps import LADDERS, Full, ladder
 
 FULL = Full(at_once=20.0, kv_used=0.4, least=4, most=16)
 

@@ -7,14 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from policy.engine.capacity import Capability
 from policy.errors import TargetError
-from policy.scaling.view import Capability, Supply, View
-from policy.signals import Signals
+from policy.scaling.view import Supply, View
+from policy.signals.types import Signals
 from sim.oracle.clairvoyant import Clairvoyant, clairvoyant
-from sim.oracle.drops import needed
-from sim.oracle.layers import Plan, dropped, layered
+from sim.oracle.dropped_demand import needed
+from sim.oracle.integer_plan import Plan, dropped, layered
+from sim.oracle.linear_program import lower_bound
 from sim.oracle.problem import Problem
-from sim.oracle.relaxation import lower_bound
 from tests.sim.oracle.loads import ATTAINED, LEADS, LOADS, cheapest, problem
 
 NEEDS = st.lists(st.integers(0, 4), min_size=1, max_size=12)

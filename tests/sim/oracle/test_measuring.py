@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sim.oracle.measuring import rate_attaining
+from sim.oracle.replica_capacity import rate_attaining
 
 
 @pytest.mark.slow

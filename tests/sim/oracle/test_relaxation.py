@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from policy.errors import TargetError
 from sim.oracle.clairvoyant import clairvoyant
-from sim.oracle.relaxation import lower_bound
+from sim.oracle.linear_program import lower_bound
 from tests.sim.oracle.loads import ATTAINED, LEADS, LOADS, cheapest, problem
 
 SLACK = 1e-6

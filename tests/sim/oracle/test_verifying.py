@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from sim.oracle.clairvoyant import clairvoyant
-from sim.oracle.layers import Plan
+from sim.oracle.integer_plan import Plan
 from sim.oracle.problem import Problem
-from sim.oracle.verifying import PRECISION, verified
+from sim.oracle.verify import PRECISION, verified
 
 ASKED = Problem(
     demand=np.random.default_rng(2).poisson(100.0, 200).astype(np.float64), bin_s=5.0, mu=2.0, attainment=0.98

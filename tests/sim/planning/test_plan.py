@@ -9,20 +9,20 @@ from typing import Any
 import msgspec
 import pytest
 
-from policy.config import Deployment, Price
-from policy.engine_model import Workload
+from policy.config.deployment import Deployment, Price
+from policy.document.parse import parse
+from policy.engine.model import Workload
+from policy.engine.power import draw_of
+from policy.engine.profiles import shipped
 from policy.errors import ConfigError
-from policy.parsing import parse
-from policy.power import draw_of
-from policy.rungs import shipped
+from sim.arrival import Arrival
 from sim.planning.candidates import Basis, Candidate, candidates
 from sim.planning.demand import Arrivals, demand_of, described
-from sim.planning.figures import Ask
 from sim.planning.plan import fewest_of, plan
+from sim.planning.result import Ask
 from sim.planning.trial import Trials
-from sim.trace import Arrival
-from sim.traces.opening import open_trace
-from sim.workloads import scaled, sliced
+from sim.workload.traces.open import open_trace
+from sim.workload.transforms import scaled, sliced
 from tests.policy.test_model_file import content
 from tests.policy.test_model_file import spec as calibrated
 

@@ -9,13 +9,13 @@ from xml.etree import ElementTree
 
 import pytest
 
-from policy.control import Objective
-from sim.bounds import Bounds
-from sim.record import Record
-from sim.report.page import page
-from sim.report.picture import pictures
-from sim.study import Run, Study
-from sim.summary import summarise
+from policy.config.control import Objective
+from sim.charts.page import page
+from sim.oracle.bounds import Bounds
+from sim.results.comparison import Run, Study
+from sim.results.series import pictures
+from sim.results.summary import summarise
+from sim.twin.record import Record
 from tests.sim.records import record, requests
 
 BOUNDS = Bounds(lower_gpu_hours=0.8, achievable_gpu_hours=0.9)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from sim.record import Record
-from sim.report.picture import LATENCY_WINDOWS, MARKS, TOLD, WINDOWS, clock, decided, pictures
+from sim.results.series import LATENCY_WINDOWS, MARKS, TOLD, WINDOWS, clock, decided, pictures
+from sim.twin.record import Record
 from tests.sim.records import NAN, STEP, decision, moment, record, requests
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sim.report.scale import linear, logarithmic, rounded, times
+from sim.charts.axis import linear, logarithmic, rounded, times
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from policy.errors import ConfigError, TraceError
-from sim.trace import BLOCK_TOKENS, Arrival
-from sim.traces.lines import MAX_LINE_BYTES
-from sim.traces.opening import notes, open_trace, opened
+from sim.arrival import BLOCK_TOKENS, Arrival
+from sim.workload.traces.open import notes, open_trace, opened
+from sim.workload.traces.reader import MAX_LINE_BYTES
 
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
 BURST = "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 
 from store.adapters import CONFIG, WEIGHTS
-from store.adapters.admission import Limits
-from store.adapters.base import Base
-from store.adapters.intake import Terms
+from store.adapters.base_model import Base
+from store.adapters.import_adapter import Terms
+from store.adapters.validate import Limits
 
 RANK, HIDDEN, OUT = 4, 16, 24
 LIMITS = Limits(max_rank=8, max_bytes=2_000_000)

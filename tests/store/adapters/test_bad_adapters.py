@@ -17,8 +17,8 @@ import pytest
 
 from policy.errors import AdapterRefused
 from store.adapters import CONFIG, WEIGHTS
-from store.adapters.archives import unpack
-from store.adapters.intake import take
+from store.adapters.archive import unpack
+from store.adapters.import_adapter import take
 from store.blobs import Blobs
 from tests.store.adapters.making import (
     HIDDEN,

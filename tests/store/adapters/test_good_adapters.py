@@ -12,11 +12,11 @@ import pytest
 
 from policy.errors import AdapterRefused
 from store.adapters import CONFIG, FILES, WEIGHTS
-from store.adapters.admission import Facts, admit
-from store.adapters.base import Base
-from store.adapters.intake import Terms, take
+from store.adapters.base_model import Base
+from store.adapters.import_adapter import Terms, take
+from store.adapters.validate import Facts, admit
 from store.blobs import Blobs
-from store.preparation import Progress
+from store.progress import Progress
 from tests.store.adapters.making import (
     BASE,
     CONFIGURATION,

@@ -15,9 +15,9 @@ from typing import NoReturn
 import pytest
 
 from policy.errors import AdapterUnknown
-from store.adapters.admission import Facts
-from store.adapters.intake import take
-from store.adapters.registry import Registry
+from store.adapters.import_adapter import take
+from store.adapters.names import Registry
+from store.adapters.validate import Facts
 from store.blobs import Blobs
 from tests.store.adapters.making import TERMS, files, write, zipped
 

@@ -14,11 +14,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sqlalchemy import delete, insert
 
-from policy.catalog import Alias
 from policy.errors import AdapterRefused, AdapterUnknown, TargetError
-from store.adapters.admission import Facts
-from store.adapters.records import counters
-from store.adapters.registry import DOCUMENT, KEPT_VERSIONS, Candidate, Registry
+from policy.wire.catalog import Alias
+from store.adapters.names import DOCUMENT, KEPT_VERSIONS, Candidate, Registry
+from store.adapters.rows import counters
+from store.adapters.validate import Facts
 from store.database import Database, metadata
 
 FACTS = Facts(rank=8, size=1000)

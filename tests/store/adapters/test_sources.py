@@ -19,12 +19,13 @@ import pytest
 from huggingface_hub.errors import RepositoryNotFoundError
 
 from policy.errors import AdapterRefused
-from store.adapters import CONFIG, FILES, WEIGHTS, download
-from store.adapters.errand import Errand, shown
-from store.adapters.intake import take
-from store.adapters.sources import fetch
+from store.adapters import CONFIG, FILES, WEIGHTS
+from store.adapters import from_web as download
+from store.adapters.fetch import fetch
+from store.adapters.fetch_job import Errand, shown
+from store.adapters.import_adapter import take
 from store.blobs import Blobs
-from store.preparation import Progress
+from store.progress import Progress
 from tests.store.adapters.making import LIMITS, TERMS, files, tarred, write, zipped
 
 ARCHIVE = zipped(files())

@@ -6,13 +6,14 @@ from typing import Any, cast
 
 import pytest
 
+from policy.engine.profiles import profile
 from policy.errors import PreconditionFailed, TargetError
-from policy.profiles import profile
 from policy.types import Fleet, Load, Replica, ReplicaState
-from serve.client import ControllerClient, ControllerStatus, ModelStatus
+from serve.controller.client import ControllerClient
+from serve.controller_api import ControllerStatus, ModelStatus
 from tests.policy.test_model_file import content
 from tests.serve.sim_documents import deployment, sim_model
-from tidegate.calibrating.calibration import Serving, serving
+from tidegate.calibrate.calibration import Serving, serving
 
 
 class FakeController:

@@ -8,16 +8,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from policy.config import Deployment
+from policy.config.deployment import Deployment
 from policy.errors import ConfigError, TraceError
-from policy.scaling.static import Static, StaticParameters
-from sim.record import Requests
-from sim.trace import Arrival
-from sim.twin import simulate
+from policy.scaling.policies.static import Static, StaticParameters
+from sim.arrival import Arrival
+from sim.twin.record import Requests
+from sim.twin.run import simulate
 from tests.policy.test_model_file import content
 from tests.serve.sim_documents import deployment, sim_model
-from tidegate.calibrating.checking import calibrated, check, recorded
-from tidegate.replaying.rows import ReplayRow
+from tidegate.calibrate.twin_check import calibrated, check, recorded
+from tidegate.replay.results import ReplayRow
 
 TRACE = [Arrival(at=0.11 * i, input_tokens=30 + 17 * (i % 9), output_tokens=3 + i % 7) for i in range(80)]
 POLICIES = {"m": Static(StaticParameters())}

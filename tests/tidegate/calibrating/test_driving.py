@@ -10,12 +10,12 @@ from contextlib import asynccontextmanager
 import pytest
 
 from policy.errors import PreconditionFailed
-from sim.calibrating.points import Point
-from tidegate.calibrating import driving
-from tidegate.calibrating.driving import Driver
-from tidegate.replaying.asking import Asking
-from tidegate.replaying.prompts import Prompts
-from tidegate.replaying.wire import Pool
+from sim.calibration.load_points import Point
+from tidegate.calibrate import closed_loop as driving
+from tidegate.calibrate.closed_loop import Driver
+from tidegate.replay.http_client import Pool
+from tidegate.replay.prompts import Prompts
+from tidegate.replay.request_format import Asking
 
 EVENTS = (
     b'data: {"choices": [{"finish_reason": null}]}\n\n'

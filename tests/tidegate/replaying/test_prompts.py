@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serve.engine.sim.text import tokenize
-from sim.trace import BLOCK_TOKENS, Arrival
-from tidegate.replaying.prompts import Fit, Prompts
+from sim.arrival import BLOCK_TOKENS, Arrival
+from tidegate.replay.prompts import Fit, Prompts
 
 PROMPTS = Prompts(1)
 

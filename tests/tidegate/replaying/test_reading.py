@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tidegate.replaying.reading import Reading
+from tidegate.replay.stream_reader import Reading
 
 
 def event(finish: str | None = None, **more: Any) -> bytes:

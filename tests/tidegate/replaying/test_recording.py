@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sim.traces.opening import open_trace
-from tidegate.replaying.recording import CaptureRefused, Spool, in_order
+from sim.workload.traces.open import open_trace
+from tidegate.replay.capture_file import CaptureRefused, Spool, in_order
 
 HEADER = b'{"tidegate":"capture","version":1,"block_tokens":512}\n'
 

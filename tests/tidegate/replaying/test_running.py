@@ -11,16 +11,16 @@ import msgspec
 import pytest
 
 from policy.errors import Unreachable
-from sim.trace import Arrival
+from sim.arrival import Arrival
 from tests.tidegate.replaying.endpoint import Endpoint
-from tidegate.replaying.asking import Asking
-from tidegate.replaying.player import Player
-from tidegate.replaying.probe import EndpointRefused
-from tidegate.replaying.prompts import Prompts
-from tidegate.replaying.rows import ReplayRow
-from tidegate.replaying.running import Endpoint as Target
-from tidegate.replaying.running import Played, replay
-from tidegate.replaying.wire import Pool
+from tidegate.replay.endpoint_check import EndpointRefused
+from tidegate.replay.http_client import Pool
+from tidegate.replay.player import Player
+from tidegate.replay.prompts import Prompts
+from tidegate.replay.request_format import Asking
+from tidegate.replay.results import ReplayRow
+from tidegate.replay.run import Endpoint as Target
+from tidegate.replay.run import Played, replay
 
 PROBES = 2
 

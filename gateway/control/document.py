@@ -1,0 +1,47 @@
+"""The deployment document in the state directory, read again when it changes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from gateway.telemetry.log import Log
+from policy.config.deployment import Deployment
+from policy.document.parse import parse
+from policy.errors import ConfigError
+from store.state_dir import StateDir
+
+LOOK_EVERY_S = 0.5
+
+
+class Document:
+    """What is deployed. A document that cannot be read leaves the last good one in force."""
+
+    def __init__(self, state: StateDir, log: Log) -> None:
+        self._path = state.deployment_path
+        self._log = log
+        self._mtime_ns = self._path.stat().st_mtime_ns
+        self.deployment = self._read()
+
+    async def follow(self, on_change: Callable[[Deployment], None]) -> None:
+        """Call ``on_change`` with each new document, until cancelled."""
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            try:
+                mtime_ns = self._path.stat().st_mtime_ns
+                if mtime_ns == self._mtime_ns:
+                    continue
+                self._mtime_ns = mtime_ns
+                self.deployment = self._read()
+            except (OSError, ConfigError, ValueError) as error:
+                self._log.error("document_refused", error=type(error).__name__)
+                continue
+            self._log.info("document_read")
+            on_change(self.deployment)
+
+    def _read(self) -> Deployment:
+        raw: Any = msgspec.json.decode(self._path.read_bytes())
+        return parse(raw)

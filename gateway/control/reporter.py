@@ -1,0 +1,211 @@
+"""What this worker counted of each model, told to the controller.
+
+Once a second, and at once when a request comes for a model that has no replica: it waits until one has
+started. All are totals, so what a controller that was away did not hear it hears the next time.
+
+A message to the controller over a connection of our own, which is kept for the next."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+from collections.abc import Awaitable, Callable
+
+import msgspec
+
+from gateway.http.client import Connection, Pool
+from gateway.queue.admission import Admission
+from gateway.telemetry.log import Log
+from gateway.telemetry.metrics import Metrics
+from policy.config.deployment import Deployment
+from policy.types import EngineKind
+from policy.wire.reports import GatewayReport, ModelReport
+from store.state_dir import SECRET_HEADER
+
+EVERY_S = 1.0
+
+# Requests that come together wake a model by one report.
+COALESCE_S = 0.05
+
+Send = Callable[[bytes], Awaitable[None]]
+
+
+class Reporter:
+    """One worker's. ``send`` posts a report, whatever becomes of it."""
+
+    def __init__(
+        self,
+        metrics: Metrics,
+        admission: Admission,
+        deployment: Callable[[], Deployment],
+        send: Send,
+    ) -> None:
+        self._metrics = metrics
+        self._admission = admission
+        self._deployment = deployment
+        self._send = send
+        self._clock = asyncio.get_running_loop().time
+        self._worker = f"{os.getpid()}-{secrets.token_hex(8)}"
+        self._began = self._clock()
+        self._number = 0
+        self._left = False
+        self._woken: set[str] = set()
+        self._wake = asyncio.Event()
+        admission.on_asleep = self.wake
+
+    def wake(self, model: str) -> None:
+        """Somebody asks for a model that has no replica; once between two reports is enough."""
+        if model not in self._woken:
+            self._woken.add(model)
+            self._wake.set()
+
+    async def run(self) -> None:
+        """Tell until cancelled."""
+        due = self._clock()
+        while True:
+            self._woken.clear()
+            self._wake.clear()
+            await self._tell()
+            due = max(due + EVERY_S, self._clock())
+            while await self._woken_before(due):
+                await asyncio.sleep(COALESCE_S)
+                await self._tell()
+
+    async def leave(self) -> None:
+        """Tell the last, and nothing after it."""
+        await self._tell(last=True)
+
+    def report(self, *, last: bool = False) -> GatewayReport:
+        """All that was counted until now."""
+        self._number += 1
+        deployment = self._deployment()
+        return GatewayReport(
+            worker=self._worker,
+            number=self._number,
+            since_s=self._clock() - self._began,
+            models={
+                spec.name: self._model(spec.name)
+                for spec in deployment.models
+                if spec.engine is not EngineKind.EXTERNAL
+            },
+            last=last,
+        )
+
+    async def _tell(self, *, last: bool = False) -> None:
+        if not self._left:
+            self._left = last
+            await self._send(msgspec.json.encode(self.report(last=last)))
+
+    async def _woken_before(self, due: float) -> bool:
+        try:
+            async with asyncio.timeout_at(due):
+                await self._wake.wait()
+        except TimeoutError:
+            return False
+        self._wake.clear()
+        return True
+
+    def _model(self, name: str) -> ModelReport:
+        meter = self._metrics.model(name)
+        return meter.totals.report(
+            in_flight=meter.in_flight,
+            queued=sum(self._metrics.queues.model(name).depth.values()),
+            oldest_s=self._admission.waited_s(name),
+        )
+
+
+# An answer that takes longer is no longer waited for.
+PATIENCE_S = 2.0
+
+
+class Post:
+    """Messages to one path of the controller; ``address`` says where it is.
+
+    One that does not come through is lost, and said in the log once until one does.
+    """
+
+    def __init__(self, address: Callable[[], str], path: str, secret: str, log: Log) -> None:
+        self._address = address
+        self._path = path
+        self._secret = secret
+        self._log = log
+        self._pool: Pool | None = None
+        self._url = ""
+        self._lost = False
+
+    async def send(self, body: bytes) -> None:
+        """Send ``body``, and wait until it was taken or is lost."""
+        status = 0
+        try:
+            async with asyncio.timeout(PATIENCE_S):
+                status = await self._exchange(body)
+        except OSError:  # TimeoutError is one
+            pass
+        lost = status != 200
+        if lost and not self._lost:
+            self._log.warning("report_lost", path=self._path, status=status)
+        self._lost = lost
+
+    def close(self) -> None:
+        """Keep no connection."""
+        if self._pool is not None:
+            self._pool.close()
+
+    async def _exchange(self, body: bytes) -> int:
+        """The status of the answer, 0 if there is none; a kept connection may turn out dead, once."""
+        pool = self._reach()
+        head = (
+            f"POST {self._path} HTTP/1.1\r\nhost: {pool.host_header.decode()}\r\n"
+            f"{SECRET_HEADER}: {self._secret}\r\ncontent-type: application/json\r\n"
+            f"content-length: {len(body)}\r\n\r\n"
+        ).encode()
+        kept = pool.take()
+        if kept is not None and (status := await _Answer(kept).to(head, body)):
+            return status
+        return await _Answer(await pool.connect()).to(head, body)
+
+    def _reach(self) -> Pool:
+        """Connections to where the controller is now."""
+        url = f"http://{self._address()}"
+        if self._pool is None or url != self._url:
+            self.close()
+            self._pool, self._url = Pool(url, PATIENCE_S, max_idle=1), url
+        return self._pool
+
+
+class _Answer:
+    """The sink of one exchange."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._status = 0
+        self._ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+
+    async def to(self, head: bytes, body: bytes) -> int:
+        """The status of the answer to this request, 0 where the connection died."""
+        try:
+            self._connection.send(self, head, body)
+            return await self._ended
+        except asyncio.CancelledError:
+            self._connection.abort(self)
+            raise
+
+    # the connection's sink
+
+    def on_head(self, status: int, headers: dict[bytes, bytes]) -> None:
+        self._status = status
+
+    def on_data(self, data: bytes, *, complete: bool) -> None:
+        if complete:
+            self._end(self._status)
+
+    def on_chunk(self, data: bytes, framed: bytes) -> None:
+        """What it says besides does not matter."""
+
+    def on_lost(self, *, begun: bool) -> None:
+        self._end(0)
+
+    def _end(self, status: int) -> None:
+        if not self._ended.done():
+            self._ended.set_result(status)

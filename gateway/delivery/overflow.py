@@ -1,0 +1,178 @@
+"""What the fleet cannot serve in time goes to an endpoint that others run, while the money lasts."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+
+from gateway.call import Call
+from gateway.delivery.attempts import tail_of
+from gateway.delivery.overflow_endpoint import Endpoint
+from gateway.delivery.relay import Relay, Verdict
+from gateway.protocol.body import Body
+from gateway.protocol.errors import NO_ROOM, Refused
+from gateway.routing.fleet import Served
+from gateway.telemetry.log import Log
+from gateway.telemetry.metrics import Metrics
+from policy.config.deployment import Deployment
+from policy.errors import Refusal
+from policy.request import Request
+from policy.routing.outlier_ejection import Sign
+
+_SIGNS = {
+    Verdict.SERVED: Sign.GOOD,
+    Verdict.REJECTED: Sign.NOTHING,
+    Verdict.REFUSED: Sign.NOTHING,
+}
+# It may have been at work for us when we heard the last of it, and bill it.
+_MAY_BE_BILLED = frozenset({Verdict.SERVED, Verdict.BROKEN, Verdict.LOST, Verdict.SILENT})
+
+
+class Overflow:
+    """The upstreams of one worker, in the order of the document."""
+
+    def __init__(self, metrics: Metrics, log: Log, rng: random.Random) -> None:
+        self._metrics = metrics
+        self._log = log
+        self._rng = rng
+        self._endpoints: list[Endpoint] = []
+        self._models: frozenset[str] = frozenset()
+        self._backed: frozenset[str] = frozenset()
+        self._starts_s: dict[str, float] = {}
+        self._clock = asyncio.get_running_loop().time
+
+    def read(self, deployment: Deployment) -> None:
+        """Take the document's upstreams; what one of them has cost this hour stays counted."""
+        known = {endpoint.upstream.name: endpoint for endpoint in self._endpoints}
+        endpoints = []
+        for upstream in deployment.upstreams:
+            endpoint = known.pop(upstream.name, None)
+            if endpoint is None or endpoint.upstream.url != upstream.url:
+                moved = endpoint
+                endpoint = Endpoint(upstream, deployment, self._log)
+                if moved is not None:
+                    endpoint.purse = moved.purse
+                    moved.pool.close()
+            endpoint.read(upstream, deployment)
+            endpoints.append(endpoint)
+        for gone in known.values():
+            gone.pool.close()
+        self._endpoints = endpoints
+        self._models = frozenset(name for upstream in deployment.upstreams for name in upstream.models)
+        self._backed = frozenset(name.partition(":")[0] for name in self._models)
+        self._starts_s = {spec.name: spec.control.assumed_start_s for spec in deployment.models}
+
+    def backs(self, request: Request) -> bool:
+        """Whether an upstream may serve it, or an adapter on its model, instead of the fleet."""
+        return request.model in self._backed
+
+    def name_of(self, request: Request, body: Body) -> str:
+        """The name by which upstreams may list it, and serve it instead of the fleet; empty if none does.
+
+        An adapter is listed as ``BASE:NAME``, and a version that a client pinned is nobody's but ours.
+        """
+        name = request.model
+        if request.adapter:
+            if "@" in body.model:
+                return ""
+            name = f"{name}:{request.adapter.partition('@')[0]}"
+        return name if name in self._models else ""
+
+    async def around(
+        self,
+        fleet: Callable[[], Awaitable[None]],
+        call: Call,
+        served: Served,
+        request: Request,
+        *,
+        body: Body,
+        raw: bytes,
+    ) -> None:
+        """Have ``fleet`` serve the call, or an upstream where the fleet cannot before its deadline.
+
+        That is so where admission refuses it before then, and where no replica takes requests and the
+        next is not expected before then. Raises the fleet's own refusal when no upstream serves it
+        either: what is wrong with an upstream is no matter of the client's.
+        """
+        name = self.name_of(request, body)
+        if not name:
+            await fleet()
+            return
+        if self._too_late(served, request) and await self._serve(call, request, name, body, raw):
+            return
+        try:
+            await fleet()
+        except Refused as refused:
+            in_time = self._clock() < request.deadline
+            if refused.reason not in NO_ROOM or call.started or not in_time:
+                raise
+            if not await self._serve(call, request, name, body, raw):
+                raise
+
+    def _too_late(self, served: Served, request: Request) -> bool:
+        if any(link.admissible for link in served.links):
+            return False
+        start_s = self._starts_s.get(served.name, 0.0) if served.start_s is None else served.start_s
+        return self._clock() + start_s >= request.deadline
+
+    async def _serve(self, call: Call, request: Request, name: str, body: Body, raw: bytes) -> bool:
+        """Whether an upstream that lists ``name`` answered, or began to."""
+        before = call.replica
+        for endpoint in self._endpoints:
+            if not endpoint.serves(call.route, name) or not endpoint.has_key:
+                continue
+            hold = endpoint.hold(request, call.route, body, self._clock())
+            if hold is None:
+                self._metrics.overflow.labels(request.model, endpoint.upstream.name, "cost_cap").inc()
+                continue
+            if not endpoint.open(self._clock()):
+                endpoint.purse.settle(hold, 0.0, self._clock())
+                continue
+            verdict, sign = None, Sign.NOTHING  # of who leaves, and may have to be paid for
+            try:
+                verdict, sign = await self._attempt(endpoint, call, name, body, raw)
+            finally:
+                billed = verdict is None or verdict in _MAY_BE_BILLED
+                bill = endpoint.bill(hold, call.usage) if billed else 0.0
+                endpoint.purse.settle(hold, bill, self._clock())
+                endpoint.note(sign, self._clock(), self._rng.random())
+                outcome = verdict or "cancelled"
+                self._metrics.overflow.labels(request.model, endpoint.upstream.name, outcome).inc()
+                self._metrics.overflow_cost.labels(endpoint.upstream.name).inc(bill)
+            if verdict is Verdict.SERVED:
+                call.outcome = "ok"
+                return True
+            if verdict is Verdict.BROKEN:
+                call.outcome = Refusal.STREAM_BROKEN
+                return True
+        call.replica, call.elsewhere = before, False
+        return False
+
+    async def _attempt(
+        self, endpoint: Endpoint, call: Call, name: str, body: Body, raw: bytes
+    ) -> tuple[Verdict, Sign]:
+        """Try one upstream; a kept connection that turns out dead is replaced once, silently."""
+        call.replica, call.elsewhere = endpoint.label, True
+        sent = endpoint.outgoing(call.route, name, body, raw)
+        head = endpoint.head(call, sent.size)
+        connection = endpoint.pool.take()
+        while True:
+            kept = connection is not None
+            try:
+                connection = connection or await endpoint.pool.connect()
+            except OSError:
+                return Verdict.UNREACHABLE, Sign.BAD
+            tail = tail_of(call.route, body, strip_usage=sent.counts)
+            relay = Relay(call, connection, tail, self._metrics.model(name.partition(":")[0]))
+            verdict = await relay.run(head, sent.parts)
+            if not kept or verdict is not Verdict.STALE:
+                return verdict, _sign(verdict, relay.refused)
+            connection = None
+
+
+def _sign(verdict: Verdict, refused: Refused | None) -> Sign:
+    """What an attempt says of an upstream; one that has enough of us is left alone for a while."""
+    if verdict is Verdict.REJECTED and refused is not None and refused.status == 429:
+        return Sign.BAD
+    return _SIGNS.get(verdict, Sign.BAD)

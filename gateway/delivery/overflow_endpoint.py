@@ -1,0 +1,168 @@
+"""An upstream as one worker uses it: its key, its connections, its breaker and its purse."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from msgspec import Raw
+
+from gateway.call import Call
+from gateway.http.client import Pool
+from gateway.protocol.body import Body
+from gateway.protocol.codecs import ABSENT
+from gateway.protocol.paths import Route
+from gateway.protocol.splice import (
+    ASKED_FOR_USAGE,
+    Edit,
+    Outgoing,
+    force_usage,
+    length,
+    place,
+    set_model,
+    splice,
+)
+from gateway.protocol.usage import Usage
+from gateway.telemetry.log import Log
+from policy.admission.spend_cap import Hold, Purse, cost
+from policy.config.deployment import Deployment, Upstream
+from policy.request import Request
+from policy.routing.outlier_ejection import Breaker, Sign, State
+from policy.types import Runner
+
+# What an OpenAI-compatible endpoint can be expected to serve.
+PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"})
+# Held for an answer that its request does not bound.
+ASSUMED_OUTPUT_TOKENS = 1024
+# Of a token of English, on the low side: more is held than is likely used.
+BYTES_PER_TOKEN = 3
+
+_WORD = re.compile(rb"[!-~]+")
+_COMMA = re.compile(rb"\s*,")
+
+
+class Endpoint:
+    """One upstream. ``upstream`` is what the document says of it now.
+
+    The cap is divided by the gateway's workers, whose purses do not know of each other: together they
+    never pass it. The key file is read again whenever it changes.
+    """
+
+    def __init__(self, upstream: Upstream, deployment: Deployment, log: Log) -> None:
+        self.label = b"upstream:" + upstream.name.encode()
+        self.pool = Pool(upstream.url, deployment.gateway.connect_timeout_s)
+        self.breaker = Breaker(deployment.gateway.eject)
+        self.purse = Purse(0.0)
+        self._base = (urlsplit(upstream.url).path.rstrip("/") or "/v1").encode()
+        self._log = log
+        self._key = b""
+        self._key_changed = -1  # nanoseconds, as the file says
+        self.read(upstream, deployment)
+
+    def read(self, upstream: Upstream, deployment: Deployment) -> None:
+        """Take what the document says, the URL aside."""
+        self.upstream = upstream
+        self.pool.connect_timeout_s = deployment.gateway.connect_timeout_s
+        self.breaker.limits = deployment.gateway.eject
+        self.purse.cap = upstream.cost_cap_per_h / deployment.gateway.workers
+
+    def serves(self, route: Route, name: str) -> bool:
+        """Whether such a request for the model or adapter called ``name`` could go there at all."""
+        return route.path in PATHS and name in self.upstream.models
+
+    def open(self, at: float) -> bool:
+        """Whether its breaker lets a request pass now: one that is due for a probe lets one."""
+        if self.breaker.due(at):
+            self.breaker.half_open()
+        return self.breaker.state is State.CLOSED or self.breaker.take_probe()
+
+    def note(self, sign: Sign, at: float, draw: float) -> None:
+        """What an attempt says of it."""
+        if self.breaker.state is State.CLOSED:
+            self.breaker.note(sign, at)
+            if sign is Sign.BAD and self.breaker.failing(at):
+                self.breaker.open(at, draw)
+        else:
+            self.breaker.probed(sign, at, draw)
+
+    def hold(self, request: Request, route: Route, body: Body, at: float) -> Hold | None:
+        """Money for the most that the request is likely to use; ``None`` when the cap forbids it."""
+        prompt = request.prompt_tokens or request.size // BYTES_PER_TOKEN
+        output = 0
+        if route.runner is Runner.GENERATE:
+            stated = body.max_completion_tokens or body.max_tokens or body.max_output_tokens
+            output = (stated or ASSUMED_OUTPUT_TOKENS) * body.choices
+        return self.purse.hold(cost(self.upstream.price, prompt, output), at)
+
+    def bill(self, hold: Hold, usage: Usage | None) -> float:
+        """What an answer has cost: by its usage, or all that was held where nobody knows."""
+        if usage is None:
+            return hold.amount
+        spent = cost(self.upstream.price, usage.prompt, usage.completion)
+        # Of an answer that was cut the prompt is not known; that it was read is.
+        return spent if usage.exact else max(spent, hold.amount)
+
+    def head(self, call: Call, size: int) -> bytes:
+        """The request's head: the upstream's own key, and nothing of ours or of the client's keys."""
+        head = b"POST %b%b HTTP/1.1\r\nhost: %b\r\ncontent-type: application/json\r\n" % (
+            self._base,
+            call.route.path.removeprefix("/v1").encode(),
+            self.pool.host_header,
+        )
+        if self._key:
+            head += b"authorization: Bearer %b\r\n" % self._key
+        accept = call.headers.get(b"accept")
+        if accept is not None and accept.isascii() and b"\n" not in accept:
+            head += b"accept: %b\r\n" % accept
+        return head + b"content-length: %d\r\n\r\n" % size
+
+    def outgoing(self, route: Route, name: str, body: Body, raw: bytes) -> Outgoing:
+        """``raw`` with the upstream's own name for ``name``, and with usage at the end of its stream.
+
+        ``cache_salt`` is a word between us and our engines, which others refuse.
+        """
+        edits = [set_model(raw, self.upstream.models[name])]
+        if body.cache_salt is not ABSENT:
+            edits.append(_without(raw, body.cache_salt))
+        usage = None
+        if body.stream and route.path in ASKED_FOR_USAGE:
+            usage = force_usage(raw, body.stream_options)
+            if usage is not None:
+                edits.append(usage)
+        parts = splice(raw, edits)
+        return Outgoing(parts, length(parts), usage is not None)
+
+    @property
+    def has_key(self) -> bool:
+        """Whether the key can be sent, if it takes one: what is in its file now."""
+        path = self.upstream.key_file
+        if path is None:
+            self._key = b""
+            return True
+        try:
+            changed = Path(path).stat().st_mtime_ns
+            if changed != self._key_changed:
+                self._key = Path(path).read_bytes().strip()
+        except OSError as error:
+            changed, self._key = 0, b""
+            why = type(error).__name__
+        else:
+            # What is no word would end the header or the request.
+            why = "" if _WORD.fullmatch(self._key) else "not one word of ASCII"
+        if changed != self._key_changed and why:
+            self._log.error("upstream_key_unusable", upstream=self.upstream.name, error=why)
+        self._key_changed = changed
+        return not why
+
+
+def _without(raw: bytes, value: Raw) -> Edit:
+    """Take out the member of ``raw`` whose ``value`` this is, with a comma: ``model`` is there besides.
+
+    The name of the member has no quote in it, or it would not be the one that was looked for.
+    """
+    begin, end = place(raw, value)
+    begin = raw.rindex(b'"', 0, raw.rindex(b'"', 0, begin))
+    if after := _COMMA.match(raw, end):
+        return Edit(begin, after.end(), b"")
+    return Edit(raw.rindex(b",", 0, begin), end, b"")

@@ -1,0 +1,423 @@
+"""One attempt of one call on one replica: from the response's head to the client's last byte.
+
+The first event of a stream, and the last byte of another answer, is the commit point. Before it
+nothing was said to the client and the attempt may be repeated elsewhere; after it never.
+
+One module though over 300 lines: every kind of answer ends in one verdict, and all share the commit point.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from enum import StrEnum
+from time import monotonic
+
+import msgspec
+from starlette.types import Message
+
+from gateway.call import Call
+from gateway.http.client import Connection
+from gateway.http.exchange import SENT
+from gateway.protocol.errors import Refused, adapter_failure, cause_of, from_upstream, rejection_status
+from gateway.protocol.sse import Tail
+from gateway.protocol.usage import MAX_DECODED, Usage, usage_of_answer
+from gateway.telemetry.metrics import ModelMeter
+from policy.errors import Refusal
+
+MAX_ERROR_BYTES = 64 * 1024
+# An answer up to this size is held until it is whole, so that one that breaks, or is no JSON, can be had
+# elsewhere. Longer ones (many vectors) pass as they come.
+MAX_HELD = 4 * 1024 * 1024
+REFUSAL_HEADER = b"x-tidegate-refusal"
+FAILED = "The replica failed to answer the request."
+
+
+class Verdict(StrEnum):
+    """How an attempt ended.
+
+    ``SERVED``: the client has its answer. ``BROKEN``: it broke after bytes of it went to the client,
+    who was told. All others left nothing said: ``REJECTED`` is the request's own fault, ``REFUSED``
+    the replica's word that it did not begin it, ``FAILED`` an answer of 5xx or one that is none,
+    ``LOST`` a connection that died under it, ``STALE`` a kept one that was dead already,
+    ``UNREACHABLE`` no connection. ``SILENT``: the replica took the request and was silent for longer
+    than its deadline; its connection was closed, and the request may be repeated elsewhere. ``LEFT``:
+    nobody waits for the answer any more.
+    """
+
+    SERVED = "served"
+    BROKEN = "broken"
+    REJECTED = "rejected"
+    REFUSED = "refused"
+    FAILED = "failed"
+    LOST = "lost"
+    SILENT = "silent"
+    STALE = "stale"
+    UNREACHABLE = "unreachable"
+    LEFT = "left"
+
+
+class Relay:
+    """The sink of the upstream connection; ``done`` yields the verdict.
+
+    ``refused`` holds what to tell the client for ``REJECTED``, ``FAILED`` and ``SILENT``, ``reason`` why
+    the replica did not take the request for ``REFUSED``, and ``refused`` the cause if that was its adapter.
+    ``begun`` once a stream's first event came, ``committed`` once the client has heard of an answer.
+    ``on_first`` is told of the first token.
+    """
+
+    __slots__ = (
+        "_call",
+        "_committed",
+        "_connection",
+        "_end",
+        "_error",
+        "_headers",
+        "_held",
+        "_holds",
+        "_itl",
+        "_last_at",
+        "_meter",
+        "_send",
+        "_size",
+        "_status",
+        "_stream",
+        "_tail",
+        "begun",
+        "done",
+        "on_first",
+        "quiet_since",
+        "reason",
+        "refused",
+        "sent_at",
+        "streams",
+    )
+
+    def __init__(self, call: Call, connection: Connection, tail: Tail, meter: ModelMeter) -> None:
+        self._call = call
+        self._send = call.send
+        self._connection = connection
+        self._tail = tail
+        self._meter = meter
+        self._itl = meter.itl
+        self._status = 0
+        self._headers: dict[bytes, bytes] = {}
+        self._stream = False
+        self._error: bytearray | None = None
+        self._end = b""
+        self._held: list[bytes] = []
+        self._size = 0
+        self._committed = False
+        self._holds = False
+        self._last_at = 0.0
+        self.streams = call.streaming
+        self.begun = False
+        self.sent_at = self.quiet_since = 0.0
+        self.reason = Refusal.BUSY
+        self.refused: Refused | None = None
+        self.on_first: Callable[[], None] | None = None
+        self.done: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
+
+    async def run(self, head: bytes, body: bytes | Sequence[bytes | memoryview]) -> Verdict:
+        """Send the request and relay its answer; cancelling closes the connection at once.
+
+        ``body`` may be a list of buffers, which are sent one after the other.
+        """
+        call = self._call
+        self.sent_at = self.quiet_since = call.sent_at = monotonic()
+        deadlines = call.deadlines
+        if deadlines is not None:
+            deadlines.watch(self)
+        try:
+            self._connection.send(self, head, body)
+            return await self.done
+        except asyncio.CancelledError:
+            self._connection.abort(self)
+            if self._committed and self._stream and not (call.left or call.answered):
+                # The drain has run out of time: a cut must not look like an end.
+                self._say_last(Refused(Refusal.SHUTTING_DOWN, "The gateway is shutting down."))
+            raise
+        finally:
+            self.on_first = None
+            if deadlines is not None:
+                deadlines.unwatch(self)
+            if self._committed:
+                self._account()
+
+    @property
+    def held_back(self) -> bool:
+        """Whether it is not read, for the client does not keep up."""
+        return self._holds
+
+    @property
+    def committed(self) -> bool:
+        """Whether the client has heard of an answer, so that there can be no other."""
+        return self._committed
+
+    # the deadlines' attempt
+
+    def stirred(self) -> bool:
+        """Whether bytes came since the last call, or could not since the client is slow."""
+        heard, self._connection.heard = self._connection.heard, False
+        return heard or self._holds
+
+    def expire(self, waited_s: float) -> None:
+        """The replica was silent for ``waited_s`` seconds: give it up."""
+        if self.done.done():
+            return
+        if self._tail.closed:
+            self._cut()
+            return
+        self._connection.abort(self)
+        refused = Refused(Refusal.UPSTREAM_SILENT, f"The replica was silent for {waited_s:g} s.")
+        if not self._committed:
+            self.refused = refused
+            self._settle(Verdict.SILENT)
+            return
+        if self._stream:
+            self._say_last(refused)
+        self._settle(Verdict.BROKEN)
+
+    # the connection's sink
+
+    def on_head(self, status: int, headers: dict[bytes, bytes]) -> None:
+        self._status = status
+        self._headers = headers
+        if status == 200:
+            kind = headers.get(b"content-type", b"")
+            self._stream = kind.startswith(b"text/event-stream")
+            if (self._stream or kind.startswith(b"application/json")) and (
+                b"content-encoding" not in headers
+            ):
+                return
+        self._error = bytearray()
+
+    def on_data(self, data: bytes, *, complete: bool) -> None:
+        try:
+            if self._error is not None:
+                self._collect(data, complete)
+            elif self._stream:
+                self._relay_events(data, complete)
+            else:
+                self._relay_bytes(data, complete)
+        except Exception as error:  # noqa: BLE001 - whatever breaks here, the call must end
+            self._fail(error)
+
+    def on_chunk(self, data: bytes, framed: bytes) -> None:
+        if not self._stream or self._error is not None:
+            self.on_data(data, complete=False)
+            return
+        try:
+            self._relay_events(data, False, framed)
+        except Exception as error:  # noqa: BLE001 - whatever breaks here, the call must end
+            self._fail(error)
+
+    def on_lost(self, *, begun: bool) -> None:
+        try:
+            self._lose(begun)
+        except Exception as error:  # noqa: BLE001 - whatever breaks here, the call must end
+            self._fail(error)
+
+    # what each kind of answer needs
+
+    def _lose(self, begun: bool) -> None:
+        if self._committed:
+            if self._stream:
+                self._end_stream(clean=False)
+            self._settle(Verdict.SERVED if self._ended_well() else Verdict.BROKEN)
+        elif self._connection.reused and not begun:
+            self._settle(Verdict.STALE)
+        else:
+            self._settle(Verdict.LOST)
+
+    def _relay_bytes(self, data: bytes, complete: bool) -> None:
+        if not self._committed:
+            if not data and not complete:
+                return
+            if not self._held:
+                self._first()
+            self._held.append(data)
+            self._size += len(data)
+            if not complete and self._size <= MAX_HELD:
+                return
+            data = b"".join(self._held)
+            self._held.clear()
+            if complete and not _is_json(data):
+                self.refused = Refused(Refusal.UPSTREAM_FAILED, "The replica's answer is not valid JSON.")
+                self._settle(Verdict.FAILED)
+                return
+            length = self._headers.get(b"content-length")
+            self._commit([] if length is None else [(b"content-length", length)])
+        self._end = data if not self._end else (self._end + data)[-MAX_DECODED:]
+        if complete:
+            self._call.answered = True
+        self._put({"type": "http.response.body", "body": data, "more_body": not complete})
+        if complete:
+            self._settle(Verdict.SERVED)
+
+    def _relay_events(self, data: bytes, complete: bool, framed: bytes | None = None) -> None:
+        tail = self._tail
+        if tail.closed and not complete:  # more than the last word
+            self._cut()
+            return
+        finished = tail.finished
+        out = tail.feed(data)
+        if out:
+            now = monotonic()
+            if not self._committed:
+                if tail.error and (refused := self._rejection()) is not None:
+                    # vLLM opens the stream before it has checked all; nothing was said to the client yet.
+                    self._connection.abort(self)
+                    self.refused = refused
+                    self._settle(Verdict.REJECTED)
+                    return
+                if tail.error and tail.events <= 1:  # as an answer of 5xx: nobody has heard of it
+                    self._connection.abort(self)
+                    self.refused = Refused(Refusal.UPSTREAM_FAILED, FAILED)
+                    self._settle(Verdict.FAILED)
+                    return
+                self._commit([(b"cache-control", b"no-cache")])
+            if self._last_at:
+                self._itl.add(now - self._last_at)
+                self._last_at = now
+            elif tail.events or tail.closed:  # comments keep a connection alive through a long prefill
+                self.begun = True
+                self._call.first_byte_at = self._last_at = now
+                self._first()
+            if not finished:  # what follows the last token comes at once
+                self._call.last_event_at = now
+            self._pass_on(out, framed if out is data else None)
+        if complete:
+            if not self._committed:
+                self._settle(Verdict.LOST)
+                return
+            self._end_stream(clean=True)
+            self._settle(Verdict.SERVED if self._ended_well() else Verdict.BROKEN)
+        elif tail.failed:
+            self._cut()
+
+    def _cut(self) -> None:
+        """Everything was said, and the upstream still goes on."""
+        self._connection.abort(self)
+        self._end_stream(clean=True)
+        self._settle(Verdict.SERVED if self._ended_well() else Verdict.BROKEN)
+
+    def _rejection(self) -> Refused | None:
+        """What a stream's first event says, if it is the request's own fault."""
+        if (refused := adapter_failure(self._tail.error)) is not None:
+            return refused
+        status = rejection_status(self._tail.error)
+        return None if status is None else from_upstream(status, self._tail.error, None, self._call.route)
+
+    def _commit(self, headers: list[tuple[bytes, bytes]]) -> None:
+        self._committed = self._call.started = True
+        headers.append((b"content-type", self._headers[b"content-type"]))
+        headers.append((b"x-tidegate-replica", self._call.replica))
+        self._put(self._call.head(200, headers))
+
+    def _first(self) -> None:
+        if self.on_first is not None:
+            self.on_first()
+
+    def _end_stream(self, *, clean: bool) -> None:
+        last = b""
+        if (refused := self._tail.end(clean=clean)) is not None:
+            last = self._tail.error_event(refused)
+        self._call.answered = True
+        self._put({"type": "http.response.body", "body": last, "more_body": False})
+
+    def _say_last(self, refused: Refused) -> None:
+        """End a stream that was begun with an error event."""
+        self._call.answered = True
+        self._put({"type": "http.response.body", "body": self._tail.error_event(refused)})
+
+    def _put(self, message: Message) -> None:
+        """Hand bytes to the client; one that does not keep up holds the replica back."""
+        sent = self._send(message)
+        if sent is not SENT:
+            self._hold(sent)
+
+    def _pass_on(self, events: bytes, framed: bytes | None) -> None:
+        """As :meth:`_put`, of a part of a stream; ``framed`` is all of it as one chunk, if it came so."""
+        exchange = self._call.exchange
+        if exchange is None:
+            self._put({"type": "http.response.body", "body": events, "more_body": True})
+        elif (sent := exchange.pass_on(events, framed)) is not SENT:
+            self._hold(sent)
+
+    def _hold(self, sent: Awaitable[None]) -> None:
+        if not self._holds:
+            assert isinstance(sent, asyncio.Future)
+            self._holds = True
+            self._connection.pause(self)
+            sent.add_done_callback(self._go_on)
+
+    def _go_on(self, _: asyncio.Future[None]) -> None:
+        self._holds = False
+        self._connection.resume(self)
+
+    def _ended_well(self) -> bool:
+        return self._stream and not self._tail.failed
+
+    def _account(self) -> None:
+        """What the answer cost, as far as it came."""
+        tail = self._tail
+        usage = tail.usage if self._stream else usage_of_answer(self._end)
+        self._call.events = tail.events
+        self._call.usage = usage = usage or Usage(completion=tail.events, exact=False)
+        self._meter.count_tokens(usage)
+
+    def _collect(self, data: bytes, complete: bool) -> None:
+        assert self._error is not None
+        self._error += data
+        if not complete and len(self._error) <= MAX_ERROR_BYTES:
+            return
+        if not complete:
+            self._connection.abort(self)
+        said = bytes(self._error)
+        retry_after = self._headers.get(b"retry-after")
+        if self._status == 503 and (reason := self._headers.get(REFUSAL_HEADER)) is not None:
+            self.reason = _REASONS.get(reason, Refusal.BUSY)
+            if self.reason is Refusal.ADAPTER_FAILED:
+                self.refused = Refused(self.reason, cause_of(said))
+            # An engine that died under the request charges it as a lost connection would.
+            self._settle(Verdict.LOST if self.reason is Refusal.REPLICA_LOST else Verdict.REFUSED)
+        elif 400 <= self._status < 500 and self._status not in (401, 403, 407):
+            self.refused = from_upstream(self._status, said, retry_after, self._call.route)
+            self._settle(Verdict.REJECTED)
+        elif self._status == 500 and (refused := adapter_failure(said)) is not None:
+            self.refused = refused
+            self._settle(Verdict.REJECTED)
+        else:
+            why = Refusal.NO_REPLICA if self._status == 503 else Refusal.UPSTREAM_FAILED
+            wait = int(retry_after) if retry_after is not None and retry_after.isdigit() else None
+            self.refused = Refused(why, FAILED, retry_after_s=wait)
+            self._settle(Verdict.FAILED)
+
+    def _settle(self, verdict: Verdict) -> None:
+        if not self.done.done():
+            self.done.set_result(verdict)
+
+    def _fail(self, error: Exception) -> None:
+        self._connection.abort(self)
+        if not self.done.done():
+            self.done.set_exception(error)
+
+
+def _is_json(data: bytes) -> bool:
+    try:
+        str(data, "utf-8")
+        _any.decode(data)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+# Looks at the whole and makes nothing of it: a microsecond for 2 KB.
+_any = msgspec.json.Decoder(msgspec.Raw)
+_REASONS = {
+    str(reason).encode(): reason
+    for reason in (
+        Refusal.BUSY, Refusal.DRAINING, Refusal.STARTING, Refusal.REPLICA_LOST, Refusal.ADAPTER_FAILED,
+    )
+}  # fmt: skip

@@ -1,0 +1,88 @@
+"""Takes connections off a listening socket that several workers share, one at a time.
+
+uvloop's own server takes all that wait, whoever else could; and an error of accept() other than one of
+a missing descriptor that libuv could make good closes it for ever, without a word.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+from collections.abc import Callable
+from typing import Any
+
+from gateway.http.reserve_descriptor import Spare
+
+# The machine has no more of something: whoever waits is let go, and what is served now goes on.
+_EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+# Nothing can be taken, not even to be let go: the loop would ask without end.
+REST_S = 0.05
+
+
+class Acceptor:
+    """Accepts on ``sock``, which is listening already, and makes a protocol for each connection.
+
+    A descriptor is kept in reserve: without any, a connection can still be taken and closed, so that its
+    client hears of it at once and not after a timeout of its own.
+    """
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, sock: socket.socket, protocol: Callable[[], Any]
+    ) -> None:
+        self._loop = loop
+        self._sock = sock
+        self._protocol = protocol
+        self._spare = Spare()
+        self._resting: asyncio.TimerHandle | None = None
+        self._opening: set[asyncio.Task[None]] = set()
+        sock.setblocking(False)
+        loop.add_reader(sock, self._accept)
+
+    def close(self) -> None:
+        """Accept nothing more; what was accepted goes on. Closing again does nothing."""
+        if self._sock.fileno() < 0:
+            return
+        if self._resting is not None:
+            self._resting.cancel()
+        else:
+            self._loop.remove_reader(self._sock)
+        self._sock.close()
+        self._spare.give()
+
+    def _accept(self) -> None:
+        try:
+            client, _ = self._sock.accept()
+        except OSError as error:  # mostly: another worker was faster, or the client is gone again
+            if error.errno in _EXHAUSTED:
+                self._let_go()
+            return
+        task = self._loop.create_task(self._open(client), name="accept")
+        self._opening.add(task)
+        task.add_done_callback(self._opening.discard)
+
+    async def _open(self, client: socket.socket) -> None:
+        try:
+            await self._loop.connect_accepted_socket(self._protocol, client)
+        except OSError:  # it was reset before it could be served
+            client.close()
+
+    def _let_go(self) -> None:
+        """Take the connection that waits longest in the reserve's place, and close it."""
+        taken = False
+        if self._spare.give():
+            try:
+                client, _ = self._sock.accept()
+                client.close()
+                taken = True
+            except OSError:
+                pass
+        self._spare.keep()
+        if not taken:
+            self._loop.remove_reader(self._sock)
+            self._resting = self._loop.call_later(REST_S, self._wake)
+
+    def _wake(self) -> None:
+        self._resting = None
+        self._spare.keep()
+        self._loop.add_reader(self._sock, self._accept)

@@ -1,0 +1,432 @@
+"""One client connection: requests are parsed as they come and served one after the other.
+
+A body is collected as a list and joined once. What comes after the head of a request with a known
+length goes around the parser, which would copy it.
+
+One module though over 300 lines: where a connection is between two requests decides what each read,
+each answer and each second of silence means.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, cast
+from urllib.parse import unquote
+
+import httptools
+from starlette.types import Scope
+
+from gateway.http.exchange import SENT, Exchange, request_ids
+from gateway.protocol.errors import Refused
+from gateway.protocol.paths import ROUTES, Api
+from policy.errors import Refusal
+
+if TYPE_CHECKING:
+    from gateway.http.server import Server
+
+MAX_HEAD_BYTES = 32 * 1024
+MAX_HEADERS = 100
+# Chunk sizes, extensions and trailers: what a body of single bytes needs three times over.
+MAX_FRAMING_RATIO = 16
+# What is read and thrown away of a request that was refused: closing on a client that still sends
+# would reset the connection and lose the answer.
+MAX_DISCARDED = 64 * 1024 * 1024
+# Requests that may be read ahead of the one that is served; beyond them the client waits.
+MAX_AHEAD = 16
+MAX_AHEAD_BYTES = 1024 * 1024
+_ASGI = {"version": "3.0", "spec_version": "2.3"}
+_NEVER = float("inf")
+
+
+class Inbound:
+    """A connection of the client port. ``sent`` is a future while the client does not keep up.
+
+    It is a protocol of asyncio's and inherits nothing, as machine code cannot.
+    ``deadline`` is when the server ends it, on the server's clock; never while it is served.
+    """
+
+    __slots__ = (
+        "_active",
+        "_ahead",
+        "_ahead_bytes",
+        "_body_left",
+        "_continue",
+        "_discarded",
+        "_fed",
+        "_feeding",
+        "_fresh",
+        "_head_done",
+        "_headers",
+        "_http_1_1",
+        "_keep",
+        "_method",
+        "_parser",
+        "_parts",
+        "_reading",
+        "_refused",
+        "_server",
+        "_size",
+        "_transport",
+        "_unsent",
+        "_url",
+        "deadline",
+        "ended",
+        "sent",
+    )
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._transport: asyncio.Transport
+        self._parser = httptools.HttpRequestParser(self)
+        self._active: Exchange | None = None
+        self._ahead: deque[tuple[Scope, Exchange]] = deque()
+        self._ahead_bytes = 0
+        self._refused: Refused | None = None
+        self._discarded = 0
+        self._body_left = 0
+        self._unsent = 0
+        self._feeding = 0
+        self._reading = self._fresh = False
+        self.deadline = _NEVER
+        self.ended = False
+        self.sent: Awaitable[None] = SENT
+        self._reset()
+
+    def _reset(self) -> None:
+        self._head_done = self._continue = False
+        self._url = b""
+        self._headers: list[tuple[bytes, bytes]] = []
+        self._parts: list[bytes] = []
+        self._size = self._fed = 0
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request is being read or served."""
+        return self._active is None and not self._reading and not self.ended
+
+    def cancel(self) -> None:
+        """Cut short what is served; its client is still told."""
+        if self._active is not None and self._active.task is not None:
+            self._active.task.cancel()
+
+    def end(self) -> None:
+        """Close once everything was written, if the client takes it."""
+        self.ended = True
+        self._unsent = 0
+        self.deadline = self._server.now + self._server.times.stalled_s
+        self._transport.close()
+
+    def abort(self) -> None:
+        """Close at once."""
+        self._transport.abort()
+
+    def sweep(self, now: float) -> None:
+        """End the connection if its time is up; ``now`` is the server's clock."""
+        if self.sent is not SENT or self.ended:
+            # A reader that is slow is waited for, one that takes nothing is not.
+            unsent = self._transport.get_write_buffer_size()
+            if unsent != self._unsent:
+                self._unsent = unsent
+                self.deadline = now + self._server.times.stalled_s
+        if self.deadline > now:
+            return
+        if self._reading and not self.ended:
+            self._refuse(Refused(Refusal.TOO_SLOW, "The request took too long to arrive."))
+        else:
+            self._transport.abort()
+
+    # asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # uvloop's transports have the interface without being a subclass.
+        self._transport = cast("asyncio.Transport", transport)
+        self.deadline = self._server.now + self._server.times.idle_s
+        if not self._server.admit(self):
+            self._refuse(Refused(Refusal.BUSY, "Too many connections are open."))
+            if self._server.crowded:
+                self._transport.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._server.lost(self)
+        self.ended = True
+        self.resume_writing()
+        self._ahead.clear()
+        active, self._active = self._active, None
+        if active is not None:
+            active.leave()
+
+    def pause_writing(self) -> None:
+        self.sent = asyncio.get_running_loop().create_future()
+        self._unsent = 0
+        self.deadline = self._server.now + self._server.times.stalled_s
+
+    def resume_writing(self) -> None:
+        waiting, self.sent = self.sent, SENT
+        if isinstance(waiting, asyncio.Future) and not waiting.done():
+            waiting.set_result(None)
+        if not self.ended:
+            self._set_deadline()
+            if self._active is None:
+                self._next()
+
+    def eof_received(self) -> None:
+        """A client that sends no more is done."""
+
+    def data_received(self, data: bytes) -> None:
+        if self.ended or self._fault() is not None:
+            self._discarded += len(data)
+            if self._discarded > MAX_DISCARDED:
+                self._transport.abort()
+            return
+        if self._body_left:
+            if (over := self._take_body(data)) is None:
+                return
+            data = over
+        self._feeding = len(data)
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade as stopped:
+            self._stay(data[stopped.args[0] :])
+            return
+        except httptools.HttpParserError:
+            self._refuse(self._fault() or Refused(Refusal.BAD_REQUEST, "The request is not valid HTTP."))
+            return
+        if (refused := self._fault()) is not None:
+            self._refuse(refused)
+        elif self._reading:
+            self._fed += 0 if self._fresh else self._feeding
+            self._fresh = False
+            if self._fed - self._size > MAX_HEAD_BYTES + MAX_FRAMING_RATIO * self._size:
+                self._refuse(_head_too_large())
+
+    def _fault(self) -> Refused | None:
+        """What was found wrong; by a call, since a type checker thinks that the parser changes nothing."""
+        return self._refused
+
+    # httptools callbacks
+
+    def on_message_begin(self) -> None:
+        self._reset()
+        self._reading = self._fresh = True
+        if self._active is None:
+            self.deadline = self._server.now + self._server.times.head_s
+
+    def on_url(self, url: bytes) -> None:
+        self._url += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._head_done:  # trailers say nothing here
+            self._headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        parser, headers = self._parser, self._headers
+        self._head_done = True
+        self._method = parser.get_method()
+        self._http_1_1 = parser.get_http_version() == "1.1"
+        self._keep = parser.should_keep_alive()
+        if len(headers) > MAX_HEADERS or (
+            self._fed + self._feeding > MAX_HEAD_BYTES
+            and len(self._url) + sum(len(name) + len(value) + 4 for name, value in headers) > MAX_HEAD_BYTES
+        ):
+            self._refused = _head_too_large()
+            return
+        if self._active is None:
+            self.deadline = self._server.now + self._server.times.body_s
+        for name, value in headers:
+            if name == b"content-length":
+                if int(value) > self._server.max_body_bytes():
+                    self._refused = self._too_large()
+                else:
+                    self._body_left = int(value)
+            elif name == b"expect" and value.lower() == b"100-continue" and self._http_1_1:
+                self._continue = True
+
+        if self._continue and self._refused is None:
+            self._go_on()
+
+    def on_body(self, body: bytes) -> None:
+        self._size += len(body)
+        if self._size <= self._server.max_body_bytes():
+            self._parts.append(body)
+        elif self._refused is None:
+            self._refused = self._too_large()
+
+    def on_message_complete(self) -> None:
+        if self._parser.should_upgrade():
+            return
+        self._body_left = 0
+        if self._refused is None:
+            self._complete()
+
+    # reading
+
+    def _stay(self, rest: bytes) -> None:
+        """Serve a request that offers another protocol (h2c, as some clients always do) in this one.
+
+        The parser leaves after such a head; ``rest`` is what came after it.
+        """
+        self._parser = httptools.HttpRequestParser(self)
+        if self._refused is not None:
+            self._refuse(self._refused)
+        elif any(name == b"transfer-encoding" for name, _ in self._headers):
+            self._refuse(Refused(Refusal.BAD_REQUEST, "This port speaks HTTP/1.1 alone."))
+        elif self._body_left:
+            if rest:
+                self.data_received(rest)
+        else:
+            self._complete()
+            if rest:
+                self.data_received(rest)
+
+    def _take_body(self, data: bytes) -> bytes | None:
+        """Bytes of a body of known length; returns what belongs to the next request, if any came.
+
+        The parser has seen the body up to the end of the read that held the head.
+        """
+        left = self._body_left - self._size
+        over = None
+        if len(data) > left:
+            data, over = data[:left], data[left:]
+        self._parts.append(data)
+        self._size += len(data)
+        if self._size == self._body_left:
+            self._body_left = 0
+            self._parser = httptools.HttpRequestParser(self)
+            self._complete()
+        return over
+
+    def _complete(self) -> None:
+        self._reading = False
+        parts = self._parts
+        body = parts[0] if len(parts) == 1 else b"".join(parts)
+        exchange = Exchange(
+            self, body, keep=self._keep, http_1_1=self._http_1_1, headless=self._method == b"HEAD"
+        )
+        try:
+            scope: Scope = {
+                **_scope(self._url, self._method, self._http_1_1),
+                "headers": self._headers,
+                "tidegate.exchange": exchange,
+            }
+        except ValueError:
+            self._refuse(Refused(Refusal.BAD_REQUEST, "The request's target is not valid."))
+            return
+        self._parts = []
+        if self._active is None and self.sent is SENT:
+            self._start(scope, exchange)
+            return
+        self._ahead.append((scope, exchange))
+        self._ahead_bytes += len(body)
+        if len(self._ahead) >= MAX_AHEAD or self._ahead_bytes > MAX_AHEAD_BYTES:
+            self._transport.pause_reading()
+
+    # serving
+
+    def _start(self, scope: Scope, exchange: Exchange) -> None:
+        self._active = exchange
+        self.deadline = _NEVER
+        exchange.task = self._server.serve(scope, exchange)
+
+    def write(self, data: bytes) -> None:
+        if not self._transport.is_closing():
+            self._transport.write(data)
+
+    @property
+    def leaving(self) -> bool:
+        return self._server.draining
+
+    def general_header(self) -> bytes:
+        return self._server.date_line
+
+    def answered(self, exchange: Exchange) -> None:
+        if exchange is not self._active:
+            return
+        self._active = None
+        if not exchange.keep:
+            self.end()
+        elif self.sent is SENT:
+            self._next()
+
+    def _next(self) -> None:
+        if self._ahead:
+            scope, exchange = self._ahead.popleft()
+            self._ahead_bytes = 0 if not self._ahead else self._ahead_bytes
+            self._transport.resume_reading()
+            self._start(scope, exchange)
+        elif self._refused is not None:
+            self._refuse(self._refused)
+        elif self._server.draining and not self._reading:
+            self.end()
+        else:
+            self._set_deadline()
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """Tell a client that asked first that it may send its body, once its turn has come."""
+        if self._continue and self._active is None and self._reading:
+            self._continue = False
+            self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    def _set_deadline(self) -> None:
+        times = self._server.times
+        if self._active is not None:
+            self.deadline = _NEVER
+        elif not self._reading:
+            self.deadline = self._server.now + times.idle_s
+        else:
+            self.deadline = self._server.now + (times.body_s if self._head_done else times.head_s)
+
+    def _too_large(self) -> Refused:
+        return Refused(Refusal.TOO_LARGE, f"The body is larger than {self._server.max_body_bytes()} bytes.")
+
+    def _refuse(self, refused: Refused) -> None:
+        """Answer what cannot be served once its turn has come, and close when the client is done sending."""
+        self._refused = refused
+        if self.ended or self._active is not None or self._ahead:
+            return
+        self.ended = True
+        self._server.refused(refused)
+        route = ROUTES.get(self._url.decode("latin-1"))
+        body = refused.body(anthropic=route is not None and route.api is Api.MESSAGES)
+        headers = refused.headers()
+        headers.append((b"x-request-id", request_ids(None)[0]))
+        exchange = Exchange(self, b"", keep=False, http_1_1=True, headless=False)
+        exchange.send({"type": "http.response.start", "status": refused.status, "headers": headers})
+        exchange.send({"type": "http.response.body", "body": body})
+        if not self._transport.is_closing():
+            self._transport.write_eof()
+        self.deadline = self._server.now + self._server.times.linger_s
+
+
+def _head_too_large() -> Refused:
+    return Refused(
+        Refusal.HEAD_TOO_LARGE, f"A request's head takes {MAX_HEADERS} headers and {MAX_HEAD_BYTES} bytes."
+    )
+
+
+@lru_cache(maxsize=256)
+def _scope(url: bytes, method: bytes, http_1_1: bool) -> Scope:
+    """What requests of one first line have in common; raises ``ValueError`` for a target that is none."""
+    try:
+        # What its stub calls bytes is None where the target has no such part.
+        parsed: Any = httptools.parse_url(url)
+    except httptools.HttpParserInvalidURLError as error:
+        raise ValueError from error
+    raw_path: bytes = parsed.path or b"/"
+    path = raw_path.decode("ascii")
+    return {
+        "type": "http",
+        "asgi": _ASGI,
+        "http_version": "1.1" if http_1_1 else "1.0",
+        "method": method.decode(),
+        "scheme": "http",
+        "path": unquote(path) if "%" in path else path,
+        "raw_path": raw_path,
+        "query_string": parsed.query or b"",
+        "root_path": "",
+        "client": None,
+        "server": None,
+    }

@@ -1,0 +1,222 @@
+"""One request on a client connection and its answer, as ASGI sees them.
+
+``send`` writes to the transport at once: what it returns is already done unless the client reads too
+slowly. A caller that is no coroutine can thus relay from a callback and needs no task to wait in.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http
+import itertools
+import re
+import secrets
+from collections.abc import Awaitable, Generator
+from typing import Protocol
+
+from starlette.types import Message
+
+_STATUS_LINES = {
+    status.value: b"HTTP/1.1 %d %b\r\n" % (status.value, status.phrase.encode()) for status in http.HTTPStatus
+}
+
+_BODILESS = frozenset((204, 304))
+
+_VALID_ID = re.compile(rb"[A-Za-z0-9_-]{1,128}")
+
+# Unique over processes and restarts by the random part, within one by the count.
+_PREFIX = secrets.token_hex(8).encode()
+
+_COUNT = itertools.count(1)
+
+
+def request_ids(given: bytes | None) -> tuple[bytes, bytes]:
+    """The id that the client sees and the one that a replica sees.
+
+    The replica's is always unique: engines key their requests by it, and two clients may send the same.
+    """
+    unique = b"%s-%x" % (_PREFIX, next(_COUNT))
+    if given is not None and _VALID_ID.fullmatch(given):
+        return given, given + b"-" + unique
+    return unique, unique
+
+
+class _Sent:
+    """Awaiting it takes no turn of the loop."""
+
+    __slots__ = ()
+
+    def __await__(self) -> Generator[None, None, None]:
+        return iter(())  # type: ignore[return-value] # an exhausted iterator is a finished generator
+
+
+SENT: Awaitable[None] = _Sent()
+
+
+class Line(Protocol):
+    """The connection that an exchange answers on. ``sent`` is :data:`SENT` or a future to wait for."""
+
+    sent: Awaitable[None]
+
+    @property
+    def leaving(self) -> bool:
+        """Whether this is the last answer that it takes."""
+        ...
+
+    def write(self, data: bytes) -> None:
+        """Hand bytes to the client's connection, if there still is one."""
+        ...
+
+    def general_header(self) -> bytes:
+        """Header lines that every answer has."""
+        ...
+
+    def answered(self, exchange: Exchange) -> None:
+        """The last byte of the answer was handed over."""
+        ...
+
+    def abort(self) -> None:
+        """Close at once, so that a cut does not look like an end."""
+        ...
+
+
+class Exchange:
+    """A request that was read whole. ``left`` once its client went before the answer was complete.
+
+    ``keep`` says whether the connection can take another request after this one. ``done`` once the
+    last byte was handed over, ``started`` once the first one was.
+    """
+
+    __slots__ = (
+        "_body",
+        "_chunked",
+        "_gone",
+        "_head",
+        "_headless",
+        "_http_1_1",
+        "_line",
+        "done",
+        "keep",
+        "left",
+        "started",
+        "task",
+    )
+
+    def __init__(self, line: Line, body: bytes, *, keep: bool, http_1_1: bool, headless: bool) -> None:
+        self._line = line
+        self._body: bytes | None = body
+        self._http_1_1 = http_1_1
+        self._headless = headless
+        self._head: Message | None = None
+        self._chunked = False
+        self._gone: asyncio.Future[None] | None = None
+        self.keep = keep
+        self.started = False
+        self.done = False
+        self.left = False
+        self.task: asyncio.Task[None] | None = None
+
+    async def receive(self) -> Message:
+        """The whole body, then a disconnect once the answer is complete or the client gone."""
+        if self._body is not None:
+            body, self._body = self._body, None
+            return {"type": "http.request", "body": body, "more_body": False}
+        if not (self.done or self.left):
+            if self._gone is None:
+                self._gone = asyncio.get_running_loop().create_future()
+            await self._gone
+        return {"type": "http.disconnect"}
+
+    def send(self, message: Message) -> Awaitable[None]:
+        """Write what the message says; :data:`SENT`, or a future while the client is too slow."""
+        if message["type"] == "http.response.start":
+            self._head = message
+            return SENT
+        if self.done or self.left:
+            return SENT
+        body: bytes = message.get("body", b"")
+        more: bool = message.get("more_body", False)
+        if not self.started:
+            self._begin(body, more)
+        elif self._chunked:
+            if not more:
+                self._line.write(b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body) if body else b"0\r\n\r\n")
+            elif body:
+                self._line.write(b"%x\r\n%b\r\n" % (len(body), body))
+        elif body and not self._headless:
+            self._line.write(body)
+        if not more:
+            self._finish()
+        return self._line.sent
+
+    def pass_on(self, body: bytes, framed: bytes | None) -> Awaitable[None]:
+        """As :meth:`send` of a part of the body that others follow, without a message to say so.
+
+        ``framed`` is ``body`` as a chunk of HTTP/1.1, where there is such.
+        """
+        if self._chunked and not (self.done or self.left):
+            self._line.write(framed or b"%x\r\n%b\r\n" % (len(body), body))
+            return self._line.sent
+        return self.send({"type": "http.response.body", "body": body, "more_body": True})
+
+    def end(self) -> None:
+        """Whoever served it is done with it, whether it was answered or not."""
+        self.task = None
+        if not (self.done or self.left):
+            self._line.abort()
+
+    def leave(self) -> None:
+        """The client is gone: whoever serves it is cancelled."""
+        if self.done:
+            return
+        self.left = True
+        self._wake()
+        if self.task is not None:
+            self.task.cancel()
+
+    def _begin(self, body: bytes, more: bool) -> None:
+        """The head, with as much of the body as there is, in one write."""
+        assert self._head is not None
+        self.started = True
+        status: int = self._head["status"]
+        lines = [
+            _STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status,
+            self._line.general_header(),
+        ]
+        length = False
+        for name, value in self._head["headers"]:
+            if name == b"content-length":
+                length = True
+            elif name == b"connection":
+                self.keep = self.keep and value.lower() != b"close"
+                continue
+            lines += (name, b": ", value, b"\r\n")
+        self._head = None
+        if not length and status not in _BODILESS:
+            if not more:
+                lines.append(b"content-length: %d\r\n" % len(body))
+            elif self._http_1_1:
+                self._chunked = not self._headless
+                lines.append(b"transfer-encoding: chunked\r\n")
+            else:
+                self.keep = False
+        if self._line.leaving:
+            self.keep = False
+        if not self.keep:
+            lines.append(b"connection: close\r\n\r\n")
+        elif self._http_1_1:
+            lines.append(b"\r\n")
+        else:
+            lines.append(b"connection: keep-alive\r\n\r\n")
+        if body and not self._headless:
+            lines.append(b"%x\r\n%b\r\n" % (len(body), body) if self._chunked else body)
+        self._line.write(b"".join(lines))
+
+    def _finish(self) -> None:
+        self.done = True
+        self._wake()
+        self._line.answered(self)
+
+    def _wake(self) -> None:
+        if self._gone is not None and not self._gone.done():
+            self._gone.set_result(None)

@@ -1,0 +1,121 @@
+"""Follow an endless NDJSON stream of ours, line by line, through every break of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from gateway.http.client import Connection, Pool
+from store.state_dir import SECRET_HEADER
+
+FIRST_RETRY_S = 0.05
+LAST_RETRY_S = 1.0
+# A line comes at least once a second; a part that is silent for longer than this is stuck.
+SILENCE_S = 5.0
+MAX_LINE_BYTES = 16 * 1024 * 1024
+
+
+class Feed:
+    """A subscription. ``on_line`` gets each whole line in the turn of the loop in which it came.
+
+    ``on_down`` is called whenever the stream is not there: refused, broken, silent, or not 200;
+    ``silent`` then says whether the other side took the connection and said nothing.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        path: str,
+        secret: str,
+        connect_timeout_s: float,
+        *,
+        on_line: Callable[[bytes], None],
+        on_down: Callable[[], None],
+    ) -> None:
+        self._pool = Pool(url, connect_timeout_s, max_idle=0)
+        self._head = (
+            f"GET {path} HTTP/1.1\r\nhost: {self._pool.host_header.decode()}\r\n"
+            f"{SECRET_HEADER}: {secret}\r\naccept: application/x-ndjson\r\n\r\n"
+        ).encode()
+        self._on_line = on_line
+        self._on_down = on_down
+        self.silent = False
+        self._wake = asyncio.Event()
+        self._connection: Connection | None = None
+        self._parts: list[bytes] = []
+        self._size = 0
+        self._lines = 0
+        self._ended = asyncio.Event()
+
+    def retry_now(self) -> None:
+        """Something changed: do not wait for the rest of the back-off."""
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Follow until cancelled."""
+        pause = FIRST_RETRY_S
+        try:
+            while True:
+                if await self._follow():
+                    pause = FIRST_RETRY_S
+                self._on_down()
+                self._wake.clear()
+                try:
+                    async with asyncio.timeout(pause):
+                        await self._wake.wait()
+                except TimeoutError:
+                    pause = min(LAST_RETRY_S, pause * 2)
+        finally:
+            if self._connection is not None:
+                self._connection.abort(self)
+
+    async def _follow(self) -> bool:
+        """One connection to its end; whether it brought a line."""
+        self.silent = False
+        try:
+            self._connection = await self._pool.connect()
+        except OSError:
+            return False
+        self._parts, self._size, self._lines = [], 0, 0
+        self._ended.clear()
+        self._connection.send(self, self._head, b"")
+        seen = -1
+        while seen != self._lines:
+            seen = self._lines
+            try:
+                async with asyncio.timeout(SILENCE_S):
+                    await self._ended.wait()
+                    break
+            except TimeoutError:
+                continue
+        self.silent = not self._ended.is_set()
+        self._connection.abort(self)
+        return self._lines > 0
+
+    # the connection's sink
+
+    def on_head(self, status: int, headers: dict[bytes, bytes]) -> None:
+        if status != 200 and self._connection is not None:
+            self._connection.abort(self)
+            self._ended.set()
+
+    def on_data(self, data: bytes, *, complete: bool) -> None:
+        *lines, rest = data.split(b"\n")
+        if lines and self._parts:  # joined once: a long line comes in many reads
+            lines[0] = b"".join((*self._parts, lines[0]))
+            self._parts, self._size = [], 0
+        for line in lines:
+            self._lines += 1
+            if line:
+                self._on_line(line)
+        if rest:
+            self._parts.append(rest)
+            self._size += len(rest)
+        if complete or self._size > MAX_LINE_BYTES:
+            self._ended.set()
+
+    def on_chunk(self, data: bytes, framed: bytes) -> None:
+        self.on_data(data, complete=False)
+
+    def on_lost(self, *, begun: bool) -> None:
+        self._ended.set()

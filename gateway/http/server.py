@@ -1,0 +1,171 @@
+"""The client port's server: accepts, serves raw ASGI in one task a request, sweeps, and drains.
+
+uvicorn stays for the admin port. Here it would copy a body once for each of its reads, and wait for
+each chunk of an answer in a task.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import resource
+import socket
+from collections.abc import Callable
+from email.utils import formatdate
+from typing import NamedTuple
+
+import uvloop
+from starlette.types import ASGIApp, Scope
+
+from gateway.http.acceptor import Acceptor
+from gateway.http.connection import Inbound
+from gateway.http.exchange import Exchange
+from gateway.protocol.errors import Refused
+
+SWEEP_EVERY_S = 1.0
+LAST_WORDS_S = 1.0
+# Each client may need a connection to a replica beside its own; the rest is for files and the admin port.
+SPARE_DESCRIPTORS = 64
+MAX_DESCRIPTORS = 65_536
+
+
+class Times(NamedTuple):
+    """How long a client may take, in seconds, each as precise as the sweep.
+
+    ``idle_s`` between requests, ``head_s`` from a head's first byte to its last, ``body_s`` from there
+    to the end of the body, ``stalled_s`` without taking a byte of its answer, ``linger_s`` to finish
+    sending what was refused.
+    """
+
+    idle_s: float = 75.0
+    head_s: float = 10.0
+    body_s: float = 300.0
+    stalled_s: float = 60.0
+    linger_s: float = 5.0
+
+
+class Server:
+    """All connections of the client port. ``now`` is the loop's time at the last sweep.
+
+    ``max_body_bytes`` is asked for each request; ``on_refused`` is told what never reached the app.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        max_body_bytes: Callable[[], int],
+        on_refused: Callable[[Refused], None],
+        *,
+        times: Times | None = None,
+        max_connections: int | None = None,
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        if not isinstance(loop, uvloop.Loop):
+            raise RuntimeError("the gateway runs on uvloop alone")
+        self._app = app
+        self._loop = loop
+        self.max_body_bytes = max_body_bytes
+        self.refused = on_refused
+        self.times = times = times or Times()
+        self.max_connections = max_connections or connections_within_limit()
+        self.draining = False
+        self.now = loop.time()
+        self.date_line = b""
+        self._connections: set[Inbound] = set()
+        self._turned_away: set[Inbound] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._sweep_every_s = min(SWEEP_EVERY_S, min(times) / 4)
+        self._listening: Acceptor | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._empty = asyncio.Event()
+
+    async def start(self, sock: socket.socket) -> None:
+        """Accept on ``sock``, which is listening already."""
+        self._sweep()
+        self._listening = Acceptor(self._loop, sock, lambda: Inbound(self))
+
+    async def drain(self, timeout_s: float) -> None:
+        """Accept nothing more, give what is in flight ``timeout_s``, then cut it short with a word."""
+        assert self._listening is not None
+        self.draining = True
+        self._listening.close()
+        for connection in list(self._connections):
+            if connection.idle:
+                connection.end()
+        # A client that is slow to take its last bytes gets the drain's time as well.
+        await self._all_lost(timeout_s)
+        for connection in list(self._connections):
+            connection.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=LAST_WORDS_S)
+        for connection in list(self._connections):
+            connection.end()
+        await self._all_lost(LAST_WORDS_S)
+        if self._timer is not None:
+            self._timer.cancel()
+
+    async def _all_lost(self, timeout_s: float) -> None:
+        if self._connections:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._empty.wait(), timeout_s)
+
+    # the connections' side
+
+    def admit(self, connection: Inbound) -> bool:
+        """Whether one connection more can be served."""
+        if len(self._connections) < self.max_connections:
+            self._connections.add(connection)
+            return True
+        self._turned_away.add(connection)
+        return False
+
+    @property
+    def crowded(self) -> bool:
+        """Whether so many are turned away that they cannot be let go gently."""
+        return len(self._turned_away) > SPARE_DESCRIPTORS // 2
+
+    def lost(self, connection: Inbound) -> None:
+        """A connection is gone."""
+        self._connections.discard(connection)
+        self._turned_away.discard(connection)
+        if self.draining and not self._connections:
+            self._empty.set()
+
+    def serve(self, scope: Scope, exchange: Exchange) -> asyncio.Task[None]:
+        """Run the app on one request."""
+        task = self._loop.create_task(self._run(scope, exchange), name="request")
+        self._tasks.add(task)
+        return task
+
+    async def _run(self, scope: Scope, exchange: Exchange) -> None:
+        try:
+            await self._app(scope, exchange.receive, exchange.send)
+        except asyncio.CancelledError:
+            pass  # the client left, or the drain has run out of time
+        finally:
+            if exchange.task is not None:
+                self._tasks.discard(exchange.task)
+            exchange.end()
+
+    def _sweep(self) -> None:
+        self.now = now = self._loop.time()
+        self.date_line = b"date: %b\r\n" % formatdate(usegmt=True).encode()
+        for connection in [*self._connections, *self._turned_away]:
+            connection.sweep(now)
+        self._timer = self._loop.call_later(self._sweep_every_s, self._sweep)
+
+
+def allow_connections() -> None:
+    """Raise this process's limit of descriptors as far as it may, up to :data:`MAX_DESCRIPTORS`.
+
+    The usual soft limit of 1024 is meant for programs that use ``select``.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))
+
+
+def connections_within_limit() -> int:
+    """How many clients this process can hold, by its limit of descriptors."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return max(1, (soft - SPARE_DESCRIPTORS) // 2)

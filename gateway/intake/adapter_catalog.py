@@ -1,0 +1,172 @@
+"""The adapters that requests may name: one dictionary, made anew when the catalog or the document changes.
+
+A name is looked up once, when its request arrives; the version that it stood for then stays with the request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+
+from gateway.intake.tenants import Account
+from gateway.protocol.prompt_hash import session_key
+from policy.config.deployment import Deployment
+from policy.hashing import key_of
+from policy.types import EngineKind
+from policy.wire.catalog import Alias, Catalog, Version, served_name
+
+EMPTY = Catalog(epoch=0.0, version=0)
+
+
+class Adapter:
+    """A version of an adapter as requests go to it.
+
+    ``served`` is what engines and answers call it, ``header`` the line of a request's head that tells a
+    replica of ours what to load.
+    """
+
+    __slots__ = ("digest", "header", "model", "name", "served")
+
+    def __init__(self, alias: Alias, version: Version) -> None:
+        self.model = alias.model
+        self.name = alias.name
+        self.digest = version.digest
+        self.served = served_name(alias.name, version.digest)
+        self.header = f"x-tidegate-adapter: {alias.name}@{version.digest}\r\n".encode()
+
+
+class Entry:
+    """An alias as requests find it; ``main`` is the version that most of them are given."""
+
+    __slots__ = ("_only", "_tenants", "_versions", "alias", "main")
+
+    def __init__(self, alias: Alias, given: dict[Version, float]) -> None:
+        self.alias = alias
+        self.main = max(given, key=lambda version: given[version])
+        self._tenants = frozenset(alias.tenants)
+        self._versions: dict[str, Adapter] = {}
+        self._only = self._of(self.main) if len(given) == 1 else None
+
+    def shows(self, account: Account) -> bool:
+        """Whether there is such an adapter for ``account``; for an admin there is every one."""
+        return not self._tenants or account.name in self._tenants or account.admin
+
+    def pick(self, account: Account, session: bytes | None, draw: Callable[[], int]) -> Adapter:
+        """The version for this client: the same one for a session, else for a tenant, else by ``draw``."""
+        if self._only is not None:
+            return self._only
+        name = account.name
+        key = session_key(session) if session else key_of(name) if name else draw()
+        return self._of(self.alias.pick(key))
+
+    def pinned(self, digest: str) -> Adapter | None:
+        """The version whose digest begins so, if it is one alone."""
+        version = self.alias.pinned(digest)
+        if version is None:
+            return None
+        meant = {other.digest for other in self.alias.versions if other.digest.startswith(digest)}
+        return self._of(version) if len(meant) == 1 else None
+
+    def _of(self, version: Version) -> Adapter:
+        found = self._versions.get(version.digest)
+        if found is None:
+            found = self._versions[version.digest] = Adapter(self.alias, version)
+        return found
+
+
+class CatalogView:
+    """The catalog by the names that requests use: ``NAME``, ``BASE:NAME``, and either with ``@DIGEST``.
+
+    A ``NAME`` that several models have is the first one's of the document that the client may see. ``draw``
+    gives 64 random bits. ``known`` once there was a catalog, ``wanted`` where the document has models that
+    take adapters. ``changed`` counts what was taken; ``on_names`` is told of which models and names it was.
+    """
+
+    def __init__(self, draw: Callable[[], int]) -> None:
+        self._draw = draw
+        self._places: dict[str, int] = {}
+        self._foreign: frozenset[str] = frozenset()
+        self._entries: dict[tuple[str, str], Entry] = {}
+        self._names: dict[str, list[Entry]] = {}
+        self._order: list[Entry] = []
+        self._lists: list[tuple[str, ...]] = []
+        self.catalog = EMPTY
+        self.known = False
+        self.wanted = False
+        self.changed = 0
+        self.on_names: Callable[[Collection[tuple[str, str]]], None] = lambda names: None
+
+    def read(self, deployment: Deployment) -> None:
+        """Take the order of the document's models; servers that are not ours load nothing for us."""
+        models = deployment.models
+        self._places = {spec.name: place for place, spec in enumerate(models)}
+        self._foreign = frozenset(spec.name for spec in models if spec.engine is EngineKind.EXTERNAL)
+        self.wanted = any(spec.adapters is not None for spec in models)
+        self._index()
+
+    def take(self, catalog: Catalog) -> None:
+        """Follow the controller; what did not change keeps its entry."""
+        former = self._entries
+        entries: dict[tuple[str, str], Entry] = {}
+        for alias in catalog.aliases:
+            key = (alias.model, alias.name)
+            entry = former.get(key)
+            if entry is not None and (entry.alias is alias or entry.alias == alias):
+                entries[key] = entry
+            elif given := _given(alias):
+                entries[key] = Entry(alias, given)
+        self._entries = entries
+        self.catalog = catalog
+        self.known = True
+        self.on_names(entries.keys())
+        self._index()
+
+    def resolve(self, name: str, account: Account, session: bytes | None) -> Adapter | None:
+        """What ``name`` stands for, for this client; ``None`` also where it may not know of it."""
+        found = self.find(name, account)
+        if found is None:
+            return None
+        entry, pinned = found
+        return entry.pick(account, session, self._draw) if pinned is None else pinned
+
+    def find(self, name: str, account: Account) -> tuple[Entry, Adapter | None] | None:
+        """What ``name`` is of, with the version if it pins one; ``None`` too where ``account`` sees none."""
+        entries = self._names.get(name)
+        if entries is not None:
+            for entry in entries:
+                if entry.shows(account):
+                    return entry, None
+            return None
+        bare, pin, digest = name.rpartition("@")
+        entries = self._names.get(bare) if pin else None
+        if entries is not None:
+            for entry in entries:
+                if entry.shows(account) and (pinned := entry.pinned(digest)) is not None:
+                    return entry, pinned
+        return None
+
+    def visible(self, account: Account) -> list[Entry]:
+        """The adapters that ``account`` may know of, in the order of the document's models."""
+        return [entry for entry in self._order if entry.shows(account)]
+
+    def views(self, account: Account) -> frozenset[tuple[str, ...]]:
+        """Which lists of tenants ``account`` is on: who is on the same ones sees the same."""
+        return frozenset([names for names in self._lists if account.admin or account.name in names])
+
+    def _index(self) -> None:
+        last = len(self._places)
+        order = [entry for entry in self._entries.values() if entry.alias.model not in self._foreign]
+        order.sort(key=lambda entry: self._places.get(entry.alias.model, last))
+        names: dict[str, list[Entry]] = {}
+        for entry in order:
+            alias = entry.alias
+            names.setdefault(alias.name, []).append(entry)
+            names[f"{alias.model}:{alias.name}"] = [entry]
+        self._order, self._names = order, names
+        self._lists = list({entry.alias.tenants for entry in order if entry.alias.tenants})
+        self.changed += 1
+
+
+def _given(alias: Alias) -> dict[Version, float]:
+    """The versions that requests for ``alias`` are given, with their weights."""
+    kept = [(alias.version(number), weight) for number, weight in alias.split if weight > 0]
+    return {version: weight for version, weight in kept if version is not None}

@@ -1,0 +1,131 @@
+"""Who a request is from: its key, looked up by digest, decides tenant, weight and class."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+from gateway.protocol.errors import Refused
+from gateway.protocol.usage import Usage
+from policy.config.deployment import Deployment, Tenant
+from policy.errors import Refusal
+from policy.types import Priority
+from store.api_keys import salt_of
+
+_MISSING = "This server wants an API key: send it as 'Authorization: Bearer KEY' or as 'x-api-key'."
+_WRONG = "The API key is not valid."
+
+
+class Account:
+    """A tenant as this worker serves it, from the first document that names it to the last.
+
+    ``salt`` is what engines keep its cached prefixes apart by, as a JSON string, empty without
+    tenants. ``in_flight`` counts its requests here, ``prompt_tokens`` and ``output_tokens`` what was
+    served to it.
+    """
+
+    __slots__ = (
+        "admin", "in_flight", "name", "output_tokens", "priority",
+        "prompt_tokens", "salt", "weight",
+    )  # fmt: skip
+
+    def __init__(self, name: str, salt: bytes) -> None:
+        self.name = name
+        self.salt = salt
+        self.weight = 1.0
+        self.priority = Priority.STANDARD
+        self.admin = False
+        self.in_flight = 0
+        self.prompt_tokens = 0
+        self.output_tokens = 0
+
+    def read(self, tenant: Tenant) -> None:
+        """Take what the document says of it now."""
+        self.weight, self.priority, self.admin = tenant.weight, tenant.priority, tenant.admin
+
+
+class Tenants:
+    """The accounts of the document in force; without tenants in it everyone is the anonymous one.
+
+    ``salt_secret`` makes the cache salts; ``own_key`` is Tidegate's own, which asks as nobody. A key is
+    digested anew for each request: that costs less than a microsecond, keeps no key in memory, and a
+    revoked one ends with the document that named it.
+    """
+
+    def __init__(self, salt_secret: bytes, own_key: str) -> None:
+        self._secret = salt_secret
+        self._own = hashlib.sha256(own_key.encode()).digest()
+        self._anonymous = Account("", b"")
+        self._by_name: dict[str, Account] = {}
+        self._by_digest: dict[bytes, Account] = {}
+
+    def read(self, deployment: Deployment) -> None:
+        """Take the tenants of the document; what they have in flight goes on."""
+        self._anonymous.priority = deployment.gateway.priority
+        accounts: dict[str, Account] = {}
+        digests = {self._own: self._anonymous} if deployment.tenants else {}
+        for tenant in deployment.tenants:
+            account = self._by_name.get(tenant.name)
+            if account is None:
+                account = Account(tenant.name, self._salt(tenant.name))
+            account.read(tenant)
+            accounts[tenant.name] = account
+            digests |= {bytes.fromhex(digest): account for digest in tenant.keys_sha256}
+        self._by_name, self._by_digest = accounts, digests
+
+    def of(self, headers: Mapping[bytes, bytes]) -> Account:
+        """Whose request this is; raises :class:`gateway.protocol.errors.Refused` without a key that is in
+        force."""
+        if not self._by_digest:
+            return self._anonymous
+        key = headers.get(b"authorization")
+        if key is not None and key[:7].lower() == b"bearer ":
+            key = key[7:].strip()
+        else:
+            key = headers.get(b"x-api-key")
+        if not key:
+            raise Refused(Refusal.UNAUTHORIZED, _MISSING)
+        # By digest, so that the time of a lookup tells nothing of a key.
+        account = self._by_digest.get(hashlib.sha256(key).digest())
+        if account is None:
+            raise Refused(Refusal.UNAUTHORIZED, _WRONG)
+        return account
+
+    def weight(self, name: str) -> float:
+        """The share of the tenant called ``name``; one that is gone keeps the common one to its end."""
+        account = self._by_name.get(name)
+        return 1.0 if account is None else account.weight
+
+    def salt(self, name: str) -> bytes:
+        """What engines keep the caches of the tenant called ``name`` apart by, as a JSON string.
+
+        One that has just been taken out of the document keeps its own to the end of its last request.
+        """
+        account = self._by_name.get(name)
+        return self._salt(name) if account is None and name else (account or self._anonymous).salt
+
+    def served(self, name: str, usage: Usage) -> None:
+        """Count what an answer to the tenant called ``name`` has cost."""
+        account = self._by_name.get(name, self._anonymous)
+        account.prompt_tokens += usage.prompt
+        account.output_tokens += usage.completion
+
+    def describe(self) -> list[dict[str, Any]]:
+        """Every account with its counts in this worker, and nothing of its keys."""
+        accounts = self._by_name.values() if self._by_digest else (self._anonymous,)
+        return [
+            {
+                "name": account.name,
+                "weight": account.weight,
+                "priority": account.priority,
+                "admin": account.admin,
+                "in_flight": account.in_flight,
+                "prompt_tokens": account.prompt_tokens,
+                "output_tokens": account.output_tokens,
+            }
+            for account in accounts
+        ]
+
+    def _salt(self, name: str) -> bytes:
+        return b'"%b"' % salt_of(self._secret, name).encode()

@@ -1,0 +1,150 @@
+"""What the gateway reads of a request's body: one decode, few fields, and what it refuses."""
+
+from __future__ import annotations
+
+import re
+from operator import attrgetter
+
+import msgspec
+from msgspec import Raw
+
+from gateway.protocol.codecs import ABSENT, BODY, Body
+from gateway.protocol.errors import Refused
+from policy.errors import Refusal
+
+__all__ = ["Body", "depth_exceeds", "read"]
+
+MAX_DEPTH = 64
+MAX_N = 8
+MAX_STOP = 4
+
+# They steer an engine past what a tenant may decide: scheduling, caches, files, foreign templates.
+STEERING = (
+    "priority",
+    "request_id",
+    "kv_transfer_params",
+    "ec_transfer_params",
+    "vllm_xargs",
+    "mm_processor_kwargs",
+    "media_io_kwargs",
+    "prompt_embeds",
+    "allowed_token_ids",
+    "use_beam_search",
+    "return_prompt_text",
+    "prompt_logprobs",
+    "chat_template",
+)
+_steering = attrgetter(*STEERING)
+_UNSTEERED = (ABSENT,) * len(STEERING)
+_PATH = re.compile(r"^(?P<what>.*?)(?: - at `\$\.?(?P<path>.*)`)?$", re.DOTALL)
+_MISSING = re.compile(r"Object missing required field `(?P<key>.*)`")
+_NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+_LEAF = re.compile(rb"\[\]|\{\}")
+
+
+def read(raw: bytes) -> Body:
+    """Decode and check; raises :class:`gateway.protocol.errors.Refused` naming the parameter."""
+    try:
+        body = BODY.decode(raw)
+    except msgspec.ValidationError as error:
+        raise _invalid(str(error)) from None
+    except ValueError as error:
+        raise Refused(Refusal.BAD_REQUEST, f"The body is not valid JSON: {error}.") from None
+    except RecursionError:
+        raise _too_deep() from None
+    if _opens_more_than(raw, MAX_DEPTH) and depth_exceeds(raw, MAX_DEPTH):
+        raise _too_deep()
+    if (values := _steering(body)) != _UNSTEERED:
+        for name, value in zip(STEERING, values, strict=True):
+            if value is not ABSENT and _steers(value):
+                raise _refused_field(name)
+    if body.chat_template_kwargs is not ABSENT:
+        _check_template_arguments(body.chat_template_kwargs)
+    _check_bounds(body)
+    return body
+
+
+def depth_exceeds(raw: bytes, limit: int) -> bool:
+    """Whether valid JSON nests deeper than ``limit``: each pass removes the innermost level.
+
+    Whole-buffer operations, since a loop over the characters costs more than serving the request.
+    """
+    if b"\\" in raw:
+        raw = raw.replace(b"\\\\", b"").replace(b'\\"', b"")
+    outside = b"".join(raw.split(b'"')[::2])  # of strings, whose quotes are all that is left
+    brackets = outside.translate(None, _NOT_BRACKETS)
+    for _ in range(limit):
+        if not brackets:
+            return False
+        brackets = _LEAF.sub(b"", brackets)
+    return bool(brackets)
+
+
+def _opens_more_than(raw: bytes, limit: int) -> bool:
+    """Whether ``raw`` has more than ``limit`` opening brackets, those in strings included.
+
+    ``find`` skips what is none thirty times faster than ``count`` does: 5 us in 240 KB, not 200.
+    """
+    for bracket in (b"[", b"{"):
+        at = raw.find(bracket)
+        while at >= 0:
+            limit -= 1
+            if limit < 0:
+                return True
+            at = raw.find(bracket, at + 1)
+    return False
+
+
+def _check_bounds(body: Body) -> None:
+    if body.n is not None and not 1 <= body.n <= MAX_N:
+        raise Refused(Refusal.BAD_REQUEST, f"n must be between 1 and {MAX_N}, got {body.n}.", param="n")
+    if body.stop is not ABSENT and bytes(body.stop).lstrip().startswith(b"["):
+        count = len(msgspec.json.decode(body.stop, type=list[Raw]))
+        if count > MAX_STOP:
+            raise Refused(
+                Refusal.BAD_REQUEST,
+                f"stop takes at most {MAX_STOP} sequences, got {count}.",
+                param="stop",
+            )
+    if body.previous_response_id is not ABSENT and bytes(body.previous_response_id) != b"null":
+        raise Refused(
+            Refusal.UNSUPPORTED,
+            "previous_response_id is not supported: send the whole conversation as input.",
+            param="previous_response_id",
+        )
+    if body.background:
+        raise Refused(Refusal.UNSUPPORTED, "background responses are not supported.", param="background")
+
+
+def _check_template_arguments(raw: Raw) -> None:
+    try:
+        arguments = msgspec.json.decode(raw, type=dict[str, Raw] | None) or {}
+    except ValueError:  # also for names that are no UTF-8
+        raise Refused(
+            Refusal.BAD_REQUEST, "chat_template_kwargs must be an object.", param="chat_template_kwargs"
+        ) from None
+    for name in STEERING:
+        if name in arguments and _steers(arguments[name]):
+            raise _refused_field(f"chat_template_kwargs.{name}")
+
+
+def _steers(value: Raw) -> bool:
+    """Clients that write out defaults send null or false, which steer nothing."""
+    return bytes(value) not in (b"null", b"false")
+
+
+def _refused_field(name: str) -> Refused:
+    return Refused(Refusal.UNSUPPORTED, f"{name} is not accepted by this server.", param=name)
+
+
+def _too_deep() -> Refused:
+    return Refused(Refusal.BAD_REQUEST, f"The body nests deeper than {MAX_DEPTH} levels.")
+
+
+def _invalid(text: str) -> Refused:
+    match = _PATH.match(text)
+    what, path = (match["what"], match["path"]) if match else (text, None)
+    if (missing := _MISSING.match(what)) is not None:
+        return Refused(Refusal.BAD_REQUEST, f"{missing['key']} is required.", param=missing["key"])
+    where = f"{path}: " if path else "The body: "
+    return Refused(Refusal.BAD_REQUEST, f"{where}{what.replace('`', '')}.", param=path or None)

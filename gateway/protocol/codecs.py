@@ -1,0 +1,140 @@
+"""The fields of a request's body that the gateway reads, and their decoders.
+
+Apart from what reads them, since msgspec makes its structures of classes and mypyc of modules.
+
+The few fields that are read of what engines answer, and their decoders.
+
+Apart from what reads them, since msgspec makes its structures of classes and mypyc of modules."""
+
+from __future__ import annotations
+
+import msgspec
+from msgspec import Raw
+
+ABSENT = Raw(b"")
+
+_OPEN = ord("[")
+
+
+class Body(msgspec.Struct, gc=False):
+    """The fields that are checked or decided on; everything else goes through unread."""
+
+    model: str
+    stream: bool | None = None
+    n: int | None = None
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
+    max_output_tokens: int | None = None
+    stop: Raw = ABSENT
+    system: Raw = ABSENT
+    messages: Raw = ABSENT
+    prompt: Raw = ABSENT
+    input: Raw = ABSENT
+    tools: Raw = ABSENT
+    stream_options: Raw = ABSENT
+    cache_salt: Raw = ABSENT
+    background: bool | None = None
+    previous_response_id: Raw = ABSENT
+    chat_template_kwargs: Raw = ABSENT
+    priority: Raw = ABSENT
+    request_id: Raw = ABSENT
+    kv_transfer_params: Raw = ABSENT
+    ec_transfer_params: Raw = ABSENT
+    vllm_xargs: Raw = ABSENT
+    mm_processor_kwargs: Raw = ABSENT
+    media_io_kwargs: Raw = ABSENT
+    prompt_embeds: Raw = ABSENT
+    allowed_token_ids: Raw = ABSENT
+    use_beam_search: Raw = ABSENT
+    return_prompt_text: Raw = ABSENT
+    prompt_logprobs: Raw = ABSENT
+    chat_template: Raw = ABSENT
+
+    @property
+    def choices(self) -> int:
+        """How many choices a complete answer has: ``n`` for each prompt."""
+        n = self.n or 1
+        return n if self.prompt is ABSENT else n * self._prompts()
+
+    def _prompts(self) -> int:
+        raw = self.prompt
+        if memoryview(raw)[0] != _OPEN:
+            return 1
+        prompts: list[Raw] = PROMPTS.decode(raw)
+        if not prompts or bytes(prompts[0]).lstrip()[:1] not in (b'"', b"["):
+            return 1  # one prompt, written as token ids
+        return len(prompts)
+
+
+class Named(msgspec.Struct, gc=False):
+    """The model alone, as it is written."""
+
+    model: Raw
+
+
+BODY = msgspec.json.Decoder(Body)
+
+NAMED = msgspec.json.Decoder(Named)
+
+PROMPTS = msgspec.json.Decoder(list[Raw])
+
+NULL = Raw(b"null")
+
+
+class Choice(msgspec.Struct, gc=False):
+    """One choice of a chunk."""
+
+    index: int = 0
+    finish_reason: str | None = None
+
+
+class Chunk(msgspec.Struct, gc=False):
+    """An event of chat or completions."""
+
+    choices: list[Choice] | None = None
+    usage: Raw = NULL
+    error: Raw = NULL
+
+
+class Typed(msgspec.Struct, gc=False):
+    """An event of responses or messages."""
+
+    type: str | None = None
+    usage: Raw = NULL
+    response: Raw = NULL
+    message: Raw = NULL
+    error: Raw = NULL
+
+
+class Details(msgspec.Struct, gc=False):
+    """What a usage object says of its prompt."""
+
+    cached_tokens: int | None = None
+
+
+class Counts(msgspec.Struct, gc=False):
+    """The three dialects of a usage object: chat and completions, responses, messages."""
+
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    prompt_tokens_details: Details | None = None
+    input_tokens: int | None = None
+    output_tokens: int | None = None
+    input_tokens_details: Details | None = None
+    cache_read_input_tokens: int | None = None
+    cache_creation_input_tokens: int | None = None
+
+
+class Answer(msgspec.Struct, gc=False):
+    """What holds a usage object."""
+
+    usage: Raw = NULL
+
+
+chunk = msgspec.json.Decoder(Chunk)
+
+typed = msgspec.json.Decoder(Typed)
+
+counts = msgspec.json.Decoder(Counts)
+
+answer = msgspec.json.Decoder(Answer)

@@ -1,0 +1,214 @@
+"""How a refusal reads on the wire: one table from reasons to HTTP, and the two envelopes."""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any, NamedTuple
+
+import msgspec
+
+from gateway.protocol.paths import Route
+from policy.errors import Refusal, TidegateError
+
+MAX_MESSAGE = 2048
+MAX_RETRY_AFTER_S = 120
+
+
+class Answer(NamedTuple):
+    """Status, OpenAI's ``type`` and ``code``, and the seconds after which a retry makes sense."""
+
+    status: int
+    type: str
+    code: str | None
+    retry_after_s: int | None = None
+
+
+TABLE: dict[Refusal, Answer] = {
+    Refusal.BAD_REQUEST: Answer(400, "invalid_request_error", None),
+    Refusal.UNSUPPORTED: Answer(400, "invalid_request_error", "unsupported"),
+    Refusal.ADAPTER_FAILED: Answer(400, "invalid_request_error", "adapter_failed"),
+    Refusal.UNAUTHORIZED: Answer(401, "authentication_error", "invalid_api_key"),
+    Refusal.UNKNOWN_MODEL: Answer(404, "invalid_request_error", "model_not_found"),
+    Refusal.NOT_FOUND: Answer(404, "invalid_request_error", "not_found"),
+    Refusal.METHOD_NOT_ALLOWED: Answer(405, "invalid_request_error", "method_not_allowed"),
+    Refusal.TOO_SLOW: Answer(408, "invalid_request_error", "request_timeout"),
+    Refusal.TOO_LARGE: Answer(413, "invalid_request_error", "request_too_large"),
+    Refusal.HEAD_TOO_LARGE: Answer(431, "invalid_request_error", "head_too_large"),
+    Refusal.QUEUE_FULL: Answer(429, "rate_limit_error", "queue_full", 1),
+    Refusal.REPLICA_LOST: Answer(500, "server_error", "replica_lost"),
+    Refusal.INTERNAL: Answer(500, "server_error", "internal_error"),
+    Refusal.UPSTREAM_FAILED: Answer(502, "server_error", "upstream_failed"),
+    Refusal.UPSTREAM_SILENT: Answer(504, "server_error", "upstream_silent"),
+    Refusal.STREAM_BROKEN: Answer(502, "server_error", "stream_broken"),
+    Refusal.BUSY: Answer(503, "server_error", "busy", 1),
+    Refusal.DRAINING: Answer(503, "server_error", "draining", 1),
+    Refusal.STARTING: Answer(503, "server_error", "starting", 5),
+    Refusal.OVERLOADED: Answer(503, "server_error", "overloaded", 1),
+    Refusal.DEADLINE: Answer(503, "server_error", "deadline", 5),
+    Refusal.NO_REPLICA: Answer(503, "server_error", "no_replica", 5),
+    Refusal.EXHAUSTED: Answer(503, "server_error", "exhausted", 1),
+    Refusal.SHUTTING_DOWN: Answer(503, "server_error", "shutting_down", 1),
+}
+
+_ANTHROPIC = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+# The fleet's own word that it has no room in time; what a replica says of a request is not among them.
+NO_ROOM = frozenset({Refusal.QUEUE_FULL, Refusal.OVERLOADED, Refusal.DEADLINE, Refusal.NO_REPLICA})
+
+# The names of an engine's own classes, which stand for the branches of a union.
+_CLASS = re.compile(r"[A-Z]\w*")
+_CAUSE = re.compile(r"[a-z][a-z_]{0,39}")
+_ADAPTER = re.compile(r"\blora|\badapter|add_lora|max_lora_rank", re.IGNORECASE)
+_NOT_LOADED = re.compile(
+    r"load|add_lora|not found|cannot be found|no adapter|rank|unsupported", re.IGNORECASE
+)
+
+
+class Refused(TidegateError):
+    """A request that is not served, with all that its answer says.
+
+    ``status``, ``code`` and ``retry_after_s`` override the table where more is known; the last is
+    rounded up to a whole second, at least 1 and at most :data:`MAX_RETRY_AFTER_S`.
+    """
+
+    def __init__(
+        self,
+        reason: Refusal,
+        message: str,
+        *,
+        param: str | None = None,
+        status: int | None = None,
+        code: str | None = None,
+        retry_after_s: float | None = None,
+        final: bool = False,
+    ) -> None:
+        super().__init__(message)
+        answer = TABLE[reason]
+        self.reason = reason
+        self.message = message[:MAX_MESSAGE]
+        self.param = param
+        self.status = status or answer.status
+        self.type = answer.type if self.status == answer.status else _type_of(self.status)
+        self.code = code or answer.code
+        self.final = final
+        wait = answer.retry_after_s if retry_after_s is None else retry_after_s
+        if wait is None and self.status in (429, 503):
+            wait = 1
+        self.retry_after_s = None if wait is None else max(1, math.ceil(min(MAX_RETRY_AFTER_S, wait)))
+
+    def body(self, *, anthropic: bool = False) -> bytes:
+        """The JSON body, in Anthropic's envelope if asked."""
+        error: dict[str, Any] = {
+            "message": self.message,
+            "type": self.type,
+            "param": self.param,
+            "code": self.code,
+        }
+        if anthropic:
+            error["type"] = _ANTHROPIC.get(self.status, "api_error" if self.status >= 500 else self.type)
+            return msgspec.json.encode({"type": "error", "error": error})
+        return msgspec.json.encode({"error": error})
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """What the answer's head says beside its type and length."""
+        headers = [(b"content-type", b"application/json")]
+        if self.retry_after_s is not None:
+            headers.append((b"retry-after", str(self.retry_after_s).encode()))
+        if self.final:
+            headers.append((b"x-should-retry", b"false"))
+        if self.reason is Refusal.TOO_LARGE:
+            headers.append((b"connection", b"close"))
+        return headers
+
+
+def _type_of(status: int) -> str:
+    if status == 429:
+        return "rate_limit_error"
+    return "server_error" if status >= 500 else "invalid_request_error"
+
+
+def unknown(model: str) -> Refused:
+    """There is no model or adapter of this name, for whoever asks."""
+    return Refused(Refusal.UNKNOWN_MODEL, f"The model '{model[:128]}' does not exist.", param="model")
+
+
+def from_upstream(status: int, body: bytes, retry_after: bytes | None, route: Route) -> Refused:
+    """An upstream's 4xx in our envelope: integer codes become null, known texts a code.
+
+    ``route`` names what the answer leaves out: the path, and the field of a prompt that is too long.
+    """
+    message, param, code = read_error(body)
+    wait = int(retry_after) if retry_after is not None and retry_after.isdigit() else None
+    if status in (404, 405) and (not message or message in ("Not Found", "Method Not Allowed")):
+        return Refused(Refusal.UNSUPPORTED, f"{route.path} is not served by this model's engine.")
+    message = message or f"{route.path} was refused with status {status}."
+    if code is None and "context length" in message:
+        code = "context_length_exceeded"
+        param = route.prompt
+    if code is None and status == 404:
+        code = "model_not_found"
+    return Refused(Refusal.BAD_REQUEST, message, param=param, status=status, code=code, retry_after_s=wait)
+
+
+def adapter_failure(body: bytes) -> Refused | None:
+    """The refusal for an upstream's error that speaks of an adapter which cannot be loaded.
+
+    Engines answer it with 500, but another replica would fail as this one did. Their text may name
+    files, so ours stands in for it.
+    """
+    message, _, _ = read_error(body)
+    if not _ADAPTER.search(message) or not _NOT_LOADED.search(message):
+        return None
+    return Refused(Refusal.ADAPTER_FAILED, "The adapter could not be loaded by the engine.", param="model")
+
+
+def cause_of(body: bytes) -> str:
+    """Why a replica of ours could not load an adapter: the code that its message begins with."""
+    message, _, _ = read_error(body)
+    code = message.partition(":")[0]
+    return code if _CAUSE.fullmatch(code) else ""
+
+
+def rejection_status(body: bytes) -> int | None:
+    """The 4xx status that an upstream's error names as its integer ``code``, if it names one."""
+    try:
+        code = msgspec.json.decode(body)["error"]["code"]
+    except (ValueError, RecursionError, LookupError, TypeError):
+        return None
+    return code if isinstance(code, int) and 400 <= code < 500 else None
+
+
+def read_error(body: bytes) -> tuple[str, str | None, str | None]:
+    """Message, param and code (strings only) of whatever an upstream calls an error."""
+    try:
+        raw = msgspec.json.decode(body)
+    except (ValueError, RecursionError):
+        return "", None, None
+    error = raw.get("error", raw) if isinstance(raw, dict) else {}
+    if isinstance(error, str):
+        return error, None, None
+    if not isinstance(error, dict):
+        return "", None, None
+    message = error.get("message", error.get("detail"))
+    param, code = error.get("param"), error.get("code")
+    return (
+        message if isinstance(message, str) else "",
+        _field(param) if isinstance(param, str) else None,
+        code if isinstance(code, str) else None,
+    )
+
+
+def _field(location: str) -> str | None:
+    """A parameter as clients write it: of ``body.messages.0.SomeParam.role`` this is ``messages.0.role``."""
+    parts = location.split(".")
+    if parts[0] == "body":
+        parts = [part for part in parts[1:] if not _CLASS.fullmatch(part)]
+    return ".".join(parts) or None

@@ -1,0 +1,134 @@
+"""What the client port speaks, as OpenAPI: paths, keys, headers, and every refusal that there is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gateway.protocol.errors import TABLE
+from gateway.protocol.paths import MODELS_PATH, ROUTES, Api, Route
+
+_JSON = "application/json"
+_STREAM = "text/event-stream"
+
+_TEXT = {"type": "string"}
+_MODEL = {
+    "type": "string",
+    "description": "A model, or an adapter as NAME, BASE:NAME, or either with @ and 12 digits of a digest.",
+}
+_ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": _TEXT,
+                "type": _TEXT,
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+_ANTHROPIC_ERROR = {
+    "type": "object",
+    "required": ["type", "error"],
+    "properties": {"type": {"const": "error"}, "error": _ERROR["properties"]["error"]},  # type: ignore[index]
+}
+_HEADERS = {
+    "x-request-id": "The id of this request; the one that the client sent, if it sent a valid one.",
+    "x-tidegate-replica": "The replica that answered, or upstream:NAME.",
+    "x-tidegate-explain": "Asked for by an admin: the candidates with their predicted seconds, as JSON.",
+    "retry-after": "Seconds after which a retry makes sense, at most 120.",
+    "x-should-retry": "false where a retry would do harm.",
+}
+_PARAMETERS = (
+    ("x-request-id", "An id of the client's: up to 128 letters, digits, - and _.", _TEXT),
+    ("x-request-timeout-s", "How many seconds the client would wait for a replica.", {"type": "number"}),
+    (
+        "x-session-id",
+        "Requests of one session go to one replica where that costs nothing, and to one version of adapters.",
+        _TEXT,
+    ),
+    ("x-tidegate-explain", "1, with a key of an admin: say in a header why the route was taken.", _TEXT),
+)
+# Of an adapter that no replica could load lately: no fault of the request's, whose code it is else.
+_ALSO = {503: ["adapter_failed"]}
+
+
+def describe(schema: dict[str, Any]) -> None:
+    """Add the client port to the OpenAPI ``schema`` of the admin port."""
+    components = schema.setdefault("components", {})
+    schemas = components.setdefault("schemas", {})
+    schemas.update({"Error": _ERROR, "AnthropicError": _ANTHROPIC_ERROR})
+    # The framework's own errors, which the admin port answers in our envelope.
+    for name in ("HTTPValidationError", "ValidationError"):
+        schemas.pop(name, None)
+    content = {_JSON: {"schema": {"$ref": "#/components/schemas/Error"}}}
+    for operations in schema["paths"].values():
+        for operation in operations.values():
+            operation["responses"].pop("422", None)
+            operation["responses"]["default"] = {"description": "Refused", "content": content}
+    components["securitySchemes"] = {
+        "bearer": {"type": "http", "scheme": "bearer"},
+        "key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+    }
+    paths = schema["paths"]
+    paths.update({path: {"post": _operation(route)} for path, route in ROUTES.items()})
+    listing = Route(MODELS_PATH, b"", "List the models")
+    paths[MODELS_PATH] = {"get": _called(listing, _refusals(listing, (401, 404, 405)))}
+    one = _called(listing, _refusals(listing, (401, 404, 405)))
+    one["summary"] = "One model"
+    one["parameters"] = [
+        {"name": "id", "in": "path", "required": True, "schema": _TEXT}, *one["parameters"][:1]
+    ]  # fmt: skip
+    paths[MODELS_PATH + "/{id}"] = {"get": one}
+
+
+def _operation(route: Route) -> dict[str, Any]:
+    operation = _called(route, _refusals(route, {answer.status for answer in TABLE.values()}))
+    body = {
+        "type": "object",
+        "required": ["model"],
+        "properties": {"model": _MODEL, "stream": {"type": ["boolean", "null"]}},
+    }
+    operation["requestBody"] = {"required": True, "content": {_JSON: {"schema": body}}}
+    return operation
+
+
+def _called(route: Route, refusals: dict[str, Any]) -> dict[str, Any]:
+    good: dict[str, Any] = {"schema": {"type": "object"}}
+    content = {_JSON: good} if route.runner is None else {_JSON: good, _STREAM: {"schema": _TEXT}}
+    answer = {"description": "What the engine answered", "headers": _headers(*_HEADERS), "content": content}
+    return {
+        "summary": route.summary,
+        "security": [{}, {"bearer": []}, {"key": []}],
+        "parameters": [
+            {"name": name, "in": "header", "required": False, "description": text, "schema": schema}
+            for name, text, schema in _PARAMETERS
+        ],
+        "responses": {"200": answer, **refusals},
+    }
+
+
+def _refusals(route: Route, statuses: set[int] | tuple[int, ...]) -> dict[str, Any]:
+    """The answers other than 200, each with the codes that it may carry."""
+    envelope = "AnthropicError" if route.api is Api.MESSAGES else "Error"
+    content = {_JSON: {"schema": {"$ref": f"#/components/schemas/{envelope}"}}}
+    found = {}
+    for status in sorted(statuses):
+        codes = sorted({answer.code or "null" for answer in TABLE.values() if answer.status == status})
+        codes += _ALSO.get(status, [])
+        headers = ["x-request-id", "x-tidegate-replica"]
+        if status in (429, 503):
+            headers.append("retry-after")
+        if status >= 500:
+            headers.append("x-should-retry")
+        said = f"Refused; error.code is one of: {', '.join(codes)}"
+        found[str(status)] = {"description": said, "headers": _headers(*headers), "content": content}
+    return found
+
+
+def _headers(*names: str) -> dict[str, Any]:
+    return {name: {"description": _HEADERS[name], "schema": _TEXT} for name in names}

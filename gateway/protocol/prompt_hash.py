@@ -1,0 +1,171 @@
+"""What routing and admission may know of a prompt: hashes of its beginnings, and how long it is."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import xxhash
+
+from gateway.protocol.body import Body
+from gateway.protocol.codecs import ABSENT
+from gateway.protocol.paths import Route
+
+BLOCK_BYTES = 512
+FINE_BYTES = 4096
+LONG_BYTES = 32 * 1024
+MAX_BYTES = 64 * 1024 * 1024
+BYTES_A_TOKEN = 4.0
+OUTPUT_TOKENS = 128.0
+# The last hundred answers or so speak.
+GAIN = 0.02
+
+
+def _boundaries() -> tuple[int, ...]:
+    """Where a prompt is hashed: each 512 bytes at first, then eight times while its length doubles.
+
+    Beyond 32 KiB four times, so that 240 KiB has 44 of them and costs 15 us. What of a shared beginning
+    falls between two is computed again: an eleventh of it at most, a sixth where it is long.
+    """
+    found = list(range(BLOCK_BYTES, FINE_BYTES + 1, BLOCK_BYTES))
+    while found[-1] < MAX_BYTES:
+        found.append(int(found[-1] * 2 ** (1 / 8 if found[-1] < LONG_BYTES else 1 / 4)) // 64 * 64)
+    return tuple(found)
+
+
+BOUNDARIES = _boundaries()
+
+
+class Fingerprint(NamedTuple):
+    """As in :class:`policy.request.Request`: hashes and the prompt tokens up to each, and estimates."""
+
+    prefix: tuple[int, ...]
+    depths: tuple[int, ...]
+    prompt_tokens: int
+    output_tokens: int
+
+
+class Density:
+    """How many bytes of JSON make a token of one model, and how many tokens an answer has."""
+
+    __slots__ = ("_answers", "bytes_a_token", "output_tokens")
+
+    def __init__(self) -> None:
+        self._answers = 0
+        self.bytes_a_token = BYTES_A_TOKEN
+        self.output_tokens = OUTPUT_TOKENS
+
+    def learn(
+        self, estimated_tokens: int, prompt_tokens: int, output_tokens: int, depths: Sequence[int] = ()
+    ) -> None:
+        """An engine counted what was estimated, with these ``depths``.
+
+        Those tell by which density it was estimated: while answers are on their way it changes, and a
+        correction of it that each of them made would be made many times over.
+        """
+        self._answers += 1
+        gain = max(GAIN, 1.0 / self._answers)
+        if depths and prompt_tokens > 0 and estimated_tokens not in (0, prompt_tokens):
+            then = BOUNDARIES[len(depths) - 1] / max(depths[-1], 1)
+            found = min(max(then * estimated_tokens / prompt_tokens, 0.5), 32.0)
+            self.bytes_a_token += gain * (found - self.bytes_a_token)
+        if output_tokens > 0:
+            self.output_tokens += gain * (output_tokens - self.output_tokens)
+
+    def read(self, seed: int, parts: Sequence[memoryview], limit: int | None, choices: int) -> Fingerprint:
+        """The fingerprint of a prompt whose ``parts`` an engine reads in this order.
+
+        ``seed`` keeps apart what must not share a cache (:func:`seed_of`); with 0 there is no cache.
+        ``limit`` is the most tokens an answer may have. Token ids are counted, text is estimated.
+        """
+        size = sum(map(len, parts))
+        tokens = size / self.bytes_a_token
+        if len(parts) == 1 and (ids := token_ids(parts[0])):
+            tokens = float(ids)
+        output = int(self.output_tokens) if limit is None else min(limit, int(self.output_tokens))
+        count = bisect_right(BOUNDARIES, size) if seed else 0
+        depths: tuple[int, ...] = ()
+        prefix: tuple[int, ...] = ()
+        if count:
+            ends = BOUNDARIES[:count]
+            a_byte = tokens / size
+            depths = tuple([int(end * a_byte) for end in ends])
+            prefix = _chain(seed, parts, ends)
+        return Fingerprint(prefix, depths, max(int(tokens), 1), max(output, 1) * choices)
+
+
+def parts_of(body: Body, route: Route, raw: bytes) -> list[memoryview]:
+    """What an engine reads of ``body``, in the order of a chat template, as slices of the body.
+
+    A route whose prompt is no one field has the whole body for it.
+    """
+    if route.prompt is None:
+        return [memoryview(raw)]
+    fields = (body.tools, body.system, getattr(body, route.prompt))
+    return [memoryview(field) for field in fields if field is not ABSENT]
+
+
+def limit_of(body: Body) -> int | None:
+    """The most tokens that one choice of the answer may have, if the client says."""
+    return body.max_completion_tokens or body.max_output_tokens or body.max_tokens
+
+
+def grid_of(seed: int, body: Body, route: Route, raw: bytes, *, most: int) -> tuple[int, ...]:
+    """Hashes of the prompt's beginnings, one each :data:`BLOCK_BYTES`, of the first ``most`` of them.
+
+    Their places depend on nothing that is learned, so that they compare between workers and over time.
+    """
+    parts = parts_of(body, route, raw)
+    count = min(sum(map(len, parts)) // BLOCK_BYTES, most)
+    return _chain(seed, parts, range(BLOCK_BYTES, count * BLOCK_BYTES + 1, BLOCK_BYTES)) if count else ()
+
+
+@lru_cache(maxsize=4096)
+def seed_of(model: str, adapter: str, salt: str) -> int:
+    """What every hash of a prompt depends on: KV of another model, adapter or tenant is never shared."""
+    return xxhash.xxh3_64_intdigest(f"{model}\0{adapter}\0{salt}".encode())
+
+
+def adapter_key(model: str, adapter: str) -> int:
+    """The key of an adapter: odd, where those of prefixes are even."""
+    return xxhash.xxh3_64_intdigest(f"{model}\0{adapter}".encode()) | 1
+
+
+def session_key(session: bytes) -> int:
+    """The key of a client's session."""
+    return xxhash.xxh3_64_intdigest(session)
+
+
+def token_ids(part: memoryview) -> int:
+    """How many token ids ``part`` lists, 0 if it is not a list of numbers (or of lists of them)."""
+    if len(part) < 2 or part[0] != _OPEN or part[1] == _OBJECT:
+        return 0
+    head = bytes(part[:64]).lstrip(b"[ \t\r\n")
+    return bytes(part).count(b",") + 1 if head[:1].isdigit() else 0
+
+
+def _chain(seed: int, parts: Sequence[memoryview], ends: Sequence[int]) -> tuple[int, ...]:
+    """The hash of the first ``end`` bytes of all ``parts`` together, for each of ``ends``."""
+    running = xxhash.xxh3_64(seed=seed)
+    update, value = running.update, running.intdigest
+    found = []
+    rest = iter(parts)
+    part, start = next(rest), 0  # where in the whole this part starts
+    done = 0
+    for end in ends:
+        while end - start > len(part):
+            update(part[done - start :])
+            start += len(part)
+            done = start
+            part = next(rest)
+        update(part[done - start : end - start])
+        done = end
+        found.append(value() & _EVEN)
+    return tuple(found)
+
+
+_OPEN = ord("[")
+_OBJECT = ord("{")
+_EVEN = 0xFFFF_FFFF_FFFF_FFFE

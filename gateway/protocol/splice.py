@@ -1,0 +1,138 @@
+"""Edit a JSON object at offsets: what is not edited stays the bytes that came, and is not copied.
+
+A member that is absent goes in behind the opening brace; one that is there has its value replaced
+where the decoder found it, so that the same name in a nested object or a text is never hit.
+
+A request's body as a replica gets it: the bytes that came, but for what is ours to say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+from msgspec import Raw
+
+from gateway.protocol.body import Body
+from gateway.protocol.buffer_address import address
+from gateway.protocol.codecs import ABSENT, NAMED
+from gateway.protocol.paths import Route
+
+Buffer = bytes | memoryview
+
+
+class Edit(NamedTuple):
+    """``text`` instead of the bytes from ``begin`` to ``end``."""
+
+    begin: int
+    end: int
+    text: bytes
+
+
+def place(raw: bytes, value: Raw) -> tuple[int, int]:
+    """Where ``value``, decoded from ``raw``, begins and ends in it.
+
+    Raises ``ValueError`` if it was decoded from something else.
+    """
+    begin = address(value) - address(raw)
+    size = len(memoryview(value))
+    if not 0 <= begin <= len(raw) - size:
+        raise ValueError("the value is not a part of these bytes")
+    return begin, begin + size
+
+
+def set_member(raw: bytes, name: str, value: Raw, text: bytes) -> Edit:
+    """Give the member ``name`` of the object ``raw`` the JSON ``text``.
+
+    ``value`` is what a decoder found under that name, empty where it found nothing. The object has at
+    least one member.
+    """
+    if value is not ABSENT:
+        return Edit(*place(raw, value), text)
+    begin = raw.index(b"{") + 1
+    return Edit(begin, begin, b'"%b":%b,' % (name.encode(), text))
+
+
+def set_model(raw: bytes, name: str) -> Edit:
+    """Name another model in a request's body."""
+    return Edit(*place(raw, NAMED.decode(raw).model), msgspec.json.encode(name))
+
+
+def force_usage(raw: bytes, stream_options: Raw) -> Edit | None:
+    """Have a stream of chat or completions end with its usage; ``None`` if the client asked for that itself.
+
+    What else the client set stays, but for usage in every chunk, which says nothing without this.
+    """
+    options: dict[str, Any] = {}
+    if stream_options is not ABSENT:
+        said = msgspec.json.decode(stream_options)
+        if isinstance(said, dict):
+            options = said
+        elif said is not None:
+            return None  # the engine will say what is wrong with it
+    if options.get("include_usage"):
+        return None
+    options.pop("continuous_usage_stats", None)
+    options["include_usage"] = True
+    return set_member(raw, "stream_options", stream_options, msgspec.json.encode(options))
+
+
+def splice(raw: bytes, edits: Iterable[Edit]) -> list[Buffer]:
+    """``raw`` with ``edits``, as buffers to be written one after the other."""
+    parts: list[Buffer] = []
+    view = memoryview(raw)
+    at = 0
+    for edit in sorted(edits):
+        if edit.begin < at:
+            raise ValueError("edits overlap")
+        if edit.begin > at:
+            parts.append(view[at : edit.begin])
+        if edit.text:
+            parts.append(edit.text)
+        at = edit.end
+    if at < len(raw):
+        parts.append(view[at:])
+    return parts
+
+
+def length(parts: Sequence[Buffer]) -> int:
+    """The size of a spliced body in bytes."""
+    return sum(map(len, parts))
+
+
+# Whose streams tell their usage only when they are asked to.
+ASKED_FOR_USAGE = frozenset({"/v1/chat/completions", "/v1/completions"})
+
+
+class Outgoing(NamedTuple):
+    """``parts`` to be written one after the other, ``size`` bytes in all.
+
+    ``counts`` says that the usage at the end of the stream was asked for by us and is not the client's.
+    """
+
+    parts: bytes | list[Buffer]
+    size: int
+    counts: bool
+
+
+def outgoing(route: Route, body: Body, raw: bytes, salt: bytes, adapter: str = "") -> Outgoing:
+    """``raw`` with the tenant's cache ``salt`` (a JSON string, or nothing), whatever the client said of it.
+
+    ``model`` becomes the ``adapter``'s name at the replicas, if there is one. Without usage at its end a
+    stream would count for nothing in fairness, predictions and budgets.
+    """
+    edits = []
+    if adapter and adapter != body.model:
+        edits.append(set_model(raw, adapter))
+    if salt and route.runner is not None:  # what only counts tokens caches nothing
+        edits.append(set_member(raw, "cache_salt", body.cache_salt, salt))
+    counts = False
+    if body.stream and route.path in ASKED_FOR_USAGE:
+        usage = force_usage(raw, body.stream_options)
+        if usage is not None:
+            edits.append(usage)
+            counts = True
+    if not edits:
+        return Outgoing(raw, len(raw), counts)
+    parts = splice(raw, edits)
+    return Outgoing(parts, length(parts), counts)

@@ -1,0 +1,81 @@
+"""How many tokens an answer cost, as the engine itself counted them.
+
+A stream says it in one of its last events, a whole answer near its end. Where an answer was cut
+short, what was seen of it stands in.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import NamedTuple
+
+from msgspec import Raw
+
+from gateway.protocol.codecs import NULL, answer, counts
+
+# An answer up to this size is decoded whole; of a longer one (vectors, long texts) only its end is read.
+MAX_DECODED = 16 * 1024
+_KEY = re.compile(rb'"usage"[ \t\r\n]*:[ \t\r\n]*\{')
+
+
+class Usage(NamedTuple):
+    """Tokens of one answer. ``prompt`` includes those that were ``cached``.
+
+    Without ``exact`` the answer was cut short: ``prompt`` is unknown (0), and ``completion`` are the
+    events that came, which an engine writes a token or more in each.
+    """
+
+    prompt: int = 0
+    cached: int = 0
+    completion: int = 0
+    exact: bool = True
+
+
+_scanner = json.JSONDecoder()
+
+
+def read_usage(raw: bytes | Raw) -> Usage | None:
+    """The usage object ``raw``; ``None`` if it is none or not understood."""
+    try:
+        said = counts.decode(raw)
+    except (ValueError, RecursionError):
+        return None
+    details = said.prompt_tokens_details or said.input_tokens_details
+    cached = (details.cached_tokens if details is not None else said.cache_read_input_tokens) or 0
+    prompt = said.prompt_tokens
+    if prompt is None:
+        if said.input_tokens is None and said.output_tokens is None:
+            return None
+        # Anthropic counts what was read from or written to a cache apart from the input.
+        prompt = said.input_tokens or 0
+        prompt += (said.cache_read_input_tokens or 0) + (said.cache_creation_input_tokens or 0)
+    return Usage(prompt, cached, said.completion_tokens or said.output_tokens or 0)
+
+
+def usage_inside(raw: bytes | Raw) -> Usage | None:
+    """The usage of an object that holds one under ``usage``."""
+    try:
+        said = answer.decode(raw)
+    except (ValueError, RecursionError):
+        return None
+    return None if said.usage is NULL or said.usage == NULL else read_usage(said.usage)
+
+
+def usage_of_answer(end: bytes) -> Usage | None:
+    """The usage of a whole JSON answer, of which ``end`` is all or (longer ones) the end.
+
+    A quote inside a string is escaped, so text never looks like the key; of several objects under
+    that key the last one that counts tokens is taken.
+    """
+    if len(end) <= MAX_DECODED and end.lstrip().startswith(b"{") and (found := usage_inside(end)):
+        return found
+    for match in reversed(list(_KEY.finditer(end[-MAX_DECODED:]))):
+        text = end[-MAX_DECODED:][match.end() - 1 :].decode("utf-8", "replace")
+        try:
+            _, length = _scanner.raw_decode(text)
+        except (ValueError, RecursionError):
+            continue
+        if (found := read_usage(text[:length].encode())) is not None:
+            return found
+    return None

@@ -1,0 +1,98 @@
+"""Ask the servers that Tidegate does not deploy whether they answer and what they serve."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import NamedTuple
+
+import httpx
+import msgspec
+
+from gateway.routing.ejection import is_own_fault
+from gateway.routing.fleet import FleetView, external_replica
+from policy.config.deployment import Deployment, ModelSpec
+from policy.types import EngineKind, Replica
+
+PROBE_EVERY_S = 2.0
+PROBE_TIMEOUT_S = 2.0
+# One that answers requests is only asked what is new there.
+LIST_EVERY_S = 10.0
+
+
+class _Listed(msgspec.Struct):
+    """One entry of a server's ``/v1/models``."""
+
+    id: str
+    root: str | None = None
+    parent: str | None = None
+    max_model_len: int | None = None
+
+
+class _Models(msgspec.Struct):
+    data: list[_Listed] = []
+
+
+class _Said(NamedTuple):
+    """What a server last said of itself, when, and how often it had been heard by then."""
+
+    replica: Replica
+    max_model_len: int | None
+    at: float
+    reads: int
+
+
+class Prober:
+    """Probes every URL of every external model. No secret of ours goes to servers that are not ours."""
+
+    def __init__(self, view: FleetView, deployment: Callable[[], Deployment]) -> None:
+        self._view = view
+        self._deployment = deployment
+        self._clock = asyncio.get_running_loop().time
+        self._said: dict[tuple[str, str], _Said] = {}
+
+    async def run(self) -> None:
+        """Probe until cancelled."""
+        async with httpx.AsyncClient(timeout=PROBE_TIMEOUT_S, trust_env=False) as client:
+            while True:
+                await asyncio.gather(
+                    *(
+                        self._probe_model(client, spec)
+                        for spec in self._deployment().models
+                        if spec.engine is EngineKind.EXTERNAL
+                    )
+                )
+                await asyncio.sleep(PROBE_EVERY_S)
+
+    async def _probe_model(self, client: httpx.AsyncClient, spec: ModelSpec) -> None:
+        found = await asyncio.gather(*(self._probe(client, spec.name, url) for url in spec.urls))
+        lengths = [length for _, length in found if length is not None]
+        self._view.set_external(
+            spec.name, [replica for replica, _ in found], min(lengths) if lengths else None
+        )
+
+    async def _probe(self, client: httpx.AsyncClient, model: str, url: str) -> tuple[Replica, int | None]:
+        base = url.rstrip("/").removesuffix("/v1")
+        at, reads = self._clock(), self._view.reads(model, base)
+        last = self._said.get((model, base))
+        if last is not None and reads > last.reads and at < last.at + LIST_EVERY_S:
+            self._said[model, base] = last._replace(reads=reads)
+            return last.replica, last.max_model_len
+        listed: list[_Listed] = []
+        try:
+            answer = await client.get(f"{base}/v1/models")
+            ready = answer.status_code == 200
+            if ready:
+                listed = msgspec.json.decode(answer.content, type=_Models).data
+        except (httpx.HTTPError, ValueError, RecursionError) as error:  # no answer, or one that is not JSON
+            # What this machine lacks says nothing of the server: it is as it was.
+            ready = is_own_fault(error) and self._view.hears(model, base)
+        adapters = tuple(entry.id for entry in listed if entry.parent is not None)
+        own = next((entry for entry in listed if entry.id == model), None)
+        replica = external_replica(model, base, ready=ready, adapters=adapters, at=self._clock())
+        length = None if own is None else own.max_model_len
+        if ready:
+            self._said[model, base] = _Said(replica, length, at, reads)
+        else:
+            self._said.pop((model, base), None)
+        return replica, length

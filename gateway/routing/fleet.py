@@ -1,0 +1,351 @@
+"""Which models and replicas there are, from the newest word that reached this worker.
+
+One module though over 300 lines: models, their replicas and who is told what of them are one view.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence, Set
+from typing import Literal
+
+from gateway.routing.ejection import Health
+from gateway.routing.replica import Link
+from gateway.routing.shared_memory import ALONE, Shared
+from gateway.telemetry.metrics import Metrics, ModelMeter
+from policy.config.deployment import Deployment, Eject, Retry
+from policy.types import EMPTY_FLEET, EngineKind, Fleet, Load, Replica, ReplicaState, Runner
+
+# A controller that was just started may not have heard of every replica yet.
+SETTLE_S = 2.0
+
+Source = Literal["none", "disk", "controller"]
+
+
+# So long may a replica that went away be one that its host starts again, unless the fleet says so anyway.
+RESTART_S = 10.0
+# The fleet's word comes twice a second; an older one says nothing of what is starting now.
+WORD_S = 5.0
+# Adapters that could not be loaded are few, or something is wrong that has one cause.
+MOST_CAUSES = 256
+
+
+class Served:
+    """A model as this worker serves it: what the deployment says of it and its replicas.
+
+    ``coming`` is whether the fleet starts replicas of it, or has none by intent; ``down`` whether it has none
+    that serves, ``asleep`` whether it starts none besides. ``start_s`` is how long replicas took to start, as
+    far as any did. ``causes`` says why adapters could not be loaded last, as a word.
+    """
+
+    def __init__(self, name: str, health: Health | None = None) -> None:
+        self.name = name
+        self.health = health or Health(ModelMeter(name), lambda: 0.5)
+        self.runner = Runner.GENERATE
+        self.engine = EngineKind.VLLM
+        self.created = 0
+        self.max_model_len: int | None = None
+        self.links: list[Link] = []
+        self.coming = True
+        self.down = self.asleep = False
+        self.start_s: float | None = None
+        self.told_at = 0.0
+        self.causes: dict[str, str] = {}
+
+    def hopeless(self, at: float) -> bool:
+        """Whether to wait for a replica is in vain: none can be heard, and none is on its way.
+
+        A model that is scaled to zero, one whose replicas start, and one that nobody has looked at
+        yet are worth waiting for; ``at`` is loop time.
+        """
+        for link in self.links:  # the first, as a rule
+            if link.answering:
+                return False
+        if not self.links:
+            return False
+        if self.engine is EngineKind.EXTERNAL:
+            return True
+        if self.coming or at > self.told_at + WORD_S:
+            return False
+        return all(link.lost_at is not None and at > link.lost_at + RESTART_S for link in self.links)
+
+    @property
+    def listed(self) -> list[str]:
+        """Adapters that its servers list, where they are not ours."""
+        if self.engine is not EngineKind.EXTERNAL:
+            return []
+        return sorted({name for link in self.links for name in link.residency.loaded})
+
+    def caused(self, adapter: str, cause: str) -> None:
+        """A replica could not load ``adapter``, for this ``cause``."""
+        if len(self.causes) >= MOST_CAUSES:
+            self.causes.clear()
+        self.causes[adapter] = cause
+
+    def cannot_load(self, adapter: str) -> bool:
+        """Whether replicas refuse ``adapter`` and none is up that does not."""
+        refused = False
+        for link in self.links:
+            if link.residency.loads:
+                if not link.serves(adapter):
+                    refused = True
+                elif link.admissible or link.full:
+                    return False
+        return refused
+
+
+class FleetView:
+    """The models by name.
+
+    ``on_capacity`` is told whenever a replica of a model may take more, ``on_hopeless`` when it is in
+    vain to wait for one, ``on_prefixes`` the hashes that came to a replica (by its key) from anywhere,
+    ``on_forget`` that its cache is gone, ``on_adapters`` which adapters it has loaded and which it could not,
+    ``on_refused`` the adapters of a model that some replica could not load lately. ``draw`` spreads the
+    probes of many workers.
+    """
+
+    def __init__(
+        self,
+        secret: str,
+        metrics: Metrics,
+        shared: Shared = ALONE,
+        draw: Callable[[], float] = lambda: 0.5,
+    ) -> None:
+        self._secret = secret
+        self._shared = shared
+        self._draw = draw
+        self._eject, self._retry = Eject(), Retry()
+        self._metrics = metrics
+        self._served: dict[str, Served] = {}
+        self._documented: frozenset[str] = frozenset()
+        self._connect_timeout_s = 2.0
+        self.fleet: Fleet = EMPTY_FLEET
+        self.source: Source = "none"
+        self.seen_at: float | None = None
+        self._epoch_began = 0.0
+        self.on_capacity: Callable[[str], None] = lambda model: None
+        self.on_hopeless: Callable[[str], None] = lambda model: None
+        self.on_prefixes: Callable[[str, int, Sequence[int]], None] = lambda model, key, hashes: None
+        self.on_forget: Callable[[str, int], None] = lambda model, key: None
+        self.on_adapters: Callable[[str, int, Set[str], Set[str]], None] = lambda model, key, has, cannot: (
+            None
+        )
+        self.on_refused: Callable[[str, Set[str]], None] = lambda model, adapters: None
+
+    @property
+    def models(self) -> list[Served]:
+        """All models, in the order of the document."""
+        return list(self._served.values())
+
+    def get(self, name: str) -> Served | None:
+        """The model called ``name``."""
+        return self._served.get(name)
+
+    def listing(self, name: str) -> tuple[Served, str] | None:
+        """The model whose servers, which are not ours, list an adapter so, or as ``BASE:NAME``; its name."""
+        for served in self._served.values():
+            if served.engine is EngineKind.EXTERNAL:
+                for own in (name, name.removeprefix(served.name + ":")):
+                    if any(own in link.residency.loaded for link in served.links):
+                        return served, own
+        return None
+
+    def read_document(self, deployment: Deployment) -> None:
+        """Take the models of the deployment document; what is no longer in it is dropped."""
+        self._connect_timeout_s = deployment.gateway.connect_timeout_s
+        self._eject, self._retry = deployment.gateway.eject, deployment.gateway.retry
+        self._documented = frozenset(spec.name for spec in deployment.models)
+        for spec in deployment.models:
+            served = self._of(spec.name)
+            served.runner, served.engine = spec.runner, spec.engine
+        self._drop_unknown()
+        for served in self._served.values():
+            served.health.follow(self._eject, self._retry)
+            for link in served.links:
+                link.pool.connect_timeout_s = self._connect_timeout_s
+
+    def take(self, fleet: Fleet, source: Source, at: float) -> None:
+        """Follow a snapshot of the controller (or of the last one, from disk); ``at`` is loop time.
+
+        In the first :data:`SETTLE_S` of a new epoch a replica that it does not list as ready is kept
+        while the replica itself says that it is.
+        """
+        if fleet.epoch != self.fleet.epoch:
+            self._epoch_began = at
+        self.source = source
+        self.seen_at = at
+        self.fleet = fleet
+        for model in fleet.models:
+            served = self._of(model.name)
+            served.created = model.created
+            served.max_model_len = model.max_model_len
+            mine = [replica for replica in fleet.replicas if replica.model == model.name]
+            states = [replica.state for replica in mine]
+            served.coming = _coming(states, model.target)
+            served.down = ReplicaState.READY not in states
+            served.asleep = served.down and ReplicaState.STARTING not in states
+            # What sleeps is only woken.
+            starts_s = [replica.start_s if replica.wake_s is None else replica.wake_s for replica in mine]
+            measured_s = [start_s for start_s in starts_s if start_s is not None]
+            served.start_s = max(measured_s, default=served.start_s)
+            if model.name not in self._documented:
+                served.runner, served.engine = model.runner, model.engine
+        self._drop_unknown()
+        by_model: dict[str, list[Replica]] = {}
+        for replica in fleet.replicas:
+            if replica.url and replica.state in (ReplicaState.READY, ReplicaState.DRAINING):
+                by_model.setdefault(replica.model, []).append(replica)
+        settling = at < self._epoch_began + SETTLE_S
+        for served in self._served.values():
+            if served.engine is EngineKind.EXTERNAL:
+                continue
+            replicas = by_model.get(served.name, [])
+            served.told_at = at if source == "controller" else 0.0
+            if settling:
+                listed = {replica.id for replica in replicas}
+                replicas += [
+                    link.replica
+                    for link in served.links
+                    if link.id not in listed and link.answering and link.open
+                ]
+            self._link(served, replicas, at)
+
+    def hears(self, model: str, url: str) -> bool:
+        """Whether the server of ``model`` at ``url`` answered when it was last asked."""
+        link = self._at(model, url)
+        return link is not None and link.answering
+
+    def reads(self, model: str, url: str) -> int:
+        """How often the server of ``model`` at ``url`` was heard, 0 if it does not serve well."""
+        link = self._at(model, url)
+        return link.pool.reads if link is not None and link.answering and not link.breaker.streak else 0
+
+    def set_external(self, name: str, replicas: list[Replica], max_model_len: int | None) -> None:
+        """Follow the servers of an external model: those that answered are ready."""
+        served = self._served.get(name)
+        if served is None or served.engine is not EngineKind.EXTERNAL:
+            return
+        served.max_model_len = max_model_len
+        at = asyncio.get_running_loop().time()
+        self._link(served, replicas, at)
+        for link in served.links:
+            link.open, link.full = True, False
+            link.residency.told(link.replica.adapters, ())
+            link.heard(at, link.replica.state is ReplicaState.READY)
+        self.news(served)
+
+    def close(self) -> None:
+        """Stop following everything."""
+        for served in self._served.values():
+            self._link(served, [], 0.0)
+
+    def _at(self, model: str, url: str) -> Link | None:
+        served = self._served.get(model)
+        links = served.links if served is not None else []
+        return next((link for link in links if link.url == url), None)
+
+    def _of(self, name: str) -> Served:
+        served = self._served.get(name)
+        if served is None:
+            served = Served(name, Health(self._metrics.model(name), self._draw))
+            served.health.follow(self._eject, self._retry)
+            self._served[name] = served
+        return served
+
+    def _drop_unknown(self) -> None:
+        known = self._documented | {model.name for model in self.fleet.models}
+        for name in [name for name in self._served if name not in known]:
+            self._link(self._served.pop(name), [], 0.0)
+
+    def _link(self, served: Served, replicas: list[Replica], at: float) -> None:
+        links = {link.id: link for link in served.links}
+        kept: list[Link] = []
+        for replica in replicas:
+            link = links.get(replica.id)
+            if link is not None and link.url == replica.url:
+                del links[replica.id]
+                if replica != link.replica:
+                    link.become(replica, at)
+            else:
+                link = self._open(served, replica)
+                link.lost_at = at
+            kept.append(link)
+        for link in links.values():
+            link.close()
+            self.on_forget(served.name, link.view.key)
+        served.links = kept
+        self.news(served)
+
+    def _open(self, served: Served, replica: Replica) -> Link:
+        external = served.engine is EngineKind.EXTERNAL
+        secret = None if external else self._secret
+        link = Link(replica, self._connect_timeout_s, secret, self._shared, served.health)
+        link.on_renewed = lambda link: self.on_forget(served.name, link.view.key)
+        link.on_prefixes = lambda link, hashes: self.on_prefixes(served.name, link.view.key, hashes)
+        link.on_adapters = lambda link: self._hear_adapters(served, link)
+        if secret is not None:
+            link.subscribe(secret, lambda _: self.news(served))
+        return link
+
+    def _hear_adapters(self, served: Served, link: Link) -> None:
+        residency = link.residency
+        refused = residency.refusing
+        self.on_adapters(served.name, link.view.key, residency.loaded, refused)
+        if refused:
+            self.on_refused(served.name, refused)
+
+    def news(self, served: Served) -> None:
+        """Something changed at a replica of ``served``: say so, and let who waits have what there is."""
+        up = sum(link.admissible or link.full for link in served.links)
+        self._metrics.model(served.name).replicas_up = up
+        if up:
+            self.on_capacity(served.name)
+
+    def describe(self) -> dict[str, object]:
+        """The snapshot with its age, and each replica as this worker sees it."""
+        now = asyncio.get_running_loop().time()
+        return {
+            "source": self.source,
+            "age_s": None if self.seen_at is None else round(now - self.seen_at, 3),
+            "fleet": self.fleet,
+            "replicas": [
+                {
+                    "id": link.id,
+                    "model": link.model,
+                    "url": link.url,
+                    "admissible": link.admissible,
+                    "answering": link.answering,
+                    "open": link.open,
+                    "breaker": link.breaker.state,
+                    "state": link.replica.state,
+                    "in_flight": link.in_flight,
+                    "mine": link.mine,
+                    "pending_tokens": link.look().pending_tokens,
+                    "bound": link.bound,
+                    "adapters": sorted(link.residency.loaded),
+                    "refused_adapters": sorted(link.residency.refusing),
+                    "heard_s_ago": None if link.heard_at is None else round(now - link.heard_at, 3),
+                }
+                for served in self._served.values()
+                for link in served.links
+            ],
+        }
+
+
+def _coming(states: Sequence[ReplicaState], target: int) -> bool:
+    """Whether the fleet starts replicas of a model, or has none by intent."""
+    return ReplicaState.STARTING in states or states.count(ReplicaState.READY) < max(1, target)
+
+
+def external_replica(model: str, url: str, *, ready: bool, adapters: tuple[str, ...], at: float) -> Replica:
+    """A server that Tidegate does not deploy, in the fleet's words."""
+    return Replica(
+        id=url.removeprefix("http://"),
+        model=model,
+        shape="external",
+        generation=0,
+        state=ReplicaState.READY if ready else ReplicaState.STOPPED,
+        load=Load(at=at),
+        url=url,
+        adapters=adapters,
+    )

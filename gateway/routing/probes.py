@@ -1,0 +1,138 @@
+"""Watch what replicas do with our requests, and bring back those that are out of rotation.
+
+A replica of ours is probed with a canary, a request of one token. A server that is not ours gets no
+request that no client sent: when it answers the question what it serves, one real request is let
+through as the probe, and that one may still be tried elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+
+import httpx
+
+from gateway.routing.ejection import is_own_fault
+from gateway.routing.fleet import FleetView, Served
+from gateway.routing.replica import STALE_S, Link
+from gateway.telemetry.metrics import Metrics
+from policy.config.deployment import Deployment
+from policy.errors import Refusal
+from policy.routing.outlier_ejection import Sign, State
+from policy.types import EngineKind
+from policy.wire.canary import CANARIES
+from store.state_dir import SECRET_HEADER
+
+SWEEP_S = 0.25
+# A probe that said nothing is sent again after this, as is one to a replica whose load stream hangs.
+AGAIN_S = 1.0
+REFUSAL_HEADER = "x-tidegate-refusal"
+
+
+class Probes:
+    """The watchdog's sweep over all links of this worker, and the probes that it starts."""
+
+    def __init__(
+        self, fleet: FleetView, metrics: Metrics, deployment: Callable[[], Deployment], secret: str
+    ) -> None:
+        self._fleet = fleet
+        self._metrics = metrics
+        self._deployment = deployment
+        self._secret = secret
+        self._clock = asyncio.get_running_loop().time
+        self._running: dict[Link, asyncio.Task[None]] = {}
+
+    async def run(self) -> None:
+        """Sweep until cancelled."""
+        # A connection that is kept would not be seen to close until the next canary.
+        limits = httpx.Limits(max_keepalive_connections=0)
+        headers = {SECRET_HEADER: self._secret}
+        async with httpx.AsyncClient(headers=headers, limits=limits, trust_env=False) as client:
+            try:
+                while True:
+                    await asyncio.sleep(SWEEP_S)
+                    self._sweep(client, self._clock())
+            finally:
+                for task in self._running.values():
+                    task.cancel()
+
+    def _sweep(self, client: httpx.AsyncClient, at: float) -> None:
+        timeout_s = self._deployment().gateway.progress_timeout_s
+        for served in self._fleet.models:
+            for link in served.links:
+                link.age(at)
+                # Nothing on any connection of it is a partition, or a process that stands still.
+                patience_s = min(STALE_S, timeout_s) if link.stale(at) else timeout_s
+                if link.stuck_s(at) >= patience_s:
+                    self._eject(served, link, at)
+                if served.engine is EngineKind.EXTERNAL:
+                    if link.answering and link.breaker.due(at):
+                        link.breaker.half_open()
+                        self._fleet.news(served)
+                elif link.probe_at <= at and link not in self._running:
+                    self._consider(client, served, link, at, timeout_s)
+            states = Counter(link.breaker.state for link in served.links)
+            meter = self._metrics.model(served.name)
+            for state in State:
+                meter.breakers[state] = states[state]
+            if served.hopeless(at):
+                self._fleet.on_hopeless(served.name)
+
+    def _eject(self, served: Served, link: Link, at: float) -> None:
+        """It holds our requests and moves none: who has had no byte of an answer goes elsewhere."""
+        ejected = served.health.silent(link.breaker, at)
+        if ejected or (not link.admissible and any(other.admissible for other in served.links)):
+            for relay in tuple(link.relays):
+                if not relay.committed:
+                    relay.expire(link.stuck_s(at))
+        if ejected:
+            self._fleet.news(served)
+
+    def _consider(
+        self, client: httpx.AsyncClient, served: Served, link: Link, at: float, timeout_s: float
+    ) -> None:
+        """Send ``link`` a canary if it is due one."""
+        breaker = link.breaker
+        if breaker.due(at) and link.answering:
+            breaker.half_open()
+        if breaker.state is State.HALF_OPEN:
+            if not breaker.take_probe():
+                return
+        elif link.answering or not link.silent:
+            return
+
+        async def probe() -> None:
+            sign = Sign.NOTHING
+            try:
+                sign = await self._sing(client, served, link, timeout_s)
+            finally:
+                link.probe_at = self._clock() + AGAIN_S
+                del self._running[link]
+                self._heard(served, link, sign)
+
+        self._running[link] = asyncio.create_task(probe())
+
+    def _heard(self, served: Served, link: Link, sign: Sign) -> None:
+        at = self._clock()
+        back = served.health.probed(link.breaker, sign, at)
+        # Its load stream hangs, but it works: what is there is then counted here alone.
+        if sign is Sign.GOOD and link.silent:
+            link.heard(at, True)
+        if back:
+            self._fleet.news(served)
+
+    async def _sing(self, client: httpx.AsyncClient, served: Served, link: Link, timeout_s: float) -> Sign:
+        """Send the canary: good if it is answered, no sign if the replica is only full or starting."""
+        for path, body in CANARIES[served.runner]:
+            try:
+                answer = await client.post(
+                    link.url + path, json={"model": link.model, **body}, timeout=timeout_s
+                )
+            except httpx.HTTPError as error:
+                return Sign.NOTHING if is_own_fault(error) else Sign.BAD
+            if answer.status_code == httpx.codes.OK:
+                return Sign.GOOD
+            if answer.headers.get(REFUSAL_HEADER, Refusal.REPLICA_LOST) != Refusal.REPLICA_LOST:
+                return Sign.NOTHING
+        return Sign.BAD

@@ -1,0 +1,340 @@
+"""A prefill whose end nobody sees, and when it is taken to be over.
+
+What this worker knows of each replica, from the replica itself.
+
+One module though over 300 lines: what a replica says, what was sent to it and its standing are one state."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from math import inf
+from time import monotonic
+from typing import TYPE_CHECKING
+
+from gateway.http.client import Pool
+from gateway.http.ndjson import Feed
+from gateway.routing.ejection import Health
+from gateway.routing.loaded_adapters import Residency
+from gateway.routing.shared_memory import ALONE, Shared
+from gateway.telemetry.metrics import ModelMeter
+from policy.errors import Refusal
+from policy.hashing import key_of
+from policy.routing.outlier_ejection import Sign, State, Watchdog
+from policy.routing.router import Candidate
+from policy.types import Replica, ReplicaState
+from policy.wire.load import LOAD_LINE
+from store.state_dir import SECRET_HEADER
+
+if TYPE_CHECKING:
+    from gateway.delivery.relay import Relay
+
+
+class Ahead:
+    """Prompt tokens that are taken to be computed at ``at``, an instant of loop time; 0 once they were."""
+
+    __slots__ = ("at", "tokens")
+
+    def __init__(self, tokens: int, at: float) -> None:
+        self.tokens = tokens
+        self.at = at
+
+
+# Three lines that did not come.
+STALE_S = 3.0
+
+
+class Link:
+    """One replica as seen from one worker: its connections, its own count and what we sent since.
+
+    ``answering`` is whether the replica itself can be heard, ``open`` whether it takes requests by
+    its own word; both follow the stream of its load, or a probe where there is none (external).
+    What becomes of requests moves ``breaker``, through ``health``. ``relays`` are the attempts of
+    this worker that run there. ``residency`` is what requests for adapters find there. ``silent`` is whether
+    its load stream hangs, ``lost_at`` since when it is not answering, ``probe_at`` when it may be probed
+    again; instants are loop time.
+    """
+
+    def __init__(
+        self,
+        replica: Replica,
+        connect_timeout_s: float,
+        secret: str | None,
+        shared: Shared = ALONE,
+        health: Health | None = None,
+    ) -> None:
+        self.id = replica.id
+        self.label = replica.id.encode()
+        self.model = replica.model
+        self.url = replica.url
+        self.replica = replica
+        self.pool = Pool(replica.url, connect_timeout_s)
+        self.constant_head = b"host: " + self.pool.host_header + b"\r\ncontent-type: application/json\r\n"
+        if secret is not None:
+            self.constant_head += f"{SECRET_HEADER}: {secret}\r\n".encode()
+        # Ours say themselves what they have loaded, and how they came by it.
+        self.residency = Residency(replica.adapters if secret is None else (), loads=secret is not None)
+        self.health = health or Health(ModelMeter(replica.model), lambda: 0.5)
+        self.breaker = self.health.ejections.join()
+        self.relays: set[Relay] = set()
+        self.answering = False
+        self.open = True
+        self.full = False
+        self.silent = False
+        self.heard_at: float | None = None
+        self.lost_at: float | None = None
+        self.probe_at = 0.0
+        self.view = Candidate(replica.id, key_of(replica.id), bound=replica.load.bound)
+        self.mine = 0
+        self.on_renewed: Callable[[Link], None] = lambda link: None
+        self.on_prefixes: Callable[[Link, Sequence[int]], None] = lambda link, hashes: None
+        self.on_adapters: Callable[[Link], None] = lambda link: None
+        self._pending = 0
+        self._begun = 0
+        self._elsewhere = 0
+        self._pending_elsewhere = 0
+        self._pending_there = 0
+        self._foreseen: deque[Ahead] = deque()
+        self.due_at = inf
+        self.lone = False
+        self._tokens = 0
+        self._restarted = False
+        self._probe = False
+        self._shared = shared
+        self._watchdog = Watchdog()
+        self._feed: Feed | None = None
+        self._following: asyncio.Task[None] | None = None
+
+    @property
+    def admissible(self) -> bool:
+        """Whether a request may be sent now, its bound aside."""
+        return (
+            self.answering
+            and self.open
+            and not self.full
+            and self.replica.state is ReplicaState.READY
+            and (self.breaker.state is State.CLOSED or self.health.ejections.admits(self.breaker))
+        )
+
+    def serves(self, adapter: str) -> bool:
+        """Whether requests for ``adapter``, or without one ("") can be served there."""
+        return not adapter or self.residency.serves(adapter)
+
+    @property
+    def in_flight(self) -> int:
+        """What this host's workers have there, and what other hosts had by the replica's last count."""
+        return self._elsewhere + self.mine + self._shared.others(self.view.key)[0]
+
+    @property
+    def bound(self) -> int:
+        """How many requests it admits, 0 if it states none."""
+        return self.view.bound
+
+    def look(self) -> Candidate:
+        """The view of this instant, with what this host's other workers have there.
+
+        While there are none it stays true by itself (``lone``), until ``due_at``.
+        """
+        while self._foreseen and self._foreseen[0].at <= monotonic():
+            self.over(self._foreseen[0])
+        view = self.view
+        self.lone = self._shared.alone
+        in_flight, pending, begun = self._shared.others(view.key)
+        view.in_flight = self._elsewhere + self.mine + in_flight
+        view.pending_tokens = self._pending_elsewhere + self._pending + pending
+        view.begun = self._begun + begun
+        return view
+
+    def begin(self, tokens: int = 0) -> None:
+        """A request with ``tokens`` uncached prompt tokens goes there."""
+        self.mine += 1
+        view = self.view
+        view.in_flight += 1
+        view.pending_tokens += tokens
+        view.begun += 1
+        self._pending += tokens
+        self._begun += 1
+        self._shared.begin(self.view.key, tokens)
+        if self.breaker.state is State.HALF_OPEN and self.breaker.take_probe():
+            self._probe = True
+
+    def probe(self) -> bool:
+        """Whether the request that was sent there is the one that its breaker waits for; said once."""
+        probe, self._probe = self._probe, False
+        return probe
+
+    def first_token(self, tokens: int) -> None:
+        """The prefill of such a request is over: its first token came, or it ended without one."""
+        self._pending -= tokens
+        self.view.pending_tokens -= tokens
+        self.view.turned_at = monotonic()
+        self._shared.first_token(self.view.key, tokens)
+
+    def foresee(self, tokens: int, at: float) -> Ahead:
+        """The prefill of such a request, whose first token nobody will see, will be over at ``at``.
+
+        Otherwise the prompts of answers that come whole would count as ahead until their last token.
+        """
+        ahead = Ahead(tokens, at)
+        self._foreseen.append(ahead)
+        self.due_at = self._foreseen[0].at
+        return ahead
+
+    def over(self, ahead: Ahead) -> None:
+        """Its time has come, or its request has ended, which may be long before that."""
+        if ahead.tokens:
+            self.first_token(ahead.tokens)
+            ahead.tokens = 0
+        foreseen = self._foreseen
+        while foreseen and not foreseen[0].tokens:
+            foreseen.popleft()
+        self.due_at = foreseen[0].at if foreseen else inf
+
+    def end(self) -> None:
+        """A request of this worker ended there."""
+        self.mine -= 1
+        self.view.in_flight -= 1
+        if self._probe:  # it left before anyone asked
+            self._probe = False
+            self.breaker.probed(Sign.NOTHING, 0.0, 0.0)
+        self._shared.end(self.view.key)
+
+    def count(self, line: bytes, at: float) -> None:
+        """Take a line of the replica's load stream; ``at`` is loop time.
+
+        What it says can only add what other hosts have there to what this one knows exactly. A count
+        that its guard cannot have admitted, or a part of a cache that is none, is not believed.
+        """
+        said = LOAD_LINE.decode(line)
+        load = said.load
+        in_flight, pending, _ = self._shared.others(self.view.key)
+        bound = max(0, load.bound)
+        believed = load.in_flight if not bound or load.in_flight <= 2 * bound else 0
+        self._elsewhere = max(0, believed - self.mine - in_flight)
+        if load.pending_tokens < self._pending_there:  # somebody had a first token there
+            self.view.turned_at = at
+        self._pending_there = load.pending_tokens
+        self._pending_elsewhere = max(0, load.pending_tokens - self._pending - pending)
+        self.view.bound = bound
+        self.view.kv_used = load.kv_used if 0.0 <= load.kv_used <= 1.0 else 0.0
+        if said.timing is not None:
+            self.view.timing = said.timing
+        if self._restarted:
+            self._restarted = False
+            if load.tokens < self._tokens:  # it counts from its start
+                self.renewed(at)
+        self._tokens = load.tokens
+        if self.residency.told(said.adapters, said.refused):
+            self.on_adapters(self)
+        self.open = said.state is ReplicaState.READY
+        self.full = False
+        self.silent = False
+        self.heard_at = at
+        self.heard(at, True)
+        self.look()
+        if said.prefixes:
+            self.on_prefixes(self, said.prefixes)
+
+    def become(self, replica: Replica, at: float) -> None:
+        """The fleet says something new of it."""
+        was, self.replica = self.replica, replica
+        if (was.incarnation, was.pid) != (replica.incarnation, replica.pid):
+            self.renewed(at)
+        self._reach()
+        if self._feed is not None:
+            self._feed.retry_now()
+
+    def renewed(self, at: float) -> None:
+        """Another process is behind it, with an empty cache and nothing on its conscience."""
+        self.breaker.renew(at)
+        self.residency.forget()
+        self.on_renewed(self)
+
+    def heard(self, at: float, answering: bool) -> None:
+        """Whether the replica could be heard just now."""
+        if answering != self.answering:
+            self.answering = answering
+            if answering:
+                self.breaker.heard()
+            else:
+                self.lost_at = at
+                self.health.lost(self.breaker, at)
+        self._reach()
+
+    def refused(self, reason: Refusal) -> None:
+        """The replica did not take a request; what it says next decides again."""
+        if reason is Refusal.BUSY:
+            self.full = True
+        else:
+            self.open = False
+            self._reach()
+
+    def cannot_load(self, adapter: str) -> None:
+        """The replica began nothing of a request since it could not load its ``adapter``."""
+        self.residency.failed(adapter)
+        self.on_adapters(self)
+
+    def stuck_s(self, at: float) -> float:
+        """For how many seconds it has moved none of the requests that it should have moved.
+
+        Those whose clients do not read are not its to move. Of a server that does not tell its tokens
+        only streams must move while it can be heard: a long answer that does not stream is silent until
+        it is whole.
+        """
+        blind = self._feed is None and self.answering
+        held = sum(not relay.held_back and (relay.streams or not blind) for relay in self.relays)
+        return self._watchdog.stuck_s(held, (self.pool.reads, self._tokens), at)
+
+    def stale(self, at: float) -> bool:
+        """Whether its load stream has said nothing for longer than it ever should."""
+        return self.heard_at is not None and at - self.heard_at > STALE_S
+
+    def age(self, at: float) -> None:
+        """Let what it said long ago count no more: what this host has there it knows by itself."""
+        if self.stale(at):
+            self._elsewhere = self._pending_elsewhere = 0
+            self.view.kv_used = 0.0
+            self.look()
+
+    def _reach(self) -> None:
+        self.breaker.reachable = self.answering and self.open and self.replica.state is ReplicaState.READY
+
+    def subscribe(self, secret: str, on_change: Callable[[Link], None]) -> None:
+        """Follow the replica's own count until :meth:`close`."""
+        loop = asyncio.get_running_loop()
+
+        def on_line(line: bytes) -> None:
+            try:
+                self.count(line, loop.time())
+            except ValueError:  # what cannot be understood is not heard
+                self.heard(loop.time(), False)
+            on_change(self)
+
+        def on_down() -> None:
+            assert self._feed is not None
+            self.silent = self._feed.silent
+            self._restarted = True
+            at = loop.time()
+            # Who moves our requests lives, whatever has become of its load stream.
+            if self.answering and not (self.silent and self.mine and self.stuck_s(at) < STALE_S):
+                self.heard(at, False)
+                on_change(self)
+
+        self._feed = Feed(
+            self.url,
+            "/internal/load",
+            secret,
+            self.pool.connect_timeout_s,
+            on_line=on_line,
+            on_down=on_down,
+        )
+        self._following = asyncio.create_task(self._feed.run())
+
+    def close(self) -> None:
+        """No more requests; those in flight go on on their own connections."""
+        self.answering = False
+        self.health.ejections.leave(self.breaker)
+        if self._following is not None:
+            self._following.cancel()
+        self.pool.close()

@@ -1,0 +1,169 @@
+"""What a worker tells of the requests that it served to whoever captures them: numbers, never text.
+
+A listener is a datagram socket in a directory that all workers of a host look into, so that one who
+listens at any worker's admin port hears them all. While the directory is empty a request costs one
+comparison, and the worker a look into it four times a second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+from collections import deque
+from pathlib import Path
+
+import msgspec
+
+from gateway.call import Call
+from gateway.protocol.body import Body
+from gateway.protocol.prompt_hash import grid_of, seed_of
+from policy.request import Request
+from policy.types import Runner
+
+LOOK_EVERY_S = 0.25
+SUFFIX = ".capture"
+# A datagram may have 200 KB: so many rows, and so many hashes beside those of the row that goes over.
+MAX_ROWS = 64
+MAX_HASHES = 8192
+# What waits for a listener that does not keep up; what comes then is lost, and counted.
+MAX_KEPT = 10_000
+
+
+class Row(msgspec.Struct, frozen=True, array_like=True):
+    """A request that has ended, between workers. ``at`` is its arrival by the host's monotonic clock, in s.
+
+    ``grid`` are hashes of the beginnings of its prompt, one each
+    :data:`gateway.protocol.prompt_hash.BLOCK_BYTES`. ``session`` is a hash, 0 for none.
+    """
+
+    at: float
+    input_tokens: int
+    output_tokens: int
+    model: str
+    adapter: str
+    tenant: str
+    session: int
+    grid: tuple[int, ...]
+
+
+class Parcel(msgspec.Struct, frozen=True, array_like=True):
+    """A datagram: ``rows`` of the worker ``pid``, which has lost ``lost`` for this listener so far."""
+
+    pid: int
+    lost: int
+    rows: list[Row]
+
+
+class _Listener:
+    """One that hears this worker: what waits for it, and how much did not fit."""
+
+    __slots__ = ("kept", "lost", "path")
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+        self.kept: deque[Row] = deque()
+        self.lost = 0
+
+
+class Capture:
+    """One worker's side. ``listened`` is whether anybody hears it, ``place`` where listeners are."""
+
+    def __init__(self, place: Path) -> None:
+        self.listened = False
+        self._place = place
+        self._listeners: dict[str, _Listener] = {}
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.setblocking(False)
+        self._closed = False
+
+    def ended(self, call: Call, request: Request, body: Body, raw: bytes, began: float) -> None:
+        """Tell of an answer that was generated: whole, or as far as its client stayed for it.
+
+        ``began`` is its arrival by ``time.monotonic``. What was refused has no lengths to tell.
+        """
+        usage = call.usage
+        if usage is None or call.route.runner is not Runner.GENERATE:
+            return
+        adapter = request.adapter if call.adapter is None else call.adapter.name
+        seed = seed_of(request.model, request.adapter, request.tenant)
+        row = Row(
+            began,
+            max(usage.prompt if usage.exact else request.prompt_tokens, 1),
+            max(usage.completion, 1),
+            request.model,
+            adapter,
+            request.tenant,
+            request.session,
+            grid_of(seed, body, call.route, raw, most=MAX_HASHES),
+        )
+        for listener in self._listeners.values():
+            if len(listener.kept) < MAX_KEPT:
+                listener.kept.append(row)
+            else:
+                listener.lost += 1
+
+    async def run(self) -> None:
+        """Look for listeners, and send them what they have not heard."""
+        while not self._closed:
+            await asyncio.sleep(LOOK_EVERY_S)
+            self.look()
+            self.flush()
+
+    def look(self) -> None:
+        """See who listens now."""
+        if self._closed:
+            return
+        try:
+            names = {name for name in os.listdir(self._place) if name.endswith(SUFFIX)}  # noqa: PTH208
+        except FileNotFoundError:  # nobody has ever listened
+            names = set()
+        except OSError:  # no descriptor for it: who listened still does
+            return
+        if names != self._listeners.keys():
+            kept = self._listeners
+            self._listeners = {name: kept.get(name) or _Listener(self._place / name) for name in names}
+            self.listened = bool(names)
+
+    def flush(self) -> None:
+        """Send what waits, as far as its listeners take it."""
+        for name, listener in list(self._listeners.items()):
+            try:
+                while listener.kept:
+                    rows = _parcel(listener.kept)
+                    self._socket.sendto(_encode(Parcel(os.getpid(), listener.lost, rows)), listener.path)
+                    for _ in rows:
+                        listener.kept.popleft()
+            except BlockingIOError:  # it has not read the last ones yet
+                continue
+            except (FileNotFoundError, ConnectionRefusedError):  # gone; a killed worker's stays behind
+                with contextlib.suppress(OSError):
+                    Path(listener.path).unlink()
+                del self._listeners[name]
+                self.listened = bool(self._listeners)
+            except OSError:  # no memory for it now
+                continue
+
+    def close(self) -> None:
+        """Send what is left, and be heard no more."""
+        self.flush()
+        self._listeners.clear()
+        self.listened = False
+        self._closed = True
+        self._socket.close()
+
+
+def _parcel(kept: deque[Row]) -> list[Row]:
+    """As many of the first as go into a datagram."""
+    rows: list[Row] = []
+    hashes = 0
+    for row in kept:
+        rows.append(row)
+        hashes += len(row.grid)
+        if len(rows) >= MAX_ROWS or hashes >= MAX_HASHES:
+            break
+    return rows
+
+
+_encode = msgspec.msgpack.Encoder().encode

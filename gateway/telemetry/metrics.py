@@ -1,0 +1,263 @@
+"""What the gateway measures, kept in plain numbers on the hot path and published twice a second.
+
+A labelled increment of a multiprocess metric costs several microseconds and a stream has hundreds
+of chunks, so a worker adds up locally and merges into its shared files on a timer. Labels come from
+closed sets: a name that a client made up never becomes one.
+"""
+
+from __future__ import annotations
+
+import os
+from bisect import bisect_left
+from collections import Counter as Counts
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, generate_latest, multiprocess
+
+from gateway.http.reserve_descriptor import Spare
+from gateway.protocol.errors import NO_ROOM
+from gateway.protocol.usage import Usage
+from gateway.telemetry.adapter_metrics import AdapterMetrics
+from gateway.telemetry.prometheus import Declared, MergedHistogram
+from gateway.telemetry.queue_metrics import QueueMetrics
+from policy.signals.counters import Totals
+from policy.stats.histogram import Tally
+
+if TYPE_CHECKING:
+    from gateway.call import Call
+
+DIRECTORY_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
+SECONDS = (
+    0.005, 0.01, 0.02, 0.03, 0.04, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75,
+    1.0, 1.5, 2.0, 3.0, 5.0, 7.5, 10.0, 15.0, 20.0, 30.0, 60.0, 120.0, 300.0,
+)  # fmt: skip
+GAPS = (
+    0.001, 0.002, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.025, 0.03, 0.04, 0.05, 0.06, 0.075,
+    0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0, 2.0, 5.0, 10.0,
+)  # fmt: skip
+
+
+# Predicted minus actual, in seconds and as a part of what it was.
+ERRORS = (
+    -10.0, -5.0, -2.0, -1.0, -0.5, -0.2, -0.1, -0.05, -0.02, -0.01, -0.005, -0.002, -0.001,
+    0.0, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0,
+)  # fmt: skip
+PARTS = (0.01, 0.02, 0.05, 0.075, 0.1, 0.125, 0.15, 0.175, 0.2, 0.25, 0.3, 0.4, 0.5, 0.75, 1.0, 2.0, 5.0)
+
+
+class ModelMeter:
+    """The numbers of one model in this worker since they were last published; ``totals`` since it started."""
+
+    __slots__ = (
+        "attempts", "breakers", "cached_tokens", "coalesced_calls", "coalesced_requests",
+        "completion_tokens", "e2e", "ejections", "in_flight", "itl", "model", "probes", "prompt_tokens",
+        "queue_wait", "replicas_up", "requests", "retries", "streams", "totals", "ttft",
+        "ttft_error", "ttft_error_part",
+    )  # fmt: skip
+
+    def __init__(self, model: str) -> None:
+        self.model = model
+        self.requests: Counts[tuple[str, str]] = Counts()
+        self.attempts: Counts[str] = Counts()
+        self.streams: Counts[tuple[str, str]] = Counts()
+        self.prompt_tokens = 0
+        self.cached_tokens = 0
+        self.completion_tokens = 0
+        self.ejections: Counts[str] = Counts()
+        self.retries: Counts[str] = Counts()
+        self.probes: Counts[str] = Counts()
+        self.breakers: Counts[str] = Counts()
+        self.coalesced_calls = 0
+        self.coalesced_requests = 0
+        self.in_flight = 0
+        self.replicas_up = 0
+        self.ttft = Tally(SECONDS)
+        self.e2e = Tally(SECONDS)
+        self.queue_wait = Tally(SECONDS)
+        self.itl = Tally(GAPS)
+        self.ttft_error = Tally(ERRORS)
+        self.ttft_error_part = Tally(PARTS)
+        self.totals = Totals()
+
+    def arrive(self) -> None:
+        """Count a call for the model that came just now."""
+        self.in_flight += 1
+        self.totals.arrived += 1
+
+    def count(self, call: Call, began: float, ended: float) -> None:
+        """Count a call that began and ended at these instants, whatever became of it."""
+        self.requests[call.route.path, call.outcome] += 1
+        if self.model:
+            self.queue_wait.add(call.queued_s)
+        first_at = call.first_byte_at
+        # What an upstream served says nothing of replicas, and who only counts tokens is no answer of theirs.
+        own = not call.elsewhere and call.route.runner is not None
+        if first_at is not None:
+            self.ttft.add(first_at - began)
+            if own:
+                self.totals.ttft.add(first_at - began)
+        if call.outcome == "ok":
+            self.e2e.add(ended - began)
+            if own:
+                self.totals.end(ended - began)
+                if (usage := call.usage) is not None:
+                    self.totals.count_tokens(usage.prompt, usage.cached, usage.completion)
+            if first_at is not None:
+                self.served_stream(first_at - began, call.mean_gap_s, own)
+        elif call.outcome in NO_ROOM:
+            self.totals.refused += 1
+
+    def predicted(self, predicted_s: float, actual_s: float) -> None:
+        """Count how far a router was from the time to a first token, both in seconds."""
+        self.ttft_error.add(predicted_s - actual_s)
+        if actual_s > 0.0:
+            self.ttft_error_part.add(abs(predicted_s - actual_s) / actual_s)
+
+    def count_tokens(self, usage: Usage) -> None:
+        """Count what an answer cost."""
+        self.prompt_tokens += usage.prompt
+        self.cached_tokens += usage.cached
+        self.completion_tokens += usage.completion
+
+    def served_stream(self, ttft_s: float, mean_gap_s: float, own: bool = True) -> None:
+        """Count a served stream where both of its latencies fall."""
+        self.streams[_edge(SECONDS, ttft_s), _edge(GAPS, mean_gap_s)] += 1
+        if own:
+            self.totals.judge(ttft_s, mean_gap_s)
+
+
+def _edge(bounds: tuple[float, ...], value: float) -> str:
+    place = bisect_left(bounds, value)
+    return str(bounds[place]) if place < len(bounds) else "+Inf"
+
+
+class Metrics:
+    """All meters of a worker and their published form."""
+
+    def __init__(self) -> None:
+        self._registry = registry = CollectorRegistry()
+        self._spare = Spare()
+        self.queues = QueueMetrics(registry)
+        self.adapters = AdapterMetrics(registry)
+        self._meters: dict[str, ModelMeter] = {}
+        declared = Declared(registry)
+        counter, gauge = declared.counter, declared.gauge
+        self._requests = counter("requests", "Requests by outcome.", "model", "route", "outcome")
+        self._attempts = counter("upstream_attempts", "Attempts on replicas.", "model", "outcome")
+        self._coalesced_calls = counter("coalesced_calls", "Calls that several requests shared.", "model")
+        self._coalesced_requests = counter(
+            "coalesced_requests", "Requests answered out of a shared call.", "model"
+        )
+        self.overflow = counter(
+            "overflow_attempts", "Attempts on upstreams; cost_cap: the money was spent.",
+            "model", "upstream", "outcome",
+        )  # fmt: skip
+        self.overflow_cost = counter("overflow_cost", "Money spent at upstreams.", "upstream")
+        self._tokens = counter(
+            "tokens", "Tokens of answers; what was cached is a part of the prompt.", "model", "kind"
+        )
+        # Both latencies of one stream together: two histograms would not say how many met both limits.
+        self._streams = counter(
+            "served_streams", "Served streams by time to the first byte and mean gap.",
+            "model", "ttft_le", "itl_le",
+        )  # fmt: skip
+        self._in_flight = gauge("in_flight", "Requests in the gateway.", "model")
+        self._replicas_up = gauge("replicas_up", "Replicas that traffic may go to.", "model", over="livemin")
+        self._ejections = counter("ejections", "Replicas taken out of rotation, by why.", "model", "reason")
+        self._retries = counter(
+            "retries", "Requests that could have gone to another replica, by what came of it.",
+            "model", "outcome",
+        )  # fmt: skip
+        self._probes = counter(
+            "probes", "Probes of replicas that are out of rotation, by how they went.", "model", "outcome"
+        )
+        # By state and not by replica: a label that names replicas outlives them in the shared files.
+        self._breakers = gauge(
+            "breakers", "Replicas by the state of their breaker.", "model", "state", over="livemax"
+        )
+        self._queue_wait = self._histogram("tidegate_queue_wait_seconds", "Time in the queue.", SECONDS)
+        self._ttft = self._histogram("tidegate_ttft_seconds", "Time to the first body byte.", SECONDS)
+        self._ttft_error = self._histogram(
+            "tidegate_ttft_prediction_error_seconds",
+            "Predicted minus actual time from a replica's request to its first token.",
+            ERRORS,
+        )
+        self._ttft_error_part = self._histogram(
+            "tidegate_ttft_prediction_error_ratio",
+            "Absolute error of the predicted time to the first token, as a part of the actual.",
+            PARTS,
+        )
+        self._itl = self._histogram("tidegate_itl_seconds", "Gap between chunks of a stream.", GAPS)
+        self._e2e = self._histogram("tidegate_e2e_seconds", "Time of a served request.", SECONDS)
+
+    def _histogram(self, name: str, text: str, bounds: tuple[float, ...]) -> MergedHistogram:
+        return MergedHistogram(name, text, ("model",), buckets=bounds, registry=self._registry)
+
+    def model(self, name: str) -> ModelMeter:
+        """The meter of a model that the deployment knows; the empty name collects all others."""
+        meter = self._meters.get(name)
+        if meter is None:
+            meter = self._meters[name] = ModelMeter(name)
+        return meter
+
+    def publish(self) -> None:
+        """Merge what was counted into the shared metrics; what cannot be is merged the next time.
+
+        Their files are mapped anew when they grow, for which a descriptor is kept.
+        """
+        self._spare.give()
+        try:
+            self._merge()
+        finally:
+            self._spare.keep()
+
+    def _merge(self) -> None:
+        self.queues.publish()
+        self.adapters.publish()
+        for meter in self._meters.values():
+            for route, outcome in tuple(meter.requests):
+                child = self._requests.labels(meter.model, route, outcome)
+                child.inc(meter.requests.pop((route, outcome)))
+            for verdict in tuple(meter.attempts):
+                self._attempts.labels(meter.model, verdict).inc(meter.attempts.pop(verdict))
+            self._coalesced_calls.labels(meter.model).inc(meter.coalesced_calls)
+            self._coalesced_requests.labels(meter.model).inc(meter.coalesced_requests)
+            meter.coalesced_calls = meter.coalesced_requests = 0
+            self._tokens.labels(meter.model, "prompt").inc(meter.prompt_tokens)
+            self._tokens.labels(meter.model, "cached").inc(meter.cached_tokens)
+            self._tokens.labels(meter.model, "completion").inc(meter.completion_tokens)
+            meter.prompt_tokens = meter.cached_tokens = meter.completion_tokens = 0
+            for edges in tuple(meter.streams):
+                self._streams.labels(meter.model, *edges).inc(meter.streams.pop(edges))
+            for counts, metric in (
+                (meter.ejections, self._ejections),
+                (meter.retries, self._retries),
+                (meter.probes, self._probes),
+            ):
+                for label in tuple(counts):
+                    metric.labels(meter.model, label).inc(counts.pop(label))
+            for state, count in meter.breakers.items():
+                self._breakers.labels(meter.model, state).set(count)
+            self._in_flight.labels(meter.model).set(meter.in_flight)
+            self._replicas_up.labels(meter.model).set(meter.replicas_up)
+            self._ttft.labels(meter.model).merge(meter.ttft)
+            self._itl.labels(meter.model).merge(meter.itl)
+            self._ttft_error.labels(meter.model).merge(meter.ttft_error)
+            self._ttft_error_part.labels(meter.model).merge(meter.ttft_error_part)
+            self._e2e.labels(meter.model).merge(meter.e2e)
+            self._queue_wait.labels(meter.model).merge(meter.queue_wait)
+
+    def render(self) -> bytes:
+        """Prometheus text over all workers, live gauges over those that still run."""
+        self.publish()
+        directory = os.environ.get(DIRECTORY_VARIABLE)
+        if not directory:
+            return generate_latest(self._registry)
+        for path in Path(directory).glob("gauge_live*_*.db"):
+            pid = int(path.stem.rpartition("_")[2])
+            if not Path(f"/proc/{pid}").exists():
+                multiprocess.mark_process_dead(pid, directory)  # type: ignore[no-untyped-call]
+        registry = CollectorRegistry()
+        multiprocess.MultiProcessCollector(registry, directory)  # type: ignore[no-untyped-call]
+        return generate_latest(registry)

@@ -1,0 +1,42 @@
+"""Counts and levels as they are published: all of one registry, and named alike.
+
+Observations that are added up in plain numbers and merged into a published histogram now and then."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from policy.stats.histogram import Tally
+
+
+class Declared:
+    """Declares metrics named ``tidegate_NAME`` in one registry."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+
+    def counter(self, name: str, text: str, *labels: str) -> Counter:
+        """Something that only grows, added over all workers."""
+        return Counter(f"tidegate_{name}", text, labels, registry=self._registry)
+
+    def gauge(
+        self, name: str, text: str, *labels: str, over: Literal["livesum", "livemin", "livemax"] = "livesum"
+    ) -> Gauge:
+        """Something that is at a level now; ``over`` says what is made of those of the live workers."""
+        return Gauge(f"tidegate_{name}", text, labels, registry=self._registry, multiprocess_mode=over)
+
+
+class MergedHistogram(Histogram):
+    """A histogram that takes a whole tally at once."""
+
+    def merge(self, tally: Tally) -> None:
+        """Add ``tally`` and empty it."""
+        for i, count in enumerate(tally.counts):
+            if count:
+                self._buckets[i].inc(count)
+                tally.counts[i] = 0
+        if tally.total:
+            self._sum.inc(tally.total)
+            tally.total = 0.0

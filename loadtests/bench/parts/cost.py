@@ -1,0 +1,100 @@
+"""Part 1: processor time per request and per chunk, peak memory, cold start."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+import msgspec
+
+from loadtests.bench.client import Load, Result
+from loadtests.bench.figures import Figure
+from loadtests.bench.plan import Plan
+from loadtests.bench.progress import say
+from loadtests.bench.replica import Setting
+from loadtests.bench.systems import Running, System, running
+from loadtests.bench.upstream_answers import BODY, stream_body
+from loadtests.bench.upstream_process import Mock
+from loadtests.bench.workload import Sized
+
+CHUNKS = 64
+GAP_S = 0.01
+CLIENTS = 32
+
+
+class Cost(msgspec.Struct, kw_only=True):
+    """One system's row. Microseconds of the whole process tree, bytes, seconds, requests a second."""
+
+    small_us: Figure
+    kb32_us: Figure
+    kb240_us: Figure
+    chunk32_us: Figure
+    chunk128_us: Figure
+    rate: Figure
+    peak: int
+    cold_start_s: float
+
+
+def check(result: Result, name: str) -> None:
+    """Raise RuntimeError unless every answer was 200 and byte-identical."""
+    if result.wrong:
+        raise RuntimeError(f"{name}: {dict(result.wrong)}, {result.sample}")
+
+
+async def measure(systems: Sequence[System], upstream: Mock, plan: Plan) -> dict[str, Cost]:
+    """All systems run side by side, idle but for the one that is measured; rounds are interleaved."""
+    upstream.configure(Setting(chunks=CHUNKS, gap_s=GAP_S))
+    cells = {
+        "small": (Sized(110, plan.prefixes), plan.count(4000)),
+        "kb32": (Sized(32 * 1024, min(plan.prefixes, 1000)), plan.count(1000)),
+        # A tenth as many texts, so that every one was seen before: prompts this long are resumed chats.
+        "kb240": (Sized(240 * 1024, max(1, plan.prefixes // 20)), plan.count(300)),
+    }
+    streams = Sized(110, plan.prefixes, stream=True)
+    rounds: dict[str, dict[str, list[float]]] = {}
+    with ExitStack() as stack:
+        started = []
+        for system in systems:
+            started.append(stack.enter_context(running(system, upstream.urls, plan.gateway_cores)))
+            say(f"cost: {system.name} is ready after {started[-1].cold_start_s:.2f} s")
+        for turn in range(-1, plan.rounds):  # the first is to warm up, and counts for nothing
+            for each in started:
+                found: dict[str, float] = {}
+                for name, (request, count) in cells.items():
+                    used, result = await _used(each, Load(each.port, request, BODY), count, CLIENTS)
+                    found[name] = 1e6 * used / count
+                    if name == "small":
+                        found["rate"] = count / result.wall_s
+                for clients in (32, 128):
+                    count = max(clients, plan.count(5 * clients))
+                    load = Load(each.port, streams, stream_body(CHUNKS))
+                    used, _ = await _used(each, load, count, clients)
+                    found[f"chunk{clients}"] = (1e6 * used / count - found["small"]) / CHUNKS
+                if turn >= 0:
+                    for name, value in found.items():
+                        rounds.setdefault(each.system.name, {}).setdefault(name, []).append(value)
+                    shown = " ".join(f"{name} {value:.0f}" for name, value in found.items())
+                    say(f"cost {turn + 1}/{plan.rounds} {each.system.name}: {shown}")
+        return {
+            each.system.name: Cost(
+                small_us=Figure.of(rounds[each.system.name]["small"]),
+                kb32_us=Figure.of(rounds[each.system.name]["kb32"]),
+                kb240_us=Figure.of(rounds[each.system.name]["kb240"]),
+                chunk32_us=Figure.of(rounds[each.system.name]["chunk32"]),
+                chunk128_us=Figure.of(rounds[each.system.name]["chunk128"]),
+                rate=Figure.of(rounds[each.system.name]["rate"]),
+                peak=each.tree.peak(),
+                cold_start_s=each.cold_start_s,
+            )
+            for each in started
+        }
+
+
+async def _used(each: Running, load: Load, count: int, clients: int) -> tuple[float, Result]:
+    await asyncio.sleep(0.05)
+    before = each.tree.cpu_s()
+    result = await load.closed(count, clients)
+    used = each.tree.cpu_s() - before
+    check(result, f"{each.system.name}, {clients} clients")
+    return used, result

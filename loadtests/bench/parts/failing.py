@@ -1,0 +1,89 @@
+"""Part 4: one of four replicas becomes twenty times slower, or is killed in the middle of its streams."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Sequence
+
+import msgspec
+
+from loadtests.bench.client import Load, paced
+from loadtests.bench.figures import Figure, quantile
+from loadtests.bench.plan import Plan
+from loadtests.bench.progress import say
+from loadtests.bench.replica import Setting
+from loadtests.bench.systems import System, running
+from loadtests.bench.upstream import Order
+from loadtests.bench.upstream_answers import stream_body
+from loadtests.bench.upstream_process import Mock
+from loadtests.bench.workload import Prefixed, draws
+
+CHUNKS = 32
+RATE = 60.0
+SECONDS = 9.0
+SLOW = 20.0
+SETTING = Setting(chunks=CHUNKS, gap_s=0.01, base_s=0.005, token_s=4e-5, lanes=2)
+EVENTS = {"slow": Order(replica=0, slow=SLOW), "killed": Order(replica=0, kill=True)}
+
+
+class Failing(msgspec.Struct, kw_only=True):
+    """One system in one scene, over all rounds. TTFT in seconds, of answers that were whole.
+
+    ``failed`` counts requests whose client got anything but the whole answer; ``told`` those of them
+    that ended with an error status or event, the others were cut without a word.
+    """
+
+    failed: Figure
+    told: Figure
+    p50: Figure
+    p99: Figure
+    outcomes: dict[str, int]
+
+
+async def measure(systems: Sequence[System], upstream: Mock, plan: Plan) -> dict[str, dict[str, Failing]]:
+    """Every system with its own retries on; the event comes after a third of the run, and stays."""
+    rounds: dict[str, dict[str, list[dict[str, float]]]] = {}
+    outcomes: dict[tuple[str, str], Counter[str]] = {}
+    for turn in range(plan.rounds):
+        for scene, event in EVENTS.items():
+            for system in systems:
+                seconds = max(2.0, SECONDS * min(1.0, plan.scale))
+                rng = random.Random(f"{plan.seed} {turn} {scene}")  # noqa: S311
+                due = paced(RATE, seconds, rng)
+                request = Prefixed(draws(len(due), 32, 0.0, rng), 4096, 256)
+                upstream.order(Order(replica=0, revive=True))
+                upstream.configure(SETTING)
+                with running(system, upstream.urls, plan.gateway_cores, retries=True) as each:
+                    load = Load(each.port, request, stream_body(CHUNKS))
+                    loop = asyncio.get_running_loop()
+                    loop.call_later(seconds / 3, upstream.order, event)
+                    result = await load.open(due)
+                wrong = result.wrong
+                found = {
+                    "failed": float(wrong.total()),
+                    "told": float(wrong["told"] + wrong["status"]),
+                    "p50": quantile(result.ttft, 0.5),
+                    "p99": quantile(result.ttft, 0.99),
+                }
+                rounds.setdefault(scene, {}).setdefault(system.name, []).append(found)
+                outcomes.setdefault((scene, system.name), Counter()).update(wrong)
+                say(
+                    f"failing {turn + 1}/{plan.rounds}, {scene}, {system.name}: {dict(wrong)} of {len(due)}, "
+                    f"TTFT p50 {1e3 * found['p50']:.0f} p99 {1e3 * found['p99']:.0f} ms"
+                )
+    upstream.order(Order(replica=0, revive=True))
+    return {
+        scene: {
+            name: Failing(
+                failed=Figure.of([each["failed"] for each in found]),
+                told=Figure.of([each["told"] for each in found]),
+                p50=Figure.of([each["p50"] for each in found]),
+                p99=Figure.of([each["p99"] for each in found]),
+                outcomes=dict(outcomes[scene, name]),
+            )
+            for name, found in by_system.items()
+        }
+        for scene, by_system in rounds.items()
+    }

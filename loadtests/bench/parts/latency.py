@@ -1,0 +1,117 @@
+"""Part 2: what a gateway adds to TTFT and ITL, open loop, at shares of the slowest Rust peer's capacity."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from contextlib import ExitStack
+
+import msgspec
+
+from loadtests.bench.client import Load, Result, paced
+from loadtests.bench.figures import Figure, quantile
+from loadtests.bench.parts.cost import check
+from loadtests.bench.plan import Plan
+from loadtests.bench.progress import say
+from loadtests.bench.replica import Setting
+from loadtests.bench.systems import Running, System, running
+from loadtests.bench.upstream_answers import stream_body
+from loadtests.bench.upstream_process import Mock
+from loadtests.bench.workload import Sized
+
+CHUNKS = 16
+GAP_S = 0.01
+SHARES = (0.3, 0.6, 0.9)
+# Streams a second at which the capacity of a core is read off: busy enough to be warm, and no queue.
+PROBE_RATE = 200.0
+DIRECT = "no gateway"
+
+
+class Latency(msgspec.Struct, kw_only=True):
+    """One system at one rate, in seconds. TTFT is what was added to that without a gateway in the same
+    round; ITL's 99th percentile is whole, the upstream's gap is 10 ms."""
+
+    added_p50: Figure
+    added_p99: Figure
+    itl_p99: Figure
+    cpu: Figure
+
+
+class Latencies(msgspec.Struct, kw_only=True):
+    """All cells: by share of the capacity, then by system.
+
+    ``capacity`` is streams a second, by the processor time of each at :data:`PROBE_RATE`: busier
+    gateways read several chunks at once and carry somewhat more."""
+
+    slowest: str
+    capacity: float
+    chunks: int
+    itl_direct_p99: dict[str, Figure]
+    cells: dict[str, dict[str, Latency]]
+
+
+async def measure(systems: Sequence[System], upstream: Mock, plan: Plan) -> Latencies:
+    """Capacity first, then the cells, interleaved by round; every round has one arrival sequence for all."""
+    upstream.configure(Setting(chunks=CHUNKS, gap_s=GAP_S))
+    request, expected = Sized(110, plan.prefixes, stream=True), stream_body(CHUNKS)
+    with ExitStack() as stack:
+        started = [stack.enter_context(running(each, upstream.urls, plan.gateway_cores)) for each in systems]
+        capacities: dict[str, float] = {}
+        for each in started:
+            due = paced(PROBE_RATE, plan.cell_s, random.Random(plan.seed))  # noqa: S311 - arrivals
+            for _ in range(2):  # the first is to warm up
+                before = each.tree.cpu_s()
+                check(await Load(each.port, request, expected).open(due), each.system.name)
+                capacities[each.system.name] = len(due) / (each.tree.cpu_s() - before)
+            say(f"latency: {each.system.name} carries {capacities[each.system.name]:.0f} streams/s a core")
+        of_peers = {each.name: capacities[each.name] for each in systems if not each.ours} or capacities
+        slowest = min(of_peers, key=lambda name: of_peers[name])
+        capacity = of_peers[slowest]
+
+        async def cell(each: Running | None, rate: float, turn: int) -> tuple[Result, float]:
+            due = paced(rate, plan.cell_s, random.Random(f"{plan.seed} {turn} {rate}"))  # noqa: S311
+            port = upstream.ports[0] if each is None else each.port
+            before = each.tree.cpu_s() if each is not None else 0.0
+            result = await Load(port, request, expected).open(due)
+            check(result, DIRECT if each is None else each.system.name)
+            used = each.tree.cpu_s() - before if each is not None else 0.0
+            return result, used / result.wall_s
+
+        found: dict[str, dict[str, dict[str, list[float]]]] = {}
+        direct: dict[str, list[float]] = {}
+        for turn in range(plan.rounds):
+            for share in SHARES:
+                level = f"{share:.0%}"
+                bare, _ = await cell(None, share * capacity, turn)
+                direct.setdefault(level, []).append(quantile(bare.itl, 0.99))
+                for each in started:
+                    result, cpu = await cell(each, share * capacity, turn)
+                    values = {
+                        "p50": quantile(result.ttft, 0.5) - quantile(bare.ttft, 0.5),
+                        "p99": quantile(result.ttft, 0.99) - quantile(bare.ttft, 0.99),
+                        "itl": quantile(result.itl, 0.99),
+                        "cpu": cpu,
+                    }
+                    cells = found.setdefault(level, {}).setdefault(each.system.name, {})
+                    for name, value in values.items():
+                        cells.setdefault(name, []).append(value)
+                    shown = " ".join(f"{name} {1e3 * v:.2f}" for name, v in values.items() if name != "cpu")
+                    say(f"latency {turn + 1}/{plan.rounds} at {level} {each.system.name}: {shown} ms")
+    return Latencies(
+        slowest=slowest,
+        capacity=capacity,
+        chunks=CHUNKS,
+        itl_direct_p99={level: Figure.of(values) for level, values in direct.items()},
+        cells={
+            level: {
+                name: Latency(
+                    added_p50=Figure.of(values["p50"]),
+                    added_p99=Figure.of(values["p99"]),
+                    itl_p99=Figure.of(values["itl"]),
+                    cpu=Figure.of(values["cpu"]),
+                )
+                for name, values in by_system.items()
+            }
+            for level, by_system in found.items()
+        },
+    )

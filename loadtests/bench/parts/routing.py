@@ -1,0 +1,210 @@
+"""The least possible: how few homes a draw of prefixes needs so that load stays even. Pure.
+
+Part 3: where requests go. Cold prefills, balance and TTFT on four replicas that simulate their caches."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+
+import msgspec
+
+from loadtests.bench.client import Load, Result
+from loadtests.bench.figures import Figure, quantile
+from loadtests.bench.offline.event_loop import ADAPTER_TOKENS, OWN_TOKENS, PREFIX_TOKENS, Case, arrivals, play
+from loadtests.bench.offline.policies import POLICIES
+from loadtests.bench.parts.cost import check
+from loadtests.bench.plan import Plan
+from loadtests.bench.progress import say
+from loadtests.bench.replica import CHARS_PER_TOKEN, Counts, Setting
+from loadtests.bench.systems import System, running
+from loadtests.bench.upstream_answers import adapter_name, stream_body
+from loadtests.bench.upstream_process import Mock
+from loadtests.bench.workload import Adapted, Prefixed
+
+
+def least_pairs(drawn: Sequence[int], replicas: int, bound: float, room: int) -> int:
+    """The fewest (prefix, replica) pairs by which no replica has more than ``bound`` times the mean.
+
+    ``room`` is how many prefixes a replica caches. The largest is packed first, where there is least, and
+    what exceeds the bound there is cut off and packed like the others. That is the least if nothing is cut
+    but what has more requests than a replica may, and a few too many at worst. 0 if they do not all fit.
+    """
+    most = bound * len(drawn) / replicas
+    loads, homes = [0.0] * replicas, [0] * replicas
+    rest = sorted(map(float, Counter(drawn).values()))
+    while rest:
+        part = rest.pop()
+        free = [i for i in range(replicas) if homes[i] < room and loads[i] < most]
+        if not free:
+            return 0
+        i = min(free, key=lambda i: loads[i])
+        taken = min(part, most - loads[i])
+        loads[i] += taken
+        homes[i] += 1
+        if part - taken > 1e-9:
+            rest.append(part - taken)
+            rest.sort()
+    return sum(homes)
+
+
+PREFIX_CHARS = PREFIX_TOKENS * CHARS_PER_TOKEN
+
+OWN_CHARS = OWN_TOKENS * CHARS_PER_TOKEN
+
+ADAPTERS = 200
+
+CHUNKS = 4
+
+ADAPTER_CHARS = ADAPTER_TOKENS * CHARS_PER_TOKEN
+
+# 50,000 prompt tokens a second and a prefix of 1024: 28 ms cold, 7 ms warm with 64 tokens of its own.
+_FITS = Setting(chunks=CHUNKS, gap_s=0.005, base_s=0.006, token_s=2e-5, lanes=1, cache_tokens=12 * 1024)
+
+_TIGHT = msgspec.structs.replace(_FITS, cache_tokens=4 * 1024)
+
+_ADAPTERS = Setting(
+    chunks=CHUNKS, gap_s=0.005, base_s=0.002, token_s=2e-5, lanes=1, slots=8, load_s=0.02, adapters=ADAPTERS
+)
+
+# The rates keep four replicas about half busy when the routing is right.
+PREFIX_SCENES = (
+    Case("working set fits, uniform", _FITS, rate=240.0),
+    Case("working set fits, Zipf", _FITS, rate=240.0, exponent=1.0),
+    Case("does not fit, uniform", _TIGHT, requests=800, rate=135.0),
+    Case("does not fit, Zipf", _TIGHT, requests=800, rate=135.0, exponent=1.0),
+)
+
+ADAPTER_SCENE = Case("200 adapters, Zipf", _ADAPTERS, ADAPTERS, requests=2000, rate=200.0, exponent=1.0)
+
+# What is computed on the same replicas and arrivals, where peers have no such policy.
+COMPUTED = ("round robin", "least loaded")
+
+# How far a replica's requests may be above the mean.
+BOUND = 1.10
+
+
+class Seen(msgspec.Struct, kw_only=True):
+    """What one run gave; shares are 0..1, TTFT is in seconds."""
+
+    home: float
+    pairs: int
+    cold: int
+    least: int
+    loads: int
+    balance: float
+    mean: float
+    p50: float
+    p99: float
+
+
+class Routed(msgspec.Struct, kw_only=True):
+    """One system in one scene over all rounds."""
+
+    home: Figure
+    pairs: Figure
+    cold: Figure
+    least: Figure
+    loads: Figure
+    balance: Figure
+    mean: Figure
+    p50: Figure
+    p99: Figure
+
+    @classmethod
+    def of(cls, rounds: Sequence[Seen]) -> Routed:
+        """The figures of ``rounds``."""
+        return cls(
+            **{name: Figure.of([getattr(each, name) for each in rounds]) for name in Seen.__struct_fields__}
+        )
+
+
+def least_cold(case: Case, drawn: Sequence[int]) -> int:
+    """The fewest cold prefills by which load could stay within :data:`BOUND`; 0 where not all is cached."""
+    if case.setting.adapters:
+        return 0
+    room = case.setting.cache_tokens // PREFIX_TOKENS
+    return least_pairs(drawn, case.replicas, BOUND, room)
+
+
+def seen(counts: Sequence[Counts], ttft: Sequence[float], least: int = 0) -> Seen:
+    """What the replicas counted and the clients felt.
+
+    ``home`` is the share of requests at the replica that had most of their prefix, ``pairs`` how many
+    (prefix, replica) pairs there were, ``cold`` prefills without a cache, ``balance`` the most loaded
+    replica's requests over the mean, ``least`` as :func:`least_cold` says.
+    """
+    total = sum(each.requests for each in counts)
+    prefixes = {prefix for each in counts for prefix in each.by_prefix}
+    home = sum(max(each.by_prefix.get(prefix, 0) for each in counts) for prefix in prefixes)
+    return Seen(
+        home=home / total,
+        pairs=sum(len(each.by_prefix) for each in counts),
+        cold=sum(each.cold for each in counts),
+        least=least,
+        loads=sum(each.loads for each in counts),
+        balance=max(each.requests for each in counts) * len(counts) / total,
+        mean=sum(ttft) / len(ttft),
+        p50=quantile(ttft, 0.5),
+        p99=quantile(ttft, 0.99),
+    )
+
+
+async def measure(
+    systems: Sequence[System], upstream: Mock, plan: Plan, left_out: dict[str, str], *, adapters: bool
+) -> dict[str, dict[str, Routed]]:
+    """By scene, then by system; every run starts a system anew, with empty caches everywhere.
+
+    One that fails is left out from then on, and ``left_out`` says why. The baselines are computed on
+    the same replicas and arrivals, without a gateway's delay.
+    """
+    scenes = (ADAPTER_SCENE,) if adapters else PREFIX_SCENES
+    found: dict[str, dict[str, list[Seen]]] = {}
+    for turn in range(plan.rounds):
+        for scene in [each._replace(requests=plan.count(each.requests)) for each in scenes]:
+            by_system = found.setdefault(scene.name, {})
+            for system in systems:
+                if system.name in left_out or (system.workers > 1 and scene.setting is _TIGHT):
+                    continue
+                try:
+                    one = await _run(scene, system, upstream, plan, turn)
+                except RuntimeError as error:
+                    left_out[system.name] = f"{scene.name}: {error}"
+                    say(f"left out from now on: {system.name}: {error}")
+                    continue
+                by_system.setdefault(system.name, []).append(one)
+                _tell(f"routing {turn + 1}/{plan.rounds}, {scene.name}, {system.name}", one)
+            for name in COMPUTED if adapters else ():
+                drawn, due = arrivals(scene, f"{plan.seed} {turn}")
+                played = play(scene, POLICIES[name], drawn, due, random.Random(plan.seed + turn))  # noqa: S311
+                one = seen(played.counts, played.ttft)
+                by_system.setdefault(f"{name} (computed)", []).append(one)
+                _tell(f"routing {turn + 1}/{plan.rounds}, {scene.name}, {name} (computed)", one)
+    return {
+        scene: {name: Routed.of(rounds) for name, rounds in by_system.items()}
+        for scene, by_system in found.items()
+    }
+
+
+async def _run(scene: Case, system: System, upstream: Mock, plan: Plan, turn: int) -> Seen:
+    drawn, due = arrivals(scene, f"{plan.seed} {turn}")
+    request: Adapted | Prefixed
+    if scene.setting.adapters:
+        request = Adapted([adapter_name(each) for each in drawn], ADAPTER_CHARS)
+    else:
+        request = Prefixed(drawn, PREFIX_CHARS, OWN_CHARS)
+    upstream.configure(scene.setting)
+    with running(system, upstream.urls, plan.gateway_cores) as each:
+        upstream.configure(scene.setting)
+        result: Result = await Load(each.port, request, stream_body(CHUNKS)).open(due, clients=64)
+    check(result, system.name)
+    return seen(upstream.counts(), result.ttft, least_cold(scene, drawn))
+
+
+def _tell(what: str, one: Seen) -> None:
+    say(
+        f"{what}: home {one.home:.3f} pairs {one.pairs} cold {one.cold} (least {one.least}) "
+        f"loads {one.loads} max/mean {one.balance:.2f} TTFT mean {1e3 * one.mean:.1f} "
+        f"p50 {1e3 * one.p50:.1f} p99 {1e3 * one.p99:.1f} ms"
+    )

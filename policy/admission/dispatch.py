@@ -1,0 +1,146 @@
+"""Which waiting requests go now that there is room, and where: like with like, nobody passed for long."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterator
+from itertools import islice
+from typing import NamedTuple
+
+from policy.admission.queue import Next
+from policy.request import Request
+from policy.routing.router import Candidate, Quote
+
+# How far down the order companions are looked for.
+WINDOW = 32
+# How many may be found to have no place before the rest is left for later: to ask costs time.
+MOST_MISSES = 4
+# A request is passed so often by ones that a replica could have had later.
+MOST_PASSED = 8
+# How far in weighted tokens a turn may be anticipated: some requests of common size.
+QUANTUM = 8192.0
+
+
+class Pick(NamedTuple):
+    """``request`` goes to ``quote.candidate``, before those in ``passed``, which it could have taken too."""
+
+    request: Request
+    quote: Quote
+    passed: tuple[Request, ...]
+
+
+class Room(NamedTuple):
+    """What the choice asks of the replicas.
+
+    ``quote`` is where a request would go now, if anywhere, given all picks so far. ``could`` is whether
+    a replica might ever serve a request, room aside. ``runs`` are the adapters of what runs on one.
+    """
+
+    quote: Callable[[Request], Quote | None]
+    could: Callable[[Request, Candidate], bool]
+    runs: Callable[[Candidate], Container[str]]
+
+
+def select(order: Iterator[Next], room: Room) -> Iterator[Pick]:
+    """Picks from ``order``, the fair one; whoever iterates begins each pick before asking for the next.
+
+    The first that any replica can take goes. While the replica it went to has room, those of the next
+    :data:`WINDOW` follow it there that share its adapter and first prefix, then those of an adapter that
+    runs there; then the next in order is the first. Whoever is passed by another on the way to a replica
+    that could have served it is passed :data:`MOST_PASSED` times, and by none whose turn is more than
+    :data:`QUANTUM` later or whose class is less important.
+    """
+    window = _Window(order, room)
+    misses = 0
+    while misses < MOST_MISSES and (first := window.next()) is not None:
+        quote = room.quote(first.request)
+        pick = None if quote is None else window.pick(first, quote)
+        if pick is None:
+            misses += 1
+        else:
+            yield pick
+            yield from window.companions(first, pick.quote.candidate)
+
+
+class _Waiter:
+    """One of the window, ``gone`` once picked."""
+
+    __slots__ = ("gone", "passed", "request", "tag")
+
+    def __init__(self, turn: Next) -> None:
+        self.request, self.tag, self.passed = turn
+        self.gone = False
+
+
+class _Window:
+    """The part of the order that was looked at, grown when it is needed: mostly there is room for one."""
+
+    def __init__(self, order: Iterator[Next], room: Room) -> None:
+        self._order = order
+        self._room = room
+        self._waiters: list[_Waiter] = []
+        self._tried = 0
+
+    def next(self) -> _Waiter | None:
+        """The next in order that was neither picked nor tried."""
+        while self._tried < WINDOW:
+            if self._tried == len(self._waiters):
+                self._grow(1)
+            if self._tried == len(self._waiters):
+                break
+            waiter = self._waiters[self._tried]
+            self._tried += 1
+            if not waiter.gone:
+                return waiter
+        return None
+
+    def pick(self, waiter: _Waiter, quote: Quote) -> Pick | None:
+        """``waiter`` as picked, unless it would pass somebody who must not be passed."""
+        passed = []
+        for other in self._waiters:
+            if other is waiter:
+                break
+            if not other.gone and self._room.could(other.request, quote.candidate):
+                if (
+                    other.passed >= MOST_PASSED
+                    or other.request.priority is not waiter.request.priority
+                    or waiter.tag - other.tag > QUANTUM
+                ):
+                    return None
+                passed.append(other)
+        for other in passed:
+            other.passed += 1
+        waiter.gone = True
+        return Pick(waiter.request, quote, tuple(other.request for other in passed))
+
+    def companions(self, first: _Waiter, candidate: Candidate) -> Iterator[Pick]:
+        """Those that go with ``first`` for as long as ``candidate`` is where they would go."""
+        if candidate.bound and candidate.in_flight >= candidate.bound:
+            return
+        self._grow(WINDOW)
+        running = self._room.runs(candidate)
+        ranked: list[tuple[int, int]] = []
+        for place in range(self._tried, len(self._waiters)):
+            waiter = self._waiters[place]
+            kinship = None if waiter.gone else _kinship(first.request, waiter.request, running)
+            if kinship is not None:
+                ranked.append((kinship, place))
+        for _, place in sorted(ranked):
+            waiter = self._waiters[place]
+            quote = self._room.quote(waiter.request)
+            if quote is None or quote.candidate is not candidate:
+                return
+            pick = self.pick(waiter, quote)
+            if pick is not None:
+                yield pick
+
+    def _grow(self, count: int) -> None:
+        count = min(count, WINDOW - len(self._waiters))
+        self._waiters.extend(_Waiter(turn) for turn in islice(self._order, count))
+
+
+def _kinship(first: Request, other: Request, running: Container[str]) -> int | None:
+    """0 shares adapter and prefix with ``first``, 1 the adapter, 2 one that runs there; else ``None``."""
+    if other.adapter == first.adapter:
+        shares = bool(first.prefix) and first.prefix[:1] == other.prefix[:1]
+        return 0 if shares else 1
+    return 2 if other.adapter in running else None

@@ -1,0 +1,238 @@
+"""Token-weighted fairness: tenants share a model by their weights, and adapters share within a tenant."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from heapq import heappop, heappush
+from typing import Protocol, TypeVar
+
+from policy.admission.discipline import Turn
+from policy.admission.ordered_set import Ranking
+from policy.admission.virtual_counters import Counters, Flow
+from policy.request import Request
+
+# Idle ones beyond these are forgotten; a tenant's adapters are bounded apart from other tenants'.
+MOST_TENANTS = 4096
+MOST_ADAPTERS = 256
+
+
+class Peers(Protocol):
+    """What the workers of this host charge, in tokens: each writes its own and reads the others'."""
+
+    def served(self, tenant: str, tokens: int) -> None:
+        """This worker charged ``tokens`` more to ``tenant``; negative when it takes some back."""
+
+    def others(self, tenant: str) -> int:
+        """All that the others charged to ``tenant`` so far."""
+
+
+class _Adapter(Flow):
+    """A tenant's requests for one adapter, by ticket."""
+
+    __slots__ = ("requests",)
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.requests: Ranking[Request] = Ranking()
+
+
+class _Tenant(Flow):
+    """A tenant's adapters, and those of its requests that may be displaced, the youngest last.
+
+    ``seen`` is what others had charged it when that was last added to its counter here.
+    """
+
+    __slots__ = ("adapters", "seen", "young")
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.adapters: Counters[_Adapter] = Counters(_Adapter, MOST_ADAPTERS)
+        self.young: dict[int, Request] = {}
+        self.seen = 0
+
+
+class _Charge:
+    __slots__ = ("adapter", "running", "tenant", "tokens")
+
+    def __init__(self, tenant: _Tenant, adapter: _Adapter, tokens: int) -> None:
+        self.tenant = tenant
+        self.adapter = adapter
+        self.tokens = tokens
+        self.running = True
+
+
+class Fair:
+    """A :class:`policy.admission.discipline.Discipline`: least served tenant first, and in it the least
+    served adapter.
+
+    ``weight`` is a tenant's share, looked up whenever it begins to wait. ``peers`` adds to a tenant
+    that waits what other workers serve it meanwhile.
+    """
+
+    def __init__(
+        self, weight: Callable[[str], float] = lambda tenant: 1.0, peers: Peers | None = None
+    ) -> None:
+        self._weight = weight
+        self._peers = peers
+        self._tenants: Counters[_Tenant] = Counters(_Tenant, MOST_TENANTS)
+        self._longest: Ranking[_Tenant] = Ranking()
+        self._count = 0
+        self.tokens = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def add(self, request: Request, *, returned: bool) -> None:
+        tenant = self._tenants.flow(request.tenant)
+        if not tenant.tokens:
+            tenant.weight = self._weight(tenant.name)
+            if self._peers is not None:
+                tenant.seen = self._peers.others(tenant.name)
+        adapter = tenant.adapters.flow(request.adapter)
+        adapter.requests.put(request, request.ticket)
+        tenant.adapters.join(adapter, request.ticket)
+        self._tenants.join(tenant, request.ticket)
+        if not returned:
+            tenant.young[request.ticket] = request
+        self._waits(tenant, adapter, cost(request), 1)
+
+    def remove(self, request: Request) -> None:
+        tenant = self._tenants.flow(request.tenant)
+        adapter = tenant.adapters.flow(request.adapter)
+        adapter.requests.drop(request)
+        tenant.young.pop(request.ticket, None)
+        self._waits(tenant, adapter, -cost(request), -1)
+        if not adapter.requests:
+            tenant.adapters.leave(adapter)
+        if not tenant.tokens:
+            self._tenants.leave(tenant)
+
+    def walk(self) -> Iterator[Turn]:
+        return _by_turns(self._tenants, _of_tenant)
+
+    def charge(self, request: Request) -> _Charge:
+        tokens = cost(request)
+        tenant = self._tenants.begin(request.tenant, tokens)
+        adapter = tenant.adapters.begin(request.adapter, tokens)
+        if self._peers is not None:
+            self._peers.served(tenant.name, tokens)
+            if tenant.tokens:
+                self._hear(tenant, self._peers)
+        return _Charge(tenant, adapter, tokens)
+
+    def settle(self, charge: _Charge, tokens: int) -> None:
+        more, charge.tokens = tokens - charge.tokens, tokens
+        if not more:
+            return
+        self._tenants.correct(charge.tenant, more)
+        charge.tenant.adapters.correct(charge.adapter, more)
+        if self._peers is not None:
+            self._peers.served(charge.tenant.name, more)
+
+    def ended(self, charge: _Charge) -> None:
+        if charge.running:
+            charge.running = False
+            charge.tenant.running -= 1
+            charge.adapter.running -= 1
+
+    def ahead(self, newcomer: Request) -> float:
+        """Its own backlog at its share of the rate, and what the others are behind it; at most all."""
+        tenants = self._tenants
+        tenant = tenants.find(newcomer.tenant)
+        if tenant is None:
+            return 0.0
+        others = tenants.weight - (tenant.weight if tenant.tokens else 0.0)
+        owed = max(0.0, tenant.counter - tenants.level) * others
+        return min(self.tokens, owed + tenant.tokens * (tenant.weight + others) / tenant.weight)
+
+    def spare(self, newcomer: Request | None) -> Request | None:
+        """The youngest of the tenant with the longest backlog for its weight, if that is another's."""
+        bar = 0.0
+        if newcomer is not None:
+            own = self._tenants.flow(newcomer.tenant)
+            bar = (own.tokens + cost(newcomer)) / own.weight
+        for tenant, backlog in self._longest:
+            if -backlog <= bar:
+                return None
+            if tenant.young:
+                return tenant.young[next(reversed(tenant.young))]
+        return None
+
+    def hear(self) -> None:
+        """Add what the other workers served meanwhile to the tenants that wait here."""
+        if self._peers is not None:
+            for tenant, _ in list(self._tenants.waiting):
+                self._hear(tenant, self._peers)
+
+    def _hear(self, tenant: _Tenant, peers: Peers) -> None:
+        # Of a tenant that does not wait here nothing is owed to those that do: it is not heard of.
+        now = peers.others(tenant.name)
+        if now != tenant.seen:
+            self._tenants.correct(tenant, now - tenant.seen)
+        tenant.seen = now
+
+    def _waits(self, tenant: _Tenant, adapter: _Adapter, tokens: int, count: int) -> None:
+        self._count += count
+        self.tokens += tokens
+        adapter.tokens += tokens
+        tenant.tokens += tokens
+        if tenant.tokens:
+            self._longest.put(tenant, -tenant.tokens / tenant.weight)
+        else:
+            self._longest.drop(tenant)
+
+
+def cost(request: Request) -> int:
+    """What a request is charged in tokens: never nothing, or it would go unseen."""
+    tokens = request.prompt_tokens + request.output_tokens
+    return tokens if tokens > 1 else 1
+
+
+F = TypeVar("F", bound=Flow)
+
+
+def _of_tenant(tenant: _Tenant) -> Iterator[Request]:
+    return (turn.request for turn in _by_turns(tenant.adapters, _of_adapter))
+
+
+def _of_adapter(adapter: _Adapter) -> Iterator[Request]:
+    return (request for request, _ in adapter.requests)
+
+
+def _by_turns(counters: Counters[F], of: Callable[[F], Iterator[Request]]) -> Iterator[Turn]:
+    """The requests of all flows that wait, in the order of serving each where its flow then stands."""
+    fresh = iter(counters.waiting)
+    begun: list[tuple[float, int, F, Iterator[Request]]] = []
+    flow = next(fresh, None)
+    turns = 0
+    while flow is not None or begun:
+        if flow is not None and (not begun or flow[1] <= begun[0][0]):
+            tag, serving, requests = flow[1], flow[0], of(flow[0])
+            flow = next(fresh, None)
+        else:
+            tag, _, serving, requests = heappop(begun)
+        request = next(requests, None)
+        if request is None:
+            continue
+        yield Turn(request, tag)
+        turns += 1
+        heappush(begun, (tag + cost(request) / serving.weight, turns, serving, requests))
+
+
+def has_its_part(
+    running: int, waiting: int, theirs_running: int, theirs_waiting: int, *, was_last: bool = False
+) -> bool:
+    """Whether a worker leaves the next slot to those who wait for one in the others of its host.
+
+    Slots belong to requests, wherever they came in; but whoever frees one is the first to know, and with a
+    few slots would have all of them for ever. Where nobody runs, it ``was_last`` who took one.
+    """
+    if not theirs_waiting:
+        return False
+    if not theirs_running:
+        return running > 0 or was_last
+    if not running:
+        return False
+    mine, theirs = running + waiting, theirs_running + theirs_waiting
+    return running + 1 > math.floor((running + theirs_running + 1) * mine / (mine + theirs) + 0.5)

@@ -1,0 +1,129 @@
+"""Virtual token counters of those who share one capacity: the least served is next.
+
+Sheng et al., "Fairness in Serving Large Language Models", arXiv 2401.00588. A counter holds the tokens
+that a flow was served, divided by its weight. A flow that comes back after a pause is lifted to the
+least counter of those that wait, so that a pause earns nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from policy.admission.ordered_set import Ranking
+
+
+class Flow:
+    """One that shares. ``tokens`` of it wait, from ``ticket`` on; ``running`` requests of it run.
+
+    ``floor`` is where ``counter`` was last lifted to; nothing that is given back takes it below.
+    ``back`` is what was given back since it last waited, which the next lift leaves to it: else a
+    flow that waits for each answer before it asks again would lose all that was charged too much.
+    """
+
+    __slots__ = ("back", "counter", "floor", "name", "running", "ticket", "tokens", "weight")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.weight = 1.0
+        self.counter = self.floor = self.back = 0.0
+        self.tokens = 0
+        self.ticket = 0
+        self.running = 0
+
+
+F = TypeVar("F", bound=Flow)
+
+
+class Counters(Generic[F]):
+    """Flows by name; those that neither wait nor run are forgotten beyond ``most``."""
+
+    def __init__(self, make: Callable[[str], F], most: int) -> None:
+        self._make = make
+        self._most = most
+        self._flows: dict[str, F] = {}
+        self._served = 0.0
+        self.waiting: Ranking[F] = Ranking()
+        self.weight = 0.0
+
+    def __len__(self) -> int:
+        return len(self._flows)
+
+    @property
+    def level(self) -> float:
+        """The counter that a newcomer starts from."""
+        least = self.waiting.least() if self.waiting.puts else None
+        return self._served if least is None else least[1]
+
+    def find(self, name: str) -> F | None:
+        """The flow, if it is remembered."""
+        return self._flows.get(name)
+
+    def flow(self, name: str) -> F:
+        """The flow, made at the level of those that wait if it is new."""
+        flow = self._flows.get(name)
+        if flow is None:
+            if len(self._flows) >= self._most:
+                self._forget()
+            flow = self._flows[name] = self._make(name)
+            flow.counter = flow.floor = self.level
+        return flow
+
+    def join(self, flow: F, ticket: int) -> None:
+        """``ticket`` of it waits: the flow is ranked, and lifted if it was away."""
+        if flow not in self.waiting:
+            self.lift(flow)
+            self.weight += flow.weight
+        elif flow.ticket <= ticket:
+            return
+        flow.ticket = ticket
+        self.waiting.put(flow, flow.counter, ticket)
+
+    def leave(self, flow: F) -> None:
+        """It has nothing waiting any more."""
+        if self.waiting.drop(flow):
+            self.weight = self.weight - flow.weight if len(self.waiting) else 0.0
+
+    def lift(self, flow: F) -> None:
+        """It was away: what the others were served meanwhile is not owed to it."""
+        level = self.level - flow.back
+        flow.back = 0.0
+        flow.counter = max(flow.counter, level)
+        flow.floor = max(flow.floor, min(level, flow.counter))
+
+    def begin(self, name: str, tokens: int) -> F:
+        """A request of the flow of that name runs, and is charged ``tokens``; it is lifted if it was away."""
+        flow = self._flows.get(name)
+        if flow is None:
+            flow = self.flow(name)
+        waiting = self.waiting.puts
+        if not flow.tokens:
+            if waiting:
+                self.lift(flow)
+            else:  # lifted to what is served, written out: so it is with nearly every request
+                counter, level = flow.counter, self._served - flow.back
+                flow.back = 0.0
+                flow.counter = counter = level if level > counter else counter
+                flow.floor = level if level > flow.floor else flow.floor
+        self._served = flow.counter if flow.counter > self._served else self._served
+        flow.counter += tokens / flow.weight
+        flow.running += 1
+        if waiting and flow in waiting:
+            self.waiting.put(flow, flow.counter, flow.ticket)
+        return flow
+
+    def correct(self, flow: F, tokens: int) -> None:
+        """It was charged ``tokens`` too few; too many if negative."""
+        before = flow.counter
+        flow.counter = max(before + tokens / flow.weight, flow.floor)
+        if flow in self.waiting.puts:
+            self.waiting.put(flow, flow.counter, flow.ticket)
+        elif tokens < 0:
+            flow.back += before - flow.counter
+
+    def _forget(self) -> None:
+        """Drop half of ``most``: idle flows, those first that are behind, to which a lift gives all back."""
+        idle = [flow for flow in self._flows.values() if not flow.running and flow not in self.waiting]
+        idle.sort(key=lambda flow: flow.counter)
+        for flow in idle[: max(1, self._most // 2)]:
+            del self._flows[flow.name]

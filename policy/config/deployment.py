@@ -1,0 +1,323 @@
+"""The deployment document as frozen structures: what it may say.
+
+Though over 300 lines: the document is one, and its sections are read beside each other.
+:func:`policy.document.parse.parse` makes a :class:`Deployment` of the decoded YAML, or refuses it.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any
+
+from msgspec import Meta
+
+from policy.config.control import Control
+from policy.config.section import Count, Positive, Seconds, Section
+from policy.errors import TargetError
+from policy.types import EngineKind, Priority, Runner
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}(/[A-Za-z0-9][A-Za-z0-9_.-]{0,127})?")
+ENTRY_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+SHAPE_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,31}")
+MODES = ("single-large", "multi-replica")
+
+# What Tidegate sets itself: the guard owns the port and the secret, the shape owns the cards.
+OWNED_ENGINE_ARGS = frozenset(
+    {
+        "model", "tokenizer", "served_model_name", "host", "port", "uds", "api_key", "root_path",
+        "middleware", "ssl_keyfile", "ssl_certfile", "tensor_parallel_size", "runner", "headless",
+        "hf_token", "data_parallel_size", "enable_server_load_tracking", "allowed_origins",
+    }
+)  # fmt: skip
+# Development routes and unauthenticated loading, or metrics diverted from the engine's own port.
+FORBIDDEN_ENV = frozenset(
+    {
+        "VLLM_SERVER_DEV_MODE",
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING",
+        "VLLM_API_KEY",
+        "PROMETHEUS_MULTIPROC_DIR",
+        "VLLM_CPU_OMP_THREADS_BIND",
+        "CUDA_VISIBLE_DEVICES",
+        "PYTHONPATH",
+        "LD_PRELOAD",
+    }
+)
+
+Port = Annotated[int, Meta(ge=1, le=65_535)]
+Scalar = str | int | float | bool | None
+
+
+class Shape(Section, frozen=True):
+    """How a replica is built: whole GPUs or CPU cores, and engine arguments on top of the model's."""
+
+    gpus: Annotated[int, Meta(ge=0, le=64)] = 0
+    cpus: Annotated[int, Meta(ge=0, le=1024)] = 0
+    tensor_parallel: Annotated[int, Meta(ge=1, le=64)] = 1
+    max_in_flight: Annotated[int, Meta(ge=1, le=65_536)] = 256
+    engine_args: dict[str, Any] = {}
+
+
+class Replicas(Section, frozen=True):
+    """The counts that a mode may have; ``min`` is what it starts with."""
+
+    min: Count = 1
+    max: Positive = 1
+
+
+class Mode(Section, frozen=True):
+    """A shape and how many of it."""
+
+    shape: str
+    replicas: Positive | Replicas = 1
+
+    @property
+    def bounds(self) -> Replicas:
+        """The counts this mode may have, a plain number read as exactly that many."""
+        if isinstance(self.replicas, Replicas):
+            return self.replicas
+        return Replicas(min=self.replicas, max=self.replicas)
+
+
+class Sim(Section, frozen=True):
+    """The simulated engine: which engine-model profile times it, how much faster than real time.
+
+    ``adapter_load_s`` are the modelled seconds that the load of an adapter holds its steps up. It can sleep
+    if ``wake_s`` says how long it takes to wake, in seconds as ``start_s``.
+    """
+
+    profile: str = "cpu-smollm2-135m"
+    seed: Annotated[int, Meta(ge=0)] = 0
+    speed: Annotated[float, Meta(gt=0, le=1e6)] = 1.0
+    start_s: Annotated[float, Meta(ge=0, le=3600)] = 0.0
+    adapter_load_s: Annotated[float, Meta(ge=0, le=3600)] = 0.05
+    wake_s: Annotated[float, Meta(ge=0, le=3600)] | None = None
+
+
+class AdapterVersion(Section, frozen=True):
+    """One of several versions that a name stands for at once, by ``weight``."""
+
+    source: str
+    weight: Annotated[float, Meta(ge=0, le=1e6)] = 1.0
+
+
+class AdapterSource(Section, frozen=True):
+    """An adapter of the document: ``path`` on the head, or ``source`` anywhere, or several ``versions``.
+
+    ``source`` is a path, ``https://`` (an archive), ``hf:ORG/NAME[@REVISION]`` or any URL of fsspec's, such
+    as ``s3://``. ``tenants`` are those who may use it, everybody if there are none.
+    """
+
+    name: str
+    path: str = ""
+    source: str = ""
+    versions: dict[str, AdapterVersion] = {}
+    tenants: tuple[str, ...] = ()
+
+
+class Adapters(Section, frozen=True):
+    """LoRA adapters on the model, served by name; without the section the engine loads none.
+
+    ``slots_per_replica`` is how many one replica has loaded at once, ``max_rank`` the largest rank that it
+    takes, ``max_bytes`` how large the files of one may be.
+    """
+
+    slots_per_replica: Annotated[int, Meta(ge=1, le=4096)] = 8
+    max_rank: Annotated[int, Meta(ge=1, le=512)] = 16
+    max_bytes: Annotated[int, Meta(ge=1)] = 2 * 1024**3
+    sources: tuple[AdapterSource, ...] = ()
+
+
+class ModelSpec(Section, frozen=True):
+    """One model: where its weights come from, its engine, its shapes and modes.
+
+    ``profile`` names the engine model that predicts its replicas until they tell or show better, or is the
+    content of a file that was calibrated (:mod:`policy.engine.model_file`). Where a budget is short the model
+    with the larger ``priority`` gets what it needs first.
+    """
+
+    name: str
+    source: str = ""
+    engine: EngineKind = EngineKind.VLLM
+    runner: Runner = Runner.GENERATE
+    engine_args: dict[str, Any] = {}
+    env: dict[str, str] = {}
+    token_file: str | None = None
+    shapes: dict[str, Shape] = {}
+    modes: dict[str, Mode] = {}
+    mode: str | None = None
+    urls: tuple[str, ...] = ()
+    sim: Sim = Sim()
+    profile: str | dict[str, Any] | None = None
+    adapters: Adapters | None = None
+    priority: Annotated[int, Meta(ge=-1000, le=1000)] = 0
+    control: Control = Control()
+
+    @property
+    def timed_by(self) -> str | dict[str, Any] | None:
+        """What times its engines until they show better: ``profile``, or what simulated ones imitate."""
+        return self.profile or (self.sim.profile if self.engine is EngineKind.SIM else None)
+
+    @property
+    def first_mode(self) -> str:
+        """The mode to start in: ``mode``, else the first that is written."""
+        return self.mode or next(iter(self.modes), "")
+
+
+class Budget(Section, frozen=True):
+    """What all models share; ``None`` leaves a resource unbounded.
+
+    ``watts`` and ``cost_per_h`` (in any one currency) bound what replicas take, a card or core of which is
+    taken to need ``gpu_watts`` or ``cpu_watts`` until it was measured, and to cost ``gpu_cost_per_h`` or
+    ``cpu_cost_per_h``.
+    """
+
+    gpus: Count | None = None
+    cpus: Count | None = None
+    watts: Annotated[float, Meta(gt=0)] | None = None
+    cost_per_h: Annotated[float, Meta(gt=0)] | None = None
+    gpu_watts: Annotated[float, Meta(ge=0)] = 700.0
+    cpu_watts: Annotated[float, Meta(ge=0)] = 10.0
+    gpu_cost_per_h: Annotated[float, Meta(ge=0)] = 0.0
+    cpu_cost_per_h: Annotated[float, Meta(ge=0)] = 0.0
+
+
+class Cluster(Section, frozen=True):
+    """Where Ray is and where the controller listens.
+
+    ``address: local`` starts a Ray head of our own at ``node_ip``; anything else joins that cluster.
+    """
+
+    address: str = "local"
+    controller: str = "127.0.0.1:7070"
+    dashboard_port: Port = 8265
+    gcs_port: Port = 6379
+    node_ip: str = "127.0.0.1"
+
+
+class Coalesce(Section, frozen=True):
+    """Short inputs of concurrent requests go upstream as one call: after ``window_s``, or once full.
+
+    A window of 0 switches it off; who is alone never waits.
+    """
+
+    window_s: Annotated[float, Meta(ge=0, le=1)] = 0.002
+    max_inputs: Annotated[int, Meta(ge=2, le=4096)] = 64
+    max_input_bytes: Annotated[int, Meta(ge=16)] = 4096
+
+
+class Eject(Section, frozen=True):
+    """When a replica leaves rotation, and for how long.
+
+    After ``failures`` in a row, or when its success rate over ``window_s`` falls below
+    ``success_rate``; for ``base_s`` times the ejections in a row, at most ``max_s``; never more than
+    ``max_fraction`` of a model's replicas, and never the last.
+    """
+
+    failures: Positive = 5
+    success_rate: Annotated[float, Meta(ge=0, le=1)] = 0.85
+    window_s: Seconds = 10.0
+    base_s: Seconds = 30.0
+    max_s: Seconds = 300.0
+    max_fraction: Annotated[float, Meta(ge=0, le=1)] = 0.5
+
+
+class Retry(Section, frozen=True):
+    """How many retries there may be: ``budget`` of the requests in ``window_s``, at least ``at_least``."""
+
+    budget: Annotated[float, Meta(ge=0, le=1)] = 0.2
+    at_least: Count = 3
+    window_s: Seconds = 10.0
+
+
+class GatewayConfig(Section, frozen=True):
+    """The data plane: where it listens and how long it waits.
+
+    ``priority`` is the class of all requests where there are no tenants. ``queue_timeout_s`` is the deadline
+    of a request that names none. ``first_token_timeout_s`` and
+    ``inter_token_timeout_s`` bound the silence of a replica before and after a stream's first event,
+    ``answer_timeout_s`` the time to a whole answer, ``progress_timeout_s`` how long a replica may
+    have requests and move none of them.
+    """
+
+    host: str = "127.0.0.1"
+    port: Port = 8080
+    workers: Annotated[int, Meta(ge=1, le=256)] = 2
+    admin_host: str = "127.0.0.1"
+    admin_port: Port = 8081
+    priority: Priority = Priority.STANDARD
+    queue_timeout_s: Seconds = 60.0
+    max_queue: Annotated[int, Meta(ge=1, le=1_000_000)] = 1024
+    max_queue_bytes: Annotated[int, Meta(ge=1024)] = 256 * 1024 * 1024
+    max_body_bytes: Annotated[int, Meta(ge=1024)] = 16 * 1024 * 1024
+    connect_timeout_s: Seconds = 2.0
+    first_token_timeout_s: Seconds = 120.0
+    inter_token_timeout_s: Seconds = 60.0
+    answer_timeout_s: Seconds = 600.0
+    progress_timeout_s: Seconds = 30.0
+    drain_timeout_s: Seconds = 30.0
+    coalesce: Coalesce = Coalesce()
+    eject: Eject = Eject()
+    retry: Retry = Retry()
+
+
+class Tenant(Section, frozen=True):
+    """Who a key belongs to: ``keys_sha256`` are the SHA-256 digests of its keys, in hex.
+
+    ``weight`` is its share where tenants compete, ``admin`` lets it ask why a route was taken.
+    """
+
+    name: str
+    keys_sha256: Annotated[tuple[str, ...], Meta(min_length=1)]
+    weight: Annotated[float, Meta(gt=0, le=1e6)] = 1.0
+    priority: Priority = Priority.STANDARD
+    admin: bool = False
+
+
+class Price(Section, frozen=True):
+    """Money for a million tokens, in any one currency."""
+
+    input: Annotated[float, Meta(ge=0)]
+    output: Annotated[float, Meta(ge=0)]
+
+
+class Upstream(Section, frozen=True):
+    """An OpenAI-compatible endpoint that takes over what the fleet cannot serve in time.
+
+    ``models`` maps our names to theirs; ``key_file`` holds the key; ``cost_cap_per_h`` is what may
+    be spent in an hour, in the currency of ``price``.
+    """
+
+    name: str
+    url: str
+    models: Annotated[dict[str, str], Meta(min_length=1)]
+    price: Price
+    cost_cap_per_h: Annotated[float, Meta(ge=0)]
+    key_file: str | None = None
+
+
+class Deployment(Section, frozen=True):
+    """The whole document.
+
+    ``store`` is the database: ``sqlite:///PATH`` or ``postgresql://...``; if empty, in the state directory.
+    """
+
+    models: Annotated[tuple[ModelSpec, ...], Meta(min_length=1)]
+    budget: Budget = Budget()
+    cluster: Cluster = Cluster()
+    gateway: GatewayConfig = GatewayConfig()
+    store: str = ""
+    tenants: tuple[Tenant, ...] = ()
+    upstreams: tuple[Upstream, ...] = ()
+
+    @property
+    def needs_controller(self) -> bool:
+        """Whether any model is one that Tidegate deploys itself."""
+        return any(model.engine is not EngineKind.EXTERNAL for model in self.models)
+
+    def model(self, name: str) -> ModelSpec:
+        """The model called ``name``; raises :class:`policy.errors.TargetError` if there is none."""
+        for model in self.models:
+            if model.name == name:
+                return model
+        known = ", ".join(model.name for model in self.models)
+        raise TargetError(f"no model is called {name!r}; this deployment has {known}")

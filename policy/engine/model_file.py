@@ -1,0 +1,132 @@
+"""The file of a calibrated engine model: what was fitted, to what, and how far it may be trusted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+import msgspec
+from msgspec import Meta
+
+from policy.config.convert import convert
+from policy.config.section import Section
+from policy.engine.model import EngineModel, Limits
+from policy.errors import ConfigError
+
+FORMAT: Literal[1] = 1
+
+_Positive = Annotated[int, Meta(ge=1)]
+_NotNegative = Annotated[float, Meta(ge=0)]
+
+
+class Measure(Section, frozen=True):
+    """One number of a load point: what clients ``measured``, and what the fitted engine ``predicted``."""
+
+    measured: _NotNegative
+    predicted: _NotNegative
+
+    @property
+    def error(self) -> float:
+        """How far the prediction is off, as a part of what was measured."""
+        return abs(self.predicted / self.measured - 1.0) if self.measured else 0.0
+
+
+class PointResult(Section, frozen=True):
+    """A load point: ``concurrency`` clients at each replica, each with one request after the other.
+
+    It lasted ``seconds``, in which so many ``requests`` ended and ``steps`` of the engine were timed. One
+    that was ``held`` out had no part in the fit. Without a request that ended there is no ``itl_p50``,
+    ``ttft_p50`` and ``ttft_p90``, in seconds.
+    """
+
+    concurrency: _Positive
+    input_tokens: _Positive
+    output_tokens: _Positive
+    held: bool
+    seconds: _NotNegative
+    requests: Annotated[int, Meta(ge=0)]
+    steps: Annotated[int, Meta(ge=0)]
+    itl_p50: Measure | None = None
+    ttft_p50: Measure | None = None
+    ttft_p90: Measure | None = None
+
+
+class Errors(Section, frozen=True):
+    """Errors on the load points that were held out, as parts of what was measured.
+
+    ``step_p50`` and ``step_p90`` are quantiles over engine steps; ``itl_p50`` and ``ttft_p90`` are those
+    quantiles of what clients measured, the mean error over ``points`` load points.
+    """
+
+    points: Annotated[int, Meta(ge=0)]
+    step_p50: _NotNegative
+    step_p90: _NotNegative
+    itl_p50: _NotNegative
+    ttft_p90: _NotNegative
+
+
+class ModelFile(Section, frozen=True):
+    """An engine model with its provenance.
+
+    ``engine_model`` was fitted at ``degree``, the devices or cores of a replica of ``shape``; for others it
+    has the all-reduce of its ``prior``, which is a profile's name, or empty for one that nothing was known
+    of. ``limits`` are as the replica told them; ``path_s`` is what the way from a client to the engine and
+    back adds to each request. ``engine`` is its kind with its version, ``hardware`` what the replica said it
+    runs on, ``tidegate`` the version that calibrated ``at`` (ISO 8601). ``steps`` of the engine were timed.
+    ``note`` says what to beware of.
+    """
+
+    format: Literal[1]
+    model: str
+    shape: str
+    degree: _Positive
+    engine: str
+    hardware: str
+    tidegate: str
+    at: str
+    engine_model: EngineModel
+    limits: Limits
+    max_model_len: _Positive
+    path_s: _NotNegative
+    error: Errors
+    steps: Annotated[int, Meta(ge=0)]
+    points: tuple[PointResult, ...]
+    prior: str
+    prior_model: EngineModel
+    note: str = ""
+
+    @property
+    def said(self) -> str:
+        """It in a few words."""
+        return f"calibrated on {self.model}, shape {self.shape}, at {self.at}"
+
+
+def model_file(raw: object, where: str) -> ModelFile:
+    """Check the content of a model file, which stands at ``where``.
+
+    Raises :class:`policy.errors.ConfigError` with the path, the value and what was expected.
+    """
+    if not isinstance(raw, Mapping):
+        raise ConfigError(where, raw, "the content of a model file, as `tidegate calibrate` writes it")
+    if "format" in raw and raw["format"] != FORMAT:
+        raise ConfigError(f"{where}.format", raw["format"], f"{FORMAT}: the file is of another Tidegate")
+    file = convert(raw, ModelFile, where)
+    for key in ("o", "w", "c", "g", "r", "allreduce_a", "allreduce_b"):
+        if (seconds := getattr(file.engine_model, key)) < 0.0:
+            raise ConfigError(f"{where}.engine_model.{key}", seconds, "seconds, 0 or more")
+    for key in ("max_num_batched_tokens", "max_num_seqs", "kv_tokens"):
+        if (count := getattr(file.limits, key)) < 1:
+            raise ConfigError(f"{where}.limits.{key}", count, "1 or more")
+    return file
+
+
+def encoded(file: ModelFile) -> bytes:
+    """The file as it is written: JSON that people can read."""
+    return msgspec.json.format(msgspec.json.encode(file), indent=2) + b"\n"
+
+
+def said_of(given: str | Mapping[str, Any] | None) -> str | None:
+    """A profile of a document in a few words: a name, or what a model file says of itself."""
+    if given is None or isinstance(given, str):
+        return given
+    return model_file(given, "profile").said

@@ -1,0 +1,71 @@
+"""Which replicas of a shape are slower than the others at the same load, which no engine model is to learn.
+
+Steps are compared within a region of load only, so that no model is needed, and none is at fault.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import median, median_low
+
+import msgspec
+
+from policy.engine.step_samples import Region, StepSample, region
+
+# Of so many replicas the last samples are kept, of each region so many, of the regions it was in last.
+REPLICAS = 32
+REGIONS = 24
+KEPT = 3
+# A replica is compared from so many samples on, for as long as others told of no more than so many each.
+HEARD = 3
+LATELY = 48
+# Replicas that differ by less than this part are alike.
+ALIKE = 0.2
+
+
+class Told(msgspec.Struct, kw_only=True):
+    """Seconds per step of a replica by region, oldest first, as of ``seen`` samples of all replicas."""
+
+    regions: list[Region] = []
+    seconds: list[list[float]] = []
+    seen: int = 0
+
+
+def heard_of(told: dict[str, Told], replica: str, samples: Sequence[StepSample], seen: int) -> None:
+    """Keep what ``replica`` told, and let go of those that have told nothing for long; "" is nobody's."""
+    if not replica or not samples:
+        return
+    own = told.pop(replica, None) or Told(regions=[], seconds=[])
+    told[replica] = own
+    own.seen = seen
+    for sample in samples:
+        key = region(sample.tokens, sample.kv_tokens, sample.running)
+        place = own.regions.index(key) if key in own.regions else -1
+        before = own.seconds.pop(place) if place >= 0 else []
+        if place >= 0:
+            del own.regions[place]
+        # The last is the region that was seen last.
+        own.regions.append(key)
+        own.seconds.append([*before, sample.seconds][-KEPT:])
+        del own.regions[:-REGIONS], own.seconds[:-REGIONS]
+    while len(told) > REPLICAS or seen - told[next(iter(told))].seen > LATELY * len(told):
+        del told[next(iter(told))]
+
+
+def pace(told: Mapping[str, Told], replica: str) -> float:
+    """How many times as long as those of its peers the steps of ``replica`` take; 1 where that is not known.
+
+    A peer in the middle is what they are compared to, and of two the faster: what holds an engine up makes
+    it slower.
+    """
+    own = told.get(replica)
+    if own is None:
+        return 1.0
+    found, heard = [], 0
+    for key, seconds in zip(own.regions, own.seconds, strict=True):
+        all_of_it = [each.seconds[each.regions.index(key)] for each in told.values() if key in each.regions]
+        if len(all_of_it) > 1:
+            found.append(median(seconds) / median_low(map(median, all_of_it)))
+            heard += min(map(len, all_of_it))
+    factor = median(found) if heard >= HEARD else 1.0
+    return 1.0 if 1.0 / (1.0 + ALIKE) < factor < 1.0 + ALIKE else factor

@@ -1,0 +1,87 @@
+"""What devices draw: watts by how busy they are, heat, and joules a token, until a card tells its own."""
+
+from __future__ import annotations
+
+import msgspec
+
+# 1 W for an hour is 3.412142 BTU (IT): all that is drawn leaves as heat.
+BTU_PER_WH = 3.412142
+# Of the peak, what a device draws with weights in memory and nothing to do, where no figure is known.
+_IDLE_SHARE = 0.15
+
+
+class Draw(msgspec.Struct, frozen=True, kw_only=True):
+    """What one device draws, in watts.
+
+    ``idle_w`` with a model in memory and nothing to do, ``peak_w`` with steps to run all the time, ``host_w``
+    what its server takes beside it for processors, memory, network and fans. All of it is assumed, from what
+    ``source`` says; a card's own counter (:class:`policy.wire.reports.PowerReport`) tells better.
+    """
+
+    idle_w: float
+    peak_w: float
+    host_w: float
+    source: str
+
+    def watts(self, busy: float) -> float:
+        """One device and its part of the server, where it has steps to run for ``busy`` (0..1) of the time.
+
+        A line from idle to peak. It is high where most steps decode: those wait for memory, and draw less
+        than the peak (Patel et al., POLCA, 2023).
+        """
+        return self.idle_w + (self.peak_w - self.idle_w) * busy + self.host_w
+
+
+def _of_server(name: str, idle_w: float, peak_w: float, server_w: float, devices: int) -> Draw:
+    """A device whose server, full of ``devices``, is said to take ``server_w`` at most."""
+    return Draw(
+        idle_w=idle_w,
+        peak_w=peak_w,
+        host_w=server_w / devices - peak_w,
+        source=(
+            f"data sheets: {peak_w:g} W a card, {server_w:g} W a {name} of {devices}; "
+            f"{idle_w:g} W idle assumed"
+        ),
+    )
+
+
+DRAWS: dict[str, Draw] = {
+    "h100": _of_server("DGX H100", 100.0, 700.0, 10_200.0, 8),
+    "h200": _of_server("DGX H200", 100.0, 700.0, 10_200.0, 8),
+    "a100": _of_server("DGX A100", 80.0, 400.0, 6500.0, 8),
+    "l4": Draw(
+        idle_w=16.0,
+        peak_w=72.0,
+        host_w=60.0,
+        source="data sheet: 72 W a card; 16 W idle and 60 W of the server beside each card assumed",
+    ),
+    "cpu": Draw(
+        idle_w=3.0,
+        peak_w=10.0,
+        host_w=2.0,
+        source="10 W a busy core as a budget has it; 3 W idle and 2 W beside it assumed",
+    ),
+}
+
+
+def draw_of(kind: str, peak_w: float) -> Draw:
+    """What one device of ``kind`` draws; of a kind that is not known, one that draws ``peak_w`` at most."""
+    known = DRAWS.get(kind)
+    if known is not None:
+        return known
+    return Draw(
+        idle_w=_IDLE_SHARE * peak_w,
+        peak_w=peak_w,
+        host_w=0.0,
+        source=f"{peak_w:g} W a device as the budget has it; {_IDLE_SHARE:.0%} of it idle assumed",
+    )
+
+
+def btu_per_h(watts: float) -> float:
+    """The heat to be taken away where so many watts are drawn, in BTU per hour."""
+    return watts * BTU_PER_WH
+
+
+def joules_per_token(watts: float, tokens_per_s: float) -> float | None:
+    """Joules a token where so many watts make so many tokens per second; ``None`` where none are made."""
+    return watts / tokens_per_s if tokens_per_s > 0.0 else None

@@ -1,0 +1,72 @@
+"""Steps of an engine that were alike are told, and kept, as one: regions of load by powers of two."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import msgspec
+
+# Below so many KV tokens, steps differ by them no more than by chance.
+_FEW_TOKENS = 256.0
+
+_SHORTEST_S = 1e-6
+
+Region = tuple[int, int, int]
+
+
+class StepSample(msgspec.Struct, frozen=True, array_like=True):
+    """Engine steps that were alike: ``count`` of them, and their means.
+
+    ``tokens`` scheduled (n), ``kv_tokens`` of context in KV (K), ``running`` requests (R), ``seconds`` (t).
+    """
+
+    count: int
+    tokens: float
+    kv_tokens: float
+    running: float
+    seconds: float
+
+
+def region(tokens: float, kv_tokens: float, running: float, octaves: int = 1) -> Region:
+    """Which region of load a step was in, each a power of two wide, or so many of them."""
+    return (
+        _octave(tokens) // octaves,
+        _octave(kv_tokens / _FEW_TOKENS) // octaves,
+        _octave(running) // octaves,
+    )
+
+
+def pooled(samples: Iterable[StepSample], most: int) -> tuple[StepSample, ...]:
+    """The same steps in at most ``most`` samples, those that were alike together, also in how long they took.
+
+    So a stall stays apart from the steps that it came between. Regions are made wider until they are so few.
+    """
+    pool = list(samples)
+    octaves = 1
+    while True:
+        found: dict[tuple[Region, int], StepSample] = {}
+        for sample in pool:
+            where = region(sample.tokens, sample.kv_tokens, sample.running, octaves)
+            key = (where, _octave(sample.seconds / _SHORTEST_S) // octaves)
+            before = found.get(key)
+            found[key] = sample if before is None else _together(before, sample)
+        if len(found) <= most:
+            return tuple(found[key] for key in sorted(found))
+        pool, octaves = list(found.values()), octaves * 2
+
+
+def _octave(value: float) -> int:
+    return math.floor(math.log2(value)) + 1 if value >= 1.0 else 0
+
+
+def _together(one: StepSample, other: StepSample) -> StepSample:
+    count = one.count + other.count
+    part = other.count / count
+    return StepSample(
+        count,
+        one.tokens + part * (other.tokens - one.tokens),
+        one.kv_tokens + part * (other.kv_tokens - one.kv_tokens),
+        one.running + part * (other.running - one.running),
+        one.seconds + part * (other.seconds - one.seconds),
+    )

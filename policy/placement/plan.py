@@ -1,0 +1,298 @@
+"""Which adapter lives where: the rule of a plan that is computed anew every few seconds.
+
+Slots go to the versions whose reloads would cost most: requests per second times seconds of a load. Each gets
+one home, more where one cannot carry it: those that claim it most by weighted rendezvous, unless they have
+their share of the load (rendezvous hashing with bounded load: Mirrokni, Thorup and Zadimoghaddam, 2018). What
+has a home keeps it, so a plan that is computed from its own outcome moves nothing.
+
+:func:`plan` is the rule in five steps; each is a method of the draft below it, in the same order.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import zip_longest
+
+import msgspec
+
+from policy.hashing import rendezvous
+from policy.placement.types import EMPTY, Bounds, Demand, Home, Host, Move, Plan, Why
+
+__all__ = ["EMPTY", "Bounds", "Demand", "Home", "Host", "Move", "Plan", "Why", "plan"]
+
+# Slots that may be missing for what is loaded on demand, and by which fewer must be enough before they are.
+SHORT, MARGIN = 0.25, 0.25
+
+
+def plan(
+    hosts: Iterable[Host], demands: Iterable[Demand], last: Plan, at: float, bounds: Bounds | None = None
+) -> Plan:
+    """The plan at ``at``, in seconds, after ``last``: the same arguments give the same plan.
+
+    Without any replica everything stays planned as it was, for those that come back.
+    """
+    listed = sorted((host for host in hosts if host.slots), key=lambda host: host.id)
+    if not listed:
+        return msgspec.structs.replace(last, at=at, moves=(), hold={}, load={})
+    draft = _Draft(listed, last, at, bounds or Bounds())
+    chosen = draft.choose([demand for demand in demands if demand.expected > 0.0])
+    for demand in chosen:
+        draft.keep(demand)
+    for demand in chosen:
+        draft.settle(demand)
+    draft.fill()
+    draft.even()
+    return draft.plan()
+
+
+class _Draft:
+    """A plan in the making: the steps of :func:`plan`, in their order."""
+
+    def __init__(self, hosts: Sequence[Host], last: Plan, at: float, bounds: Bounds) -> None:
+        self._hosts = {host.id: host for host in hosts}
+        self._at, self._bounds, self._last = at, bounds, last
+        self._before = {home.name: home for home in last.homes}
+        self._room: dict[str, int] = {}
+        self._load = dict.fromkeys(self._hosts, 0.0)
+        self._seats = sum(host.seats for host in hosts)
+        # Requests per second and seat: of all that is asked for, and of what has slots.
+        self._whole = self._fair = 0.0
+        self._asked: set[str] = set()
+        self._chosen: dict[str, Demand] = {}
+        self._homes: dict[str, Home] = {}
+        self._left: list[Demand] = []
+        self._free = bounds.free
+
+    def choose(self, demands: Sequence[Demand]) -> list[Demand]:
+        """Those that get slots, the most valuable first; who has one keeps it until another is worth more."""
+        self._asked = {demand.name for demand in demands}
+        self._whole = sum(demand.expected for demand in demands) / self._seats
+        ordered = sorted(demands, key=self._worth)
+        self._spare(ordered)
+        room = sum(self._room.values())
+        for demand in ordered:
+            before = self._before.get(demand.name)
+            if before is not None and not before.hosts and self._rests(before):
+                continue
+            if room > 0:
+                self._enter(demand)
+                room -= self._homes[demand.name].degree
+            else:
+                self._left.append(demand)
+        chosen = list(self._chosen.values())
+        self._fair = sum(demand.expected for demand in chosen) / self._seats
+        return chosen
+
+    def _spare(self, ordered: Sequence[Demand]) -> None:
+        """Leave slots to what will be loaded on demand: as many as its requests take at once, at most half.
+
+        By Little's law that is their rate times the seconds that one keeps a slot, and a deviation, its root.
+        """
+        takes = [demand.expected * (demand.load_s + demand.service_s) for demand in ordered]
+        slots = [host.slots for host in self._hosts.values()]
+        for free in range(self._bounds.free, max(self._bounds.free, max(slots) // 2) + 1):
+            held = sum(max(1, count - free) for count in slots)
+            rest = sum(takes[held:]) / len(slots)
+            self._free = free
+            # A number that was enough is given up only for one that is so by a margin.
+            margin = MARGIN if free < self._last.free else 0.0
+            if rest + math.sqrt(rest) + margin <= free + SHORT:
+                break
+        self._room = {host.id: max(1, host.slots - self._free) for host in self._hosts.values()}
+
+    def keep(self, demand: Demand) -> None:
+        """It stays where it lives, as far as there is room and so many homes are wanted."""
+        before, home = self._before.get(demand.name), self._homes[demand.name]
+        if before is not None:
+            stays = [host for host in before.hosts if self._takes(host, demand)]
+            for host in stays[: home.degree]:
+                self._give(demand, host, Why.KEPT, home.moved_at)
+
+    def settle(self, demand: Demand) -> None:
+        """The homes that it lacks: only if it may move, or its replicas are gone."""
+        while len(self._homes[demand.name].hosts) < self._homes[demand.name].degree:
+            home = self._homes[demand.name]
+            free = [host for host in self._hosts.values() if self._takes(host.id, demand)]
+            before = self._before.get(demand.name)
+            could_stay = before is not None and any(self._could(demand.name, host) for host in before.hosts)
+            if not free or ((home.hosts or could_stay) and self._rests(home)):
+                return
+            host, why = self._best(demand, free)
+            self._give(demand, host.id, why, None if before is None else self._at)
+
+    def fill(self) -> None:
+        """Slots that those who were to have them cannot use go to the next."""
+        for demand in self._left:
+            if not any(self._room.values()):
+                return
+            self._enter(demand)
+            self.settle(demand)
+
+    def even(self) -> None:
+        """While a replica has more load than the bound, move something away, or exchange it for less."""
+        self._load = dict.fromkeys(self._hosts, 0.0)
+        for home in self._homes.values():
+            for host in home.hosts:
+                self._load[host] += self._share(home.name)
+        while True:
+            most = max(self._hosts, key=lambda host: (self._per_seat(host), host))
+            if self._per_seat(most) <= self._bounds.load * self._whole:
+                return
+            after, _, name, other, less = min(self._exchanges(most), default=(math.inf, 0, "", "", ""))
+            if after >= self._per_seat(most) * (1.0 - 1e-9):
+                return
+            self._move(name, most, other)
+            if less:
+                self._move(less, other, most)
+
+    def plan(self) -> Plan:
+        """What came of it."""
+        homes: list[Home] = []
+        moves: list[Move] = []
+        for home in sorted(self._homes.values(), key=lambda home: (-home.value, home.name)):
+            before = self._before.get(home.name)
+            had = before.hosts if before is not None else ()
+            left = [host for host in had if host not in home.hosts]
+            came = [host for host in home.hosts if host not in had]
+            for source, target in zip_longest(left, came, fillvalue=""):
+                why = home.why if target else Why.FEWER
+                moves.append(Move(name=home.name, source=source, target=target, why=why))
+            homes.append(home)
+        for before in self._before.values():
+            if before.name in self._homes:
+                continue
+            why = Why.DISPLACED if before.name in self._asked else Why.UNWANTED
+            moves += [Move(name=before.name, source=host, target="", why=why) for host in before.hosts]
+            if before.hosts and why == Why.DISPLACED:
+                homes.append(Home(name=before.name, hosts=(), value=0.0, why=why, moved_at=self._at))
+            elif not before.hosts and self._rests(before):
+                homes.append(before)
+        hold = {host: tuple(home.name for home in homes if host in home.hosts) for host in self._hosts}
+        load = {host: self._per_seat(host) / self._fair if self._fair else 0.0 for host in self._hosts}
+        return Plan(
+            at=self._at, homes=tuple(homes), hold=hold, moves=tuple(moves), load=load, free=self._free
+        )
+
+    def _worth(self, demand: Demand) -> tuple[float, str]:
+        before = self._before.get(demand.name)
+        gain = self._bounds.gain if before is not None and before.hosts else 1.0
+        return -gain * demand.value, demand.name
+
+    def _enter(self, demand: Demand) -> None:
+        """It is to have homes: how many, by what it takes and by whether requests wait."""
+        bounds, at, before = self._bounds, self._at, self._before.get(demand.name)
+        seats = self._seats / len(self._hosts)
+        degree = max(1, math.ceil(demand.expected * demand.service_s / (bounds.busy * seats)))
+        had = len(before.hosts) if before is not None and before.hosts else degree
+        waits = spare = None
+        if demand.waiting:
+            waits = before.waits_since if before is not None and before.waits_since is not None else at
+            degree = max(degree, had)
+            if at - waits >= bounds.waits_s and not (before is not None and self._rests(before)):
+                degree, waits = max(degree, had + 1), at
+        elif degree < had:
+            spare = before.spare_since if before is not None and before.spare_since is not None else at
+            degree = had
+            if at - spare >= bounds.spare_s:
+                degree, spare = had - 1, at
+        most = sum(demand.name not in host.refused for host in self._hosts.values())
+        self._chosen[demand.name] = demand
+        self._homes[demand.name] = Home(
+            name=demand.name,
+            hosts=(),
+            value=demand.value,
+            why=Why.NOWHERE,
+            degree=min(degree, bounds.copies or most, most),
+            moved_at=before.moved_at if before is not None else None,
+            waits_since=waits,
+            spare_since=spare,
+        )
+
+    def _rests(self, home: Home) -> bool:
+        """Whether it moved too lately to move again."""
+        return home.moved_at is not None and self._at - home.moved_at < self._bounds.move_s
+
+    def _takes(self, host: str, demand: Demand) -> bool:
+        return (
+            self._room.get(host, 0) > 0
+            and host not in self._homes[demand.name].hosts
+            and demand.name not in self._hosts[host].refused
+        )
+
+    def _best(self, demand: Demand, free: Sequence[Host]) -> tuple[Host, Why]:
+        """The one of ``free`` to live at, and why."""
+
+        def claim(host: Host) -> float:
+            return rendezvous(demand.key, host.key, host.seats)
+
+        share = demand.expected / self._homes[demand.name].degree
+        # What alone is more than the bound may live where nothing else does.
+        most = self._bounds.load * self._fair
+        within = [h for h in free if self._load[h.id] + share <= max(most * h.seats, share)]
+        if not within:
+            return min(free, key=lambda host: (self._per_seat(host.id), -claim(host))), Why.LEAST
+        if resident := [host for host in within if demand.name in host.resident]:
+            return max(resident, key=claim), Why.RESIDENT
+        # Engines pad all that they run to the largest rank among it. Where load is low, claims matter less.
+        light = [host for host in within if self._per_seat(host.id) < self._fair] or within
+        first = max(light, key=claim)
+        best = max(light, key=lambda host: (-self._padding(host, demand.rank), claim(host)))
+        if best is not first:
+            return best, Why.ALIKE
+        return best, Why.CLAIMED if best is max(self._hosts.values(), key=claim) else Why.BOUNDED
+
+    def _padding(self, host: Host, rank: int) -> int:
+        """How far ``rank`` is from the largest that lives there."""
+        ranks = [self._chosen[home.name].rank for home in self._homes.values() if host.id in home.hosts]
+        return abs(rank - max(ranks)) if ranks else 0
+
+    def _exchanges(self, most: str) -> Iterator[tuple[float, int, str, str, str]]:
+        """What may leave ``most``: the larger load per seat after it, the version, where to, what for."""
+        for name in self._movable(most):
+            for other in self._hosts:
+                if self._room[other] > 0:
+                    options = [""]
+                else:
+                    options = [less for less in self._movable(other) if self._could(less, most)]
+                for less in options if self._could(name, other) else ():
+                    change = self._share(name) - (self._share(less) if less else 0.0)
+                    here = (self._load[most] - change) / self._hosts[most].seats
+                    there = (self._load[other] + change) / self._hosts[other].seats
+                    yield max(here, there), len(less), name, other, less
+
+    def _movable(self, host: str) -> list[str]:
+        return [home.name for home in self._homes.values() if host in home.hosts and not self._rests(home)]
+
+    def _could(self, name: str, host: str) -> bool:
+        there = self._hosts.get(host)
+        return there is not None and host not in self._homes[name].hosts and name not in there.refused
+
+    def _share(self, name: str) -> float:
+        """Requests per second that each of its homes gets."""
+        return self._chosen[name].expected / len(self._homes[name].hosts)
+
+    def _per_seat(self, host: str) -> float:
+        return self._load[host] / self._hosts[host].seats
+
+    def _give(self, demand: Demand, host: str, why: Why, moved_at: float | None) -> None:
+        home = self._homes[demand.name]
+        self._homes[demand.name] = msgspec.structs.replace(
+            home, hosts=(*home.hosts, host), why=_said(why, demand), moved_at=moved_at
+        )
+        self._room[host] -= 1
+        self._load[host] += demand.expected / home.degree
+
+    def _move(self, name: str, source: str, target: str) -> None:
+        home = self._homes[name]
+        hosts = tuple(target if host == source else host for host in home.hosts)
+        said = _said(Why.EVENED, self._chosen[name])
+        self._homes[name] = msgspec.structs.replace(home, hosts=hosts, why=said, moved_at=self._at)
+        self._room[source] += 1
+        self._room[target] -= 1
+        self._load[source] -= self._share(name)
+        self._load[target] += self._share(name)
+
+
+def _said(why: Why, demand: Demand) -> str:
+    return f"{why}; {demand.expected:.3g} requests/s times {demand.load_s:.3g} s of a load"

@@ -1,0 +1,101 @@
+"""What a router knows and believes of one replica."""
+
+from __future__ import annotations
+
+from policy.engine.model import Timing
+from policy.engine.step_table import Pace, pace_of
+from policy.routing.affinity import Share, Slots
+from policy.routing.prediction_error import Residual
+from policy.routing.prefix_index import Held
+
+# Loading a LoRA adapter of rank 16 from a local disk; measured once one was loaded.
+ASSUMED_LOAD_S = 0.25
+# How long an answer is, where it matters when a seat falls free.
+ASSUMED_OUTPUT_TOKENS = 128.0
+
+
+class Site:
+    """One replica: its pace, what it holds, its share of the traffic, and how well it was predicted.
+
+    ``load_s`` is what the load of an adapter takes there, in seconds, and ``loads`` are those that are not
+    over, by when each is taken to be if nobody says. ``seen_at`` is when it
+    was last a candidate. What follows from its counts alone is computed when they change: ``running`` and
+    ``kv_tokens``, the ``step_s`` of those, the ``room`` for prompt tokens in a step and what ``kv_s`` and
+    ``join_s`` such a step takes for the KV and for one request more, the wait ``still_s`` where no prompt
+    is pending, the seconds ``ahead_s`` of the prompts that are pending,
+    ``first_s`` of their first step and ``rest_s`` of the ``rest`` of their tokens, and the seconds
+    ``seat_s`` to a free seat.
+    """
+
+    __slots__ = (
+        "ahead_s", "first_s", "held", "in_flight", "join_s", "key", "kv_s", "kv_tokens", "kv_used",
+        "load_s", "loads", "pace", "pending", "residual", "rest", "rest_s", "room", "running",
+        "seat_s", "seen_at", "share", "slots", "step_s", "still_s", "timing",
+    )  # fmt: skip
+
+    def __init__(self, key: int, timing: Timing | None, assumed: Timing, slots: int) -> None:
+        self.key = key
+        self.held = Held()
+        self.slots = Slots(slots)
+        self.share = Share()
+        self.time(timing, assumed)
+        self.residual = Residual()
+        self.load_s = ASSUMED_LOAD_S
+        self.loads: list[float] = []
+        self.seen_at = 0.0
+
+    def time(self, timing: Timing | None, assumed: Timing) -> None:
+        """The replica says how fast it is; what it leaves out is taken from ``assumed``."""
+        self.timing = timing
+        self.pace: Pace = pace_of(timing, assumed)
+        self.in_flight = -1
+        self.pending = 0
+        self.kv_used = 0.0
+        self.share.weight = self.pace.capacity
+        if self.pace.kv_tokens:
+            self.held.capacity = float(self.pace.kv_tokens)
+
+    def loading(self, at: float) -> None:
+        """An adapter is loaded from now on, after those before it: meanwhile nothing else is computed.
+
+        Between two loads a replica computes for as long as the first took.
+        """
+        self.loads.append(at + self.ahead_s + self.load_s * (2 * len(self.loads) + 1))
+
+    def loaded(self) -> None:
+        """The first of them is over."""
+        if self.loads:
+            del self.loads[0]
+
+    def loads_s(self, at: float, turned_at: float) -> float:
+        """Seconds until the adapters that are being loaded are there; the first since ``turned_at``."""
+        loads = self.loads
+        while loads and loads[0] < at:
+            del loads[0]
+        if not loads:
+            return 0.0
+        since, most = max(0.0, at - turned_at), 0.9 * self.load_s
+        return (2 * len(loads) - 1) * self.load_s - (since if since < most else most)
+
+    def count(self, in_flight: int, pending: int, kv_used: float) -> None:
+        """What is there now: requests, uncached prompt tokens of theirs, and the part of the KV in use."""
+        self.in_flight, self.pending, self.kv_used = in_flight, pending, kv_used
+        pace = self.pace
+        self.running = running = in_flight if in_flight < pace.seats else pace.seats
+        self.kv_tokens = kv = kv_used * pace.kv_tokens
+        self.step_s = step = pace.step_s(running, kv, running)
+        self.room = max(float(pace.batch - running), pace.batch * 0.1)
+        self.kv_s, self.join_s = pace.a_token * kv, pace.a_request * (running + 1)
+        self.ahead_s = self.first_s = self.rest_s = self.seat_s = 0.0
+        self.rest = 0
+        if pending > 0:
+            first = min(pending, max(pace.batch - running, 1))
+            self.rest = pending - first
+            self.first_s = self.ahead_s = pace.prefill_s(first, kv, running)
+            if self.rest:
+                self.rest_s = pace.prefill_s(self.rest, kv, running)
+                self.ahead_s = pace.prefill_s(pending, kv, running)
+        if in_flight >= pace.seats:  # one seat falls free each time that one of them has had its last token
+            self.seat_s = (in_flight + 1 - pace.seats) * ASSUMED_OUTPUT_TOKENS / pace.seats * step
+        # Whoever comes while a step is under way comes in the middle of it, on average.
+        self.still_s = 0.5 * step + self.seat_s if in_flight else 0.0

@@ -1,0 +1,508 @@
+"""Which replica takes a request: the one that is predicted to give it its first token soonest.
+
+The prediction is :mod:`policy.routing.cost`'s; here it is weighed against what each choice costs others.
+
+One module though over 300 lines: a choice, what it begins, and what is learned from it are one state.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from heapq import nsmallest
+from typing import NamedTuple
+
+from policy.engine.model import Timing
+from policy.engine.step_table import GENERIC
+from policy.hashing import rendezvous
+from policy.request import Request
+from policy.routing.affinity import (
+    COPY,
+    CROWDED,
+    CROWDED_BY_COPIES,
+    LEAN,
+    LEAN_NEW,
+    SLACK,
+    WINDOW,
+    Balance,
+    Popularity,
+    Recent,
+    balance_of,
+    crowd_price,
+)
+from policy.routing.cost import Candidate, Quote, measure
+from policy.routing.prediction_error import Gaps, Line
+from policy.routing.replica_state import ASSUMED_LOAD_S, Site
+
+__all__ = ["Candidate", "Decision", "Quote", "Router", "Settings"]
+
+
+# A quote before anybody asked for it: the fields of :class:`Quote`, in order.
+_Row = tuple[Candidate, float, float, float, float, float, int, float, int, int]
+
+
+class Decision(NamedTuple):
+    """Where a request goes and why; no ``chosen`` means that it waits in the gateway.
+
+    ``rows`` are what the candidates would have cost it, as ``quotes`` says with names.
+    """
+
+    chosen: Quote | None
+    rows: Sequence[_Row]
+    reason: str
+
+    @property
+    def quotes(self) -> tuple[Quote, ...]:
+        """The candidates' quotes, the chosen one's among them."""
+        return tuple(Quote(*row) for row in self.rows)
+
+
+@dataclass(slots=True, frozen=True)
+class Settings:
+    """What a deployment says of a model's routing.
+
+    ``assumed`` times a replica that tells nothing itself. ``start_s`` is how long a replica may have a
+    request wait before it computes it, ``itl_s`` how long a step may get, both in seconds; ``slots`` how
+    many adapters a replica holds.
+    """
+
+    assumed: Timing = GENERIC
+    start_s: float = math.inf
+    itl_s: float = math.inf
+    slots: int = 8
+
+
+NO_ROOM = "no candidate has room"
+TOO_LATE = "no candidate would start it in time"
+CACHED = "its prefix is cached there"
+RESIDENT = "its adapter is loaded there"
+AWAY = "away from what is cached, which would take longer or has more than its share"
+HOME = "a home for a new prefix"
+SOONEST = "least predicted time to first token"
+
+# How many candidates are quoted; of more than that, a shortlist.
+MOST_QUOTES = 8
+MAX_SITES = 1024
+# A replica that was no candidate for so long owes nothing for that time.
+ABSENT_S = 5.0
+# What the replica of a session's last request may be slower, in seconds.
+SESSION_S = 0.01
+SPAN = 4096
+# From this factor on a replica is due less of the traffic, not only what is dear to wait for.
+SLOW = 1.5
+EVICTION = 1.0
+# What a request for an adapter costs elsewhere than at the first of those that have it, in loads: one copy
+# more takes a slot for as long as it is asked for there.
+COPIES = 2.0
+# So many of those used longest ago are looked at for the one that goes, which is asked for least.
+VICTIMS = 8
+# How far beyond the mean a replica's load may be before what is loaded there goes elsewhere.
+UNEVEN = 0.15
+# One late first token says little of loads: much may have come before it that nobody foresaw.
+LOAD_GAIN = 0.1
+# With each request for an adapter a load is taken to last more nearly what it does elsewhere: who is taken
+# to be slow gets none, and could not show that it is not.
+ALIKE = 0.1
+
+
+# Tuples made directly: a constructor with names costs a router half a microsecond.
+_tuple = tuple.__new__
+# What a row is made of: candidate, site, terms of policy.quoting.measure, uncached tokens, age
+_Measured = tuple[Candidate, Site, tuple[float, float, float, float, float, float], int, int]
+
+
+class Router:
+    """The routing state of one model in one gateway worker."""
+
+    def __init__(self, settings: Settings | None = None) -> None:
+        self.settings = settings or Settings()
+        self._sites: dict[int, Site] = {}
+        self._line = Line()
+        self._gaps = Gaps()
+        self._popular = Popularity(SPAN)
+        self._sessions = Recent(SPAN)
+        self._cold_s = 0.0
+        self._load_s = ASSUMED_LOAD_S
+        self._measured = 0
+        self._hash_tokens = 128.0
+
+    # Calls within a choice cost more than what they compute: this and _quotes are long for that alone.
+    def choose(  # noqa: PLR0915
+        self, request: Request, candidates: Sequence[Candidate], at: float, draw: float
+    ) -> Decision:
+        """The best of ``candidates``; equals are chosen between by ``draw`` in [0, 1)."""
+        pairs = []
+        slow: list[tuple[Candidate, Site]] = []
+        sites, worth, itl_s = self._sites, self._popular.worth, self.settings.itl_s
+        # Nobody waits for the pace longer than the answer would take at it: more come then than it allows.
+        paced = itl_s < math.inf and at - request.arrived < request.output_tokens * itl_s
+        total = weights = homes = 0.0
+        least_due = math.inf
+        # policy.affinity.balance_of, written out; as is Router._site for a replica that was just seen
+        for candidate in candidates:
+            site = sites.get(candidate.key)
+            if site is None or site.timing is not candidate.timing or at - site.seen_at > ABSENT_S:
+                site = self._site(candidate, at)
+            else:
+                site.seen_at = at
+                count = candidate.in_flight
+                if (
+                    count != site.in_flight
+                    or candidate.pending_tokens != site.pending
+                    or candidate.kv_used != site.kv_used
+                ):
+                    site.count(count, candidate.pending_tokens, candidate.kv_used)
+            share = site.share
+            if candidate.begun != share.seen:
+                share.take(candidate.begun)
+            load, weight = share.load, share.weight
+            total += load
+            weights += weight
+            homes += share.homes
+            share.due = due = (load + worth * share.homes) / weight
+            least_due = due if due < least_due else least_due
+            if (bound := candidate.bound) and candidate.in_flight >= bound:
+                continue
+            if paced and candidate.in_flight and not self._keeps_pace(candidate, site):
+                if not self._could_keep_pace(site):
+                    slow.append((candidate, site))
+                continue
+            pairs.append((candidate, site))
+        if slow and self._are_slow(candidates, at):
+            pairs += slow
+        if not pairs:
+            return Decision(None, (), NO_ROOM)
+        if total > WINDOW * len(candidates):
+            balance = balance_of([self._site(candidate, at).share for candidate in candidates], worth)
+        else:
+            fair = (total + worth * homes) / weights
+            unit = LEAN_NEW / fair if fair > 0.0 else 0.0
+            balance = _tuple(Balance, (total / weights, least_due, unit, homes / weights))
+        if len(pairs) > MOST_QUOTES:
+            pairs = self._shortlist(request, pairs, at)
+        rows, costs, held = self._quotes(request, pairs, balance, at)
+        if (limit := self.settings.start_s) < math.inf:
+            for i, row in enumerate(rows):
+                if row[1] > limit and row[0].in_flight:
+                    costs[i] = math.inf
+        least = min(costs)
+        if least == math.inf:
+            return Decision(None, rows, TOO_LATE)
+        if request.session or costs.count(least) > 1:
+            row = self._among(request, rows, costs, draw)
+        else:
+            row = rows[costs.index(least)]
+        chosen: Quote = _tuple(Quote, row)
+        if request.prefix:
+            if chosen.uncached < request.prompt_tokens:
+                reason = CACHED
+            else:
+                reason = AWAY if held and any(row[6] < chosen.uncached for row in rows) else HOME
+        else:
+            reason = RESIDENT if request.adapter_key and not chosen.adapter else SOONEST
+        return _tuple(Decision, (chosen, rows, reason))
+
+    def began(self, request: Request, candidate: Candidate, at: float) -> tuple[int, ...]:
+        """``request`` was sent there; returns the hashes that are news to other gateways."""
+        site = self._site(candidate, at)
+        if not candidate.pending_tokens:  # it turns to this one with its next step
+            candidate.turned_at = at + 0.5 * site.step_s if candidate.in_flight else at
+        news: tuple[int, ...] = ()
+        prefix = request.prefix
+        if prefix:
+            depth = site.held.depth(prefix, at)
+            tokens = request.prompt_tokens
+            if depth:
+                self._popular.add(prefix[depth - 1])
+                tokens = max(tokens - request.depths[depth - 1], 0)
+            else:
+                if prefix[0] not in site.held:  # or it is back where it was evicted
+                    site.share.homes += 1.0
+                self._relieve(prefix, site, at)
+            news = prefix[depth:]
+            if news:
+                self._hash_tokens += 0.02 * (tokens / len(news) - self._hash_tokens)
+            site.held.touch(prefix, tokens, at)
+        else:
+            site.held.given += request.prompt_tokens
+        if request.adapter_key:
+            self._popular.add(request.adapter_key)
+            if site.slots.use(request.adapter_key):
+                site.loading(at)
+                news = (*news, request.adapter_key)
+        if request.session:
+            self._sessions.put(request.session, candidate.key)
+        return news
+
+    def learned(self, hashes: Sequence[int], key: int, at: float) -> None:
+        """Another gateway says that the replica with ``key`` has these prefixes and adapters."""
+        site = self._sites.get(key) or self._open(key, None)
+        # A replica tells what this worker sent there, too.
+        prefix = [value for value in hashes if not value & 1 and value not in site.held]
+        if prefix:
+            # Who continues what is known says its tail alone.
+            if len(prefix) > 1:
+                site.share.homes += 1.0
+                self._relieve(prefix, site, at)
+            site.held.touch(prefix, int(self._hash_tokens * len(prefix)), at)
+        for value in hashes:
+            if value & 1:
+                site.slots.use(value)
+
+    def holds(self, loaded: Sequence[int], refused: Sequence[int], key: int) -> None:
+        """The replica with ``key`` says which adapters it has loaded, and which it could not load lately."""
+        site = self._sites.get(key) or self._open(key, None)
+        site.slots.told(loaded, refused)
+
+    def forget(self, key: int) -> None:
+        """The replica with ``key`` is gone or was restarted: nothing is cached there."""
+        self._sites.pop(key, None)
+
+    def timed(self, request: Request, quote: Quote, ttft_s: float, at: float) -> None:
+        """The first token came ``ttft_s`` after the request was sent to ``quote.candidate``."""
+        site = self._sites.get(quote.candidate.key)
+        if site is None or quote.modelled <= 0.0 or ttft_s <= 0.0:
+            return
+        if quote.adapter:
+            site.loaded()
+            site.slots.came(request.adapter_key)
+        if quote.loads:  # what it took beyond the rest, they took
+            error = max(-quote.total, min(quote.total, ttft_s - quote.total)) / quote.loads
+            self._measured += 1
+            gain = max(LOAD_GAIN, 1.0 / self._measured)
+            self._load_s = max(0.0, self._load_s + gain * error)
+            site.load_s = max(0.0, site.load_s + gain * error)
+            return
+        line = self._line
+        if quote.uncached < request.prompt_tokens and self._was_gone(request, quote, site, ttft_s):
+            return  # it says nothing of how fast the replica is
+        site.residual.learn(line.of(quote.modelled), ttft_s, line.usual_s, at)
+        line.learn(quote.modelled, ttft_s)
+
+    def paced(self, candidate: Candidate, gap_s: float) -> None:
+        """An answer of ``candidate``, which is in flight no more, had a mean gap of ``gap_s`` seconds."""
+        site = self._sites.get(candidate.key)
+        if site is None or gap_s <= 0.0:
+            return
+        running = candidate.in_flight + 1
+        step = site.pace.step_s(running, candidate.kv_used * site.pace.kv_tokens, running)
+        self._gaps.learn(step, gap_s)
+
+    def _was_gone(self, request: Request, quote: Quote, site: Site, ttft_s: float) -> bool:
+        """Whether what was believed cached was not: it shows where a whole prefill takes twice as long."""
+        whole = site.pace.prefill_s(request.prompt_tokens, 0.0, 0) - site.pace.prefill_s(
+            quote.uncached, 0.0, 0
+        )
+        without = quote.total + self._line.slope * whole
+        if without <= 2.0 * quote.total:
+            return False
+        if ttft_s <= 0.5 * (quote.total + without):
+            site.held.survived(quote.age)
+            return False
+        site.held.was_gone(quote.age)
+        site.held.given += request.prompt_tokens - quote.uncached
+        return True
+
+    def _site(self, candidate: Candidate, at: float) -> Site:
+        site = self._sites.get(candidate.key)
+        if site is None:
+            site = self._open(candidate.key, candidate.timing)
+        elif site.timing is not candidate.timing:
+            site.time(candidate.timing, self.settings.assumed)
+        if at - site.seen_at > ABSENT_S:
+            self._level(site, at)
+        site.seen_at = at
+        count, pending, kv_used = candidate.in_flight, candidate.pending_tokens, candidate.kv_used
+        if count != site.in_flight or pending != site.pending or kv_used != site.kv_used:
+            site.count(count, pending, kv_used)
+        return site
+
+    def _open(self, key: int, timing: Timing | None) -> Site:
+        if len(self._sites) >= MAX_SITES:
+            del self._sites[next(iter(self._sites))]
+        site = self._sites[key] = Site(key, timing, self.settings.assumed, self.settings.slots)
+        return site
+
+    def _level(self, site: Site, at: float) -> None:
+        """Lift the load of a replica that came, or came back, to the mean of those that were there."""
+        present = [
+            other.share
+            for other in self._sites.values()
+            if other is not site and at - other.seen_at < ABSENT_S
+        ]
+        weights = sum(share.weight for share in present)
+        if weights:
+            part = site.share.weight / weights
+            site.share.load = max(site.share.load, part * sum(share.load for share in present))
+            site.share.homes = max(site.share.homes, part * sum(share.homes for share in present))
+
+    def _relieve(self, prefix: Sequence[int], taker: Site, at: float) -> None:
+        """What has a home got another: the first can now give away a part of it."""
+        first = prefix[0]
+        for site in self._sites.values():
+            held = site.held
+            if site is taker or not (first in held.young or first in held.old):
+                continue
+            if depth := held.depth(prefix, at):
+                part = self._popular.share(prefix[depth - 1]) * len(self._sites)
+                site.share.takers = [*site.share.takers[-3:], (taker.share, part)]
+
+    def _keeps_pace(self, candidate: Candidate, site: Site) -> bool:
+        """Whether steps stay as short as promised with one more running."""
+        running = candidate.in_flight + 1
+        step = site.pace.step_s(running, candidate.kv_used * site.pace.kv_tokens, running)
+        return self._gaps.factor * step <= self.settings.itl_s
+
+    def _could_keep_pace(self, site: Site) -> bool:
+        """Whether steps are as short as promised with one alone."""
+        return self._gaps.factor * site.pace.step_s(1.0, 0.0, 1.0) <= self.settings.itl_s
+
+    def _are_slow(self, candidates: Sequence[Candidate], at: float) -> bool:
+        """Whether nobody keeps the pace: who waits is served no better for it then."""
+        return not any(self._could_keep_pace(self._site(candidate, at)) for candidate in candidates)
+
+    def _shortlist(
+        self, request: Request, pairs: list[tuple[Candidate, Site]], at: float
+    ) -> list[tuple[Candidate, Site]]:
+        """Those that hold most of it, the least loaded, and those that everybody would call its home."""
+        best = nsmallest(4, pairs, key=lambda pair: (pair[0].pending_tokens, pair[0].in_flight))
+        item = request.prefix[0] if request.prefix else request.adapter_key
+        if item:
+            depths = [site.held.depth(request.prefix, at) for _, site in pairs]
+            ranked = nsmallest(
+                4,
+                range(len(pairs)),
+                key=lambda i: (
+                    -depths[i],
+                    request.adapter_key not in pairs[i][1].slots,
+                    -rendezvous(item, pairs[i][0].key),
+                ),
+            )
+            best += [pairs[i] for i in ranked if pairs[i] not in best]
+        return best
+
+    def _quotes(  # noqa: PLR0915
+        self, request: Request, pairs: list[tuple[Candidate, Site]], balance: Balance, at: float
+    ) -> tuple[list[_Row], list[float], bool]:
+        """What each would cost the request, that with what it would cost others, and whether any holds it."""
+        prefix, key, prompt = request.prefix, request.adapter_key, max(request.prompt_tokens, 1)
+        first = prefix[0] if prefix else 0
+        line = self._line
+        # The deepest that any holds, and who had this and had the least to do since.
+        deepest, anchor, youngest, resident = 0, key, 0, False
+        former: Site | None = None
+        primary: Site | None = None
+        most = cold = most_claim = 0.0
+        warm_s = math.inf
+        measured: list[_Measured] = []
+        for candidate, site in pairs:
+            uncached, age = prompt, 0
+            if key:
+                site.load_s += ALIKE * (self._load_s - site.load_s)
+            if prefix:
+                held = site.held
+                if first in held.young or first in held.old or at - held.turned_at > held.turn_s:
+                    if depth := held.depth(prefix, at):
+                        uncached, age = (
+                            max(prompt - request.depths[depth - 1], 1),
+                            held.age(prefix[depth - 1]),
+                        )
+                        if depth > deepest:
+                            deepest, anchor = depth, prefix[depth - 1]
+                    elif first in held and (former is None or held.age(first) < youngest):
+                        youngest, former = held.age(first), site
+            weight = site.pace.capacity
+            if site.residual.alike:
+                terms = measure(request, candidate, site, uncached, line.slope, line.fixed_s)
+            else:
+                factor = site.residual.factor(at)
+                terms = measure(
+                    request, candidate, site, uncached, line.slope * factor, line.fixed_s * factor
+                )
+                if factor > SLOW:
+                    weight /= factor
+            own = terms[4]
+            site.share.weight = weight
+            # As long as on the quickest: measured by a slow one, evenness would be worth any time.
+            most = weight if weight > most else most
+            cold = own * weight if own * weight > cold else cold
+            warm_s = own if own < warm_s else warm_s
+            if key and key in site.slots:
+                claim = rendezvous(key, candidate.key)
+                if not resident or claim > most_claim:
+                    primary, most_claim = site, claim
+                resident = True
+            measured.append((candidate, site, terms, uncached, age))
+        cold_s = cold / most
+        if deepest:
+            former = None
+            if cold_s > warm_s:
+                self._cold_s += (0.05 if self._cold_s else 1.0) * (cold_s - warm_s - self._cold_s)
+            cold_s = self._cold_s
+        new = deepest == 0 and former is None and (bool(prefix) or (key != 0 and not resident))
+        mean, least_due, dear, crowd = balance
+        homeless = prefix and not new
+        rows: list[_Row] = []
+        costs: list[float] = []
+        for candidate, site, (waits, own_s, loads, presses, own, modelled), uncached, age in measured:
+            unit, share = cold_s, site.share
+            # Whoever is there stands still while a prompt is computed; a copy takes KV cache besides.
+            burden = own - own / (1.0 + candidate.in_flight)
+            if key:
+                unit += site.load_s
+                if key not in site.slots:
+                    burden += self._eviction(key, site)
+                if resident and site is not primary:
+                    burden += COPIES * site.load_s
+            if new:
+                burden += cold_s * (share.due - least_due) * dear
+                if key and (fair := share.weight * mean) > 0.0 and share.load / fair - 1.0 > SLACK:
+                    burden += unit * balance.share_price(share, 0.0)
+                homes = crowd * share.weight
+                if prefix and share.homes > 1.0 + homes and homes * prompt <= site.held.capacity:
+                    burden += unit * crowd_price(share, homes, CROWDED)
+            elif homeless and not age and uncached >= prompt and site is not former:
+                burden += unit * (share.due - least_due) * dear + own
+                homes = crowd * share.weight
+                if homes * prompt <= site.held.capacity:
+                    burden += COPY * own
+                    if share.homes > 1.0 + homes:
+                        burden += unit * crowd_price(share, homes, CROWDED_BY_COPIES)
+            elif (fair := share.weight * mean) > 0.0:
+                over = share.load / fair - 1.0
+                # Nearly all have no more than their share: Balance.share_price, as far as that. Adapters that
+                # live nowhere even the load at no cost, before one that lives there has to leave.
+                if over <= (UNEVEN if resident else SLACK):
+                    burden += unit * LEAN * over
+                else:
+                    leverage = self._popular.share(anchor) * len(pairs) if anchor else 0.0
+                    burden += unit * balance.share_price(share, leverage)
+            costs.append(waits + own_s + loads + presses + burden)
+            before = len(site.loads)
+            if loads:
+                before += 1
+            rows.append((candidate, waits, own_s, loads, presses, burden, uncached, modelled, age, before))
+        return rows, costs, deepest > 0
+
+    def _eviction(self, key: int, site: Site) -> float:
+        """The reload of the adapter that a load pushes out, as likely as it is asked for again."""
+        if len(site.slots) < site.slots.count:
+            return 0.0
+        wanted = min([self._popular.of(victim) for victim in site.slots.oldest(VICTIMS)])
+        return site.load_s * EVICTION * wanted / (wanted + self._popular.of(key) + 1.0)
+
+    def _among(self, request: Request, rows: list[_Row], costs: list[float], draw: float) -> _Row:
+        """One of equals, or the replica of the session's last request if it is hardly worse."""
+        if request.session and (last := self._sessions.get(request.session)) is not None:
+            costs = [
+                cost - SESSION_S if row[0].key == last else cost
+                for row, cost in zip(rows, costs, strict=True)
+            ]
+        least = min(costs)
+        best = [row for row, cost in zip(rows, costs, strict=True) if cost == least]
+        if len(best) == 1:
+            return best[0]
+        if item := request.prefix[0] if request.prefix else request.adapter_key:
+            return max(best, key=lambda row: rendezvous(item, row[0].key))
+        return best[int(draw * len(best))]

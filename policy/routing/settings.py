@@ -1,0 +1,41 @@
+"""What a model's section of the document means to the router."""
+
+from __future__ import annotations
+
+import math
+
+from policy.config.deployment import Adapters, ModelSpec
+from policy.engine.model import Timing
+from policy.engine.profiles import profile
+from policy.engine.step_table import GENERIC
+from policy.errors import ConfigError
+from policy.routing.router import Settings
+
+# Half of a promised time to the first token may pass before a replica turns to a request; the other half
+# is for its own prefill.
+START_SHARE = 0.5
+_DEGREES = (1, 2, 4, 8)
+
+
+def settings_of(spec: ModelSpec) -> Settings:
+    """How requests to ``spec`` are routed."""
+    slo = spec.control.slo
+    return Settings(
+        assumed=_assumed(spec),
+        start_s=math.inf if slo.ttft_p95_s is None else START_SHARE * slo.ttft_p95_s,
+        itl_s=math.inf if slo.itl_p95_s is None else slo.itl_p95_s,
+        slots=(spec.adapters or Adapters()).slots_per_replica,
+    )
+
+
+def _assumed(spec: ModelSpec) -> Timing:
+    name = spec.timed_by
+    if name is None:
+        return GENERIC
+    found = profile(name)
+    for degree in _DEGREES:
+        try:
+            return Timing(limits=found.limits(degree), model=found.model.at_degree(degree))
+        except ConfigError:  # its weights want more cards
+            continue
+    return GENERIC

@@ -1,0 +1,195 @@
+"""How many replicas each model gets of what all of them share: GPUs, cores, watts and money."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from policy.config.deployment import Budget
+from policy.scaling.rollout import CPU_OVERCOMMIT
+from policy.scaling.situation import Rung, Situation
+
+# As many as anybody may ask for: what takes nothing is bounded by its mode alone.
+UNBOUNDED = 1 << 30
+# Watts and prices are sums of fractions; a billionth of a replica too little is enough.
+ROUNDING = 1e-9
+
+
+class Take(NamedTuple):
+    """An amount of each thing that a budget bounds; infinite where it bounds nothing."""
+
+    gpus: float = 0.0
+    cpus: float = 0.0
+    watts: float = 0.0
+    cost_per_h: float = 0.0
+
+    def plus(self, other: Take, times: float = 1.0) -> Take:
+        """Both together, the other so many times."""
+        return Take(*(mine + times * its for mine, its in zip(self, other, strict=True)))
+
+    def most(self, other: Take) -> Take:
+        """The larger of both, of each thing."""
+        return Take(*(max(pair) for pair in zip(self, other, strict=True)))
+
+    def holds(self, each: Take) -> int:
+        """How many replicas that take ``each`` fit into it."""
+        fits = [
+            math.floor(min(max(left, 0.0) / one + ROUNDING, UNBOUNDED))
+            for left, one in zip(self, each, strict=True)
+            if one > 0 and left < math.inf
+        ]
+        return max(0, min(fits, default=UNBOUNDED))
+
+
+class Want(NamedTuple):
+    """What one model asks for: so many replicas that take ``each``, ``floor`` of them before anybody else.
+
+    ``now`` of them are aimed for already. ``held`` is all that its replicas take, those that leave and those
+    of other shapes included. With ``replaces`` that makes way for what is asked for, as in a switch.
+    ``starved`` says that it lacks something for long enough to take it of those of a lower priority.
+    ``claim`` is what a switch that waits needs in all, and has waited for as long.
+    """
+
+    model: str
+    priority: int
+    each: Take
+    asked: int
+    floor: int
+    now: int
+    held: Take
+    replaces: bool = False
+    starved: bool = False
+    claim: Take = Take()
+
+
+def total(budget: Budget) -> Take:
+    """All that there is."""
+    bounds = (budget.gpus, budget.cpus, budget.watts, budget.cost_per_h)
+    return Take(*(math.inf if bound is None else float(bound) for bound in bounds))
+
+
+def each(rung: Rung) -> Take:
+    """What one replica takes."""
+    return Take(rung.gpus, rung.cpus, rung.watts, rung.cost_per_h)
+
+
+def held(situation: Situation) -> Take:
+    """What the model's replicas take, or will at once: of its layer what is aimed for, or runs, if more."""
+    supply = situation.supply
+    running = supply.serving + len(supply.starting_s) + supply.draining
+    counts = dict(situation.leaving)
+    counts[situation.mode] = counts.get(situation.mode, 0) + max(supply.wanted, running)
+    actual = aimed = Take()
+    for rung in situation.rungs:
+        actual = actual.plus(each(rung), counts.get(rung.mode, 0))
+        aimed = aimed.plus(each(rung), situation.count if rung.mode == situation.mode else 0)
+    return actual.most(aimed)
+
+
+def spare(wants: Iterable[Want], budget: Budget) -> Take:
+    """What nobody holds, with cores as often as a switch may claim them."""
+    bounds = total(budget)
+    left = bounds._replace(cpus=bounds.cpus * CPU_OVERCOMMIT)
+    for want in wants:
+        left = left.plus(want.held, -1)
+    return left
+
+
+def alone(model: str, wants: Mapping[str, Want], budget: Budget) -> Take:
+    """What ``model`` could hold in all while nobody makes way for it."""
+    left = total(budget)
+    for want in wants.values():
+        if want.model != model:
+            left = left.plus(want.held, -1)
+    return left
+
+
+def reach(model: str, wants: Mapping[str, Want], budget: Budget) -> Take:
+    """What ``model`` could hold in all: those of a lower priority would make way, down to their floors."""
+    left = total(budget)
+    for want in wants.values():
+        if want.model != model:
+            yields = want.priority < wants[model].priority
+            keeps = Take().plus(want.each, min(want.floor, want.now)) if yields else want.held
+            left = left.plus(keeps, -1)
+    return left
+
+
+def allot(wants: Sequence[Want], budget: Budget) -> dict[str, int]:
+    """The count that each model gets, never more than it asks for.
+
+    First every floor, the highest priority first; then what each asks for, by priority. Those of one
+    priority take nothing of each other that is in use, and of the rest whoever lacks the most gets the
+    next. Who is not starved yet takes above its floor nothing that is in use of a lower priority either. What
+    is claimed for a switch is kept from lower priorities, down to their floors, if it can be had whole. A
+    model only grows into what nobody holds: what others have to give up has to be free first. Watts and
+    money, which are measured and may turn out more than foreseen, take nobody that runs below its floor.
+    """
+    left = total(budget)
+    ranked = sorted(wants, key=lambda want: (-want.priority, want.model))
+    levels = [
+        [w for w in ranked if w.priority == p] for p in sorted({w.priority for w in wants}, reverse=True)
+    ]
+    shares = dict.fromkeys((want.model for want in ranked), 0)
+    for level in levels:
+        left = _filled(level, lambda want: min(want.floor, want.asked), shares, left)
+    for level in levels:
+        there = left._replace(watts=math.inf, cost_per_h=math.inf)
+        _filled(level, lambda want: min(want.floor, want.asked, want.now), shares, there)
+        left = total(budget)
+        for want in ranked:
+            left = left.plus(want.each, -shares[want.model])
+    for level in levels:
+        left = _filled(level, _kept, shares, left)
+        left = _filled([want for want in level if want.starved], lambda want: want.asked, shares, left)
+        left = _claimed(level, shares, left)
+    for level in levels:
+        left = _filled(level, lambda want: want.asked, shares, left)
+
+    free = total(budget)
+    for want in ranked:
+        free = free.plus(want.held, -1)
+    grants = {}
+    for want in ranked:
+        grants[want.model], free = _granted(want, shares[want.model], free)
+    return grants
+
+
+def _kept(want: Want) -> int:
+    """How much of what is asked for is there already."""
+    return min(want.asked, want.held.holds(want.each) if want.replaces else want.now)
+
+
+def _filled(level: Sequence[Want], goal: Callable[[Want], int], shares: dict[str, int], left: Take) -> Take:
+    """Raise shares of one priority towards the goal, one replica at a time; returns what is left."""
+    short = [want for want in level if shares[want.model] < goal(want)]
+    while short:
+        want = max(short, key=lambda want: 1 - shares[want.model] / goal(want))
+        if left.holds(want.each):
+            left = left.plus(want.each, -1)
+            shares[want.model] += 1
+        if shares[want.model] >= goal(want) or not left.holds(want.each):
+            short.remove(want)
+    return left
+
+
+def _claimed(level: Sequence[Want], shares: Mapping[str, int], left: Take) -> Take:
+    """What is left beside what those of one priority claim beyond their shares.
+
+    Of what can only be had in part nothing is taken: nobody would have any use of it.
+    """
+    for want in level:
+        beyond = want.claim.plus(want.each, -shares[want.model]).most(Take())
+        if all(mine <= there + ROUNDING for mine, there in zip(beyond, left, strict=True) if mine > 0):
+            left = left.plus(beyond, -1)
+    return left
+
+
+def _granted(want: Want, share: int, free: Take) -> tuple[int, Take]:
+    """How much of its share a model gets now, and what is free then."""
+    if want.replaces:
+        grant = min(share, free.plus(want.held).holds(want.each))
+        return grant, free.plus(want.held).plus(want.held.most(Take().plus(want.each, grant)), -1)
+    more = max(0, min(share - want.now, free.holds(want.each)))
+    return min(share, want.now) + more, free.plus(want.each, -more)

@@ -1,0 +1,206 @@
+"""What is done to a count that a policy asks for, in this order and nowhere else.
+
+OVERRIDE, STALENESS, MIN_HEALTHY, then BUDGET over all models, STEP, HOLD. Each rule that changes the count
+leaves a :class:`policy.scaling.situation.Clip`. What somebody sets by hand replaces the policy's count and
+waits for neither signals nor steps nor holds: bounds, ``min_healthy`` and budgets still bind it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from policy.scaling.rollout import MAX_FAILURES
+from policy.scaling.situation import Clip, Override, Rule, Rung, Situation
+
+# What ``hold_s: auto`` is at least.
+HOLD_S = 60.0
+# A product such as 0.1 * 30 may come out a rounding error above 3.
+ROUNDING = 1e-9
+# A level that is a mean of counts is nobody below this.
+NOBODY = 1e-6
+
+
+@dataclass(slots=True)
+class Course:
+    """A count on its way through the rules.
+
+    ``enough`` is what it was before budgets were looked at, and ``since`` when it would have been enough;
+    ``floor`` what the model keeps whoever else asks. ``by_hand`` says that somebody set it, ``asleep`` why
+    there shall be none.
+    """
+
+    count: int
+    enough: int = 0
+    since: float = 0.0
+    floor: int = 0
+    by_hand: bool = False
+    asleep: str = ""
+    clips: list[Clip] = field(default_factory=list)
+
+    def turn(self, rule: Rule, count: int, why: str) -> None:
+        """Go on with ``count``, and leave a clip if that is another one."""
+        if count != self.count:
+            self.clips.append(Clip(rule=rule, was=self.count, now=count, why=why))
+            self.count = count
+
+
+def in_force(situation: Situation) -> Override | None:
+    """What somebody set by hand, while its term lasts and there is such a mode."""
+    hand = situation.override
+    if hand is None or (hand.until is not None and situation.at >= hand.until):
+        return None
+    return hand if any(rung.mode == hand.mode for rung in situation.rungs) else None
+
+
+def blind(situation: Situation) -> str:
+    """Why nothing may be taken away on what the signals say, or an empty string."""
+    demand, stale_s = situation.signals.demand, situation.guard.stale_s
+    if demand is None:
+        return "no gateway has told anything"
+    if demand.age_s > stale_s:
+        return f"the demand is {demand.age_s:.1f} s old, guard.stale_s is {stale_s:g}"
+    fresh = sum(figures.age_s <= stale_s for figures in situation.signals.replicas)
+    if fresh < situation.supply.serving:
+        silent = situation.supply.serving - fresh
+        return f"{silent} of {situation.supply.serving} serving replicas told nothing for {stale_s:g} s"
+    return ""
+
+
+def unsettled(situation: Situation) -> str:
+    """Why nothing may fall before something else has happened, or an empty string.
+
+    A start that fails is not waited for: it may never end.
+    """
+    if situation.leaving:
+        return f"replicas of {', '.join(sorted(situation.leaving))} have not left yet"
+    if situation.supply.failures:
+        return ""
+    if situation.supply.starting_s:
+        return f"{len(situation.supply.starting_s)} starting"
+    return "" if situation.settled else "what was decided before is not reached yet"
+
+
+def asleep(situation: Situation, rung: Rung) -> str:
+    """Why the model has no replicas now, or an empty string if it should have some."""
+    scale, demand = situation.scale, situation.signals.demand
+    if scale.zero_after_s is None or rung.least:
+        return ""
+    if demand is None or blind(situation):
+        # No data is no reason to wake either, but somebody who waits is.
+        waits = demand is not None and demand.queued > 0
+        return "" if situation.count or waits else f"none was there, and {blind(situation)}"
+    busy = sum(figures.running + figures.waiting for figures in situation.signals.replicas)
+    if demand.queued or busy or demand.concurrency.last_6_s > NOBODY:
+        return ""
+    # Who sleeps already is not woken by a gateway that began to count anew.
+    asks = demand.arrivals.last_60_s > NOBODY or situation.count > 0
+    if asks and demand.idle_s < scale.zero_after_s:
+        return ""
+    # Whoever came more often than once in the time that nobody has come for would have come.
+    rate = min(demand.arrivals.last_600_s, 1 / max(demand.idle_s, 1.0))
+    likely = -math.expm1(-rate * rung.lead_s)
+    if likely > scale.standby:
+        return ""
+    return (
+        f"nobody has asked for {demand.idle_s:.0f} s, and within the {rung.lead_s:.0f} s of a start"
+        f" somebody will with a probability of {likely:.2f}"
+    )
+
+
+def asked(situation: Situation, rung: Rung, proposed: int) -> Course:
+    """The count after OVERRIDE, STALENESS and MIN_HEALTHY: what the model asks of the budgets.
+
+    In another mode than there is now, nothing is there yet that could be lost.
+    """
+    course = Course(proposed, since=situation.at)
+    there = situation.count if rung.mode == situation.mode else 0
+    hand = in_force(situation)
+    if hand is not None and hand.count is not None and hand.mode == rung.mode:
+        course.by_hand = True
+        term = (
+            "until it is taken back" if hand.until is None else f"for {hand.until - situation.at:.0f} s more"
+        )
+        course.turn(Rule.OVERRIDE, hand.count, f"set by hand {term}")
+    unseen = "" if course.by_hand else blind(situation)
+    if unseen:
+        course.turn(Rule.STALENESS, max(course.count, there), unseen)
+    course.asleep = "" if course.by_hand else asleep(situation, rung)
+    if course.asleep:
+        course.turn(Rule.MIN_HEALTHY, 0, course.asleep)
+        if situation.signals.demand is not None and not unseen:
+            course.since -= situation.signals.demand.idle_s
+    else:
+        course.floor, why = _healthy(situation, rung, course)
+        course.turn(Rule.MIN_HEALTHY, max(course.count, course.floor), why)
+    course.enough = course.count
+    course.turn(Rule.BUDGET, min(course.count, rung.most), f"{rung.mode} may have {rung.most}")
+    if not course.by_hand and (unseen or unsettled(situation)):
+        course.floor = max(course.floor, min(there, course.count))
+    return course
+
+
+def allowed(course: Course, situation: Situation, rung: Rung, granted: int) -> None:
+    """Take the count on through BUDGET, which grants so many, STEP and HOLD.
+
+    The last two are about a count of today, which another mode does not have.
+    """
+    was = situation.count
+    # What others are to have instead is not held.
+    most = granted if granted < course.count else was
+    course.turn(Rule.BUDGET, min(course.count, granted), f"the budget leaves {granted}")
+    if course.by_hand or rung.mode != situation.mode:
+        return
+    scale, failures = situation.scale, situation.supply.failures
+    up = max(1, math.ceil(scale.max_step_up * was - ROUNDING))
+    if course.count > was + up:
+        course.turn(Rule.STEP, was + up, f"at most {up} more at once")
+    if course.count > was > 0 and failures >= MAX_FAILURES:
+        course.turn(Rule.STEP, was, f"{failures} starts in a row failed")
+    down = max(1, math.floor(scale.max_step_down * was + ROUNDING))
+    if course.count < was - down:
+        course.turn(Rule.STEP, was - down, f"at most {down} fewer at once")
+    if course.count < min(was, most):
+        kept, why = _held(course, situation, rung)
+        course.turn(Rule.HOLD, max(course.count, min(kept, most)), why)
+
+
+def eased(course: Course, situation: Situation) -> dict[int, float]:
+    """Since when each count below those of now and next would have been enough, told where that changes.
+
+    An instant holds for its count and all above it, up to the next.
+    """
+    if course.by_hand:
+        return {}
+    before, top = situation.memory.low_since, max(situation.count, course.count)
+    since = min([course.since, *(at for count, at in before.items() if count <= course.enough)])
+    # Fewer than are enough now were not; more than those say something only of a time before.
+    kept = {count: at for count, at in before.items() if at < since}
+    return {count: at for count, at in sorted({course.enough: since, **kept}.items()) if count < top}
+
+
+def _healthy(situation: Situation, rung: Rung, course: Course) -> tuple[int, str]:
+    """The fewest that there may be, and why."""
+    if course.by_hand and course.count == 0 == rung.least:
+        return 0, ""
+    demand, scale = situation.signals.demand, situation.scale
+    queued = demand.queued if demand is not None else 0
+    return max(
+        (int(queued > 0 and situation.count == 0), f"{queued} wait, and none is there"),
+        (min(max(scale.min_healthy, 1), rung.most), f"scale.min_healthy is {scale.min_healthy}"),
+        (rung.least, f"{rung.mode} has {rung.least} at least"),
+        key=lambda pair: pair[0],
+    )
+
+
+def _held(course: Course, situation: Situation, rung: Rung) -> tuple[int, str]:
+    """The count that is kept, and why."""
+    waits = unsettled(situation)
+    if waits:
+        return situation.count, waits
+    chosen = situation.scale.hold_s
+    hold_s = max(rung.lead_s, HOLD_S) if chosen == "auto" else chosen
+    lows = eased(course, situation)
+    long = [count for count, since in lows.items() if situation.at - since >= hold_s]
+    shown = situation.at - lows.get(course.enough, situation.at)
+    return min(long, default=situation.count), f"{course.enough} enough for {shown:.0f} of {hold_s:g} s"

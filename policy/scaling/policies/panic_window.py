@@ -1,0 +1,85 @@
+"""Requests at once per replica over a long window, and over a short one in a panic, as Knative does.
+
+After ``pkg/autoscaler/scaling/autoscaler.go`` of knative/serving: the stable window is a minute, the panic
+window six seconds. A panic lasts until a stable window has passed without cause for it, and meanwhile nothing
+is taken away.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from policy.config.section import Section
+from policy.scaling.policies.rounding import blind, per_replica, recalled, sane, whole, within, written
+from policy.scaling.view import Proposal, View
+
+STABLE_S = 60.0
+
+
+class PanicWindowParameters(Section, frozen=True):
+    """``concurrency`` requests at once are as many as a replica takes, of which ``utilisation`` are aimed at.
+
+    A panic begins when the short window asks for ``panic`` times the ready replicas. One decision multiplies
+    them by ``up`` at most, and divides them by ``down``.
+    """
+
+    concurrency: Annotated[float, Meta(gt=0, le=1e6)] = 16.0
+    utilisation: Annotated[float, Meta(gt=0, le=1)] = 0.7
+    panic: Annotated[float, Meta(gt=1, le=10)] = 2.0
+    up: Annotated[float, Meta(gt=1, le=1e6)] = 1000.0
+    down: Annotated[float, Meta(gt=1, le=1e6)] = 2.0
+
+
+class Panic(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One that goes on: since when there was cause last, and the most replicas that it asked for."""
+
+    panic_at: float
+    most: int
+
+
+class PanicWindow:
+    """The two windows; the memory is the panic that goes on."""
+
+    def __init__(self, parameters: PanicWindowParameters) -> None:
+        self._parameters = parameters
+        self._target = parameters.concurrency * parameters.utilisation
+
+    def decide(self, view: View, memory: Any) -> Proposal:
+        """So many that each has the aimed-at requests at once; in a panic never fewer than before."""
+        demand = view.signals.demand
+        panic = recalled(memory, Panic)
+        if demand is None:
+            return blind(view, written(panic), "no gateway has told anything")
+        ready = max(1, view.supply.serving)
+        stable = per_replica(sane(demand.concurrency.last_60_s), self._target)
+        short = per_replica(sane(demand.concurrency.last_6_s), self._target)
+        terms = {"stable": stable, "panic": short}
+        over = whole(short) / ready >= self._parameters.panic
+        if over:
+            panic = Panic(view.at, panic.most if panic else 0)
+        elif panic is not None and view.at > panic.panic_at + STABLE_S:
+            panic = None
+        if panic is None:
+            count = within(view, self._paced(stable, ready))
+            said = f"{demand.concurrency.last_60_s:.4g} requests at once over a minute"
+            return Proposal(count=count, reason=f"{said}, {self._target:.4g} for each", terms=terms)
+        wanted = max(self._paced(stable, ready), self._paced(short, ready), view.count)
+        if wanted > panic.most:
+            panic = Panic(view.at, wanted)
+        count = within(view, panic.most)
+        said = f"a panic: {demand.concurrency.last_6_s:.4g} requests at once over six seconds"
+        return Proposal(
+            count=count,
+            reason=f"{said}, {self._target:.4g} for each of {ready} ready",
+            terms=terms,
+            memory=written(panic),
+        )
+
+    def _paced(self, wanted: float, ready: int) -> int:
+        """As many as wanted, not further from those that are ready than one decision may go."""
+        fewest = int(ready / self._parameters.down)
+        most = whole(self._parameters.up * ready)
+        return min(max(whole(wanted), fewest), most)

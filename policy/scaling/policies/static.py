@@ -1,0 +1,30 @@
+"""As many as there are, or as were named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from policy.config.section import Count, Section
+from policy.scaling.view import Proposal, View
+
+
+class StaticParameters(Section, frozen=True):
+    """``replicas`` there shall be, within the bounds of the mode; those that there are if not given."""
+
+    replicas: Count | None = None
+
+
+class Static:
+    """Changes nothing by load, and has the mode not change by it."""
+
+    def __init__(self, parameters: StaticParameters) -> None:
+        self._replicas = parameters.replicas
+
+    def decide(self, view: View, memory: Any) -> Proposal:
+        """The same count whatever is measured; so it needs no figures either."""
+        wanted = view.count if self._replicas is None else self._replicas
+        count = max(view.least, min(wanted, view.most))
+        reason = f"{wanted} as it is" if self._replicas is None else f"{wanted} as written"
+        if count != wanted:
+            reason += f", {count} as the mode bounds it"
+        return Proposal(count=count, reason=reason, terms={"replicas": float(wanted)}, fixed=True)

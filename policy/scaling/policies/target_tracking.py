@@ -1,0 +1,138 @@
+"""Keeps one metric at a target by proportion, as the Horizontal Pod Autoscaler of Kubernetes does.
+
+``ceil(current * metric / target)``, with a tolerance. What is missing is read against the change: as at its
+target when that would take replicas away, as idle when it would add some
+(kubernetes.io/docs/tasks/run-application/horizontal-pod-autoscale, "Algorithm details").
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Any
+
+from msgspec import Meta
+
+from policy.config.section import Section
+from policy.scaling.policies.rounding import asked, blind, per_replica, sane, whole, within
+from policy.scaling.view import Proposal, View
+from policy.signals.types import Demand
+
+
+class Metric(StrEnum):
+    """What may be kept at a target."""
+
+    CONCURRENCY = "concurrency"
+    QUEUE = "queue"
+    KV_USED = "kv_used"
+    TTFT_P95 = "ttft_p95"
+    TOKENS_PER_S = "tokens_per_s"
+
+
+# What each metric is kept at where the document says nothing; in its own unit, of one replica.
+TARGETS: dict[Metric, float] = {
+    Metric.CONCURRENCY: 16.0,
+    Metric.QUEUE: 4.0,
+    Metric.KV_USED: 0.7,
+    Metric.TTFT_P95: 1.0,
+    Metric.TOKENS_PER_S: 2000.0,
+}
+# How old a replica's own figures may be to count, in seconds.
+FRESH_S = 15.0
+
+
+class TargetTrackingParameters(Section, frozen=True):
+    """``metric`` is kept at ``target`` per replica; within ``tolerance`` of it nothing changes.
+
+    ``concurrency``: requests that wait or run, over 20 s. ``queue``: those that wait, in gateways and
+    engines. ``kv_used``: the part of the KV cache in use (0..1). ``ttft_p95``: seconds, whose target is
+    the objective if there is one. ``tokens_per_s``: scheduled by the engine.
+    """
+
+    metric: Metric = Metric.CONCURRENCY
+    target: Annotated[float, Meta(gt=0, le=1e9)] | None = None
+    tolerance: Annotated[float, Meta(ge=0, le=1)] = 0.1
+
+
+class TargetTracking:
+    """The proportional rule on one metric."""
+
+    def __init__(self, parameters: TargetTrackingParameters) -> None:
+        self._metric = parameters.metric
+        self._target = parameters.target
+        self._tolerance = parameters.tolerance
+
+    def decide(self, view: View, memory: Any) -> Proposal:
+        """So many that the metric would be at its target."""
+        demand = view.signals.demand
+        if demand is None:
+            return blind(view, None, "no gateway has told anything")
+        target = self._target_of(view)
+        if view.count == 0 and asked(view):
+            return Proposal(count=within(view, 1), reason="somebody asks, and there is none")
+        if self._metric in (Metric.CONCURRENCY, Metric.QUEUE):
+            return self._by_total(view, self._total(view, demand), target)
+        told = self._told(view, demand)
+        if not told:
+            return blind(view, None, f"no replica tells its {self._metric}")
+        return self._by_each(view, told, target)
+
+    def _target_of(self, view: View) -> float:
+        if self._target is not None:
+            return self._target
+        if self._metric is Metric.TTFT_P95 and view.slo.ttft_p95_s is not None:
+            return view.slo.ttft_p95_s
+        return TARGETS[self._metric]
+
+    def _total(self, view: View, demand: Demand) -> float:
+        if self._metric is Metric.CONCURRENCY:
+            return sane(demand.concurrency.last_20_s)
+        return sane(demand.queued + sum(replica.waiting for replica in view.signals.replicas))
+
+    def _told(self, view: View, demand: Demand) -> list[float]:
+        """What each replica that serves shows, as far as it is known."""
+        if self._metric is Metric.TTFT_P95:
+            known = demand.ttft is not None and demand.ttft.count > 0
+            return [sane(demand.ttft.p95)] * view.supply.serving if demand.ttft is not None and known else []
+        fresh = [replica for replica in view.signals.replicas if replica.age_s <= FRESH_S]
+        if self._metric is Metric.KV_USED:
+            return [sane(replica.kv_used) for replica in fresh]
+        return [sane(replica.tokens_per_s) for replica in fresh]
+
+    def _by_total(self, view: View, total: float, target: float) -> Proposal:
+        """A total is shared by all that there are, those that start included."""
+        needed = per_replica(total, target)
+        terms = {str(self._metric): needed}
+        if view.count and abs(needed / view.count - 1.0) <= self._tolerance:
+            return self._near(view, total / view.count, target, terms)
+        count = within(view, whole(needed))
+        said = f"{self._metric} is {total:.4g}, and each takes {target:.4g}"
+        return Proposal(count=count, reason=said, terms=terms)
+
+    def _by_each(self, view: View, told: list[float], target: float) -> Proposal:
+        """A mean over replicas, where those that tell nothing count against the change."""
+        mean = sum(told) / len(told)
+        ratio = mean / target
+        silent = max(0, view.supply.serving - len(told))
+        if ratio > 1.0:
+            # Those that start show nothing yet: as idle, so that what is under way is not asked for again.
+            idle = silent + max(len(view.supply.starting_s), view.count - view.supply.serving)
+            counted = len(told) + idle
+            ratio = sum(told) / target / counted
+            direction = 1
+        else:
+            counted = len(told) + silent
+            ratio = (sum(told) / target + silent) / counted
+            direction = -1
+        needed = min(ratio * counted, 1e9)
+        terms = {str(self._metric): needed}
+        if abs(ratio - 1.0) <= self._tolerance or (ratio - 1.0) * direction < 0:
+            return self._near(view, mean, target, terms)
+        count = whole(needed)
+        if (count - view.count) * direction < 0:
+            return self._near(view, mean, target, terms)
+        said = f"{self._metric} is {mean:.4g} at each of {len(told)}, and shall be {target:.4g}"
+        return Proposal(count=within(view, count), reason=said, terms=terms)
+
+    def _near(self, view: View, mean: float, target: float, terms: dict[str, float]) -> Proposal:
+        said = f"{self._metric} is {mean:.4g} of each, near enough to {target:.4g}"
+        return Proposal(count=within(view, view.count), reason=said, terms=terms)

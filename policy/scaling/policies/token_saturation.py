@@ -1,0 +1,135 @@
+"""How full the KV caches are, in tokens, as the workload-variant autoscaler of llm-d counts it.
+
+A replica takes ``k1``, 0.8 of its KV cache, or ``k2``, what was in use when requests began to wait in its
+engine, if that is less. Above 0.85 of that on average replicas are added, below 0.70 taken.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from policy.config.section import Section
+from policy.scaling.policies.rounding import blind, per_replica, recalled, sane, whole, within, written
+from policy.scaling.view import Proposal, View
+from policy.signals.types import ReplicaFigures
+
+# How much of k2 one sight of a queue changes.
+_STEP = 0.3
+# Of so many modes it is remembered.
+MODES = 8
+
+
+class TokenSaturationParameters(Section, frozen=True):
+    """Replicas are added above ``scale_up`` of what they take and taken below ``scale_down``.
+
+    ``kv`` is the part of the KV cache that a replica takes, ``queue`` how many must wait in its engine for
+    it to count as full.
+    """
+
+    kv: Annotated[float, Meta(gt=0, le=1)] = 0.8
+    queue: Annotated[int, Meta(ge=1, le=10_000)] = 5
+    scale_up: Annotated[float, Meta(gt=0, le=1)] = 0.85
+    scale_down: Annotated[float, Meta(gt=0, le=1)] = 0.70
+
+    def __post_init__(self) -> None:
+        if self.scale_down > self.scale_up:
+            raise ValueError(f"scale_down of at most scale_up = {self.scale_up:g}")
+
+
+class Seen(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The tokens in use at which a replica of each mode began to queue: ``k2``."""
+
+    k2: dict[str, float]
+
+
+class Saturation(msgspec.Struct, frozen=True):
+    """``demand`` in tokens, ``each`` of them that one replica takes."""
+
+    demand: float
+    each: float
+
+    @property
+    def replicas(self) -> float:
+        """How many would be exactly full."""
+        return per_replica(self.demand, self.each)
+
+
+def saturation(view: View, k2: float | None, kv: float = 0.8, *, queued: bool = True) -> Saturation | None:
+    """The tokens in use, and those of who waits; ``None`` where the KV cache's size is not known.
+
+    Without ``queued`` only those count that wait in an engine.
+    """
+    demand = view.signals.demand
+    size = sane(view.capability.kv_tokens)
+    if demand is None or not size:
+        return None
+    used = sum(min(sane(replica.kv_used), 1.0) for replica in view.signals.replicas) * size
+    waiting = sum(replica.waiting for replica in view.signals.replicas) + (demand.queued if queued else 0)
+    # Halfway through its output a request holds what it does on average.
+    length = sane(demand.input_tokens) + sane(demand.output_tokens) / 2
+    most = kv * size
+    return Saturation(used + sane(waiting) * min(length, size), most if k2 is None else min(k2, most))
+
+
+def learned(view: View, k2: float | None, queue: int = 5) -> float | None:
+    """``k2`` after this view: moved towards what is in use where requests wait, for want of room."""
+    size = sane(view.capability.kv_tokens)
+    full = [_in_use(replica) for replica in view.signals.replicas if _queues(replica, queue)]
+    if not full or not size:
+        return k2
+    now = size * sum(full) / len(full)
+    return now if k2 is None else k2 + _STEP * (now - k2)
+
+
+def _queues(replica: ReplicaFigures, queue: int) -> bool:
+    # Who waits for an adapter's slot says nothing of the room, and an engine that has just begun to fill
+    # queues what it is about to start.
+    return replica.waiting - replica.deferred >= queue and _in_use(replica) >= 0.1
+
+
+def _in_use(replica: ReplicaFigures) -> float:
+    return min(sane(replica.kv_used), 1.0)
+
+
+class TokenSaturation:
+    """The thresholds on the tokens; the memory is ``k2``, which counts from the next decision on."""
+
+    def __init__(self, parameters: TokenSaturationParameters) -> None:
+        self._parameters = parameters
+
+    def decide(self, view: View, memory: Any) -> Proposal:
+        """Up to what keeps replicas below the upper threshold, down to what keeps them below the lower."""
+        before = recalled(memory, Seen)
+        seen = before or Seen({})
+        k2 = seen.k2.get(view.mode)
+        full = saturation(view, k2, self._parameters.kv)
+        if full is None:
+            heard = view.signals.demand is not None
+            why = "the KV cache's size is not known" if heard else "no gateway has told anything"
+            return blind(view, written(before), why)
+        seen = Seen(remembered(seen.k2, view.mode, learned(view, k2, self._parameters.queue)))
+        up = full.replicas / self._parameters.scale_up
+        down = full.replicas / self._parameters.scale_down
+        count = view.count
+        if up > count:
+            count = whole(up)
+        elif down < view.supply.serving and not view.supply.starting_s:
+            count = whole(down)
+        said = f"{full.demand:.0f} tokens are in use or wait, and a replica takes {full.each:.0f}"
+        return Proposal(
+            count=within(view, count),
+            reason=said,
+            terms={"required": up, "enough": down},
+            memory=written(seen),
+        )
+
+
+def remembered(before: dict[str, float], mode: str, k2: float | None) -> dict[str, float]:
+    """What is known of each mode after this; the one that was seen longest ago goes when there are many."""
+    if k2 is None:
+        return before
+    others = [(name, value) for name, value in before.items() if name != mode][-(MODES - 1) :]
+    return dict([*others, (mode, k2)])

@@ -1,0 +1,83 @@
+"""Which adapters there are: names, the versions that they stand for, and who may see them.
+
+A name is an alias: requests that arrive are given one of its versions by weight, the same one for the same
+client, and keep it whatever the alias stands for by then. What engines call a version carries its digest, so
+that nothing which was cached for another is ever used for it.
+"""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+
+from policy.hashing import rendezvous
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
+DIGEST = re.compile(r"[0-9a-f]{64}")
+# Hexadecimal digits of a digest that names carry, and the fewest by which a client may pin one.
+DIGITS = 12
+
+
+class Version(msgspec.Struct, frozen=True, kw_only=True):
+    """What an adapter was at some time, immutable.
+
+    ``number`` counts the versions of its name from 1 (people write ``v1``), ``digest`` is the sha256 of its
+    content in hex, ``size`` the bytes of its files, ``source`` where it came from, ``at`` its admission.
+    """
+
+    number: int
+    digest: str
+    rank: int
+    size: int
+    source: str
+    at: float
+
+
+class Alias(msgspec.Struct, frozen=True, kw_only=True):
+    """A name on a base ``model``, and what it stands for: ``split``, (number, weight) of some ``versions``.
+
+    ``revision`` grows with each change. ``tenants`` are those who may see it, everybody if there are none.
+    """
+
+    model: str
+    name: str
+    revision: int
+    versions: tuple[Version, ...]
+    split: tuple[tuple[int, float], ...]
+    tenants: tuple[str, ...] = ()
+    at: float = 0.0
+
+    def version(self, number: int) -> Version | None:
+        """The version with this number, if it is kept."""
+        return next((version for version in self.versions if version.number == number), None)
+
+    def pick(self, key: int) -> Version:
+        """The version for the client with the 64-bit ``key``: the shares follow the weights.
+
+        By weighted rendezvous, so that a change of weights moves no more clients than it must.
+        """
+        kept = [(self.version(number), weight) for number, weight in self.split if weight > 0]
+        found = [(version, weight) for version, weight in kept if version is not None]
+        if len(found) == 1:
+            return found[0][0]
+        return max(found, key=lambda pair: rendezvous(key, int(pair[0].digest[:16], 16), pair[1]))[0]
+
+    def pinned(self, digest: str) -> Version | None:
+        """The version whose digest begins so, of at least :data:`DIGITS` digits."""
+        if len(digest) < DIGITS:
+            return None
+        return next((version for version in self.versions if version.digest.startswith(digest)), None)
+
+
+class Catalog(msgspec.Struct, frozen=True, kw_only=True):
+    """All aliases at one instant; ``epoch`` and ``version`` order as in :class:`policy.types.Fleet`."""
+
+    epoch: float
+    version: int
+    aliases: tuple[Alias, ...] = ()
+
+
+def served_name(name: str, digest: str) -> str:
+    """What engines, answers and residency call a version: ``NAME@DIGEST``, the digest shortened."""
+    return f"{name}@{digest[:DIGITS]}"

@@ -1,0 +1,182 @@
+"""Layers that share a bed, over any actuator: their counts are orders to the bed, which alone is deployed.
+
+A bed is one replica of the largest shape to the actuator beneath. What each of its layers shall have awake
+is on disk before it is relied on, told in the answers to heartbeats, and told again until it is so.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+import msgspec
+
+from policy.config.deployment import ModelSpec
+from policy.config.generation import digest as digest_of
+from policy.config.gpu_sharing import Bed, bed_of
+from policy.errors import ActuatorFailed
+from policy.scaling.rollout import LayerKey
+from policy.types import Replica
+from serve.actuator.port import Actuator, Held
+from serve.host.weights import Weights
+from store.state_dir import StateDir
+
+log = logging.getLogger("tidegate.controller")
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True):
+    """A bed, by its layer in the actuator beneath; ``wanted`` is how many are awake of each layer that is.
+
+    One without layers is deleted as soon as the actuator does so.
+    """
+
+    key: LayerKey
+    plan: Bed
+    wanted: dict[str, int]
+    digests: dict[str, str]
+
+
+class Beds:
+    """The actuator port over another; what has no bed passes through.
+
+    A bed with all its engines asleep keeps its GPUs, unless another generation of its model needs some.
+    """
+
+    def __init__(self, actuator: Actuator, state: StateDir) -> None:
+        self.name = actuator.name
+        self._beneath = actuator
+        self._state = state
+        self._path = state.root / "beds.json"
+        self._records = {record.key: record for record in self._read()}
+
+    def awake(self, replica: Replica) -> dict[str, int] | None:
+        """How many engines of each shape shall be awake in the bed of ``replica``, if it is in one."""
+        key = LayerKey(replica.model, replica.shape, replica.generation)
+        record = self._of(key)
+        if record is None or replica.shape not in record.plan.engines:
+            return None
+        return {shape: record.wanted.get(shape, 0) for shape in record.plan.engines}
+
+    async def layers(self) -> Mapping[LayerKey, Held]:
+        beneath = dict(await self._beneath.layers())
+        found: dict[LayerKey, Held] = {}
+        for key, record in tuple(self._records.items()):
+            held = beneath.pop(key, None)
+            if not record.wanted:
+                await self._end(key, there=held is not None)
+            elif held is not None:
+                for shape, wanted in record.wanted.items():
+                    found[LayerKey(key.model, shape, key.generation)] = msgspec.structs.replace(
+                        held, wanted=wanted, digest=record.digests[shape], sleeps=held.wanted > 0
+                    )
+        return beneath | found
+
+    async def deploy(
+        self, key: LayerKey, model: ModelSpec, weights: Weights | None, digest: str, count: int
+    ) -> None:
+        plan, record = bed_of(model), self._of(key)
+        if record is None and (plan is None or key.shape not in plan.engines):
+            await self._free(key)
+            await self._beneath.deploy(key, model, weights, digest, count)
+            return
+        there = record is not None and record.key in await self._beneath.layers()
+        if record is not None and there and key.shape in record.wanted:
+            return
+        if record is None or not there:
+            assert plan is not None
+            # Behind what an engine is made of stands which weights.
+            of_weights = digest[len(digest_of(model, key.shape)) :]
+            record = Record(
+                key=LayerKey(key.model, plan.shape, key.generation),
+                plan=plan,
+                wanted=dict.fromkeys(plan.engines, 0),
+                digests={shape: digest_of(model, shape) + of_weights for shape in plan.engines},
+            )
+        self._put(
+            msgspec.structs.replace(
+                record,
+                wanted=record.wanted | {key.shape: count},
+                digests=record.digests | {key.shape: digest},
+            )
+        )
+        await self._free(record.key)
+        if there:
+            await self._beneath.scale(record.key, 1)
+        else:
+            await self._beneath.deploy(record.key, model, weights, record.digests[record.plan.shape], 1)
+
+    async def scale(self, key: LayerKey, count: int) -> None:
+        record = self._of(key)
+        if record is None:
+            if count:
+                await self._free(key)
+            await self._beneath.scale(key, count)
+            return
+        if key.shape not in record.wanted or record.key not in await self._beneath.layers():
+            raise ActuatorFailed(f"there is no layer {key} to scale")
+        self._put(msgspec.structs.replace(record, wanted=record.wanted | {key.shape: count}))
+        if count:
+            await self._free(record.key)
+            await self._beneath.scale(record.key, 1)
+
+    async def delete(self, key: LayerKey) -> None:
+        record = self._of(key)
+        if record is None:
+            await self._beneath.delete(key)
+            return
+        left = {shape: wanted for shape, wanted in record.wanted.items() if shape != key.shape}
+        self._put(msgspec.structs.replace(record, wanted=left))
+        if not left:
+            await self._end(record.key, there=True)
+
+    async def stop(self) -> None:
+        await self._beneath.stop()
+        self._records.clear()
+        self._save()
+
+    async def close(self) -> None:
+        await self._beneath.close()
+
+    async def _end(self, key: LayerKey, *, there: bool) -> None:
+        """Delete a bed that has no layers; its record goes last, so that none is forgotten."""
+        if there:
+            await self._beneath.delete(key)
+        self._records.pop(key, None)
+        self._save()
+
+    async def _free(self, key: LayerKey) -> None:
+        """Have the beds of other generations that are all asleep give up their GPUs for ``key``."""
+        idle = [
+            other
+            for other, record in self._records.items()
+            if other.model == key.model
+            and other.generation != key.generation
+            and not any(record.wanted.values())
+        ]
+        beneath = await self._beneath.layers() if idle else {}
+        for other in idle:
+            if other in beneath and beneath[other].wanted:
+                await self._beneath.scale(other, 0)
+
+    def _of(self, key: LayerKey) -> Record | None:
+        """The bed that the layer ``key`` is, or may be, in."""
+        for record in self._records.values():
+            same = (record.key.model, record.key.generation) == (key.model, key.generation)
+            if same and key.shape in record.plan.engines:
+                return record
+        return None
+
+    def _put(self, record: Record) -> None:
+        self._records[record.key] = record
+        self._save()
+
+    def _save(self) -> None:
+        self._state.save(self._path, list(self._records.values()))
+
+    def _read(self) -> list[Record]:
+        try:
+            return self._state.load(self._path, list[Record]) or []
+        except msgspec.DecodeError as error:
+            # Of another version: what runs goes on as it was told last, as one replica of the largest shape.
+            log.warning("%s cannot be read: %s", self._path, error)
+            return []

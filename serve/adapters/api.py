@@ -1,0 +1,95 @@
+"""The part of the controller's HTTP API that is about adapters."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from policy.errors import AdapterUnknown
+from policy.wire.catalog import DIGEST
+from serve.adapters.add_job import Adding
+from serve.adapters.controller import AdapterControl
+from serve.adapters.library import Library
+from serve.controller_api import AddLine, AddRequest
+from serve.responses import json_answer, refusing
+
+HEARTBEAT_S = 1.0
+# A burst of changes is one catalog.
+COALESCE_S = 0.05
+# Between two lines of progress.
+PROGRESS_S = 0.1
+NDJSON = "application/x-ndjson"
+
+
+def routes(adapters: AdapterControl) -> list[Route]:
+    """Its paths; a model's name may have a slash in it."""
+    library = adapters.library
+
+    async def status(request: Request) -> Response:
+        await library.read()
+        return json_answer(adapters.status())
+
+    async def add(request: Request) -> Response:
+        wanted = msgspec.json.decode(await request.body(), type=AddRequest)
+        return StreamingResponse(_progress(library.add(wanted)), media_type=NDJSON)
+
+    async def remove(request: Request) -> Response:
+        model, name = _key(request)
+        await adapters.declaring.remove((model, name))
+        return json_answer({"model": model, "name": name})
+
+    async def split(request: Request) -> Response:
+        weights = msgspec.json.decode(await request.body(), type=dict[str, float])
+        return json_answer(await library.split(_key(request), weights))
+
+    async def rollback(request: Request) -> Response:
+        return json_answer(await library.rollback(_key(request)))
+
+    async def stream(request: Request) -> Response:
+        return StreamingResponse(catalogs(library), media_type=NDJSON)
+
+    async def blob(request: Request) -> Response:
+        digest = request.path_params["digest"]
+        if DIGEST.fullmatch(digest) is None or (pieces := await library.tar(digest)) is None:
+            raise AdapterUnknown(f"there is no adapter with the digest {digest[:64]!r}")
+        return StreamingResponse(pieces, media_type="application/x-tar")
+
+    key = "/adapters/{model:path}/{name}"
+    return [
+        Route("/adapters", refusing(status)),
+        Route("/adapters", refusing(add), methods=["POST"]),
+        Route("/adapters/stream", stream),
+        Route("/adapters/blobs/{digest}", refusing(blob)),
+        Route(f"{key}/split", refusing(split), methods=["POST"]),
+        Route(f"{key}/rollback", refusing(rollback), methods=["POST"]),
+        Route(key, refusing(remove), methods=["DELETE"]),
+    ]
+
+
+def _key(request: Request) -> tuple[str, str]:
+    return request.path_params["model"], request.path_params["name"]
+
+
+async def catalogs(library: Library) -> AsyncIterator[bytes]:
+    """One line now, one after each change, and one a second at least; none before the records were read."""
+    while True:
+        version, line = await library.line()
+        yield line
+        await asyncio.sleep(COALESCE_S)
+        await library.wait(version, HEARTBEAT_S - COALESCE_S)
+
+
+async def _progress(adding: Adding) -> AsyncIterator[bytes]:
+    """How far ``adding`` is, again once a second when it does not move, and what came of it."""
+    loop = asyncio.get_running_loop()
+    said, until = AddLine(), 0.0
+    while not await adding.ended(PROGRESS_S):
+        if adding.line != said or loop.time() >= until:
+            said, until = adding.line, loop.time() + HEARTBEAT_S
+            yield msgspec.json.encode(said) + b"\n"
+    yield msgspec.json.encode(adding.line) + b"\n"

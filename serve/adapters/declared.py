@@ -1,0 +1,186 @@
+"""Brings about the adapters that the document declares, and takes away those that it declares no more."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from policy.config.deployment import AdapterSource, Deployment
+from policy.errors import AdapterRefused, AdapterUnknown, TidegateError
+from policy.wire.catalog import Alias
+from serve.adapters.add_job import Adding, Key, is_remote
+from serve.adapters.library import Library
+from serve.adapters.store_port import Taken
+from serve.threads import in_background
+from store.state_dir import StateDir
+
+# Between attempts to get one; doubled after each.
+RETRY_S = 5.0
+MAX_RETRY_S = 300.0
+
+
+class Trouble(NamedTuple):
+    """Why one is not there: ``refused`` for what it is, or not reached; tried again at ``retry_at``."""
+
+    reason: str
+    refused: bool
+    attempts: int
+    retry_at: float
+
+
+class Declaring:
+    """Compares what is declared with what is there, whenever :meth:`step` is called.
+
+    What people did since to a name that is declared stays as it is until the document says something else of
+    it. Which ones they removed is kept in the state directory. While nothing is kept there the document is
+    one that somebody starts, which is as good as applied.
+    """
+
+    def __init__(self, library: Library, state: StateDir, monotonic: Callable[[], float]) -> None:
+        self._library = library
+        self._state = state
+        self._monotonic = monotonic
+        removed = state.load(state.removed_path, list[Key])
+        self._removed = set(removed or ())
+        self._fresh = removed is None
+        self._wanted: dict[Key, AdapterSource] = {}
+        self._made: set[Key] | None = None
+        self._done: dict[Key, AdapterSource] = {}
+        self._running: dict[Key, tuple[AdapterSource, Adding]] = {}
+        self._again: set[Key] = set()
+        self._stamps: dict[str, int] = {}
+        self.troubles: dict[Key, Trouble] = {}
+
+    def declare(self, deployment: Deployment, *, applied: bool) -> None:
+        """Take a document. One that was ``applied`` by somebody just now has everything looked at again."""
+        self._wanted = {
+            (spec.name, source.name): source
+            for spec in deployment.models
+            if spec.adapters is not None
+            for source in spec.adapters.sources
+        }
+        self.troubles = {key: trouble for key, trouble in self.troubles.items() if key in self._wanted}
+        if applied or self._fresh:
+            self._again = set(self._wanted)
+            self.troubles.clear()
+            self._forget_removed()
+
+    async def remove(self, key: Key) -> None:
+        """Remove a name because somebody asked for it; raises :class:`AdapterUnknown`.
+
+        From then on the name is theirs, until the document is applied again.
+        """
+        await self._library.read()
+        ours = key in self._wanted and key not in self._removed
+        if ours:
+            self._removed.add(key)
+            self._state.save(self._state.removed_path, sorted(self._removed))
+            self.troubles.pop(key, None)
+        try:
+            await self._library.remove(key)
+        except AdapterUnknown:
+            # One that has not come yet will not, then.
+            if not ours:
+                raise
+        if self._made is not None:
+            self._made.discard(key)
+
+    async def step(self) -> None:
+        """Begin what is missing, see to what has ended, and remove what is declared no more."""
+        if self._made is None:
+            self._made = await self._library.declared()
+        for key, (source, adding) in list(self._running.items()):
+            if adding.done.is_set():
+                self._end(key, source, adding.error)
+        for key in self._made - self._wanted.keys() - self._running.keys():
+            with contextlib.suppress(AdapterUnknown):
+                await self._library.remove(key)
+            self._made.discard(key)
+            self._done.pop(key, None)
+        due = [key for key in self._wanted if key not in self._running and self._is_due(key)]
+        if due:
+            stamps = await in_background(lambda: _stamps(self._sources(due)), "adapters-look")
+            for key in due:
+                self._begin(key, stamps)
+
+    def _is_due(self, key: Key) -> bool:
+        if key in self._removed:
+            return False
+        trouble = self.troubles.get(key)
+        if trouble is not None:
+            return self._monotonic() >= trouble.retry_at
+        if key in self._again:
+            return True
+        alias = self._library.alias(key)
+        if alias is None:
+            return True
+        return self._done.get(key) != self._wanted[key] and not self._is_so(self._wanted[key], alias)
+
+    def _begin(self, key: Key, stamps: dict[str, int]) -> None:
+        entry, alias = self._wanted[key], self._library.alias(key)
+        known = {}
+        parts = _parts(entry)
+        taken = {version.source: version for version in alias.versions} if alias else {}
+        for source, _ in parts:
+            version = taken.get(self._library.told(source))
+            if version is not None and not (
+                key in self._again and stamps.get(source) != self._stamps.get(source)
+            ):
+                known[source] = Taken(version.digest, version.rank, version.size, version.source)
+        self._stamps |= {source: stamps[source] for source, _ in parts if source in stamps}
+        self._again.discard(key)
+        adding = Adding(key, parts, entry.tenants, known=known, declared=True)
+        self._running[key] = (entry, self._library.begin(adding))
+
+    def _end(self, key: Key, source: AdapterSource, error: TidegateError | None) -> None:
+        assert self._made is not None
+        del self._running[key]
+        if error is None:
+            self._made.add(key)
+            self._done[key] = source
+            self.troubles.pop(key, None)
+            return
+        last = self.troubles.get(key)
+        attempts = 1 + (last.attempts if last is not None else 0)
+        refused = isinstance(error, AdapterRefused) and error.code != "source_unreachable"
+        retry_s = min(RETRY_S * 2 ** min(attempts - 1, 10), MAX_RETRY_S)
+        if self._wanted.get(key) == source and key not in self._removed:
+            self.troubles[key] = Trouble(str(error), refused, attempts, self._monotonic() + retry_s)
+
+    def _sources(self, keys: Iterable[Key]) -> set[str]:
+        return {source for key in keys for source, _ in _parts(self._wanted[key])}
+
+    def _is_so(self, entry: AdapterSource, alias: Alias) -> bool:
+        """Whether ``alias`` stands for what the entry says already."""
+        numbers = {version.source: version.number for version in alias.versions}
+        parts = [(numbers.get(self._library.told(source), 0), weight) for source, weight in _parts(entry)]
+        split = sorted(part for part in parts if part[1])
+        return split == list(alias.split) and set(entry.tenants) == set(alias.tenants)
+
+    def _forget_removed(self) -> None:
+        if self._removed or (self._fresh and self._wanted):
+            self._removed.clear()
+            self._state.save(self._state.removed_path, [])
+            self._fresh = False
+
+
+def _parts(entry: AdapterSource) -> tuple[tuple[str, float], ...]:
+    """The sources of an entry with their weights."""
+    if entry.versions:
+        return tuple((version.source, version.weight) for version in entry.versions.values())
+    return ((entry.source or entry.path, 1.0),)
+
+
+def _stamps(sources: Iterable[str]) -> dict[str, int]:
+    """A number for what lies at each path now, which changes when that does."""
+    return {source: _stamp(Path(source)) for source in sources if not is_remote(source)}
+
+
+def _stamp(path: Path) -> int:
+    try:
+        files = sorted(path.iterdir()) if path.is_dir() else [path]
+        return hash(tuple((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files))
+    except OSError:
+        return 0

@@ -1,0 +1,123 @@
+"""From what is asked for to what each replica should hold: a plan of each model, anew every few seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from policy.hashing import key_of
+from policy.placement import plan as placement
+from policy.placement.plan import Host, Plan
+from policy.types import Replica, ReplicaState
+from policy.wire.catalog import Alias, served_name
+from policy.wire.heartbeat import Orders, Wanted
+from serve.adapters.usage import Demand, Usage
+
+PLAN_S = 5.0
+# What a load is taken to last before any was measured.
+LOAD_S = 0.25
+
+Slots = Callable[[Replica], int]
+
+
+class Placing:
+    """The last plan of each model, and what follows of it for each replica.
+
+    ``slots`` says how many adapters a replica can have loaded at once.
+    """
+
+    def __init__(self, demand: Demand, slots: Slots) -> None:
+        self._demand = demand
+        self._slots = slots
+        self._plans: dict[str, Plan] = {}
+        # Of each replica that was looked at; ``None`` while nothing is known of what is asked for.
+        self._holds: dict[str, tuple[Wanted, ...] | None] = {}
+        self._planned_at: dict[str, float] = {}
+
+    def due(self, model: str, at: float) -> bool:
+        """Whether the last plan of ``model`` is old."""
+        return at - self._planned_at.get(model, float("-inf")) >= PLAN_S
+
+    def plan(self, model: str, replicas: Iterable[Replica], aliases: Iterable[Alias], at: float) -> None:
+        """Plan for the ``replicas`` and ``aliases`` of ``model``."""
+        self._planned_at[model] = at
+        hosts = [self._host(replica, at) for replica in replicas if _takes(replica)]
+        known = {
+            served_name(alias.name, version.digest): Wanted(name=alias.name, digest=version.digest)
+            for alias in aliases
+            for version in alias.versions
+        }
+        demands = [demand for alias in aliases for demand in self._demands(alias, at)]
+        last = self._plans.get(model, placement.EMPTY)
+        if not last.homes and not any(demand.expected or demand.waiting for demand in demands):
+            # A controller that was restarted must not have everything unloaded.
+            for host in hosts:
+                self._holds.setdefault(host.id, None)
+            return
+        made = self._plans[model] = placement.plan(hosts, demands, last, at)
+        for host in hosts:
+            held = made.hold.get(host.id, ())
+            self._holds[host.id] = tuple(known[name] for name in held if name in known)
+
+    def keep(self, models: Sequence[str], replicas: Sequence[str]) -> None:
+        """Forget all other models and replicas."""
+        self._plans = {model: plan for model, plan in self._plans.items() if model in models}
+        self._planned_at = {model: at for model, at in self._planned_at.items() if model in models}
+        kept = set(replicas)
+        self._holds = {replica: hold for replica, hold in self._holds.items() if replica in kept}
+
+    def lacks(self, replica: Replica) -> bool:
+        """Whether this replica should be in the plan, and was not there when that was made."""
+        return _takes(replica) and replica.id not in self._holds
+
+    def orders(self, replica: str) -> Orders:
+        """What to tell a replica."""
+        return Orders(hold=self._holds.get(replica))
+
+    @property
+    def holds(self) -> Mapping[str, tuple[Wanted, ...]]:
+        """What each replica should hold."""
+        return {replica: hold or () for replica, hold in self._holds.items()}
+
+    def why(self, model: str, served: str) -> str:
+        """Why a version lives where it does."""
+        return self._plans.get(model, placement.EMPTY).explain(served)
+
+    def _host(self, replica: Replica, at: float) -> Host:
+        refused = self._demand.refusing(replica.id, at)
+        return Host(
+            id=replica.id,
+            key=key_of(replica.id),
+            slots=self._slots(replica),
+            seats=float(max(1, replica.load.bound)),
+            resident=frozenset(replica.adapters),
+            refused=frozenset(served_name(wanted.name, wanted.digest) for wanted in refused),
+        )
+
+    def _demands(self, alias: Alias, at: float) -> Iterable[placement.Demand]:
+        """The demand for each version; a name that stands for others now will be asked for those."""
+        usages: dict[int, Usage] = {}
+        for version in alias.versions:
+            wanted = Wanted(name=alias.name, digest=version.digest)
+            usages[version.number] = self._demand.usage(alias.model, wanted, at)
+        whole = sum(max(usage.rate, usage.rising) for usage in usages.values())
+        if not whole and not any(usage.waiting for usage in usages.values()):
+            return
+        total = sum(weight for _, weight in alias.split) or 1.0
+        shares = {number: weight / total for number, weight in alias.split}
+        for version in alias.versions:
+            usage = usages[version.number]
+            served = served_name(alias.name, version.digest)
+            yield placement.Demand(
+                name=served,
+                key=key_of(served),
+                rate=usage.rate,
+                forecast=whole * shares.get(version.number, 0.0),
+                load_s=LOAD_S if usage.load_s is None else usage.load_s,
+                service_s=usage.service_s or 0.0,
+                waiting=usage.waiting,
+                rank=version.rank,
+            )
+
+
+def _takes(replica: Replica) -> bool:
+    return replica.state in (ReplicaState.STARTING, ReplicaState.READY)

@@ -1,0 +1,215 @@
+"""From targets, observation and signals to the situation of a model: all that a decision may depend on."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+
+import msgspec
+
+from policy.config.deployment import Budget, Deployment, Mode, ModelSpec
+from policy.engine.calibration import Fit
+from policy.engine.model import EngineModel, Timing
+from policy.engine.profiles import price_of, shipped
+from policy.engine.step_table import GENERIC
+from policy.scaling.budget import Take, held, total
+from policy.scaling.rollout import LayerKey, gap_needed, leaving_of
+from policy.scaling.situation import Memory, Rung, Situation
+from policy.signals.aggregator import Gathering
+from policy.signals.types import Signals
+from policy.types import Replica
+from policy.wire.heartbeat import Beat
+from serve.autoscaler.calibration import Calibrations
+from serve.state.observed import Observation
+from serve.state.targets import Aim, Target, Targets
+from serve.state.transitions import goal_of
+
+# Of the cards of a replica, the 95th percentile over so many looks counts against a budget of watts.
+LOOKS = 120
+PART = 0.95
+
+
+class Surveying:
+    """Composes them; ``now`` are the seconds of the clock that never goes back."""
+
+    def __init__(
+        self,
+        targets: Targets,
+        observation: Observation,
+        calibrations: Calibrations,
+        gathering: Gathering,
+        now: Callable[[], float],
+    ) -> None:
+        self._targets = targets
+        self._observation = observation
+        self._calibrations = calibrations
+        self._gathering = gathering
+        self._now = now
+        self._watts: dict[tuple[str, str], deque[float]] = {}
+        self._told: dict[LayerKey, Timing] = {}
+
+    def situation(self, model: str, deployment: Deployment, memory: Memory, at: float) -> Situation:
+        """What is known of ``model`` at the instant ``at``."""
+        target = self._targets.get(model)
+        spec, control = target.spec, target.spec.control
+        key = target.key()
+        layers = self._observation.layers(model)
+        leaving = leaving_of(spec, layers, key)
+        rungs = tuple(self._rungs(target, deployment, at))
+        here = next(rung for rung in rungs if rung.mode == target.aim.mode)
+        signals = self._slowed(self._gathering.signals(model, self._now()), key, here.timing.model)
+        self._note_watts(target, signals)
+        return Situation(
+            at=at,
+            tick_s=control.tick_s,
+            model=model,
+            priority=spec.priority,
+            mode=target.aim.mode,
+            count=target.aim.count,
+            settled=target.settled and not leaving,
+            rungs=rungs,
+            supply=self._observation.supply(key, here.lead_s, self._now()),
+            signals=signals,
+            slo=control.slo,
+            scale=control.scale,
+            switching=control.mode,
+            guard=control.guard,
+            queue_s=deployment.gateway.queue_timeout_s,
+            leaving=leaving,
+            overflow=any(model in upstream.models for upstream in deployment.upstreams),
+            override=target.override(at),
+            memory=memory,
+        )
+
+    def note(self, beat: Beat) -> None:
+        """Learn from a replica what bounds it, and how long its steps take."""
+        replica = beat.replica
+        if replica.model not in self._targets.names():
+            return
+        target = self._targets.get(replica.model)
+        spec = target.specs.get(replica.generation)
+        if spec is None or replica.shape not in spec.shapes:
+            return
+        if beat.engine is not None and beat.engine.timing is not None:
+            self._told[LayerKey(replica.model, replica.shape, replica.generation)] = beat.engine.timing
+        prior = self._timing(spec, replica.shape, replica.generation).model
+        assert prior is not None
+        crowded = not spec.shapes[replica.shape].gpus and self._others_start(replica)
+        # Engines of a generation that leaves may be others: each would undo what was learned of the other.
+        learns = not crowded and replica.generation == target.aim.generation
+        self._calibrations.take(beat, spec, prior, self._now(), learns=learns)
+
+    def _others_start(self, replica: Replica) -> bool:
+        """Whether replicas start, or of another layer run, beside it: on cores they take what is its own."""
+        own = LayerKey(replica.model, replica.shape, replica.generation)
+        layers = self._observation.layers(replica.model)
+        return any(layer.starting or (layer.occupied and key != own) for key, layer in layers.items())
+
+    def beside(self, models: Iterable[str], deployment: Deployment, at: float) -> Take:
+        """What the budget leaves beside all that ``models`` hold."""
+        left = total(deployment.budget)
+        for model in models:
+            left = left.plus(held(self.situation(model, deployment, Memory(), at)), -1)
+        return left
+
+    def takes(self, target: Target, budget: Budget) -> Take:
+        """What one replica of the aim takes."""
+        shape = target.spec.shapes[target.aim.shape]
+        watts = self._needs(target, target.aim.shape, budget)
+        return Take(shape.gpus, shape.cpus, watts, price_of(shape, budget))
+
+    def _timing(self, spec: ModelSpec, shape: str, generation: int) -> Timing:
+        """What replicas of a shape tell of themselves, and where they are silent what they shipped with."""
+        timing = shipped(spec, spec.shapes[shape])
+        told = self._told.get(LayerKey(spec.name, shape, generation))
+        if told is None:
+            return timing
+        seats = min(told.limits.max_num_seqs, spec.shapes[shape].max_in_flight)
+        limits = msgspec.structs.replace(told.limits, max_num_seqs=seats)
+        return Timing(limits=limits, model=told.model or timing.model)
+
+    def _rungs(self, target: Target, deployment: Deployment, at: float) -> Iterable[Rung]:
+        """The modes, but for those that failed to start a short while ago."""
+        for name, mode in target.spec.modes.items():
+            barred = target.barred.get(name)
+            if name == target.aim.mode or barred is None or barred.until <= at:
+                yield self._rung(target, name, mode, deployment)
+
+    def _rung(self, target: Target, name: str, mode: Mode, deployment: Deployment) -> Rung:
+        spec, shape = target.spec, target.spec.shapes[mode.shape]
+        timing = self._timing(spec, mode.shape, target.aim.generation)
+        known = self._known(target, mode.shape, timing.model)
+        key = LayerKey(spec.name, mode.shape, target.aim.generation)
+        lead_s = self._observation.lead_s(key, spec.control.assumed_start_s)
+        return Rung(
+            mode=name,
+            shape=mode.shape,
+            least=mode.bounds.min,
+            most=mode.bounds.max,
+            timing=msgspec.structs.replace(timing, model=None if known is None else known.model),
+            gpus=shape.gpus,
+            cpus=shape.cpus,
+            watts=self._needs(target, mode.shape, deployment.budget),
+            cost_per_h=price_of(shape, deployment.budget),
+            version=0 if known is None else known.version,
+            error=0.0 if known is None else known.error,
+            lead_s=lead_s,
+            gap_s=lead_s if self._leaves_a_gap(target, name, mode, deployment) else 0.0,
+        )
+
+    def _leaves_a_gap(self, target: Target, name: str, mode: Mode, deployment: Deployment) -> bool:
+        """Whether nothing of the mode fits beside what runs now."""
+        if name == target.aim.mode:
+            return False
+        aim = Aim(
+            mode=name, shape=mode.shape, count=max(1, mode.bounds.min), generation=target.aim.generation
+        )
+        proposed = msgspec.structs.replace(target, aim=aim)
+        model = target.spec.name
+        layers, footprints = self._observation.layers(model), self._observation.footprints(proposed)
+        room = self._observation.room(proposed, deployment.budget)
+        return gap_needed(goal_of(proposed), layers, footprints, *room)
+
+    def _known(self, target: Target, shape: str, prior: EngineModel | None) -> Fit | None:
+        """The engine model of a shape as far as it is known: measured, or assumed.
+
+        On cores one that does not serve now is assumed, at the pace of the one that does: what was measured
+        in another hour is of who else used them then, and modes are compared by what each would be in this.
+        """
+        spec = target.spec
+        fit = self._calibrations.fitted(spec, shape)
+        if prior is None:
+            return fit
+        assumed = self._calibrations.assumed(spec, shape, prior)
+        elsewhere = shape != target.aim.shape and not spec.shapes[shape].gpus
+        if assumed is not None and (fit is None or (elsewhere and prior != GENERIC.model)):
+            return Fit(model=assumed)
+        return fit or Fit(model=prior)
+
+    def _slowed(self, signals: Signals, key: LayerKey, model: EngineModel | None) -> Signals:
+        """Of the layer's own replicas, with what each one's steps take over what the model of its shape says.
+
+        In a switch others serve beside them, whose load and pace are not those of the new shape.
+        """
+        mine = self._observation.ids(key)
+        replicas = tuple(
+            msgspec.structs.replace(each, slowness=self._calibrations.slowness(each.id, model, self._now()))
+            for each in signals.replicas
+            if each.id in mine
+        )
+        return msgspec.structs.replace(signals, replicas=replicas)
+
+    def _note_watts(self, target: Target, signals: Signals) -> None:
+        told = [each.watts for each in signals.replicas if each.watts is not None]
+        if told:
+            key = (target.spec.name, target.aim.shape)
+            self._watts.setdefault(key, deque(maxlen=LOOKS)).append(max(told))
+
+    def _needs(self, target: Target, shape: str, budget: Budget) -> float:
+        """Watts of one replica: its cards as measured, else as assumed, and its cores as assumed."""
+        made = target.spec.shapes[shape]
+        measured = self._watts.get((target.spec.name, shape))
+        cards = made.gpus * budget.gpu_watts
+        if measured:
+            cards = sorted(measured)[int(PART * (len(measured) - 1))]
+        return cards + made.cpus * budget.cpu_watts

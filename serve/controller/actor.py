@@ -1,0 +1,75 @@
+"""The controller as a named Ray actor, pinned to the head node and restarted by Ray."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import traceback
+from pathlib import Path
+
+import ray
+import uvloop
+from ray.actor import ActorHandle
+
+from serve.actuator.ray import RayActuator, deployment_id
+from serve.controller.server import serve_controller
+from store.state_dir import StateDir
+
+NAMESPACE = "tidegate"
+
+
+class ControllerActor:
+    """Runs the controller on a thread of its own: Ray runs ``__init__`` again after a crash."""
+
+    def __init__(self, state_dir: str, address: str, dashboard: str, token: str, loopback: bool) -> None:
+        state = StateDir(Path(state_dir))
+        actuator = RayActuator(state, address, dashboard, token, loopback=loopback)
+        logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", force=True)
+        logging.getLogger("httpx").setLevel(logging.WARNING)
+        self._thread = threading.Thread(
+            target=self._run, args=(actuator, state, address), name="controller", daemon=True
+        )
+        self._thread.start()
+
+    def _run(self, actuator: RayActuator, state: StateDir, address: str) -> None:
+        try:
+            uvloop.run(serve_controller(actuator, state, address))
+        finally:
+            # A controller that ended is restarted by Ray only if its process ends.
+            traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(1)
+
+    def ping(self) -> int:
+        """The process id, once the actor exists."""
+        return os.getpid()
+
+
+def ensure(state: StateDir, address: str, dashboard: str, token: str, *, loopback: bool) -> tuple[int, bool]:
+    """Make the actor unless it exists; returns its process id, and whether it existed."""
+    existed = _find(state) is not None
+    pinned = {"node:__internal_head__": 0.001}
+    actor_class = ray.remote(num_cpus=0, max_restarts=-1, resources=pinned)(ControllerActor)
+    actor = actor_class.options(
+        name=_name(state), namespace=NAMESPACE, lifetime="detached", get_if_exists=True
+    ).remote(str(state.root), address, dashboard, token, loopback)
+    return int(ray.get(actor.ping.remote())), existed
+
+
+def remove(state: StateDir) -> None:
+    """End the actor for good; one that does not exist is no error."""
+    if (actor := _find(state)) is not None:
+        ray.kill(actor, no_restart=True)
+
+
+def _find(state: StateDir) -> ActorHandle | None:
+    try:
+        return ray.get_actor(_name(state), namespace=NAMESPACE)
+    except ValueError:
+        return None
+
+
+def _name(state: StateDir) -> str:
+    return f"tidegate-controller-{deployment_id(state)}"

@@ -1,0 +1,165 @@
+"""The controller's internal HTTP API, behind the secret."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections.abc import AsyncIterator, Iterable
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from policy.config.section import Seconds
+from policy.wire.heartbeat import Beat
+from policy.wire.reports import GatewayReport
+from serve.adapters import api as adapter_api
+from serve.controller.controller import Controller
+from serve.responses import error_answer, json_answer, refusing
+from serve.threads import in_background
+from store.state_dir import SECRET_HEADER
+
+HEARTBEAT_S = 1.0
+# A burst of changes is one snapshot.
+COALESCE_S = 0.05
+MAX_DECISIONS = 1000
+
+Auto = Literal["auto"]
+
+
+class ScaleRequest(msgspec.Struct, frozen=True):
+    """``auto`` takes a count back that was set by hand; for ``for_s`` seconds, or until it is taken back."""
+
+    model: str
+    replicas: int | Auto
+    for_s: Seconds | None = None
+
+
+class ModeRequest(msgspec.Struct, frozen=True):
+    """``auto`` takes a mode back that was set by hand; for ``for_s`` seconds, or until it is taken back."""
+
+    model: str
+    mode: str
+    for_s: Seconds | None = None
+
+
+class DecisionsQuery(msgspec.Struct, frozen=True):
+    """The ``last`` decisions, of one ``model``, up to the instant ``at``."""
+
+    last: Annotated[int, Meta(ge=1, le=MAX_DECISIONS)] = 1
+    at: float | None = None
+    model: str | None = None
+
+
+class StepsQuery(msgspec.Struct, frozen=True):
+    """The ``model`` whose engines to listen to."""
+
+    model: str
+
+
+class _Secret:
+    """Lets nothing in without the internal secret."""
+
+    def __init__(self, app: ASGIApp, secret: str) -> None:
+        self._app = app
+        self._secret = secret.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            given = dict(scope["headers"]).get(SECRET_HEADER.encode(), b"")
+            if not hmac.compare_digest(given, self._secret):
+                answer = error_answer(401, "Unauthorized", "the internal secret is missing or wrong")
+                await answer(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+def build_app(controller: Controller, secret: str) -> Starlette:
+    """The app over one controller."""
+
+    async def livez(request: Request) -> Response:
+        return json_answer({"ok": True})
+
+    async def fleet(request: Request) -> Response:
+        return json_answer(controller.fleet())
+
+    async def stream(request: Request) -> Response:
+        return StreamingResponse(_snapshots(controller), media_type="application/x-ndjson")
+
+    async def status(request: Request) -> Response:
+        return json_answer(controller.status())
+
+    async def steps(request: Request) -> Response:
+        asked = msgspec.convert(dict(request.query_params), StepsQuery)
+        return StreamingResponse(_lines(controller.steps(asked.model)), media_type="application/x-ndjson")
+
+    async def beat(request: Request) -> Response:
+        return json_answer(controller.beat(msgspec.json.decode(await request.body(), type=Beat)))
+
+    async def signals(request: Request) -> Response:
+        controller.signals(msgspec.json.decode(await request.body(), type=GatewayReport))
+        return json_answer({"ok": True})
+
+    async def scale(request: Request) -> Response:
+        wanted = msgspec.json.decode(await request.body(), type=ScaleRequest)
+        count = None if wanted.replicas == "auto" else wanted.replicas
+        return json_answer(controller.scale(wanted.model, count, wanted.for_s))
+
+    async def mode(request: Request) -> Response:
+        wanted = msgspec.json.decode(await request.body(), type=ModeRequest)
+        name = None if wanted.mode == "auto" else wanted.mode
+        return json_answer(controller.mode(wanted.model, name, wanted.for_s))
+
+    async def apply(request: Request) -> Response:
+        document = msgspec.json.decode(await request.body(), type=dict[str, object])
+        await in_background(lambda: controller.prepare(document), "apply")
+        return json_answer(controller.apply(document))
+
+    async def decisions(request: Request) -> Response:
+        asked = msgspec.convert(dict(request.query_params), DecisionsQuery, strict=False)
+        found = await controller.autoscaler.decisions(asked.last, asked.at, asked.model)
+        return Response(await in_background(lambda: _list_of(found), "encode"), media_type="application/json")
+
+    return Starlette(
+        routes=[
+            Route("/livez", livez),
+            Route("/fleet", fleet),
+            Route("/fleet/stream", stream),
+            Route("/status", status),
+            Route("/decisions", refusing(decisions)),
+            Route("/steps", refusing(steps)),
+            Route("/replicas", refusing(beat), methods=["POST"]),
+            Route("/signals", refusing(signals), methods=["POST"]),
+            Route("/scale", refusing(scale), methods=["POST"]),
+            Route("/mode", refusing(mode), methods=["POST"]),
+            Route("/apply", refusing(apply), methods=["POST"]),
+            *adapter_api.routes(controller.adapters),
+        ],
+        middleware=[Middleware(_Secret, secret=secret)],
+    )
+
+
+def _list_of(values: Iterable[object]) -> bytes:
+    """A JSON list, made piece by piece, between which the event loop has its turn."""
+    return b"[" + b",".join(msgspec.json.encode(value) for value in values) + b"]"
+
+
+async def _lines(values: AsyncIterator[object]) -> AsyncIterator[bytes]:
+    """NDJSON, for as long as somebody reads it."""
+    async for value in values:
+        yield msgspec.json.encode(value) + b"\n"
+
+
+async def _snapshots(controller: Controller) -> AsyncIterator[bytes]:
+    await controller.heard()
+    while True:
+        fleet = controller.fleet()
+        yield msgspec.json.encode(fleet) + b"\n"
+        await asyncio.sleep(COALESCE_S)
+        await controller.registry.wait(fleet.version, HEARTBEAT_S - COALESCE_S)

@@ -1,0 +1,263 @@
+"""The simulated engine's heart: a task that steps the scheduler and hands out tokens on time."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+
+from policy.engine.model import EngineModel, Limits
+from policy.engine.scheduler import Request, Scheduler, StepResult
+from policy.errors import EngineFailed
+from serve.engine.port import EngineStats
+from serve.engine.sim.metrics import Metrics
+from serve.engine.sim.text import Output, Prompt
+from serve.engine.step_stats import Steps
+
+# A process that was held up catches up at most this much; more would come out as one burst.
+MAX_LAG_S = 0.25
+# How often the end of the last request is looked for by who waits for it.
+IDLE_S = 0.01
+
+
+class Aborted(Exception):
+    """The request was dropped because its client left."""
+
+
+class Generation:
+    """One HTTP request in the engine: its choices, and the tokens that are ready.
+
+    ``prompts`` and ``outputs`` run in parallel, one of each per choice; ``cached`` are the prompt
+    tokens of each that were found in the prefix cache.
+    """
+
+    def __init__(self, name: str, prompts: Sequence[Prompt], outputs: Sequence[Output]) -> None:
+        self.name = name
+        self.prompts = prompts
+        self.outputs = outputs
+        self.cached: Sequence[int] = [0] * len(outputs)
+        self._left = len(outputs)
+        self._ready: deque[tuple[int, int]] = deque()
+        self._more = asyncio.Event()
+        self._done = asyncio.Event()
+        self._error: Exception | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether it ended, however it ended."""
+        return self._done.is_set()
+
+    def put(self, choice: int, position: int) -> None:
+        """Token ``position`` of ``choice`` is there."""
+        self._ready.append((choice, position))
+        self._more.set()
+        if position + 1 == len(self.outputs[choice].deltas):
+            self._left -= 1
+            if not self._left:
+                self._done.set()
+
+    def fail(self, error: Exception) -> None:
+        """End it: whoever waits for it gets ``error``."""
+        if not self.done:
+            self._error = error
+            self._done.set()
+            self._more.set()
+
+    async def finish(self) -> None:
+        """Return when every choice is whole; raises :class:`Aborted` or EngineFailed."""
+        await self._done.wait()
+        if self._error is not None:
+            raise self._error
+
+    async def tokens(self) -> AsyncIterator[tuple[int, int]]:
+        """(choice, position) of each token as it is made; raises as :meth:`finish` does."""
+        while True:
+            while self._ready and self._error is None:
+                yield self._ready.popleft()
+            if self.done:
+                await self.finish()
+                return
+            self._more.clear()
+            await self._more.wait()
+
+
+@dataclass(slots=True)
+class _Live:
+    """A choice in the engine; instants are of the loop's clock."""
+
+    generation: Generation
+    choice: int
+    arrived: float
+    last: float = 0.0
+    position: int = 0
+
+
+class StepLoop:
+    """Owns the scheduler. ``speed`` is how many modelled seconds pass in a real one.
+
+    ``took`` has what its steps took in real ones.
+    """
+
+    def __init__(self, model: EngineModel, limits: Limits, speed: float, metrics: Metrics) -> None:
+        self._scheduler = Scheduler(model, limits)
+        self._kv_tokens = limits.kv_tokens
+        self._speed = speed
+        self._metrics = metrics
+        self._live: dict[str, _Live] = {}
+        self._holdups: deque[tuple[float, asyncio.Future[None]]] = deque()
+        self._work = asyncio.Event()
+        self._tokens = self._steps = self._preempted = 0
+        self.took = Steps()
+        self._loop = asyncio.get_running_loop()
+        self._task = asyncio.create_task(self._run(), name="simulated engine")
+        self._task.add_done_callback(self._ended)
+        metrics.watch(
+            lambda: self.stats().running, lambda: self.stats().waiting, lambda: self.stats().kv_used
+        )
+
+    def stats(self) -> EngineStats:
+        """Counts of this instant; a request whose last token is in the running step still runs."""
+        waiting = self._scheduler.waiting
+        return EngineStats(
+            running=len(self._live) - waiting,
+            waiting=waiting,
+            kv_used=self._scheduler.kv_used / self._kv_tokens,
+            tokens=self._tokens,
+            steps=self._steps,
+            prefilling=self._scheduler.prefilling,
+            preempted=self._preempted,
+        )
+
+    @property
+    def ended(self) -> bool:
+        """Whether the step task has ended."""
+        return self._task.done()
+
+    def check(self) -> None:
+        """Raise :class:`policy.errors.EngineFailed` when the step task has ended."""
+        if self.ended:
+            error = None if self._task.cancelled() else self._task.exception()
+            raise EngineFailed(f"the simulated engine steps no more: {error!r}")
+
+    def submit(self, generation: Generation, cached: Sequence[int]) -> None:
+        """Queue all choices; ``cached`` are the prompt tokens of each found in the prefix cache.
+
+        Raises EngineFailed when the engine is dead, :class:`ValueError` as the scheduler does.
+        """
+        self.check()
+        now = self._loop.time()
+        generation.cached = cached
+        for choice, (prompt, output) in enumerate(zip(generation.prompts, generation.outputs, strict=True)):
+            name = f"{generation.name}-{choice}"
+            self._scheduler.submit(Request(name, len(prompt.tokens), len(output.deltas), cached[choice]))
+            self._live[name] = _Live(generation, choice, now)
+        self._work.set()
+
+    def abort(self, generation: Generation) -> None:
+        """Free every slot of ``generation`` at once; harmless when it has ended."""
+        if generation.done:
+            return
+        generation.fail(Aborted())
+        for choice in range(len(generation.outputs)):
+            name = f"{generation.name}-{choice}"
+            # A choice whose last token waits for the step's end is only here any more.
+            self._scheduler.abort(name)
+            if self._live.pop(name, None) is not None:
+                self._metrics.success("abort")
+
+    async def hold_up(self, duration_s: float) -> None:
+        """Keep the loop for ``duration_s`` modelled seconds between two steps, as what it does beside them.
+
+        Raises EngineFailed when the engine is dead.
+        """
+        self.check()
+        done: asyncio.Future[None] = self._loop.create_future()
+        self._holdups.append((duration_s, done))
+        self._work.set()
+        await done
+
+    async def idle(self) -> None:
+        """Return when nothing is queued or runs; raises EngineFailed when the engine is dead."""
+        while self._live:
+            self.check()
+            await asyncio.sleep(IDLE_S)
+        self.check()
+
+    async def close(self) -> None:
+        """End the task; requests that are left fail, and what ended it before is :meth:`check`'s to say."""
+        self._task.cancel()
+        await asyncio.wait([self._task])
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        for live in self._live.values():
+            live.generation.fail(EngineFailed(f"the engine ended: {error!r}"))
+        self._live.clear()
+        for _, done in self._holdups:
+            if not done.done():
+                done.set_exception(EngineFailed(f"the engine ended: {error!r}"))
+        self._holdups.clear()
+
+    async def _run(self) -> None:
+        due = self._loop.time()
+        while True:
+            if not self._live and not self._holdups:
+                self._work.clear()
+                await self._work.wait()
+                due = self._loop.time()
+            while self._holdups:
+                duration_s, done = self._holdups[0]
+                due = await self._pass(due, duration_s)
+                self._holdups.popleft()
+                if not done.done():
+                    done.set_result(None)
+            if self._live:
+                held = self._scheduler.kv_used
+                result = self._scheduler.step()
+                due = await self._pass(due, result.duration_s)
+                self._deliver(result)
+                # What was in KV during the step: who has finished has given its part back. The loop's own
+                # clock knows milliseconds alone.
+                kv_tokens = max(held + result.scheduled, result.kv_used)
+                self.took.ended(
+                    time.perf_counter(), result.scheduled, kv_tokens, result.running, goes_on=bool(self._live)
+                )
+
+    async def _pass(self, due: float, duration_s: float) -> float:
+        """Let modelled seconds pass; returns when they were due to end.
+
+        Sleeping until then, and not for the duration, keeps the pace over many steps.
+        """
+        due = max(due + duration_s / self._speed, self._loop.time() - MAX_LAG_S)
+        await asyncio.sleep(max(0.0, due - self._loop.time()))
+        return due
+
+    def _deliver(self, result: StepResult) -> None:
+        metrics, now = self._metrics, self._loop.time()
+        self._steps += 1
+        self._tokens += result.scheduled
+        self._preempted += len(result.preempted)
+        metrics.iteration.observe(result.scheduled)
+        metrics.preemptions.inc(len(result.preempted))
+        produced = 0
+        for name in result.tokens:
+            live = self._live.get(name)
+            if live is None:
+                continue
+            produced += 1
+            generation = live.generation
+            if live.position:
+                metrics.itl.observe(now - live.last)
+            else:
+                metrics.ttft.observe(now - live.arrived)
+                metrics.prompt_tokens.inc(len(generation.prompts[live.choice].tokens))
+            live.last = now
+            generation.put(live.choice, live.position)
+            live.position += 1
+        metrics.generation_tokens.inc(produced)
+        for name in result.finished:
+            if (live := self._live.pop(name, None)) is not None:
+                metrics.e2e.observe(now - live.arrived)
+                metrics.success(live.generation.outputs[live.choice].finish_reason)

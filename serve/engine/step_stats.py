@@ -1,0 +1,63 @@
+"""What the steps of an engine took, gathered until somebody asks."""
+
+from __future__ import annotations
+
+import msgspec
+
+from policy.engine.step_samples import StepSample, pooled
+from policy.wire.reports import EngineReport
+
+# Samples of one report: with so many a heartbeat stays below 2 KB.
+MOST = 16
+# An engine that nobody asks pools what it has now and then.
+_POOL_AT = 512
+
+
+class Steps:
+    """Real steps, with the gaps left out in which the engine had nothing to do.
+
+    A step is timed from the end of the one before, as an engine has no other time between two.
+    """
+
+    def __init__(self) -> None:
+        self._taken: list[StepSample] = []
+        self._ended: float | None = None
+
+    def ended(self, at: float, tokens: int, kv_tokens: float, running: int, *, goes_on: bool) -> None:
+        """A step ended at the instant ``at``, with ``tokens`` scheduled of ``running`` requests.
+
+        ``kv_tokens`` of context were in KV. Unless it ``goes_on``, nothing is left to do.
+        """
+        if self._ended is not None and tokens and at > self._ended:
+            self._taken.append(StepSample(1, tokens, kv_tokens, running, at - self._ended))
+            if len(self._taken) >= _POOL_AT:
+                self._taken = list(pooled(self._taken, MOST))
+        self._ended = at if goes_on else None
+
+    def broken(self) -> None:
+        """Something else than a step takes the engine's time: the one that ends next is not told."""
+        self._ended = None
+
+    def take(self) -> tuple[StepSample, ...]:
+        """The steps since the last call, those that were alike together."""
+        taken, self._taken = self._taken, []
+        return tuple(_short(sample) for sample in pooled(taken, MOST))
+
+
+def together(one: EngineReport | None, other: EngineReport | None) -> EngineReport | None:
+    """What two reports of one engine say, ``other`` the newer."""
+    if one is None or other is None:
+        return one or other
+    steps = tuple(_short(sample) for sample in pooled((*one.steps, *other.steps), MOST))
+    return msgspec.structs.replace(other, steps=steps)
+
+
+def _short(sample: StepSample) -> StepSample:
+    """With as many digits as are known."""
+    return StepSample(
+        sample.count,
+        round(sample.tokens, 1),
+        round(sample.kv_tokens),
+        round(sample.running, 1),
+        float(f"{sample.seconds:.4g}"),
+    )

@@ -1,0 +1,64 @@
+"""Which CPU cores a replica computes on: the least claimed ones of its node."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from store.state_dir import private_directory
+
+
+class Claim(msgspec.Struct, frozen=True):
+    """Cores taken by the process ``pid`` that started at ``created``."""
+
+    pid: int
+    created: float
+    cores: tuple[int, ...]
+
+
+@contextmanager
+def _claims(path: Path) -> Iterator[list[Claim]]:
+    """The live claims of this node under a lock; what the caller leaves in the list is kept."""
+    with path.open("a+b") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        file.seek(0)
+        data = file.read()
+        kept = msgspec.json.decode(data, type=list[Claim]) if data else []
+        live = [claim for claim in kept if _alive(claim)]
+        yield live
+        file.seek(0)
+        file.truncate()
+        file.write(msgspec.json.encode(live))
+
+
+def _alive(claim: Claim) -> bool:
+    try:
+        return abs(psutil.Process(claim.pid).create_time() - claim.created) < 1.0
+    except psutil.Error:
+        return False
+
+
+def claim(path: Path, count: int, cores: tuple[int, ...] | None = None) -> tuple[int, ...]:
+    """Take ``count`` of this node's cores for the calling process, until it ends.
+
+    Cores may be claimed more than once: while a mode is switched, the old and the new shape share
+    them. The least claimed ones are taken first, so replicas of one mode do not overlap.
+    """
+    available = cores if cores is not None else tuple(sorted(os.sched_getaffinity(0)))
+    with _claims(path) as live:
+        taken = Counter(core for held in live for core in held.cores)
+        chosen = tuple(sorted(sorted(available, key=lambda core: (taken[core], core))[:count]))
+        live.append(Claim(os.getpid(), psutil.Process().create_time(), chosen))
+    return chosen
+
+
+def default_path() -> Path:
+    """The claims file that every Tidegate process of this user on this node shares."""
+    return private_directory() / "cores.json"

@@ -1,0 +1,64 @@
+"""The replica host as a Ray Serve replica: Serve owns its life, clients never reach it through Ray."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+import ray
+from ray import serve as ray_serve
+
+from policy.errors import EngineFailed
+from serve.host.gpu_sharing import host_of
+from serve.host.heartbeat import beat_all, last_beats
+from serve.host.host import HostSpec
+from serve.host.versions import Versions, installed, refuse_other
+
+
+class _Sender(msgspec.Struct, frozen=True, kw_only=True):
+    """The part of a :class:`serve.host.host.HostSpec` that every version can read."""
+
+    versions: Versions
+
+
+class RayHost:
+    """Holds the resources that Ray granted and lends them to one engine, or to those of a bed in turns."""
+
+    def __init__(self, encoded: bytes) -> None:
+        refuse_other(msgspec.json.decode(encoded, type=_Sender).versions, installed())
+        spec = msgspec.json.decode(encoded, type=HostSpec)
+        unique = ray_serve.get_replica_context().replica_id.unique_id
+        name = spec.model.name.replace("/", ".")
+        self._drain_s = spec.model.control.mode.drain_timeout_s
+        self._host = host_of(
+            spec,
+            replica=f"{name}-{spec.shape}-g{spec.generation}-{unique}",
+            address="127.0.0.1" if spec.loopback else ray.util.get_node_ip_address(),
+            node=ray.get_runtime_context().get_node_id()[:8],
+        )
+        self._beating: asyncio.Task[None] | None = None
+        self._started: asyncio.Task[None] | None = None
+
+    async def check_health(self) -> None:
+        """Serve's probe; its first call, before the replica is running, waits for the engine.
+
+        Serve tells a replica that starts from one that runs by this call, and stops those that do
+        not run first.
+        """
+        if self._started is None:
+            self._beating = asyncio.create_task(beat_all(self._host.replicas))
+            self._started = asyncio.create_task(self._host.start())
+        await asyncio.shield(self._started)
+        if self._host.lost.is_set():
+            raise EngineFailed("the engine failed too often in a row, or left as it was told")
+
+    async def __call__(self) -> None:
+        """Nothing: a replica is reached on its own port."""
+
+    async def __del__(self) -> None:
+        """Serve awaits this while the replica stops: drain, then end the engine."""
+        await self._host.drain(self._drain_s)
+        await self._host.stop()
+        if self._beating is not None:
+            self._beating.cancel()
+        await last_beats(self._host.replicas)

@@ -1,0 +1,114 @@
+"""Which replicas there are: built from their heartbeats, and from nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from policy.scaling.rollout import LayerKey
+from policy.types import Fleet, Model, Replica, ReplicaState
+
+# Hosts beat twice a second. A silent one is asked directly before it is given up, so that a busy
+# machine does not empty the fleet.
+SILENT_S = 1.2
+GONE_S = 10.0
+
+
+@dataclass(slots=True)
+class _Entry:
+    replica: Replica
+    seen: float
+
+
+class Registry:
+    """The replicas that beat, and the fleet snapshot that is made of them."""
+
+    def __init__(self, epoch: float) -> None:
+        self._epoch = epoch
+        self._version = 1
+        self._entries: dict[str, _Entry] = {}
+        self._models: tuple[Model, ...] = ()
+        self._changed = asyncio.Event()
+
+    def put(self, replica: Replica, now: float) -> bool:
+        """Take a heartbeat; returns whether more than its load, and what it has loaded, changed."""
+        old = self._entries.get(replica.id)
+        if replica.state is ReplicaState.STOPPED:
+            return self._remove(replica.id)
+        self._entries[replica.id] = _Entry(replica, now)
+        if old is not None and _identity(old.replica) == _identity(replica):
+            return False
+        self._bump()
+        return True
+
+    def silent(self, now: float) -> list[Replica]:
+        """Replicas whose heartbeat is overdue."""
+        return [e.replica for e in self._entries.values() if now - e.seen > SILENT_S]
+
+    def give_up(self, replica: Replica, now: float, *, refused: bool) -> bool:
+        """Drop a silent replica whose port refuses, or that was silent for too long."""
+        entry = self._entries.get(replica.id)
+        if entry is None or entry.replica is not replica:
+            return False
+        if refused or now - entry.seen > GONE_S:
+            return self._remove(replica.id)
+        return False
+
+    def set_models(self, models: Iterable[Model]) -> None:
+        """Replace what is said of the models."""
+        new = tuple(models)
+        if new != self._models:
+            self._models = new
+            self._bump()
+
+    def of(self, key: LayerKey) -> list[Replica]:
+        """The replicas of one layer."""
+        return [
+            entry.replica
+            for entry in self._entries.values()
+            if (entry.replica.model, entry.replica.shape, entry.replica.generation)
+            == (key.model, key.shape, key.generation)
+        ]
+
+    def keys(self, model: str) -> set[LayerKey]:
+        """The layers of which ``model`` has replicas."""
+        replicas = (entry.replica for entry in self._entries.values())
+        return {LayerKey(r.model, r.shape, r.generation) for r in replicas if r.model == model}
+
+    def fleet(self, now: float) -> Fleet:
+        """The snapshot of this instant, loads included."""
+        replicas = tuple(sorted((e.replica for e in self._entries.values()), key=lambda r: r.id))
+        return Fleet(epoch=self._epoch, version=self._version, at=now, models=self._models, replicas=replicas)
+
+    async def wait(self, version: int, timeout_s: float) -> None:
+        """Return when the version is past ``version``, or after ``timeout_s``."""
+        if self._version > version:
+            return
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._changed.wait()
+        except TimeoutError:
+            return
+
+    def _remove(self, replica: str) -> bool:
+        if self._entries.pop(replica, None) is None:
+            return False
+        self._bump()
+        return True
+
+    def _bump(self) -> None:
+        self._version += 1
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+def _identity(replica: Replica) -> tuple[object, ...]:
+    return (
+        replica.state,
+        replica.url,
+        replica.incarnation,
+        replica.reason,
+        replica.failures,
+        replica.pid,
+    )

@@ -1,0 +1,68 @@
+"""The benchmark of adapters: one traffic, one fleet, three policies, and what each made of it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import NamedTuple
+
+import msgspec
+
+from policy.engine.model import Timing
+from policy.engine.profiles import profile
+from sim.benchmarks.adapters.contenders import Equipment, LeastLoaded, Placed, Policy, ServeMultiplex
+from sim.benchmarks.adapters.event_loop import Outcome, play
+from sim.workload.generators.popularity import Traffic, arrivals
+
+# The simulated engine of a few milliseconds a step; prompts and answers are short, as classifiers' are.
+PROFILE = "sim-small"
+PROMPT_TOKENS, OUTPUT_TOKENS = 64, 8
+# A load of a rank-16 adapter whose files are in the page cache; the engine stands still meanwhile.
+LOAD_S = 0.02
+
+
+class Fleet(NamedTuple):
+    """So many replicas, each of so many slots for adapters."""
+
+    replicas: int
+    slots: int
+
+
+class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+    """What came of each policy, by name."""
+
+    policies: dict[str, Outcome]
+
+
+# Each starts from the same draw of chance.
+_POLICIES: dict[str, Callable[[int, random.Random, Equipment], Policy]] = {
+    "placement": Placed,
+    "least_loaded": lambda replicas, rng, equipment: LeastLoaded(replicas, rng),
+    "serve_multiplex": lambda replicas, rng, equipment: ServeMultiplex(replicas, rng),
+}
+NAMES = tuple(_POLICIES)
+
+
+def traffic(
+    *, adapters: int, exponent: float, rate: float, requests: int, together: float, seed: int
+) -> Traffic:
+    """What the benchmark asks for; see :class:`sim.workload.generators.popularity.Traffic`."""
+    return Traffic(adapters, exponent, rate, requests, together, PROMPT_TOKENS, OUTPUT_TOKENS, seed)
+
+
+def compare(
+    asked: Traffic, fleet: Fleet, said: Callable[[str, int], None] = lambda name, sent: None
+) -> Comparison:
+    """Play all policies on the same arrivals; ``said`` hears which one has sent how many requests."""
+    found = profile(PROFILE)
+    equipment = Equipment(Timing(limits=found.limits(1), model=found.model), fleet.slots, LOAD_S)
+    requests = arrivals(asked)
+    outcomes: dict[str, Outcome] = {}
+    for name, make in _POLICIES.items():
+        policy = make(fleet.replicas, random.Random(f"policy {asked.seed}"), equipment)  # noqa: S311 - chance, not secrecy
+
+        def sent(count: int, name: str = name) -> None:
+            said(name, count)
+
+        outcomes[name] = play(policy, equipment, requests, fleet.replicas, sent)
+    return Comparison(policies=outcomes)

@@ -1,0 +1,224 @@
+"""What a policy of routing and placement decides in the benchmark of adapters, and what it is told.
+
+Tidegate's own policies: the gateway's router, the controller's plan, the rule of a replica's guard.
+
+Router and plan are those that are deployed. What one of the three knows of the others comes as late as it
+does between their processes: load lines after a moment, counts with heartbeats, orders as answers to those.
+
+What others do with adapters, as small baselines: least loaded, and Ray Serve's multiplexing."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from policy.engine.model import Timing
+from policy.placement.plan import Host
+from policy.request import Request
+from policy.routing.router import Candidate, Quote, Router, Settings
+from sim.arrival import Arrival
+from sim.twin.adapter_placement import BEAT_S, LINE_S, PLAN_S, Placing
+from sim.twin.adapter_slots import GuardRule, LeastRecentlyUsed, Rule
+from sim.twin.engine import Engine
+
+
+class Equipment(NamedTuple):
+    """What all replicas are alike in: the engine, how many adapters it holds, and the seconds of a load."""
+
+    timing: Timing
+    slots: int
+    load_s: float
+
+    def engine(self, rule: Rule) -> Engine:
+        """The engine of one replica."""
+        return Engine(self.timing, slots=self.slots, adapter_load_s=self.load_s, rule=rule)
+
+
+class Policy:
+    """Where requests go; what it need not hear of it does not overwrite.
+
+    ``in_flight`` counts what was sent to each replica and has not ended; who plays the policy keeps it.
+    """
+
+    def __init__(self, replicas: int, rng: random.Random) -> None:
+        self.in_flight = [0] * replicas
+        self._rng = rng
+
+    def rule(self, replica: int) -> Rule:
+        """What that replica does with its slots."""
+        raise NotImplementedError
+
+    def choose(self, number: int, arrival: Arrival, at: float) -> int:
+        """The replica for a request."""
+        raise NotImplementedError
+
+    def first(self, number: int, at: float) -> None:
+        """The first token of a request came."""
+
+    def changed(self, replica: int, at: float) -> None:
+        """What that replica has loaded has changed."""
+
+    def tick(self, replicas: Sequence[Engine], at: float) -> float:
+        """Do what is due by the clock; returns when that is next, in seconds."""
+        return float("inf")
+
+    def moves_per_min(self) -> float:
+        """How often at most one adapter was given another home within a minute, by who gives homes."""
+        return 0.0
+
+
+class Placed(Policy):
+    """One gateway worker, one controller."""
+
+    def __init__(self, replicas: int, rng: random.Random, equipment: Equipment) -> None:
+        super().__init__(replicas, rng)
+        self._equipment = equipment
+        self._rules = [GuardRule() for _ in range(replicas)]
+        timing = equipment.timing
+        self._views = [Candidate(f"r{i}", rng.getrandbits(64), timing=timing) for i in range(replicas)]
+        self._router = Router(Settings(slots=equipment.slots))
+        self._keys: dict[str, int] = {}
+        self._sent: dict[int, tuple[Request, Quote, float]] = {}
+        self._lines: dict[int, float] = {}
+        self._beat_at = [rng.uniform(0.0, BEAT_S) for _ in range(replicas)]
+        self._plan_at = PLAN_S
+        self._placing = Placing(equipment.load_s, self._key)
+        self._homed: dict[str, list[float]] = {}
+
+    def rule(self, replica: int) -> GuardRule:
+        return self._rules[replica]
+
+    def choose(self, number: int, arrival: Arrival, at: float) -> int:
+        request = Request(
+            "m",
+            adapter=arrival.adapter,
+            adapter_key=self._key(arrival.adapter),
+            prompt_tokens=arrival.input_tokens,
+            output_tokens=arrival.output_tokens,
+        )
+        for view, count in zip(self._views, self.in_flight, strict=True):
+            view.in_flight = count
+        quote = self._router.choose(request, self._views, at, self._rng.random()).chosen
+        assert quote is not None
+        self._router.began(request, quote.candidate, at)
+        quote.candidate.begun += 1
+        quote.candidate.pending_tokens += request.prompt_tokens
+        self._sent[number] = (request, quote, at)
+        return self._views.index(quote.candidate)
+
+    def first(self, number: int, at: float) -> None:
+        request, quote, sent = self._sent.pop(number)
+        quote.candidate.pending_tokens -= request.prompt_tokens
+        quote.candidate.turned_at = at
+        self._router.timed(request, quote, at - sent, at)
+
+    def changed(self, replica: int, at: float) -> None:
+        self._lines.setdefault(replica, at + LINE_S)
+
+    def tick(self, replicas: Sequence[Engine], at: float) -> float:
+        for i in [i for i, due in self._lines.items() if due <= at]:
+            del self._lines[i]
+            self._router.holds([self._key(each) for each in replicas[i].adapters], (), self._views[i].key)
+        if self._plan_at <= at:
+            self._replan(replicas, at)
+            self._plan_at += PLAN_S
+        for i, due in enumerate(self._beat_at):
+            if due <= at:
+                self._placing.beat(self._views[i].id, self._rules[i], self.in_flight[i], at)
+                self._beat_at[i] += BEAT_S
+        return min(at + LINE_S / 4, self._plan_at, *self._beat_at, *self._lines.values())
+
+    def moves_per_min(self) -> float:
+        return float(
+            max(
+                (
+                    sum(0.0 <= at - since < 60.0 for at in times)
+                    for times in self._homed.values()
+                    for since in times
+                ),
+                default=0,
+            )
+        )
+
+    def _replan(self, replicas: Sequence[Engine], at: float) -> None:
+        equipment, placing = self._equipment, self._placing
+        lived = {home.name for home in placing.plan.homes}
+        hosts = [
+            Host(
+                id=view.id,
+                key=view.key,
+                slots=equipment.slots,
+                seats=equipment.timing.limits.max_num_seqs,
+                resident=frozenset(replica.adapters),
+            )
+            for view, replica in zip(self._views, replicas, strict=True)
+        ]
+        placing.replan(hosts, at)
+        for move in placing.plan.moves:
+            if move.target and move.name in lived:
+                self._homed.setdefault(move.name, []).append(at)
+
+    def _key(self, adapter: str) -> int:
+        key = self._keys.get(adapter)
+        if key is None:
+            key = self._keys[adapter] = self._rng.getrandbits(64) | 1
+        return key
+
+
+# PUSH_MULTIPLEXED_MODEL_IDS_INTERVAL_S and CONTROL_LOOP_INTERVAL_S of ray/serve/_private/constants.py: a
+# replica says which models it has and loads so often, and the controller tells the routers as often.
+PUSH_S = 0.1
+
+CONTROL_S = 0.1
+
+
+class LeastLoaded(Policy):
+    """The fewest requests in flight, any of those; what waits for one adapter shares its load."""
+
+    def rule(self, replica: int) -> LeastRecentlyUsed:
+        return LeastRecentlyUsed(shares=True)
+
+    def choose(self, number: int, arrival: Arrival, at: float) -> int:
+        least = min(self.in_flight)
+        return self._rng.choice([i for i, count in enumerate(self.in_flight) if count == least])
+
+
+class ServeMultiplex(Policy):
+    """Ray Serve 2.60: ``MultiplexMixin.apply_multiplex_routing`` and ``PowerOfTwoChoicesRequestRouter``.
+
+    Candidates are the replicas that have the model or are about to load it, or without any those with the
+    fewest models; of two of them, by chance, the one with fewer requests. No bound on requests in flight
+    sends any elsewhere, as Ray's LLM deployments have it. ``_ModelMultiplexWrapper`` evicts the least
+    recently used and loads under a lock, which those that wait get in turn. One thing is in its favour: what
+    requests use stays.
+    """
+
+    def __init__(self, replicas: int, rng: random.Random) -> None:
+        super().__init__(replicas, rng)
+        self._pushed: list[frozenset[str]] = [frozenset()] * replicas
+        self._known = list(self._pushed)
+        self._push_at = [rng.uniform(0.0, PUSH_S) for _ in range(replicas)]
+        self._control_at = rng.uniform(0.0, CONTROL_S)
+
+    def rule(self, replica: int) -> LeastRecentlyUsed:
+        return LeastRecentlyUsed(shares=False)
+
+    def choose(self, number: int, arrival: Arrival, at: float) -> int:
+        candidates = [i for i, models in enumerate(self._known) if arrival.adapter in models]
+        if not candidates:
+            fewest = min(len(models) for models in self._known)
+            candidates = [i for i, models in enumerate(self._known) if len(models) == fewest]
+        two = self._rng.sample(candidates, min(2, len(candidates)))
+        return min(two, key=lambda i: self.in_flight[i])
+
+    def tick(self, replicas: Sequence[Engine], at: float) -> float:
+        for i, replica in enumerate(replicas):
+            if self._push_at[i] <= at:
+                loading = {replica.loading} if replica.loading is not None else set()
+                self._pushed[i] = frozenset(replica.adapters) | set(replica.awaited) | loading
+                self._push_at[i] += PUSH_S
+        if self._control_at <= at:
+            self._known = list(self._pushed)
+            self._control_at += CONTROL_S
+        return min(self._control_at, *self._push_at)

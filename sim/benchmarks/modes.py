@@ -1,0 +1,174 @@
+"""What a switch of modes is worth: a deployment whose load decides its mode, beside each of its modes alone.
+
+A mode alone has all replicas that it may have, from the first request to the last: so in that mode no more
+can be served, and what is gained over it is gained by the switch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from policy.config.deployment import Deployment, Mode, ModelSpec
+from policy.errors import ConfigError
+from policy.scaling.policies.registry import choose, make
+from policy.scaling.view import Policy
+from sim.arrival import Arrival
+from sim.results.comparison import Contender
+from sim.results.series import Stay, pictures
+from sim.results.summary import Summary, summarise
+from sim.twin.record import HOUR_S, Floats, Record
+
+# Whose mode follows the load; the others are called as their modes are.
+BY_LOAD = "by_load"
+# What came in such a window is one point of a curve.
+WINDOW_S = 60.0
+
+# Runs one contender by a seed; it is told simulated seconds as they pass.
+Play = Callable[[Contender, Iterable[Arrival], int, Callable[[float], None]], Record]
+
+
+class Figures(msgspec.Struct, frozen=True, kw_only=True):
+    """One contender, the mean over all seeds; quantiles in seconds, as :class:`sim.results.summary.Summary`
+    has them.
+
+    ``switches`` are the most of any seed.
+    """
+
+    goodput_rps: float
+    attainment: float
+    gpu_hours: float
+    switches: int
+    switches_per_h: float
+    ttft_p95_s: float | None
+    itl_p95_s: float | None
+    failed: float
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One contender by one seed, which lasted until ``ends_at``.
+
+    ``curve`` are the requests per second within the objective, by the window of :data:`WINDOW_S` in which
+    they came; ``stays`` the modes it was in.
+    """
+
+    summary: Summary
+    ends_at: float
+    curve: Floats
+    stays: tuple[Stay, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Crossover:
+    """All trials: by contender, :data:`BY_LOAD` the first of them, and in the order of ``seeds``."""
+
+    seeds: tuple[int, ...]
+    trials: Mapping[str, tuple[Trial, ...]]
+
+    @property
+    def gains(self) -> tuple[float, ...]:
+        """By seed: the goodput by load over that of the mode alone which is the better one by that seed."""
+        ours, *others = ([trial.summary.goodput_rps for trial in row] for row in self.trials.values())
+        best = [max(each) for each in zip(*others, strict=True)]
+        return tuple(mine / most - 1 if most else 0.0 for mine, most in zip(ours, best, strict=True))
+
+    def figures(self) -> dict[str, Figures]:
+        """What each contender comes down to."""
+        return {name: _figures(trials) for name, trials in self.trials.items()}
+
+    def plain(self) -> dict[str, Any]:
+        """What scripts read."""
+        return {
+            "seeds": list(self.seeds),
+            "gains": list(self.gains),
+            "runs": {name: msgspec.to_builtins(each) for name, each in self.figures().items()},
+        }
+
+
+def fixed(deployment: Deployment) -> list[Contender]:
+    """One contender for each mode of the deployment's only model, which stays in it.
+
+    Raises :class:`policy.errors.ConfigError` where there are several models, or there is but one mode.
+    """
+    if len(deployment.models) != 1:
+        raise ConfigError("models", len(deployment.models), "one model, whose modes are compared")
+    (spec,) = deployment.models
+    if len(spec.modes) < 2:
+        raise ConfigError(f"models[{spec.name}].modes", ", ".join(spec.modes), "two modes at least")
+    return [_alone(deployment, spec, name) for name in spec.modes]
+
+
+def compare(
+    ours: Contender,
+    arrivals: Callable[[int], Iterable[Arrival]],
+    play: Play,
+    seeds: Sequence[int],
+    said: Callable[[str, float], None] = lambda name, at: None,
+) -> Crossover:
+    """Play the ``arrivals`` of each seed to ``ours``, whose mode follows the load, and to its modes alone.
+
+    ``said`` hears how far each is in simulated seconds, over all seeds. Raises
+    :class:`policy.errors.ConfigError` as :func:`fixed` does.
+    """
+    trials: dict[str, list[Trial]] = {}
+    for contender in (ours._replace(name=BY_LOAD), *fixed(ours.deployment)):
+        past = 0.0
+        for seed in seeds:
+            record = play(contender, arrivals(seed), seed, partial(_further, said, contender.name, past))
+            past += record.ends_at
+            trials.setdefault(contender.name, []).append(_trial(record))
+    return Crossover(tuple(seeds), {name: tuple(row) for name, row in trials.items()})
+
+
+def _further(said: Callable[[str, float], None], name: str, past: float, at: float) -> None:
+    said(name, past + at)
+
+
+def _alone(deployment: Deployment, spec: ModelSpec, name: str) -> Contender:
+    mode = spec.modes[name]
+    replaced = msgspec.structs.replace(
+        spec,
+        modes={name: Mode(shape=mode.shape, replicas=mode.bounds.max)},
+        mode=None,
+        control=msgspec.structs.replace(spec.control, policy="static"),
+    )
+    policies: dict[str, Policy] = {spec.name: make(choose("", "static"))}
+    return Contender(name, msgspec.structs.replace(deployment, models=(replaced,)), policies)
+
+
+def _trial(record: Record) -> Trial:
+    (picture,) = pictures(record)
+    (requests,) = record.requests.values()
+    count = int(record.ends_at // WINDOW_S) + 1
+    met = np.bincount((requests.at[requests.met] // WINDOW_S).astype(np.int64), minlength=count)
+    return Trial(summarise(record), record.ends_at, met / WINDOW_S, picture.stays)
+
+
+def _figures(trials: Sequence[Trial]) -> Figures:
+    summaries = [trial.summary for trial in trials]
+    hours = sum(trial.ends_at for trial in trials) / HOUR_S
+    return Figures(
+        goodput_rps=_mean([each.goodput_rps for each in summaries]),
+        attainment=_mean([each.attainment or 0.0 for each in summaries]),
+        gpu_hours=_mean([each.gpu_hours for each in summaries]),
+        switches=max(each.switches for each in summaries),
+        switches_per_h=sum(each.switches for each in summaries) / hours if hours else 0.0,
+        ttft_p95_s=_known([each.ttft_p95_s for each in summaries]),
+        itl_p95_s=_known([each.itl_p95_s for each in summaries]),
+        failed=_mean([each.failed for each in summaries]),
+    )
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _known(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return _mean(known) if known else None

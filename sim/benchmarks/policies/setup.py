@@ -1,0 +1,116 @@
+"""Where policies compete: one half of a trace, on replicas of a size at which it asks for about ten."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from policy.config.deployment import Deployment
+from policy.document.parse import parse
+from sim.arrival import Arrival
+from sim.results.score import Stretch
+from sim.workload.traces.open import open_trace
+from sim.workload.transforms import resampled, sliced
+
+MODEL = "contest"
+MODE = "multi-replica"
+# No policy should be bounded by what there may be.
+MOST = 40
+# Runs begin with what the first minute needs and with empty engines; what comes of that is not judged.
+WARM_S = 300.0
+WARM_PART = 0.25
+
+
+class Half(StrEnum):
+    """Of a trace: policies are tuned on one and judged on the other."""
+
+    TUNE = "tune"
+    JUDGE = "judge"
+
+
+@dataclass(frozen=True, slots=True)
+class Ground:
+    """The ``half`` of ``trace``, which lasts ``lasts_s`` in all, served by replicas of one GPU each.
+
+    ``profile`` is their engine, which takes requests up to the ``longest`` of the trace, in tokens; the
+    objectives are in seconds.
+    """
+
+    trace: Path
+    half: Half
+    lasts_s: float
+    longest: int
+    profile: str
+    ttft_p95_s: float
+    itl_p95_s: float
+    attainment: float = 0.99
+
+    @property
+    def stretch(self) -> Stretch:
+        """Of a run what is judged: of the first half all but the beginning, the second as a whole."""
+        end = self.lasts_s / 2 + (self._warm_s if self.half is Half.JUDGE else 0.0)
+        return Stretch(self._warm_s, end)
+
+    @property
+    def begins_s(self) -> float:
+        """The instant of the trace at which a run begins."""
+        return self.lasts_s / 2 - self._warm_s if self.half is Half.JUDGE else 0.0
+
+    def arrivals(self, factor: float, seed: int) -> list[Arrival]:
+        """``factor`` times as many as in the trace, from the beginning of a run to the end of the half."""
+        return _arrivals(self, factor, seed)
+
+    def deployment(self, lead_s: float, scale: dict[str, Any] | None = None) -> Deployment:
+        """A document with that model alone, whose starts take ``lead_s``; ``scale`` replaces its defaults."""
+        control: dict[str, Any] = {
+            "slo": {
+                "ttft_p95_s": self.ttft_p95_s,
+                "itl_p95_s": self.itl_p95_s,
+                "attainment": self.attainment,
+            },
+            "assumed_start_s": lead_s,
+        }
+        if scale:
+            control["scale"] = scale
+        model = {
+            "name": MODEL,
+            "engine": "sim",
+            "sim": {"profile": self.profile},
+            "engine_args": {"max_model_len": self.longest},
+            "shapes": {"one": {"gpus": 1}},
+            "modes": {MODE: {"shape": "one", "replicas": {"min": 1, "max": MOST}}},
+            "control": control,
+        }
+        return parse({"models": [model], "budget": {"gpus": MOST}})
+
+    @property
+    def _warm_s(self) -> float:
+        return min(WARM_S, WARM_PART * self.lasts_s / 2)
+
+
+@lru_cache(maxsize=8)
+def _arrivals(ground: Ground, factor: float, seed: int) -> list[Arrival]:
+    drawn = resampled(open_trace(ground.trace), factor, seed)
+    return list(sliced(drawn, ground.begins_s, ground.begins_s + ground.stretch.until))
+
+
+def ground_of(trace: Path, half: Half) -> Ground:
+    """The ground of a trace: an 8B model on an L4, or on an H100 where prompts are long.
+
+    So a trace of a few requests per second asks for about ten replicas, and a run takes seconds. Prompts of
+    many thousands of tokens do not fit beside others into what an L4 has left for KV.
+    """
+    last, longest, tokens, requests = 0.0, 0, 0, 0
+    for arrival in open_trace(trace):
+        last, tokens, requests = arrival.at, tokens + arrival.input_tokens, requests + 1
+        longest = max(longest, arrival.input_tokens + arrival.output_tokens)
+    if tokens > LONG_TOKENS * requests:
+        return Ground(trace, half, last, longest, "h100-8b", ttft_p95_s=8.0, itl_p95_s=0.2)
+    return Ground(trace, half, last, longest, "l4-8b", ttft_p95_s=2.0, itl_p95_s=0.2)
+
+
+# Prompts that are longer than this on average are long.
+LONG_TOKENS = 4000

@@ -1,0 +1,188 @@
+"""From what was seen at load points to an engine model, and how far it is off where it was not fitted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from policy.engine.calibration import HEARD, KNEES, middle, slowness
+from policy.engine.least_squares import fit, scaled, with_knee
+from policy.engine.model import EngineModel, Limits
+from policy.engine.model_file import Errors, Measure, PointResult
+from policy.engine.step_samples import Region, StepSample, region
+from policy.errors import PreconditionFailed
+from sim.calibration.closed_loop import Latency, closed_loop
+from sim.calibration.load_points import Point
+
+# A model that is off by no more, on points that it was not fitted to, is to be trusted.
+MOST_ITL_ERROR = 0.10
+MOST_TTFT_ERROR = 0.20
+COEFFICIENTS = 5
+# Of a step all-reduce is at most this part, whatever was assumed of the links.
+MOST_ALLREDUCE = 0.5
+
+
+class Seen(NamedTuple):
+    """What a load point showed in its ``seconds``: steps of the engines, and requests that ended."""
+
+    point: Point
+    seconds: float
+    samples: Sequence[StepSample]
+    latencies: Sequence[Latency]
+
+    @property
+    def steps(self) -> int:
+        """How many steps were timed."""
+        return sum(sample.count for sample in self.samples)
+
+
+class Fitted(NamedTuple):
+    """``model`` is at the degree that was measured; ``note`` says what to beware of."""
+
+    model: EngineModel
+    path_s: float
+    error: Errors
+    points: tuple[PointResult, ...]
+    note: str
+
+
+def fitted(seen: Sequence[Seen], prior: EngineModel, limits: Limits) -> Fitted:
+    """Fit the steps of all points but those held out, and hold what follows against the latter.
+
+    ``prior`` is what the engine was taken to be. Raises :class:`policy.errors.PreconditionFailed` when too
+    little was seen.
+    """
+    model = _model([each for each in seen if not each.point.held], prior)
+    path_s = _path_s(seen, model, limits)
+    points = tuple(_result(each, model, limits, path_s) for each in seen)
+    error = _errors(seen, points, model)
+    return Fitted(model, path_s, error, points, _note(error))
+
+
+def guessed(samples: Sequence[StepSample], prior: EngineModel) -> EngineModel:
+    """About what the engine is after a first look, good enough to choose load points by."""
+    loads = _loads(samples, prior)
+    return _fit(loads, prior) if len(loads) > COEFFICIENTS else scaled(prior, slowness(prior, loads))
+
+
+def _model(seen: Sequence[Seen], prior: EngineModel) -> EngineModel:
+    loads = [load for each in seen for load in _loads(each.samples, prior)]
+    if len(loads) <= COEFFICIENTS:
+        raise PreconditionFailed(
+            f"{len(loads)} loads of the engine were seen, too few for {COEFFICIENTS} coefficients: calibrate"
+            " for longer"
+        )
+    return _fit(loads, prior)
+
+
+def _fit(loads: Sequence[StepSample], prior: EngineModel) -> EngineModel:
+    """Fit what a step takes beside all-reduce: at one degree nothing tells it, so ``prior`` is believed."""
+    k = prior.degree
+    alone = EngineModel(
+        o=prior.o, w=prior.w / k, c=prior.c / k, g=prior.g / k, r=prior.r, p=prior.p, layers=prior.layers
+    )
+    beside = [prior.step_time(load.tokens, 0, 0) - alone.step_time(load.tokens, 0, 0) for load in loads]
+    believed = min(
+        [1.0, *(MOST_ALLREDUCE * load.seconds / s for load, s in zip(loads, beside, strict=True) if s)]
+    )
+    rest = [
+        msgspec.structs.replace(load, seconds=load.seconds - believed * s)
+        for load, s in zip(loads, beside, strict=True)
+    ]
+    near = scaled(alone, slowness(alone, rest))
+    found = fit(rest, near, *(with_knee(near, knee) for knee in KNEES))
+    return msgspec.structs.replace(
+        found,
+        w=found.w * k,
+        c=found.c * k,
+        g=found.g * k,
+        allreduce_a=believed * prior.allreduce_a,
+        allreduce_b=believed * prior.allreduce_b,
+        degree=k,
+    )
+
+
+def _loads(samples: Sequence[StepSample], prior: EngineModel) -> list[StepSample]:
+    """What each region of load takes: the one in its middle, for stalls are no rule."""
+    places: dict[Region, list[StepSample]] = {}
+    for sample in samples:
+        if sample.tokens > 0.0 and sample.seconds > 0.0:
+            key = region(sample.tokens, sample.kv_tokens, sample.running)
+            places.setdefault(key, []).append(sample)
+    heard = [place for place in places.values() if sum(sample.count for sample in place) >= HEARD]
+    return [middle(place, prior) for place in heard]
+
+
+def _path_s(seen: Sequence[Seen], model: EngineModel, limits: Limits) -> float:
+    """What one client alone waits for beside the steps of the engine: the median over those points."""
+    beside = []
+    for each in seen:
+        if each.point.concurrency == 1 and not each.point.held and each.latencies:
+            told = closed_loop(model, limits, each.point, each.seconds)
+            if told:
+                beside.append(_quantile([one.ttft_s for one in each.latencies], 0.5) - told[0].ttft_s)
+    return max(0.0, _quantile(beside, 0.5)) if beside else 0.0
+
+
+def _result(each: Seen, model: EngineModel, limits: Limits, path_s: float) -> PointResult:
+    told = closed_loop(model, limits, each.point, each.seconds, path_s)
+    return PointResult(
+        concurrency=each.point.concurrency,
+        input_tokens=each.point.input_tokens,
+        output_tokens=each.point.output_tokens,
+        held=each.point.held,
+        seconds=round(each.seconds, 3),
+        requests=len(each.latencies),
+        steps=each.steps,
+        itl_p50=_measure([one.itl_s for one in each.latencies], [one.itl_s for one in told], 0.5),
+        ttft_p50=_measure([one.ttft_s for one in each.latencies], [one.ttft_s for one in told], 0.5),
+        ttft_p90=_measure([one.ttft_s for one in each.latencies], [one.ttft_s for one in told], 0.9),
+    )
+
+
+def _errors(seen: Sequence[Seen], points: Sequence[PointResult], model: EngineModel) -> Errors:
+    off = [
+        abs(model.step_time(sample.tokens, sample.kv_tokens, sample.running) / sample.seconds - 1.0)
+        for each in seen
+        if each.point.held
+        for sample in each.samples
+        for _ in range(sample.count)
+    ]
+    held = [point for point in points if point.held]
+    itl = [point.itl_p50.error for point in held if point.itl_p50 is not None]
+    ttft = [point.ttft_p90.error for point in held if point.ttft_p90 is not None]
+    if not off or not itl or not ttft:
+        raise PreconditionFailed("no request ended at a load point that was held out: calibrate for longer")
+    return Errors(
+        points=len(itl),
+        step_p50=_quantile(off, 0.5),
+        step_p90=_quantile(off, 0.9),
+        itl_p50=sum(itl) / len(itl),
+        ttft_p90=sum(ttft) / len(ttft),
+    )
+
+
+def _note(error: Errors) -> str:
+    beyond = []
+    if error.itl_p50 > MOST_ITL_ERROR:
+        beyond.append(f"ITL p50 by {error.itl_p50:.0%} (at most {MOST_ITL_ERROR:.0%} is good)")
+    if error.ttft_p90 > MOST_TTFT_ERROR:
+        beyond.append(f"TTFT p90 by {error.ttft_p90:.0%} (at most {MOST_TTFT_ERROR:.0%} is good)")
+    return (
+        f"off at load points that were held out: {', '.join(beyond)}; plan with more headroom"
+        if beyond
+        else ""
+    )
+
+
+def _measure(live: Sequence[float], told: Sequence[float], part: float) -> Measure | None:
+    if not live or not told:
+        return None
+    return Measure(measured=_quantile(live, part), predicted=_quantile(told, part))
+
+
+def _quantile(values: Sequence[float], part: float) -> float:
+    return float(np.quantile(np.asarray(values), part))

@@ -1,0 +1,163 @@
+"""The report as one HTML file: a table, and a column of charts for each policy, on common scales."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+from xml.sax.saxutils import escape, quoteattr
+
+import numpy as np
+
+from policy.config.control import Objective
+from sim.charts.chart import LEFT, MODES, RIGHT, WIDTH, Chart, Line, draw, hovered, scale_of
+from sim.charts.style import SCRIPT, STYLE
+from sim.charts.table import figures, told
+from sim.results.comparison import Study
+from sim.results.series import Band, Picture
+
+ALONE = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
+# Of fewer windows than these it is drawn how long each is.
+FEW = 60
+
+
+def page(study: Study) -> str:
+    """The whole file; it is well-formed XML too, and asks for nothing from anywhere."""
+    columns, values = _columns(study)
+    title = f"{', '.join(run.name for run in study.runs)} on {study.trace}"
+    # In a script nothing is escaped, and what would end it must not stand there.
+    frame = {"frame": [LEFT, RIGHT, WIDTH], "charts": values}
+    data = json.dumps(frame, separators=(",", ":")).replace("&", "\\u0026").replace("<", "\\u003c")
+    return "\n".join(
+        [
+            "<!DOCTYPE html>",
+            '<html lang="en"><head><meta charset="utf-8"/>',
+            # The browser itself sees to it that nothing is asked for.
+            f'<meta http-equiv="Content-Security-Policy" content="{ALONE}"/>',
+            '<meta name="viewport" content="width=device-width, initial-scale=1"/>',
+            f"<title>{escape(title)}</title><style>{STYLE}</style></head><body>",
+            f"<h1>{escape(title)}</h1>",
+            f'<p class="faint">Simulated, seed {study.seed}; {escape(told(study.bounds))}.</p>',
+            '<p class="faint">Point at a chart, or use the arrow keys on it: all charts tell that instant. '
+            "With Shift the keys go to the next decision.</p>",
+            _table(study),
+            '<div class="columns">',
+            *columns,
+            '</div><div id="tip" role="status"></div>',
+            f'<script id="values" type="application/json">{data}</script>',
+            f"<script>{SCRIPT}</script></body></html>",
+            "",
+        ]
+    )
+
+
+def _table(study: Study) -> str:
+    names = "".join(f'<th scope="col">{escape(run.name)}</th>' for run in study.runs)
+    rows = []
+    for figure in figures(study.bounds):
+        cells = "".join(f"<td>{escape(figure.shown(run.summary))}</td>" for run in study.runs)
+        rows.append(f'<tr><th scope="row">{escape(figure.heading)}</th>{cells}</tr>')
+    head = f'<thead><tr><th scope="col">policy</th>{names}</tr></thead>'
+    return f'<div class="wide"><table>{head}<tbody>{"".join(rows)}</tbody></table></div>'
+
+
+def _columns(study: Study) -> tuple[list[str], dict[str, Any]]:
+    """The markup of each column, and what is to be said of an instant by the id of its chart."""
+    drawn = [picture for run in study.runs for picture in run.pictures]
+    modes = tuple(dict.fromkeys(stay.mode for picture in drawn for stay in picture.stays))
+    charts = [
+        [
+            replace(chart, modes=modes)
+            for picture in run.pictures
+            for chart in _charts(picture, study.objectives.get(picture.model, Objective()), len(run.pictures))
+        ]
+        for run in study.runs
+    ]
+    scales = {row[0].key: scale_of(row) for row in zip(*charts, strict=True)}
+    until = max(picture.ends_at for picture in drawn)
+    columns, values = [], {}
+    for number, (run, each) in enumerate(zip(study.runs, charts, strict=True)):
+        parts = [f"<section aria-label={quoteattr(run.name)}><h2>{escape(run.name)}</h2>"]
+        for index, chart in enumerate(each):
+            identity = f"chart-{number}-{index}"
+            values[identity] = hovered(chart)
+            parts.append(f"<h3>{escape(chart.title)} <span>{escape(chart.unit or chart.note)}</span></h3>")
+            parts.append(draw(chart, identity, until, scales[chart.key]))
+            parts.append(_legend(chart))
+        columns.append("\n".join([*parts, "</section>"]))
+    return columns, values
+
+
+def _charts(picture: Picture, slo: Objective, models: int) -> Sequence[Chart]:
+    of = f" of {picture.model}" if models > 1 else ""
+
+    def chart(key: str, title: str, unit: str, *lines: Line, **more: Any) -> Chart:
+        return Chart(f"{picture.model} {key}", title + of, unit, lines, **more)
+
+    def line(name: str, kind: str, values: Any, *, steps: bool = False, filled: bool = False) -> Line:
+        return Line(name, kind, picture.width_s, values, steps=steps or len(values) < FEW, filled=filled)
+
+    return (
+        chart("load", "Load", "requests/s", line("arrivals", "a", picture.arrivals, filled=True)),
+        chart(
+            "replicas",
+            "Replicas and mode",
+            "",
+            line("ready", "a", picture.ready, steps=True, filled=True),
+            line("starting", "b", picture.starting, steps=True),
+            line("draining", "c", picture.draining, steps=True),
+            line("wanted", "d", picture.wanted, steps=True),
+            stays=picture.stays,
+            marks=picture.marks,
+            whole=True,
+            note="triangles are decisions",
+        ),
+        chart("ttft", "Time to first token", "s", *_band(picture.ttft), log=True, limit=slo.ttft_p95_s),
+        chart("itl", "Inter-token latency", "s", *_band(picture.itl), log=True, limit=slo.itl_p95_s),
+        chart(
+            "queue",
+            "Queue",
+            "requests at once",
+            line("queued in the gateway", "b", picture.queued, filled=True),
+            line("running", "a", picture.running),
+            whole=True,
+        ),
+        chart(
+            "met",
+            "Within the objectives",
+            "% of the last minute",
+            line("met", "a", 100 * picture.met, filled=True),
+            limit=100 * slo.attainment,
+        ),
+    )
+
+
+def _band(band: Band) -> tuple[Line, ...]:
+    few = len(band.p50) < FEW
+    return (
+        Line("p99", "c", band.width_s, band.p99, above=band.p90, steps=few),
+        Line("p90", "b", band.width_s, band.p90, above=band.p50, steps=few),
+        Line("p50", "a", band.width_s, band.p50, steps=few),
+    )
+
+
+def _legend(chart: Chart) -> str:
+    # Into <b> the page writes the value of the instant that is pointed at.
+    entries = [
+        f'<li><svg viewBox="0 0 22 8" aria-hidden="true"><path class="line {line.kind}" d="M0,4 22,4"/></svg>'
+        f"{escape(line.name)}{'' if np.isfinite(line.values).any() else ' (none)'}<b></b></li>"
+        for line in chart.lines
+    ]
+    if chart.limit is not None:
+        entries.append(
+            '<li><svg viewBox="0 0 22 8" aria-hidden="true"><path class="limit" d="M0,4 22,4"/></svg>'
+            f"promised {chart.limit:g} {escape(chart.unit)}</li>"
+        )
+    entries += [
+        '<li><svg viewBox="0 0 22 8" aria-hidden="true">'
+        f'<rect class="mode{index % MODES}" width="22" height="8"/></svg>{escape(mode)}</li>'
+        for index, mode in enumerate(chart.modes)
+        if any(stay.mode == mode for stay in chart.stays)
+    ]
+    return f'<ul class="legend">{"".join(entries)}</ul>'

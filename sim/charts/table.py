@@ -1,0 +1,72 @@
+"""The table of a comparison: which figures of a summary people compare, under which heading."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from sim.oracle.bounds import Bounds
+from sim.results.summary import Summary
+
+
+class Figure(NamedTuple):
+    """A row of the table."""
+
+    heading: str
+    shown: Callable[[Summary], str]
+
+
+def seconds(value: float | None) -> str:
+    """A duration in milliseconds or seconds, whichever is shorter."""
+    if value is None:
+        return "-"
+    return f"{1e3 * value:.0f} ms" if value < 1 else f"{value:.2f} s"
+
+
+def percent(value: float | None) -> str:
+    """A part of 1, with the digits that 99.9 % needs."""
+    return "-" if value is None else f"{100 * value:.2f}%"
+
+
+def figures(bounds: Bounds) -> tuple[Figure, ...]:
+    """The rows, those of the oracle where there is one."""
+    achievable = bounds.achievable_gpu_hours
+    rows = (
+        Figure("attainment", lambda s: percent(s.attainment)),
+        Figure("TTFT p50", lambda s: seconds(s.ttft_p50_s)),
+        Figure("TTFT p95", lambda s: seconds(s.ttft_p95_s)),
+        Figure("TTFT p99", lambda s: seconds(s.ttft_p99_s)),
+        Figure("ITL p50", lambda s: seconds(s.itl_p50_s)),
+        Figure("ITL p95", lambda s: seconds(s.itl_p95_s)),
+        Figure("E2E p50", lambda s: seconds(s.e2e_p50_s)),
+        Figure("E2E p95", lambda s: seconds(s.e2e_p95_s)),
+        Figure("E2E p99", lambda s: seconds(s.e2e_p99_s)),
+        Figure("goodput", lambda s: f"{s.goodput_rps:.3g}/s"),
+        Figure("failed", lambda s: f"{s.failed} of {s.requests}"),
+        Figure("GPU-hours", lambda s: f"{s.gpu_hours:.3f}"),
+        Figure("over the lower bound", lambda s: _times(s.oracle_ratio)),
+        Figure(
+            "over the clairvoyant plan", lambda s: _times(s.gpu_hours / achievable if achievable else None)
+        ),
+        Figure("cost", lambda s: f"{s.cost + s.overflow_cost:.2f}"),
+        Figure("energy", lambda s: f"{s.joules / 3.6e6:.3g} kWh"),
+        Figure("switches", lambda s: str(s.switches)),
+        Figure("decisions", lambda s: str(s.decisions)),
+        Figure("preemptions", lambda s: str(s.preemptions)),
+        Figure("adapter loads", lambda s: str(s.adapter_loads)),
+    )
+    return rows if achievable else tuple(row for row in rows if not row.heading.startswith("over the"))
+
+
+def told(bounds: Bounds) -> str:
+    """The bounds in a line."""
+    if bounds.lower_gpu_hours is None or bounds.achievable_gpu_hours is None:
+        return f"no bounds: {bounds.why}"
+    return (
+        f"oracle: at least {bounds.lower_gpu_hours:.3f} GPU-hours, "
+        f"{bounds.achievable_gpu_hours:.3f} by a clairvoyant plan"
+    )
+
+
+def _times(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{ratio:.2f}x"

@@ -1,1 +1,0 @@
-"""Every policy on the same arrivals at each of its settings, beside a plan that knows the future."""

@@ -1,0 +1,87 @@
+"""Several policies on the same arrivals, beside each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import msgspec
+
+from policy.config.control import Objective
+from policy.config.deployment import Deployment
+from policy.scaling.view import Policy
+from sim.arrival import Arrival
+from sim.oracle.bounds import Bounds
+from sim.results.series import Picture, pictures
+from sim.results.summary import Summary, summarise
+from sim.twin.record import Record
+
+# Runs one policy; it is told simulated seconds as they pass.
+Play = Callable[[Deployment, Mapping[str, Policy], Iterable[Arrival], Callable[[float], None]], Record]
+
+
+class Contender(NamedTuple):
+    """A policy of each model by its name, and the document as it would be with them."""
+
+    name: str
+    deployment: Deployment
+    policies: Mapping[str, Policy]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One contender, and what came of it."""
+
+    name: str
+    summary: Summary
+    pictures: tuple[Picture, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Study:
+    """All runs on one trace; ``objectives`` by model."""
+
+    trace: str
+    seed: int
+    bounds: Bounds
+    objectives: Mapping[str, Objective]
+    runs: tuple[Run, ...]
+
+    def plain(self) -> dict[str, Any]:
+        """What scripts read: no NaN, and ``None`` for a figure that there is none of."""
+        return {
+            "trace": self.trace,
+            "seed": self.seed,
+            "oracle": {
+                "lower_gpu_hours": self.bounds.lower_gpu_hours,
+                "achievable_gpu_hours": self.bounds.achievable_gpu_hours,
+            },
+            "policies": {run.name: msgspec.to_builtins(run.summary) for run in self.runs},
+        }
+
+
+def compare(
+    contenders: Sequence[Contender],
+    arrivals: Callable[[], Iterable[Arrival]],
+    play: Play,
+    *,
+    trace: str,
+    seed: int,
+    bounds: Bounds,
+    said: Callable[[str, float], None] = lambda name, at: None,
+    kept: Callable[[str, Record], None] = lambda name, record: None,
+) -> Study:
+    """Run each of ``contenders`` on ``arrivals``, which must be the same at each call.
+
+    ``said`` hears how far each is in simulated seconds, ``kept`` is given each whole record, of which only
+    what the report draws stays in memory.
+    """
+    runs = []
+    for name, deployment, policies in contenders:
+        record = play(deployment, policies, arrivals(), partial(said, name))
+        kept(name, record)
+        runs.append(Run(name, summarise(record, bounds.lower_gpu_hours), pictures(record)))
+    objectives = {spec.name: spec.control.slo for spec in contenders[0].deployment.models}
+    return Study(trace, seed, bounds, objectives, tuple(runs))

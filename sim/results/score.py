@@ -1,0 +1,120 @@
+"""The score of one run: what was attained for one model in a stretch of time, and what it took."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from sim.twin.record import HOUR_S, LOST, Floats, Outcome, Record, Requests
+
+# Windows of this length are attained or not: shorter ones have too few requests to miss one in a hundred.
+WINDOW_S = 30.0
+
+
+class Score(msgspec.Struct, frozen=True, kw_only=True):
+    """What a policy made of one run, or of a part of it.
+
+    ``attainment`` is the fraction of all ``requests`` that were served within the objectives, those that
+    ``failed`` (refused, expired or broken) among them; ``goodput_rps`` is how many of those there were in a
+    second, ``goodput_per_gpu_hour`` in an hour of one GPU. Quantiles, in seconds, are of the requests that
+    were served, ITL by request; NaN where there were none. ``gpu_hours`` count starts and drains, and cores
+    where there are no GPUs. ``recovery_s`` is the longest time for which windows of :data:`WINDOW_S` on end
+    were below the attainment that is promised. ``switches`` are of the mode.
+    """
+
+    attainment: float
+    gpu_hours: float
+    ttft_p50_s: float
+    ttft_p99_s: float
+    itl_p95_s: float
+    goodput_rps: float
+    goodput_per_gpu_hour: float
+    recovery_s: float
+    switches: int
+    requests: int
+    failed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Of a run the time from ``since`` to before ``until``, in seconds."""
+
+    since: float
+    until: float
+
+    def __post_init__(self) -> None:
+        if not self.since < self.until:
+            raise ValueError(f"a stretch from {self.since:g} to {self.until:g} s: expected a later end")
+
+
+def score(record: Record, model: str, stretch: Stretch | None = None, promised: float = 0.99) -> Score:
+    """The score of ``model`` in ``stretch`` of the run, or in all of it.
+
+    A request belongs to the stretch in which it came. Raises :class:`ValueError` where none did, and
+    :class:`KeyError` for a model that the run does not have.
+    """
+    stretch = stretch or Stretch(0.0, record.ends_at)
+    requests = record.requests[model]
+    mine = (requests.at >= stretch.since) & (requests.at < stretch.until)
+    count = int(np.count_nonzero(mine))
+    if not count:
+        when = f"from {stretch.since:g} to {stretch.until:g} s"
+        raise ValueError(f"no request of {model} came {when}: there is nothing to judge")
+    met = int(np.count_nonzero(requests.met[mine]))
+    gpu_hours = _gpu_s(record, model, stretch) / HOUR_S
+    return Score(
+        attainment=met / count,
+        gpu_hours=gpu_hours,
+        ttft_p50_s=_quantile(requests, mine, requests.ttft_s, 0.5),
+        ttft_p99_s=_quantile(requests, mine, requests.ttft_s, 0.99),
+        itl_p95_s=_quantile(requests, mine, requests.itl_s, 0.95),
+        goodput_rps=met / (stretch.until - stretch.since),
+        goodput_per_gpu_hour=met / gpu_hours if gpu_hours else math.nan,
+        recovery_s=_recovery_s(requests.at[mine], requests.met[mine], stretch, promised),
+        switches=_switches(record, model, stretch),
+        requests=count,
+        failed=int(np.count_nonzero(np.isin(requests.outcome[mine], LOST))),
+    )
+
+
+def _quantile(requests: Requests, mine: NDArray[np.bool_], values: Floats, part: float) -> float:
+    known = values[mine & (requests.outcome == Outcome.SERVED) & np.isfinite(values)]
+    return float(np.quantile(known, part)) if len(known) else math.nan
+
+
+def _gpu_s(record: Record, model: str, stretch: Stretch) -> float:
+    """Of what the run took, the part of this model's replicas in this stretch, by the lives of replicas."""
+    whole = mine = 0.0
+    gpus = any(span.gpus for span in record.spans)
+    for span in record.spans:
+        ended_at = record.ends_at if span.ended_at is None else span.ended_at
+        devices = span.gpus if gpus else span.cpus
+        whole += devices * (ended_at - span.asked_at)
+        if span.model == model:
+            inside = min(ended_at, stretch.until) - max(span.asked_at, stretch.since)
+            mine += devices * max(0.0, inside)
+    # Shapes that take turns on the same GPUs hold them once; the record knows, their lives do not.
+    return record.gpu_s * mine / whole if whole else 0.0
+
+
+def _switches(record: Record, model: str, stretch: Stretch) -> int:
+    return sum(
+        decision.model == model and decision.mode != decision.was_mode
+        for at, decision in record.decisions
+        if stretch.since <= at < stretch.until
+    )
+
+
+def _recovery_s(at: Floats, met: NDArray[np.bool_], stretch: Stretch, promised: float) -> float:
+    """The longest time of windows on end that miss; one without requests misses nothing."""
+    windows = ((at - stretch.since) / WINDOW_S).astype(np.int64)
+    came = np.bincount(windows)
+    missed = np.bincount(windows, weights=met) < promised * came
+    edges = np.flatnonzero(np.diff(missed, prepend=False, append=False))
+    # The last window may end before its time.
+    instants = np.minimum(edges * WINDOW_S, stretch.until - stretch.since)
+    return float((instants[1::2] - instants[::2]).max(initial=0.0))

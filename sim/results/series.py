@@ -1,0 +1,187 @@
+"""What the report shows of one model under one policy, in few enough points to draw."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from policy.scaling.situation import Decision
+from sim.twin.record import Floats, Ints, Moment, Record, Requests
+
+# A column of the report is about as many pixels wide.
+WINDOWS = 480
+# A 99th percentile needs more requests than a mean does.
+LATENCY_WINDOWS = 120
+MARKS = 160
+# Of decisions that fall on one mark so many are told whole.
+TOLD = 4
+QUANTILES = (0.5, 0.9, 0.99)
+
+
+@dataclass(frozen=True, slots=True)
+class Band:
+    """The p50, p90 and p99 in seconds of the requests that came in each window of ``width_s``."""
+
+    width_s: float
+    p50: Floats
+    p90: Floats
+    p99: Floats
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """What was decided about ``at``: the decisions of the same few seconds are one mark."""
+
+    at: float
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stay:
+    """The model is in ``mode`` from ``start`` to ``end``."""
+
+    mode: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """One model: from 0 to ``ends_at`` seconds in windows of ``width_s``, NaN where a window has nothing.
+
+    ``arrivals`` and ``met`` are means of a window, ``queued`` and ``running`` the most in it, replicas the
+    last ones in it.
+    """
+
+    model: str
+    ends_at: float
+    width_s: float
+    arrivals: Floats
+    queued: Floats
+    running: Floats
+    met: Floats
+    ready: Floats
+    starting: Floats
+    draining: Floats
+    wanted: Floats
+    ttft: Band
+    itl: Band
+    stays: tuple[Stay, ...]
+    marks: tuple[Mark, ...]
+
+
+def pictures(record: Record) -> tuple[Picture, ...]:
+    """A picture of each model of the run, in the order of its requests."""
+    return tuple(_picture(record, model, requests) for model, requests in record.requests.items())
+
+
+def _picture(record: Record, model: str, requests: Requests) -> Picture:
+    moments = [moment for moment in record.moments if moment.model == model]
+    end = max(record.ends_at, 1e-9)
+    # No window without a tick in it.
+    count = max(1, min(WINDOWS, len(moments)))
+    at = np.array([moment.at for moment in moments], dtype=np.float64)
+    where = _window(at, end, count)
+
+    def column(name: str) -> Floats:
+        return np.array([getattr(moment, name) for moment in moments], dtype=np.float64)
+
+    return Picture(
+        model=model,
+        ends_at=end,
+        width_s=end / count,
+        arrivals=_means(column("arrivals"), where, count),
+        queued=_most(column("queued"), where, count),
+        running=_most(column("running"), where, count),
+        met=_means(column("met"), where, count),
+        ready=_last(column("ready"), where, count),
+        starting=_last(column("starting"), where, count),
+        draining=_last(column("draining"), where, count),
+        wanted=_last(column("wanted"), where, count),
+        ttft=_band(requests.at, requests.ttft_s, end),
+        itl=_band(requests.at, requests.itl_s, end),
+        stays=_stays(moments, end),
+        marks=_marks([(at, each) for at, each in record.decisions if each.model == model], end),
+    )
+
+
+def _window(at: Floats, end: float, count: int) -> Ints:
+    return np.clip((at * (count / end)).astype(np.int64), 0, count - 1)
+
+
+def _means(values: Floats, where: Ints, count: int) -> Floats:
+    known = np.isfinite(values)
+    sums = np.bincount(where[known], values[known], count)
+    counts = np.bincount(where[known], minlength=count)
+    means: Floats = np.divide(sums, counts, out=np.full(count, np.nan), where=counts > 0)
+    return means
+
+
+def _most(values: Floats, where: Ints, count: int) -> Floats:
+    most = np.full(count, -np.inf)
+    np.maximum.at(most, where, values)
+    most[np.isneginf(most)] = np.nan
+    return most
+
+
+def _last(values: Floats, where: Ints, count: int) -> Floats:
+    """The last of each window, or of the one before it."""
+    last = np.full(count, np.nan)
+    last[where] = values
+    known = np.where(np.isnan(last), 0, np.arange(count))
+    filled: Floats = last[np.maximum.accumulate(known)]
+    return filled
+
+
+def _band(at: Floats, values: Floats, end: float) -> Band:
+    count = max(1, min(LATENCY_WINDOWS, len(at)))
+    edges = np.searchsorted(at, np.linspace(0.0, end, count + 1))
+    edges[-1] = len(at)
+    found = np.full((count, len(QUANTILES)), np.nan)
+    for i in range(count):
+        part = values[edges[i] : edges[i + 1]]
+        known = part[np.isfinite(part)]
+        if len(known):
+            found[i] = np.quantile(known, QUANTILES)
+    return Band(width_s=end / count, p50=found[:, 0], p90=found[:, 1], p99=found[:, 2])
+
+
+def _stays(moments: Sequence[Moment], end: float) -> tuple[Stay, ...]:
+    begun: list[tuple[str, float]] = []
+    for moment in moments:
+        if not begun or begun[-1][0] != moment.mode:
+            begun.append((moment.mode, moment.at))
+    if begun:  # The first tick is a little after the start.
+        begun[0] = (begun[0][0], 0.0)
+    ends = [*(start for _, start in begun[1:]), end]
+    return tuple(Stay(mode, start, until) for (mode, start), until in zip(begun, ends, strict=False))
+
+
+def _marks(decisions: Sequence[tuple[float, Decision]], end: float) -> tuple[Mark, ...]:
+    together: dict[int, list[tuple[float, Decision]]] = {}
+    for at, decision in decisions:
+        together.setdefault(min(MARKS - 1, int(at * MARKS / end)), []).append((at, decision))
+    marks = []
+    for each in together.values():
+        told = [decided(at, decision) for at, decision in each[:TOLD]]
+        if len(each) > TOLD:
+            told.append(f"and {len(each) - TOLD} more until {clock(each[-1][0])}")
+        marks.append(Mark(each[0][0], "\n".join(told)))
+    return tuple(marks)
+
+
+def decided(at: float, decision: Decision) -> str:
+    """One decision as people read it: what changed, why, and which rules changed the count."""
+    before, after = f"{decision.was_mode} x {decision.was_count}", f"{decision.mode} x {decision.count}"
+    lines = [f"{clock(at)} {before} → {after}: {decision.reason}"]
+    lines += [f"  {clip.rule.value}: {clip.was} → {clip.now}, {clip.why}" for clip in decision.clips]
+    return "\n".join(lines)
+
+
+def clock(at: float) -> str:
+    """An instant of a run as hours, minutes and seconds."""
+    minutes, seconds = divmod(math.floor(at), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d}"

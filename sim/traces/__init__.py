@@ -1,1 +1,0 @@
-"""Traces as they are published, and as the gateway captures them: read line by line."""

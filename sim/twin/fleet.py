@@ -1,0 +1,378 @@
+"""The replicas of one model in virtual time: they start, serve, drain, sleep, crash and go.
+
+It is to the twin what Ray Serve and the replica hosts are to the controller: told a count for each layer, it
+starts what is missing and drains what is too much, first what does not serve yet, then the youngest.
+One module though over 300 lines: whatever changes a replica's state is one of its methods.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from policy.config.deployment import ModelSpec
+from policy.config.gpu_sharing import bed_of
+from policy.engine.model import Timing
+from policy.engine.profiles import shipped
+from policy.hashing import key_of
+from policy.routing.cost import Candidate
+from policy.scaling.rollout import Layer, LayerKey
+from policy.scaling.start_times import Starts, Taken
+from policy.scaling.view import Supply
+from policy.types import Load, Replica, ReplicaState, StartPath
+from policy.wire.heartbeat import Beat
+from policy.wire.reports import EngineReport
+from sim.twin.adapter_slots import GuardRule
+from sim.twin.engine import Engine
+from sim.twin.record import Span
+from sim.twin.scenario import World
+
+if TYPE_CHECKING:
+    from sim.twin.gateway import Place
+
+# A start that is spread is never shorter than this part of its mean.
+_LEAST_START = 0.1
+_WAKE_PART = 0.1
+
+
+class Runner:
+    """One replica: its life as it will be reported, its engine, and what a gateway knows of it.
+
+    ``places`` are the requests that are there. ``leave_by`` is when a drain is cut off. ``rule`` is what it
+    does with its slots for adapters, and ``told`` the change of what is loaded that a gateway was told of.
+    """
+
+    __slots__ = (
+        "engine",
+        "key",
+        "leave_by",
+        "places",
+        "rule",
+        "slow",
+        "span",
+        "state",
+        "told",
+        "version",
+        "view",
+    )
+
+    def __init__(self, key: LayerKey, span: Span, engine: Engine, rule: GuardRule, view: Candidate) -> None:
+        self.key = key
+        self.span = span
+        self.engine = engine
+        self.rule = rule
+        self.told = 0
+        self.view = view
+        self.state = ReplicaState.STARTING
+        self.places: dict[int, Place] = {}
+        self.leave_by = 0.0
+        self.slow = 1.0
+        # Of the one event that is due for its engine; another makes it void.
+        self.version = 0
+
+
+class Fleet:
+    """One model's replicas. ``serving`` take requests, ``views`` are those as the router sees them.
+
+    ``wake`` asks for an event of a replica at an instant: that its engine has news, it is ready or is cut.
+    """
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        world: World,
+        spans: list[Span],
+        rng: random.Random,
+        wake: Callable[[float, str, Runner, int], None],
+    ) -> None:
+        self.spec = spec
+        self.serving: list[Runner] = []
+        self.views: list[Candidate] = []
+        self.starts = Starts()
+        self.adapter_loads = self.preemptions = 0
+        self.lost: Callable[[Runner], None] = lambda runner: None
+        self._world = world
+        self._spans = spans
+        self._rng = rng
+        self._wake = wake
+        self._all: list[Runner] = []
+        self._wanted: dict[LayerKey, int] = {}
+        self._seen: set[str] = set()
+        self._timings: dict[str, Timing] = {name: shipped(spec, shape) for name, shape in spec.shapes.items()}
+        self._modes = {mode.shape: name for name, mode in spec.modes.items()}
+        bed = bed_of(spec)
+        self._asleep = frozenset() if bed is None else frozenset(bed.engines)
+        # What sleeps shows how long a wake takes when it is made, before anybody waits for it.
+        wake_s = (self._start_s(StartPath.SLEEPING),)
+        self.starts.restore(
+            Taken(model=spec.name, shape=shape, path=StartPath.SLEEPING, seconds=wake_s)
+            for shape in self._asleep
+        )
+
+    def __iter__(self) -> Iterator[Runner]:
+        return iter(self._all)
+
+    def timing(self, shape: str) -> Timing:
+        """How fast a replica of ``shape`` is."""
+        return self._timings[shape]
+
+    def sleeps(self, key: LayerKey) -> bool:
+        """Whether the replicas of the layer are woken, and not started."""
+        return key.shape in self._asleep
+
+    def begin(self, key: LayerKey, count: int) -> None:
+        """Have so many serve from the beginning, as if they had always been there."""
+        self._wanted[key] = count
+        self._seen.add(key.shape)
+        for _ in range(count):
+            runner = self._made(key, 0.0, StartPath.CACHED)
+            runner.span.ready_at = 0.0
+            runner.state = ReplicaState.READY
+        self._changed()
+
+    def scale(self, key: LayerKey, count: int, at: float) -> None:
+        """Have so many of a layer."""
+        more = count - self._wanted.get(key, 0)
+        self._wanted[key] = count
+        self.starts.asked(key, more, at)
+        for _ in range(more):
+            self._start(key, at)
+        if more < 0:
+            mine = [runner for runner in self._all if runner.key == key and stays(runner)]
+            mine.sort(key=lambda runner: (runner.state is ReplicaState.READY, -runner.span.number))
+            for runner in mine[:-more]:
+                self._drain(runner, at)
+        self._changed()
+
+    def ready(self, runner: Runner, at: float) -> bool:
+        """Its start is over; whether it serves now."""
+        if runner.state is not ReplicaState.STARTING:
+            return False
+        runner.state = ReplicaState.READY
+        runner.span.ready_at = at
+        self.starts.note(self._replica(runner, at), at)
+        self._changed()
+        return True
+
+    def submit(self, runner: Runner, place: Place, at: float) -> None:
+        """A request goes there; raises :class:`ValueError` if it could never fit."""
+        assert place.job is not None
+        runner.engine.submit(place.job, at)
+        runner.places[place.number] = place
+        self.watch(runner)
+
+    def watch(self, runner: Runner) -> None:
+        """Have its engine looked at when it has news."""
+        runner.version += 1
+        self._wake(runner.engine.next_at(), "engine", runner, runner.version)
+
+    def over(self, runner: Runner, place: Place, at: float) -> bool:
+        """A request is there no more; whether the replica is gone with it."""
+        runner.places.pop(place.number, None)
+        if runner.state is ReplicaState.DRAINING and not runner.places:
+            self._end(runner, at)
+            return True
+        return False
+
+    def cut(self, runner: Runner, at: float) -> list[Place]:
+        """The time to drain is over; returns the requests that are cut off."""
+        if runner.state is not ReplicaState.DRAINING or at < runner.leave_by:
+            return []
+        cut = list(runner.places.values())
+        runner.places.clear()
+        self._end(runner, at)
+        return cut
+
+    def crash(self, at: float) -> list[Place]:
+        """The one that serves for the longest crashes, and its host starts another engine in its place."""
+        if not self.serving:
+            return []
+        runner = self._longest()
+        lost = list(runner.places.values())
+        runner.places.clear()
+        runner.engine.tell(at)
+        runner.engine.crash()
+        runner.span.crashed = True
+        self._end(runner, at)
+        self._start(runner.key, at)
+        return lost
+
+    def slow(self, factor: float, at: float) -> Runner | None:
+        """The one that serves for the longest takes ``factor`` times as long from now on."""
+        if not self.serving:
+            return None
+        runner = self._longest()
+        self.pace(runner, factor, at)
+        return runner
+
+    def _longest(self) -> Runner:
+        """The one that serves for the longest."""
+        return min(self.serving, key=lambda each: (each.span.ready_at, each.span.number))
+
+    def pace(self, runner: Runner, factor: float, at: float) -> None:
+        """Its steps take ``factor`` times what its engine model says."""
+        runner.slow = factor
+        runner.engine.slow(factor, at)
+        self.watch(runner)
+
+    def layers(self) -> dict[LayerKey, Layer]:
+        """Every layer that is wanted or has replicas, as the planner sees it."""
+        keys = {key for key, count in self._wanted.items() if count} | {runner.key for runner in self._all}
+        return {key: self.layer(key) for key in keys}
+
+    def layer(self, key: LayerKey) -> Layer:
+        """One layer."""
+        states = [runner.state for runner in self._all if runner.key == key]
+        return Layer(
+            wanted=self._wanted.get(key, 0),
+            starting=states.count(ReplicaState.STARTING),
+            ready=states.count(ReplicaState.READY),
+            draining=states.count(ReplicaState.DRAINING),
+        )
+
+    def supply(self, key: LayerKey, lead_s: float, at: float) -> Supply:
+        """The layer as a policy sees it."""
+        layer = self.layer(key)
+        starting = [
+            self._replica(runner, at)
+            for runner in self._all
+            if runner.key == key and runner.state is ReplicaState.STARTING
+        ]
+        return Supply(
+            wanted=layer.wanted,
+            serving=layer.ready,
+            starting_s=self.starts.remaining_s(starting, lead_s, at),
+            draining=layer.draining,
+        )
+
+    def beats(self, at: float) -> Iterator[Beat]:
+        """What every replica tells of itself."""
+        for runner in self._all:
+            engine = runner.engine
+            # Many steps that are alike go without news: what has come of them until now is looked up.
+            engine.tell(at)
+            report = EngineReport(preempted=engine.preempted, deferred=engine.deferred)
+            yield Beat(replica=self._replica(runner, at), engine=report)
+
+    def slowness(self, name: str) -> float:
+        """How many times as long as it should the replica of that id takes for its steps."""
+        return next((runner.slow for runner in self._all if runner.view.id == name), 1.0)
+
+    def _start(self, key: LayerKey, at: float) -> None:
+        path = StartPath.CACHED if key.shape in self._seen else StartPath.COLD
+        if self.sleeps(key):
+            path = StartPath.SLEEPING
+        self._seen.add(key.shape)
+        runner = self._made(key, at, path)
+        self.starts.note(self._replica(runner, at), at)
+        self._wake(at + self._start_s(path), "ready", runner, 0)
+
+    def _start_s(self, path: StartPath) -> float:
+        world, assumed_s = self._world, self.spec.control.assumed_start_s
+        given = {
+            StartPath.COLD: world.cold_s,
+            StartPath.CACHED: world.cached_s,
+            StartPath.SLEEPING: world.sleeping_s,
+        }[path]
+        if given is None:
+            wake_s = self.spec.sim.wake_s
+            asleep_s = _WAKE_PART * assumed_s if wake_s is None else wake_s
+            given = asleep_s if path is StartPath.SLEEPING else assumed_s
+        if world.spread:
+            given = max(_LEAST_START * given, self._rng.gauss(given, world.spread * given))
+        return given
+
+    def _made(self, key: LayerKey, at: float, path: StartPath) -> Runner:
+        shape, number = self.spec.shapes[key.shape], len(self._spans)
+        span = Span(
+            number=number,
+            model=key.model,
+            mode=self._modes.get(key.shape, ""),
+            shape=key.shape,
+            gpus=shape.gpus,
+            cpus=shape.cpus,
+            path=path,
+            asked_at=at,
+        )
+        self._spans.append(span)
+        timing, adapters = self._timings[key.shape], self.spec.adapters
+        cached = {**self.spec.engine_args, **shape.engine_args}.get("enable_prefix_caching", True)
+        rule = GuardRule()
+        engine = Engine(
+            timing,
+            rule=rule,
+            slots=0 if adapters is None else adapters.slots_per_replica,
+            adapter_load_s=self._world.adapter_load_s,
+            prefix_tokens=timing.limits.kv_tokens if cached else None,
+        )
+        name = f"{key.model}-{key.shape}-{number}"
+        view = Candidate(name, key_of(name), bound=shape.max_in_flight, timing=timing)
+        runner = Runner(key, span, engine, rule, view)
+        self._all.append(runner)
+        return runner
+
+    def _drain(self, runner: Runner, at: float) -> None:
+        runner.span.leaves_at = at
+        if runner.state is ReplicaState.STARTING or not runner.places:
+            self._end(runner, at)
+            return
+        runner.state = ReplicaState.DRAINING
+        runner.leave_by = at + self.spec.control.mode.drain_timeout_s
+        self._wake(runner.leave_by, "cut", runner, 0)
+
+    def _end(self, runner: Runner, at: float) -> None:
+        runner.state = ReplicaState.STOPPED
+        runner.version += 1
+        runner.span.ended_at = at
+        self._write_down(runner, at)
+        self._all.remove(runner)
+        self.starts.note(self._replica(runner, at), at)
+        self._changed()
+        self.lost(runner)
+
+    def close(self, at: float) -> None:
+        """The run is over: write down what those did that are still there."""
+        for runner in self._all:
+            runner.span.ended_at = at
+            self._write_down(runner, at)
+
+    def _write_down(self, runner: Runner, at: float) -> None:
+        engine = runner.engine
+        engine.tell(at)
+        runner.span.busy_s, runner.span.tokens = engine.busy_s, engine.tokens
+        self.adapter_loads += engine.adapter_loads
+        self.preemptions += engine.preempted
+
+    def _changed(self) -> None:
+        self.serving = [runner for runner in self._all if runner.state is ReplicaState.READY]
+        self.views = [runner.view for runner in self.serving]
+
+    def _replica(self, runner: Runner, at: float) -> Replica:
+        span, engine = runner.span, runner.engine
+        start_s = None if span.ready_at is None else span.ready_at - span.asked_at
+        load = Load(
+            at=at,
+            in_flight=len(runner.places),
+            bound=runner.view.bound,
+            running=engine.running,
+            waiting=engine.waiting,
+            kv_used=engine.kv_used,
+            tokens=engine.tokens,
+            pending_tokens=engine.pending_tokens,
+        )
+        return Replica(
+            id=runner.view.id,
+            model=span.model,
+            shape=span.shape,
+            generation=runner.key.generation,
+            state=runner.state,
+            load=load,
+            start_s=start_s or None,
+            start_path=span.path,
+        )
+
+
+def stays(runner: Runner) -> bool:
+    """Whether it serves or will."""
+    return runner.state in (ReplicaState.STARTING, ReplicaState.READY)

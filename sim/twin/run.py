@@ -1,0 +1,394 @@
+"""The twin: a deployment replayed on a trace, decided by the objects that decide in production.
+
+One queue of events in virtual time. A request: arrival -> desk (admission, batching, routing) -> replica's
+engine -> first token -> last token. A decision: what desks and replicas tell each second -> signals ->
+policies, safety, modes -> counts -> replicas that start and drain. Nothing here is random but what comes from
+``seed``, so the same arguments give the same record.
+One module though over 300 lines: it is the one place where the parts of the twin meet.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+import random
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+from policy.admission.spend_cap import Purse, cost
+from policy.config.deployment import Budget, Deployment, ModelSpec, Shape
+from policy.config.gpu_sharing import bed_of
+from policy.engine.power import Draw, draw_of
+from policy.engine.profiles import kind_and_size, price_of
+from policy.placement.plan import Host
+from policy.scaling.view import Policy
+from policy.signals.aggregator import Gathering
+from policy.types import ReplicaState
+from policy.wire.reports import GatewayReport
+from sim.arrival import Arrival
+from sim.twin.adapter_placement import BEAT_S, LINE_S, PLAN_S, Placing
+from sim.twin.controller import Steering
+from sim.twin.engine import Kind
+from sim.twin.fleet import Fleet, Runner, stays
+from sim.twin.gateway import Desk, Place
+from sim.twin.record import HOUR_S, Moment, Outcome, Record, Span
+from sim.twin.request_log import Ledger
+from sim.twin.scenario import EARTH, World
+from sim.workload.model_names import Addressing
+
+# How often gateways and replicas tell how they are, and how much of a trace says what was there before it.
+TELL_S = 1.0
+OPENING_S = 60.0
+# How often progress is said.
+SAID_EVERY_S = 10.0
+
+
+def simulate(
+    deployment: Deployment,
+    policies: Mapping[str, Policy],
+    trace: Iterable[Arrival],
+    *,
+    world: World = EARTH,
+    seed: int = 0,
+    said: Callable[[float], None] | None = None,
+) -> Record:
+    """Replay ``trace`` on ``deployment``, scaled by ``policies`` (by model), until all have ended.
+
+    The fleet begins with what the first minute of the trace needs, or with the count that a policy keeps
+    whatever comes. ``said`` is told how far it has come, in seconds of the trace. Of a deployment of several
+    models the trace has to name them: raises :class:`policy.errors.ConfigError` for one that is not there.
+    """
+    return _Run(deployment, policies, world, seed).play(trace, said or (lambda at: None))
+
+
+class _Run:
+    """One run and its clock."""
+
+    def __init__(
+        self, deployment: Deployment, policies: Mapping[str, Policy], world: World, seed: int
+    ) -> None:
+        self._deployment = deployment
+        self._world = world
+        self._events: list[tuple[float, int, str, Runner | str, int]] = []
+        self._order = itertools.count()
+        self._spans: list[Span] = []
+        self._gathering = Gathering()
+        self._number = 0
+        streams = random.Random(seed)  # noqa: S311 - reproducible, not secret
+        self._fleets: dict[str, Fleet] = {}
+        self._desks: dict[str, Desk] = {}
+        self._ledgers: dict[str, Ledger] = {}
+        self._addressing = Addressing([spec.name for spec in deployment.models])
+        for spec in deployment.models:
+            starts, routes = (random.Random(streams.getrandbits(64)) for _ in range(2))  # noqa: S311
+            fleet = Fleet(spec, world, self._spans, starts, self._push)
+            desk = Desk(spec, deployment, fleet, routes, self._over)
+            fleet.lost = desk.gone
+            self._fleets[spec.name] = fleet
+            self._desks[spec.name] = desk
+            self._ledgers[spec.name] = Ledger(spec.control.slo)
+        self._placings = {
+            spec.name: Placing(world.adapter_load_s, self._desks[spec.name].adapter_key)
+            for spec in deployment.models
+            if spec.adapters is not None
+        }
+        self._steering = Steering(deployment, self._fleets, policies, self._gathering)
+        self._purses = {upstream.name: Purse(upstream.cost_cap_per_h) for upstream in deployment.upstreams}
+        self._record = Record(ends_at=0.0, requests={})
+        self._recent: dict[str, deque[tuple[float, bool]]] = {name: deque() for name in self._desks}
+        self._counted = dict.fromkeys(self._desks, 0)
+        self._looks: dict[str, float] = {}
+        # By replica the stretches of the world in which it is slow now.
+        self._slow: defaultdict[Runner, list[int]] = defaultdict(list)
+        self._open = 0
+
+    def play(self, trace: Iterable[Arrival], said: Callable[[float], None]) -> Record:
+        arrivals = self._opened(iter(trace))
+        upcoming = next(arrivals, None)
+        for crash in self._world.crashes:
+            self._push(crash.at, "crash", crash.model or self._first, 0)
+        for index, slow in enumerate(self._world.slow):
+            self._push(slow.at, "slow", slow.model or self._first, index)
+        self._push(TELL_S, "tell", "", 0)
+        for name in self._placings:
+            self._push(BEAT_S, "beat", name, 1)
+        said_at = at = 0.0
+        events = self._events
+        while upcoming is not None or self._open:
+            due = events[0][0]
+            if upcoming is not None and upcoming.at <= due:
+                at = max(at, upcoming.at)
+                self._arrive(upcoming, at)
+                upcoming = next(arrivals, None)
+            else:
+                at, _, kind, subject, detail = heapq.heappop(events)
+                self._handle(kind, subject, detail, at)
+            if at - said_at >= SAID_EVERY_S:
+                said_at = at
+                said(at)
+        said(at)
+        return self._closed(at)
+
+    @property
+    def _first(self) -> str:
+        return self._deployment.models[0].name
+
+    def _opened(self, trace: Iterator[Arrival]) -> Iterator[Arrival]:
+        """The trace, whose first minute says what there is at the beginning."""
+        head: list[Arrival] = []
+        rest = trace
+        for arrival in trace:
+            if arrival.at > OPENING_S:
+                rest = itertools.chain((arrival,), trace)
+                break
+            head.append(arrival)
+        rates: dict[str, float] = {}
+        shapes: dict[str, tuple[float, float]] = {}
+        lasted_s = OPENING_S if rest is not trace else max(1.0, head[-1].at if head else 0.0)
+        for name in self._desks:
+            mine = [arrival for arrival in head if self._addressing.of(arrival) == name]
+            rates[name] = len(mine) / lasted_s
+            if mine:
+                inputs = sum(arrival.input_tokens for arrival in mine)
+                outputs = sum(arrival.output_tokens for arrival in mine)
+                shapes[name] = inputs / len(mine), outputs / len(mine)
+        self._steering.begin(rates, shapes)
+        return itertools.chain(head, rest)
+
+    def _push(self, at: float, kind: str, subject: Runner | str, detail: int) -> None:
+        if at < math.inf:
+            heapq.heappush(self._events, (at, next(self._order), kind, subject, detail))
+
+    def _arrive(self, arrival: Arrival, at: float) -> None:
+        model = self._addressing.of(arrival)
+        desk = self._desks[model]
+        self._open += 1
+        row = self._ledgers[model].arrived(at, arrival.input_tokens, arrival.output_tokens)
+        desk.arrive(row, arrival, at)
+        if desk.queued:
+            self._look(model, desk, at)
+            if not self._steering.courses[model].count:
+                self._urgently(model, at)
+
+    def _handle(self, kind: str, subject: Runner | str, detail: int, at: float) -> None:
+        if isinstance(subject, Runner):
+            self._of_replica(kind, subject, detail, at)
+        elif kind == "tell":
+            self._tell(at)
+            self._push(at + TELL_S, "tell", "", 0)
+        elif kind == "look":
+            self._looks.pop(subject, None)
+            desk = self._desks[subject]
+            desk.expire(at)
+            desk.offer(at)
+            self._look(subject, desk, at)
+        elif kind == "beat":
+            self._place(subject, detail, at)
+            self._push(at + BEAT_S, "beat", subject, detail + 1)
+        elif kind == "crash":
+            desk = self._desks[subject]
+            for place in self._fleets[subject].crash(at):
+                desk.broken(place, at)
+            self._urgently(subject, at)
+            self._look(subject, desk, at)
+        elif kind == "slow":
+            slow = self._world.slow[detail]
+            runner = self._fleets[subject].slow(slow.factor, at)
+            if runner is not None:
+                self._slow[runner].append(detail)
+                self._pace(runner, at)
+                self._push(slow.until, "pace", runner, detail)
+
+    def _of_replica(self, kind: str, runner: Runner, detail: int, at: float) -> None:
+        model = runner.key.model
+        fleet, desk = self._fleets[model], self._desks[model]
+        if kind == "engine":
+            if detail == runner.version:
+                self._advance(runner, fleet, desk, at)
+        elif kind == "ready":
+            if fleet.ready(runner, at):
+                self._steering.act(at)
+                desk.offer(at)
+        elif kind == "cut":
+            for place in fleet.cut(runner, at):
+                desk.broken(place, at)
+            self._steering.act(at)
+        elif kind == "line" and runner.state is not ReplicaState.STOPPED:
+            runner.engine.tell(at)
+            desk.told(runner)
+        elif kind == "pace" and runner.state is not ReplicaState.STOPPED:
+            self._slow[runner].remove(detail)
+            self._pace(runner, at)
+        if desk.queued:
+            self._look(model, desk, at)
+
+    def _pace(self, runner: Runner, at: float) -> None:
+        """Have it be as slow as its stretches say: the factors of those that overlap multiply."""
+        factor = math.prod(self._world.slow[i].factor for i in self._slow[runner])
+        self._fleets[runner.key.model].pace(runner, factor, at)
+
+    def _advance(self, runner: Runner, fleet: Fleet, desk: Desk, at: float) -> None:
+        """Take an engine's news."""
+        freed = False
+        for event in runner.engine.advance(at):
+            place = runner.places[event.number]
+            if event.kind is Kind.FIRST:
+                place.cached_tokens = event.cached_tokens
+                desk.first_token(place, event.at)
+            else:
+                gone = fleet.over(runner, place, event.at)
+                desk.ended(place, event.at)
+                freed = True
+                if gone:
+                    self._steering.act(at)
+        runner.view.kv_used = runner.engine.kv_used
+        if runner.told != runner.engine.adapter_changes:
+            runner.told = runner.engine.adapter_changes
+            self._push(at + LINE_S, "line", runner, 0)
+        if runner.state is not ReplicaState.STOPPED:
+            fleet.watch(runner)
+        if freed and desk.queued:
+            desk.offer(at)
+
+    def _look(self, model: str, desk: Desk, at: float) -> None:
+        """Have the queue looked at when it is due."""
+        due = desk.due_at(at)
+        if due < self._looks.get(model, math.inf):
+            self._looks[model] = due
+            self._push(due, "look", model, 0)
+
+    def _over(self, place: Place, outcome: Outcome, at: float) -> None:
+        """A request has ended in the fleet: with an answer, or for an upstream, or for nobody."""
+        self._open -= 1
+        model = place.request.model
+        if outcome in (Outcome.REFUSED, Outcome.EXPIRED) and self._overflows(model, place, at):
+            outcome = Outcome.OVERFLOWN
+        met = self._ledgers[model].over(place.number, place, outcome, at)
+        self._recent[model].append((at, met))
+
+    def _overflows(self, model: str, place: Place, at: float) -> bool:
+        """Whether an upstream takes it, while the money lasts."""
+        for upstream in self._deployment.upstreams:
+            if model in upstream.models:
+                price = cost(upstream.price, place.arrival.input_tokens, place.arrival.output_tokens)
+                purse = self._purses[upstream.name]
+                if (hold := purse.hold(price, at)) is not None:
+                    purse.settle(hold, price, at)
+                    self._record.overflow_cost += price
+                    return True
+        return False
+
+    def _tell(self, at: float) -> None:
+        """Gateways and replicas tell how they are, and whoever's turn it is decides."""
+        self._number += 1
+        reports = {
+            name: desk.totals.report(in_flight=desk.in_flight, queued=desk.queued, oldest_s=desk.oldest_s(at))
+            for name, desk in self._desks.items()
+        }
+        report = GatewayReport(worker="twin", number=self._number, since_s=at, models=reports)
+        self._gathering.take(report, at)
+        for fleet in self._fleets.values():
+            for beat in fleet.beats(at):
+                self._gathering.take_beat(beat, at)
+        self._steering.act(at)
+        due = self._steering.due(at)
+        if due:
+            self._decide(due, at)
+            for name in sorted(due):
+                self._record.moments.append(self._moment(name, at))
+
+    def _place(self, model: str, beat: int, at: float) -> None:
+        """The replicas tell what adapters they were asked for, and hear what to hold by the last plan."""
+        placing, fleet = self._placings[model], self._fleets[model]
+        if not beat % round(PLAN_S / BEAT_S):
+            placing.replan((self._host(runner, at) for runner in fleet if stays(runner)), at)
+        for runner in fleet.serving:
+            placing.beat(runner.view.id, runner.rule, len(runner.places), at)
+            runner.engine.look_ahead(at)
+            fleet.watch(runner)
+
+    def _host(self, runner: Runner, at: float) -> Host:
+        adapters = self._fleets[runner.key.model].spec.adapters
+        assert adapters is not None
+        runner.engine.tell(at)
+        return Host(
+            id=runner.view.id,
+            key=runner.view.key,
+            slots=adapters.slots_per_replica,
+            seats=float(runner.view.bound),
+            resident=frozenset(runner.engine.adapters),
+        )
+
+    def _urgently(self, model: str, at: float) -> None:
+        """Have ``model`` decided on now, and whoever's turn it is."""
+        self._decide(self._steering.due(at, frozenset({model})), at)
+
+    def _decide(self, models: frozenset[str], at: float) -> None:
+        self._steering.decide(models, at)
+        for name, desk in self._desks.items():
+            if desk.queued:
+                self._look(name, desk, at)
+
+    def _moment(self, name: str, at: float) -> Moment:
+        desk, fleet, course = self._desks[name], self._fleets[name], self._steering.courses[name]
+        states = [runner.state for runner in fleet]
+        recent = self._recent[name]
+        while recent and recent[0][0] < at - 60.0:
+            recent.popleft()
+        arrived, self._counted[name] = desk.totals.arrived - self._counted[name], desk.totals.arrived
+        return Moment(
+            at=at,
+            model=name,
+            arrivals=arrived / course.spec.control.tick_s,
+            queued=desk.queued,
+            running=desk.in_flight - desk.queued,
+            ready=states.count(ReplicaState.READY),
+            starting=states.count(ReplicaState.STARTING),
+            draining=states.count(ReplicaState.DRAINING),
+            mode=course.mode,
+            wanted=course.count,
+            met=sum(met for _, met in recent) / len(recent) if recent else 1.0,
+        )
+
+    def _closed(self, at: float) -> Record:
+        record, budget = self._record, self._deployment.budget
+        gpus = any(shape.gpus for spec in self._deployment.models for shape in spec.shapes.values())
+        for fleet in self._fleets.values():
+            fleet.close(at)
+        record.ends_at = at
+        record.spans = self._spans
+        record.decisions = self._steering.decisions
+        record.switches = self._steering.switches
+        record.adapter_loads = sum(fleet.adapter_loads for fleet in self._fleets.values())
+        record.preemptions = sum(fleet.preemptions for fleet in self._fleets.values())
+        beds = {spec.name: bed for spec in self._deployment.models if (bed := bed_of(spec)) is not None}
+        for name, bed in beds.items():
+            spec = self._deployment.model(name)
+            shape = spec.shapes[bed.shape]
+            record.gpu_s += at * bed.gpus
+            record.cost += at / HOUR_S * price_of(shape, budget)
+            record.joules += at * bed.gpus * _draw(spec, shape, budget).watts(0.0)
+        for span in self._spans:
+            spec = self._deployment.model(span.model)
+            shape = spec.shapes[span.shape]
+            draw, devices = _draw(spec, shape, budget), shape.gpus or shape.cpus
+            held_s = (at if span.ended_at is None else span.ended_at) - span.asked_at
+            if span.model in beds and span.shape in beds[span.model].engines:
+                # Its cards are drawn from whoever of the bed is awake: what it adds is what it computes.
+                span.joules = devices * span.busy_s * (draw.watts(1.0) - draw.watts(0.0))
+            else:
+                span.joules = devices * held_s * draw.watts(span.busy_s / held_s if held_s else 0.0)
+                record.gpu_s += held_s * (shape.gpus if gpus else shape.cpus)
+                record.cost += held_s / HOUR_S * price_of(shape, budget)
+            record.joules += span.joules
+        record.requests = {name: ledger.requests() for name, ledger in self._ledgers.items()}
+        return record
+
+
+def _draw(spec: ModelSpec, shape: Shape, budget: Budget) -> Draw:
+    """What one of its devices draws: of the kind that its profile is of, else as the budget has it."""
+    if not shape.gpus:
+        return draw_of("cpu", budget.cpu_watts)
+    kind, _ = kind_and_size(spec.timed_by or "")
+    return draw_of(kind, budget.gpu_watts)

@@ -1,0 +1,78 @@
+"""What a deployment does not say and a run has to assume: how long starts take, and what goes wrong.
+
+A world as people write it: a YAML file."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from policy.config.convert import convert
+from policy.config.section import Section
+from policy.errors import ConfigError
+from store.yaml_file import read_yaml
+
+_Seconds = Annotated[float, Meta(ge=0, le=86_400)]
+
+
+class Crash(Section, frozen=True):
+    """The replica that serves for the longest crashes ``at`` so many seconds."""
+
+    at: _Seconds
+    model: str = ""
+
+
+class Slow(Section, frozen=True):
+    """The replica that serves for the longest takes ``factor`` times as long ``at`` .. ``until``.
+
+    The factors of stretches that overlap on one replica multiply.
+    """
+
+    at: _Seconds
+    until: _Seconds
+    factor: Annotated[float, Meta(gt=0, le=1000)]
+    model: str = ""
+
+
+class World(Section, frozen=True):
+    """Seconds from start to ready by path; ``None`` is the model's ``assumed_start_s`` (a wake: a tenth).
+
+    The first start of a shape is a cold one, later ones find the weights cached. ``spread`` is the standard
+    deviation of a start as a part of its mean. ``adapter_load_s`` holds up the steps of a replica.
+    """
+
+    cold_s: _Seconds | None = None
+    cached_s: _Seconds | None = None
+    sleeping_s: _Seconds | None = None
+    spread: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    adapter_load_s: _Seconds = 0.05
+    crashes: tuple[Crash, ...] = ()
+    slow: tuple[Slow, ...] = ()
+
+
+EARTH: World = msgspec.convert({}, World)
+
+
+def world_of(path: Path, models: Collection[str]) -> World:
+    """The world in the file at ``path``, for a deployment of these ``models``.
+
+    Raises :class:`policy.errors.ConfigError`, which names the file and the place in it.
+    """
+    raw = read_yaml(path, "cold_s")
+    try:
+        world = convert(raw, World, "")
+        named = [(f"crashes[{i}]", crash.model) for i, crash in enumerate(world.crashes)]
+        named += [(f"slow[{i}]", slow.model) for i, slow in enumerate(world.slow)]
+        for place, model in named:
+            if model and model not in models:
+                raise ConfigError(f"{place}.model", model, f"one of: {', '.join(models)}")
+        for i, slow in enumerate(world.slow):
+            if slow.until <= slow.at:
+                raise ConfigError(f"slow[{i}].until", slow.until, f"an instant after {slow.at:g}, its 'at'")
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error.path}", error.value, error.expected) from None
+    return world

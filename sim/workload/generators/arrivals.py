@@ -1,0 +1,112 @@
+"""When requests come: a rate that changes over time, and how bursty they are around it."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from typing import Annotated
+
+from msgspec import Meta
+
+from policy.config.section import Fraction, Seconds, Section
+
+# The rate is constant within a cell: that of its middle.
+CELL_S = 1.0
+
+_Instant = Annotated[float, Meta(ge=0)]
+_Factor = Annotated[float, Meta(ge=0, le=1000)]
+
+
+class Diurnal(Section, frozen=True):
+    """A sine around the rate: ``swing`` of it more at ``peak_s``, each ``period_s`` again, less between.
+
+    Without more it is a day that peaks at noon.
+    """
+
+    period_s: Annotated[float, Meta(ge=60)] = 86_400.0
+    swing: Fraction = 0.5
+    peak_s: _Instant = 43_200.0
+
+    def scale(self, at: float) -> float:
+        """What the rate is multiplied with."""
+        return 1.0 + self.swing * math.cos(2.0 * math.pi * (at - self.peak_s) / self.period_s)
+
+
+class Ramp(Section, frozen=True):
+    """From the rate to ``factor`` times as much, on a line from ``from_s`` on that takes ``rise_s``."""
+
+    factor: _Factor
+    rise_s: Seconds
+    from_s: _Instant = 0.0
+
+    def scale(self, at: float) -> float:
+        """What the rate is multiplied with."""
+        return 1.0 + (self.factor - 1.0) * _between((at - self.from_s) / self.rise_s)
+
+
+class Flash(Section, frozen=True):
+    """A flash crowd: ``factor`` times the rate for ``hold_s`` from ``at_s``; a rise before, a fall after."""
+
+    at_s: _Instant
+    factor: _Factor
+    hold_s: Seconds
+    rise_s: Annotated[float, Meta(ge=0)] = 0.0
+    fall_s: Annotated[float, Meta(ge=0)] = 0.0
+
+    def scale(self, at: float) -> float:
+        """What the rate is multiplied with."""
+        late = at - self.at_s
+        rising = 1.0 + late / self.rise_s if self.rise_s else float(late >= 0.0)
+        falling = 1.0 - (late - self.hold_s) / self.fall_s if self.fall_s else float(late < self.hold_s)
+        return 1.0 + (self.factor - 1.0) * min(_between(rising), _between(falling))
+
+
+class Pace(Section, frozen=True):
+    """``rate`` arrivals a second, times the factors of what changes it.
+
+    ``cv`` is the coefficient of variation of the gaps between arrivals, at a rate that does not change: 1 is
+    a Poisson process, 0 a clock, above 1 they come in bursts (Gamma).
+    """
+
+    rate: Annotated[float, Meta(gt=0, le=1e6)]
+    cv: Annotated[float, Meta(ge=0, le=20)] = 1.0
+    diurnal: Diurnal | None = None
+    ramp: Ramp | None = None
+    flashes: tuple[Flash, ...] = ()
+
+    def at(self, at: float) -> float:
+        """Arrivals a second that are due ``at``."""
+        factor = math.prod(flash.scale(at) for flash in self.flashes)
+        if self.ramp is not None:
+            factor *= self.ramp.scale(at)
+        return self.rate * factor * (self.diurnal.scale(at) if self.diurnal is not None else 1.0)
+
+
+def instants(pace: Pace, rng: random.Random, until_s: float) -> Iterator[float]:
+    """Arrivals in order, from 0 to before ``until_s`` seconds.
+
+    They are those of a process with a mean gap of 1 on a clock that runs at the rate of ``pace``: with
+    exponential gaps the inhomogeneous Poisson process, with others what bursts at any rate alike (the time
+    rescaling theorem, Brown et al. 2002).
+    """
+    gap = _gap(pace.cv, rng)
+    for cell in range(math.ceil(until_s / CELL_S)):
+        at, end = cell * CELL_S, min((cell + 1) * CELL_S, until_s)
+        rate = pace.at((cell + 0.5) * CELL_S)
+        while rate > 0.0 and (due := at + gap / rate) < end:
+            at = due
+            yield at
+            gap = _gap(pace.cv, rng)
+        gap = max(0.0, gap - rate * (end - at))
+
+
+def _gap(cv: float, rng: random.Random) -> float:
+    """A gap of 1 on average."""
+    if cv == 0.0:
+        return 1.0
+    return rng.expovariate(1.0) if cv == 1.0 else rng.gammavariate(cv**-2, cv**2)
+
+
+def _between(fraction: float) -> float:
+    return min(1.0, max(0.0, fraction))

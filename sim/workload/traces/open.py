@@ -1,0 +1,128 @@
+"""Open a trace of any format that is known here: its first line says which."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from policy.errors import ConfigError
+from sim.arrival import Arrival
+from sim.workload.traces import azure, burstgpt, captured, mooncake, servegen
+from sim.workload.traces.reader import Lines, Objects, Table, cells
+
+
+class OpenTrace(Iterator[Arrival]):
+    """The requests of a trace, read as they are asked for: memory does not grow with its length.
+
+    ``format`` is its name; ``taken`` counts the requests so far, and ``skipped`` those left out, which the
+    format says had failed.
+    """
+
+    def __init__(self, lines: Lines) -> None:
+        self.taken = self.skipped = 0
+        self._lines = lines
+        # Half a number is a number, too; half an object, or half of a word that nobody reads, is none.
+        self._ends_in_number = False
+        self.format, self._arrivals = self._detected(lines)
+
+    def __next__(self) -> Arrival:
+        arrival = next(self._arrivals)
+        self.taken += 1
+        return arrival
+
+    def notes(self) -> list[str]:
+        """What a person should know of the part that was read."""
+        said = []
+        name, number = self._lines.path.name, self._lines.number
+        if self.skipped:
+            rows = self.taken + self.skipped
+            said.append(f"{name}: {self.skipped} of {rows} rows are failed requests, left out")
+        if self._lines.unended and self._ends_in_number:
+            said.append(
+                f"{name}:{number}: the last line has no line end, as the others have: the file may be cut off"
+            )
+        return said
+
+    def _detected(self, lines: Lines) -> tuple[str, Iterator[Arrival]]:
+        first = next(lines, None)
+        if first is None:
+            raise lines.refused("", "a trace that is not empty")
+        if first.lstrip().startswith("{"):
+            return _of_objects(lines, first)
+        header = cells(first)
+        kind = max(_TABLES, key=lambda each: len(set(each.columns) & set(header)))
+        found = set(kind.columns) & set(header)
+        if not found:
+            known = "; ".join(",".join(each.columns) for each in _TABLES)
+            raise lines.refused(first, f"JSON lines or a header with the columns of a known format: {known}")
+        if missing := [name for name in kind.columns if name not in header]:
+            raise lines.refused(first, f"{kind.name}'s column {', '.join(missing)}, too")
+        if len(set(header)) < len(header):
+            raise lines.refused(first, "columns with different names")
+        self._ends_in_number = header[-1] in kind.columns
+        return kind.name, kind.read(Table(lines, header), self._skip)
+
+    def _skip(self) -> None:
+        self.skipped += 1
+
+
+def open_trace(path: Path) -> OpenTrace:
+    """The requests of the trace at ``path``, packed by gzip or not, from 0 s at its first one on.
+
+    Raises :class:`policy.errors.TraceError` with the line, at once for an unknown format and otherwise when
+    that line is reached; :class:`policy.errors.ConfigError` for a file that cannot be read, or only once.
+    """
+    if path.exists() and not path.is_file():
+        raise ConfigError(str(path), "no regular file", "a file on a disk: a trace is read several times")
+    trace = OpenTrace(Lines(path))
+    if (traces := _opened.get()) is not None:
+        traces.append(trace)
+    return trace
+
+
+@contextmanager
+def opened() -> Iterator[list[OpenTrace]]:
+    """Yields the traces that are opened meanwhile, also by a workload, which nobody outside it sees."""
+    traces: list[OpenTrace] = []
+    token = _opened.set(traces)
+    try:
+        yield traces
+    finally:
+        _opened.reset(token)
+
+
+def notes(traces: list[OpenTrace]) -> list[str]:
+    """What a person should know of them, each thing once."""
+    return list(dict.fromkeys(note for trace in traces for note in trace.notes()))
+
+
+_opened: ContextVar[list[OpenTrace] | None] = ContextVar("_opened", default=None)
+
+
+class _TableKind(NamedTuple):
+    name: str
+    columns: tuple[str, ...]
+    read: Callable[[Table, Callable[[], None]], Iterator[Arrival]]
+
+
+_TABLES = (
+    _TableKind("azure", azure.COLUMNS, lambda table, _: azure.read(table)),
+    _TableKind("burstgpt", burstgpt.COLUMNS, burstgpt.read),
+    _TableKind("servegen", servegen.COLUMNS, lambda table, _: servegen.read(table)),
+)
+
+
+def _of_objects(lines: Lines, first: str) -> tuple[str, Iterator[Arrival]]:
+    keys: dict[str, Any] = Objects(lines, dict[str, Any]).decoded(first)
+    if "tidegate" in keys:
+        Objects(lines, captured.CaptureHeader).decoded(first)
+        return "capture", captured.read(Objects(lines, captured.CapturedLine))
+    if keys.keys() & set(mooncake.MooncakeLine.__struct_fields__):
+        return "mooncake", mooncake.read(Objects(lines, mooncake.MooncakeLine, first))
+    known = (
+        'a header {"tidegate": "capture", ...} or Mooncake\'s keys: timestamp, input_length, output_length'
+    )
+    raise lines.refused(first, known)

@@ -1,0 +1,178 @@
+"""The lines of a trace, one in memory at a time, and refusals that say which one it was.
+
+Rows of a CSV with a header, and the numbers in them.
+
+Lines of JSON that are objects of one kind."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import math
+import re
+import zlib
+from collections.abc import Iterator, Mapping
+from io import BufferedReader
+from pathlib import Path
+from typing import Annotated, Generic, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from policy.errors import ConfigError, TraceError
+from sim.arrival import BLOCK_TOKENS, MAX_TOKENS
+
+# A prompt of ten million tokens has some 20,000 blocks, whose hashes take half of this.
+MAX_LINE_BYTES = 1 << 20
+
+# What a refusal shows of a line.
+_SHOWN = 80
+
+# How a gzip file begins, whatever it is called; no text does.
+_PACKED = b"\x1f\x8b"
+
+
+class Lines:
+    """The lines of the text at ``path``, unpacked where it is a gzip file, without their ends.
+
+    ``number`` is that of the line read last, from 1; ``unended`` is whether it alone had no line end, as
+    where a file was cut off. Raises :class:`policy.errors.TraceError` for bytes that are no UTF-8, for a line
+    over :data:`MAX_LINE_BYTES`, for an empty line before another one, and for a packed file that is cut off;
+    :class:`policy.errors.ConfigError` for a file that cannot be opened.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.number = 0
+        self.unended = False
+        try:
+            with path.open("rb"):
+                pass
+        except OSError as error:
+            raise ConfigError(str(path), error.strerror, "a trace that can be read") from None
+        self._lines = self._read()
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        return next(self._lines)
+
+    def refused(self, value: object, expected: str, line: int | None = None) -> TraceError:
+        """What to raise about ``value`` in the line read last, or in ``line``."""
+        shown = f"{value[:_SHOWN]}..." if isinstance(value, str) and len(value) > _SHOWN else value
+        return TraceError(str(self.path), line or max(1, self.number), shown, expected)
+
+    def _read(self) -> Iterator[str]:
+        blank = 0
+        with self.path.open("rb") as plain, _unpacked(plain) as file:
+            while True:
+                try:
+                    raw = file.readline(MAX_LINE_BYTES + 1)
+                except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+                    raise self.refused(str(error), "a whole gzip file", self.number + 1) from None
+                if not raw:
+                    return
+                self.number += 1
+                self.unended = self.number > 1 and not raw.endswith((b"\r", b"\n"))
+                if len(raw) > MAX_LINE_BYTES:
+                    raise self.refused(f"over {MAX_LINE_BYTES} bytes", f"at most {MAX_LINE_BYTES} a line")
+                try:
+                    # Spreadsheets put a mark before the first character.
+                    text = raw.decode("utf-8-sig" if self.number == 1 else "utf-8").rstrip("\r\n")
+                except UnicodeDecodeError as error:
+                    raise self.refused(f"byte {error.start}", "UTF-8 text") from None
+                if not text:
+                    blank = blank or self.number
+                elif blank:
+                    raise self.refused("", "a line that is not empty", blank)
+                else:
+                    yield text
+
+
+def _unpacked(file: BufferedReader) -> BufferedReader | gzip.GzipFile:
+    return gzip.GzipFile(fileobj=file) if file.peek(len(_PACKED)).startswith(_PACKED) else file
+
+
+_NUMBER = re.compile(r"[+-]?\d+(\.\d*)?([eE][+-]?\d+)?", re.ASCII)
+
+
+def cells(line: str) -> list[str]:
+    """The cells of one line, without the space around them; one, where its quotes make no sense."""
+    try:
+        row = next(csv.reader([line])) if '"' in line else line.split(",")
+    except csv.Error:
+        row = [line]
+    return [cell.strip() for cell in row]
+
+
+class Table:
+    """The rows below ``header``, each as its cells; ``at`` says where a column stands.
+
+    Raises :class:`policy.errors.TraceError` for a row with another number of cells, such as half a line.
+    """
+
+    def __init__(self, lines: Lines, header: list[str]) -> None:
+        self.lines = lines
+        self.at: Mapping[str, int] = {name: i for i, name in enumerate(header)}
+        self._header = header
+
+    def __iter__(self) -> Iterator[list[str]]:
+        for line in self.lines:
+            row = cells(line)
+            if len(row) != len(self._header):
+                raise self.lines.refused(line, f"{len(self._header)} values: {','.join(self._header)}")
+            yield row
+
+    def number(self, row: list[str], column: str) -> float:
+        """The finite number in ``column`` that is not negative."""
+        text = row[self.at[column]]
+        value = float(text) if _NUMBER.fullmatch(text) else math.nan
+        if not 0.0 <= value < math.inf:
+            raise self.lines.refused(text, f"a number of at least 0 in {column}")
+        return value
+
+    def tokens(self, row: list[str], column: str, least: int = 1) -> int:
+        """The whole number in ``column``, of at least ``least`` tokens."""
+        text = row[self.at[column]]
+        # Whoever saves a column with gaps writes 12 as 12.0.
+        value = float(text) if _NUMBER.fullmatch(text) else math.nan
+        if not (least <= value <= MAX_TOKENS and value.is_integer()):
+            raise self.lines.refused(text, f"a whole number, {least}..{MAX_TOKENS}, in {column}")
+        return int(value)
+
+
+T = TypeVar("T")
+
+Tokens = Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
+
+Hash = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+
+
+class Objects(Generic[T]):
+    """Each line as a ``kind``; raises :class:`policy.errors.TraceError` for one that is none."""
+
+    def __init__(self, lines: Lines, kind: type[T], first: str | None = None) -> None:
+        self.lines = lines
+        self._decoder = msgspec.json.Decoder(kind)
+        self._first = first
+
+    def __iter__(self) -> Iterator[T]:
+        if self._first is not None:
+            yield self.decoded(self._first)
+        for line in self.lines:
+            yield self.decoded(line)
+
+    def decoded(self, line: str) -> T:
+        """``line``, which was read last, as an object."""
+        try:
+            return self._decoder.decode(line)
+        except (msgspec.MsgspecError, RecursionError) as error:
+            raise self.lines.refused(line, f"an object of this format: {error}") from None
+
+    def blocks(self, hashes: tuple[int, ...], input_tokens: int) -> tuple[int, ...]:
+        """``hashes``, if that many blocks of :data:`sim.arrival.BLOCK_TOKENS` can be in ``input_tokens``."""
+        if len(hashes) > (most := -(-input_tokens // BLOCK_TOKENS)):
+            expected = f"at most {most}, one for each {BLOCK_TOKENS} of {input_tokens} tokens"
+            raise self.lines.refused(f"{len(hashes)} hashes", expected)
+        return hashes

@@ -1,0 +1,56 @@
+"""Where adapters come from: a path, the web, the Hugging Face hub, or an object store.
+
+What is fetched lies in a private directory: the two files of an adapter, regular ones, and nothing else.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from urllib.parse import unquote
+
+from store.adapters import FILES
+from store.adapters import from_disk as local
+from store.adapters import from_hub as repository
+from store.adapters import from_object_store as objects
+from store.adapters import from_web as download
+from store.adapters.fetch_job import Errand
+
+_URL = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]*)://.+", re.IGNORECASE)
+_FILE = re.compile(r"\w+://(localhost)?/")
+MAX_SOURCE = 2048
+
+
+def fetch(errand: Errand) -> None:
+    """Fill ``errand.into`` with the adapter at its source; blocks until it is there.
+
+    ``hf:ORG/NAME[@REVISION]``, ``http(s)://`` (an archive), ``file://``, any other URL that fsspec knows, or
+    an absolute path: of a directory or an archive. Raises :class:`policy.errors.AdapterRefused`.
+    """
+    source = errand.source
+    if not source.isprintable() or not 0 < len(source) <= MAX_SOURCE:
+        raise errand.unreachable(f"expected a path or URL of at most {MAX_SOURCE} characters")
+    if source.startswith(repository.SCHEME):
+        repository.fetch(errand)
+    elif (match := _URL.fullmatch(source)) is None:
+        local.fetch(errand, _absolute(errand, source))
+    elif (scheme := match["scheme"].lower()) in ("http", "https"):
+        download.fetch(errand)
+    elif scheme in ("file", "local"):
+        local.fetch(errand, _absolute(errand, unquote(_FILE.sub("/", source, count=1))))
+    else:
+        objects.fetch(errand)
+    found = {path.name for path in errand.into.iterdir()}
+    assert found == set(FILES), found
+
+
+def _absolute(errand: Errand, text: str) -> Path:
+    try:
+        path = Path(text).expanduser()
+    except RuntimeError as error:  # no such user
+        raise errand.unreachable(error) from error
+    if not path.is_absolute():
+        raise errand.unreachable(
+            "expected an absolute path, a URL or hf:ORG/NAME: who fetches it is in another directory"
+        )
+    return path

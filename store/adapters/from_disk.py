@@ -1,0 +1,76 @@
+"""Adapters from a directory or an archive of the head, which must not change while they are copied."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+from policy.errors import AdapterRefused
+from store.adapters import FILES
+from store.adapters.archive import unpack
+from store.adapters.fetch_job import Errand
+from store.adapters.validate import check_names
+
+BLOCK_BYTES = 1024 * 1024
+
+
+def fetch(errand: Errand, path: Path) -> None:
+    """Copy the adapter in ``path``; raises :class:`policy.errors.AdapterRefused`.
+
+    Its codes are ``source_unreachable``, ``changed``, ``path`` for what is no regular file, ``too_large``,
+    and those of :func:`store.adapters.archive.unpack`.
+    """
+    tell = errand.tell("fetch", f"copying {errand.shown}")
+    try:
+        if path.is_dir():
+            check_names(each.name for each in path.iterdir())
+            _copy_files(errand, path, tell)
+        else:
+            with _opened(path) as (file, size):
+                if size > errand.max_bytes:
+                    raise errand.too_large(size)
+                unpack(file, errand.into, errand.max_bytes, tell)
+    except OSError as error:
+        raise errand.unreachable(error.strerror or error) from error
+
+
+def _copy_files(errand: Errand, folder: Path, tell: Callable[[float], None]) -> None:
+    """Both are open before the first is copied: they belong together."""
+    config, weights = FILES
+    with _opened(folder / config) as (first, small), _opened(folder / weights) as (second, large):
+        whole = small + large
+        if whole > errand.max_bytes:
+            raise errand.too_large(whole)
+        done = 0
+        for source, size, name in ((first, small, config), (second, large, weights)):
+            with (errand.into / name).open("xb") as target:
+                # One byte more than it had shows that it grows.
+                while block := source.read(min(BLOCK_BYTES, size + 1 - target.tell())):
+                    target.write(block)
+                    done += len(block)
+                    tell(min(done / max(whole, 1), 1.0))
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[tuple[BinaryIO, int]]:
+    """The regular file ``path`` and its size in bytes, which is the same in the end, as is the file."""
+    before = path.lstat()
+    if not stat.S_ISREG(before.st_mode):
+        what = "a link" if stat.S_ISLNK(before.st_mode) else "no regular file"
+        raise AdapterRefused("path", f"{path.name} is {what}; expected a regular file")
+    # A link may lead anywhere, and the open of a pipe would wait for whoever writes it.
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+        yield file, before.st_size
+        # What was opened is what was looked at, and it still stands there.
+        if not _identity(before) == _identity(os.fstat(file.fileno())) == _identity(path.lstat()):
+            raise AdapterRefused(
+                "changed", f"{path.name} changed while it was copied; add it once it is whole"
+            )
+
+
+def _identity(found: os.stat_result) -> tuple[int, int, int, int]:
+    return (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)

@@ -1,0 +1,55 @@
+"""Adapters from the Hugging Face hub: the two files of one commit, and nothing else of the repository."""
+
+from __future__ import annotations
+
+import huggingface_hub
+
+from policy.errors import AdapterRefused, ModelUnavailable
+from store.adapters import FILES
+from store.adapters.fetch_job import Errand
+from store.adapters.validate import check_names
+from store.models.hub import ID, explain, read_token, reporter
+
+SCHEME = "hf:"
+
+
+def fetch(errand: Errand) -> None:
+    """Download from ``hf:ORG/NAME[@REVISION]``; what came before a break is not fetched again.
+
+    Raises :class:`policy.errors.AdapterRefused`: ``source_unreachable``, ``too_large``, ``pickle`` and
+    ``not_an_adapter``.
+    """
+    name = errand.source.removeprefix(SCHEME)
+    match = ID.fullmatch(name)
+    if match is None:
+        raise errand.unreachable("expected hf:ORG/NAME or hf:ORG/NAME@REVISION")
+    try:
+        token = read_token(errand.token_file)
+    except ModelUnavailable as error:
+        raise errand.unreachable(error) from error
+    try:
+        info = huggingface_hub.HfApi(token=token).model_info(
+            match["repo"], revision=match["revision"], files_metadata=True
+        )
+        sizes = {each.rfilename: each.size or 0 for each in info.siblings or ()}
+        check_names(sizes)
+        whole = sum(sizes[file] for file in FILES)
+        if whole > errand.max_bytes:
+            raise errand.too_large(whole)
+        # By the commit: the branch may move between the two files.
+        huggingface_hub.snapshot_download(
+            match["repo"],
+            revision=info.sha,
+            token=token,
+            allow_patterns=list(FILES),
+            local_dir=errand.parts,
+            tqdm_class=reporter(errand.source, errand.report),
+        )
+    except AdapterRefused:
+        raise
+    except Exception as error:  # the hub's client and its backends each raise a tree of their own
+        text = explain(name, token is not None, error)
+        raise errand.unreachable(text.replace(token, "***") if token else text) from error
+    for file in FILES:
+        # The hub may say one size and send another; what is admitted is measured again.
+        (errand.parts / file).rename(errand.into / file)

@@ -1,0 +1,94 @@
+"""Adapters from object stores and whatever else fsspec reads: a prefix with the two files, or an archive."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import fsspec  # type: ignore[import-untyped]
+from fsspec.registry import known_implementations  # type: ignore[import-untyped]
+
+from policy.errors import AdapterRefused
+from store.adapters import FILES, WEIGHTS
+from store.adapters.archive import unpack
+from store.adapters.fetch_job import Errand
+from store.adapters.partial_download import Part
+from store.adapters.validate import check_names
+
+BLOCK_BYTES = 4 * 1024 * 1024
+# What changes with an object's content, by the names that drivers give it, the most exact first.
+_MARKS = ("etag", "md5hash", "versionid", "generation", "mtime", "lastmodified", "updated", "created")
+
+
+def fetch(errand: Errand) -> None:
+    """Download from ``s3://...``, ``gs://...`` or any other URL of fsspec's.
+
+    Credentials are those of the machine, as its drivers find them. Raises
+    :class:`policy.errors.AdapterRefused`: ``source_unreachable``, also where the driver is not installed,
+    ``changed``, ``too_large``, and those of :func:`store.adapters.archive.unpack`.
+    """
+    protocol = errand.source.partition("://")[0]
+    if "::" in errand.source:
+        raise errand.unreachable("expected a single URL, not one inside another")
+    try:
+        system, path = fsspec.core.url_to_fs(errand.source)
+    except ImportError as error:
+        # Such as "Install s3fs to access S3".
+        said = known_implementations.get(protocol, {}).get("err", error)
+        raise errand.unreachable(f"{said}; `pip install 'tidegate[s3]'` does for s3://") from error
+    except Exception as error:  # each driver raises a tree of its own
+        raise errand.unreachable(error) from error
+    try:
+        if not system.isfile(path):
+            _take_folder(errand, system, path)
+            return
+        part = _take(errand, system, path, "archive")
+    except AdapterRefused:
+        raise
+    except FileNotFoundError as error:  # its text is the path
+        raise errand.unreachable("there is no such object or folder") from error
+    except Exception as error:  # likewise
+        raise errand.unreachable(str(error) or type(error).__name__) from error
+    with part.path.open("rb") as file:
+        unpack(file, errand.into, errand.max_bytes, errand.tell("unpack", f"unpacking {errand.shown}"))
+
+
+def _take_folder(errand: Errand, system: Any, path: str) -> None:
+    places = {each["name"].rstrip("/").rpartition("/")[2]: each for each in system.ls(path, detail=True)}
+    check_names(places)
+    whole = sum(int(places[file].get("size") or 0) for file in FILES)
+    if whole > errand.max_bytes:
+        raise errand.too_large(whole)
+    for file in FILES:
+        part = _take(errand, system, places[file]["name"], file)
+        part.path.rename(errand.into / file)
+
+
+def _take(errand: Errand, system: Any, path: str, name: str) -> Part:
+    """Copy one object, from where a download of the same one was broken off."""
+    part = Part(errand, name)
+    size, mark = before = _identity(system, path)
+    if part.validator != mark or not mark:
+        part.begin(mark)
+    if size > errand.max_bytes:
+        raise errand.too_large(size)
+    tell = errand.tell("fetch", f"downloading {errand.shown}") if name in (WEIGHTS, "archive") else None
+    with system.open(path, "rb") as source:
+        if part.size:
+            source.seek(part.size)
+        while block := source.read(BLOCK_BYTES):
+            part.append(block)
+            if tell and size:
+                tell(min(part.size / size, 1.0))
+    if _identity(system, path) != before:
+        raise AdapterRefused(
+            "changed", f"{errand.shown} changed while it was copied; add it once it is whole"
+        )
+    return part
+
+
+def _identity(system: Any, path: str) -> tuple[int, str]:
+    """The bytes of an object, 0 if unknown, and by what the store would tell it from another."""
+    system.invalidate_cache()
+    said = {key.lower().replace("_", ""): value for key, value in system.info(path).items()}
+    mark = next((f"{key} {said[key]}" for key in _MARKS if said.get(key)), "")
+    return int(said.get("size") or 0), mark

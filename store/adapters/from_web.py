@@ -1,0 +1,112 @@
+"""Adapters from an archive on the web, where a broken download goes on if the archive is still the same."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable
+
+import httpx
+
+from store.adapters.archive import unpack
+from store.adapters.fetch_job import Errand
+from store.adapters.partial_download import Part
+
+CONNECT_S = 10.0
+SILENT_S = 30.0
+# Tries in a row that bring too little, and the wait before the second; each further one is twice as long.
+TRIES = 4
+WAIT_S = 0.5
+# In bytes per second, over so long: a server that sends less would be waited for for days.
+LEAST_RATE = 4096.0
+PACE_S = 60.0
+_RANGE = re.compile(r"bytes (?P<first>\d+)-\d+/(?P<whole>\d+)")
+
+
+def fetch(
+    errand: Errand, pause: Callable[[float], None] = time.sleep, clock: Callable[[], float] = time.monotonic
+) -> None:
+    """Download and unpack the archive at ``http(s)://...``; raises :class:`policy.errors.AdapterRefused`.
+
+    Its codes are ``source_unreachable``, also of what comes too slowly, ``too_large``, and those of
+    :func:`store.adapters.archive.unpack`.
+    """
+    part = Part(errand, "archive")
+    timeout = httpx.Timeout(SILENT_S, connect=CONNECT_S)
+    tries = 0
+    # Where the tries were last counted from, and when.
+    before, since = part.size, clock()
+    try:
+        with httpx.Client(timeout=timeout, follow_redirects=True, max_redirects=5) as client:
+            while True:
+                try:
+                    _take(errand, client, part, clock)
+                    break
+                except (httpx.TransportError, _Busy) as error:
+                    tries += 1
+                    if part.size - before > LEAST_RATE * (clock() - since):
+                        tries, before, since = 1, part.size, clock()
+                    if tries >= TRIES:
+                        raise errand.unreachable(str(error) or type(error).__name__) from error
+                    pause(WAIT_S * 2 ** (tries - 1))
+    except (httpx.InvalidURL, httpx.HTTPError, UnicodeError) as error:
+        raise errand.unreachable(str(error) or type(error).__name__) from error
+    with part.path.open("rb") as file:
+        unpack(file, errand.into, errand.max_bytes, errand.tell("unpack", f"unpacking {errand.shown}"))
+
+
+class _Busy(Exception):
+    """An answer that another try may better."""
+
+
+def _take(errand: Errand, client: httpx.Client, part: Part, clock: Callable[[], float]) -> None:
+    """Ask once for what is missing, and append it."""
+    # Its bytes as they lie there: an archive is compressed by itself.
+    headers = {"accept-encoding": "identity"}
+    if part.validator:
+        headers |= {"range": f"bytes={part.size}-", "if-range": part.validator}
+    with client.stream("GET", errand.source, headers=headers) as answer:
+        if errand.source.startswith("https:") and answer.url.scheme != "https":
+            raise errand.unreachable("it leads from https to http")
+        if answer.status_code == 416:
+            if answer.headers.get("content-range") == f"bytes */{part.size}":
+                return  # all of it came before this process was there
+            part.begin("")
+            raise _Busy("the server does not go on with what is here")
+        if answer.status_code in (408, 429) or answer.status_code >= 500:
+            raise _Busy(f"the server answers {answer.status_code}")
+        whole = _whole(errand, answer, part)
+        if whole > errand.max_bytes:
+            raise errand.too_large(whole)
+        tell = errand.tell("fetch", f"downloading {errand.shown}")
+        had, since = part.size, clock()
+        for block in answer.iter_raw():  # as it comes: what is waiting to be a larger block would be lost
+            part.append(block)
+            if (passed_s := clock() - since) >= PACE_S:
+                if part.size - had < LEAST_RATE * passed_s:
+                    raise errand.unreachable(
+                        f"it sends {part.size - had} bytes in {passed_s:.0f} s; expected"
+                        f" {LEAST_RATE:.0f} a second at least"
+                    )
+                had, since = part.size, clock()
+            if whole:
+                tell(min(part.size / whole, 1.0))
+        if whole and part.size < whole:
+            raise _Busy(f"it ends after {part.size} of {whole} bytes")
+
+
+def _whole(errand: Errand, answer: httpx.Response, part: Part) -> int:
+    """The bytes of the whole archive, 0 if unknown; ``part`` is emptied unless the answer goes on with it."""
+    if answer.status_code == 206:
+        match = _RANGE.fullmatch(answer.headers.get("content-range", ""))
+        if match is None or int(match["first"]) != part.size:
+            part.begin("")
+            raise _Busy("the server sends another range than was asked for")
+        return int(match["whole"])
+    if answer.status_code != 200:
+        raise errand.unreachable(f"the server answers {answer.status_code}")
+    etag = answer.headers.get("etag", "")
+    # A weak one is kept by changes that do not matter to readers of text.
+    part.begin(answer.headers.get("last-modified", "") if etag.startswith("W/") or not etag else etag)
+    length = answer.headers.get("content-length", "")
+    return int(length) if length.isdigit() else 0

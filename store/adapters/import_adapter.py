@@ -1,0 +1,50 @@
+"""The way in: an adapter is fetched, admitted, and stored under its digest, before any record names it.
+
+Killed at any moment it leaves nothing half done: what is recorded was stored before, and what was stored
+without being recorded is an unused digest.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from policy.errors import PreconditionFailed
+from store.adapters.base_model import Base
+from store.adapters.fetch import fetch
+from store.adapters.fetch_job import Errand, shown
+from store.adapters.names import Candidate
+from store.adapters.validate import Limits, admit
+from store.blobs import Blobs
+from store.progress import Progress, Report
+
+
+class Terms(NamedTuple):
+    """What an adapter must be for its model, as :func:`store.adapters.validate.admit` has it.
+
+    ``token_file`` may hold a Hugging Face token.
+    """
+
+    base: Base | None
+    limits: Limits
+    token_file: str | None = None
+
+
+def take(blobs: Blobs, source: str, terms: Terms, report: Report) -> Candidate:
+    """Bring the adapter at ``source`` into ``blobs``; blocks until it is there.
+
+    Raises :class:`policy.errors.AdapterRefused` for what is not admitted, and
+    :class:`policy.errors.PreconditionFailed` when nothing can be stored here.
+    """
+    try:
+        with blobs.work() as work, blobs.parts(source) as parts:
+            into = work / "adapter"
+            into.mkdir(mode=0o700)
+            errand = Errand(source, into, parts, terms.limits.max_bytes, report, terms.token_file)
+            fetch(errand)
+            facts = admit(into, terms.base, terms.limits, errand.tell("check", "checking its numbers"))
+            report(Progress(step="store", message="forcing it to disk"))
+            digest = blobs.seal(into, shown(source))
+            blobs.publish(into, digest)
+            return Candidate(digest, facts, shown(source))
+    except OSError as error:
+        raise PreconditionFailed(f"the adapter cannot be stored: {error}") from error

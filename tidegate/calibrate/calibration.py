@@ -1,0 +1,239 @@
+"""A calibration from its beginning to its file: who serves, load points one by one, the fit."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from functools import partial
+from time import perf_counter
+from typing import NamedTuple
+
+import msgspec
+import uvloop
+
+from policy.config.deployment import Deployment, ModelSpec
+from policy.engine.model import EngineModel, Limits, Slo
+from policy.engine.model_file import FORMAT, ModelFile
+from policy.engine.profiles import shipped
+from policy.errors import PreconditionFailed, TargetError
+from policy.routing.settings import START_SHARE
+from policy.types import EngineKind, Replica, ReplicaState, Runner
+from serve.controller.client import ControllerClient
+from serve.host.versions import installed
+from sim.calibration.fit import Seen, fitted, guessed
+from sim.calibration.load_points import Planned, Point, planned, shared
+from tidegate.calibrate.closed_loop import Driver
+from tidegate.calibrate.step_listener import SETTLED_S, Hearing
+from tidegate.replay.endpoint_check import probe
+from tidegate.replay.http_client import Pool
+from tidegate.replay.prompts import Prompts
+from tidegate.replay.request_format import Asking
+
+# A first look, to know about how slow the engine is before load points are chosen.
+WARM_UP = (Point(1, 16, 32), Point(4, 16, 32), Point(16, 16, 32), Point(1, 192, 4))
+WARM_UP_PART = 0.04
+# An engine drops a request that was hung up after its step. Where others use it, it is never idle.
+MOST_SETTLING_S = 10.0
+POLL_S = 0.1
+# A count that was set by hand is held for so much longer than a calibration is meant to take.
+LATE_S = 120.0
+
+# How many of how many load points were driven, and which one is next, empty at the end.
+Progress = Callable[[int, int, str], None]
+
+
+class Serving(NamedTuple):
+    """What is calibrated: the ready replicas of one shape, and what an engine of it is taken to be."""
+
+    spec: ModelSpec
+    shape: str
+    degree: int
+    replicas: int
+    max_model_len: int
+    prior: EngineModel
+    limits: Limits
+    name: str
+
+
+def serving(client: ControllerClient, deployment: Deployment, model: str, shape: str | None) -> Serving:
+    """Who serves ``model`` now.
+
+    Raises :class:`policy.errors.TargetError` for a model that cannot be calibrated and for a ``shape`` that
+    does not serve, and :class:`policy.errors.PreconditionFailed` while it changes.
+    """
+    spec = deployment.model(model)
+    if spec.engine is EngineKind.EXTERNAL:
+        raise TargetError(f"{model} is external: its servers tell nothing of their steps")
+    if spec.runner is not Runner.GENERATE:
+        raise TargetError(f"{model} writes no text: its engine makes no steps to calibrate")
+    status = next((each for each in client.status().models if each.name == model), None)
+    if status is None:
+        raise TargetError(f"{model} is in the document, and the controller does not know it")
+    if shape is not None and shape != status.shape:
+        raise TargetError(
+            f"{model}: replicas of shape {status.shape} serve, and none of {shape}; see `tidegate mode`"
+        )
+    ready = [r for r in client.fleet().replicas if r.model == model and r.state is ReplicaState.READY]
+    if not ready or status.phase != "steady":
+        raise PreconditionFailed(
+            f"{model} is {status.phase}, with {len(ready)} replicas ready: wait until it is steady"
+        )
+    return _of(spec, status.shape, ready)
+
+
+def _of(spec: ModelSpec, shape: str, ready: list[Replica]) -> Serving:
+    made = spec.shapes[shape]
+    degree = made.tensor_parallel if made.gpus else max(1, made.cpus)
+    timing = shipped(spec, made)
+    prior = timing.model
+    assert prior is not None
+    if prior.degree != degree:  # nothing is known of it, so nothing of how it splits either
+        k = degree / prior.degree
+        prior = msgspec.structs.replace(prior, w=prior.w * k, c=prior.c * k, g=prior.g * k, degree=degree)
+    lengths = [replica.max_model_len for replica in ready if replica.max_model_len]
+    name = spec.timed_by or ""
+    return Serving(
+        spec=spec,
+        shape=shape,
+        degree=degree,
+        replicas=len(ready),
+        max_model_len=min(lengths, default=timing.limits.max_num_batched_tokens),
+        prior=prior,
+        limits=timing.limits,
+        name=name if isinstance(name, str) else str(name.get("prior", "")),
+    )
+
+
+class Calibrating:
+    """One run against the gateway at ``url``; ``warn`` is told what goes wrong and does not end it."""
+
+    def __init__(
+        self,
+        client: ControllerClient,
+        subject: Serving,
+        *,
+        url: str,
+        key: str,
+        seed: int,
+        progress: Progress,
+        warn: Callable[[str], None],
+    ) -> None:
+        self._client = client
+        self._subject = subject
+        self._url = url
+        self._key = key
+        self._seed = seed
+        self._progress = progress
+        self._warn = warn
+
+    def run(self, seconds: float, at: str) -> ModelFile:
+        """Calibrate for about so many seconds, while the count of replicas stays as it is.
+
+        ``at`` is the instant that the file says. Raises :class:`policy.errors.TidegateError`.
+        """
+        name = self._subject.spec.name
+        status = next(each for each in self._client.status().models if each.name == name)
+        if status.override is not None:
+            return uvloop.run(self._run(seconds, at))
+        self._client.scale(name, status.target, seconds + LATE_S)
+        try:
+            return uvloop.run(self._run(seconds, at))
+        finally:
+            self._client.scale(name, None)
+
+    async def _run(self, seconds: float, at: str) -> ModelFile:
+        subject, pool = self._subject, Pool(self._url, self._key)
+        try:
+            with Hearing(self._client, subject.spec.name) as hearing:
+                seen = await self._driven(pool, hearing, seconds)
+        finally:
+            pool.close()
+        if hearing.shapes != {subject.shape}:
+            raise PreconditionFailed(
+                f"replicas of {' and '.join(sorted(hearing.shapes)) or 'no shape'} told of their steps, where"
+                f" {subject.shape} was to be calibrated: calibrate again"
+            )
+        limits = hearing.limits or subject.limits
+        found = fitted(seen, subject.prior, limits)
+        versions = installed()
+        kind = subject.spec.engine
+        return ModelFile(
+            format=FORMAT,
+            model=subject.spec.name,
+            shape=subject.shape,
+            degree=subject.degree,
+            engine=f"vllm {versions.vllm}" if kind is EngineKind.VLLM else str(kind),
+            hardware=hearing.hardware,
+            tidegate=versions.tidegate,
+            at=at,
+            engine_model=found.model,
+            limits=limits,
+            max_model_len=subject.max_model_len,
+            path_s=found.path_s,
+            error=found.error,
+            steps=sum(each.steps for each in seen),
+            points=found.points,
+            prior=subject.name,
+            prior_model=subject.prior,
+            note=found.note,
+        )
+
+    async def _driven(self, pool: Pool, hearing: Hearing, seconds: float) -> list[Seen]:
+        subject = self._subject
+        asking, fit = await probe(pool, Asking(subject.spec.name), self._seed)
+        if not asking.exact:
+            self._warn("the engine takes no `ignore_eos`: answers are as long as the model makes them")
+        driver = Driver(pool, asking, Prompts(self._seed, fit))
+        for point in WARM_UP:
+            await driver.drive(point, subject.replicas, asyncio.sleep(WARM_UP_PART * seconds))
+        await self._settled()
+        model = guessed(hearing.take(), subject.prior)
+        left_s = seconds * (1.0 - len(WARM_UP) * WARM_UP_PART)
+        points, point_s = self._planned(model, hearing.limits or subject.limits, left_s)
+        seen: list[Seen] = []
+        for number, point in enumerate(points):
+            self._progress(number, len(points), point.said)
+            driven = await driver.drive(point, subject.replicas, asyncio.sleep(point_s))
+            if driven.refused:
+                self._warn(f"{point.said}: {driven.refused}")
+            await self._settled()
+            seen.append(Seen(driven.point, driven.seconds, hearing.take(), driven.latencies))
+        self._progress(len(points), len(points), "")
+        return seen
+
+    async def _settled(self) -> None:
+        """Until engines have dropped what was hung up, and told of the steps that it took until then."""
+        name, started = self._subject.spec.name, perf_counter()
+        while perf_counter() - started < MOST_SETTLING_S:
+            fleet = await asyncio.to_thread(self._client.fleet)
+            loads = [replica.load for replica in fleet.replicas if replica.model == name]
+            if not any(load.in_flight or load.running for load in loads):
+                break
+            await asyncio.sleep(POLL_S)
+        await asyncio.sleep(SETTLED_S)
+
+    def _planned(self, model: EngineModel, limits: Limits, seconds: float) -> Planned:
+        """The load points that share ``seconds``, but for those that would miss what is promised."""
+        spec, bound = self._subject.spec, self._subject.spec.shapes[self._subject.shape].max_in_flight
+        length = self._subject.max_model_len
+
+        def within(slo: Slo, point_s: float) -> list[Point]:
+            return planned(model, limits, max_model_len=length, bound=bound, point_s=point_s, slo=slo)
+
+        found = shared(partial(within, _slo(spec)), seconds, SETTLED_S)
+        every = within(Slo(), found.point_s)
+        if left_out := len(every) - len(found.points):
+            self._warn(
+                f"{left_out} of {len(every)} load points are left out: the gateway would hold back what"
+                f" misses the objective of {spec.name}. Without `control.slo` they are driven, too"
+            )
+        return found
+
+
+def _slo(spec: ModelSpec) -> Slo:
+    """Beyond what is promised the gateway holds requests back, and an engine would not see the load point."""
+    slo, whole = spec.control.slo, Slo()
+    return Slo(
+        ttft_s=whole.ttft_s if slo.ttft_p95_s is None else START_SHARE * slo.ttft_p95_s,
+        itl_s=whole.itl_s if slo.itl_p95_s is None else slo.itl_p95_s,
+    )

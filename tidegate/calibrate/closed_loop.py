@@ -1,0 +1,98 @@
+"""Clients in a closed loop: each sends its next request when its last has ended."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Awaitable
+from time import perf_counter
+from typing import NamedTuple
+
+import numpy as np
+
+from policy.errors import PreconditionFailed
+from sim.arrival import Arrival
+from sim.calibration.closed_loop import Latency
+from sim.calibration.load_points import Point
+from tidegate.replay.http_client import Pool
+from tidegate.replay.prompts import Prompts
+from tidegate.replay.request_format import Asking
+from tidegate.replay.stream_reader import Reading
+
+# A client that was refused waits so long before it asks again.
+REFUSED_S = 0.1
+
+
+class Driven(NamedTuple):
+    """A load point as it came: ``point`` with the lengths that the endpoint counted, for ``seconds``.
+
+    ``refused`` is why requests failed, if any did.
+    """
+
+    point: Point
+    seconds: float
+    latencies: list[Latency]
+    refused: str
+
+
+class Driver:
+    """Drives one endpoint. No two prompts have a beginning in common, so that no cache helps."""
+
+    def __init__(self, pool: Pool, asking: Asking, prompts: Prompts) -> None:
+        self._pool = pool
+        self._asking = asking
+        self._prompts = prompts
+        self._numbers = itertools.count()
+
+    async def drive(self, point: Point, replicas: int, over: Awaitable[object]) -> Driven:
+        """Have the clients of ``point`` at each of ``replicas`` until it is ``over``, and hang up then.
+
+        Raises :class:`policy.errors.PreconditionFailed` when requests fail and none ends.
+        """
+        ended: list[Reading] = []
+        refused: list[str] = []
+        start = perf_counter()
+        clients = [
+            asyncio.create_task(self._client(point, ended, refused))
+            for _ in range(point.concurrency * replicas)
+        ]
+        try:
+            await over
+        finally:
+            for client in clients:
+                client.cancel()
+            await asyncio.wait(clients)
+        lasted_s = perf_counter() - start
+        for client in clients:
+            if not client.cancelled():
+                client.result()  # what no endpoint can cause
+        if refused and not ended:
+            raise PreconditionFailed(f"{point.said}: every request failed: {refused[0]}")
+        counted = [reading.input_tokens for reading in ended if reading.input_tokens]
+        if counted:
+            point = point._replace(input_tokens=round(float(np.median(counted))))
+        answered = [reading.output_tokens for reading in ended if reading.output_tokens]
+        if answered:
+            point = point._replace(output_tokens=round(float(np.median(answered))))
+        latencies = [
+            Latency(reading.first_at - reading.sent_at, reading.itl_s() or 0.0)
+            for reading in ended
+            if reading.first_at is not None and reading.sent_at is not None
+        ]
+        return Driven(point, lasted_s, latencies, refused[0] if refused else "")
+
+    async def _client(self, point: Point, ended: list[Reading], refused: list[str]) -> None:
+        while True:
+            wanted = Arrival(0.0, point.input_tokens, point.output_tokens)
+            text = self._prompts.text(wanted, next(self._numbers))
+            body = self._asking.body(self._asking.model, text, point.output_tokens)
+            reading = Reading()
+            try:
+                reading.end(await self._pool.post(self._asking.path, body, reading))
+            except OSError as error:
+                reading.error = str(error) or type(error).__name__
+            if reading.error:
+                refused.append(reading.error)
+                await asyncio.sleep(REFUSED_S)
+            else:
+                ended.append(reading)

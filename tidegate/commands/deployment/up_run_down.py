@@ -1,0 +1,272 @@
+"""What ``up`` prints: progress while it starts, and how to ask the first question.
+
+``up``, ``run`` and ``down``."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from datetime import datetime
+from pathlib import Path
+
+import click
+
+from policy.config.deployment import Deployment
+from policy.document.parse import parse
+from policy.errors import PreconditionFailed, Unreachable
+from policy.types import Runner
+from store.log_file import RotatingLog
+from store.state_dir import StateDir
+from tidegate import document as documents
+from tidegate.exit_codes import Exit
+from tidegate.supervisor.children import ROOT
+from tidegate.supervisor.cleanup import clean_up
+from tidegate.supervisor.events import Event, Progress
+from tidegate.supervisor.process_record import alive
+from tidegate.supervisor.readiness import endpoint
+from tidegate.supervisor.socket import SupervisorClient
+
+_QUESTION = "What is the capital of France?"
+
+
+class EventPrinter:
+    """Events as lines; on a terminal the line of a step that goes on is written over."""
+
+    def __init__(self) -> None:
+        self._terminal = sys.stdout.isatty()
+        self._open = False
+
+    def __call__(self, event: Event) -> None:
+        """Print one event."""
+        step = f"{event.step:<12}"
+        if event.kind == "step":
+            done = "" if event.fraction is None else f" {event.fraction:.0%}"
+            self._line(f"  {step}{event.message}{done}", stays=not self._terminal)
+        elif event.kind == "done":
+            self._line(f"{click.style('✓', fg='green')} {step}{event.message}", stays=True)
+        elif event.kind == "ended":
+            self._line(f"  ended {event.step} ({event.message})", stays=True)
+        elif event.kind == "failed":
+            self._line("", stays=False)
+            click.echo(f"tidegate: {event.message}", err=True)
+        elif event.kind != "ready":
+            self._line(f"  {event.message}", stays=True)
+
+    def _line(self, text: str, *, stays: bool) -> None:
+        if self._open:
+            click.echo("\r\x1b[K", nl=False)
+        click.echo(text[:200] if not stays else text, nl=stays)
+        self._open = not stays and bool(text)
+
+
+def welcome(deployment: Deployment) -> str:
+    """A ``curl`` and a Python snippet that can be pasted."""
+    base = endpoint(deployment.gateway.host, deployment.gateway.port)
+    spec = next((spec for spec in deployment.models if spec.runner is Runner.GENERATE), None)
+    head = f"\nTidegate answers at {base}/v1\n"
+    if spec is None:
+        return head
+    body = {
+        "model": spec.name,
+        "messages": [{"role": "user", "content": _QUESTION}],
+        "temperature": 0,
+        "max_tokens": 32,
+    }
+    key, header = "unused", ""
+    if deployment.tenants:
+        key = f"KEY-OF-{deployment.tenants[0].name}"
+        header = f"\n  -H 'Authorization: Bearer {key}' \\"
+    return f"""{head}
+curl {base}/v1/chat/completions \\{header}
+  -H 'Content-Type: application/json' \\
+  -d '{json.dumps(body)}'
+
+from openai import OpenAI
+client = OpenAI(base_url="{base}/v1", api_key="{key}")
+answer = client.chat.completions.create(
+    model="{spec.name}", messages=[{{"role": "user", "content": "{_QUESTION}"}}], temperature=0, max_tokens=32
+)
+print(answer.choices[0].message.content)
+"""
+
+
+_CONNECT_S = 0.02
+
+_LAST_S = 5.0
+
+_file = click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path), required=False)
+
+_no_ray = click.option("--no-ray", is_flag=True, help="Run replicas as child processes of this machine.")
+
+_timeout = click.option(
+    "--timeout-s",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Seconds to become ready in; default: the models' control.start_timeout_s.",
+)
+
+
+@click.command(
+    help="Start FILE detached, and return when every model answers.\n\nWithout FILE: what was applied last."
+)
+@_file
+@click.option("--foreground", is_flag=True, help="The same as `tidegate run`.")
+@_no_ray
+@_timeout
+@click.pass_obj
+def up(state: StateDir, file: Path | None, foreground: bool, no_ray: bool, timeout_s: float | None) -> None:
+    path = _chosen(state, file)
+    document = documents.load(path, ray=not no_ray)
+    if foreground:
+        sys.exit(_run(state, document, no_ray, timeout_s))
+    client = SupervisorClient(state)
+    try:
+        running = client.status()
+    except Unreachable:
+        sys.exit(_start_detached(state, path, document, no_ray, timeout_s))
+    if parse(running.document) != document.deployment:
+        click.echo(f"tidegate: it is already running at {running.endpoint} with another document", err=True)
+        click.echo(f"To change it while it runs: tidegate apply {path}", err=True)
+        sys.exit(Exit.REFUSED)
+    if running.phase == "ready":
+        click.echo(f"Tidegate is already running at {running.endpoint}.")
+        return
+    sys.exit(_watch(client.follow(), document))
+
+
+@click.command(help="Run FILE in the foreground until SIGINT or SIGTERM (systemd, containers).")
+@click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@_no_ray
+@_timeout
+@click.pass_obj
+def run(state: StateDir, file: Path, no_ray: bool, timeout_s: float | None) -> None:
+    sys.exit(_run(state, documents.load(file, ray=not no_ray), no_ray, timeout_s))
+
+
+@click.command(help="Stop what `up` or `run` started, and nothing else; harmless when nothing runs.")
+@click.pass_obj
+def down(state: StateDir) -> None:
+    printer = EventPrinter()
+    client = SupervisorClient(state)
+    try:
+        supervisor = client.status().pid
+        for event in client.stop():
+            printer(event)
+            if event.kind in ("stopped", "failed"):
+                _wait_for_end(supervisor)
+                # A start that has failed is not a stop that has.
+                sys.exit(event.exit_code if event.kind == "stopped" else Exit.OK)
+    except Unreachable:
+        pass
+    # It does not answer: it was killed, or it hangs. What it left is ended, and nothing else.
+    if not clean_up(state, click.echo):
+        click.echo("Nothing is running.")
+
+
+def _wait_for_end(pid: int) -> None:
+    """Its last words are said; what is left of it takes milliseconds."""
+    deadline = time.monotonic() + _LAST_S
+    while time.monotonic() < deadline and alive(pid):
+        time.sleep(_CONNECT_S)
+
+
+def _chosen(state: StateDir, file: Path | None) -> Path:
+    if file is not None:
+        return file.resolve()
+    if not state.deployment_path.exists():
+        raise click.UsageError(
+            "no document was applied before: name one, such as deployments/smollm2-cpu.yaml"
+        )
+    return state.deployment_path
+
+
+def _run(state: StateDir, document: documents.Document, no_ray: bool, timeout_s: float | None) -> int:
+    lock = state.try_lock()
+    if lock is None:
+        raise PreconditionFailed(f"a supervisor already runs on {state.root}: see `tidegate status`")
+    from tidegate.supervisor.supervisor import Supervisor  # noqa: PLC0415 - `up` and `down` answer without it
+
+    printer = EventPrinter()
+    log = RotatingLog(state.logs / "supervisor.log")
+
+    def echo(event: Event) -> None:
+        printer(event)
+        words = " ".join(word for word in (event.kind, event.step, event.message) if word)
+        with contextlib.suppress(OSError):
+            log.write(f"{datetime.now().astimezone().isoformat(timespec='milliseconds')} {words}\n".encode())
+        if event.kind == "ready":
+            click.echo(welcome(document.deployment))
+
+    async def supervise() -> int:
+        progress = Progress(echo)
+        return await Supervisor(state, document, ray=not no_ray, timeout_s=timeout_s, progress=progress).run()
+
+    return asyncio.run(supervise())
+
+
+def _start_detached(
+    state: StateDir, path: Path, document: documents.Document, no_ray: bool, timeout_s: float | None
+) -> int:
+    """Start ``tidegate run`` in a session of its own and follow it; Ctrl-C stops what it started."""
+    state.ensure()
+    options = ["--no-ray"] if no_ray else []
+    options += ["--timeout-s", str(timeout_s)] if timeout_s else []
+    # Its events go to its log by themselves; what breaks before there is one comes out here.
+    last_words = state.logs / "supervisor.err"
+    with last_words.open("wb") as err:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tidegate", "--state-dir", str(state.root), "run", str(path), *options],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=err,
+            start_new_session=True,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        )
+    client = SupervisorClient(state)
+    try:
+        code = _watch(_events(client, process), document)
+    except KeyboardInterrupt:
+        click.echo("interrupted: ending what was started", err=True)
+        process.terminate()
+        process.wait()
+        return Exit.INTERRUPTED
+    except Unreachable:
+        # It ended before it could be asked; its own words are there.
+        code = process.wait()
+        click.echo(last_words.read_text(errors="replace").rstrip(), err=True)
+        return code or Exit.FAILED
+    if code:
+        process.wait()
+    return code
+
+
+def _events(client: SupervisorClient, process: subprocess.Popen[bytes]) -> Iterator[Event]:
+    while True:
+        seen = False
+        try:
+            for event in client.follow():
+                seen = True
+                yield event
+            return
+        except Unreachable:
+            if seen or process.poll() is not None:
+                raise
+        time.sleep(_CONNECT_S)
+
+
+def _watch(events: Iterator[Event], document: documents.Document) -> int:
+    printer = EventPrinter()
+    for event in events:
+        printer(event)
+        if event.kind == "ready":
+            click.echo(welcome(document.deployment))
+            return Exit.OK
+        if event.kind == "failed":
+            return event.exit_code
+    raise Unreachable("the supervisor ended before it was ready")

@@ -1,0 +1,32 @@
+"""Values that are not shown: variables named like secrets, digests of keys whole, and passwords in URLs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from store.adapters.fetch_job import shown
+
+_SECRETS = ("token", "key", "secret", "password")
+_MASK = "***"
+# Enough to tell two keys apart.
+_DIGEST_SHOWN = 8
+_PASSWORD = re.compile(r"(?<=://)[^/?#]*@")
+
+
+def masked(value: Any, path: str = "") -> Any:
+    """``value``, which stands at the dotted ``path`` of a document, without the secrets in it."""
+    if isinstance(value, Mapping):
+        return {key: masked(inner, f"{path}.{key}") for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [masked(inner, path) for inner in value]
+    last = path.rpartition(".")[2].lower()
+    if last == "keys_sha256" and isinstance(value, str):
+        return f"{value[:_DIGEST_SHOWN]}..."
+    if isinstance(value, str) and ".adapters." in path:
+        return shown(value)
+    if isinstance(value, str) and path.removeprefix(".") == "store":
+        return _PASSWORD.sub(f"{_MASK}@", value)
+    secret = ".env." in path and any(word in last for word in _SECRETS)
+    return _MASK if secret and value is not None else value

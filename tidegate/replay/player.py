@@ -1,0 +1,123 @@
+"""The open loop: each request is sent at its instant of the trace, whatever the endpoint does."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from time import perf_counter
+
+from sim.arrival import Arrival
+from tidegate.replay.http_client import Pool
+from tidegate.replay.prompts import Prompts
+from tidegate.replay.request_format import Asking
+from tidegate.replay.results import ReplayRow
+from tidegate.replay.stream_reader import Reading
+
+# A prompt is written so long before it is sent, and the first request so long after the start.
+LEAD_S = 0.05
+
+
+class Player:
+    """Plays a trace against ``pool``. ``on_row`` gets each request when its answer is over.
+
+    At most ``in_flight`` requests are open: what comes then waits, and is late. ``cut`` counts those whose
+    answers were not waited for.
+    """
+
+    def __init__(
+        self,
+        pool: Pool,
+        asking: Asking,
+        prompts: Prompts,
+        *,
+        in_flight: int,
+        on_row: Callable[[ReplayRow], None],
+    ) -> None:
+        self.cut = 0
+        self._pool = pool
+        self._asking = asking
+        self._prompts = prompts
+        self._on_row = on_row
+        self._room = asyncio.Semaphore(in_flight)
+        self._open: set[asyncio.Task[None]] = set()
+        self._error: BaseException | None = None
+        self._sending: asyncio.Task[None] | None = None
+
+    async def play(self, arrivals: Iterable[Arrival]) -> None:
+        """Return when every answer is over, or :meth:`stop` was called."""
+        self._sending = asyncio.create_task(self._send(arrivals))
+        await asyncio.wait([self._sending])
+        if self._open:
+            await asyncio.wait(self._open)
+        if self._error is not None:  # a record that cannot be written
+            raise self._error
+        if not self._sending.cancelled():
+            self._sending.result()  # a line of the trace that is refused
+
+    def stop(self) -> None:
+        """Send nothing more, and hang up on what is open."""
+        if self._sending is not None:
+            self._sending.cancel()
+        for task in self._open:
+            task.cancel()
+
+    async def _send(self, arrivals: Iterable[Arrival]) -> None:
+        start = perf_counter() + LEAD_S
+        for number, arrival in enumerate(arrivals):
+            due = start + arrival.at
+            await _until(due - LEAD_S)
+            name = self._asking.name(arrival)
+            body = self._asking.body(name, self._prompts.text(arrival, number), arrival.output_tokens)
+            await _until(due)
+            await self._room.acquire()
+            task = asyncio.create_task(self._ask(arrival, name, body, start))
+            self._open.add(task)
+            task.add_done_callback(self._closed)
+
+    def _closed(self, task: asyncio.Task[None]) -> None:
+        self._open.discard(task)
+        self._room.release()
+        if task.cancelled():
+            self.cut += 1
+        elif (error := task.exception()) is not None:
+            self._error = error
+            self.stop()
+
+    async def _ask(self, arrival: Arrival, name: str, body: bytes, start: float) -> None:
+        reading = Reading()
+        tried_at, status = perf_counter(), 0
+        try:
+            status = await self._pool.post(self._asking.path, body, reading)
+            reading.end(status)
+        except OSError as error:
+            reading.error = str(error) or type(error).__name__
+        sent_at = tried_at if reading.sent_at is None else reading.sent_at
+        self._on_row(_row(arrival, name, reading, status, sent_at=sent_at, start=start))
+
+
+def _row(
+    arrival: Arrival, name: str, reading: Reading, status: int, *, sent_at: float, start: float
+) -> ReplayRow:
+    at = sent_at - start
+    whole = not reading.error
+    itl_s = reading.itl_s() if whole else None
+    return ReplayRow(
+        at=round(at, 6),
+        late_s=round(at - arrival.at, 6),
+        input_tokens=reading.input_tokens or arrival.input_tokens,
+        output_tokens=reading.output_tokens or (arrival.output_tokens if whole else 0),
+        cached_tokens=reading.cached_tokens,
+        status=status,
+        ttft_s=None if reading.first_at is None else round(reading.first_at - sent_at, 6),
+        itl_s=None if itl_s is None else round(itl_s, 9),
+        e2e_s=round(reading.ended_at - sent_at, 6) if whole else None,
+        error=reading.error,
+        model=name if not arrival.adapter else arrival.model,
+        adapter=arrival.adapter,
+        blocks=arrival.blocks,
+    )
+
+
+async def _until(instant: float) -> None:
+    """Let others have a turn, also where it is past."""
+    await asyncio.sleep(max(instant - perf_counter(), 0.0))

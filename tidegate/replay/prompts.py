@@ -1,0 +1,92 @@
+"""Texts of a wanted number of tokens, the same for the same seed, which share what the trace shares."""
+
+from __future__ import annotations
+
+import random
+from functools import lru_cache
+
+import xxhash
+
+from sim.arrival import BLOCK_TOKENS, Arrival
+
+# Words of at most five letters, a token each with the space before it in the usual vocabularies.
+_WORDS = (  # noqa: SIM905 - a text of words is easier to read than a list
+    "time year day man world life hand part child eye place work week case point home "
+    "water room area money story fact month lot right study book word issue side kind head "
+    "house power hour game line end law car city name team idea body back face door "
+    "art war party night girl guy force tide gate sea boat wave moon sand salt wind"
+).split()
+_BITS = 6
+assert len(_WORDS) == 1 << _BITS
+# The first words of a piece spell its number: 60 of its 64 bits.
+_SPELLED = 10
+_RING = 1 << 16
+_PIECES = 4096
+
+
+class Fit:
+    """How many tokens an endpoint makes of words: ``overhead + per_word * words``."""
+
+    def __init__(self, overhead: float = 0.0, per_word: float = 1.0) -> None:
+        self.overhead = overhead
+        self.per_word = per_word
+
+    def words(self, tokens: float) -> int:
+        """So many words make about ``tokens`` tokens, the overhead aside."""
+        return round(tokens / self.per_word)
+
+
+class Prompts:
+    """The prompts of one replay. Others than that of ``seed`` have other words from their first one on.
+
+    So a prefix cache that is still warm from the last replay helps none, and two blocks or two requests
+    have no beginning in common that the trace does not give them.
+    """
+
+    def __init__(self, seed: int, fit: Fit | None = None) -> None:
+        self.fit = fit or Fit()
+        self._seed = seed
+        rng = random.Random(seed)  # noqa: S311 - a reproducible workload
+        words = rng.choices(_WORDS, k=_RING + BLOCK_TOKENS)
+        self._ring = " ".join(words)
+        self._starts = [0]
+        for word in words:
+            self._starts.append(self._starts[-1] + len(word) + 1)
+        self._kept = lru_cache(maxsize=_PIECES)(self._piece)
+
+    def text(self, arrival: Arrival, number: int) -> str:
+        """The prompt of the request with this ``number``."""
+        left = self.fit.words(max(arrival.input_tokens - self.fit.overhead, 1.0)) or 1
+        step = self.fit.words(BLOCK_TOKENS) or 1
+        pieces = []
+        for block in arrival.blocks:
+            words = min(step, left)
+            if words:
+                pieces.append(self._cut(self._number("block", block), words))
+            left -= words
+        part = 0
+        while left > 0:
+            words = min(BLOCK_TOKENS, left)
+            pieces.append(self._piece(self._number(f"own {part}", number), words))
+            left -= words
+            part += 1
+        return " ".join(pieces)
+
+    def _cut(self, number: int, words: int) -> str:
+        """The first words of a block, of which a shorter prompt has the beginning."""
+        return " ".join(
+            self._kept(xxhash.xxh3_64_intdigest(f"{number} {at}".encode()), min(BLOCK_TOKENS, words - at))
+            for at in range(0, words, BLOCK_TOKENS)
+        )
+
+    def _number(self, kind: str, value: int) -> int:
+        return xxhash.xxh3_64_intdigest(f"{self._seed} {kind} {value}".encode())
+
+    def _piece(self, number: int, words: int) -> str:
+        """At most :data:`BLOCK_TOKENS` words, of which a smaller count is a beginning."""
+        spelled = [_WORDS[number >> _BITS * at & 63] for at in range(min(words, _SPELLED))]
+        if words <= _SPELLED:
+            return " ".join(spelled)
+        start = number % _RING
+        end = self._starts[start + words - _SPELLED] - 1
+        return f"{' '.join(spelled)} {self._ring[self._starts[start] : end]}"

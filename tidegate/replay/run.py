@@ -1,0 +1,147 @@
+"""A replay and a capture from begin to end, each of which Ctrl-C ends with what there is by then."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import resource
+import signal
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+
+import msgspec
+
+from policy.errors import Unreachable
+from sim.arrival import Arrival
+from tidegate.replay.capture_file import CaptureRefused, Spool
+from tidegate.replay.endpoint_check import models_of, probe
+from tidegate.replay.http_client import Pool
+from tidegate.replay.player import Player
+from tidegate.replay.prompts import Fit, Prompts
+from tidegate.replay.request_format import Asking
+from tidegate.replay.results import Outcome, ReplayRow, Tally
+
+# Descriptors beside those of the connections.
+_OTHERS = 64
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where to, and how to ask there; without ``model`` the trace's, or the first that it lists."""
+
+    url: str
+    key: str = ""
+    model: str = ""
+    chat: bool = False
+    exact: bool = True
+
+
+@dataclass(frozen=True)
+class Played:
+    """A replay that is over: how it asked, what its words cost, and what came of it."""
+
+    asking: Asking
+    fit: Fit
+    outcome: Outcome
+    interrupted: bool
+
+
+async def replay(
+    arrivals: Iterable[Arrival],
+    endpoint: Endpoint,
+    *,
+    seed: int,
+    in_flight: int,
+    record: Path | None,
+    on_row: Callable[[ReplayRow], None],
+) -> Played:
+    """Play ``arrivals`` against ``endpoint``; ``record`` gets a line for each request.
+
+    Raises :class:`policy.errors.Unreachable` and :class:`tidegate.replay.endpoint_check.EndpointRefused`
+    before anything of the trace is sent.
+    """
+    pool = Pool(endpoint.url, endpoint.key)
+    try:
+        listed = [endpoint.model] if endpoint.model else await models_of(pool)
+        asking = Asking(listed[0], frozenset(listed), chat=endpoint.chat, exact=endpoint.exact)
+        asking, fit = await probe(pool, asking, seed)
+        tally = Tally()
+        with ExitStack() as files:
+            file = files.enter_context(record.open("wb")) if record is not None else None
+
+            def over(row: ReplayRow) -> None:
+                tally.add(row)
+                if file is not None:
+                    file.write(msgspec.json.encode(row) + b"\n")
+                on_row(row)
+
+            player = Player(pool, asking, Prompts(seed, fit), in_flight=_room(in_flight), on_row=over)
+            began = perf_counter()
+            with stopped_by_signals(player.stop) as interrupted:
+                await player.play(arrivals)
+            outcome = tally.outcome(cut=player.cut, duration_s=perf_counter() - began)
+        return Played(asking, fit, outcome, bool(interrupted))
+    finally:
+        pool.close()
+
+
+async def capture(url: str, spool: Spool, *, for_s: float | None) -> bool:
+    """Hear the gateway with its admin port at ``url`` until a signal comes, or for ``for_s`` seconds.
+
+    Returns whether it was ended from here, and not by the gateway. Raises
+    :class:`policy.errors.Unreachable` and :class:`tidegate.replay.capture_file.CaptureRefused`.
+    """
+    pool = Pool(url)
+    hearing = asyncio.create_task(pool.get("/admin/capture", spool))
+    try:
+        with stopped_by_signals(hearing.cancel):
+            await asyncio.wait([hearing], timeout=for_s)
+        if not hearing.done():
+            hearing.cancel()
+            await asyncio.wait([hearing])
+        if hearing.cancelled():
+            return True
+        status = hearing.result()
+    except OSError as error:
+        if spool.header:
+            return False
+        raise Unreachable(f"{url} does not answer: {error or type(error).__name__}") from None
+    finally:
+        pool.close()
+    if not spool.header:
+        raise CaptureRefused(f"{url}/admin/capture answered {status}: expected a gateway's admin port")
+    return False
+
+
+@contextlib.contextmanager
+def stopped_by_signals(stop: Callable[[], object]) -> Iterator[list[int]]:
+    """Call ``stop`` at Ctrl-C and SIGTERM; yields the list of those that came."""
+    loop = asyncio.get_running_loop()
+    came: list[int] = []
+
+    def on(number: int) -> None:
+        came.append(number)
+        stop()
+
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    for number in numbers:
+        loop.add_signal_handler(number, on, number)
+    try:
+        yield came
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)
+
+
+def _room(in_flight: int) -> int:
+    """As many connections as were wanted, if this process may have them."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = in_flight + _OTHERS
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return max(min(in_flight, wanted - _OTHERS), 1)

@@ -1,0 +1,73 @@
+"""The command lines of everything that the supervisor starts."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+
+from policy.config.deployment import Deployment
+from serve.cluster import head_command
+from store.state_dir import StateDir
+from tidegate.supervisor.children import Part
+
+# Inherited, it would divert an engine's own metrics into the gateway's files.
+_METRICS = "PROMETHEUS_MULTIPROC_DIR"
+LOCAL_CONTROLLER = "controller"
+
+
+def _environment(**more: str) -> Mapping[str, str]:
+    base = {key: value for key, value in os.environ.items() if key != _METRICS}
+    return {**base, "PYTHONUNBUFFERED": "1", **more}
+
+
+def _python(module: str, *arguments: str) -> tuple[str, ...]:
+    return (sys.executable, "-m", module, *arguments)
+
+
+def gateway_worker(state: StateDir, worker: int, fd: int, admin_fd: int) -> Part:
+    """One gateway worker on the two inherited sockets."""
+    return Part(
+        name=f"gateway-{worker}",
+        argv=_python(
+            "gateway.main",
+            *("--state", str(state.root), "--fd", str(fd)),
+            *("--admin-fd", str(admin_fd), "--worker", str(worker)),
+        ),
+        env=_environment(**{_METRICS: str(state.metrics_dir)}),
+        fds=(fd, admin_fd),
+    )
+
+
+def local_controller(state: StateDir) -> Part:
+    """The controller and its replicas without Ray."""
+    return Part(
+        name=LOCAL_CONTROLLER,
+        argv=_python("serve.controller.local_process", "--state", str(state.root)),
+        env=_environment(),
+    )
+
+
+def ray_head(deployment: Deployment, state: StateDir) -> Part:
+    """A Ray head of our own, in the foreground of the child."""
+    argv, env = head_command(deployment, state)
+    return Part(name="ray", argv=tuple(argv), env=_environment(**env))
+
+
+def cluster(state: StateDir, verb: str) -> Part:
+    """``start`` makes sure that the controller actor exists, ``stop`` deletes what is ours."""
+    return Part(
+        name="cluster", argv=_python("serve.cluster", verb, "--state", str(state.root)), env=_environment()
+    )
+
+
+def prepare_model(state: StateDir, model: str) -> Part:
+    """Fetch, convert and verify a model's weights."""
+    return Part(
+        name="models",
+        argv=_python(
+            *("store.models.prepare", "prepare"),
+            *("--deployment-json", str(state.deployment_path), "--model", model),
+        ),
+        env=_environment(),
+    )

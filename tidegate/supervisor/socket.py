@@ -1,0 +1,189 @@
+"""The supervisor's unix socket: one JSON request a line, answered by lines of JSON."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+from collections.abc import AsyncIterator, Awaitable, Iterator
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import msgspec
+
+from policy.errors import ConfigError, SwitchRefused, TargetError, TidegateError, Unreachable
+from store.state_dir import StateDir
+from tidegate.supervisor.events import Event
+
+_LINE_BYTES = 32 * 1024 * 1024
+_ANSWER_S = 30.0
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """``follow`` and ``stop`` are answered by events, ``status`` and ``apply`` by one status."""
+
+    command: Literal["status", "follow", "stop", "apply"]
+    document: Any = None
+
+
+class ProcessStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A child; ``pid`` 0 means between two lives."""
+
+    name: str
+    pid: int
+    restarts: int
+    up_s: float
+
+
+class SupervisorStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """The supervisor's own view; ``since`` is in Unix seconds."""
+
+    pid: int
+    since: float
+    phase: Literal["starting", "ready", "stopping"]
+    actuator: Literal["ray", "local", "external"]
+    endpoint: str
+    admin: str
+    document: Any
+    processes: tuple[ProcessStatus, ...]
+
+
+class Problem(msgspec.Struct, frozen=True, kw_only=True):
+    """An error on its way to the other side; the last three are a ``ConfigError``'s."""
+
+    kind: str
+    message: str
+    path: str = ""
+    value: Any = None
+    expected: str = ""
+
+    def error(self) -> TidegateError:
+        """The error it was."""
+        if self.kind == "ConfigError":
+            return ConfigError(self.path, self.value, self.expected)
+        kinds: dict[str, type[TidegateError]] = {
+            kind.__name__: kind for kind in (TargetError, SwitchRefused, Unreachable)
+        }
+        return kinds.get(self.kind, TidegateError)(self.message)
+
+
+def problem_of(error: TidegateError) -> Problem:
+    """``error``, ready to be sent."""
+    if isinstance(error, ConfigError):
+        return Problem(
+            kind="ConfigError",
+            message=str(error),
+            path=error.path,
+            value=error.value,
+            expected=error.expected,
+        )
+    return Problem(kind=type(error).__name__, message=str(error))
+
+
+class Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One line of an answer: exactly one of the three."""
+
+    event: Event | None = None
+    status: SupervisorStatus | None = None
+    problem: Problem | None = None
+
+
+class Commands(Protocol):
+    """What the supervisor does when asked."""
+
+    def status(self) -> SupervisorStatus: ...
+    def follow(self, *, stop: bool) -> AsyncIterator[Event]: ...
+    def request_stop(self) -> None: ...
+    def apply(self, document: object) -> Awaitable[None]: ...
+
+
+async def serve(path: Path, commands: Commands) -> asyncio.Server:
+    """Listen at ``path``, for this user alone."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            try:
+                request = msgspec.json.decode(await reader.readline(), type=Request)
+                async for line in _answers(commands, request):
+                    writer.write(msgspec.json.encode(line) + b"\n")
+                    await writer.drain()
+            except (TidegateError, msgspec.MsgspecError, ValueError) as error:
+                wrapped = error if isinstance(error, TidegateError) else TidegateError(str(error))
+                writer.write(msgspec.json.encode(Line(problem=problem_of(wrapped))) + b"\n")
+                await writer.drain()
+            finally:
+                writer.close()
+
+    path.unlink(missing_ok=True)  # noqa: ASYNC240 - once, before anyone is served
+    mask = os.umask(0o177)
+    try:
+        return await asyncio.start_unix_server(answer, path, limit=_LINE_BYTES)
+    finally:
+        os.umask(mask)
+
+
+async def _answers(commands: Commands, request: Request) -> AsyncIterator[Line]:
+    if request.command in ("follow", "stop"):
+        events = commands.follow(stop=request.command == "stop")
+        if request.command == "stop":
+            commands.request_stop()
+        async for event in events:
+            yield Line(event=event)
+        return
+    if request.command == "apply":
+        await commands.apply(request.document)
+    yield Line(status=commands.status())
+
+
+class SupervisorClient:
+    """A blocking client; raises :class:`policy.errors.Unreachable` when no supervisor answers."""
+
+    def __init__(self, state: StateDir) -> None:
+        self._state = state
+
+    def status(self) -> SupervisorStatus:
+        """The supervisor's view."""
+        return self._one(Request(command="status"), _ANSWER_S)
+
+    def apply(self, document: object, timeout_s: float = 120.0) -> SupervisorStatus:
+        """Replace the deployment, whole or not at all; the supervisor's refusal as the error it is."""
+        return self._one(Request(command="apply", document=document), timeout_s)
+
+    def follow(self) -> Iterator[Event]:
+        """Every event from the start on, until it is ready or has failed."""
+        return self._events(Request(command="follow"))
+
+    def stop(self) -> Iterator[Event]:
+        """Ask for the orderly stop; its events until the supervisor is gone."""
+        return self._events(Request(command="stop"))
+
+    def _one(self, request: Request, timeout_s: float) -> SupervisorStatus:
+        for line in self._lines(request, timeout_s):
+            if line.status is not None:
+                return line.status
+        raise Unreachable("the supervisor ended before it answered")
+
+    def _events(self, request: Request) -> Iterator[Event]:
+        # No timeout: the kernel closes the socket of a supervisor that dies.
+        for line in self._lines(request, None):
+            if line.event is not None:
+                yield line.event
+
+    def _lines(self, request: Request, timeout_s: float | None) -> Iterator[Line]:
+        path = self._state.socket_path
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+            sock.settimeout(timeout_s)
+            try:
+                if path.stat().st_uid != os.getuid():
+                    raise Unreachable(f"{path} belongs to another user")
+                sock.connect(os.fspath(path))
+                sock.sendall(msgspec.json.encode(request) + b"\n")
+                with sock.makefile("rb") as file:
+                    for raw in file:
+                        line = msgspec.json.decode(raw, type=Line)
+                        if line.problem is not None:
+                            raise line.problem.error()
+                        yield line
+            except (OSError, msgspec.MsgspecError) as error:
+                raise Unreachable(f"no supervisor answers at {path}: {error}") from error

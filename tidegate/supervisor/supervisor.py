@@ -1,0 +1,302 @@
+"""The supervisor: starts the parts, watches them, answers on its socket, and ends them in order.
+
+One module though over 300 lines: start, watch and end of the parts are one order, read as one story.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+from collections.abc import AsyncIterator
+from typing import Literal
+
+import psutil
+
+from policy.document.diff import Effect, diff
+from policy.document.parse import parse
+from policy.errors import ConfigError, EngineFailed, TidegateError
+from serve.controller.client import ControllerClient
+from store.state_dir import StateDir
+from tidegate.document import Document
+from tidegate.exit_codes import Exit, exit_of
+from tidegate.supervisor import command_lines as parts
+from tidegate.supervisor import readiness
+from tidegate.supervisor import reaper as orphans
+from tidegate.supervisor import socket as socket_api
+from tidegate.supervisor.children import Child, Part, log_end, run_once
+from tidegate.supervisor.cleanup import CLUSTER_STOP_S, forget_targets
+from tidegate.supervisor.events import Event, Progress
+from tidegate.supervisor.process_record import ORPHAN_GRACE_S, Ledger, Recorded, end
+from tidegate.supervisor.startup import Startup
+
+_SNAPSHOT_S = 2.0
+_APPLY_S = 60.0
+_COLLECT_S = 0.1
+_HEAD_GRACE_S = 20.0
+
+
+class Supervisor:
+    """One deployment on this machine, from start to stop. The caller holds the state's lock."""
+
+    def __init__(
+        self, state: StateDir, document: Document, *, ray: bool, timeout_s: float | None, progress: Progress
+    ) -> None:
+        deployment = document.deployment
+        self._state = state
+        self._raw: object = document.raw
+        self._deployment = deployment
+        self._progress = progress
+        self._stopping = asyncio.Event()
+        self._applying = asyncio.Lock()
+        self._phase: Literal["starting", "ready", "stopping"] = "starting"
+        self._ledger = Ledger(state)
+        self._actuator: Literal["ray", "local", "external"] = (
+            "external" if not deployment.needs_controller else "ray" if ray else "local"
+        )
+        self._start = Startup(
+            deployment=deployment,
+            state=state,
+            ledger=self._ledger,
+            progress=progress,
+            ray=ray,
+            timeout_s=timeout_s or max(spec.control.start_timeout_s for spec in deployment.models),
+            child=self._child,
+            snapshot=self._snapshot,
+            controller_client=self._controller,
+        )
+
+    async def run(self) -> int:
+        """Start, keep running until a signal or ``stop``, end everything; returns the exit code."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._signalled)
+        orphans.adopt()
+        # Later than at once: a child that ends while it is being started is asyncio's to collect.
+        loop.add_signal_handler(signal.SIGCHLD, lambda: loop.call_later(_COLLECT_S, self._collect_orphans))
+        server = await socket_api.serve(self._state.socket_path, self)
+        snapshots = asyncio.create_task(self._keep_ledger())
+        failure: TidegateError | None = None
+        try:
+            await self._until_stopped()
+        except TidegateError as error:
+            failure = error
+        except OSError as error:
+            failure = EngineFailed(str(error))
+        self._phase = "stopping"
+        self._progress.emit(Event(kind="stopping", message="ending what was started"))
+        complete = await self._end()
+        snapshots.cancel()
+        if failure is None:
+            self._progress.emit(_stopped(complete))
+        else:
+            self._progress.emit(Event(kind="failed", message=str(failure), exit_code=exit_of(failure)))
+        server.close()
+        # Followers read their last event before the process goes.
+        await asyncio.sleep(0.05)
+        self._state.socket_path.unlink(missing_ok=True)
+        if failure is not None:
+            return exit_of(failure)
+        return Exit.OK if complete else Exit.FAILED
+
+    # What the socket asks for.
+
+    def status(self) -> socket_api.SupervisorStatus:
+        """Phase, addresses and children."""
+        gateway = self._deployment.gateway
+        now = asyncio.get_running_loop().time()
+        return socket_api.SupervisorStatus(
+            pid=os.getpid(),
+            since=psutil.Process().create_time(),
+            phase=self._phase,
+            actuator=self._actuator,
+            endpoint=readiness.endpoint(gateway.host, gateway.port),
+            admin=readiness.endpoint(gateway.admin_host, gateway.admin_port),
+            document=self._raw,
+            processes=tuple(
+                socket_api.ProcessStatus(
+                    name=child.part.name,
+                    pid=child.pid,
+                    restarts=child.restarts,
+                    up_s=now - child.started_at if child.pid else 0.0,
+                )
+                for child in self._start.children
+            ),
+        )
+
+    def follow(self, *, stop: bool) -> AsyncIterator[Event]:
+        """The events of the start, or of the stop."""
+        return self._progress.follow(stop=stop)
+
+    def request_stop(self) -> None:
+        """Begin the orderly stop."""
+        self._stopping.set()
+
+    async def apply(self, document: object) -> None:
+        """Replace the deployment, whole or not at all.
+
+        Raises :class:`policy.errors.ConfigError` for a document that is wrong or that changes what
+        only a new start can change, and what the controller raises.
+        """
+        deployment = parse(document)
+        # One at a time: the file, the controller and what the next is compared with stay the same.
+        async with self._applying:
+            for change in diff(self._deployment, deployment):
+                if change.effect is Effect.RESTART:
+                    raise ConfigError(
+                        change.path, change.after, f"{change.before!r}, or down and up: {change.why}"
+                    )
+            if self._phase != "ready":
+                raise EngineFailed(f"the deployment is {self._phase}; apply when it is ready")
+            if deployment.needs_controller:
+                await asyncio.to_thread(self._controller(_APPLY_S).apply, document)
+            # The gateway's workers read this file again when it changes.
+            self._state.save(self._state.deployment_path, document)
+            self._raw = document
+            self._deployment = deployment
+        self._note("applied a new document")
+
+    # Life.
+
+    async def _until_stopped(self) -> None:
+        await self._clean_up_after_predecessor()
+        self._state.secret()
+        self._state.save(self._state.deployment_path, self._raw)
+        # Who starts a document applies it: it has all its adapters again.
+        self._state.removed_path.unlink(missing_ok=True)
+        shutil.rmtree(self._state.metrics_dir, ignore_errors=True)
+        self._state.metrics_dir.mkdir(mode=0o700)
+        start = asyncio.create_task(self._start.run())
+        stopped = asyncio.create_task(self._stopping.wait())
+        await asyncio.wait({start, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        if not start.done():
+            start.cancel()
+            await asyncio.gather(start, return_exceptions=True)
+            return
+        start.result()
+        self._phase = "ready"
+        self._progress.emit(Event(kind="ready", message=self.status().endpoint))
+        await stopped
+
+    async def _end(self) -> bool:
+        """Workers drain, then the controller and its replicas, then the Ray head, then what is left.
+
+        Returns whether nothing is left; otherwise the record stays for `down`.
+        """
+        start = self._start
+        start.stop_recovering()
+        drain_s = self._deployment.gateway.drain_timeout_s + 5.0
+        await asyncio.gather(*(self._end_child(child, drain_s) for child in start.workers))
+        for sock in start.sockets:
+            sock.close()
+        replicas_s = 30.0 + max(spec.control.mode.drain_timeout_s for spec in self._deployment.models)
+        left_cluster = not start.joined or await self._leave_cluster(replicas_s)
+        if start.controller is not None:
+            await self._end_child(start.controller, replicas_s)
+        if start.head is not None:
+            await self._end_child(start.head, _HEAD_GRACE_S)
+        left: tuple[Recorded, ...] = ()
+        while remaining := self._remaining(left):
+            left += await asyncio.to_thread(end, remaining, grace_s=ORPHAN_GRACE_S, tell=self._tell_ended)
+        if left:
+            names = ", ".join(f"{entry.name} (pid {entry.pid})" for entry in left)
+            self._note(f"these do not end: {names}")
+        if left or not left_cluster:
+            return False
+        self._ledger.clear()
+        forget_targets(self._state)
+        return True
+
+    async def _leave_cluster(self, replicas_s: float) -> bool:
+        """Delete what is ours there; a head of our own takes it along anyway."""
+        code: int | None = None
+        with contextlib.suppress(TimeoutError, TidegateError):
+            async with asyncio.timeout(CLUSTER_STOP_S + replicas_s):
+                stop = parts.cluster(self._state, "stop")
+                code = await run_once(stop, self._state, self._ledger, lambda line: None)
+        address = self._deployment.cluster.address
+        if code == 0 or address == "local":
+            return True
+        self._note(f"the Ray cluster at {address} keeps what is ours{log_end(self._state, 'cluster')}")
+        return False
+
+    async def _end_child(self, child: Child, grace_s: float) -> None:
+        pid = child.pid
+        await child.stop(grace_s)
+        if pid:
+            self._progress.emit(Event(kind="ended", step=child.part.name, message=f"pid {pid}"))
+
+    def _remaining(self, hopeless: tuple[Recorded, ...]) -> list[Recorded]:
+        self._snapshot()
+        return [
+            entry for entry in self._ledger.living() if entry.pid != os.getpid() and entry not in hopeless
+        ]
+
+    def _tell_ended(self, entry: Recorded) -> None:
+        self._progress.emit(Event(kind="ended", step=entry.name, message=f"pid {entry.pid}"))
+
+    def _signalled(self) -> None:
+        if self._stopping.is_set():
+            # Asked twice: whoever asks does not want to wait for the drain.
+            for child in self._start.children:
+                child.kill()
+        self._stopping.set()
+
+    async def _clean_up_after_predecessor(self) -> None:
+        """A supervisor that was killed left a record; its processes would hold our ports."""
+        living = self._ledger.living()
+        left = await asyncio.to_thread(end, living, grace_s=ORPHAN_GRACE_S, tell=self._tell_ended)
+        for entry in left:
+            self._note(f"{entry.name} (pid {entry.pid}) of an earlier run does not end")
+        self._ledger.clear()
+        self._ledger.add("supervisor", os.getpid())
+
+    # Watching.
+
+    def _child(self, part: Part) -> Child:
+        return Child(part, self._state, self._ledger, note=self._note, on_exit=self._forget_metrics)
+
+    def _note(self, message: str) -> None:
+        self._progress.emit(Event(kind="note", message=message))
+
+    def _forget_metrics(self, pid: int) -> None:
+        # Gauges of live processes would count a dead worker for ever; counters stay and add up.
+        for path in self._state.metrics_dir.glob(f"gauge_live*_{pid}.db"):
+            path.unlink(missing_ok=True)
+
+    async def _keep_ledger(self) -> None:
+        while True:
+            # A full disk keeps the last record; the next snapshot writes it whole.
+            with contextlib.suppress(OSError):
+                self._snapshot()
+            await asyncio.sleep(_SNAPSHOT_S)
+
+    def _snapshot(self) -> None:
+        """Record every descendant."""
+        self._collect_orphans()
+        me = psutil.Process()
+        living = []
+        for process in me.children(recursive=True):
+            try:
+                if process.status() != psutil.STATUS_ZOMBIE:
+                    living.append(process)
+            except psutil.NoSuchProcess:
+                continue
+        self._ledger.adopt([me, *living])
+
+    def _collect_orphans(self) -> None:
+        orphans.collect(self._ledger.started)
+
+    def _controller(self, timeout_s: float = 2.0) -> ControllerClient:
+        return ControllerClient(
+            self._deployment.cluster.controller, self._state.secret(), timeout_s=timeout_s
+        )
+
+
+def _stopped(complete: bool) -> Event:
+    if complete:
+        return Event(kind="stopped", message="nothing is left running")
+    message = "not everything has ended: run `tidegate down` again"
+    return Event(kind="stopped", message=message, exit_code=Exit.FAILED)
