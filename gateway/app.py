@@ -14,31 +14,31 @@ from time import monotonic
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from gateway.api.admin import admin_app
-from gateway.api.controller_proxy import Control
-from gateway.api.models import Listing
+from gateway.api.controller_proxy import ControllerProxy
+from gateway.api.models import ModelList
 from gateway.api.readiness import Readiness
 from gateway.api.routes import client_app
 from gateway.call import Call
-from gateway.control.document import Document
-from gateway.delivery.attempts import Delivery
+from gateway.control.document import FollowedDeployment
+from gateway.delivery.attempts import Attempts
 from gateway.delivery.overflow import Overflow
-from gateway.delivery.timeouts import Deadlines
+from gateway.delivery.timeouts import IdleTimeouts
 from gateway.intake.adapter_catalog import CatalogView
-from gateway.intake.resolve import Intake
+from gateway.intake.resolve import RequestResolver
 from gateway.intake.tenants import Tenants
 from gateway.protocol import body as bodies
 from gateway.protocol.batch_body import COALESCED
 from gateway.protocol.body import Body
 from gateway.protocol.errors import Refused
 from gateway.protocol.paths import Route
-from gateway.protocol.splice import outgoing
+from gateway.protocol.splice import upstream_body
 from gateway.queue.admission import Admission
 from gateway.queue.coalescing import Coalescer
-from gateway.routing.fleet import FleetView, Served
-from gateway.routing.router import Routes
-from gateway.routing.shared_memory import Shared
+from gateway.routing.fleet import FleetView, ServedModel
+from gateway.routing.router import ModelRouters
+from gateway.routing.shared_memory import SharedCounts
 from gateway.telemetry.capture import Capture
-from gateway.telemetry.capture_stream import Listeners
+from gateway.telemetry.capture_stream import Subscribers
 from gateway.telemetry.log import Log
 from gateway.telemetry.metrics import Metrics
 from policy.config.deployment import Deployment
@@ -52,13 +52,13 @@ class Gateway:
 
     def __init__(
         self,
-        document: Document,
+        document: FollowedDeployment,
         secret: str,
         salt_secret: bytes,
         *,
         log: Log,
         rng: random.Random,
-        shared: Shared,
+        shared: SharedCounts,
         captures: Path,
     ) -> None:
         def current() -> Deployment:
@@ -68,31 +68,31 @@ class Gateway:
         self.metrics = Metrics()
         self._no_model = self.metrics.model("")
         self._limits = document.deployment.gateway
-        self.deadlines = Deadlines(lambda: document.deployment.gateway)
+        self.deadlines = IdleTimeouts(lambda: document.deployment.gateway)
         self.fleet = FleetView(secret, self.metrics, shared, rng.random)
         self.catalog = CatalogView(partial(rng.getrandbits, 64))
         self.catalog.on_names = self.metrics.adapters.follow
         self.tenants = Tenants(salt_secret, own_key(secret))
-        self.routes = Routes(rng, shared, current, self.metrics)
+        self.routes = ModelRouters(rng, shared, current, self.metrics)
         self.fleet.on_prefixes, self.fleet.on_forget = self.routes.heard, self.routes.forget
         self.fleet.on_adapters = self.routes.holds
         self.readiness = Readiness(document, self.fleet, self.catalog)
-        self.intake = Intake(self.fleet, self.catalog, self.routes)
+        self.intake = RequestResolver(self.fleet, self.catalog, self.routes)
         self.admission = Admission(
             self.fleet, self.metrics, self.routes, current, weight=self.tenants.weight, shared=shared
         )
         self.coalescer = Coalescer(self._deliver, self.metrics)
         self.overflow = Overflow(self.metrics, log, rng)
         self.capture = Capture(captures)
-        self.listeners = Listeners(captures, lambda model: self.routes.density(model).bytes_a_token)
-        self.client: ASGIApp = client_app(self.serve, Listing(self.fleet, self.catalog), self.tenants)
+        self.listeners = Subscribers(captures, lambda model: self.routes.density(model).bytes_a_token)
+        self.client: ASGIApp = client_app(self.serve, ModelList(self.fleet, self.catalog), self.tenants)
         self.admin: ASGIApp = admin_app(
             self.fleet,
             self.metrics,
             self.routes,
             self.tenants,
             self.readiness.why_not,
-            control=Control(secret, current),
+            control=ControllerProxy(secret, current),
             capture=self.listeners.lines,
         )
 
@@ -161,12 +161,14 @@ class Gateway:
             if (adapter := call.adapter) is not None:
                 self.metrics.adapters.of(adapter.model, adapter.name).count(call, began)
 
-    async def _deliver(self, call: Call, served: Served, request: Request, body: Body, raw: bytes) -> None:
+    async def _deliver(
+        self, call: Call, served: ServedModel, request: Request, body: Body, raw: bytes
+    ) -> None:
         """One call to a replica, or to an upstream where the fleet cannot serve it in time."""
         place = self.admission.arrive(served, request)
-        sent = outgoing(call.route, body, raw, self.tenants.salt(request.tenant), request.adapter)
+        sent = upstream_body(call.route, body, raw, self.tenants.salt(request.tenant), request.adapter)
         meter = self.metrics.model(served.name)
-        delivery = Delivery(self.admission, place, call, meter, body=body, outgoing=sent)
+        delivery = Attempts(self.admission, place, call, meter, body=body, outgoing=sent)
         try:
             if self.overflow.backs(request):
                 await self.overflow.around(delivery.run, call, served, request, body=body, raw=raw)

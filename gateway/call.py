@@ -15,7 +15,7 @@ from gateway.protocol.usage import Usage
 from policy.errors import Refusal
 
 if TYPE_CHECKING:
-    from gateway.delivery.timeouts import Deadlines
+    from gateway.delivery.timeouts import IdleTimeouts
     from gateway.http.exchange import Exchange
     from gateway.intake.adapter_catalog import Adapter
 
@@ -72,7 +72,7 @@ class Call:
     )
 
     def __init__(
-        self, route: Route, scope: Scope, receive: Receive, send: Send, deadlines: Deadlines | None = None
+        self, route: Route, scope: Scope, receive: Receive, send: Send, deadlines: IdleTimeouts | None = None
     ) -> None:
         self.route = route
         self.send = send

@@ -17,14 +17,14 @@ import uvloop
 from starlette.types import ASGIApp
 
 from gateway.app import Gateway
-from gateway.control.catalog_feed import CatalogSource
-from gateway.control.document import Document
-from gateway.control.fleet_feed import FleetSource
-from gateway.control.reporter import Post, Reporter
+from gateway.control.catalog_feed import CatalogFeed
+from gateway.control.document import FollowedDeployment
+from gateway.control.fleet_feed import FleetFeed
+from gateway.control.reporter import Reporter, ReportSender
 from gateway.http.server import Server
-from gateway.routing.external import Prober
+from gateway.routing.external import ExternalPoller
 from gateway.routing.probes import Probes
-from gateway.routing.shared_memory import BEAT_EVERY_S, Shared, SharedRows
+from gateway.routing.shared_memory import BEAT_EVERY_S, SharedCounts, SharedRows
 from gateway.telemetry.log import LibraryHandler, Log
 from gateway.telemetry.metrics import Metrics
 from policy.config.deployment import Deployment
@@ -66,7 +66,7 @@ async def work(state: StateDir, client_fd: int, admin_fd: int, worker: int, *, c
     logging.getLogger("uvicorn").addHandler(LibraryHandler(log))
     logging.getLogger("asyncio").addHandler(LibraryHandler(log))
 
-    document = Document(state, log)
+    document = FollowedDeployment(state, log)
     # Ties between replicas are all that it decides.
     shared = SharedRows(state.rows_path, worker)
     rng = random.Random()  # noqa: S311
@@ -79,7 +79,7 @@ async def work(state: StateDir, client_fd: int, admin_fd: int, worker: int, *, c
         shared=shared,
         captures=state.captures,
     )
-    post = Post(lambda: document.deployment.cluster.controller, "/signals", state.secret(), log)
+    post = ReportSender(lambda: document.deployment.cluster.controller, "/signals", state.secret(), log)
     reporter = Reporter(gateway.metrics, gateway.admission, lambda: document.deployment, post.send)
     background: dict[str, asyncio.Task[None]] = {}
 
@@ -131,7 +131,7 @@ async def work(state: StateDir, client_fd: int, admin_fd: int, worker: int, *, c
 
 
 def _upkeep(
-    gateway: Gateway, document: Document, state: StateDir, shared: Shared, log: Log
+    gateway: Gateway, document: FollowedDeployment, state: StateDir, shared: SharedCounts, log: Log
 ) -> dict[str, Coroutine[Any, Any, None]]:
     """What goes on beside the requests, with or without a controller."""
 
@@ -139,7 +139,7 @@ def _upkeep(
         return document.deployment
 
     return {
-        "prober": Prober(gateway.fleet, current).run(),
+        "prober": ExternalPoller(gateway.fleet, current).run(),
         "probes": Probes(gateway.fleet, gateway.metrics, current, state.secret()).run(),
         "metrics": _publish(gateway.metrics, log),
         "shared": _beat(shared),
@@ -150,12 +150,12 @@ def _upkeep(
 
 def _sources(
     deployment: Deployment, state: StateDir, gateway: Gateway, log: Log
-) -> dict[str, FleetSource | CatalogSource]:
+) -> dict[str, FleetFeed | CatalogFeed]:
     """What is followed of the controller."""
     address, timeout_s = deployment.cluster.controller, deployment.gateway.connect_timeout_s
     return {
-        "controller": FleetSource(address, state, gateway.fleet, log, connect_timeout_s=timeout_s),
-        "catalog": CatalogSource(address, state, gateway.catalog, log, connect_timeout_s=timeout_s),
+        "controller": FleetFeed(address, state, gateway.fleet, log, connect_timeout_s=timeout_s),
+        "catalog": CatalogFeed(address, state, gateway.catalog, log, connect_timeout_s=timeout_s),
     }
 
 
@@ -168,7 +168,7 @@ async def _publish(metrics: Metrics, log: Log) -> None:
             log.warning("metrics_not_published", error=type(error).__name__)
 
 
-async def _beat(shared: Shared) -> None:
+async def _beat(shared: SharedCounts) -> None:
     while True:
         await asyncio.sleep(BEAT_EVERY_S)
         shared.beat()

@@ -25,6 +25,6 @@ def rendezvous(item: int, replica: int, weight: float = 1.0) -> float:
     return -weight / math.log((mixed + 0.5) * _UNIT)
 
 
-def key_of(name: str) -> int:
+def hash_name(name: str) -> int:
     """The key of ``name``, alike in every process."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest())

@@ -26,7 +26,7 @@ class Runner(StrEnum):
     POOLING = "pooling"
 
 
-class ReplicaState(StrEnum):
+class ReplicaPhase(StrEnum):
     """The life of a replica; traffic goes to ``READY`` alone.
 
     ``ASLEEP`` is one whose GPUs another one of its bed may use: it is woken rather than started.
@@ -96,7 +96,7 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     shape: str
     generation: int
-    state: ReplicaState
+    state: ReplicaPhase
     load: Load
     url: str = ""
     node: str = ""

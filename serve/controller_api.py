@@ -37,7 +37,7 @@ class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
     barred: dict[str, float] = {}
 
 
-class Outcome(msgspec.Struct, frozen=True, kw_only=True, tag="outcome"):
+class SwitchOutcome(msgspec.Struct, frozen=True, kw_only=True, tag="outcome"):
     """What a switch that load made promised and what was measured since, as parts of the cost before.
 
     ``decided_at`` is the instant of its decision; ``met_before`` and ``met`` are the parts of the requests
@@ -55,7 +55,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True, tag="outcome"):
     met: float
 
 
-class Logged(msgspec.Struct, frozen=True, kw_only=True):
+class LoggedDecision(msgspec.Struct, frozen=True, kw_only=True):
     """A decision, and all that it was made of but for what policies remember.
 
     Of a switch that load made, ``outcome`` is what was measured once it had been there for a while.
@@ -63,7 +63,7 @@ class Logged(msgspec.Struct, frozen=True, kw_only=True):
 
     situation: Situation
     decision: Decision
-    outcome: Outcome | None = None
+    outcome: SwitchOutcome | None = None
 
 
 class ControllerStatus(msgspec.Struct, frozen=True, kw_only=True):

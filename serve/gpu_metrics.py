@@ -37,7 +37,7 @@ def devices(gpus: int, environment: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(name.strip() for name in named if name.strip())[:gpus]
 
 
-class Cards:
+class GpuSet:
     """The cards of one replica. Every method blocks."""
 
     def __init__(self, nvml: Any, names: Sequence[str]) -> None:
@@ -102,7 +102,7 @@ class Cards:
                         self._xid, self._card = xid, card
 
 
-def found(names: Sequence[str]) -> Cards | None:
+def discover(names: Sequence[str]) -> GpuSet | None:
     """The cards called so; ``None``, after a line in the log, where there is nobody to ask. Blocks."""
     try:
         nvml = importlib.import_module("pynvml")
@@ -110,7 +110,7 @@ def found(names: Sequence[str]) -> Cards | None:
         log.warning("no figures of power: nvidia-ml-py is not installed")
         return None
     try:
-        return Cards(nvml, names)
+        return GpuSet(nvml, names)
     except nvml.NVMLError as error:
         log.warning("no figures of power: NVML says %s", error)
         return None
@@ -118,7 +118,7 @@ def found(names: Sequence[str]) -> Cards | None:
 
 async def watch(names: Sequence[str], tell: Callable[[PowerReport | None], None]) -> None:
     """Tell what the cards are like every :data:`POLL_S`, until cancelled; returns where there are none."""
-    cards = await asyncio.to_thread(found, names) if names else None
+    cards = await asyncio.to_thread(discover, names) if names else None
     while cards is not None:
         tell(await asyncio.to_thread(cards.read))
         await asyncio.sleep(POLL_S)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import uvicorn
 
 
-class Server(uvicorn.Server):
+class HttpServer(uvicorn.Server):
     """Leaves signals to the process around it, which closes what it owns before it ends."""
 
     @contextlib.contextmanager

@@ -11,7 +11,7 @@ from typing import TypeVar, cast
 T = TypeVar("T")
 
 
-async def in_background(work: Callable[[], T], name: str) -> T:
+async def run_in_thread(work: Callable[[], T], name: str) -> T:
     """What ``work`` returns or raises.
 
     Unlike the threads of an executor these are not waited for at the end of the process: a download may

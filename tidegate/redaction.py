@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from store.adapters.fetch_job import shown
+from store.adapters.fetch_job import redacted
 
 _SECRETS = ("token", "key", "secret", "password")
 _MASK = "***"
@@ -15,17 +15,17 @@ _DIGEST_SHOWN = 8
 _PASSWORD = re.compile(r"(?<=://)[^/?#]*@")
 
 
-def masked(value: Any, path: str = "") -> Any:
+def redact(value: Any, path: str = "") -> Any:
     """``value``, which stands at the dotted ``path`` of a document, without the secrets in it."""
     if isinstance(value, Mapping):
-        return {key: masked(inner, f"{path}.{key}") for key, inner in value.items()}
+        return {key: redact(inner, f"{path}.{key}") for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [masked(inner, path) for inner in value]
+        return [redact(inner, path) for inner in value]
     last = path.rpartition(".")[2].lower()
     if last == "keys_sha256" and isinstance(value, str):
         return f"{value[:_DIGEST_SHOWN]}..."
     if isinstance(value, str) and ".adapters." in path:
-        return shown(value)
+        return redacted(value)
     if isinstance(value, str) and path.removeprefix(".") == "store":
         return _PASSWORD.sub(f"{_MASK}@", value)
     secret = ".env." in path and any(word in last for word in _SECRETS)

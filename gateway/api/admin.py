@@ -14,12 +14,12 @@ from fastapi.responses import StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.routing import Route
 
-from gateway.api.controller_proxy import Control, adapter_path, decisions_path
+from gateway.api.controller_proxy import ControllerProxy, adapter_path, decisions_path
 from gateway.intake.tenants import Tenants
 from gateway.protocol.errors import Refused
-from gateway.protocol.openapi import describe
+from gateway.protocol.openapi import add_client_schema
 from gateway.routing.fleet import FleetView
-from gateway.routing.router import Routes
+from gateway.routing.router import ModelRouters
 from gateway.telemetry.metrics import Metrics
 from policy.errors import Refusal
 
@@ -30,11 +30,11 @@ _NDJSON = "application/x-ndjson"
 def admin_app(
     fleet: FleetView,
     metrics: Metrics,
-    routes: Routes,
+    routes: ModelRouters,
     tenants: Tenants,
     why_not_ready: Callable[[], list[str]],
     *,
-    control: Control,
+    control: ControllerProxy,
     capture: Callable[[], AsyncIterator[bytes]],
 ) -> FastAPI:
     """The app of the admin port, which also publishes what the client port speaks.
@@ -157,7 +157,7 @@ def admin_app(
 
     def schema() -> dict[str, Any]:
         described = own()
-        describe(described)
+        add_client_schema(described)
         return described
 
     app.openapi = schema  # type: ignore[method-assign] # FastAPI documents this as the way to extend it

@@ -45,7 +45,7 @@ _ERRORS = {
 }
 
 
-class Control:
+class ControllerProxy:
     """What of the controller's HTTP API the admin port hands on. ``deployment`` says where it is."""
 
     def __init__(self, secret: str, deployment: Callable[[], Deployment]) -> None:

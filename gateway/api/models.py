@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 
 from gateway.intake.adapter_catalog import CatalogView, Entry
-from gateway.intake.tenants import Account
-from gateway.routing.fleet import FleetView, Served
+from gateway.intake.tenants import TenantAccount
+from gateway.routing.fleet import FleetView, ServedModel
 
 # Lists of thousands of adapters that are kept ready, one for all tenants who see the same.
 KEPT = 16
@@ -16,7 +16,7 @@ KEPT = 16
 _View = frozenset[tuple[str, ...]]
 
 
-class Listing:
+class ModelList:
     """The answers of ``/v1/models``; what may be long is made once for each catalog and set of tenants."""
 
     def __init__(self, fleet: FleetView, catalog: CatalogView) -> None:
@@ -25,7 +25,7 @@ class Listing:
         self._made: dict[_View, bytes] = {}
         self._made_of: object = None
 
-    def all(self, account: Account) -> bytes:
+    def all(self, account: TenantAccount) -> bytes:
         """Every model and adapter that ``account`` may name."""
         cards = [card for served in self._fleet.models for card in _served_cards(served)]
         parts = [msgspec.json.encode(card) for card in cards]
@@ -33,7 +33,7 @@ class Listing:
             parts.append(adapters)
         return b'{"object":"list","data":[' + b",".join(parts) + b"]}"
 
-    def one(self, name: str, account: Account) -> bytes | None:
+    def one(self, name: str, account: TenantAccount) -> bytes | None:
         """The model or adapter that a request with this ``model`` would be served by."""
         if (served := self._fleet.get(name)) is not None:
             return msgspec.json.encode(_served_cards(served)[0])
@@ -47,7 +47,7 @@ class Listing:
             return msgspec.json.encode(_listed_card(name, listed[0]))
         return None
 
-    def _adapters(self, account: Account) -> bytes:
+    def _adapters(self, account: TenantAccount) -> bytes:
         """The cards of the catalog's adapters with commas between them."""
         bases = [(served.name, served.max_model_len) for served in self._fleet.models]
         made_of = (self._catalog.changed, bases)
@@ -60,7 +60,7 @@ class Listing:
             made = self._made[view] = b",".join(self._cards(account))
         return made
 
-    def _cards(self, account: Account) -> list[bytes]:
+    def _cards(self, account: TenantAccount) -> list[bytes]:
         taken = {served.name for served in self._fleet.models}
         cards = []
         for entry in self._catalog.visible(account):
@@ -75,7 +75,7 @@ class Listing:
         return cards
 
 
-def _card(name: str, entry: Entry, base: Served, digest: str) -> dict[str, Any]:
+def _card(name: str, entry: Entry, base: ServedModel, digest: str) -> dict[str, Any]:
     return {
         "id": name,
         "object": "model",
@@ -87,13 +87,13 @@ def _card(name: str, entry: Entry, base: Served, digest: str) -> dict[str, Any]:
     }
 
 
-def _served_cards(served: Served) -> list[dict[str, Any]]:
+def _served_cards(served: ServedModel) -> list[dict[str, Any]]:
     """A model, and the adapters that its servers list where they are not ours."""
     own = {**_listed_card(served.name, served), "parent": None}
     return [own, *(_listed_card(name, served) for name in served.listed)]
 
 
-def _listed_card(name: str, served: Served) -> dict[str, Any]:
+def _listed_card(name: str, served: ServedModel) -> dict[str, Any]:
     return {
         "id": name,
         "object": "model",

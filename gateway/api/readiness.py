@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gateway.control.document import Document
+from gateway.control.document import FollowedDeployment
 from gateway.intake.adapter_catalog import CatalogView
 from gateway.routing.fleet import FleetView
 
@@ -10,7 +10,7 @@ from gateway.routing.fleet import FleetView
 class Readiness:
     """One worker's. ``draining`` once it takes nothing more."""
 
-    def __init__(self, document: Document, fleet: FleetView, catalog: CatalogView) -> None:
+    def __init__(self, document: FollowedDeployment, fleet: FleetView, catalog: CatalogView) -> None:
         self._document = document
         self._fleet = fleet
         self._catalog = catalog

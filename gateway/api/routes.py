@@ -9,9 +9,9 @@ from collections.abc import Awaitable, Callable
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from gateway.api.models import Listing
+from gateway.api.models import ModelList
 from gateway.call import Call
-from gateway.intake.tenants import Account, Tenants
+from gateway.intake.tenants import TenantAccount, Tenants
 from gateway.protocol.errors import Refused, unknown
 from gateway.protocol.paths import MODELS_PATH, ROUTES, Route
 from policy.errors import Refusal
@@ -22,7 +22,7 @@ _MODELS = Route(MODELS_PATH, b"", "List the models")
 _NOWHERE = Route("", b"", "")
 
 
-def client_app(serve: Serve, listing: Listing, tenants: Tenants) -> ASGIApp:
+def client_app(serve: Serve, listing: ModelList, tenants: Tenants) -> ASGIApp:
     """The app of the client port; what there is to be served is told to tenants alone."""
 
     def app(scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
@@ -45,7 +45,7 @@ def client_app(serve: Serve, listing: Listing, tenants: Tenants) -> ASGIApp:
 
 
 def _answer(
-    listing: Listing, path: str, method: str, route: Route | None, authorize: Callable[[], Account]
+    listing: ModelList, path: str, method: str, route: Route | None, authorize: Callable[[], TenantAccount]
 ) -> bytes:
     """The body for a path that needs no replica; raises :class:`gateway.protocol.errors.Refused`."""
     everything = path == MODELS_PATH

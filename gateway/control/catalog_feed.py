@@ -6,7 +6,7 @@ import asyncio
 
 import msgspec
 
-from gateway.http.ndjson import Feed
+from gateway.http.ndjson import NdjsonStream
 from gateway.intake.adapter_catalog import CatalogView
 from gateway.telemetry.log import Log
 from policy.wire.catalog import Alias, Catalog
@@ -27,7 +27,7 @@ _LINE = msgspec.json.Decoder(_Line)
 _ALIAS = msgspec.json.Decoder(Alias)
 
 
-class CatalogSource:
+class CatalogFeed:
     """The stream of catalogs of one controller.
 
     The first of a connection is always taken, since the controller is the authority even when its clock went
@@ -51,7 +51,7 @@ class CatalogSource:
         self._line = b""
         self._kept = b""
         self._aliases: dict[bytes, Alias] = {}
-        self.feed = Feed(
+        self.feed = NdjsonStream(
             f"http://{address}",
             "/adapters/stream",
             state.secret(),

@@ -17,7 +17,7 @@ from store.state_dir import StateDir
 LOOK_EVERY_S = 0.5
 
 
-class Document:
+class FollowedDeployment:
     """What is deployed. A document that cannot be read leaves the last good one in force."""
 
     def __init__(self, state: StateDir, log: Log) -> None:

@@ -6,7 +6,7 @@ import asyncio
 
 import msgspec
 
-from gateway.http.ndjson import Feed
+from gateway.http.ndjson import NdjsonStream
 from gateway.routing.fleet import FleetView
 from gateway.telemetry.log import Log
 from policy.types import Fleet
@@ -15,7 +15,7 @@ from store.state_dir import StateDir
 SAVE_EVERY_S = 1.0
 
 
-class FleetSource:
+class FleetFeed:
     """The stream of snapshots of one controller.
 
     The first snapshot of a connection is always taken, since the controller is the authority even
@@ -38,7 +38,7 @@ class FleetSource:
         self._connected = False
         self._kept: Fleet | None = None
         self._clock = asyncio.get_running_loop().time
-        self.feed = Feed(
+        self.feed = NdjsonStream(
             f"http://{address}",
             "/fleet/stream",
             state.secret(),

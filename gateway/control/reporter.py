@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable
 
 import msgspec
 
-from gateway.http.client import Connection, Pool
+from gateway.http.client import ClientConnection, ConnectionPool
 from gateway.queue.admission import Admission
 from gateway.telemetry.log import Log
 from gateway.telemetry.metrics import Metrics
@@ -119,7 +119,7 @@ class Reporter:
 PATIENCE_S = 2.0
 
 
-class Post:
+class ReportSender:
     """Messages to one path of the controller; ``address`` says where it is.
 
     One that does not come through is lost, and said in the log once until one does.
@@ -130,7 +130,7 @@ class Post:
         self._path = path
         self._secret = secret
         self._log = log
-        self._pool: Pool | None = None
+        self._pool: ConnectionPool | None = None
         self._url = ""
         self._lost = False
 
@@ -165,19 +165,19 @@ class Post:
             return status
         return await _Answer(await pool.connect()).to(head, body)
 
-    def _reach(self) -> Pool:
+    def _reach(self) -> ConnectionPool:
         """Connections to where the controller is now."""
         url = f"http://{self._address()}"
         if self._pool is None or url != self._url:
             self.close()
-            self._pool, self._url = Pool(url, PATIENCE_S, max_idle=1), url
+            self._pool, self._url = ConnectionPool(url, PATIENCE_S, max_idle=1), url
         return self._pool
 
 
 class _Answer:
     """The sink of one exchange."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: ClientConnection) -> None:
         self._connection = connection
         self._status = 0
         self._ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()

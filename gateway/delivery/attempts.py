@@ -7,19 +7,19 @@ from time import monotonic, perf_counter
 
 from gateway.call import Call
 from gateway.delivery.relay import Relay, Verdict
-from gateway.http.client import Connection
+from gateway.http.client import ClientConnection
 from gateway.protocol.body import Body
 from gateway.protocol.errors import Refused
 from gateway.protocol.paths import Api, Route
-from gateway.protocol.splice import Outgoing
+from gateway.protocol.splice import UpstreamBody
 from gateway.protocol.sse import ChatTail, MessagesTail, ResponsesTail, Tail
-from gateway.queue.admission import Admission, Place
-from gateway.queue.rejections import nobody, unloadable
+from gateway.queue.admission import Admission, Ticket
+from gateway.queue.rejections import adapter_not_loadable, no_replica
 from gateway.routing.ejection import is_own_fault
-from gateway.routing.replica import Link
-from gateway.telemetry.metrics import ModelMeter
+from gateway.routing.replica import ReplicaHandle
+from gateway.telemetry.metrics import ModelCounters
 from policy.errors import Refusal
-from policy.routing.outlier_ejection import Sign, State
+from policy.routing.outlier_ejection import AttemptResult, BreakerState
 from policy.types import EngineKind, Runner
 
 # A connection that cannot be made, and a request that was begun, are tried elsewhere once.
@@ -31,20 +31,20 @@ MAX_LOADS = 2
 MAX_NEWS = 64
 
 _SIGNS = {
-    Verdict.SERVED: Sign.GOOD,
-    Verdict.BROKEN: Sign.BAD,
-    Verdict.REJECTED: Sign.NOTHING,
-    Verdict.REFUSED: Sign.NOTHING,
-    Verdict.FAILED: Sign.BAD,
-    Verdict.LOST: Sign.BAD,
-    Verdict.STALE: Sign.NOTHING,
-    Verdict.SILENT: Sign.BAD,
-    Verdict.UNREACHABLE: Sign.BAD,
-    Verdict.LEFT: Sign.NOTHING,
+    Verdict.SERVED: AttemptResult.GOOD,
+    Verdict.BROKEN: AttemptResult.BAD,
+    Verdict.REJECTED: AttemptResult.NOTHING,
+    Verdict.REFUSED: AttemptResult.NOTHING,
+    Verdict.FAILED: AttemptResult.BAD,
+    Verdict.LOST: AttemptResult.BAD,
+    Verdict.STALE: AttemptResult.NOTHING,
+    Verdict.SILENT: AttemptResult.BAD,
+    Verdict.UNREACHABLE: AttemptResult.BAD,
+    Verdict.LEFT: AttemptResult.NOTHING,
 }
 
 
-class Delivery:
+class Attempts:
     """One call with its body on its way to a replica."""
 
     __slots__ = (
@@ -66,12 +66,12 @@ class Delivery:
     def __init__(
         self,
         admission: Admission,
-        place: Place,
+        place: Ticket,
         call: Call,
-        meter: ModelMeter,
+        meter: ModelCounters,
         *,
         body: Body,
-        outgoing: Outgoing,
+        outgoing: UpstreamBody,
     ) -> None:
         self._admission = admission
         self._place = place
@@ -81,7 +81,7 @@ class Delivery:
         self._meter = meter
         self._clock = asyncio.get_running_loop().time
         self._health = place.served.health
-        self._link: Link | None = None
+        self._link: ReplicaHandle | None = None
         self._asked_at = 0.0
         self._unreached = self._unloaded = 0
         self._moves = False
@@ -107,13 +107,13 @@ class Delivery:
                 return
             self._consider(verdict, relay, link)
 
-    async def _admitted(self) -> Link:
+    async def _admitted(self) -> ReplicaHandle:
         """The replica to try next, with its slot taken."""
         served, asked = self._place.served, perf_counter()
         if served.hopeless(self._clock()):
             raise self._nobody()
         if (adapter := self._place.request.adapter) and served.cannot_load(adapter):
-            raise unloadable(served, adapter)
+            raise adapter_not_loadable(served, adapter)
         link = await self._admission.admit(self._place)
         self._call.queued_s += perf_counter() - asked
         self._call.replica = link.label
@@ -126,9 +126,9 @@ class Delivery:
                 raise self._nobody()
         return link
 
-    async def _tried(self, link: Link) -> tuple[Verdict, Relay | None]:
+    async def _tried(self, link: ReplicaHandle) -> tuple[Verdict, Relay | None]:
         """One attempt; what it says of the replica is told before its slot is given to another."""
-        probe, sign, whole = link.probe(), Sign.NOTHING, False
+        probe, sign, whole = link.probe(), AttemptResult.NOTHING, False
         try:
             verdict, relay = await self._attempt(link)
             sign, whole = _SIGNS[verdict], verdict is Verdict.SERVED
@@ -148,7 +148,7 @@ class Delivery:
             tell(link.breaker, sign, self._clock())
             self._admission.release(self._place, link, whole=whole)
 
-    def _consider(self, verdict: Verdict, relay: Relay | None, link: Link) -> None:
+    def _consider(self, verdict: Verdict, relay: Relay | None, link: ReplicaHandle) -> None:
         """Return if the call may be tried again; raises :class:`gateway.protocol.errors.Refused` if not."""
         refused = relay.refused if relay is not None else None
         served = self._place.served
@@ -156,7 +156,7 @@ class Delivery:
             if relay is not None and relay.reason is Refusal.ADAPTER_FAILED:
                 self._unloaded += 1
                 if self._unloaded >= MAX_LOADS:
-                    raise unloadable(served, self._place.request.adapter)
+                    raise adapter_not_loadable(served, self._place.request.adapter)
             return
         if verdict is Verdict.REJECTED and refused is not None:
             raise refused
@@ -172,7 +172,7 @@ class Delivery:
         self._place.request.begun += 1
         if self._place.request.begun < MAX_BEGUN:
             # One that was taken out of rotation for its silence is as good as dead.
-            hung = verdict is Verdict.SILENT and link.breaker.state is State.OPEN
+            hung = verdict is Verdict.SILENT and link.breaker.state is BreakerState.OPEN
             if verdict is Verdict.LOST or hung:
                 self._moves = True
                 return
@@ -186,9 +186,9 @@ class Delivery:
 
     def _nobody(self, refused: Refused | None = None) -> Refused:
         """No replica of the model serves, and to wait for one would be in vain."""
-        return nobody(self._place.served.name, refused.retry_after_s if refused is not None else None)
+        return no_replica(self._place.served.name, refused.retry_after_s if refused is not None else None)
 
-    async def _attempt(self, link: Link) -> tuple[Verdict, Relay | None]:
+    async def _attempt(self, link: ReplicaHandle) -> tuple[Verdict, Relay | None]:
         """Try one replica; a kept connection that turns out dead is replaced once, silently.
 
         Raises :class:`gateway.protocol.errors.Refused` when this machine can make no connection to anybody.
@@ -216,7 +216,7 @@ class Delivery:
                 return verdict, relay
             connection, stale = None, True
 
-    def _relay(self, link: Link, connection: Connection) -> Relay:
+    def _relay(self, link: ReplicaHandle, connection: ClientConnection) -> Relay:
         """An attempt on ``connection``, where the watchdog sees it."""
         tail = tail_of(self._call.route, self._body, strip_usage=self._outgoing.counts)
         relay = Relay(self._call, connection, tail, self._meter)
@@ -233,7 +233,7 @@ class Delivery:
         took_s = monotonic() - self._asked_at if self._call.streaming else None
         self._admission.first_token(self._place, self._link, took_s)
 
-    def _head(self, link: Link) -> bytes:
+    def _head(self, link: ReplicaHandle) -> bytes:
         """The request's head: nothing of the client's but what this list names."""
         call = self._call
         head = b"POST %b HTTP/1.1\r\n%bx-request-id: %b\r\ncontent-length: %d\r\n" % (

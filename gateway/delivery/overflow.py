@@ -8,22 +8,22 @@ from collections.abc import Awaitable, Callable
 
 from gateway.call import Call
 from gateway.delivery.attempts import tail_of
-from gateway.delivery.overflow_endpoint import Endpoint
+from gateway.delivery.overflow_endpoint import OverflowEndpoint
 from gateway.delivery.relay import Relay, Verdict
 from gateway.protocol.body import Body
 from gateway.protocol.errors import NO_ROOM, Refused
-from gateway.routing.fleet import Served
+from gateway.routing.fleet import ServedModel
 from gateway.telemetry.log import Log
 from gateway.telemetry.metrics import Metrics
 from policy.config.deployment import Deployment
 from policy.errors import Refusal
 from policy.request import Request
-from policy.routing.outlier_ejection import Sign
+from policy.routing.outlier_ejection import AttemptResult
 
 _SIGNS = {
-    Verdict.SERVED: Sign.GOOD,
-    Verdict.REJECTED: Sign.NOTHING,
-    Verdict.REFUSED: Sign.NOTHING,
+    Verdict.SERVED: AttemptResult.GOOD,
+    Verdict.REJECTED: AttemptResult.NOTHING,
+    Verdict.REFUSED: AttemptResult.NOTHING,
 }
 # It may have been at work for us when we heard the last of it, and bill it.
 _MAY_BE_BILLED = frozenset({Verdict.SERVED, Verdict.BROKEN, Verdict.LOST, Verdict.SILENT})
@@ -36,7 +36,7 @@ class Overflow:
         self._metrics = metrics
         self._log = log
         self._rng = rng
-        self._endpoints: list[Endpoint] = []
+        self._endpoints: list[OverflowEndpoint] = []
         self._models: frozenset[str] = frozenset()
         self._backed: frozenset[str] = frozenset()
         self._starts_s: dict[str, float] = {}
@@ -50,7 +50,7 @@ class Overflow:
             endpoint = known.pop(upstream.name, None)
             if endpoint is None or endpoint.upstream.url != upstream.url:
                 moved = endpoint
-                endpoint = Endpoint(upstream, deployment, self._log)
+                endpoint = OverflowEndpoint(upstream, deployment, self._log)
                 if moved is not None:
                     endpoint.purse = moved.purse
                     moved.pool.close()
@@ -83,7 +83,7 @@ class Overflow:
         self,
         fleet: Callable[[], Awaitable[None]],
         call: Call,
-        served: Served,
+        served: ServedModel,
         request: Request,
         *,
         body: Body,
@@ -110,7 +110,7 @@ class Overflow:
             if not await self._serve(call, request, name, body, raw):
                 raise
 
-    def _too_late(self, served: Served, request: Request) -> bool:
+    def _too_late(self, served: ServedModel, request: Request) -> bool:
         if any(link.admissible for link in served.links):
             return False
         start_s = self._starts_s.get(served.name, 0.0) if served.start_s is None else served.start_s
@@ -129,7 +129,7 @@ class Overflow:
             if not endpoint.open(self._clock()):
                 endpoint.purse.settle(hold, 0.0, self._clock())
                 continue
-            verdict, sign = None, Sign.NOTHING  # of who leaves, and may have to be paid for
+            verdict, sign = None, AttemptResult.NOTHING  # of who leaves, and may have to be paid for
             try:
                 verdict, sign = await self._attempt(endpoint, call, name, body, raw)
             finally:
@@ -150,8 +150,8 @@ class Overflow:
         return False
 
     async def _attempt(
-        self, endpoint: Endpoint, call: Call, name: str, body: Body, raw: bytes
-    ) -> tuple[Verdict, Sign]:
+        self, endpoint: OverflowEndpoint, call: Call, name: str, body: Body, raw: bytes
+    ) -> tuple[Verdict, AttemptResult]:
         """Try one upstream; a kept connection that turns out dead is replaced once, silently."""
         call.replica, call.elsewhere = endpoint.label, True
         sent = endpoint.outgoing(call.route, name, body, raw)
@@ -162,7 +162,7 @@ class Overflow:
             try:
                 connection = connection or await endpoint.pool.connect()
             except OSError:
-                return Verdict.UNREACHABLE, Sign.BAD
+                return Verdict.UNREACHABLE, AttemptResult.BAD
             tail = tail_of(call.route, body, strip_usage=sent.counts)
             relay = Relay(call, connection, tail, self._metrics.model(name.partition(":")[0]))
             verdict = await relay.run(head, sent.parts)
@@ -171,8 +171,8 @@ class Overflow:
             connection = None
 
 
-def _sign(verdict: Verdict, refused: Refused | None) -> Sign:
+def _sign(verdict: Verdict, refused: Refused | None) -> AttemptResult:
     """What an attempt says of an upstream; one that has enough of us is left alone for a while."""
     if verdict is Verdict.REJECTED and refused is not None and refused.status == 429:
-        return Sign.BAD
-    return _SIGNS.get(verdict, Sign.BAD)
+        return AttemptResult.BAD
+    return _SIGNS.get(verdict, AttemptResult.BAD)

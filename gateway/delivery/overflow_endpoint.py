@@ -9,26 +9,26 @@ from urllib.parse import urlsplit
 from msgspec import Raw
 
 from gateway.call import Call
-from gateway.http.client import Pool
+from gateway.http.client import ConnectionPool
 from gateway.protocol.body import Body
 from gateway.protocol.codecs import ABSENT
 from gateway.protocol.paths import Route
 from gateway.protocol.splice import (
     ASKED_FOR_USAGE,
     Edit,
-    Outgoing,
+    UpstreamBody,
     force_usage,
     length,
-    place,
+    locate,
     set_model,
     splice,
 )
 from gateway.protocol.usage import Usage
 from gateway.telemetry.log import Log
-from policy.admission.spend_cap import Hold, Purse, cost
+from policy.admission.spend_cap import Reservation, SpendCap, cost
 from policy.config.deployment import Deployment, Upstream
 from policy.request import Request
-from policy.routing.outlier_ejection import Breaker, Sign, State
+from policy.routing.outlier_ejection import AttemptResult, Breaker, BreakerState
 from policy.types import Runner
 
 # What an OpenAI-compatible endpoint can be expected to serve.
@@ -42,7 +42,7 @@ _WORD = re.compile(rb"[!-~]+")
 _COMMA = re.compile(rb"\s*,")
 
 
-class Endpoint:
+class OverflowEndpoint:
     """One upstream. ``upstream`` is what the document says of it now.
 
     The cap is divided by the gateway's workers, whose purses do not know of each other: together they
@@ -51,9 +51,9 @@ class Endpoint:
 
     def __init__(self, upstream: Upstream, deployment: Deployment, log: Log) -> None:
         self.label = b"upstream:" + upstream.name.encode()
-        self.pool = Pool(upstream.url, deployment.gateway.connect_timeout_s)
+        self.pool = ConnectionPool(upstream.url, deployment.gateway.connect_timeout_s)
         self.breaker = Breaker(deployment.gateway.eject)
-        self.purse = Purse(0.0)
+        self.purse = SpendCap(0.0)
         self._base = (urlsplit(upstream.url).path.rstrip("/") or "/v1").encode()
         self._log = log
         self._key = b""
@@ -75,18 +75,18 @@ class Endpoint:
         """Whether its breaker lets a request pass now: one that is due for a probe lets one."""
         if self.breaker.due(at):
             self.breaker.half_open()
-        return self.breaker.state is State.CLOSED or self.breaker.take_probe()
+        return self.breaker.state is BreakerState.CLOSED or self.breaker.take_probe()
 
-    def note(self, sign: Sign, at: float, draw: float) -> None:
+    def note(self, sign: AttemptResult, at: float, draw: float) -> None:
         """What an attempt says of it."""
-        if self.breaker.state is State.CLOSED:
+        if self.breaker.state is BreakerState.CLOSED:
             self.breaker.note(sign, at)
-            if sign is Sign.BAD and self.breaker.failing(at):
+            if sign is AttemptResult.BAD and self.breaker.failing(at):
                 self.breaker.open(at, draw)
         else:
             self.breaker.probed(sign, at, draw)
 
-    def hold(self, request: Request, route: Route, body: Body, at: float) -> Hold | None:
+    def hold(self, request: Request, route: Route, body: Body, at: float) -> Reservation | None:
         """Money for the most that the request is likely to use; ``None`` when the cap forbids it."""
         prompt = request.prompt_tokens or request.size // BYTES_PER_TOKEN
         output = 0
@@ -95,7 +95,7 @@ class Endpoint:
             output = (stated or ASSUMED_OUTPUT_TOKENS) * body.choices
         return self.purse.hold(cost(self.upstream.price, prompt, output), at)
 
-    def bill(self, hold: Hold, usage: Usage | None) -> float:
+    def bill(self, hold: Reservation, usage: Usage | None) -> float:
         """What an answer has cost: by its usage, or all that was held where nobody knows."""
         if usage is None:
             return hold.amount
@@ -117,7 +117,7 @@ class Endpoint:
             head += b"accept: %b\r\n" % accept
         return head + b"content-length: %d\r\n\r\n" % size
 
-    def outgoing(self, route: Route, name: str, body: Body, raw: bytes) -> Outgoing:
+    def outgoing(self, route: Route, name: str, body: Body, raw: bytes) -> UpstreamBody:
         """``raw`` with the upstream's own name for ``name``, and with usage at the end of its stream.
 
         ``cache_salt`` is a word between us and our engines, which others refuse.
@@ -131,7 +131,7 @@ class Endpoint:
             if usage is not None:
                 edits.append(usage)
         parts = splice(raw, edits)
-        return Outgoing(parts, length(parts), usage is not None)
+        return UpstreamBody(parts, length(parts), usage is not None)
 
     @property
     def has_key(self) -> bool:
@@ -161,7 +161,7 @@ def _without(raw: bytes, value: Raw) -> Edit:
 
     The name of the member has no quote in it, or it would not be the one that was looked for.
     """
-    begin, end = place(raw, value)
+    begin, end = locate(raw, value)
     begin = raw.rindex(b'"', 0, raw.rindex(b'"', 0, begin))
     if after := _COMMA.match(raw, end):
         return Edit(begin, after.end(), b"")

@@ -17,12 +17,12 @@ import msgspec
 from starlette.types import Message
 
 from gateway.call import Call
-from gateway.http.client import Connection
+from gateway.http.client import ClientConnection
 from gateway.http.exchange import SENT
 from gateway.protocol.errors import Refused, adapter_failure, cause_of, from_upstream, rejection_status
 from gateway.protocol.sse import Tail
 from gateway.protocol.usage import MAX_DECODED, Usage, usage_of_answer
-from gateway.telemetry.metrics import ModelMeter
+from gateway.telemetry.metrics import ModelCounters
 from policy.errors import Refusal
 
 MAX_ERROR_BYTES = 64 * 1024
@@ -93,7 +93,7 @@ class Relay:
         "streams",
     )
 
-    def __init__(self, call: Call, connection: Connection, tail: Tail, meter: ModelMeter) -> None:
+    def __init__(self, call: Call, connection: ClientConnection, tail: Tail, meter: ModelCounters) -> None:
         self._call = call
         self._send = call.send
         self._connection = connection

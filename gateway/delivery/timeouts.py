@@ -21,7 +21,7 @@ class Limits(Protocol):
     def answer_timeout_s(self) -> float: ...
 
 
-class Attempt(Protocol):
+class WatchedAttempt(Protocol):
     """What is watched. ``streams`` is whether a stream was asked for, ``begun`` once its first event came.
 
     ``stirred`` tells once whether any byte came since it was asked last, or none could since the
@@ -42,7 +42,7 @@ class Attempt(Protocol):
         ...
 
 
-class Deadlines:
+class IdleTimeouts:
     """The attempts that run in this worker.
 
     A stream's replica may be silent for ``first_token_timeout_s`` before its first event and for
@@ -52,13 +52,13 @@ class Deadlines:
 
     def __init__(self, limits: Callable[[], Limits]) -> None:
         self._limits = limits
-        self._attempts: set[Attempt] = set()
+        self._attempts: set[WatchedAttempt] = set()
 
-    def watch(self, attempt: Attempt) -> None:
+    def watch(self, attempt: WatchedAttempt) -> None:
         """Bound ``attempt`` from now on."""
         self._attempts.add(attempt)
 
-    def unwatch(self, attempt: Attempt) -> None:
+    def unwatch(self, attempt: WatchedAttempt) -> None:
         """It has ended."""
         self._attempts.discard(attempt)
 

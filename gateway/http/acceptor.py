@@ -12,7 +12,7 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-from gateway.http.reserve_descriptor import Spare
+from gateway.http.reserve_descriptor import ReserveDescriptor
 
 # The machine has no more of something: whoever waits is let go, and what is served now goes on.
 _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
@@ -33,7 +33,7 @@ class Acceptor:
         self._loop = loop
         self._sock = sock
         self._protocol = protocol
-        self._spare = Spare()
+        self._spare = ReserveDescriptor()
         self._resting: asyncio.TimerHandle | None = None
         self._opening: set[asyncio.Task[None]] = set()
         sock.setblocking(False)

@@ -43,7 +43,7 @@ class Sink(Protocol):
         ...
 
 
-class Connection:
+class ClientConnection:
     """One connection, one response at a time.
 
     It is a protocol of asyncio's and inherits nothing, as machine code cannot.
@@ -71,7 +71,7 @@ class Connection:
         "reused",
     )
 
-    def __init__(self, pool: Pool) -> None:
+    def __init__(self, pool: ConnectionPool) -> None:
         self._pool = pool
         self._parser = httptools.HttpResponseParser(self)
         self._transport: asyncio.Transport | None = None
@@ -147,7 +147,7 @@ class Connection:
         self.begun = self.heard = True
         self._pool.reads += 1
         # An engine writes each event as a chunk, which needs no parser to be known and no other frame.
-        if self._between and (chunk := chunk_of(data)) is not None:
+        if self._between and (chunk := encode_chunk(data)) is not None:
             sink.on_chunk(chunk, data)
             return
         try:
@@ -255,7 +255,7 @@ class Connection:
             sink.on_lost(begun=begun)
 
 
-class Pool:
+class ConnectionPool:
     """Connections to one server, by TLS and with its certificate verified if its URL is https.
 
     ``reads`` counts how often any of them brought bytes.
@@ -269,11 +269,11 @@ class Pool:
         self.host_header = parts.netloc.rpartition("@")[2].encode()
         self.connect_timeout_s = connect_timeout_s
         self._max_idle = max_idle
-        self._idle: list[Connection] = []
+        self._idle: list[ClientConnection] = []
         self._closed = False
         self.reads = 0
 
-    def take(self) -> Connection | None:
+    def take(self) -> ClientConnection | None:
         """The idle connection that was used last, if there is one."""
         while self._idle:
             connection = self._idle.pop()
@@ -281,26 +281,26 @@ class Pool:
                 return connection
         return None
 
-    async def connect(self) -> Connection:
+    async def connect(self) -> ClientConnection:
         """A fresh connection; raises ``OSError`` (``TimeoutError`` is one) when there is none."""
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(self.connect_timeout_s):
             _, connection = await loop.create_connection(
-                cast("Callable[[], asyncio.Protocol]", lambda: Connection(self)),
+                cast("Callable[[], asyncio.Protocol]", lambda: ClientConnection(self)),
                 self.host,
                 self.port,
                 ssl=self._tls,
             )
-        return cast("Connection", connection)
+        return cast("ClientConnection", connection)
 
-    def give(self, connection: Connection) -> None:
+    def give(self, connection: ClientConnection) -> None:
         """Keep ``connection`` for the next request."""
         if self._closed or len(self._idle) >= self._max_idle:
             connection.kill()
         else:
             self._idle.append(connection)
 
-    def discard(self, connection: Connection) -> None:
+    def discard(self, connection: ClientConnection) -> None:
         """``connection`` is gone."""
         if connection in self._idle:
             self._idle.remove(connection)
@@ -313,7 +313,7 @@ class Pool:
             connection.kill()
 
 
-def chunk_of(data: bytes) -> bytes | None:
+def encode_chunk(data: bytes) -> bytes | None:
     """What ``data`` carries if it is one whole chunk without extensions, and not the last one."""
     size = at = 0
     for digit in data[:MAX_SIZE_LINE]:

@@ -41,7 +41,7 @@ _ASGI = {"version": "3.0", "spec_version": "2.3"}
 _NEVER = float("inf")
 
 
-class Inbound:
+class ServerConnection:
     """A connection of the client port. ``sent`` is a future while the client does not keep up.
 
     It is a protocol of asyncio's and inherits nothing, as machine code cannot.

@@ -53,7 +53,7 @@ class _Sent:
 SENT: Awaitable[None] = _Sent()
 
 
-class Line(Protocol):
+class _ResponseWriter(Protocol):
     """The connection that an exchange answers on. ``sent`` is :data:`SENT` or a future to wait for."""
 
     sent: Awaitable[None]
@@ -102,7 +102,9 @@ class Exchange:
         "task",
     )
 
-    def __init__(self, line: Line, body: bytes, *, keep: bool, http_1_1: bool, headless: bool) -> None:
+    def __init__(
+        self, line: _ResponseWriter, body: bytes, *, keep: bool, http_1_1: bool, headless: bool
+    ) -> None:
         self._line = line
         self._body: bytes | None = body
         self._http_1_1 = http_1_1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from gateway.http.client import Connection, Pool
+from gateway.http.client import ClientConnection, ConnectionPool
 from store.state_dir import SECRET_HEADER
 
 FIRST_RETRY_S = 0.05
@@ -15,7 +15,7 @@ SILENCE_S = 5.0
 MAX_LINE_BYTES = 16 * 1024 * 1024
 
 
-class Feed:
+class NdjsonStream:
     """A subscription. ``on_line`` gets each whole line in the turn of the loop in which it came.
 
     ``on_down`` is called whenever the stream is not there: refused, broken, silent, or not 200;
@@ -32,7 +32,7 @@ class Feed:
         on_line: Callable[[bytes], None],
         on_down: Callable[[], None],
     ) -> None:
-        self._pool = Pool(url, connect_timeout_s, max_idle=0)
+        self._pool = ConnectionPool(url, connect_timeout_s, max_idle=0)
         self._head = (
             f"GET {path} HTTP/1.1\r\nhost: {self._pool.host_header.decode()}\r\n"
             f"{SECRET_HEADER}: {secret}\r\naccept: application/x-ndjson\r\n\r\n"
@@ -41,7 +41,7 @@ class Feed:
         self._on_down = on_down
         self.silent = False
         self._wake = asyncio.Event()
-        self._connection: Connection | None = None
+        self._connection: ClientConnection | None = None
         self._parts: list[bytes] = []
         self._size = 0
         self._lines = 0

@@ -6,7 +6,7 @@ import contextlib
 import os
 
 
-class Spare:
+class ReserveDescriptor:
     """One descriptor in reserve, from :meth:`keep` to :meth:`give`; each may be called again."""
 
     def __init__(self) -> None:

@@ -18,7 +18,7 @@ import uvloop
 from starlette.types import ASGIApp, Scope
 
 from gateway.http.acceptor import Acceptor
-from gateway.http.connection import Inbound
+from gateway.http.connection import ServerConnection
 from gateway.http.exchange import Exchange
 from gateway.protocol.errors import Refused
 
@@ -29,7 +29,7 @@ SPARE_DESCRIPTORS = 64
 MAX_DESCRIPTORS = 65_536
 
 
-class Times(NamedTuple):
+class ServerTimeouts(NamedTuple):
     """How long a client may take, in seconds, each as precise as the sweep.
 
     ``idle_s`` between requests, ``head_s`` from a head's first byte to its last, ``body_s`` from there
@@ -56,7 +56,7 @@ class Server:
         max_body_bytes: Callable[[], int],
         on_refused: Callable[[Refused], None],
         *,
-        times: Times | None = None,
+        times: ServerTimeouts | None = None,
         max_connections: int | None = None,
     ) -> None:
         loop = asyncio.get_running_loop()
@@ -66,13 +66,13 @@ class Server:
         self._loop = loop
         self.max_body_bytes = max_body_bytes
         self.refused = on_refused
-        self.times = times = times or Times()
+        self.times = times = times or ServerTimeouts()
         self.max_connections = max_connections or connections_within_limit()
         self.draining = False
         self.now = loop.time()
         self.date_line = b""
-        self._connections: set[Inbound] = set()
-        self._turned_away: set[Inbound] = set()
+        self._connections: set[ServerConnection] = set()
+        self._turned_away: set[ServerConnection] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._sweep_every_s = min(SWEEP_EVERY_S, min(times) / 4)
         self._listening: Acceptor | None = None
@@ -82,7 +82,7 @@ class Server:
     async def start(self, sock: socket.socket) -> None:
         """Accept on ``sock``, which is listening already."""
         self._sweep()
-        self._listening = Acceptor(self._loop, sock, lambda: Inbound(self))
+        self._listening = Acceptor(self._loop, sock, lambda: ServerConnection(self))
 
     async def drain(self, timeout_s: float) -> None:
         """Accept nothing more, give what is in flight ``timeout_s``, then cut it short with a word."""
@@ -111,7 +111,7 @@ class Server:
 
     # the connections' side
 
-    def admit(self, connection: Inbound) -> bool:
+    def admit(self, connection: ServerConnection) -> bool:
         """Whether one connection more can be served."""
         if len(self._connections) < self.max_connections:
             self._connections.add(connection)
@@ -124,7 +124,7 @@ class Server:
         """Whether so many are turned away that they cannot be let go gently."""
         return len(self._turned_away) > SPARE_DESCRIPTORS // 2
 
-    def lost(self, connection: Inbound) -> None:
+    def lost(self, connection: ServerConnection) -> None:
         """A connection is gone."""
         self._connections.discard(connection)
         self._turned_away.discard(connection)

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
-from gateway.intake.tenants import Account
+from gateway.intake.tenants import TenantAccount
 from gateway.protocol.prompt_hash import session_key
 from policy.config.deployment import Deployment
-from policy.hashing import key_of
+from policy.hashing import hash_name
 from policy.types import EngineKind
 from policy.wire.catalog import Alias, Catalog, Version, served_name
 
@@ -46,16 +46,16 @@ class Entry:
         self._versions: dict[str, Adapter] = {}
         self._only = self._of(self.main) if len(given) == 1 else None
 
-    def shows(self, account: Account) -> bool:
+    def shows(self, account: TenantAccount) -> bool:
         """Whether there is such an adapter for ``account``; for an admin there is every one."""
         return not self._tenants or account.name in self._tenants or account.admin
 
-    def pick(self, account: Account, session: bytes | None, draw: Callable[[], int]) -> Adapter:
+    def pick(self, account: TenantAccount, session: bytes | None, draw: Callable[[], int]) -> Adapter:
         """The version for this client: the same one for a session, else for a tenant, else by ``draw``."""
         if self._only is not None:
             return self._only
         name = account.name
-        key = session_key(session) if session else key_of(name) if name else draw()
+        key = session_key(session) if session else hash_name(name) if name else draw()
         return self._of(self.alias.pick(key))
 
     def pinned(self, digest: str) -> Adapter | None:
@@ -120,7 +120,7 @@ class CatalogView:
         self.on_names(entries.keys())
         self._index()
 
-    def resolve(self, name: str, account: Account, session: bytes | None) -> Adapter | None:
+    def resolve(self, name: str, account: TenantAccount, session: bytes | None) -> Adapter | None:
         """What ``name`` stands for, for this client; ``None`` also where it may not know of it."""
         found = self.find(name, account)
         if found is None:
@@ -128,7 +128,7 @@ class CatalogView:
         entry, pinned = found
         return entry.pick(account, session, self._draw) if pinned is None else pinned
 
-    def find(self, name: str, account: Account) -> tuple[Entry, Adapter | None] | None:
+    def find(self, name: str, account: TenantAccount) -> tuple[Entry, Adapter | None] | None:
         """What ``name`` is of, with the version if it pins one; ``None`` too where ``account`` sees none."""
         entries = self._names.get(name)
         if entries is not None:
@@ -144,11 +144,11 @@ class CatalogView:
                     return entry, pinned
         return None
 
-    def visible(self, account: Account) -> list[Entry]:
+    def visible(self, account: TenantAccount) -> list[Entry]:
         """The adapters that ``account`` may know of, in the order of the document's models."""
         return [entry for entry in self._order if entry.shows(account)]
 
-    def views(self, account: Account) -> frozenset[tuple[str, ...]]:
+    def views(self, account: TenantAccount) -> frozenset[tuple[str, ...]]:
         """Which lists of tenants ``account`` is on: who is on the same ones sees the same."""
         return frozenset([names for names in self._lists if account.admin or account.name in names])
 

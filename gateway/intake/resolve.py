@@ -6,29 +6,29 @@ import asyncio
 
 from gateway.call import Call
 from gateway.intake.adapter_catalog import CatalogView
-from gateway.intake.tenants import Account
+from gateway.intake.tenants import TenantAccount
 from gateway.protocol.body import Body
 from gateway.protocol.errors import Refused, unknown
 from gateway.protocol.prompt_hash import adapter_key, limit_of, parts_of, seed_of, session_key
-from gateway.routing.fleet import FleetView, Served
-from gateway.routing.router import Routes
+from gateway.routing.fleet import FleetView, ServedModel
+from gateway.routing.router import ModelRouters
 from policy.errors import Refusal
 from policy.request import Request
 from policy.types import Runner
 
 
-class Intake:
+class RequestResolver:
     """The way in of one worker."""
 
-    def __init__(self, fleet: FleetView, catalog: CatalogView, routes: Routes) -> None:
+    def __init__(self, fleet: FleetView, catalog: CatalogView, routes: ModelRouters) -> None:
         self._fleet = fleet
         self._catalog = catalog
         self._routes = routes
         self._clock = asyncio.get_running_loop().time
 
     def take(
-        self, call: Call, account: Account, body: Body, raw: bytes, *, patience_s: float
-    ) -> tuple[Served, Request]:
+        self, call: Call, account: TenantAccount, body: Body, raw: bytes, *, patience_s: float
+    ) -> tuple[ServedModel, Request]:
         """Who is to serve ``call``, and what it looks like to admission and routing.
 
         ``patience_s`` is how long it may wait for a replica, if its client does not say less. Raises
@@ -61,7 +61,7 @@ class Intake:
             now + call.timeout_s(patience_s),
         )
 
-    def _resolve(self, call: Call, name: str, account: Account) -> tuple[Served, str]:
+    def _resolve(self, call: Call, name: str, account: TenantAccount) -> tuple[ServedModel, str]:
         """The model that a call names, and the adapter if it names one, as its replicas call it."""
         served, adapter, route = self._fleet.get(name), "", call.route
         if served is None:
@@ -75,7 +75,7 @@ class Intake:
             )
         return served, adapter
 
-    def _adapter(self, call: Call, name: str, account: Account) -> tuple[Served, str]:
+    def _adapter(self, call: Call, name: str, account: TenantAccount) -> tuple[ServedModel, str]:
         """One that its client may not know of is answered as one that there is not, in every word."""
         adapter = self._catalog.resolve(name, account, call.headers.get(b"x-session-id"))
         if adapter is not None and (served := self._fleet.get(adapter.model)) is not None:

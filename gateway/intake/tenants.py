@@ -17,7 +17,7 @@ _MISSING = "This server wants an API key: send it as 'Authorization: Bearer KEY'
 _WRONG = "The API key is not valid."
 
 
-class Account:
+class TenantAccount:
     """A tenant as this worker serves it, from the first document that names it to the last.
 
     ``salt`` is what engines keep its cached prefixes apart by, as a JSON string, empty without
@@ -56,25 +56,25 @@ class Tenants:
     def __init__(self, salt_secret: bytes, own_key: str) -> None:
         self._secret = salt_secret
         self._own = hashlib.sha256(own_key.encode()).digest()
-        self._anonymous = Account("", b"")
-        self._by_name: dict[str, Account] = {}
-        self._by_digest: dict[bytes, Account] = {}
+        self._anonymous = TenantAccount("", b"")
+        self._by_name: dict[str, TenantAccount] = {}
+        self._by_digest: dict[bytes, TenantAccount] = {}
 
     def read(self, deployment: Deployment) -> None:
         """Take the tenants of the document; what they have in flight goes on."""
         self._anonymous.priority = deployment.gateway.priority
-        accounts: dict[str, Account] = {}
+        accounts: dict[str, TenantAccount] = {}
         digests = {self._own: self._anonymous} if deployment.tenants else {}
         for tenant in deployment.tenants:
             account = self._by_name.get(tenant.name)
             if account is None:
-                account = Account(tenant.name, self._salt(tenant.name))
+                account = TenantAccount(tenant.name, self._salt(tenant.name))
             account.read(tenant)
             accounts[tenant.name] = account
             digests |= {bytes.fromhex(digest): account for digest in tenant.keys_sha256}
         self._by_name, self._by_digest = accounts, digests
 
-    def of(self, headers: Mapping[bytes, bytes]) -> Account:
+    def of(self, headers: Mapping[bytes, bytes]) -> TenantAccount:
         """Whose request this is; raises :class:`gateway.protocol.errors.Refused` without a key that is in
         force."""
         if not self._by_digest:

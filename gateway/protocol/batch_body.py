@@ -14,7 +14,7 @@ from msgspec import Raw
 
 from gateway.protocol.body import Body
 from gateway.protocol.paths import Route
-from policy.admission.coalescing import shares
+from policy.admission.coalescing import can_share
 from policy.config.deployment import Coalesce
 
 _fields_of = msgspec.json.Decoder(dict[str, Raw])
@@ -26,7 +26,7 @@ _PAIR = ("text_1", "text_2")
 
 
 @dataclass(slots=True, eq=False)
-class Share:
+class SubRequest:
     """One request's part of a call: ``inputs`` holds, for each field of :attr:`names`, its slices.
 
     ``group`` is what it has in common with those that it may travel with: route, kind of input, tenant,
@@ -48,9 +48,9 @@ class Share:
         return sum(len(piece) for pieces in self.inputs for piece in pieces)
 
 
-def share_of(
+def sub_request_of(
     route: Route, body: Body, raw: bytes, tenant: str, bounds: Coalesce, *, adapter: str = ""
-) -> Share | None:
+) -> SubRequest | None:
     """What ``raw`` could share, or ``None`` when it has to travel alone.
 
     Shared are embeddings, scores of pairs, and completions of a list of prompts, whole answers of one
@@ -75,10 +75,10 @@ def share_of(
         return None
     others = sorted(item for item in fields.items() if item[0] not in names)
     rest = b",".join(b"%b:%b" % (msgspec.json.encode(name), value) for name, value in others)
-    return Share((route.path, kind, tenant, adapter, rest), names, inputs)
+    return SubRequest((route.path, kind, tenant, adapter, rest), names, inputs)
 
 
-def joined(together: Sequence[Share]) -> bytes:
+def join(together: Sequence[SubRequest]) -> bytes:
     """The body of the call that carries all of ``together``, which are of one group."""
     first = together[0]
     parts = [b"{", first.group[4]]
@@ -89,7 +89,7 @@ def joined(together: Sequence[Share]) -> bytes:
     return b"".join(parts)
 
 
-def split(answer: bytes, together: Sequence[Share], id_: bytes, ids: Sequence[bytes]) -> list[bytes]:
+def split(answer: bytes, together: Sequence[SubRequest], id_: bytes, ids: Sequence[bytes]) -> list[bytes]:
     """The answer of each of ``together`` out of the one to them all, in their order.
 
     Items keep their order and count from 0 again. Where the answer's id holds the call's ``id_``, each
@@ -162,7 +162,7 @@ def _renumbered(fields: dict[str, Raw], index: int) -> bytes:
 
 
 def _usages(
-    value: Raw, together: Sequence[Share], cut: Sequence[Sequence[Raw]]
+    value: Raw, together: Sequence[SubRequest], cut: Sequence[Sequence[Raw]]
 ) -> list[dict[str, int]] | None:
     said = msgspec.json.decode(value, type=dict[str, Any] | None)
     if said is None:
@@ -171,11 +171,13 @@ def _usages(
         "prompt_tokens": [share.size for share in together],
         "completion_tokens": [sum(len(bytes(item)) for item in own) for own in cut],
     }
-    parts = {name: shares(said[name], weights[name]) for name in weights if isinstance(said.get(name), int)}
+    parts = {
+        name: can_share(said[name], weights[name]) for name in weights if isinstance(said.get(name), int)
+    }
     usages = [{name: part[place] for name, part in parts.items()} for place in range(len(together))]
     total = said.get("total_tokens")
     if isinstance(total, int):
         counted = [sum(usage.values()) for usage in usages]
-        for usage, part in zip(usages, shares(total, counted), strict=True):
+        for usage, part in zip(usages, can_share(total, counted), strict=True):
             usage["total_tokens"] = part
     return usages

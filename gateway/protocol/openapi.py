@@ -57,7 +57,7 @@ _PARAMETERS = (
 _ALSO = {503: ["adapter_failed"]}
 
 
-def describe(schema: dict[str, Any]) -> None:
+def add_client_schema(schema: dict[str, Any]) -> None:
     """Add the client port to the OpenAPI ``schema`` of the admin port."""
     components = schema.setdefault("components", {})
     schemas = components.setdefault("schemas", {})

@@ -38,7 +38,7 @@ def _boundaries() -> tuple[int, ...]:
 BOUNDARIES = _boundaries()
 
 
-class Fingerprint(NamedTuple):
+class PromptHash(NamedTuple):
     """As in :class:`policy.request.Request`: hashes and the prompt tokens up to each, and estimates."""
 
     prefix: tuple[int, ...]
@@ -47,7 +47,7 @@ class Fingerprint(NamedTuple):
     output_tokens: int
 
 
-class Density:
+class BytesPerToken:
     """How many bytes of JSON make a token of one model, and how many tokens an answer has."""
 
     __slots__ = ("_answers", "bytes_a_token", "output_tokens")
@@ -74,7 +74,7 @@ class Density:
         if output_tokens > 0:
             self.output_tokens += gain * (output_tokens - self.output_tokens)
 
-    def read(self, seed: int, parts: Sequence[memoryview], limit: int | None, choices: int) -> Fingerprint:
+    def read(self, seed: int, parts: Sequence[memoryview], limit: int | None, choices: int) -> PromptHash:
         """The fingerprint of a prompt whose ``parts`` an engine reads in this order.
 
         ``seed`` keeps apart what must not share a cache (:func:`seed_of`); with 0 there is no cache.
@@ -93,7 +93,7 @@ class Density:
             a_byte = tokens / size
             depths = tuple([int(end * a_byte) for end in ends])
             prefix = _chain(seed, parts, ends)
-        return Fingerprint(prefix, depths, max(int(tokens), 1), max(output, 1) * choices)
+        return PromptHash(prefix, depths, max(int(tokens), 1), max(output, 1) * choices)
 
 
 def parts_of(body: Body, route: Route, raw: bytes) -> list[memoryview]:

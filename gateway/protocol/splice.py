@@ -29,7 +29,7 @@ class Edit(NamedTuple):
     text: bytes
 
 
-def place(raw: bytes, value: Raw) -> tuple[int, int]:
+def locate(raw: bytes, value: Raw) -> tuple[int, int]:
     """Where ``value``, decoded from ``raw``, begins and ends in it.
 
     Raises ``ValueError`` if it was decoded from something else.
@@ -48,14 +48,14 @@ def set_member(raw: bytes, name: str, value: Raw, text: bytes) -> Edit:
     least one member.
     """
     if value is not ABSENT:
-        return Edit(*place(raw, value), text)
+        return Edit(*locate(raw, value), text)
     begin = raw.index(b"{") + 1
     return Edit(begin, begin, b'"%b":%b,' % (name.encode(), text))
 
 
 def set_model(raw: bytes, name: str) -> Edit:
     """Name another model in a request's body."""
-    return Edit(*place(raw, NAMED.decode(raw).model), msgspec.json.encode(name))
+    return Edit(*locate(raw, NAMED.decode(raw).model), msgspec.json.encode(name))
 
 
 def force_usage(raw: bytes, stream_options: Raw) -> Edit | None:
@@ -104,7 +104,7 @@ def length(parts: Sequence[Buffer]) -> int:
 ASKED_FOR_USAGE = frozenset({"/v1/chat/completions", "/v1/completions"})
 
 
-class Outgoing(NamedTuple):
+class UpstreamBody(NamedTuple):
     """``parts`` to be written one after the other, ``size`` bytes in all.
 
     ``counts`` says that the usage at the end of the stream was asked for by us and is not the client's.
@@ -115,7 +115,7 @@ class Outgoing(NamedTuple):
     counts: bool
 
 
-def outgoing(route: Route, body: Body, raw: bytes, salt: bytes, adapter: str = "") -> Outgoing:
+def upstream_body(route: Route, body: Body, raw: bytes, salt: bytes, adapter: str = "") -> UpstreamBody:
     """``raw`` with the tenant's cache ``salt`` (a JSON string, or nothing), whatever the client said of it.
 
     ``model`` becomes the ``adapter``'s name at the replicas, if there is one. Without usage at its end a
@@ -133,6 +133,6 @@ def outgoing(route: Route, body: Body, raw: bytes, salt: bytes, adapter: str = "
             edits.append(usage)
             counts = True
     if not edits:
-        return Outgoing(raw, len(raw), counts)
+        return UpstreamBody(raw, len(raw), counts)
     parts = splice(raw, edits)
-    return Outgoing(parts, length(parts), counts)
+    return UpstreamBody(parts, length(parts), counts)

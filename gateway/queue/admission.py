@@ -9,25 +9,25 @@ import asyncio
 import math
 from collections.abc import Callable, Container, Set
 
-from gateway.queue.model_queue import Host, Line, Place
-from gateway.queue.rejections import TurnedAway
-from gateway.routing.fleet import FleetView, Served
-from gateway.routing.replica import Link
-from gateway.routing.router import Routes
-from gateway.routing.shared_memory import ALONE, Shared
+from gateway.queue.model_queue import ModelQueue, QueuePort, Ticket
+from gateway.queue.rejections import Rejections
+from gateway.routing.fleet import FleetView, ServedModel
+from gateway.routing.replica import ReplicaHandle
+from gateway.routing.router import ModelRouters
+from gateway.routing.shared_memory import LOCAL, SharedCounts
 from gateway.telemetry.metrics import Metrics
-from policy.admission.dispatch import Room, select
-from policy.admission.fairness import Fair
+from policy.admission.dispatch import FreeSlots, dispatch
+from policy.admission.fairness import FairQueue
 from policy.admission.queue import Bounds, Queue
-from policy.admission.reserved_slots import Reserve
+from policy.admission.reserved_slots import ReservedSlots
 from policy.config.deployment import Deployment
 from policy.errors import TargetError
 from policy.request import Request
-from policy.routing.router import Candidate, Quote
+from policy.routing.router import Candidate, CostEstimate
 from policy.routing.settings import START_SHARE
 from policy.types import Priority
 
-__all__ = ["Admission", "Place"]
+__all__ = ["Admission", "Ticket"]
 
 # While somebody waits and a replica is up, time alone may change what the router says.
 TICK_S = 0.02
@@ -47,26 +47,26 @@ class Admission:
         self,
         fleet: FleetView,
         metrics: Metrics,
-        routes: Routes,
+        routes: ModelRouters,
         deployment: Callable[[], Deployment],
         *,
         weight: Callable[[str], float] = lambda tenant: 1.0,
-        shared: Shared = ALONE,
+        shared: SharedCounts = LOCAL,
     ) -> None:
         self._metrics = metrics
-        self._turned_away = TurnedAway(metrics.queues)
+        self._turned_away = Rejections(metrics.queues)
         self._routes = routes
         self._deployment = deployment
         self._weight = weight
         self._shared = shared
-        self._lines: dict[str, Line] = {}
+        self._lines: dict[str, ModelQueue] = {}
         self._loop = asyncio.get_running_loop()
         self._clock = self._loop.time
         self.on_asleep: Callable[[str], None] = lambda model: None
         fleet.on_capacity, fleet.on_hopeless = self.pump, self.dismiss
         fleet.on_refused = self.give_up
 
-    def arrive(self, served: Served, request: Request) -> Place:
+    def arrive(self, served: ServedModel, request: Request) -> Ticket:
         """A place at the end of the model's queue."""
         line = self._lines.get(served.name)
         if line is None or line.served is not served:
@@ -75,10 +75,10 @@ class Admission:
             self.on_asleep(served.name)
         request.ticket = line.queue.ticket()
         line.reserve.came(request.tenant, request.arrived)
-        return Place(served, request, line)
+        return Ticket(served, request, line)
 
-    async def admit(self, place: Place) -> Link:
-        """The replica to send it to, with its slot taken (:meth:`Link.begin`).
+    async def admit(self, place: Ticket) -> ReplicaHandle:
+        """The replica to send it to, with its slot taken (:meth:`ReplicaHandle.begin`).
 
         Asking again after a refusal stands in the old place, uncharged, however full the queue has
         become. Raises :class:`gateway.protocol.errors.Refused` when the queue is full, when the wait would be
@@ -110,13 +110,13 @@ class Admission:
             line.waits_no_more(place)
             self._depths(line)
 
-    def _give_back(self, place: Place) -> None:
+    def _give_back(self, place: Ticket) -> None:
         """Its client left; if it was granted a slot meanwhile, it never heard of it."""
         if place.began is not None and place.granted is not None:
             place.line.queue.settle(place.began, 0)
             self.release(place, place.granted.result(), whole=False)
 
-    def release(self, place: Place, link: Link, *, whole: bool = True) -> None:
+    def release(self, place: Ticket, link: ReplicaHandle, *, whole: bool = True) -> None:
         """The request ended on ``link``: its slot is free. ``whole`` if it was served to its end."""
         if place.pending:
             link.first_token(place.pending)
@@ -133,7 +133,7 @@ class Admission:
         if line.queue.waiting:
             self._pump_soon(line)
 
-    def first_token(self, place: Place, link: Link, ttft_s: float | None) -> None:
+    def first_token(self, place: Ticket, link: ReplicaHandle, ttft_s: float | None) -> None:
         """Its first token came, ``ttft_s`` seconds after it was sent; ``None`` where that cannot be seen."""
         if place.pending:
             link.first_token(place.pending)
@@ -141,12 +141,12 @@ class Admission:
         if ttft_s is not None and place.quote is not None:
             self._routes.timed(place.request, place.quote, ttft_s)
 
-    def paced(self, place: Place, gap_s: float) -> None:
+    def paced(self, place: Ticket, gap_s: float) -> None:
         """Its answer ended; its tokens came ``gap_s`` seconds apart on average, 0 of one that had no gaps."""
         if gap_s and place.quote is not None:
             self._routes.paced(place.served.name, place.quote, gap_s)
 
-    def unseen(self, place: Place, link: Link) -> None:
+    def unseen(self, place: Ticket, link: ReplicaHandle) -> None:
         """Its answer will come whole: its prefill is taken to be over when it was predicted to be."""
         if place.pending and place.quote is not None:
             place.ahead = link.foresee(place.pending, self._clock() + place.quote.total)
@@ -158,7 +158,7 @@ class Admission:
         oldest = None if line is None else line.oldest
         return 0.0 if oldest is None else self._clock() - oldest
 
-    def settle(self, place: Place, prompt_tokens: int, output_tokens: int) -> None:
+    def settle(self, place: Ticket, prompt_tokens: int, output_tokens: int) -> None:
         """What it cost in truth, as the engine counted it; in place of what was charged when it began."""
         if place.began is not None:
             place.line.queue.settle(place.began, prompt_tokens + output_tokens)
@@ -192,20 +192,22 @@ class Admission:
                 line.queue.remove(request, now)
                 self._turned_away.cannot_load(place)
 
-    def has_other(self, place: Place) -> bool:
+    def has_other(self, place: Ticket) -> bool:
         """Whether a replica that has not failed this request could take it now."""
         return any(
             link.admissible and link.id not in place.request.avoid and link.serves(place.request.adapter)
             for link in place.served.links
         )
 
-    def _line(self, served: Served) -> Line:
-        def fair() -> Fair:
-            return Fair(self._weight, None if self._shared is ALONE else Host(self._shared, served.name))
+    def _line(self, served: ServedModel) -> ModelQueue:
+        def fair() -> FairQueue:
+            return FairQueue(
+                self._weight, None if self._shared is LOCAL else QueuePort(self._shared, served.name)
+            )
 
-        return Line(served, Queue(fair), Reserve(self._weight), self._shared)
+        return ModelQueue(served, Queue(fair), ReservedSlots(self._weight), self._shared)
 
-    def _choose(self, place: Place) -> Link | None:
+    def _choose(self, place: Ticket) -> ReplicaHandle | None:
         kept = place.line.kept_from(place.request.tenant)
         if kept < 0:
             return None
@@ -215,7 +217,7 @@ class Admission:
         link, place.quote = chosen
         return link
 
-    def _send(self, place: Place, link: Link) -> None:
+    def _send(self, place: Ticket, link: ReplicaHandle) -> None:
         assert place.quote is not None
         place.pending = place.quote.uncached
         place.news = self._routes.began(place.request, place.quote)
@@ -225,10 +227,10 @@ class Admission:
         if place.request.adapter:
             place.line.joins(place.request.adapter, link)
 
-    def _begin(self, place: Place, now: float) -> None:
+    def _begin(self, place: Ticket, now: float) -> None:
         place.began = place.line.queue.begin(place.request, now)
 
-    def _wait(self, place: Place, now: float) -> None:
+    def _wait(self, place: Ticket, now: float) -> None:
         """Stand in the queue; raises :class:`gateway.protocol.errors.Refused` for a newcomer that may not."""
         line, request = place.line, place.request
         line.queue.serve(now, ready=line.up)
@@ -266,19 +268,19 @@ class Admission:
         self._arm(line, now)
         self._pump_soon(line)
 
-    def _promised_s(self, line: Line) -> float | None:
+    def _promised_s(self, line: ModelQueue) -> float | None:
         """The time to the first token that requests of the model are promised, in seconds."""
         try:
             return self._deployment().model(line.served.name).control.slo.ttft_p95_s
         except TargetError:  # a model that the controller still has and the document has not
             return None
 
-    def _pump_soon(self, line: Line) -> None:
+    def _pump_soon(self, line: ModelQueue) -> None:
         # Requests that end in one step of an engine free their slots together: choose for all of them.
         if line.pump is None:
             line.pump = self._loop.call_soon(self._pump, line)
 
-    def _pump(self, line: Line) -> None:
+    def _pump(self, line: ModelQueue) -> None:
         """Hand out what capacity there is."""
         line.pump = None
         queue = line.queue
@@ -288,7 +290,7 @@ class Admission:
             return
         links = {link.id: link for link in line.served.links}
 
-        def quote(request: Request) -> Quote | None:
+        def quote(request: Request) -> CostEstimate | None:
             place = line.places[request.ticket]
             left = place.granted is None or place.granted.done()
             return None if left or not line.has_room or self._choose(place) is None else place.quote
@@ -300,7 +302,7 @@ class Admission:
             return {"", *line.runs.get(candidate.id, ())}
 
         picks = []
-        for pick in select(line.granted(), Room(quote, could, runs)):
+        for pick in dispatch(line.granted(), FreeSlots(quote, could, runs)):
             self._send(line.places[pick.request.ticket], links[pick.quote.candidate.id])
             picks.append(pick)
         meter = self._metrics.queues.model(line.served.name)
@@ -316,14 +318,14 @@ class Admission:
             line.rested_at = now
         self._depths(line)
 
-    def _depths(self, line: Line) -> None:
+    def _depths(self, line: ModelQueue) -> None:
         """Publish who waits."""
         meter = self._metrics.queues.model(line.served.name)
         for priority in meter.depth:
             meter.depth[priority] = line.queue.depth(priority)
         meter.size = line.queue.size
 
-    def _arm(self, line: Line, now: float) -> None:
+    def _arm(self, line: ModelQueue, now: float) -> None:
         """Wake at the next deadline; and, while a replica is up, with the next tick."""
         at = line.queue.next_deadline()
         if at is None:
@@ -336,7 +338,7 @@ class Admission:
             line.timer.cancel()
         line.timer = self._loop.call_at(at, self._wake, line)
 
-    def _wake(self, line: Line) -> None:
+    def _wake(self, line: ModelQueue) -> None:
         line.timer = None
         # The timer's clock has a coarser tick than the deadline, and may fire a hair early.
         now = self._clock()

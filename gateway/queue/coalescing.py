@@ -13,8 +13,8 @@ from starlette.types import Message
 from gateway.call import Call
 from gateway.http.exchange import SENT
 from gateway.protocol import body as bodies
-from gateway.protocol.batch_body import Share, joined, share_of, split
-from gateway.routing.fleet import Served
+from gateway.protocol.batch_body import SubRequest, join, split, sub_request_of
+from gateway.routing.fleet import ServedModel
 from gateway.telemetry.metrics import Metrics
 from policy.admission.coalescing import Batch, Windows
 from policy.config.deployment import Coalesce
@@ -32,14 +32,14 @@ class _Member:
     when it is done, or ``None`` when the call it shared has failed and it goes alone after all.
     """
 
-    share: Share
+    share: SubRequest
     call: Call
-    served: Served
+    served: ServedModel
     request: Request
     turn: asyncio.Future[bytes | Batch[_Member] | None]
 
 
-Deliver = Callable[[Call, Served, Request, bodies.Body, bytes], Awaitable[None]]
+Deliver = Callable[[Call, ServedModel, Request, bodies.Body, bytes], Awaitable[None]]
 
 
 class Coalescer:
@@ -54,11 +54,18 @@ class Coalescer:
         self._timer: asyncio.TimerHandle | None = None
 
     async def around(
-        self, call: Call, served: Served, request: Request, body: bodies.Body, raw: bytes, *, bounds: Coalesce
+        self,
+        call: Call,
+        served: ServedModel,
+        request: Request,
+        body: bodies.Body,
+        raw: bytes,
+        *,
+        bounds: Coalesce,
     ) -> None:
         """Have ``call`` delivered, together with others of its kind where it can be."""
         alone = partial(self._deliver, call, served, request, body, raw)
-        share = share_of(call.route, body, raw, request.tenant, bounds, adapter=request.adapter)
+        share = sub_request_of(call.route, body, raw, request.tenant, bounds, adapter=request.adapter)
         if share is None:
             await alone()
         else:
@@ -66,9 +73,9 @@ class Coalescer:
 
     async def serve(
         self,
-        share: Share,
+        share: SubRequest,
         call: Call,
-        served: Served,
+        served: ServedModel,
         request: Request,
         *,
         bounds: Coalesce,
@@ -144,7 +151,7 @@ class Coalescer:
         """One answer each; raises whatever goes wrong with the call to them all."""
         first = members[0]
         shares = [member.share for member in members]
-        raw = joined(shares)
+        raw = join(shares)
         request.size += len(raw)
         inbox = _Inbox()
         call = Call(first.call.route, {"headers": []}, inbox.receive, inbox.send, first.call.deadlines)

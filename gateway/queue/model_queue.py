@@ -8,15 +8,15 @@ from collections import Counter as Counts
 from collections.abc import Iterator
 from itertools import islice
 
-from gateway.routing.fleet import Served
-from gateway.routing.replica import Ahead, Link
-from gateway.routing.shared_memory import Shared
-from policy.admission.fairness import has_its_part
-from policy.admission.queue import Began, Next, Queue
-from policy.admission.reserved_slots import Reserve
-from policy.hashing import key_of
+from gateway.routing.fleet import ServedModel
+from gateway.routing.replica import ReplicaHandle, UnseenPrefill
+from gateway.routing.shared_memory import SharedCounts
+from policy.admission.fairness import has_fair_share
+from policy.admission.queue import Admitted, Queue, Waiting
+from policy.admission.reserved_slots import ReservedSlots
+from policy.hashing import hash_name
 from policy.request import Request
-from policy.routing.router import Quote
+from policy.routing.router import CostEstimate
 
 # A slot that is left to others is theirs for so long: they look for one every 20 ms.
 LEFT_S = 0.1
@@ -25,7 +25,7 @@ LEFT_EVERY_S = 1.0
 MOST_WALKED = 512
 
 
-class Place:
+class Ticket:
     """A request's place in the queue of its model.
 
     ``entered`` once it was found to fit: what is sent back later is not asked again. ``quote`` is what
@@ -39,21 +39,21 @@ class Place:
         "request", "served",
     )  # fmt: skip
 
-    def __init__(self, served: Served, request: Request, line: Line) -> None:
+    def __init__(self, served: ServedModel, request: Request, line: ModelQueue) -> None:
         self.served = served
         self.request = request
         self.line = line
         self.entered = False
-        self.quote: Quote | None = None
+        self.quote: CostEstimate | None = None
         self.pending = 0
-        self.ahead: Ahead | None = None
+        self.ahead: UnseenPrefill | None = None
         self.news: tuple[int, ...] = ()
         self.foreseen_s: float | None = None
-        self.granted: asyncio.Future[Link] | None = None
-        self.began: Began | None = None
+        self.granted: asyncio.Future[ReplicaHandle] | None = None
+        self.began: Admitted | None = None
 
 
-class Line:
+class ModelQueue:
     """A model's queue in this worker, and what wakes it. ``runs`` are the adapters at work by replica.
 
     ``shared`` is what the workers of this host tell each other.
@@ -64,15 +64,17 @@ class Line:
         "served", "timer",
     )  # fmt: skip
 
-    def __init__(self, served: Served, queue: Queue, reserve: Reserve, shared: Shared) -> None:
+    def __init__(
+        self, served: ServedModel, queue: Queue, reserve: ReservedSlots, shared: SharedCounts
+    ) -> None:
         self._shared = shared
-        self._key = key_of(f"waits for {served.name}")
+        self._key = hash_name(f"waits for {served.name}")
         self._left_at = -math.inf
         self._begun = -1
         self.served = served
         self.queue = queue
         self.reserve = reserve
-        self.places: dict[int, Place] = {}
+        self.places: dict[int, Ticket] = {}
         self.runs: dict[str, Counts[str]] = {}
         self.timer: asyncio.TimerHandle | None = None
         self.pump: asyncio.Handle | None = None
@@ -95,12 +97,12 @@ class Line:
             link.admissible and (not link.bound or link.in_flight < link.bound) for link in self.served.links
         )
 
-    def waits(self, place: Place) -> None:
+    def waits(self, place: Ticket) -> None:
         """``place`` waits here, which the other workers of this host are told."""
         self.places[place.request.ticket] = place
         self._shared.begin(self._key, 0)
 
-    def waits_no_more(self, place: Place) -> None:
+    def waits_no_more(self, place: Ticket) -> None:
         """Whether or not it did."""
         if self.places.pop(place.request.ticket, None) is not None:
             self._shared.end(self._key)
@@ -114,7 +116,7 @@ class Line:
             return False
         running = sum([link.mine for link in self.served.links])
         elsewhere, begun = self._elsewhere()
-        if not has_its_part(running, len(self.queue), elsewhere, theirs, was_last=begun == self._begun):
+        if not has_fair_share(running, len(self.queue), elsewhere, theirs, was_last=begun == self._begun):
             return False
         if at - self._left_at > LEFT_EVERY_S:
             self._left_at = at
@@ -130,11 +132,11 @@ class Line:
         counts = [self._shared.others(link.view.key) for link in self.served.links]
         return sum([count[0] for count in counts]), sum([count[2] for count in counts])
 
-    def joins(self, adapter: str, link: Link) -> None:
+    def joins(self, adapter: str, link: ReplicaHandle) -> None:
         """A request for ``adapter`` runs on ``link``."""
         self.runs.setdefault(link.id, Counts())[adapter] += 1
 
-    def leaves(self, adapter: str, link: Link) -> None:
+    def leaves(self, adapter: str, link: ReplicaHandle) -> None:
         """It runs there no more."""
         running = self.runs[link.id]
         running[adapter] -= 1
@@ -160,7 +162,7 @@ class Line:
         """Whether a slot is free that was kept for such as ``tenant``, whoever else waits."""
         return self.reserve.contended and self.has_room and self.kept_from(tenant) == 0
 
-    def granted(self) -> Iterator[Next]:
+    def granted(self) -> Iterator[Waiting]:
         """Those that wait, in order, without the tenants that have to leave the last slots to others."""
         denied: set[str] = set()
         for turn in islice(self.queue.walk(), MOST_WALKED):
@@ -172,10 +174,10 @@ class Line:
                     denied.add(tenant)
 
 
-class Host:
+class QueuePort:
     """The workers of this host as the counters of one model see them."""
 
-    def __init__(self, shared: Shared, model: str) -> None:
+    def __init__(self, shared: SharedCounts, model: str) -> None:
         self._shared = shared
         self._model = model
         self._keys: dict[str, int] = {}
@@ -189,5 +191,5 @@ class Host:
         return self._shared.served_by_others(self._keys.get(tenant) or self._key(tenant))
 
     def _key(self, tenant: str) -> int:
-        key = self._keys[tenant] = key_of(f"{self._model} {tenant}")
+        key = self._keys[tenant] = hash_name(f"{self._model} {tenant}")
         return key

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from gateway.protocol.errors import Refused
-from gateway.queue.model_queue import Place
-from gateway.routing.fleet import Served
+from gateway.queue.model_queue import Ticket
+from gateway.routing.fleet import ServedModel
 from gateway.telemetry.queue_metrics import QueueMetrics
 from policy.errors import Refusal
 
@@ -12,14 +12,14 @@ from policy.errors import Refusal
 ADAPTER_RETRY_S = 5
 
 
-def nobody(model: str, retry_after_s: float | None = None) -> Refused:
+def no_replica(model: str, retry_after_s: float | None = None) -> Refused:
     """No replica of ``model`` serves, and to wait for one would be in vain."""
     return Refused(
         Refusal.NO_REPLICA, f"No replica of {model} serves at present.", retry_after_s=retry_after_s
     )
 
 
-def unloadable(served: Served, adapter: str) -> Refused:
+def adapter_not_loadable(served: ServedModel, adapter: str) -> Refused:
     """No replica of ``served`` that is up could load ``adapter`` lately; a retry may find one."""
     cause = served.causes.get(adapter)
     return Refused(
@@ -31,13 +31,13 @@ def unloadable(served: Served, adapter: str) -> Refused:
     )
 
 
-class TurnedAway:
+class Rejections:
     """The refusals of all queues of this worker."""
 
     def __init__(self, meters: QueueMetrics) -> None:
         self._meters = meters
 
-    def newcomer(self, place: Place, reason: Refusal, retry_after_s: int) -> Refused:
+    def newcomer(self, place: Ticket, reason: Refusal, retry_after_s: int) -> Refused:
         """It may not wait."""
         name, waiting = place.served.name, len(place.line.queue)
         self._meters.model(name).refused[reason] += 1
@@ -47,7 +47,7 @@ class TurnedAway:
             text = f"{waiting} requests already wait for {name}."
         return Refused(reason, text, retry_after_s=retry_after_s)
 
-    def displace(self, place: Place, retry_after_s: int) -> None:
+    def displace(self, place: Ticket, retry_after_s: int) -> None:
         """It waited, and had to make room for another."""
         name = place.served.name
         self._meters.model(name).displaced += 1
@@ -56,21 +56,21 @@ class TurnedAway:
             text = f"The queue for {name} is full, and this request made room for another."
             place.granted.set_exception(Refused(Refusal.QUEUE_FULL, text, retry_after_s=retry_after_s))
 
-    def in_vain(self, place: Place) -> None:
+    def in_vain(self, place: Ticket) -> None:
         """It waits for a replica, and none is on its way."""
         name = place.served.name
         if place.granted is not None and not place.granted.done():
             self._meters.model(name).refused[Refusal.NO_REPLICA] += 1
-            place.granted.set_exception(nobody(name))
+            place.granted.set_exception(no_replica(name))
 
-    def cannot_load(self, place: Place) -> None:
+    def cannot_load(self, place: Ticket) -> None:
         """It waits for a replica, and those that are up cannot load its adapter."""
         name = place.served.name
         if place.granted is not None and not place.granted.done():
             self._meters.model(name).refused[Refusal.ADAPTER_FAILED] += 1
-            place.granted.set_exception(unloadable(place.served, place.request.adapter))
+            place.granted.set_exception(adapter_not_loadable(place.served, place.request.adapter))
 
-    def expired(self, place: Place) -> Refused:
+    def expired(self, place: Ticket) -> Refused:
         """Its deadline passed while it waited."""
         name = place.served.name
         up = any(link.admissible for link in place.served.links)

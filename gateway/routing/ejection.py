@@ -4,16 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from gateway.telemetry.metrics import ModelMeter
+from gateway.telemetry.metrics import ModelCounters
 from policy.config.deployment import Eject, Retry
-from policy.routing.outlier_ejection import OWN_FAULTS, Breaker, Ejections, RetryBudget, Sign, State
+from policy.routing.outlier_ejection import (
+    OWN_FAULTS,
+    AttemptResult,
+    Breaker,
+    BreakerState,
+    OutlierEjection,
+    RetryBudget,
+)
 
 
-class Health:
+class ReplicaHealth:
     """Where what happens to attempts and probes is told; ``at`` is loop time everywhere."""
 
-    def __init__(self, meter: ModelMeter, draw: Callable[[], float]) -> None:
-        self.ejections = Ejections(Eject())
+    def __init__(self, meter: ModelCounters, draw: Callable[[], float]) -> None:
+        self.ejections = OutlierEjection(Eject())
         self._budget = RetryBudget(Retry())
         self._meter = meter
         self._draw = draw
@@ -38,9 +45,9 @@ class Health:
         """A request goes elsewhere that cost no replica in good standing anything."""
         self._meter.retries["free"] += 1
 
-    def tell(self, breaker: Breaker, sign: Sign, at: float) -> bool:
+    def tell(self, breaker: Breaker, sign: AttemptResult, at: float) -> bool:
         """What an attempt said of a replica; whether that ejected it."""
-        if not self.ejections.note(breaker, sign, at, self._draw() if sign is Sign.BAD else 0.0):
+        if not self.ejections.note(breaker, sign, at, self._draw() if sign is AttemptResult.BAD else 0.0):
             return False
         self._meter.ejections["failures"] += 1
         return True
@@ -57,11 +64,11 @@ class Health:
         if self.ejections.lost(breaker, at, self._draw()):
             self._meter.ejections["flapping"] += 1
 
-    def probed(self, breaker: Breaker, sign: Sign, at: float) -> bool:
+    def probed(self, breaker: Breaker, sign: AttemptResult, at: float) -> bool:
         """How a probe went; whether the replica is in rotation again."""
         breaker.probed(sign, at, self._draw())
         self._meter.probes[sign] += 1
-        return breaker.state is State.CLOSED
+        return breaker.state is BreakerState.CLOSED
 
     def all_fail(self, at: float) -> bool:
         """Whether no replica that can be reached is in good standing."""

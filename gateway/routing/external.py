@@ -42,7 +42,7 @@ class _Said(NamedTuple):
     reads: int
 
 
-class Prober:
+class ExternalPoller:
     """Probes every URL of every external model. No secret of ours goes to servers that are not ours."""
 
     def __init__(self, view: FleetView, deployment: Callable[[], Deployment]) -> None:

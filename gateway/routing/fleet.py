@@ -9,12 +9,12 @@ import asyncio
 from collections.abc import Callable, Sequence, Set
 from typing import Literal
 
-from gateway.routing.ejection import Health
-from gateway.routing.replica import Link
-from gateway.routing.shared_memory import ALONE, Shared
-from gateway.telemetry.metrics import Metrics, ModelMeter
+from gateway.routing.ejection import ReplicaHealth
+from gateway.routing.replica import ReplicaHandle
+from gateway.routing.shared_memory import LOCAL, SharedCounts
+from gateway.telemetry.metrics import Metrics, ModelCounters
 from policy.config.deployment import Deployment, Eject, Retry
-from policy.types import EMPTY_FLEET, EngineKind, Fleet, Load, Replica, ReplicaState, Runner
+from policy.types import EMPTY_FLEET, EngineKind, Fleet, Load, Replica, ReplicaPhase, Runner
 
 # A controller that was just started may not have heard of every replica yet.
 SETTLE_S = 2.0
@@ -30,7 +30,7 @@ WORD_S = 5.0
 MOST_CAUSES = 256
 
 
-class Served:
+class ServedModel:
     """A model as this worker serves it: what the deployment says of it and its replicas.
 
     ``coming`` is whether the fleet starts replicas of it, or has none by intent; ``down`` whether it has none
@@ -38,14 +38,14 @@ class Served:
     far as any did. ``causes`` says why adapters could not be loaded last, as a word.
     """
 
-    def __init__(self, name: str, health: Health | None = None) -> None:
+    def __init__(self, name: str, health: ReplicaHealth | None = None) -> None:
         self.name = name
-        self.health = health or Health(ModelMeter(name), lambda: 0.5)
+        self.health = health or ReplicaHealth(ModelCounters(name), lambda: 0.5)
         self.runner = Runner.GENERATE
         self.engine = EngineKind.VLLM
         self.created = 0
         self.max_model_len: int | None = None
-        self.links: list[Link] = []
+        self.links: list[ReplicaHandle] = []
         self.coming = True
         self.down = self.asleep = False
         self.start_s: float | None = None
@@ -108,7 +108,7 @@ class FleetView:
         self,
         secret: str,
         metrics: Metrics,
-        shared: Shared = ALONE,
+        shared: SharedCounts = LOCAL,
         draw: Callable[[], float] = lambda: 0.5,
     ) -> None:
         self._secret = secret
@@ -116,7 +116,7 @@ class FleetView:
         self._draw = draw
         self._eject, self._retry = Eject(), Retry()
         self._metrics = metrics
-        self._served: dict[str, Served] = {}
+        self._served: dict[str, ServedModel] = {}
         self._documented: frozenset[str] = frozenset()
         self._connect_timeout_s = 2.0
         self.fleet: Fleet = EMPTY_FLEET
@@ -133,15 +133,15 @@ class FleetView:
         self.on_refused: Callable[[str, Set[str]], None] = lambda model, adapters: None
 
     @property
-    def models(self) -> list[Served]:
+    def models(self) -> list[ServedModel]:
         """All models, in the order of the document."""
         return list(self._served.values())
 
-    def get(self, name: str) -> Served | None:
+    def get(self, name: str) -> ServedModel | None:
         """The model called ``name``."""
         return self._served.get(name)
 
-    def listing(self, name: str) -> tuple[Served, str] | None:
+    def listing(self, name: str) -> tuple[ServedModel, str] | None:
         """The model whose servers, which are not ours, list an adapter so, or as ``BASE:NAME``; its name."""
         for served in self._served.values():
             if served.engine is EngineKind.EXTERNAL:
@@ -182,8 +182,8 @@ class FleetView:
             mine = [replica for replica in fleet.replicas if replica.model == model.name]
             states = [replica.state for replica in mine]
             served.coming = _coming(states, model.target)
-            served.down = ReplicaState.READY not in states
-            served.asleep = served.down and ReplicaState.STARTING not in states
+            served.down = ReplicaPhase.READY not in states
+            served.asleep = served.down and ReplicaPhase.STARTING not in states
             # What sleeps is only woken.
             starts_s = [replica.start_s if replica.wake_s is None else replica.wake_s for replica in mine]
             measured_s = [start_s for start_s in starts_s if start_s is not None]
@@ -193,7 +193,7 @@ class FleetView:
         self._drop_unknown()
         by_model: dict[str, list[Replica]] = {}
         for replica in fleet.replicas:
-            if replica.url and replica.state in (ReplicaState.READY, ReplicaState.DRAINING):
+            if replica.url and replica.state in (ReplicaPhase.READY, ReplicaPhase.DRAINING):
                 by_model.setdefault(replica.model, []).append(replica)
         settling = at < self._epoch_began + SETTLE_S
         for served in self._served.values():
@@ -231,7 +231,7 @@ class FleetView:
         for link in served.links:
             link.open, link.full = True, False
             link.residency.told(link.replica.adapters, ())
-            link.heard(at, link.replica.state is ReplicaState.READY)
+            link.heard(at, link.replica.state is ReplicaPhase.READY)
         self.news(served)
 
     def close(self) -> None:
@@ -239,15 +239,15 @@ class FleetView:
         for served in self._served.values():
             self._link(served, [], 0.0)
 
-    def _at(self, model: str, url: str) -> Link | None:
+    def _at(self, model: str, url: str) -> ReplicaHandle | None:
         served = self._served.get(model)
         links = served.links if served is not None else []
         return next((link for link in links if link.url == url), None)
 
-    def _of(self, name: str) -> Served:
+    def _of(self, name: str) -> ServedModel:
         served = self._served.get(name)
         if served is None:
-            served = Served(name, Health(self._metrics.model(name), self._draw))
+            served = ServedModel(name, ReplicaHealth(self._metrics.model(name), self._draw))
             served.health.follow(self._eject, self._retry)
             self._served[name] = served
         return served
@@ -257,9 +257,9 @@ class FleetView:
         for name in [name for name in self._served if name not in known]:
             self._link(self._served.pop(name), [], 0.0)
 
-    def _link(self, served: Served, replicas: list[Replica], at: float) -> None:
+    def _link(self, served: ServedModel, replicas: list[Replica], at: float) -> None:
         links = {link.id: link for link in served.links}
-        kept: list[Link] = []
+        kept: list[ReplicaHandle] = []
         for replica in replicas:
             link = links.get(replica.id)
             if link is not None and link.url == replica.url:
@@ -276,10 +276,10 @@ class FleetView:
         served.links = kept
         self.news(served)
 
-    def _open(self, served: Served, replica: Replica) -> Link:
+    def _open(self, served: ServedModel, replica: Replica) -> ReplicaHandle:
         external = served.engine is EngineKind.EXTERNAL
         secret = None if external else self._secret
-        link = Link(replica, self._connect_timeout_s, secret, self._shared, served.health)
+        link = ReplicaHandle(replica, self._connect_timeout_s, secret, self._shared, served.health)
         link.on_renewed = lambda link: self.on_forget(served.name, link.view.key)
         link.on_prefixes = lambda link, hashes: self.on_prefixes(served.name, link.view.key, hashes)
         link.on_adapters = lambda link: self._hear_adapters(served, link)
@@ -287,14 +287,14 @@ class FleetView:
             link.subscribe(secret, lambda _: self.news(served))
         return link
 
-    def _hear_adapters(self, served: Served, link: Link) -> None:
+    def _hear_adapters(self, served: ServedModel, link: ReplicaHandle) -> None:
         residency = link.residency
         refused = residency.refusing
         self.on_adapters(served.name, link.view.key, residency.loaded, refused)
         if refused:
             self.on_refused(served.name, refused)
 
-    def news(self, served: Served) -> None:
+    def news(self, served: ServedModel) -> None:
         """Something changed at a replica of ``served``: say so, and let who waits have what there is."""
         up = sum(link.admissible or link.full for link in served.links)
         self._metrics.model(served.name).replicas_up = up
@@ -332,9 +332,9 @@ class FleetView:
         }
 
 
-def _coming(states: Sequence[ReplicaState], target: int) -> bool:
+def _coming(states: Sequence[ReplicaPhase], target: int) -> bool:
     """Whether the fleet starts replicas of a model, or has none by intent."""
-    return ReplicaState.STARTING in states or states.count(ReplicaState.READY) < max(1, target)
+    return ReplicaPhase.STARTING in states or states.count(ReplicaPhase.READY) < max(1, target)
 
 
 def external_replica(model: str, url: str, *, ready: bool, adapters: tuple[str, ...], at: float) -> Replica:
@@ -344,7 +344,7 @@ def external_replica(model: str, url: str, *, ready: bool, adapters: tuple[str, 
         model=model,
         shape="external",
         generation=0,
-        state=ReplicaState.READY if ready else ReplicaState.STOPPED,
+        state=ReplicaPhase.READY if ready else ReplicaPhase.STOPPED,
         load=Load(at=at),
         url=url,
         adapters=adapters,

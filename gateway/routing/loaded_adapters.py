@@ -9,7 +9,7 @@ from time import monotonic
 FAILED_S = 2.0
 
 
-class Residency:
+class LoadedAdapters:
     """What requests for adapters find at one replica.
 
     One that ``loads`` serves whatever it is asked for but ``refused``: what it says that it could not load

@@ -14,12 +14,12 @@ from collections.abc import Callable
 import httpx
 
 from gateway.routing.ejection import is_own_fault
-from gateway.routing.fleet import FleetView, Served
-from gateway.routing.replica import STALE_S, Link
+from gateway.routing.fleet import FleetView, ServedModel
+from gateway.routing.replica import STALE_S, ReplicaHandle
 from gateway.telemetry.metrics import Metrics
 from policy.config.deployment import Deployment
 from policy.errors import Refusal
-from policy.routing.outlier_ejection import Sign, State
+from policy.routing.outlier_ejection import AttemptResult, BreakerState
 from policy.types import EngineKind
 from policy.wire.canary import CANARIES
 from store.state_dir import SECRET_HEADER
@@ -41,7 +41,7 @@ class Probes:
         self._deployment = deployment
         self._secret = secret
         self._clock = asyncio.get_running_loop().time
-        self._running: dict[Link, asyncio.Task[None]] = {}
+        self._running: dict[ReplicaHandle, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
         """Sweep until cancelled."""
@@ -74,12 +74,12 @@ class Probes:
                     self._consider(client, served, link, at, timeout_s)
             states = Counter(link.breaker.state for link in served.links)
             meter = self._metrics.model(served.name)
-            for state in State:
+            for state in BreakerState:
                 meter.breakers[state] = states[state]
             if served.hopeless(at):
                 self._fleet.on_hopeless(served.name)
 
-    def _eject(self, served: Served, link: Link, at: float) -> None:
+    def _eject(self, served: ServedModel, link: ReplicaHandle, at: float) -> None:
         """It holds our requests and moves none: who has had no byte of an answer goes elsewhere."""
         ejected = served.health.silent(link.breaker, at)
         if ejected or (not link.admissible and any(other.admissible for other in served.links)):
@@ -90,20 +90,20 @@ class Probes:
             self._fleet.news(served)
 
     def _consider(
-        self, client: httpx.AsyncClient, served: Served, link: Link, at: float, timeout_s: float
+        self, client: httpx.AsyncClient, served: ServedModel, link: ReplicaHandle, at: float, timeout_s: float
     ) -> None:
         """Send ``link`` a canary if it is due one."""
         breaker = link.breaker
         if breaker.due(at) and link.answering:
             breaker.half_open()
-        if breaker.state is State.HALF_OPEN:
+        if breaker.state is BreakerState.HALF_OPEN:
             if not breaker.take_probe():
                 return
         elif link.answering or not link.silent:
             return
 
         async def probe() -> None:
-            sign = Sign.NOTHING
+            sign = AttemptResult.NOTHING
             try:
                 sign = await self._sing(client, served, link, timeout_s)
             finally:
@@ -113,16 +113,18 @@ class Probes:
 
         self._running[link] = asyncio.create_task(probe())
 
-    def _heard(self, served: Served, link: Link, sign: Sign) -> None:
+    def _heard(self, served: ServedModel, link: ReplicaHandle, sign: AttemptResult) -> None:
         at = self._clock()
         back = served.health.probed(link.breaker, sign, at)
         # Its load stream hangs, but it works: what is there is then counted here alone.
-        if sign is Sign.GOOD and link.silent:
+        if sign is AttemptResult.GOOD and link.silent:
             link.heard(at, True)
         if back:
             self._fleet.news(served)
 
-    async def _sing(self, client: httpx.AsyncClient, served: Served, link: Link, timeout_s: float) -> Sign:
+    async def _sing(
+        self, client: httpx.AsyncClient, served: ServedModel, link: ReplicaHandle, timeout_s: float
+    ) -> AttemptResult:
         """Send the canary: good if it is answered, no sign if the replica is only full or starting."""
         for path, body in CANARIES[served.runner]:
             try:
@@ -130,9 +132,9 @@ class Probes:
                     link.url + path, json={"model": link.model, **body}, timeout=timeout_s
                 )
             except httpx.HTTPError as error:
-                return Sign.NOTHING if is_own_fault(error) else Sign.BAD
+                return AttemptResult.NOTHING if is_own_fault(error) else AttemptResult.BAD
             if answer.status_code == httpx.codes.OK:
-                return Sign.GOOD
+                return AttemptResult.GOOD
             if answer.headers.get(REFUSAL_HEADER, Refusal.REPLICA_LOST) != Refusal.REPLICA_LOST:
-                return Sign.NOTHING
-        return Sign.BAD
+                return AttemptResult.NOTHING
+        return AttemptResult.BAD

@@ -13,17 +13,17 @@ from math import inf
 from time import monotonic
 from typing import TYPE_CHECKING
 
-from gateway.http.client import Pool
-from gateway.http.ndjson import Feed
-from gateway.routing.ejection import Health
-from gateway.routing.loaded_adapters import Residency
-from gateway.routing.shared_memory import ALONE, Shared
-from gateway.telemetry.metrics import ModelMeter
+from gateway.http.client import ConnectionPool
+from gateway.http.ndjson import NdjsonStream
+from gateway.routing.ejection import ReplicaHealth
+from gateway.routing.loaded_adapters import LoadedAdapters
+from gateway.routing.shared_memory import LOCAL, SharedCounts
+from gateway.telemetry.metrics import ModelCounters
 from policy.errors import Refusal
-from policy.hashing import key_of
-from policy.routing.outlier_ejection import Sign, State, Watchdog
+from policy.hashing import hash_name
+from policy.routing.outlier_ejection import AttemptResult, BreakerState, Watchdog
 from policy.routing.router import Candidate
-from policy.types import Replica, ReplicaState
+from policy.types import Replica, ReplicaPhase
 from policy.wire.load import LOAD_LINE
 from store.state_dir import SECRET_HEADER
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from gateway.delivery.relay import Relay
 
 
-class Ahead:
+class UnseenPrefill:
     """Prompt tokens that are taken to be computed at ``at``, an instant of loop time; 0 once they were."""
 
     __slots__ = ("at", "tokens")
@@ -45,7 +45,7 @@ class Ahead:
 STALE_S = 3.0
 
 
-class Link:
+class ReplicaHandle:
     """One replica as seen from one worker: its connections, its own count and what we sent since.
 
     ``answering`` is whether the replica itself can be heard, ``open`` whether it takes requests by
@@ -61,21 +61,21 @@ class Link:
         replica: Replica,
         connect_timeout_s: float,
         secret: str | None,
-        shared: Shared = ALONE,
-        health: Health | None = None,
+        shared: SharedCounts = LOCAL,
+        health: ReplicaHealth | None = None,
     ) -> None:
         self.id = replica.id
         self.label = replica.id.encode()
         self.model = replica.model
         self.url = replica.url
         self.replica = replica
-        self.pool = Pool(replica.url, connect_timeout_s)
+        self.pool = ConnectionPool(replica.url, connect_timeout_s)
         self.constant_head = b"host: " + self.pool.host_header + b"\r\ncontent-type: application/json\r\n"
         if secret is not None:
             self.constant_head += f"{SECRET_HEADER}: {secret}\r\n".encode()
         # Ours say themselves what they have loaded, and how they came by it.
-        self.residency = Residency(replica.adapters if secret is None else (), loads=secret is not None)
-        self.health = health or Health(ModelMeter(replica.model), lambda: 0.5)
+        self.residency = LoadedAdapters(replica.adapters if secret is None else (), loads=secret is not None)
+        self.health = health or ReplicaHealth(ModelCounters(replica.model), lambda: 0.5)
         self.breaker = self.health.ejections.join()
         self.relays: set[Relay] = set()
         self.answering = False
@@ -85,17 +85,17 @@ class Link:
         self.heard_at: float | None = None
         self.lost_at: float | None = None
         self.probe_at = 0.0
-        self.view = Candidate(replica.id, key_of(replica.id), bound=replica.load.bound)
+        self.view = Candidate(replica.id, hash_name(replica.id), bound=replica.load.bound)
         self.mine = 0
-        self.on_renewed: Callable[[Link], None] = lambda link: None
-        self.on_prefixes: Callable[[Link, Sequence[int]], None] = lambda link, hashes: None
-        self.on_adapters: Callable[[Link], None] = lambda link: None
+        self.on_renewed: Callable[[ReplicaHandle], None] = lambda link: None
+        self.on_prefixes: Callable[[ReplicaHandle, Sequence[int]], None] = lambda link, hashes: None
+        self.on_adapters: Callable[[ReplicaHandle], None] = lambda link: None
         self._pending = 0
         self._begun = 0
         self._elsewhere = 0
         self._pending_elsewhere = 0
         self._pending_there = 0
-        self._foreseen: deque[Ahead] = deque()
+        self._foreseen: deque[UnseenPrefill] = deque()
         self.due_at = inf
         self.lone = False
         self._tokens = 0
@@ -103,7 +103,7 @@ class Link:
         self._probe = False
         self._shared = shared
         self._watchdog = Watchdog()
-        self._feed: Feed | None = None
+        self._feed: NdjsonStream | None = None
         self._following: asyncio.Task[None] | None = None
 
     @property
@@ -113,8 +113,8 @@ class Link:
             self.answering
             and self.open
             and not self.full
-            and self.replica.state is ReplicaState.READY
-            and (self.breaker.state is State.CLOSED or self.health.ejections.admits(self.breaker))
+            and self.replica.state is ReplicaPhase.READY
+            and (self.breaker.state is BreakerState.CLOSED or self.health.ejections.admits(self.breaker))
         )
 
     def serves(self, adapter: str) -> bool:
@@ -156,7 +156,7 @@ class Link:
         self._pending += tokens
         self._begun += 1
         self._shared.begin(self.view.key, tokens)
-        if self.breaker.state is State.HALF_OPEN and self.breaker.take_probe():
+        if self.breaker.state is BreakerState.HALF_OPEN and self.breaker.take_probe():
             self._probe = True
 
     def probe(self) -> bool:
@@ -171,17 +171,17 @@ class Link:
         self.view.turned_at = monotonic()
         self._shared.first_token(self.view.key, tokens)
 
-    def foresee(self, tokens: int, at: float) -> Ahead:
+    def foresee(self, tokens: int, at: float) -> UnseenPrefill:
         """The prefill of such a request, whose first token nobody will see, will be over at ``at``.
 
         Otherwise the prompts of answers that come whole would count as ahead until their last token.
         """
-        ahead = Ahead(tokens, at)
+        ahead = UnseenPrefill(tokens, at)
         self._foreseen.append(ahead)
         self.due_at = self._foreseen[0].at
         return ahead
 
-    def over(self, ahead: Ahead) -> None:
+    def over(self, ahead: UnseenPrefill) -> None:
         """Its time has come, or its request has ended, which may be long before that."""
         if ahead.tokens:
             self.first_token(ahead.tokens)
@@ -197,7 +197,7 @@ class Link:
         self.view.in_flight -= 1
         if self._probe:  # it left before anyone asked
             self._probe = False
-            self.breaker.probed(Sign.NOTHING, 0.0, 0.0)
+            self.breaker.probed(AttemptResult.NOTHING, 0.0, 0.0)
         self._shared.end(self.view.key)
 
     def count(self, line: bytes, at: float) -> None:
@@ -227,7 +227,7 @@ class Link:
         self._tokens = load.tokens
         if self.residency.told(said.adapters, said.refused):
             self.on_adapters(self)
-        self.open = said.state is ReplicaState.READY
+        self.open = said.state is ReplicaPhase.READY
         self.full = False
         self.silent = False
         self.heard_at = at
@@ -298,9 +298,9 @@ class Link:
             self.look()
 
     def _reach(self) -> None:
-        self.breaker.reachable = self.answering and self.open and self.replica.state is ReplicaState.READY
+        self.breaker.reachable = self.answering and self.open and self.replica.state is ReplicaPhase.READY
 
-    def subscribe(self, secret: str, on_change: Callable[[Link], None]) -> None:
+    def subscribe(self, secret: str, on_change: Callable[[ReplicaHandle], None]) -> None:
         """Follow the replica's own count until :meth:`close`."""
         loop = asyncio.get_running_loop()
 
@@ -321,7 +321,7 @@ class Link:
                 self.heard(at, False)
                 on_change(self)
 
-        self._feed = Feed(
+        self._feed = NdjsonStream(
             self.url,
             "/internal/load",
             secret,

@@ -11,32 +11,32 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from gateway.protocol.prompt_hash import Density, adapter_key
-from gateway.routing.replica import Link
-from gateway.routing.shared_memory import ALONE, Shared
+from gateway.protocol.prompt_hash import BytesPerToken, adapter_key
+from gateway.routing.replica import ReplicaHandle
+from gateway.routing.shared_memory import LOCAL, SharedCounts
 from gateway.telemetry.metrics import Metrics
 from policy.config.deployment import Deployment
-from policy.engine.step_table import pace_of
+from policy.engine.step_table import step_table_of
 from policy.errors import TargetError
-from policy.hashing import key_of
+from policy.hashing import hash_name
 from policy.request import Request
-from policy.routing.outlier_ejection import State
-from policy.routing.router import Decision, Quote, Router, Settings
+from policy.routing.outlier_ejection import BreakerState
+from policy.routing.router import CostEstimate, Decision, Router, Settings
 from policy.routing.settings import settings_of
 
 if TYPE_CHECKING:
-    from gateway.routing.fleet import Served
+    from gateway.routing.fleet import ServedModel
 
 KEPT = 512
 
 
-class Routes:
+class ModelRouters:
     """The routers of all models of this worker, and its last decisions."""
 
     def __init__(
         self,
         rng: random.Random,
-        shared: Shared = ALONE,
+        shared: SharedCounts = LOCAL,
         deployment: Callable[[], Deployment | None] = lambda: None,
         metrics: Metrics | None = None,
     ) -> None:
@@ -46,14 +46,16 @@ class Routes:
         self._metrics = metrics or Metrics()
         self._read: Deployment | None = None
         self._routers: dict[str, Router] = {}
-        self._densities: dict[str, Density] = {}
+        self._densities: dict[str, BytesPerToken] = {}
         self._keys: dict[str, int] = {}
         self._by_key: dict[int, Router] = {}
         self._fresh: dict[int, Decision] = {}
         self._kept: deque[tuple[float, Request, Decision]] = deque(maxlen=KEPT)
         self._clock = asyncio.get_running_loop().time
 
-    def choose(self, served: Served, request: Request, kept: int = 0) -> tuple[Link, Quote] | None:
+    def choose(
+        self, served: ServedModel, request: Request, kept: int = 0
+    ) -> tuple[ReplicaHandle, CostEstimate] | None:
         """Where ``request`` would go now, or ``None`` when it must wait here.
 
         ``kept`` slots of each replica are not for it.
@@ -62,7 +64,7 @@ class Routes:
         for link in served.links:
             breaker = link.breaker
             # Link.admissible, as far as it goes for one in good standing
-            good = breaker.reachable and breaker.state is State.CLOSED and not link.full
+            good = breaker.reachable and breaker.state is BreakerState.CLOSED and not link.full
             if good or link.admissible:
                 links.append(link)
         if request.adapter:
@@ -88,7 +90,7 @@ class Routes:
         self._fresh[id(chosen)] = decision
         return links[views.index(chosen.candidate)], chosen
 
-    def stays_s(self, served: Served, request: Request) -> float:
+    def stays_s(self, served: ServedModel, request: Request) -> float:
         """How long such a request runs, by the engine model, on a replica that takes no more.
 
         Be that for its seats or for the pace: so beside as many as run there now.
@@ -97,10 +99,10 @@ class Routes:
         if not views:
             return 0.0
         view = max(views, key=lambda view: view.in_flight)
-        pace = pace_of(view.timing, self._of(served.name).settings.assumed)
+        pace = step_table_of(view.timing, self._of(served.name).settings.assumed)
         return pace.stays_s(request, view.in_flight)
 
-    def began(self, request: Request, quote: Quote) -> tuple[int, ...]:
+    def began(self, request: Request, quote: CostEstimate) -> tuple[int, ...]:
         """``request`` was sent to the candidate of ``quote``; the hashes that are news there."""
         news = self._routers[request.model].began(request, quote.candidate, self._clock())
         if news:
@@ -110,12 +112,12 @@ class Routes:
             self._kept.append((time.time(), request, decision))
         return news
 
-    def timed(self, request: Request, quote: Quote, ttft_s: float) -> None:
+    def timed(self, request: Request, quote: CostEstimate, ttft_s: float) -> None:
         """Its first token came ``ttft_s`` after it was sent."""
         self._metrics.model(request.model).predicted(quote.total, ttft_s)
         self._of(request.model).timed(request, quote, ttft_s, self._clock())
 
-    def paced(self, model: str, quote: Quote, gap_s: float) -> None:
+    def paced(self, model: str, quote: CostEstimate, gap_s: float) -> None:
         """An answer ended where ``quote`` sent it; its tokens were ``gap_s`` seconds apart on average."""
         self._of(model).paced(quote.candidate, gap_s)
 
@@ -124,11 +126,11 @@ class Routes:
         density = self._densities.get(request.model) or self.density(request.model)
         density.learn(request.prompt_tokens, prompt_tokens, output_tokens, request.depths)
 
-    def density(self, model: str) -> Density:
+    def density(self, model: str) -> BytesPerToken:
         """How long prompts and answers of ``model`` are."""
         density = self._densities.get(model)
         if density is None:
-            density = self._densities[model] = Density()
+            density = self._densities[model] = BytesPerToken()
         return density
 
     def heard(self, model: str, key: int, hashes: Sequence[int]) -> None:
@@ -172,7 +174,7 @@ class Routes:
         found = self._routers.get(model)
         if found is None:
             found = self._routers[model] = Router(_settings(self._read, model))
-            key = self._keys[model] = key_of(model)
+            key = self._keys[model] = hash_name(model)
             self._by_key[key] = found
         return found
 

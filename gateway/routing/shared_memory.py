@@ -64,7 +64,7 @@ _HEADS = [(row, row * _HEADER) for row in range(ROWS)]
 News = tuple[int, int, list[int]]
 
 
-class Shared(Protocol):
+class SharedCounts(Protocol):
     """What a worker tells the others of its host, and hears from them. Keys are 64-bit hashes.
 
     ``alone`` is whether no other lives, as of the last beat: then there is nothing to hear.
@@ -116,7 +116,7 @@ class Shared(Protocol):
         ...
 
 
-class Alone:
+class LocalCounts:
     """A worker without others."""
 
     alone = True
@@ -139,7 +139,7 @@ class Alone:
         return 0
 
 
-ALONE = Alone()
+LOCAL = LocalCounts()
 
 
 class SharedRows:

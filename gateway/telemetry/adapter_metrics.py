@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 from prometheus_client import CollectorRegistry
 
 from gateway.protocol.usage import Usage
-from gateway.telemetry.prometheus import Declared, MergedHistogram
-from policy.stats.histogram import Tally
+from gateway.telemetry.prometheus import MergedHistogram, MetricFamilies
+from policy.stats.histogram import HistogramCounter
 
 if TYPE_CHECKING:
     from gateway.call import Call
@@ -31,7 +31,7 @@ OTHER = "_other"
 SECONDS = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 
 
-class AdapterMeter:
+class AdapterCounters:
     """The numbers of one adapter in this worker since they were last published."""
 
     __slots__ = ("cached_tokens", "completion_tokens", "news", "prompt_tokens", "requests", "ttft")
@@ -41,7 +41,7 @@ class AdapterMeter:
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.completion_tokens = 0
-        self.ttft = Tally(SECONDS)
+        self.ttft = HistogramCounter(SECONDS)
         self.news = False
 
     def count(self, call: Call, began: float) -> None:
@@ -65,12 +65,12 @@ class AdapterMetrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._names: Collection[tuple[str, str]] = ()
-        self._meters: dict[tuple[str, str], AdapterMeter] = {}
-        self._others: dict[str, AdapterMeter] = {}
+        self._meters: dict[tuple[str, str], AdapterCounters] = {}
+        self._others: dict[str, AdapterCounters] = {}
         # What was counted of names that are gone, and not published yet.
-        self._leaving: list[tuple[tuple[str, str], AdapterMeter]] = []
+        self._leaving: list[tuple[tuple[str, str], AdapterCounters]] = []
         self._ever: set[tuple[str, str]] = set()
-        declared = Declared(registry)
+        declared = MetricFamilies(registry)
         self._requests = declared.counter(
             "adapter_requests", "Requests for an adapter by outcome.", "model", "adapter", "outcome"
         )
@@ -92,7 +92,7 @@ class AdapterMetrics:
         for key in [key for key in self._meters if key not in names]:
             self._leaving.append((key, self._meters.pop(key)))
 
-    def of(self, model: str, name: str) -> AdapterMeter:
+    def of(self, model: str, name: str) -> AdapterCounters:
         """The meter of the catalog's adapter ``name`` on ``model``.
 
         A request may end after its adapter was dropped: it is one of the others then.
@@ -103,11 +103,11 @@ class AdapterMetrics:
             return meter
         if key in self._names and len(self._meters) < MOST and (key in self._ever or len(self._ever) < EVER):
             self._ever.add(key)
-            meter = self._meters[key] = AdapterMeter()
+            meter = self._meters[key] = AdapterCounters()
             return meter
         meter = self._others.get(model)
         if meter is None:
-            meter = self._others[model] = AdapterMeter()
+            meter = self._others[model] = AdapterCounters()
         return meter
 
     def publish(self) -> None:
@@ -121,7 +121,7 @@ class AdapterMetrics:
         for model, meter in self._others.items():
             self._publish(model, OTHER, meter)
 
-    def _publish(self, model: str, name: str, meter: AdapterMeter) -> None:
+    def _publish(self, model: str, name: str, meter: AdapterCounters) -> None:
         if not meter.news:
             return
         for outcome in tuple(meter.requests):

@@ -48,7 +48,7 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
     grid: tuple[int, ...]
 
 
-class Parcel(msgspec.Struct, frozen=True, array_like=True):
+class CaptureBatch(msgspec.Struct, frozen=True, array_like=True):
     """A datagram: ``rows`` of the worker ``pid``, which has lost ``lost`` for this listener so far."""
 
     pid: int
@@ -132,7 +132,9 @@ class Capture:
             try:
                 while listener.kept:
                     rows = _parcel(listener.kept)
-                    self._socket.sendto(_encode(Parcel(os.getpid(), listener.lost, rows)), listener.path)
+                    self._socket.sendto(
+                        _encode(CaptureBatch(os.getpid(), listener.lost, rows)), listener.path
+                    )
                     for _ in rows:
                         listener.kept.popleft()
             except BlockingIOError:  # it has not read the last ones yet

@@ -14,7 +14,7 @@ from time import monotonic
 import msgspec
 
 from gateway.protocol.prompt_hash import BLOCK_BYTES
-from gateway.telemetry.capture import LOOK_EVERY_S, SUFFIX, Parcel, Row
+from gateway.telemetry.capture import LOOK_EVERY_S, SUFFIX, CaptureBatch, Row
 from store.state_dir import own_directory
 
 VERSION = 1
@@ -51,13 +51,13 @@ class Line(msgspec.Struct, frozen=True, omit_defaults=True):
     blocks: tuple[int, ...] = ()
 
 
-class Lost(msgspec.Struct, frozen=True):
+class DroppedRows(msgspec.Struct, frozen=True):
     """A line that says how many requests were not told since the capture began."""
 
     lost: int
 
 
-class Veil:
+class Pseudonyms:
     """Hides which prompts and sessions were meant, and cuts prompts into blocks of tokens.
 
     ``density`` says how many bytes make a token of a model. It is asked once: blocks that moved with what a
@@ -101,7 +101,7 @@ class Veil:
         return (int.from_bytes(hashlib.blake2b(said, digest_size=8, key=self._key).digest()) >> 11) or 1
 
 
-class Listeners:
+class Subscribers:
     """Those who capture at one worker. ``place`` is where all workers look for them."""
 
     def __init__(self, place: Path, density: Callable[[str], float]) -> None:
@@ -112,7 +112,7 @@ class Listeners:
     async def lines(self) -> AsyncIterator[bytes]:
         """A header, then a line for each request that comes after it, when it has ended."""
         own_directory(self._place)
-        veil = Veil(self._density, secrets.token_bytes(32))
+        veil = Pseudonyms(self._density, secrets.token_bytes(32))
         ear = _Ear(self._place / f"{secrets.token_hex(6)}{SUFFIX}")
         self._open.add(ear)
         lost = 0
@@ -129,7 +129,7 @@ class Listeners:
                 ]
                 if ear.lost != lost:
                     lost = ear.lost
-                    lines.append(_encode(Lost(lost)))
+                    lines.append(_encode(DroppedRows(lost)))
                 if lines:
                     yield b"\n".join(lines) + b"\n"
         finally:
@@ -150,7 +150,7 @@ class _Ear:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.setblocking(False)
         self._loop = asyncio.get_running_loop()
-        self._parcels: list[Parcel] = []
+        self._parcels: list[CaptureBatch] = []
         self._rows = 0
         self._lost: dict[int, int] = {}
         self._over = self._reading = False
@@ -167,7 +167,7 @@ class _Ear:
         """Requests that workers could not tell it."""
         return sum(self._lost.values())
 
-    async def heard(self) -> Sequence[Parcel] | None:
+    async def heard(self) -> Sequence[CaptureBatch] | None:
         """What came since the last call, ``None`` when nothing will come any more."""
         while not self._parcels:
             if self._over:
@@ -215,4 +215,4 @@ class _Ear:
 
 
 _encode = msgspec.json.Encoder().encode
-_decode = msgspec.msgpack.Decoder(Parcel).decode
+_decode = msgspec.msgpack.Decoder(CaptureBatch).decode

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, generate_latest, multiprocess
 
-from gateway.http.reserve_descriptor import Spare
+from gateway.http.reserve_descriptor import ReserveDescriptor
 from gateway.protocol.errors import NO_ROOM
 from gateway.protocol.usage import Usage
 from gateway.telemetry.adapter_metrics import AdapterMetrics
-from gateway.telemetry.prometheus import Declared, MergedHistogram
+from gateway.telemetry.prometheus import MergedHistogram, MetricFamilies
 from gateway.telemetry.queue_metrics import QueueMetrics
-from policy.signals.counters import Totals
-from policy.stats.histogram import Tally
+from policy.signals.counters import WorkerCounters
+from policy.stats.histogram import HistogramCounter
 
 if TYPE_CHECKING:
     from gateway.call import Call
@@ -46,7 +46,7 @@ ERRORS = (
 PARTS = (0.01, 0.02, 0.05, 0.075, 0.1, 0.125, 0.15, 0.175, 0.2, 0.25, 0.3, 0.4, 0.5, 0.75, 1.0, 2.0, 5.0)
 
 
-class ModelMeter:
+class ModelCounters:
     """The numbers of one model in this worker since they were last published; ``totals`` since it started."""
 
     __slots__ = (
@@ -72,13 +72,13 @@ class ModelMeter:
         self.coalesced_requests = 0
         self.in_flight = 0
         self.replicas_up = 0
-        self.ttft = Tally(SECONDS)
-        self.e2e = Tally(SECONDS)
-        self.queue_wait = Tally(SECONDS)
-        self.itl = Tally(GAPS)
-        self.ttft_error = Tally(ERRORS)
-        self.ttft_error_part = Tally(PARTS)
-        self.totals = Totals()
+        self.ttft = HistogramCounter(SECONDS)
+        self.e2e = HistogramCounter(SECONDS)
+        self.queue_wait = HistogramCounter(SECONDS)
+        self.itl = HistogramCounter(GAPS)
+        self.ttft_error = HistogramCounter(ERRORS)
+        self.ttft_error_part = HistogramCounter(PARTS)
+        self.totals = WorkerCounters()
 
     def arrive(self) -> None:
         """Count a call for the model that came just now."""
@@ -137,11 +137,11 @@ class Metrics:
 
     def __init__(self) -> None:
         self._registry = registry = CollectorRegistry()
-        self._spare = Spare()
+        self._spare = ReserveDescriptor()
         self.queues = QueueMetrics(registry)
         self.adapters = AdapterMetrics(registry)
-        self._meters: dict[str, ModelMeter] = {}
-        declared = Declared(registry)
+        self._meters: dict[str, ModelCounters] = {}
+        declared = MetricFamilies(registry)
         counter, gauge = declared.counter, declared.gauge
         self._requests = counter("requests", "Requests by outcome.", "model", "route", "outcome")
         self._attempts = counter("upstream_attempts", "Attempts on replicas.", "model", "outcome")
@@ -194,11 +194,11 @@ class Metrics:
     def _histogram(self, name: str, text: str, bounds: tuple[float, ...]) -> MergedHistogram:
         return MergedHistogram(name, text, ("model",), buckets=bounds, registry=self._registry)
 
-    def model(self, name: str) -> ModelMeter:
+    def model(self, name: str) -> ModelCounters:
         """The meter of a model that the deployment knows; the empty name collects all others."""
         meter = self._meters.get(name)
         if meter is None:
-            meter = self._meters[name] = ModelMeter(name)
+            meter = self._meters[name] = ModelCounters(name)
         return meter
 
     def publish(self) -> None:

@@ -8,10 +8,10 @@ from typing import Literal
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from policy.stats.histogram import Tally
+from policy.stats.histogram import HistogramCounter
 
 
-class Declared:
+class MetricFamilies:
     """Declares metrics named ``tidegate_NAME`` in one registry."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
@@ -31,7 +31,7 @@ class Declared:
 class MergedHistogram(Histogram):
     """A histogram that takes a whole tally at once."""
 
-    def merge(self, tally: Tally) -> None:
+    def merge(self, tally: HistogramCounter) -> None:
         """Add ``tally`` and empty it."""
         for i, count in enumerate(tally.counts):
             if count:

@@ -6,11 +6,11 @@ from collections import Counter as Counts
 
 from prometheus_client import CollectorRegistry
 
-from gateway.telemetry.prometheus import Declared
+from gateway.telemetry.prometheus import MetricFamilies
 from policy.types import Priority
 
 
-class QueueMeter:
+class QueueCounters:
     """One model's queue in this worker: counts since they were last published, and who waits now.
 
     ``foreseen`` sums, over those that waited, the seconds by which the prediction was long or short.
@@ -38,8 +38,8 @@ class QueueMetrics:
     """The meters of all models and their published form."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        self._meters: dict[str, QueueMeter] = {}
-        declared = Declared(registry)
+        self._meters: dict[str, QueueCounters] = {}
+        declared = MetricFamilies(registry)
         counter, gauge = declared.counter, declared.gauge
         self._depth = gauge("queue_depth", "Requests that wait for a replica.", "model", "priority")
         self._size = gauge("queue_bytes", "Bytes of the requests that wait.", "model")
@@ -53,11 +53,11 @@ class QueueMetrics:
             "model", "sign",
         )  # fmt: skip
 
-    def model(self, name: str) -> QueueMeter:
+    def model(self, name: str) -> QueueCounters:
         """The meter of a model of the deployment."""
         meter = self._meters.get(name)
         if meter is None:
-            meter = self._meters[name] = QueueMeter()
+            meter = self._meters[name] = QueueCounters()
         return meter
 
     def publish(self) -> None:

@@ -105,7 +105,7 @@ class Windows(Generic[T]):
         return batch
 
 
-def shares(total: int, weights: list[int]) -> list[int]:
+def can_share(total: int, weights: list[int]) -> list[int]:
     """``total`` in whole parts in proportion to ``weights``, which sum to it exactly.
 
     Hamilton's method: everyone gets the whole part of its quota, the largest remainders one more each;

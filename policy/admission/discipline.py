@@ -10,7 +10,7 @@ from policy.request import Request
 Charge = TypeVar("Charge")
 
 
-class Turn(NamedTuple):
+class QueueOrder(NamedTuple):
     """A request, and the ``tag`` of its turn: turns go by growing tags, in weighted tokens served."""
 
     request: Request
@@ -34,7 +34,7 @@ class Discipline(Protocol[Charge]):
     def remove(self, request: Request) -> None:
         """It waits no more."""
 
-    def walk(self) -> Iterator[Turn]:
+    def walk(self) -> Iterator[QueueOrder]:
         """All that wait, in the order in which they would be served; nothing may change meanwhile."""
 
     def charge(self, request: Request) -> Charge:

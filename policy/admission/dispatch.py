@@ -6,9 +6,9 @@ from collections.abc import Callable, Container, Iterator
 from itertools import islice
 from typing import NamedTuple
 
-from policy.admission.queue import Next
+from policy.admission.queue import Waiting
 from policy.request import Request
-from policy.routing.router import Candidate, Quote
+from policy.routing.router import Candidate, CostEstimate
 
 # How far down the order companions are looked for.
 WINDOW = 32
@@ -20,27 +20,27 @@ MOST_PASSED = 8
 QUANTUM = 8192.0
 
 
-class Pick(NamedTuple):
+class Assignment(NamedTuple):
     """``request`` goes to ``quote.candidate``, before those in ``passed``, which it could have taken too."""
 
     request: Request
-    quote: Quote
+    quote: CostEstimate
     passed: tuple[Request, ...]
 
 
-class Room(NamedTuple):
+class FreeSlots(NamedTuple):
     """What the choice asks of the replicas.
 
     ``quote`` is where a request would go now, if anywhere, given all picks so far. ``could`` is whether
     a replica might ever serve a request, room aside. ``runs`` are the adapters of what runs on one.
     """
 
-    quote: Callable[[Request], Quote | None]
+    quote: Callable[[Request], CostEstimate | None]
     could: Callable[[Request, Candidate], bool]
     runs: Callable[[Candidate], Container[str]]
 
 
-def select(order: Iterator[Next], room: Room) -> Iterator[Pick]:
+def dispatch(order: Iterator[Waiting], room: FreeSlots) -> Iterator[Assignment]:
     """Picks from ``order``, the fair one; whoever iterates begins each pick before asking for the next.
 
     The first that any replica can take goes. While the replica it went to has room, those of the next
@@ -66,7 +66,7 @@ class _Waiter:
 
     __slots__ = ("gone", "passed", "request", "tag")
 
-    def __init__(self, turn: Next) -> None:
+    def __init__(self, turn: Waiting) -> None:
         self.request, self.tag, self.passed = turn
         self.gone = False
 
@@ -74,7 +74,7 @@ class _Waiter:
 class _Window:
     """The part of the order that was looked at, grown when it is needed: mostly there is room for one."""
 
-    def __init__(self, order: Iterator[Next], room: Room) -> None:
+    def __init__(self, order: Iterator[Waiting], room: FreeSlots) -> None:
         self._order = order
         self._room = room
         self._waiters: list[_Waiter] = []
@@ -93,7 +93,7 @@ class _Window:
                 return waiter
         return None
 
-    def pick(self, waiter: _Waiter, quote: Quote) -> Pick | None:
+    def pick(self, waiter: _Waiter, quote: CostEstimate) -> Assignment | None:
         """``waiter`` as picked, unless it would pass somebody who must not be passed."""
         passed = []
         for other in self._waiters:
@@ -110,9 +110,9 @@ class _Window:
         for other in passed:
             other.passed += 1
         waiter.gone = True
-        return Pick(waiter.request, quote, tuple(other.request for other in passed))
+        return Assignment(waiter.request, quote, tuple(other.request for other in passed))
 
-    def companions(self, first: _Waiter, candidate: Candidate) -> Iterator[Pick]:
+    def companions(self, first: _Waiter, candidate: Candidate) -> Iterator[Assignment]:
         """Those that go with ``first`` for as long as ``candidate`` is where they would go."""
         if candidate.bound and candidate.in_flight >= candidate.bound:
             return

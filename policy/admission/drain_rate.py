@@ -21,7 +21,7 @@ MOST_LOOKED_AT = 128
 RANK = {priority: rank for rank, priority in enumerate(Priority)}
 
 
-class Drain:
+class ServiceRate:
     """Decayed sums of what began while somebody waited, by class.
 
     Before there was such a time, and a little afterwards, the rate follows from Little's law: tokens in

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from heapq import heappop, heappush
 from typing import Protocol, TypeVar
 
-from policy.admission.discipline import Turn
-from policy.admission.ordered_set import Ranking
-from policy.admission.virtual_counters import Counters, Flow
+from policy.admission.discipline import QueueOrder
+from policy.admission.ordered_set import OrderedSet
+from policy.admission.virtual_counters import VirtualCounter, VirtualCounters
 from policy.request import Request
 
 # Idle ones beyond these are forgotten; a tenant's adapters are bounded apart from other tenants'.
@@ -27,17 +27,17 @@ class Peers(Protocol):
         """All that the others charged to ``tenant`` so far."""
 
 
-class _Adapter(Flow):
+class _Adapter(VirtualCounter):
     """A tenant's requests for one adapter, by ticket."""
 
     __slots__ = ("requests",)
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
-        self.requests: Ranking[Request] = Ranking()
+        self.requests: OrderedSet[Request] = OrderedSet()
 
 
-class _Tenant(Flow):
+class _Tenant(VirtualCounter):
     """A tenant's adapters, and those of its requests that may be displaced, the youngest last.
 
     ``seen`` is what others had charged it when that was last added to its counter here.
@@ -47,7 +47,7 @@ class _Tenant(Flow):
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
-        self.adapters: Counters[_Adapter] = Counters(_Adapter, MOST_ADAPTERS)
+        self.adapters: VirtualCounters[_Adapter] = VirtualCounters(_Adapter, MOST_ADAPTERS)
         self.young: dict[int, Request] = {}
         self.seen = 0
 
@@ -62,7 +62,7 @@ class _Charge:
         self.running = True
 
 
-class Fair:
+class FairQueue:
     """A :class:`policy.admission.discipline.Discipline`: least served tenant first, and in it the least
     served adapter.
 
@@ -75,8 +75,8 @@ class Fair:
     ) -> None:
         self._weight = weight
         self._peers = peers
-        self._tenants: Counters[_Tenant] = Counters(_Tenant, MOST_TENANTS)
-        self._longest: Ranking[_Tenant] = Ranking()
+        self._tenants: VirtualCounters[_Tenant] = VirtualCounters(_Tenant, MOST_TENANTS)
+        self._longest: OrderedSet[_Tenant] = OrderedSet()
         self._count = 0
         self.tokens = 0
 
@@ -108,7 +108,7 @@ class Fair:
         if not tenant.tokens:
             self._tenants.leave(tenant)
 
-    def walk(self) -> Iterator[Turn]:
+    def walk(self) -> Iterator[QueueOrder]:
         return _by_turns(self._tenants, _of_tenant)
 
     def charge(self, request: Request) -> _Charge:
@@ -189,7 +189,7 @@ def cost(request: Request) -> int:
     return tokens if tokens > 1 else 1
 
 
-F = TypeVar("F", bound=Flow)
+F = TypeVar("F", bound=VirtualCounter)
 
 
 def _of_tenant(tenant: _Tenant) -> Iterator[Request]:
@@ -200,7 +200,7 @@ def _of_adapter(adapter: _Adapter) -> Iterator[Request]:
     return (request for request, _ in adapter.requests)
 
 
-def _by_turns(counters: Counters[F], of: Callable[[F], Iterator[Request]]) -> Iterator[Turn]:
+def _by_turns(counters: VirtualCounters[F], of: Callable[[F], Iterator[Request]]) -> Iterator[QueueOrder]:
     """The requests of all flows that wait, in the order of serving each where its flow then stands."""
     fresh = iter(counters.waiting)
     begun: list[tuple[float, int, F, Iterator[Request]]] = []
@@ -215,12 +215,12 @@ def _by_turns(counters: Counters[F], of: Callable[[F], Iterator[Request]]) -> It
         request = next(requests, None)
         if request is None:
             continue
-        yield Turn(request, tag)
+        yield QueueOrder(request, tag)
         turns += 1
         heappush(begun, (tag + cost(request) / serving.weight, turns, serving, requests))
 
 
-def has_its_part(
+def has_fair_share(
     running: int, waiting: int, theirs_running: int, theirs_waiting: int, *, was_last: bool = False
 ) -> bool:
     """Whether a worker leaves the next slot to those who wait for one in the others of its host.

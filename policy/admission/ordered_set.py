@@ -10,7 +10,7 @@ T = TypeVar("T")
 _Entry = tuple[float, int, int, T]
 
 
-class Ranking(Generic[T]):
+class OrderedSet(Generic[T]):
     """Least key first, ties by ``then``, then by who was put first; each operation is O(log n), amortised.
 
     A heap whose outdated entries are skipped when they surface, and swept once they are most of it.

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from policy.admission.discipline import Discipline
-from policy.admission.drain_rate import RANK, Drain
+from policy.admission.drain_rate import RANK, ServiceRate
 from policy.admission.fairness import cost
-from policy.admission.ordered_set import Ranking
-from policy.admission.wait_margin import LEAST, Foresight
+from policy.admission.ordered_set import OrderedSet
+from policy.admission.wait_margin import LEAST, WaitMargin
 from policy.errors import Refusal
 from policy.request import Request
 from policy.types import Priority
@@ -45,8 +45,9 @@ class Verdict(NamedTuple):
     displaced: tuple[Request, ...] = ()
 
 
-class Next(NamedTuple):
-    """A request that waits, at its turn: ``tag`` as in :class:`policy.admission.discipline.Turn`, within its
+class Waiting(NamedTuple):
+    """A request that waits, at its turn: ``tag`` as in :class:`policy.admission.discipline.QueueOrder`,
+    within its
     class.
 
     ``passed`` counts those that came after it and were served by a replica that could have had it.
@@ -57,7 +58,7 @@ class Next(NamedTuple):
     passed: int
 
 
-class Began:
+class Admitted:
     """A request that began, until it :meth:`Queue.ended`."""
 
     __slots__ = ("charge", "request", "running")
@@ -80,10 +81,10 @@ class Queue:
     def __init__(self, discipline: Callable[[], Discipline[Any]]) -> None:
         self._classes: dict[Priority, Discipline[Any]] = {priority: discipline() for priority in Priority}
         self.waiting: dict[int, Request] = {}
-        self._deadlines: Ranking[Request] = Ranking()
+        self._deadlines: OrderedSet[Request] = OrderedSet()
         self._passed: dict[int, int] = {}
-        self._drain = Drain()
-        self._foresight = Foresight()
+        self._drain = ServiceRate()
+        self._foresight = WaitMargin()
         self._foreseen: dict[int, tuple[float, float]] = {}
         self._crowds: dict[str, float] = {}
         self._tickets = 0
@@ -165,7 +166,7 @@ class Queue:
         self._drain.busy(at, waits=self.ready and bool(self.waiting))
         return True
 
-    def begin(self, request: Request, at: float) -> Began:
+    def begin(self, request: Request, at: float) -> Admitted:
         """It goes to a replica now, having waited or not, and is charged what it is expected to cost."""
         waited = request.ticket in self.waiting
         if waited:
@@ -173,26 +174,26 @@ class Queue:
             self.remove(request, at)
         tokens = cost(request)
         self._drain.began(request.ticket, tokens, request.priority, at, waited=waited)
-        return Began(request, self._classes[request.priority].charge(request))
+        return Admitted(request, self._classes[request.priority].charge(request))
 
-    def settle(self, began: Began, tokens: int) -> None:
+    def settle(self, began: Admitted, tokens: int) -> None:
         """It cost ``tokens`` in truth; 0 takes back what was charged."""
         self._classes[began.request.priority].settle(began.charge, tokens)
 
-    def ended(self, began: Began, at: float, *, whole: bool) -> None:
+    def ended(self, began: Admitted, at: float, *, whole: bool) -> None:
         """It runs no more; ``whole`` if it was served to its end. Said again it does nothing."""
         if began.running:
             began.running = False
             self._drain.ended(began.request.ticket, at, whole=whole)
             self._classes[began.request.priority].ended(began.charge)
 
-    def walk(self) -> Iterator[Next]:
+    def walk(self) -> Iterator[Waiting]:
         """All that wait, in their order; nothing may change meanwhile."""
         passed = self._passed
         for queue in self._classes.values():
             if len(queue):
                 for request, tag in queue.walk():
-                    yield Next(request, tag, passed.get(request.ticket, 0))
+                    yield Waiting(request, tag, passed.get(request.ticket, 0))
 
     def pass_by(self, request: Request) -> None:
         """Another went before ``request`` to a replica that could have had it."""

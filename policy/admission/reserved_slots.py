@@ -13,7 +13,7 @@ ACTIVE_S = 10.0
 ONE_IN = 16
 
 
-class Reserve:
+class ReservedSlots:
     """The tenants of one model in one worker; ``weight`` is a tenant's share.
 
     ``contended`` is whether more than one of them was active lately.

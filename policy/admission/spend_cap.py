@@ -19,14 +19,14 @@ def cost(price: Price, prompt_tokens: int, output_tokens: int) -> float:
 
 
 @dataclass(slots=True, eq=False)
-class Hold:
+class Reservation:
     """Money that is set aside for one request until it is settled."""
 
     amount: float
     settled: bool = False
 
 
-class Purse:
+class SpendCap:
     """What one worker may spend at one upstream: at most ``cap`` in any hour, what is held included.
 
     A bucket that refills evenly would let twice its size out in an hour that begins with a full one;
@@ -45,14 +45,14 @@ class Purse:
         self._advance(at)
         return sum(self._spent)
 
-    def hold(self, amount: float, at: float) -> Hold | None:
+    def hold(self, amount: float, at: float) -> Reservation | None:
         """Set ``amount`` aside; ``None`` when that would pass the cap."""
         if self.spent(at) + self.held + amount > self.cap:
             return None
         self.held += amount
-        return Hold(amount)
+        return Reservation(amount)
 
-    def settle(self, hold: Hold, amount: float, at: float) -> None:
+    def settle(self, hold: Reservation, amount: float, at: float) -> None:
         """``hold`` has become ``amount``; settling again changes nothing."""
         if hold.settled:
             return

@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from policy.admission.ordered_set import Ranking
+from policy.admission.ordered_set import OrderedSet
 
 
-class Flow:
+class VirtualCounter:
     """One that shares. ``tokens`` of it wait, from ``ticket`` on; ``running`` requests of it run.
 
     ``floor`` is where ``counter`` was last lifted to; nothing that is given back takes it below.
@@ -32,10 +32,10 @@ class Flow:
         self.running = 0
 
 
-F = TypeVar("F", bound=Flow)
+F = TypeVar("F", bound=VirtualCounter)
 
 
-class Counters(Generic[F]):
+class VirtualCounters(Generic[F]):
     """Flows by name; those that neither wait nor run are forgotten beyond ``most``."""
 
     def __init__(self, make: Callable[[str], F], most: int) -> None:
@@ -43,7 +43,7 @@ class Counters(Generic[F]):
         self._most = most
         self._flows: dict[str, F] = {}
         self._served = 0.0
-        self.waiting: Ranking[F] = Ranking()
+        self.waiting: OrderedSet[F] = OrderedSet()
         self.weight = 0.0
 
     def __len__(self) -> int:

@@ -8,7 +8,7 @@ BLOCK = 64
 LEAST = 0.1
 
 
-class Foresight:
+class WaitMargin:
     """The largest error of the last waits that were foreseen, from above, in seconds.
 
     Slots that free in groups, shares that change and rates that fall are all in it. Whatever the errors

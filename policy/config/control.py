@@ -12,7 +12,7 @@ from policy.config.section import Count, Fraction, Seconds, Section
 Choice = str | dict[str, Any]
 
 
-class Objective(Section, frozen=True):
+class SloConfig(Section, frozen=True):
     """The service level that requests of a model are promised, in seconds at the 95th percentile.
 
     ``ttft_p95_s`` bounds how long a replica may have a request wait, beyond which the gateway keeps it, and
@@ -27,7 +27,7 @@ class Objective(Section, frozen=True):
     attainment: Fraction = 0.99
 
 
-class Scale(Section, frozen=True):
+class ScaleConfig(Section, frozen=True):
     """How fast a count may change, and what must stay.
 
     A decision adds at most ``max_step_up`` times the count that there is (one at least), and takes at most
@@ -45,7 +45,7 @@ class Scale(Section, frozen=True):
     standby: Fraction = 0.5
 
 
-class Switching(Section, frozen=True):
+class ModeSwitchConfig(Section, frozen=True):
     """When the mode is switched, and how a replica leaves.
 
     A switch must promise to cost ``gain`` less for ``confirm_s`` on end, and the last one be ``dwell_s``
@@ -60,7 +60,7 @@ class Switching(Section, frozen=True):
     sleep: Literal["auto", "never"] = "auto"
 
 
-class Guard(Section, frozen=True):
+class GuardConfig(Section, frozen=True):
     """What keeps a decision from harm: figures older than ``stale_s`` take nothing away.
 
     With ``dry_run`` decisions are made, logged and explained, and not carried out.
@@ -71,7 +71,7 @@ class Guard(Section, frozen=True):
     dry_run: bool = False
 
 
-class Control(Section, frozen=True):
+class ControlConfig(Section, frozen=True):
     """What bounds a change of count or mode, and what is promised meanwhile.
 
     A decision is made every ``tick_s`` by ``policy``; ``shadow`` decides beside it, and is only compared.
@@ -79,12 +79,12 @@ class Control(Section, frozen=True):
     """
 
     tick_s: Annotated[float, Meta(ge=0.2, le=300)] = 5.0
-    slo: Objective = Objective()
+    slo: SloConfig = SloConfig()
     policy: Choice = "predictive"
     shadow: Choice | None = None
-    scale: Scale = Scale()
-    mode: Switching = Switching()
-    guard: Guard = Guard()
+    scale: ScaleConfig = ScaleConfig()
+    mode: ModeSwitchConfig = ModeSwitchConfig()
+    guard: GuardConfig = GuardConfig()
     start_timeout_s: Seconds = 600.0
     assumed_start_s: Seconds = 60.0
     progress_timeout_s: Seconds = 60.0

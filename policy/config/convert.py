@@ -54,14 +54,14 @@ def _located(text: str, raw: object, kind: type[Any], prefix: str) -> ConfigErro
         hint = f"; did you mean {close[0]!r}?" if close else ""
         inner = value.get(key) if isinstance(value, Mapping) else value
         where = f"{dotted}.{key}" if dotted != "$" else key
-        return ConfigError(where, shown(where, inner), f"one of the keys: {', '.join(known)}{hint}")
+        return ConfigError(where, display(where, inner), f"one of the keys: {', '.join(known)}{hint}")
     if (found := _MISSING.match(what)) is not None:
         where = f"{dotted}.{found['key']}" if dotted != "$" else found["key"]
         return ConfigError(where, None, "a value: this key is required")
     if _ENUM.match(what):
         return ConfigError(dotted, value, f"one of: {', '.join(_members_at(kind, path))}")
     expected = re.sub(r"^Expected ", "", what)
-    return ConfigError(dotted, shown(dotted, value), re.sub(r", got .*$", "", expected).replace("`", ""))
+    return ConfigError(dotted, display(dotted, value), re.sub(r", got .*$", "", expected).replace("`", ""))
 
 
 def _steps(path: str) -> list[str]:
@@ -106,7 +106,7 @@ def _members_at(kind: Any, path: str) -> list[str]:
     return [str(member) for member in info.cls] if isinstance(info, inspect.EnumType) else []
 
 
-def shown(path: str, value: object) -> object:
+def display(path: str, value: object) -> object:
     """``value`` as a refusal may tell it: no key, not even one written in a wrong place."""
     if value is None or _GUARDED.match(path) is None:
         return value

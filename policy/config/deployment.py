@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from policy.config.control import Control
+from policy.config.control import ControlConfig
 from policy.config.section import Count, Positive, Seconds, Section
 from policy.errors import TargetError
 from policy.types import EngineKind, Priority, Runner
@@ -150,7 +150,7 @@ class ModelSpec(Section, frozen=True):
     profile: str | dict[str, Any] | None = None
     adapters: Adapters | None = None
     priority: Annotated[int, Meta(ge=-1000, le=1000)] = 0
-    control: Control = Control()
+    control: ControlConfig = ControlConfig()
 
     @property
     def timed_by(self) -> str | dict[str, Any] | None:

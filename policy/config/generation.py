@@ -9,11 +9,11 @@ from typing import Any
 import msgspec
 
 from policy.config.deployment import ModelSpec, Shape
-from policy.config.gpu_sharing import bed_of
+from policy.config.gpu_sharing import gpu_group_of
 from policy.types import EngineKind
 
 
-def made_of(spec: ModelSpec) -> dict[str, Any]:
+def engine_inputs(spec: ModelSpec) -> dict[str, Any]:
     """What every engine of the model is made of and told when it starts, by the document's own keys.
 
     ``token_file`` only fetches the weights. The timeouts are a host's for life: it drains and
@@ -28,7 +28,7 @@ def made_of(spec: ModelSpec) -> dict[str, Any]:
         "mode": {"drain_timeout_s": control["mode"]["drain_timeout_s"]},
         "progress_timeout_s": control["progress_timeout_s"],
     }
-    if (bed := bed_of(spec)) is not None:
+    if (bed := gpu_group_of(spec)) is not None:
         made["control"]["mode"]["sleep"] = list(bed.engines)
     if spec.adapters is not None:
         made["adapters"] = {
@@ -43,7 +43,7 @@ def used_shapes(spec: ModelSpec) -> dict[str, Shape]:
     return {name: shape for name, shape in spec.shapes.items() if name in used}
 
 
-def as_built(spec: ModelSpec, before: Mapping[str, Shape]) -> ModelSpec:
+def built_shapes(spec: ModelSpec, before: Mapping[str, Shape]) -> ModelSpec:
     """``spec`` with the shapes that its generation is built of: those in use, and those of ``before``.
 
     Replicas of a shape that is used no longer may still run, so what it was is kept.
@@ -58,11 +58,11 @@ def changed_shapes(built: Mapping[str, Shape], spec: ModelSpec) -> set[str]:
 
 def same_engines(built: ModelSpec, spec: ModelSpec) -> bool:
     """Whether the engines that were built from ``built``, of each of its shapes, are those of ``spec``."""
-    return made_of(built) == made_of(spec) and not changed_shapes(built.shapes, spec)
+    return engine_inputs(built) == engine_inputs(spec) and not changed_shapes(built.shapes, spec)
 
 
 def digest(spec: ModelSpec, shape: str = "") -> str:
     """Eight hex digits over what makes the engines of ``shape``, or of every shape that is used."""
     shapes = {shape: spec.shapes[shape]} if shape else used_shapes(spec)
-    data = msgspec.json.encode((made_of(spec), shapes), order="deterministic")
+    data = msgspec.json.encode((engine_inputs(spec), shapes), order="deterministic")
     return hashlib.sha256(data).hexdigest()[:8]

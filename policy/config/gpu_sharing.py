@@ -8,7 +8,7 @@ from policy.config.deployment import ModelSpec, Shape
 from policy.types import EngineKind
 
 
-class Bed(msgspec.Struct, frozen=True, kw_only=True):
+class GpuGroup(msgspec.Struct, frozen=True, kw_only=True):
     """The GPUs of the largest shape and the engines on them; those of one GPU are never awake together.
 
     ``engines`` is how many there are of each shape, the largest shape first; ``gpus`` and ``cpus`` are what
@@ -25,7 +25,7 @@ class Bed(msgspec.Struct, frozen=True, kw_only=True):
         return next(iter(self.engines))
 
 
-def bed_of(spec: ModelSpec) -> Bed | None:
+def gpu_group_of(spec: ModelSpec) -> GpuGroup | None:
     """The bed that every generation of ``spec`` has one of; ``None`` where engines start and stop.
 
     Its engines must be able to sleep, its modes have different shapes, all of GPUs, which divide those of the
@@ -46,7 +46,7 @@ def bed_of(spec: ModelSpec) -> Bed | None:
         return None
     engines = {name: gpus // shapes[name].gpus for name in ordered}
     cpus = max(count * shapes[name].cpus for name, count in engines.items())
-    return Bed(engines=engines, gpus=gpus, cpus=cpus)
+    return GpuGroup(engines=engines, gpus=gpus, cpus=cpus)
 
 
 def cards(shape: Shape, index: int) -> range:

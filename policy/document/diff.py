@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 
 from policy.config.deployment import AdapterSource, Deployment, ModelSpec, Tenant, Upstream
-from policy.config.generation import changed_shapes, made_of, used_shapes
-from policy.config.gpu_sharing import bed_of
-from policy.engine.model_file import said_of
+from policy.config.generation import changed_shapes, engine_inputs, used_shapes
+from policy.config.gpu_sharing import gpu_group_of
+from policy.engine.model_file import describe
 
 _Named = Tenant | Upstream | AdapterSource
 
@@ -101,7 +101,7 @@ def _engine(spec: ModelSpec) -> Any:
     A calibrated engine model is told in a few words.
     """
     plain = _plain(spec)
-    plain["profile"] = said_of(spec.profile)
+    plain["profile"] = describe(spec.profile)
     if plain["adapters"] is not None:
         del plain["adapters"]["sources"]
     return plain
@@ -123,9 +123,9 @@ def _restarted(path: str, before: Any, after: Any) -> Change:
 def _rebuilt(one: ModelSpec, other: ModelSpec) -> tuple[str, ...]:
     """Where the two differ in what the running engines are made of; empty when these can stay."""
     model = f"models[{one.name}]"
-    made = [path for path, _, _ in _leaves(model, made_of(one), made_of(other))]
+    made = [path for path, _, _ in _leaves(model, engine_inputs(one), engine_inputs(other))]
     shapes = [f"{model}.shapes.{shape}" for shape in changed_shapes(used_shapes(one), other)]
-    if (bed_of(one) is None) != (bed_of(other) is None):
+    if (gpu_group_of(one) is None) != (gpu_group_of(other) is None):
         shapes.append(f"{model}.modes")
     return tuple(f"{path}." for path in made + shapes)
 

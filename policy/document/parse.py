@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-from policy.config.control import Control
+from policy.config.control import ControlConfig
 from policy.config.convert import convert, convert_values
 from policy.config.deployment import (
     ENTRY_NAME,
@@ -33,7 +33,7 @@ from policy.scaling.policies.registry import choose
 from policy.types import EngineKind
 
 
-def check_control(path: str, control: Control) -> None:
+def check_control(path: str, control: ControlConfig) -> None:
     """The section at ``path``; raises :class:`policy.errors.ConfigError`."""
     choose(f"{path}.policy", control.policy)
     if control.shadow is not None:

@@ -5,7 +5,7 @@ visited keeps what it knew. A region speaks by the one in the middle of its samp
 nothing until it is the rule. What the regions seen of late agree on is assumed of the others too, as an
 engine that is slowed down is slower everywhere. A replica that is slower than others at the same load is that
 on its own account, and counts as if it were as fast. Coefficients are of the shape's own degree, as one
-device (:func:`policy.engine.least_squares.flat`).
+device (:func:`policy.engine.least_squares.ridge_fit`).
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from policy.engine.least_squares import fit, flat, scaled, with_knee
+from policy.engine.least_squares import fit, fit_scaled, ridge_fit, with_knee
 from policy.engine.model import EngineModel
-from policy.engine.outliers import Told, heard_of, pace
-from policy.engine.step_samples import Region, StepSample, region
+from policy.engine.outliers import StepReport, reports_of, slowdown
+from policy.engine.step_samples import Region, StepSample, step_class
 
 # Samples of a region that are kept, and how many it needs to be heard.
 KEPT = 9
@@ -76,14 +76,14 @@ class State(msgspec.Struct, kw_only=True):
     fitted: int = 0
     places: list[Place] = []
     held: list[StepSample] = []
-    told: dict[str, Told] = {}
+    told: dict[str, StepReport] = {}
 
 
 class Calibration:
     """Takes samples of steps, and says what engine they are of. The same samples make the same model."""
 
     def __init__(self, prior: EngineModel, state: State | None = None) -> None:
-        self._prior = flat(prior)
+        self._prior = ridge_fit(prior)
         self.state = state or State(model=self._prior, note="no steps were measured")
         self._places = {place.key: place for place in self.state.places}
 
@@ -124,8 +124,8 @@ class Calibration:
     def _hear(self, replica: str, samples: Iterable[StepSample]) -> None:
         state = self.state
         sound = [each for each in samples if each.count > 0 and each.seconds > 0.0 and each.tokens > 0.0]
-        heard_of(state.told, replica, sound, state.seen)
-        factor = pace(state.told, replica)
+        reports_of(state.told, replica, sound, state.seen)
+        factor = slowdown(state.told, replica)
         for told in sound:
             state.seen += 1
             sample = msgspec.structs.replace(told, seconds=told.seconds / factor)
@@ -136,7 +136,7 @@ class Calibration:
                 self._place(sample)
 
     def _place(self, sample: StepSample) -> None:
-        key = region(sample.tokens, sample.kv_tokens, sample.running)
+        key = step_class(sample.tokens, sample.kv_tokens, sample.running)
         place = self._places.pop(key, None) or Place(key=key, samples=[])
         if len(self._places) >= REGIONS:
             del self._places[next(iter(self._places))]
@@ -153,9 +153,9 @@ class Calibration:
         if not heard:
             return False
         self._shift(heard)
-        points = [middle(place.samples, state.model) for place in heard]
+        points = [median(place.samples, state.model) for place in heard]
         factor = slowness(self._prior, points)
-        near = scaled(self._prior, factor)
+        near = fit_scaled(self._prior, factor)
         tokens = [point.tokens for point in points]
         if len(points) < ENOUGH_REGIONS or max(tokens) < ENOUGH_RANGE * min(tokens):
             found, state.note = near, "too few load points for more than one factor on what was assumed"
@@ -173,7 +173,7 @@ class Calibration:
         recent = [place for place in heard if self.state.seen - place.seen <= RECENT]
         if not self.state.version or not recent:
             return
-        factor = slowness(self.state.model, [middle(place.samples, self.state.model) for place in recent])
+        factor = slowness(self.state.model, [median(place.samples, self.state.model) for place in recent])
         if abs(math.log(factor)) < SHIFTED:
             return
         for place in self.state.places:
@@ -189,7 +189,7 @@ def slowness(model: EngineModel, samples: Sequence[StepSample]) -> float:
     return _median([(sample.seconds / _step(model, sample), sample.count) for sample in samples])
 
 
-def middle(samples: Sequence[StepSample], model: EngineModel) -> StepSample:
+def median(samples: Sequence[StepSample], model: EngineModel) -> StepSample:
     """The one of ``samples`` whose time is the median, for its load."""
     whole = sum(sample.count for sample in samples)
     passed = 0

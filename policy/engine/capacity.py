@@ -6,9 +6,9 @@ import math
 
 import msgspec
 
-from policy.config.control import Objective
+from policy.config.control import SloConfig
 from policy.engine.model import Timing, Workload
-from policy.engine.queueing import Settling
+from policy.engine.queueing import QueueingModel
 
 # Of the rate at which a replica no longer keeps up, what it is given at most: beyond, queues grow for long.
 FULL = 0.85
@@ -39,7 +39,7 @@ class Capability(msgspec.Struct, frozen=True, kw_only=True):
     version: int = 0
 
 
-class Expected(msgspec.Struct, frozen=True, kw_only=True):
+class ExpectedLatency(msgspec.Struct, frozen=True, kw_only=True):
     """What requests find at a replica: 95th percentiles in seconds, ``None`` where it cannot keep up.
 
     ``itl_p95_s`` is of the mean gap of each stream, as gateways judge it; ``gap_p95_s`` of single gaps, which
@@ -54,7 +54,7 @@ class Expected(msgspec.Struct, frozen=True, kw_only=True):
     utilisation: float
 
 
-def outlook_of(timing: Timing, workload: Workload, slo: Objective) -> Expected:
+def latency_at(timing: Timing, workload: Workload, slo: SloConfig) -> ExpectedLatency:
     """What requests like ``workload`` find at one replica that they come to at that rate, at random.
 
     Against :mod:`policy.engine.scheduler` with Poisson arrivals of requests of one length (cpu-smollm2-135m
@@ -66,13 +66,15 @@ def outlook_of(timing: Timing, workload: Workload, slo: Objective) -> Expected:
     long and ITL up to 1.5 times, either up to 3 times where prompts take several chunks: the workload has
     only their means.
     """
-    replica = Settling(timing, workload)
+    replica = QueueingModel(timing, workload)
     if workload.lam >= replica.edge:
         utilisation = min(workload.lam / replica.edge, _OVER) if replica.edge else _OVER
-        return Expected(ttft_p95_s=None, itl_p95_s=None, gap_p95_s=None, met=0.0, utilisation=utilisation)
+        return ExpectedLatency(
+            ttft_p95_s=None, itl_p95_s=None, gap_p95_s=None, met=0.0, utilisation=utilisation
+        )
     point = replica.settle(workload.lam)
     itl, ttft = replica.itl(point), replica.ttft(point)
-    return Expected(
+    return ExpectedLatency(
         ttft_p95_s=ttft.p95,
         itl_p95_s=itl.p95,
         gap_p95_s=replica.gap_p95_s(point),
@@ -82,14 +84,14 @@ def outlook_of(timing: Timing, workload: Workload, slo: Objective) -> Expected:
 
 
 def capability(
-    timing: Timing, workload: Workload, slo: Objective, *, error: float = 0.0, version: int = 0
+    timing: Timing, workload: Workload, slo: SloConfig, *, error: float = 0.0, version: int = 0
 ) -> Capability:
     """What one replica can do with requests like ``workload``, whose rate is not read.
 
     ``mu`` is the largest rate at which both 95th percentiles are within ``slo``, to a thousandth from below,
     and at most :data:`FULL` of ``mu_max``. ``error`` and ``version`` are those of the engine model, as given.
     """
-    replica = Settling(timing, workload)
+    replica = QueueingModel(timing, workload)
     edge = replica.edge
     most_itl = math.inf if slo.itl_p95_s is None else slo.itl_p95_s
     most_ttft = math.inf if slo.ttft_p95_s is None else slo.ttft_p95_s

@@ -18,7 +18,7 @@ _ENOUGH = 1e-4
 Vector = list[float]
 
 
-def flat(model: EngineModel) -> EngineModel:
+def ridge_fit(model: EngineModel) -> EngineModel:
     """The model of an engine at its own degree, as one device: what is measured there says no more.
 
     What an all-reduce takes for each token is counted as compute, which is within 3 % of a step.
@@ -58,7 +58,7 @@ def with_knee(model: EngineModel, tokens: float) -> EngineModel:
     return msgspec.structs.replace(model, c=max(model.w, model.o) / tokens, w=max(model.w, model.o))
 
 
-def scaled(model: EngineModel, factor: float) -> EngineModel:
+def fit_scaled(model: EngineModel, factor: float) -> EngineModel:
     """The same model, ``factor`` times as slow."""
     return model.faster(1.0 / factor)
 

@@ -120,12 +120,12 @@ def model_file(raw: object, where: str) -> ModelFile:
     return file
 
 
-def encoded(file: ModelFile) -> bytes:
+def encode(file: ModelFile) -> bytes:
     """The file as it is written: JSON that people can read."""
     return msgspec.json.format(msgspec.json.encode(file), indent=2) + b"\n"
 
 
-def said_of(given: str | Mapping[str, Any] | None) -> str | None:
+def describe(given: str | Mapping[str, Any] | None) -> str | None:
     """A profile of a document in a few words: a name, or what a model file says of itself."""
     if given is None or isinstance(given, str):
         return given

@@ -10,7 +10,7 @@ from statistics import median, median_low
 
 import msgspec
 
-from policy.engine.step_samples import Region, StepSample, region
+from policy.engine.step_samples import Region, StepSample, step_class
 
 # Of so many replicas the last samples are kept, of each region so many, of the regions it was in last.
 REPLICAS = 32
@@ -23,7 +23,7 @@ LATELY = 48
 ALIKE = 0.2
 
 
-class Told(msgspec.Struct, kw_only=True):
+class StepReport(msgspec.Struct, kw_only=True):
     """Seconds per step of a replica by region, oldest first, as of ``seen`` samples of all replicas."""
 
     regions: list[Region] = []
@@ -31,15 +31,15 @@ class Told(msgspec.Struct, kw_only=True):
     seen: int = 0
 
 
-def heard_of(told: dict[str, Told], replica: str, samples: Sequence[StepSample], seen: int) -> None:
+def reports_of(told: dict[str, StepReport], replica: str, samples: Sequence[StepSample], seen: int) -> None:
     """Keep what ``replica`` told, and let go of those that have told nothing for long; "" is nobody's."""
     if not replica or not samples:
         return
-    own = told.pop(replica, None) or Told(regions=[], seconds=[])
+    own = told.pop(replica, None) or StepReport(regions=[], seconds=[])
     told[replica] = own
     own.seen = seen
     for sample in samples:
-        key = region(sample.tokens, sample.kv_tokens, sample.running)
+        key = step_class(sample.tokens, sample.kv_tokens, sample.running)
         place = own.regions.index(key) if key in own.regions else -1
         before = own.seconds.pop(place) if place >= 0 else []
         if place >= 0:
@@ -52,7 +52,7 @@ def heard_of(told: dict[str, Told], replica: str, samples: Sequence[StepSample],
         del told[next(iter(told))]
 
 
-def pace(told: Mapping[str, Told], replica: str) -> float:
+def slowdown(told: Mapping[str, StepReport], replica: str) -> float:
     """How many times as long as those of its peers the steps of ``replica`` take; 1 where that is not known.
 
     A peer in the middle is what they are compared to, and of two the faster: what holds an engine up makes

@@ -10,7 +10,7 @@ BTU_PER_WH = 3.412142
 _IDLE_SHARE = 0.15
 
 
-class Draw(msgspec.Struct, frozen=True, kw_only=True):
+class PowerModel(msgspec.Struct, frozen=True, kw_only=True):
     """What one device draws, in watts.
 
     ``idle_w`` with a model in memory and nothing to do, ``peak_w`` with steps to run all the time, ``host_w``
@@ -32,9 +32,9 @@ class Draw(msgspec.Struct, frozen=True, kw_only=True):
         return self.idle_w + (self.peak_w - self.idle_w) * busy + self.host_w
 
 
-def _of_server(name: str, idle_w: float, peak_w: float, server_w: float, devices: int) -> Draw:
+def _of_server(name: str, idle_w: float, peak_w: float, server_w: float, devices: int) -> PowerModel:
     """A device whose server, full of ``devices``, is said to take ``server_w`` at most."""
-    return Draw(
+    return PowerModel(
         idle_w=idle_w,
         peak_w=peak_w,
         host_w=server_w / devices - peak_w,
@@ -45,17 +45,17 @@ def _of_server(name: str, idle_w: float, peak_w: float, server_w: float, devices
     )
 
 
-DRAWS: dict[str, Draw] = {
+DRAWS: dict[str, PowerModel] = {
     "h100": _of_server("DGX H100", 100.0, 700.0, 10_200.0, 8),
     "h200": _of_server("DGX H200", 100.0, 700.0, 10_200.0, 8),
     "a100": _of_server("DGX A100", 80.0, 400.0, 6500.0, 8),
-    "l4": Draw(
+    "l4": PowerModel(
         idle_w=16.0,
         peak_w=72.0,
         host_w=60.0,
         source="data sheet: 72 W a card; 16 W idle and 60 W of the server beside each card assumed",
     ),
-    "cpu": Draw(
+    "cpu": PowerModel(
         idle_w=3.0,
         peak_w=10.0,
         host_w=2.0,
@@ -64,12 +64,12 @@ DRAWS: dict[str, Draw] = {
 }
 
 
-def draw_of(kind: str, peak_w: float) -> Draw:
+def power_model_of(kind: str, peak_w: float) -> PowerModel:
     """What one device of ``kind`` draws; of a kind that is not known, one that draws ``peak_w`` at most."""
     known = DRAWS.get(kind)
     if known is not None:
         return known
-    return Draw(
+    return PowerModel(
         idle_w=_IDLE_SHARE * peak_w,
         peak_w=peak_w,
         host_w=0.0,

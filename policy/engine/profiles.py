@@ -237,7 +237,7 @@ def shipped(spec: ModelSpec, shape: Shape) -> Timing:
     return msgspec.structs.replace(timing, limits=msgspec.structs.replace(limits, max_num_seqs=seats))
 
 
-def longest(spec: ModelSpec, shape: Shape) -> int | None:
+def max_request_tokens(spec: ModelSpec, shape: Shape) -> int | None:
     """The most tokens of prompt and answer that a request at a replica of ``shape`` may have together.
 
     As engines have it: what the document gives, else what the profile says, as far as KV cache holds it;

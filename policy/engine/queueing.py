@@ -24,7 +24,7 @@ _PRECISION = 1e-3
 
 
 @dataclass(slots=True, frozen=True)
-class Spread:
+class LatencyDistribution:
     """A duration: its mean and standard deviation in seconds."""
 
     mean: float
@@ -44,7 +44,7 @@ class Spread:
 
 
 @dataclass(slots=True)
-class Point:
+class SteadyState:
     """Where an engine settles at a rate ``lam``: what a request that decodes sees, with ``others`` beside it.
 
     A step takes ``fast`` seconds without a prompt and ``slow`` ones with ``tokens`` of prompts, which the
@@ -67,7 +67,7 @@ class Point:
     gain: float = 1.0
 
 
-class Settling:
+class QueueingModel:
     """One engine with the requests that come to it at random, made once for many questions.
 
     ``edge`` is the rate in requests per second beyond which it does not keep up.
@@ -103,7 +103,7 @@ class Settling:
         slow = self._step(running + tokens, kv, running)
         return running / (self._output * (fast + mixed * (slow - fast)))
 
-    def settle(self, lam: float) -> Point:
+    def settle(self, lam: float) -> SteadyState:
         """The fixed point of the mean gap at ``lam``; where there is none, with as many as can run."""
         low = self._step(1.0, self._context, 1.0)
         high = min(self._most / (lam * self._output), self._longest) if lam > 0.0 else low
@@ -117,7 +117,7 @@ class Settling:
         point.gain = min(_MOST_GAIN, 1.0 / max(1.0 - point.feedback, 1e-9))
         return point
 
-    def _root(self, lam: float, low: float, above: float, high: float, below: float) -> Point:
+    def _root(self, lam: float, low: float, above: float, high: float, below: float) -> SteadyState:
         """Where a gap brings itself about, between ``low`` and ``high``: false position, Illinois' way."""
         side = 0
         while True:
@@ -135,7 +135,7 @@ class Settling:
                 above = above / 2 if side < 0 else above
                 side = -1
 
-    def _at(self, lam: float, gap: float) -> Point:
+    def _at(self, lam: float, gap: float) -> SteadyState:
         """What follows when the mean gap is ``gap`` seconds."""
         prompt, step = self._prompt, self._step
         others = min(lam * self._output * gap, self._most)
@@ -159,7 +159,7 @@ class Settling:
             tokens = min(room, prompt * begun / mixed)
             slow = step(running + tokens, kv + tokens, running + 1.0)
         gap = fast + mixed * (slow - fast)
-        return Point(lam, others, fast, slow, tokens, mixed, gap, room, chunks, begun)
+        return SteadyState(lam, others, fast, slow, tokens, mixed, gap, room, chunks, begun)
 
     def _chunked(self, lam: float, fast: float, slow: float, chunks: float) -> float:
         """How many of the steps that a request decodes in have a chunk, where prompts take several.
@@ -174,14 +174,14 @@ class Settling:
         behind = busy + busy * busy / (2.0 * (1.0 - busy))
         return mixed + (1.0 - mixed) * min(1.0, behind * chunks / (1.0 - busy) / self._output)
 
-    def itl(self, at: Point) -> Spread:
+    def itl(self, at: SteadyState) -> LatencyDistribution:
         """The mean gap of a stream: it varies with who runs beside it, and with the prompts that come.
 
         Both are counts of arrivals, before and during the stream, and correlated: a Poisson variable's
         average over windows as long as the stream. An answer of one token, or a vector, has none.
         """
         if self._output <= 1.0:
-            return Spread(0.0, 0.0)
+            return LatencyDistribution(0.0, 0.0)
         grows = self._step(at.others + 2.0, (at.others + 2.0) * self._context, at.others + 2.0) - at.fast
         share = self._extra_s(at) / self._output
         clumps = 1.0
@@ -191,9 +191,9 @@ class Settling:
         variance = at.others * (grows * grows * 2.0 / 3.0 + grows * share + clumps * share * share)
         # No stream is slower than with as many as can run, for as long as it lasts.
         worst = self._most / (self._output * self.edge)
-        return Spread(at.gap, min(math.sqrt(variance) * at.gain, max(worst - at.gap, 0.0) / _Z))
+        return LatencyDistribution(at.gap, min(math.sqrt(variance) * at.gain, max(worst - at.gap, 0.0) / _Z))
 
-    def ttft(self, at: Point) -> Spread:
+    def ttft(self, at: SteadyState) -> LatencyDistribution:
         """What is left of the step that runs, the steps of the prompt, and who was there before."""
         mean_2 = at.fast**2 + at.mixed * (at.slow**2 - at.fast**2)
         mean_3 = at.fast**3 + at.mixed * (at.slow**3 - at.fast**3)
@@ -221,16 +221,16 @@ class Settling:
                 full += (seated - full) * at.mixed**4
             seat = 0.8 / max(self.edge - at.lam, 0.01 * self.edge)
         variance += (2.0 - waits) * waits * wait**2 + (2.0 - full) * full * seat**2
-        found = Spread(residual + own + waits * wait + full * seat, math.sqrt(variance))
+        found = LatencyDistribution(residual + own + waits * wait + full * seat, math.sqrt(variance))
         if at.chunks > 1.0:
             return found
         # Above, what runs decodes; the fewer tokens are asked for, the more of it are prompts.
         mean, variance = prompt_steps(self._step, self._prompt, self._batch, at.lam)
         part = 2.0 / (1.0 + self._output)
         deviation = found.deviation + part * (math.sqrt(variance) - found.deviation)
-        return Spread(found.mean + part * (mean - found.mean), deviation)
+        return LatencyDistribution(found.mean + part * (mean - found.mean), deviation)
 
-    def gap_p95_s(self, at: Point) -> float:
+    def gap_p95_s(self, at: SteadyState) -> float:
         """The 95th percentile of single gaps."""
         if self._output <= 1.0:
             return 0.0
@@ -246,11 +246,11 @@ class Settling:
             tokens = min(at.room, self._prompt * _of_some(at.tokens / self._prompt, part))
         return self._step(crowd + tokens, crowd * self._context + tokens, crowd + 1.0)
 
-    def _extra_s(self, at: Point) -> float:
+    def _extra_s(self, at: SteadyState) -> float:
         """Seconds by which one prompt makes the steps of all others longer."""
         return (at.slow - at.fast) * at.mixed / at.begun if at.begun else 0.0
 
-    def _own_s(self, at: Point, mean_2: float) -> tuple[float, float]:
+    def _own_s(self, at: SteadyState, mean_2: float) -> tuple[float, float]:
         """Seconds of the steps of a prompt: with the others that came in the same step, and alone."""
         others, prompt, held = at.others, self._prompt, at.others * self._context
         if at.chunks <= 1.0:

@@ -59,7 +59,7 @@ class StepResult:
     kv_used: int
 
 
-class Pace(NamedTuple):
+class StepTimes(NamedTuple):
     """What steps take that are alike: the first ``step_s`` seconds, each further one ``growth_s`` more."""
 
     step_s: float
@@ -230,11 +230,11 @@ class Scheduler:
             steps = min(steps, self._prefixes.spare(self._kv_used) // running)
         return steps
 
-    def pace(self) -> Pace:
+    def pace(self) -> StepTimes:
         """How long the steps take that :meth:`alike` counts: each has a token more of each request in KV."""
         model, running = self._model, len(self._running)
         first = model.step_time(running, self._kv_used + running, running)
-        return Pace(first, model.g * running / model.degree)
+        return StepTimes(first, model.g * running / model.degree)
 
     def leap(self, steps: int) -> None:
         """Run ``steps`` of those that :meth:`alike` counted, at once; who came since waits meanwhile."""

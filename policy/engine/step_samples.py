@@ -28,7 +28,7 @@ class StepSample(msgspec.Struct, frozen=True, array_like=True):
     seconds: float
 
 
-def region(tokens: float, kv_tokens: float, running: float, octaves: int = 1) -> Region:
+def step_class(tokens: float, kv_tokens: float, running: float, octaves: int = 1) -> Region:
     """Which region of load a step was in, each a power of two wide, or so many of them."""
     return (
         _octave(tokens) // octaves,
@@ -37,7 +37,7 @@ def region(tokens: float, kv_tokens: float, running: float, octaves: int = 1) ->
     )
 
 
-def pooled(samples: Iterable[StepSample], most: int) -> tuple[StepSample, ...]:
+def pool_steps(samples: Iterable[StepSample], most: int) -> tuple[StepSample, ...]:
     """The same steps in at most ``most`` samples, those that were alike together, also in how long they took.
 
     So a stall stays apart from the steps that it came between. Regions are made wider until they are so few.
@@ -47,7 +47,7 @@ def pooled(samples: Iterable[StepSample], most: int) -> tuple[StepSample, ...]:
     while True:
         found: dict[tuple[Region, int], StepSample] = {}
         for sample in pool:
-            where = region(sample.tokens, sample.kv_tokens, sample.running, octaves)
+            where = step_class(sample.tokens, sample.kv_tokens, sample.running, octaves)
             key = (where, _octave(sample.seconds / _SHORTEST_S) // octaves)
             before = found.get(key)
             found[key] = sample if before is None else _together(before, sample)

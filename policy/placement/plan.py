@@ -17,9 +17,9 @@ from itertools import zip_longest
 import msgspec
 
 from policy.hashing import rendezvous
-from policy.placement.types import EMPTY, Bounds, Demand, Home, Host, Move, Plan, Why
+from policy.placement.types import EMPTY, Assignment, Bounds, Demand, Host, Move, Plan, Reason
 
-__all__ = ["EMPTY", "Bounds", "Demand", "Home", "Host", "Move", "Plan", "Why", "plan"]
+__all__ = ["EMPTY", "Assignment", "Bounds", "Demand", "Host", "Move", "Plan", "Reason", "plan"]
 
 # Slots that may be missing for what is loaded on demand, and by which fewer must be enough before they are.
 SHORT, MARGIN = 0.25, 0.25
@@ -60,7 +60,7 @@ class _Draft:
         self._whole = self._fair = 0.0
         self._asked: set[str] = set()
         self._chosen: dict[str, Demand] = {}
-        self._homes: dict[str, Home] = {}
+        self._homes: dict[str, Assignment] = {}
         self._left: list[Demand] = []
         self._free = bounds.free
 
@@ -107,7 +107,7 @@ class _Draft:
         if before is not None:
             stays = [host for host in before.hosts if self._takes(host, demand)]
             for host in stays[: home.degree]:
-                self._give(demand, host, Why.KEPT, home.moved_at)
+                self._give(demand, host, Reason.KEPT, home.moved_at)
 
     def settle(self, demand: Demand) -> None:
         """The homes that it lacks: only if it may move, or its replicas are gone."""
@@ -148,7 +148,7 @@ class _Draft:
 
     def plan(self) -> Plan:
         """What came of it."""
-        homes: list[Home] = []
+        homes: list[Assignment] = []
         moves: list[Move] = []
         for home in sorted(self._homes.values(), key=lambda home: (-home.value, home.name)):
             before = self._before.get(home.name)
@@ -156,16 +156,16 @@ class _Draft:
             left = [host for host in had if host not in home.hosts]
             came = [host for host in home.hosts if host not in had]
             for source, target in zip_longest(left, came, fillvalue=""):
-                why = home.why if target else Why.FEWER
+                why = home.why if target else Reason.FEWER
                 moves.append(Move(name=home.name, source=source, target=target, why=why))
             homes.append(home)
         for before in self._before.values():
             if before.name in self._homes:
                 continue
-            why = Why.DISPLACED if before.name in self._asked else Why.UNWANTED
+            why = Reason.DISPLACED if before.name in self._asked else Reason.UNWANTED
             moves += [Move(name=before.name, source=host, target="", why=why) for host in before.hosts]
-            if before.hosts and why == Why.DISPLACED:
-                homes.append(Home(name=before.name, hosts=(), value=0.0, why=why, moved_at=self._at))
+            if before.hosts and why == Reason.DISPLACED:
+                homes.append(Assignment(name=before.name, hosts=(), value=0.0, why=why, moved_at=self._at))
             elif not before.hosts and self._rests(before):
                 homes.append(before)
         hold = {host: tuple(home.name for home in homes if host in home.hosts) for host in self._hosts}
@@ -198,18 +198,18 @@ class _Draft:
                 degree, spare = had - 1, at
         most = sum(demand.name not in host.refused for host in self._hosts.values())
         self._chosen[demand.name] = demand
-        self._homes[demand.name] = Home(
+        self._homes[demand.name] = Assignment(
             name=demand.name,
             hosts=(),
             value=demand.value,
-            why=Why.NOWHERE,
+            why=Reason.NOWHERE,
             degree=min(degree, bounds.copies or most, most),
             moved_at=before.moved_at if before is not None else None,
             waits_since=waits,
             spare_since=spare,
         )
 
-    def _rests(self, home: Home) -> bool:
+    def _rests(self, home: Assignment) -> bool:
         """Whether it moved too lately to move again."""
         return home.moved_at is not None and self._at - home.moved_at < self._bounds.move_s
 
@@ -220,7 +220,7 @@ class _Draft:
             and demand.name not in self._hosts[host].refused
         )
 
-    def _best(self, demand: Demand, free: Sequence[Host]) -> tuple[Host, Why]:
+    def _best(self, demand: Demand, free: Sequence[Host]) -> tuple[Host, Reason]:
         """The one of ``free`` to live at, and why."""
 
         def claim(host: Host) -> float:
@@ -231,16 +231,16 @@ class _Draft:
         most = self._bounds.load * self._fair
         within = [h for h in free if self._load[h.id] + share <= max(most * h.seats, share)]
         if not within:
-            return min(free, key=lambda host: (self._per_seat(host.id), -claim(host))), Why.LEAST
+            return min(free, key=lambda host: (self._per_seat(host.id), -claim(host))), Reason.LEAST
         if resident := [host for host in within if demand.name in host.resident]:
-            return max(resident, key=claim), Why.RESIDENT
+            return max(resident, key=claim), Reason.RESIDENT
         # Engines pad all that they run to the largest rank among it. Where load is low, claims matter less.
         light = [host for host in within if self._per_seat(host.id) < self._fair] or within
         first = max(light, key=claim)
         best = max(light, key=lambda host: (-self._padding(host, demand.rank), claim(host)))
         if best is not first:
-            return best, Why.ALIKE
-        return best, Why.CLAIMED if best is max(self._hosts.values(), key=claim) else Why.BOUNDED
+            return best, Reason.ALIKE
+        return best, Reason.CLAIMED if best is max(self._hosts.values(), key=claim) else Reason.BOUNDED
 
     def _padding(self, host: Host, rank: int) -> int:
         """How far ``rank`` is from the largest that lives there."""
@@ -275,7 +275,7 @@ class _Draft:
     def _per_seat(self, host: str) -> float:
         return self._load[host] / self._hosts[host].seats
 
-    def _give(self, demand: Demand, host: str, why: Why, moved_at: float | None) -> None:
+    def _give(self, demand: Demand, host: str, why: Reason, moved_at: float | None) -> None:
         home = self._homes[demand.name]
         self._homes[demand.name] = msgspec.structs.replace(
             home, hosts=(*home.hosts, host), why=_said(why, demand), moved_at=moved_at
@@ -286,7 +286,7 @@ class _Draft:
     def _move(self, name: str, source: str, target: str) -> None:
         home = self._homes[name]
         hosts = tuple(target if host == source else host for host in home.hosts)
-        said = _said(Why.EVENED, self._chosen[name])
+        said = _said(Reason.EVENED, self._chosen[name])
         self._homes[name] = msgspec.structs.replace(home, hosts=hosts, why=said, moved_at=self._at)
         self._room[source] += 1
         self._room[target] -= 1
@@ -294,5 +294,5 @@ class _Draft:
         self._load[target] += self._share(name)
 
 
-def _said(why: Why, demand: Demand) -> str:
+def _said(why: Reason, demand: Demand) -> str:
     return f"{why}; {demand.expected:.3g} requests/s times {demand.load_s:.3g} s of a load"

@@ -7,7 +7,7 @@ from enum import StrEnum
 import msgspec
 
 
-class Why(StrEnum):
+class Reason(StrEnum):
     """Why a version lives where it does, or does not."""
 
     KEPT = "lives there already"
@@ -89,7 +89,7 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
     gain: float = 1.25
 
 
-class Home(msgspec.Struct, frozen=True, kw_only=True):
+class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     """Where a version lives and ``why``; ``value`` as in :class:`Demand`.
 
     ``degree`` is how many homes it should have. Instants are ``None`` where nothing of the kind is so:
@@ -125,7 +125,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     at: float = 0.0
-    homes: tuple[Home, ...] = ()
+    homes: tuple[Assignment, ...] = ()
     hold: dict[str, tuple[str, ...]] = {}
     moves: tuple[Move, ...] = ()
     load: dict[str, float] = {}
@@ -134,7 +134,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     def explain(self, name: str) -> str:
         """Why the version ``name`` lives where it does."""
         found = next((home for home in self.homes if home.name == name), None)
-        return found.why if found is not None else Why.ON_DEMAND
+        return found.why if found is not None else Reason.ON_DEMAND
 
 
 EMPTY = Plan()

@@ -1,6 +1,6 @@
 """What a replica would cost a request: the seconds to its first token there, term by term.
 
-A term is a function here, or a part of :func:`measure`; :class:`Quote` has a field for each.
+A term is a function here, or a part of :func:`estimate`; :class:`CostEstimate` has a field for each.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import NamedTuple
 from policy.engine.model import Timing
 from policy.request import Request
 from policy.routing.prediction_error import LEAST
-from policy.routing.replica_state import Site
+from policy.routing.replica_state import ReplicaState
 
 
 @dataclass(slots=True, eq=False)
@@ -36,7 +36,7 @@ class Candidate:
     timing: Timing | None = None
 
 
-class Quote(NamedTuple):
+class CostEstimate(NamedTuple):
     """Predicted seconds to the first token at one candidate, term by term.
 
     ``burden`` is no part of it: what the choice costs others, in seconds (a prefill that they wait for,
@@ -63,12 +63,12 @@ class Quote(NamedTuple):
         return self.wait + self.prefill + self.adapter + self.pressure
 
 
-def adapter(request: Request, site: Site) -> float:
+def adapter_load_s(request: Request, site: ReplicaState) -> float:
     """The load of its adapter, where it is not believed resident."""
     return 0.0 if request.adapter_key in site.slots else site.load_s
 
 
-def pressure(request: Request, candidate: Candidate, site: Site, uncached: int) -> float:
+def pressure_s(request: Request, candidate: Candidate, site: ReplicaState, uncached: int) -> float:
     """The KV tokens that it finds no room for, computed again by whoever is preempted.
 
     Of a replica that says how many it has.
@@ -78,13 +78,13 @@ def pressure(request: Request, candidate: Candidate, site: Site, uncached: int) 
     return (wanted - pace.kv_tokens) / pace.capacity if wanted > pace.kv_tokens else 0.0
 
 
-def measure(  # noqa: PLR0917 - names cost a router a tenth of it
-    request: Request, candidate: Candidate, site: Site, uncached: int, slope: float, fixed_s: float
+def estimate(  # noqa: PLR0917 - names cost a router a tenth of it
+    request: Request, candidate: Candidate, site: ReplicaState, uncached: int, slope: float, fixed_s: float
 ) -> tuple[float, float, float, float, float, float]:
-    """All terms, in the order of :class:`Quote`'s fields, as first tokens bear them out.
+    """All terms, in the order of :class:`CostEstimate`'s fields, as first tokens bear them out.
 
-    They taught ``slope`` and ``fixed_s`` (:class:`policy.routing.prediction_error.Line`); the load of an
-    adapter is measured as it is. Also returns the seconds of the request's own prefill without the fixed
+    They taught ``slope`` and ``fixed_s`` (:class:`policy.routing.prediction_error.OnlineLine`); the load of
+    an adapter is measured as it is. Also returns the seconds of the request's own prefill without the fixed
     part, and those of the engine model alone.
 
     The wait lasts until the replica turns to it: for the adapters and the prompts that came before or half
@@ -108,8 +108,8 @@ def measure(  # noqa: PLR0917 - names cost a router a tenth of it
         own = pace.height[i] + pace.slope[i] * (scheduled - i * pace.width) + site.kv_s + site.join_s - shared
     else:
         own = pace.prefill_s(tokens, site.kv_tokens, site.running) - shared
-    loads = adapter(request, site) if request.adapter_key else 0.0
-    presses = pressure(request, candidate, site, uncached) if pace.kv_tokens else 0.0
+    loads = adapter_load_s(request, site) if request.adapter_key else 0.0
+    presses = pressure_s(request, candidate, site, uncached) if pace.kv_tokens else 0.0
     modelled = waits + own + presses
     own *= slope
     floor, took = LEAST * own, own + fixed_s

@@ -12,7 +12,7 @@ import errno
 from enum import StrEnum
 
 from policy.config.deployment import Eject, Retry
-from policy.stats.windows import Recent
+from policy.stats.windows import RecentCounts
 
 # Fewer answers in a window say nothing of a rate: 3 failures of 4 happen to a replica of 85 %.
 MIN_VOLUME = 20
@@ -27,7 +27,7 @@ OWN_FAULTS = frozenset(
 )
 
 
-class State(StrEnum):
+class BreakerState(StrEnum):
     """Of a breaker: requests pass, none do, or one does."""
 
     CLOSED = "closed"
@@ -35,7 +35,7 @@ class State(StrEnum):
     HALF_OPEN = "half_open"
 
 
-class Sign(StrEnum):
+class AttemptResult(StrEnum):
     """What an attempt says of its replica.
 
     ``BAD`` are refused and broken connections, broken streams, silence and 5xx. ``NOTHING`` are 4xx,
@@ -70,15 +70,15 @@ class Breaker:
 
     def __init__(self, limits: Eject) -> None:
         self.limits = limits
-        self.state = State.CLOSED
+        self.state = BreakerState.CLOSED
         self.reachable = True
         self.probing = False
         self.streak = 0
         self._count = 0
         self._until = 0.0
         self._closed_at = 0.0
-        self._recent = Recent(limits.window_s)
-        self._losses = Recent(limits.window_s)
+        self._recent = RecentCounts(limits.window_s)
+        self._losses = RecentCounts(limits.window_s)
 
     def failing(self, at: float) -> bool:
         """Whether what it did lately would open it."""
@@ -91,12 +91,12 @@ class Breaker:
         volume = recent.first + recent.second
         return volume >= MIN_VOLUME and recent.first < self.limits.success_rate * volume
 
-    def note(self, sign: Sign, at: float) -> None:
+    def note(self, sign: AttemptResult, at: float) -> None:
         """Take an attempt's sign."""
-        if sign is Sign.GOOD:
+        if sign is AttemptResult.GOOD:
             self.streak = 0
             self._recent.add(at, 1, 0)
-        elif sign is Sign.BAD:
+        elif sign is AttemptResult.BAD:
             self.streak += 1
             self._recent.add(at, 0, 1)
 
@@ -107,7 +107,7 @@ class Breaker:
         each time, who was well is forgiven.
         """
         base_s = self.limits.base_s
-        if self.state is State.CLOSED:
+        if self.state is BreakerState.CLOSED:
             well_s = at - self._closed_at
             while self._count and well_s >= base_s * self._count:
                 well_s -= base_s * self._count
@@ -115,36 +115,36 @@ class Breaker:
         self._count += 1
         spread = 1.0 + JITTER * (draw - 0.5)
         self._until = at + min(self.limits.max_s, base_s * self._count * spread)
-        self.state = State.OPEN
+        self.state = BreakerState.OPEN
         self.probing = False
 
     def due(self, at: float) -> bool:
         """Whether it is open and may be probed."""
-        return self.state is State.OPEN and at >= self._until
+        return self.state is BreakerState.OPEN and at >= self._until
 
     def half_open(self) -> None:
         """One probe may pass."""
-        if self.state is State.OPEN:
-            self.state = State.HALF_OPEN
+        if self.state is BreakerState.OPEN:
+            self.state = BreakerState.HALF_OPEN
             self.probing = False
 
     def take_probe(self) -> bool:
         """Become the probe: true for one caller, until it says how that went."""
-        if self.state is not State.HALF_OPEN or self.probing:
+        if self.state is not BreakerState.HALF_OPEN or self.probing:
             return False
         self.probing = True
         return True
 
-    def probed(self, sign: Sign, at: float, draw: float) -> None:
+    def probed(self, sign: AttemptResult, at: float, draw: float) -> None:
         """How the probe went; one that says nothing leaves its place to the next."""
-        if self.state is not State.HALF_OPEN or not self.probing:
+        if self.state is not BreakerState.HALF_OPEN or not self.probing:
             return
         self.probing = False
-        if sign is Sign.GOOD:
-            self.state = State.CLOSED
+        if sign is AttemptResult.GOOD:
+            self.state = BreakerState.CLOSED
             self._closed_at = at
             self._forget()
-        elif sign is Sign.BAD:
+        elif sign is AttemptResult.BAD:
             self.open(at, draw)
 
     def lost(self, at: float) -> bool:
@@ -154,7 +154,7 @@ class Breaker:
 
     def heard(self) -> None:
         """It can be heard again: what failed while it went away says nothing of what came back."""
-        if self.state is State.CLOSED:
+        if self.state is BreakerState.CLOSED:
             self._forget()
 
     def renew(self, at: float) -> None:
@@ -163,7 +163,7 @@ class Breaker:
         It may be probed at once, unless it was out before and its processes come and go.
         """
         self._forget()
-        if self.state is State.OPEN and self._count <= 1:
+        if self.state is BreakerState.OPEN and self._count <= 1:
             self._until = min(self._until, at)
 
     def _forget(self) -> None:
@@ -171,7 +171,7 @@ class Breaker:
         self._recent.clear()
 
 
-class Ejections:
+class OutlierEjection:
     """The breakers of one model: how many may be open, and what passes when none is closed."""
 
     __slots__ = ("breakers", "limits")
@@ -199,12 +199,12 @@ class Ejections:
     @property
     def ejected(self) -> int:
         """How many breakers are not closed."""
-        return sum(breaker.state is not State.CLOSED for breaker in self.breakers)
+        return sum(breaker.state is not BreakerState.CLOSED for breaker in self.breakers)
 
-    def note(self, breaker: Breaker, sign: Sign, at: float, draw: float) -> bool:
+    def note(self, breaker: Breaker, sign: AttemptResult, at: float, draw: float) -> bool:
         """Take an attempt's sign; whether that ejected its replica."""
         breaker.note(sign, at)
-        return sign is Sign.BAD and breaker.failing(at) and self.eject(breaker, at, draw)
+        return sign is AttemptResult.BAD and breaker.failing(at) and self.eject(breaker, at, draw)
 
     def lost(self, breaker: Breaker, at: float, draw: float) -> bool:
         """Its replica cannot be heard any more; whether that ejected it, for it was so too often."""
@@ -212,7 +212,7 @@ class Ejections:
 
     def eject(self, breaker: Breaker, at: float, draw: float) -> bool:
         """Open ``breaker`` unless too many are, or it is the last that can serve."""
-        if breaker.state is not State.CLOSED:
+        if breaker.state is not BreakerState.CLOSED:
             return False
         if self.ejected + 1 > self.limits.max_fraction * len(self.breakers):
             return False
@@ -223,9 +223,9 @@ class Ejections:
 
     def admits(self, breaker: Breaker) -> bool:
         """Whether a request may go there: closed, or the probe, or anyone where nothing else is left."""
-        if breaker.state is State.CLOSED:
+        if breaker.state is BreakerState.CLOSED:
             return True
-        if breaker.state is State.HALF_OPEN and not breaker.probing:
+        if breaker.state is BreakerState.HALF_OPEN and not breaker.probing:
             return True
         return not any(map(_serves, self.breakers))
 
@@ -235,7 +235,7 @@ class Ejections:
 
 
 def _serves(breaker: Breaker) -> bool:
-    return breaker.reachable and breaker.state is State.CLOSED
+    return breaker.reachable and breaker.state is BreakerState.CLOSED
 
 
 class RetryBudget:
@@ -245,7 +245,7 @@ class RetryBudget:
 
     def __init__(self, limits: Retry) -> None:
         self.limits = limits
-        self._recent = Recent(limits.window_s)
+        self._recent = RecentCounts(limits.window_s)
 
     def request(self, at: float) -> None:
         """A new request came."""

@@ -20,7 +20,7 @@ ALIKE = 0.25
 HALF_LIFE_S = 30.0
 
 
-class Line:
+class OnlineLine:
     """``actual = fixed_s + slope * modelled``, through the means of the short and of the long ones.
 
     The engine model says nothing of the way there: HTTP, the tokenizer, the network. Neither does a
@@ -69,7 +69,7 @@ class Line:
         self.fixed_s = short[1] - self.slope * short[0]
 
 
-class Gaps:
+class InterTokenGaps:
     """How much longer the gaps between tokens are than a step of the engine model; the same for all replicas.
 
     First tokens do not say so: what a request waits for in an engine is no part of a step.
@@ -88,7 +88,7 @@ class Gaps:
         self.factor = math.exp(self._log)
 
 
-class Residual:
+class PredictionError:
     """How much longer one replica takes than predicted, as a factor: a decaying mean of logarithms.
 
     ``alike`` is whether that is too little to tell it from the others: its factor is then 1.

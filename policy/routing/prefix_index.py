@@ -16,7 +16,7 @@ DOUBT = 3.0
 FORGIVEN = 0.9
 
 
-class Held:
+class PrefixIndex:
     """The prefixes of one replica, as hashes of growing depth of which each implies those before it.
 
     Two generations stand in for a list in the order of use: what was used since the last turn is in the

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from policy.engine.model import Timing
-from policy.engine.step_table import Pace, pace_of
+from policy.engine.step_table import StepTable, step_table_of
 from policy.routing.affinity import Share, Slots
-from policy.routing.prediction_error import Residual
-from policy.routing.prefix_index import Held
+from policy.routing.prediction_error import PredictionError
+from policy.routing.prefix_index import PrefixIndex
 
 # Loading a LoRA adapter of rank 16 from a local disk; measured once one was loaded.
 ASSUMED_LOAD_S = 0.25
@@ -14,7 +14,7 @@ ASSUMED_LOAD_S = 0.25
 ASSUMED_OUTPUT_TOKENS = 128.0
 
 
-class Site:
+class ReplicaState:
     """One replica: its pace, what it holds, its share of the traffic, and how well it was predicted.
 
     ``load_s`` is what the load of an adapter takes there, in seconds, and ``loads`` are those that are not
@@ -35,11 +35,11 @@ class Site:
 
     def __init__(self, key: int, timing: Timing | None, assumed: Timing, slots: int) -> None:
         self.key = key
-        self.held = Held()
+        self.held = PrefixIndex()
         self.slots = Slots(slots)
         self.share = Share()
         self.time(timing, assumed)
-        self.residual = Residual()
+        self.residual = PredictionError()
         self.load_s = ASSUMED_LOAD_S
         self.loads: list[float] = []
         self.seen_at = 0.0
@@ -47,7 +47,7 @@ class Site:
     def time(self, timing: Timing | None, assumed: Timing) -> None:
         """The replica says how fast it is; what it leaves out is taken from ``assumed``."""
         self.timing = timing
-        self.pace: Pace = pace_of(timing, assumed)
+        self.pace: StepTable = step_table_of(timing, assumed)
         self.in_flight = -1
         self.pending = 0
         self.kv_used = 0.0

@@ -31,14 +31,14 @@ from policy.routing.affinity import (
     balance_of,
     crowd_price,
 )
-from policy.routing.cost import Candidate, Quote, measure
-from policy.routing.prediction_error import Gaps, Line
-from policy.routing.replica_state import ASSUMED_LOAD_S, Site
+from policy.routing.cost import Candidate, CostEstimate, estimate
+from policy.routing.prediction_error import InterTokenGaps, OnlineLine
+from policy.routing.replica_state import ASSUMED_LOAD_S, ReplicaState
 
-__all__ = ["Candidate", "Decision", "Quote", "Router", "Settings"]
+__all__ = ["Candidate", "CostEstimate", "Decision", "Router", "Settings"]
 
 
-# A quote before anybody asked for it: the fields of :class:`Quote`, in order.
+# A quote before anybody asked for it: the fields of :class:`CostEstimate`, in order.
 _Row = tuple[Candidate, float, float, float, float, float, int, float, int, int]
 
 
@@ -48,14 +48,14 @@ class Decision(NamedTuple):
     ``rows`` are what the candidates would have cost it, as ``quotes`` says with names.
     """
 
-    chosen: Quote | None
+    chosen: CostEstimate | None
     rows: Sequence[_Row]
     reason: str
 
     @property
-    def quotes(self) -> tuple[Quote, ...]:
+    def quotes(self) -> tuple[CostEstimate, ...]:
         """The candidates' quotes, the chosen one's among them."""
-        return tuple(Quote(*row) for row in self.rows)
+        return tuple(CostEstimate(*row) for row in self.rows)
 
 
 @dataclass(slots=True, frozen=True)
@@ -109,7 +109,7 @@ ALIKE = 0.1
 # Tuples made directly: a constructor with names costs a router half a microsecond.
 _tuple = tuple.__new__
 # What a row is made of: candidate, site, terms of policy.quoting.measure, uncached tokens, age
-_Measured = tuple[Candidate, Site, tuple[float, float, float, float, float, float], int, int]
+_Measured = tuple[Candidate, ReplicaState, tuple[float, float, float, float, float, float], int, int]
 
 
 class Router:
@@ -117,9 +117,9 @@ class Router:
 
     def __init__(self, settings: Settings | None = None) -> None:
         self.settings = settings or Settings()
-        self._sites: dict[int, Site] = {}
-        self._line = Line()
-        self._gaps = Gaps()
+        self._sites: dict[int, ReplicaState] = {}
+        self._line = OnlineLine()
+        self._gaps = InterTokenGaps()
         self._popular = Popularity(SPAN)
         self._sessions = Recent(SPAN)
         self._cold_s = 0.0
@@ -133,7 +133,7 @@ class Router:
     ) -> Decision:
         """The best of ``candidates``; equals are chosen between by ``draw`` in [0, 1)."""
         pairs = []
-        slow: list[tuple[Candidate, Site]] = []
+        slow: list[tuple[Candidate, ReplicaState]] = []
         sites, worth, itl_s = self._sites, self._popular.worth, self.settings.itl_s
         # Nobody waits for the pace longer than the answer would take at it: more come then than it allows.
         paced = itl_s < math.inf and at - request.arrived < request.output_tokens * itl_s
@@ -193,7 +193,7 @@ class Router:
             row = self._among(request, rows, costs, draw)
         else:
             row = rows[costs.index(least)]
-        chosen: Quote = _tuple(Quote, row)
+        chosen: CostEstimate = _tuple(CostEstimate, row)
         if request.prefix:
             if chosen.uncached < request.prompt_tokens:
                 reason = CACHED
@@ -259,7 +259,7 @@ class Router:
         """The replica with ``key`` is gone or was restarted: nothing is cached there."""
         self._sites.pop(key, None)
 
-    def timed(self, request: Request, quote: Quote, ttft_s: float, at: float) -> None:
+    def timed(self, request: Request, quote: CostEstimate, ttft_s: float, at: float) -> None:
         """The first token came ``ttft_s`` after the request was sent to ``quote.candidate``."""
         site = self._sites.get(quote.candidate.key)
         if site is None or quote.modelled <= 0.0 or ttft_s <= 0.0:
@@ -289,7 +289,7 @@ class Router:
         step = site.pace.step_s(running, candidate.kv_used * site.pace.kv_tokens, running)
         self._gaps.learn(step, gap_s)
 
-    def _was_gone(self, request: Request, quote: Quote, site: Site, ttft_s: float) -> bool:
+    def _was_gone(self, request: Request, quote: CostEstimate, site: ReplicaState, ttft_s: float) -> bool:
         """Whether what was believed cached was not: it shows where a whole prefill takes twice as long."""
         whole = site.pace.prefill_s(request.prompt_tokens, 0.0, 0) - site.pace.prefill_s(
             quote.uncached, 0.0, 0
@@ -304,7 +304,7 @@ class Router:
         site.held.given += request.prompt_tokens - quote.uncached
         return True
 
-    def _site(self, candidate: Candidate, at: float) -> Site:
+    def _site(self, candidate: Candidate, at: float) -> ReplicaState:
         site = self._sites.get(candidate.key)
         if site is None:
             site = self._open(candidate.key, candidate.timing)
@@ -318,13 +318,13 @@ class Router:
             site.count(count, pending, kv_used)
         return site
 
-    def _open(self, key: int, timing: Timing | None) -> Site:
+    def _open(self, key: int, timing: Timing | None) -> ReplicaState:
         if len(self._sites) >= MAX_SITES:
             del self._sites[next(iter(self._sites))]
-        site = self._sites[key] = Site(key, timing, self.settings.assumed, self.settings.slots)
+        site = self._sites[key] = ReplicaState(key, timing, self.settings.assumed, self.settings.slots)
         return site
 
-    def _level(self, site: Site, at: float) -> None:
+    def _level(self, site: ReplicaState, at: float) -> None:
         """Lift the load of a replica that came, or came back, to the mean of those that were there."""
         present = [
             other.share
@@ -337,7 +337,7 @@ class Router:
             site.share.load = max(site.share.load, part * sum(share.load for share in present))
             site.share.homes = max(site.share.homes, part * sum(share.homes for share in present))
 
-    def _relieve(self, prefix: Sequence[int], taker: Site, at: float) -> None:
+    def _relieve(self, prefix: Sequence[int], taker: ReplicaState, at: float) -> None:
         """What has a home got another: the first can now give away a part of it."""
         first = prefix[0]
         for site in self._sites.values():
@@ -348,13 +348,13 @@ class Router:
                 part = self._popular.share(prefix[depth - 1]) * len(self._sites)
                 site.share.takers = [*site.share.takers[-3:], (taker.share, part)]
 
-    def _keeps_pace(self, candidate: Candidate, site: Site) -> bool:
+    def _keeps_pace(self, candidate: Candidate, site: ReplicaState) -> bool:
         """Whether steps stay as short as promised with one more running."""
         running = candidate.in_flight + 1
         step = site.pace.step_s(running, candidate.kv_used * site.pace.kv_tokens, running)
         return self._gaps.factor * step <= self.settings.itl_s
 
-    def _could_keep_pace(self, site: Site) -> bool:
+    def _could_keep_pace(self, site: ReplicaState) -> bool:
         """Whether steps are as short as promised with one alone."""
         return self._gaps.factor * site.pace.step_s(1.0, 0.0, 1.0) <= self.settings.itl_s
 
@@ -363,8 +363,8 @@ class Router:
         return not any(self._could_keep_pace(self._site(candidate, at)) for candidate in candidates)
 
     def _shortlist(
-        self, request: Request, pairs: list[tuple[Candidate, Site]], at: float
-    ) -> list[tuple[Candidate, Site]]:
+        self, request: Request, pairs: list[tuple[Candidate, ReplicaState]], at: float
+    ) -> list[tuple[Candidate, ReplicaState]]:
         """Those that hold most of it, the least loaded, and those that everybody would call its home."""
         best = nsmallest(4, pairs, key=lambda pair: (pair[0].pending_tokens, pair[0].in_flight))
         item = request.prefix[0] if request.prefix else request.adapter_key
@@ -383,7 +383,7 @@ class Router:
         return best
 
     def _quotes(  # noqa: PLR0915
-        self, request: Request, pairs: list[tuple[Candidate, Site]], balance: Balance, at: float
+        self, request: Request, pairs: list[tuple[Candidate, ReplicaState]], balance: Balance, at: float
     ) -> tuple[list[_Row], list[float], bool]:
         """What each would cost the request, that with what it would cost others, and whether any holds it."""
         prefix, key, prompt = request.prefix, request.adapter_key, max(request.prompt_tokens, 1)
@@ -391,8 +391,8 @@ class Router:
         line = self._line
         # The deepest that any holds, and who had this and had the least to do since.
         deepest, anchor, youngest, resident = 0, key, 0, False
-        former: Site | None = None
-        primary: Site | None = None
+        former: ReplicaState | None = None
+        primary: ReplicaState | None = None
         most = cold = most_claim = 0.0
         warm_s = math.inf
         measured: list[_Measured] = []
@@ -414,10 +414,10 @@ class Router:
                         youngest, former = held.age(first), site
             weight = site.pace.capacity
             if site.residual.alike:
-                terms = measure(request, candidate, site, uncached, line.slope, line.fixed_s)
+                terms = estimate(request, candidate, site, uncached, line.slope, line.fixed_s)
             else:
                 factor = site.residual.factor(at)
-                terms = measure(
+                terms = estimate(
                     request, candidate, site, uncached, line.slope * factor, line.fixed_s * factor
                 )
                 if factor > SLOW:
@@ -485,7 +485,7 @@ class Router:
             rows.append((candidate, waits, own_s, loads, presses, burden, uncached, modelled, age, before))
         return rows, costs, deepest > 0
 
-    def _eviction(self, key: int, site: Site) -> float:
+    def _eviction(self, key: int, site: ReplicaState) -> float:
         """The reload of the adapter that a load pushes out, as likely as it is asked for again."""
         if len(site.slots) < site.slots.count:
             return 0.0

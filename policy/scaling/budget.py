@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from policy.config.deployment import Budget
 from policy.scaling.rollout import CPU_OVERCOMMIT
-from policy.scaling.situation import Rung, Situation
+from policy.scaling.situation import ModeOption, Situation
 
 # As many as anybody may ask for: what takes nothing is bounded by its mode alone.
 UNBOUNDED = 1 << 30
@@ -16,7 +16,7 @@ UNBOUNDED = 1 << 30
 ROUNDING = 1e-9
 
 
-class Take(NamedTuple):
+class Allocation(NamedTuple):
     """An amount of each thing that a budget bounds; infinite where it bounds nothing."""
 
     gpus: float = 0.0
@@ -24,15 +24,15 @@ class Take(NamedTuple):
     watts: float = 0.0
     cost_per_h: float = 0.0
 
-    def plus(self, other: Take, times: float = 1.0) -> Take:
+    def plus(self, other: Allocation, times: float = 1.0) -> Allocation:
         """Both together, the other so many times."""
-        return Take(*(mine + times * its for mine, its in zip(self, other, strict=True)))
+        return Allocation(*(mine + times * its for mine, its in zip(self, other, strict=True)))
 
-    def most(self, other: Take) -> Take:
+    def most(self, other: Allocation) -> Allocation:
         """The larger of both, of each thing."""
-        return Take(*(max(pair) for pair in zip(self, other, strict=True)))
+        return Allocation(*(max(pair) for pair in zip(self, other, strict=True)))
 
-    def holds(self, each: Take) -> int:
+    def holds(self, each: Allocation) -> int:
         """How many replicas that take ``each`` fit into it."""
         fits = [
             math.floor(min(max(left, 0.0) / one + ROUNDING, UNBOUNDED))
@@ -42,7 +42,7 @@ class Take(NamedTuple):
         return max(0, min(fits, default=UNBOUNDED))
 
 
-class Want(NamedTuple):
+class Claim(NamedTuple):
     """What one model asks for: so many replicas that take ``each``, ``floor`` of them before anybody else.
 
     ``now`` of them are aimed for already. ``held`` is all that its replicas take, those that leave and those
@@ -53,41 +53,41 @@ class Want(NamedTuple):
 
     model: str
     priority: int
-    each: Take
+    each: Allocation
     asked: int
     floor: int
     now: int
-    held: Take
+    held: Allocation
     replaces: bool = False
     starved: bool = False
-    claim: Take = Take()
+    claim: Allocation = Allocation()
 
 
-def total(budget: Budget) -> Take:
+def total(budget: Budget) -> Allocation:
     """All that there is."""
     bounds = (budget.gpus, budget.cpus, budget.watts, budget.cost_per_h)
-    return Take(*(math.inf if bound is None else float(bound) for bound in bounds))
+    return Allocation(*(math.inf if bound is None else float(bound) for bound in bounds))
 
 
-def each(rung: Rung) -> Take:
+def each(rung: ModeOption) -> Allocation:
     """What one replica takes."""
-    return Take(rung.gpus, rung.cpus, rung.watts, rung.cost_per_h)
+    return Allocation(rung.gpus, rung.cpus, rung.watts, rung.cost_per_h)
 
 
-def held(situation: Situation) -> Take:
+def held(situation: Situation) -> Allocation:
     """What the model's replicas take, or will at once: of its layer what is aimed for, or runs, if more."""
     supply = situation.supply
     running = supply.serving + len(supply.starting_s) + supply.draining
     counts = dict(situation.leaving)
     counts[situation.mode] = counts.get(situation.mode, 0) + max(supply.wanted, running)
-    actual = aimed = Take()
+    actual = aimed = Allocation()
     for rung in situation.rungs:
         actual = actual.plus(each(rung), counts.get(rung.mode, 0))
         aimed = aimed.plus(each(rung), situation.count if rung.mode == situation.mode else 0)
     return actual.most(aimed)
 
 
-def spare(wants: Iterable[Want], budget: Budget) -> Take:
+def spare(wants: Iterable[Claim], budget: Budget) -> Allocation:
     """What nobody holds, with cores as often as a switch may claim them."""
     bounds = total(budget)
     left = bounds._replace(cpus=bounds.cpus * CPU_OVERCOMMIT)
@@ -96,7 +96,7 @@ def spare(wants: Iterable[Want], budget: Budget) -> Take:
     return left
 
 
-def alone(model: str, wants: Mapping[str, Want], budget: Budget) -> Take:
+def alone(model: str, wants: Mapping[str, Claim], budget: Budget) -> Allocation:
     """What ``model`` could hold in all while nobody makes way for it."""
     left = total(budget)
     for want in wants.values():
@@ -105,18 +105,18 @@ def alone(model: str, wants: Mapping[str, Want], budget: Budget) -> Take:
     return left
 
 
-def reach(model: str, wants: Mapping[str, Want], budget: Budget) -> Take:
+def attainable(model: str, wants: Mapping[str, Claim], budget: Budget) -> Allocation:
     """What ``model`` could hold in all: those of a lower priority would make way, down to their floors."""
     left = total(budget)
     for want in wants.values():
         if want.model != model:
             yields = want.priority < wants[model].priority
-            keeps = Take().plus(want.each, min(want.floor, want.now)) if yields else want.held
+            keeps = Allocation().plus(want.each, min(want.floor, want.now)) if yields else want.held
             left = left.plus(keeps, -1)
     return left
 
 
-def allot(wants: Sequence[Want], budget: Budget) -> dict[str, int]:
+def allocate(wants: Sequence[Claim], budget: Budget) -> dict[str, int]:
     """The count that each model gets, never more than it asks for.
 
     First every floor, the highest priority first; then what each asks for, by priority. Those of one
@@ -156,12 +156,14 @@ def allot(wants: Sequence[Want], budget: Budget) -> dict[str, int]:
     return grants
 
 
-def _kept(want: Want) -> int:
+def _kept(want: Claim) -> int:
     """How much of what is asked for is there already."""
     return min(want.asked, want.held.holds(want.each) if want.replaces else want.now)
 
 
-def _filled(level: Sequence[Want], goal: Callable[[Want], int], shares: dict[str, int], left: Take) -> Take:
+def _filled(
+    level: Sequence[Claim], goal: Callable[[Claim], int], shares: dict[str, int], left: Allocation
+) -> Allocation:
     """Raise shares of one priority towards the goal, one replica at a time; returns what is left."""
     short = [want for want in level if shares[want.model] < goal(want)]
     while short:
@@ -174,22 +176,22 @@ def _filled(level: Sequence[Want], goal: Callable[[Want], int], shares: dict[str
     return left
 
 
-def _claimed(level: Sequence[Want], shares: Mapping[str, int], left: Take) -> Take:
+def _claimed(level: Sequence[Claim], shares: Mapping[str, int], left: Allocation) -> Allocation:
     """What is left beside what those of one priority claim beyond their shares.
 
     Of what can only be had in part nothing is taken: nobody would have any use of it.
     """
     for want in level:
-        beyond = want.claim.plus(want.each, -shares[want.model]).most(Take())
+        beyond = want.claim.plus(want.each, -shares[want.model]).most(Allocation())
         if all(mine <= there + ROUNDING for mine, there in zip(beyond, left, strict=True) if mine > 0):
             left = left.plus(beyond, -1)
     return left
 
 
-def _granted(want: Want, share: int, free: Take) -> tuple[int, Take]:
+def _granted(want: Claim, share: int, free: Allocation) -> tuple[int, Allocation]:
     """How much of its share a model gets now, and what is free then."""
     if want.replaces:
         grant = min(share, free.plus(want.held).holds(want.each))
-        return grant, free.plus(want.held).plus(want.held.most(Take().plus(want.each, grant)), -1)
+        return grant, free.plus(want.held).plus(want.held.most(Allocation().plus(want.each, grant)), -1)
     more = max(0, min(share - want.now, free.holds(want.each)))
     return min(share, want.now) + more, free.plus(want.each, -more)

@@ -19,10 +19,10 @@ import msgspec
 from policy.config.deployment import Budget
 from policy.engine.capacity import Capability, capability
 from policy.engine.model import Workload
-from policy.scaling.budget import Take, Want, allot, alone, each, held, reach, spare
-from policy.scaling.guardrails import Course, allowed, asked, eased, in_force
-from policy.scaling.mode_selection import Prospect, Verdict, expected, judged, may_come
-from policy.scaling.situation import Decision, Memory, Outlook, Rung, Situation
+from policy.scaling.budget import Allocation, Claim, allocate, alone, attainable, each, held, spare
+from policy.scaling.guardrails import GuardrailTrace, allowed, asked, eased, override_in_force
+from policy.scaling.mode_selection import Candidate, Verdict, evaluate, expected, expected_peak
+from policy.scaling.situation import Decision, Memory, ModeForecast, ModeOption, Situation
 from policy.scaling.view import Policy, Proposal, View
 from policy.signals.types import Demand
 
@@ -35,7 +35,7 @@ STARVED_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Mind:
+class ModelPolicies:
     """The policies of one model: the ``live`` one decides, the ``shadow`` and the ``others`` only say."""
 
     live: Policy
@@ -44,7 +44,7 @@ class Mind:
 
 
 def decide_all(
-    situations: Mapping[str, Situation], budget: Budget, minds: Mapping[str, Mind]
+    situations: Mapping[str, Situation], budget: Budget, minds: Mapping[str, ModelPolicies]
 ) -> dict[str, tuple[Decision, Memory]]:
     """Decide for every model; what each leaves to the next decision stands beside it.
 
@@ -72,21 +72,21 @@ def workload_of(demand: Demand | None) -> Workload:
 
 
 @dataclass(slots=True)
-class _Thought:
+class _Proposal:
     """One model on the way to its decision."""
 
     situation: Situation
-    rung: Rung
+    rung: ModeOption
     workload: Workload
     capabilities: dict[str, Capability]
     proposal: Proposal
     shadow: Proposal | None
     others: dict[str, Proposal]
-    course: Course
+    course: GuardrailTrace
     verdict: Verdict = Verdict()  # noqa: RUF009 - never changed
-    to: Rung | None = None
+    to: ModeOption | None = None
     # What a switch that was put off takes in all.
-    lacks: Take | None = None
+    lacks: Allocation | None = None
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -98,11 +98,11 @@ class _Thought:
         foreseen = proposal.forecast if proposal.forecast_high is None else proposal.forecast_high
         return max(0.0, demand.arrivals.last_60_s if foreseen is None else foreseen)
 
-    def want(self) -> Want:
+    def want(self) -> Claim:
         """What the model asks of the budgets."""
         situation, course, rung = self.situation, self.course, self.to or self.rung
         waits = self._long(situation.memory.waits_since)
-        return Want(
+        return Claim(
             model=situation.model,
             priority=situation.priority,
             each=each(rung),
@@ -112,29 +112,29 @@ class _Thought:
             held=held(situation),
             replaces=self.to is not None,
             starved=self._long(situation.memory.starved_since) or (self.to is not None and waits),
-            claim=self.lacks if self.lacks and waits else Take(),
+            claim=self.lacks if self.lacks and waits else Allocation(),
         )
 
     def _long(self, since: float | None) -> bool:
         return since is not None and self.situation.at - since >= STARVED_S
 
-    def compare(self, wants: Mapping[str, Want], budget: Budget) -> None:
+    def compare(self, wants: Mapping[str, Claim], budget: Budget) -> None:
         """Look at the other modes, and set out for one that is worth it or was set by hand."""
         situation = self.situation
         if len(situation.rungs) < 2:
             return
-        prospect = Prospect(
+        prospect = Candidate(
             rate=expected(situation, self.foreseen, self.capabilities[self.rung.mode]),
-            during=partial(may_come, situation, self.capabilities[self.rung.mode]),
+            during=partial(expected_peak, situation, self.capabilities[self.rung.mode]),
             workload=self.workload,
             capabilities=self.capabilities,
-            reach=reach(situation.model, wants, budget),
+            reach=attainable(situation.model, wants, budget),
             alone=alone(situation.model, wants, budget),
             spare=spare(wants.values(), budget),
             fixed="the policy leaves the mode to you" if self.proposal.fixed else "",
         )
-        self.verdict = judged(situation, prospect)
-        hand, found = in_force(situation), self.verdict.to
+        self.verdict = evaluate(situation, prospect)
+        hand, found = override_in_force(situation), self.verdict.to
         if hand is not None and hand.mode != situation.mode:
             self._set_out(next(seen for seen in self.verdict.outlooks if seen.mode == hand.mode))
         elif found is not None and hand is not None:
@@ -144,7 +144,7 @@ class _Thought:
         elif found is not None and situation.count and self.course.count:
             self._set_out(found)
 
-    def _set_out(self, outlook: Outlook) -> None:
+    def _set_out(self, outlook: ModeForecast) -> None:
         self.to = next(rung for rung in self.situation.rungs if rung.mode == outlook.mode)
         self.course = asked(self.situation, self.to, outlook.count)
 
@@ -152,7 +152,7 @@ class _Thought:
         """Whether it would switch to fewer replicas than make that worth it, to none by hand, or early."""
         if self.to is None:
             return False
-        by_hand = in_force(self.situation) is not None
+        by_hand = override_in_force(self.situation) is not None
         needed = min(1, self.course.count) if by_hand else self.course.count
         return grants[self.situation.model] < needed or (self.verdict.early and not by_hand)
 
@@ -161,7 +161,7 @@ class _Thought:
         assert self.to is not None
         said = f"{self.to.mode} has to wait: it needs {self.course.count}, the budget leaves {granted}"
         if not self.situation.guard.dry_run or self.course.by_hand:
-            self.lacks = Take().plus(each(self.to), self.course.count)
+            self.lacks = Allocation().plus(each(self.to), self.course.count)
             if self._long(self.situation.memory.waits_since):
                 said += ", and a lower priority makes way"
         self.notes.append(said)
@@ -172,7 +172,7 @@ class _Thought:
         """The decision with so many replicas granted, and what it leaves to the next."""
         situation, course, rung = self.situation, self.course, self.to or self.rung
         allowed(course, situation, rung, granted)
-        by_load = self.to is not None and in_force(situation) is None
+        by_load = self.to is not None and override_in_force(situation) is None
         starved = granted < min(course.enough, rung.most)
         short = self._short(rung, granted)
         decision = Decision(
@@ -210,14 +210,14 @@ class _Thought:
         )
         return decision, memory
 
-    def _short(self, rung: Rung, granted: int) -> float:
+    def _short(self, rung: ModeOption, granted: int) -> float:
         """Requests per second that could be served if there were more of what is shared."""
         course, able = self.course, self.capabilities[rung.mode]
         if course.by_hand or (granted >= course.enough and rung.most > course.enough):
             return 0.0
         return max(0.0, self.foreseen - min(granted, rung.most) * (able.mu or able.mu_max))
 
-    def _reason(self, rung: Rung, by_load: bool, short: float) -> str:
+    def _reason(self, rung: ModeOption, by_load: bool, short: float) -> str:
         said = [self.proposal.reason]
         if by_load:
             said = [f"{rung.mode} promises to cost {self.verdict.gain:.0%} less than {self.rung.mode}"]
@@ -263,7 +263,7 @@ def _remembered(situation: Situation) -> Memory:
     return memory
 
 
-def _think(situation: Situation, mind: Mind) -> _Thought:
+def _think(situation: Situation, mind: ModelPolicies) -> _Proposal:
     """What the policies propose, and what the model may ask of the budgets."""
     situation = msgspec.structs.replace(situation, memory=_remembered(situation))
     workload = workload_of(situation.signals.demand)
@@ -289,7 +289,7 @@ def _think(situation: Situation, mind: Mind) -> _Thought:
     )
     memory = situation.memory
     proposal = mind.live.decide(view, memory.policy)
-    return _Thought(
+    return _Proposal(
         situation=situation,
         rung=rung,
         workload=workload,
@@ -303,10 +303,10 @@ def _think(situation: Situation, mind: Mind) -> _Thought:
     )
 
 
-def _allotted(thoughts: Mapping[str, _Thought], budget: Budget) -> dict[str, int]:
+def _allotted(thoughts: Mapping[str, _Proposal], budget: Budget) -> dict[str, int]:
     """The counts that the budget leaves; a switch that would not get all that it needs is put off."""
     while True:
-        grants = allot([thought.want() for thought in thoughts.values()], budget)
+        grants = allocate([thought.want() for thought in thoughts.values()], budget)
         cut = [thought for thought in thoughts.values() if thought.is_cut(grants)]
         if not cut:
             return grants

@@ -1,7 +1,7 @@
 """What is done to a count that a policy asks for, in this order and nowhere else.
 
 OVERRIDE, STALENESS, MIN_HEALTHY, then BUDGET over all models, STEP, HOLD. Each rule that changes the count
-leaves a :class:`policy.scaling.situation.Clip`. What somebody sets by hand replaces the policy's count and
+leaves a :class:`policy.scaling.situation.Limit`. What somebody sets by hand replaces the policy's count and
 waits for neither signals nor steps nor holds: bounds, ``min_healthy`` and budgets still bind it.
 """
 
@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass, field
 
 from policy.scaling.rollout import MAX_FAILURES
-from policy.scaling.situation import Clip, Override, Rule, Rung, Situation
+from policy.scaling.situation import Guardrail, Limit, ModeOption, Override, Situation
 
 # What ``hold_s: auto`` is at least.
 HOLD_S = 60.0
@@ -22,7 +22,7 @@ NOBODY = 1e-6
 
 
 @dataclass(slots=True)
-class Course:
+class GuardrailTrace:
     """A count on its way through the rules.
 
     ``enough`` is what it was before budgets were looked at, and ``since`` when it would have been enough;
@@ -36,16 +36,16 @@ class Course:
     floor: int = 0
     by_hand: bool = False
     asleep: str = ""
-    clips: list[Clip] = field(default_factory=list)
+    clips: list[Limit] = field(default_factory=list)
 
-    def turn(self, rule: Rule, count: int, why: str) -> None:
+    def turn(self, rule: Guardrail, count: int, why: str) -> None:
         """Go on with ``count``, and leave a clip if that is another one."""
         if count != self.count:
-            self.clips.append(Clip(rule=rule, was=self.count, now=count, why=why))
+            self.clips.append(Limit(rule=rule, was=self.count, now=count, why=why))
             self.count = count
 
 
-def in_force(situation: Situation) -> Override | None:
+def override_in_force(situation: Situation) -> Override | None:
     """What somebody set by hand, while its term lasts and there is such a mode."""
     hand = situation.override
     if hand is None or (hand.until is not None and situation.at >= hand.until):
@@ -53,7 +53,7 @@ def in_force(situation: Situation) -> Override | None:
     return hand if any(rung.mode == hand.mode for rung in situation.rungs) else None
 
 
-def blind(situation: Situation) -> str:
+def metrics_stale(situation: Situation) -> str:
     """Why nothing may be taken away on what the signals say, or an empty string."""
     demand, stale_s = situation.signals.demand, situation.guard.stale_s
     if demand is None:
@@ -81,15 +81,15 @@ def unsettled(situation: Situation) -> str:
     return "" if situation.settled else "what was decided before is not reached yet"
 
 
-def asleep(situation: Situation, rung: Rung) -> str:
+def asleep(situation: Situation, rung: ModeOption) -> str:
     """Why the model has no replicas now, or an empty string if it should have some."""
     scale, demand = situation.scale, situation.signals.demand
     if scale.zero_after_s is None or rung.least:
         return ""
-    if demand is None or blind(situation):
+    if demand is None or metrics_stale(situation):
         # No data is no reason to wake either, but somebody who waits is.
         waits = demand is not None and demand.queued > 0
-        return "" if situation.count or waits else f"none was there, and {blind(situation)}"
+        return "" if situation.count or waits else f"none was there, and {metrics_stale(situation)}"
     busy = sum(figures.running + figures.waiting for figures in situation.signals.replicas)
     if demand.queued or busy or demand.concurrency.last_6_s > NOBODY:
         return ""
@@ -108,39 +108,39 @@ def asleep(situation: Situation, rung: Rung) -> str:
     )
 
 
-def asked(situation: Situation, rung: Rung, proposed: int) -> Course:
+def asked(situation: Situation, rung: ModeOption, proposed: int) -> GuardrailTrace:
     """The count after OVERRIDE, STALENESS and MIN_HEALTHY: what the model asks of the budgets.
 
     In another mode than there is now, nothing is there yet that could be lost.
     """
-    course = Course(proposed, since=situation.at)
+    course = GuardrailTrace(proposed, since=situation.at)
     there = situation.count if rung.mode == situation.mode else 0
-    hand = in_force(situation)
+    hand = override_in_force(situation)
     if hand is not None and hand.count is not None and hand.mode == rung.mode:
         course.by_hand = True
         term = (
             "until it is taken back" if hand.until is None else f"for {hand.until - situation.at:.0f} s more"
         )
-        course.turn(Rule.OVERRIDE, hand.count, f"set by hand {term}")
-    unseen = "" if course.by_hand else blind(situation)
+        course.turn(Guardrail.OVERRIDE, hand.count, f"set by hand {term}")
+    unseen = "" if course.by_hand else metrics_stale(situation)
     if unseen:
-        course.turn(Rule.STALENESS, max(course.count, there), unseen)
+        course.turn(Guardrail.STALENESS, max(course.count, there), unseen)
     course.asleep = "" if course.by_hand else asleep(situation, rung)
     if course.asleep:
-        course.turn(Rule.MIN_HEALTHY, 0, course.asleep)
+        course.turn(Guardrail.MIN_HEALTHY, 0, course.asleep)
         if situation.signals.demand is not None and not unseen:
             course.since -= situation.signals.demand.idle_s
     else:
         course.floor, why = _healthy(situation, rung, course)
-        course.turn(Rule.MIN_HEALTHY, max(course.count, course.floor), why)
+        course.turn(Guardrail.MIN_HEALTHY, max(course.count, course.floor), why)
     course.enough = course.count
-    course.turn(Rule.BUDGET, min(course.count, rung.most), f"{rung.mode} may have {rung.most}")
+    course.turn(Guardrail.BUDGET, min(course.count, rung.most), f"{rung.mode} may have {rung.most}")
     if not course.by_hand and (unseen or unsettled(situation)):
         course.floor = max(course.floor, min(there, course.count))
     return course
 
 
-def allowed(course: Course, situation: Situation, rung: Rung, granted: int) -> None:
+def allowed(course: GuardrailTrace, situation: Situation, rung: ModeOption, granted: int) -> None:
     """Take the count on through BUDGET, which grants so many, STEP and HOLD.
 
     The last two are about a count of today, which another mode does not have.
@@ -148,24 +148,24 @@ def allowed(course: Course, situation: Situation, rung: Rung, granted: int) -> N
     was = situation.count
     # What others are to have instead is not held.
     most = granted if granted < course.count else was
-    course.turn(Rule.BUDGET, min(course.count, granted), f"the budget leaves {granted}")
+    course.turn(Guardrail.BUDGET, min(course.count, granted), f"the budget leaves {granted}")
     if course.by_hand or rung.mode != situation.mode:
         return
     scale, failures = situation.scale, situation.supply.failures
     up = max(1, math.ceil(scale.max_step_up * was - ROUNDING))
     if course.count > was + up:
-        course.turn(Rule.STEP, was + up, f"at most {up} more at once")
+        course.turn(Guardrail.STEP, was + up, f"at most {up} more at once")
     if course.count > was > 0 and failures >= MAX_FAILURES:
-        course.turn(Rule.STEP, was, f"{failures} starts in a row failed")
+        course.turn(Guardrail.STEP, was, f"{failures} starts in a row failed")
     down = max(1, math.floor(scale.max_step_down * was + ROUNDING))
     if course.count < was - down:
-        course.turn(Rule.STEP, was - down, f"at most {down} fewer at once")
+        course.turn(Guardrail.STEP, was - down, f"at most {down} fewer at once")
     if course.count < min(was, most):
         kept, why = _held(course, situation, rung)
-        course.turn(Rule.HOLD, max(course.count, min(kept, most)), why)
+        course.turn(Guardrail.HOLD, max(course.count, min(kept, most)), why)
 
 
-def eased(course: Course, situation: Situation) -> dict[int, float]:
+def eased(course: GuardrailTrace, situation: Situation) -> dict[int, float]:
     """Since when each count below those of now and next would have been enough, told where that changes.
 
     An instant holds for its count and all above it, up to the next.
@@ -179,7 +179,7 @@ def eased(course: Course, situation: Situation) -> dict[int, float]:
     return {count: at for count, at in sorted({course.enough: since, **kept}.items()) if count < top}
 
 
-def _healthy(situation: Situation, rung: Rung, course: Course) -> tuple[int, str]:
+def _healthy(situation: Situation, rung: ModeOption, course: GuardrailTrace) -> tuple[int, str]:
     """The fewest that there may be, and why."""
     if course.by_hand and course.count == 0 == rung.least:
         return 0, ""
@@ -193,7 +193,7 @@ def _healthy(situation: Situation, rung: Rung, course: Course) -> tuple[int, str
     )
 
 
-def _held(course: Course, situation: Situation, rung: Rung) -> tuple[int, str]:
+def _held(course: GuardrailTrace, situation: Situation, rung: ModeOption) -> tuple[int, str]:
     """The count that is kept, and why."""
     waits = unsettled(situation)
     if waits:

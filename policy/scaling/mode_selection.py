@@ -15,15 +15,15 @@ from typing import NamedTuple
 
 import msgspec
 
-from policy.config.control import Objective
-from policy.engine.capacity import FULL, Capability, Expected, outlook_of
+from policy.config.control import SloConfig
+from policy.engine.capacity import FULL, Capability, ExpectedLatency, latency_at
 from policy.engine.model import Workload
 from policy.engine.step_table import GENERIC
-from policy.scaling.budget import Take, each
+from policy.scaling.budget import Allocation, each
 from policy.scaling.forecast import likely
-from policy.scaling.guardrails import blind, unsettled
-from policy.scaling.rollout import Footprint, Goal, Layer, LayerKey, gap_needed
-from policy.scaling.situation import Outlook, Rung, Situation
+from policy.scaling.guardrails import metrics_stale, unsettled
+from policy.scaling.rollout import Footprint, Goal, Layer, LayerKey, needs_gap
+from policy.scaling.situation import ModeForecast, ModeOption, Situation
 
 # A prediction is no more precise than this, and at the edge of what meets an objective it may be either.
 PRECISION = 1.01
@@ -43,7 +43,7 @@ RESIDUAL = 0.9
 LONGEST_DWELL_S = 3600.0
 
 
-class Prospect(NamedTuple):
+class Candidate(NamedTuple):
     """What a comparison of modes is made of.
 
     ``rate`` requests per second are expected, of ``workload``, and while a switch of so many seconds lasts no
@@ -56,9 +56,9 @@ class Prospect(NamedTuple):
     during: Callable[[float], float]
     workload: Workload
     capabilities: Mapping[str, Capability]
-    reach: Take
-    alone: Take
-    spare: Take
+    reach: Allocation
+    alone: Allocation
+    spare: Allocation
     fixed: str = ""
 
 
@@ -68,9 +68,9 @@ class Verdict(NamedTuple):
     ``early`` says that it is worth it only once a lower priority has made way.
     """
 
-    outlooks: tuple[Outlook, ...] = ()
+    outlooks: tuple[ModeForecast, ...] = ()
     better_since: dict[str, float] = {}
-    to: Outlook | None = None
+    to: ModeForecast | None = None
     gain: float | None = None
     early: bool = False
 
@@ -87,13 +87,13 @@ def expected(situation: Situation, foreseen: float, able: Capability) -> float:
     return foreseen + demand.queued / DRAIN_S
 
 
-def may_come(situation: Situation, able: Capability, seconds: float) -> float:
+def expected_peak(situation: Situation, able: Capability, seconds: float) -> float:
     """As :func:`expected`, the most that may come over so many seconds, whatever the policy foresees."""
     demand = situation.signals.demand
     return expected(situation, likely(demand.arrivals, seconds, DURING) if demand else 0.0, able)
 
 
-def outlooks(situation: Situation, prospect: Prospect) -> dict[str, Outlook]:
+def forecasts(situation: Situation, prospect: Candidate) -> dict[str, ModeForecast]:
     """What each rung promises, by mode, with as many replicas as it needs and the budget could give."""
     whole, price = whole_of(situation, prospect), _price(situation.rungs)
     return {
@@ -101,21 +101,21 @@ def outlooks(situation: Situation, prospect: Prospect) -> dict[str, Outlook]:
     }
 
 
-def whole_of(situation: Situation, prospect: Prospect) -> float:
+def whole_of(situation: Situation, prospect: Candidate) -> float:
     """The largest footprint that any rung may have, in the unit of its price."""
     price = _price(situation.rungs)
     return max(price[rung.mode] * max(1, _most(rung, prospect)) for rung in situation.rungs)
 
 
-def judged(situation: Situation, prospect: Prospect) -> Verdict:
+def evaluate(situation: Situation, prospect: Candidate) -> Verdict:
     """The comparison of all rungs, and the switch that it asks for, if any."""
-    seen = outlooks(situation, prospect)
+    seen = forecasts(situation, prospect)
     here = seen[situation.mode]
     known = [outlook for outlook in seen.values() if not outlook.why]
     best = min(known, key=lambda outlook: (outlook.cost, outlook.mode != situation.mode), default=here)
-    unseen = blind(situation)
+    unseen = metrics_stale(situation)
     since: dict[str, float] = {}
-    told: dict[str, Outlook] = {}
+    told: dict[str, ModeForecast] = {}
     verdict = Verdict()
     for mode, outlook in seen.items():
         why = outlook.why
@@ -140,7 +140,7 @@ def judged(situation: Situation, prospect: Prospect) -> Verdict:
     return verdict._replace(outlooks=tuple(told.values()), better_since=since)
 
 
-def _price(rungs: tuple[Rung, ...]) -> dict[str, float]:
+def _price(rungs: tuple[ModeOption, ...]) -> dict[str, float]:
     """What a replica of each rung costs, all in one unit."""
     for cost in ("cost_per_h", "gpus", "cpus"):
         prices = {rung.mode: float(getattr(rung, cost)) for rung in rungs}
@@ -149,16 +149,18 @@ def _price(rungs: tuple[Rung, ...]) -> dict[str, float]:
     return dict.fromkeys((rung.mode for rung in rungs), 1.0)
 
 
-def _most(rung: Rung, prospect: Prospect) -> int:
+def _most(rung: ModeOption, prospect: Candidate) -> int:
     """How many there may be of it, by its mode and by the budget."""
     return min(rung.most, prospect.reach.holds(each(rung)))
 
 
-def _outlook(situation: Situation, rung: Rung, prospect: Prospect, price: float, whole: float) -> Outlook:
+def _outlook(
+    situation: Situation, rung: ModeOption, prospect: Candidate, price: float, whole: float
+) -> ModeForecast:
     """What one rung promises, at that ``price`` for each replica."""
     able, rate, most = prospect.capabilities[rung.mode], prospect.rate, _most(rung, prospect)
     least = max(rung.least, min(situation.scale.min_healthy, rung.most), int(rate > 0))
-    unknown = Outlook(
+    unknown = ModeForecast(
         mode=rung.mode, count=max(least, min(most, situation.count)), cost=whole * WORST, met=0.0
     )
     if not is_known(rung):
@@ -170,9 +172,9 @@ def _outlook(situation: Situation, rung: Rung, prospect: Prospect, price: float,
     needed = math.ceil(rate / mu - 1e-9) if mu > 0 else most
     count = min(max(least, needed), most)
     alone = msgspec.structs.replace(prospect.workload, lam=rate / max(1, count))
-    found = outlook_of(rung.timing, alone, situation.slo)
+    found = latency_at(rung.timing, alone, situation.slo)
     missed = _missed(situation.slo, found) if rate > 0 or count else 0.0
-    return Outlook(
+    return ModeForecast(
         mode=rung.mode,
         count=count,
         cost=whole * (1 + missed) if missed else price * count,
@@ -182,12 +184,12 @@ def _outlook(situation: Situation, rung: Rung, prospect: Prospect, price: float,
     )
 
 
-def is_known(rung: Rung) -> bool:
+def is_known(rung: ModeOption) -> bool:
     """Whether its engine model says anything of it: the generic one is the same for every shape."""
     return rung.timing.model is not None and (rung.version > 0 or rung.timing.model != GENERIC.model)
 
 
-def _missed(slo: Objective, found: Expected) -> float:
+def _missed(slo: SloConfig, found: ExpectedLatency) -> float:
     """By how much an objective is missed; 0 where it is met."""
     if found.ttft_p95_s is None or found.itl_p95_s is None:
         return WORST * min(max(1.0, found.utilisation), 2**CLIP) - 1
@@ -204,7 +206,7 @@ def _excess(value: float, bound: float) -> float:
 
 
 def _objection(
-    situation: Situation, prospect: Prospect, here: Outlook, there: Outlook, since: float | None
+    situation: Situation, prospect: Candidate, here: ModeForecast, there: ModeForecast, since: float | None
 ) -> str:
     """Why the switch is not made now, or an empty string."""
     at, switching, switched_at = situation.at, situation.switching, situation.memory.switched_at
@@ -228,14 +230,16 @@ def _objection(
     return _interrupted(situation, prospect, here, there)
 
 
-def _freed(situation: Situation, prospect: Prospect, there: Outlook) -> tuple[Situation, Prospect] | None:
+def _freed(
+    situation: Situation, prospect: Candidate, there: ModeForecast
+) -> tuple[Situation, Candidate] | None:
     """The same once those of a lower priority have made way for the switch; ``None`` where they need not."""
     new, old = _rung(situation, there.mode), _rung(situation, situation.mode)
-    needs = Take().plus(each(new), there.count)
+    needs = Allocation().plus(each(new), there.count)
     room = prospect.alone.most(needs)
     if room == prospect.alone or not is_known(new):
         return None
-    more = Take(*(_less(later, now) for later, now in zip(room, prospect.alone, strict=True)))
+    more = Allocation(*(_less(later, now) for later, now in zip(room, prospect.alone, strict=True)))
     rungs = situation.rungs
     if new.gap_s and not _leaves_a_gap(situation, old, new, room):
         rungs = tuple(msgspec.structs.replace(rung, gap_s=0.0) if rung is new else rung for rung in rungs)
@@ -248,7 +252,7 @@ def _less(later: float, now: float) -> float:
     return later - now if later < math.inf else 0.0
 
 
-def _leaves_a_gap(situation: Situation, old: Rung, new: Rung, room: Take) -> bool:
+def _leaves_a_gap(situation: Situation, old: ModeOption, new: ModeOption, room: Allocation) -> bool:
     """Whether a first replica of ``new`` can be had in that room only while nobody serves."""
     keys = {mode: LayerKey(situation.model, mode, 0) for mode in (old.mode, new.mode)}
     footprints = {keys[rung.mode]: Footprint(gpus=rung.gpus, cpus=rung.cpus) for rung in (old, new)}
@@ -256,10 +260,10 @@ def _leaves_a_gap(situation: Situation, old: Rung, new: Rung, room: Take) -> boo
     goal = Goal(key=keys[new.mode], count=count, min_healthy=min(situation.scale.min_healthy, count))
     layers = {keys[old.mode]: Layer(wanted=situation.supply.wanted, ready=situation.supply.serving)}
     bounds = (None if bound == math.inf else int(bound) for bound in room[:2])
-    return gap_needed(goal, layers, footprints, *bounds)
+    return needs_gap(goal, layers, footprints, *bounds)
 
 
-def _interrupted(situation: Situation, prospect: Prospect, here: Outlook, there: Outlook) -> str:
+def _interrupted(situation: Situation, prospect: Candidate, here: ModeForecast, there: ModeForecast) -> str:
     """What would go unserved during the switch, or an empty string.
 
     Where the present mode keeps up, what serves meanwhile has to as well. Where it does not, requests wait in
@@ -288,5 +292,5 @@ def _interrupted(situation: Situation, prospect: Prospect, here: Outlook, there:
     return f"{carried:.2f} of {rate:.2f} req/s can be carried meanwhile: the others wait for {waits_s:.0f} s"
 
 
-def _rung(situation: Situation, mode: str) -> Rung:
+def _rung(situation: Situation, mode: str) -> ModeOption:
     return next(rung for rung in situation.rungs if rung.mode == mode)

@@ -36,7 +36,7 @@ PARTING_S = 3.0
 LATE_S = 60.0
 
 
-class Pulse(NamedTuple):
+class GpuHealth(NamedTuple):
     """What the cards of one replica told last, at ``heard``; ``slowed`` is since when without a pause."""
 
     heard: float
@@ -45,43 +45,43 @@ class Pulse(NamedTuple):
     card: str = ""
 
 
-class Ailment(NamedTuple):
+class Condition(NamedTuple):
     """Why a replica should leave; what is ``fatal`` may answer wrongly, the others only slowly."""
 
     why: str
     fatal: bool
 
 
-def felt(before: Pulse | None, told: PowerReport | None, at: float) -> Pulse:
+def observe(before: GpuHealth | None, told: PowerReport | None, at: float) -> GpuHealth:
     """The pulse after a report; an error of a card stays until its replica has left."""
     if told is None:
-        return before or Pulse(at)
+        return before or GpuHealth(at)
     lasting = before is not None and at - before.heard <= UNHEARD_S
     earlier = before.slowed if before is not None and lasting else None
     slowed = None if not told.reasons & HARDWARE else at if earlier is None else earlier
     if is_of_card(told.xid):
-        return Pulse(at, slowed, told.xid, told.card)
-    return Pulse(at, slowed, *(before[2:] if before is not None else ()))
+        return GpuHealth(at, slowed, told.xid, told.card)
+    return GpuHealth(at, slowed, *(before[2:] if before is not None else ()))
 
 
-def ailment(pulse: Pulse, at: float) -> Ailment | None:
+def condition(pulse: GpuHealth, at: float) -> Condition | None:
     """What ails a replica, if anything."""
     if pulse.xid:
-        return Ailment(f"XID {pulse.xid}" + (f" on {pulse.card}" if pulse.card else ""), fatal=True)
+        return Condition(f"XID {pulse.xid}" + (f" on {pulse.card}" if pulse.card else ""), fatal=True)
     if pulse.slowed is not None and pulse.heard - pulse.slowed >= SLOWED_S and at - pulse.heard <= UNHEARD_S:
-        return Ailment(f"slowed by hardware for {SLOWED_S:.0f} s", fatal=False)
+        return Condition(f"slowed by hardware for {SLOWED_S:.0f} s", fatal=False)
     return None
 
 
-class Seat(NamedTuple):
+class Slot(NamedTuple):
     """One replica of the layer that serves, as it is: ``ready`` or not, and what ails it."""
 
     id: str
     ready: bool
-    ailment: Ailment | None = None
+    ailment: Condition | None = None
 
 
-class Ward(NamedTuple):
+class ReplacementState(NamedTuple):
     """What a model has beside its replicas.
 
     ``aimed`` for are so many, ``healthy`` is the fewest that may be ready; ``room`` is whether one more fits,
@@ -96,7 +96,7 @@ class Ward(NamedTuple):
     drain_s: float = 30.0
 
 
-class Care(msgspec.Struct, frozen=True, kw_only=True):
+class ReplacementPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The replacement that goes on, if any, and what is left of the last.
 
     ``replica`` is replaced since ``begun``, by one ``more`` beside it where there is room; it was told to
@@ -120,7 +120,9 @@ class Care(msgspec.Struct, frozen=True, kw_only=True):
         return self.replica if self.told is not None and self.gone is None else ""
 
 
-def cared(before: Care, seats: Sequence[Seat], ward: Ward, at: float) -> Care:
+def step(
+    before: ReplacementPlan, seats: Sequence[Slot], ward: ReplacementState, at: float
+) -> ReplacementPlan:
     """The next step of the replacement, or the first of another."""
     if before.replica and before.told is None:
         before = _worst(before, seats, at)
@@ -131,7 +133,7 @@ def cared(before: Care, seats: Sequence[Seat], ward: Ward, at: float) -> Care:
     return before if before.replica else _chosen(before, seats, ward, at)
 
 
-def _worst(care: Care, seats: Sequence[Seat], at: float) -> Care:
+def _worst(care: ReplacementPlan, seats: Sequence[Slot], at: float) -> ReplacementPlan:
     """Have the successor of one that is only slow take the place of one whose card failed."""
     fatal = {s.id: s.ailment.why for s in seats if s.ready and s.ailment is not None and s.ailment.fatal}
     if not fatal or care.replica in fatal:
@@ -142,16 +144,22 @@ def _worst(care: Care, seats: Sequence[Seat], at: float) -> Care:
     )
 
 
-def _chosen(before: Care, seats: Sequence[Seat], ward: Ward, at: float) -> Care:
+def _chosen(
+    before: ReplacementPlan, seats: Sequence[Slot], ward: ReplacementState, at: float
+) -> ReplacementPlan:
     """Begin with the worst of those that ail, if any may leave."""
     ill = sorted((not s.ailment.fatal, s.id, s.ailment) for s in seats if s.ready and s.ailment is not None)
     # Whoever came has been well for as long again as was waited for it.
     forgotten = before.row and at >= before.pause + _pause_s(before.row)
     if not ill:
-        return Care() if forgotten or not before.row else Care(row=before.row, pause=before.pause)
+        return (
+            ReplacementPlan()
+            if forgotten or not before.row
+            else ReplacementPlan(row=before.row, pause=before.pause)
+        )
     row, pause = (0, 0.0) if forgotten else (before.row, before.pause)
     _, replica, found = ill[0]
-    rests = Care(row=row, pause=pause)
+    rests = ReplacementPlan(row=row, pause=pause)
     said = f"{replica}: {found.why}"
     if row and at < pause:
         again = f"{row} in a row were replaced: the next in {pause - at:.0f} s"
@@ -169,12 +177,14 @@ def _chosen(before: Care, seats: Sequence[Seat], ward: Ward, at: float) -> Care:
     return msgspec.structs.replace(rests, note=f"{said}; it stays: too few others serve")
 
 
-def _succeeded(care: Care, seats: Sequence[Seat], ward: Ward, at: float) -> Care:
+def _succeeded(
+    care: ReplacementPlan, seats: Sequence[Slot], ward: ReplacementState, at: float
+) -> ReplacementPlan:
     """Let it leave once its successor is there; one with a fatal error only until others are enough."""
     seat = next((seat for seat in seats if seat.id == care.replica), None)
     if seat is None or seat.ailment is None:
         # It recovered, or something else ended it.
-        return Care(row=care.row, pause=care.pause)
+        return ReplacementPlan(row=care.row, pause=care.pause)
     others, late = _others(care.replica, seats), at - care.begun >= ward.start_s
     enough = max(1, ward.healthy) if seat.ailment.fatal else ward.aimed
     if others >= enough or not seat.ready or (late and seat.ailment.fatal):
@@ -183,7 +193,9 @@ def _succeeded(care: Care, seats: Sequence[Seat], ward: Ward, at: float) -> Care
     return _ended(care, at) if late else care
 
 
-def _parted(care: Care, seats: Sequence[Seat], ward: Ward, at: float) -> Care:
+def _parted(
+    care: ReplacementPlan, seats: Sequence[Slot], ward: ReplacementState, at: float
+) -> ReplacementPlan:
     """Wait until it is gone, and as long as it takes others to see that."""
     assert care.told is not None
     if care.gone is not None:
@@ -197,16 +209,16 @@ def _replaced(replica: str, why: str) -> str:
     return f"{replica}: {why}; it is being replaced"
 
 
-def _ended(care: Care, at: float) -> Care:
+def _ended(care: ReplacementPlan, at: float) -> ReplacementPlan:
     row = care.row + 1
-    return Care(row=row, pause=at + _pause_s(row))
+    return ReplacementPlan(row=row, pause=at + _pause_s(row))
 
 
 def _pause_s(row: int) -> float:
     return min(PAUSE_S * 2.0 ** min(row - 1, 10), MAX_PAUSE_S)
 
 
-def _others(replica: str, seats: Sequence[Seat]) -> int:
+def _others(replica: str, seats: Sequence[Slot]) -> int:
     """How many others serve that can be trusted."""
     return sum(
         seat.ready and seat.id != replica and not (seat.ailment is not None and seat.ailment.fatal)

@@ -195,7 +195,7 @@ def verdict(layer: Layer, elapsed_s: float, start_timeout_s: float) -> str:
     return "the cluster gave up starting it" if layer.broken else ""
 
 
-def leaving_of(spec: ModelSpec, layers: Mapping[LayerKey, Layer], key: LayerKey) -> dict[str, int]:
+def leaving_layer(spec: ModelSpec, layers: Mapping[LayerKey, Layer], key: LayerKey) -> dict[str, int]:
     """By mode, or by shape where no mode has it, what other layers than ``key`` still hold."""
     modes = {mode.shape: name for name, mode in spec.modes.items()}
     found: dict[str, int] = {}
@@ -206,7 +206,7 @@ def leaving_of(spec: ModelSpec, layers: Mapping[LayerKey, Layer], key: LayerKey)
     return found
 
 
-def gap_needed(
+def needs_gap(
     goal: Goal,
     layers: Mapping[LayerKey, Layer],
     footprints: Mapping[LayerKey, Footprint],

@@ -7,14 +7,14 @@ from typing import Any
 
 import msgspec
 
-from policy.config.control import Guard, Objective, Scale, Switching
+from policy.config.control import GuardConfig, ModeSwitchConfig, ScaleConfig, SloConfig
 from policy.engine.capacity import Capability
 from policy.engine.model import Timing
 from policy.scaling.view import Proposal, Supply
 from policy.signals.types import Signals
 
 
-class Rule(StrEnum):
+class Guardrail(StrEnum):
     """What changes the count that a policy asks for, in the order in which they are applied."""
 
     OVERRIDE = "override"
@@ -25,7 +25,7 @@ class Rule(StrEnum):
     HOLD = "hold"
 
 
-class Rung(msgspec.Struct, frozen=True, kw_only=True):
+class ModeOption(msgspec.Struct, frozen=True, kw_only=True):
     """A mode that the model may be in, with ``least`` to ``most`` replicas of a shape.
 
     One replica takes ``gpus``, ``cpus``, ``watts`` and ``cost_per_h``. ``timing`` is its engine model, by
@@ -93,13 +93,13 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
     mode: str
     count: int
     settled: bool
-    rungs: tuple[Rung, ...]
+    rungs: tuple[ModeOption, ...]
     supply: Supply
     signals: Signals
-    slo: Objective
-    scale: Scale
-    switching: Switching
-    guard: Guard
+    slo: SloConfig
+    scale: ScaleConfig
+    switching: ModeSwitchConfig
+    guard: GuardConfig
     queue_s: float
     leaving: dict[str, int] = {}
     overflow: bool = False
@@ -107,16 +107,16 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
     memory: Memory = Memory()
 
 
-class Clip(msgspec.Struct, frozen=True, kw_only=True):
+class Limit(msgspec.Struct, frozen=True, kw_only=True):
     """A rule that changed a count, and why."""
 
-    rule: Rule
+    rule: Guardrail
     was: int
     now: int
     why: str
 
 
-class Outlook(msgspec.Struct, frozen=True, kw_only=True):
+class ModeForecast(msgspec.Struct, frozen=True, kw_only=True):
     """What one rung promises: with ``count`` replicas, so much is met, and it costs so much.
 
     ``ttft_s`` and ``itl_s`` are predicted 95th percentiles (``None``: it cannot keep up), ``met`` the part
@@ -150,8 +150,8 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
     proposal: Proposal
     capability: Capability
-    clips: tuple[Clip, ...] = ()
-    outlooks: tuple[Outlook, ...] = ()
+    clips: tuple[Limit, ...] = ()
+    outlooks: tuple[ModeForecast, ...] = ()
     gain: float | None = None
     shadow: Proposal | None = None
     others: dict[str, int] = {}

@@ -8,14 +8,14 @@ from collections.abc import Iterable
 import msgspec
 
 from policy.scaling.rollout import LayerKey
-from policy.types import Replica, ReplicaState, StartPath
+from policy.types import Replica, ReplicaPhase, StartPath
 
 KEPT = 9
 # One that is overdue is expected to take such a part of what it took already.
 OVERDUE = 0.1
 
 
-class Taken(msgspec.Struct, frozen=True, kw_only=True):
+class StartTime(msgspec.Struct, frozen=True, kw_only=True):
     """The last starts of one shape by one path, in seconds, oldest first."""
 
     model: str
@@ -24,7 +24,7 @@ class Taken(msgspec.Struct, frozen=True, kw_only=True):
     seconds: tuple[float, ...]
 
 
-class Starts:
+class StartTimes:
     """Measured starts of each shape, and when those began that go on. Every call is given the instant."""
 
     def __init__(self) -> None:
@@ -42,17 +42,17 @@ class Starts:
 
     def note(self, replica: Replica, at: float) -> bool:
         """Take a heartbeat; returns whether it says that an engine has just become ready."""
-        if replica.state is ReplicaState.STARTING and replica.id not in self._began:
+        if replica.state is ReplicaPhase.STARTING and replica.id not in self._began:
             asked = self._asked.get(_key(replica))
             self._began[replica.id] = asked.popleft() if asked else at
-        elif replica.state in (ReplicaState.STOPPED, ReplicaState.ASLEEP):
+        elif replica.state in (ReplicaPhase.STOPPED, ReplicaPhase.ASLEEP):
             self._began.pop(replica.id, None)
             self._ready.pop(replica.id, None)
         asleep = (replica.model, replica.shape, StartPath.SLEEPING)
         if replica.wake_s is not None and asleep not in self._taken:
             # Found out when it was made, before anybody waited for it.
             self._taken[asleep] = deque([replica.wake_s], maxlen=KEPT)
-        if replica.state is not ReplicaState.READY or self._ready.get(replica.id) == replica.incarnation:
+        if replica.state is not ReplicaPhase.READY or self._ready.get(replica.id) == replica.incarnation:
             return False
         self._ready[replica.id] = replica.incarnation
         began = self._began.pop(replica.id, None)
@@ -81,14 +81,14 @@ class Starts:
         elapsed = (at - self._began.get(replica.id, at) for replica in replicas)
         return tuple(max(lead_s - since_s, OVERDUE * since_s, 0.0) for since_s in elapsed)
 
-    def saved(self) -> tuple[Taken, ...]:
+    def saved(self) -> tuple[StartTime, ...]:
         """What was measured, to be kept."""
         return tuple(
-            Taken(model=model, shape=shape, path=path, seconds=tuple(taken))
+            StartTime(model=model, shape=shape, path=path, seconds=tuple(taken))
             for (model, shape, path), taken in self._taken.items()
         )
 
-    def restore(self, saved: Iterable[Taken]) -> None:
+    def restore(self, saved: Iterable[StartTime]) -> None:
         """Take up what a predecessor measured."""
         for taken in saved:
             key = (taken.model, taken.shape, taken.path)

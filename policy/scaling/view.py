@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from policy.config.control import Objective
+from policy.config.control import SloConfig
 from policy.engine.capacity import Capability
 from policy.signals.types import Signals
 
@@ -50,7 +50,7 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
     capability: Capability
     lead_s: float
     queue_s: float = 86_400.0
-    slo: Objective = Objective()
+    slo: SloConfig = SloConfig()
 
 
 class Proposal(msgspec.Struct, frozen=True, kw_only=True):

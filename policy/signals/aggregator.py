@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from policy.signals.replica_metrics import Presence
-from policy.signals.types import Demand, Quantiles, Rates, Shares, Signals
+from policy.signals.replica_metrics import ReplicaMetrics
+from policy.signals.types import Demand, LatencyQuantiles, Rates, Shares, Signals
 from policy.stats.histogram import BUCKETS, quantile
-from policy.stats.windows import Bins, Count
-from policy.wire.heartbeat import Beat
+from policy.stats.windows import Count, RateBins
+from policy.wire.heartbeat import Heartbeat
 from policy.wire.reports import GatewayReport, ModelReport
 
 # A worker that is silent for so long, while others speak, counts no more.
@@ -66,8 +66,8 @@ class _Model:
     __slots__ = ("asked_at", "minute", "rates", "told_at")
 
     def __init__(self, at: float) -> None:
-        self.rates = Bins(600, 7)
-        self.minute = Bins(60, _HISTOGRAMS + 3 * BUCKETS)
+        self.rates = RateBins(600, 7)
+        self.minute = RateBins(60, _HISTOGRAMS + 3 * BUCKETS)
         self.told_at = self.asked_at = at
 
     def count(self, was: ModelReport, now: ModelReport, level: float, begin: float, at: float) -> None:
@@ -85,11 +85,11 @@ class _Model:
         self.told_at = at
 
 
-class Gathering:
+class SignalAggregator:
     """All that one controller was told since it started."""
 
     def __init__(self) -> None:
-        self._presence = Presence()
+        self._presence = ReplicaMetrics()
         self._workers: dict[str, _Worker] = {}
         self._models: dict[str, _Model] = {}
         self._began: float | None = None
@@ -113,7 +113,7 @@ class Gathering:
         worker.named = frozenset(report.models)
         worker.number, worker.heard_at, worker.left = report.number, at, report.last
 
-    def take_beat(self, beat: Beat, at: float) -> None:
+    def take_beat(self, beat: Heartbeat, at: float) -> None:
         """A replica tells how it is."""
         self._presence.take(beat, at)
 
@@ -227,11 +227,11 @@ def _placed(kind: int, was: Sequence[int], now: Sequence[int]) -> Iterator[Count
                 yield kind + place, after - before
 
 
-def _quantiles(counts: Sequence[float]) -> Quantiles | None:
+def _quantiles(counts: Sequence[float]) -> LatencyQuantiles | None:
     p50, p90, p95, p99 = (quantile(counts, part) for part in (0.5, 0.9, 0.95, 0.99))
     if p50 is None or p90 is None or p95 is None or p99 is None:
         return None
-    return Quantiles(count=round(sum(counts)), p50=p50, p90=p90, p95=p95, p99=p99)
+    return LatencyQuantiles(count=round(sum(counts)), p50=p50, p90=p90, p95=p95, p99=p99)
 
 
 def _shares(judged: float, ttft: float, itl: float, both: float) -> Shares:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from math import inf
 
-from policy.config.control import Objective
-from policy.stats.histogram import BOUNDS, Tally
+from policy.config.control import SloConfig
+from policy.stats.histogram import BOUNDS, HistogramCounter
 from policy.wire.reports import ModelReport
 
 
-class Totals:
+class WorkerCounters:
     """The totals of :class:`policy.wire.reports.ModelReport`, in its words.
 
     A stream is judged when it ends, by the objective of the model as it is then.
@@ -32,11 +32,11 @@ class Totals:
         self.met_ttft = 0
         self.met_itl = 0
         self.met_both = 0
-        self.ttft = Tally(BOUNDS)
-        self.itl = Tally(BOUNDS)
-        self.e2e = Tally(BOUNDS)
+        self.ttft = HistogramCounter(BOUNDS)
+        self.itl = HistogramCounter(BOUNDS)
+        self.e2e = HistogramCounter(BOUNDS)
 
-    def promise(self, slo: Objective) -> None:
+    def promise(self, slo: SloConfig) -> None:
         """Judge by this objective from now on."""
         self._ttft_limit_s = inf if slo.ttft_p95_s is None else slo.ttft_p95_s
         self._itl_limit_s = inf if slo.itl_p95_s is None else slo.itl_p95_s

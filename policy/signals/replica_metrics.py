@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import deque
 
 from policy.gpu_errors import is_of_card
-from policy.signals.types import ReplicaFigures
-from policy.types import Replica, ReplicaState
-from policy.wire.heartbeat import Beat
+from policy.signals.types import ReplicaSample
+from policy.types import Replica, ReplicaPhase
+from policy.wire.heartbeat import Heartbeat
 from policy.wire.reports import EngineReport, PowerReport
 
 # Rates are means over so long, of marks that are at least so far apart.
@@ -30,7 +30,7 @@ class _Heard:
         # When, the tokens scheduled until then, and the requests preempted.
         self.marks: deque[tuple[float, int, int]] = deque()
 
-    def take(self, beat: Beat, at: float) -> None:
+    def take(self, beat: Heartbeat, at: float) -> None:
         self.replica, self.at = beat.replica, at
         if beat.engine is not None:
             if self.engine is None:  # what it counted before it was heard came not just now
@@ -56,16 +56,16 @@ class _Heard:
         return max(0, tokens_now - tokens) / seconds, max(0, preempted_now - preempted) / seconds
 
 
-class Presence:
+class ReplicaMetrics:
     """The replicas that beat; how slow they are is for :mod:`policy.engine.calibration` to say."""
 
     def __init__(self) -> None:
         self._replicas: dict[str, _Heard] = {}
 
-    def take(self, beat: Beat, at: float) -> None:
+    def take(self, beat: Heartbeat, at: float) -> None:
         """A replica tells how it is."""
         replica = beat.replica
-        if replica.state is ReplicaState.STOPPED:
+        if replica.state is ReplicaPhase.STOPPED:
             self._replicas.pop(replica.id, None)
             return
         heard = self._replicas.get(replica.id)
@@ -75,21 +75,21 @@ class Presence:
             heard = self._replicas[replica.id] = _Heard(replica)
         heard.take(beat, at)
 
-    def figures(self, model: str, at: float) -> tuple[ReplicaFigures, ...]:
+    def figures(self, model: str, at: float) -> tuple[ReplicaSample, ...]:
         """Those of the replicas of ``model`` that serve."""
         found = sorted(self._replicas.items())
         return tuple(
             self._figures(heard, at)
             for _, heard in found
             if heard.replica.model == model
-            and heard.replica.state is ReplicaState.READY
+            and heard.replica.state is ReplicaPhase.READY
             and heard.at >= at - SILENT_S
         )
 
-    def _figures(self, heard: _Heard, at: float) -> ReplicaFigures:
+    def _figures(self, heard: _Heard, at: float) -> ReplicaSample:
         load, engine, power = heard.replica.load, heard.engine, heard.power
         tokens_per_s, preempted_per_s = heard.rates()
-        return ReplicaFigures(
+        return ReplicaSample(
             id=heard.replica.id,
             age_s=at - heard.at,
             running=load.running,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import msgspec
 
 
-class Figure(msgspec.Struct, frozen=True):
+class Measurement(msgspec.Struct, frozen=True):
     """A number, and how old it is in seconds."""
 
     value: float
@@ -24,7 +24,7 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
     last_600_s: float
 
 
-class Quantiles(msgspec.Struct, frozen=True, kw_only=True):
+class LatencyQuantiles(msgspec.Struct, frozen=True, kw_only=True):
     """Durations in seconds over the last minute, of ``count`` that were measured."""
 
     count: int
@@ -58,9 +58,9 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
     concurrency: Rates
     queued: int = 0
     oldest_s: float = 0.0
-    ttft: Quantiles | None = None
-    itl: Quantiles | None = None
-    e2e: Quantiles | None = None
+    ttft: LatencyQuantiles | None = None
+    itl: LatencyQuantiles | None = None
+    e2e: LatencyQuantiles | None = None
     met: Shares = Shares()
     input_tokens: float = 0.0
     output_tokens: float = 0.0
@@ -68,7 +68,7 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
     idle_s: float = 0.0
 
 
-class ReplicaFigures(msgspec.Struct, frozen=True, kw_only=True):
+class ReplicaSample(msgspec.Struct, frozen=True, kw_only=True):
     """What one replica that serves says of itself, ``age_s`` ago.
 
     ``running`` and ``waiting`` requests in its engine, ``kv_used`` of its KV cache (0..1), ``tokens_per_s``
@@ -96,4 +96,4 @@ class Signals(msgspec.Struct, frozen=True, kw_only=True):
     """All that was measured of one model; ``demand`` is ``None`` while no gateway told anything."""
 
     demand: Demand | None = None
-    replicas: tuple[ReplicaFigures, ...] = ()
+    replicas: tuple[ReplicaSample, ...] = ()

@@ -14,7 +14,7 @@ BOUNDS: tuple[float, ...] = tuple(0.001 * 2.0 ** (i / 5) for i in range(102))
 BUCKETS = len(BOUNDS) + 1
 
 
-def place(seconds: float) -> int:
+def bucket_of(seconds: float) -> int:
     """The bucket of a duration."""
     return bisect_left(BOUNDS, seconds)
 
@@ -35,9 +35,9 @@ def quantile(counts: Sequence[float], part: float) -> float | None:
     return BOUNDS[-1]
 
 
-def within(counts: Sequence[float], limit_s: float) -> float:
+def fraction_within(counts: Sequence[float], limit_s: float) -> float:
     """How many of those counted took at most ``limit_s``; a part of the bucket that it falls into."""
-    last = place(limit_s)
+    last = bucket_of(limit_s)
     whole = float(sum(counts[:last]))
     if last >= len(counts) or last == len(BOUNDS):
         return whole
@@ -45,7 +45,7 @@ def within(counts: Sequence[float], limit_s: float) -> float:
     return whole + counts[last] * (limit_s - low) / (BOUNDS[last] - low)
 
 
-class Tally:
+class HistogramCounter:
     """Observations by bucket, and their sum; ``bounds`` are the upper ends of all buckets but the last."""
 
     __slots__ = ("_bounds", "counts", "total")

@@ -10,7 +10,7 @@ from math import floor
 Count = tuple[int, float]
 
 
-class Bins:
+class RateBins:
     """A ring of ``seconds`` bins, each with one count of each of ``kinds`` kinds."""
 
     __slots__ = ("_kinds", "_newest", "_rows")
@@ -79,7 +79,7 @@ class Bins:
 SLOTS = 10
 
 
-class Recent:
+class RecentCounts:
     """Two kinds of events over the last ``window_s``, in :data:`SLOTS` slots that expire whole."""
 
     __slots__ = ("_firsts", "_now", "_seconds", "_slot_s", "first", "second")

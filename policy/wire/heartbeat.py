@@ -8,17 +8,17 @@ from policy.types import Replica
 from policy.wire.reports import EngineReport, PowerReport
 
 
-class Wanted(msgspec.Struct, frozen=True, kw_only=True):
+class AdapterRef(msgspec.Struct, frozen=True, kw_only=True):
     """A version of an adapter that a replica should have loaded: its ``name`` and whole ``digest``."""
 
     name: str
     digest: str
 
 
-class Use(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class AdapterUse(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What a replica did with one adapter since it last said so.
 
-    ``name`` and whole ``digest`` as in :class:`Wanted`; ``requests`` that came for it, ``found`` of them
+    ``name`` and whole ``digest`` as in :class:`AdapterRef`; ``requests`` that came for it, ``found`` of them
     while it was loaded, the ``loads`` that they or a plan needed, which took ``load_s`` seconds in all, and
     why the last one ``failed``. Requests that ended had it for ``busy_s`` seconds in all; ``waiting`` of them
     wait for a slot now.
@@ -35,11 +35,11 @@ class Use(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     waiting: int = 0
 
 
-class Beat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What a replica host tells the controller, twice a second and at each change."""
 
     replica: Replica
-    uses: tuple[Use, ...] = ()
+    uses: tuple[AdapterUse, ...] = ()
     engine: EngineReport | None = None
     power: PowerReport | None = None
 
@@ -51,6 +51,6 @@ class Orders(msgspec.Struct, frozen=True, kw_only=True):
     replica goes on with what it was told last. ``leave`` is why the replica shall drain and be replaced.
     """
 
-    hold: tuple[Wanted, ...] | None = None
+    hold: tuple[AdapterRef, ...] | None = None
     awake: dict[str, int] | None = None
     leave: str = ""

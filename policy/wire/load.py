@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from policy.engine.model import Timing
-from policy.types import Load, ReplicaState
+from policy.types import Load, ReplicaPhase
 
 
 class LoadLine(msgspec.Struct):
@@ -14,7 +14,7 @@ class LoadLine(msgspec.Struct):
     ``adapters`` are those that it has loaded, ``refused`` those that it could not load lately.
     """
 
-    state: ReplicaState
+    state: ReplicaPhase
     load: Load
     adapters: tuple[str, ...] = ()
     refused: tuple[str, ...] = ()

@@ -13,7 +13,7 @@ import msgspec
 
 from policy.config.deployment import ModelSpec
 from policy.config.generation import digest as digest_of
-from policy.config.gpu_sharing import Bed, bed_of
+from policy.config.gpu_sharing import GpuGroup, gpu_group_of
 from policy.errors import ActuatorFailed
 from policy.scaling.rollout import LayerKey
 from policy.types import Replica
@@ -24,19 +24,19 @@ from store.state_dir import StateDir
 log = logging.getLogger("tidegate.controller")
 
 
-class Record(msgspec.Struct, frozen=True, kw_only=True):
+class GroupRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A bed, by its layer in the actuator beneath; ``wanted`` is how many are awake of each layer that is.
 
     One without layers is deleted as soon as the actuator does so.
     """
 
     key: LayerKey
-    plan: Bed
+    plan: GpuGroup
     wanted: dict[str, int]
     digests: dict[str, str]
 
 
-class Beds:
+class SharedGpuActuator:
     """The actuator port over another; what has no bed passes through.
 
     A bed with all its engines asleep keeps its GPUs, unless another generation of its model needs some.
@@ -74,7 +74,7 @@ class Beds:
     async def deploy(
         self, key: LayerKey, model: ModelSpec, weights: Weights | None, digest: str, count: int
     ) -> None:
-        plan, record = bed_of(model), self._of(key)
+        plan, record = gpu_group_of(model), self._of(key)
         if record is None and (plan is None or key.shape not in plan.engines):
             await self._free(key)
             await self._beneath.deploy(key, model, weights, digest, count)
@@ -86,7 +86,7 @@ class Beds:
             assert plan is not None
             # Behind what an engine is made of stands which weights.
             of_weights = digest[len(digest_of(model, key.shape)) :]
-            record = Record(
+            record = GroupRecord(
                 key=LayerKey(key.model, plan.shape, key.generation),
                 plan=plan,
                 wanted=dict.fromkeys(plan.engines, 0),
@@ -158,7 +158,7 @@ class Beds:
             if other in beneath and beneath[other].wanted:
                 await self._beneath.scale(other, 0)
 
-    def _of(self, key: LayerKey) -> Record | None:
+    def _of(self, key: LayerKey) -> GroupRecord | None:
         """The bed that the layer ``key`` is, or may be, in."""
         for record in self._records.values():
             same = (record.key.model, record.key.generation) == (key.model, key.generation)
@@ -166,16 +166,16 @@ class Beds:
                 return record
         return None
 
-    def _put(self, record: Record) -> None:
+    def _put(self, record: GroupRecord) -> None:
         self._records[record.key] = record
         self._save()
 
     def _save(self) -> None:
         self._state.save(self._path, list(self._records.values()))
 
-    def _read(self) -> list[Record]:
+    def _read(self) -> list[GroupRecord]:
         try:
-            return self._state.load(self._path, list[Record]) or []
+            return self._state.load(self._path, list[GroupRecord]) or []
         except msgspec.DecodeError as error:
             # Of another version: what runs goes on as it was told last, as one replica of the largest shape.
             log.warning("%s cannot be read: %s", self._path, error)

@@ -21,7 +21,7 @@ from ray import serve as ray_serve
 from ray.serve.api import RunTarget
 
 from policy.config.deployment import ModelSpec, Shape
-from policy.config.gpu_sharing import bed_of
+from policy.config.gpu_sharing import gpu_group_of
 from policy.errors import ActuatorFailed
 from policy.scaling.rollout import CPU_OVERCOMMIT, LayerKey
 from policy.types import EngineKind
@@ -89,7 +89,7 @@ def _resources(model: ModelSpec, shape: Shape) -> dict[str, Any]:
     """
     if model.engine is EngineKind.SIM:
         return {"num_cpus": SIM_CPUS}
-    if (bed := bed_of(model)) is not None:
+    if (bed := gpu_group_of(model)) is not None:
         return {"num_gpus": bed.gpus, "num_cpus": bed.cpus}
     if shape.gpus:
         return {"num_gpus": shape.gpus, "num_cpus": shape.cpus}
@@ -143,7 +143,7 @@ class RayActuator:
     ) -> None:
         if key in await self.layers():
             return
-        drain_s, bed = model.control.mode.drain_timeout_s, bed_of(model)
+        drain_s, bed = model.control.mode.drain_timeout_s, gpu_group_of(model)
         spec = HostSpec(
             model=model,
             weights=weights,

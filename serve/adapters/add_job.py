@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from policy.errors import AdapterRefused, TargetError, TidegateError
 from policy.wire.catalog import Alias
-from serve.adapters.store_port import Taken
+from serve.adapters.store_port import ImportedAdapter
 from serve.controller_api import AddLine, Problem
 from store.progress import Progress
 
@@ -23,7 +23,7 @@ def is_remote(source: str) -> bool:
     return _REMOTE.match(source) is not None
 
 
-class Adding:
+class AddJob:
     """``parts`` are sources with their weights; ``tenants`` of ``None`` stay as they are.
 
     It goes on whether or not anybody watches. Threads report to it; the event loop reads ``line``. Sources
@@ -38,7 +38,7 @@ class Adding:
         parts: tuple[tuple[str, float], ...],
         tenants: tuple[str, ...] | None,
         *,
-        known: Mapping[str, Taken] | None = None,
+        known: Mapping[str, ImportedAdapter] | None = None,
         declared: bool = False,
     ) -> None:
         self.key = key

@@ -12,9 +12,9 @@ from starlette.routing import Route
 
 from policy.errors import AdapterUnknown
 from policy.wire.catalog import DIGEST
-from serve.adapters.add_job import Adding
-from serve.adapters.controller import AdapterControl
-from serve.adapters.library import Library
+from serve.adapters.add_job import AddJob
+from serve.adapters.controller import AdapterController
+from serve.adapters.library import AdapterLibrary
 from serve.controller_api import AddLine, AddRequest
 from serve.responses import json_answer, refusing
 
@@ -26,7 +26,7 @@ PROGRESS_S = 0.1
 NDJSON = "application/x-ndjson"
 
 
-def routes(adapters: AdapterControl) -> list[Route]:
+def routes(adapters: AdapterController) -> list[Route]:
     """Its paths; a model's name may have a slash in it."""
     library = adapters.library
 
@@ -75,7 +75,7 @@ def _key(request: Request) -> tuple[str, str]:
     return request.path_params["model"], request.path_params["name"]
 
 
-async def catalogs(library: Library) -> AsyncIterator[bytes]:
+async def catalogs(library: AdapterLibrary) -> AsyncIterator[bytes]:
     """One line now, one after each change, and one a second at least; none before the records were read."""
     while True:
         version, line = await library.line()
@@ -84,7 +84,7 @@ async def catalogs(library: Library) -> AsyncIterator[bytes]:
         await library.wait(version, HEARTBEAT_S - COALESCE_S)
 
 
-async def _progress(adding: Adding) -> AsyncIterator[bytes]:
+async def _progress(adding: AddJob) -> AsyncIterator[bytes]:
     """How far ``adding`` is, again once a second when it does not move, and what came of it."""
     loop = asyncio.get_running_loop()
     said, until = AddLine(), 0.0

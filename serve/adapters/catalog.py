@@ -12,7 +12,7 @@ from policy.wire.catalog import Alias, Catalog
 Key = tuple[str, str]
 
 
-class Published:
+class CatalogPublisher:
     """The aliases by base model and name; those of models that are not served are kept, and not told."""
 
     def __init__(self, epoch: float) -> None:

@@ -11,14 +11,14 @@ from policy.config.deployment import Deployment
 from policy.errors import TidegateError
 from policy.types import Replica
 from policy.wire.catalog import served_name
-from policy.wire.heartbeat import Beat, Orders
-from serve.adapters.declared import Declaring
-from serve.adapters.library import Library
-from serve.adapters.placement import Placing
-from serve.adapters.status import AdaptersStatus, AdapterState, AdapterStatus, Overview
-from serve.adapters.store_port import Shelf
-from serve.adapters.usage import Demand
-from serve.state.replica_registry import Registry
+from policy.wire.heartbeat import Heartbeat, Orders
+from serve.adapters.declared import DeclaredAdapters
+from serve.adapters.library import AdapterLibrary
+from serve.adapters.placement import AdapterPlacement
+from serve.adapters.status import AdapterOverview, AdaptersStatus, AdapterState, AdapterStatus
+from serve.adapters.store_port import AdapterStore
+from serve.adapters.usage import AdapterDemand
+from serve.state.replica_registry import ReplicaRegistry
 from store.state_dir import StateDir
 
 log = logging.getLogger("tidegate.adapters")
@@ -27,13 +27,13 @@ STEP_S = 1.0
 CLEAR_S = 60.0
 
 
-class AdapterControl:
+class AdapterController:
     """Composes them. ``slots`` says how many adapters a replica can have loaded at once."""
 
     def __init__(
         self,
-        shelf: Callable[[], Shelf],
-        registry: Registry,
+        shelf: Callable[[], AdapterStore],
+        registry: ReplicaRegistry,
         state: StateDir,
         epoch: float,
         *,
@@ -46,11 +46,11 @@ class AdapterControl:
         self._wall = wall
         self._monotonic = monotonic
         self._event = event
-        self._demand = Demand()
-        self._placing = Placing(self._demand, slots)
+        self._demand = AdapterDemand()
+        self._placing = AdapterPlacement(self._demand, slots)
         self._stirred = asyncio.Event()
-        self.library = Library(shelf, epoch, event)
-        self.declaring = Declaring(self.library, state, monotonic)
+        self.library = AdapterLibrary(shelf, epoch, event)
+        self.declaring = DeclaredAdapters(self.library, state, monotonic)
 
     def declare(self, deployment: Deployment, *, applied: bool) -> None:
         """Take the document; one that was ``applied`` just now has its sources looked at again."""
@@ -58,7 +58,7 @@ class AdapterControl:
         self.declaring.declare(deployment, applied=applied)
         self._stirred.set()
 
-    def beat(self, beat: Beat) -> Orders:
+    def beat(self, beat: Heartbeat) -> Orders:
         """Take what a replica, which the registry knows, did with adapters; returns what it should hold."""
         now = self._monotonic()
         self._demand.note(beat, now)
@@ -85,7 +85,7 @@ class AdapterControl:
         adapters: dict[tuple[str, str], AdapterStatus] = {}
         troubles, fetching = self.declaring.troubles, self.library.fetching()
         for model in self.library.models:
-            overview = Overview(self._replicas(model), self._demand, self._placing, now, wall)
+            overview = AdapterOverview(self._replicas(model), self._demand, self._placing, now, wall)
             for alias in self.library.aliases(model):
                 key = (alias.model, alias.name)
                 trouble = troubles.get(key)

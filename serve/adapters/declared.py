@@ -10,10 +10,10 @@ from typing import NamedTuple
 from policy.config.deployment import AdapterSource, Deployment
 from policy.errors import AdapterRefused, AdapterUnknown, TidegateError
 from policy.wire.catalog import Alias
-from serve.adapters.add_job import Adding, Key, is_remote
-from serve.adapters.library import Library
-from serve.adapters.store_port import Taken
-from serve.threads import in_background
+from serve.adapters.add_job import AddJob, Key, is_remote
+from serve.adapters.library import AdapterLibrary
+from serve.adapters.store_port import ImportedAdapter
+from serve.threads import run_in_thread
 from store.state_dir import StateDir
 
 # Between attempts to get one; doubled after each.
@@ -21,7 +21,7 @@ RETRY_S = 5.0
 MAX_RETRY_S = 300.0
 
 
-class Trouble(NamedTuple):
+class DeclarationError(NamedTuple):
     """Why one is not there: ``refused`` for what it is, or not reached; tried again at ``retry_at``."""
 
     reason: str
@@ -30,7 +30,7 @@ class Trouble(NamedTuple):
     retry_at: float
 
 
-class Declaring:
+class DeclaredAdapters:
     """Compares what is declared with what is there, whenever :meth:`step` is called.
 
     What people did since to a name that is declared stays as it is until the document says something else of
@@ -38,7 +38,7 @@ class Declaring:
     one that somebody starts, which is as good as applied.
     """
 
-    def __init__(self, library: Library, state: StateDir, monotonic: Callable[[], float]) -> None:
+    def __init__(self, library: AdapterLibrary, state: StateDir, monotonic: Callable[[], float]) -> None:
         self._library = library
         self._state = state
         self._monotonic = monotonic
@@ -48,10 +48,10 @@ class Declaring:
         self._wanted: dict[Key, AdapterSource] = {}
         self._made: set[Key] | None = None
         self._done: dict[Key, AdapterSource] = {}
-        self._running: dict[Key, tuple[AdapterSource, Adding]] = {}
+        self._running: dict[Key, tuple[AdapterSource, AddJob]] = {}
         self._again: set[Key] = set()
         self._stamps: dict[str, int] = {}
-        self.troubles: dict[Key, Trouble] = {}
+        self.troubles: dict[Key, DeclarationError] = {}
 
     def declare(self, deployment: Deployment, *, applied: bool) -> None:
         """Take a document. One that was ``applied`` by somebody just now has everything looked at again."""
@@ -101,7 +101,7 @@ class Declaring:
             self._done.pop(key, None)
         due = [key for key in self._wanted if key not in self._running and self._is_due(key)]
         if due:
-            stamps = await in_background(lambda: _stamps(self._sources(due)), "adapters-look")
+            stamps = await run_in_thread(lambda: _stamps(self._sources(due)), "adapters-look")
             for key in due:
                 self._begin(key, stamps)
 
@@ -128,10 +128,10 @@ class Declaring:
             if version is not None and not (
                 key in self._again and stamps.get(source) != self._stamps.get(source)
             ):
-                known[source] = Taken(version.digest, version.rank, version.size, version.source)
+                known[source] = ImportedAdapter(version.digest, version.rank, version.size, version.source)
         self._stamps |= {source: stamps[source] for source, _ in parts if source in stamps}
         self._again.discard(key)
-        adding = Adding(key, parts, entry.tenants, known=known, declared=True)
+        adding = AddJob(key, parts, entry.tenants, known=known, declared=True)
         self._running[key] = (entry, self._library.begin(adding))
 
     def _end(self, key: Key, source: AdapterSource, error: TidegateError | None) -> None:
@@ -147,7 +147,7 @@ class Declaring:
         refused = isinstance(error, AdapterRefused) and error.code != "source_unreachable"
         retry_s = min(RETRY_S * 2 ** min(attempts - 1, 10), MAX_RETRY_S)
         if self._wanted.get(key) == source and key not in self._removed:
-            self.troubles[key] = Trouble(str(error), refused, attempts, self._monotonic() + retry_s)
+            self.troubles[key] = DeclarationError(str(error), refused, attempts, self._monotonic() + retry_s)
 
     def _sources(self, keys: Iterable[Key]) -> set[str]:
         return {source for key in keys for source, _ in _parts(self._wanted[key])}

@@ -13,12 +13,12 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from policy.config.deployment import Deployment, ModelSpec
 from policy.errors import AdapterUnknown, TargetError, TidegateError, Unreachable
 from policy.wire.catalog import Alias
-from serve.adapters.add_job import Adding, Key
-from serve.adapters.catalog import Published
+from serve.adapters.add_job import AddJob, Key
+from serve.adapters.catalog import CatalogPublisher
 from serve.adapters.request_checks import check_add, weights_by_number
-from serve.adapters.store_port import Shelf, Taken
+from serve.adapters.store_port import AdapterStore, ImportedAdapter
 from serve.controller_api import AddRequest
-from serve.threads import in_background
+from serve.threads import run_in_thread
 from store.progress import Progress
 
 log = logging.getLogger("tidegate.adapters")
@@ -35,17 +35,17 @@ PATIENCE_S = 5.0
 Event = Callable[[str], None]
 
 
-class Library:
+class AdapterLibrary:
     """Which adapters there are; for one event loop, its slow work is done in threads.
 
     ``shelf`` is made when a model takes adapters, and until then costs nothing.
     """
 
-    def __init__(self, shelf: Callable[[], Shelf], epoch: float, event: Event) -> None:
+    def __init__(self, shelf: Callable[[], AdapterStore], epoch: float, event: Event) -> None:
         self._make = shelf
-        self._shelf: Shelf
+        self._shelf: AdapterStore
         self._event = event
-        self._published = Published(epoch)
+        self._published = CatalogPublisher(epoch)
         self._specs: dict[str, ModelSpec] = {}
         self._names: frozenset[str] = frozenset()
         self._tenants: tuple[str, ...] = ()
@@ -54,7 +54,7 @@ class Library:
         # By whether they are remote.
         self._few = {remote: asyncio.Semaphore(ADDS_AT_ONCE) for remote in (False, True)}
         self._writing = asyncio.Lock()
-        self._adding: dict[Adding, asyncio.Task[None]] = {}
+        self._adding: dict[AddJob, asyncio.Task[None]] = {}
 
     def declare(self, deployment: Deployment) -> None:
         """Take from a document which models take adapters, and who there is to see them."""
@@ -71,7 +71,7 @@ class Library:
                 await self._published.changed()
                 continue
             try:
-                self._shelf, found = await in_background(self._first_look, "adapters-open")
+                self._shelf, found = await run_in_thread(self._first_look, "adapters-open")
             except (TidegateError, OSError) as error:
                 self._event(f"adapters: {error}")
                 await asyncio.sleep(retry_s)
@@ -102,7 +102,7 @@ class Library:
         """What one name stands for."""
         return self._published.get(key)
 
-    def adding(self) -> tuple[Adding, ...]:
+    def adding(self) -> tuple[AddJob, ...]:
         """What is being added now, or waits for its turn."""
         return tuple(self._adding)
 
@@ -125,7 +125,7 @@ class Library:
 
     # What people ask for.
 
-    def add(self, wanted: AddRequest) -> Adding:
+    def add(self, wanted: AddRequest) -> AddJob:
         """Begin to add or replace an adapter.
 
         Raises :class:`TargetError` where no model, or not that one, takes adapters, and as
@@ -133,9 +133,9 @@ class Library:
         """
         model = self._model(wanted.model)
         check_add(wanted, self._names, self._tenants)
-        return self.begin(Adding((model, wanted.name), ((wanted.source, 1.0),), wanted.tenants))
+        return self.begin(AddJob((model, wanted.name), ((wanted.source, 1.0),), wanted.tenants))
 
-    def begin(self, adding: Adding) -> Adding:
+    def begin(self, adding: AddJob) -> AddJob:
         """Begin to add what was checked."""
         self._adding[adding] = task = asyncio.create_task(self._add(adding))
         task.add_done_callback(lambda _: self._left(adding))
@@ -165,7 +165,7 @@ class Library:
         async with self._writing:
             coming = [each for each in self._adding if each.key == key and not each.done.is_set()]
             if self._published.get(key) is not None:
-                await in_background(lambda: self._shelf.remove(*key), "adapters-write")
+                await run_in_thread(lambda: self._shelf.remove(*key), "adapters-write")
                 self._published.drop(key)
             elif not coming:
                 raise _unknown(key)
@@ -179,14 +179,14 @@ class Library:
 
     async def declared(self) -> set[Key]:
         """The names that a document brought."""
-        return await in_background(self._shelf.declared, "adapters-read")
+        return await run_in_thread(self._shelf.declared, "adapters-read")
 
     async def tar(self, digest: str) -> Iterator[bytes] | None:
         """The files of a version, for other nodes; ``None`` where there is none."""
         await self.read()
         if not self._opened.is_set():
             return None
-        return await in_background(lambda: self._shelf.tar(digest), "adapters-read")
+        return await run_in_thread(lambda: self._shelf.tar(digest), "adapters-read")
 
     async def clear(self, in_use: Collection[str]) -> None:
         """Delete what no record names, and no replica has or should have by the serving names ``in_use``.
@@ -195,15 +195,15 @@ class Library:
         """
         async with self._writing:
             if not self._adding and self._opened.is_set():
-                gone = await in_background(lambda: self._shelf.clear(in_use, GRACE_S), "adapters-clear")
+                gone = await run_in_thread(lambda: self._shelf.clear(in_use, GRACE_S), "adapters-clear")
                 for digest in gone:
                     log.info("%s: deleted, for nothing names it", digest[:12])
 
-    def _first_look(self) -> tuple[Shelf, tuple[Alias, ...]]:
+    def _first_look(self) -> tuple[AdapterStore, tuple[Alias, ...]]:
         shelf = self._make()
         return shelf, shelf.aliases()
 
-    async def _add(self, adding: Adding) -> None:
+    async def _add(self, adding: AddJob) -> None:
         model, name = adding.key
         try:
             async with self._turns[adding.key], self._few[adding.remote]:
@@ -224,17 +224,17 @@ class Library:
         else:
             adding.succeed(alias)
 
-    async def _carried_out(self, adding: Adding) -> Alias:
+    async def _carried_out(self, adding: AddJob) -> Alias:
         model, name = adding.key
         await self._opened.wait()
         spec = self._specs.get(model)
         if spec is None:
             raise TargetError(f"{model} takes no adapters any more")
 
-        def take() -> list[tuple[Taken, float]]:
+        def take() -> list[tuple[ImportedAdapter, float]]:
             return [(self._one(spec, source, adding), weight) for source, weight in adding.parts]
 
-        parts = await in_background(take, f"adapter-{name}")
+        parts = await run_in_thread(take, f"adapter-{name}")
         adding.report(Progress(step="record", message=f"writing down what {name} stands for"))
         before = self._published.get(adding.key)
         alias = await self._write(
@@ -245,22 +245,22 @@ class Library:
             log.info("adapter %s on %s: stands for %s", name, model, said)
         return alias
 
-    def _one(self, spec: ModelSpec, source: str, adding: Adding) -> Taken:
+    def _one(self, spec: ModelSpec, source: str, adding: AddJob) -> ImportedAdapter:
         before = adding.known.get(source)
         if before is not None and self._shelf.holds(before.digest):
             return before
         return self._shelf.take(spec, source, adding.report)
 
-    async def _write(self, change: Callable[[], Alias], adding: Adding | None = None) -> Alias:
+    async def _write(self, change: Callable[[], Alias], adding: AddJob | None = None) -> Alias:
         """Carry out one transaction and publish what came of it, in the order of the transactions."""
         async with self._writing:
             if adding is not None:
                 adding.check()
-            alias = await in_background(change, "adapters-write")
+            alias = await run_in_thread(change, "adapters-write")
             self._published.put(alias)
         return alias
 
-    def _left(self, adding: Adding) -> None:
+    def _left(self, adding: AddJob) -> None:
         del self._adding[adding]
         if not any(other.key == adding.key for other in self._adding):
             self._turns.pop(adding.key, None)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from policy.hashing import key_of
+from policy.hashing import hash_name
 from policy.placement import plan as placement
 from policy.placement.plan import Host, Plan
-from policy.types import Replica, ReplicaState
+from policy.types import Replica, ReplicaPhase
 from policy.wire.catalog import Alias, served_name
-from policy.wire.heartbeat import Orders, Wanted
-from serve.adapters.usage import Demand, Usage
+from policy.wire.heartbeat import AdapterRef, Orders
+from serve.adapters.usage import AdapterDemand, Usage
 
 PLAN_S = 5.0
 # What a load is taken to last before any was measured.
@@ -19,18 +19,18 @@ LOAD_S = 0.25
 Slots = Callable[[Replica], int]
 
 
-class Placing:
+class AdapterPlacement:
     """The last plan of each model, and what follows of it for each replica.
 
     ``slots`` says how many adapters a replica can have loaded at once.
     """
 
-    def __init__(self, demand: Demand, slots: Slots) -> None:
+    def __init__(self, demand: AdapterDemand, slots: Slots) -> None:
         self._demand = demand
         self._slots = slots
         self._plans: dict[str, Plan] = {}
         # Of each replica that was looked at; ``None`` while nothing is known of what is asked for.
-        self._holds: dict[str, tuple[Wanted, ...] | None] = {}
+        self._holds: dict[str, tuple[AdapterRef, ...] | None] = {}
         self._planned_at: dict[str, float] = {}
 
     def due(self, model: str, at: float) -> bool:
@@ -42,7 +42,7 @@ class Placing:
         self._planned_at[model] = at
         hosts = [self._host(replica, at) for replica in replicas if _takes(replica)]
         known = {
-            served_name(alias.name, version.digest): Wanted(name=alias.name, digest=version.digest)
+            served_name(alias.name, version.digest): AdapterRef(name=alias.name, digest=version.digest)
             for alias in aliases
             for version in alias.versions
         }
@@ -74,7 +74,7 @@ class Placing:
         return Orders(hold=self._holds.get(replica))
 
     @property
-    def holds(self) -> Mapping[str, tuple[Wanted, ...]]:
+    def holds(self) -> Mapping[str, tuple[AdapterRef, ...]]:
         """What each replica should hold."""
         return {replica: hold or () for replica, hold in self._holds.items()}
 
@@ -86,7 +86,7 @@ class Placing:
         refused = self._demand.refusing(replica.id, at)
         return Host(
             id=replica.id,
-            key=key_of(replica.id),
+            key=hash_name(replica.id),
             slots=self._slots(replica),
             seats=float(max(1, replica.load.bound)),
             resident=frozenset(replica.adapters),
@@ -97,7 +97,7 @@ class Placing:
         """The demand for each version; a name that stands for others now will be asked for those."""
         usages: dict[int, Usage] = {}
         for version in alias.versions:
-            wanted = Wanted(name=alias.name, digest=version.digest)
+            wanted = AdapterRef(name=alias.name, digest=version.digest)
             usages[version.number] = self._demand.usage(alias.model, wanted, at)
         whole = sum(max(usage.rate, usage.rising) for usage in usages.values())
         if not whole and not any(usage.waiting for usage in usages.values()):
@@ -109,7 +109,7 @@ class Placing:
             served = served_name(alias.name, version.digest)
             yield placement.Demand(
                 name=served,
-                key=key_of(served),
+                key=hash_name(served),
                 rate=usage.rate,
                 forecast=whole * shares.get(version.number, 0.0),
                 load_s=LOAD_S if usage.load_s is None else usage.load_s,
@@ -120,4 +120,4 @@ class Placing:
 
 
 def _takes(replica: Replica) -> bool:
-    return replica.state in (ReplicaState.STARTING, ReplicaState.READY)
+    return replica.state in (ReplicaPhase.STARTING, ReplicaPhase.READY)

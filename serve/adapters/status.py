@@ -7,11 +7,11 @@ from enum import StrEnum
 
 import msgspec
 
-from policy.types import Replica, ReplicaState
+from policy.types import Replica, ReplicaPhase
 from policy.wire.catalog import Alias, Version, served_name
-from policy.wire.heartbeat import Wanted
-from serve.adapters.placement import Placing
-from serve.adapters.usage import Demand
+from policy.wire.heartbeat import AdapterRef
+from serve.adapters.placement import AdapterPlacement
+from serve.adapters.usage import AdapterDemand
 
 
 class AdapterState(StrEnum):
@@ -86,16 +86,21 @@ class AdaptersStatus(msgspec.Struct, frozen=True, kw_only=True):
     adapters: tuple[AdapterStatus, ...] = ()
 
 
-class Overview:
+class AdapterOverview:
     """The ``replicas`` of one model, and what each of them should hold.
 
     The instant ``at`` of the clock by which demand is counted is ``wall`` in Unix seconds.
     """
 
     def __init__(
-        self, replicas: Sequence[Replica], demand: Demand, placing: Placing, at: float, wall: float
+        self,
+        replicas: Sequence[Replica],
+        demand: AdapterDemand,
+        placing: AdapterPlacement,
+        at: float,
+        wall: float,
     ) -> None:
-        gone = (ReplicaState.STOPPED, ReplicaState.ASLEEP)
+        gone = (ReplicaPhase.STOPPED, ReplicaPhase.ASLEEP)
         self._replicas = [replica for replica in replicas if replica.state not in gone]
         self._demand = demand
         self._placing = placing
@@ -124,7 +129,7 @@ class Overview:
         )
 
     def _version(self, alias: Alias, version: Version, share: float) -> VersionStatus:
-        wanted = Wanted(name=alias.name, digest=version.digest)
+        wanted = AdapterRef(name=alias.name, digest=version.digest)
         served = served_name(alias.name, version.digest)
         usage = self._demand.usage(alias.model, wanted, self._at)
         failures = self._demand.failures(wanted)

@@ -9,12 +9,12 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from policy.config.deployment import Adapters, ModelSpec
 from policy.types import EngineKind
 from policy.wire.catalog import DIGITS, Alias
-from serve.adapters.store_port import Taken
-from store.adapters.base_model import Base
-from store.adapters.fetch_job import shown
-from store.adapters.import_adapter import Terms, take
-from store.adapters.names import API, DOCUMENT, Candidate, Registry
-from store.adapters.validate import Facts, Limits
+from serve.adapters.store_port import ImportedAdapter
+from store.adapters.base_model import BaseModel
+from store.adapters.fetch_job import redacted
+from store.adapters.import_adapter import ImportLimits, import_adapter
+from store.adapters.names import API, DOCUMENT, AdapterNames, NewVersion
+from store.adapters.validate import AdapterFacts, ValidationLimits
 from store.blobs import Blobs
 from store.models.prepare import prepare
 from store.progress import Report
@@ -24,18 +24,18 @@ from store.state_dir import StateDir
 BASE_S = 600.0
 
 
-class StoredShelf:
+class LocalAdapterStore:
     """Opens its database and folder when they are first used; see
-    :class:`serve.adapters.store_port.Shelf`."""
+    :class:`serve.adapters.store_port.AdapterStore`."""
 
     def __init__(self, state: StateDir, url: str) -> None:
         self._state = state
         self._url = url
         self._opening = threading.Lock()
-        self._registry: Registry | None = None
+        self._registry: AdapterNames | None = None
         self._blobs: Blobs | None = None
         self._preparing = threading.Lock()
-        self._bases: dict[tuple[str, str | None], tuple[float, Base]] = {}
+        self._bases: dict[tuple[str, str | None], tuple[float, BaseModel]] = {}
 
     def aliases(self) -> tuple[Alias, ...]:
         return self._records.catalog(0.0, 0).aliases
@@ -44,13 +44,15 @@ class StoredShelf:
         return self._records.declared()
 
     def told(self, source: str) -> str:
-        return shown(source)
+        return redacted(source)
 
-    def take(self, spec: ModelSpec, source: str, report: Report) -> Taken:
+    def take(self, spec: ModelSpec, source: str, report: Report) -> ImportedAdapter:
         rules = spec.adapters or Adapters()
-        limits = Limits(rules.max_rank, rules.max_bytes)
-        found = take(self._files, source, Terms(self._base(spec, report), limits, spec.token_file), report)
-        return Taken(found.digest, found.facts.rank, found.facts.size, found.source)
+        limits = ValidationLimits(rules.max_rank, rules.max_bytes)
+        found = import_adapter(
+            self._files, source, ImportLimits(self._base(spec, report), limits, spec.token_file), report
+        )
+        return ImportedAdapter(found.digest, found.facts.rank, found.facts.size, found.source)
 
     def holds(self, digest: str) -> bool:
         return self._files.path(digest) is not None
@@ -58,13 +60,13 @@ class StoredShelf:
     def put(
         self,
         key: tuple[str, str],
-        parts: Sequence[tuple[Taken, float]],
+        parts: Sequence[tuple[ImportedAdapter, float]],
         tenants: Collection[str] | None,
         *,
         declared: bool,
     ) -> Alias:
         candidates = [
-            Candidate(taken.digest, Facts(taken.rank, taken.size), taken.source, weight)
+            NewVersion(taken.digest, AdapterFacts(taken.rank, taken.size), taken.source, weight)
             for taken, weight in parts
         ]
         origin = DOCUMENT if declared else API
@@ -92,10 +94,10 @@ class StoredShelf:
         return [digest for digest in idle if self._files.remove(digest, older_s)]
 
     @property
-    def _records(self) -> Registry:
+    def _records(self) -> AdapterNames:
         with self._opening:
             if self._registry is None:
-                self._registry = Registry(self._url)
+                self._registry = AdapterNames(self._url)
             return self._registry
 
     @property
@@ -106,7 +108,7 @@ class StoredShelf:
                 self._blobs = Blobs(self._state.adapters)
             return self._blobs
 
-    def _base(self, spec: ModelSpec, report: Report) -> Base | None:
+    def _base(self, spec: ModelSpec, report: Report) -> BaseModel | None:
         """What adapters of ``spec`` are compared with; the simulated engine has no weights."""
         if spec.engine is EngineKind.SIM:
             return None
@@ -115,6 +117,6 @@ class StoredShelf:
             at, base = self._bases.get(key, (0.0, None))
             if base is None or time.monotonic() - at > BASE_S:
                 prepared = prepare(spec.source, token_file=spec.token_file, progress=report)
-                base = Base.of(prepared.path)
+                base = BaseModel.of(prepared.path)
                 self._bases[key] = (time.monotonic(), base)
             return base

@@ -10,7 +10,7 @@ from policy.wire.catalog import Alias
 from store.progress import Report
 
 
-class Taken(NamedTuple):
+class ImportedAdapter(NamedTuple):
     """An adapter that lies under its ``digest``: ``size`` in bytes, ``source`` as it is told and recorded."""
 
     digest: str
@@ -19,7 +19,7 @@ class Taken(NamedTuple):
     source: str
 
 
-class Shelf(Protocol):
+class AdapterStore(Protocol):
     """Every call blocks, and may be made from any thread; raises :class:`policy.errors.TidegateError`."""
 
     def aliases(self) -> tuple[Alias, ...]:
@@ -34,7 +34,7 @@ class Shelf(Protocol):
         """``source`` as it may be told and recorded, without what may be a secret in it."""
         ...
 
-    def take(self, spec: ModelSpec, source: str, report: Report) -> Taken:
+    def take(self, spec: ModelSpec, source: str, report: Report) -> ImportedAdapter:
         """Fetch the adapter in ``source``, admit it for the model and put it in its place.
 
         Raises :class:`policy.errors.AdapterRefused`. The same source may be taken again at any time.
@@ -48,7 +48,7 @@ class Shelf(Protocol):
     def put(
         self,
         key: tuple[str, str],
-        parts: Sequence[tuple[Taken, float]],
+        parts: Sequence[tuple[ImportedAdapter, float]],
         tenants: Collection[str] | None,
         *,
         declared: bool,

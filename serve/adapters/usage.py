@@ -12,9 +12,9 @@ from collections import OrderedDict
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
-from policy.types import Replica, ReplicaState
+from policy.types import Replica, ReplicaPhase
 from policy.wire.catalog import served_name
-from policy.wire.heartbeat import Beat, Use, Wanted
+from policy.wire.heartbeat import AdapterRef, AdapterUse, Heartbeat
 
 HALF_LIFE_S = 60.0
 # A rise is believed once so many requests of the last seconds show it: fewer are as likely to be chance.
@@ -32,7 +32,7 @@ WAITS_S = 2.5
 MAX_FAILURES = 1024
 MAX_REASON = 500
 
-Key = tuple[str, Wanted]
+Key = tuple[str, AdapterRef]
 
 
 class Usage(NamedTuple):
@@ -82,7 +82,7 @@ class _Counts:
         self.loads = 0
         self.last_used: float | None = None
 
-    def add(self, use: Use, at: float) -> None:
+    def add(self, use: AdapterUse, at: float) -> None:
         self._age(at)
         self._requests += use.requests
         self._quick += use.requests
@@ -121,22 +121,22 @@ class _Counts:
         self._at += passed_s
 
 
-class Demand:
+class AdapterDemand:
     """What was asked for lately; each call is given the instant ``at``, in seconds, which never goes back."""
 
     def __init__(self) -> None:
         self._counts: OrderedDict[Key, _Counts] = OrderedDict()
-        self._failures: dict[str, dict[Wanted, Failure]] = {}
-        self._waiting: dict[str, dict[Wanted, tuple[int, float]]] = {}
+        self._failures: dict[str, dict[AdapterRef, Failure]] = {}
+        self._waiting: dict[str, dict[AdapterRef, tuple[int, float]]] = {}
         self._incarnations: dict[str, int] = {}
 
-    def note(self, beat: Beat, at: float) -> None:
+    def note(self, beat: Heartbeat, at: float) -> None:
         """Take what a replica did since it last said so."""
         replica = beat.replica
-        uses = {Wanted(name=use.name, digest=use.digest): use for use in beat.uses}
+        uses = {AdapterRef(name=use.name, digest=use.digest): use for use in beat.uses}
         for wanted, use in uses.items():
             self._count((replica.model, wanted), use, at)
-        if replica.state is ReplicaState.STOPPED:
+        if replica.state is ReplicaPhase.STOPPED:
             self._forget(replica.id)
             return
         if self._incarnations.get(replica.id) != replica.incarnation:
@@ -155,7 +155,7 @@ class Demand:
         for gone in self._incarnations.keys() - set(replicas):
             self._forget(gone)
 
-    def usage(self, model: str, wanted: Wanted, at: float) -> Usage:
+    def usage(self, model: str, wanted: AdapterRef, at: float) -> Usage:
         """How the version is used."""
         counts = self._counts.get((model, wanted))
         if counts is None:
@@ -163,17 +163,17 @@ class Demand:
         said = [waiting[wanted] for waiting in self._waiting.values() if wanted in waiting]
         return counts.usage(at, sum(count for count, since in said if at - since < WAITS_S))
 
-    def failures(self, wanted: Wanted) -> dict[str, Failure]:
+    def failures(self, wanted: AdapterRef) -> dict[str, Failure]:
         """By replica, why it could not load the version when it last tried, which was not long ago."""
         found = ((replica, failed.get(wanted)) for replica, failed in self._failures.items())
         return {replica: failure for replica, failure in found if failure is not None}
 
-    def refusing(self, replica: str, at: float) -> frozenset[Wanted]:
+    def refusing(self, replica: str, at: float) -> frozenset[AdapterRef]:
         """The versions that ``replica`` could not load less than :data:`REFUSING_S` ago."""
         failed = self._failures.get(replica, {})
         return frozenset(wanted for wanted, failure in failed.items() if at - failure.at < REFUSING_S)
 
-    def _count(self, key: Key, use: Use, at: float) -> None:
+    def _count(self, key: Key, use: AdapterUse, at: float) -> None:
         counts = self._counts.get(key)
         if counts is None:
             counts = self._counts[key] = _Counts(at)
@@ -183,7 +183,7 @@ class Demand:
         if use.requests:
             self._counts.move_to_end(key)
 
-    def _judge(self, replica: Replica, uses: Mapping[Wanted, Use], at: float) -> None:
+    def _judge(self, replica: Replica, uses: Mapping[AdapterRef, AdapterUse], at: float) -> None:
         failed = self._failures.setdefault(replica.id, {})
         # The first is the oldest.
         while failed and at - next(iter(failed.values())).at >= REFUSING_S + AGAIN_S:

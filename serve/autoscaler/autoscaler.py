@@ -16,22 +16,22 @@ import msgspec
 
 from policy.config.deployment import Deployment
 from policy.errors import SwitchRefused
-from policy.scaling.decide import Mind, decide_all
+from policy.scaling.decide import ModelPolicies, decide_all
 from policy.scaling.situation import Decision, Memory, Situation
-from policy.scaling.start_times import Taken
-from policy.signals.aggregator import Gathering
-from policy.wire.heartbeat import Beat
+from policy.scaling.start_times import StartTime
+from policy.signals.aggregator import SignalAggregator
+from policy.wire.heartbeat import Heartbeat
 from policy.wire.reports import GatewayReport
-from serve.autoscaler.calibration import Calibrations
-from serve.autoscaler.journal import Journal, Policies, Round
-from serve.autoscaler.policies import Minds
-from serve.autoscaler.situations import Surveying
-from serve.autoscaler.switch_review import due, outcome, promised
-from serve.controller_api import Logged
-from serve.state.observed import Observation
-from serve.state.targets import Aim, Target, Targets, wanted_models
+from serve.autoscaler.calibration import CalibrationStore
+from serve.autoscaler.journal import DecisionRound, Journal, Policies
+from serve.autoscaler.policies import PolicySet
+from serve.autoscaler.situations import SituationBuilder
+from serve.autoscaler.switch_review import due, expected_gain, outcome
+from serve.controller_api import LoggedDecision
+from serve.state.observed import ObservedState
+from serve.state.targets import DesiredMode, Target, Targets, wanted_models
 from serve.state.transitions import starves
-from serve.threads import in_background
+from serve.threads import run_in_thread
 from store.state_dir import StateDir
 
 log = logging.getLogger("tidegate.controller")
@@ -42,12 +42,12 @@ PATIENCE_S = 2.0
 LISTEN_S = 5.0
 
 
-class Kept(msgspec.Struct, frozen=True, kw_only=True):
+class KeptState(msgspec.Struct, frozen=True, kw_only=True):
     """What outlives a controller: memories, by whom each was made, and how long starts took."""
 
     memories: dict[str, Memory] = {}
     policies: dict[str, Policies] = {}
-    starts: tuple[Taken, ...] = ()
+    starts: tuple[StartTime, ...] = ()
 
 
 class Autoscaler:
@@ -60,8 +60,8 @@ class Autoscaler:
         self,
         state: StateDir,
         targets: Targets,
-        observation: Observation,
-        gathering: Gathering,
+        observation: ObservedState,
+        gathering: SignalAggregator,
         *,
         now: Callable[[], float],
         epoch: float,
@@ -77,9 +77,9 @@ class Autoscaler:
         self._steer = steer
         self._wake = wake
         self._event = event
-        self._minds = Minds(event)
-        self._calibrations = Calibrations(state)
-        self._surveying = Surveying(targets, observation, self._calibrations, gathering, now)
+        self._minds = PolicySet(event)
+        self._calibrations = CalibrationStore(state)
+        self._surveying = SituationBuilder(targets, observation, self._calibrations, gathering, now)
         self.journal = Journal(state.decisions_path)
         self._kept = self._read()
         observation.starts.restore(self._kept.starts)
@@ -107,7 +107,7 @@ class Autoscaler:
 
     async def take_up(self, deployment: Deployment) -> None:
         """Go on with the document of a predecessor."""
-        await in_background(lambda: self._minds.take_up(deployment), "policies")
+        await run_in_thread(lambda: self._minds.take_up(deployment), "policies")
 
     def ready(self, deployment: Deployment) -> None:
         """Have the policies that :meth:`adopt` takes, made before or now; raises as :meth:`prepare` does."""
@@ -152,13 +152,13 @@ class Autoscaler:
             if told.queued and name in self._targets.names() and not self._targets.get(name).aim.count:
                 self.stir(name, urgent=True)
 
-    def beat(self, beat: Beat) -> None:
+    def beat(self, beat: Heartbeat) -> None:
         """Learn from a replica how fast it is."""
         self._surveying.note(beat)
 
-    async def decisions(self, last: int, at: float | None, model: str | None) -> list[Logged]:
+    async def decisions(self, last: int, at: float | None, model: str | None) -> list[LoggedDecision]:
         """The ``last`` decisions, newest first."""
-        return await in_background(lambda: self.journal.read(last, at, model), "journal-read")
+        return await run_in_thread(lambda: self.journal.read(last, at, model), "journal-read")
 
     async def tick(self, deployment: Deployment) -> None:
         """Make the decisions that are due and carry them out."""
@@ -179,7 +179,7 @@ class Autoscaler:
             situations[name] = self._surveying.situation(name, deployment, memories[name], at)
             # Each takes a millisecond, of which heartbeats would feel a hundred.
             await asyncio.sleep(0)
-        asked = Round(at=at, policies=policies, situations=situations, budget=deployment.budget)
+        asked = DecisionRound(at=at, policies=policies, situations=situations, budget=deployment.budget)
         self._running = asyncio.create_task(self._round(asked, minds, deployment, document))
         await asyncio.wait({self._running}, timeout=PATIENCE_S)
 
@@ -203,10 +203,10 @@ class Autoscaler:
         return False
 
     async def _round(
-        self, asked: Round, minds: Mapping[str, Mind], deployment: Deployment, document: int
+        self, asked: DecisionRound, minds: Mapping[str, ModelPolicies], deployment: Deployment, document: int
     ) -> None:
         try:
-            made = await in_background(lambda: self._decide(asked, minds), "decide")
+            made = await run_in_thread(lambda: self._decide(asked, minds), "decide")
         except Exception as error:
             # A decision that fails must not take the control loop with it.
             log.exception("no decision")
@@ -222,16 +222,16 @@ class Autoscaler:
             if name in self._targets.names():
                 self._carry_out(made.situations[name], decision, deployment)
 
-    def _decide(self, asked: Round, minds: Mapping[str, Mind]) -> Round:
+    def _decide(self, asked: DecisionRound, minds: Mapping[str, ModelPolicies]) -> DecisionRound:
         """Decide on what the log will have, word for word, and remember it on disk; beside the event loop."""
         self._calibrations.learn(self._now())
-        made = msgspec.json.decode(msgspec.json.encode(asked), type=Round)
+        made = msgspec.json.decode(msgspec.json.encode(asked), type=DecisionRound)
         decided = decide_all(made.situations, made.budget, minds)
         memories = self._kept.memories | {name: memory for name, (_, memory) in decided.items()}
         policies = self._kept.policies | made.policies
         # What is remembered of models that are gone is not.
         known = self._targets.names()
-        kept = Kept(
+        kept = KeptState(
             memories={name: memory for name, memory in memories.items() if name in known},
             policies={name: chosen for name, chosen in policies.items() if name in known},
             starts=self._observation.starts.saved(),
@@ -270,7 +270,7 @@ class Autoscaler:
     ) -> None:
         shape = target.spec.modes[decision.mode].shape
         generation = target.aim.generation
-        aim = Aim(mode=decision.mode, shape=shape, count=decision.count, generation=generation)
+        aim = DesiredMode(mode=decision.mode, shape=shape, count=decision.count, generation=generation)
         proposed = target.toward(aim, self.at)
         try:
             gap = starves(proposed, self._observation, deployment)
@@ -284,7 +284,7 @@ class Autoscaler:
             return
         gain = f" (gain promised {decision.gain:.0%})" if decision.gain is not None else ""
         self._event(f"{decision.model}: {self.who(decision.model)}: {decision.reason}{gain}")
-        promise = promised(decision, situation)
+        promise = expected_gain(decision, situation)
         self._modes[decision.model] = decision.mode
         self._steer(decision.model, msgspec.structs.replace(proposed, gap=gap, promise=promise))
 
@@ -366,13 +366,13 @@ class Autoscaler:
             memory = msgspec.structs.replace(memory, shadow=None)
         return memory
 
-    def _read(self) -> Kept:
+    def _read(self) -> KeptState:
         try:
-            return self._state.load(self._state.memory_path, Kept) or Kept()
+            return self._state.load(self._state.memory_path, KeptState) or KeptState()
         except (msgspec.MsgspecError, OSError) as error:
             # Of another version, half of it, or on a bad disk: memories are learned anew.
             log.warning("%s: %s", self._state.memory_path, error)
-            return Kept()
+            return KeptState()
 
 
 def _in_a_mode(target: Target) -> bool:

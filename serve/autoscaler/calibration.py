@@ -11,13 +11,13 @@ from pathlib import Path
 import msgspec
 
 from policy.config.deployment import ModelSpec
-from policy.config.generation import made_of
+from policy.config.generation import engine_inputs
 from policy.engine.calibration import Calibration, Fit, State, slowness
-from policy.engine.least_squares import scaled
+from policy.engine.least_squares import fit_scaled
 from policy.engine.model import EngineModel
 from policy.engine.step_samples import StepSample
-from policy.types import Replica, ReplicaState
-from policy.wire.heartbeat import Beat
+from policy.types import Replica, ReplicaPhase
+from policy.wire.heartbeat import Heartbeat
 from store.state_dir import StateDir
 
 log = logging.getLogger("tidegate.controller")
@@ -30,7 +30,7 @@ MAX_WAITING = 4096
 SAVE_EVERY_S = 60.0
 
 
-class Saved(msgspec.Struct, frozen=True, kw_only=True):
+class SavedModel(msgspec.Struct, frozen=True, kw_only=True):
     """A file: of which model, shape and engine, with the prior from which it was learned."""
 
     model: str
@@ -43,7 +43,7 @@ class Saved(msgspec.Struct, frozen=True, kw_only=True):
 class _One:
     """A calibration, and what it is of."""
 
-    def __init__(self, saved: Saved) -> None:
+    def __init__(self, saved: SavedModel) -> None:
         self.engine = saved.engine
         self.prior = saved.prior
         self.calibration = Calibration(saved.prior, saved.state)
@@ -60,7 +60,7 @@ class _One:
         self.changed = True
 
 
-class Calibrations:
+class CalibrationStore:
     """Learns from heartbeats. Only :meth:`learn` takes long, and may run in a thread beside the others."""
 
     def __init__(self, state: StateDir) -> None:
@@ -75,7 +75,7 @@ class Calibrations:
             self._read(path)
 
     def take(
-        self, beat: Beat, spec: ModelSpec, prior: EngineModel, at: float, *, learns: bool = True
+        self, beat: Heartbeat, spec: ModelSpec, prior: EngineModel, at: float, *, learns: bool = True
     ) -> None:
         """A replica of ``spec`` tells of its steps; ``prior`` is what its engine was taken to be.
 
@@ -83,7 +83,7 @@ class Calibrations:
         """
         self._forget(at)
         replica = beat.replica
-        if replica.state is ReplicaState.STOPPED:
+        if replica.state is ReplicaPhase.STOPPED:
             self._of.pop(replica.id, None)
             self._heard.pop(replica.id, None)
         elif beat.engine is not None and beat.engine.steps:
@@ -116,7 +116,7 @@ class Calibrations:
             if key not in self._all or self._all[key].engine != engine:
                 together.pop(key, None)
                 state = Calibration(prior).state
-                saved = Saved(model=spec.name, shape=shape, engine=engine, prior=prior, state=state)
+                saved = SavedModel(model=spec.name, shape=shape, engine=engine, prior=prior, state=state)
                 self._all = self._all | {key: _One(saved)}
             together.setdefault(key, []).append((replica.id, samples))
         for key, learned in together.items():
@@ -146,7 +146,7 @@ class Calibrations:
             and one.fit.version
             and one.engine == _engine(spec, other)
         ]
-        return scaled(prior, sorted(factors)[len(factors) // 2]) if factors else None
+        return fit_scaled(prior, sorted(factors)[len(factors) // 2]) if factors else None
 
     def slowness(self, replica: str, model: EngineModel | None, at: float) -> float:
         """How many times as long as ``model`` says its steps take; 1 where it has not made any of late."""
@@ -157,7 +157,7 @@ class Calibrations:
 
     def _read(self, path: Path) -> None:
         try:
-            saved = self._state.load(path, Saved)
+            saved = self._state.load(path, SavedModel)
         except (msgspec.MsgspecError, OSError) as error:
             log.warning("%s cannot be read (%s); it is measured anew", path, error)
             return
@@ -167,7 +167,7 @@ class Calibrations:
     def _save(self, key: tuple[str, str], one: _One) -> None:
         model, shape = key
         name = f"{model.replace('/', '@')}+{shape}.json"
-        saved = Saved(
+        saved = SavedModel(
             model=model, shape=shape, engine=one.engine, prior=one.prior, state=one.calibration.state
         )
         try:
@@ -181,7 +181,7 @@ class Calibrations:
 
 def _engine(spec: ModelSpec, shape: str) -> str:
     """Eight hex digits over what an engine's speed may depend on."""
-    made = made_of(spec)
+    made = engine_inputs(spec)
     # How long it may drain is a host's business.
     del made["control"]
     data = msgspec.json.encode((made, spec.shapes.get(shape)), order="deterministic")

@@ -19,7 +19,7 @@ import msgspec
 
 from policy.config.control import Choice
 from policy.errors import ConfigError
-from policy.scaling.policies.registry import Chosen
+from policy.scaling.policies.registry import PolicyChoice
 from policy.scaling.view import Policy, Proposal, View
 
 # Of decisions: a policy that takes longer is not waited for, and not asked again before it has answered.
@@ -45,7 +45,7 @@ def beside(choice: Choice, folder: Path) -> Choice:
     return {"custom": {**given, "class": found} if isinstance(given, Mapping) else found}
 
 
-def load(chosen: Chosen, path: str) -> Policy:
+def load(chosen: PolicyChoice, path: str) -> Policy:
     """The policy that was ``chosen`` at ``path`` of the document, made of its parameters.
 
     Raises :class:`policy.errors.ConfigError`. Imports what it is told to: not for an event loop.
@@ -66,7 +66,7 @@ def load(chosen: Chosen, path: str) -> Policy:
     return cast(Policy, made)
 
 
-class Guarded:
+class GuardedPolicy:
     """A policy: where it raises, or answers what is no proposal, the count stays, and that is an event.
 
     One that somebody else wrote (``alone``) is asked in a thread of its own, with a copy of its memory:

@@ -18,9 +18,9 @@ import msgspec
 
 from policy.config.control import Choice
 from policy.config.deployment import Budget
-from policy.scaling.decide import Mind, decide_all
+from policy.scaling.decide import ModelPolicies, decide_all
 from policy.scaling.situation import Decision, Memory, Situation
-from serve.controller_api import Logged, Outcome
+from serve.controller_api import LoggedDecision, SwitchOutcome
 from store.log_file import KEPT, MAX_BYTES, RotatingLog
 
 log = logging.getLogger("tidegate.controller")
@@ -40,7 +40,7 @@ class Policies(msgspec.Struct, frozen=True, kw_only=True):
     others: tuple[str, ...] = ()
 
 
-class Round(msgspec.Struct, frozen=True, kw_only=True, tag="round"):
+class DecisionRound(msgspec.Struct, frozen=True, kw_only=True, tag="round"):
     """What was decided together at the instant ``at``, by whom, of what, within which budget."""
 
     at: float
@@ -50,7 +50,7 @@ class Round(msgspec.Struct, frozen=True, kw_only=True, tag="round"):
     decisions: dict[str, Decision] = {}
 
 
-Line = Round | Outcome
+Line = DecisionRound | SwitchOutcome
 
 
 class Journal:
@@ -62,12 +62,12 @@ class Journal:
         self._pending: list[bytes] = []
         self._writer: threading.Thread | None = None
         self._shown: dict[str, tuple[object, float]] = {}
-        self._skipped: dict[str, Logged] = {}
+        self._skipped: dict[str, LoggedDecision] = {}
         self._lost = 0
 
     def put(self, line: Line) -> None:
         """Log it, unless it is a round in which nothing is new; never waits for the disk."""
-        if isinstance(line, Round) and not self._is_new(line):
+        if isinstance(line, DecisionRound) and not self._is_new(line):
             return
         with self._lock:
             if len(self._pending) >= MAX_PENDING:
@@ -78,7 +78,7 @@ class Journal:
                 self._writer = threading.Thread(target=self._write, name="journal", daemon=True)
                 self._writer.start()
 
-    def read(self, last: int, at: float | None = None, model: str | None = None) -> list[Logged]:
+    def read(self, last: int, at: float | None = None, model: str | None = None) -> list[LoggedDecision]:
         """The ``last`` decisions, newest first: of all or of one ``model``, up to the instant ``at``.
 
         Reads files: not for an event loop.
@@ -92,16 +92,16 @@ class Journal:
         newest.sort(key=_at, reverse=True)
         return list(islice(heapq.merge(newest, self._written(at, model), key=_at, reverse=True), last))
 
-    def _written(self, at: float | None, model: str | None) -> Iterator[Logged]:
+    def _written(self, at: float | None, model: str | None) -> Iterator[LoggedDecision]:
         # What came of a decision is written after it, so it is read before.
-        came: dict[tuple[str, float], Outcome] = {}
+        came: dict[tuple[str, float], SwitchOutcome] = {}
         for line in self.lines():
-            if isinstance(line, Outcome):
+            if isinstance(line, SwitchOutcome):
                 came[line.model, line.decided_at] = line
             elif at is None or line.at <= at:
                 for name, decision in line.decisions.items():
                     if model in (None, name):
-                        yield Logged(
+                        yield LoggedDecision(
                             situation=forgotten(line.situations[name]),
                             decision=decision,
                             outcome=came.pop((name, decision.at), None),
@@ -126,7 +126,7 @@ class Journal:
         if (writer := self._writer) is not None:
             writer.join()
 
-    def _is_new(self, made: Round) -> bool:
+    def _is_new(self, made: DecisionRound) -> bool:
         new = False
         for name, decision in made.decisions.items():
             gist = _gist(decision)
@@ -138,7 +138,7 @@ class Journal:
                 self._skipped.pop(name, None)
             else:
                 situation = forgotten(made.situations[name])
-                self._skipped[name] = Logged(situation=situation, decision=decision)
+                self._skipped[name] = LoggedDecision(situation=situation, decision=decision)
         return new
 
     def _write(self) -> None:
@@ -165,7 +165,7 @@ class Journal:
                 log.warning("%d decisions are not in the log", lost)
 
 
-def replayed(made: Round, minds: Mapping[str, Mind]) -> dict[str, Decision]:
+def replayed(made: DecisionRound, minds: Mapping[str, ModelPolicies]) -> dict[str, Decision]:
     """The decisions made again; ``minds`` are made anew of the policies that were configured then."""
     decided = decide_all(made.situations, made.budget, minds)
     return {model: decision for model, (decision, _) in decided.items()}
@@ -183,7 +183,7 @@ def _gist(decision: Decision) -> object:
     return decision.mode, decision.count, decision.proposal.count, clips, shadow, decision.dry_run
 
 
-def _at(logged: Logged) -> float:
+def _at(logged: LoggedDecision) -> float:
     return logged.decision.at
 
 

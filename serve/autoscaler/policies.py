@@ -9,10 +9,10 @@ import msgspec
 from policy.config.control import Choice
 from policy.config.deployment import Deployment, ModelSpec
 from policy.errors import ConfigError
-from policy.scaling.decide import Mind
+from policy.scaling.decide import ModelPolicies
 from policy.scaling.policies.registry import CUSTOM, NAMES, choose, make
 from policy.scaling.view import Policy
-from serve.autoscaler.custom_policy import Guarded, load
+from serve.autoscaler.custom_policy import GuardedPolicy, load
 from serve.autoscaler.journal import Policies
 from serve.state.targets import wanted_models
 
@@ -20,13 +20,13 @@ from serve.state.targets import wanted_models
 STAY = "static"
 
 
-class Minds:
+class PolicySet:
     """Made anew only where the document says something else. What a user's policy does wrong is an event."""
 
     def __init__(self, event: Callable[[str], None]) -> None:
         self._event = event
-        self._made: dict[str, tuple[Policies, Mind]] = {}
-        self._prepared: dict[str, tuple[Policies, Mind]] = {}
+        self._made: dict[str, tuple[Policies, ModelPolicies]] = {}
+        self._prepared: dict[str, tuple[Policies, ModelPolicies]] = {}
 
     def prepare(self, deployment: Deployment) -> None:
         """Make those of ``deployment``; raises :class:`policy.errors.ConfigError`."""
@@ -55,19 +55,19 @@ class Minds:
                 stays = msgspec.structs.replace(spec.control, policy=STAY, shadow=None)
                 self._made[spec.name] = self._of(msgspec.structs.replace(spec, control=stays))
 
-    def _known(self, spec: ModelSpec) -> tuple[Policies, Mind] | None:
+    def _known(self, spec: ModelSpec) -> tuple[Policies, ModelPolicies] | None:
         known = (self._prepared.get(spec.name), self._made.get(spec.name))
         chosen = policies_of(spec)
         return next((each for each in known if each is not None and each[0] == chosen), None)
 
-    def _of(self, spec: ModelSpec) -> tuple[Policies, Mind]:
+    def _of(self, spec: ModelSpec) -> tuple[Policies, ModelPolicies]:
         chosen = policies_of(spec)
-        return chosen, mind_of(spec.name, chosen, self._event)
+        return chosen, policies_for(spec.name, chosen, self._event)
 
     def __contains__(self, model: str) -> bool:
         return model in self._made
 
-    def mind(self, model: str) -> Mind:
+    def mind(self, model: str) -> ModelPolicies:
         """Who decides for ``model``."""
         return self._made[model][1]
 
@@ -92,21 +92,21 @@ def policies_of(spec: ModelSpec) -> Policies:
     )
 
 
-def mind_of(model: str, chosen: Policies, event: Callable[[str], None]) -> Mind:
+def policies_for(model: str, chosen: Policies, event: Callable[[str], None]) -> ModelPolicies:
     """Make them; raises :class:`policy.errors.ConfigError`. Imports what users wrote."""
-    return Mind(
+    return ModelPolicies(
         live=_made(_path(model, "policy"), chosen.live, event),
         shadow=None if chosen.shadow is None else _made(_path(model, "shadow"), chosen.shadow, event),
         # One that is only asked for comparison must not keep the live one from deciding.
-        others={name: Guarded(make(choose("", name)), event) for name in chosen.others},
+        others={name: GuardedPolicy(make(choose("", name)), event) for name in chosen.others},
     )
 
 
 def _made(path: str, choice: Choice, event: Callable[[str], None]) -> Policy:
     chosen = choose(path, choice)
     if chosen.name == CUSTOM:
-        return Guarded(load(chosen, path), event, alone=True)
-    return Guarded(make(chosen), event)
+        return GuardedPolicy(load(chosen, path), event, alone=True)
+    return GuardedPolicy(make(chosen), event)
 
 
 def _path(model: str, key: str) -> str:

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from policy.config.gpu_sharing import bed_of
-from policy.scaling.replacement import UNHEARD_S, Care, Pulse, Seat, Ward, ailment, cared, felt
-from policy.types import Replica, ReplicaState
-from policy.wire.heartbeat import Beat
-from serve.state.observed import Observation
-from serve.state.replica_registry import Registry
+from policy.config.gpu_sharing import gpu_group_of
+from policy.scaling.replacement import (
+    UNHEARD_S,
+    GpuHealth,
+    ReplacementPlan,
+    ReplacementState,
+    Slot,
+    condition,
+    observe,
+    step,
+)
+from policy.types import Replica, ReplicaPhase
+from policy.wire.heartbeat import Heartbeat
+from serve.state.observed import ObservedState
+from serve.state.replica_registry import ReplicaRegistry
 from serve.state.targets import Target
 
 
-class Repairing:
+class ReplicaReplacement:
     """One for all models; ``now`` are the seconds of the clock that never goes back.
 
     A controller that comes back learns of errors again with the first beats, and of what is slow in a minute.
@@ -21,8 +30,8 @@ class Repairing:
 
     def __init__(
         self,
-        registry: Registry,
-        observation: Observation,
+        registry: ReplicaRegistry,
+        observation: ObservedState,
         now: Callable[[], float],
         event: Callable[[str], None],
     ) -> None:
@@ -30,19 +39,19 @@ class Repairing:
         self._observation = observation
         self._now = now
         self._event = event
-        self._pulses: dict[str, Pulse] = {}
-        self._cares: dict[str, Care] = {}
+        self._pulses: dict[str, GpuHealth] = {}
+        self._cares: dict[str, ReplacementPlan] = {}
 
-    def beat(self, beat: Beat) -> None:
+    def beat(self, beat: Heartbeat) -> None:
         """A replica tells how its cards are."""
         replica, at = beat.replica, self._now()
-        if replica.state is ReplicaState.STOPPED:
+        if replica.state is ReplicaPhase.STOPPED:
             self._pulses.pop(replica.id, None)
         elif beat.power is not None:
             if replica.id not in self._pulses:
                 heard = self._pulses.items()
                 self._pulses = {name: pulse for name, pulse in heard if at - pulse.heard <= UNHEARD_S}
-            self._pulses[replica.id] = felt(self._pulses.get(replica.id), beat.power, at)
+            self._pulses[replica.id] = observe(self._pulses.get(replica.id), beat.power, at)
 
     def leave(self, replica: Replica) -> str:
         """Why the replica has to leave, or an empty string."""
@@ -56,30 +65,32 @@ class Repairing:
     def look(self, target: Target, has_room: Callable[[], bool]) -> int:
         """Take the next step; returns how many replicas are wanted beside those aimed for."""
         model, at = target.spec.name, self._now()
-        before, seats = self._cares.get(model, Care()), self._seats(target, at)
-        if before == Care() and not any(seat.ailment for seat in seats):
+        before, seats = self._cares.get(model, ReplacementPlan()), self._seats(target, at)
+        if before == ReplacementPlan() and not any(seat.ailment for seat in seats):
             return 0
-        bed = bed_of(target.spec)
+        bed = gpu_group_of(target.spec)
         if not target.aim.count or (bed is not None and target.aim.shape in bed.engines):
-            after = Care(note=_in_bed(seats) if target.aim.count else "")
+            after = ReplacementPlan(note=_in_bed(seats) if target.aim.count else "")
         else:
-            after = cared(before, seats, self._ward(target, before, has_room), at)
+            after = step(before, seats, self._ward(target, before, has_room), at)
         self._cares[model] = after
         self._tell(model, before, after)
         return int(after.more)
 
-    def _seats(self, target: Target, at: float) -> list[Seat]:
+    def _seats(self, target: Target, at: float) -> list[Slot]:
         found = []
         for replica in self._registry.of(target.key()):
             pulse = self._pulses.get(replica.id)
-            ails = None if pulse is None else ailment(pulse, at)
-            found.append(Seat(replica.id, replica.state is ReplicaState.READY, ails))
+            ails = None if pulse is None else condition(pulse, at)
+            found.append(Slot(replica.id, replica.state is ReplicaPhase.READY, ails))
         return found
 
-    def _ward(self, target: Target, before: Care, has_room: Callable[[], bool]) -> Ward:
+    def _ward(
+        self, target: Target, before: ReplacementPlan, has_room: Callable[[], bool]
+    ) -> ReplacementState:
         control, layers = target.spec.control, self._observation.layers(target.spec.name)
         others = any(layer.occupied for key, layer in layers.items() if key != target.key())
-        return Ward(
+        return ReplacementState(
             aimed=target.aim.count,
             healthy=min(control.scale.min_healthy, target.aim.count),
             # Asked for only where something begins: it takes a look at every model.
@@ -89,7 +100,7 @@ class Repairing:
             drain_s=control.mode.drain_timeout_s,
         )
 
-    def _tell(self, model: str, before: Care, after: Care) -> None:
+    def _tell(self, model: str, before: ReplacementPlan, after: ReplacementPlan) -> None:
         if after.replica and after.replica != before.replica:
             how = ", after a successor for which there is room" if after.more else ""
             self._event(f"{model}: {after.replica} is replaced{how}: {after.why}")
@@ -99,7 +110,7 @@ class Repairing:
             self._event(f"{model}: {after.note}")
 
 
-def _in_bed(seats: list[Seat]) -> str:
+def _in_bed(seats: list[Slot]) -> str:
     ill = next((seat for seat in seats if seat.ailment is not None), None)
     if ill is None or ill.ailment is None:
         return ""

@@ -12,16 +12,16 @@ from policy.engine.calibration import Fit
 from policy.engine.model import EngineModel, Timing
 from policy.engine.profiles import price_of, shipped
 from policy.engine.step_table import GENERIC
-from policy.scaling.budget import Take, held, total
-from policy.scaling.rollout import LayerKey, gap_needed, leaving_of
-from policy.scaling.situation import Memory, Rung, Situation
-from policy.signals.aggregator import Gathering
+from policy.scaling.budget import Allocation, held, total
+from policy.scaling.rollout import LayerKey, leaving_layer, needs_gap
+from policy.scaling.situation import Memory, ModeOption, Situation
+from policy.signals.aggregator import SignalAggregator
 from policy.signals.types import Signals
 from policy.types import Replica
-from policy.wire.heartbeat import Beat
-from serve.autoscaler.calibration import Calibrations
-from serve.state.observed import Observation
-from serve.state.targets import Aim, Target, Targets
+from policy.wire.heartbeat import Heartbeat
+from serve.autoscaler.calibration import CalibrationStore
+from serve.state.observed import ObservedState
+from serve.state.targets import DesiredMode, Target, Targets
 from serve.state.transitions import goal_of
 
 # Of the cards of a replica, the 95th percentile over so many looks counts against a budget of watts.
@@ -29,15 +29,15 @@ LOOKS = 120
 PART = 0.95
 
 
-class Surveying:
+class SituationBuilder:
     """Composes them; ``now`` are the seconds of the clock that never goes back."""
 
     def __init__(
         self,
         targets: Targets,
-        observation: Observation,
-        calibrations: Calibrations,
-        gathering: Gathering,
+        observation: ObservedState,
+        calibrations: CalibrationStore,
+        gathering: SignalAggregator,
         now: Callable[[], float],
     ) -> None:
         self._targets = targets
@@ -54,7 +54,7 @@ class Surveying:
         spec, control = target.spec, target.spec.control
         key = target.key()
         layers = self._observation.layers(model)
-        leaving = leaving_of(spec, layers, key)
+        leaving = leaving_layer(spec, layers, key)
         rungs = tuple(self._rungs(target, deployment, at))
         here = next(rung for rung in rungs if rung.mode == target.aim.mode)
         signals = self._slowed(self._gathering.signals(model, self._now()), key, here.timing.model)
@@ -81,7 +81,7 @@ class Surveying:
             memory=memory,
         )
 
-    def note(self, beat: Beat) -> None:
+    def note(self, beat: Heartbeat) -> None:
         """Learn from a replica what bounds it, and how long its steps take."""
         replica = beat.replica
         if replica.model not in self._targets.names():
@@ -105,18 +105,18 @@ class Surveying:
         layers = self._observation.layers(replica.model)
         return any(layer.starting or (layer.occupied and key != own) for key, layer in layers.items())
 
-    def beside(self, models: Iterable[str], deployment: Deployment, at: float) -> Take:
+    def beside(self, models: Iterable[str], deployment: Deployment, at: float) -> Allocation:
         """What the budget leaves beside all that ``models`` hold."""
         left = total(deployment.budget)
         for model in models:
             left = left.plus(held(self.situation(model, deployment, Memory(), at)), -1)
         return left
 
-    def takes(self, target: Target, budget: Budget) -> Take:
+    def takes(self, target: Target, budget: Budget) -> Allocation:
         """What one replica of the aim takes."""
         shape = target.spec.shapes[target.aim.shape]
         watts = self._needs(target, target.aim.shape, budget)
-        return Take(shape.gpus, shape.cpus, watts, price_of(shape, budget))
+        return Allocation(shape.gpus, shape.cpus, watts, price_of(shape, budget))
 
     def _timing(self, spec: ModelSpec, shape: str, generation: int) -> Timing:
         """What replicas of a shape tell of themselves, and where they are silent what they shipped with."""
@@ -128,20 +128,20 @@ class Surveying:
         limits = msgspec.structs.replace(told.limits, max_num_seqs=seats)
         return Timing(limits=limits, model=told.model or timing.model)
 
-    def _rungs(self, target: Target, deployment: Deployment, at: float) -> Iterable[Rung]:
+    def _rungs(self, target: Target, deployment: Deployment, at: float) -> Iterable[ModeOption]:
         """The modes, but for those that failed to start a short while ago."""
         for name, mode in target.spec.modes.items():
             barred = target.barred.get(name)
             if name == target.aim.mode or barred is None or barred.until <= at:
                 yield self._rung(target, name, mode, deployment)
 
-    def _rung(self, target: Target, name: str, mode: Mode, deployment: Deployment) -> Rung:
+    def _rung(self, target: Target, name: str, mode: Mode, deployment: Deployment) -> ModeOption:
         spec, shape = target.spec, target.spec.shapes[mode.shape]
         timing = self._timing(spec, mode.shape, target.aim.generation)
         known = self._known(target, mode.shape, timing.model)
         key = LayerKey(spec.name, mode.shape, target.aim.generation)
         lead_s = self._observation.lead_s(key, spec.control.assumed_start_s)
-        return Rung(
+        return ModeOption(
             mode=name,
             shape=mode.shape,
             least=mode.bounds.min,
@@ -161,14 +161,14 @@ class Surveying:
         """Whether nothing of the mode fits beside what runs now."""
         if name == target.aim.mode:
             return False
-        aim = Aim(
+        aim = DesiredMode(
             mode=name, shape=mode.shape, count=max(1, mode.bounds.min), generation=target.aim.generation
         )
         proposed = msgspec.structs.replace(target, aim=aim)
         model = target.spec.name
         layers, footprints = self._observation.layers(model), self._observation.footprints(proposed)
         room = self._observation.room(proposed, deployment.budget)
-        return gap_needed(goal_of(proposed), layers, footprints, *room)
+        return needs_gap(goal_of(proposed), layers, footprints, *room)
 
     def _known(self, target: Target, shape: str, prior: EngineModel | None) -> Fit | None:
         """The engine model of a shape as far as it is known: measured, or assumed.

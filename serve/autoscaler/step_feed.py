@@ -7,8 +7,8 @@ from collections.abc import AsyncGenerator
 
 import msgspec
 
-from policy.types import ReplicaState
-from policy.wire.heartbeat import Beat
+from policy.types import ReplicaPhase
+from policy.wire.heartbeat import Heartbeat
 from policy.wire.reports import EngineReport
 
 # Of reports that a listener is too slow for, the oldest are dropped: this is minutes of a large fleet.
@@ -17,7 +17,7 @@ MOST = 4096
 SILENT_S = 1.0
 
 
-class Told(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class StepLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What the engine of one ready replica told at once; without a ``replica`` nobody told anything."""
 
     replica: str = ""
@@ -26,18 +26,18 @@ class Told(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     engine: EngineReport | None = None
 
 
-class Listeners:
+class StepSubscribers:
     """Reports of engines go to whoever listens at that moment, and nowhere else."""
 
     def __init__(self) -> None:
-        self._queues: list[tuple[str, asyncio.Queue[Told]]] = []
+        self._queues: list[tuple[str, asyncio.Queue[StepLine]]] = []
 
-    def tell(self, beat: Beat) -> None:
+    def tell(self, beat: Heartbeat) -> None:
         """Pass a heartbeat on."""
         replica = beat.replica
-        if self.deaf or beat.engine is None or replica.state is not ReplicaState.READY:
+        if self.deaf or beat.engine is None or replica.state is not ReplicaPhase.READY:
             return
-        told = Told(
+        told = StepLine(
             replica=replica.id, shape=replica.shape, generation=replica.generation, engine=beat.engine
         )
         for model, queue in self._queues:
@@ -51,19 +51,19 @@ class Listeners:
         """Whether nobody listens."""
         return not self._queues
 
-    async def listen(self, model: str, silent_s: float = SILENT_S) -> AsyncGenerator[Told, None]:
+    async def listen(self, model: str, silent_s: float = SILENT_S) -> AsyncGenerator[StepLine, None]:
         """All that the replicas of ``model`` tell from now on, and now and then that there was nothing."""
-        queue: asyncio.Queue[Told] = asyncio.Queue(MOST)
+        queue: asyncio.Queue[StepLine] = asyncio.Queue(MOST)
         entry = (model, queue)
         self._queues.append(entry)
         try:
-            yield Told()
+            yield StepLine()
             while True:
                 try:
                     async with asyncio.timeout(silent_s):
                         told = await queue.get()
                 except TimeoutError:
-                    told = Told()
+                    told = StepLine()
                 yield told
         finally:
             self._queues.remove(entry)

@@ -6,10 +6,10 @@ import math
 
 import msgspec
 
-from policy.scaling.situation import Decision, Rung, Situation
+from policy.scaling.situation import Decision, ModeOption, Situation
 from policy.signals.types import Demand
-from serve.controller_api import Outcome
-from serve.state.targets import Promise
+from serve.controller_api import SwitchOutcome
+from serve.state.targets import ExpectedGain
 
 # After it is there its requests fill the minute over which latencies are measured.
 MEASURED_S = 75.0
@@ -17,31 +17,31 @@ MEASURED_S = 75.0
 MOST = 4.0
 
 
-def promised(decision: Decision, situation: Situation) -> Promise | None:
+def expected_gain(decision: Decision, situation: Situation) -> ExpectedGain | None:
     """The promise of a switch that ``decision`` makes by load; ``None`` where nothing can be measured."""
     measured = _measured(situation)
     if decision.gain is None or measured is None or decision.mode == decision.was_mode:
         return None
     cost, met = measured
-    return Promise(
+    return ExpectedGain(
         at=decision.at, was=decision.was_mode, mode=decision.mode, gain=decision.gain, cost=cost, met=met
     )
 
 
-def due(promise: Promise, settled: bool, at: float) -> tuple[Promise, bool]:
+def due(promise: ExpectedGain, settled: bool, at: float) -> tuple[ExpectedGain, bool]:
     """The promise with when its replicas were there, and whether it can be judged by now."""
     if promise.settled_at is None:
         return (msgspec.structs.replace(promise, settled_at=at) if settled else promise), False
     return promise, at - promise.settled_at >= MEASURED_S
 
 
-def outcome(promise: Promise, situation: Situation) -> Outcome | None:
+def outcome(promise: ExpectedGain, situation: Situation) -> SwitchOutcome | None:
     """What came of it, or ``None`` where nobody asks any more."""
     measured = _measured(situation)
     if measured is None or promise.cost <= 0:
         return None
     cost, met = measured
-    return Outcome(
+    return SwitchOutcome(
         at=situation.at,
         model=situation.model,
         decided_at=promise.at,
@@ -78,5 +78,5 @@ def _excess(situation: Situation, demand: Demand) -> float:
     )
 
 
-def _each(rung: Rung) -> float:
+def _each(rung: ModeOption) -> float:
     return rung.cost_per_h or float(rung.gpus or rung.cpus)

@@ -17,12 +17,12 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from policy.config.section import Seconds
-from policy.wire.heartbeat import Beat
+from policy.wire.heartbeat import Heartbeat
 from policy.wire.reports import GatewayReport
 from serve.adapters import api as adapter_api
 from serve.controller.controller import Controller
 from serve.responses import error_answer, json_answer, refusing
-from serve.threads import in_background
+from serve.threads import run_in_thread
 from store.state_dir import SECRET_HEADER
 
 HEARTBEAT_S = 1.0
@@ -100,7 +100,7 @@ def build_app(controller: Controller, secret: str) -> Starlette:
         return StreamingResponse(_lines(controller.steps(asked.model)), media_type="application/x-ndjson")
 
     async def beat(request: Request) -> Response:
-        return json_answer(controller.beat(msgspec.json.decode(await request.body(), type=Beat)))
+        return json_answer(controller.beat(msgspec.json.decode(await request.body(), type=Heartbeat)))
 
     async def signals(request: Request) -> Response:
         controller.signals(msgspec.json.decode(await request.body(), type=GatewayReport))
@@ -118,13 +118,13 @@ def build_app(controller: Controller, secret: str) -> Starlette:
 
     async def apply(request: Request) -> Response:
         document = msgspec.json.decode(await request.body(), type=dict[str, object])
-        await in_background(lambda: controller.prepare(document), "apply")
+        await run_in_thread(lambda: controller.prepare(document), "apply")
         return json_answer(controller.apply(document))
 
     async def decisions(request: Request) -> Response:
         asked = msgspec.convert(dict(request.query_params), DecisionsQuery, strict=False)
         found = await controller.autoscaler.decisions(asked.last, asked.at, asked.model)
-        return Response(await in_background(lambda: _list_of(found), "encode"), media_type="application/json")
+        return Response(await run_in_thread(lambda: _list_of(found), "encode"), media_type="application/json")
 
     return Starlette(
         routes=[

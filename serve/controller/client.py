@@ -23,8 +23,8 @@ from policy.errors import (
 from policy.types import Fleet
 from policy.wire.catalog import Alias
 from serve.adapters.status import AdaptersStatus
-from serve.autoscaler.step_feed import Told
-from serve.controller_api import AddLine, AddRequest, ControllerStatus, Logged, ModelStatus, Problem
+from serve.autoscaler.step_feed import StepLine
+from serve.controller_api import AddLine, AddRequest, ControllerStatus, LoggedDecision, ModelStatus, Problem
 from store.state_dir import SECRET_HEADER
 
 T = TypeVar("T")
@@ -76,13 +76,13 @@ class ControllerClient:
 
     def decisions(
         self, model: str | None = None, last: int = 1, at: float | None = None
-    ) -> tuple[Logged, ...]:
+    ) -> tuple[LoggedDecision, ...]:
         """The ``last`` decisions, newest first: of one ``model``, up to the instant ``at`` (Unix seconds)."""
         given = {"model": model, "last": last, "at": at}
         query = urlencode({key: value for key, value in given.items() if value is not None})
-        return self._call("GET", f"/decisions?{query}", None, tuple[Logged, ...])
+        return self._call("GET", f"/decisions?{query}", None, tuple[LoggedDecision, ...])
 
-    def steps(self, model: str) -> Iterator[Told]:
+    def steps(self, model: str) -> Iterator[StepLine]:
         """What the engines of ``model`` tell of their steps from when the first comes, which says nothing.
 
         It ends with the caller's patience: something comes at least once a second. Raises
@@ -96,7 +96,7 @@ class ControllerClient:
                     answer.read()
                     raise _refusal(answer)
                 for raw in _lines(answer.iter_bytes()):
-                    yield msgspec.json.decode(raw, type=Told)
+                    yield msgspec.json.decode(raw, type=StepLine)
         except httpx.HTTPError as error:
             raise Unreachable(f"the controller at {self._address} stopped answering: {error}") from error
 

@@ -22,26 +22,26 @@ from policy.document.parse import parse
 from policy.errors import SwitchRefused, TargetError, TidegateError
 from policy.scaling.rollout import Layer, LayerKey, reached, step, verdict
 from policy.scaling.situation import Override
-from policy.signals.aggregator import Gathering
+from policy.signals.aggregator import SignalAggregator
 from policy.types import Fleet, Replica
-from policy.wire.heartbeat import Beat, Orders
+from policy.wire.heartbeat import Heartbeat, Orders
 from policy.wire.reports import GatewayReport
-from serve.actuator.gpu_sharing import Beds
+from serve.actuator.gpu_sharing import SharedGpuActuator
 from serve.actuator.port import Actuator, Held
-from serve.adapters.controller import AdapterControl
-from serve.adapters.store_port import Shelf
+from serve.adapters.controller import AdapterController
+from serve.adapters.store_port import AdapterStore
 from serve.autoscaler.autoscaler import Autoscaler
-from serve.autoscaler.replacement import Repairing
-from serve.autoscaler.step_feed import Listeners, Told
+from serve.autoscaler.replacement import ReplicaReplacement
+from serve.autoscaler.step_feed import StepLine, StepSubscribers
 from serve.controller.liveness import probe_silent
 from serve.controller.status import model_status, models
 from serve.controller_api import ControllerStatus, ModelStatus
 from serve.host.weights import Resolver
-from serve.state.generation_weights import Weighing
-from serve.state.observed import Observation
-from serve.state.replica_registry import Registry
+from serve.state.generation_weights import GenerationWeights
+from serve.state.observed import ObservedState
+from serve.state.replica_registry import ReplicaRegistry
 from serve.state.targets import Target, Targets, first_target, found_target, wanted_models
-from serve.state.transitions import adopted, goal_of, said, starves
+from serve.state.transitions import adopted, describe, goal_of, starves
 from store.state_dir import StateDir
 
 log = logging.getLogger("tidegate.controller")
@@ -61,12 +61,12 @@ class Controller:
         actuator: Actuator,
         state: StateDir,
         pid: int,
-        shelf: Callable[[], Shelf],
+        shelf: Callable[[], AdapterStore],
         *,
         wall: Callable[[], float],
         monotonic: Callable[[], float],
     ) -> None:
-        self._actuator = Beds(actuator, state)
+        self._actuator = SharedGpuActuator(actuator, state)
         self._state = state
         self._pid = pid
         self._wall = wall
@@ -76,21 +76,23 @@ class Controller:
         self._heard_all = asyncio.Event()
         self._targets = Targets(state)
         self._keeps = True
-        self.registry = Registry(self._epoch)
-        self.gathering = Gathering()
-        self.listeners = Listeners()
-        self._observation = Observation(self.registry, self._targets)
+        self.registry = ReplicaRegistry(self._epoch)
+        self.gathering = SignalAggregator()
+        self.listeners = StepSubscribers()
+        self._observation = ObservedState(self.registry, self._targets)
         self._events: deque[str] = deque(maxlen=EVENTS_KEPT)
-        self._repairing = Repairing(self.registry, self._observation, monotonic, self._event)
+        self._repairing = ReplicaReplacement(self.registry, self._observation, monotonic, self._event)
         self._wake = asyncio.Event()
-        self._weighing = Weighing(self._observation, Resolver(monotonic, self._wake.set), self._event)
+        self._weighing = GenerationWeights(
+            self._observation, Resolver(monotonic, self._wake.set), self._event
+        )
         self._deployment = parse(state.load(state.deployment_path, dict[str, object]))
         self.autoscaler = Autoscaler(
             state, self._targets, self._observation, self.gathering,
             now=monotonic, epoch=self._epoch - monotonic(),
             steer=self._steer, wake=self._wake.set, event=self._event,
         )  # fmt: skip
-        self.adapters = AdapterControl(
+        self.adapters = AdapterController(
             shelf, self.registry, state, self._epoch,
             slots=self._adapter_slots, wall=wall, monotonic=monotonic, event=self._event,
         )  # fmt: skip
@@ -121,7 +123,7 @@ class Controller:
             events=tuple(self._events),
         )
 
-    def beat(self, beat: Beat) -> Orders:
+    def beat(self, beat: Heartbeat) -> Orders:
         """Take a heartbeat of a replica host; returns what it should do."""
         replica = beat.replica
         self._observation.note(replica, self._monotonic())
@@ -142,7 +144,7 @@ class Controller:
         self.gathering.take(report, self._monotonic())
         self.autoscaler.heard(report)
 
-    def steps(self, model: str) -> AsyncIterator[Told]:
+    def steps(self, model: str) -> AsyncIterator[StepLine]:
         """What the engines of ``model`` tell of their steps from now on; raises :class:`TargetError`."""
         return self.listeners.listen(self._target(model).spec.name)
 
@@ -358,7 +360,7 @@ class Controller:
             timeout_s = target.spec.control.start_timeout_s
             if failed := verdict(layer, self.autoscaler.at - target.since, timeout_s):
                 reason = self._observation.reason(target.key()) or failed
-                target = target.back(f"rolled back from {said(target.aim)}: {reason}", self.autoscaler.at)
+                target = target.back(f"rolled back from {describe(target.aim)}: {reason}", self.autoscaler.at)
                 self._event(f"{name}: {target.note}")
                 self._steer(name, target)
                 self.autoscaler.stir(name)
@@ -392,7 +394,7 @@ class Controller:
         if aimed != target.aim:
             # A new aim is judged by its own starts.
             self._observation.forgive(target.key())
-            self._event(f"{model}: target {said(target.aim)}")
+            self._event(f"{model}: target {describe(target.aim)}")
         self._wake.set()
 
     def _keep_targets(self) -> None:

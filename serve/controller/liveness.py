@@ -8,14 +8,14 @@ from collections.abc import Callable
 import httpx
 
 from policy.types import Replica
-from serve.state.replica_registry import Registry
+from serve.state.replica_registry import ReplicaRegistry
 from store.state_dir import SECRET_HEADER
 
 PERIOD_S = 0.2
 
 
 async def probe_silent(
-    registry: Registry, secret: str, lost: Callable[[Replica], None], monotonic: Callable[[], float]
+    registry: ReplicaRegistry, secret: str, lost: Callable[[Replica], None], monotonic: Callable[[], float]
 ) -> None:
     """Probe until cancelled; a port that refuses ends a replica's membership at once."""
     async with httpx.AsyncClient(timeout=1.0, headers={SECRET_HEADER: secret}, trust_env=False) as client:

@@ -10,10 +10,10 @@ import uvicorn
 
 from policy.document.parse import parse
 from serve.actuator.port import Actuator
-from serve.adapters.store_port import Shelf
+from serve.adapters.store_port import AdapterStore
 from serve.controller.api import build_app
 from serve.controller.controller import Controller
-from serve.http_server import Server
+from serve.http_server import HttpServer
 from store.state_dir import StateDir, listen
 
 
@@ -44,7 +44,7 @@ async def serve_controller(actuator: Actuator, state: StateDir, address: str) ->
         lifespan="off", timeout_graceful_shutdown=1,
     )  # fmt: skip
     tasks = {
-        asyncio.create_task(Server(config).serve(sockets=[sock])),
+        asyncio.create_task(HttpServer(config).serve(sockets=[sock])),
         asyncio.create_task(controller.run()),
     }
     try:
@@ -58,8 +58,8 @@ async def serve_controller(actuator: Actuator, state: StateDir, address: str) ->
         sock.close()
 
 
-def _shelf(state: StateDir) -> Shelf:
-    from serve.adapters.store import StoredShelf  # noqa: PLC0415 - its database takes long to import
+def _shelf(state: StateDir) -> AdapterStore:
+    from serve.adapters.store import LocalAdapterStore  # noqa: PLC0415 - its database takes long to import
 
     deployment = parse(state.load(state.deployment_path, dict[str, object]))
-    return StoredShelf(state, deployment.store or f"sqlite:///{state.database_path}")
+    return LocalAdapterStore(state, deployment.store or f"sqlite:///{state.database_path}")

@@ -10,13 +10,13 @@ from policy.scaling.rollout import Layer, LayerKey
 from policy.types import Model
 from serve.autoscaler.autoscaler import Autoscaler
 from serve.controller_api import ModelStatus
-from serve.state.observed import Observation
-from serve.state.replica_registry import Registry
+from serve.state.observed import ObservedState
+from serve.state.replica_registry import ReplicaRegistry
 from serve.state.targets import Target, Targets
 
 
 def model_status(
-    name: str, targets: Targets, observation: Observation, autoscaler: Autoscaler | None = None
+    name: str, targets: Targets, observation: ObservedState, autoscaler: Autoscaler | None = None
 ) -> ModelStatus:
     """One model: what is wanted, what is there, what it is doing, and who decided that."""
     target = targets.get(name)
@@ -57,7 +57,7 @@ def model_status(
     )
 
 
-def models(targets: Targets, observation: Observation, registry: Registry) -> tuple[Model, ...]:
+def models(targets: Targets, observation: ObservedState, registry: ReplicaRegistry) -> tuple[Model, ...]:
     """The models of a fleet snapshot."""
     said = []
     for name in targets.names():

@@ -11,7 +11,7 @@ from serve.engine.port import EngineSpec
 from store.state_dir import SECRET_HEADER
 
 
-async def sing(url: str, spec: EngineSpec, timeout_s: float) -> None:
+async def run_canary(url: str, spec: EngineSpec, timeout_s: float) -> None:
     """Send the canary to ``url``; raises :class:`policy.errors.EngineFailed` when it gets no answer."""
     headers = {SECRET_HEADER: spec.secret, CANARY_HEADER.decode(): "1"}
     said = ""

@@ -18,9 +18,9 @@ import msgspec
 
 from policy.engine.model import Timing
 from policy.errors import AdapterRefused, EngineFailed, Refusal
-from policy.types import Load, ReplicaState
+from policy.types import Load, ReplicaPhase
 from policy.wire.catalog import DIGEST, NAME
-from serve.engine.adapters.loader import Adapters
+from serve.engine.adapters.loader import AdapterLoader
 from serve.engine.port import ALLOWED, Engine, Message, Receive, Scope, Send
 from store.state_dir import SECRET_HEADER
 
@@ -50,7 +50,7 @@ class LoadLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     line of a stream alone; ``prefixes`` are those of the requests that came since the line before.
     """
 
-    state: ReplicaState
+    state: ReplicaPhase
     load: Load
     adapters: tuple[str, ...] = ()
     refused: tuple[str, ...] = ()
@@ -66,7 +66,7 @@ class Guard:
     """
 
     def __init__(
-        self, engine: Engine, adapters: Adapters, *, secret: str, bound: int, clock: Callable[[], float]
+        self, engine: Engine, adapters: AdapterLoader, *, secret: str, bound: int, clock: Callable[[], float]
     ) -> None:
         self._engine = engine
         self._adapters = adapters
@@ -80,25 +80,25 @@ class Guard:
         self._prefills: dict[_Answer, tuple[int, float]] = {}
         self._news: deque[int] = deque(maxlen=MAX_NEWS)
         self._newsworthy = 0
-        self._state = ReplicaState.STARTING
+        self._state = ReplicaPhase.STARTING
         self._changed = asyncio.Event()
         adapters.watch(self._notify)
 
     @property
-    def state(self) -> ReplicaState:
+    def state(self) -> ReplicaPhase:
         return self._state
 
-    def become(self, state: ReplicaState) -> None:
+    def become(self, state: ReplicaPhase) -> None:
         """Move to ``state``; a draining replica never becomes ready again."""
-        if self._state is ReplicaState.DRAINING and state is ReplicaState.READY:
+        if self._state is ReplicaPhase.DRAINING and state is ReplicaPhase.READY:
             return
         self._state = state
         self._notify()
 
     def reopen(self) -> None:
         """Serve again: what drained was only to sleep, and is wanted before it did."""
-        if self._state is ReplicaState.DRAINING:
-            self._state = ReplicaState.READY
+        if self._state is ReplicaPhase.DRAINING:
+            self._state = ReplicaPhase.READY
             self._notify()
 
     async def emptied(self) -> None:
@@ -166,14 +166,14 @@ class Guard:
             await self._count(scope, receive, send, headers)
 
     def _refusal(self, canary: bool) -> Refusal | None:
-        if self._engine.dead and self._state is ReplicaState.READY:
+        if self._engine.dead and self._state is ReplicaPhase.READY:
             # The process ends within a moment; until then nobody else should come.
-            self.become(ReplicaState.STARTING)
-        if self._state is ReplicaState.STARTING:
+            self.become(ReplicaPhase.STARTING)
+        if self._state is ReplicaPhase.STARTING:
             return None if canary else Refusal.STARTING
-        if self._state is ReplicaState.ASLEEP:
+        if self._state is ReplicaPhase.ASLEEP:
             return Refusal.STARTING
-        if self._state is not ReplicaState.READY:
+        if self._state is not ReplicaPhase.READY:
             return Refusal.DRAINING
         return Refusal.BUSY if self._in_flight >= self._bound else None
 

@@ -16,7 +16,9 @@ from serve.gpu_metrics import devices
 CPUINFO = Path("/proc/cpuinfo")
 
 
-def hardware(spec: EngineSpec, environment: Mapping[str, str] = os.environ, cpuinfo: Path = CPUINFO) -> str:
+def describe_machine(
+    spec: EngineSpec, environment: Mapping[str, str] = os.environ, cpuinfo: Path = CPUINFO
+) -> str:
     """The cards or cores of the engine that ``spec`` describes."""
     if spec.kind is EngineKind.SIM:
         return f"simulated: {spec.sim.profile} at {spec.sim.speed:g} times its speed"

@@ -2,8 +2,8 @@
 
 Standard input is the lifeline: its first line is the :class:`serve.engine.port.EngineSpec`, later lines are
 commands (``drain``, ``sleep`` with the seconds to drain, ``wake``, and ``hold`` with a JSON list of
-:class:`policy.wire.heartbeat.Wanted`), and its end means that the host is gone, so the whole process group
-ends. Events go to the descriptor given with ``--events`` as JSON lines.
+:class:`policy.wire.heartbeat.AdapterRef`), and its end means that the host is gone, so the whole process
+group ends. Events go to the descriptor given with ``--events`` as JSON lines.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ import uvicorn
 import uvloop
 
 from policy.errors import EngineFailed
-from policy.types import EngineKind, ReplicaState
-from policy.wire.heartbeat import Use, Wanted
+from policy.types import EngineKind, ReplicaPhase
+from policy.wire.heartbeat import AdapterRef, AdapterUse
 from policy.wire.reports import EngineReport
 from serve.engine import canary
-from serve.engine.adapters.files import Files
-from serve.engine.adapters.loader import Adapters
+from serve.engine.adapters.files import AdapterFileCache
+from serve.engine.adapters.loader import AdapterLoader
 from serve.engine.guard import Guard, LoadLine
-from serve.engine.machine import hardware
+from serve.engine.machine import describe_machine
 from serve.engine.port import Engine, EngineSpec
-from serve.engine.sleep import Rest
-from serve.http_server import Server
+from serve.engine.sleep import SleepControl
+from serve.http_server import HttpServer
 from store.state_dir import listen
 
 MODULES = {EngineKind.VLLM: "serve.engine.vllm", EngineKind.SIM: "serve.engine.sim"}
@@ -59,7 +59,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     url: str = ""
     max_model_len: int | None = None
     line: LoadLine | None = None
-    uses: tuple[Use, ...] = ()
+    uses: tuple[AdapterUse, ...] = ()
     engine: EngineReport | None = None
     failed: str = ""
 
@@ -93,15 +93,17 @@ class Progress:
             raise EngineFailed(f"no engine step for {now - self._since:.0f} s with requests running")
 
 
-async def _lifeline(reader: asyncio.StreamReader, guard: Guard, adapters: Adapters, rest: Rest) -> None:
+async def _lifeline(
+    reader: asyncio.StreamReader, guard: Guard, adapters: AdapterLoader, rest: SleepControl
+) -> None:
     while line := await reader.readline():
         command, _, given = line.strip().partition(b" ")
         if command == b"drain":
             rest.leave()
-            guard.become(ReplicaState.DRAINING)
+            guard.become(ReplicaPhase.DRAINING)
             adapters.hold(())
-        elif command == b"hold" and guard.state is not ReplicaState.DRAINING:
-            adapters.hold(msgspec.json.decode(given, type=tuple[Wanted, ...]))
+        elif command == b"hold" and guard.state is not ReplicaPhase.DRAINING:
+            adapters.hold(msgspec.json.decode(given, type=tuple[AdapterRef, ...]))
         elif command == b"sleep":
             rest.sleep(float(given))
         elif command == b"wake":
@@ -119,7 +121,9 @@ async def _watch(engine: Engine, guard: Guard, timeout_s: float) -> None:
         progress.check(stats.steps, stats.running + stats.waiting > 0, time.monotonic())
 
 
-async def _report(engine: Engine, guard: Guard, adapters: Adapters, events: Events, runs_on: str) -> None:
+async def _report(
+    engine: Engine, guard: Guard, adapters: AdapterLoader, events: Events, runs_on: str
+) -> None:
     async for line in guard.lines():
         stats = engine.stats()
         told = EngineReport(
@@ -133,9 +137,9 @@ async def _report(engine: Engine, guard: Guard, adapters: Adapters, events: Even
         await asyncio.sleep(REPORT_S)
 
 
-async def _prepare(url: str, spec: EngineSpec, adapters: Adapters) -> None:
+async def _prepare(url: str, spec: EngineSpec, adapters: AdapterLoader) -> None:
     """Everything that traffic waits for: an answer to the canary, and the adapters that it needs."""
-    await canary.sing(url, spec, spec.progress_timeout_s)
+    await canary.run_canary(url, spec, spec.progress_timeout_s)
     try:
         async with asyncio.timeout(HOLD_S):
             await adapters.settled()
@@ -148,8 +152,8 @@ async def run(spec: EngineSpec, stdin: asyncio.StreamReader, events: Events) -> 
     create = importlib.import_module(MODULES[spec.kind]).create
     engine: Engine = await create(spec)
     roots = [Path(root) for root in spec.blobs]
-    files = Files(roots, controller=spec.controller, secret=spec.secret, max_bytes=spec.max_bytes)
-    adapters = Adapters(engine, files)
+    files = AdapterFileCache(roots, controller=spec.controller, secret=spec.secret, max_bytes=spec.max_bytes)
+    adapters = AdapterLoader(engine, files)
     adapters.hold(spec.hold)
     guard = Guard(engine, adapters, secret=spec.secret, bound=spec.bound, clock=time.time)
     # Bound after the engine has made its own processes, so that none of them inherits the port.
@@ -158,14 +162,14 @@ async def run(spec: EngineSpec, stdin: asyncio.StreamReader, events: Events) -> 
         guard, http="httptools", loop="uvloop", access_log=False, log_level="warning", lifespan="auto",
         timeout_keep_alive=300, timeout_graceful_shutdown=1,
     )  # fmt: skip
-    server = Server(config)
+    server = HttpServer(config)
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, server.handle_exit, signal.SIGTERM, None)
     url = f"http://{spec.host}:{sock.getsockname()[1]}"
-    rest = Rest(
+    rest = SleepControl(
         engine,
         guard,
         adapters,
-        lambda: canary.sing(url, spec, spec.progress_timeout_s),
+        lambda: canary.run_canary(url, spec, spec.progress_timeout_s),
         spec.progress_timeout_s,
     )
     tasks = {
@@ -173,14 +177,14 @@ async def run(spec: EngineSpec, stdin: asyncio.StreamReader, events: Events) -> 
         asyncio.create_task(adapters.run()),
         asyncio.create_task(_lifeline(stdin, guard, adapters, rest)),
         asyncio.create_task(_watch(engine, guard, spec.progress_timeout_s)),
-        asyncio.create_task(_report(engine, guard, adapters, events, hardware(spec))),
+        asyncio.create_task(_report(engine, guard, adapters, events, describe_machine(spec))),
     }
     preparing = asyncio.create_task(_prepare(url, spec, adapters))
     done, _ = await asyncio.wait({*tasks, preparing}, return_when=asyncio.FIRST_COMPLETED)
     if done == {preparing}:
         preparing.result()
         events.send(Event(url=url, max_model_len=engine.max_model_len))
-        guard.become(ReplicaState.READY)
+        guard.become(ReplicaPhase.READY)
         tasks.add(asyncio.create_task(rest.run()))
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for task in done:

@@ -12,7 +12,7 @@ from policy.config.deployment import Sim
 from policy.engine.model import Timing
 from policy.engine.step_samples import StepSample
 from policy.types import EngineKind, Runner
-from policy.wire.heartbeat import Wanted
+from policy.wire.heartbeat import AdapterRef
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -69,7 +69,7 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     max_bytes: int = 0
     blobs: tuple[str, ...] = ()
     controller: str = ""
-    hold: tuple[Wanted, ...] = ()
+    hold: tuple[AdapterRef, ...] = ()
     sleeps: bool = False
 
 

@@ -8,15 +8,15 @@ import logging
 from collections.abc import Awaitable, Callable
 
 from policy.errors import EngineFailed
-from policy.types import ReplicaState
-from serve.engine.adapters.loader import Adapters
+from policy.types import ReplicaPhase
+from serve.engine.adapters.loader import AdapterLoader
 from serve.engine.guard import Guard
 from serve.engine.port import Engine
 
 log = logging.getLogger("tidegate.engine")
 
 
-class Rest:
+class SleepControl:
     """Moves one engine that is ready between waking and sleeping, as it was told last.
 
     ``warm`` asks it for a real answer. Neither way may take the engine itself longer than ``timeout_s``: one
@@ -27,7 +27,7 @@ class Rest:
         self,
         engine: Engine,
         guard: Guard,
-        adapters: Adapters,
+        adapters: AdapterLoader,
         warm: Callable[[], Awaitable[None]],
         timeout_s: float,
     ) -> None:
@@ -68,7 +68,7 @@ class Rest:
                 await self._wake_up()
 
     async def _fall_asleep(self, drain_s: float) -> None:
-        self._guard.become(ReplicaState.DRAINING)
+        self._guard.become(ReplicaPhase.DRAINING)
         told = asyncio.create_task(self._told.wait())
         emptied = asyncio.create_task(self._guard.emptied())
         try:
@@ -91,16 +91,16 @@ class Rest:
         await self._in_time(self._engine.sleep(), "fall asleep")
         self._asleep = True
         if not self._left:
-            self._guard.become(ReplicaState.ASLEEP)
+            self._guard.become(ReplicaPhase.ASLEEP)
 
     async def _wake_up(self) -> None:
-        self._guard.become(ReplicaState.STARTING)
+        self._guard.become(ReplicaPhase.STARTING)
         await self._in_time(self._engine.wake(), "wake")
         self._adapters.engine.release()
         self._asleep = False
         await self._in_time(self._warm(), "answer after it woke")
         if not self._left:
-            self._guard.become(ReplicaState.READY)
+            self._guard.become(ReplicaPhase.READY)
 
     async def _in_time(self, doing: Awaitable[None], what: str) -> None:
         with contextlib.suppress(TimeoutError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from policy.engine.step_samples import StepSample, pooled
+from policy.engine.step_samples import StepSample, pool_steps
 from policy.wire.reports import EngineReport
 
 # Samples of one report: with so many a heartbeat stays below 2 KB.
@@ -13,7 +13,7 @@ MOST = 16
 _POOL_AT = 512
 
 
-class Steps:
+class StepStats:
     """Real steps, with the gaps left out in which the engine had nothing to do.
 
     A step is timed from the end of the one before, as an engine has no other time between two.
@@ -31,7 +31,7 @@ class Steps:
         if self._ended is not None and tokens and at > self._ended:
             self._taken.append(StepSample(1, tokens, kv_tokens, running, at - self._ended))
             if len(self._taken) >= _POOL_AT:
-                self._taken = list(pooled(self._taken, MOST))
+                self._taken = list(pool_steps(self._taken, MOST))
         self._ended = at if goes_on else None
 
     def broken(self) -> None:
@@ -41,14 +41,14 @@ class Steps:
     def take(self) -> tuple[StepSample, ...]:
         """The steps since the last call, those that were alike together."""
         taken, self._taken = self._taken, []
-        return tuple(_short(sample) for sample in pooled(taken, MOST))
+        return tuple(_short(sample) for sample in pool_steps(taken, MOST))
 
 
-def together(one: EngineReport | None, other: EngineReport | None) -> EngineReport | None:
+def merge(one: EngineReport | None, other: EngineReport | None) -> EngineReport | None:
     """What two reports of one engine say, ``other`` the newer."""
     if one is None or other is None:
         return one or other
-    steps = tuple(_short(sample) for sample in pooled((*one.steps, *other.steps), MOST))
+    steps = tuple(_short(sample) for sample in pool_steps((*one.steps, *other.steps), MOST))
     return msgspec.structs.replace(other, steps=steps)
 
 

@@ -32,7 +32,7 @@ from policy.engine.model import Limits, Timing
 from policy.engine.step_samples import StepSample
 from policy.errors import AdapterRefused, EngineFailed
 from serve.engine.port import ASGIApp, EngineSpec, EngineStats
-from serve.engine.step_stats import Steps
+from serve.engine.step_stats import StepStats
 
 # How often the end of the last request that uses an adapter is looked for.
 LEAVING_S = 0.01
@@ -50,7 +50,7 @@ class StepLogger(StatLoggerBase):  # type: ignore[misc]  # vLLM ships no types
         self, vllm_config: Any, engine_index: int = 0, clock: Callable[[], float] = time.perf_counter
     ) -> None:
         self.latest = EngineStats()
-        self.took = Steps()
+        self.took = StepStats()
         self._config = vllm_config
         self._clock = clock
 
@@ -99,7 +99,7 @@ class StepLogger(StatLoggerBase):  # type: ignore[misc]  # vLLM ships no types
         """vLLM's hook after start-up; there is nothing to keep of it."""
 
 
-class RestingExecutor(MultiprocExecutor):  # type: ignore[misc]  # vLLM ships no types
+class SleepingExecutor(MultiprocExecutor):  # type: ignore[misc]  # vLLM ships no types
     """vLLM's executor for CPUs, but that its engine core rests while the worker computes.
 
     vLLM's own looks for the answer without a pause, on cores that compute, too: on two cores steps of one
@@ -306,7 +306,7 @@ async def create(spec: EngineSpec) -> VLLMEngine:
     args = arguments(spec)
     engine_args = AsyncEngineArgs.from_cli_args(args)
     if spec.cpus and engine_args.distributed_executor_backend is None:
-        engine_args.distributed_executor_backend = RestingExecutor
+        engine_args.distributed_executor_backend = SleepingExecutor
     loggers: list[StepLogger] = []
 
     def stat_logger(vllm_config: Any, engine_index: int) -> StepLogger:

@@ -15,7 +15,7 @@ import psutil
 from store.state_dir import private_directory
 
 
-class Claim(msgspec.Struct, frozen=True):
+class CoreSet(msgspec.Struct, frozen=True):
     """Cores taken by the process ``pid`` that started at ``created``."""
 
     pid: int
@@ -24,13 +24,13 @@ class Claim(msgspec.Struct, frozen=True):
 
 
 @contextmanager
-def _claims(path: Path) -> Iterator[list[Claim]]:
+def _claims(path: Path) -> Iterator[list[CoreSet]]:
     """The live claims of this node under a lock; what the caller leaves in the list is kept."""
     with path.open("a+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         file.seek(0)
         data = file.read()
-        kept = msgspec.json.decode(data, type=list[Claim]) if data else []
+        kept = msgspec.json.decode(data, type=list[CoreSet]) if data else []
         live = [claim for claim in kept if _alive(claim)]
         yield live
         file.seek(0)
@@ -38,14 +38,14 @@ def _claims(path: Path) -> Iterator[list[Claim]]:
         file.write(msgspec.json.encode(live))
 
 
-def _alive(claim: Claim) -> bool:
+def _alive(claim: CoreSet) -> bool:
     try:
         return abs(psutil.Process(claim.pid).create_time() - claim.created) < 1.0
     except psutil.Error:
         return False
 
 
-def claim(path: Path, count: int, cores: tuple[int, ...] | None = None) -> tuple[int, ...]:
+def claim_cores(path: Path, count: int, cores: tuple[int, ...] | None = None) -> tuple[int, ...]:
     """Take ``count`` of this node's cores for the calling process, until it ends.
 
     Cores may be claimed more than once: while a mode is switched, the old and the new shape share
@@ -55,7 +55,7 @@ def claim(path: Path, count: int, cores: tuple[int, ...] | None = None) -> tuple
     with _claims(path) as live:
         taken = Counter(core for held in live for core in held.cores)
         chosen = tuple(sorted(sorted(available, key=lambda core: (taken[core], core))[:count]))
-        live.append(Claim(os.getpid(), psutil.Process().create_time(), chosen))
+        live.append(CoreSet(os.getpid(), psutil.Process().create_time(), chosen))
     return chosen
 
 

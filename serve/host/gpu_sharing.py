@@ -11,11 +11,11 @@ import asyncio
 import contextlib
 from collections.abc import Mapping
 
-from policy.config.gpu_sharing import Bed as Plan
-from policy.config.gpu_sharing import bed_of, cards
+from policy.config.gpu_sharing import GpuGroup as Plan
+from policy.config.gpu_sharing import cards, gpu_group_of
 from policy.errors import EngineFailed
 from serve.host.host import HostSpec, ReplicaHost
-from serve.host.sleeping_host import Sleeper
+from serve.host.sleeping_host import SleepingHost
 
 # How long a bed waits for the controller's first word before it makes engines in any order.
 FIRST_WORD_S = 5.0
@@ -24,7 +24,7 @@ FIRST_WORD_S = 5.0
 LOST_S = 30.0
 
 
-class Bed:
+class SharedGpuHost:
     """Runs the engines, each with a replica id, a heartbeat, a port and a process of its own."""
 
     def __init__(self, spec: HostSpec, plan: Plan, *, replica: str, address: str, node: str) -> None:
@@ -33,7 +33,7 @@ class Bed:
         self._drain_s = spec.model.control.mode.drain_timeout_s
         unique = replica.rpartition("-")[2]
         self._sleepers = tuple(
-            Sleeper(
+            SleepingHost(
                 spec,
                 shape,
                 cards(spec.model.shapes[shape], index),
@@ -66,7 +66,7 @@ class Bed:
         """Have so many engines of each shape awake: those that are, then the first that did not fail."""
         self._ordered.set()
         self._awake = dict(awake)
-        chosen: set[Sleeper] = set()
+        chosen: set[SleepingHost] = set()
         for shape, count in awake.items():
             mine = [sleeper for sleeper in self._sleepers if sleeper.spec.shape == shape]
             mine.sort(key=lambda sleeper: (sleeper.failed, not sleeper.wanted))
@@ -76,7 +76,7 @@ class Bed:
                 sleeper.want(sleeper in chosen)
             self.stir()
 
-    def beside(self, sleeper: Sleeper) -> list[Sleeper]:
+    def beside(self, sleeper: SleepingHost) -> list[SleepingHost]:
         """The engines that share a GPU with this one."""
         return [
             other
@@ -84,7 +84,7 @@ class Bed:
             if other is not sleeper and set(other.cards) & set(sleeper.cards)
         ]
 
-    def may_start(self, sleeper: Sleeper) -> bool:
+    def may_start(self, sleeper: SleepingHost) -> bool:
         """Whether the engine may be made now, which takes its GPUs."""
         beside = self.beside(sleeper)
         if self._leaving or not self._may_boot or any(other.using for other in beside):
@@ -158,15 +158,15 @@ class Bed:
                     sleeper.retry()
 
 
-Host = ReplicaHost | Bed
+Host = ReplicaHost | SharedGpuHost
 
 
 def host_of(spec: HostSpec, *, replica: str, address: str, node: str) -> Host:
     """What runs ``spec``: a host of one engine, or the bed of its model."""
-    plan = bed_of(spec.model)
+    plan = gpu_group_of(spec.model)
     if plan is None:
         return ReplicaHost(spec, replica=replica, address=address, node=node)
-    return Bed(spec, plan, replica=replica, address=address, node=node)
+    return SharedGpuHost(spec, plan, replica=replica, address=address, node=node)
 
 
 def _name(spec: HostSpec, shape: str, unique: str, index: int | None) -> str:

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import httpx
 import msgspec
 
-from policy.wire.heartbeat import Beat, Orders, Use
+from policy.wire.heartbeat import AdapterUse, Heartbeat, Orders
 from policy.wire.reports import EngineReport
-from serve.engine.step_stats import together
+from serve.engine.step_stats import merge
 from serve.host.host import ReplicaHost
 from store.state_dir import SECRET_HEADER
 
@@ -22,7 +22,7 @@ BEAT_S = 0.5
 # Versions whose uses are kept while the controller is away.
 MAX_KEPT = 4096
 
-Uses = dict[tuple[str, str], Use]
+Uses = dict[tuple[str, str], AdapterUse]
 
 
 async def beat(host: ReplicaHost) -> None:
@@ -35,9 +35,11 @@ async def beat(host: ReplicaHost) -> None:
     ) as client:
         while True:
             host.changed.clear()
-            gather(kept, host.take_uses())
-            engine = together(engine, host.take_engine())
-            said = Beat(replica=host.snapshot(), uses=tuple(kept.values()), engine=engine, power=host.power)
+            collect(kept, host.take_uses())
+            engine = merge(engine, host.take_engine())
+            said = Heartbeat(
+                replica=host.snapshot(), uses=tuple(kept.values()), engine=engine, power=host.power
+            )
             # What answers may be a controller that is just ending, or something else on its port.
             with contextlib.suppress(httpx.HTTPError, msgspec.MsgspecError):
                 answer = await client.post(url, content=msgspec.json.encode(said))
@@ -64,13 +66,13 @@ async def last_beat(host: ReplicaHost) -> None:
     """Tell the controller that the host is gone, once."""
     url = f"http://{host.spec.controller}/replicas"
     headers = {SECRET_HEADER: host.spec.secret}
-    said = Beat(replica=host.snapshot(), uses=host.take_uses(), engine=host.take_engine())
+    said = Heartbeat(replica=host.snapshot(), uses=host.take_uses(), engine=host.take_engine())
     with contextlib.suppress(httpx.HTTPError):
         async with httpx.AsyncClient(timeout=1.0, headers=headers, trust_env=False) as client:
             await client.post(url, content=msgspec.json.encode(said))
 
 
-def gather(kept: Uses, uses: tuple[Use, ...]) -> None:
+def collect(kept: Uses, uses: tuple[AdapterUse, ...]) -> None:
     """Add ``uses`` to those that were not told yet, of which the newest :data:`MAX_KEPT` are kept."""
     for use in uses:
         key = (use.name, use.digest)
@@ -80,8 +82,8 @@ def gather(kept: Uses, uses: tuple[Use, ...]) -> None:
             del kept[next(iter(kept))]
 
 
-def _sum(one: Use, other: Use) -> Use:
-    return Use(
+def _sum(one: AdapterUse, other: AdapterUse) -> AdapterUse:
+    return AdapterUse(
         name=one.name,
         digest=one.digest,
         requests=one.requests + other.requests,

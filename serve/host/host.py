@@ -18,17 +18,17 @@ import msgspec
 from policy.config.deployment import ModelSpec
 from policy.errors import EngineFailed, TidegateError
 from policy.scaling.rollout import MAX_FAILURES, STABLE_S
-from policy.types import Load, Replica, ReplicaState, StartPath
-from policy.wire.heartbeat import Orders, Use, Wanted
+from policy.types import Load, Replica, ReplicaPhase, StartPath
+from policy.wire.heartbeat import AdapterRef, AdapterUse, Orders
 from policy.wire.reports import EngineReport, PowerReport
 from serve.engine.main import Event
 from serve.engine.port import EngineSpec
-from serve.engine.step_stats import together
+from serve.engine.step_stats import merge
 from serve.gpu_metrics import devices, watch
 from serve.host import cores
 from serve.host import page_cache as started
 from serve.host.versions import Versions
-from serve.host.weights import Weights, prepare_same
+from serve.host.weights import Weights, prepare_verified
 from store.blobs import node_cache
 from store.log_file import RotatingLog
 from store.progress import Progress
@@ -72,12 +72,12 @@ class ReplicaHost:
         self._replica = replica
         self._address = address
         self._node = node
-        self._state = ReplicaState.STARTING
+        self._state = ReplicaPhase.STARTING
         self._load = Load(at=time.time())
         self._adapters: tuple[str, ...] = ()
-        self._hold: tuple[Wanted, ...] = ()
-        self._uses: list[Use] = []
-        self._waiting: tuple[Use, ...] = ()
+        self._hold: tuple[AdapterRef, ...] = ()
+        self._uses: list[AdapterUse] = []
+        self._waiting: tuple[AdapterUse, ...] = ()
         self._engine: EngineReport | None = None
         self._preempted = self._preempted_before = 0
         self.power: PowerReport | None = None
@@ -134,7 +134,7 @@ class ReplicaHost:
         self._hold = orders.hold
         self._tell(b"hold " + msgspec.json.encode(self._hold))
 
-    def take_uses(self) -> tuple[Use, ...]:
+    def take_uses(self) -> tuple[AdapterUse, ...]:
         """What the engine did with adapters since the last call, oldest first."""
         uses, self._uses = (*self._uses, *self._waiting), []
         return uses
@@ -148,7 +148,7 @@ class ReplicaHost:
         """Return when the engine is ready; raises :class:`EngineFailed` when it keeps failing."""
         self.begin()
         await self._settled.wait()
-        if self._state is not ReplicaState.READY:
+        if self._state is not ReplicaPhase.READY:
             raise EngineFailed(self._reason)
 
     def begin(self) -> None:
@@ -159,9 +159,9 @@ class ReplicaHost:
 
     async def drain(self, timeout_s: float, why: str = "draining") -> None:
         """Refuse new requests at once, and return when none is in flight or after ``timeout_s``."""
-        if self._state is not ReplicaState.READY or self._process is None or self._process.stdin is None:
+        if self._state is not ReplicaPhase.READY or self._process is None or self._process.stdin is None:
             return
-        self._become(ReplicaState.DRAINING, why)
+        self._become(ReplicaPhase.DRAINING, why)
         with contextlib.suppress(ConnectionError):
             self._process.stdin.write(b"drain\n")
             await self._process.stdin.drain()
@@ -179,7 +179,7 @@ class ReplicaHost:
                 task.cancel()
         # Said only now, for what a stopped replica held may be given to another; and why a host
         # gave up outlasts it, for that may be all that the controller hears.
-        self._become(ReplicaState.STOPPED, self._reason if self.lost.is_set() else "stopped")
+        self._become(ReplicaPhase.STOPPED, self._reason if self.lost.is_set() else "stopped")
         self._log.close()
 
     async def _leave(self, why: str) -> None:
@@ -201,7 +201,7 @@ class ReplicaHost:
         self.lost.set()
         return True
 
-    def _become(self, state: ReplicaState, reason: str = "") -> None:
+    def _become(self, state: ReplicaPhase, reason: str = "") -> None:
         self._state = state
         self._reason = reason
         self.changed.set()
@@ -209,7 +209,7 @@ class ReplicaHost:
     def _ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
             # Nobody watches the engine any more: a fresh host must.
-            self._become(ReplicaState.STARTING, repr(error))
+            self._become(ReplicaPhase.STARTING, repr(error))
             self.lost.set()
         self._settled.set()
 
@@ -222,7 +222,7 @@ class ReplicaHost:
                 reason = "the engine ended"
             except (TidegateError, OSError) as error:
                 reason = str(error)
-            if self._state is ReplicaState.DRAINING:
+            if self._state is ReplicaPhase.DRAINING:
                 self._drained.set()
                 return
             # Loading is no life: a start that is slow and fails is one of a row of failures.
@@ -232,7 +232,7 @@ class ReplicaHost:
             self._load = Load(at=time.time())
             self._waiting = ()
             self._incarnation += 1
-            self._become(ReplicaState.STARTING, reason)
+            self._become(ReplicaPhase.STARTING, reason)
             if self._failures >= MAX_FAILURES and await self._give_up():
                 return
             await asyncio.sleep(min(0.2 * 4 ** (self._failures - 1), 10.0))
@@ -240,14 +240,14 @@ class ReplicaHost:
     async def _run_engine(self, began: float) -> None:
         model, shape = self.spec.model, self.spec.model.shapes[self.spec.shape]
         if (weights := self.spec.weights) is not None:
-            known = await asyncio.to_thread(started.before, weights.digest)
+            known = await asyncio.to_thread(started.was_read_before, weights.digest)
             self._start_path = StartPath.CACHED if known else StartPath.COLD
             prepared = await asyncio.to_thread(
-                prepare_same, weights, token_file=model.token_file, progress=self._log_progress
+                prepare_verified, weights, token_file=model.token_file, progress=self._log_progress
             )
             self._weights = str(prepared.path)
             if not shape.gpus and not self._cores:
-                self._cores = await asyncio.to_thread(cores.claim, cores.default_path(), shape.cpus)
+                self._cores = await asyncio.to_thread(cores.claim_cores, cores.default_path(), shape.cpus)
         read, write = os.pipe()
         try:
             process = await asyncio.create_subprocess_exec(
@@ -318,19 +318,19 @@ class ReplicaHost:
             self._max_model_len = event.max_model_len
             self._start_s = time.monotonic() - began
             if self.spec.weights is not None:
-                started.note(self.spec.weights.digest)
+                started.record_read(self.spec.weights.digest)
         if event.line is not None:
             self._load = event.line.load
             self._adapters = event.line.adapters
-            if event.line.state is ReplicaState.READY and self._state is ReplicaState.STARTING:
+            if event.line.state is ReplicaPhase.READY and self._state is ReplicaPhase.STARTING:
                 self._ready_at = time.monotonic()
-                self._become(ReplicaState.READY)
+                self._become(ReplicaPhase.READY)
                 self._settled.set()
             elif self._drains_for_good(event.line.state) and not self._load.in_flight:
                 self._drained.set()
             # How many wait is as true as the last line, also if nothing else is new.
             self._waiting = tuple(
-                Use(name=use.name, digest=use.digest, waiting=use.waiting)
+                AdapterUse(name=use.name, digest=use.digest, waiting=use.waiting)
                 for use in event.uses
                 if use.waiting
             )
@@ -340,14 +340,14 @@ class ReplicaHost:
                 self._preempted_before += self._preempted
             self._preempted = event.engine.preempted
             total = self._preempted_before + self._preempted
-            self._engine = together(self._engine, msgspec.structs.replace(event.engine, preempted=total))
+            self._engine = merge(self._engine, msgspec.structs.replace(event.engine, preempted=total))
         self._uses.extend(msgspec.structs.replace(use, waiting=0) for use in event.uses)
         return event.failed
 
-    def _drains_for_good(self, does: ReplicaState) -> bool:
+    def _drains_for_good(self, does: ReplicaPhase) -> bool:
         """Whether the engine does what :meth:`drain` told it; one that sleeps has nothing to drain."""
-        told = self._state is ReplicaState.DRAINING
-        return told and does in (ReplicaState.DRAINING, ReplicaState.ASLEEP)
+        told = self._state is ReplicaPhase.DRAINING
+        return told and does in (ReplicaPhase.DRAINING, ReplicaPhase.ASLEEP)
 
     def _engine_spec(self) -> EngineSpec:
         model, shape = self.spec.model, self.spec.model.shapes[self.spec.shape]

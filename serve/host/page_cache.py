@@ -8,7 +8,7 @@ from pathlib import Path
 from store.state_dir import own_directory, private_directory
 
 
-def before(digest: str) -> bool:
+def was_read_before(digest: str) -> bool:
     """Whether an engine with these weights was ready on this node since the node came up."""
     try:
         return (_directory() / digest).exists()
@@ -16,7 +16,7 @@ def before(digest: str) -> bool:
         return False
 
 
-def note(digest: str) -> None:
+def record_read(digest: str) -> None:
     """An engine with these weights is ready; a node that cannot keep that starts cold each time."""
     with contextlib.suppress(OSError):
         (_directory() / digest).touch()

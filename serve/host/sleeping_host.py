@@ -10,15 +10,15 @@ from typing import Protocol
 
 import msgspec
 
-from policy.types import Replica, ReplicaState, StartPath
+from policy.types import Replica, ReplicaPhase, StartPath
 from policy.wire.heartbeat import Orders
 from serve.engine.main import Event
 from serve.engine.port import EngineSpec
 from serve.host.host import HostSpec, ReplicaHost
 
 
-class Bedstead(Protocol):
-    """What an engine in a bed knows of it; see :class:`serve.host.gpu_sharing.Bed`."""
+class GpuGroupPort(Protocol):
+    """What an engine in a bed knows of it; see :class:`serve.host.gpu_sharing.SharedGpuHost`."""
 
     lost: asyncio.Event
 
@@ -31,11 +31,11 @@ class Bedstead(Protocol):
         """Have so many engines of each shape awake."""
         ...
 
-    def beside(self, sleeper: Sleeper) -> list[Sleeper]:
+    def beside(self, sleeper: SleepingHost) -> list[SleepingHost]:
         """Those that share its GPUs."""
         ...
 
-    def may_start(self, sleeper: Sleeper) -> bool:
+    def may_start(self, sleeper: SleepingHost) -> bool:
         """Whether it may be made now."""
         ...
 
@@ -48,7 +48,7 @@ class Bedstead(Protocol):
         ...
 
 
-class Sleeper(ReplicaHost):
+class SleepingHost(ReplicaHost):
     """One engine of a bed. ``using`` is whether it has memory on its GPUs, or will at once.
 
     ``tried`` is whether it was made once, or failed to be; ``failed`` that it did so often in a row and is
@@ -64,7 +64,7 @@ class Sleeper(ReplicaHost):
         replica: str,
         address: str,
         node: str,
-        bed: Bedstead,
+        bed: GpuGroupPort,
     ) -> None:
         super().__init__(
             msgspec.structs.replace(spec, shape=shape), replica=replica, address=address, node=node
@@ -74,7 +74,7 @@ class Sleeper(ReplicaHost):
         self.wanted = self.using = self.tried = self.failed = False
         self._bed = bed
         # What the engine says it does, and what it was told last.
-        self._does: ReplicaState | None = None
+        self._does: ReplicaPhase | None = None
         self._told_sleep = self._served = False
         self._woken_at: float | None = None
         self._wake_s: float | None = None
@@ -83,7 +83,7 @@ class Sleeper(ReplicaHost):
     @property
     def serving(self) -> bool:
         """Whether it takes requests and shall."""
-        return self._said() is ReplicaState.READY
+        return self._said() is ReplicaPhase.READY
 
     @property
     def reason(self) -> str:
@@ -115,14 +115,14 @@ class Sleeper(ReplicaHost):
 
     def steer(self) -> None:
         """Tell the engine to sleep or to wake, as far as it is made and may."""
-        if self._state is ReplicaState.STARTING and self.using and not self.wanted and not self._bed.booting:
+        if self._state is ReplicaPhase.STARTING and self.using and not self.wanted and not self._bed.booting:
             # It would only be made to sleep, and others wait for its GPUs.
             self._kill()
-        if self._state is not ReplicaState.READY:
+        if self._state is not ReplicaPhase.READY:
             return
         # How long a wake takes is found out before the first request.
         known = self._wake_s is not None
-        asleep = self._does is ReplicaState.ASLEEP
+        asleep = self._does is ReplicaPhase.ASLEEP
         if self._told_sleep and self.wanted and known and not (asleep and self._blocked):
             self._wake()
         elif not self._told_sleep and self._woken_at is None and not (self.wanted and known):
@@ -139,19 +139,19 @@ class Sleeper(ReplicaHost):
     def _wake(self) -> None:
         self.using = True
         self._told_sleep = False
-        if self._does is ReplicaState.ASLEEP:
+        if self._does is ReplicaPhase.ASLEEP:
             self._woken_at = time.monotonic()
         self._tell(b"wake")
 
-    def _said(self) -> ReplicaState:
-        if self._state in (ReplicaState.DRAINING, ReplicaState.STOPPED):
+    def _said(self) -> ReplicaPhase:
+        if self._state in (ReplicaPhase.DRAINING, ReplicaPhase.STOPPED):
             return self._state
-        if self._state is ReplicaState.READY and not self.wanted and self._served:
-            return ReplicaState.DRAINING
+        if self._state is ReplicaPhase.READY and not self.wanted and self._served:
+            return ReplicaPhase.DRAINING
         if not self.wanted:
-            return ReplicaState.ASLEEP
-        serves = self._state is ReplicaState.READY and self._does is ReplicaState.READY
-        return ReplicaState.READY if serves and not self._told_sleep else ReplicaState.STARTING
+            return ReplicaPhase.ASLEEP
+        serves = self._state is ReplicaPhase.READY and self._does is ReplicaPhase.READY
+        return ReplicaPhase.READY if serves and not self._told_sleep else ReplicaPhase.STARTING
 
     def _take(self, event: Event, began: float) -> str:
         failed = super()._take(event, began)
@@ -159,14 +159,14 @@ class Sleeper(ReplicaHost):
             self._now_does(event.line.state)
         return failed
 
-    def _now_does(self, state: ReplicaState) -> None:
+    def _now_does(self, state: ReplicaPhase) -> None:
         self._does = state
-        if state is ReplicaState.READY and self._woken_at is not None:
+        if state is ReplicaPhase.READY and self._woken_at is not None:
             took_s = time.monotonic() - self._woken_at
             if self._wake_s is not None:
                 self._start_s, self._start_path = took_s, StartPath.SLEEPING
             self._wake_s, self._woken_at = took_s, None
-        elif state is ReplicaState.ASLEEP:
+        elif state is ReplicaPhase.ASLEEP:
             self._served = False
             if not self._told_sleep:
                 # It was told to wake while it fell asleep, and does so now.
@@ -212,14 +212,14 @@ class Sleeper(ReplicaHost):
         self._failures = 0
         return False
 
-    def _become(self, state: ReplicaState, reason: str = "") -> None:
+    def _become(self, state: ReplicaPhase, reason: str = "") -> None:
         super()._become(state, reason)
-        if state is not ReplicaState.STOPPED:
+        if state is not ReplicaPhase.STOPPED:
             self._bed.stir()
 
     def _kill_late(self) -> None:
         """A start that takes too long keeps its GPUs from others."""
-        if self._state is ReplicaState.STARTING:
+        if self._state is ReplicaPhase.STARTING:
             self._kill()
 
     def _kill(self) -> None:

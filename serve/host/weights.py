@@ -30,7 +30,7 @@ class Weights(msgspec.Struct, frozen=True, kw_only=True):
         return self.digest[:8]
 
 
-def prepare_same(weights: Weights, *, token_file: str | None, progress: Report) -> Prepared:
+def prepare_verified(weights: Weights, *, token_file: str | None, progress: Report) -> Prepared:
     """The weights on this node; blocks.
 
     Raises :class:`policy.errors.ModelUnavailable`, and :class:`policy.errors.EngineFailed` when this

@@ -9,20 +9,20 @@ import msgspec
 from policy.config.deployment import Deployment
 from policy.errors import ModelUnavailable, SwitchRefused
 from serve.host.weights import Resolver, Weights
-from serve.state.observed import Observation
+from serve.state.observed import ObservedState
 from serve.state.targets import Target
 from serve.state.transitions import starves
 from store.models.prepare import Origin
 
 
-class Weighing:
+class GenerationWeights:
     """Looks at the weights of a generation before its first layer is deployed.
 
     They stay the same as long as it runs, except that a local directory that was changed in place is a
     new generation once it is applied again: only the controller's own copy is looked at.
     """
 
-    def __init__(self, observation: Observation, resolver: Resolver, event: Callable[[str], None]) -> None:
+    def __init__(self, observation: ObservedState, resolver: Resolver, event: Callable[[str], None]) -> None:
         self._observation = observation
         self._resolver = resolver
         self._event = event

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 import msgspec
 
 from policy.config.deployment import Budget
-from policy.config.gpu_sharing import bed_of
+from policy.config.gpu_sharing import gpu_group_of
 from policy.scaling.rollout import MAX_FAILURES, Footprint, Layer, LayerKey
-from policy.scaling.start_times import Starts
+from policy.scaling.start_times import StartTimes
 from policy.scaling.view import Supply
-from policy.types import Replica, ReplicaState, StartPath
+from policy.types import Replica, ReplicaPhase, StartPath
 from serve.actuator.port import Held
-from serve.state.replica_registry import Registry
+from serve.state.replica_registry import ReplicaRegistry
 from serve.state.targets import Target, Targets
 
 
@@ -24,15 +24,15 @@ class _Failed(msgspec.Struct, frozen=True, kw_only=True):
     reason: str
 
 
-class Observation:
+class ObservedState:
     """The layers of each model, and what they take of the budget."""
 
-    def __init__(self, registry: Registry, targets: Targets) -> None:
+    def __init__(self, registry: ReplicaRegistry, targets: Targets) -> None:
         self._registry = registry
         self._targets = targets
         self._failed: dict[LayerKey, _Failed] = {}
         self._start_s: dict[LayerKey, float] = {}
-        self.starts = Starts()
+        self.starts = StartTimes()
         self.held: Mapping[LayerKey, Held] = {}
 
     def note(self, replica: Replica, at: float) -> None:
@@ -41,14 +41,14 @@ class Observation:
         if self.starts.note(replica, at):
             # That others of the layer serve on says nothing of one that keeps failing.
             self._failed.pop(key, None)
-        if replica.state is ReplicaState.READY:
+        if replica.state is ReplicaPhase.READY:
             if replica.start_s is not None and replica.start_path is not StartPath.SLEEPING:
                 self._start_s[key] = replica.start_s
-        elif replica.state is ReplicaState.ASLEEP:
+        elif replica.state is ReplicaPhase.ASLEEP:
             # Whatever failed, it is tried anew when it is wanted.
             return
         elif replica.failures and (
-            replica.state is ReplicaState.STARTING or replica.failures >= MAX_FAILURES
+            replica.state is ReplicaPhase.STARTING or replica.failures >= MAX_FAILURES
         ):
             # Kept past the replica: a host that failed too often is gone before the next tick, and
             # its last beat may be the only one that says so.
@@ -98,9 +98,9 @@ class Observation:
         failed = self._failed.get(key)
         return Layer(
             wanted=held.wanted if held else 0,
-            starting=states.count(ReplicaState.STARTING),
-            ready=states.count(ReplicaState.READY),
-            draining=states.count(ReplicaState.DRAINING),
+            starting=states.count(ReplicaPhase.STARTING),
+            ready=states.count(ReplicaPhase.READY),
+            draining=states.count(ReplicaPhase.DRAINING),
             failures=failed.failures if failed else 0,
             broken=bool(held and held.trouble),
         )
@@ -112,7 +112,7 @@ class Observation:
     def supply(self, key: LayerKey, lead_s: float, at: float) -> Supply:
         """The layer as a policy sees it: what was asked for and nobody heard of yet is still to start."""
         layer = self.layer(key)
-        starting = [r for r in self._registry.of(key) if r.state is ReplicaState.STARTING]
+        starting = [r for r in self._registry.of(key) if r.state is ReplicaPhase.STARTING]
         unheard = max(0, layer.wanted - layer.starting - layer.ready)
         return Supply(
             wanted=layer.wanted,
@@ -161,7 +161,7 @@ class Observation:
         taken = [self._taken(other) for other in self._targets.names() if other != model]
         gpus = None if budget.gpus is None else budget.gpus - sum(each.gpus for each in taken)
         cpus = None if budget.cpus is None else budget.cpus - sum(each.cpus for each in taken)
-        bed = bed_of(target.spec)
+        bed = gpu_group_of(target.spec)
         if bed is not None and target.aim.shape in bed.engines:
             footprints = self.footprints(target)
             beside = sum(
@@ -177,7 +177,7 @@ class Observation:
         target = self._targets.get(model)
         footprints = self.footprints(target)
         beds = {key.generation for key, held in self.held.items() if key.model == model and held.sleeps}
-        plans = [bed_of(spec) for generation, spec in target.specs.items() if generation in beds]
+        plans = [gpu_group_of(spec) for generation, spec in target.specs.items() if generation in beds]
         parts = [Footprint(gpus=plan.gpus, cpus=plan.cpus) for plan in plans if plan is not None]
         for key, layer in self.layers(model).items():
             if key.generation not in beds:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from policy.scaling.rollout import LayerKey
-from policy.types import Fleet, Model, Replica, ReplicaState
+from policy.types import Fleet, Model, Replica, ReplicaPhase
 
 # Hosts beat twice a second. A silent one is asked directly before it is given up, so that a busy
 # machine does not empty the fleet.
@@ -21,7 +21,7 @@ class _Entry:
     seen: float
 
 
-class Registry:
+class ReplicaRegistry:
     """The replicas that beat, and the fleet snapshot that is made of them."""
 
     def __init__(self, epoch: float) -> None:
@@ -34,7 +34,7 @@ class Registry:
     def put(self, replica: Replica, now: float) -> bool:
         """Take a heartbeat; returns whether more than its load, and what it has loaded, changed."""
         old = self._entries.get(replica.id)
-        if replica.state is ReplicaState.STOPPED:
+        if replica.state is ReplicaPhase.STOPPED:
             return self._remove(replica.id)
         self._entries[replica.id] = _Entry(replica, now)
         if old is not None and _identity(old.replica) == _identity(replica):

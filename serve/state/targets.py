@@ -12,8 +12,8 @@ from pathlib import Path
 import msgspec
 
 from policy.config.deployment import Deployment, ModelSpec, Replicas
-from policy.config.generation import as_built, digest, same_engines, used_shapes
-from policy.config.gpu_sharing import bed_of
+from policy.config.generation import built_shapes, digest, same_engines, used_shapes
+from policy.config.gpu_sharing import gpu_group_of
 from policy.errors import TargetError
 from policy.scaling.rollout import LayerKey
 from policy.scaling.situation import Override
@@ -29,7 +29,7 @@ BARRED_S = 120.0
 MAX_BARRED_S = 3600.0
 
 
-class Aim(msgspec.Struct, frozen=True, kw_only=True):
+class DesiredMode(msgspec.Struct, frozen=True, kw_only=True):
     """One point to steer for: a mode, the shape it had then, a count, and the generation to build from.
 
     The shape is kept beside the mode: a document may give the mode another, or drop it, while the
@@ -42,14 +42,14 @@ class Aim(msgspec.Struct, frozen=True, kw_only=True):
     generation: int
 
 
-class Barred(msgspec.Struct, frozen=True, kw_only=True):
+class SwitchBlock(msgspec.Struct, frozen=True, kw_only=True):
     """A mode that no load switches to before ``until``: it failed ``attempts`` times in a row."""
 
     attempts: int
     until: float
 
 
-class Promise(msgspec.Struct, frozen=True, kw_only=True):
+class ExpectedGain(msgspec.Struct, frozen=True, kw_only=True):
     """What a switch that load made shall bring: from ``was`` to ``mode``, ``gain`` of the cost less.
 
     ``cost`` and ``met`` were measured when it was decided, at the instant ``at``; ``settled_at`` is when
@@ -76,11 +76,11 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     ``promise`` is open until it was compared with what came of it.
     """
 
-    aim: Aim
+    aim: DesiredMode
     since: float
     created: float
     settled: bool = False
-    fallback: Aim | None = None
+    fallback: DesiredMode | None = None
     gap: bool = False
     note: str = ""
     rejected: str = ""
@@ -88,15 +88,15 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     weights: dict[int, Weights] = {}
     set_mode: Override | None = None
     set_count: Override | None = None
-    barred: dict[str, Barred] = {}
-    promise: Promise | None = None
+    barred: dict[str, SwitchBlock] = {}
+    promise: ExpectedGain | None = None
 
     @property
     def spec(self) -> ModelSpec:
         """The configuration that the aim is built from."""
         return self.specs[self.aim.generation]
 
-    def key(self, aim: Aim | None = None) -> LayerKey:
+    def key(self, aim: DesiredMode | None = None) -> LayerKey:
         """The layer of an aim, by default of the current one."""
         aim = aim or self.aim
         return LayerKey(self.spec.name, aim.shape, aim.generation)
@@ -124,17 +124,17 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
             return msgspec.structs.replace(chosen, count=min(max(chosen.count, bounds.min), bounds.max))
         return None
 
-    def in_mode(self, mode: str) -> Aim:
+    def in_mode(self, mode: str) -> DesiredMode:
         """The aim that ``mode`` starts with: its lowest count, one replica at least."""
         wanted = self.spec.modes[mode]
-        return Aim(
+        return DesiredMode(
             mode=mode,
             shape=wanted.shape,
             count=max(wanted.bounds.min, 1),
             generation=self.aim.generation,
         )
 
-    def toward(self, aim: Aim, now: float, *, gap: bool = False) -> Target:
+    def toward(self, aim: DesiredMode, now: float, *, gap: bool = False) -> Target:
         """Steer for ``aim``; go back to what served before if it fails.
 
         What served is the current aim once it was reached, else its own fallback. A count of the
@@ -164,7 +164,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
     def _without(self, mode: str, now: float) -> Target:
         attempts = 1 + (self.barred[mode].attempts if mode in self.barred else 0)
         pause_s = min(BARRED_S * 2 ** min(attempts - 1, 10), MAX_BARRED_S)
-        barred = self.barred | {mode: Barred(attempts=attempts, until=now + pause_s)}
+        barred = self.barred | {mode: SwitchBlock(attempts=attempts, until=now + pause_s)}
         chosen = None if self.set_mode is not None and self.set_mode.mode == mode else self.set_mode
         counted = None if self.set_count is not None and self.set_count.mode == mode else self.set_count
         return msgspec.structs.replace(self, barred=barred, set_mode=chosen, set_count=counted)
@@ -185,13 +185,13 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
         before = self.specs[generation].shapes if same else {}
         mode = self.aim.mode if self.aim.mode in spec.modes else spec.first_mode
         wanted = spec.modes[mode]
-        aim = Aim(
+        aim = DesiredMode(
             mode=mode,
             shape=wanted.shape,
             count=min(max(self.aim.count, wanted.bounds.min), wanted.bounds.max),
             generation=generation,
         )
-        specs = self.specs | {generation: as_built(spec, before)}
+        specs = self.specs | {generation: built_shapes(spec, before)}
         target = msgspec.structs.replace(self, specs=specs, rejected="")
         return target if aim == self.aim else target.toward(aim, now)
 
@@ -205,7 +205,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
         aim, target = self.aim, self
         if others_run:
             aim = msgspec.structs.replace(aim, generation=max(self.specs) + 1)
-            specs = self.specs | {aim.generation: as_built(self.spec, {})}
+            specs = self.specs | {aim.generation: built_shapes(self.spec, {})}
             target = msgspec.structs.replace(self, specs=specs).toward(aim, now)
         return msgspec.structs.replace(target, weights=self.weights | {aim.generation: found})
 
@@ -228,7 +228,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
             if generation in in_use:
                 keys = {shape: LayerKey(spec.name, shape, generation) for shape in spec.shapes}
                 # A bed is of all its shapes as long as any of it is there.
-                bed = bed_of(spec)
+                bed = gpu_group_of(spec)
                 whole = set(bed.engines) if bed is not None else set()
                 shapes = {
                     shape: spec.shapes[shape]
@@ -305,8 +305,10 @@ def first_target(spec: ModelSpec, held: Iterable[LayerKey], now: float) -> Targe
     """
     generation = 1 + max((key.generation for key in held if key.model == spec.name), default=0)
     mode = spec.modes[spec.first_mode]
-    aim = Aim(mode=spec.first_mode, shape=mode.shape, count=max(mode.bounds.min, 1), generation=generation)
-    return Target(aim=aim, since=now, created=now, specs={generation: as_built(spec, {})})
+    aim = DesiredMode(
+        mode=spec.first_mode, shape=mode.shape, count=max(mode.bounds.min, 1), generation=generation
+    )
+    return Target(aim=aim, since=now, created=now, specs={generation: built_shapes(spec, {})})
 
 
 def found_target(spec: ModelSpec, held: Mapping[LayerKey, Held], now: float) -> Target | None:
@@ -323,8 +325,8 @@ def found_target(spec: ModelSpec, held: Mapping[LayerKey, Held], now: float) -> 
         return None
     count, key = max(running)
     mode = next((name for name, mode in spec.modes.items() if mode.shape == key.shape), spec.first_mode)
-    aim = Aim(mode=mode, shape=key.shape, count=count, generation=key.generation)
-    built = as_built(spec, {key.shape: spec.shapes[key.shape]})
+    aim = DesiredMode(mode=mode, shape=key.shape, count=count, generation=key.generation)
+    built = built_shapes(spec, {key.shape: spec.shapes[key.shape]})
     return Target(aim=aim, since=now, created=now, specs={key.generation: built})
 
 

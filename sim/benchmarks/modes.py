@@ -19,8 +19,8 @@ from policy.errors import ConfigError
 from policy.scaling.policies.registry import choose, make
 from policy.scaling.view import Policy
 from sim.arrival import Arrival
-from sim.results.comparison import Contender
-from sim.results.series import Stay, pictures
+from sim.results.comparison import PolicyEntry
+from sim.results.series import Dwell, chart_data
 from sim.results.summary import Summary, summarise
 from sim.twin.record import HOUR_S, Floats, Record
 
@@ -30,10 +30,10 @@ BY_LOAD = "by_load"
 WINDOW_S = 60.0
 
 # Runs one contender by a seed; it is told simulated seconds as they pass.
-Play = Callable[[Contender, Iterable[Arrival], int, Callable[[float], None]], Record]
+Play = Callable[[PolicyEntry, Iterable[Arrival], int, Callable[[float], None]], Record]
 
 
-class Figures(msgspec.Struct, frozen=True, kw_only=True):
+class ModeResult(msgspec.Struct, frozen=True, kw_only=True):
     """One contender, the mean over all seeds; quantiles in seconds, as :class:`sim.results.summary.Summary`
     has them.
 
@@ -61,11 +61,11 @@ class Trial:
     summary: Summary
     ends_at: float
     curve: Floats
-    stays: tuple[Stay, ...]
+    stays: tuple[Dwell, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Crossover:
+class ModeBenchmark:
     """All trials: by contender, :data:`BY_LOAD` the first of them, and in the order of ``seeds``."""
 
     seeds: tuple[int, ...]
@@ -78,7 +78,7 @@ class Crossover:
         best = [max(each) for each in zip(*others, strict=True)]
         return tuple(mine / most - 1 if most else 0.0 for mine, most in zip(ours, best, strict=True))
 
-    def figures(self) -> dict[str, Figures]:
+    def figures(self) -> dict[str, ModeResult]:
         """What each contender comes down to."""
         return {name: _figures(trials) for name, trials in self.trials.items()}
 
@@ -91,7 +91,7 @@ class Crossover:
         }
 
 
-def fixed(deployment: Deployment) -> list[Contender]:
+def fixed_mode(deployment: Deployment) -> list[PolicyEntry]:
     """One contender for each mode of the deployment's only model, which stays in it.
 
     Raises :class:`policy.errors.ConfigError` where there are several models, or there is but one mode.
@@ -105,32 +105,32 @@ def fixed(deployment: Deployment) -> list[Contender]:
 
 
 def compare(
-    ours: Contender,
+    ours: PolicyEntry,
     arrivals: Callable[[int], Iterable[Arrival]],
     play: Play,
     seeds: Sequence[int],
     said: Callable[[str, float], None] = lambda name, at: None,
-) -> Crossover:
+) -> ModeBenchmark:
     """Play the ``arrivals`` of each seed to ``ours``, whose mode follows the load, and to its modes alone.
 
     ``said`` hears how far each is in simulated seconds, over all seeds. Raises
-    :class:`policy.errors.ConfigError` as :func:`fixed` does.
+    :class:`policy.errors.ConfigError` as :func:`fixed_mode` does.
     """
     trials: dict[str, list[Trial]] = {}
-    for contender in (ours._replace(name=BY_LOAD), *fixed(ours.deployment)):
+    for contender in (ours._replace(name=BY_LOAD), *fixed_mode(ours.deployment)):
         past = 0.0
         for seed in seeds:
             record = play(contender, arrivals(seed), seed, partial(_further, said, contender.name, past))
             past += record.ends_at
             trials.setdefault(contender.name, []).append(_trial(record))
-    return Crossover(tuple(seeds), {name: tuple(row) for name, row in trials.items()})
+    return ModeBenchmark(tuple(seeds), {name: tuple(row) for name, row in trials.items()})
 
 
 def _further(said: Callable[[str, float], None], name: str, past: float, at: float) -> None:
     said(name, past + at)
 
 
-def _alone(deployment: Deployment, spec: ModelSpec, name: str) -> Contender:
+def _alone(deployment: Deployment, spec: ModelSpec, name: str) -> PolicyEntry:
     mode = spec.modes[name]
     replaced = msgspec.structs.replace(
         spec,
@@ -139,21 +139,21 @@ def _alone(deployment: Deployment, spec: ModelSpec, name: str) -> Contender:
         control=msgspec.structs.replace(spec.control, policy="static"),
     )
     policies: dict[str, Policy] = {spec.name: make(choose("", "static"))}
-    return Contender(name, msgspec.structs.replace(deployment, models=(replaced,)), policies)
+    return PolicyEntry(name, msgspec.structs.replace(deployment, models=(replaced,)), policies)
 
 
 def _trial(record: Record) -> Trial:
-    (picture,) = pictures(record)
+    (picture,) = chart_data(record)
     (requests,) = record.requests.values()
     count = int(record.ends_at // WINDOW_S) + 1
     met = np.bincount((requests.at[requests.met] // WINDOW_S).astype(np.int64), minlength=count)
     return Trial(summarise(record), record.ends_at, met / WINDOW_S, picture.stays)
 
 
-def _figures(trials: Sequence[Trial]) -> Figures:
+def _figures(trials: Sequence[Trial]) -> ModeResult:
     summaries = [trial.summary for trial in trials]
     hours = sum(trial.ends_at for trial in trials) / HOUR_S
-    return Figures(
+    return ModeResult(
         goodput_rps=_mean([each.goodput_rps for each in summaries]),
         attainment=_mean([each.attainment or 0.0 for each in summaries]),
         gpu_hours=_mean([each.gpu_hours for each in summaries]),

@@ -7,7 +7,7 @@ from xml.sax.saxutils import escape
 
 from sim.benchmarks.modes import WINDOW_S, Trial
 from sim.charts.axis import Scale, linear, times
-from sim.results.series import Stay, clock
+from sim.results.series import Dwell, clock
 from sim.twin.record import Floats
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 760, 320, 48, 12, 66, 26
@@ -46,7 +46,7 @@ def curves(title: str, trials: Mapping[str, Trial]) -> str:
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def _stays(stays: Sequence[Stay], x: Scale) -> list[str]:
+def _stays(stays: Sequence[Dwell], x: Scale) -> list[str]:
     modes = list(dict.fromkeys(stay.mode for stay in stays))
     parts = []
     for stay in stays:

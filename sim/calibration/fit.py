@@ -8,11 +8,11 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from policy.engine.calibration import HEARD, KNEES, middle, slowness
-from policy.engine.least_squares import fit, scaled, with_knee
+from policy.engine.calibration import HEARD, KNEES, median, slowness
+from policy.engine.least_squares import fit, fit_scaled, with_knee
 from policy.engine.model import EngineModel, Limits
 from policy.engine.model_file import Errors, Measure, PointResult
-from policy.engine.step_samples import Region, StepSample, region
+from policy.engine.step_samples import Region, StepSample, step_class
 from policy.errors import PreconditionFailed
 from sim.calibration.closed_loop import Latency, closed_loop
 from sim.calibration.load_points import Point
@@ -25,7 +25,7 @@ COEFFICIENTS = 5
 MOST_ALLREDUCE = 0.5
 
 
-class Seen(NamedTuple):
+class Observation(NamedTuple):
     """What a load point showed in its ``seconds``: steps of the engines, and requests that ended."""
 
     point: Point
@@ -39,7 +39,7 @@ class Seen(NamedTuple):
         return sum(sample.count for sample in self.samples)
 
 
-class Fitted(NamedTuple):
+class FitResult(NamedTuple):
     """``model`` is at the degree that was measured; ``note`` says what to beware of."""
 
     model: EngineModel
@@ -49,7 +49,7 @@ class Fitted(NamedTuple):
     note: str
 
 
-def fitted(seen: Sequence[Seen], prior: EngineModel, limits: Limits) -> Fitted:
+def fit_model(seen: Sequence[Observation], prior: EngineModel, limits: Limits) -> FitResult:
     """Fit the steps of all points but those held out, and hold what follows against the latter.
 
     ``prior`` is what the engine was taken to be. Raises :class:`policy.errors.PreconditionFailed` when too
@@ -59,16 +59,16 @@ def fitted(seen: Sequence[Seen], prior: EngineModel, limits: Limits) -> Fitted:
     path_s = _path_s(seen, model, limits)
     points = tuple(_result(each, model, limits, path_s) for each in seen)
     error = _errors(seen, points, model)
-    return Fitted(model, path_s, error, points, _note(error))
+    return FitResult(model, path_s, error, points, _note(error))
 
 
-def guessed(samples: Sequence[StepSample], prior: EngineModel) -> EngineModel:
+def initial_guess(samples: Sequence[StepSample], prior: EngineModel) -> EngineModel:
     """About what the engine is after a first look, good enough to choose load points by."""
     loads = _loads(samples, prior)
-    return _fit(loads, prior) if len(loads) > COEFFICIENTS else scaled(prior, slowness(prior, loads))
+    return _fit(loads, prior) if len(loads) > COEFFICIENTS else fit_scaled(prior, slowness(prior, loads))
 
 
-def _model(seen: Sequence[Seen], prior: EngineModel) -> EngineModel:
+def _model(seen: Sequence[Observation], prior: EngineModel) -> EngineModel:
     loads = [load for each in seen for load in _loads(each.samples, prior)]
     if len(loads) <= COEFFICIENTS:
         raise PreconditionFailed(
@@ -92,7 +92,7 @@ def _fit(loads: Sequence[StepSample], prior: EngineModel) -> EngineModel:
         msgspec.structs.replace(load, seconds=load.seconds - believed * s)
         for load, s in zip(loads, beside, strict=True)
     ]
-    near = scaled(alone, slowness(alone, rest))
+    near = fit_scaled(alone, slowness(alone, rest))
     found = fit(rest, near, *(with_knee(near, knee) for knee in KNEES))
     return msgspec.structs.replace(
         found,
@@ -110,13 +110,13 @@ def _loads(samples: Sequence[StepSample], prior: EngineModel) -> list[StepSample
     places: dict[Region, list[StepSample]] = {}
     for sample in samples:
         if sample.tokens > 0.0 and sample.seconds > 0.0:
-            key = region(sample.tokens, sample.kv_tokens, sample.running)
+            key = step_class(sample.tokens, sample.kv_tokens, sample.running)
             places.setdefault(key, []).append(sample)
     heard = [place for place in places.values() if sum(sample.count for sample in place) >= HEARD]
-    return [middle(place, prior) for place in heard]
+    return [median(place, prior) for place in heard]
 
 
-def _path_s(seen: Sequence[Seen], model: EngineModel, limits: Limits) -> float:
+def _path_s(seen: Sequence[Observation], model: EngineModel, limits: Limits) -> float:
     """What one client alone waits for beside the steps of the engine: the median over those points."""
     beside = []
     for each in seen:
@@ -127,7 +127,7 @@ def _path_s(seen: Sequence[Seen], model: EngineModel, limits: Limits) -> float:
     return max(0.0, _quantile(beside, 0.5)) if beside else 0.0
 
 
-def _result(each: Seen, model: EngineModel, limits: Limits, path_s: float) -> PointResult:
+def _result(each: Observation, model: EngineModel, limits: Limits, path_s: float) -> PointResult:
     told = closed_loop(model, limits, each.point, each.seconds, path_s)
     return PointResult(
         concurrency=each.point.concurrency,
@@ -143,7 +143,7 @@ def _result(each: Seen, model: EngineModel, limits: Limits, path_s: float) -> Po
     )
 
 
-def _errors(seen: Sequence[Seen], points: Sequence[PointResult], model: EngineModel) -> Errors:
+def _errors(seen: Sequence[Observation], points: Sequence[PointResult], model: EngineModel) -> Errors:
     off = [
         abs(model.step_time(sample.tokens, sample.kv_tokens, sample.running) / sample.seconds - 1.0)
         for each in seen

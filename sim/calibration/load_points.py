@@ -41,14 +41,14 @@ class Point(NamedTuple):
         return f"{clients}, {self.input_tokens} tokens in, {self.output_tokens} out"
 
 
-class Planned(NamedTuple):
+class PlannedPoints(NamedTuple):
     """Load points in the order in which they are driven, each for so many seconds."""
 
     points: list[Point]
     point_s: float
 
 
-def shared(plan: Callable[[float], list[Point]], seconds: float, between_s: float) -> Planned:
+def share_time(plan: Callable[[float], list[Point]], seconds: float, between_s: float) -> PlannedPoints:
     """The points that ``plan`` has for as long as each gets, so that all share ``seconds``.
 
     The fewer there are the longer each lasts, and the more become possible. ``between_s`` pass after each.
@@ -58,10 +58,10 @@ def shared(plan: Callable[[float], list[Point]], seconds: float, between_s: floa
         points = plan(point_s)
         if len(points) <= count:
             break
-    return Planned(points, point_s)
+    return PlannedPoints(points, point_s)
 
 
-def planned(
+def plan_points(
     model: EngineModel, limits: Limits, *, max_model_len: int, bound: int, point_s: float, slo: Slo = ANY
 ) -> list[Point]:
     """The points for a replica that ``model`` is about right for, :data:`POINTS` at most.

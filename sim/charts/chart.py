@@ -10,7 +10,7 @@ from xml.sax.saxutils import escape, quoteattr
 import numpy as np
 
 from sim.charts.axis import Scale, linear, logarithmic, times
-from sim.results.series import Mark, Stay, clock
+from sim.results.series import Annotation, Dwell, clock
 from sim.twin.record import Floats
 
 WIDTH, HEIGHT = 560, 150
@@ -52,9 +52,9 @@ class Chart:
     whole: bool = False
     limit: float | None = None
     note: str = ""
-    stays: tuple[Stay, ...] = ()
+    stays: tuple[Dwell, ...] = ()
     modes: tuple[str, ...] = ()
-    marks: tuple[Mark, ...] = ()
+    marks: tuple[Annotation, ...] = ()
 
     def span(self) -> tuple[float, float]:
         """The least value above 0 and the most."""
@@ -211,7 +211,7 @@ def _area(line: Line, x: Scale, y: Scale) -> str:
     return " ".join(parts)
 
 
-def _mark(mark: Mark, x: Scale) -> str:
+def _mark(mark: Annotation, x: Scale) -> str:
     at, foot = x(mark.at), HEIGHT - BOTTOM
     return (
         f'<g class="mark" role="img" data-at="{mark.at:.3f}"><title>{escape(mark.text)}</title>'

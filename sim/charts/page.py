@@ -10,19 +10,19 @@ from xml.sax.saxutils import escape, quoteattr
 
 import numpy as np
 
-from policy.config.control import Objective
+from policy.config.control import SloConfig
 from sim.charts.chart import LEFT, MODES, RIGHT, WIDTH, Chart, Line, draw, hovered, scale_of
 from sim.charts.style import SCRIPT, STYLE
 from sim.charts.table import figures, told
-from sim.results.comparison import Study
-from sim.results.series import Band, Picture
+from sim.results.comparison import PolicyComparison
+from sim.results.series import ChartData, Series
 
 ALONE = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
 # Of fewer windows than these it is drawn how long each is.
 FEW = 60
 
 
-def page(study: Study) -> str:
+def page(study: PolicyComparison) -> str:
     """The whole file; it is well-formed XML too, and asks for nothing from anywhere."""
     columns, values = _columns(study)
     title = f"{', '.join(run.name for run in study.runs)} on {study.trace}"
@@ -52,7 +52,7 @@ def page(study: Study) -> str:
     )
 
 
-def _table(study: Study) -> str:
+def _table(study: PolicyComparison) -> str:
     names = "".join(f'<th scope="col">{escape(run.name)}</th>' for run in study.runs)
     rows = []
     for figure in figures(study.bounds):
@@ -62,7 +62,7 @@ def _table(study: Study) -> str:
     return f'<div class="wide"><table>{head}<tbody>{"".join(rows)}</tbody></table></div>'
 
 
-def _columns(study: Study) -> tuple[list[str], dict[str, Any]]:
+def _columns(study: PolicyComparison) -> tuple[list[str], dict[str, Any]]:
     """The markup of each column, and what is to be said of an instant by the id of its chart."""
     drawn = [picture for run in study.runs for picture in run.pictures]
     modes = tuple(dict.fromkeys(stay.mode for picture in drawn for stay in picture.stays))
@@ -70,7 +70,7 @@ def _columns(study: Study) -> tuple[list[str], dict[str, Any]]:
         [
             replace(chart, modes=modes)
             for picture in run.pictures
-            for chart in _charts(picture, study.objectives.get(picture.model, Objective()), len(run.pictures))
+            for chart in _charts(picture, study.objectives.get(picture.model, SloConfig()), len(run.pictures))
         ]
         for run in study.runs
     ]
@@ -89,7 +89,7 @@ def _columns(study: Study) -> tuple[list[str], dict[str, Any]]:
     return columns, values
 
 
-def _charts(picture: Picture, slo: Objective, models: int) -> Sequence[Chart]:
+def _charts(picture: ChartData, slo: SloConfig, models: int) -> Sequence[Chart]:
     of = f" of {picture.model}" if models > 1 else ""
 
     def chart(key: str, title: str, unit: str, *lines: Line, **more: Any) -> Chart:
@@ -133,7 +133,7 @@ def _charts(picture: Picture, slo: Objective, models: int) -> Sequence[Chart]:
     )
 
 
-def _band(band: Band) -> tuple[Line, ...]:
+def _band(band: Series) -> tuple[Line, ...]:
     few = len(band.p50) < FEW
     return (
         Line("p99", "c", band.width_s, band.p99, above=band.p90, steps=few),

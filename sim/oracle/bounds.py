@@ -10,9 +10,9 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-from policy.config.control import Guard, Scale
+from policy.config.control import GuardConfig, ScaleConfig
 from policy.config.deployment import Deployment, ModelSpec, Shape
-from policy.config.gpu_sharing import bed_of
+from policy.config.gpu_sharing import gpu_group_of
 from policy.errors import TargetError
 from sim.arrival import Arrival
 from sim.oracle.clairvoyant import Clairvoyant, clairvoyant
@@ -20,11 +20,11 @@ from sim.oracle.integer_plan import Plan
 from sim.oracle.linear_program import lower_bound
 from sim.oracle.problem import Problem
 from sim.oracle.replica_capacity import attained_rate
-from sim.oracle.verify import verified
+from sim.oracle.verify import verify
 from sim.twin.record import HOUR_S
 from sim.twin.run import simulate
-from sim.twin.scenario import World
-from sim.workload.model_names import Addressing
+from sim.twin.scenario import Scenario
+from sim.workload.model_names import ModelNames
 from sim.workload.survey import Load, Survey
 
 # A request is answered in about a bin. With more of them than so many the program takes long to solve.
@@ -33,7 +33,9 @@ MOST_BINS = 1000
 # Where a plan misses in the twin though it serves all of its fluid, replicas are taken to do so much less.
 DERATES = (1.0, 0.9, 0.8)
 # A plan is carried out as it is: nothing is held, and no step is too large.
-_FREE = msgspec.convert({"max_step_up": 100, "max_step_down": 1, "hold_s": 1e-3, "min_healthy": 0}, Scale)
+_FREE = msgspec.convert(
+    {"max_step_up": 100, "max_step_down": 1, "hold_s": 1e-3, "min_healthy": 0}, ScaleConfig
+)
 
 
 class Bounds(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,7 +56,7 @@ def bounds_of(
     deployment: Deployment,
     arrivals: Callable[[], Iterable[Arrival]],
     surveyed: Survey,
-    world: World,
+    world: Scenario,
     *,
     seed: int = 0,
     said: Callable[[str], None] = lambda text: None,
@@ -66,7 +68,7 @@ def bounds_of(
     """
     lower = achievable = 0.0
     for spec in deployment.models:
-        if bed := bed_of(spec):  # its devices are held whatever is decided
+        if bed := gpu_group_of(spec):  # its devices are held whatever is decided
             held_s = bed.gpus * surveyed.ends_at
             lower, achievable = lower + held_s, achievable + held_s
         elif load := surveyed.loads.get(spec.name):
@@ -96,7 +98,7 @@ class _Oracle:
     arrivals: Callable[[], Iterable[Arrival]]
     load: Load
     ends_at: float
-    world: World
+    world: Scenario
     seed: int
     said: Callable[[str], None]
 
@@ -161,7 +163,7 @@ class _Oracle:
         problem = self._problem(mode)
         for derate in DERATES:
             try:
-                held = verified(
+                held = verify(
                     replace(problem, mu=derate * problem.mu), lambda plan: self._attained(mode.name, plan)
                 )
             except (ValueError, TargetError):
@@ -174,7 +176,7 @@ class _Oracle:
         control = msgspec.structs.replace(
             self.spec.control,
             scale=_FREE,
-            guard=Guard(),
+            guard=GuardConfig(),
             mode=msgspec.structs.replace(self.spec.control.mode, sleep="never"),
         )
         only = msgspec.structs.replace(
@@ -207,7 +209,7 @@ class _Oracle:
         )
 
     def _mine(self) -> Iterator[Arrival]:
-        addressing = Addressing([spec.name for spec in self.deployment.models])
+        addressing = ModelNames([spec.name for spec in self.deployment.models])
         return (each for each in self.arrivals() if addressing.of(each) == self.spec.name)
 
 

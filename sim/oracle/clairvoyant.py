@@ -14,8 +14,8 @@ import numpy as np
 
 from policy.errors import TargetError
 from policy.scaling.view import Proposal, View
-from sim.oracle.dropped_demand import needed
-from sim.oracle.integer_plan import Plan, dropped, layered
+from sim.oracle.dropped_demand import served_demand
+from sim.oracle.integer_plan import Plan, dropped, plan_layers
 from sim.oracle.problem import ROUNDING, Problem
 from sim.twin.record import Floats
 
@@ -23,13 +23,13 @@ from sim.twin.record import Floats
 def clairvoyant(problem: Problem) -> Plan:
     """The plan; raises :class:`policy.errors.TargetError` where ``most`` replicas cannot serve enough."""
     load = _spread(problem.load, problem.waits)
-    needs = needed(load, problem)
+    needs = served_demand(load, problem)
     if dropped(load, needs) > problem.spare + ROUNDING * problem.bins:
         wanted = f"{problem.attainment:g} of the requests"
         raise TargetError(
             f"{problem.most} replicas of {problem.mu:g} requests per second cannot serve {wanted}"
         )
-    return layered(needs, problem.bin_s, problem.lead_s)
+    return plan_layers(needs, problem.bin_s, problem.lead_s)
 
 
 class Clairvoyant:

@@ -25,7 +25,7 @@ _ROUNDS = 4
 _HIGHEST = 1e9
 
 
-def needed(load: Floats, problem: Problem) -> Ints:
+def served_demand(load: Floats, problem: Problem) -> Ints:
     """How many replicas each bin needs for the ``load`` in full replicas, less what may be dropped."""
     whole = np.maximum(np.ceil(load - ROUNDING).astype(np.int64), problem.least)
     if problem.most is not None:

@@ -45,7 +45,7 @@ class Plan:
         return max(self.counts[first : max(first + 1, bisect_left(self.at, at + for_s))])
 
 
-def layered(needs: Ints, bin_s: float, lead_s: float) -> Plan:
+def plan_layers(needs: Ints, bin_s: float, lead_s: float) -> Plan:
     """The cheapest plan in which so many replicas are ready in each bin of ``bin_s`` seconds."""
     changes: Counter[float] = Counter({0.0: 0})
     for layer in range(1, int(needs.max()) + 1):

@@ -87,7 +87,7 @@ class Problem:
         return np.minimum(ahead, self.lead_s)
 
 
-def binned(at: Floats, bin_s: float, since: float, until: float) -> Floats:
+def bin_arrivals(at: Floats, bin_s: float, since: float, until: float) -> Floats:
     """How many of the instants ``at`` fall in each bin of ``bin_s`` seconds, from ``since`` to ``until``."""
     bins = math.ceil((until - since) / bin_s - ROUNDING)
     inside = at[(at >= since) & (at < until)]

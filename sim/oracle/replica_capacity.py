@@ -17,11 +17,11 @@ from functools import cache
 import msgspec
 import numpy as np
 
-from policy.config.control import Switching
+from policy.config.control import ModeSwitchConfig
 from policy.config.deployment import Deployment, Mode, ModelSpec
 from policy.engine.capacity import capability
 from policy.engine.model import Limits, Workload
-from policy.engine.profiles import longest, shipped
+from policy.engine.profiles import max_request_tokens, shipped
 from policy.scaling.policies.static import Static, StaticParameters
 from sim.arrival import Arrival
 from sim.planning.demand import met_alone
@@ -110,7 +110,7 @@ def attained_rate(
     timing = shipped(spec, shape)
     assert timing.model is not None
     sample = _sample(arrivals, load)
-    if met_alone(sample, timing.model, timing.limits, slo, longest(spec, shape)) < slo.attainment:
+    if met_alone(sample, timing.model, timing.limits, slo, max_request_tokens(spec, shape)) < slo.attainment:
         raise ValueError(f"fewer than {slo.attainment:g} of the requests would be within the objective alone")
     edge = capability(timing, _means(sample, load, timing.limits), slo).mu_max
     if slo.ttft_p95_s is None and slo.itl_p95_s is None:
@@ -148,7 +148,7 @@ def _means(sample: Sequence[Arrival], load: Load, limits: Limits) -> Workload:
 
 def _fixed(deployment: Deployment, spec: ModelSpec, mode: str, count: int) -> Deployment:
     """The model alone, with so many replicas of one mode, whatever the budget."""
-    control = msgspec.structs.replace(spec.control, mode=Switching(sleep="never"), tick_s=_TICK_S)
+    control = msgspec.structs.replace(spec.control, mode=ModeSwitchConfig(sleep="never"), tick_s=_TICK_S)
     only = {mode: Mode(shape=spec.modes[mode].shape, replicas=count)}
     model = msgspec.structs.replace(spec, modes=only, mode=mode, control=control)
     budget = msgspec.structs.replace(deployment.budget, gpus=None, cpus=None, watts=None, cost_per_h=None)

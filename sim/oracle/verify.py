@@ -18,7 +18,7 @@ PRECISION = 0.0005
 
 
 @dataclass(frozen=True, slots=True)
-class Verified:
+class VerifiedPlan:
     """A ``plan`` whose run attained what is promised; ``fluid`` is the fraction that its fluid serves."""
 
     plan: Plan
@@ -26,7 +26,7 @@ class Verified:
     fluid: float
 
 
-def verified(problem: Problem, run: Callable[[Plan], float]) -> Verified:
+def verify(problem: Problem, run: Callable[[Plan], float]) -> VerifiedPlan:
     """The plan for ``problem`` with which ``run`` (plan to attainment) attains ``problem.attainment``.
 
     By bisection over what the fluid may leave, of which the plan of the whole allowance is tried first.
@@ -34,9 +34,9 @@ def verified(problem: Problem, run: Callable[[Plan], float]) -> Verified:
     :class:`policy.errors.TargetError` where ``most`` replicas cannot serve that much.
     """
 
-    def tried(fluid: float) -> Verified:
+    def tried(fluid: float) -> VerifiedPlan:
         plan = clairvoyant(replace(problem, attainment=fluid))
-        return Verified(plan, run(plan), fluid)
+        return VerifiedPlan(plan, run(plan), fluid)
 
     promised = problem.attainment
     best = tried(promised)

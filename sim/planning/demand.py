@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
 
-from policy.config.control import Objective
+from policy.config.control import SloConfig
 from policy.engine.model import EngineModel, Limits, Workload
 from policy.errors import ConfigError
 from sim.arrival import Arrival
-from sim.workload.generators.arrivals import Pace, instants
+from sim.workload.generators.arrivals import RateShape, arrival_times
 
 _MINUTE_S = 60.0
 # Of a described load: the shape of the gamma variable that prompts are drawn from. Answers are exponential.
@@ -50,14 +50,14 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def described(load: Workload, cv: float, lasts_s: float, seed: int) -> Iterator[Arrival]:
+def describe(load: Workload, cv: float, lasts_s: float, seed: int) -> Iterator[Arrival]:
     """Requests that come at random, with gaps of that coefficient of variation, and lengths that vary.
 
     Prompts are gamma variables of shape 2, answers exponential ones, of those means: lengths of one value
     would be served better than any users' are.
     """
     rng = random.Random(seed)  # noqa: S311 - reproducible, not secret
-    for at in instants(Pace(rate=load.lam, cv=cv), rng, lasts_s):
+    for at in arrival_times(RateShape(rate=load.lam, cv=cv), rng, lasts_s):
         prompt = rng.gammavariate(_INPUT_SHAPE, load.input_tokens / _INPUT_SHAPE)
         answer = rng.expovariate(1.0 / load.output_tokens)
         yield Arrival(at, max(1, round(prompt)), max(1, round(answer)))
@@ -96,7 +96,7 @@ def demand_of(arrivals: Iterable[Arrival], where: str) -> Demand:
 
 
 def met_alone(
-    arrivals: Iterable[Arrival], model: EngineModel, limits: Limits, slo: Objective, longest: int | None
+    arrivals: Iterable[Arrival], model: EngineModel, limits: Limits, slo: SloConfig, longest: int | None
 ) -> float:
     """The part of ``arrivals`` within ``slo`` if each had a replica for itself: no count attains more.
 

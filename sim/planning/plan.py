@@ -8,13 +8,13 @@ from collections.abc import Sequence
 import msgspec
 
 from policy.config.deployment import Price
-from policy.engine.power import btu_per_h, draw_of, joules_per_token
+from policy.engine.power import btu_per_h, joules_per_token, power_model_of
 from sim.planning.candidates import Basis, Candidate, mode_of
 from sim.planning.network import network
 from sim.planning.purchase_schedule import Need, schedule
-from sim.planning.result import Ask, Failure, Grown, Option, Overflow, Plan, Power
+from sim.planning.result import Failure, GrowthStep, Option, Overflow, Plan, PlanRequest, Power
 from sim.planning.search import fewest
-from sim.planning.trial import CRASH_AFTER_S, Trials, Tried
+from sim.planning.trial import CRASH_AFTER_S, TrialResult, Trials
 
 # A replica beside those that the load needs, so that one may fail at any time and stay away for any time.
 SPARE = 1
@@ -30,7 +30,7 @@ def fewest_of(trials: Trials, candidate: Candidate, most: int, factor: float = 1
     return fewest(lambda count: trials.meets(candidate, count, factor), guess, most)
 
 
-def plan(trials: Trials, found: Sequence[Candidate], ask: Ask, *, load: str, seed: int) -> Plan:
+def plan(trials: Trials, found: Sequence[Candidate], ask: PlanRequest, *, load: str, seed: int) -> Plan:
     """Judge every candidate ``found``, and say what the best of them takes."""
     options = {each.name: _option(trials, each, ask) for each in found}
     # Money decides where it is known of all, since devices of different kinds are worth differently much.
@@ -75,10 +75,10 @@ def plan(trials: Trials, found: Sequence[Candidate], ask: Ask, *, load: str, see
     )
 
 
-def _option(trials: Trials, candidate: Candidate, ask: Ask) -> Option:
+def _option(trials: Trials, candidate: Candidate, ask: PlanRequest) -> Option:
     count = fewest_of(trials, candidate, ask.most)
     price = ask.prices.get(candidate.kind)
-    came: Tried | None = None if count is None else trials.tried(candidate, count)
+    came: TrialResult | None = None if count is None else trials.tried(candidate, count)
     devices = None if count is None else count * candidate.degree
     return Option(
         kind=candidate.kind,
@@ -104,17 +104,17 @@ def _rank(option: Option, by_cost: bool) -> tuple[float, ...]:
     return (paid, option.devices, option.with_spare)
 
 
-def _growth(trials: Trials, best: Candidate, now: int, ask: Ask) -> list[Grown]:
+def _growth(trials: Trials, best: Candidate, now: int, ask: PlanRequest) -> list[GrowthStep]:
     made = []
     for factor in (1.0, *ask.growth):
         count = now if factor == 1.0 else fewest_of(trials, best, ask.most, factor)
         if count is None:
             break
         devices = (count + SPARE) * best.degree
-        peak_w = devices * draw_of(best.kind, _peak_w(best, ask)).watts(1.0)
+        peak_w = devices * power_model_of(best.kind, _peak_w(best, ask)).watts(1.0)
         price = ask.prices.get(best.kind)
         made.append(
-            Grown(
+            GrowthStep(
                 factor=factor,
                 replicas=count,
                 devices=devices,
@@ -136,8 +136,8 @@ def _failure(trials: Trials, best: Candidate, count: int) -> Failure:
     )
 
 
-def _power(best: Candidate, count: int, came: Tried, ask: Ask) -> Power:
-    draw = draw_of(best.kind, _peak_w(best, ask))
+def _power(best: Candidate, count: int, came: TrialResult, ask: PlanRequest) -> Power:
+    draw = power_model_of(best.kind, _peak_w(best, ask))
     devices = (count + SPARE) * best.degree
     # The same steps are spread over one replica more.
     mean_w = devices * draw.watts(came.busy * count / (count + SPARE))
@@ -152,11 +152,11 @@ def _power(best: Candidate, count: int, came: Tried, ask: Ask) -> Power:
     )
 
 
-def _peak_w(candidate: Candidate, ask: Ask) -> float:
+def _peak_w(candidate: Candidate, ask: PlanRequest) -> float:
     return ask.gpu_peak_w if candidate.device == "gpu" else ask.core_peak_w
 
 
-def _overflow(trials: Trials, best: Candidate, count: int, price: Price, ask: Ask) -> list[Overflow]:
+def _overflow(trials: Trials, best: Candidate, count: int, price: Price, ask: PlanRequest) -> list[Overflow]:
     """From all that the load needs down to none of it, where what is kept is within the objective."""
     at_once = trials.tried(best, count).streams // count + 1
     rows = sorted({round(count * part / (_ROWS - 1)) for part in range(_ROWS)}, reverse=True)
@@ -179,7 +179,7 @@ def _overflow(trials: Trials, best: Candidate, count: int, price: Price, ask: As
     return found
 
 
-def _basis(best: Candidate, ask: Ask) -> dict[str, str]:
+def _basis(best: Candidate, ask: PlanRequest) -> dict[str, str]:
     """What each part of a plan rests on, in words that begin with it."""
     assumed = Basis.ASSUMED.value
     counted = f"{Basis.MEASURED.value}: counted in the requests that are replayed"
@@ -188,7 +188,7 @@ def _basis(best: Candidate, ask: Ask) -> dict[str, str]:
         "counts": f"{best.basis.value}: the twin, whose steps are timed by {best.source}",
         "growth": f"{assumed}: requests like these at so many times the rate",
         "failure": f"{assumed}: how long a start takes is control.assumed_start_s",
-        "power": f"{assumed}: {draw_of(best.kind, _peak_w(best, ask)).source}",
+        "power": f"{assumed}: {power_model_of(best.kind, _peak_w(best, ask)).source}",
         "schedule": f"{assumed}: the growth as given, devices on a line between the loads above",
         "overflow": f"{best.basis.value}: what replicas of the twin turn away when they are full",
         "prices": f"{assumed}: as given",

@@ -11,7 +11,7 @@ from sim.planning.candidates import Basis
 from sim.planning.demand import Demand
 from sim.planning.network import Network
 from sim.planning.purchase_schedule import Addition
-from sim.planning.trial import Outage, Overflown
+from sim.planning.trial import Outage, OverflowResult
 
 
 class Option(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,7 +36,7 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
     source: str
 
 
-class Grown(msgspec.Struct, frozen=True, kw_only=True):
+class GrowthStep(msgspec.Struct, frozen=True, kw_only=True):
     """The best candidate at ``factor`` times the load; ``devices`` and ``peak_w`` are with the spare."""
 
     factor: float
@@ -83,7 +83,7 @@ class Overflow(msgspec.Struct, frozen=True, kw_only=True):
 
     replicas: int
     devices: int
-    bought: Overflown
+    bought: OverflowResult
     owned_per_h: float | None
     total_per_h: float | None
 
@@ -107,7 +107,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     by_cost: bool
     most: int
     failure: Failure | None
-    growth: list[Grown]
+    growth: list[GrowthStep]
     power: Power | None
     schedule: list[Addition]
     overflow: list[Overflow]
@@ -115,7 +115,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     basis: dict[str, str]
 
 
-class Ask(msgspec.Struct, frozen=True, kw_only=True):
+class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What a plan is asked for.
 
     ``growth`` are factors of the load, in their order, ``prices`` what a device of a kind costs in an hour,

@@ -10,20 +10,20 @@ import numpy as np
 from policy.config.deployment import Budget, Deployment, ModelSpec, Price, Upstream
 from policy.engine.capacity import capability
 from policy.engine.model import Timing
-from policy.engine.profiles import longest, shipped
+from policy.engine.profiles import max_request_tokens, shipped
 from policy.scaling.policies.static import Static, StaticParameters
 from sim.planning.candidates import Candidate
 from sim.planning.demand import Arrivals, Demand, met_alone
 from sim.planning.search import fewest
 from sim.twin.record import HOUR_S, Outcome, Record, Requests
 from sim.twin.run import simulate
-from sim.twin.scenario import EARTH, Crash, World
+from sim.twin.scenario import EARTH, Crash, Scenario
 
 # A load may begin with its busiest minute: a replica that crashes then has requests by now.
 CRASH_AFTER_S = 10.0
 
 
-class Tried(msgspec.Struct, frozen=True, kw_only=True):
+class TrialResult(msgspec.Struct, frozen=True, kw_only=True):
     """What came of one run.
 
     ``attainment`` is the part of the requests within the objective. ``busy`` is the part of the time that a
@@ -39,7 +39,7 @@ class Tried(msgspec.Struct, frozen=True, kw_only=True):
     streams: int
 
 
-class Overflown(msgspec.Struct, frozen=True, kw_only=True):
+class OverflowResult(msgspec.Struct, frozen=True, kw_only=True):
     """What an upstream took of one run: the part of the requests, tokens per hour, and what these cost in it.
 
     ``served_within`` is the part within the objective of those that the fleet kept, of which a replica had
@@ -84,9 +84,9 @@ class Trials:
         self.demand = demand
         self._seed = seed
         self._said = said
-        self._tried: dict[tuple[str, int, float], Tried] = {}
+        self._tried: dict[tuple[str, int, float], TrialResult] = {}
 
-    def tried(self, candidate: Candidate, count: int, factor: float = 1.0) -> Tried:
+    def tried(self, candidate: Candidate, count: int, factor: float = 1.0) -> TrialResult:
         """``count`` replicas at ``factor`` times the load."""
         key = candidate.name, count, factor
         if key not in self._tried:
@@ -101,7 +101,7 @@ class Trials:
         """Whether any count could: whether requests would be within the objective if each were alone."""
         timing = self._timing(candidate)
         assert timing.model is not None
-        slo, most = self.spec.control.slo, longest(candidate.of(self.spec, 1), candidate.shape)
+        slo, most = self.spec.control.slo, max_request_tokens(candidate.of(self.spec, 1), candidate.shape)
         return met_alone(self._arrivals(1.0), timing.model, timing.limits, slo, most) >= slo.attainment
 
     def guess(self, candidate: Candidate, factor: float = 1.0) -> int:
@@ -115,14 +115,14 @@ class Trials:
         """The time of a start, from the busiest minute on; with a ``crash`` one replica is away in it."""
         at, away_s = self.demand.busiest_s + CRASH_AFTER_S, self.spec.control.assumed_start_s
         crashes = (Crash(at=at, model=self.spec.name),) if crash else ()
-        requests = self._run(candidate, count, 1.0, world=World(crashes=crashes)).requests[self.spec.name]
+        requests = self._run(candidate, count, 1.0, world=Scenario(crashes=crashes)).requests[self.spec.name]
         during = (requests.at >= at) & (requests.at < at + away_s)
         return Outage(
             attainment=float(np.mean(requests.met[during])) if during.any() else 1.0,
             cut=int(np.count_nonzero(requests.outcome == Outcome.FAILED)),
         )
 
-    def overflow(self, candidate: Candidate, count: int, price: Price, guess: int) -> Overflown | None:
+    def overflow(self, candidate: Candidate, count: int, price: Price, guess: int) -> OverflowResult | None:
         """``count`` replicas, with an upstream of that price for what they turn away.
 
         Replicas that are full turn requests away, so their bound is what keeps the rest within the objective:
@@ -134,7 +134,7 @@ class Trials:
         most = candidate.shape.max_in_flight
         if self.meets(candidate, count):
             return self._overflown(candidate, count, price, most)
-        bounds: dict[int, Overflown] = {}
+        bounds: dict[int, OverflowResult] = {}
 
         def misses(bound: int) -> bool:
             bounds[bound] = found = self._overflown(candidate, count, price, bound)
@@ -143,7 +143,7 @@ class Trials:
         least = fewest(misses, guess, most)
         return bounds.get(most if least is None else least - 1)
 
-    def _overflown(self, candidate: Candidate, count: int, price: Price, bound: int) -> Overflown:
+    def _overflown(self, candidate: Candidate, count: int, price: Price, bound: int) -> OverflowResult:
         """The same with replicas that take ``bound`` requests at once, at most."""
         shape = msgspec.structs.replace(candidate.shape, max_in_flight=bound)
         candidate = msgspec.structs.replace(candidate, shape=shape)
@@ -154,7 +154,7 @@ class Trials:
         requests = record.requests[self.spec.name]
         gone = requests.outcome == Outcome.OVERFLOWN
         per_h = HOUR_S / self.demand.lasts_s
-        return Overflown(
+        return OverflowResult(
             bound=bound,
             share=float(np.mean(gone)),
             input_tokens_per_h=float(requests.input_tokens[gone].sum()) * per_h,
@@ -163,11 +163,11 @@ class Trials:
             served_within=float(np.mean(requests.met[~gone])) if not gone.all() else 0.0,
         )
 
-    def _all_bought(self, price: Price) -> Overflown:
+    def _all_bought(self, price: Price) -> OverflowResult:
         """Every request goes to the upstream."""
         per_h = self.demand.rps * HOUR_S
         inputs, outputs = self.demand.input_tokens * per_h, self.demand.output_tokens * per_h
-        return Overflown(
+        return OverflowResult(
             bound=0,
             share=1.0,
             input_tokens_per_h=inputs,
@@ -185,7 +185,7 @@ class Trials:
         count: int,
         factor: float,
         *,
-        world: World = EARTH,
+        world: Scenario = EARTH,
         upstreams: tuple[Upstream, ...] = (),
     ) -> Record:
         model = candidate.of(self.spec, count)
@@ -208,12 +208,12 @@ class Trials:
         )
 
 
-def _of(record: Record, model: str, count: int) -> Tried:
+def _of(record: Record, model: str, count: int) -> TrialResult:
     requests = record.requests[model]
     served = requests.outcome == Outcome.SERVED
     tokens = int(requests.input_tokens[served].sum() + requests.output_tokens[served].sum())
     ends_at = max(record.ends_at, 1e-9)
-    return Tried(
+    return TrialResult(
         attainment=float(np.mean(requests.met)),
         ttft_p95_s=_p95(requests.ttft_s[served]),
         itl_p95_s=_p95(requests.itl_s[served]),

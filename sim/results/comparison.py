@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from policy.config.control import Objective
+from policy.config.control import SloConfig
 from policy.config.deployment import Deployment
 from policy.scaling.view import Policy
 from sim.arrival import Arrival
 from sim.oracle.bounds import Bounds
-from sim.results.series import Picture, pictures
+from sim.results.series import ChartData, chart_data
 from sim.results.summary import Summary, summarise
 from sim.twin.record import Record
 
@@ -22,7 +22,7 @@ from sim.twin.record import Record
 Play = Callable[[Deployment, Mapping[str, Policy], Iterable[Arrival], Callable[[float], None]], Record]
 
 
-class Contender(NamedTuple):
+class PolicyEntry(NamedTuple):
     """A policy of each model by its name, and the document as it would be with them."""
 
     name: str
@@ -31,23 +31,23 @@ class Contender(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class PolicyRun:
     """One contender, and what came of it."""
 
     name: str
     summary: Summary
-    pictures: tuple[Picture, ...]
+    pictures: tuple[ChartData, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Study:
+class PolicyComparison:
     """All runs on one trace; ``objectives`` by model."""
 
     trace: str
     seed: int
     bounds: Bounds
-    objectives: Mapping[str, Objective]
-    runs: tuple[Run, ...]
+    objectives: Mapping[str, SloConfig]
+    runs: tuple[PolicyRun, ...]
 
     def plain(self) -> dict[str, Any]:
         """What scripts read: no NaN, and ``None`` for a figure that there is none of."""
@@ -63,7 +63,7 @@ class Study:
 
 
 def compare(
-    contenders: Sequence[Contender],
+    contenders: Sequence[PolicyEntry],
     arrivals: Callable[[], Iterable[Arrival]],
     play: Play,
     *,
@@ -72,7 +72,7 @@ def compare(
     bounds: Bounds,
     said: Callable[[str, float], None] = lambda name, at: None,
     kept: Callable[[str, Record], None] = lambda name, record: None,
-) -> Study:
+) -> PolicyComparison:
     """Run each of ``contenders`` on ``arrivals``, which must be the same at each call.
 
     ``said`` hears how far each is in simulated seconds, ``kept`` is given each whole record, of which only
@@ -82,6 +82,6 @@ def compare(
     for name, deployment, policies in contenders:
         record = play(deployment, policies, arrivals(), partial(said, name))
         kept(name, record)
-        runs.append(Run(name, summarise(record, bounds.lower_gpu_hours), pictures(record)))
+        runs.append(PolicyRun(name, summarise(record, bounds.lower_gpu_hours), chart_data(record)))
     objectives = {spec.name: spec.control.slo for spec in contenders[0].deployment.models}
-    return Study(trace, seed, bounds, objectives, tuple(runs))
+    return PolicyComparison(trace, seed, bounds, objectives, tuple(runs))

@@ -22,7 +22,7 @@ QUANTILES = (0.5, 0.9, 0.99)
 
 
 @dataclass(frozen=True, slots=True)
-class Band:
+class Series:
     """The p50, p90 and p99 in seconds of the requests that came in each window of ``width_s``."""
 
     width_s: float
@@ -32,7 +32,7 @@ class Band:
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class Annotation:
     """What was decided about ``at``: the decisions of the same few seconds are one mark."""
 
     at: float
@@ -40,7 +40,7 @@ class Mark:
 
 
 @dataclass(frozen=True, slots=True)
-class Stay:
+class Dwell:
     """The model is in ``mode`` from ``start`` to ``end``."""
 
     mode: str
@@ -49,7 +49,7 @@ class Stay:
 
 
 @dataclass(frozen=True, slots=True)
-class Picture:
+class ChartData:
     """One model: from 0 to ``ends_at`` seconds in windows of ``width_s``, NaN where a window has nothing.
 
     ``arrivals`` and ``met`` are means of a window, ``queued`` and ``running`` the most in it, replicas the
@@ -67,18 +67,18 @@ class Picture:
     starting: Floats
     draining: Floats
     wanted: Floats
-    ttft: Band
-    itl: Band
-    stays: tuple[Stay, ...]
-    marks: tuple[Mark, ...]
+    ttft: Series
+    itl: Series
+    stays: tuple[Dwell, ...]
+    marks: tuple[Annotation, ...]
 
 
-def pictures(record: Record) -> tuple[Picture, ...]:
+def chart_data(record: Record) -> tuple[ChartData, ...]:
     """A picture of each model of the run, in the order of its requests."""
     return tuple(_picture(record, model, requests) for model, requests in record.requests.items())
 
 
-def _picture(record: Record, model: str, requests: Requests) -> Picture:
+def _picture(record: Record, model: str, requests: Requests) -> ChartData:
     moments = [moment for moment in record.moments if moment.model == model]
     end = max(record.ends_at, 1e-9)
     # No window without a tick in it.
@@ -89,7 +89,7 @@ def _picture(record: Record, model: str, requests: Requests) -> Picture:
     def column(name: str) -> Floats:
         return np.array([getattr(moment, name) for moment in moments], dtype=np.float64)
 
-    return Picture(
+    return ChartData(
         model=model,
         ends_at=end,
         width_s=end / count,
@@ -136,7 +136,7 @@ def _last(values: Floats, where: Ints, count: int) -> Floats:
     return filled
 
 
-def _band(at: Floats, values: Floats, end: float) -> Band:
+def _band(at: Floats, values: Floats, end: float) -> Series:
     count = max(1, min(LATENCY_WINDOWS, len(at)))
     edges = np.searchsorted(at, np.linspace(0.0, end, count + 1))
     edges[-1] = len(at)
@@ -146,10 +146,10 @@ def _band(at: Floats, values: Floats, end: float) -> Band:
         known = part[np.isfinite(part)]
         if len(known):
             found[i] = np.quantile(known, QUANTILES)
-    return Band(width_s=end / count, p50=found[:, 0], p90=found[:, 1], p99=found[:, 2])
+    return Series(width_s=end / count, p50=found[:, 0], p90=found[:, 1], p99=found[:, 2])
 
 
-def _stays(moments: Sequence[Moment], end: float) -> tuple[Stay, ...]:
+def _stays(moments: Sequence[Moment], end: float) -> tuple[Dwell, ...]:
     begun: list[tuple[str, float]] = []
     for moment in moments:
         if not begun or begun[-1][0] != moment.mode:
@@ -157,23 +157,23 @@ def _stays(moments: Sequence[Moment], end: float) -> tuple[Stay, ...]:
     if begun:  # The first tick is a little after the start.
         begun[0] = (begun[0][0], 0.0)
     ends = [*(start for _, start in begun[1:]), end]
-    return tuple(Stay(mode, start, until) for (mode, start), until in zip(begun, ends, strict=False))
+    return tuple(Dwell(mode, start, until) for (mode, start), until in zip(begun, ends, strict=False))
 
 
-def _marks(decisions: Sequence[tuple[float, Decision]], end: float) -> tuple[Mark, ...]:
+def _marks(decisions: Sequence[tuple[float, Decision]], end: float) -> tuple[Annotation, ...]:
     together: dict[int, list[tuple[float, Decision]]] = {}
     for at, decision in decisions:
         together.setdefault(min(MARKS - 1, int(at * MARKS / end)), []).append((at, decision))
     marks = []
     for each in together.values():
-        told = [decided(at, decision) for at, decision in each[:TOLD]]
+        told = [decisions_of(at, decision) for at, decision in each[:TOLD]]
         if len(each) > TOLD:
             told.append(f"and {len(each) - TOLD} more until {clock(each[-1][0])}")
-        marks.append(Mark(each[0][0], "\n".join(told)))
+        marks.append(Annotation(each[0][0], "\n".join(told)))
     return tuple(marks)
 
 
-def decided(at: float, decision: Decision) -> str:
+def decisions_of(at: float, decision: Decision) -> str:
     """One decision as people read it: what changed, why, and which rules changed the count."""
     before, after = f"{decision.was_mode} x {decision.was_count}", f"{decision.mode} x {decision.count}"
     lines = [f"{clock(at)} {before} → {after}: {decision.reason}"]

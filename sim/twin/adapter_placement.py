@@ -19,7 +19,7 @@ BEAT_S = 0.5
 PLAN_S = 5.0
 
 
-class Placing:
+class TwinPlacement:
     """The last plan, and what it is made from; a load takes ``load_s`` seconds.
 
     ``key`` gives an adapter's 64-bit hash. Instants are seconds of the run.

@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 PATIENCE_S = 2.0
 
 
-class Rule(Protocol):
+class EvictionRule(Protocol):
     """What a replica does with its slots; instants are seconds.
 
     ``shares`` is whether one load lets in all that wait for the adapter; else they look one after the other.
@@ -68,7 +68,7 @@ class Slots:
     ``loading`` is the adapter whose load is under way, ``changes`` counts how often what is loaded changed.
     """
 
-    def __init__(self, capacity: int, rule: Rule) -> None:
+    def __init__(self, capacity: int, rule: EvictionRule) -> None:
         self.capacity = capacity
         self.loads = self.changes = 0
         self.loading: str | None = None

@@ -8,14 +8,14 @@ from collections.abc import Mapping
 import msgspec
 
 from policy.config.deployment import Deployment, ModelSpec
-from policy.config.gpu_sharing import bed_of
+from policy.config.gpu_sharing import gpu_group_of
 from policy.engine.capacity import Capability, capability
 from policy.engine.profiles import price_of
-from policy.scaling.decide import Mind, decide_all, workload_of
-from policy.scaling.rollout import Footprint, Goal, LayerKey, gap_needed, leaving_of, step
-from policy.scaling.situation import Decision, Memory, Rung, Situation
+from policy.scaling.decide import ModelPolicies, decide_all, workload_of
+from policy.scaling.rollout import Footprint, Goal, LayerKey, leaving_layer, needs_gap, step
+from policy.scaling.situation import Decision, Memory, ModeOption, Situation
 from policy.scaling.view import Policy, Supply, View
-from policy.signals.aggregator import Gathering
+from policy.signals.aggregator import SignalAggregator
 from policy.signals.types import Signals
 from sim.twin.fleet import Fleet
 
@@ -23,7 +23,7 @@ from sim.twin.fleet import Fleet
 LISTEN_S = 5.0
 
 
-class Course:
+class SwitchCourse:
     """What is aimed for of one model, and what its decisions remember. ``settled`` once it was reached."""
 
     __slots__ = ("count", "fleet", "gap", "memory", "mode", "settled", "spec")
@@ -55,7 +55,7 @@ class Course:
 
     def taken(self) -> Footprint:
         """What the model holds; a bed holds its GPUs whoever is awake."""
-        bed, footprints = bed_of(self.spec), self.footprints()
+        bed, footprints = gpu_group_of(self.spec), self.footprints()
         parts = [] if bed is None else [Footprint(gpus=bed.gpus, cpus=bed.cpus)]
         for key, layer in self.fleet.layers().items():
             if not self.fleet.sleeps(key):
@@ -64,7 +64,7 @@ class Course:
         return Footprint(gpus=sum(part.gpus for part in parts), cpus=sum(part.cpus for part in parts))
 
 
-class Steering:
+class TwinController:
     """Decides for all models and carries it out. Instants are seconds of the run."""
 
     def __init__(
@@ -72,12 +72,12 @@ class Steering:
         deployment: Deployment,
         fleets: Mapping[str, Fleet],
         policies: Mapping[str, Policy],
-        gathering: Gathering,
+        gathering: SignalAggregator,
     ) -> None:
         self._deployment = deployment
         self._gathering = gathering
-        self._minds = {name: Mind(live=policy) for name, policy in policies.items()}
-        self.courses = {spec.name: Course(spec, fleets[spec.name]) for spec in deployment.models}
+        self._minds = {name: ModelPolicies(live=policy) for name, policy in policies.items()}
+        self.courses = {spec.name: SwitchCourse(spec, fleets[spec.name]) for spec in deployment.models}
         self._slots: dict[str, int] = {}
         self.decisions: list[tuple[float, Decision]] = []
         self.switches = 0
@@ -106,7 +106,7 @@ class Steering:
             course.count = count
             course.fleet.begin(course.key, count)
 
-    def _fixed(self, course: Course) -> int | None:
+    def _fixed(self, course: SwitchCourse) -> int | None:
         """The count that a model is kept at whose policy does not go by the load."""
         spec, bounds = course.spec, course.spec.modes[course.mode].bounds
         view = View(
@@ -174,11 +174,11 @@ class Steering:
                 if had != count:
                     course.fleet.scale(key, count, at)
 
-    def _goal(self, course: Course, key: LayerKey, count: int) -> Goal:
+    def _goal(self, course: SwitchCourse, key: LayerKey, count: int) -> Goal:
         healthy = min(course.spec.control.scale.min_healthy, count)
         return Goal(key=key, count=count, min_healthy=healthy, gap=course.gap)
 
-    def _switch(self, course: Course, decision: Decision) -> bool:
+    def _switch(self, course: SwitchCourse, decision: Decision) -> bool:
         """Whether the queue holds the moment without replicas that the switch may leave."""
         key = course.at_mode(decision.mode)
         gap = self._leaves_a_gap(course, key, decision.count)
@@ -190,17 +190,17 @@ class Steering:
         course.mode, course.gap = decision.mode, gap
         return True
 
-    def _leaves_a_gap(self, course: Course, key: LayerKey, count: int) -> bool:
+    def _leaves_a_gap(self, course: SwitchCourse, key: LayerKey, count: int) -> bool:
         goal = msgspec.structs.replace(self._goal(course, key, count), gap=False)
-        return gap_needed(goal, course.fleet.layers(), course.footprints(), *self._room(course, key))
+        return needs_gap(goal, course.fleet.layers(), course.footprints(), *self._room(course, key))
 
-    def _room(self, course: Course, key: LayerKey | None = None) -> tuple[int | None, int | None]:
+    def _room(self, course: SwitchCourse, key: LayerKey | None = None) -> tuple[int | None, int | None]:
         """GPUs and CPUs that the model may hold: the budget less what the others hold."""
         budget = self._deployment.budget
         taken = [other.taken() for other in self.courses.values() if other is not course]
         gpus = None if budget.gpus is None else budget.gpus - sum(each.gpus for each in taken)
         cpus = None if budget.cpus is None else budget.cpus - sum(each.cpus for each in taken)
-        bed = bed_of(course.spec)
+        bed = gpu_group_of(course.spec)
         if bed is not None and (key or course.key).shape in bed.engines:
             gpus = bed.gpus if gpus is None else min(gpus, bed.gpus)
         return gpus, cpus
@@ -210,7 +210,7 @@ class Steering:
         spec, control, fleet, key = course.spec, course.spec.control, course.fleet, course.key
         rungs = tuple(self._rung(course, mode) for mode in spec.modes)
         here = next(rung for rung in rungs if rung.mode == course.mode)
-        leaving = leaving_of(spec, fleet.layers(), key)
+        leaving = leaving_layer(spec, fleet.layers(), key)
         signals = self._gathering.signals(name, at)
         mine = {runner.view.id for runner in fleet if runner.key == key}
         replicas = tuple(
@@ -239,7 +239,7 @@ class Steering:
             memory=course.memory,
         )
 
-    def _rung(self, course: Course, name: str) -> Rung:
+    def _rung(self, course: SwitchCourse, name: str) -> ModeOption:
         spec, fleet, budget = course.spec, course.fleet, self._deployment.budget
         mode = spec.modes[name]
         shape, key = spec.shapes[mode.shape], course.at_mode(name)
@@ -247,7 +247,7 @@ class Steering:
             spec.name, mode.shape, spec.control.assumed_start_s, sleeps=fleet.sleeps(key)
         )
         gap = name != course.mode and self._leaves_a_gap(course, key, max(1, mode.bounds.min))
-        return Rung(
+        return ModeOption(
             mode=name,
             shape=mode.shape,
             least=mode.bounds.min,
@@ -262,7 +262,7 @@ class Steering:
         )
 
 
-def _needed(course: Course, rate: float, shape: tuple[float, float]) -> int:
+def _needed(course: SwitchCourse, rate: float, shape: tuple[float, float]) -> int:
     """How many replicas ``rate`` requests per second of that shape need, and how many there are at least."""
     spec, (inputs, outputs) = course.spec, shape
     count = max(spec.modes[course.mode].bounds.min, 1 if rate else 0)

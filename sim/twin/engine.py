@@ -17,8 +17,8 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from policy.engine.model import Timing
-from policy.engine.scheduler import Pace, Request, Scheduler
-from sim.twin.adapter_slots import LeastRecentlyUsed, Rule, Slots
+from policy.engine.scheduler import Request, Scheduler, StepTimes
+from sim.twin.adapter_slots import EvictionRule, LeastRecentlyUsed, Slots
 from sim.twin.prefix_cache import PrefixCache
 
 # After a load requests that run get as much time as it took, and so many times that before one that nobody
@@ -115,7 +115,7 @@ class Engine:
         slots: int = 0,
         adapter_load_s: float = 0.0,
         prefix_tokens: int | None = None,
-        rule: Rule | None = None,
+        rule: EvictionRule | None = None,
     ) -> None:
         if timing.model is None:
             raise ValueError("an engine without coefficients takes no time that could be simulated")
@@ -151,7 +151,7 @@ class Engine:
         self._end = math.inf
         # Of what is under way: the steps of a leap and their pace; what the scheduler says has then happened.
         self._leap = 0
-        self._pace = Pace(0.0, 0.0)
+        self._pace = StepTimes(0.0, 0.0)
         self._due_tokens = self._due_preempted = 0
         self._due_first: tuple[str, ...] = ()
         self._due_done: tuple[str, ...] = ()
@@ -352,7 +352,7 @@ class Engine:
         if steps > 1:
             self._leap = steps
             pace = scheduler.pace()
-            self._pace = Pace(self._factor * pace.step_s, self._factor * pace.growth_s)
+            self._pace = StepTimes(self._factor * pace.step_s, self._factor * pace.growth_s)
             self._due_tokens = steps * scheduler.running
             self._end = self._end_of(steps)
             return

@@ -12,31 +12,31 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from policy.config.deployment import ModelSpec
-from policy.config.gpu_sharing import bed_of
+from policy.config.gpu_sharing import gpu_group_of
 from policy.engine.model import Timing
 from policy.engine.profiles import shipped
-from policy.hashing import key_of
+from policy.hashing import hash_name
 from policy.routing.cost import Candidate
 from policy.scaling.rollout import Layer, LayerKey
-from policy.scaling.start_times import Starts, Taken
+from policy.scaling.start_times import StartTime, StartTimes
 from policy.scaling.view import Supply
-from policy.types import Load, Replica, ReplicaState, StartPath
-from policy.wire.heartbeat import Beat
+from policy.types import Load, Replica, ReplicaPhase, StartPath
+from policy.wire.heartbeat import Heartbeat
 from policy.wire.reports import EngineReport
 from sim.twin.adapter_slots import GuardRule
 from sim.twin.engine import Engine
 from sim.twin.record import Span
-from sim.twin.scenario import World
+from sim.twin.scenario import Scenario
 
 if TYPE_CHECKING:
-    from sim.twin.gateway import Place
+    from sim.twin.gateway import TwinTicket
 
 # A start that is spread is never shorter than this part of its mean.
 _LEAST_START = 0.1
 _WAKE_PART = 0.1
 
 
-class Runner:
+class TwinReplica:
     """One replica: its life as it will be reported, its engine, and what a gateway knows of it.
 
     ``places`` are the requests that are there. ``leave_by`` is when a drain is cut off. ``rule`` is what it
@@ -64,8 +64,8 @@ class Runner:
         self.rule = rule
         self.told = 0
         self.view = view
-        self.state = ReplicaState.STARTING
-        self.places: dict[int, Place] = {}
+        self.state = ReplicaPhase.STARTING
+        self.places: dict[int, TwinTicket] = {}
         self.leave_by = 0.0
         self.slow = 1.0
         # Of the one event that is due for its engine; another makes it void.
@@ -81,36 +81,36 @@ class Fleet:
     def __init__(
         self,
         spec: ModelSpec,
-        world: World,
+        world: Scenario,
         spans: list[Span],
         rng: random.Random,
-        wake: Callable[[float, str, Runner, int], None],
+        wake: Callable[[float, str, TwinReplica, int], None],
     ) -> None:
         self.spec = spec
-        self.serving: list[Runner] = []
+        self.serving: list[TwinReplica] = []
         self.views: list[Candidate] = []
-        self.starts = Starts()
+        self.starts = StartTimes()
         self.adapter_loads = self.preemptions = 0
-        self.lost: Callable[[Runner], None] = lambda runner: None
+        self.lost: Callable[[TwinReplica], None] = lambda runner: None
         self._world = world
         self._spans = spans
         self._rng = rng
         self._wake = wake
-        self._all: list[Runner] = []
+        self._all: list[TwinReplica] = []
         self._wanted: dict[LayerKey, int] = {}
         self._seen: set[str] = set()
         self._timings: dict[str, Timing] = {name: shipped(spec, shape) for name, shape in spec.shapes.items()}
         self._modes = {mode.shape: name for name, mode in spec.modes.items()}
-        bed = bed_of(spec)
+        bed = gpu_group_of(spec)
         self._asleep = frozenset() if bed is None else frozenset(bed.engines)
         # What sleeps shows how long a wake takes when it is made, before anybody waits for it.
         wake_s = (self._start_s(StartPath.SLEEPING),)
         self.starts.restore(
-            Taken(model=spec.name, shape=shape, path=StartPath.SLEEPING, seconds=wake_s)
+            StartTime(model=spec.name, shape=shape, path=StartPath.SLEEPING, seconds=wake_s)
             for shape in self._asleep
         )
 
-    def __iter__(self) -> Iterator[Runner]:
+    def __iter__(self) -> Iterator[TwinReplica]:
         return iter(self._all)
 
     def timing(self, shape: str) -> Timing:
@@ -128,7 +128,7 @@ class Fleet:
         for _ in range(count):
             runner = self._made(key, 0.0, StartPath.CACHED)
             runner.span.ready_at = 0.0
-            runner.state = ReplicaState.READY
+            runner.state = ReplicaPhase.READY
         self._changed()
 
     def scale(self, key: LayerKey, count: int, at: float) -> None:
@@ -140,51 +140,51 @@ class Fleet:
             self._start(key, at)
         if more < 0:
             mine = [runner for runner in self._all if runner.key == key and stays(runner)]
-            mine.sort(key=lambda runner: (runner.state is ReplicaState.READY, -runner.span.number))
+            mine.sort(key=lambda runner: (runner.state is ReplicaPhase.READY, -runner.span.number))
             for runner in mine[:-more]:
                 self._drain(runner, at)
         self._changed()
 
-    def ready(self, runner: Runner, at: float) -> bool:
+    def ready(self, runner: TwinReplica, at: float) -> bool:
         """Its start is over; whether it serves now."""
-        if runner.state is not ReplicaState.STARTING:
+        if runner.state is not ReplicaPhase.STARTING:
             return False
-        runner.state = ReplicaState.READY
+        runner.state = ReplicaPhase.READY
         runner.span.ready_at = at
         self.starts.note(self._replica(runner, at), at)
         self._changed()
         return True
 
-    def submit(self, runner: Runner, place: Place, at: float) -> None:
+    def submit(self, runner: TwinReplica, place: TwinTicket, at: float) -> None:
         """A request goes there; raises :class:`ValueError` if it could never fit."""
         assert place.job is not None
         runner.engine.submit(place.job, at)
         runner.places[place.number] = place
         self.watch(runner)
 
-    def watch(self, runner: Runner) -> None:
+    def watch(self, runner: TwinReplica) -> None:
         """Have its engine looked at when it has news."""
         runner.version += 1
         self._wake(runner.engine.next_at(), "engine", runner, runner.version)
 
-    def over(self, runner: Runner, place: Place, at: float) -> bool:
+    def over(self, runner: TwinReplica, place: TwinTicket, at: float) -> bool:
         """A request is there no more; whether the replica is gone with it."""
         runner.places.pop(place.number, None)
-        if runner.state is ReplicaState.DRAINING and not runner.places:
+        if runner.state is ReplicaPhase.DRAINING and not runner.places:
             self._end(runner, at)
             return True
         return False
 
-    def cut(self, runner: Runner, at: float) -> list[Place]:
+    def cut(self, runner: TwinReplica, at: float) -> list[TwinTicket]:
         """The time to drain is over; returns the requests that are cut off."""
-        if runner.state is not ReplicaState.DRAINING or at < runner.leave_by:
+        if runner.state is not ReplicaPhase.DRAINING or at < runner.leave_by:
             return []
         cut = list(runner.places.values())
         runner.places.clear()
         self._end(runner, at)
         return cut
 
-    def crash(self, at: float) -> list[Place]:
+    def crash(self, at: float) -> list[TwinTicket]:
         """The one that serves for the longest crashes, and its host starts another engine in its place."""
         if not self.serving:
             return []
@@ -198,7 +198,7 @@ class Fleet:
         self._start(runner.key, at)
         return lost
 
-    def slow(self, factor: float, at: float) -> Runner | None:
+    def slow(self, factor: float, at: float) -> TwinReplica | None:
         """The one that serves for the longest takes ``factor`` times as long from now on."""
         if not self.serving:
             return None
@@ -206,11 +206,11 @@ class Fleet:
         self.pace(runner, factor, at)
         return runner
 
-    def _longest(self) -> Runner:
+    def _longest(self) -> TwinReplica:
         """The one that serves for the longest."""
         return min(self.serving, key=lambda each: (each.span.ready_at, each.span.number))
 
-    def pace(self, runner: Runner, factor: float, at: float) -> None:
+    def pace(self, runner: TwinReplica, factor: float, at: float) -> None:
         """Its steps take ``factor`` times what its engine model says."""
         runner.slow = factor
         runner.engine.slow(factor, at)
@@ -226,9 +226,9 @@ class Fleet:
         states = [runner.state for runner in self._all if runner.key == key]
         return Layer(
             wanted=self._wanted.get(key, 0),
-            starting=states.count(ReplicaState.STARTING),
-            ready=states.count(ReplicaState.READY),
-            draining=states.count(ReplicaState.DRAINING),
+            starting=states.count(ReplicaPhase.STARTING),
+            ready=states.count(ReplicaPhase.READY),
+            draining=states.count(ReplicaPhase.DRAINING),
         )
 
     def supply(self, key: LayerKey, lead_s: float, at: float) -> Supply:
@@ -237,7 +237,7 @@ class Fleet:
         starting = [
             self._replica(runner, at)
             for runner in self._all
-            if runner.key == key and runner.state is ReplicaState.STARTING
+            if runner.key == key and runner.state is ReplicaPhase.STARTING
         ]
         return Supply(
             wanted=layer.wanted,
@@ -246,14 +246,14 @@ class Fleet:
             draining=layer.draining,
         )
 
-    def beats(self, at: float) -> Iterator[Beat]:
+    def beats(self, at: float) -> Iterator[Heartbeat]:
         """What every replica tells of itself."""
         for runner in self._all:
             engine = runner.engine
             # Many steps that are alike go without news: what has come of them until now is looked up.
             engine.tell(at)
             report = EngineReport(preempted=engine.preempted, deferred=engine.deferred)
-            yield Beat(replica=self._replica(runner, at), engine=report)
+            yield Heartbeat(replica=self._replica(runner, at), engine=report)
 
     def slowness(self, name: str) -> float:
         """How many times as long as it should the replica of that id takes for its steps."""
@@ -283,7 +283,7 @@ class Fleet:
             given = max(_LEAST_START * given, self._rng.gauss(given, world.spread * given))
         return given
 
-    def _made(self, key: LayerKey, at: float, path: StartPath) -> Runner:
+    def _made(self, key: LayerKey, at: float, path: StartPath) -> TwinReplica:
         shape, number = self.spec.shapes[key.shape], len(self._spans)
         span = Span(
             number=number,
@@ -307,22 +307,22 @@ class Fleet:
             prefix_tokens=timing.limits.kv_tokens if cached else None,
         )
         name = f"{key.model}-{key.shape}-{number}"
-        view = Candidate(name, key_of(name), bound=shape.max_in_flight, timing=timing)
-        runner = Runner(key, span, engine, rule, view)
+        view = Candidate(name, hash_name(name), bound=shape.max_in_flight, timing=timing)
+        runner = TwinReplica(key, span, engine, rule, view)
         self._all.append(runner)
         return runner
 
-    def _drain(self, runner: Runner, at: float) -> None:
+    def _drain(self, runner: TwinReplica, at: float) -> None:
         runner.span.leaves_at = at
-        if runner.state is ReplicaState.STARTING or not runner.places:
+        if runner.state is ReplicaPhase.STARTING or not runner.places:
             self._end(runner, at)
             return
-        runner.state = ReplicaState.DRAINING
+        runner.state = ReplicaPhase.DRAINING
         runner.leave_by = at + self.spec.control.mode.drain_timeout_s
         self._wake(runner.leave_by, "cut", runner, 0)
 
-    def _end(self, runner: Runner, at: float) -> None:
-        runner.state = ReplicaState.STOPPED
+    def _end(self, runner: TwinReplica, at: float) -> None:
+        runner.state = ReplicaPhase.STOPPED
         runner.version += 1
         runner.span.ended_at = at
         self._write_down(runner, at)
@@ -337,7 +337,7 @@ class Fleet:
             runner.span.ended_at = at
             self._write_down(runner, at)
 
-    def _write_down(self, runner: Runner, at: float) -> None:
+    def _write_down(self, runner: TwinReplica, at: float) -> None:
         engine = runner.engine
         engine.tell(at)
         runner.span.busy_s, runner.span.tokens = engine.busy_s, engine.tokens
@@ -345,10 +345,10 @@ class Fleet:
         self.preemptions += engine.preempted
 
     def _changed(self) -> None:
-        self.serving = [runner for runner in self._all if runner.state is ReplicaState.READY]
+        self.serving = [runner for runner in self._all if runner.state is ReplicaPhase.READY]
         self.views = [runner.view for runner in self.serving]
 
-    def _replica(self, runner: Runner, at: float) -> Replica:
+    def _replica(self, runner: TwinReplica, at: float) -> Replica:
         span, engine = runner.span, runner.engine
         start_s = None if span.ready_at is None else span.ready_at - span.asked_at
         load = Load(
@@ -373,6 +373,6 @@ class Fleet:
         )
 
 
-def stays(runner: Runner) -> bool:
+def stays(runner: TwinReplica) -> bool:
     """Whether it serves or will."""
-    return runner.state in (ReplicaState.STARTING, ReplicaState.READY)
+    return runner.state in (ReplicaPhase.STARTING, ReplicaPhase.READY)

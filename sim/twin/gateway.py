@@ -13,24 +13,24 @@ from collections import Counter
 from collections.abc import Callable, Container, Iterator
 from itertools import islice
 
-from policy.admission.dispatch import Room, select
-from policy.admission.fairness import Fair
-from policy.admission.queue import Began, Bounds, Next, Queue
-from policy.admission.reserved_slots import Reserve
+from policy.admission.dispatch import FreeSlots, dispatch
+from policy.admission.fairness import FairQueue
+from policy.admission.queue import Admitted, Bounds, Queue, Waiting
+from policy.admission.reserved_slots import ReservedSlots
 from policy.config.deployment import Deployment, ModelSpec
-from policy.engine.profiles import longest
-from policy.engine.step_table import pace_of
+from policy.engine.profiles import max_request_tokens
+from policy.engine.step_table import step_table_of
 from policy.errors import Refusal
-from policy.hashing import key_of
+from policy.hashing import hash_name
 from policy.request import Request
 from policy.routing.outlier_ejection import RetryBudget
-from policy.routing.router import Candidate, Quote, Router
+from policy.routing.router import Candidate, CostEstimate, Router
 from policy.routing.settings import START_SHARE, settings_of
-from policy.signals.counters import Totals
+from policy.signals.counters import WorkerCounters
 from policy.types import Priority
 from sim.arrival import BLOCK_TOKENS, Arrival
 from sim.twin.engine import Job
-from sim.twin.fleet import Fleet, Runner
+from sim.twin.fleet import Fleet, TwinReplica
 from sim.twin.record import Outcome
 
 # Who waits is offered what has become free at each end, and so often beside: a gateway does so every 20 ms,
@@ -47,7 +47,7 @@ _OUTPUT_TOKENS = 128.0
 _GAIN = 0.02
 
 
-class Place:
+class TwinTicket:
     """One request on its way: what the trace says of it, what the policies know, and where it runs.
 
     ``sent_at`` and ``first_at`` are ``None`` before; ``pending`` are the tokens that it was taken to have to
@@ -64,9 +64,9 @@ class Place:
         self.arrival = arrival
         self.request = request
         self.job: Job | None = None
-        self.runner: Runner | None = None
-        self.quote: Quote | None = None
-        self.began: Began | None = None
+        self.runner: TwinReplica | None = None
+        self.quote: CostEstimate | None = None
+        self.began: Admitted | None = None
         self.entered = False
         self.pending = 0
         self.cached_tokens = 0
@@ -79,7 +79,7 @@ class Place:
         return (at - self.first_at) / gaps if gaps and self.first_at is not None else 0.0
 
 
-class Desk:
+class TwinGateway:
     """One model's. ``over`` is told what became of each request; instants are seconds of the run."""
 
     def __init__(
@@ -88,10 +88,10 @@ class Desk:
         deployment: Deployment,
         fleet: Fleet,
         rng: random.Random,
-        over: Callable[[Place, Outcome, float], None],
+        over: Callable[[TwinTicket, Outcome, float], None],
     ) -> None:
         self.spec = spec
-        self.totals = Totals()
+        self.totals = WorkerCounters()
         self.totals.promise(spec.control.slo)
         self.in_flight = 0
         self._gateway = deployment.gateway
@@ -101,13 +101,13 @@ class Desk:
         self._over = over
         self._router = Router(settings_of(spec))
         self._retries = RetryBudget(deployment.gateway.retry)
-        self._reserve = Reserve(self._weight)
-        self._places: dict[int, Place] = {}
+        self._reserve = ReservedSlots(self._weight)
+        self._places: dict[int, TwinTicket] = {}
         self._runs: dict[str, Counter[str]] = {}
-        self._longest = {name: longest(spec, shape) for name, shape in spec.shapes.items()}
+        self._longest = {name: max_request_tokens(spec, shape) for name, shape in spec.shapes.items()}
         self._output_tokens = _OUTPUT_TOKENS
         self._answers = 0
-        self.queue = Queue(lambda: Fair(self._weight, None))
+        self.queue = Queue(lambda: FairQueue(self._weight, None))
 
     @property
     def queued(self) -> int:
@@ -123,12 +123,12 @@ class Desk:
         self.in_flight += 1
         self.totals.arrived += 1
         self._retries.request(at)
-        place = Place(number, arrival, self._request(arrival, at))
+        place = TwinTicket(number, arrival, self._request(arrival, at))
         place.request.ticket = self.queue.ticket()
         self._reserve.came(place.request.tenant, at)
         self._admit(place, at)
 
-    def first_token(self, place: Place, at: float) -> None:
+    def first_token(self, place: TwinTicket, at: float) -> None:
         """Its first token came."""
         place.first_at = at
         runner, sent_at = place.runner, place.sent_at
@@ -136,7 +136,7 @@ class Desk:
         self._prefilled(place, runner, at)
         self._router.timed(place.request, place.quote, at - sent_at, at)
 
-    def ended(self, place: Place, at: float) -> None:
+    def ended(self, place: TwinTicket, at: float) -> None:
         """Its last token came."""
         arrival = place.arrival
         assert place.first_at is not None
@@ -156,7 +156,7 @@ class Desk:
         totals.judge(ttft_s, place.gap_s(at))
         self._leave(place, Outcome.SERVED, at)
 
-    def broken(self, place: Place, at: float) -> None:
+    def broken(self, place: TwinTicket, at: float) -> None:
         """Its replica is gone: it is tried elsewhere, unless its answer has begun or too many are."""
         begun = place.first_at is not None
         runner = place.runner
@@ -179,7 +179,7 @@ class Desk:
             return
         runners = {runner.view.id: runner for runner in self._fleet.serving}
 
-        def quote(request: Request) -> Quote | None:
+        def quote(request: Request) -> CostEstimate | None:
             place = self._places[request.ticket]
             return place.quote if self._has_room() and self._choose(place, at) is not None else None
 
@@ -187,7 +187,7 @@ class Desk:
             return {"", *self._runs.get(candidate.id, ())}
 
         picks = []
-        for pick in select(self._granted(), Room(quote, lambda request, candidate: True, runs)):
+        for pick in dispatch(self._granted(), FreeSlots(quote, lambda request, candidate: True, runs)):
             place = self._places[pick.request.ticket]
             self._take(place, runners[pick.quote.candidate.id], at)
             picks.append(pick)
@@ -212,24 +212,24 @@ class Desk:
             return math.inf
         return min(deadline, at + OFFER_S) if self._fleet.serving else deadline
 
-    def gone(self, runner: Runner) -> None:
+    def gone(self, runner: TwinReplica) -> None:
         """A replica is there no more, or has forgotten all."""
         self._router.forget(runner.view.key)
 
-    def told(self, runner: Runner) -> None:
+    def told(self, runner: TwinReplica) -> None:
         """A replica says which adapters it has loaded."""
         loaded = [self.adapter_key(adapter) for adapter in runner.engine.adapters]
         self._router.holds(loaded, (), runner.view.key)
 
     def adapter_key(self, adapter: str) -> int:
         """The hash by which a gateway knows an adapter."""
-        return key_of(f"{self.spec.name} {adapter}") | 1
+        return hash_name(f"{self.spec.name} {adapter}") | 1
 
     def _request(self, arrival: Arrival, at: float) -> Request:
         tenant = self._tenants.get(arrival.tenant)
         priority = self._gateway.priority if tenant is None else tenant.priority
         adapter_key = self.adapter_key(arrival.adapter) if arrival.adapter else 0
-        salt = adapter_key ^ (key_of(arrival.tenant) if arrival.tenant else 0)
+        salt = adapter_key ^ (hash_name(arrival.tenant) if arrival.tenant else 0)
         blocks = arrival.blocks[:MOST_HASHES]
         prompt = arrival.input_tokens
         return Request(
@@ -248,7 +248,7 @@ class Desk:
             deadline=at + self._gateway.queue_timeout_s,
         )
 
-    def _admit(self, place: Place, at: float) -> None:
+    def _admit(self, place: TwinTicket, at: float) -> None:
         if not self.queue and (runner := self._choose(place, at)) is not None:
             place.entered = True
             self._take(place, runner, at)
@@ -261,7 +261,7 @@ class Desk:
             return
         self._wait(place, at)
 
-    def _wait(self, place: Place, at: float) -> None:
+    def _wait(self, place: TwinTicket, at: float) -> None:
         queue, request = self.queue, place.request
         serving = bool(self._fleet.serving)
         queue.serve(at, ready=serving)
@@ -294,7 +294,7 @@ class Desk:
         place.entered = True
         self._places[request.ticket] = place
 
-    def _choose(self, place: Place, at: float) -> Runner | None:
+    def _choose(self, place: TwinTicket, at: float) -> TwinReplica | None:
         request = place.request
         kept = self._kept_from(request.tenant)
         if kept < 0:
@@ -311,7 +311,7 @@ class Desk:
         place.quote = decision.chosen
         return runners[views.index(decision.chosen.candidate)]
 
-    def _take(self, place: Place, runner: Runner, at: float) -> None:
+    def _take(self, place: TwinTicket, runner: TwinReplica, at: float) -> None:
         """Take a slot of the replica: who else is picked now sees it."""
         quote = place.quote
         assert quote is not None
@@ -325,7 +325,7 @@ class Desk:
         if place.request.adapter:
             self._runs.setdefault(view.id, Counter())[place.request.adapter] += 1
 
-    def _start(self, place: Place, at: float) -> None:
+    def _start(self, place: TwinTicket, at: float) -> None:
         assert place.runner is not None
         arrival = place.arrival
         place.sent_at = at
@@ -346,7 +346,7 @@ class Desk:
             self._release(place, at, whole=False)
             self._leave(place, Outcome.FAILED, at)
 
-    def _release(self, place: Place, at: float, *, whole: bool) -> None:
+    def _release(self, place: TwinTicket, at: float, *, whole: bool) -> None:
         runner, request = place.runner, place.request
         assert runner is not None
         self._prefilled(place, runner, at)
@@ -360,13 +360,13 @@ class Desk:
             self.queue.ended(place.began, at, whole=whole)
             self._reserve.ended(request.tenant)
 
-    def _prefilled(self, place: Place, runner: Runner, at: float) -> None:
+    def _prefilled(self, place: TwinTicket, runner: TwinReplica, at: float) -> None:
         if place.pending:
             runner.view.pending_tokens -= place.pending
             runner.view.turned_at = at
             place.pending = 0
 
-    def _leave(self, place: Place, outcome: Outcome, at: float) -> None:
+    def _leave(self, place: TwinTicket, outcome: Outcome, at: float) -> None:
         self.in_flight -= 1
         self._over(place, outcome, at)
 
@@ -379,7 +379,7 @@ class Desk:
         if not views:
             return 0.0
         view = max(views, key=lambda each: each.in_flight)
-        pace = pace_of(view.timing, self._router.settings.assumed)
+        pace = step_table_of(view.timing, self._router.settings.assumed)
         return pace.stays_s(request, view.in_flight)
 
     def _weight(self, tenant: str) -> float:
@@ -398,7 +398,7 @@ class Desk:
     def _keeps_for(self, tenant: str) -> bool:
         return self._reserve.contended and self._has_room() and self._kept_from(tenant) == 0
 
-    def _granted(self) -> Iterator[Next]:
+    def _granted(self) -> Iterator[Waiting]:
         """Those that wait, in order, without the tenants that have to leave the last slots to others."""
         for turn in islice(self.queue.walk(), MOST_OFFERED):
             if self._kept_from(turn.request.tenant) >= 0:

@@ -7,8 +7,8 @@ from array import array
 
 import numpy as np
 
-from policy.config.control import Objective
-from sim.twin.gateway import Place
+from policy.config.control import SloConfig
+from sim.twin.gateway import TwinTicket
 from sim.twin.record import Outcome, Requests
 
 _NAN = float("nan")
@@ -16,10 +16,10 @@ _NAN = float("nan")
 _MOST_TOKENS = 2**31 - 1
 
 
-class Ledger:
+class RequestLog:
     """One model's requests, 58 bytes each. Rows are numbered in the order of arrival."""
 
-    def __init__(self, slo: Objective) -> None:
+    def __init__(self, slo: SloConfig) -> None:
         self._most_ttft_s = math.inf if slo.ttft_p95_s is None else slo.ttft_p95_s
         self._most_gap_s = math.inf if slo.itl_p95_s is None else slo.itl_p95_s
         self._at = array("d")
@@ -49,7 +49,7 @@ class Ledger:
             times.append(_NAN)
         return row
 
-    def over(self, row: int, place: Place, outcome: Outcome, at: float) -> bool:
+    def over(self, row: int, place: TwinTicket, outcome: Outcome, at: float) -> bool:
         """It has ended, one way or another; whether within the objective."""
         self._outcome[row] = outcome
         came = place.request.arrived

@@ -16,26 +16,26 @@ import random
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from policy.admission.spend_cap import Purse, cost
+from policy.admission.spend_cap import SpendCap, cost
 from policy.config.deployment import Budget, Deployment, ModelSpec, Shape
-from policy.config.gpu_sharing import bed_of
-from policy.engine.power import Draw, draw_of
+from policy.config.gpu_sharing import gpu_group_of
+from policy.engine.power import PowerModel, power_model_of
 from policy.engine.profiles import kind_and_size, price_of
 from policy.placement.plan import Host
 from policy.scaling.view import Policy
-from policy.signals.aggregator import Gathering
-from policy.types import ReplicaState
+from policy.signals.aggregator import SignalAggregator
+from policy.types import ReplicaPhase
 from policy.wire.reports import GatewayReport
 from sim.arrival import Arrival
-from sim.twin.adapter_placement import BEAT_S, LINE_S, PLAN_S, Placing
-from sim.twin.controller import Steering
+from sim.twin.adapter_placement import BEAT_S, LINE_S, PLAN_S, TwinPlacement
+from sim.twin.controller import TwinController
 from sim.twin.engine import Kind
-from sim.twin.fleet import Fleet, Runner, stays
-from sim.twin.gateway import Desk, Place
+from sim.twin.fleet import Fleet, TwinReplica, stays
+from sim.twin.gateway import TwinGateway, TwinTicket
 from sim.twin.record import HOUR_S, Moment, Outcome, Record, Span
-from sim.twin.request_log import Ledger
-from sim.twin.scenario import EARTH, World
-from sim.workload.model_names import Addressing
+from sim.twin.request_log import RequestLog
+from sim.twin.scenario import EARTH, Scenario
+from sim.workload.model_names import ModelNames
 
 # How often gateways and replicas tell how they are, and how much of a trace says what was there before it.
 TELL_S = 1.0
@@ -49,7 +49,7 @@ def simulate(
     policies: Mapping[str, Policy],
     trace: Iterable[Arrival],
     *,
-    world: World = EARTH,
+    world: Scenario = EARTH,
     seed: int = 0,
     said: Callable[[float], None] | None = None,
 ) -> Record:
@@ -66,41 +66,41 @@ class _Run:
     """One run and its clock."""
 
     def __init__(
-        self, deployment: Deployment, policies: Mapping[str, Policy], world: World, seed: int
+        self, deployment: Deployment, policies: Mapping[str, Policy], world: Scenario, seed: int
     ) -> None:
         self._deployment = deployment
         self._world = world
-        self._events: list[tuple[float, int, str, Runner | str, int]] = []
+        self._events: list[tuple[float, int, str, TwinReplica | str, int]] = []
         self._order = itertools.count()
         self._spans: list[Span] = []
-        self._gathering = Gathering()
+        self._gathering = SignalAggregator()
         self._number = 0
         streams = random.Random(seed)  # noqa: S311 - reproducible, not secret
         self._fleets: dict[str, Fleet] = {}
-        self._desks: dict[str, Desk] = {}
-        self._ledgers: dict[str, Ledger] = {}
-        self._addressing = Addressing([spec.name for spec in deployment.models])
+        self._desks: dict[str, TwinGateway] = {}
+        self._ledgers: dict[str, RequestLog] = {}
+        self._addressing = ModelNames([spec.name for spec in deployment.models])
         for spec in deployment.models:
             starts, routes = (random.Random(streams.getrandbits(64)) for _ in range(2))  # noqa: S311
             fleet = Fleet(spec, world, self._spans, starts, self._push)
-            desk = Desk(spec, deployment, fleet, routes, self._over)
+            desk = TwinGateway(spec, deployment, fleet, routes, self._over)
             fleet.lost = desk.gone
             self._fleets[spec.name] = fleet
             self._desks[spec.name] = desk
-            self._ledgers[spec.name] = Ledger(spec.control.slo)
+            self._ledgers[spec.name] = RequestLog(spec.control.slo)
         self._placings = {
-            spec.name: Placing(world.adapter_load_s, self._desks[spec.name].adapter_key)
+            spec.name: TwinPlacement(world.adapter_load_s, self._desks[spec.name].adapter_key)
             for spec in deployment.models
             if spec.adapters is not None
         }
-        self._steering = Steering(deployment, self._fleets, policies, self._gathering)
-        self._purses = {upstream.name: Purse(upstream.cost_cap_per_h) for upstream in deployment.upstreams}
+        self._steering = TwinController(deployment, self._fleets, policies, self._gathering)
+        self._purses = {upstream.name: SpendCap(upstream.cost_cap_per_h) for upstream in deployment.upstreams}
         self._record = Record(ends_at=0.0, requests={})
         self._recent: dict[str, deque[tuple[float, bool]]] = {name: deque() for name in self._desks}
         self._counted = dict.fromkeys(self._desks, 0)
         self._looks: dict[str, float] = {}
         # By replica the stretches of the world in which it is slow now.
-        self._slow: defaultdict[Runner, list[int]] = defaultdict(list)
+        self._slow: defaultdict[TwinReplica, list[int]] = defaultdict(list)
         self._open = 0
 
     def play(self, trace: Iterable[Arrival], said: Callable[[float], None]) -> Record:
@@ -156,7 +156,7 @@ class _Run:
         self._steering.begin(rates, shapes)
         return itertools.chain(head, rest)
 
-    def _push(self, at: float, kind: str, subject: Runner | str, detail: int) -> None:
+    def _push(self, at: float, kind: str, subject: TwinReplica | str, detail: int) -> None:
         if at < math.inf:
             heapq.heappush(self._events, (at, next(self._order), kind, subject, detail))
 
@@ -171,8 +171,8 @@ class _Run:
             if not self._steering.courses[model].count:
                 self._urgently(model, at)
 
-    def _handle(self, kind: str, subject: Runner | str, detail: int, at: float) -> None:
-        if isinstance(subject, Runner):
+    def _handle(self, kind: str, subject: TwinReplica | str, detail: int, at: float) -> None:
+        if isinstance(subject, TwinReplica):
             self._of_replica(kind, subject, detail, at)
         elif kind == "tell":
             self._tell(at)
@@ -200,7 +200,7 @@ class _Run:
                 self._pace(runner, at)
                 self._push(slow.until, "pace", runner, detail)
 
-    def _of_replica(self, kind: str, runner: Runner, detail: int, at: float) -> None:
+    def _of_replica(self, kind: str, runner: TwinReplica, detail: int, at: float) -> None:
         model = runner.key.model
         fleet, desk = self._fleets[model], self._desks[model]
         if kind == "engine":
@@ -214,21 +214,21 @@ class _Run:
             for place in fleet.cut(runner, at):
                 desk.broken(place, at)
             self._steering.act(at)
-        elif kind == "line" and runner.state is not ReplicaState.STOPPED:
+        elif kind == "line" and runner.state is not ReplicaPhase.STOPPED:
             runner.engine.tell(at)
             desk.told(runner)
-        elif kind == "pace" and runner.state is not ReplicaState.STOPPED:
+        elif kind == "pace" and runner.state is not ReplicaPhase.STOPPED:
             self._slow[runner].remove(detail)
             self._pace(runner, at)
         if desk.queued:
             self._look(model, desk, at)
 
-    def _pace(self, runner: Runner, at: float) -> None:
+    def _pace(self, runner: TwinReplica, at: float) -> None:
         """Have it be as slow as its stretches say: the factors of those that overlap multiply."""
         factor = math.prod(self._world.slow[i].factor for i in self._slow[runner])
         self._fleets[runner.key.model].pace(runner, factor, at)
 
-    def _advance(self, runner: Runner, fleet: Fleet, desk: Desk, at: float) -> None:
+    def _advance(self, runner: TwinReplica, fleet: Fleet, desk: TwinGateway, at: float) -> None:
         """Take an engine's news."""
         freed = False
         for event in runner.engine.advance(at):
@@ -246,19 +246,19 @@ class _Run:
         if runner.told != runner.engine.adapter_changes:
             runner.told = runner.engine.adapter_changes
             self._push(at + LINE_S, "line", runner, 0)
-        if runner.state is not ReplicaState.STOPPED:
+        if runner.state is not ReplicaPhase.STOPPED:
             fleet.watch(runner)
         if freed and desk.queued:
             desk.offer(at)
 
-    def _look(self, model: str, desk: Desk, at: float) -> None:
+    def _look(self, model: str, desk: TwinGateway, at: float) -> None:
         """Have the queue looked at when it is due."""
         due = desk.due_at(at)
         if due < self._looks.get(model, math.inf):
             self._looks[model] = due
             self._push(due, "look", model, 0)
 
-    def _over(self, place: Place, outcome: Outcome, at: float) -> None:
+    def _over(self, place: TwinTicket, outcome: Outcome, at: float) -> None:
         """A request has ended in the fleet: with an answer, or for an upstream, or for nobody."""
         self._open -= 1
         model = place.request.model
@@ -267,7 +267,7 @@ class _Run:
         met = self._ledgers[model].over(place.number, place, outcome, at)
         self._recent[model].append((at, met))
 
-    def _overflows(self, model: str, place: Place, at: float) -> bool:
+    def _overflows(self, model: str, place: TwinTicket, at: float) -> bool:
         """Whether an upstream takes it, while the money lasts."""
         for upstream in self._deployment.upstreams:
             if model in upstream.models:
@@ -308,7 +308,7 @@ class _Run:
             runner.engine.look_ahead(at)
             fleet.watch(runner)
 
-    def _host(self, runner: Runner, at: float) -> Host:
+    def _host(self, runner: TwinReplica, at: float) -> Host:
         adapters = self._fleets[runner.key.model].spec.adapters
         assert adapters is not None
         runner.engine.tell(at)
@@ -343,9 +343,9 @@ class _Run:
             arrivals=arrived / course.spec.control.tick_s,
             queued=desk.queued,
             running=desk.in_flight - desk.queued,
-            ready=states.count(ReplicaState.READY),
-            starting=states.count(ReplicaState.STARTING),
-            draining=states.count(ReplicaState.DRAINING),
+            ready=states.count(ReplicaPhase.READY),
+            starting=states.count(ReplicaPhase.STARTING),
+            draining=states.count(ReplicaPhase.DRAINING),
             mode=course.mode,
             wanted=course.count,
             met=sum(met for _, met in recent) / len(recent) if recent else 1.0,
@@ -362,7 +362,7 @@ class _Run:
         record.switches = self._steering.switches
         record.adapter_loads = sum(fleet.adapter_loads for fleet in self._fleets.values())
         record.preemptions = sum(fleet.preemptions for fleet in self._fleets.values())
-        beds = {spec.name: bed for spec in self._deployment.models if (bed := bed_of(spec)) is not None}
+        beds = {spec.name: bed for spec in self._deployment.models if (bed := gpu_group_of(spec)) is not None}
         for name, bed in beds.items():
             spec = self._deployment.model(name)
             shape = spec.shapes[bed.shape]
@@ -386,9 +386,9 @@ class _Run:
         return record
 
 
-def _draw(spec: ModelSpec, shape: Shape, budget: Budget) -> Draw:
+def _draw(spec: ModelSpec, shape: Shape, budget: Budget) -> PowerModel:
     """What one of its devices draws: of the kind that its profile is of, else as the budget has it."""
     if not shape.gpus:
-        return draw_of("cpu", budget.cpu_watts)
+        return power_model_of("cpu", budget.cpu_watts)
     kind, _ = kind_and_size(spec.timed_by or "")
-    return draw_of(kind, budget.gpu_watts)
+    return power_model_of(kind, budget.gpu_watts)

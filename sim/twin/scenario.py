@@ -26,7 +26,7 @@ class Crash(Section, frozen=True):
     model: str = ""
 
 
-class Slow(Section, frozen=True):
+class Slowdown(Section, frozen=True):
     """The replica that serves for the longest takes ``factor`` times as long ``at`` .. ``until``.
 
     The factors of stretches that overlap on one replica multiply.
@@ -38,7 +38,7 @@ class Slow(Section, frozen=True):
     model: str = ""
 
 
-class World(Section, frozen=True):
+class Scenario(Section, frozen=True):
     """Seconds from start to ready by path; ``None`` is the model's ``assumed_start_s`` (a wake: a tenth).
 
     The first start of a shape is a cold one, later ones find the weights cached. ``spread`` is the standard
@@ -51,20 +51,20 @@ class World(Section, frozen=True):
     spread: Annotated[float, Meta(ge=0, le=1)] = 0.0
     adapter_load_s: _Seconds = 0.05
     crashes: tuple[Crash, ...] = ()
-    slow: tuple[Slow, ...] = ()
+    slow: tuple[Slowdown, ...] = ()
 
 
-EARTH: World = msgspec.convert({}, World)
+EARTH: Scenario = msgspec.convert({}, Scenario)
 
 
-def world_of(path: Path, models: Collection[str]) -> World:
+def scenario_of(path: Path, models: Collection[str]) -> Scenario:
     """The world in the file at ``path``, for a deployment of these ``models``.
 
     Raises :class:`policy.errors.ConfigError`, which names the file and the place in it.
     """
     raw = read_yaml(path, "cold_s")
     try:
-        world = convert(raw, World, "")
+        world = convert(raw, Scenario, "")
         named = [(f"crashes[{i}]", crash.model) for i, crash in enumerate(world.crashes)]
         named += [(f"slow[{i}]", slow.model) for i, slow in enumerate(world.slow)]
         for place, model in named:

@@ -13,10 +13,10 @@ from policy.config.convert import convert
 from policy.config.section import Section
 from policy.errors import ConfigError
 from sim.arrival import Arrival
-from sim.workload.generators.generate import Generated, check_generated, generated
+from sim.workload.generators.generate import GeneratedWorkload, check_workload, generate
 from sim.workload.generators.lengths import Lengths
 from sim.workload.traces.open import open_trace
-from sim.workload.transforms import mixed, scaled, sliced
+from sim.workload.transforms import mix, scale_rate, slice_trace
 from store.yaml_file import read_yaml
 
 _Instant = Annotated[float, Meta(ge=0)]
@@ -44,7 +44,7 @@ class Source(Section, frozen=True):
     """A trace, or what generates requests; ``model`` and ``tenant`` are whom they are for and from."""
 
     trace: TraceSource | None = None
-    generate: Generated | None = None
+    generate: GeneratedWorkload | None = None
     model: str = ""
     tenant: str = ""
 
@@ -74,12 +74,12 @@ class Workload:
         Raises :class:`policy.errors.TraceError` for a bad trace.
         """
         sources = [self._source(each, f"workload {seed} {i}") for i, each in enumerate(self.spec.mix)]
-        return sliced(mixed(sources), 0.0, self.duration_s)
+        return slice_trace(mix(sources), 0.0, self.duration_s)
 
     def _source(self, source: Source, seed: str) -> Iterator[Arrival]:
         if source.generate is not None:
             assert self.duration_s is not None  # parse_workload
-            made = generated(source.generate, seed, self.duration_s, self._trace)
+            made = generate(source.generate, seed, self.duration_s, self._trace)
         else:
             assert source.trace is not None  # parse_workload
             made = self._cut(source.trace)
@@ -89,8 +89,8 @@ class Workload:
         trace = self._trace(source.path)
         if only := source.only_model:
             trace = (each for each in trace if each.model == only)
-        return scaled(
-            sliced(trace, source.from_s, source.to_s),
+        return scale_rate(
+            slice_trace(trace, source.from_s, source.to_s),
             rate=source.rate,
             input_scale=source.input_scale,
             output_scale=source.output_scale,
@@ -116,7 +116,7 @@ def parse_workload(document: object, folder: Path) -> Workload:
         if source.generate is not None:
             if spec.duration_s is None:
                 raise ConfigError("duration_s", None, f"a value: {path}.generate has no end of its own")
-            check_generated(f"{path}.generate", source.generate)
+            check_workload(f"{path}.generate", source.generate)
         trace = source.trace
         if trace is not None and trace.to_s is not None and trace.to_s <= trace.from_s:
             raise ConfigError(f"{path}.trace.to_s", trace.to_s, f"more than from_s = {trace.from_s:g}")
@@ -145,7 +145,7 @@ def arrivals_of(path: Path, seed: int, rate: float = 1.0) -> Iterator[Arrival]:
     """
     workload = path.suffix.lower() in (".yaml", ".yml")
     arrivals = read_workload(path).arrivals(seed) if workload else open_trace(path)
-    return arrivals if rate == 1.0 else scaled(arrivals, rate=rate)
+    return arrivals if rate == 1.0 else scale_rate(arrivals, rate=rate)
 
 
 def _check_files(workload: Workload) -> None:

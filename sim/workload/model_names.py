@@ -8,7 +8,7 @@ from policy.errors import ConfigError
 from sim.arrival import Arrival
 
 
-class Addressing:
+class ModelNames:
     """Finds out for which of the models ``names`` requests are.
 
     ``others`` are the names that the requests so far had for the only model there is.

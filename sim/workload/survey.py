@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from sim.arrival import Arrival
-from sim.workload.model_names import Addressing
+from sim.workload.model_names import ModelNames
 
 
 @dataclass(slots=True)
@@ -37,7 +37,7 @@ class Survey:
 
 
 def survey(
-    arrivals: Iterable[Arrival], addressing: Addressing, longest: Mapping[str, int] | None = None
+    arrivals: Iterable[Arrival], addressing: ModelNames, longest: Mapping[str, int] | None = None
 ) -> Survey:
     """Read ``arrivals``; raises what ``addressing`` does.
 

@@ -2,7 +2,7 @@
 
 The same load, thicker or thinner, and again by another chance: for runs that are alike but for luck.
 
-To scale a trace by its clock (:func:`sim.workload.transforms.scaled`) makes its ramps steeper too, and
+To scale a trace by its clock (:func:`sim.workload.transforms.scale_rate`) makes its ramps steeper too, and
 whoever has to start in time is judged on another load. Here the time axis stays, and there are more requests
 or fewer."""
 
@@ -21,7 +21,7 @@ from sim.arrival import BLOCK_TOKENS, Arrival, Trace
 _MASK = (1 << 63) - 1
 
 
-def sliced(trace: Trace, from_s: float, to_s: float | None = None) -> Iterator[Arrival]:
+def slice_trace(trace: Trace, from_s: float, to_s: float | None = None) -> Iterator[Arrival]:
     """The arrivals from ``from_s`` to before ``to_s`` seconds, counted from ``from_s``; reads no further."""
     for arrival in trace:
         if to_s is not None and arrival.at >= to_s:
@@ -30,7 +30,7 @@ def sliced(trace: Trace, from_s: float, to_s: float | None = None) -> Iterator[A
             yield arrival._replace(at=arrival.at - from_s)
 
 
-def scaled(
+def scale_rate(
     trace: Trace, *, rate: float = 1.0, input_scale: float = 1.0, output_scale: float = 1.0
 ) -> Iterator[Arrival]:
     """The same requests ``rate`` times as fast, with so many times the tokens, of at least one each.
@@ -48,7 +48,7 @@ def scaled(
         )
 
 
-def mixed(traces: Iterable[Trace]) -> Iterator[Arrival]:
+def mix(traces: Iterable[Trace]) -> Iterator[Arrival]:
     """All of them in the order of their instants, and where these are the same in the order of ``traces``.
 
     Sessions and blocks of different traces stay different.
@@ -84,7 +84,7 @@ def _stretched(blocks: tuple[int, ...], scale: float, input_tokens: int) -> tupl
     return tuple(made)
 
 
-def resampled(trace: Trace, factor: float, seed: int, window_s: float = 10.0) -> Iterator[Arrival]:
+def resample(trace: Trace, factor: float, seed: int, window_s: float = 10.0) -> Iterator[Arrival]:
     """``factor`` times as many requests as in ``trace`` at any time, moved about within ``window_s`` seconds.
 
     Each request comes as often as ``factor`` says, by chance where that is no whole number, up to half of

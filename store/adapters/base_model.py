@@ -18,7 +18,7 @@ _PACKED_TYPES = frozenset({"U8", "I32", "F4"})
 Shape = tuple[int, int] | None
 
 
-class Base:
+class BaseModel:
     """The linear modules of a base model by the names of its checkpoint, and their shapes."""
 
     def __init__(self, shapes: Mapping[str, Shape]) -> None:
@@ -34,7 +34,7 @@ class Base:
             self._endings.update(".".join(parts[start:]) for start in range(len(parts)))
 
     @classmethod
-    def of(cls, directory: Path) -> Base:
+    def of(cls, directory: Path) -> BaseModel:
         """The model in ``directory``, of which the headers of ``*.safetensors`` are read.
 
         Raises :class:`policy.errors.AdapterRefused` with the code ``base_model`` if they cannot be.

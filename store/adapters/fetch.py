@@ -14,14 +14,14 @@ from store.adapters import from_disk as local
 from store.adapters import from_hub as repository
 from store.adapters import from_object_store as objects
 from store.adapters import from_web as download
-from store.adapters.fetch_job import Errand
+from store.adapters.fetch_job import FetchJob
 
 _URL = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]*)://.+", re.IGNORECASE)
 _FILE = re.compile(r"\w+://(localhost)?/")
 MAX_SOURCE = 2048
 
 
-def fetch(errand: Errand) -> None:
+def fetch(errand: FetchJob) -> None:
     """Fill ``errand.into`` with the adapter at its source; blocks until it is there.
 
     ``hf:ORG/NAME[@REVISION]``, ``http(s)://`` (an archive), ``file://``, any other URL that fsspec knows, or
@@ -44,7 +44,7 @@ def fetch(errand: Errand) -> None:
     assert found == set(FILES), found
 
 
-def _absolute(errand: Errand, text: str) -> Path:
+def _absolute(errand: FetchJob, text: str) -> Path:
     try:
         path = Path(text).expanduser()
     except RuntimeError as error:  # no such user

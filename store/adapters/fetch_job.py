@@ -13,7 +13,7 @@ from store.progress import Progress, Report
 _URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*://)(?:[^/?#]*@)?(?P<place>[^?#]*)")
 
 
-class Errand(NamedTuple):
+class FetchJob(NamedTuple):
     """``source`` as the user wrote it, and the directories of :class:`store.blobs.Blobs` to fetch it with.
 
     ``into`` is empty and private. ``parts`` outlives this process, for what takes long. ``token_file`` may
@@ -30,7 +30,7 @@ class Errand(NamedTuple):
     @property
     def shown(self) -> str:
         """The source without what may be a secret in it."""
-        return shown(self.source)
+        return redacted(self.source)
 
     def tell(self, step: str, message: str) -> Callable[[float], None]:
         """What reports each whole percent of a step, from fractions."""
@@ -55,7 +55,7 @@ class Errand(NamedTuple):
         )
 
 
-def shown(source: str) -> str:
+def redacted(source: str) -> str:
     """``source`` as it may be told and recorded: names and passwords, and signed parameters, are left out."""
     match = _URL.match(source)
     return f"{match['scheme']}{match['place']}" if match else source

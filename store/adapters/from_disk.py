@@ -12,13 +12,13 @@ from typing import BinaryIO
 from policy.errors import AdapterRefused
 from store.adapters import FILES
 from store.adapters.archive import unpack
-from store.adapters.fetch_job import Errand
+from store.adapters.fetch_job import FetchJob
 from store.adapters.validate import check_names
 
 BLOCK_BYTES = 1024 * 1024
 
 
-def fetch(errand: Errand, path: Path) -> None:
+def fetch(errand: FetchJob, path: Path) -> None:
     """Copy the adapter in ``path``; raises :class:`policy.errors.AdapterRefused`.
 
     Its codes are ``source_unreachable``, ``changed``, ``path`` for what is no regular file, ``too_large``,
@@ -38,7 +38,7 @@ def fetch(errand: Errand, path: Path) -> None:
         raise errand.unreachable(error.strerror or error) from error
 
 
-def _copy_files(errand: Errand, folder: Path, tell: Callable[[float], None]) -> None:
+def _copy_files(errand: FetchJob, folder: Path, tell: Callable[[float], None]) -> None:
     """Both are open before the first is copied: they belong together."""
     config, weights = FILES
     with _opened(folder / config) as (first, small), _opened(folder / weights) as (second, large):

@@ -6,14 +6,14 @@ import huggingface_hub
 
 from policy.errors import AdapterRefused, ModelUnavailable
 from store.adapters import FILES
-from store.adapters.fetch_job import Errand
+from store.adapters.fetch_job import FetchJob
 from store.adapters.validate import check_names
 from store.models.hub import ID, explain, read_token, reporter
 
 SCHEME = "hf:"
 
 
-def fetch(errand: Errand) -> None:
+def fetch(errand: FetchJob) -> None:
     """Download from ``hf:ORG/NAME[@REVISION]``; what came before a break is not fetched again.
 
     Raises :class:`policy.errors.AdapterRefused`: ``source_unreachable``, ``too_large``, ``pickle`` and

@@ -10,8 +10,8 @@ from fsspec.registry import known_implementations  # type: ignore[import-untyped
 from policy.errors import AdapterRefused
 from store.adapters import FILES, WEIGHTS
 from store.adapters.archive import unpack
-from store.adapters.fetch_job import Errand
-from store.adapters.partial_download import Part
+from store.adapters.fetch_job import FetchJob
+from store.adapters.partial_download import PartialDownload
 from store.adapters.validate import check_names
 
 BLOCK_BYTES = 4 * 1024 * 1024
@@ -19,7 +19,7 @@ BLOCK_BYTES = 4 * 1024 * 1024
 _MARKS = ("etag", "md5hash", "versionid", "generation", "mtime", "lastmodified", "updated", "created")
 
 
-def fetch(errand: Errand) -> None:
+def fetch(errand: FetchJob) -> None:
     """Download from ``s3://...``, ``gs://...`` or any other URL of fsspec's.
 
     Credentials are those of the machine, as its drivers find them. Raises
@@ -52,7 +52,7 @@ def fetch(errand: Errand) -> None:
         unpack(file, errand.into, errand.max_bytes, errand.tell("unpack", f"unpacking {errand.shown}"))
 
 
-def _take_folder(errand: Errand, system: Any, path: str) -> None:
+def _take_folder(errand: FetchJob, system: Any, path: str) -> None:
     places = {each["name"].rstrip("/").rpartition("/")[2]: each for each in system.ls(path, detail=True)}
     check_names(places)
     whole = sum(int(places[file].get("size") or 0) for file in FILES)
@@ -63,9 +63,9 @@ def _take_folder(errand: Errand, system: Any, path: str) -> None:
         part.path.rename(errand.into / file)
 
 
-def _take(errand: Errand, system: Any, path: str, name: str) -> Part:
+def _take(errand: FetchJob, system: Any, path: str, name: str) -> PartialDownload:
     """Copy one object, from where a download of the same one was broken off."""
-    part = Part(errand, name)
+    part = PartialDownload(errand, name)
     size, mark = before = _identity(system, path)
     if part.validator != mark or not mark:
         part.begin(mark)

@@ -9,8 +9,8 @@ from collections.abc import Callable
 import httpx
 
 from store.adapters.archive import unpack
-from store.adapters.fetch_job import Errand
-from store.adapters.partial_download import Part
+from store.adapters.fetch_job import FetchJob
+from store.adapters.partial_download import PartialDownload
 
 CONNECT_S = 10.0
 SILENT_S = 30.0
@@ -24,14 +24,14 @@ _RANGE = re.compile(r"bytes (?P<first>\d+)-\d+/(?P<whole>\d+)")
 
 
 def fetch(
-    errand: Errand, pause: Callable[[float], None] = time.sleep, clock: Callable[[], float] = time.monotonic
+    errand: FetchJob, pause: Callable[[float], None] = time.sleep, clock: Callable[[], float] = time.monotonic
 ) -> None:
     """Download and unpack the archive at ``http(s)://...``; raises :class:`policy.errors.AdapterRefused`.
 
     Its codes are ``source_unreachable``, also of what comes too slowly, ``too_large``, and those of
     :func:`store.adapters.archive.unpack`.
     """
-    part = Part(errand, "archive")
+    part = PartialDownload(errand, "archive")
     timeout = httpx.Timeout(SILENT_S, connect=CONNECT_S)
     tries = 0
     # Where the tries were last counted from, and when.
@@ -59,7 +59,7 @@ class _Busy(Exception):
     """An answer that another try may better."""
 
 
-def _take(errand: Errand, client: httpx.Client, part: Part, clock: Callable[[], float]) -> None:
+def _take(errand: FetchJob, client: httpx.Client, part: PartialDownload, clock: Callable[[], float]) -> None:
     """Ask once for what is missing, and append it."""
     # Its bytes as they lie there: an archive is compressed by itself.
     headers = {"accept-encoding": "identity"}
@@ -95,7 +95,7 @@ def _take(errand: Errand, client: httpx.Client, part: Part, clock: Callable[[], 
             raise _Busy(f"it ends after {part.size} of {whole} bytes")
 
 
-def _whole(errand: Errand, answer: httpx.Response, part: Part) -> int:
+def _whole(errand: FetchJob, answer: httpx.Response, part: PartialDownload) -> int:
     """The bytes of the whole archive, 0 if unknown; ``part`` is emptied unless the answer goes on with it."""
     if answer.status_code == 206:
         match = _RANGE.fullmatch(answer.headers.get("content-range", ""))

@@ -9,27 +9,27 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from policy.errors import PreconditionFailed
-from store.adapters.base_model import Base
+from store.adapters.base_model import BaseModel
 from store.adapters.fetch import fetch
-from store.adapters.fetch_job import Errand, shown
-from store.adapters.names import Candidate
-from store.adapters.validate import Limits, admit
+from store.adapters.fetch_job import FetchJob, redacted
+from store.adapters.names import NewVersion
+from store.adapters.validate import ValidationLimits, validate
 from store.blobs import Blobs
 from store.progress import Progress, Report
 
 
-class Terms(NamedTuple):
-    """What an adapter must be for its model, as :func:`store.adapters.validate.admit` has it.
+class ImportLimits(NamedTuple):
+    """What an adapter must be for its model, as :func:`store.adapters.validate.validate` has it.
 
     ``token_file`` may hold a Hugging Face token.
     """
 
-    base: Base | None
-    limits: Limits
+    base: BaseModel | None
+    limits: ValidationLimits
     token_file: str | None = None
 
 
-def take(blobs: Blobs, source: str, terms: Terms, report: Report) -> Candidate:
+def import_adapter(blobs: Blobs, source: str, terms: ImportLimits, report: Report) -> NewVersion:
     """Bring the adapter at ``source`` into ``blobs``; blocks until it is there.
 
     Raises :class:`policy.errors.AdapterRefused` for what is not admitted, and
@@ -39,12 +39,12 @@ def take(blobs: Blobs, source: str, terms: Terms, report: Report) -> Candidate:
         with blobs.work() as work, blobs.parts(source) as parts:
             into = work / "adapter"
             into.mkdir(mode=0o700)
-            errand = Errand(source, into, parts, terms.limits.max_bytes, report, terms.token_file)
+            errand = FetchJob(source, into, parts, terms.limits.max_bytes, report, terms.token_file)
             fetch(errand)
-            facts = admit(into, terms.base, terms.limits, errand.tell("check", "checking its numbers"))
+            facts = validate(into, terms.base, terms.limits, errand.tell("check", "checking its numbers"))
             report(Progress(step="store", message="forcing it to disk"))
-            digest = blobs.seal(into, shown(source))
+            digest = blobs.seal(into, redacted(source))
             blobs.publish(into, digest)
-            return Candidate(digest, facts, shown(source))
+            return NewVersion(digest, facts, redacted(source))
     except OSError as error:
         raise PreconditionFailed(f"the adapter cannot be stored: {error}") from error

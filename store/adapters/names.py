@@ -15,8 +15,18 @@ from sqlalchemy import Connection, delete, select
 
 from policy.errors import AdapterRefused, AdapterUnknown, TargetError
 from policy.wire.catalog import DIGEST, NAME, Alias, Catalog, Version
-from store.adapters.rows import Record, erase, load, next_revision, retire, retired, revision, save, versions
-from store.adapters.validate import Facts
+from store.adapters.rows import (
+    AdapterRow,
+    erase,
+    load,
+    next_revision,
+    retire,
+    retired,
+    revision,
+    save,
+    versions,
+)
+from store.adapters.validate import AdapterFacts
 from store.database import Database
 
 DOCUMENT = "document"
@@ -26,11 +36,11 @@ KEPT_VERSIONS = 16
 KEPT_HISTORY = 16
 
 
-class Candidate(NamedTuple):
+class NewVersion(NamedTuple):
     """A stored adapter that a name shall stand for, with its share if there are several."""
 
     digest: str
-    facts: Facts
+    facts: AdapterFacts
     source: str
     weight: float = 1.0
 
@@ -42,7 +52,7 @@ class _Declared(msgspec.Struct, frozen=True, kw_only=True):
     tenants: tuple[str, ...] | None
 
 
-class Registry:
+class AdapterNames:
     """The aliases of all models in the database at ``url``; for any number of threads and processes.
 
     Everything raises :class:`policy.errors.Unreachable` when the database does not answer.
@@ -82,20 +92,20 @@ class Registry:
         model: str,
         name: str,
         digest: str,
-        facts: Facts,
+        facts: AdapterFacts,
         source: str,
         *,
         tenants: Collection[str] | None = None,
         origin: str = API,
     ) -> Alias:
         """Let the name stand for this adapter alone; see :meth:`put`."""
-        return self.put(model, name, [Candidate(digest, facts, source)], tenants=tenants, origin=origin)
+        return self.put(model, name, [NewVersion(digest, facts, source)], tenants=tenants, origin=origin)
 
     def put(
         self,
         model: str,
         name: str,
-        candidates: Sequence[Candidate],
+        candidates: Sequence[NewVersion],
         *,
         tenants: Collection[str] | None = None,
         origin: str = API,
@@ -119,7 +129,7 @@ class Registry:
             said = _declared(before)
             if before is None:
                 alias = Alias(model=model, name=name, revision=0, versions=kept, split=split, at=at)
-                after = Record(alias, origin, "", ())
+                after = AdapterRow(alias, origin, "", ())
             elif saying and said and saying.content == said.content:
                 after = before
             else:
@@ -174,7 +184,7 @@ class Registry:
             used = connection.execute(select(versions.c.digest).union(select(retired.c.digest))).scalars()
             return set(stored).difference(used)
 
-    def _keep(self, connection: Connection, before: Record | None, after: Record) -> Alias:
+    def _keep(self, connection: Connection, before: AdapterRow | None, after: AdapterRow) -> Alias:
         if before is not None and after == before:
             return before.alias
         at = self._clock()
@@ -191,11 +201,11 @@ def check_name(name: str) -> None:
         raise AdapterRefused("name", f"{name!r:.100} is no name of an adapter; expected {NAME.pattern}")
 
 
-def _find(connection: Connection, model: str, name: str) -> Record | None:
+def _find(connection: Connection, model: str, name: str) -> AdapterRow | None:
     return next(iter(load(connection, model, name)), None)
 
 
-def _known(connection: Connection, model: str, name: str) -> Record:
+def _known(connection: Connection, model: str, name: str) -> AdapterRow:
     found = _find(connection, model, name)
     if found is None:
         raise AdapterUnknown(f"there is no adapter {name!r:.100} on {model!r:.100}")
@@ -203,7 +213,7 @@ def _known(connection: Connection, model: str, name: str) -> Record:
 
 
 def _numbered(
-    kept: tuple[Version, ...], candidates: Sequence[Candidate], at: float
+    kept: tuple[Version, ...], candidates: Sequence[NewVersion], at: float
 ) -> tuple[tuple[Version, ...], tuple[tuple[int, float], ...]]:
     """The versions with those of ``candidates`` that are new, and the shares of all candidates."""
     by_digest = {version.digest: version for version in kept}
@@ -228,8 +238,8 @@ def _weighed(weights: Mapping[int, float]) -> tuple[tuple[int, float], ...]:
 
 
 def _standing_for(
-    before: Record, split: tuple[tuple[int, float], ...], kept: tuple[Version, ...] | None = None
-) -> Record:
+    before: AdapterRow, split: tuple[tuple[int, float], ...], kept: tuple[Version, ...] | None = None
+) -> AdapterRow:
     """``before`` with another split, and what it was until now in its history."""
     found = before.alias.versions if kept is None else kept
     if split == before.alias.split:
@@ -247,12 +257,12 @@ def _standing_for(
     )
 
 
-def _declared(record: Record | None) -> _Declared | None:
+def _declared(record: AdapterRow | None) -> _Declared | None:
     if record is None or not record.declared:
         return None
     return msgspec.json.decode(record.declared, type=_Declared)
 
 
-def _declaration(candidates: Sequence[Candidate], tenants: Collection[str] | None) -> _Declared:
+def _declaration(candidates: Sequence[NewVersion], tenants: Collection[str] | None) -> _Declared:
     content = tuple(sorted((each.digest, each.weight) for each in candidates))
     return _Declared(content=content, tenants=None if tenants is None else tuple(sorted(set(tenants))))

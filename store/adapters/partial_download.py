@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from store.adapters.fetch_job import Errand
+from store.adapters.fetch_job import FetchJob
 from store.state_dir import write_atomic
 
 
-class Part:
+class PartialDownload:
     """The file ``name`` of an errand's ``parts``, with what tells whether its source is still the same."""
 
-    def __init__(self, errand: Errand, name: str) -> None:
+    def __init__(self, errand: FetchJob, name: str) -> None:
         self._errand = errand
         self._said = errand.parts / f"{name}.validator"
         self.path = errand.parts / f"{name}.part"

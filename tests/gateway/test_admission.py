@@ -11,18 +11,18 @@ from typing import Any
 import pytest
 
 from gateway.protocol.errors import Refused
-from gateway.queue.admission import Admission, Place
-from gateway.routing.fleet import FleetView, Served
-from gateway.routing.replica import Link
-from gateway.routing.router import Routes
-from gateway.routing.shared_memory import ALONE, Shared, SharedRows
+from gateway.queue.admission import Admission, Ticket
+from gateway.routing.fleet import FleetView, ServedModel
+from gateway.routing.replica import ReplicaHandle
+from gateway.routing.router import ModelRouters
+from gateway.routing.shared_memory import LOCAL, SharedCounts, SharedRows
 from gateway.telemetry.metrics import Metrics
-from policy.config.control import Control, Objective
+from policy.config.control import ControlConfig, SloConfig
 from policy.config.deployment import Deployment, GatewayConfig, ModelSpec
 from policy.errors import Refusal
-from policy.hashing import key_of
+from policy.hashing import hash_name
 from policy.request import Request
-from policy.types import Load, Priority, Replica, ReplicaState
+from policy.types import Load, Priority, Replica, ReplicaPhase
 
 WAIT_S = 60.0
 MAX_BYTES = 10_000
@@ -38,11 +38,11 @@ class Hall:
         bound: int = 1,
         ttft_s: float | None = None,
         weight: Callable[[str], float] = lambda tenant: 1.0,
-        shared: Shared = ALONE,
+        shared: SharedCounts = LOCAL,
     ) -> None:
         self._shared = shared
         self.metrics = Metrics()
-        slo = Control(slo=Objective(ttft_p95_s=ttft_s))
+        slo = ControlConfig(slo=SloConfig(ttft_p95_s=ttft_s))
         deployment = Deployment(
             models=(ModelSpec(name="alpha", control=slo), ModelSpec(name="beta", control=slo)),
             gateway=GatewayConfig(max_queue=max_queue, max_queue_bytes=MAX_BYTES),
@@ -50,7 +50,7 @@ class Hall:
         self.admission = Admission(
             FleetView("", self.metrics),
             self.metrics,
-            Routes(random.Random(1)),  # noqa: S311 - ties, not secrets
+            ModelRouters(random.Random(1)),  # noqa: S311 - ties, not secrets
             lambda: deployment,
             weight=weight,
             shared=shared,
@@ -58,33 +58,33 @@ class Hall:
         self.bound = bound
         self.alpha, self.beta = self._model("alpha"), self._model("beta")
 
-    def _model(self, name: str) -> Served:
-        served = Served(name)
+    def _model(self, name: str) -> ServedModel:
+        served = ServedModel(name)
         replica = Replica(
             id=name,
             model=name,
             shape="s",
             generation=1,
-            state=ReplicaState.READY,
+            state=ReplicaPhase.READY,
             load=Load(at=0.0, bound=self.bound),
             url="http://r:1",
         )
-        link = Link(replica, 1.0, None, self._shared)
+        link = ReplicaHandle(replica, 1.0, None, self._shared)
         link.answering = True
         served.links.append(link)
         return served
 
-    def arrive(self, served: Served, size: int = 1, **more: Any) -> Place:
+    def arrive(self, served: ServedModel, size: int = 1, **more: Any) -> Ticket:
         now = asyncio.get_running_loop().time()
         request = Request(served.name, size=size, **{"arrived": now, "deadline": now + WAIT_S, **more})
         return self.admission.arrive(served, request)
 
-    async def ask(self, place: Place) -> asyncio.Task[Link]:
+    async def ask(self, place: Ticket) -> asyncio.Task[ReplicaHandle]:
         asked = asyncio.create_task(self.admission.admit(place))
         await settled()
         return asked
 
-    async def fill(self, served: Served, **more: Any) -> Place:
+    async def fill(self, served: ServedModel, **more: Any) -> Ticket:
         """A request that has a slot."""
         place = self.arrive(served, **more)
         await self.admission.admit(place)
@@ -100,7 +100,7 @@ async def settled() -> None:
         await asyncio.sleep(0)
 
 
-async def leave(*asked: asyncio.Task[Link]) -> None:
+async def leave(*asked: asyncio.Task[ReplicaHandle]) -> None:
     for one in asked:
         one.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -357,7 +357,7 @@ async def test_a_slot_goes_to_the_worker_with_less_than_its_part(rows: tuple[Sha
 async def test_who_has_no_use_for_a_slot_keeps_nobody_from_it(rows: tuple[SharedRows, SharedRows]) -> None:
     hall = Hall(bound=2, shared=rows[0])
     running = [await hall.fill(hall.alpha) for _ in range(2)]
-    rows[1].begin(key_of("waits for alpha"), 0)
+    rows[1].begin(hash_name("waits for alpha"), 0)
     rows[0].beat()
     waits = await hall.ask(hall.arrive(hall.alpha))
     hall.admission.release(running[0], hall.alpha.links[0])

@@ -5,23 +5,23 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from gateway.routing.replica import Link
+from gateway.routing.replica import ReplicaHandle
 from gateway.routing.shared_memory import SharedRows
-from policy.hashing import key_of
-from policy.types import Load, Replica, ReplicaState
+from policy.hashing import hash_name
+from policy.types import Load, Replica, ReplicaPhase
 
 
-def link(shared: SharedRows) -> Link:
+def link(shared: SharedRows) -> ReplicaHandle:
     replica = Replica(
         id="r",
         model="m",
         shape="s",
         generation=1,
-        state=ReplicaState.READY,
+        state=ReplicaPhase.READY,
         load=Load(at=0.0),
         url="http://[::1]:9",
     )
-    return Link(replica, 1.0, None, shared)
+    return ReplicaHandle(replica, 1.0, None, shared)
 
 
 async def test_a_prefill_that_nobody_will_see_end_is_over_when_that_was_foreseen(tmp_path: Path) -> None:
@@ -30,16 +30,16 @@ async def test_a_prefill_that_nobody_will_see_end_is_over_when_that_was_foreseen
     for tokens in (100, 20, 3):
         replica.begin(tokens)
     others.beat()
-    assert replica.look().pending_tokens == others.others(key_of("r"))[1] == 123
+    assert replica.look().pending_tokens == others.others(hash_name("r"))[1] == 123
     now = time.monotonic()
     replica.foresee(100, now - 1.0)
     ahead = replica.foresee(20, now + 3600.0)
-    assert replica.look().pending_tokens == others.others(key_of("r"))[1] == 23
+    assert replica.look().pending_tokens == others.others(hash_name("r"))[1] == 23
     replica.first_token(3)
     assert replica.look().pending_tokens == 20
     for _ in range(2):  # its request has ended before, and is over once
         replica.over(ahead)
-        assert replica.look().pending_tokens == others.others(key_of("r"))[1] == 0
+        assert replica.look().pending_tokens == others.others(hash_name("r"))[1] == 0
     assert replica.look().in_flight == 3
     mine.close()
     others.close()

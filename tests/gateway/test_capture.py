@@ -21,7 +21,7 @@ from gateway.protocol.usage import Usage
 from gateway.telemetry import capture as capturing
 from gateway.telemetry import capture_stream
 from gateway.telemetry.capture import Capture, Row
-from gateway.telemetry.capture_stream import Listeners, Veil
+from gateway.telemetry.capture_stream import Pseudonyms, Subscribers
 from policy.request import Request
 from tests.gateway.fake_replica import Exchange, stream
 from tests.gateway.worker import Stack, until
@@ -65,7 +65,7 @@ class Site:
     def __init__(self, place: Path) -> None:
         self.place = place
         self.workers = [Capture(place), Capture(place)]
-        self.listeners = Listeners(place, density)
+        self.listeners = Subscribers(place, density)
         self.lines = self.listeners.lines()
 
     async def listen(self) -> None:
@@ -190,7 +190,7 @@ def row(text: str, **more: Any) -> Row:
 
 
 def test_prompts_share_the_blocks_of_what_they_begin_with() -> None:
-    veil = Veil(density, b"key")
+    veil = Pseudonyms(density, b"key")
     common = "".join(f"word{number:04d} " for number in range(1000))
     one = veil.line(row(common + "x" * 4000), 0.0).blocks
     other = veil.line(row(common + "y" * 4000), 0.0).blocks
@@ -204,26 +204,26 @@ def test_prompts_share_the_blocks_of_what_they_begin_with() -> None:
 def test_a_block_is_of_512_tokens_whatever_a_token_has_of_bytes() -> None:
     told = row("z" * 40_000)
     for bytes_a_token in (2.0, 4.6, 8.0):
-        blocks = Veil(lambda _, found=bytes_a_token: found, b"key").line(told, 0.0).blocks  # type: ignore[misc]
+        blocks = Pseudonyms(lambda _, found=bytes_a_token: found, b"key").line(told, 0.0).blocks  # type: ignore[misc]
         assert len(blocks) == min(10_000 // 512, int(len(told.grid) * BLOCK_BYTES / (512 * bytes_a_token)))
         assert len(set(blocks)) == len(blocks)
 
 
 def test_blocks_stay_where_they_are_while_the_gateway_learns() -> None:
     learned = iter((4.0, 5.0))
-    veil = Veil(lambda _: next(learned), b"key")
+    veil = Pseudonyms(lambda _: next(learned), b"key")
     assert veil.line(row("z" * 9000), 0.0).blocks == veil.line(row("z" * 9000), 0.0).blocks
 
 
 def test_another_capture_has_other_hashes() -> None:
     told = row("z" * 9000, session=3)
-    one, other = Veil(density, b"one").line(told, 0.0), Veil(density, b"other").line(told, 0.0)
+    one, other = Pseudonyms(density, b"one").line(told, 0.0), Pseudonyms(density, b"other").line(told, 0.0)
     assert one.blocks and not set(one.blocks) & set(other.blocks)
     assert one.session != other.session
 
 
 def test_a_prompt_shorter_than_a_block_has_none() -> None:
-    assert Veil(density, b"key").line(row("z" * 2000), 0.0).blocks == ()
+    assert Pseudonyms(density, b"key").line(row("z" * 2000), 0.0).blocks == ()
 
 
 @pytest.mark.slow

@@ -11,17 +11,17 @@ import msgspec
 import pytest
 
 from gateway.intake.adapter_catalog import CatalogView
-from gateway.intake.tenants import Account
+from gateway.intake.tenants import TenantAccount
 from policy.config.deployment import Adapters, Deployment, ModelSpec
-from policy.hashing import key_of
+from policy.hashing import hash_name
 from policy.types import EngineKind
 from policy.wire.catalog import Catalog
 from tests.gateway.fake_replica import alias
 
 OLD, NEW, OTHER = "a" * 64, "b" * 64, "c" * 64
-ANYONE = Account("", b"")
-WEB, SHOP = Account("web", b""), Account("shop", b"")
-ADMIN = Account("boss", b"")
+ANYONE = TenantAccount("", b"")
+WEB, SHOP = TenantAccount("web", b""), TenantAccount("shop", b"")
+ADMIN = TenantAccount("boss", b"")
 ADMIN.admin = True
 MODELS = (
     ModelSpec(name="alpha", adapters=Adapters()),
@@ -42,7 +42,7 @@ def view(*aliases: dict[str, Any], draw: Callable[[], int] = lambda: 7) -> Catal
 
 
 def digest(
-    made: CatalogView, name: str, account: Account = ANYONE, session: bytes | None = None
+    made: CatalogView, name: str, account: TenantAccount = ANYONE, session: bytes | None = None
 ) -> str | None:
     found = made.resolve(name, account, session)
     return None if found is None else f"{found.model}/{found.digest[0]}"
@@ -113,7 +113,7 @@ def test_a_split_follows_its_weights_and_keeps_each_client_where_it_is() -> None
     first = [digest(made, "sql", WEB, session) for session in sessions]
     assert first == [digest(made, "alpha:sql", SHOP, session) for session in sessions]
     assert 0.03 < Counter(first)["alpha/b"] / len(first) < 0.07
-    tenants = [Account(f"tenant-{i}", b"") for i in range(2000)]
+    tenants = [TenantAccount(f"tenant-{i}", b"") for i in range(2000)]
     by_tenant = [digest(made, "sql", tenant) for tenant in tenants]
     assert by_tenant == [digest(made, "sql", tenant) for tenant in tenants]
     assert 0.03 < Counter(by_tenant)["alpha/b"] / len(by_tenant) < 0.07
@@ -121,7 +121,8 @@ def test_a_split_follows_its_weights_and_keeps_each_client_where_it_is() -> None
 
 def test_without_session_and_tenant_each_request_is_drawn() -> None:
     made = view(
-        alias("sql", OLD, NEW, split=[(1, 1.0), (2, 1.0)]), draw=(key_of(str(i)) for i in range(400)).__next__
+        alias("sql", OLD, NEW, split=[(1, 1.0), (2, 1.0)]),
+        draw=(hash_name(str(i)) for i in range(400)).__next__,
     )
     drawn = Counter(digest(made, "sql") for _ in range(400))
     assert set(drawn) == {"alpha/a", "alpha/b"}
@@ -183,5 +184,5 @@ def test_whether_adapters_are_to_be_expected_and_known() -> None:
 def test_tenants_on_the_same_lists_see_the_same() -> None:
     made = view(alias("a", OLD, tenants=["web", "shop"]), alias("b", OLD, tenants=["web"]), alias("c", OLD))
     assert made.views(WEB) != made.views(SHOP)
-    assert made.views(ANYONE) == made.views(Account("third", b"")) == frozenset()
+    assert made.views(ANYONE) == made.views(TenantAccount("third", b"")) == frozenset()
     assert made.views(ADMIN) == made.views(WEB)

@@ -10,9 +10,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.control.catalog_feed import CatalogSource
+from gateway.control.catalog_feed import CatalogFeed
 from gateway.intake.adapter_catalog import CatalogView
-from gateway.intake.tenants import Account
+from gateway.intake.tenants import TenantAccount
 from gateway.telemetry.log import Log
 from policy.config.deployment import Adapters, Deployment, ModelSpec
 from store.state_dir import StateDir
@@ -30,7 +30,7 @@ class Site:
         self.logged = io.StringIO()
         self.view = CatalogView(lambda: 0)
         self.view.read(Deployment(models=(ModelSpec(name="alpha", adapters=Adapters()),)))
-        self.source = CatalogSource(
+        self.source = CatalogFeed(
             "127.0.0.1:9", self.state, self.view, Log(0, self.logged), connect_timeout_s=1.0
         )
 
@@ -43,7 +43,7 @@ class Site:
         self.source._on_line(msgspec.json.encode(catalog))
 
     def has(self, name: str) -> bool:
-        return self.view.resolve(name, Account("", b""), None) is not None
+        return self.view.resolve(name, TenantAccount("", b""), None) is not None
 
 
 @pytest.fixture

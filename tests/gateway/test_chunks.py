@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.http.client import Connection, Pool, chunk_of
+from gateway.http.client import ClientConnection, ConnectionPool, encode_chunk
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 END = b"0\r\n\r\n"
@@ -65,7 +65,7 @@ def chunk(data: bytes, size: str = "%x") -> bytes:
 
 def taken(reads: list[bytes]) -> Taken:
     """What a sink gets of an answer that comes in these reads."""
-    connection = Connection(Pool("http://replica:1", 1.0))
+    connection = ClientConnection(ConnectionPool("http://replica:1", 1.0))
     connection.connection_made(cast("object", Wire()))  # type: ignore[arg-type]
     sink = Taken()
     connection.send(sink, b"", b"")
@@ -122,4 +122,4 @@ def test_a_read_may_end_inside_a_size_line(chunks: list[list[bytes]], data: st.D
     ],
 )
 def test_what_is_not_just_one_chunk_is_the_parsers(data: bytes) -> None:
-    assert chunk_of(data) is None
+    assert encode_chunk(data) is None

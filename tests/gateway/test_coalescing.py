@@ -18,12 +18,12 @@ from starlette.types import Message
 
 from gateway.call import Call
 from gateway.protocol import body as bodies
-from gateway.protocol.batch_body import share_of
+from gateway.protocol.batch_body import sub_request_of
 from gateway.protocol.errors import Refused
 from gateway.protocol.paths import ROUTES
 from gateway.protocol.usage import Usage
 from gateway.queue.coalescing import Coalescer, _Inbox
-from gateway.routing.fleet import Served
+from gateway.routing.fleet import ServedModel
 from gateway.telemetry.metrics import Metrics
 from policy.config.deployment import Coalesce
 from policy.errors import Refusal
@@ -33,7 +33,7 @@ from tests.gateway.worker import until
 from tests.serve.sim_driver import client_of, engine_of, spec
 
 ROUTE = ROUTES["/v1/embeddings"]
-SERVED = Served("vectors")
+SERVED = ServedModel("vectors")
 
 
 class Site:
@@ -54,7 +54,7 @@ class Site:
         return None
 
     async def _deliver(
-        self, call: Call, served: Served, request: Request, body: bodies.Body, raw: bytes
+        self, call: Call, served: ServedModel, request: Request, body: bodies.Body, raw: bytes
     ) -> None:
         inputs = json.loads(raw)["input"]
         inputs = [inputs] if isinstance(inputs, str) else inputs
@@ -91,7 +91,7 @@ class Site:
         call = Call(ROUTE, {"headers": []}, receive, send)
         body = bodies.read(raw)
         request = Request("vectors", prompt_tokens=len(raw), size=len(raw), deadline=deadline)
-        share = share_of(ROUTE, body, raw, "", self.bounds)
+        share = sub_request_of(ROUTE, body, raw, "", self.bounds)
         assert share is not None
 
         async def alone() -> None:
@@ -345,7 +345,9 @@ async def test_whatever_comes_everyone_gets_what_it_would_have_got_alone(
     bounds = Coalesce(window_s=0.001, max_inputs=5)
     sent = 0
 
-    async def deliver(call: Call, served: Served, request: Request, body: bodies.Body, raw: bytes) -> None:
+    async def deliver(
+        call: Call, served: ServedModel, request: Request, body: bodies.Body, raw: bytes
+    ) -> None:
         nonlocal sent
         sent += 1
         told = await engine.post(ROUTE.path, content=raw, headers={"x-request-id": call.upstream_id.decode()})
@@ -361,7 +363,7 @@ async def test_whatever_comes_everyone_gets_what_it_would_have_got_alone(
         raw = json.dumps(body).encode()
         read = bodies.read(raw)
         request = Request("base", tenant)
-        share = share_of(ROUTE, read, raw, tenant, bounds) if together else None
+        share = sub_request_of(ROUTE, read, raw, tenant, bounds) if together else None
         alone = partial(deliver, call, SERVED, request, read, raw)
         try:
             if share is None:

@@ -13,7 +13,7 @@ from starlette.types import Message
 
 from gateway.call import Call
 from gateway.delivery.relay import MAX_HELD, Relay, Verdict
-from gateway.http.client import Connection, Pool
+from gateway.http.client import ClientConnection, ConnectionPool
 from gateway.http.exchange import SENT
 from gateway.protocol.paths import ROUTES
 from gateway.protocol.sse import ChatTail
@@ -83,9 +83,9 @@ class Line:
     """One pooled connection and the relays that use it in turn."""
 
     def __init__(self) -> None:
-        self.pool = Pool("http://replica:1", 1.0)
+        self.pool = ConnectionPool("http://replica:1", 1.0)
         self.wire = Wire()
-        self.connection = Connection(self.pool)
+        self.connection = ClientConnection(self.pool)
         self.connection.connection_made(cast("asyncio.Transport", self.wire))
         self.pool.give(self.connection)
         self._meter = Metrics().model("alpha")

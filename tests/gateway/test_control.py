@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from gateway.api.admin import admin_app
-from gateway.api.controller_proxy import Control
+from gateway.api.controller_proxy import ControllerProxy
 from policy.config.deployment import Cluster, Deployment, ModelSpec
 from policy.errors import ConfigError, TargetError
 from policy.types import EngineKind
@@ -37,7 +37,7 @@ class Site:
             unused,
             unused,
             list,
-            control=Control(SECRET, lambda: self.deployment),
+            control=ControllerProxy(SECRET, lambda: self.deployment),
             capture=unused,
         )
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://admin")

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from gateway.delivery.timeouts import Deadlines
+from gateway.delivery.timeouts import IdleTimeouts
 
 
 class Silent:
@@ -27,9 +27,9 @@ class Silent:
 
 
 @pytest.fixture
-def deadlines() -> Deadlines:
+def deadlines() -> IdleTimeouts:
     limits = SimpleNamespace(first_token_timeout_s=10.0, inter_token_timeout_s=4.0, answer_timeout_s=60.0)
-    return Deadlines(lambda: limits)
+    return IdleTimeouts(lambda: limits)
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def deadlines() -> Deadlines:
     [(Silent(), 10.0), (Silent(begun=True), 4.0), (Silent(streams=False), 60.0)],
     ids=["first token", "next token", "whole answer"],
 )
-def test_each_silence_has_its_limit(deadlines: Deadlines, attempt: Silent, limit: float) -> None:
+def test_each_silence_has_its_limit(deadlines: IdleTimeouts, attempt: Silent, limit: float) -> None:
     deadlines.watch(attempt)
     deadlines.sweep(limit)
     assert attempt.expired == []
@@ -45,7 +45,7 @@ def test_each_silence_has_its_limit(deadlines: Deadlines, attempt: Silent, limit
     assert attempt.expired == [limit]
 
 
-def test_any_byte_is_life(deadlines: Deadlines) -> None:
+def test_any_byte_is_life(deadlines: IdleTimeouts) -> None:
     attempt = Silent()
     attempt.alive = True
     deadlines.watch(attempt)
@@ -58,7 +58,7 @@ def test_any_byte_is_life(deadlines: Deadlines) -> None:
     assert attempt.expired == [10.0]
 
 
-def test_an_answer_that_is_not_streamed_must_be_whole_in_time(deadlines: Deadlines) -> None:
+def test_an_answer_that_is_not_streamed_must_be_whole_in_time(deadlines: IdleTimeouts) -> None:
     attempt = Silent(streams=False)
     attempt.alive = True
     deadlines.watch(attempt)
@@ -66,7 +66,7 @@ def test_an_answer_that_is_not_streamed_must_be_whole_in_time(deadlines: Deadlin
     assert attempt.expired == [60.0]
 
 
-def test_what_has_ended_is_not_watched(deadlines: Deadlines) -> None:
+def test_what_has_ended_is_not_watched(deadlines: IdleTimeouts) -> None:
     attempt = Silent()
     deadlines.watch(attempt)
     deadlines.unwatch(attempt)

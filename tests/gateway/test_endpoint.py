@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from gateway.delivery.overflow_endpoint import Endpoint
+from gateway.delivery.overflow_endpoint import OverflowEndpoint
 from gateway.protocol import body as bodies
 from gateway.protocol.paths import ROUTES
 from gateway.telemetry.log import Log
@@ -38,7 +38,7 @@ async def test_nothing_else_is_touched(came: bytes, goes: bytes) -> None:
         price=Price(input=0.0, output=0.0),
         cost_cap_per_h=0.0,
     )
-    endpoint = Endpoint(upstream, parse(GOOD), Log(0, io.StringIO()))
+    endpoint = OverflowEndpoint(upstream, parse(GOOD), Log(0, io.StringIO()))
     sent = endpoint.outgoing(CHAT, "m", bodies.read(came), came)
     assert b"".join(sent.parts) == goes
     assert sent.size == len(goes)

@@ -9,10 +9,10 @@ import httpx
 import pytest
 
 from gateway.routing import external
-from gateway.routing.external import Prober
+from gateway.routing.external import ExternalPoller
 from gateway.routing.fleet import FleetView
 from policy.document.parse import parse
-from policy.types import Replica, ReplicaState
+from policy.types import Replica, ReplicaPhase
 
 URL = "http://127.0.0.1:1"
 TURNS = 6
@@ -63,13 +63,13 @@ async def probe(
     monkeypatch.setattr(httpx.AsyncClient, "get", get)
     monkeypatch.setattr(external, "PROBE_EVERY_S", 0)
     document = parse({"models": [{"name": "alpha", "engine": "external", "urls": [URL + "/v1"]}]})
-    task = asyncio.create_task(Prober(cast("FleetView", view), lambda: document).run())
+    task = asyncio.create_task(ExternalPoller(cast("FleetView", view), lambda: document).run())
     async with asyncio.timeout(20):
         await view.enough.wait()
     task.cancel()
 
 
-def states(view: View) -> set[ReplicaState]:
+def states(view: View) -> set[ReplicaPhase]:
     return {replica.state for turn in view.turns for replica in turn}
 
 
@@ -79,7 +79,7 @@ async def test_a_server_that_answers_nobody_is_asked_each_time(
     view = View(heard=0)
     await probe(view, answers, monkeypatch)
     assert view.asked == TURNS
-    assert states(view) == {ReplicaState.READY}
+    assert states(view) == {ReplicaPhase.READY}
 
 
 async def test_one_that_answers_requests_is_not(
@@ -88,7 +88,7 @@ async def test_one_that_answers_requests_is_not(
     view = View(heard=1)
     await probe(view, answers, monkeypatch)
     assert view.asked == 1
-    assert states(view) == {ReplicaState.READY}
+    assert states(view) == {ReplicaPhase.READY}
 
 
 async def test_but_is_asked_what_is_new_there(
@@ -107,7 +107,7 @@ async def test_what_was_not_well_when_it_was_asked_is_asked_again(
     await probe(view, [httpx.ConnectError("refused"), httpx.Response(503), *answers], monkeypatch)
     assert view.asked == 3
     assert [turn[0].state for turn in view.turns[:3]] == [
-        ReplicaState.STOPPED,
-        ReplicaState.STOPPED,
-        ReplicaState.READY,
+        ReplicaPhase.STOPPED,
+        ReplicaPhase.STOPPED,
+        ReplicaPhase.READY,
     ]

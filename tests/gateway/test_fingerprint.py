@@ -15,8 +15,8 @@ from gateway.protocol.paths import ROUTES
 from gateway.protocol.prompt_hash import (
     BLOCK_BYTES,
     BOUNDARIES,
-    Density,
-    Fingerprint,
+    BytesPerToken,
+    PromptHash,
     adapter_key,
     limit_of,
     parts_of,
@@ -28,18 +28,18 @@ CHAT = ROUTES["/v1/chat/completions"]
 SEED = seed_of("m", "", "")
 
 
-def fingerprint(route: str = "/v1/chat/completions", seed: int = SEED, **fields: Any) -> Fingerprint:
+def fingerprint(route: str = "/v1/chat/completions", seed: int = SEED, **fields: Any) -> PromptHash:
     raw = json.dumps({"model": "m", **fields}).encode()
     body = bodies.read(raw)
-    return Density().read(seed, parts_of(body, ROUTES[route], raw), limit_of(body), body.choices)
+    return BytesPerToken().read(seed, parts_of(body, ROUTES[route], raw), limit_of(body), body.choices)
 
 
-def chat(system: str, user: str, **fields: Any) -> Fingerprint:
+def chat(system: str, user: str, **fields: Any) -> PromptHash:
     messages = [{"role": "system", "content": system}, {"role": "user", "content": user}]
     return fingerprint(messages=messages, **fields)
 
 
-def common(one: Fingerprint, other: Fingerprint) -> int:
+def common(one: PromptHash, other: PromptHash) -> int:
     """Tokens of the beginning that two prompts are known to share."""
     depth = 0
     for i, (a, b) in enumerate(zip(one.prefix, other.prefix, strict=False)):
@@ -118,7 +118,7 @@ def test_the_answer_is_what_the_client_allows_at_most() -> None:
 
 
 def test_lengths_are_learned_from_what_engines_count() -> None:
-    density = Density()
+    density = BytesPerToken()
     text = memoryview(b"x" * 3000)
     for _ in range(300):
         estimate = density.read(SEED, [text], None, 1)
@@ -136,7 +136,7 @@ def test_where_a_prompt_is_cut_into_parts_changes_nothing(text: bytes, cuts: lis
     ends = sorted(min(cut, len(text)) for cut in cuts)
     view = memoryview(text)
     parts = [view[a:b] for a, b in zip([0, *ends], [*ends, len(text)], strict=True)]
-    density = Density()
+    density = BytesPerToken()
     assert density.read(seed, parts, 1, 1).prefix == density.read(seed, [view], 1, 1).prefix
 
 

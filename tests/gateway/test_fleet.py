@@ -10,10 +10,10 @@ import pytest
 
 from gateway.control.fleet_feed import worth_keeping
 from gateway.routing.fleet import RESTART_S, SETTLE_S, WORD_S, FleetView
-from gateway.routing.replica import STALE_S, Link
+from gateway.routing.replica import STALE_S, ReplicaHandle
 from gateway.telemetry.metrics import Metrics
-from policy.routing.outlier_ejection import Sign
-from policy.types import EngineKind, Fleet, Load, Model, Replica, ReplicaState, Runner
+from policy.routing.outlier_ejection import AttemptResult
+from policy.types import EngineKind, Fleet, Load, Model, Replica, ReplicaPhase, Runner
 
 MODEL = Model(name="alpha", runner=Runner.GENERATE, engine=EngineKind.SIM)
 READY = b'{"state":"ready","load":{"at":1,"bound":8}}'
@@ -28,7 +28,7 @@ def fleet(epoch: float, *ids: str, version: int = 1) -> Fleet:
             model="alpha",
             shape="s",
             generation=1,
-            state=ReplicaState.READY,
+            state=ReplicaPhase.READY,
             load=Load(at=0.0, bound=8),
             url="http://127.0.0.1:9",
         )
@@ -108,8 +108,8 @@ def test_an_empty_fleet_of_a_controller_that_just_started_is_not_kept() -> None:
     assert worth_keeping(fleet(2.0), fleet(1.0))
 
 
-def link(replica: Replica | None = None) -> Link:
-    made = Link(replica or fleet(1.0, "one").replicas[0], 1.0, None)
+def link(replica: Replica | None = None) -> ReplicaHandle:
+    made = ReplicaHandle(replica or fleet(1.0, "one").replicas[0], 1.0, None)
     made.count(READY, 0.0)
     return made
 
@@ -148,8 +148,8 @@ def test_another_process_has_an_empty_cache_and_no_past() -> None:
     replica = fleet(1.0, "one").replicas[0]
     one = link(replica)
     for _ in range(4):
-        one.health.tell(one.breaker, Sign.BAD, 0.0)
-    renewed: list[Link] = []
+        one.health.tell(one.breaker, AttemptResult.BAD, 0.0)
+    renewed: list[ReplicaHandle] = []
     one.on_renewed = renewed.append
     one.become(msgspec.structs.replace(replica, adapters=("sql",)), 1.0)
     assert renewed == []
@@ -173,7 +173,7 @@ def test_the_one_request_that_probes_is_told_apart() -> None:
     other.health.ejections.leave(other.breaker)
     one.health.ejections.breakers.append(other.breaker)  # so that something else serves
     for _ in range(5):
-        one.health.tell(one.breaker, Sign.BAD, 0.0)
+        one.health.tell(one.breaker, AttemptResult.BAD, 0.0)
     assert not one.admissible
     one.breaker.half_open()
     assert one.admissible
@@ -191,15 +191,15 @@ def test_the_one_request_that_probes_is_told_apart() -> None:
 @pytest.mark.parametrize(
     ("states", "target", "hopeless"),
     [
-        ([ReplicaState.READY], 1, True),
-        ([ReplicaState.READY], 2, False),
-        ([ReplicaState.READY, ReplicaState.STARTING], 1, False),
+        ([ReplicaPhase.READY], 1, True),
+        ([ReplicaPhase.READY], 2, False),
+        ([ReplicaPhase.READY, ReplicaPhase.STARTING], 1, False),
         ([], 0, False),
     ],
     ids=["all are there", "one is missing", "one starts", "scaled to zero"],
 )
 async def test_to_wait_is_in_vain_when_nothing_can_be_heard_and_nothing_comes(
-    states: list[ReplicaState], target: int, hopeless: bool
+    states: list[ReplicaPhase], target: int, hopeless: bool
 ) -> None:
     replica = fleet(1.0, "one").replicas[0]
     replicas = tuple(
@@ -220,21 +220,21 @@ async def test_to_wait_is_in_vain_when_nothing_can_be_heard_and_nothing_comes(
     view.close()
 
 
-STARTING = ReplicaState.STARTING
+STARTING = ReplicaPhase.STARTING
 
 
 @pytest.mark.parametrize(
     ("states", "down", "asleep"),
     [
         ([], True, True),
-        ([ReplicaState.DRAINING], True, True),
-        ([ReplicaState.DRAINING, STARTING], True, False),
-        ([ReplicaState.READY, STARTING], False, False),
+        ([ReplicaPhase.DRAINING], True, True),
+        ([ReplicaPhase.DRAINING, STARTING], True, False),
+        ([ReplicaPhase.READY, STARTING], False, False),
     ],
     ids=["none", "the last one leaves", "one starts", "one serves"],
 )
 async def test_a_model_sleeps_that_has_no_replica_and_starts_none(
-    states: list[ReplicaState], *, down: bool, asleep: bool
+    states: list[ReplicaPhase], *, down: bool, asleep: bool
 ) -> None:
     view = FleetView("", Metrics())
     replica = fleet(1.0, "one").replicas[0]

@@ -9,11 +9,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.api.models import KEPT, Listing
+from gateway.api.models import KEPT, ModelList
 from gateway.intake.adapter_catalog import CatalogView
-from gateway.intake.tenants import Account
+from gateway.intake.tenants import TenantAccount
 from gateway.routing.fleet import FleetView, external_replica
-from gateway.routing.replica import Link
+from gateway.routing.replica import ReplicaHandle
 from gateway.telemetry.metrics import Metrics
 from policy.config.deployment import Adapters, Deployment, ModelSpec
 from policy.types import EngineKind, Fleet, Model
@@ -28,7 +28,7 @@ DOCUMENT = Deployment(
         ModelSpec(name="theirs", engine=EngineKind.EXTERNAL, urls=("http://t:1",)),
     )
 )
-ANYONE, WEB, SHOP = Account("", b""), Account("web", b""), Account("shop", b"")
+ANYONE, WEB, SHOP = TenantAccount("", b""), TenantAccount("web", b""), TenantAccount("shop", b"")
 
 
 class Site:
@@ -37,17 +37,17 @@ class Site:
         self.catalog = CatalogView(lambda: 0)
         self.fleet.read_document(DOCUMENT)
         self.catalog.read(DOCUMENT)
-        self.listing = Listing(self.fleet, self.catalog)
+        self.listing = ModelList(self.fleet, self.catalog)
 
     def publish(self, *aliases: dict[str, Any]) -> None:
         self.catalog.take(msgspec.convert({"epoch": 1.0, "version": 1, "aliases": list(aliases)}, Catalog))
 
-    def ids(self, account: Account = ANYONE) -> list[str]:
+    def ids(self, account: TenantAccount = ANYONE) -> list[str]:
         listed = json.loads(self.listing.all(account))
         assert listed["object"] == "list"
         return [card["id"] for card in listed["data"]]
 
-    def one(self, name: str, account: Account = ANYONE) -> Any:
+    def one(self, name: str, account: TenantAccount = ANYONE) -> Any:
         found = self.listing.one(name, account)
         return None if found is None else json.loads(found)
 
@@ -120,7 +120,7 @@ async def test_a_long_list_is_made_once_and_anew_when_anything_changed(site: Sit
 async def test_many_kinds_of_tenants_keep_a_bounded_number_of_lists(site: Site) -> None:
     site.publish(*(alias(f"adapter-{i}", OLD, tenants=[f"tenant-{i}"]) for i in range(10 * KEPT)))
     for i in range(10 * KEPT):
-        assert site.ids(Account(f"tenant-{i}", b""))[3:] == [f"adapter-{i}"]
+        assert site.ids(TenantAccount(f"tenant-{i}", b""))[3:] == [f"adapter-{i}"]
     assert len(site.listing._made) <= KEPT
 
 
@@ -135,7 +135,7 @@ async def test_what_servers_that_are_not_ours_list_is_listed_as_theirs(site: Sit
 
 async def test_what_our_replicas_have_loaded_is_nobodys_to_name(site: Site) -> None:
     replica = external_replica("alpha", "http://a:1", ready=True, adapters=(), at=0.0)
-    link = Link(replica, 1.0, "secret")
+    link = ReplicaHandle(replica, 1.0, "secret")
     link.residency.told((f"sql@{OLD[:12]}",), ())
     served = site.fleet.get("alpha")
     assert served is not None

@@ -9,17 +9,17 @@ import pytest
 
 from gateway.protocol import body as bodies
 from gateway.protocol.paths import ROUTES
-from gateway.protocol.splice import Outgoing, outgoing
+from gateway.protocol.splice import UpstreamBody, upstream_body
 
 SALT = b'"5a17"'
 CHAT = ROUTES["/v1/chat/completions"]
 
 
-def out(raw: bytes, salt: bytes = SALT, path: str = "/v1/chat/completions") -> Outgoing:
-    return outgoing(ROUTES[path], bodies.read(raw), raw, salt)
+def out(raw: bytes, salt: bytes = SALT, path: str = "/v1/chat/completions") -> UpstreamBody:
+    return upstream_body(ROUTES[path], bodies.read(raw), raw, salt)
 
 
-def said(sent: Outgoing) -> bytes:
+def said(sent: UpstreamBody) -> bytes:
     whole = sent.parts if isinstance(sent.parts, bytes) else b"".join(sent.parts)
     assert len(whole) == sent.size
     return whole

@@ -29,7 +29,7 @@ from gateway.http.exchange import SENT
 from gateway.protocol import body as bodies
 from gateway.protocol.errors import NO_ROOM, Refused
 from gateway.protocol.paths import ROUTES
-from gateway.routing.fleet import Served
+from gateway.routing.fleet import ServedModel
 from gateway.telemetry.log import Log
 from gateway.telemetry.metrics import Metrics
 from policy.document.parse import parse
@@ -53,7 +53,7 @@ class Site:
         self.metrics = Metrics()
         self.overflow = Overflow(self.metrics, Log(0, self.logged), random.Random(0))  # noqa: S311 - when to probe
         self.clock = asyncio.get_running_loop().time
-        self.served = Served("m")
+        self.served = ServedModel("m")
         self.served.links = [SimpleNamespace(admissible=True)]  # type: ignore[list-item]
         self.asked_of_fleet = 0
         self.refusal: Refused | None = Refused(Refusal.DEADLINE, "The fleet has no room.")

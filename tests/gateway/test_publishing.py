@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from gateway.http.reserve_descriptor import Spare
+from gateway.http.reserve_descriptor import ReserveDescriptor
 from gateway.telemetry.metrics import Metrics
 
 
@@ -47,7 +47,7 @@ def test_nothing_is_counted_twice_or_lost(monkeypatch: pytest.MonkeyPatch, what:
 
 
 def test_a_spare_descriptor_is_there_when_it_is_given() -> None:
-    spare = Spare()
+    spare = ReserveDescriptor()
     before = set(os.listdir("/proc/self/fd"))  # noqa: PTH208
     assert spare.give()
     assert len(set(os.listdir("/proc/self/fd"))) == len(before) - 1  # noqa: PTH208

@@ -13,19 +13,19 @@ import msgspec
 import pytest
 
 from gateway.call import Call
-from gateway.control.reporter import Post, Reporter
+from gateway.control.reporter import Reporter, ReportSender
 from gateway.protocol.paths import ROUTES
 from gateway.protocol.usage import Usage
 from gateway.queue.admission import Admission
-from gateway.routing.fleet import FleetView, Served
-from gateway.routing.router import Routes
+from gateway.routing.fleet import FleetView, ServedModel
+from gateway.routing.router import ModelRouters
 from gateway.telemetry.log import Log
-from gateway.telemetry.metrics import Metrics, ModelMeter
-from policy.config.control import Objective
+from gateway.telemetry.metrics import Metrics, ModelCounters
+from policy.config.control import SloConfig
 from policy.config.deployment import Deployment, ModelSpec
 from policy.errors import Refusal
 from policy.request import Request
-from policy.stats.histogram import place
+from policy.stats.histogram import bucket_of
 from policy.types import EngineKind
 from policy.wire.reports import GatewayReport, ModelReport
 from tests.gateway.fake_replica import SECRET, FakeController
@@ -33,11 +33,11 @@ from tests.gateway.virtual import play
 from tests.gateway.worker import Stack, until
 
 EXTERNAL = ModelSpec(name="theirs", engine=EngineKind.EXTERNAL, urls=("http://t:1",))
-SLO = Objective(ttft_p95_s=1.0, itl_p95_s=0.05)
+SLO = SloConfig(ttft_p95_s=1.0, itl_p95_s=0.05)
 
 
 def ended(
-    meter: ModelMeter,
+    meter: ModelCounters,
     outcome: str = "ok",
     *,
     ttft_s: float | None = None,
@@ -69,14 +69,14 @@ class Site:
         self.admission = Admission(
             FleetView("", self.metrics),
             self.metrics,
-            Routes(random.Random(1)),  # noqa: S311 - ties, not secrets
+            ModelRouters(random.Random(1)),  # noqa: S311 - ties, not secrets
             lambda: self.deployment,
         )
         self.told: list[tuple[float, GatewayReport]] = []
         self.late_s = late_s
         self.clock = asyncio.get_running_loop().time
         self.reporter = Reporter(self.metrics, self.admission, lambda: self.deployment, self._send)
-        self.served = Served("m")
+        self.served = ServedModel("m")
         self.running = asyncio.create_task(self.reporter.run())
 
     async def _send(self, body: bytes) -> None:
@@ -121,7 +121,7 @@ async def count() -> None:
     assert (told.input_tokens, told.cached_tokens, told.output_tokens) == (207, 40, 23)
     assert (told.judged, told.met_ttft, told.met_itl, told.met_both) == (3, 2, 2, 1)
     assert (sum(told.ttft), sum(told.itl), sum(told.e2e)) == (4, 3, 4)
-    assert (told.ttft[place(3.0)], told.itl[place(0.2)], told.e2e[place(0.3)]) == (1, 1, 1)
+    assert (told.ttft[bucket_of(3.0)], told.itl[bucket_of(0.2)], told.e2e[bucket_of(0.3)]) == (1, 1, 1)
     assert (told.in_flight, told.queued, told.oldest_s) == (0, 0, 0.0)
     site.metrics.publish()  # what the scrapes are told starts anew
     assert site.report() == told
@@ -154,7 +154,7 @@ async def judge() -> None:
     meter = site.metrics.model("m")
     ended(meter, ttft_s=50.0, gap_s=5.0)
     assert (site.report().judged, site.report().met_both) == (1, 1)
-    meter.totals.promise(Objective(ttft_p95_s=1.0))
+    meter.totals.promise(SloConfig(ttft_p95_s=1.0))
     ended(meter, ttft_s=50.0, gap_s=5.0)
     assert (site.report().judged, site.report().met_ttft, site.report().met_itl) == (2, 1, 2)
     meter.served_stream(0.1, 0.0)  # a single event has no gap
@@ -270,9 +270,9 @@ async def controller() -> AsyncIterator[FakeController]:
     await controller.stop()
 
 
-def post_to(controller: FakeController) -> tuple[Post, io.StringIO]:
+def post_to(controller: FakeController) -> tuple[ReportSender, io.StringIO]:
     logged = io.StringIO()
-    return Post(lambda: f"127.0.0.1:{controller.port}", "/signals", SECRET, Log(0, logged)), logged
+    return ReportSender(lambda: f"127.0.0.1:{controller.port}", "/signals", SECRET, Log(0, logged)), logged
 
 
 async def test_reports_come_on_one_connection(controller: FakeController) -> None:
@@ -313,7 +313,7 @@ async def test_the_document_may_move_the_controller(controller: FakeController) 
     other = FakeController()
     await other.start()
     ports = [controller.port]
-    post = Post(lambda: f"127.0.0.1:{ports[-1]}", "/signals", SECRET, Log(0, io.StringIO()))
+    post = ReportSender(lambda: f"127.0.0.1:{ports[-1]}", "/signals", SECRET, Log(0, io.StringIO()))
     await post.send(b"{}")
     ports.append(other.port)
     await post.send(b"{}")

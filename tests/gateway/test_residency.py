@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gateway.routing import loaded_adapters as residency
-from gateway.routing.loaded_adapters import FAILED_S, Residency
+from gateway.routing.loaded_adapters import FAILED_S, LoadedAdapters
 
 
 @pytest.fixture
@@ -16,13 +16,13 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 def test_one_of_ours_serves_any_and_another_what_it_lists() -> None:
-    ours, theirs = Residency((), loads=True), Residency(("sql",), loads=False)
+    ours, theirs = LoadedAdapters((), loads=True), LoadedAdapters(("sql",), loads=False)
     assert ours.serves("sql") and ours.serves("")
     assert theirs.serves("sql") and theirs.serves("") and not theirs.serves("chat")
 
 
 def test_what_it_says_that_it_could_not_load_goes_elsewhere_until_it_says_otherwise() -> None:
-    ours = Residency((), loads=True)
+    ours = LoadedAdapters((), loads=True)
     assert ours.told(("chat",), ("sql",))
     assert not ours.serves("sql") and ours.serves("chat") and ours.serves("new")
     assert ours.refusing == {"sql"} and ours.loaded == {"chat"}
@@ -31,7 +31,7 @@ def test_what_it_says_that_it_could_not_load_goes_elsewhere_until_it_says_otherw
 
 
 def test_only_news_are_news() -> None:
-    ours = Residency((), loads=True)
+    ours = LoadedAdapters((), loads=True)
     assert not ours.told((), ())
     assert ours.told(("a",), ())
     assert not ours.told(("a",), ())
@@ -41,7 +41,7 @@ def test_only_news_are_news() -> None:
 
 
 def test_what_failed_is_left_alone_for_a_while_whatever_an_older_line_says(clock: list[float]) -> None:
-    ours = Residency((), loads=True)
+    ours = LoadedAdapters((), loads=True)
     ours.failed("sql")
     ours.told(("chat",), ())
     assert not ours.serves("sql") and ours.refusing == {"sql"}
@@ -50,7 +50,7 @@ def test_what_failed_is_left_alone_for_a_while_whatever_an_older_line_says(clock
 
 
 def test_what_failed_long_ago_is_not_kept(clock: list[float]) -> None:
-    ours = Residency((), loads=True)
+    ours = LoadedAdapters((), loads=True)
     for i in range(1000):
         ours.failed(f"adapter-{i}")
         clock[0] += FAILED_S / 10
@@ -58,7 +58,7 @@ def test_what_failed_long_ago_is_not_kept(clock: list[float]) -> None:
 
 
 def test_another_process_has_refused_nothing(clock: list[float]) -> None:
-    ours = Residency((), loads=True)
+    ours = LoadedAdapters((), loads=True)
     ours.told((), ("chat",))
     ours.failed("sql")
     ours.forget()

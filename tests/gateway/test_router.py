@@ -10,24 +10,24 @@ from collections.abc import Sequence
 import pytest
 
 from gateway.protocol.prompt_hash import adapter_key
-from gateway.routing.fleet import Served
-from gateway.routing.replica import Link
-from gateway.routing.router import KEPT, Routes
-from gateway.routing.shared_memory import Alone, News
+from gateway.routing.fleet import ServedModel
+from gateway.routing.replica import ReplicaHandle
+from gateway.routing.router import KEPT, ModelRouters
+from gateway.routing.shared_memory import LocalCounts, News
 from gateway.telemetry.metrics import Metrics
-from policy.config.control import Control, Objective
+from policy.config.control import ControlConfig, SloConfig
 from policy.config.deployment import Deployment, ModelSpec
-from policy.engine.step_table import GENERIC, pace_of
-from policy.hashing import key_of
+from policy.engine.step_table import GENERIC, step_table_of
+from policy.hashing import hash_name
 from policy.request import Request
-from policy.routing.router import Quote
-from policy.types import Load, Replica, ReplicaState
+from policy.routing.router import CostEstimate
+from policy.types import Load, Replica, ReplicaPhase
 
 CHAIN = tuple(range(100, 116, 2))
 DEPTHS = tuple(range(128, 1025, 128))
 
 
-class Wall(Alone):
+class Wall(LocalCounts):
     """What one worker published, for another to read."""
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class Wall(Alone):
         self.written.append((model_key, replica_key, list(hashes)))
 
 
-class Reader(Alone):
+class Reader(LocalCounts):
     """Another worker of the host."""
 
     alone = False
@@ -50,38 +50,38 @@ class Reader(Alone):
         return read
 
 
-def routes(shared: Alone | None = None, metrics: Metrics | None = None) -> Routes:
-    return Routes(random.Random(1), shared or Alone(), metrics=metrics)  # noqa: S311 - ties, not secrets
+def routes(shared: LocalCounts | None = None, metrics: Metrics | None = None) -> ModelRouters:
+    return ModelRouters(random.Random(1), shared or LocalCounts(), metrics=metrics)  # noqa: S311 - ties, not secrets
 
 
-def served(*adapters: str, replicas: int = 3) -> Served:
-    model = Served("m")
+def served(*adapters: str, replicas: int = 3) -> ServedModel:
+    model = ServedModel("m")
     for i in range(replicas):
         replica = Replica(
             id=f"r{i}",
             model="m",
             shape="s",
             generation=1,
-            state=ReplicaState.READY,
+            state=ReplicaPhase.READY,
             load=Load(at=0.0),
             url="http://r:1",
             adapters=adapters if i else (),
         )
-        link = Link(replica, 1.0, None)
+        link = ReplicaHandle(replica, 1.0, None)
         link.answering = True
         model.links.append(link)
     return model
 
 
 # A step of a hundred requests, as it is assumed of a server that says nothing.
-GENERIC_STEP_S = pace_of(None, GENERIC).step_s(100, 0.0, 100)
+GENERIC_STEP_S = step_table_of(None, GENERIC).step_s(100, 0.0, 100)
 
 
 def prompt() -> Request:
     return Request("m", tenant="t", prompt_tokens=1040, output_tokens=10, prefix=CHAIN, depths=DEPTHS)
 
 
-def send(to: Routes, model: Served, request: Request) -> tuple[Link, Quote]:
+def send(to: ModelRouters, model: ServedModel, request: Request) -> tuple[ReplicaHandle, CostEstimate]:
     chosen = to.choose(model, request)
     assert chosen is not None
     link, quote = chosen
@@ -111,7 +111,7 @@ async def test_workers_of_a_host_send_a_prefix_to_one_home() -> None:
     wall = Wall()
     first, second, model = routes(wall), routes(Reader(wall)), served()
     home, quote = send(first, model, prompt())
-    assert wall.written == [(key_of("m"), quote.candidate.key, list(CHAIN))]
+    assert wall.written == [(hash_name("m"), quote.candidate.key, list(CHAIN))]
     again, warm = send(second, model, prompt())
     assert again is home and warm.uncached == 1040 - 1024
 
@@ -181,10 +181,10 @@ async def test_predictions_are_measured() -> None:
 
 async def test_a_new_document_acts_on_the_next_choice() -> None:
     documents = [
-        Deployment(models=(ModelSpec(name="m", control=Control(slo=Objective(ttft_p95_s=ttft))),))
+        Deployment(models=(ModelSpec(name="m", control=ControlConfig(slo=SloConfig(ttft_p95_s=ttft))),))
         for ttft in (0.001, 60.0)
     ]
-    here = Routes(random.Random(1), deployment=lambda: documents[0])  # noqa: S311
+    here = ModelRouters(random.Random(1), deployment=lambda: documents[0])  # noqa: S311
     model = served(replicas=1)
     model.links[0].begin(5000)
     assert here.choose(model, Request("m", prompt_tokens=10)) is None
@@ -193,8 +193,8 @@ async def test_a_new_document_acts_on_the_next_choice() -> None:
 
 
 async def test_what_a_replica_has_room_for_follows_the_gaps_of_its_answers() -> None:
-    spec = ModelSpec(name="m", control=Control(slo=Objective(itl_p95_s=0.05)))
-    here = Routes(random.Random(1), deployment=lambda: Deployment(models=(spec,)))  # noqa: S311
+    spec = ModelSpec(name="m", control=ControlConfig(slo=SloConfig(itl_p95_s=0.05)))
+    here = ModelRouters(random.Random(1), deployment=lambda: Deployment(models=(spec,)))  # noqa: S311
     model = served(replicas=1)
     (link,) = model.links
     for _ in range(100):

@@ -8,7 +8,7 @@ import pytest
 
 from gateway.call import _WANTED
 from gateway.protocol.errors import TABLE
-from gateway.protocol.openapi import describe
+from gateway.protocol.openapi import add_client_schema
 from gateway.protocol.paths import ROUTES
 
 
@@ -19,7 +19,7 @@ def schema() -> dict[str, Any]:
         "paths": {"/livez": {"get": {"responses": {"200": {}, "422": framework}}}},
         "components": {"schemas": {"HTTPValidationError": {}, "ValidationError": {}}},
     }
-    describe(schema)
+    add_client_schema(schema)
     return schema
 
 
@@ -64,5 +64,5 @@ def test_every_header_of_an_answer_is_told(schema: dict[str, Any]) -> None:
 
 def test_describing_twice_is_describing_once(schema: dict[str, Any]) -> None:
     before = repr(schema)
-    describe(schema)
+    add_client_schema(schema)
     assert repr(schema) == before

@@ -21,7 +21,13 @@ from starlette.types import Receive, Scope, Send
 
 from gateway.http.connection import MAX_AHEAD, MAX_HEAD_BYTES, MAX_HEADERS
 from gateway.http.exchange import SENT
-from gateway.http.server import MAX_DESCRIPTORS, Server, Times, allow_connections, connections_within_limit
+from gateway.http.server import (
+    MAX_DESCRIPTORS,
+    Server,
+    ServerTimeouts,
+    allow_connections,
+    connections_within_limit,
+)
 from gateway.protocol.errors import Refused
 
 CAP = 300_000
@@ -52,7 +58,7 @@ class Port:
         self.port = 0
         self._opened: list[asyncio.StreamWriter] = []
 
-    async def start(self, *, times: Times | None = None, max_connections: int | None = None) -> None:
+    async def start(self, *, times: ServerTimeouts | None = None, max_connections: int | None = None) -> None:
         async def app(scope: Scope, receive: Receive, send: Send) -> None:
             await self.app(scope, receive, send)
 
@@ -427,7 +433,7 @@ async def test_a_slow_reader_makes_its_sender_wait_and_is_bounded(port: Port) ->
 )
 @on_uvloop
 async def test_who_sends_too_slowly_is_let_go(port: Port, data: bytes, status: int | None) -> None:
-    await port.start(times=Times(0.2, 0.2, 0.2, 0.2, 0.2))
+    await port.start(times=ServerTimeouts(0.2, 0.2, 0.2, 0.2, 0.2))
     said = answers(await port.ask(data))
     assert [answer[0] for answer in said] == ([] if status is None else [status])
 
@@ -435,7 +441,7 @@ async def test_who_sends_too_slowly_is_let_go(port: Port, data: bytes, status: i
 @pytest.mark.slow
 @on_uvloop
 async def test_who_takes_nothing_is_let_go_and_who_is_slow_is_not(port: Port) -> None:
-    await port.start(times=Times(0.3, 0.3, 0.3, 0.3, 0.3))
+    await port.start(times=ServerTimeouts(0.3, 0.3, 0.3, 0.3, 0.3))
     gone = asyncio.Event()
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gateway.routing import shared_memory as shared
-from gateway.routing.shared_memory import NEWS, Alone, Shared, SharedRows
+from gateway.routing.shared_memory import NEWS, LocalCounts, SharedCounts, SharedRows
 
 REPLICA, OTHER = 0xFEED_FACE_CAFE_BEEF, 7
 
@@ -246,7 +246,7 @@ def test_a_torn_entry_is_skipped(worker: Worker) -> None:
 
 
 def test_a_worker_alone_has_no_others() -> None:
-    alone: Shared = Alone()
+    alone: SharedCounts = LocalCounts()
     alone.begin(REPLICA, 1)
     alone.publish(1, REPLICA, [1])
     alone.served(1, 1)

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gateway.protocol import body as bodies
-from gateway.protocol.batch_body import Share, joined, share_of, split
+from gateway.protocol.batch_body import SubRequest, join, split, sub_request_of
 from gateway.protocol.paths import ROUTES
 from policy.config.deployment import Coalesce
 from policy.types import Runner
@@ -25,9 +25,9 @@ BOUNDS = Coalesce(max_inputs=16, max_input_bytes=64)
 
 def share(
     path: str, body: dict[str, Any] | bytes, tenant: str = "", bounds: Coalesce = BOUNDS
-) -> Share | None:
+) -> SubRequest | None:
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return share_of(ROUTES[path], bodies.read(raw), raw, tenant, bounds)
+    return sub_request_of(ROUTES[path], bodies.read(raw), raw, tenant, bounds)
 
 
 def embedding(input_: Any, **more: Any) -> dict[str, Any]:
@@ -108,22 +108,22 @@ def test_bytes_of_inputs_go_through_unread() -> None:
     other = share("/v1/embeddings", b'{"input":["1", "2"],"model":"base"}')
     assert one is not None
     assert other is not None
-    assert joined([one, other]) == b'{"model":"base","input":["\\u00e9 \\/ \xc3\xa9","1","2"]}'
+    assert join([one, other]) == b'{"model":"base","input":["\\u00e9 \\/ \xc3\xa9","1","2"]}'
 
 
-def pair(one: Any, other: Any) -> Share:
+def pair(one: Any, other: Any) -> SubRequest:
     found = share("/v1/score", {"model": "base", "text_1": one, "text_2": other})
     assert found is not None
     return found
 
 
 def test_one_text_against_several_becomes_pairs() -> None:
-    body = json.loads(joined([pair("q", ["a", "b"]), pair("r", "c"), pair(["s", "t"], ["d", "e"])]))
+    body = json.loads(join([pair("q", ["a", "b"]), pair("r", "c"), pair(["s", "t"], ["d", "e"])]))
     assert body["text_1"] == ["q", "q", "r", "s", "t"]
     assert body["text_2"] == ["a", "b", "c", "d", "e"]
 
 
-def two() -> list[Share]:
+def two() -> list[SubRequest]:
     shares = [share("/v1/embeddings", embedding(texts)) for texts in (["aaa"], ["b", "c"])]
     return [found for found in shares if found is not None]
 
@@ -197,7 +197,7 @@ async def ask(client: httpx.AsyncClient, path: str, body: bytes, id_: str) -> by
 async def same_as_alone(client: httpx.AsyncClient, path: str, bodies_: list[dict[str, Any]]) -> None:
     shares = [found for body in bodies_ if (found := share(path, body)) is not None]
     assert len(shares) == len(bodies_)
-    whole = await ask(client, path, joined(shares), "shared")
+    whole = await ask(client, path, join(shares), "shared")
     ids = [f"own-{i}".encode() for i in range(len(bodies_))]
     parts = [msgspec.json.decode(part) for part in split(whole, shares, b"shared", ids)]
     used = [part.pop("usage") for part in parts]

@@ -12,7 +12,7 @@ from msgspec import Raw
 
 from gateway.protocol.body import read
 from gateway.protocol.codecs import ABSENT
-from gateway.protocol.splice import Edit, force_usage, length, place, set_member, set_model, splice
+from gateway.protocol.splice import Edit, force_usage, length, locate, set_member, set_model, splice
 
 TEXTS = st.sampled_from(["x", '"model":"y"', 'stream_options":{}', "{[", "é", "\\", '\\"cache_salt\\":1'])
 NAMES = st.sampled_from(["model", "stream_options", "cache_salt", "messages", "a", '{"', "é"])
@@ -70,7 +70,7 @@ def test_an_edited_body_says_what_was_said_but_for_the_edits(
 @given(bodies())
 def test_nothing_but_the_edit_is_another_byte(given_body: tuple[bytes, dict[str, Any]]) -> None:
     raw, said = given_body
-    begin, end = place(raw, read(raw).stream_options) if "stream_options" in said else (0, 0)
+    begin, end = locate(raw, read(raw).stream_options) if "stream_options" in said else (0, 0)
     edited = b"".join(splice(raw, [Edit(begin, end, b"!")]))
     assert edited == raw[:begin] + b"!" + raw[end:]
 
@@ -101,7 +101,7 @@ def test_a_large_body_is_not_copied() -> None:
 
 def test_a_value_of_another_body_has_no_place() -> None:
     with pytest.raises(ValueError, match="not a part"):
-        place(b"{}", Raw(b"[1,2,3]"))
+        locate(b"{}", Raw(b"[1,2,3]"))
 
 
 def test_edits_that_overlap_are_refused() -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gateway.intake.tenants import Account, Tenants
+from gateway.intake.tenants import TenantAccount, Tenants
 from gateway.protocol.errors import Refused
 from gateway.protocol.usage import Usage
 from policy.document.parse import parse
@@ -175,4 +175,4 @@ def test_a_key_finds_its_owner_and_no_other(owners: dict[str, int], stray: str) 
 
 
 def test_an_account_is_standard_until_the_document_says_otherwise() -> None:
-    assert Account("x", b"").priority is Priority.STANDARD
+    assert TenantAccount("x", b"").priority is Priority.STANDARD

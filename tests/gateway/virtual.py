@@ -19,11 +19,11 @@ import pytest
 
 from gateway.protocol.errors import Refused
 from gateway.queue.admission import Admission
-from gateway.routing.fleet import FleetView, Served
-from gateway.routing.replica import Link
-from gateway.routing.router import Routes
+from gateway.routing.fleet import FleetView, ServedModel
+from gateway.routing.replica import ReplicaHandle
+from gateway.routing.router import ModelRouters
 from gateway.telemetry.metrics import Metrics
-from policy.config.control import Control, Objective
+from policy.config.control import ControlConfig, SloConfig
 from policy.config.deployment import Deployment, GatewayConfig, ModelSpec
 from policy.engine.model import Timing
 from policy.engine.profiles import profile
@@ -31,7 +31,7 @@ from policy.engine.scheduler import Request as Work
 from policy.engine.scheduler import Scheduler
 from policy.errors import Refusal
 from policy.request import Request
-from policy.types import Load, Priority, Replica, ReplicaState
+from policy.types import Load, Priority, Replica, ReplicaPhase
 from serve.engine.guard import COALESCE_S, HEARTBEAT_S, LoadLine
 
 # From the gateway to a replica and back, each.
@@ -96,11 +96,11 @@ class Engine:
             model="alpha",
             shape="s",
             generation=1,
-            state=ReplicaState.READY,
+            state=ReplicaPhase.READY,
             load=Load(at=0.0, bound=bound),
             url="http://r:1",
         )
-        self.link = Link(replica, 1.0, None)
+        self.link = ReplicaHandle(replica, 1.0, None)
         self.on_line: Callable[[], None] = lambda: None
         self._tasks = [asyncio.create_task(self._step()), asyncio.create_task(self._tell())]
 
@@ -147,7 +147,7 @@ class Engine:
                 tokens=self._tokens,
                 pending_tokens=self._scheduler.prefilling,
             )
-            line = LoadLine(state=ReplicaState.READY, load=load, timing=timing)
+            line = LoadLine(state=ReplicaPhase.READY, load=load, timing=timing)
             timing = None
             self.link.count(msgspec.json.encode(line), self._loop.time())
             self.on_line()
@@ -189,14 +189,14 @@ class Town:
         self._loop = asyncio.get_running_loop()
         self.rng = random.Random(seed)  # noqa: S311 - arrivals, not secrets
         deployment = Deployment(
-            models=(ModelSpec(name="alpha", control=Control(slo=Objective(ttft_p95_s=ttft_s))),),
+            models=(ModelSpec(name="alpha", control=ControlConfig(slo=SloConfig(ttft_p95_s=ttft_s))),),
             gateway=GatewayConfig(max_queue=max_queue),
         )
         self.patience_s = patience_s
         self.metrics = Metrics()
-        self.routes = Routes(random.Random(seed), deployment=lambda: deployment)  # noqa: S311
+        self.routes = ModelRouters(random.Random(seed), deployment=lambda: deployment)  # noqa: S311
         self.admission = Admission(FleetView("", self.metrics), self.metrics, self.routes, lambda: deployment)
-        self.served = Served("alpha")
+        self.served = ServedModel("alpha")
         self.engines = [Engine(f"sim-{i}", kind, speed=speed, bound=bound) for i in range(replicas)]
         self._by_link = {engine.link: engine for engine in self.engines}
         for engine in self.engines:

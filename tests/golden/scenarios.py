@@ -5,21 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from policy.config.control import Objective, Scale
+from policy.config.control import ScaleConfig, SloConfig
 from policy.config.deployment import Budget
-from policy.scaling.decide import Mind
+from policy.scaling.decide import ModelPolicies
 from policy.scaling.policies.registry import choose, make
 from policy.scaling.situation import Override
 from tests.policy.control_play import LARGE, NOON, SMALL, Model, Play, rung
 
 # The large shape alone is within this, up to 4.7 requests per second.
-QUICK = Objective(ttft_p95_s=3.0, itl_p95_s=0.06)
+QUICK = SloConfig(ttft_p95_s=3.0, itl_p95_s=0.06)
 
 
-def mind(shadow: str | None = None) -> Mind:
+def mind(shadow: str | None = None) -> ModelPolicies:
     """The policy that decides where the document names none."""
     live = make(choose("policy", "predictive"))
-    return Mind(live, None if shadow is None else make(choose("shadow", shadow)))
+    return ModelPolicies(live, None if shadow is None else make(choose("shadow", shadow)))
 
 
 def diurnal() -> Play:
@@ -81,7 +81,7 @@ def zero() -> Play:
         "chat",
         lambda t: 1.0 if t < 60 or t >= 800 else 0.0,
         rungs=(rung(SMALL.mode, least=0),),
-        scale=Scale(zero_after_s=300.0),
+        scale=ScaleConfig(zero_after_s=300.0),
         mind=mind(),
         count=2,
     )

@@ -14,16 +14,16 @@ from typing import Any
 
 import msgspec
 
-from policy.config.control import Guard, Objective, Scale, Switching
+from policy.config.control import GuardConfig, ModeSwitchConfig, ScaleConfig, SloConfig
 from policy.config.deployment import Budget
 from policy.engine.capacity import capability
 from policy.engine.model import Timing
 from policy.engine.profiles import profile
-from policy.scaling.decide import Mind, decide_all, workload_of
+from policy.scaling.decide import ModelPolicies, decide_all, workload_of
 from policy.scaling.rollout import Footprint, Goal, Layer, LayerKey, step
-from policy.scaling.situation import Decision, Memory, Override, Rung, Situation
+from policy.scaling.situation import Decision, Memory, ModeOption, Override, Situation
 from policy.scaling.view import Proposal, Supply, View
-from policy.signals.types import Demand, Rates, ReplicaFigures, Signals
+from policy.signals.types import Demand, Rates, ReplicaSample, Signals
 
 NOON = 1_700_000_000.0
 INPUT_TOKENS, OUTPUT_TOKENS = 1000.0, 150.0
@@ -38,9 +38,9 @@ def timing(name: str, degree: int = 1) -> Timing:
 
 def rung(
     mode: str, *, gpus: int = 1, least: int = 1, most: int = 8, of: str = "l4-8b", **changes: Any
-) -> Rung:
+) -> ModeOption:
     given: dict[str, Any] = {"shape": mode, "gpus": gpus, "lead_s": 30.0, "timing": timing(of, gpus or 1)}
-    return Rung(mode=mode, least=least, most=most, **(given | changes))
+    return ModeOption(mode=mode, least=least, most=most, **(given | changes))
 
 
 SMALL = rung("multi-replica")
@@ -63,8 +63,8 @@ def demand(rate: float, **changes: Any) -> Demand:
     return Demand(**(given | changes))
 
 
-def figures(count: int, age_s: float = 0.5, running: int = 1) -> tuple[ReplicaFigures, ...]:
-    return tuple(ReplicaFigures(id=f"r{i}", age_s=age_s, running=running) for i in range(count))
+def figures(count: int, age_s: float = 0.5, running: int = 1) -> tuple[ReplicaSample, ...]:
+    return tuple(ReplicaSample(id=f"r{i}", age_s=age_s, running=running) for i in range(count))
 
 
 def situation(rate: float = 1.0, count: int = 1, **changes: Any) -> Situation:
@@ -80,10 +80,10 @@ def situation(rate: float = 1.0, count: int = 1, **changes: Any) -> Situation:
         "rungs": (SMALL,),
         "supply": Supply(wanted=count, serving=count),
         "signals": Signals(demand=demand(rate), replicas=figures(count)),
-        "slo": Objective(),
-        "scale": Scale(),
-        "switching": Switching(),
-        "guard": Guard(),
+        "slo": SloConfig(),
+        "scale": ScaleConfig(),
+        "switching": ModeSwitchConfig(),
+        "guard": GuardConfig(),
         "queue_s": 60.0,
     }
     return Situation(**(given | changes))
@@ -92,7 +92,7 @@ def situation(rate: float = 1.0, count: int = 1, **changes: Any) -> Situation:
 @functools.cache
 def carries(timing: Timing) -> float:
     """The requests per second with which a replica just keeps up."""
-    return capability(timing, workload_of(demand(1.0)), Objective()).mu_max
+    return capability(timing, workload_of(demand(1.0)), SloConfig()).mu_max
 
 
 class Proportional:
@@ -122,14 +122,14 @@ class Wants:
 
 
 def decide(
-    given: Situation, mind: Mind | int | None = None, budget: Budget | None = None
+    given: Situation, mind: ModelPolicies | int | None = None, budget: Budget | None = None
 ) -> tuple[Decision, Memory]:
     """The decision for one model alone; a number stands for a policy that asks for so many."""
     if isinstance(mind, int):
-        mind = Mind(Wants(mind))
-    return decide_all({given.model: given}, budget or Budget(), {given.model: mind or Mind(Proportional())})[
-        given.model
-    ]
+        mind = ModelPolicies(Wants(mind))
+    return decide_all(
+        {given.model: given}, budget or Budget(), {given.model: mind or ModelPolicies(Proportional())}
+    )[given.model]
 
 
 @dataclass
@@ -145,14 +145,14 @@ class Model:
 
     name: str
     load: Callable[[float], float]
-    rungs: tuple[Rung, ...] = (SMALL,)
-    mind: Mind = field(default_factory=lambda: Mind(Proportional()))
+    rungs: tuple[ModeOption, ...] = (SMALL,)
+    mind: ModelPolicies = field(default_factory=lambda: ModelPolicies(Proportional()))
     mode: str = ""
     count: int = 1
     priority: int = 0
-    slo: Objective = field(default_factory=Objective)
-    scale: Scale = field(default_factory=Scale)
-    switching: Switching = field(default_factory=Switching)
+    slo: SloConfig = field(default_factory=SloConfig)
+    scale: ScaleConfig = field(default_factory=ScaleConfig)
+    switching: ModeSwitchConfig = field(default_factory=ModeSwitchConfig)
     overflow: bool = False
     drain_s: float = 10.0
     fails: Callable[[float], bool] = lambda at: False
@@ -173,7 +173,7 @@ class Model:
         self.wanted = {self.mode: self.count}
         self.replicas = [_Replica(self.mode, 0.0) for _ in range(self.count)]
 
-    def of(self, mode: str) -> Rung:
+    def of(self, mode: str) -> ModeOption:
         return next(rung for rung in self.rungs if rung.mode == mode)
 
     def serving(self, mode: str, at: float) -> int:
@@ -299,7 +299,7 @@ class Play:
             slo=model.slo,
             scale=model.scale,
             switching=model.switching,
-            guard=Guard(),
+            guard=GuardConfig(),
             queue_s=60.0,
             leaving=leaving,
             overflow=model.overflow,
@@ -351,7 +351,7 @@ class Play:
 
 
 def replayed(
-    situations: Mapping[str, Situation], budget: Budget, minds: Mapping[str, Mind]
+    situations: Mapping[str, Situation], budget: Budget, minds: Mapping[str, ModelPolicies]
 ) -> dict[str, Decision]:
     """The decisions of what a log has: through JSON and back."""
     logged = msgspec.json.decode(msgspec.json.encode(dict(situations)), type=dict[str, Situation])

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from policy.admission.fairness import Fair
-from policy.admission.queue import Began, Bounds, Queue, Verdict, retry_after
+from policy.admission.fairness import FairQueue
+from policy.admission.queue import Admitted, Bounds, Queue, Verdict, retry_after
 from policy.errors import Refusal
 from policy.request import Request
 from policy.types import Priority
@@ -21,7 +21,7 @@ WIDE = Bounds(1000, 10**9)
 
 
 def queue_of() -> Queue:
-    queue = Queue(Fair)
+    queue = Queue(FairQueue)
     queue.serve(0.0, ready=True)
     return queue
 
@@ -219,7 +219,7 @@ def test_nobody_ahead_is_always_tried() -> None:
 
 
 def test_before_anybody_was_served_nobody_knows() -> None:
-    queue = Queue(Fair)
+    queue = Queue(FairQueue)
     for _ in range(50):
         enter(queue)
     queue.serve(0.0, ready=True)
@@ -235,7 +235,7 @@ def test_the_first_rate_is_that_of_the_requests_in_flight() -> None:
     assert foreseen(queue, request(queue), 2.0) == pytest.approx((10 + 5) / 35.0)
 
 
-def rush(queue: Queue, at: float) -> list[Began]:
+def rush(queue: Queue, at: float) -> list[Admitted]:
     """Eight take all slots within 70 ms."""
     return [queue.begin(request(queue), at + i / 100) for i in range(8)]
 
@@ -319,7 +319,7 @@ def test_retry_after_is_whole_and_bounded(seconds: float) -> None:
 class Laws(RuleBasedStateMachine):
     """Against plain dictionaries of what should wait and what should run."""
 
-    DISCIPLINE = Fair
+    DISCIPLINE = FairQueue
     BOUNDS = Bounds(6, 60)
 
     def __init__(self) -> None:
@@ -327,7 +327,7 @@ class Laws(RuleBasedStateMachine):
         self.queue = Queue(self.DISCIPLINE)
         self.waiting: dict[int, Request] = {}
         self.returned: set[int] = set()
-        self.open: list[Began] = []
+        self.open: list[Admitted] = []
         self.at = 0.0
         self.came = 0
         self.left = 0

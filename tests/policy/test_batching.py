@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policy.admission.dispatch import MOST_PASSED, QUANTUM, WINDOW, Pick, Room, select
-from policy.admission.queue import Next
+from policy.admission.dispatch import MOST_PASSED, QUANTUM, WINDOW, Assignment, FreeSlots, dispatch
+from policy.admission.queue import Waiting
 from policy.request import Request
-from policy.routing.router import Candidate, Quote
+from policy.routing.router import Candidate, CostEstimate
 from policy.types import Priority
 
 
@@ -28,10 +28,10 @@ class Site:
     def __post_init__(self) -> None:
         self.replicas = {name: Candidate(name, i, bound=b) for i, (name, b) in enumerate(self.bounds.items())}
 
-    def quote(self, request: Request) -> Quote | None:
+    def quote(self, request: Request) -> CostEstimate | None:
         self.asked += 1
         free = [r for r in self.replicas.values() if r.in_flight < r.bound and self.could(request, r)]
-        return Quote(min(free, key=lambda r: r.in_flight)) if free else None
+        return CostEstimate(min(free, key=lambda r: r.in_flight)) if free else None
 
     def could(self, request: Request, candidate: Candidate) -> bool:
         held = self.holds.get(candidate.id)
@@ -40,20 +40,20 @@ class Site:
     def runs(self, candidate: Candidate) -> Container[str]:
         return {"", *self.running.get(candidate.id, ())}
 
-    def serve(self, order: list[Next]) -> list[Pick]:
+    def serve(self, order: list[Waiting]) -> list[Assignment]:
         picks = []
-        for pick in select(iter(order), Room(self.quote, self.could, self.runs)):
+        for pick in dispatch(iter(order), FreeSlots(self.quote, self.could, self.runs)):
             pick.quote.candidate.in_flight += 1
             self.running.setdefault(pick.quote.candidate.id, []).append(pick.request.adapter)
             picks.append(pick)
         return picks
 
 
-def line(*requests: Request, passed: int = 0, step: float = 10.0) -> list[Next]:
-    return [Next(request, i * step, passed) for i, request in enumerate(requests)]
+def line(*requests: Request, passed: int = 0, step: float = 10.0) -> list[Waiting]:
+    return [Waiting(request, i * step, passed) for i, request in enumerate(requests)]
 
 
-def named(picks: list[Pick]) -> list[str]:
+def named(picks: list[Assignment]) -> list[str]:
     return [pick.request.adapter for pick in picks]
 
 
@@ -127,7 +127,7 @@ def test_laws(entries: list[tuple[str, int, int]], bounds: list[int], holds: lis
     tag = 0.0
     order = []
     for adapter, prefix, tokens in entries:
-        order.append(Next(Request("m", adapter=adapter, prefix=(prefix,)), tag, 0))
+        order.append(Waiting(Request("m", adapter=adapter, prefix=(prefix,)), tag, 0))
         tag += tokens
     names = [str(i) for i in range(len(bounds))]
     site = Site(dict(zip(names, bounds, strict=True)), holds=dict(zip(names, holds, strict=False)))
@@ -163,7 +163,7 @@ def test_everyone_goes_in_the_end(adapters: list[str], bound: int) -> None:
     while waiting:
         rounds += 1
         site = Site({"r": bound})
-        picks = site.serve([Next(t.request, t.tag, passed[id(t.request)]) for t in waiting])
+        picks = site.serve([Waiting(t.request, t.tag, passed[id(t.request)]) for t in waiting])
         gone = {id(pick.request) for pick in picks}
         passed.update(id(request) for pick in picks for request in pick.passed)
         waiting = [turn for turn in waiting if id(turn.request) not in gone]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from policy.config.generation import digest, same_engines
-from policy.config.gpu_sharing import Bed, bed_of, cards
+from policy.config.gpu_sharing import GpuGroup, cards, gpu_group_of
 from policy.document.diff import Effect, diff
 from tests.serve.sim_documents import deployment, sim_model
 
@@ -28,8 +28,8 @@ def spec(**over: Any) -> Any:
 
 
 def test_it_has_the_gpus_of_the_largest_shape_and_as_many_of_the_others_as_fit_there() -> None:
-    bed = bed_of(spec())
-    assert bed == Bed(engines={"large": 1, "small": 4}, gpus=8, cpus=12)
+    bed = gpu_group_of(spec())
+    assert bed == GpuGroup(engines={"large": 1, "small": 4}, gpus=8, cpus=12)
     assert bed.shape == "large"
     assert [list(cards(spec().shapes["small"], i)) for i in range(4)] == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
@@ -53,11 +53,11 @@ def test_it_has_the_gpus_of_the_largest_shape_and_as_many_of_the_others_as_fit_t
     ids=["cannot sleep", "never", "one mode", "one shape", "cores", "does not divide", "needs more"],
 )
 def test_where_engines_start_and_stop(over: dict[str, Any]) -> None:
-    assert bed_of(spec(**over)) is None
+    assert gpu_group_of(spec(**over)) is None
 
 
 def test_vllm_sleeps_on_gpus_without_being_asked() -> None:
-    assert bed_of(spec(engine="vllm", source="ORG/NAME", sim={})) is not None
+    assert gpu_group_of(spec(engine="vllm", source="ORG/NAME", sim={})) is not None
 
 
 @pytest.mark.parametrize(

@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policy.stats.windows import Bins
+from policy.stats.windows import RateBins
 
 SPANS = st.lists(st.tuples(st.floats(0, 30), st.floats(0, 30), st.integers(0, 1000)), min_size=1, max_size=20)
 
 
 def test_a_count_is_spread_evenly_over_its_seconds() -> None:
-    bins = Bins(60, 2)
+    bins = RateBins(60, 2)
     bins.spread(10.5, 12.5, [(1, 4.0)])
     assert bins.sums(10.0, 10.9) == [0.0, 1.0]
     assert bins.sums(11.0, 11.9) == [0.0, 2.0]
@@ -20,13 +20,13 @@ def test_a_count_is_spread_evenly_over_its_seconds() -> None:
 
 
 def test_a_window_takes_its_part_of_the_second_that_it_begins_in() -> None:
-    bins = Bins(60, 1)
+    bins = RateBins(60, 1)
     bins.spread(10.0, 11.0, [(0, 8.0)])
     assert bins.sums(10.75, 12.0) == [2.0]
 
 
 def test_what_is_older_than_the_window_is_forgotten() -> None:
-    bins = Bins(6, 1)
+    bins = RateBins(6, 1)
     bins.spread(1.0, 2.0, [(0, 3.0)])
     bins.spread(100.0, 100.0, [(0, 1.0)])
     assert bins.sums(0.0, 100.0) == [1.0]
@@ -35,13 +35,13 @@ def test_what_is_older_than_the_window_is_forgotten() -> None:
 
 
 def test_of_a_long_span_only_its_part_within_the_window_counts() -> None:
-    bins = Bins(60, 1)
+    bins = RateBins(60, 1)
     bins.spread(0.0, 600.0, [(0, 600.0)])
     assert bins.sums(540.0, 600.0) == [pytest.approx(60.0)]
 
 
 def test_nothing_was_counted_in_seconds_that_nobody_named() -> None:
-    bins = Bins(60, 1)
+    bins = RateBins(60, 1)
     assert bins.sums(0.0, 5.0) == [0.0]
     bins.spread(10.0, 10.0, [(0, 1.0)])
     assert bins.sums(11.0, 12.0) == [0.0]
@@ -49,7 +49,7 @@ def test_nothing_was_counted_in_seconds_that_nobody_named() -> None:
 
 
 def test_the_latest_that_are_enough_are_found() -> None:
-    bins = Bins(600, 2)
+    bins = RateBins(600, 2)
     assert bins.latest_s(10.0, 0, 1.0, 5.0, 600.0) == 600.0
     bins.spread(0.0, 100.0, [(0, 100.0)])
     bins.spread(100.0, 110.0, [(0, 200.0)])
@@ -64,7 +64,7 @@ def test_the_latest_that_are_enough_are_found() -> None:
 
 @given(SPANS)
 def test_all_that_was_counted_within_the_window_is_there(spans: list[tuple[float, float, int]]) -> None:
-    bins = Bins(60, 1)
+    bins = RateBins(60, 1)
     for one, other, count in spans:
         bins.spread(min(one, other), max(one, other), [(0, float(count))])
     assert bins.sums(0.0, 31.0)[0] == pytest.approx(sum(count for _, _, count in spans))

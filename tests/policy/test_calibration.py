@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policy.engine.calibration import FIT_EVERY, HEARD, REGIONS, Calibration, State, slowness
-from policy.engine.least_squares import fit, flat
+from policy.engine.least_squares import fit, ridge_fit
 from policy.engine.model import EngineModel
-from policy.engine.outliers import KEPT, REPLICAS, Told, heard_of, pace
+from policy.engine.outliers import KEPT, REPLICAS, StepReport, reports_of, slowdown
 from policy.engine.outliers import REGIONS as PACED_REGIONS
 from policy.engine.profiles import profile
-from policy.engine.step_samples import StepSample, pooled, region
+from policy.engine.step_samples import StepSample, pool_steps, step_class
 from policy.engine.step_table import GENERIC
 
 SHIPPED = {
@@ -74,7 +74,7 @@ def furthest(found: EngineModel, truth: tuple[EngineModel, int, int, int], slowe
 @pytest.mark.parametrize("start", ["as shipped", "off", "generic"])
 def test_it_finds_the_engine_that_made_the_steps(name: str, start: str) -> None:
     truth = SHIPPED[name]
-    prior = flat(truth[0])
+    prior = ridge_fit(truth[0])
     if start == "off":
         prior = msgspec.structs.replace(
             prior, o=2 * prior.o, w=0.6 * prior.w, c=1.5 * prior.c, g=0.5 * prior.g, r=2 * prior.r
@@ -90,8 +90,10 @@ def test_it_finds_the_engine_that_made_the_steps(name: str, start: str) -> None:
     # The noise of the samples is in it, and their stalls in the tail alone.
     assert 0.005 < found.error < 0.04
     assert found.error < found.error_p90 < 0.3
-    assert found.model.c == pytest.approx(flat(truth[0]).c, rel=0.1)
-    assert found.model.o + found.model.w == pytest.approx(flat(truth[0]).o + flat(truth[0]).w, rel=0.08)
+    assert found.model.c == pytest.approx(ridge_fit(truth[0]).c, rel=0.1)
+    assert found.model.o + found.model.w == pytest.approx(
+        ridge_fit(truth[0]).o + ridge_fit(truth[0]).w, rel=0.08
+    )
 
 
 def test_exact_steps_give_exact_coefficients() -> None:
@@ -177,9 +179,9 @@ def test_who_told_what_survives_a_restart_and_a_slow_replica_that_is_mended() ->
     both(calibration, 40, 1.0, 3.0)
     kept = msgspec.json.decode(msgspec.json.encode(calibration.state), type=State)
     calibration = Calibration(CPU[0], kept)
-    assert pace(kept.told, "other") == pytest.approx(3.0, rel=0.1)
+    assert slowdown(kept.told, "other") == pytest.approx(3.0, rel=0.1)
     both(calibration, 40, 1.0, 1.0, seed=9000)
-    assert pace(calibration.state.told, "other") == 1.0
+    assert slowdown(calibration.state.told, "other") == 1.0
     assert furthest(calibration.current.model, CPU) < 0.1
 
 
@@ -241,7 +243,7 @@ def test_no_region_is_held_out_for_good_however_long_reports_are(length: int) ->
             for n in loads
         )
     fitted = {place.key for place in calibration.state.places}
-    assert fitted == {region(n, 512 * n, n) for n in loads}
+    assert fitted == {step_class(n, 512 * n, n) for n in loads}
     assert len({sample.tokens for sample in calibration.state.held}) == length
 
 
@@ -255,7 +257,7 @@ def test_regions_are_bounded_and_the_one_seen_longest_ago_goes() -> None:
 
 def test_at_its_own_degree_a_split_model_is_the_same_model() -> None:
     for name, (model, *_) in SHIPPED.items():
-        one = flat(model)
+        one = ridge_fit(model)
         assert one.degree == 1
         for tokens, kv, running in ((1, 500, 1), (40, 40_000, 40), (2000, 60_000, 60)):
             assert one.step_time(tokens, kv, running) == pytest.approx(
@@ -270,29 +272,29 @@ def test_a_slow_engine_is_told_from_its_model() -> None:
 
 
 def test_replicas_are_compared_at_the_same_load() -> None:
-    told: dict[str, Told] = {}
+    told: dict[str, StepReport] = {}
     light, heavy = StepSample(1, 4.0, 500.0, 4.0, 0.1), StepSample(1, 400.0, 50_000.0, 40.0, 3.0)
-    heard_of(told, "one", [light] * 3, 0)
-    heard_of(told, "other", [heavy] * 3, 0)
-    assert (pace(told, "one"), pace(told, "other"), pace(told, "")) == (1.0, 1.0, 1.0)
-    heard_of(told, "other", [msgspec.structs.replace(light, seconds=0.25)] * 2, 0)
-    assert pace(told, "other") == 1.0
-    heard_of(told, "other", [msgspec.structs.replace(light, seconds=0.25)], 0)
-    assert (pace(told, "one"), pace(told, "other")) == (1.0, pytest.approx(2.5))
+    reports_of(told, "one", [light] * 3, 0)
+    reports_of(told, "other", [heavy] * 3, 0)
+    assert (slowdown(told, "one"), slowdown(told, "other"), slowdown(told, "")) == (1.0, 1.0, 1.0)
+    reports_of(told, "other", [msgspec.structs.replace(light, seconds=0.25)] * 2, 0)
+    assert slowdown(told, "other") == 1.0
+    reports_of(told, "other", [msgspec.structs.replace(light, seconds=0.25)], 0)
+    assert (slowdown(told, "one"), slowdown(told, "other")) == (1.0, pytest.approx(2.5))
     # Of three the one in the middle is the rule.
-    heard_of(told, "third", [msgspec.structs.replace(light, seconds=0.24)] * 3, 0)
-    assert (pace(told, "one"), pace(told, "other")) == (pytest.approx(0.1 / 0.24), 1.0)
+    reports_of(told, "third", [msgspec.structs.replace(light, seconds=0.24)] * 3, 0)
+    assert (slowdown(told, "one"), slowdown(told, "other")) == (pytest.approx(0.1 / 0.24), 1.0)
 
 
 def test_what_is_kept_of_replicas_is_bounded() -> None:
-    told: dict[str, Told] = {}
+    told: dict[str, StepReport] = {}
     for i in range(3 * REPLICAS):
-        heard_of(told, f"r{i}", [StepSample(1, 2.0 ** (j // 5), 1.0, 1.0, 0.1) for j in range(200)], i)
+        reports_of(told, f"r{i}", [StepSample(1, 2.0 ** (j // 5), 1.0, 1.0, 0.1) for j in range(200)], i)
     assert len(told) == REPLICAS
     assert all(len(each.regions) == len(each.seconds) == PACED_REGIONS for each in told.values())
     assert {len(seconds) for each in told.values() for seconds in each.seconds} == {KEPT}
     # Who has told nothing for long is no measure of others.
-    heard_of(told, "new", [StepSample(1, 1.0, 1.0, 1.0, 0.1)], 100_000)
+    reports_of(told, "new", [StepSample(1, 1.0, 1.0, 1.0, 0.1)], 100_000)
     assert list(told) == ["new"]
 
 
@@ -308,7 +310,7 @@ samples = st.builds(
 
 @given(st.lists(samples, max_size=60), st.integers(1, 20))
 def test_pooled_steps_are_the_same_steps_in_fewer_words(told: list[StepSample], most: int) -> None:
-    pool = pooled(told, most)
+    pool = pool_steps(told, most)
     assert len(pool) <= most
     assert sum(each.count for each in pool) == sum(each.count for each in told)
     for name in ("tokens", "kv_tokens", "running", "seconds"):
@@ -319,6 +321,6 @@ def test_pooled_steps_are_the_same_steps_in_fewer_words(told: list[StepSample], 
 
 def test_a_stall_is_not_pooled_with_the_steps_around_it() -> None:
     usual, stall = StepSample(1, 4.0, 500.0, 4.0, 0.11), StepSample(1, 4.0, 504.0, 4.0, 3.0)
-    pool = pooled([usual, stall, usual, usual], 16)
+    pool = pool_steps([usual, stall, usual, usual], 16)
     assert [(each.count, each.seconds) for each in pool] == [(3, pytest.approx(0.11)), (1, 3.0)]
-    assert region(4.0, 500.0, 4.0) == region(7.0, 300.0, 5.0) != region(8.0, 500.0, 4.0)
+    assert step_class(4.0, 500.0, 4.0) == step_class(7.0, 300.0, 5.0) != step_class(8.0, 500.0, 4.0)

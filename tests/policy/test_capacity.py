@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policy.config.control import Objective
-from policy.engine.capacity import FULL, Expected, capability, outlook_of
+from policy.config.control import SloConfig
+from policy.engine.capacity import FULL, ExpectedLatency, capability, latency_at
 from policy.engine.model import Limits, Timing, Workload
 from policy.engine.profiles import PROFILES, profile
 from policy.engine.scheduler import Request, Scheduler
 
-NOTHING = Objective()
+NOTHING = SloConfig()
 # Profile, degree, input and output tokens, and limits that are not the profile's.
 Case = tuple[str, int, int, int, dict[str, int]]
 CASES: tuple[Case, ...] = (
@@ -47,7 +47,7 @@ def p95(durations: list[float]) -> float:
     return sorted(durations)[int(0.95 * len(durations))]
 
 
-def simulated(case: Case, lam: float, count: int) -> Expected:
+def simulated(case: Case, lam: float, count: int) -> ExpectedLatency:
     """What ``count`` requests at random instants found; those of the warm-up and the end left out."""
     engine, random = timing(case), Random(1)  # noqa: S311 - no secret
     assert engine.model is not None
@@ -76,7 +76,7 @@ def simulated(case: Case, lam: float, count: int) -> Expected:
             elif request in counted:
                 gaps.append(now - last[request])
             last[request] = now
-    return Expected(
+    return ExpectedLatency(
         ttft_p95_s=p95([first[i] - arrivals[i] for i in counted]),
         itl_p95_s=p95([(last[i] - first[i]) / max(case[3] - 1, 1) for i in counted]),
         gap_p95_s=p95(gaps) if gaps else 0.0,
@@ -90,7 +90,7 @@ def simulated(case: Case, lam: float, count: int) -> Expected:
 @pytest.mark.parametrize("case", CASES, ids=NAMES)
 def test_it_foresees_what_the_scheduler_does(case: Case, part: float) -> None:
     lam = part * capability(timing(case), workload(case), NOTHING).mu_max
-    found, said = simulated(case, lam, 1500), outlook_of(timing(case), workload(case, lam), NOTHING)
+    found, said = simulated(case, lam, 1500), latency_at(timing(case), workload(case, lam), NOTHING)
     assert said.itl_p95_s == pytest.approx(found.itl_p95_s, rel=0.20)
     assert said.ttft_p95_s == pytest.approx(found.ttft_p95_s, rel=0.25)
     assert said.gap_p95_s == pytest.approx(found.gap_p95_s, rel=0.25)
@@ -109,7 +109,7 @@ def test_short_answers_to_long_prompts_wait_in_one_row(
     """Prompts that take several steps hold few seats, and are not waited for twice."""
     case: Case = (name, 1, prompt, output, {})
     lam = part * capability(timing(case), workload(case), NOTHING).mu_max
-    found, said = simulated(case, lam, 1000), outlook_of(timing(case), workload(case, lam), NOTHING)
+    found, said = simulated(case, lam, 1000), latency_at(timing(case), workload(case, lam), NOTHING)
     assert said.ttft_p95_s == pytest.approx(found.ttft_p95_s, rel=0.25)
 
 
@@ -137,7 +137,7 @@ def test_answers_of_a_token_come_with_those_that_came_in_the_same_step(
     """Prompts of one step, of which every step has some: what decodes beside them is few or nobody."""
     case: Case = (name, 1, prompt, output, {})
     lam = part * capability(timing(case), workload(case), NOTHING).mu_max
-    found, said = simulated(case, lam, 2500), outlook_of(timing(case), workload(case, lam), NOTHING)
+    found, said = simulated(case, lam, 2500), latency_at(timing(case), workload(case, lam), NOTHING)
     assert said.ttft_p95_s == pytest.approx(found.ttft_p95_s, rel=within)
 
 
@@ -160,7 +160,7 @@ def test_it_keeps_up_to_the_edge_and_not_beyond(case: Case) -> None:
         if not before and done >= 400:
             since, before = now, done
     assert (done - before) / (now - since) == pytest.approx(edge, rel=0.1)
-    beyond = outlook_of(engine, workload(case, 1.01 * edge), Objective(itl_p95_s=100.0))
+    beyond = latency_at(engine, workload(case, 1.01 * edge), SloConfig(itl_p95_s=100.0))
     assert (beyond.ttft_p95_s, beyond.itl_p95_s, beyond.gap_p95_s, beyond.met) == (None, None, None, 0.0)
     assert beyond.utilisation == pytest.approx(1.01)
 
@@ -184,20 +184,20 @@ def load_of(load: tuple[float, float, float], lam: float = 0.0) -> Workload:
 def test_a_rate_within_the_objective_is_within_it(
     shape: tuple[str, int], load: tuple[float, float, float], ttft: float | None, itl: float | None
 ) -> None:
-    slo = Objective(ttft_p95_s=ttft, itl_p95_s=itl)
+    slo = SloConfig(ttft_p95_s=ttft, itl_p95_s=itl)
     able = capability(engine_of(shape), load_of(load), slo)
     assert 0.0 <= able.mu <= FULL * able.mu_max
     if not able.mu:
         # Not even the hundredth part of what keeps up.
-        seldom = outlook_of(engine_of(shape), load_of(load, 0.01 * able.mu_max), slo)
+        seldom = latency_at(engine_of(shape), load_of(load, 0.01 * able.mu_max), slo)
         assert (seldom.ttft_p95_s or 0) > (ttft or math.inf) or (seldom.itl_p95_s or 0) > (itl or math.inf)
         return
-    at_mu = outlook_of(engine_of(shape), load_of(load, able.mu), slo)
+    at_mu = latency_at(engine_of(shape), load_of(load, able.mu), slo)
     assert at_mu.ttft_p95_s == able.ttft_s <= (ttft or math.inf)
     assert at_mu.itl_p95_s == able.itl_s <= (itl or math.inf)
     assert at_mu.met >= 0.95**2 - 1e-3
     if able.mu < FULL * able.mu_max:
-        more = outlook_of(engine_of(shape), load_of(load, 1.01 * able.mu), slo)
+        more = latency_at(engine_of(shape), load_of(load, 1.01 * able.mu), slo)
         assert (more.ttft_p95_s or 0) > (ttft or math.inf) or (more.itl_p95_s or 0) > (itl or math.inf)
 
 
@@ -205,7 +205,7 @@ def test_a_rate_within_the_objective_is_within_it(
 def test_a_looser_objective_is_met_at_no_lower_rate(
     shape: tuple[str, int], load: tuple[float, float, float], itls: list[float]
 ) -> None:
-    rates = [capability(engine_of(shape), load_of(load), Objective(itl_p95_s=itl)).mu for itl in sorted(itls)]
+    rates = [capability(engine_of(shape), load_of(load), SloConfig(itl_p95_s=itl)).mu for itl in sorted(itls)]
     rates.append(capability(engine_of(shape), load_of(load), NOTHING).mu)
     for tight, loose in pairwise(rates):
         assert loose >= tight * (1 - 2e-3)
@@ -216,8 +216,8 @@ def test_what_it_says_is_finite_and_grows_with_the_rate(
     shape: tuple[str, int], load: tuple[float, float, float], part: float
 ) -> None:
     edge = capability(engine_of(shape), load_of(load), NOTHING).mu_max
-    slo = Objective(ttft_p95_s=1.0, itl_p95_s=0.1)
-    some, more = (outlook_of(engine_of(shape), load_of(load, p * edge), slo) for p in (part, (1 + part) / 2))
+    slo = SloConfig(ttft_p95_s=1.0, itl_p95_s=0.1)
+    some, more = (latency_at(engine_of(shape), load_of(load, p * edge), slo) for p in (part, (1 + part) / 2))
     for said in (some, more):
         assert said.ttft_p95_s is not None
         assert said.itl_p95_s is not None
@@ -232,7 +232,7 @@ def test_what_it_says_is_finite_and_grows_with_the_rate(
 def test_nobody_who_comes_alone_waits() -> None:
     engine = engine_of(("h100-8b", 1))
     assert engine.model is not None
-    alone = outlook_of(engine, Workload(lam=1e-6, input_tokens=1000, output_tokens=150), NOTHING)
+    alone = latency_at(engine, Workload(lam=1e-6, input_tokens=1000, output_tokens=150), NOTHING)
     assert alone.ttft_p95_s == pytest.approx(engine.model.prefill_s(1000, 8192), rel=1e-3)
     assert alone.itl_p95_s == pytest.approx(engine.model.step_time(1, 1075, 1), rel=1e-3)
 
@@ -241,11 +241,11 @@ def test_what_has_no_gaps_is_bound_by_no_gap() -> None:
     """Vectors, and labels of one token: what is promised between two tokens asks for no replicas."""
     case = CASES[3]
     vectors = Workload(lam=0.0, input_tokens=case[2], output_tokens=1.0)
-    strict = Objective(itl_p95_s=1e-4, ttft_p95_s=1.0)
+    strict = SloConfig(itl_p95_s=1e-4, ttft_p95_s=1.0)
     found = capability(timing(case), vectors, strict)
-    assert found.mu == capability(timing(case), vectors, Objective(ttft_p95_s=1.0)).mu > 0.0
+    assert found.mu == capability(timing(case), vectors, SloConfig(ttft_p95_s=1.0)).mu > 0.0
     assert found.itl_s == 0.0
-    outlook = outlook_of(timing(case), msgspec.structs.replace(vectors, lam=found.mu), strict)
+    outlook = latency_at(timing(case), msgspec.structs.replace(vectors, lam=found.mu), strict)
     assert (outlook.itl_p95_s, outlook.gap_p95_s) == (0.0, 0.0)
     assert outlook.met > 0.9
 
@@ -277,6 +277,6 @@ def test_golden_capabilities() -> None:
     found = {}
     for shape in GOLDEN:
         load = Workload(lam=0.0, input_tokens=200, output_tokens=100)
-        slo = Objective(ttft_p95_s=0.1, itl_p95_s=0.015)
+        slo = SloConfig(ttft_p95_s=0.1, itl_p95_s=0.015)
         found[shape] = tuple(capability(engine_of(shape), load, each).mu for each in (NOTHING, slo))
     assert found == {shape: pytest.approx(rates, rel=1e-3) for shape, rates in GOLDEN.items()}

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policy.config.control import Guard, Objective
+from policy.config.control import GuardConfig, SloConfig
 from policy.config.deployment import Budget
 from policy.engine.capacity import capability
-from policy.scaling.budget import Take
-from policy.scaling.decide import STARVED_S, Mind, decide_all, workload_of
-from policy.scaling.mode_selection import Prospect, Verdict, judged
+from policy.scaling.budget import Allocation
+from policy.scaling.decide import STARVED_S, ModelPolicies, decide_all, workload_of
+from policy.scaling.mode_selection import Candidate, Verdict, evaluate
 from policy.scaling.policies.registry import choose, make
 from policy.scaling.situation import Decision, Memory, Override, Situation
 from policy.scaling.view import Supply
@@ -35,7 +35,7 @@ from tests.policy.control_play import (
 )
 
 # The large shape alone is within this, up to 4.7 requests per second; at 7 the small one costs less.
-QUICK = Objective(ttft_p95_s=3.0, itl_p95_s=0.06)
+QUICK = SloConfig(ttft_p95_s=3.0, itl_p95_s=0.06)
 RISE = 300.0
 
 
@@ -48,9 +48,11 @@ def shared(gpus: int, low: int, *, priority: int = 1) -> Play:
         mode=LARGE.mode,
         priority=priority,
         slo=QUICK,
-        mind=Mind(make(choose("policy", "predictive"))),
+        mind=ModelPolicies(make(choose("policy", "predictive"))),
     )
-    return Play(high, Model("low", lambda t: 0.0, mind=Mind(Wants(low)), count=low), budget=Budget(gpus=gpus))
+    return Play(
+        high, Model("low", lambda t: 0.0, mind=ModelPolicies(Wants(low)), count=low), budget=Budget(gpus=gpus)
+    )
 
 
 def until(play: Play, there: Callable[[Decision, Decision], bool]) -> Play:
@@ -127,7 +129,7 @@ def waiting(**changes: Any) -> dict[str, Situation]:
 
 def both(given: dict[str, Situation], gpus: int = 12) -> tuple[int, Memory]:
     """What is left to the lower one, and what the higher one remembers."""
-    minds = {"high": Mind(make(choose("policy", "predictive"))), "low": Mind(Wants(6))}
+    minds = {"high": ModelPolicies(make(choose("policy", "predictive"))), "low": ModelPolicies(Wants(6))}
     made = decide_all(given, Budget(gpus=gpus), minds)
     assert made["high"][0].mode == LARGE.mode
     return made["low"][0].count, made["high"][1]
@@ -136,7 +138,7 @@ def both(given: dict[str, Situation], gpus: int = 12) -> tuple[int, Memory]:
 def test_only_what_would_be_carried_out_claims_and_only_after_its_time() -> None:
     left, memory = both(waiting())
     assert (left, memory.waits_since) == (4, NOON - STARVED_S)
-    assert both(waiting(guard=Guard(dry_run=True)))[0] == 6
+    assert both(waiting(guard=GuardConfig(dry_run=True)))[0] == 6
     early = msgspec.structs.replace(waiting()["high"].memory, waits_since=NOON - STARVED_S + 0.1)
     assert both(waiting(memory=early))[0] == 6
     # Of a time in which nobody decided nothing is known.
@@ -165,7 +167,7 @@ def test_a_claim_leaves_a_lower_priority_what_it_has_to_keep(
     given_both["low"] = msgspec.structs.replace(
         low, scale=msgspec.structs.replace(low.scale, min_healthy=healthy, max_step_down=1.0)
     )
-    minds = {"high": Mind(make(choose("policy", "predictive"))), "low": Mind(Wants(count))}
+    minds = {"high": ModelPolicies(make(choose("policy", "predictive"))), "low": ModelPolicies(Wants(count))}
     made = decide_all(given_both, Budget(gpus=gpus), minds)
     floor, there = min(count, max(1, healthy)), min(count, gpus - LARGE.gpus)
     assert made["low"][0].count >= min(floor, there)
@@ -187,16 +189,16 @@ def test_what_can_be_carried_meanwhile_counts_what_will_have_made_way() -> None:
     able = {r.mode: capability(r.timing, workload_of(demand(3.7)), given.slo) for r in given.rungs}
 
     def seen(alone: float, spare: float, reach: float = 8.0) -> Verdict:
-        return judged(
+        return evaluate(
             given,
-            Prospect(
+            Candidate(
                 rate=3.7,
                 during=lambda seconds: 3.7,
                 workload=workload_of(demand(3.7)),
                 capabilities=able,
-                reach=Take(reach, math.inf, math.inf, math.inf),
-                alone=Take(alone, math.inf, math.inf, math.inf),
-                spare=Take(spare, math.inf, math.inf, math.inf),
+                reach=Allocation(reach, math.inf, math.inf, math.inf),
+                alone=Allocation(alone, math.inf, math.inf, math.inf),
+                spare=Allocation(spare, math.inf, math.inf, math.inf),
             ),
         )
 

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policy.config.control import Objective, Scale
+from policy.config.control import ScaleConfig, SloConfig
 from policy.config.deployment import Budget
-from policy.scaling.decide import Mind, decide_all, workload_of
+from policy.scaling.decide import ModelPolicies, decide_all, workload_of
 from policy.scaling.policies.registry import NAMES, choose, make
 from policy.scaling.situation import Decision, Memory, Override, Situation
 from policy.scaling.view import Supply
@@ -37,12 +37,12 @@ from tests.policy.control_play import (
 )
 
 BOTH = (LARGE, SMALL)
-QUICK = Objective(ttft_p95_s=3.0, itl_p95_s=0.06)
+QUICK = SloConfig(ttft_p95_s=3.0, itl_p95_s=0.06)
 
 
-def mind(name: str = "predictive", shadow: str | None = None) -> Mind:
+def mind(name: str = "predictive", shadow: str | None = None) -> ModelPolicies:
     """A built-in policy as it ships, with all of them beside it."""
-    return Mind(
+    return ModelPolicies(
         live=make(choose("policy", name)),
         shadow=None if shadow is None else make(choose("shadow", shadow)),
         others={other: make(choose("policy", other)) for other in NAMES},
@@ -63,9 +63,9 @@ demands = st.builds(
     hit=st.floats(0, 1),
     idle_s=st.floats(0, 1000),
 )
-objectives = st.sampled_from([Objective(), QUICK, Objective(itl_p95_s=1e-4), Objective(ttft_p95_s=10.0)])
+objectives = st.sampled_from([SloConfig(), QUICK, SloConfig(itl_p95_s=1e-4), SloConfig(ttft_p95_s=10.0)])
 scales = st.builds(
-    Scale,
+    ScaleConfig,
     max_step_up=st.floats(0.1, 4),
     max_step_down=st.floats(0.05, 1),
     hold_s=st.just("auto") | st.floats(1, 300),
@@ -195,7 +195,9 @@ def test_nobody_grows_over_a_budget(data: st.DataObject, gpus: int, watts: float
             )
             for name, each in given.items()
         }
-    made = decide_all(given, shared, {name: Mind(Wants(data.draw(st.integers(0, 9)))) for name in given})
+    made = decide_all(
+        given, shared, {name: ModelPolicies(Wants(data.draw(st.integers(0, 9)))) for name in given}
+    )
     # Counts are what is aimed for: what leaves until then is the planner's to wait for.
     for resource, bound in (("gpus", gpus), ("watts", watts)):
         before = after = 0.0
@@ -255,7 +257,7 @@ def random_load(stream: Random, most: float = 1.0) -> Callable[[float], float]:
 def test_nothing_flaps_under_any_load(seed: int, name: str) -> None:
     """Modes keep their dwell, and a count falls only to what was enough for the hold."""
     load = random_load(Random(seed))  # noqa: S311 - loads are no secret
-    model = Model("chat", load, rungs=BOTH, slo=QUICK, mind=Mind(mind(name).live))
+    model = Model("chat", load, rungs=BOTH, slo=QUICK, mind=ModelPolicies(mind(name).live))
     play = Play(model, budget=Budget(gpus=12)).run(1800)
     made = play.decisions("chat")
     switched = [each.at for each in made if each.mode != each.was_mode]
@@ -282,7 +284,7 @@ def test_models_that_share_a_budget_never_take_more_and_replay(seed: int) -> Non
             rungs=BOTH if name == "a" else (SMALL,),
             mode=SMALL.mode,
             priority=priority,
-            slo=QUICK if name == "a" else Objective(),
+            slo=QUICK if name == "a" else SloConfig(),
             mind=mind("predictive", shadow="static"),
         )
         for name, priority in (("a", 1), ("b", 0), ("c", 0))
@@ -301,7 +303,7 @@ def test_models_that_share_a_budget_never_take_more_and_replay(seed: int) -> Non
 
 
 def test_policies_are_asked_with_their_own_memories_and_in_the_present_mode() -> None:
-    asked = Mind(Proportional(), Proportional(), {"a": Proportional(), "b": Wants(7)})
+    asked = ModelPolicies(Proportional(), Proportional(), {"a": Proportional(), "b": Wants(7)})
     given = situation(
         rate=3.0, memory=Memory(policy={"asked": 4}, shadow={"asked": 9}, others={"a": {"asked": 1}})
     )
@@ -311,7 +313,7 @@ def test_policies_are_asked_with_their_own_memories_and_in_the_present_mode() ->
     assert decision.others == {"a": 4, "b": 7}
     assert decision.shadow is not None and decision.shadow.count == 4
     assert (decision.count, decision.proposal.count, decision.mode) == (2, 4, SMALL.mode)
-    assert decide(given, Mind(Proportional()))[0].shadow is None
+    assert decide(given, ModelPolicies(Proportional()))[0].shadow is None
 
 
 def test_until_a_request_has_ended_its_length_is_assumed() -> None:
@@ -323,7 +325,7 @@ def test_until_a_request_has_ended_its_length_is_assumed() -> None:
 
 def test_a_decision_says_what_led_to_it() -> None:
     given = situation(rate=6.0, count=1)
-    decision, _ = decide(given, Mind(Proportional()), Budget(gpus=4))
+    decision, _ = decide(given, ModelPolicies(Proportional()), Budget(gpus=4))
     assert decision.reason == (
         "6.00 req/s of 0.96 each; budget 7 -> 4: the budget leaves 4; step 4 -> 2: at most 1 more at once;"
         " 2.16 req/s are too many"
@@ -339,8 +341,8 @@ def test_the_last_replica_that_draws_more_than_was_foreseen_stays() -> None:
 
 @pytest.mark.parametrize("lasts_s", [5.0, 10.0])
 def test_a_lower_priority_gives_up_what_it_uses_only_for_a_lasting_need(lasts_s: float) -> None:
-    low, high = Model("low", lambda t: 0.0, mind=Mind(Wants(6)), count=6), Wants(2)
-    goes_first = Model("high", lambda t: 0.0, mind=Mind(high), count=2, priority=1)
+    low, high = Model("low", lambda t: 0.0, mind=ModelPolicies(Wants(6)), count=6), Wants(2)
+    goes_first = Model("high", lambda t: 0.0, mind=ModelPolicies(high), count=2, priority=1)
     play = Play(low, goes_first, budget=Budget(gpus=8)).run(30)
     high.count = 5
     play.run(30 + lasts_s)
@@ -365,7 +367,7 @@ def test_a_dry_run_decides_the_same_and_keeps_counting() -> None:
 
 def test_models_are_decided_together_in_any_order() -> None:
     first, second = situation(model="a", rate=5.0, count=2), situation(model="b", rate=5.0, count=2)
-    minds = {name: Mind(Proportional()) for name in ("a", "b")}
+    minds = {name: ModelPolicies(Proportional()) for name in ("a", "b")}
     one = decide_all({"a": first, "b": second}, Budget(gpus=6), minds)
     other = decide_all({"b": second, "a": first}, Budget(gpus=6), minds)
     assert one == other and list(one) == list(other) == ["a", "b"]

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from policy.admission.fairness import Fair, cost, has_its_part
-from policy.admission.virtual_counters import Counters, Flow
+from policy.admission.fairness import FairQueue, cost, has_fair_share
+from policy.admission.virtual_counters import VirtualCounter, VirtualCounters
 from policy.request import Request
 
 TENANTS = ("a", "b", "c")
@@ -20,7 +20,7 @@ TENANTS = ("a", "b", "c")
 class Desk:
     """Tickets in order, and requests served one at a time in the fair order."""
 
-    def __init__(self, fair: Fair) -> None:
+    def __init__(self, fair: FairQueue) -> None:
         self.fair = fair
         self.tickets = 0
         self.served: Counter[str] = Counter()
@@ -47,7 +47,7 @@ def jain(shares: list[float]) -> float:
 
 
 def test_ten_to_one_of_demand_is_one_to_one_of_service() -> None:
-    desk = Desk(Fair())
+    desk = Desk(FairQueue())
     rng = random.Random(1)  # noqa: S311
     for _ in range(2000):
         desk.ask("loud", rng.randint(1, 500))
@@ -61,7 +61,7 @@ def test_ten_to_one_of_demand_is_one_to_one_of_service() -> None:
 @given(st.lists(st.sampled_from([0.5, 1.0, 2.0, 5.0]), min_size=2, max_size=5), st.randoms())
 def test_weights_are_respected(weights: list[float], rng: random.Random) -> None:
     share = {str(i): weight for i, weight in enumerate(weights)}
-    desk = Desk(Fair(share.__getitem__))
+    desk = Desk(FairQueue(share.__getitem__))
     for _ in range(100):
         for tenant in share:
             desk.ask(tenant, rng.randint(1, 100))
@@ -73,7 +73,7 @@ def test_weights_are_respected(weights: list[float], rng: random.Random) -> None
 
 
 def test_adapters_share_within_their_tenant() -> None:
-    desk = Desk(Fair())
+    desk = Desk(FairQueue())
     for _ in range(100):
         desk.ask("a", adapter="popular")
         desk.ask("b", adapter="")
@@ -86,7 +86,7 @@ def test_adapters_share_within_their_tenant() -> None:
 
 
 def test_a_pause_earns_nothing() -> None:
-    desk = Desk(Fair())
+    desk = Desk(FairQueue())
     for _ in range(100):
         desk.ask("steady")
         desk.serve()
@@ -97,7 +97,7 @@ def test_a_pause_earns_nothing() -> None:
 
 
 def test_what_a_replica_refused_costs_nothing_and_goes_first_again() -> None:
-    fair = Fair()
+    fair = FairQueue()
     desk = Desk(fair)
     refused = desk.ask("a", 100)
     for _ in range(3):
@@ -115,7 +115,7 @@ def test_what_a_replica_refused_costs_nothing_and_goes_first_again() -> None:
 
 
 def test_who_was_charged_too_much_is_served_the_difference() -> None:
-    fair = Fair()
+    fair = FairQueue()
     desk = Desk(fair)
     charges = []
     for _ in range(300):
@@ -133,7 +133,7 @@ def test_who_was_charged_too_much_is_served_the_difference() -> None:
 
 
 def test_turns_are_tagged_by_what_would_have_been_served() -> None:
-    desk = Desk(Fair(lambda tenant: 2.0 if tenant == "a" else 1.0))
+    desk = Desk(FairQueue(lambda tenant: 2.0 if tenant == "a" else 1.0))
     for _ in range(3):
         desk.ask("a", 10)
         desk.ask("b", 10)
@@ -142,7 +142,7 @@ def test_turns_are_tagged_by_what_would_have_been_served() -> None:
 
 
 def test_the_longest_backlog_makes_room_and_never_for_a_longer_one() -> None:
-    desk = Desk(Fair())
+    desk = Desk(FairQueue())
     desk.ask("long")
     youngest = desk.ask("long")
     desk.ask("short")
@@ -154,14 +154,14 @@ def test_the_longest_backlog_makes_room_and_never_for_a_longer_one() -> None:
 
 
 def test_who_was_sent_back_is_spared() -> None:
-    desk = Desk(Fair())
+    desk = Desk(FairQueue())
     request = Request("m", tenant="a", prompt_tokens=10, ticket=1)
     desk.fair.add(request, returned=True)
     assert desk.fair.spare(None) is None
 
 
 def test_what_is_ahead_of_a_newcomer_is_its_share_of_the_backlog() -> None:
-    desk = Desk(Fair())
+    desk = Desk(FairQueue())
     assert desk.fair.ahead(Request("m", tenant="a")) == 0
     for _ in range(10):
         desk.ask("a", 10)
@@ -187,7 +187,7 @@ class OtherWorkers:
 
 def test_what_other_workers_serve_counts_while_a_tenant_waits() -> None:
     others = OtherWorkers()
-    desk = Desk(Fair(peers=others))
+    desk = Desk(FairQueue(peers=others))
     others.theirs["a"] = 10_000  # before it waited here: nobody here is owed for it
     for _ in range(30):
         desk.ask("a")
@@ -200,7 +200,7 @@ def test_what_other_workers_serve_counts_while_a_tenant_waits() -> None:
 
 
 def test_idle_flows_are_forgotten_and_those_at_work_are_not() -> None:
-    counters: Counters[Flow] = Counters(Flow, 8)
+    counters: VirtualCounters[VirtualCounter] = VirtualCounters(VirtualCounter, 8)
     busy = counters.flow("busy")
     busy.running = 1
     waits = counters.flow("waits")
@@ -218,7 +218,7 @@ class Laws(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.others = OtherWorkers()
-        self.fair = Fair(lambda tenant: 1.0 + TENANTS.index(tenant), self.others)
+        self.fair = FairQueue(lambda tenant: 1.0 + TENANTS.index(tenant), self.others)
         self.waiting: dict[int, Request] = {}
         self.open: list[tuple[Request, object]] = []
         self.tickets = 0
@@ -306,7 +306,7 @@ TestLaws = Laws.TestCase
 @pytest.mark.parametrize("count", [2, 5])
 def test_a_closed_loop_with_wrong_estimates_is_fair_in_truth(count: int) -> None:
     """Each tenant keeps a few requests going; all are charged 100 and cost from 10 to 90."""
-    fair = Fair()
+    fair = FairQueue()
     rng = random.Random(count)  # noqa: S311
     tickets = 0
     waiting: dict[int, Request] = {}
@@ -344,8 +344,8 @@ COUNT = st.integers(0, 50)
 def test_of_two_workers_in_which_somebody_waits_one_takes_the_next_slot(
     running: int, waiting: int, theirs: int, waiting_there: int, was_last: bool
 ) -> None:
-    here = has_its_part(running, waiting + 1, theirs, waiting_there + 1, was_last=was_last)
-    there = has_its_part(theirs, waiting_there + 1, running, waiting + 1, was_last=not was_last)
+    here = has_fair_share(running, waiting + 1, theirs, waiting_there + 1, was_last=was_last)
+    there = has_fair_share(theirs, waiting_there + 1, running, waiting + 1, was_last=not was_last)
     assert not (here and there)
 
 
@@ -359,7 +359,7 @@ def test_slots_go_where_requests_wait(slots: int) -> None:
         running[ends] -= 1
         waiting[ends] += 1
         part = (running[ends], waiting[ends], running[1 - ends], waiting[1 - ends])
-        takes = 1 - ends if has_its_part(*part, was_last=last == ends) else ends
+        takes = 1 - ends if has_fair_share(*part, was_last=last == ends) else ends
         running[takes] += 1
         waiting[takes] -= 1
         last = takes
@@ -369,4 +369,4 @@ def test_slots_go_where_requests_wait(slots: int) -> None:
 
 
 def test_who_waits_alone_leaves_nothing() -> None:
-    assert not has_its_part(2, 3, 1, 0, was_last=True)
+    assert not has_fair_share(2, 3, 1, 0, was_last=True)

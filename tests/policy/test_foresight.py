@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from policy.admission.wait_margin import BLOCK, LEAST, Foresight
+from policy.admission.wait_margin import BLOCK, LEAST, WaitMargin
 
 DRAWS: list[Callable[[random.Random], float]] = [
     lambda rng: rng.uniform(-1.0, 1.0),
@@ -19,7 +19,7 @@ DRAWS: list[Callable[[random.Random], float]] = [
 @pytest.mark.parametrize("draw", DRAWS)
 def test_few_wait_longer_than_with_the_slack(draw: Callable[[random.Random], float]) -> None:
     rng = random.Random(1)  # noqa: S311
-    foresight = Foresight()
+    foresight = WaitMargin()
     missed = 0
     for _ in range(20_000):
         error = draw(rng)
@@ -29,7 +29,7 @@ def test_few_wait_longer_than_with_the_slack(draw: Callable[[random.Random], flo
 
 
 def test_a_machine_that_stood_still_is_forgotten() -> None:
-    foresight = Foresight()
+    foresight = WaitMargin()
     for _ in range(20):
         foresight.learn(1.0, 6.0)
     assert foresight.slack_s(1.0) == 5.0
@@ -39,7 +39,7 @@ def test_a_machine_that_stood_still_is_forgotten() -> None:
 
 
 def test_waits_that_are_shorter_need_little_slack() -> None:
-    foresight = Foresight()
+    foresight = WaitMargin()
     for _ in range(100):
         foresight.learn(1.0, 0.5)
     assert foresight.slack_s(2.0) == LEAST * 2.0

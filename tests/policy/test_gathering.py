@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policy.signals.aggregator import KEPT_S, Gathering
+from policy.signals.aggregator import KEPT_S, SignalAggregator
 from policy.signals.types import Demand, Rates
-from policy.stats.histogram import BUCKETS, place, quantile
+from policy.stats.histogram import BUCKETS, bucket_of, quantile
 from policy.wire.reports import GatewayReport, ModelReport
 
 T = 1000.0
@@ -21,14 +21,14 @@ T = 1000.0
 def placed(*seconds: float) -> tuple[int, ...]:
     counts = [0] * BUCKETS
     for one in seconds:
-        counts[place(one)] += 1
+        counts[bucket_of(one)] += 1
     return tuple(counts)
 
 
 class Teller:
     """A gateway worker that began at ``began`` and has a rate of arrivals."""
 
-    def __init__(self, gathering: Gathering, name: str = "w", *, began: float = T) -> None:
+    def __init__(self, gathering: SignalAggregator, name: str = "w", *, began: float = T) -> None:
         self.gathering = gathering
         self.name = name
         self.began = began
@@ -64,7 +64,7 @@ class Teller:
         return msgspec.json.decode(said, type=GatewayReport)
 
 
-def demand(gathering: Gathering, at: float, model: str = "m") -> Demand:
+def demand(gathering: SignalAggregator, at: float, model: str = "m") -> Demand:
     found = gathering.signals(model, at).demand
     assert found is not None
     return found
@@ -83,17 +83,17 @@ def rates(rates: Rates) -> list[float]:
 
 
 def test_before_any_report_nothing_is_known() -> None:
-    assert Gathering().signals("m", T).demand is None
+    assert SignalAggregator().signals("m", T).demand is None
 
 
 def test_a_model_that_nobody_named_is_not_known() -> None:
-    gathering = Gathering()
+    gathering = SignalAggregator()
     Teller(gathering).tell(T + 1, arrived=1)
     assert gathering.signals("other", T + 1).demand is None
 
 
 def test_a_steady_rate_is_that_rate_in_each_window() -> None:
-    gathering = Gathering()
+    gathering = SignalAggregator()
     steady(Teller(gathering), T, T + 700, 7, in_flight=3)
     seen = demand(gathering, T + 700)
     assert rates(seen.arrivals) == pytest.approx([7.0] * 4, rel=0.01)
@@ -102,7 +102,7 @@ def test_a_steady_rate_is_that_rate_in_each_window() -> None:
 
 
 def test_a_step_of_load_is_seen_first_in_the_short_window() -> None:
-    gathering = Gathering()
+    gathering = SignalAggregator()
     teller = Teller(gathering)
     steady(teller, T, T + 600, 1)
     steady(teller, T + 600, T + 606, 10)
@@ -114,7 +114,7 @@ def test_a_step_of_load_is_seen_first_in_the_short_window() -> None:
 
 
 def test_workers_that_tell_at_different_moments_lower_no_rate() -> None:
-    gathering = Gathering()
+    gathering = SignalAggregator()
     tellers = [Teller(gathering, f"w{i}", began=T - 1 + 0.25 * (i + 1)) for i in range(4)]
     for second in range(30):
         for i, teller in enumerate(tellers):
@@ -124,7 +124,7 @@ def test_workers_that_tell_at_different_moments_lower_no_rate() -> None:
 
 
 def test_a_lost_report_is_made_good_by_the_next_and_spread_over_both() -> None:
-    gathering = Gathering()
+    gathering = SignalAggregator()
     teller = Teller(gathering)
     steady(teller, T, T + 60, 4)
     teller.tell(T + 90, arrived=120)
@@ -133,7 +133,7 @@ def test_a_lost_report_is_made_good_by_the_next_and_spread_over_both() -> None:
 
 
 def test_a_report_that_comes_late_or_twice_counts_nothing() -> None:
-    gathering = Gathering()
+    gathering = SignalAggregator()
     teller = Teller(gathering)
     early = teller.silently(T + 1)
     again = teller.tell(T + 2, arrived=10)
@@ -144,14 +144,14 @@ def test_a_report_that_comes_late_or_twice_counts_nothing() -> None:
 
 
 def test_a_worker_that_starts_anew_loses_nothing_and_counts_nothing_twice() -> None:
-    gathering = Gathering()
+    gathering = SignalAggregator()
     steady(Teller(gathering, "one"), T, T + 30, 3)
     steady(Teller(gathering, "two", began=T + 30), T + 30, T + 60, 3)
     assert demand(gathering, T + 60).arrivals.last_60_s == pytest.approx(3.0, rel=0.02)
 
 
 def test_a_restarted_controller_takes_no_history_for_a_burst() -> None:
-    gathering = Gathering()
+    gathering = SignalAggregator()
     teller = Teller(gathering, began=T - 3600)
     teller.tell(T, arrived=100_000, in_flight=8)
     assert rates(demand(gathering, T).arrivals) == [0.0] * 4
@@ -163,7 +163,7 @@ def test_a_restarted_controller_takes_no_history_for_a_burst() -> None:
 
 
 def test_the_first_request_after_a_start_is_no_burst() -> None:
-    gathering = Gathering()
+    gathering = SignalAggregator()
     Teller(gathering).tell(T + 0.05, arrived=1, in_flight=1, queued=1, oldest_s=0.05)
     seen = demand(gathering, T + 0.05)
     assert max(rates(seen.arrivals)) <= 1 / 3
@@ -171,7 +171,7 @@ def test_the_first_request_after_a_start_is_no_burst() -> None:
 
 
 def test_a_silent_worker_counts_until_it_was_silent_for_ten_seconds() -> None:
-    gathering = Gathering()
+    gathering = SignalAggregator()
     dies, lives = Teller(gathering, "dies"), Teller(gathering, "lives")
     dies.tell(T + 1, arrived=1, queued=4, in_flight=4)
     steady(lives, T, T + 10, 2, queued=1)
@@ -181,7 +181,7 @@ def test_a_silent_worker_counts_until_it_was_silent_for_ten_seconds() -> None:
 
 
 def test_a_worker_that_dies_lowers_no_rate_before_it_is_known_to_be_dead() -> None:
-    gathering = Gathering()
+    gathering = SignalAggregator()
     dies, lives = Teller(gathering, "dies"), Teller(gathering, "lives")
     steady(dies, T, T + 60, 10)
     steady(lives, T, T + 60, 10)
@@ -190,7 +190,7 @@ def test_a_worker_that_dies_lowers_no_rate_before_it_is_known_to_be_dead() -> No
 
 
 def test_a_worker_that_says_goodbye_counts_no_more_at_once() -> None:
-    gathering = Gathering()
+    gathering = SignalAggregator()
     leaves, stays = Teller(gathering, "leaves"), Teller(gathering, "stays")
     leaves.tell(T + 1, arrived=5, queued=5, in_flight=5)
     stays.tell(T + 1, queued=1)
@@ -204,7 +204,7 @@ def test_a_worker_that_says_goodbye_counts_no_more_at_once() -> None:
 
 
 def test_what_nobody_tells_any_more_stays_and_ages() -> None:
-    gathering = Gathering()
+    gathering = SignalAggregator()
     steady(Teller(gathering), T, T + 60, 9, queued=2, in_flight=5)
     seen = demand(gathering, T + 60)
     later = demand(gathering, T + 360)
@@ -213,7 +213,7 @@ def test_what_nobody_tells_any_more_stays_and_ages() -> None:
 
 
 def test_all_that_said_goodbye_leave_an_age_too() -> None:
-    gathering = Gathering()
+    gathering = SignalAggregator()
     teller = Teller(gathering)
     teller.tell(T + 1, arrived=1, in_flight=1)
     teller.tell(T + 2, last=True, in_flight=0)
@@ -221,7 +221,7 @@ def test_all_that_said_goodbye_leave_an_age_too() -> None:
 
 
 def test_a_worker_that_comes_back_goes_on_where_it_was() -> None:
-    gathering = Gathering()
+    gathering = SignalAggregator()
     away, other = Teller(gathering, "away"), Teller(gathering, "other")
     away.tell(T + 1, arrived=10)
     steady(other, T, T + 100, 0)
@@ -230,7 +230,7 @@ def test_a_worker_that_comes_back_goes_on_where_it_was() -> None:
 
 
 def test_idle_since_the_last_request_or_the_first_report() -> None:
-    gathering = Gathering()
+    gathering = SignalAggregator()
     teller = Teller(gathering, began=T - 5)
     teller.tell(T)
     teller.tell(T + 30)
@@ -245,13 +245,13 @@ def test_idle_since_the_last_request_or_the_first_report() -> None:
 
 
 def test_nobody_is_idle_by_being_silent() -> None:
-    gathering = Gathering()
+    gathering = SignalAggregator()
     Teller(gathering).tell(T + 1, arrived=1)
     assert demand(gathering, T + 5000).idle_s == 0.0
 
 
 def test_means_of_what_requests_cost() -> None:
-    gathering = Gathering()
+    gathering = SignalAggregator()
     teller = Teller(gathering)
     assert teller.tell(T + 1) and demand(gathering, T + 1).input_tokens == 0.0
     teller.tell(T + 2, ended=4, input_tokens=400, cached_tokens=100, output_tokens=60)
@@ -260,7 +260,7 @@ def test_means_of_what_requests_cost() -> None:
 
 
 def test_what_requests_are_like_is_said_by_the_latest_that_are_enough() -> None:
-    gathering = Gathering()
+    gathering = SignalAggregator()
     teller = Teller(gathering)
     teller.tell(T + 1)
     # Six minutes of few long ones, and then a minute of many short ones.
@@ -276,7 +276,7 @@ def test_what_requests_are_like_is_said_by_the_latest_that_are_enough() -> None:
 
 
 def test_quantiles_and_shares_of_the_last_minute() -> None:
-    gathering = Gathering()
+    gathering = SignalAggregator()
     teller = Teller(gathering)
     teller.tell(T + 1, ttft=placed(*[5.0] * 50), judged=50)
     assert demand(gathering, T + 1).met.ttft == 0.0
@@ -290,13 +290,13 @@ def test_quantiles_and_shares_of_the_last_minute() -> None:
 
 
 def test_what_nobody_judged_was_met() -> None:
-    gathering = Gathering()
+    gathering = SignalAggregator()
     Teller(gathering).tell(T + 1, arrived=1)
     assert (demand(gathering, T + 1).met.both, demand(gathering, T + 1).ttft) == (1.0, None)
 
 
 def test_buckets_of_another_version_are_passed_over() -> None:
-    gathering = Gathering()
+    gathering = SignalAggregator()
     teller = Teller(gathering)
     teller.totals["ttft"] = (1, 2, 3)
     teller.tell(T + 1, arrived=2)
@@ -304,7 +304,7 @@ def test_buckets_of_another_version_are_passed_over() -> None:
 
 
 def test_what_is_long_gone_is_forgotten() -> None:
-    gathering = Gathering()
+    gathering = SignalAggregator()
     for i in range(50):
         Teller(gathering, f"w{i}").tell(T + i, model=f"m{i}", arrived=1)
     Teller(gathering, "new", began=T + 50 + KEPT_S).tell(T + 51 + KEPT_S, arrived=1)
@@ -322,7 +322,7 @@ Step = tuple[int, int, bool, bool]
     st.integers(0, 1 << 32),
 )  # fmt: skip
 def test_every_arrival_counts_once_whatever_is_lost_late_or_restarted(steps: list[Step], seed: int) -> None:
-    gathering, rng = Gathering(), random.Random(seed)  # noqa: S311 - an order
+    gathering, rng = SignalAggregator(), random.Random(seed)  # noqa: S311 - an order
     tellers = [Teller(gathering, f"w{i}") for i in range(3)]
     told, at, late = 0, T, []
     for place_, arrived, lost, restarts in steps:
@@ -350,7 +350,7 @@ def test_every_arrival_counts_once_whatever_is_lost_late_or_restarted(steps: lis
     st.sampled_from([0.5, 0.9, 0.95, 0.99]),
 )
 def test_quantiles_of_many_workers_are_those_of_one(seen: list[tuple[int, float]], part: float) -> None:
-    gathering = Gathering()
+    gathering = SignalAggregator()
     tellers = [Teller(gathering, f"w{i}", began=T - 1) for i in range(4)]
     for i, seconds in seen:
         tellers[i].tell(T, ttft=placed(seconds))

@@ -12,25 +12,25 @@ from hypothesis import strategies as st
 from policy.scaling.replacement import (
     MAX_PAUSE_S,
     PARTING_S,
-    Ailment,
-    Care,
-    Pulse,
-    Seat,
-    Ward,
-    ailment,
-    cared,
-    felt,
+    Condition,
+    GpuHealth,
+    ReplacementPlan,
+    ReplacementState,
+    Slot,
+    condition,
+    observe,
+    step,
 )
 from policy.wire.reports import PowerReport
 
-XID, SLOW = Ailment("XID 79 on GPU 3", fatal=True), Ailment("slowed by hardware for 60 s", fatal=False)
+XID, SLOW = Condition("XID 79 on GPU 3", fatal=True), Condition("slowed by hardware for 60 s", fatal=False)
 
 
-def pulse(*reasons: tuple[float, int]) -> Pulse:
+def pulse(*reasons: tuple[float, int]) -> GpuHealth:
     """That of one whose cards told those reasons for slow clocks at those times."""
-    found: Pulse | None = None
+    found: GpuHealth | None = None
     for at, bits in reasons:
-        found = felt(found, PowerReport(watts=300, reasons=bits), at)
+        found = observe(found, PowerReport(watts=300, reasons=bits), at)
     assert found is not None
     return found
 
@@ -41,35 +41,35 @@ def every_s(bits: int, until: float, since: float = 0.0) -> list[tuple[float, in
 
 @pytest.mark.parametrize("bits", [0x08, 0x40, 0x80, 0x48, 0x84])
 def test_a_minute_of_hardware_slowdown_ails(bits: int) -> None:
-    assert ailment(pulse(*every_s(bits, 59)), 59) is None
-    assert ailment(pulse(*every_s(bits, 60)), 60) == SLOW
+    assert condition(pulse(*every_s(bits, 59)), 59) is None
+    assert condition(pulse(*every_s(bits, 60)), 60) == SLOW
 
 
 @pytest.mark.parametrize("bits", [0, 0x01, 0x04, 0x20, 0x100])
 def test_what_software_holds_back_does_not(bits: int) -> None:
-    assert ailment(pulse(*every_s(bits, 600)), 600) is None
+    assert condition(pulse(*every_s(bits, 600)), 600) is None
 
 
 def test_a_pause_begins_the_minute_anew() -> None:
     paused = [*every_s(0x8, 40), (41.0, 0x4), *every_s(0x8, 101, 42)]
-    assert ailment(pulse(*paused), 101) is None
-    assert ailment(pulse(*paused, (102.0, 0x8)), 102) == SLOW
+    assert condition(pulse(*paused), 101) is None
+    assert condition(pulse(*paused, (102.0, 0x8)), 102) == SLOW
     # Reasons may take turns, for they all slow it down.
-    assert ailment(pulse(*every_s(0x8, 30), *every_s(0x40, 60, 31)), 60) == SLOW
+    assert condition(pulse(*every_s(0x8, 30), *every_s(0x40, 60, 31)), 60) == SLOW
 
 
 def test_silence_is_no_slowdown() -> None:
-    assert ailment(pulse((0.0, 0x8), (60.0, 0x8)), 60) is None
-    assert ailment(pulse(*every_s(0x8, 60)), 71) is None
-    assert ailment(pulse(*every_s(0x8, 30), *every_s(0x8, 99, 41)), 99) is None
+    assert condition(pulse((0.0, 0x8), (60.0, 0x8)), 60) is None
+    assert condition(pulse(*every_s(0x8, 60)), 71) is None
+    assert condition(pulse(*every_s(0x8, 30), *every_s(0x8, 99, 41)), 99) is None
 
 
 def test_an_error_of_a_card_stays_and_one_of_a_program_is_none() -> None:
-    found = felt(None, PowerReport(watts=0, xid=79, card="GPU 3"), 0.0)
-    assert ailment(found, 0.0) == XID
-    assert ailment(felt(felt(found, None, 1.0), PowerReport(watts=300), 2.0), 99.0) == XID
+    found = observe(None, PowerReport(watts=0, xid=79, card="GPU 3"), 0.0)
+    assert condition(found, 0.0) == XID
+    assert condition(observe(observe(found, None, 1.0), PowerReport(watts=300), 2.0), 99.0) == XID
     for xid in (13, 31, 43, 45):
-        assert ailment(felt(None, PowerReport(watts=300, xid=xid, card="GPU 0"), 0.0), 0.0) is None
+        assert condition(observe(None, PowerReport(watts=300, xid=xid, card="GPU 0"), 0.0), 0.0) is None
 
 
 @dataclass
@@ -84,10 +84,10 @@ class Floor:
     starts: bool = True
     busy: str = ""
     at: float = 0.0
-    care: Care = field(default_factory=Care)
+    care: ReplacementPlan = field(default_factory=ReplacementPlan)
     ready_at: dict[str, float] = field(default_factory=dict)
     drains: dict[str, float] = field(default_factory=dict)
-    ills: dict[str, Ailment] = field(default_factory=dict)
+    ills: dict[str, Condition] = field(default_factory=dict)
     left: list[tuple[float, str]] = field(default_factory=list)
     fewest: int = 99
     most: int = 0
@@ -109,9 +109,11 @@ class Floor:
         for gone in [name for name, at in self.drains.items() if at <= self.at]:
             del self.drains[gone], self.ready_at[gone]
         serving = self.ready()
-        seats = [Seat(name, name in serving, self.ills.get(name)) for name in self.ready_at]
-        ward = Ward(self.count, self.healthy, self.room, self.busy, start_s=100.0, drain_s=self.drain_s)
-        self.care = cared(self.care, seats, ward, self.at)
+        seats = [Slot(name, name in serving, self.ills.get(name)) for name in self.ready_at]
+        ward = ReplacementState(
+            self.count, self.healthy, self.room, self.busy, start_s=100.0, drain_s=self.drain_s
+        )
+        self.care = step(self.care, seats, ward, self.at)
         leaves = self.care.leaves
         if leaves and leaves not in self.drains:
             self.drains[leaves] = self.at + self.drain_s
@@ -190,7 +192,7 @@ def test_one_that_recovers_stays() -> None:
     floor.run(10)
     del floor.ills["r0"]
     floor.run(30)
-    assert (floor.left, floor.care, sorted(floor.ready())) == ([], Care(), ["r0", "r1"])
+    assert (floor.left, floor.care, sorted(floor.ready())) == ([], ReplacementPlan(), ["r0", "r1"])
 
 
 def test_an_error_goes_before_one_that_is_slow() -> None:
@@ -232,7 +234,7 @@ def test_who_was_well_for_long_enough_begins_a_new_row() -> None:
     floor.run(60)
     floor.ills = {}
     floor.run(200)
-    assert floor.care == Care()
+    assert floor.care == ReplacementPlan()
 
 
 ails = st.sampled_from([None, None, SLOW, XID])
@@ -246,7 +248,7 @@ ails = st.sampled_from([None, None, SLOW, XID])
     st.lists(st.tuples(st.integers(0, 9), ails), max_size=40),
 )
 def test_never_two_at_a_time_and_never_the_last_for_being_slow(
-    count: int, room: bool, healthy: int, starts: bool, turns: list[tuple[int, Ailment | None]]
+    count: int, room: bool, healthy: int, starts: bool, turns: list[tuple[int, Condition | None]]
 ) -> None:
     floor = Floor(count=count, room=room, healthy=min(healthy, count), starts=starts, drain_s=7.0)
     for index, found in turns:

@@ -7,22 +7,30 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from policy.config.deployment import Eject, Retry
-from policy.routing.outlier_ejection import MIN_VOLUME, Breaker, Ejections, RetryBudget, Sign, State, Watchdog
+from policy.routing.outlier_ejection import (
+    MIN_VOLUME,
+    AttemptResult,
+    Breaker,
+    BreakerState,
+    OutlierEjection,
+    RetryBudget,
+    Watchdog,
+)
 
 LIMITS = Eject(failures=5, success_rate=0.85, window_s=10.0, base_s=30.0, max_s=300.0, max_fraction=0.5)
 MIDDLE = 0.5  # the draw that neither lengthens nor shortens
 
 
-def model(count: int, limits: Eject = LIMITS) -> tuple[Ejections, list[Breaker]]:
-    ejections = Ejections(limits)
+def model(count: int, limits: Eject = LIMITS) -> tuple[OutlierEjection, list[Breaker]]:
+    ejections = OutlierEjection(limits)
     return ejections, [ejections.join() for _ in range(count)]
 
 
-def fail(ejections: Ejections, breaker: Breaker, at: float, times: int = 5) -> bool:
-    return [ejections.note(breaker, Sign.BAD, at, MIDDLE) for _ in range(times)][-1]
+def fail(ejections: OutlierEjection, breaker: Breaker, at: float, times: int = 5) -> bool:
+    return [ejections.note(breaker, AttemptResult.BAD, at, MIDDLE) for _ in range(times)][-1]
 
 
-def readmit(breaker: Breaker, at: float, sign: Sign = Sign.GOOD) -> None:
+def readmit(breaker: Breaker, at: float, sign: AttemptResult = AttemptResult.GOOD) -> None:
     assert breaker.due(at)
     breaker.half_open()
     assert breaker.take_probe()
@@ -32,7 +40,7 @@ def readmit(breaker: Breaker, at: float, sign: Sign = Sign.GOOD) -> None:
 def test_failures_in_a_row_eject() -> None:
     ejections, (one, _) = model(2)
     assert not fail(ejections, one, 0.0, 4)
-    ejections.note(one, Sign.GOOD, 0.0, MIDDLE)
+    ejections.note(one, AttemptResult.GOOD, 0.0, MIDDLE)
     assert not fail(ejections, one, 0.0, 4)
     assert fail(ejections, one, 0.0, 1)
     assert not ejections.admits(one)
@@ -41,15 +49,15 @@ def test_failures_in_a_row_eject() -> None:
 def test_what_says_nothing_of_a_replica_changes_nothing() -> None:
     ejections, (one, _) = model(2)
     fail(ejections, one, 0.0, 4)
-    assert not any(ejections.note(one, Sign.NOTHING, 0.0, MIDDLE) for _ in range(100))
+    assert not any(ejections.note(one, AttemptResult.NOTHING, 0.0, MIDDLE) for _ in range(100))
     assert fail(ejections, one, 0.0, 1)
 
 
 def test_a_third_of_failures_ejects_once_there_is_enough_to_judge() -> None:
     ejections, (one, _) = model(2)
     answers = 0
-    while one.state is State.CLOSED:
-        sign = Sign.BAD if answers % 3 == 2 else Sign.GOOD
+    while one.state is BreakerState.CLOSED:
+        sign = AttemptResult.BAD if answers % 3 == 2 else AttemptResult.GOOD
         ejections.note(one, sign, answers * 0.1, MIDDLE)
         answers += 1
     assert MIN_VOLUME <= answers <= MIN_VOLUME + 2
@@ -58,10 +66,10 @@ def test_a_third_of_failures_ejects_once_there_is_enough_to_judge() -> None:
 def test_failures_that_are_older_than_the_window_are_forgotten() -> None:
     ejections, (one, _) = model(2)
     for i in range(200):
-        ejections.note(one, Sign.BAD if i % 20 == 0 else Sign.GOOD, i * 0.1, MIDDLE)
+        ejections.note(one, AttemptResult.BAD if i % 20 == 0 else AttemptResult.GOOD, i * 0.1, MIDDLE)
     for i in range(8):  # beside what came before, two good and six bad would be too many
-        ejections.note(one, Sign.BAD if i % 4 else Sign.GOOD, 40.0 + i * 0.1, MIDDLE)
-    assert one.state is State.CLOSED
+        ejections.note(one, AttemptResult.BAD if i % 4 else AttemptResult.GOOD, 40.0 + i * 0.1, MIDDLE)
+    assert one.state is BreakerState.CLOSED
 
 
 def test_time_alone_readmits_nobody() -> None:
@@ -84,20 +92,20 @@ def test_one_probe_passes_and_what_says_nothing_leaves_its_place() -> None:
     assert one.take_probe()
     assert not ejections.admits(one)
     assert not one.take_probe()
-    one.probed(Sign.NOTHING, 30.0, MIDDLE)
+    one.probed(AttemptResult.NOTHING, 30.0, MIDDLE)
     assert one.take_probe()
-    one.probed(Sign.BAD, 31.0, MIDDLE)
-    assert one.state is State.OPEN
+    one.probed(AttemptResult.BAD, 31.0, MIDDLE)
+    assert one.state is BreakerState.OPEN
 
 
 def test_the_answer_of_an_earlier_request_is_no_probe() -> None:
     ejections, (one, _) = model(2)
     fail(ejections, one, 0.0)
-    ejections.note(one, Sign.GOOD, 1.0, MIDDLE)
+    ejections.note(one, AttemptResult.GOOD, 1.0, MIDDLE)
     one.half_open()
-    ejections.note(one, Sign.GOOD, 31.0, MIDDLE)
-    one.probed(Sign.GOOD, 31.0, MIDDLE)
-    assert one.state is State.HALF_OPEN
+    ejections.note(one, AttemptResult.GOOD, 31.0, MIDDLE)
+    one.probed(AttemptResult.GOOD, 31.0, MIDDLE)
+    assert one.state is BreakerState.HALF_OPEN
 
 
 def test_flapping_at_1_hz_is_readmitted_ever_more_seldom() -> None:
@@ -107,10 +115,10 @@ def test_flapping_at_1_hz_is_readmitted_ever_more_seldom() -> None:
     at = 0.0
     while at < 120.0:
         well = int(at) % 2 == 0
-        if one.state is State.CLOSED:
-            ejections.note(one, Sign.GOOD if well else Sign.BAD, at, MIDDLE)
+        if one.state is BreakerState.CLOSED:
+            ejections.note(one, AttemptResult.GOOD if well else AttemptResult.BAD, at, MIDDLE)
         elif one.due(at):
-            readmit(one, at, Sign.GOOD if well else Sign.BAD)
+            readmit(one, at, AttemptResult.GOOD if well else AttemptResult.BAD)
             readmitted += [at] * well
         at += 0.05
     assert 2 <= len(readmitted) <= 10
@@ -186,9 +194,9 @@ def test_half_of_them_are_out_at_most_and_what_fails_beside_them_is_known() -> N
     for breaker in breakers:
         assert not ejections.all_fail(0.0)
         fail(ejections, breaker, 0.0)
-    assert [breaker.state for breaker in breakers] == [State.OPEN] * 2 + [State.CLOSED] * 2
+    assert [breaker.state for breaker in breakers] == [BreakerState.OPEN] * 2 + [BreakerState.CLOSED] * 2
     assert ejections.all_fail(0.0)
-    ejections.note(breakers[3], Sign.GOOD, 0.0, MIDDLE)
+    ejections.note(breakers[3], AttemptResult.GOOD, 0.0, MIDDLE)
     assert not ejections.all_fail(0.0)
 
 
@@ -249,7 +257,7 @@ class Rotation(RuleBasedStateMachine):
         self.at = 0.0
         self.probes: set[int] = set()
         self.probed = [0] * count
-        self.before = [State.CLOSED] * count
+        self.before = [BreakerState.CLOSED] * count
 
     def pick(self, data: st.DataObject) -> int:
         return data.draw(st.integers(0, len(self.breakers) - 1))
@@ -258,8 +266,8 @@ class Rotation(RuleBasedStateMachine):
     def wait(self, seconds: float) -> None:
         self.at += seconds
 
-    @rule(data=st.data(), sign=st.sampled_from(Sign), draw=st.floats(0, 1, exclude_max=True))
-    def attempt(self, data: st.DataObject, sign: Sign, draw: float) -> None:
+    @rule(data=st.data(), sign=st.sampled_from(AttemptResult), draw=st.floats(0, 1, exclude_max=True))
+    def attempt(self, data: st.DataObject, sign: AttemptResult, draw: float) -> None:
         self.eject_lawfully(lambda breaker: self.ejections.note(breaker, sign, self.at, draw), data)
 
     @rule(data=st.data(), draw=st.floats(0, 1, exclude_max=True))
@@ -278,13 +286,13 @@ class Rotation(RuleBasedStateMachine):
         breaker = self.breakers[self.pick(data)]
         was, serving = breaker.state, self.serving()
         ejected = act(breaker)
-        assert ejected == (was is State.CLOSED and breaker.state is State.OPEN)
+        assert ejected == (was is BreakerState.CLOSED and breaker.state is BreakerState.OPEN)
         if ejected:
             assert self.ejections.ejected <= self.limits.max_fraction * len(self.breakers)
             assert serving - 1 >= self.serving() > 0 or not breaker.reachable
 
     def serving(self) -> int:
-        return sum(b.reachable and b.state is State.CLOSED for b in self.breakers)
+        return sum(b.reachable and b.state is BreakerState.CLOSED for b in self.breakers)
 
     @rule(data=st.data())
     def reachability(self, data: st.DataObject) -> None:
@@ -305,12 +313,12 @@ class Rotation(RuleBasedStateMachine):
             self.probes.add(i)
 
     @precondition(lambda self: self.probes)
-    @rule(data=st.data(), sign=st.sampled_from(Sign), draw=st.floats(0, 1, exclude_max=True))
-    def answer(self, data: st.DataObject, sign: Sign, draw: float) -> None:
+    @rule(data=st.data(), sign=st.sampled_from(AttemptResult), draw=st.floats(0, 1, exclude_max=True))
+    def answer(self, data: st.DataObject, sign: AttemptResult, draw: float) -> None:
         i = data.draw(st.sampled_from(sorted(self.probes)))
         self.probes.remove(i)
         self.breakers[i].probed(sign, self.at, draw)
-        self.probed[i] += sign is Sign.GOOD
+        self.probed[i] += sign is AttemptResult.GOOD
 
     @rule(data=st.data())
     def restart(self, data: st.DataObject) -> None:
@@ -319,7 +327,7 @@ class Rotation(RuleBasedStateMachine):
     @invariant()
     def only_a_good_probe_closes(self) -> None:
         for i, breaker in enumerate(self.breakers):
-            closed = breaker.state is State.CLOSED and self.before[i] is not State.CLOSED
+            closed = breaker.state is BreakerState.CLOSED and self.before[i] is not BreakerState.CLOSED
             assert self.probed[i] == closed
             self.probed[i] = 0
             self.before[i] = breaker.state
@@ -332,7 +340,7 @@ class Rotation(RuleBasedStateMachine):
     @invariant()
     def what_is_probed_is_half_open(self) -> None:
         assert all(b.probing == (i in self.probes) for i, b in enumerate(self.breakers))
-        assert all(b.state is State.HALF_OPEN for b in self.breakers if b.probing)
+        assert all(b.state is BreakerState.HALF_OPEN for b in self.breakers if b.probing)
 
 
 class Retries(RuleBasedStateMachine):

@@ -11,7 +11,7 @@ from policy.config.deployment import ModelSpec
 from policy.document.diff import Effect, diff
 from policy.document.parse import parse
 from policy.engine.model import EngineModel, Limits
-from policy.engine.model_file import Errors, Measure, ModelFile, encoded, model_file
+from policy.engine.model_file import Errors, Measure, ModelFile, encode, model_file
 from policy.engine.profiles import profile, shipped
 from policy.errors import ConfigError
 
@@ -41,7 +41,7 @@ def made(**over: Any) -> ModelFile:
 
 
 def content(**over: Any) -> dict[str, Any]:
-    decoded: dict[str, Any] = msgspec.json.decode(encoded(made()))
+    decoded: dict[str, Any] = msgspec.json.decode(encode(made()))
     return decoded | over
 
 

@@ -11,17 +11,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policy.config.control import Objective, Scale, Switching
+from policy.config.control import ModeSwitchConfig, ScaleConfig, SloConfig
 from policy.config.deployment import Budget
 from policy.engine.capacity import capability
 from policy.engine.model import Workload
 from policy.engine.step_table import GENERIC
-from policy.scaling.budget import Take
-from policy.scaling.decide import Mind, decide_all, workload_of
+from policy.scaling.budget import Allocation
+from policy.scaling.decide import ModelPolicies, decide_all, workload_of
 from policy.scaling.forecast import likely
-from policy.scaling.mode_selection import Prospect, Verdict, judged, outlooks
+from policy.scaling.mode_selection import Candidate, Verdict, evaluate, forecasts
 from policy.scaling.policies.registry import choose, make
-from policy.scaling.situation import Decision, Memory, Outlook, Override, Situation
+from policy.scaling.situation import Decision, Memory, ModeForecast, Override, Situation
 from policy.scaling.view import Supply
 from policy.signals.types import Rates, Signals
 from tests.policy.control_play import (
@@ -38,9 +38,9 @@ from tests.policy.control_play import (
     situation,
 )
 
-ALL = Take(math.inf, math.inf, math.inf, math.inf)
+ALL = Allocation(math.inf, math.inf, math.inf, math.inf)
 # The large shape alone is within this, up to 4.7 requests per second.
-QUICK = Objective(ttft_p95_s=3.0, itl_p95_s=0.06)
+QUICK = SloConfig(ttft_p95_s=3.0, itl_p95_s=0.06)
 BOTH = (LARGE, SMALL)
 
 
@@ -49,10 +49,10 @@ def large(**changes: Any) -> Situation:
     return situation(**({"mode": LARGE.mode, "rungs": BOTH, "slo": QUICK} | changes))
 
 
-def prospect(given: Situation, rate: float, **changes: Any) -> Prospect:
+def prospect(given: Situation, rate: float, **changes: Any) -> Candidate:
     workload: Workload = workload_of(demand(rate))
     able = {rung.mode: capability(rung.timing, workload, given.slo, error=rung.error) for rung in given.rungs}
-    return Prospect(
+    return Candidate(
         **(
             {"rate": rate, "during": lambda seconds: rate, "workload": workload, "capabilities": able}
             | {"reach": ALL, "alone": ALL, "spare": ALL}
@@ -61,8 +61,8 @@ def prospect(given: Situation, rate: float, **changes: Any) -> Prospect:
     )
 
 
-def seen(given: Situation, rate: float, **changes: Any) -> Mapping[str, Outlook]:
-    return outlooks(given, prospect(given, rate, **changes))
+def seen(given: Situation, rate: float, **changes: Any) -> Mapping[str, ModeForecast]:
+    return forecasts(given, prospect(given, rate, **changes))
 
 
 def confirmed(given: Situation, mode: str, seconds: float = 60.0, **memory: Any) -> Situation:
@@ -73,7 +73,7 @@ def confirmed(given: Situation, mode: str, seconds: float = 60.0, **memory: Any)
 
 def verdict(given: Situation, rate: float = 7.0, **changes: Any) -> tuple[Verdict, str]:
     """What is decided, and what is said of the mode that is not there."""
-    found = judged(given, prospect(given, rate, **changes))
+    found = evaluate(given, prospect(given, rate, **changes))
     return found, next(each.why for each in found.outlooks if each.mode != given.mode)
 
 
@@ -83,7 +83,7 @@ def verdict(given: Situation, rate: float = 7.0, **changes: Any) -> tuple[Verdic
 def test_a_rung_that_meets_the_objective_costs_the_cards_it_needs() -> None:
     there = seen(large(), 2.0)
     assert (there[LARGE.mode].count, there[LARGE.mode].cost) == (1, 4.0)
-    easy = seen(large(slo=Objective(ttft_p95_s=10.0)), 2.0)
+    easy = seen(large(slo=SloConfig(ttft_p95_s=10.0)), 2.0)
     assert (easy[SMALL.mode].count, easy[SMALL.mode].cost) == (3, 3.0)
 
 
@@ -105,7 +105,7 @@ def test_one_that_cannot_keep_up_costs_by_how_far_it_does_not() -> None:
 
 
 def test_without_an_objective_a_rung_is_good_until_it_is_full() -> None:
-    plain = large(slo=Objective())
+    plain = large(slo=SloConfig())
     assert seen(plain, 6.0)[LARGE.mode].cost == 4.0
     assert seen(plain, 6.0)[SMALL.mode].cost == 7.0
     assert seen(plain, 7.0)[LARGE.mode].cost > 8.0
@@ -124,21 +124,21 @@ def test_money_is_the_cost_where_prices_are_given_and_cores_where_there_are_no_c
 
 def test_an_error_of_the_engine_model_asks_for_more_replicas() -> None:
     unsure = msgspec.structs.replace(SMALL, error=0.3)
-    plain = Objective(ttft_p95_s=10.0)
+    plain = SloConfig(ttft_p95_s=10.0)
     assert seen(large(slo=plain), 5.0)[SMALL.mode].count == 6
     assert seen(large(slo=plain, rungs=(LARGE, unsure)), 5.0)[SMALL.mode].count == 7
 
 
 def test_min_healthy_and_bounds_and_the_budget_bind_the_count() -> None:
-    plain = Objective(ttft_p95_s=10.0)
-    assert seen(large(slo=plain, scale=Scale(min_healthy=4)), 1.0)[SMALL.mode].count == 4
+    plain = SloConfig(ttft_p95_s=10.0)
+    assert seen(large(slo=plain, scale=ScaleConfig(min_healthy=4)), 1.0)[SMALL.mode].count == 4
     assert seen(large(slo=plain), 5.0, reach=ALL._replace(gpus=3))[SMALL.mode].count == 3
     nothing = seen(large(), 5.0, reach=ALL._replace(gpus=3))[LARGE.mode]
     assert nothing.why == "the budget has no room for it"
 
 
 def test_even_a_lone_request_has_to_be_in_time() -> None:
-    there = seen(large(slo=Objective(itl_p95_s=0.05)), 0.0)
+    there = seen(large(slo=SloConfig(itl_p95_s=0.05)), 0.0)
     assert there[SMALL.mode].cost > 8 and there[LARGE.mode].cost == 4.0
 
 
@@ -153,9 +153,9 @@ def test_what_nothing_is_known_of_is_not_compared(model: Any) -> None:
 
 
 @given(
-    st.floats(0.01, 50), st.floats(0.01, 50), st.sampled_from([QUICK, Objective(), Objective(ttft_p95_s=2.0)])
+    st.floats(0.01, 50), st.floats(0.01, 50), st.sampled_from([QUICK, SloConfig(), SloConfig(ttft_p95_s=2.0)])
 )
-def test_more_load_never_costs_less(one: float, other: float, slo: Objective) -> None:
+def test_more_load_never_costs_less(one: float, other: float, slo: SloConfig) -> None:
     low, high = sorted((one, other))
     for mode in (LARGE.mode, SMALL.mode):
         before, after = (seen(large(slo=slo), rate)[mode] for rate in (low, high))
@@ -168,7 +168,7 @@ def test_more_load_never_costs_less(one: float, other: float, slo: Objective) ->
 
 
 def test_a_gain_has_to_last_before_it_is_believed() -> None:
-    found, why = verdict(large(), spare=Take(gpus=8))
+    found, why = verdict(large(), spare=Allocation(gpus=8))
     assert found.to is None and "so for 0 of 60 s" in why
     assert found.better_since == {SMALL.mode: NOON}
     found, why = verdict(confirmed(large(), SMALL.mode, 59.9))
@@ -181,7 +181,7 @@ def test_a_gain_has_to_last_before_it_is_believed() -> None:
 
 
 def test_a_gain_that_is_too_small_is_forgotten() -> None:
-    given = confirmed(large(switching=Switching(gain=0.5)), SMALL.mode, 600)
+    given = confirmed(large(switching=ModeSwitchConfig(gain=0.5)), SMALL.mode, 600)
     found, why = verdict(given, 2.0)
     assert (found.to, found.better_since) == (None, {})
     assert why.endswith("less than mode.gain, 50%")
@@ -214,7 +214,7 @@ def test_a_gain_that_was_not_seen_has_to_last_anew() -> None:
 def test_a_start_that_takes_long_has_to_be_worth_it() -> None:
     """From three small ones to one large: one card less in four for as long as it lasts."""
     slow = msgspec.structs.replace(SMALL, lead_s=600.0)
-    there = large(rungs=(LARGE, slow), slo=Objective(ttft_p95_s=10.0))
+    there = large(rungs=(LARGE, slow), slo=SloConfig(ttft_p95_s=10.0))
     found, why = verdict(confirmed(there, SMALL.mode), 2.0)
     assert found.to is None and "over 300 s it saves 300, and the switch costs 1800" in why
     # What was better for half an hour is expected to be so for another.
@@ -226,33 +226,37 @@ def test_where_nobody_serves_meanwhile_the_queue_has_to_hold_it() -> None:
     gap = msgspec.structs.replace(LARGE, gap_s=100.0)
     patient = large(mode=SMALL.mode, count=8, rungs=(gap, SMALL), queue_s=100.0)
     there = confirmed(patient, LARGE.mode, 3600)
-    assert verdict(there, 2.0, spare=Take())[0].to is not None
+    assert verdict(there, 2.0, spare=Allocation())[0].to is not None
     impatient = msgspec.structs.replace(there, queue_s=99.0)
-    found, why = verdict(impatient, 2.0, spare=Take())
+    found, why = verdict(impatient, 2.0, spare=Allocation())
     assert (
         found.to is None and "0.00 of 2.00 req/s can be carried meanwhile: the others wait for 100 s" in why
     )
     # What a gap costs is weighed, too: for a minute or two it is not worth one.
     shortly = msgspec.structs.replace(there, memory=Memory(better_since={LARGE.mode: NOON - 60}))
-    assert "and the switch costs" in verdict(shortly, 2.0, spare=Take())[1]
+    assert "and the switch costs" in verdict(shortly, 2.0, spare=Allocation())[1]
 
 
 def test_half_of_those_that_serve_have_to_do_meanwhile() -> None:
     """Six small ones make way for a large one on six cards: four go, two stay."""
-    plain = Objective(ttft_p95_s=10.0)
-    there = confirmed(large(mode=SMALL.mode, count=6, slo=plain, scale=Scale(min_healthy=5)), LARGE.mode)
-    there = msgspec.structs.replace(there, rungs=(rung(LARGE.mode, gpus=4, most=1), SMALL), scale=Scale())
+    plain = SloConfig(ttft_p95_s=10.0)
+    there = confirmed(
+        large(mode=SMALL.mode, count=6, slo=plain, scale=ScaleConfig(min_healthy=5)), LARGE.mode
+    )
+    there = msgspec.structs.replace(
+        there, rungs=(rung(LARGE.mode, gpus=4, most=1), SMALL), scale=ScaleConfig()
+    )
     edge = capability(SMALL.timing, workload_of(demand(1.0)), plain).mu_max
-    found, why = verdict(there, 5.0, spare=Take())
+    found, why = verdict(there, 5.0, spare=Allocation())
     assert found.to is None and f"{0.9 * 2 * edge:.2f} of 5.00 req/s can be carried meanwhile" in why
-    assert verdict(there, 5.0, spare=Take(gpus=4))[0].to is not None
+    assert verdict(there, 5.0, spare=Allocation(gpus=4))[0].to is not None
 
 
 def test_who_cannot_keep_up_may_let_requests_wait_while_that_changes() -> None:
     there = confirmed(large(), SMALL.mode)
-    assert verdict(there, 7.5, spare=Take(gpus=4))[0].to is not None
+    assert verdict(there, 7.5, spare=Allocation(gpus=4))[0].to is not None
     hurried = msgspec.structs.replace(there, queue_s=5.0)
-    found, why = verdict(hurried, 7.5, spare=Take(gpus=4))
+    found, why = verdict(hurried, 7.5, spare=Allocation(gpus=4))
     assert found.to is None and "can be carried meanwhile" in why
 
 
@@ -266,7 +270,7 @@ def test_what_may_come_while_a_switch_lasts_is_not_what_the_policy_foresees() ->
         asked.append(seconds)
         return 6.0
 
-    assert "0.00 of 6.00 req/s" in verdict(there, 2.0, spare=Take(), during=during)[1]
+    assert "0.00 of 6.00 req/s" in verdict(there, 2.0, spare=Allocation(), during=during)[1]
     assert asked == [100.0]
     # As a decision: the rate rises, and a policy that foresees nothing says what came of late.
     rising = Rates(last_6_s=2.0, last_20_s=2.0, last_60_s=2.0, last_600_s=1.0)
@@ -280,9 +284,9 @@ def test_what_may_come_while_a_switch_lasts_is_not_what_the_policy_foresees() ->
 def test_of_several_the_best_is_chosen() -> None:
     tiny = rung("tiny", gpus=1, most=8)
     wide = rung("wide", gpus=2, most=4)
-    there = large(rungs=(LARGE, wide, tiny), slo=Objective())
+    there = large(rungs=(LARGE, wide, tiny), slo=SloConfig())
     there = msgspec.structs.replace(there, memory=Memory(better_since={"wide": NOON - 90, "tiny": NOON - 90}))
-    found = judged(there, prospect(there, 1.0))
+    found = evaluate(there, prospect(there, 1.0))
     said = {each.mode: each.why for each in found.outlooks}
     assert found.to is not None
     other = {"wide", "tiny"} - {found.to.mode}
@@ -293,7 +297,7 @@ def test_of_several_the_best_is_chosen() -> None:
 
 
 def decided(there: Situation, count: int = 1, budget: Budget | None = None) -> tuple[Decision, Memory]:
-    mind = {there.model: Mind(Wants(count))}
+    mind = {there.model: ModelPolicies(Wants(count))}
     return decide_all({there.model: there}, budget or Budget(), mind)[there.model]
 
 
@@ -315,7 +319,7 @@ def test_a_model_that_sleeps_or_falls_asleep_does_not_switch() -> None:
     small = msgspec.structs.replace(SMALL, least=0)
     for count in (0, 1):
         signals = Signals(demand=quiet, replicas=figures(count, running=0))
-        there = large(count=count, signals=signals, slo=Objective(), scale=Scale(zero_after_s=300.0))
+        there = large(count=count, signals=signals, slo=SloConfig(), scale=ScaleConfig(zero_after_s=300.0))
         there = msgspec.structs.replace(there, rungs=(msgspec.structs.replace(LARGE, least=0), small))
         there = confirmed(
             msgspec.structs.replace(there, supply=Supply(wanted=count, serving=count)), SMALL.mode
@@ -359,14 +363,14 @@ def test_a_mode_set_by_hand_before_anybody_told_anything_has_to_do_as_much() -> 
     there = situation(count=6, rungs=(SMALL, wide), signals=signals, override=Override(mode="wide"))
     decision, _ = decided(there, 6)
     workload = workload_of(None)
-    one, other = (capability(each.timing, workload, Objective()).mu for each in (SMALL, wide))
+    one, other = (capability(each.timing, workload, SloConfig()).mu for each in (SMALL, wide))
     assert (decision.mode, decision.count) == ("wide", math.ceil(6 * one / other))
     assert decision.count > 1
 
 
 def test_a_policy_that_leaves_the_count_to_others_leaves_the_mode_to_them() -> None:
     given = overloaded()
-    minds = {given.model: Mind(make(choose("policy", "static")))}
+    minds = {given.model: ModelPolicies(make(choose("policy", "static")))}
     decision, memory = decide_all({given.model: given}, Budget(gpus=12), minds)[given.model]
     assert (decision.mode, decision.gain, memory.better_since) == (LARGE.mode, None, {})
     other = next(seen for seen in decision.outlooks if seen.mode == SMALL.mode)
@@ -381,7 +385,7 @@ def test_a_mode_that_has_no_room_any_more_is_left() -> None:
     hungry = msgspec.structs.replace(LARGE, watts=2560.0)
     small = msgspec.structs.replace(SMALL, watts=300.0)
     signals = Signals(demand=demand(1.0), replicas=figures(1))
-    there = large(slo=Objective(), rungs=(hungry, small), signals=signals)
+    there = large(slo=SloConfig(), rungs=(hungry, small), signals=signals)
     decision, memory = decided(there, budget=Budget(watts=2500))
     assert (decision.mode, decision.count) == (LARGE.mode, 1)
     assert memory.better_since == {SMALL.mode: NOON}
@@ -403,7 +407,7 @@ def test_a_switch_is_made_whole_or_not_at_all() -> None:
         model="low", count=6, priority=-1, signals=Signals(demand=demand(6.0), replicas=figures(6))
     )
     situations = {"chat": overloaded(), "low": low}
-    minds = {"chat": Mind(Wants(1)), "low": Mind(Wants(6))}
+    minds = {"chat": ModelPolicies(Wants(1)), "low": ModelPolicies(Wants(6))}
     made = decide_all(situations, Budget(gpus=12), minds)
     decision, memory = made["chat"]
     assert decision.mode == LARGE.mode

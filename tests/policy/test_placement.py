@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policy.hashing import rendezvous
-from policy.placement.plan import EMPTY, Bounds, Demand, Host, Plan, Why, plan
+from policy.placement.plan import EMPTY, Bounds, Demand, Host, Plan, Reason, plan
 
 # Where every slot is planned, the arithmetic is easier to follow.
 ALL = Bounds(free=0)
@@ -192,15 +192,15 @@ def test_homes_follow_rendezvous_and_say_so() -> None:
     made = plan(hosts, [demand("a", 1.0)], EMPTY, 0.0)
     best = max(hosts, key=lambda each: rendezvous(hash_of("a"), each.key, each.seats))
     assert where(made, "a") == (best.id,)
-    assert made.explain("a") == f"{Why.CLAIMED}; 1 requests/s times 0.25 s of a load"
-    assert why(plan(hosts, [demand("a", 1.0)], made, 5.0), "a") == Why.KEPT
+    assert made.explain("a") == f"{Reason.CLAIMED}; 1 requests/s times 0.25 s of a load"
+    assert why(plan(hosts, [demand("a", 1.0)], made, 5.0), "a") == Reason.KEPT
 
 
 def test_what_is_loaded_somewhere_lives_there() -> None:
     for number in range(3):
         hosts = [host(i, resident=frozenset({"a"} if i == number else ())) for i in range(3)]
         made = plan(hosts, [demand("a", 1.0)], EMPTY, 0.0)
-        assert where(made, "a") == (f"r{number}",) and why(made, "a") == Why.RESIDENT
+        assert where(made, "a") == (f"r{number}",) and why(made, "a") == Reason.RESIDENT
 
 
 def test_what_a_replica_cannot_load_lives_elsewhere_or_nowhere() -> None:
@@ -208,14 +208,14 @@ def test_what_a_replica_cannot_load_lives_elsewhere_or_nowhere() -> None:
     refusing = host(0, refused=frozenset({"a"}))
     assert where(plan([refusing, host(1)], [demand("a", 1.0)], made, 1.0), "a") == ("r1",)
     nowhere = plan([refusing], [demand("a", 1.0)], made, 1.0)
-    assert nowhere.explain("a") == Why.NOWHERE and nowhere.hold == {"r0": ()}
+    assert nowhere.explain("a") == Reason.NOWHERE and nowhere.hold == {"r0": ()}
 
 
 def test_slots_go_to_what_costs_most_to_load_again() -> None:
     demands = [demand("often", 3.0, load_s=0.1), demand("dear", 1.0, load_s=1.0), demand("rare", 0.1)]
     made = plan([host(0, slots=2)], demands, EMPTY, 0.0, ALL)
     assert made.hold["r0"] == ("dear", "often")
-    assert made.explain("rare") == Why.ON_DEMAND
+    assert made.explain("rare") == Reason.ON_DEMAND
 
 
 def test_some_slots_are_left_to_what_is_loaded_on_demand() -> None:
@@ -235,7 +235,7 @@ def test_who_has_a_slot_keeps_it_until_another_is_worth_more_by_a_quarter() -> N
         ("b", "", "r0"),
         ("a", "r0", ""),
     ]
-    assert taken.explain("a") == Why.DISPLACED
+    assert taken.explain("a") == Reason.DISPLACED
 
 
 def test_what_lost_its_slot_does_not_come_back_within_a_minute() -> None:
@@ -287,7 +287,7 @@ def test_ranks_live_together_where_load_is_low() -> None:
     made = plan(hosts, demands, EMPTY, 0.0, ALL)
     ranks = {each.name: each.rank for each in demands}
     mixed = [Counter(ranks[name] for name in names) for names in made.hold.values()]
-    assert any(Why.ALIKE in home.why for home in made.homes)
+    assert any(Reason.ALIKE in home.why for home in made.homes)
     assert all(max(counts.values()) >= 7 for counts in mixed)
     assert max(made.load.values()) <= 1.25
 
@@ -299,7 +299,7 @@ def test_without_room_loads_are_evened_by_exchanges() -> None:
     demands = [demand(name, 8.0 if name in heavy else 1.0) for name in "abcd"]
     later = plan(hosts, demands, made, 60.0, ALL)
     assert len(later.moves) == 2 and max(later.load.values()) <= 1.25
-    assert {why(later, move.name) for move in later.moves} == {Why.EVENED}
+    assert {why(later, move.name) for move in later.moves} == {Reason.EVENED}
     assert all(move.source and move.target for move in later.moves)
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policy.scaling.rollout import CPU_OVERCOMMIT, Footprint, Goal, Layer, LayerKey, fits, gap_needed, step
+from policy.scaling.rollout import CPU_OVERCOMMIT, Footprint, Goal, Layer, LayerKey, fits, needs_gap, step
 from tests.policy.cluster_play import Cluster
 
 LARGE, SMALL = LayerKey("m", "large", 1), LayerKey("m", "small", 1)
@@ -56,7 +56,7 @@ def clusters(draw: st.DrawFn) -> Cluster:
 @given(clusters())
 def test_a_switch_keeps_its_promises_at_every_tick(cluster: Cluster) -> None:
     floor = 0 if cluster.goal.gap else min(cluster.goal.min_healthy, cluster.ready())
-    starves = gap_needed(cluster.goal, cluster.layers(), cluster.footprints, cluster.gpus, cluster.cpus)
+    starves = needs_gap(cluster.goal, cluster.layers(), cluster.footprints, cluster.gpus, cluster.cpus)
     for _ in range(ENOUGH_TICKS):
         cluster.tick()
         assert cluster.gpus is None or cluster.used("gpus") <= cluster.gpus

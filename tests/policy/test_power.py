@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from policy.engine.power import DRAWS, btu_per_h, draw_of, joules_per_token
+from policy.engine.power import DRAWS, btu_per_h, joules_per_token, power_model_of
 from policy.engine.profiles import PROFILES
 
 
@@ -29,7 +29,7 @@ def test_every_kind_that_ships_a_profile_of_hardware_has_a_draw() -> None:
 
 
 def test_a_kind_that_is_not_known_draws_what_the_budget_says() -> None:
-    draw = draw_of("tpu", 200.0)
+    draw = power_model_of("tpu", 200.0)
     assert draw.watts(1.0) == 200.0 and 0.0 < draw.watts(0.0) < 200.0
     assert "200 W" in draw.source
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policy.routing.prefix_index import DOUBT, Held
+from policy.routing.prefix_index import DOUBT, PrefixIndex
 
 CHAIN = (10, 20, 30, 40, 50, 60, 70)
 
 
 def test_the_deepest_common_beginning_is_found() -> None:
-    held = Held()
+    held = PrefixIndex()
     held.touch(CHAIN, 700, at=0.0)
     for depth in range(len(CHAIN) + 1):
         assert held.depth((*CHAIN[:depth], 1, 3, 5), at=1.0) == depth
@@ -20,7 +20,7 @@ def test_the_deepest_common_beginning_is_found() -> None:
 
 
 def test_what_was_not_used_for_long_is_not_believed() -> None:
-    held = Held(age_s=100.0)
+    held = PrefixIndex(age_s=100.0)
     held.touch(CHAIN, 700, at=0.0)
     assert held.depth(CHAIN, at=45.0) == len(CHAIN)
     assert held.depth(CHAIN, at=300.0) == 0
@@ -28,14 +28,14 @@ def test_what_was_not_used_for_long_is_not_believed() -> None:
 
 
 def test_what_is_used_stays() -> None:
-    held = Held(age_s=100.0)
+    held = PrefixIndex(age_s=100.0)
     for at in range(0, 1000, 40):
         held.touch(CHAIN, 0, at=float(at))
         assert held.depth(CHAIN, at=float(at + 39)) == len(CHAIN)
 
 
 def test_what_lies_beyond_the_kv_capacity_is_not_believed_but_remembered() -> None:
-    held = Held()
+    held = PrefixIndex()
     held.capacity = 1000
     held.touch(CHAIN, 700, at=0.0)
     held.touch((2, 4), 900, at=1.0)
@@ -47,7 +47,7 @@ def test_what_lies_beyond_the_kv_capacity_is_not_believed_but_remembered() -> No
 
 
 def test_first_tokens_that_keep_coming_late_teach_a_capacity() -> None:
-    held = Held()
+    held = PrefixIndex()
     held.touch((2,), 5000, at=0.0)
     held.was_gone(3000)
     assert held.depth((2,), at=0.0) == 1, "one late answer is an accident"
@@ -64,7 +64,7 @@ def test_first_tokens_that_keep_coming_late_teach_a_capacity() -> None:
     capacity=st.integers(2, 40),
 )
 def test_the_index_never_exceeds_its_bound(chains: list[list[int]], capacity: int) -> None:
-    held = Held(capacity=capacity)
+    held = PrefixIndex(capacity=capacity)
     for at, chain in enumerate(chains):
         held.touch(chain, 10, at=float(at))
         assert len(held) <= capacity
@@ -73,7 +73,7 @@ def test_the_index_never_exceeds_its_bound(chains: list[list[int]], capacity: in
 @given(st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=8), min_size=1, max_size=20))
 def test_what_is_believed_was_sent(sequences: list[list[int]]) -> None:
     """Chained hashes stand for all before them: a believed depth was the beginning of something sent."""
-    held, sent = Held(capacity=1000), set()
+    held, sent = PrefixIndex(capacity=1000), set()
     for at, sequence in enumerate(sequences):
         chain = [hash(tuple(sequence[: i + 1])) for i in range(len(sequence))]
         depth = held.depth(chain, at=float(at))

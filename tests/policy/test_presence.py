@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from policy.signals.aggregator import Gathering
-from policy.signals.replica_metrics import SILENT_S, Presence
-from policy.signals.types import ReplicaFigures
-from policy.types import Load, Replica, ReplicaState
-from policy.wire.heartbeat import Beat
+from policy.signals.aggregator import SignalAggregator
+from policy.signals.replica_metrics import SILENT_S, ReplicaMetrics
+from policy.signals.types import ReplicaSample
+from policy.types import Load, Replica, ReplicaPhase
+from policy.wire.heartbeat import Heartbeat
 from policy.wire.reports import EngineReport, PowerReport
 
 T = 1000.0
@@ -19,26 +19,26 @@ T = 1000.0
 def beat(
     name: str = "r1",
     *,
-    state: ReplicaState = ReplicaState.READY,
+    state: ReplicaPhase = ReplicaPhase.READY,
     incarnation: int = 0,
     engine: EngineReport | None = None,
     power: PowerReport | None = None,
     **load: Any,
-) -> Beat:
+) -> Heartbeat:
     replica = Replica(
         id=name, model="m", shape="s", generation=1, state=state, incarnation=incarnation, pid=7,
         load=Load(at=0.0, **load),
     )  # fmt: skip
-    return Beat(replica=replica, engine=engine, power=power)
+    return Heartbeat(replica=replica, engine=engine, power=power)
 
 
-def only(presence: Presence, at: float) -> ReplicaFigures:
+def only(presence: ReplicaMetrics, at: float) -> ReplicaSample:
     (figures,) = presence.figures("m", at)
     return figures
 
 
 def test_a_replica_says_its_load_and_how_old_that_is() -> None:
-    presence = Presence()
+    presence = ReplicaMetrics()
     presence.take(beat(running=3, waiting=2, kv_used=0.4), T)
     seen = only(presence, T + 1.5)
     assert (seen.id, seen.age_s, seen.running, seen.waiting, seen.kv_used) == ("r1", 1.5, 3, 2, 0.4)
@@ -46,7 +46,7 @@ def test_a_replica_says_its_load_and_how_old_that_is() -> None:
 
 
 def test_tokens_and_preemptions_a_second_over_the_last_seconds() -> None:
-    presence = Presence()
+    presence = ReplicaMetrics()
     for half in range(40):
         tokens = 50 * half if half < 20 else 1000 + 150 * (half - 20)
         presence.take(beat(tokens=tokens, engine=EngineReport(preempted=half // 2)), T + half / 2)
@@ -56,7 +56,7 @@ def test_tokens_and_preemptions_a_second_over_the_last_seconds() -> None:
 
 
 def test_beats_in_a_burst_are_one_mark() -> None:
-    presence = Presence()
+    presence = ReplicaMetrics()
     for i in range(1000):
         presence.take(beat(tokens=i), T + i / 1000)
     assert only(presence, T + 1).tokens_per_s == pytest.approx(1000.0, rel=0.02)
@@ -64,7 +64,7 @@ def test_beats_in_a_burst_are_one_mark() -> None:
 
 
 def test_an_engine_that_started_anew_counts_from_its_start() -> None:
-    presence = Presence()
+    presence = ReplicaMetrics()
     presence.take(beat(tokens=9_000_000, engine=EngineReport(preempted=50)), T)
     presence.take(beat(tokens=100, incarnation=1), T + 1)
     assert only(presence, T + 1).tokens_per_s == 0.0
@@ -73,7 +73,7 @@ def test_an_engine_that_started_anew_counts_from_its_start() -> None:
 
 
 def test_what_an_engine_counted_before_it_was_heard_came_not_just_now() -> None:
-    presence = Presence()
+    presence = ReplicaMetrics()
     presence.take(beat(), T)
     presence.take(beat(engine=EngineReport(preempted=500)), T + 1)
     assert only(presence, T + 1).preempted_per_s == 0.0
@@ -82,7 +82,7 @@ def test_what_an_engine_counted_before_it_was_heard_came_not_just_now() -> None:
 
 
 def test_the_engines_and_the_cards_last_word_stands_until_the_next() -> None:
-    presence = Presence()
+    presence = ReplicaMetrics()
     power = PowerReport(watts=300.0, celsius=71.0, throttled="sw_power_cap")
     presence.take(beat(engine=EngineReport(deferred=2), power=power), T)
     presence.take(beat(), T + 1)
@@ -91,19 +91,19 @@ def test_the_engines_and_the_cards_last_word_stands_until_the_next() -> None:
 
 
 def test_only_those_that_serve_are_figures() -> None:
-    presence = Presence()
+    presence = ReplicaMetrics()
     presence.take(beat("b"), T)
     presence.take(beat("a"), T)
-    presence.take(beat("starts", state=ReplicaState.STARTING), T)
-    presence.take(beat("leaves", state=ReplicaState.DRAINING), T)
+    presence.take(beat("starts", state=ReplicaPhase.STARTING), T)
+    presence.take(beat("leaves", state=ReplicaPhase.DRAINING), T)
     assert [one.id for one in presence.figures("m", T)] == ["a", "b"]
     assert presence.figures("other", T) == ()
-    presence.take(beat("b", state=ReplicaState.STOPPED), T + 1)
+    presence.take(beat("b", state=ReplicaPhase.STOPPED), T + 1)
     assert [one.id for one in presence.figures("m", T + 1)] == ["a"]
 
 
 def test_one_that_is_silent_for_long_is_gone() -> None:
-    gathering = Gathering()
+    gathering = SignalAggregator()
     gathering.take_beat(beat("silent"), T)
     assert len(gathering.signals("m", T + SILENT_S).replicas) == 1
     assert gathering.signals("m", T + SILENT_S + 1).replicas == ()
@@ -120,6 +120,6 @@ def test_one_that_is_silent_for_long_is_gone() -> None:
     ],
 )
 def test_the_error_of_a_card_is_told_with_what_slows_it(power: PowerReport, said: str) -> None:
-    presence = Presence()
+    presence = ReplicaMetrics()
     presence.take(beat(power=power), T)
     assert only(presence, T).throttled == said

@@ -5,12 +5,12 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policy.admission.ordered_set import Ranking
+from policy.admission.ordered_set import OrderedSet
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.one_of(st.none(), st.integers(-5, 5)), st.integers(0, 2))))
 def test_it_is_a_sort_of_what_is_in_it(steps: list[tuple[int, int | None, int]]) -> None:
-    ranking: Ranking[int] = Ranking()
+    ranking: OrderedSet[int] = OrderedSet()
     plain: dict[int, tuple[int, int, int]] = {}
     for number, (member, key, then) in enumerate(steps):
         if key is None:
@@ -25,7 +25,7 @@ def test_it_is_a_sort_of_what_is_in_it(steps: list[tuple[int, int | None, int]])
 
 
 def test_outdated_entries_do_not_pile_up() -> None:
-    ranking: Ranking[str] = Ranking()
+    ranking: OrderedSet[str] = OrderedSet()
     for key in range(10_000):
         ranking.put("a", key)
     assert len(ranking._heap) < 100

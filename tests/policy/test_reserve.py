@@ -5,13 +5,13 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policy.admission.reserved_slots import ACTIVE_S, Reserve
+from policy.admission.reserved_slots import ACTIVE_S, ReservedSlots
 
 SLOTS = 16
 
 
-def loud_with(running: int, weight: float = 1.0) -> Reserve:
-    reserve = Reserve(lambda tenant: weight if tenant == "loud" else 1.0)
+def loud_with(running: int, weight: float = 1.0) -> ReservedSlots:
+    reserve = ReservedSlots(lambda tenant: weight if tenant == "loud" else 1.0)
     reserve.came("quiet", 0.0)
     reserve.came("loud", 0.0)
     for _ in range(running):
@@ -51,7 +51,7 @@ def test_who_is_alone_has_all() -> None:
 @given(st.lists(st.sampled_from("abc"), max_size=50), st.integers(1, 20), st.integers(1, 20))
 def test_an_empty_fleet_serves_anyone(came: list[str], slots: int, replicas: int) -> None:
     """Nothing runs: whoever asks gets a slot, so nobody waits for nothing."""
-    reserve = Reserve(lambda tenant: 1.0)
+    reserve = ReservedSlots(lambda tenant: 1.0)
     for at, tenant in enumerate(came):
         reserve.came(tenant, at / 10)
         reserve.began(tenant)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from policy.config.control import Control, Objective
+from policy.config.control import ControlConfig, SloConfig
 from policy.config.deployment import Adapters, ModelSpec
 from policy.engine.step_table import GENERIC
 from policy.routing.settings import START_SHARE, settings_of
@@ -13,7 +13,7 @@ def test_what_the_document_says_becomes_settings() -> None:
         name="m",
         profile="cpu-smollm2-135m",
         adapters=Adapters(slots_per_replica=3),
-        control=Control(slo=Objective(ttft_p95_s=2.0, itl_p95_s=0.1)),
+        control=ControlConfig(slo=SloConfig(ttft_p95_s=2.0, itl_p95_s=0.1)),
     )
     found = settings_of(spec)
     assert (found.start_s, found.itl_s, found.slots) == (START_SHARE * 2.0, 0.1, 3)

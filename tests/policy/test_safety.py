@@ -7,10 +7,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from policy.config.control import Scale
+from policy.config.control import ScaleConfig
 from policy.config.deployment import Budget
-from policy.scaling.decide import Mind, decide_all
-from policy.scaling.situation import Decision, Memory, Override, Rule, Situation
+from policy.scaling.decide import ModelPolicies, decide_all
+from policy.scaling.situation import Decision, Guardrail, Memory, Override, Situation
 from policy.scaling.view import Supply
 from policy.signals.types import Signals
 from tests.policy.control_play import (
@@ -29,7 +29,7 @@ from tests.policy.control_play import (
 )
 
 ZERO = rung("multi-replica", least=0)
-SLEEPY = Scale(zero_after_s=300.0)
+SLEEPY = ScaleConfig(zero_after_s=300.0)
 
 
 def clips(decision: Decision) -> list[tuple[str, int, int]]:
@@ -65,7 +65,7 @@ def test_an_override_binds_until_its_instant_and_not_after(term_s: float | None,
 
 
 def test_bounds_min_healthy_and_budgets_bind_what_is_set_by_hand() -> None:
-    healthy = Scale(min_healthy=2)
+    healthy = ScaleConfig(min_healthy=2)
     over = decide(situation(count=2, override=by_hand(20)), 2)[0]
     assert (over.count, clips(over)) == (8, [("override", 2, 20), ("budget", 20, 8)])
     poor = decide(situation(count=2, override=by_hand(7)), 2, Budget(gpus=5))[0]
@@ -130,7 +130,7 @@ def test_a_gap_in_the_signals_begins_the_hold_anew() -> None:
 
 
 def test_as_many_as_must_be_healthy_stay_within_the_bounds_of_the_mode() -> None:
-    scale = Scale(min_healthy=3, hold_s=1.0)
+    scale = ScaleConfig(min_healthy=3, hold_s=1.0)
     given = enough_for(60, 0, situation(count=4, scale=scale))
     decision = decide(given, 0)[0]
     assert (decision.count, clips(decision)) == (3, [("min_healthy", 0, 3)])
@@ -171,7 +171,7 @@ def test_after_so_long_without_a_request_there_is_none() -> None:
             idle(300.0, arrivals=msgspec.structs.replace(rates(0.0), last_600_s=0.05)),
             rungs=(rung("multi-replica", least=0, lead_s=300.0),),
         ),
-        msgspec.structs.replace(idle(600.0), scale=Scale()),
+        msgspec.structs.replace(idle(600.0), scale=ScaleConfig()),
         msgspec.structs.replace(idle(600.0), rungs=(SMALL,)),
         msgspec.structs.replace(idle(600.0), signals=Signals(demand=idle(600.0).signals.demand)),
         msgspec.structs.replace(
@@ -252,7 +252,9 @@ def test_nobody_takes_from_who_is_not_seen_or_under_way(changes: dict[str, Any],
     low = situation(**({"model": "low", "count": 6, "priority": -1} | changes))
     high = situation(model="high", count=2, memory=Memory(starved_since=NOON - 10))
     made = decide_all(
-        {"low": low, "high": high}, Budget(gpus=8), {"low": Mind(Wants(6)), "high": Mind(Wants(5))}
+        {"low": low, "high": high},
+        Budget(gpus=8),
+        {"low": ModelPolicies(Wants(6)), "high": ModelPolicies(Wants(5))},
     )
     assert {name: decision.count for name, (decision, _) in made.items()} == {"low": left, "high": 2}
 
@@ -268,7 +270,7 @@ def test_a_step_up_is_a_part_of_what_there_is_and_one_at_least(
     count: int, asked: int, up: float, now: int
 ) -> None:
     wide = rung("multi-replica", most=20)
-    given = situation(count=count, scale=Scale(max_step_up=up), rungs=(wide,))
+    given = situation(count=count, scale=ScaleConfig(max_step_up=up), rungs=(wide,))
     assert decide(given, asked)[0].count == now
 
 
@@ -278,7 +280,7 @@ def test_a_step_up_is_a_part_of_what_there_is_and_one_at_least(
 def test_a_step_down_is_a_part_of_what_there_is_and_one_at_least(
     count: int, asked: int, down: float, now: int
 ) -> None:
-    given = situation(count=count, scale=Scale(max_step_down=down))
+    given = situation(count=count, scale=ScaleConfig(max_step_down=down))
     assert decide(enough_for(60, 1, given), asked)[0].count == now
 
 
@@ -299,7 +301,7 @@ def test_what_fails_to_start_gets_no_more_of_it() -> None:
 
 def test_a_count_falls_to_what_was_enough_for_the_whole_hold() -> None:
     lows = {1: NOON - 20, 3: NOON - 60, 5: NOON - 300}
-    given = situation(count=6, scale=Scale(max_step_down=1.0), memory=Memory(low_since=lows))
+    given = situation(count=6, scale=ScaleConfig(max_step_down=1.0), memory=Memory(low_since=lows))
     decision, memory = decide(given, 1)
     assert (decision.count, clips(decision)) == (3, [("hold", 1, 3)])
     assert decision.clips[0].why == "1 enough for 20 of 60 s"
@@ -318,7 +320,9 @@ def test_more_is_wanted_so_fewer_were_never_enough() -> None:
     ("hold_s", "lead_s", "held_s"), [("auto", 30.0, 60.0), ("auto", 200.0, 200.0), (15.0, 200.0, 15.0)]
 )
 def test_auto_is_a_minute_or_the_time_of_a_start(hold_s: Any, lead_s: float, held_s: float) -> None:
-    given = situation(count=2, rungs=(rung("multi-replica", lead_s=lead_s),), scale=Scale(hold_s=hold_s))
+    given = situation(
+        count=2, rungs=(rung("multi-replica", lead_s=lead_s),), scale=ScaleConfig(hold_s=hold_s)
+    )
     assert decide(enough_for(held_s - 0.1, 1, given), 1)[0].count == 2
     assert decide(enough_for(held_s, 1, given), 1)[0].count == 1
 
@@ -337,7 +341,7 @@ def test_auto_is_a_minute_or_the_time_of_a_start(hold_s: Any, lead_s: float, hel
 def test_nothing_falls_while_something_is_under_way(changes: dict[str, Any], count: int, why: str) -> None:
     decision = decide(enough_for(3600, 2, situation(count=4, **changes)), 2)[0]
     assert decision.count == count
-    assert why in "".join(clip.why for clip in decision.clips if clip.rule is Rule.HOLD)
+    assert why in "".join(clip.why for clip in decision.clips if clip.rule is Guardrail.HOLD)
 
 
 def test_a_switch_under_way_may_grow() -> None:
@@ -349,15 +353,15 @@ def test_the_rules_are_applied_in_their_order() -> None:
     given = situation(
         count=1,
         signals=Signals(),
-        scale=Scale(min_healthy=4, max_step_up=1.0),
+        scale=ScaleConfig(min_healthy=4, max_step_up=1.0),
         rungs=(rung("multi-replica", most=6),),
     )
     decision = decide(given, 0, Budget(gpus=3))[0]
     assert [clip.rule for clip in decision.clips] == [
-        Rule.STALENESS,
-        Rule.MIN_HEALTHY,
-        Rule.BUDGET,
-        Rule.STEP,
+        Guardrail.STALENESS,
+        Guardrail.MIN_HEALTHY,
+        Guardrail.BUDGET,
+        Guardrail.STEP,
     ]
     assert [(clip.was, clip.now) for clip in decision.clips] == [(0, 1), (1, 4), (4, 3), (3, 2)]
 

@@ -7,14 +7,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from policy.admission.spend_cap import HOUR_S, Hold, Purse, cost
+from policy.admission.spend_cap import HOUR_S, Reservation, SpendCap, cost
 from policy.config.deployment import Price
 
 CAP = 10.0
 SLOT_S = HOUR_S / 60
 
 
-def held(purse: Purse, amount: float, at: float) -> Hold:
+def held(purse: SpendCap, amount: float, at: float) -> Reservation:
     hold = purse.hold(amount, at)
     assert hold is not None
     return hold
@@ -25,7 +25,7 @@ def test_a_price_is_for_a_million_tokens() -> None:
 
 
 def test_what_is_held_counts_and_what_was_not_used_comes_back() -> None:
-    purse = Purse(CAP)
+    purse = SpendCap(CAP)
     first = held(purse, 6.0, 0.0)
     assert purse.hold(6.0, 1.0) is None
     purse.settle(first, 1.5, 2.0)
@@ -37,7 +37,7 @@ def test_what_is_held_counts_and_what_was_not_used_comes_back() -> None:
 
 
 def test_settling_again_changes_nothing() -> None:
-    purse = Purse(CAP)
+    purse = SpendCap(CAP)
     hold = held(purse, 5.0, 0.0)
     purse.settle(hold, 4.0, 0.0)
     purse.settle(hold, 5.0, 0.0)
@@ -45,27 +45,27 @@ def test_settling_again_changes_nothing() -> None:
 
 
 def test_money_comes_back_after_an_hour() -> None:
-    purse = Purse(CAP)
+    purse = SpendCap(CAP)
     purse.settle(held(purse, CAP, 30.0), CAP, 30.0)
     assert purse.hold(1.0, HOUR_S) is None
     assert purse.hold(1.0, HOUR_S + SLOT_S + 1) is not None
 
 
 def test_a_long_silence_empties_the_hour() -> None:
-    purse = Purse(CAP)
+    purse = SpendCap(CAP)
     purse.settle(held(purse, CAP, 0.0), CAP, 0.0)
     assert purse.spent(50 * HOUR_S) == 0.0
 
 
 def test_another_cap_holds_from_now_on() -> None:
-    purse = Purse(CAP)
+    purse = SpendCap(CAP)
     purse.settle(held(purse, 4.0, 0.0), 4.0, 0.0)
     purse.cap = 2.0
     assert purse.hold(0.1, 1.0) is None
 
 
 def test_a_cap_of_nothing_spends_nothing() -> None:
-    assert Purse(0.0).hold(1e-9, 0.0) is None
+    assert SpendCap(0.0).hold(1e-9, 0.0) is None
 
 
 class PurseLaws(RuleBasedStateMachine):
@@ -73,9 +73,9 @@ class PurseLaws(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.purse = Purse(CAP)
+        self.purse = SpendCap(CAP)
         self.now = 0.0
-        self.holds: list[Hold] = []
+        self.holds: list[Reservation] = []
         self.paid: list[tuple[float, float]] = []
 
     @rule(amount=st.floats(0, 6))

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policy.engine.model import EngineModel, Limits
-from policy.engine.scheduler import Pace, Request, Scheduler, StepResult
+from policy.engine.scheduler import Request, Scheduler, StepResult, StepTimes
 
 MODEL = EngineModel(o=0.001, w=0.002, c=2e-5, g=1e-7, r=1e-5)
 WIDE = Limits(max_num_batched_tokens=100, max_num_seqs=8, kv_tokens=1000)
@@ -199,7 +199,7 @@ def test_a_leap_is_the_steps_it_stands_for(
 def test_a_pace_tells_how_many_steps_have_ended(
     step_s: float, growth: float, steps: int, part: float
 ) -> None:
-    pace = Pace(step_s, growth * step_s)
+    pace = StepTimes(step_s, growth * step_s)
     elapsed_s = pace.lasts(steps) + part * (pace.lasts(steps + 1) - pace.lasts(steps))
     assert abs(pace.ended(elapsed_s) - steps) <= 1
 

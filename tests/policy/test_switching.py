@@ -10,7 +10,7 @@ from policy.scaling.rollout import (
     Goal,
     Layer,
     LayerKey,
-    gap_needed,
+    needs_gap,
     reached,
     verdict,
 )
@@ -48,23 +48,23 @@ def test_a_verdict_says_why(layer: Layer, elapsed_s: float, said: str) -> None:
 def test_a_large_replica_over_all_gpus_needs_a_gap(gpus: int | None, min_healthy: int, gap: bool) -> None:
     goal = Goal(key=LARGE, count=1, min_healthy=min_healthy)
     layers = {SMALL: Layer(wanted=8, ready=8)}
-    assert gap_needed(goal, layers, GPUS, gpus, None) is gap
+    assert needs_gap(goal, layers, GPUS, gpus, None) is gap
 
 
 def test_cpus_need_no_gap() -> None:
     layers = {SMALL: Layer(wanted=2, ready=2)}
-    assert not gap_needed(Goal(key=LARGE, count=1), layers, CPUS, None, 2)
+    assert not needs_gap(Goal(key=LARGE, count=1), layers, CPUS, None, 2)
 
 
 def test_what_already_fails_to_serve_needs_no_gap_to_be_replaced() -> None:
     new = LayerKey("m", "large", 2)
     layers = {LARGE: Layer(wanted=1, starting=1, failures=2)}
     footprints = GPUS | {new: Footprint(gpus=8)}
-    assert not gap_needed(Goal(key=new, count=1), layers, footprints, 8, None)
-    assert gap_needed(Goal(key=new, count=1), {LARGE: Layer(wanted=1, ready=1)}, footprints, 8, None)
-    assert gap_needed(Goal(key=new, count=1), {LARGE: Layer(wanted=1)}, footprints, 8, None)
+    assert not needs_gap(Goal(key=new, count=1), layers, footprints, 8, None)
+    assert needs_gap(Goal(key=new, count=1), {LARGE: Layer(wanted=1, ready=1)}, footprints, 8, None)
+    assert needs_gap(Goal(key=new, count=1), {LARGE: Layer(wanted=1)}, footprints, 8, None)
 
 
 def test_a_switch_in_progress_is_judged_from_where_it_is() -> None:
     layers = {SMALL: Layer(wanted=1, ready=1), LARGE: Layer(wanted=1, ready=1)}
-    assert not gap_needed(Goal(key=LARGE, count=1), layers, GPUS, 9, None)
+    assert not needs_gap(Goal(key=LARGE, count=1), layers, GPUS, 9, None)

@@ -12,7 +12,7 @@ import msgspec
 from policy.config.deployment import ModelSpec
 from policy.errors import AdapterRefused, AdapterUnknown, TidegateError
 from policy.wire.catalog import Alias, Version
-from serve.adapters.store_port import Taken
+from serve.adapters.store_port import ImportedAdapter
 from store.progress import Progress, Report
 
 Key = tuple[str, str]
@@ -56,7 +56,7 @@ class FakeShelf:
     def told(self, source: str) -> str:
         return source
 
-    def take(self, spec: ModelSpec, source: str, report: Report) -> Taken:
+    def take(self, spec: ModelSpec, source: str, report: Report) -> ImportedAdapter:
         with self._lock:
             self.took.append(source)
             self.at_once += 1
@@ -69,7 +69,7 @@ class FakeShelf:
         if isinstance(content, Exception):
             raise content
         self.lying.add(digest_of(content))
-        return Taken(digest_of(content), 8, 1000, source)
+        return ImportedAdapter(digest_of(content), 8, 1000, source)
 
     def holds(self, digest: str) -> bool:
         return digest in self.lying
@@ -77,7 +77,7 @@ class FakeShelf:
     def put(
         self,
         key: Key,
-        parts: Sequence[tuple[Taken, float]],
+        parts: Sequence[tuple[ImportedAdapter, float]],
         tenants: Collection[str] | None,
         *,
         declared: bool,

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 import msgspec
 
 from policy.config.deployment import ModelSpec
-from policy.config.gpu_sharing import Bed, bed_of
+from policy.config.gpu_sharing import GpuGroup, gpu_group_of
 from policy.errors import ActuatorFailed
 from policy.scaling.rollout import MAX_FAILURES, LayerKey
-from policy.types import Load, Replica, ReplicaState, StartPath
+from policy.types import Load, Replica, ReplicaPhase, StartPath
 from policy.wire.heartbeat import Orders
 from serve.actuator.port import Held
 from serve.host.weights import Weights
@@ -34,11 +34,11 @@ class MemoryCluster:
     down: str = ""
     held: dict[LayerKey, Held] = field(default_factory=dict)
     replicas: dict[str, Replica] = field(default_factory=dict)
-    beds: dict[LayerKey, Bed] = field(default_factory=dict)
+    beds: dict[LayerKey, GpuGroup] = field(default_factory=dict)
     _awake: dict[LayerKey, dict[str, int]] = field(default_factory=dict)
     _ids: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
 
-    def of(self, key: LayerKey, *states: ReplicaState) -> list[Replica]:
+    def of(self, key: LayerKey, *states: ReplicaPhase) -> list[Replica]:
         """The layer's replicas in one of ``states``, oldest first."""
         found = (r for r in self.replicas.values() if (r.model, r.shape, r.generation) == _parts(key))
         return [replica for replica in found if replica.state in states]
@@ -54,16 +54,16 @@ class MemoryCluster:
     def ready(self) -> None:
         """Let every start finish."""
         for replica in list(self.replicas.values()):
-            if replica.state is ReplicaState.STARTING and not self._blocked(replica):
+            if replica.state is ReplicaPhase.STARTING and not self._blocked(replica):
                 key = LayerKey(replica.model, replica.shape, replica.generation)
-                self._fail(replica, key) if key in self.failing else self._become(replica, ReplicaState.READY)
+                self._fail(replica, key) if key in self.failing else self._become(replica, ReplicaPhase.READY)
 
     def drained(self) -> None:
         """Let every drain finish."""
         for replica in list(self.replicas.values()):
-            if replica.state is ReplicaState.DRAINING:
+            if replica.state is ReplicaPhase.DRAINING:
                 stays = self._bed(replica) in self.held
-                self._become(replica, ReplicaState.ASLEEP if stays else ReplicaState.STOPPED)
+                self._become(replica, ReplicaPhase.ASLEEP if stays else ReplicaPhase.STOPPED)
                 key = LayerKey(replica.model, replica.shape, replica.generation)
                 if replica.reason and key in self.held and not stays:
                     # Who left as it was told is replaced.
@@ -75,11 +75,11 @@ class MemoryCluster:
         if key in self.beds:
             self._make_bed(key, bool(wanted))
             return
-        staying = self.of(key, ReplicaState.STARTING, ReplicaState.READY)
+        staying = self.of(key, ReplicaPhase.STARTING, ReplicaPhase.READY)
         for _ in range(wanted - len(staying)):
             self._start(key)
         for replica in staying[wanted:]:
-            self._become(replica, ReplicaState.DRAINING)
+            self._become(replica, ReplicaPhase.DRAINING)
         if not self.slow:
             self.ready()
             self.drained()
@@ -88,26 +88,26 @@ class MemoryCluster:
         engines = [replica for replica in self.replicas.values() if self._bed(replica) == key]
         if not wanted:
             for replica in engines:
-                self._become(replica, ReplicaState.STOPPED)
+                self._become(replica, ReplicaPhase.STOPPED)
         elif not engines:
             for shape, count in self.beds[key].engines.items():
                 for _ in range(count):
-                    self._start(LayerKey(key.model, shape, key.generation), ReplicaState.ASLEEP)
+                    self._start(LayerKey(key.model, shape, key.generation), ReplicaPhase.ASLEEP)
 
     def _turn_over(self, key: LayerKey) -> None:
         """Do what was last said of a bed: first who shall sleep, then who shall wake and may."""
         awake = self._awake.get(key, {})
         for shape in self.beds[key].engines:
-            engines = self.of(LayerKey(key.model, shape, key.generation), *ReplicaState)
+            engines = self.of(LayerKey(key.model, shape, key.generation), *ReplicaPhase)
             for replica in engines[awake.get(shape, 0) :]:
-                if replica.state is ReplicaState.STARTING:
-                    self._become(replica, ReplicaState.ASLEEP)
-                elif replica.state is ReplicaState.READY:
-                    self._become(replica, ReplicaState.DRAINING)
+                if replica.state is ReplicaPhase.STARTING:
+                    self._become(replica, ReplicaPhase.ASLEEP)
+                elif replica.state is ReplicaPhase.READY:
+                    self._become(replica, ReplicaPhase.DRAINING)
             for replica in engines[: awake.get(shape, 0)]:
-                if replica.state is ReplicaState.ASLEEP:
+                if replica.state is ReplicaPhase.ASLEEP:
                     woken = {"start_s": replica.wake_s, "start_path": StartPath.SLEEPING}
-                    self._become(msgspec.structs.replace(replica, **woken), ReplicaState.STARTING)
+                    self._become(msgspec.structs.replace(replica, **woken), ReplicaPhase.STARTING)
         if not self.slow:
             self.drained()
             self.ready()
@@ -116,7 +116,7 @@ class MemoryCluster:
         """Whether engines of another shape use the GPUs of its bed."""
         key = self._bed(replica)
         return key is not None and any(
-            other.shape != replica.shape and other.state in (ReplicaState.READY, ReplicaState.DRAINING)
+            other.shape != replica.shape and other.state in (ReplicaPhase.READY, ReplicaPhase.DRAINING)
             for other in self.replicas.values()
             if self._bed(other) == key
         )
@@ -128,7 +128,7 @@ class MemoryCluster:
                 return key
         return None
 
-    def _start(self, key: LayerKey, state: ReplicaState = ReplicaState.STARTING) -> None:
+    def _start(self, key: LayerKey, state: ReplicaPhase = ReplicaPhase.STARTING) -> None:
         number = next(self._ids)
         model, shape, generation = _parts(key)
         replica = Replica(
@@ -140,7 +140,7 @@ class MemoryCluster:
             load=Load(at=0.0),
             pid=number,
             start_s=1.0,
-            wake_s=None if state is ReplicaState.STARTING else 0.5,
+            wake_s=None if state is ReplicaPhase.STARTING else 0.5,
         )
         self._become(replica, state)
 
@@ -149,25 +149,25 @@ class MemoryCluster:
         if self._bed(replica) is not None:
             # It fails again and again beside those that do not.
             failed = msgspec.structs.replace(replica, failures=MAX_FAILURES, reason=reason)
-            self._become(failed, ReplicaState.STARTING)
+            self._become(failed, ReplicaPhase.STARTING)
             return
         self.held[key] = msgspec.structs.replace(self.held[key], trouble=reason)
         failed = msgspec.structs.replace(replica, failures=MAX_FAILURES, reason=reason)
-        self._become(failed, ReplicaState.STOPPED)
+        self._become(failed, ReplicaPhase.STOPPED)
 
-    def _become(self, replica: Replica, state: ReplicaState) -> None:
+    def _become(self, replica: Replica, state: ReplicaPhase) -> None:
         replica = msgspec.structs.replace(replica, state=state)
         self.replicas[replica.id] = replica
-        if state is ReplicaState.STOPPED:
+        if state is ReplicaPhase.STOPPED:
             del self.replicas[replica.id]
         self._say(replica)
 
     def _say(self, replica: Replica) -> None:
         orders, key = self.beat(replica), self._bed(replica)
         if orders is not None and orders.leave and self.replicas.get(replica.id) == replica:
-            if replica.state is ReplicaState.READY:
+            if replica.state is ReplicaPhase.READY:
                 left = msgspec.structs.replace(replica, reason=orders.leave)
-                self._become(left, ReplicaState.DRAINING)
+                self._become(left, ReplicaPhase.DRAINING)
                 if not self.slow:
                     self.drained()
             return
@@ -192,7 +192,7 @@ class MemoryActuator:
     ) -> None:
         self._answer()
         if key not in self._cluster.held:
-            if (bed := bed_of(model)) is not None and key.shape == bed.shape:
+            if (bed := gpu_group_of(model)) is not None and key.shape == bed.shape:
                 self._cluster.beds[key] = bed
             self._cluster.held[key] = Held(wanted=count, digest=digest)
             self._cluster.settle(key)

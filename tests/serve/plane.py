@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from policy.scaling.rollout import LayerKey
-from policy.types import Replica, ReplicaState
-from policy.wire.heartbeat import Beat, Orders
+from policy.types import Replica, ReplicaPhase
+from policy.wire.heartbeat import Heartbeat, Orders
 from policy.wire.reports import PowerReport
 from serve.controller.controller import Controller
 from store.state_dir import StateDir
@@ -15,7 +15,7 @@ from tests.serve.fake_shelf import FakeShelf
 from tests.serve.memory_actuator import MemoryActuator, MemoryCluster
 
 SMALL, LARGE, NEW_SMALL = LayerKey("m", "small", 1), LayerKey("m", "large", 1), LayerKey("m", "small", 2)
-READY = ReplicaState.READY
+READY = ReplicaPhase.READY
 
 
 @dataclass
@@ -50,7 +50,7 @@ class Plane:
         return self.now + self.ahead
 
     def _beat(self, replica: Replica) -> Orders:
-        return self.controller.beat(Beat(replica=replica, power=self.cards.get(replica.id)))
+        return self.controller.beat(Heartbeat(replica=replica, power=self.cards.get(replica.id)))
 
     async def ticks(self, count: int = 12) -> None:
         for _ in range(count):
@@ -58,11 +58,11 @@ class Plane:
             self.cluster.beat_all()
             await self.controller.tick()
 
-    def counts(self, *states: ReplicaState) -> dict[LayerKey, int]:
+    def counts(self, *states: ReplicaPhase) -> dict[LayerKey, int]:
         """Replicas by layer, in ``states`` or in any."""
         found: dict[LayerKey, int] = {}
         for replica in self.cluster.replicas.values():
-            if replica.state in (states or tuple(ReplicaState)):
+            if replica.state in (states or tuple(ReplicaPhase)):
                 key = LayerKey(replica.model, replica.shape, replica.generation)
                 found[key] = found.get(key, 0) + 1
         return found

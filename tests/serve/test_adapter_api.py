@@ -11,14 +11,14 @@ import msgspec
 import pytest
 
 from policy.errors import AdapterRefused, AdapterUnknown, ConfigError, TargetError, Unreachable
-from policy.types import Load, Replica, ReplicaState
+from policy.types import Load, Replica, ReplicaPhase
 from policy.wire.catalog import Alias, Catalog, Version
-from policy.wire.heartbeat import Beat, Orders, Use, Wanted
+from policy.wire.heartbeat import AdapterRef, AdapterUse, Heartbeat, Orders
 from serve.adapters import api as adapter_api
 from serve.adapters.api import catalogs
-from serve.adapters.placement import Placing
-from serve.adapters.status import AdaptersStatus, AdapterState, AdapterStatus, Overview
-from serve.adapters.usage import Demand
+from serve.adapters.placement import AdapterPlacement
+from serve.adapters.status import AdapterOverview, AdaptersStatus, AdapterState, AdapterStatus
+from serve.adapters.usage import AdapterDemand
 from serve.controller.api import build_app
 from serve.controller.client import ControllerClient
 from serve.controller_api import AddLine, AddRequest
@@ -233,25 +233,27 @@ async def test_the_stream_tells_each_change_and_beats(
 
 def replica(name: str, **over: Any) -> Replica:
     fields: dict[str, Any] = {
-        "id": name, "model": "m", "shape": "small", "generation": 1, "state": ReplicaState.READY,
+        "id": name, "model": "m", "shape": "small", "generation": 1, "state": ReplicaPhase.READY,
         "load": Load(at=0.0, bound=8),
     }  # fmt: skip
     return Replica(**fields | over)
 
 
-async def beat(client: httpx.AsyncClient, said: Replica, *uses: Use) -> Orders:
-    answer = await client.post("/replicas", content=msgspec.json.encode(Beat(replica=said, uses=uses)))
+async def beat(client: httpx.AsyncClient, said: Replica, *uses: AdapterUse) -> Orders:
+    answer = await client.post("/replicas", content=msgspec.json.encode(Heartbeat(replica=said, uses=uses)))
     return msgspec.json.decode(answer.content, type=Orders)
 
 
 async def test_state_follows_refusals_and_not_what_is_loaded(plane: Plane, served: httpx.AsyncClient) -> None:
     await add(served)
     plane.cluster.replicas.clear()
-    await beat(served, replica("m-small-g1-1", state=ReplicaState.STOPPED))
+    await beat(served, replica("m-small-g1-1", state=ReplicaPhase.STOPPED))
     digest = digest_of("/a")
     name = f"sql@{digest[:12]}"
-    failed = Use(name="sql", digest=digest, failed="base_model: why")
-    await beat(served, replica("r1", adapters=(name,)), Use(name="sql", digest=digest, requests=4, found=3))
+    failed = AdapterUse(name="sql", digest=digest, failed="base_model: why")
+    await beat(
+        served, replica("r1", adapters=(name,)), AdapterUse(name="sql", digest=digest, requests=4, found=3)
+    )
     await beat(served, replica("r2"), failed)
     adapter = await one(served)
     assert adapter.state is AdapterState.PARTIAL
@@ -263,8 +265,8 @@ async def test_state_follows_refusals_and_not_what_is_loaded(plane: Plane, serve
     assert (await one(served)).state is AdapterState.PARTIAL
     await beat(served, replica("r1"), failed)
     assert (await one(served)).state is AdapterState.FAILED
-    await beat(served, replica("r1"), Use(name="sql", digest=digest, loads=1))
-    await beat(served, replica("r2"), Use(name="sql", digest=digest, loads=1))
+    await beat(served, replica("r1"), AdapterUse(name="sql", digest=digest, loads=1))
+    await beat(served, replica("r2"), AdapterUse(name="sql", digest=digest, loads=1))
     assert (await one(served)).state is AdapterState.READY
 
 
@@ -274,13 +276,15 @@ async def test_a_replica_is_told_what_to_hold_before_it_takes_traffic(
     await add(served)
     digest = digest_of("/a")
     (running,) = plane.cluster.replicas.values()
-    assert await beat(served, running, Use(name="sql", digest=digest, requests=50)) == Orders(hold=None)
+    assert await beat(served, running, AdapterUse(name="sql", digest=digest, requests=50)) == Orders(
+        hold=None
+    )
     plane.now += 10
     await plane.controller.tick()
-    wanted = Wanted(name="sql", digest=digest)
+    wanted = AdapterRef(name="sql", digest=digest)
     assert await beat(served, running) == Orders(hold=(wanted,))
-    await beat(served, msgspec.structs.replace(running, state=ReplicaState.STOPPED))
-    assert await beat(served, replica("new", state=ReplicaState.STARTING)) == Orders(hold=(wanted,))
+    await beat(served, msgspec.structs.replace(running, state=ReplicaPhase.STOPPED))
+    assert await beat(served, replica("new", state=ReplicaPhase.STARTING)) == Orders(hold=(wanted,))
 
 
 async def test_a_source_that_cannot_be_had_is_shown_with_its_reason(plane: Plane) -> None:
@@ -349,13 +353,13 @@ def test_a_controller_that_ends_meanwhile_is_unreachable() -> None:
 
 
 def test_instants_are_told_in_unix_seconds_whatever_clock_counts() -> None:
-    demand = Demand()
-    placing = Placing(demand, lambda replica: 1)
+    demand = AdapterDemand()
+    placing = AdapterPlacement(demand, lambda replica: 1)
     digest = digest_of("/a")
-    used = Use(name="sql", digest=digest, requests=1, failed="why")
-    demand.note(Beat(replica=replica("r1"), uses=(used,)), 7.0)
+    used = AdapterUse(name="sql", digest=digest, requests=1, failed="why")
+    demand.note(Heartbeat(replica=replica("r1"), uses=(used,)), 7.0)
     version = Version(number=1, digest=digest, rank=8, size=10, source="/a", at=1e9)
     alias = Alias(model="m", name="sql", revision=1, versions=(version,), split=((1, 1.0),))
-    shown = Overview([replica("r1")], demand, placing, 10.0, 2e9).of(alias)
+    shown = AdapterOverview([replica("r1")], demand, placing, 10.0, 2e9).of(alias)
     assert shown.last_used == 2e9 - 3.0
     assert (shown.versions[0].refused[0].at, shown.versions[0].at) == (2e9 - 3.0, 1e9)

@@ -12,12 +12,12 @@ import pytest
 
 from policy.errors import ConfigError, SwitchRefused, TargetError, Unreachable
 from policy.scaling.situation import Override
-from policy.types import Fleet, Load, Replica, ReplicaState
-from policy.wire.heartbeat import Beat, Orders
+from policy.types import Fleet, Load, Replica, ReplicaPhase
+from policy.wire.heartbeat import Heartbeat, Orders
 from serve.controller import api
 from serve.controller.api import build_app
 from serve.controller.client import ControllerClient
-from serve.controller_api import ControllerStatus, Logged, ModelStatus
+from serve.controller_api import ControllerStatus, LoggedDecision, ModelStatus
 from store.state_dir import SECRET_HEADER
 from tests.serve.plane import Plane
 from tests.serve.sim_documents import document
@@ -54,7 +54,7 @@ async def test_what_it_tells(plane: Plane, served: httpx.AsyncClient) -> None:
     assert (await served.get("/livez")).json() == {"ok": True}
     fleet = msgspec.json.decode((await served.get("/fleet")).content, type=Fleet)
     assert fleet == plane.controller.fleet()
-    assert [replica.state for replica in fleet.replicas] == [ReplicaState.READY]
+    assert [replica.state for replica in fleet.replicas] == [ReplicaPhase.READY]
     status = msgspec.json.decode((await served.get("/status")).content, type=ControllerStatus)
     assert (status.actuator, status.pid, status.models[0].phase) == ("memory", 1, "steady")
     assert status.events
@@ -62,9 +62,9 @@ async def test_what_it_tells(plane: Plane, served: httpx.AsyncClient) -> None:
 
 async def test_a_heartbeat_is_in_the_next_snapshot(served: httpx.AsyncClient) -> None:
     beat = Replica(
-        id="new", model="m", shape="small", generation=1, state=ReplicaState.STARTING, load=Load(at=1.0)
+        id="new", model="m", shape="small", generation=1, state=ReplicaPhase.STARTING, load=Load(at=1.0)
     )
-    answer = await served.post("/replicas", content=msgspec.json.encode(Beat(replica=beat)))
+    answer = await served.post("/replicas", content=msgspec.json.encode(Heartbeat(replica=beat)))
     assert msgspec.json.decode(answer.content, type=Orders) == Orders()
     fleet = msgspec.json.decode((await served.get("/fleet")).content, type=Fleet)
     assert beat in fleet.replicas
@@ -102,12 +102,12 @@ async def test_decisions_are_told_with_what_they_were_made_of(
 ) -> None:
     await Traffic(plane).run(20, m=1.0)
     answer = await served.get("/decisions", params={"model": "m", "last": 2})
-    newest, before = msgspec.json.decode(answer.content, type=list[Logged])
+    newest, before = msgspec.json.decode(answer.content, type=list[LoggedDecision])
     assert newest.decision.at > before.decision.at
     assert newest.situation.signals.demand is not None
     at = before.decision.at
     answer = await served.get("/decisions", params={"at": at})
-    (found,) = msgspec.json.decode(answer.content, type=list[Logged])
+    (found,) = msgspec.json.decode(answer.content, type=list[LoggedDecision])
     assert found.decision.at == at
     assert (await served.get("/decisions", params={"model": "none"})).json() == []
 

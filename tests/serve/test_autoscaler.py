@@ -13,11 +13,11 @@ import pytest
 
 from policy.errors import ConfigError
 from policy.scaling.rollout import LayerKey
-from policy.types import ReplicaState
+from policy.types import ReplicaPhase
 from serve.autoscaler import autoscaler
-from serve.autoscaler.autoscaler import Kept
+from serve.autoscaler.autoscaler import KeptState
 from serve.controller import controller as control
-from serve.controller_api import Logged, ModelStatus
+from serve.controller_api import LoggedDecision, ModelStatus
 from store.state_dir import StateDir
 from tests.serve.plane import READY, SMALL, Plane
 from tests.serve.sim_documents import document, sim_model
@@ -40,7 +40,9 @@ def status(plane: Plane) -> ModelStatus:
     return plane.controller.status().models[0]
 
 
-def logged(plane: Plane, last: int = 1, at: float | None = None, model: str | None = None) -> list[Logged]:
+def logged(
+    plane: Plane, last: int = 1, at: float | None = None, model: str | None = None
+) -> list[LoggedDecision]:
     return plane.controller.autoscaler.journal.read(last, at, model)
 
 
@@ -398,7 +400,7 @@ async def test_a_lost_replica_is_decided_about_at_once(plane: Plane, tmp_path: P
     await traffic.run(10, m=1.0)
     (replica,) = plane.cluster.replicas.values()
     before = logged(plane)[0].decision.at
-    plane.cluster._become(replica, ReplicaState.STOPPED)
+    plane.cluster._become(replica, ReplicaPhase.STOPPED)
     await plane.ticks(1)
     assert logged(plane)[0].decision.at > before
 
@@ -477,7 +479,7 @@ async def test_a_model_that_is_gone_is_forgotten(plane: Plane, tmp_path: Path) -
     scaler = plane.controller.autoscaler
     assert set(scaler.latest) == set(scaler._modes) == set(scaler._slots) == {"m"}
     assert set(scaler.journal._skipped) <= {"m"}
-    kept = plane.state.load(plane.state.memory_path, Kept)
+    kept = plane.state.load(plane.state.memory_path, KeptState)
     assert kept is not None
     assert set(kept.memories) == set(kept.policies) == {"m"}
 
@@ -524,7 +526,7 @@ class Slow:
 
 def remembered(plane: Plane) -> int:
     """How often the policy was asked since it was new, as it is on disk."""
-    kept = plane.state.load(plane.state.memory_path, Kept)
+    kept = plane.state.load(plane.state.memory_path, KeptState)
     assert kept is not None
     return msgspec.convert(kept.memories["m"].policy, int)
 

@@ -14,10 +14,10 @@ import psutil
 import pytest
 
 from policy.errors import EngineFailed
-from policy.types import Replica, ReplicaState, StartPath
+from policy.types import Replica, ReplicaPhase, StartPath
 from policy.wire.heartbeat import Orders
 from serve.host import gpu_sharing as beds
-from serve.host.gpu_sharing import Bed, host_of
+from serve.host.gpu_sharing import SharedGpuHost, host_of
 from serve.host.host import HostSpec, ReplicaHost
 from serve.host.versions import installed
 from store.state_dir import SECRET_HEADER, StateDir
@@ -25,8 +25,8 @@ from tests.serve.sim_documents import deployment, sim_model
 
 pytestmark = pytest.mark.slow
 WITHIN_S = 120.0
-ASLEEP, READY, DRAINING = ReplicaState.ASLEEP, ReplicaState.READY, ReplicaState.DRAINING
-Make = Callable[..., Bed]
+ASLEEP, READY, DRAINING = ReplicaPhase.ASLEEP, ReplicaPhase.READY, ReplicaPhase.DRAINING
+Make = Callable[..., SharedGpuHost]
 
 
 def model(**over: Any) -> dict[str, Any]:
@@ -46,9 +46,9 @@ def model(**over: Any) -> dict[str, Any]:
 async def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Make]:
     monkeypatch.setattr(beds, "FIRST_WORD_S", 0.1)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
-    made: list[Bed] = []
+    made: list[SharedGpuHost] = []
 
-    def bed(**over: Any) -> Bed:
+    def bed(**over: Any) -> SharedGpuHost:
         spec = HostSpec(
             model=deployment(model(**over)).models[0],
             weights=None,
@@ -60,7 +60,7 @@ async def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
             versions=installed(),
         )
         host = host_of(spec, replica="m-large-g1-x", address="127.0.0.1", node="local")
-        assert isinstance(host, Bed)
+        assert isinstance(host, SharedGpuHost)
         made.append(host)
         return host
 
@@ -69,19 +69,19 @@ async def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
         await one.stop()
 
 
-def states(bed: Bed) -> dict[str, ReplicaState]:
+def states(bed: SharedGpuHost) -> dict[str, ReplicaPhase]:
     return {replica.id: replica.state for replica in snapshots(bed)}
 
 
-def snapshots(bed: Bed) -> list[Replica]:
+def snapshots(bed: SharedGpuHost) -> list[Replica]:
     return [host.snapshot() for host in bed.replicas]
 
 
-def of(bed: Bed, shape: str) -> list[Replica]:
+def of(bed: SharedGpuHost, shape: str) -> list[Replica]:
     return [replica for replica in snapshots(bed) if replica.shape == shape]
 
 
-async def until(bed: Bed, true: Callable[[], object]) -> None:
+async def until(bed: SharedGpuHost, true: Callable[[], object]) -> None:
     """Wait, and see to it that engines of two shapes are never awake together."""
     async with asyncio.timeout(WITHIN_S):
         while not true():
@@ -90,7 +90,7 @@ async def until(bed: Bed, true: Callable[[], object]) -> None:
             await asyncio.sleep(0.01)
 
 
-def serves(bed: Bed, shape: str, count: int) -> Callable[[], bool]:
+def serves(bed: SharedGpuHost, shape: str, count: int) -> Callable[[], bool]:
     """Whether so many of the shape are ready, and all others asleep."""
     return lambda: (
         sum(replica.state is READY for replica in of(bed, shape)) == count
@@ -122,7 +122,7 @@ async def test_every_engine_is_made_and_only_those_that_are_wanted_are_awake(mak
     bed = make()
     bed.order({"large": 1, "small": 0})
     assert states(bed) == {
-        "m-large-g1-x": ReplicaState.STARTING, "m-small-g1-x-0": ASLEEP, "m-small-g1-x-1": ASLEEP,
+        "m-large-g1-x": ReplicaPhase.STARTING, "m-small-g1-x-0": ASLEEP, "m-small-g1-x-1": ASLEEP,
     }  # fmt: skip
     await bed.start()
     assert serves(bed, "large", 1)()
@@ -160,7 +160,7 @@ async def test_shapes_change_places_and_no_stream_is_cut(make: Make) -> None:
             while refused.is_success:
                 refused = await http.post("/v1/completions", json=prompt(1))
             assert (refused.status_code, refused.headers["x-tidegate-refusal"]) == (503, "draining")
-            assert {replica.state for replica in of(bed, "small")} == {ReplicaState.STARTING}
+            assert {replica.state for replica in of(bed, "small")} == {ReplicaPhase.STARTING}
             rest = [line async for line in lines if line]
         assert rest[-1] == "data: [DONE]"
         await until(bed, serves(bed, "small", 2))
@@ -280,5 +280,5 @@ async def test_draining_and_stopping_leave_no_process(make: Make) -> None:
     async with asyncio.timeout(WITHIN_S):
         await bed.drain(3600.0)
     await bed.stop()
-    assert set(states(bed).values()) == {ReplicaState.STOPPED}
+    assert set(states(bed).values()) == {ReplicaPhase.STOPPED}
     assert not [pid for pid in pids if psutil.pid_exists(pid)]

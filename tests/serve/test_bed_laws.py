@@ -11,12 +11,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from policy.types import ReplicaState
+from policy.types import ReplicaPhase
 from store.state_dir import StateDir
 from tests.serve.plane import READY, Plane
 from tests.serve.test_bed_switches import GPUS, written
 
-DRAINING = ReplicaState.DRAINING
+DRAINING = ReplicaPhase.DRAINING
 STEERED = ("large", "small", "four", "apply", "revert")
 BEFALLS = ("kill", "forget", "broken", "mended", "drained", "ready", "tick")
 OPS = st.sampled_from([*STEERED, *BEFALLS])

@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 
 from policy.scaling.rollout import LayerKey
-from policy.types import Replica, ReplicaState
-from policy.wire.heartbeat import Beat
+from policy.types import Replica, ReplicaPhase
+from policy.wire.heartbeat import Heartbeat
 from tests.serve.memory_actuator import MemoryCluster
 from tests.serve.plane import LARGE, NEW_SMALL, READY, SMALL, Plane
 from tests.serve.sim_documents import document, sim_model
 from tests.serve.test_switches import HIGH, LOW, SCARCE, Switch
 from tests.serve.test_switches import written as by_load
 
-ASLEEP, DRAINING, STARTING = ReplicaState.ASLEEP, ReplicaState.DRAINING, ReplicaState.STARTING
+ASLEEP, DRAINING, STARTING = ReplicaPhase.ASLEEP, ReplicaPhase.DRAINING, ReplicaPhase.STARTING
 NEW_LARGE = LayerKey("m", "large", 2)
 GPUS = 4
 WAKE_S = 0.5  # of an engine in memory
@@ -230,7 +230,7 @@ async def test_a_model_that_leaves_takes_its_bed_along(plane: Plane) -> None:
 async def test_orders_are_told_to_every_engine_of_the_bed_and_to_no_other(plane: Plane) -> None:
     await up(plane)
     for replica in list(plane.cluster.replicas.values()):
-        orders = plane.controller.beat(Beat(replica=replica))
+        orders = plane.controller.beat(Heartbeat(replica=replica))
         assert orders.awake == {"large": 1, "small": 0}
     stranger = Replica(
         id="x",
@@ -240,7 +240,7 @@ async def test_orders_are_told_to_every_engine_of_the_bed_and_to_no_other(plane:
         state=STARTING,
         load=next(iter(plane.cluster.replicas.values())).load,
     )
-    assert plane.controller.beat(Beat(replica=stranger)).awake is None
+    assert plane.controller.beat(Heartbeat(replica=stranger)).awake is None
 
 
 @pytest.mark.slow

@@ -12,10 +12,10 @@ from policy.config.deployment import ModelSpec
 from policy.engine.model import EngineModel
 from policy.engine.profiles import shipped
 from policy.engine.step_samples import StepSample
-from policy.types import Load, Replica, ReplicaState
-from policy.wire.heartbeat import Beat
+from policy.types import Load, Replica, ReplicaPhase
+from policy.wire.heartbeat import Heartbeat
 from policy.wire.reports import EngineReport
-from serve.autoscaler.calibration import BELIEVED_S, SAVE_EVERY_S, Calibrations
+from serve.autoscaler.calibration import BELIEVED_S, SAVE_EVERY_S, CalibrationStore
 from store.state_dir import StateDir
 from tests.serve.sim_documents import deployment, sim_model
 
@@ -32,16 +32,16 @@ def prior(of: ModelSpec, shape: str = "small") -> EngineModel:
     return model
 
 
-def beat(truth: EngineModel, replica: str = "r", shape: str = "small", **over: Any) -> Beat:
+def beat(truth: EngineModel, replica: str = "r", shape: str = "small", **over: Any) -> Heartbeat:
     """A replica tells of a step of each load."""
     steps = tuple(
         StepSample(count=5, tokens=n, kv_tokens=k, running=r, seconds=truth.step_time(n, k, r))
         for n, k, r in LOADS
     )
     made = Replica(
-        id=replica, model="m", shape=shape, generation=1, state=ReplicaState.READY, load=Load(at=0.0)
+        id=replica, model="m", shape=shape, generation=1, state=ReplicaPhase.READY, load=Load(at=0.0)
     )
-    return Beat(replica=msgspec.structs.replace(made, **over), engine=EngineReport(steps=steps))
+    return Heartbeat(replica=msgspec.structs.replace(made, **over), engine=EngineReport(steps=steps))
 
 
 @pytest.fixture
@@ -49,9 +49,9 @@ def state(tmp_path: Path) -> StateDir:
     return StateDir(tmp_path).ensure()
 
 
-def learned(state: StateDir, factor: float, of: ModelSpec | None = None) -> Calibrations:
+def learned(state: StateDir, factor: float, of: ModelSpec | None = None) -> CalibrationStore:
     """Of engines that are ``factor`` times as slow as they were taken to be."""
-    made, of = Calibrations(state), of or spec()
+    made, of = CalibrationStore(state), of or spec()
     for second in range(40):
         made.take(beat(prior(of).faster(1 / factor)), of, prior(of), float(second))
         made.learn(float(second))
@@ -59,7 +59,7 @@ def learned(state: StateDir, factor: float, of: ModelSpec | None = None) -> Cali
 
 
 def test_before_anything_was_measured_the_prior_holds(state: StateDir) -> None:
-    made = Calibrations(state)
+    made = CalibrationStore(state)
     assert made.fitted(spec(), "small") is None
     assert made.assumed(spec(), "large", prior(spec(), "large")) is None
     assert made.slowness("r", prior(spec()), 0.0) == 1.0
@@ -85,13 +85,13 @@ def test_a_shape_that_never_ran_is_as_far_from_its_prior_as_the_others(state: St
 def test_what_was_fitted_outlives_the_controller(state: StateDir) -> None:
     made, large = learned(state, 3.0), prior(spec(), "large")
     fit = made.fitted(spec(), "small")
-    again = Calibrations(state).fitted(spec(), "small")
-    assert Calibrations(state).assumed(spec(), "large", large) == made.assumed(spec(), "large", large)
+    again = CalibrationStore(state).fitted(spec(), "small")
+    assert CalibrationStore(state).assumed(spec(), "large", large) == made.assumed(spec(), "large", large)
     assert again is not None
     assert (again.model, again.version) == (fit.model if fit else None, fit.version if fit else None)
     # How long it may drain makes no other engine, other arguments do.
-    assert Calibrations(state).fitted(spec(control={"mode": {"drain_timeout_s": 3}}), "small") is not None
-    assert Calibrations(state).fitted(spec(engine_args={"max_num_seqs": 3}), "small") is None
+    assert CalibrationStore(state).fitted(spec(control={"mode": {"drain_timeout_s": 3}}), "small") is not None
+    assert CalibrationStore(state).fitted(spec(engine_args={"max_num_seqs": 3}), "small") is None
 
 
 def test_another_engine_is_measured_anew(state: StateDir) -> None:
@@ -103,7 +103,7 @@ def test_another_engine_is_measured_anew(state: StateDir) -> None:
 
 
 def test_samples_are_saved_now_and_then(state: StateDir) -> None:
-    made, of = Calibrations(state), spec()
+    made, of = CalibrationStore(state), spec()
     made.take(beat(prior(of)), of, prior(of), 0.0)
     made.learn(1.0)
     assert not list(state.root.glob("calibrations/*"))
@@ -117,11 +117,11 @@ def test_a_file_that_cannot_be_read_is_none(state: StateDir) -> None:
     learned(state, 3.0)
     (file,) = state.calibrations.iterdir()
     file.write_text("{")
-    assert Calibrations(state).fitted(spec(), "small") is None
+    assert CalibrationStore(state).fitted(spec(), "small") is None
 
 
 def test_what_is_not_learned_of_says_how_slow_a_replica_is_all_the_same(state: StateDir) -> None:
-    made, model = Calibrations(state), prior(spec())
+    made, model = CalibrationStore(state), prior(spec())
     for second in range(10):
         made.take(beat(model.faster(0.5)), spec(), model, float(second), learns=False)
         made.learn(float(second))
@@ -136,13 +136,13 @@ def test_a_slow_replica_is_told_from_the_others_while_it_steps(state: StateDir) 
     assert made.slowness("quick", model, 100.0) == pytest.approx(1.0, rel=0.05)
     assert made.slowness("slow", model, 100.0) == pytest.approx(2.0, rel=0.05)
     assert made.slowness("slow", model, 101.0 + BELIEVED_S) == 1.0
-    made.take(beat(model, "slow", state=ReplicaState.STOPPED), spec(), model, 101.0)
+    made.take(beat(model, "slow", state=ReplicaPhase.STOPPED), spec(), model, 101.0)
     assert made.slowness("slow", model, 101.0) == 1.0
 
 
 def test_a_replica_that_was_killed_is_forgotten(state: StateDir) -> None:
     of = spec()
-    made = Calibrations(state)
+    made = CalibrationStore(state)
     made.take(beat(prior(of), replica="killed"), of, prior(of), 1000.0)
     made.take(beat(prior(of), replica="lives"), of, prior(of), 1000.0 + BELIEVED_S)
     made.take(beat(prior(of), replica="lives"), of, prior(of), 1001.0 + 2 * BELIEVED_S)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from policy.errors import ConfigError, SwitchRefused, TargetError
-from policy.types import ReplicaState
+from policy.types import ReplicaPhase
 from tests.serve.plane import LARGE, NEW_SMALL, READY, SMALL, Plane
 from tests.serve.sim_documents import document, sim_model
 
@@ -77,7 +77,7 @@ async def test_a_mode_is_made_ready_before_the_old_one_drains(plane: Plane) -> N
     assert plane.phase() == "switching"
     plane.cluster.ready()
     await plane.ticks()
-    assert plane.counts(ReplicaState.DRAINING) == {SMALL: 2}
+    assert plane.counts(ReplicaPhase.DRAINING) == {SMALL: 2}
     assert plane.phase() == "draining the old"
     plane.cluster.drained()
     await plane.ticks()
@@ -94,7 +94,7 @@ async def test_a_new_generation_is_made_ready_before_the_old_one_goes(plane: Pla
     plane.controller.apply(document(sim_model(sim={"profile": "sim-small", "seed": 7})))
     await plane.ticks()
     assert plane.counts(READY) == {SMALL: 1}
-    assert plane.counts(ReplicaState.STARTING) == {NEW_SMALL: 1}
+    assert plane.counts(ReplicaPhase.STARTING) == {NEW_SMALL: 1}
     plane.cluster.ready()
     await plane.ticks()
     plane.cluster.drained()
@@ -134,7 +134,7 @@ async def test_a_shape_that_comes_back_otherwise_is_built_anew(plane: Plane) -> 
     plane.cluster.ready()
     await plane.ticks()
     # The first of its name still drains.
-    assert plane.counts(ReplicaState.DRAINING) == {SMALL: 1}
+    assert plane.counts(ReplicaPhase.DRAINING) == {SMALL: 1}
     plane.cluster.slow = False
     shapes = {"large": {"cpus": 2}, "small": {"cpus": 1, "max_in_flight": 3}}
     model = sim_model(shapes=shapes)
@@ -151,7 +151,7 @@ async def test_a_model_that_is_no_longer_written_drains_and_goes(plane: Plane) -
     plane.cluster.slow = True
     plane.controller.apply(document(sim_model("other")))
     await plane.ticks()
-    assert plane.counts(ReplicaState.DRAINING) == {SMALL: 1}
+    assert plane.counts(ReplicaPhase.DRAINING) == {SMALL: 1}
     with pytest.raises(TargetError, match="m is no longer in the deployment"):
         plane.controller.scale("m", 2)
     plane.cluster.drained()

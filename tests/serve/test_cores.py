@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from serve.host import cores
-from serve.host.cores import Claim
+from serve.host.cores import CoreSet
 
 ALL = (0, 1, 2, 3)
 
@@ -21,24 +21,24 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "cores.json"
 
 
-def kept(path: Path) -> list[Claim]:
-    return msgspec.json.decode(path.read_bytes(), type=list[Claim])
+def kept(path: Path) -> list[CoreSet]:
+    return msgspec.json.decode(path.read_bytes(), type=list[CoreSet])
 
 
 def test_the_least_claimed_come_first(path: Path) -> None:
-    assert cores.claim(path, 2, ALL) == (0, 1)
-    assert cores.claim(path, 1, ALL) == (2,)
-    assert cores.claim(path, 2, ALL) == (0, 3)
+    assert cores.claim_cores(path, 2, ALL) == (0, 1)
+    assert cores.claim_cores(path, 1, ALL) == (2,)
+    assert cores.claim_cores(path, 2, ALL) == (0, 3)
 
 
 def test_a_second_shape_shares_once_all_are_taken(path: Path) -> None:
-    assert cores.claim(path, 4, ALL) == ALL
-    assert cores.claim(path, 2, ALL) == (0, 1)
-    assert cores.claim(path, 2, ALL) == (2, 3)
+    assert cores.claim_cores(path, 4, ALL) == ALL
+    assert cores.claim_cores(path, 2, ALL) == (0, 1)
+    assert cores.claim_cores(path, 2, ALL) == (2, 3)
 
 
 def test_more_than_there_are_is_all_there_are(path: Path) -> None:
-    assert cores.claim(path, 9, ALL) == ALL
+    assert cores.claim_cores(path, 9, ALL) == ALL
 
 
 @pytest.mark.slow
@@ -49,18 +49,18 @@ def test_a_process_that_ended_holds_nothing(path: Path) -> None:
     ended = subprocess.run(command, check=True, capture_output=True, text=True)
     assert ended.stdout.strip() == "(0, 1)"
     assert len(kept(path)) == 1
-    assert cores.claim(path, 2, ALL) == (0, 1)
+    assert cores.claim_cores(path, 2, ALL) == (0, 1)
     assert len(kept(path)) == 1
 
 
 def test_a_later_process_with_the_same_id_does_not_inherit(path: Path) -> None:
     process = psutil.Process()
-    earlier = Claim(process.pid, process.create_time() - 100, (0, 1))
+    earlier = CoreSet(process.pid, process.create_time() - 100, (0, 1))
     path.write_bytes(msgspec.json.encode([earlier]))
-    assert cores.claim(path, 2, ALL) == (0, 1)
+    assert cores.claim_cores(path, 2, ALL) == (0, 1)
     assert [claim.cores for claim in kept(path)] == [(0, 1)]
 
 
 def test_only_cores_that_this_process_may_use_are_taken(path: Path) -> None:
     usable = set(psutil.Process().cpu_affinity())
-    assert set(cores.claim(path, 1)) <= usable
+    assert set(cores.claim_cores(path, 1)) <= usable

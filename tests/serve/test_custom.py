@@ -18,7 +18,7 @@ from policy.errors import ConfigError
 from policy.scaling.policies.registry import choose
 from policy.scaling.view import Policy, Proposal, Supply, View
 from policy.signals.types import Signals
-from serve.autoscaler.custom_policy import Guarded, beside, load
+from serve.autoscaler.custom_policy import GuardedPolicy, beside, load
 from tests.serve.plane import READY, SMALL, Plane
 from tests.serve.sim_documents import document, sim_model
 from tests.serve.traffic import Traffic, by_rate
@@ -145,7 +145,7 @@ class Answering:
 )
 def test_what_is_no_answer_leaves_the_count(answer: Any, said: str) -> None:
     events: list[str] = []
-    policy = Guarded(Answering(answer), events.append)
+    policy = GuardedPolicy(Answering(answer), events.append)
     for _ in range(3):
         proposal = policy.decide(VIEW, {"kept": 1})
         assert (proposal.count, proposal.memory) == (3, {"kept": 1})
@@ -157,7 +157,7 @@ def test_what_is_no_answer_leaves_the_count(answer: Any, said: str) -> None:
 def test_one_that_recovers_and_fails_again_is_said_again() -> None:
     events: list[str] = []
     answering = Answering(ValueError("a"))
-    policy = Guarded(answering, events.append)
+    policy = GuardedPolicy(answering, events.append)
     policy.decide(VIEW, None)
     answering.answer = Proposal(count=2, reason="well")
     assert policy.decide(VIEW, None).count == 2
@@ -184,7 +184,7 @@ def test_one_that_does_not_answer_is_not_waited_for_again(monkeypatch: pytest.Mo
     monkeypatch.setattr("serve.autoscaler.custom_policy.PATIENCE_S", 0.01)
     events: list[str] = []
     answers = Answers()
-    policy = Guarded(answers, events.append, alone=True)
+    policy = GuardedPolicy(answers, events.append, alone=True)
     for _ in range(3):
         assert policy.decide(VIEW, {"seen": []}).count == 3
     assert (answers.asked, len(events)) == (1, 1)
@@ -200,7 +200,7 @@ def test_one_that_changes_the_memory_it_is_given_changes_its_own() -> None:
     answers = Answers()
     answers.go.set()
     memory: dict[str, Any] = {"seen": []}
-    proposal = Guarded(answers, print, alone=True).decide(VIEW, memory)
+    proposal = GuardedPolicy(answers, print, alone=True).decide(VIEW, memory)
     assert (proposal.memory, memory) == ({"seen": [1.0]}, {"seen": []})
     # As the log has it.
     assert msgspec.json.encode(proposal.terms) == b'{"all":4.0}'
@@ -208,7 +208,7 @@ def test_one_that_changes_the_memory_it_is_given_changes_its_own() -> None:
 
 def test_one_that_would_end_the_process_has_not_answered() -> None:
     events: list[str] = []
-    policy = Guarded(Ends(), events.append, alone=True)
+    policy = GuardedPolicy(Ends(), events.append, alone=True)
     assert policy.decide(VIEW, None).count == 3
     assert "SystemExit: done" in events[0]
 

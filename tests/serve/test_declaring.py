@@ -12,8 +12,8 @@ import pytest
 
 from policy.errors import AdapterRefused, AdapterUnknown
 from policy.wire.catalog import Alias
-from serve.adapters.declared import RETRY_S, Declaring
-from serve.adapters.library import Library
+from serve.adapters.declared import RETRY_S, DeclaredAdapters
+from serve.adapters.library import AdapterLibrary
 from serve.controller_api import AddRequest
 from store.state_dir import StateDir
 from tests.serve.fake_shelf import FakeShelf, digest_of, unreachable
@@ -29,12 +29,12 @@ class Desk:
     state: StateDir
     shelf: FakeShelf = field(default_factory=FakeShelf)
     now: float = 0.0
-    library: Library = field(init=False)
-    declaring: Declaring = field(init=False)
+    library: AdapterLibrary = field(init=False)
+    declaring: DeclaredAdapters = field(init=False)
 
     async def restart(self, *sources: dict[str, Any]) -> Desk:
-        self.library = Library(lambda: self.shelf, 5.0, lambda text: None)
-        self.declaring = Declaring(self.library, self.state, lambda: self.now)
+        self.library = AdapterLibrary(lambda: self.shelf, 5.0, lambda text: None)
+        self.declaring = DeclaredAdapters(self.library, self.state, lambda: self.now)
         self._declare(sources, applied=False)
         await self.library.open()
         return await self.settle()
@@ -257,8 +257,8 @@ async def test_what_left_while_no_controller_ran_is_removed(desk: Desk) -> None:
 
 async def test_a_source_that_changes_while_it_is_fetched_is_fetched_too(desk: Desk) -> None:
     desk.shelf.gate.clear()
-    desk.library = Library(lambda: desk.shelf, 5.0, lambda text: None)
-    desk.declaring = Declaring(desk.library, desk.state, lambda: desk.now)
+    desk.library = AdapterLibrary(lambda: desk.shelf, 5.0, lambda text: None)
+    desk.declaring = DeclaredAdapters(desk.library, desk.state, lambda: desk.now)
     desk._declare((source(),), applied=False)
     await desk.library.open()
     await desk.declaring.step()

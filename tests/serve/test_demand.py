@@ -7,29 +7,29 @@ from typing import Any
 import msgspec
 import pytest
 
-from policy.types import Load, Replica, ReplicaState
+from policy.types import Load, Replica, ReplicaPhase
 from policy.wire.catalog import served_name
-from policy.wire.heartbeat import Beat, Use, Wanted
+from policy.wire.heartbeat import AdapterRef, AdapterUse, Heartbeat
 from serve.adapters import usage as module
-from serve.adapters.usage import AGAIN_S, HALF_LIFE_S, REFUSING_S, WAITS_S, Demand, Usage
+from serve.adapters.usage import AGAIN_S, HALF_LIFE_S, REFUSING_S, WAITS_S, AdapterDemand, Usage
 
-SQL = Wanted(name="sql", digest="a" * 64)
+SQL = AdapterRef(name="sql", digest="a" * 64)
 SERVED = served_name(SQL.name, SQL.digest)
 REPLICA = Replica(
-    id="r1", model="m", shape="small", generation=1, state=ReplicaState.READY, load=Load(at=0.0)
+    id="r1", model="m", shape="small", generation=1, state=ReplicaPhase.READY, load=Load(at=0.0)
 )
 
 
-def use(wanted: Wanted = SQL, **done: Any) -> Use:
-    return Use(name=wanted.name, digest=wanted.digest, **done)
+def use(wanted: AdapterRef = SQL, **done: Any) -> AdapterUse:
+    return AdapterUse(name=wanted.name, digest=wanted.digest, **done)
 
 
-def beat(*uses: Use, **over: Any) -> Beat:
-    return Beat(replica=msgspec.structs.replace(REPLICA, **over), uses=uses)
+def beat(*uses: AdapterUse, **over: Any) -> Heartbeat:
+    return Heartbeat(replica=msgspec.structs.replace(REPLICA, **over), uses=uses)
 
 
 def test_a_steady_stream_is_its_rate_and_halves_when_it_ends() -> None:
-    demand = Demand()
+    demand = AdapterDemand()
     for second in range(600):
         demand.note(beat(use(requests=3)), float(second))
     assert demand.usage("m", SQL, 600.0).rate == pytest.approx(3.0, rel=0.02)
@@ -38,7 +38,7 @@ def test_a_steady_stream_is_its_rate_and_halves_when_it_ends() -> None:
 
 
 def test_rates_of_replicas_add_up_and_those_of_models_do_not() -> None:
-    demand = Demand()
+    demand = AdapterDemand()
     for second in range(600):
         demand.note(beat(use(requests=1)), float(second))
         demand.note(beat(use(requests=1), id="r2"), float(second))
@@ -48,7 +48,7 @@ def test_rates_of_replicas_add_up_and_those_of_models_do_not() -> None:
 
 
 def test_a_rise_is_told_once_it_is_more_than_chance() -> None:
-    demand = Demand()
+    demand = AdapterDemand()
     demand.note(beat(use(requests=2)), 0.0)
     assert demand.usage("m", SQL, 0.0).rising == 0.0
     for second in range(1, 20):
@@ -63,7 +63,7 @@ def test_a_rise_is_told_once_it_is_more_than_chance() -> None:
 
 
 def test_hits_loads_and_seconds() -> None:
-    demand = Demand()
+    demand = AdapterDemand()
     demand.note(beat(use(requests=4, found=3, loads=1, load_s=0.5, busy_s=8.0)), 1.0)
     demand.note(beat(use(loads=1, load_s=0.7)), 1.0)
     usage = demand.usage("m", SQL, 1.0)
@@ -72,7 +72,7 @@ def test_hits_loads_and_seconds() -> None:
 
 
 def test_nothing_is_known_of_what_nobody_asked_for() -> None:
-    demand = Demand()
+    demand = AdapterDemand()
     assert demand.usage("m", SQL, 5.0) == Usage()
     demand.note(beat(use(loads=1, load_s=0.1)), 1.0)
     usage = demand.usage("m", SQL, 5.0)
@@ -81,15 +81,15 @@ def test_nothing_is_known_of_what_nobody_asked_for() -> None:
 
 def test_who_was_asked_for_longest_ago_is_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_VERSIONS", 2)
-    demand = Demand()
-    one, two, three = (Wanted(name=name, digest="b" * 64) for name in ("one", "two", "three"))
+    demand = AdapterDemand()
+    one, two, three = (AdapterRef(name=name, digest="b" * 64) for name in ("one", "two", "three"))
     for at, wanted in enumerate((one, two, one, three)):
         demand.note(beat(use(wanted, requests=1)), float(at))
     assert [demand.usage("m", each, 4.0).rate > 0 for each in (one, two, three)] == [True, False, True]
 
 
 def test_waiting_is_what_was_said_last_and_lately() -> None:
-    demand = Demand()
+    demand = AdapterDemand()
     demand.note(beat(use(waiting=3)), 0.0)
     demand.note(beat(use(waiting=2), id="r2"), 0.0)
     demand.note(beat(), 0.5)
@@ -100,7 +100,7 @@ def test_waiting_is_what_was_said_last_and_lately() -> None:
 
 
 def test_a_refusal_stays_until_the_load_succeeds() -> None:
-    demand = Demand()
+    demand = AdapterDemand()
     demand.note(beat(use(failed="tensor_shape: why")), 1.0)
     demand.note(beat(use(requests=1)), 2.0)
     assert demand.failures(SQL)["r1"].reason == "tensor_shape: why"
@@ -110,7 +110,7 @@ def test_a_refusal_stays_until_the_load_succeeds() -> None:
 
 
 def test_the_plan_tries_again_after_a_while_though_the_refusal_is_still_told() -> None:
-    demand = Demand()
+    demand = AdapterDemand()
     demand.note(beat(use(failed="why")), 1.0)
     demand.note(beat(), REFUSING_S + 2.0)
     assert demand.refusing("r1", REFUSING_S + 2.0) == frozenset()
@@ -118,8 +118,8 @@ def test_the_plan_tries_again_after_a_while_though_the_refusal_is_still_told() -
 
 
 def test_a_refusal_is_told_until_another_try_would_have_failed() -> None:
-    demand = Demand()
-    other = Wanted(name="law", digest="b" * 64)
+    demand = AdapterDemand()
+    other = AdapterRef(name="law", digest="b" * 64)
     demand.note(beat(use(failed="once"), use(other, failed="again and again")), 1.0)
     demand.note(beat(use(other, failed="again and again")), 1.0 + REFUSING_S + AGAIN_S / 2)
     assert set(demand.failures(SQL)) == {"r1"}
@@ -133,18 +133,18 @@ def test_a_refusal_is_told_until_another_try_would_have_failed() -> None:
     [
         {"adapters": (SERVED,)},
         {"incarnation": 1},
-        {"state": ReplicaState.STOPPED},
+        {"state": ReplicaPhase.STOPPED},
     ],
 )
 def test_a_refusal_ends_with_what_said_it(after: dict[str, Any]) -> None:
-    demand = Demand()
+    demand = AdapterDemand()
     demand.note(beat(use(failed="why")), 1.0)
     demand.note(beat(**after), 2.0)
     assert demand.failures(SQL) == {}
 
 
 def test_replicas_that_vanished_refuse_nothing() -> None:
-    demand = Demand()
+    demand = AdapterDemand()
     demand.note(beat(use(failed="why", waiting=1)), 1.0)
     demand.note(beat(use(failed="why"), id="r2"), 1.0)
     demand.keep(["r2"])
@@ -154,8 +154,8 @@ def test_replicas_that_vanished_refuse_nothing() -> None:
 
 def test_refusals_of_one_replica_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_FAILURES", 2)
-    demand = Demand()
-    many = [Wanted(name=f"a{i}", digest="c" * 64) for i in range(4)]
+    demand = AdapterDemand()
+    many = [AdapterRef(name=f"a{i}", digest="c" * 64) for i in range(4)]
     for wanted in many:
         demand.note(beat(use(wanted, failed="why")), 1.0)
     assert demand.refusing("r1", 1.0) == set(many[2:])

@@ -10,7 +10,7 @@ import httpx
 import psutil
 import pytest
 
-from policy.types import Replica, ReplicaState
+from policy.types import Replica, ReplicaPhase
 from store.state_dir import SECRET_HEADER, StateDir
 from tests.ports import free_ports
 from tests.serve.sim_documents import document, sim_model
@@ -116,7 +116,7 @@ def test_a_replica_with_an_xid_ends_its_stream_and_is_replaced(local: Local, tmp
     def leaving() -> Replica | None:
         seen = {replica.id: replica for replica in local.client.fleet().replicas}
         found = seen.get(failed.id)
-        return found if found is not None and found.state is ReplicaState.DRAINING else None
+        return found if found is not None and found.state is ReplicaPhase.DRAINING else None
 
     assert until(leaving).reason == "XID 79 on GPU 0"
     until(lambda: not psutil.pid_exists(host))

@@ -12,9 +12,9 @@ import msgspec
 import pytest
 
 from policy.engine.model import Limits, Timing
-from policy.types import ReplicaState
+from policy.types import ReplicaPhase
 from serve.engine import guard as guard_module
-from serve.engine.adapters.loader import Adapters
+from serve.engine.adapters.loader import AdapterLoader
 from serve.engine.guard import CANARY_HEADER, MAX_NEWS, PREFILL_HEADER, PREFIX_HEADER, REFUSAL_HEADER, Guard
 from serve.engine.port import ALLOWED, EngineStats, Message, Receive, Scope, Send
 from store.state_dir import SECRET_HEADER
@@ -120,7 +120,7 @@ class Request:
 
 def guarded(engine: Held, bound: int = 2, clock: Callable[[], float] = lambda: 42.0) -> Guard:
     """A guard of an engine that loads no adapters."""
-    return Guard(engine, Adapters(engine, FakeFiles()), secret="s", bound=bound, clock=clock)
+    return Guard(engine, AdapterLoader(engine, FakeFiles()), secret="s", bound=bound, clock=clock)
 
 
 @pytest.fixture
@@ -131,7 +131,7 @@ def engine() -> Held:
 @pytest.fixture
 def guard(engine: Held) -> Guard:
     made = guarded(engine)
-    made.become(ReplicaState.READY)
+    made.become(ReplicaPhase.READY)
     return made
 
 
@@ -217,8 +217,8 @@ async def test_draining_refuses_at_once_while_what_is_in_flight_finishes(
 ) -> None:
     held = Request(guard, "POST", CHAT, SECRET)
     await in_flight(guard, 1)
-    guard.become(ReplicaState.DRAINING)
-    assert (guard.line().state, guard.line().load.in_flight) == (ReplicaState.DRAINING, 1)
+    guard.become(ReplicaPhase.DRAINING)
+    assert (guard.line().state, guard.line().load.in_flight) == (ReplicaPhase.DRAINING, 1)
     answer = await client.post(CHAT)
     assert (answer.status_code, refusal(answer)) == (503, "draining")
     assert not held.task.done()
@@ -226,8 +226,8 @@ async def test_draining_refuses_at_once_while_what_is_in_flight_finishes(
     await held.task
     assert held.sent[0]["status"] == 200
     assert guard.line().load.in_flight == 0
-    guard.become(ReplicaState.READY)
-    assert guard.state is ReplicaState.DRAINING
+    guard.become(ReplicaPhase.READY)
+    assert guard.state is ReplicaPhase.DRAINING
 
 
 @pytest.mark.parametrize("status", [200, 500])
@@ -246,7 +246,7 @@ async def test_an_engine_that_dies_under_a_request_says_so(
     # Who comes now began nothing, and may go elsewhere uncharged.
     late = await client.post(CHAT)
     assert (late.status_code, refusal(late)) == (503, "starting")
-    assert guard.state is ReplicaState.STARTING
+    assert guard.state is ReplicaPhase.STARTING
 
 
 async def test_starting_serves_the_canary_alone(engine: Held, client: httpx.AsyncClient) -> None:
@@ -284,7 +284,7 @@ async def test_a_load_line_says_what_engine_and_guard_count(guard: Guard) -> Non
     request = Request(guard, "POST", CHAT, SECRET)
     await in_flight(guard, 1)
     line = guard.line()
-    assert (line.state, line.adapters, line.load.at) == (ReplicaState.READY, ("sql",), 42.0)
+    assert (line.state, line.adapters, line.load.at) == (ReplicaPhase.READY, ("sql",), 42.0)
     load = line.load
     assert (load.in_flight, load.bound, load.running, load.waiting) == (1, 2, 1, 2)
     assert (load.kv_used, load.tokens) == (0.5, 7)
@@ -309,13 +309,13 @@ async def test_a_burst_is_one_line_and_no_change_goes_unsaid(
     # Both come and go within the wait after the first line: one line tells of all four changes.
     engine.go.set()
     await asyncio.gather(*(Request(guard, "POST", CHAT, SECRET).task for _ in range(2)))
-    guard.become(ReplicaState.DRAINING)
+    guard.become(ReplicaPhase.DRAINING)
     while len(loads(stream)) < 2:  # noqa: ASYNC110 - the test's own timeout bounds it
         await asyncio.sleep(0.001)
     await asyncio.sleep(1.2 * WAIT_S)
     assert [line["state"] for line in loads(stream)] == ["ready", "draining"]
     stream.leave()
-    guard.become(ReplicaState.STOPPED)
+    guard.become(ReplicaPhase.STOPPED)
     await stream.task
 
 
@@ -363,7 +363,7 @@ async def test_a_stream_is_pending_no_more_with_its_first_byte_and_says_so(
 async def test_what_the_engine_has_computed_is_not_pending_though_nothing_was_said(engine: Held) -> None:
     now = 0.0
     guard = guarded(engine, bound=4, clock=lambda: now)
-    guard.become(ReplicaState.READY)
+    guard.become(ReplicaPhase.READY)
     engine.prefilling = 0
     old = Request(guard, "POST", CHAT, announcing("100"))
     await in_flight(guard, 1)

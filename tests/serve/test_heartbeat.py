@@ -10,23 +10,23 @@ import msgspec
 import pytest
 
 from policy.engine.step_samples import StepSample
-from policy.types import Load, Replica, ReplicaState
-from policy.wire.heartbeat import Beat, Orders, Use, Wanted
+from policy.types import Load, Replica, ReplicaPhase
+from policy.wire.heartbeat import AdapterRef, AdapterUse, Heartbeat, Orders
 from policy.wire.reports import EngineReport, PowerReport
 from serve.host import heartbeat
-from serve.host.heartbeat import Uses, beat, gather, last_beat
+from serve.host.heartbeat import Uses, beat, collect, last_beat
 
 SQL = "a" * 64
 
 
-def use(name: str = "sql", **done: Any) -> Use:
-    return Use(name=name, digest=SQL, **done)
+def use(name: str = "sql", **done: Any) -> AdapterUse:
+    return AdapterUse(name=name, digest=SQL, **done)
 
 
 def test_uses_that_were_not_told_add_up() -> None:
     kept: Uses = {}
-    gather(kept, (use(requests=1, found=1, busy_s=0.5), use("law", requests=2)))
-    gather(kept, (use(requests=2, loads=1, load_s=0.3, waiting=4), use(requests=1, failed="why", waiting=1)))
+    collect(kept, (use(requests=1, found=1, busy_s=0.5), use("law", requests=2)))
+    collect(kept, (use(requests=2, loads=1, load_s=0.3, waiting=4), use(requests=1, failed="why", waiting=1)))
     assert list(kept.values()) == [
         use("law", requests=2),
         use(requests=4, found=1, loads=1, load_s=0.3, failed="why", busy_s=0.5, waiting=1),
@@ -35,16 +35,16 @@ def test_uses_that_were_not_told_add_up() -> None:
 
 def test_a_load_that_succeeded_ends_the_failure_before_it_and_a_request_does_not() -> None:
     kept: Uses = {}
-    gather(kept, (use(failed="why"), use(requests=1)))
+    collect(kept, (use(failed="why"), use(requests=1)))
     assert kept["sql", SQL].failed == "why"
-    gather(kept, (use(loads=1),))
+    collect(kept, (use(loads=1),))
     assert kept["sql", SQL].failed == ""
 
 
 def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heartbeat, "MAX_KEPT", 2)
     kept: Uses = {}
-    gather(kept, tuple(use(f"a{i}", requests=1) for i in range(4)))
+    collect(kept, tuple(use(f"a{i}", requests=1) for i in range(4)))
     assert [name for name, _ in kept] == ["a2", "a3"]
 
 
@@ -57,17 +57,17 @@ class Host:
 
     def __init__(self) -> None:
         self.changed = asyncio.Event()
-        self.uses: list[Use] = []
+        self.uses: list[AdapterUse] = []
         self.engine: EngineReport | None = None
         self.power: PowerReport | None = None
         self.obeyed: list[Orders] = []
 
     def snapshot(self) -> Replica:
         return Replica(
-            id="r", model="m", shape="s", generation=1, state=ReplicaState.READY, load=Load(at=0.0)
+            id="r", model="m", shape="s", generation=1, state=ReplicaPhase.READY, load=Load(at=0.0)
         )
 
-    def take_uses(self) -> tuple[Use, ...]:
+    def take_uses(self) -> tuple[AdapterUse, ...]:
         uses, self.uses = tuple(self.uses), []
         return uses
 
@@ -80,13 +80,13 @@ class Host:
 
 
 @pytest.fixture
-def answers(monkeypatch: pytest.MonkeyPatch) -> tuple[list[httpx.Response | Exception], list[Beat]]:
+def answers(monkeypatch: pytest.MonkeyPatch) -> tuple[list[httpx.Response | Exception], list[Heartbeat]]:
     """What the controller answers next, and what it heard."""
     given: list[httpx.Response | Exception] = []
-    heard: list[Beat] = []
+    heard: list[Heartbeat] = []
 
     def answer(request: httpx.Request) -> httpx.Response:
-        heard.append(msgspec.json.decode(request.content, type=Beat))
+        heard.append(msgspec.json.decode(request.content, type=Heartbeat))
         said = given.pop(0) if given else httpx.Response(200, content=msgspec.json.encode(Orders()))
         if isinstance(said, Exception):
             raise said
@@ -102,10 +102,10 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> tuple[list[httpx.Response | Exce
 
 
 async def test_uses_are_told_again_until_they_are_heard_and_orders_are_obeyed(
-    answers: tuple[list[httpx.Response | Exception], list[Beat]],
+    answers: tuple[list[httpx.Response | Exception], list[Heartbeat]],
 ) -> None:
     given, heard = answers
-    orders = Orders(hold=(Wanted(name="sql", digest=SQL),))
+    orders = Orders(hold=(AdapterRef(name="sql", digest=SQL),))
     given += [
         httpx.ConnectError("away"),
         httpx.Response(409, json={"error": {}}),
@@ -124,7 +124,7 @@ async def test_uses_are_told_again_until_they_are_heard_and_orders_are_obeyed(
 
 
 async def test_the_last_beat_has_the_last_uses(
-    answers: tuple[list[httpx.Response | Exception], list[Beat]],
+    answers: tuple[list[httpx.Response | Exception], list[Heartbeat]],
 ) -> None:
     _, heard = answers
     host = Host()
@@ -134,7 +134,7 @@ async def test_the_last_beat_has_the_last_uses(
 
 
 async def test_steps_are_told_until_they_are_heard_and_power_as_it_is(
-    answers: tuple[list[httpx.Response | Exception], list[Beat]],
+    answers: tuple[list[httpx.Response | Exception], list[Heartbeat]],
 ) -> None:
     given, heard = answers
     given += [httpx.ConnectError("away"), httpx.Response(409, json={"error": {}})]

@@ -17,8 +17,8 @@ import pytest
 from policy.engine.step_samples import StepSample
 from policy.errors import EngineFailed
 from policy.scaling.rollout import MAX_FAILURES
-from policy.types import Load, Replica, ReplicaState, StartPath
-from policy.wire.heartbeat import Use
+from policy.types import Load, Replica, ReplicaPhase, StartPath
+from policy.wire.heartbeat import AdapterUse
 from policy.wire.reports import EngineReport
 from serve.engine.guard import LoadLine
 from serve.engine.main import Event
@@ -58,7 +58,7 @@ async def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
 
     yield host
     for one in made:
-        if one.snapshot().state is not ReplicaState.STOPPED:
+        if one.snapshot().state is not ReplicaPhase.STOPPED:
             await one.stop()
 
 
@@ -81,10 +81,10 @@ def prompt(max_tokens: int) -> dict[str, Any]:
 
 async def test_it_is_ready_once_its_engine_answered(make: Make) -> None:
     host = make()
-    assert host.snapshot().state is ReplicaState.STARTING
+    assert host.snapshot().state is ReplicaPhase.STARTING
     await host.start()
     replica = host.snapshot()
-    assert replica.state is ReplicaState.READY
+    assert replica.state is ReplicaPhase.READY
     assert (replica.id, replica.model, replica.shape, replica.generation) == ("r0", "m", "small", 1)
     assert (replica.incarnation, replica.failures, replica.reason) == (0, 0, "")
     assert replica.start_s is not None
@@ -98,8 +98,8 @@ async def test_it_is_ready_once_its_engine_answered(make: Make) -> None:
 
 async def test_what_was_done_with_adapters_is_told_once_and_who_waits_as_long_as_they_do(make: Make) -> None:
     host = make()
-    line = LoadLine(state=ReplicaState.STARTING, load=Load(at=0.0))
-    use = Use(name="a", digest="a" * 64, requests=3, waiting=2)
+    line = LoadLine(state=ReplicaPhase.STARTING, load=Load(at=0.0))
+    use = AdapterUse(name="a", digest="a" * 64, requests=3, waiting=2)
     host._take(Event(line=line, uses=(use,)), 0.0)
     host._take(Event(failed="not of interest"), 0.0)
     assert [(one.requests, one.waiting) for one in host.take_uses()] == [(3, 0), (0, 2)]
@@ -179,7 +179,7 @@ async def test_its_load_follows_its_requests(make: Make) -> None:
     await host.start()
     async with client(host) as http, http.stream("POST", "/v1/completions", json=prompt(100)):
         loaded = await until(host, lambda r: r.load.in_flight == 1)
-        assert loaded.state is ReplicaState.READY
+        assert loaded.state is ReplicaPhase.READY
     await until(host, lambda r: r.load.in_flight == 0)
 
 
@@ -188,10 +188,10 @@ async def test_an_engine_that_was_killed_comes_back_in_place_and_says_so(make: M
     await host.start()
     before = host.snapshot()
     os.kill(before.pid, signal.SIGKILL)
-    fallen = await until(host, lambda r: r.state is ReplicaState.STARTING)
+    fallen = await until(host, lambda r: r.state is ReplicaPhase.STARTING)
     assert (fallen.url, fallen.incarnation, fallen.failures) == ("", 1, 1)
     assert "SIGKILL" in fallen.reason
-    back = await until(host, lambda r: r.state is ReplicaState.READY)
+    back = await until(host, lambda r: r.state is ReplicaPhase.READY)
     assert back.id == before.id
     assert back.pid != before.pid
     assert (back.incarnation, back.reason) == (1, "")
@@ -204,13 +204,13 @@ async def test_an_engine_that_keeps_failing_is_given_up_with_its_reason(make: Ma
         await host.start()
     assert host.lost.is_set()
     replica = host.snapshot()
-    assert (replica.state, replica.failures) == (ReplicaState.STARTING, MAX_FAILURES)
+    assert (replica.state, replica.failures) == (ReplicaPhase.STARTING, MAX_FAILURES)
     assert "max_num_seqs" in str(failed.value)
     assert replica.reason == str(failed.value)
     await host.stop()
     # The last word of a host that gave up is why.
     last = host.snapshot()
-    assert (last.state, last.reason, last.failures) == (ReplicaState.STOPPED, replica.reason, MAX_FAILURES)
+    assert (last.state, last.reason, last.failures) == (ReplicaPhase.STOPPED, replica.reason, MAX_FAILURES)
 
 
 async def test_a_node_without_the_heads_directory_keeps_its_logs_elsewhere(
@@ -267,7 +267,7 @@ async def test_an_engine_that_lived_long_begins_a_new_row(
     for incarnation in range(1, MAX_FAILURES + 1):
         os.kill(host.snapshot().pid, signal.SIGKILL)
         back = await until(
-            host, lambda r, n=incarnation: r.incarnation == n and r.state is ReplicaState.READY
+            host, lambda r, n=incarnation: r.incarnation == n and r.state is ReplicaPhase.READY
         )
         assert back.failures == 1
     assert not host.lost.is_set()
@@ -282,7 +282,7 @@ async def test_draining_waits_for_the_stream_and_refuses_others(make: Make) -> N
             lines = answer.aiter_lines()
             await anext(lines)
             draining = asyncio.ensure_future(host.drain(WITHIN_S))
-            await until(host, lambda r: r.state is ReplicaState.DRAINING and r.load.in_flight == 1)
+            await until(host, lambda r: r.state is ReplicaPhase.DRAINING and r.load.in_flight == 1)
             # The host says so at once, and its engine as soon as it hears of it.
             async with asyncio.timeout(WITHIN_S):
                 while (refused := await http.post("/v1/completions", json=prompt(1))).is_success:
@@ -293,7 +293,7 @@ async def test_draining_waits_for_the_stream_and_refuses_others(make: Make) -> N
         assert rest[-1] == "data: [DONE]"
         await draining
     await host.stop()
-    assert host.snapshot().state is ReplicaState.STOPPED
+    assert host.snapshot().state is ReplicaPhase.STOPPED
 
 
 async def test_draining_ends_at_its_deadline(make: Make) -> None:
@@ -311,7 +311,7 @@ async def test_an_engine_that_dies_while_it_drains_is_waited_for_no_longer(make:
     async with client(host) as http, http.stream("POST", "/v1/completions", json=prompt(1000)):
         await until(host, lambda r: r.load.in_flight == 1)
         draining = asyncio.ensure_future(host.drain(3600.0))
-        await until(host, lambda r: r.state is ReplicaState.DRAINING)
+        await until(host, lambda r: r.state is ReplicaPhase.DRAINING)
         os.kill(host.snapshot().pid, signal.SIGKILL)
         async with asyncio.timeout(WITHIN_S):
             await draining
@@ -321,7 +321,7 @@ async def test_an_engine_that_dies_while_it_drains_is_waited_for_no_longer(make:
 async def test_stopping_leaves_no_process(make: Make, when: str) -> None:
     host = make(sim={"profile": "sim-small", "start_s": 60.0 if when == "starting" else 0.0})
     starting = asyncio.ensure_future(host.start())
-    await until(host, lambda r: r.pid != 0 and (when == "starting" or r.state is ReplicaState.READY))
+    await until(host, lambda r: r.pid != 0 and (when == "starting" or r.state is ReplicaPhase.READY))
     pid = host.snapshot().pid
     assert psutil.pid_exists(pid)
     await host.stop()

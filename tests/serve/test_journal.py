@@ -11,9 +11,9 @@ import pytest
 from policy.config.deployment import Budget
 from policy.scaling.situation import Memory
 from serve.autoscaler import journal
-from serve.autoscaler.journal import Journal, Policies, Round, replayed
-from serve.autoscaler.policies import mind_of
-from serve.controller_api import Outcome
+from serve.autoscaler.journal import DecisionRound, Journal, Policies, replayed
+from serve.autoscaler.policies import policies_for
+from serve.controller_api import SwitchOutcome
 from store import log_file as logs
 from tests.serve.plane import Plane
 from tests.serve.sim_documents import document, sim_model
@@ -26,11 +26,11 @@ def log(tmp_path: Path) -> Journal:
     return Journal(tmp_path / "decisions.jsonl")
 
 
-def made(at: float, count: int = 4, model: str = "sim", **over: Any) -> Round:
+def made(at: float, count: int = 4, model: str = "sim", **over: Any) -> DecisionRound:
     """A round that changes nothing of ``count``."""
     decided = decision(at=at, model=model, count=count, was_count=count, clips=(), **over)
     remembered = situation(at=at, model=model, memory=Memory(policy={"level": at}))
-    return Round(
+    return DecisionRound(
         at=at,
         policies={model: Policies(live="static")},
         situations={model: remembered},
@@ -39,7 +39,7 @@ def made(at: float, count: int = 4, model: str = "sim", **over: Any) -> Round:
     )
 
 
-OUTCOME = Outcome(
+OUTCOME = SwitchOutcome(
     at=5.0, model="sim", was="a", mode="b", promised=0.3, measured=0.28, met_before=0.9, met=0.99
 )
 
@@ -73,7 +73,7 @@ def test_whatever_is_new_is_written_at_once(log: Journal) -> None:
 def test_every_line_has_its_memory_and_readers_do_not_see_it(log: Journal) -> None:
     log.put(made(1000.0))
     (line,) = _lines(log)
-    assert isinstance(line, Round)
+    assert isinstance(line, DecisionRound)
     assert line.situations["sim"].memory.policy == {"level": 1000.0}
     (seen,) = log.read(last=5)
     assert seen.situation.memory == Memory()
@@ -164,11 +164,11 @@ async def test_what_a_controller_logged_is_decided_again_bit_for_bit(plane: Plan
     await traffic.run(10)
     traffic.silent = False
     await traffic.run(40, a=1.0)
-    lines = [line for line in _lines(plane.controller.autoscaler.journal) if isinstance(line, Round)]
+    lines = [line for line in _lines(plane.controller.autoscaler.journal) if isinstance(line, DecisionRound)]
     assert len(lines) > 5
     assert any(decision.changes for line in lines for decision in line.decisions.values())
     for line in lines:
-        minds = {name: mind_of(name, chosen, print) for name, chosen in line.policies.items()}
+        minds = {name: policies_for(name, chosen, print) for name, chosen in line.policies.items()}
         again = replayed(line, minds)
         assert msgspec.json.encode(again) == msgspec.json.encode(line.decisions)
 

@@ -12,8 +12,8 @@ import pytest
 
 from policy.errors import AdapterRefused, AdapterUnknown, ConfigError, TargetError
 from policy.wire.catalog import Alias, Catalog
-from serve.adapters.add_job import Adding
-from serve.adapters.library import ADDS_AT_ONCE, Library
+from serve.adapters.add_job import AddJob
+from serve.adapters.library import ADDS_AT_ONCE, AdapterLibrary
 from serve.controller_api import AddRequest
 from store.progress import Progress
 from tests.serve.fake_shelf import FakeShelf, digest_of
@@ -33,8 +33,8 @@ def shelf() -> FakeShelf:
 
 
 @pytest.fixture
-async def library(shelf: FakeShelf) -> AsyncIterator[Library]:
-    made = Library(lambda: shelf, 5.0, lambda text: None)
+async def library(shelf: FakeShelf) -> AsyncIterator[AdapterLibrary]:
+    made = AdapterLibrary(lambda: shelf, 5.0, lambda text: None)
     made.declare(deployment(*adapted(), tenants=TENANTS))
     await made.open()
     yield made
@@ -43,23 +43,25 @@ async def library(shelf: FakeShelf) -> AsyncIterator[Library]:
         await adding.done.wait()
 
 
-async def ended(adding: Adding) -> Adding:
+async def ended(adding: AddJob) -> AddJob:
     await asyncio.wait_for(adding.done.wait(), 60)
     return adding
 
 
-async def added(library: Library, name: str = "sql", source: str = "/a", **over: Any) -> Alias:
+async def added(library: AdapterLibrary, name: str = "sql", source: str = "/a", **over: Any) -> Alias:
     adding = await ended(library.add(AddRequest(name=name, source=source, **over)))
     assert adding.line.alias is not None, adding.line
     return adding.line.alias
 
 
-async def catalog(library: Library) -> Catalog:
+async def catalog(library: AdapterLibrary) -> Catalog:
     _, line = await library.line()
     return msgspec.json.decode(line, type=Catalog)
 
 
-async def test_an_add_is_in_the_catalog_when_it_is_acknowledged(library: Library, shelf: FakeShelf) -> None:
+async def test_an_add_is_in_the_catalog_when_it_is_acknowledged(
+    library: AdapterLibrary, shelf: FakeShelf
+) -> None:
     before = await catalog(library)
     alias = await added(library)
     after = await catalog(library)
@@ -70,7 +72,7 @@ async def test_an_add_is_in_the_catalog_when_it_is_acknowledged(library: Library
 
 
 async def test_a_replacement_is_a_new_version_and_the_same_content_is_none(
-    library: Library, shelf: FakeShelf
+    library: AdapterLibrary, shelf: FakeShelf
 ) -> None:
     await added(library)
     second = await added(library, source="/b")
@@ -82,7 +84,9 @@ async def test_a_replacement_is_a_new_version_and_the_same_content_is_none(
     assert (await catalog(library)).version == version
 
 
-async def test_adds_of_one_name_take_turns_and_others_do_not_wait(library: Library, shelf: FakeShelf) -> None:
+async def test_adds_of_one_name_take_turns_and_others_do_not_wait(
+    library: AdapterLibrary, shelf: FakeShelf
+) -> None:
     shelf.gate.clear()
     first = library.add(AddRequest(name="sql", source="/a"))
     second = library.add(AddRequest(name="sql", source="/b"))
@@ -99,7 +103,9 @@ async def test_adds_of_one_name_take_turns_and_others_do_not_wait(library: Libra
     assert library.adding() == ()
 
 
-async def test_what_is_removed_while_it_is_replaced_stays_removed(library: Library, shelf: FakeShelf) -> None:
+async def test_what_is_removed_while_it_is_replaced_stays_removed(
+    library: AdapterLibrary, shelf: FakeShelf
+) -> None:
     await added(library)
     shelf.gate.clear()
     adding = library.add(AddRequest(name="sql", source="/b"))
@@ -110,7 +116,7 @@ async def test_what_is_removed_while_it_is_replaced_stays_removed(library: Libra
     assert (await added(library, source="/b")).revision == 1, "who adds it from now on means it"
 
 
-async def test_only_a_few_are_added_at_once(library: Library, shelf: FakeShelf) -> None:
+async def test_only_a_few_are_added_at_once(library: AdapterLibrary, shelf: FakeShelf) -> None:
     shelf.gate.clear()
     many = [library.add(AddRequest(name=f"a{i}", source=f"/{i}")) for i in range(3 * ADDS_AT_ONCE)]
     while len(shelf.took) < ADDS_AT_ONCE:  # noqa: ASYNC110 - the threads have no event
@@ -121,7 +127,9 @@ async def test_only_a_few_are_added_at_once(library: Library, shelf: FakeShelf) 
     assert shelf.most_at_once == ADDS_AT_ONCE
 
 
-async def test_what_is_refused_changes_nothing_and_says_why(library: Library, shelf: FakeShelf) -> None:
+async def test_what_is_refused_changes_nothing_and_says_why(
+    library: AdapterLibrary, shelf: FakeShelf
+) -> None:
     alias = await added(library)
     shelf.contents["/bad"] = AdapterRefused("dora", "use_dora is set")
     adding = await ended(library.add(AddRequest(name="sql", source="/bad")))
@@ -130,7 +138,7 @@ async def test_what_is_refused_changes_nothing_and_says_why(library: Library, sh
     assert (await catalog(library)).aliases == (alias,)
 
 
-async def test_what_nobody_expected_is_told_too(library: Library, shelf: FakeShelf) -> None:
+async def test_what_nobody_expected_is_told_too(library: AdapterLibrary, shelf: FakeShelf) -> None:
     shelf.contents["/bad"] = OSError(28, "No space left on device")
     adding = await ended(library.add(AddRequest(name="sql", source="/bad")))
     assert adding.line.error is not None
@@ -142,7 +150,7 @@ async def test_what_nobody_expected_is_told_too(library: Library, shelf: FakeShe
     assert library.aliases("m") == []
 
 
-async def test_who_is_not_told_of_tenants_keeps_them(library: Library) -> None:
+async def test_who_is_not_told_of_tenants_keeps_them(library: AdapterLibrary) -> None:
     assert (await added(library, tenants=("acme",))).tenants == ("acme",)
     assert (await added(library, source="/b")).tenants == ("acme",)
     assert (await added(library, source="/b", tenants=())).tenants == ()
@@ -159,7 +167,7 @@ async def test_who_is_not_told_of_tenants_keeps_them(library: Library) -> None:
     ],
 )
 async def test_what_cannot_be_is_refused_at_once(
-    library: Library, request_: dict[str, Any], kind: type[Exception], says: str
+    library: AdapterLibrary, request_: dict[str, Any], kind: type[Exception], says: str
 ) -> None:
     with pytest.raises(kind, match=says):
         library.add(AddRequest(**{"name": "sql", "source": "/a"} | request_))
@@ -167,7 +175,7 @@ async def test_what_cannot_be_is_refused_at_once(
 
 
 async def test_models_without_adapters_take_none(shelf: FakeShelf) -> None:
-    library = Library(lambda: shelf, 5.0, lambda text: None)
+    library = AdapterLibrary(lambda: shelf, 5.0, lambda text: None)
     library.declare(deployment(sim_model()))
     with pytest.raises(TargetError, match="no model takes adapters"):
         library.add(AddRequest(name="sql", source="/a"))
@@ -177,7 +185,7 @@ async def test_models_without_adapters_take_none(shelf: FakeShelf) -> None:
         library.add(AddRequest(name="sql", source="/a"))
 
 
-async def test_split_rollback_and_remove(library: Library) -> None:
+async def test_split_rollback_and_remove(library: AdapterLibrary) -> None:
     await added(library)
     await added(library, source="/b")
     assert (await library.split(SQL, {"v1": 95, "v2": 5})).split == ((1, 95), (2, 5))
@@ -193,7 +201,7 @@ async def test_split_rollback_and_remove(library: Library) -> None:
 @pytest.mark.parametrize(
     "weights", [{"1": 1.0}, {"v0": 1.0}, {"v1": -1.0}, {"v1": float("inf")}, {"v1": 0.0}, {}]
 )
-async def test_weights_that_are_none(library: Library, weights: dict[str, float]) -> None:
+async def test_weights_that_are_none(library: AdapterLibrary, weights: dict[str, float]) -> None:
     await added(library)
     with pytest.raises(ConfigError, match="split: got"):
         await library.split(SQL, weights)
@@ -206,7 +214,7 @@ async def test_nothing_is_published_before_the_records_are_read(
     shelf.kept[SQL] = Alias(model="m", name="sql", revision=1, versions=(), split=())
     shelf.down = "away"
     events: list[str] = []
-    library = Library(lambda: shelf, 5.0, events.append)
+    library = AdapterLibrary(lambda: shelf, 5.0, events.append)
     library.declare(deployment(*adapted()))
     opening = asyncio.create_task(library.open())
     line = asyncio.create_task(library.line())
@@ -218,7 +226,7 @@ async def test_nothing_is_published_before_the_records_are_read(
     assert msgspec.json.decode((await line)[1], type=Catalog).aliases == (shelf.kept[SQL],)
 
 
-async def test_a_model_that_leaves_takes_its_names_along_until_it_is_back(library: Library) -> None:
+async def test_a_model_that_leaves_takes_its_names_along_until_it_is_back(library: AdapterLibrary) -> None:
     alias = await added(library)
     library.declare(deployment(sim_model()))
     assert (await catalog(library)).aliases == ()
@@ -226,7 +234,7 @@ async def test_a_model_that_leaves_takes_its_names_along_until_it_is_back(librar
     assert (await catalog(library)).aliases == (alias,)
 
 
-async def test_waiting_ends_with_the_next_catalog(library: Library) -> None:
+async def test_waiting_ends_with_the_next_catalog(library: AdapterLibrary) -> None:
     version, _ = await library.line()
     waiting = asyncio.create_task(library.wait(version, 3600))
     await added(library)
@@ -234,7 +242,9 @@ async def test_waiting_ends_with_the_next_catalog(library: Library) -> None:
     await library.wait(version + 100, 0.0)
 
 
-async def test_nothing_is_cleared_away_while_something_is_added(library: Library, shelf: FakeShelf) -> None:
+async def test_nothing_is_cleared_away_while_something_is_added(
+    library: AdapterLibrary, shelf: FakeShelf
+) -> None:
     shelf.gate.clear()
     adding = library.add(AddRequest(name="sql", source="/a"))
     await library.clear({"law@0123"})
@@ -247,7 +257,7 @@ async def test_nothing_is_cleared_away_while_something_is_added(library: Library
 
 
 async def test_an_add_that_is_cut_by_the_end_of_the_controller_says_so(shelf: FakeShelf) -> None:
-    library = Library(lambda: shelf, 5.0, lambda text: None)
+    library = AdapterLibrary(lambda: shelf, 5.0, lambda text: None)
     library.declare(deployment(*adapted()))
     await library.open()
     shelf.gate.clear()
@@ -261,7 +271,9 @@ async def test_an_add_that_is_cut_by_the_end_of_the_controller_says_so(shelf: Fa
     assert (await ended(adding)).line.error is not None
 
 
-async def test_slow_servers_hold_up_nothing_of_this_machine(library: Library, shelf: FakeShelf) -> None:
+async def test_slow_servers_hold_up_nothing_of_this_machine(
+    library: AdapterLibrary, shelf: FakeShelf
+) -> None:
     shelf.gate.clear()
     slow = [library.add(AddRequest(name=f"a{i}", source=f"https://h/{i}")) for i in range(ADDS_AT_ONCE + 1)]
     while len(shelf.took) < ADDS_AT_ONCE:  # noqa: ASYNC110 - the threads have no event
@@ -282,7 +294,7 @@ async def test_slow_servers_hold_up_nothing_of_this_machine(library: Library, sh
 
 
 async def test_what_is_on_its_way_can_be_removed_before_it_is_there(
-    library: Library, shelf: FakeShelf
+    library: AdapterLibrary, shelf: FakeShelf
 ) -> None:
     shelf.gate.clear()
     adding = library.add(AddRequest(name="sql", source="https://h/a"))

@@ -11,11 +11,11 @@ import pytest
 
 from policy.engine.step_samples import StepSample
 from policy.errors import TargetError
-from policy.types import Load, Replica, ReplicaState
-from policy.wire.heartbeat import Beat
+from policy.types import Load, Replica, ReplicaPhase
+from policy.wire.heartbeat import Heartbeat
 from policy.wire.reports import EngineReport
 from serve.autoscaler import step_feed as listening
-from serve.autoscaler.step_feed import Listeners, Told
+from serve.autoscaler.step_feed import StepLine, StepSubscribers
 from serve.controller.api import build_app
 from serve.controller.controller import Controller
 from store.state_dir import SECRET_HEADER
@@ -25,40 +25,40 @@ from tests.serve.sim_documents import document
 REPORT = EngineReport(steps=(StepSample(3, 8.0, 100.0, 8.0, 0.01),), hardware="a machine")
 
 
-def beat(model: str = "m", engine: EngineReport | None = REPORT, **over: object) -> Beat:
+def beat(model: str = "m", engine: EngineReport | None = REPORT, **over: object) -> Heartbeat:
     replica = Replica(
-        id="r1", model=model, shape="small", generation=2, state=ReplicaState.READY, load=Load(at=0.0)
+        id="r1", model=model, shape="small", generation=2, state=ReplicaPhase.READY, load=Load(at=0.0)
     )
-    return Beat(replica=msgspec.structs.replace(replica, **over), engine=engine)
+    return Heartbeat(replica=msgspec.structs.replace(replica, **over), engine=engine)
 
 
 @asynccontextmanager
-async def hearing(listeners: Listeners) -> AsyncIterator[AsyncIterator[Told]]:
+async def hearing(listeners: StepSubscribers) -> AsyncIterator[AsyncIterator[StepLine]]:
     """Somebody who listens to ``m``, and was told so."""
     async with aclosing(listeners.listen("m", silent_s=1e-3)) as told:
-        assert await anext(told) == Told()
+        assert await anext(told) == StepLine()
         yield told
 
 
 async def test_reports_of_ready_replicas_of_the_model_are_heard() -> None:
-    listeners = Listeners()
+    listeners = StepSubscribers()
     listeners.tell(beat())  # nobody listens yet
     async with hearing(listeners) as told:
         listeners.tell(beat("other"))
         listeners.tell(beat(engine=None))
-        listeners.tell(beat(state=ReplicaState.STARTING))
+        listeners.tell(beat(state=ReplicaPhase.STARTING))
         listeners.tell(beat())
-        assert await anext(told) == Told(replica="r1", shape="small", generation=2, engine=REPORT)
+        assert await anext(told) == StepLine(replica="r1", shape="small", generation=2, engine=REPORT)
 
 
 async def test_silence_is_heard_too() -> None:
-    async with hearing(Listeners()) as told:
-        assert await anext(told) == Told()
+    async with hearing(StepSubscribers()) as told:
+        assert await anext(told) == StepLine()
 
 
 async def test_a_slow_listener_loses_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listening, "MOST", 2)
-    listeners = Listeners()
+    listeners = StepSubscribers()
     async with hearing(listeners) as told:
         for name in ("a", "b", "c"):
             listeners.tell(beat(id=name))
@@ -66,7 +66,7 @@ async def test_a_slow_listener_loses_the_oldest(monkeypatch: pytest.MonkeyPatch)
 
 
 async def test_who_has_gone_is_told_nothing() -> None:
-    listeners = Listeners()
+    listeners = StepSubscribers()
     async with hearing(listeners):
         pass
     assert listeners.deaf
@@ -93,9 +93,9 @@ async def test_nobody_listens_to_a_model_that_is_none(plane: Plane) -> None:
 
 
 async def test_the_stream_is_lines_of_what_was_told(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def finite(controller: Controller, model: str) -> AsyncIterator[Told]:
-        yield Told()
-        yield Told(replica=model, engine=REPORT)
+    async def finite(controller: Controller, model: str) -> AsyncIterator[StepLine]:
+        yield StepLine()
+        yield StepLine(replica=model, engine=REPORT)
 
     await plane.up(document())
     monkeypatch.setattr(Controller, "steps", finite)
@@ -104,5 +104,5 @@ async def test_the_stream_is_lines_of_what_was_told(plane: Plane, monkeypatch: p
         transport=transport, base_url="http://c", headers={SECRET_HEADER: "s"}
     ) as client:
         answer = await client.get("/steps", params={"model": "m"})
-    lines = [msgspec.json.decode(line, type=Told) for line in answer.content.splitlines()]
-    assert lines == [Told(), Told(replica="m", engine=REPORT)]
+    lines = [msgspec.json.decode(line, type=StepLine) for line in answer.content.splitlines()]
+    assert lines == [StepLine(), StepLine(replica="m", engine=REPORT)]

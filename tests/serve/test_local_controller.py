@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from policy.errors import Unreachable
-from policy.types import Replica, ReplicaState
+from policy.types import Replica, ReplicaPhase
 from serve.actuator.local import LocalActuator
 from serve.controller.client import ControllerClient
 from store.state_dir import StateDir
@@ -59,7 +59,7 @@ class Local:
 
         def found() -> list[Replica]:
             replicas = list(self.client.fleet().replicas)
-            ready = [replica for replica in replicas if replica.state is ReplicaState.READY]
+            ready = [replica for replica in replicas if replica.state is ReplicaPhase.READY]
             return ready if len(ready) == len(replicas) == count else []
 
         return {replica.id: replica for replica in until(found)}

@@ -11,7 +11,7 @@ import pytest
 
 from policy.wire.reports import PowerReport
 from serve import gpu_metrics as power
-from serve.gpu_metrics import Cards, devices, found, watch
+from serve.gpu_metrics import GpuSet, devices, discover, watch
 
 
 class FakeNvml:
@@ -81,7 +81,7 @@ def card(mw: int = 300_000, mj: int = 5_000_000, c: int = 60, why: int = 0) -> d
 
 def test_the_cards_of_a_replica_are_told_together() -> None:
     nvml = FakeNvml(card(), card(mw=150_500, mj=1_000, c=71, why=0x4), card(mw=999_000))
-    assert Cards(nvml, ("0", "GPU-1")).read() == PowerReport(
+    assert GpuSet(nvml, ("0", "GPU-1")).read() == PowerReport(
         watts=450.5, joules=5001.0, celsius=71.0, throttled="software power cap", reasons=0x4
     )
     assert nvml.told_of == [0, 1]
@@ -89,7 +89,7 @@ def test_the_cards_of_a_replica_are_told_together() -> None:
 
 def test_every_reason_that_costs_speed_has_its_word_and_others_have_none() -> None:
     nvml = FakeNvml(card(why=0x1 | 0x2 | 0x10 | 0x100))
-    cards = Cards(nvml, ("0",))
+    cards = GpuSet(nvml, ("0",))
     read = cards.read()
     assert read is not None
     assert (read.throttled, read.reasons) == ("", 0)
@@ -101,7 +101,7 @@ def test_every_reason_that_costs_speed_has_its_word_and_others_have_none() -> No
 
 def test_the_last_error_of_a_card_stays_known_and_which_card_it_was() -> None:
     nvml = FakeNvml(card(), card())
-    cards = Cards(nvml, ("0", "GPU-1"))
+    cards = GpuSet(nvml, ("0", "GPU-1"))
     nvml.errors = {0: [31], 1: [48, 79]}
     for _ in range(2):
         read = cards.read()
@@ -118,7 +118,7 @@ def test_the_last_error_of_a_card_stays_known_and_which_card_it_was() -> None:
 
 def test_the_error_of_a_program_is_told_until_a_card_has_one() -> None:
     nvml = FakeNvml(card(), card())
-    cards = Cards(nvml, ("0", "1"))
+    cards = GpuSet(nvml, ("0", "1"))
     for errors, told in (({0: [31]}, (31, "GPU 0")), ({1: [43]}, (43, "GPU 1")), ({0: [94]}, (94, "GPU 0"))):
         nvml.errors = errors
         read = cards.read()
@@ -127,8 +127,8 @@ def test_the_error_of_a_program_is_told_until_a_card_has_one() -> None:
 
 
 def test_a_figure_that_a_card_does_not_have_is_left_out() -> None:
-    assert Cards(FakeNvml({"mw": 70_000}), ("0",)).read() == PowerReport(watts=70.0)
-    assert Cards(FakeNvml({"c": 50}), ("0",)).read() is None
+    assert GpuSet(FakeNvml({"mw": 70_000}), ("0",)).read() == PowerReport(watts=70.0)
+    assert GpuSet(FakeNvml({"c": 50}), ("0",)).read() is None
 
 
 def test_events_that_are_not_supported_are_no_reason_to_tell_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,7 +138,7 @@ def test_events_that_are_not_supported_are_no_reason_to_tell_nothing(monkeypatch
         raise FakeNvml.NVMLError("Not Supported")
 
     monkeypatch.setattr(nvml, "nvmlDeviceRegisterEvents", refuse)
-    read = Cards(nvml, ("0",)).read()
+    read = GpuSet(nvml, ("0",)).read()
     assert read is not None
     assert (read.watts, read.xid) == (300.0, 0)
 
@@ -180,7 +180,7 @@ async def test_cards_are_asked_again_and_again(monkeypatch: pytest.MonkeyPatch) 
     nvml = FakeNvml(card())
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     monkeypatch.setattr(power, "POLL_S", 0.0)
-    assert found(("0",)) is not None
+    assert discover(("0",)) is not None
     told: list[float] = []
     twice = asyncio.Event()
 

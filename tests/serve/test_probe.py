@@ -7,14 +7,14 @@ import socket
 
 import pytest
 
-from policy.types import Load, Replica, ReplicaState
+from policy.types import Load, Replica, ReplicaPhase
 from serve.controller import liveness as probe
-from serve.state.replica_registry import GONE_S, SILENT_S, Registry
+from serve.state.replica_registry import GONE_S, SILENT_S, ReplicaRegistry
 from store.state_dir import SECRET_HEADER
 
 
 def replica(name: str, url: str) -> Replica:
-    ready = ReplicaState.READY
+    ready = ReplicaPhase.READY
     return Replica(id=name, model="m", shape="s", generation=1, state=ready, load=Load(at=0.0), url=url)
 
 
@@ -34,7 +34,7 @@ async def test_a_port_that_refuses_is_gone_and_one_that_answers_is_kept(
     server = await asyncio.start_server(answer, "127.0.0.1", 0)
     alive = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
 
-    registry = Registry(epoch=1.0)
+    registry = ReplicaRegistry(epoch=1.0)
     for made in (replica("dead", dead), replica("alive", alive), replica("unborn", "")):
         registry.put(made, now=0.0)
     now, lost = SILENT_S + 0.1, []

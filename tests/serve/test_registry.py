@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from policy.scaling.rollout import LayerKey
-from policy.types import EngineKind, Load, Model, Replica, ReplicaState
-from serve.state.replica_registry import GONE_S, SILENT_S, Registry
+from policy.types import EngineKind, Load, Model, Replica, ReplicaPhase
+from serve.state.replica_registry import GONE_S, SILENT_S, ReplicaRegistry
 
 KEY = LayerKey("m", "small", 1)
 
@@ -21,7 +21,7 @@ def replica(id: str = "r1", **over: Any) -> Replica:  # noqa: A002 - the field's
         model="m",
         shape="small",
         generation=1,
-        state=ReplicaState.READY,
+        state=ReplicaPhase.READY,
         load=Load(at=1.0),
         url="http://127.0.0.1:1",
     )
@@ -29,15 +29,15 @@ def replica(id: str = "r1", **over: Any) -> Replica:  # noqa: A002 - the field's
 
 
 @pytest.fixture
-def registry() -> Registry:
-    return Registry(epoch=5.0)
+def registry() -> ReplicaRegistry:
+    return ReplicaRegistry(epoch=5.0)
 
 
-def version(registry: Registry) -> int:
+def version(registry: ReplicaRegistry) -> int:
     return registry.fleet(0.0).version
 
 
-def test_a_load_alone_is_no_new_version_but_is_in_the_snapshot(registry: Registry) -> None:
+def test_a_load_alone_is_no_new_version_but_is_in_the_snapshot(registry: ReplicaRegistry) -> None:
     assert registry.put(replica(), now=0.0)
     before = version(registry)
     # Adapters come and go many times a second; gateways hear of them from the replica itself.
@@ -50,7 +50,7 @@ def test_a_load_alone_is_no_new_version_but_is_in_the_snapshot(registry: Registr
 @pytest.mark.parametrize(
     "change",
     [
-        {"state": ReplicaState.DRAINING},
+        {"state": ReplicaPhase.DRAINING},
         {"url": "http://127.0.0.1:2"},
         {"incarnation": 1},
         {"reason": "why"},
@@ -58,22 +58,22 @@ def test_a_load_alone_is_no_new_version_but_is_in_the_snapshot(registry: Registr
         {"pid": 9},
     ],
 )
-def test_everything_else_is_a_new_version(registry: Registry, change: dict[str, Any]) -> None:
+def test_everything_else_is_a_new_version(registry: ReplicaRegistry, change: dict[str, Any]) -> None:
     registry.put(replica(), now=0.0)
     before = registry.fleet(0.0)
     assert registry.put(replica(**change), now=0.5)
     assert registry.fleet(0.5).newer_than(before)
 
 
-def test_a_stopped_replica_leaves_once(registry: Registry) -> None:
+def test_a_stopped_replica_leaves_once(registry: ReplicaRegistry) -> None:
     registry.put(replica(), now=0.0)
-    assert registry.put(replica(state=ReplicaState.STOPPED), now=0.5)
+    assert registry.put(replica(state=ReplicaPhase.STOPPED), now=0.5)
     before = version(registry)
-    assert not registry.put(replica(state=ReplicaState.STOPPED), now=0.6)
+    assert not registry.put(replica(state=ReplicaPhase.STOPPED), now=0.6)
     assert (registry.fleet(0.6).replicas, version(registry)) == ((), before)
 
 
-def test_a_silent_replica_is_asked_and_goes_when_its_port_refuses(registry: Registry) -> None:
+def test_a_silent_replica_is_asked_and_goes_when_its_port_refuses(registry: ReplicaRegistry) -> None:
     registry.put(replica(), now=0.0)
     assert registry.silent(SILENT_S) == []
     (quiet,) = registry.silent(SILENT_S + 0.1)
@@ -82,7 +82,7 @@ def test_a_silent_replica_is_asked_and_goes_when_its_port_refuses(registry: Regi
     assert registry.of(KEY) == []
 
 
-def test_a_replica_that_neither_beats_nor_refuses_goes_after_a_while(registry: Registry) -> None:
+def test_a_replica_that_neither_beats_nor_refuses_goes_after_a_while(registry: ReplicaRegistry) -> None:
     registry.put(replica(), now=0.0)
     (quiet,) = registry.silent(GONE_S)
     assert not registry.give_up(quiet, GONE_S, refused=False)
@@ -90,7 +90,7 @@ def test_a_replica_that_neither_beats_nor_refuses_goes_after_a_while(registry: R
     assert not registry.give_up(quiet, GONE_S + 0.1, refused=True)
 
 
-def test_a_beat_during_the_probe_saves_it(registry: Registry) -> None:
+def test_a_beat_during_the_probe_saves_it(registry: ReplicaRegistry) -> None:
     registry.put(replica(), now=0.0)
     (quiet,) = registry.silent(GONE_S + 1)
     registry.put(replica(), now=GONE_S + 1)
@@ -98,7 +98,7 @@ def test_a_beat_during_the_probe_saves_it(registry: Registry) -> None:
     assert len(registry.of(KEY)) == 1
 
 
-def test_layers_and_order(registry: Registry) -> None:
+def test_layers_and_order(registry: ReplicaRegistry) -> None:
     for made in (replica("b"), replica("a"), replica("c", shape="large"), replica("d", model="x")):
         registry.put(made, now=0.0)
     assert [r.id for r in registry.of(KEY)] == ["b", "a"]
@@ -106,7 +106,7 @@ def test_layers_and_order(registry: Registry) -> None:
     assert [r.id for r in registry.fleet(0.0).replicas] == ["a", "b", "c", "d"]
 
 
-def test_models_are_a_new_version_only_when_they_change(registry: Registry) -> None:
+def test_models_are_a_new_version_only_when_they_change(registry: ReplicaRegistry) -> None:
     model = Model(name="m", engine=EngineKind.SIM, target=1)
     registry.set_models([model])
     before = version(registry)
@@ -117,14 +117,14 @@ def test_models_are_a_new_version_only_when_they_change(registry: Registry) -> N
 
 
 def test_a_restarted_controller_supersedes_its_predecessor() -> None:
-    old, new = Registry(epoch=5.0), Registry(epoch=6.0)
+    old, new = ReplicaRegistry(epoch=5.0), ReplicaRegistry(epoch=6.0)
     for _ in range(3):
         old.put(replica(), now=0.0)
-        old.put(replica(state=ReplicaState.STOPPED), now=0.0)
+        old.put(replica(state=ReplicaPhase.STOPPED), now=0.0)
     assert new.fleet(0.0).newer_than(old.fleet(0.0))
 
 
-async def test_waiting_ends_with_the_next_version(registry: Registry) -> None:
+async def test_waiting_ends_with_the_next_version(registry: ReplicaRegistry) -> None:
     seen = version(registry)
     waiting = asyncio.ensure_future(registry.wait(seen, 3600.0))
     await asyncio.sleep(0)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from policy.types import ReplicaState
+from policy.types import ReplicaPhase
 from policy.wire.reports import PowerReport
 from tests.serve.plane import READY, SMALL, Plane
 from tests.serve.sim_documents import document, sim_model
@@ -52,11 +52,11 @@ async def test_a_slow_one_leaves_after_a_minute_once_its_successor_serves(plane:
     await seconds(plane, 4)
     # One starts beside them, and nobody has to go for it yet.
     assert plane.counts(READY) == {SMALL: 2}
-    assert plane.counts(ReplicaState.STARTING) == {SMALL: 1}
+    assert plane.counts(ReplicaPhase.STARTING) == {SMALL: 1}
     assert f"{first}: slowed by hardware for 60 s; it is being replaced" in note(plane)
     plane.cluster.ready()
     await seconds(plane, 1)
-    (leaving,) = plane.cluster.of(SMALL, ReplicaState.DRAINING)
+    (leaving,) = plane.cluster.of(SMALL, ReplicaPhase.DRAINING)
     # Gateways see why, and send it nothing any more.
     told = next(r for r in plane.controller.fleet().replicas if r.id == first)
     assert (leaving.id, told.state, told.reason) == (first, "draining", "slowed by hardware for 60 s")
@@ -80,7 +80,7 @@ async def test_no_software_cap_and_no_error_of_a_program_has_anybody_leave(plane
     first, second = await up(plane, gpus=3)
     plane.cards = {first: CAPPED, second: PowerReport(watts=300.0, xid=31, card="GPU 0")}
     await seconds(plane, 150)
-    assert [replica.id for replica in plane.cluster.of(SMALL, *ReplicaState)] == [first, second]
+    assert [replica.id for replica in plane.cluster.of(SMALL, *ReplicaPhase)] == [first, second]
     assert note(plane) == ""
 
 
@@ -89,7 +89,7 @@ async def test_a_failed_card_takes_its_replica_out_at_once_where_others_serve(pl
     plane.cards[second] = FAILED
     await seconds(plane, 1)
     assert [replica.id for replica in plane.cluster.of(SMALL, READY)] == [first]
-    (leaving,) = plane.cluster.of(SMALL, ReplicaState.DRAINING)
+    (leaving,) = plane.cluster.of(SMALL, ReplicaPhase.DRAINING)
     assert (leaving.id, leaving.reason) == (second, "XID 79 on GPU 3")
     # There was no room beside it: its successor starts when it is gone, and no third one.
     assert plane.counts() == {SMALL: 2}
@@ -139,7 +139,7 @@ async def test_a_controller_that_comes_back_learns_of_the_error_with_the_first_b
     await seconds(plane, 1)
     await plane.restart()
     await seconds(plane, 5)
-    assert [replica.id for replica in plane.cluster.of(SMALL, ReplicaState.DRAINING)] == [second]
+    assert [replica.id for replica in plane.cluster.of(SMALL, ReplicaPhase.DRAINING)] == [second]
     plane.cluster.drained()
     await seconds(plane, 5)
     plane.cluster.ready()

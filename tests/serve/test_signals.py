@@ -8,8 +8,8 @@ import httpx
 import msgspec
 import pytest
 
-from policy.types import Load, Replica, ReplicaState
-from policy.wire.heartbeat import Beat
+from policy.types import Load, Replica, ReplicaPhase
+from policy.wire.heartbeat import Heartbeat
 from policy.wire.reports import EngineReport, GatewayReport, ModelReport, PowerReport
 from serve.controller.api import build_app
 from store.state_dir import SECRET_HEADER
@@ -52,9 +52,9 @@ async def test_what_engines_and_cards_tell_comes_with_the_beat(
     plane: Plane, served: httpx.AsyncClient
 ) -> None:
     replica = Replica(
-        id="r", model="m", shape="small", generation=1, state=ReplicaState.READY, load=Load(at=0.0, running=3)
+        id="r", model="m", shape="small", generation=1, state=ReplicaPhase.READY, load=Load(at=0.0, running=3)
     )
-    beat = Beat(replica=replica, engine=EngineReport(deferred=2), power=PowerReport(watts=250.0))
+    beat = Heartbeat(replica=replica, engine=EngineReport(deferred=2), power=PowerReport(watts=250.0))
     assert (await served.post("/replicas", content=msgspec.json.encode(beat))).status_code == 200
     (seen,) = plane.controller.gathering.signals("m", plane.controller._monotonic() + 1.0).replicas
     assert (seen.running, seen.deferred, seen.watts, seen.age_s) == (3, 2, 250.0, 1.0)

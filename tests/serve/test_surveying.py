@@ -10,8 +10,8 @@ from policy.engine.model import EngineModel, Limits, Timing
 from policy.engine.profiles import profile, shipped
 from policy.engine.step_samples import StepSample
 from policy.engine.step_table import GENERIC
-from policy.scaling.situation import Rung
-from policy.wire.heartbeat import Beat
+from policy.scaling.situation import ModeOption
+from policy.wire.heartbeat import Heartbeat
 from policy.wire.reports import EngineReport, PowerReport
 from tests.serve.plane import Plane
 from tests.serve.sim_documents import deployment, document, sim_model
@@ -20,7 +20,7 @@ from tests.serve.traffic import Traffic
 SMALL = profile("sim-small")
 
 
-def rungs(plane: Plane) -> dict[str, Rung]:
+def rungs(plane: Plane) -> dict[str, ModeOption]:
     """Those of the last decision, by mode."""
     (now,) = plane.controller.autoscaler.journal.read(1)
     return {rung.mode: rung for rung in now.situation.rungs}
@@ -53,14 +53,14 @@ async def test_what_replicas_tell_goes_before_what_shipped(plane: Plane) -> None
     await plane.ticks()
     (replica,) = plane.cluster.replicas.values()
     told = Timing(limits=Limits(max_num_batched_tokens=99, max_num_seqs=500, kv_tokens=777))
-    plane.controller.beat(Beat(replica=replica, engine=EngineReport(timing=told)))
+    plane.controller.beat(Heartbeat(replica=replica, engine=EngineReport(timing=told)))
     await Traffic(plane).run(8, m=1.0)
     timing = rungs(plane)["multi-replica"].timing
     assert timing.model == SMALL.model
     assert timing.limits == Limits(max_num_batched_tokens=99, max_num_seqs=256, kv_tokens=777)
     model = EngineModel(o=1.0, w=1.0, c=1.0, g=1.0, r=1.0)
     plane.controller.beat(
-        Beat(replica=replica, engine=EngineReport(timing=Timing(limits=told.limits, model=model)))
+        Heartbeat(replica=replica, engine=EngineReport(timing=Timing(limits=told.limits, model=model)))
     )
     await Traffic(plane).run(2, m=1.0)
     assert rungs(plane)["multi-replica"].timing.model == model
@@ -81,7 +81,7 @@ async def test_prices_and_watts_are_those_of_the_budget_until_cards_tell(plane: 
     assert (found["multi-replica"].cost_per_h, found["single-large"].cost_per_h) == pytest.approx((2.2, 4.0))
     (replica,) = plane.cluster.replicas.values()
     for _ in range(5):
-        plane.controller.beat(Beat(replica=replica, power=PowerReport(watts=150.0)))
+        plane.controller.beat(Heartbeat(replica=replica, power=PowerReport(watts=150.0)))
         await traffic.run(1)
     assert rungs(plane)["multi-replica"].watts == 160
 
@@ -97,7 +97,7 @@ async def test_what_leaves_in_a_switch_draws_nothing_for_the_shape_that_comes(pl
     plane.controller.mode("m", "single-large")
     traffic = Traffic(plane)
     for _ in range(8):
-        plane.controller.beat(Beat(replica=replica, power=PowerReport(watts=150.0)))
+        plane.controller.beat(Heartbeat(replica=replica, power=PowerReport(watts=150.0)))
         await traffic.run(1, m=1.0)
     assert rungs(plane)["single-large"].watts == 800
 
@@ -112,7 +112,7 @@ async def test_what_leaves_in_a_switch_is_no_figure_of_the_shape_that_comes(plan
     traffic = Traffic(plane)
 
     async def figures() -> list[str]:
-        plane.controller.beat(Beat(replica=replica))
+        plane.controller.beat(Heartbeat(replica=replica))
         await traffic.run(6, m=1.0)
         (now,) = plane.controller.autoscaler.journal.read(1)
         return [each.id for each in now.situation.signals.replicas]
@@ -137,7 +137,7 @@ async def test_steps_on_cores_that_others_start_on_say_nothing_of_the_shape(
     await plane.ticks(4)
     steps = tuple(StepSample(count=5, tokens=n, kv_tokens=n, running=n, seconds=1.0) for n in (1, 4, 16, 64))
     for _ in range(8):
-        plane.controller.beat(Beat(replica=replica, engine=EngineReport(steps=steps)))
+        plane.controller.beat(Heartbeat(replica=replica, engine=EngineReport(steps=steps)))
         await Traffic(plane).run(2, m=1.0)
     assert (rungs(plane)["multi-replica"].version > 0) is learns
 
@@ -160,7 +160,7 @@ async def test_a_generation_that_leaves_undoes_nothing_that_was_learned(plane: P
                 StepSample(count=5, tokens=n, kv_tokens=100.0 * n, running=n, seconds=0.01 + 0.0001 * n)
                 for n in (1, 4, 16, 64, 200, 800, 1600)
             )
-            plane.controller.beat(Beat(replica=replica, engine=EngineReport(steps=steps)))
+            plane.controller.beat(Heartbeat(replica=replica, engine=EngineReport(steps=steps)))
         await traffic.run(1)
         assert len({replica.generation for replica in plane.cluster.replicas.values()}) == 2, second
     assert rungs(plane)["multi-replica"].version > 0
@@ -211,7 +211,7 @@ async def test_what_was_measured_of_cores_in_another_hour_is_not_compared_with_n
             *_, replica = plane.cluster.replicas.values()
             loads = [(n, 200.0 * n, n) for n in (1.0, 4.0, 16.0, 64.0, 200.0)]
             steps = tuple(StepSample(5, *load, priors[mode].step_time(*load) * factor) for load in loads)
-            plane.controller.beat(Beat(replica=replica, engine=EngineReport(steps=steps)))
+            plane.controller.beat(Heartbeat(replica=replica, engine=EngineReport(steps=steps)))
             await traffic.run(1, m=1.0)
         told = {name: rung.timing.model for name, rung in rungs(plane).items()}
         return {

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from policy.errors import SwitchRefused
-from policy.types import ReplicaState
-from serve.controller_api import Outcome
+from policy.types import ReplicaPhase
+from serve.controller_api import SwitchOutcome
 from tests.serve.plane import LARGE, READY, SMALL, Plane
 from tests.serve.sim_documents import document, sim_model
 from tests.serve.traffic import Traffic
@@ -140,10 +140,10 @@ async def test_what_was_promised_is_compared_with_what_came(plane: Plane) -> Non
     assert next(each.decision for each in told if each.outcome).changes
 
 
-def outcomes(plane: Plane) -> list[Outcome]:
+def outcomes(plane: Plane) -> list[SwitchOutcome]:
     journal = plane.controller.autoscaler.journal
     journal.flush()
-    return [line for line in journal.lines() if isinstance(line, Outcome)]
+    return [line for line in journal.lines() if isinstance(line, SwitchOutcome)]
 
 
 PHASES = {
@@ -297,7 +297,7 @@ async def test_draining_replicas_are_kept_for_the_streams_that_they_have(plane: 
     await until_phase(switch, HIGH, "draining the old", "multi-replica")
     for _ in range(20):
         await switch.traffic.run(1, m=HIGH)
-    assert plane.counts(ReplicaState.DRAINING) == {LARGE: 1}
+    assert plane.counts(ReplicaPhase.DRAINING) == {LARGE: 1}
     assert plane.counts(READY) == {SMALL: 4}
     plane.cluster.drained()
     await switch.run(HIGH, 3)

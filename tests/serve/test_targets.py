@@ -13,7 +13,7 @@ from policy.config.generation import digest
 from policy.errors import TargetError
 from policy.scaling.rollout import LayerKey
 from serve.actuator.port import Held
-from serve.state.targets import Aim, Target, Targets, first_target, found_target
+from serve.state.targets import DesiredMode, Target, Targets, first_target, found_target
 from store.state_dir import StateDir
 from tests.serve.sim_documents import deployment, sim_model
 
@@ -34,7 +34,7 @@ def first() -> Target:
 
 
 def test_the_first_target(first: Target) -> None:
-    assert first.aim == Aim(mode="multi-replica", shape="small", count=1, generation=1)
+    assert first.aim == DesiredMode(mode="multi-replica", shape="small", count=1, generation=1)
     assert first.key() == LayerKey("m", "small", 1)
     assert (first.since, first.created, first.settled, first.fallback) == (10.0, 10.0, False, None)
 
@@ -191,7 +191,7 @@ def test_what_runs_is_found_by_its_digest() -> None:
     }
     found = found_target(spec(), held, now=5.0)
     assert found is not None
-    assert found.aim == Aim(mode="multi-replica", shape="small", count=3, generation=2)
+    assert found.aim == DesiredMode(mode="multi-replica", shape="small", count=3, generation=2)
     assert found_target(spec(sim=OTHER), held, now=5.0) is None
     assert found_target(spec(), {}, now=5.0) is None
 

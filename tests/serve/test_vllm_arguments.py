@@ -186,7 +186,7 @@ def test_the_core_of_an_engine_on_cpus_rests_until_its_worker_answers(
 ) -> None:
     from vllm.distributed.device_communicators.shm_broadcast import SpinCondition  # noqa: PLC0415
 
-    from serve.engine.vllm import LOOK_MS, MultiprocExecutor, RestingExecutor  # noqa: PLC0415
+    from serve.engine.vllm import LOOK_MS, MultiprocExecutor, SleepingExecutor  # noqa: PLC0415
 
     waits: list[int | None] = []
     conditions: list[Any] = [SpinCondition.__new__(SpinCondition) for _ in range(2)]
@@ -196,7 +196,7 @@ def test_the_core_of_an_engine_on_cpus_rests_until_its_worker_answers(
         self.response_mqs = [SimpleNamespace(_spin_condition=condition) for condition in conditions]
 
     monkeypatch.setattr(MultiprocExecutor, "_init_executor", made)
-    executor = RestingExecutor.__new__(RestingExecutor)
+    executor = SleepingExecutor.__new__(SleepingExecutor)
     executor._init_executor()
     for condition in conditions:
         assert condition.busy_loop_s == 0.0

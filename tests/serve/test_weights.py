@@ -15,9 +15,9 @@ import pytest
 from policy.config.deployment import ModelSpec
 from policy.errors import EngineFailed, ModelUnavailable
 from policy.scaling.rollout import LayerKey
-from policy.types import ReplicaState
+from policy.types import ReplicaPhase
 from serve.host import weights
-from serve.host.weights import Resolver, Weights, prepare_same
+from serve.host.weights import Resolver, Weights, prepare_verified
 from serve.state.targets import Target
 from store.models.prepare import Origin
 from store.progress import Prepared
@@ -161,7 +161,7 @@ async def test_a_directory_that_was_changed_in_place_is_a_new_generation_once_ap
     assert set(plane.cluster.replicas) == running
     plane.cluster.slow = True
     plane.controller.apply(written)
-    await until(plane, lambda: plane.counts(ReplicaState.STARTING) == {NEW_SMALL: 1})
+    await until(plane, lambda: plane.counts(ReplicaPhase.STARTING) == {NEW_SMALL: 1})
     assert plane.counts(READY) == {SMALL: 1}
     plane.cluster.slow = False
     plane.cluster.ready()
@@ -232,9 +232,9 @@ def test_a_node_with_other_weights_says_so(store: Store, origin: Origin, same: b
     store.digests["s"] = "here"
     told = Weights(origin=origin, source="s", digest="there")
     if same:
-        assert prepare_same(told, token_file=None, progress=print).digest == "here"
+        assert prepare_verified(told, token_file=None, progress=print).digest == "here"
         return
     with pytest.raises(EngineFailed, match="on this node have the digest here, those of the head there"):
-        prepare_same(told, token_file=None, progress=print)
+        prepare_verified(told, token_file=None, progress=print)
     equal = msgspec.structs.replace(told, digest="here")
-    assert prepare_same(equal, token_file=None, progress=print).path == Path("/w")
+    assert prepare_verified(equal, token_file=None, progress=print).path == Path("/w")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from policy.stats.histogram import BUCKETS, place
+from policy.stats.histogram import BUCKETS, bucket_of
 from policy.wire.reports import GatewayReport, ModelReport
 from tests.serve.plane import Plane
 
@@ -68,7 +68,7 @@ class Traffic:
 
     def _model(self, name: str, arrived: int, met: int) -> ModelReport:
         histogram = [0] * BUCKETS
-        histogram[place(self.ttft_s)] = arrived
+        histogram[bucket_of(self.ttft_s)] = arrived
         return ModelReport(
             arrived=arrived,
             ended=arrived,

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from policy.engine.capacity import Capability
-from policy.scaling.situation import Clip, Decision, Rule
+from policy.scaling.situation import Decision, Guardrail, Limit
 from policy.scaling.view import Proposal
 from sim.twin.record import Moment, Outcome, Record, Requests
 
@@ -60,7 +60,7 @@ def moment(at: float, **more: float | int | str) -> Moment:
     return Moment(at=at, **{**usual, **more})  # type: ignore[arg-type]
 
 
-def decision(was: int, count: int, reason: str, *clips: Clip, mode: str = "multi-replica") -> Decision:
+def decision(was: int, count: int, reason: str, *clips: Limit, mode: str = "multi-replica") -> Decision:
     """A decision of model m that changes its count."""
     return Decision(
         at=0.0,
@@ -76,7 +76,7 @@ def decision(was: int, count: int, reason: str, *clips: Clip, mode: str = "multi
     )
 
 
-STEP = Clip(rule=Rule.STEP, was=5, now=2, why="at most doubled")
+STEP = Limit(rule=Guardrail.STEP, was=5, now=2, why="at most doubled")
 
 
 def record(minutes: int = 10) -> Record:

@@ -13,7 +13,7 @@ from sim.oracle import replica_capacity as attaining
 from sim.oracle.replica_capacity import AGAIN, MOST_S, attained_rate
 from sim.twin import run as twin
 from sim.twin.record import Record
-from sim.workload.model_names import Addressing
+from sim.workload.model_names import ModelNames
 from sim.workload.survey import survey
 
 GIANT = Arrival(0.0, 10_000_000, 20)
@@ -43,7 +43,7 @@ def rate(requests: Sequence[Arrival], speed: float = 0.05) -> float:
         "control": {"tick_s": 1, "slo": {"itl_p95_s": 0.25}},
     }
     of = parse({"models": [model]})
-    load = survey(requests, Addressing(["m"])).loads["m"]
+    load = survey(requests, ModelNames(["m"])).loads["m"]
     return attained_rate(of, of.models[0], "multi-replica", arrivals=lambda: requests, load=load, seed=0)
 
 

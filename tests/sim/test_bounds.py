@@ -17,7 +17,7 @@ from sim.oracle.bounds import bounds_of
 from sim.oracle.replica_capacity import attained_rate
 from sim.twin.run import simulate
 from sim.twin.scenario import EARTH
-from sim.workload.model_names import Addressing
+from sim.workload.model_names import ModelNames
 from sim.workload.survey import survey
 
 # One in a second for the first four minutes, four in a second after.
@@ -56,7 +56,7 @@ def arrivals() -> Iterator[Arrival]:
 
 
 def _bounds(of: Deployment) -> tuple[float, float]:
-    found = bounds_of(of, arrivals, survey(arrivals(), Addressing(["m"])), EARTH)
+    found = bounds_of(of, arrivals, survey(arrivals(), ModelNames(["m"])), EARTH)
     assert found.lower_gpu_hours is not None and found.achievable_gpu_hours is not None
     return found.lower_gpu_hours * 3600, found.achievable_gpu_hours * 3600
 
@@ -96,7 +96,7 @@ def test_of_several_modes_the_cheaper_one_counts() -> None:
 def test_the_bound_of_a_short_trace_is_below_what_a_run_takes(requests: int, each_s: float) -> None:
     of = deployment(most=1)
     few = [Arrival(i * each_s, 200, 20) for i in range(requests)]
-    found = bounds_of(of, lambda: few, survey(few, Addressing(["m"])), EARTH)
+    found = bounds_of(of, lambda: few, survey(few, ModelNames(["m"])), EARTH)
     taken = simulate(of, {"m": Static(StaticParameters())}, few)
     assert taken.requests["m"].met.all()
     assert found.lower_gpu_hours is not None and found.lower_gpu_hours * 3600 <= taken.gpu_s
@@ -122,7 +122,7 @@ def test_a_replica_attains_less_within_an_objective_than_without(monkeypatch: py
 
     def rate(**slo: float) -> float:
         of = deployment(slo=slo) if slo else deployment()
-        load = survey(arrivals(), Addressing(["m"])).loads["m"]
+        load = survey(arrivals(), ModelNames(["m"])).loads["m"]
         return attained_rate(of, of.models[0], "multi-replica", arrivals=arrivals, load=load, seed=1)
 
     free, loose, tight = rate(), rate(ttft_p95_s=20.0), rate(ttft_p95_s=3.0, itl_p95_s=0.25)

@@ -10,16 +10,16 @@ import pytest
 
 from policy.scaling.policies.predictive import PredictiveParameters
 from policy.scaling.policies.registry import choose
-from sim.benchmarks.policies.all_runs import PLANNED, heats, laps, rungs, said
-from sim.benchmarks.policies.chart import picture
-from sim.benchmarks.policies.ranking import stood
-from sim.benchmarks.policies.run import PLAN, Heat, Lap, ran
-from sim.benchmarks.policies.setup import MODEL, Ground, Half, ground_of
-from sim.benchmarks.policies.sizing import Size, sized
+from sim.benchmarks.policies.all_runs import PLANNED, parameter_steps, run_all, said, trials
+from sim.benchmarks.policies.chart import chart
+from sim.benchmarks.policies.ranking import rank
+from sim.benchmarks.policies.run import PLAN, Trial, TrialResult, run_trial
+from sim.benchmarks.policies.setup import MODEL, Setup, TraceHalf, setup_of
+from sim.benchmarks.policies.sizing import ReplicaSize, size_of
 from sim.results.score import Score
 from sim.results.sweeps import Full
 
-SIZE = Size(mu=0.5, factor=1.0, full=Full(at_once=9.0, kv_used=0.6, least=8, most=18))
+SIZE = ReplicaSize(mu=0.5, factor=1.0, full=Full(at_once=9.0, kv_used=0.6, least=8, most=18))
 BEGAN = datetime(2023, 11, 16, 18, 15)
 
 
@@ -32,7 +32,7 @@ def trace(folder: Path, requests: int = 400, each_s: float = 1.0, tokens: int = 
 
 def test_the_second_half_is_judged_as_a_whole_and_the_first_without_its_beginning(tmp_path: Path) -> None:
     path = trace(tmp_path, 4000)
-    first, second = (ground_of(path, half) for half in (Half.TUNE, Half.JUDGE))
+    first, second = (setup_of(path, half) for half in (TraceHalf.TUNE, TraceHalf.JUDGE))
     assert first.lasts_s == pytest.approx(3999.0)
     assert (first.begins_s, first.stretch.since, first.stretch.until) == (0.0, 300.0, 1999.5)
     assert (second.begins_s, second.stretch.since, second.stretch.until) == (1699.5, 300.0, 2299.5)
@@ -42,8 +42,8 @@ def test_the_second_half_is_judged_as_a_whole_and_the_first_without_its_beginnin
 
 
 def test_long_prompts_get_a_card_that_holds_them(tmp_path: Path) -> None:
-    short = ground_of(trace(tmp_path), Half.TUNE)
-    long = ground_of(trace(tmp_path, tokens=9000), Half.TUNE)
+    short = setup_of(trace(tmp_path), TraceHalf.TUNE)
+    long = setup_of(trace(tmp_path, tokens=9000), TraceHalf.TUNE)
     assert (short.profile, long.profile) == ("l4-8b", "h100-8b")
     scale = {"hold_s": 5.0}
     control = short.deployment(30.0, scale).model(MODEL).control
@@ -51,18 +51,22 @@ def test_long_prompts_get_a_card_that_holds_them(tmp_path: Path) -> None:
 
 
 def test_all_run_on_the_same_arrivals_and_the_shipped_setting_is_among_them(tmp_path: Path) -> None:
-    ground = ground_of(trace(tmp_path), Half.TUNE)
-    field = heats(ground, SIZE, ["static", "predictive"], leads_s=[30.0, 120.0], seeds=range(2))
-    assert len(field) == 2 * 2 * (len(PLANNED) + len(rungs("static", SIZE)) + len(rungs("predictive", SIZE)))
-    quick = rungs("predictive", SIZE, 3)
-    for settings in (rungs("predictive", SIZE), quick):
+    ground = setup_of(trace(tmp_path), TraceHalf.TUNE)
+    field = trials(ground, SIZE, ["static", "predictive"], leads_s=[30.0, 120.0], seeds=range(2))
+    assert len(field) == 2 * 2 * (
+        len(PLANNED) + len(parameter_steps("static", SIZE)) + len(parameter_steps("predictive", SIZE))
+    )
+    quick = parameter_steps("predictive", SIZE, 3)
+    for settings in (parameter_steps("predictive", SIZE), quick):
         assert PredictiveParameters() in [choose("policy", choice).parameters for choice in settings]
-    assert len(quick) < len(rungs("predictive", SIZE))
+    assert len(quick) < len(parameter_steps("predictive", SIZE))
     assert said("static") == ""
     assert said({"static": {"replicas": 3}}) == "replicas 3"
 
 
-def lap(ground: Ground, name: str, setting: str, *, hours: float, attained: float, seed: int = 0) -> Lap:
+def lap(
+    ground: Setup, name: str, setting: str, *, hours: float, attained: float, seed: int = 0
+) -> TrialResult:
     score = Score(
         attainment=attained,
         gpu_hours=hours,
@@ -77,14 +81,14 @@ def lap(ground: Ground, name: str, setting: str, *, hours: float, attained: floa
         failed=0,
     )
     mu = 0.5 if name == PLAN else 0.0
-    heat = Heat(ground, 1.0, 30.0, seed, name, setting, {"static": {"replicas": 1}}, mu)
-    return Lap(heat, score, *((0.9 * hours, 0.8 * hours) if mu else ()))
+    heat = Trial(ground, 1.0, 30.0, seed, name, setting, {"static": {"replicas": 1}}, mu)
+    return TrialResult(heat, score, *((0.9 * hours, 0.8 * hours) if mu else ()))
 
 
 def test_policies_are_compared_where_they_attain_the_same(tmp_path: Path) -> None:
-    ground = ground_of(trace(tmp_path), Half.TUNE)
+    ground = setup_of(trace(tmp_path), TraceHalf.TUNE)
     seeds = (0, 1)
-    table = stood(
+    table = rank(
         [
             *(lap(ground, PLAN, "cheap", hours=3.0, attained=0.95, seed=seed) for seed in seeds),
             *(lap(ground, PLAN, "dear", hours=4.0, attained=0.995, seed=seed) for seed in seeds),
@@ -108,29 +112,29 @@ def test_policies_are_compared_where_they_attain_the_same(tmp_path: Path) -> Non
     assert whole == pytest.approx(4.2 * 3600.0)
     assert (static.dominated, static.oracle_ratio) == (True, 1.5)
     assert (panic.gpu_hours, panic.dominated, panic.attainment, panic.regret) == (None, True, 0.9, None)
-    drawn = ET.fromstring(picture("A < B", table, 0.99))  # noqa: S314 - our own
+    drawn = ET.fromstring(chart("A < B", table, 0.99))  # noqa: S314 - our own
     assert len(drawn.findall("{http://www.w3.org/2000/svg}polyline")) == 3
 
 
 def test_without_a_plan_that_keeps_the_promise_nothing_is_compared(tmp_path: Path) -> None:
-    ground = ground_of(trace(tmp_path), Half.TUNE)
+    ground = setup_of(trace(tmp_path), TraceHalf.TUNE)
     with pytest.raises(ValueError, match=r"no plan attains 0\.99, the best one 0\.9"):
-        stood([lap(ground, PLAN, "cheap", hours=3.0, attained=0.9)])
+        rank([lap(ground, PLAN, "cheap", hours=3.0, attained=0.9)])
 
 
 @pytest.mark.slow
 def test_a_plan_and_a_policy_run_and_run_alike_in_another_process(tmp_path: Path) -> None:
-    ground = ground_of(trace(tmp_path, each_s=0.5), Half.TUNE)
-    size = sized(ground, 30.0)
+    ground = setup_of(trace(tmp_path, each_s=0.5), TraceHalf.TUNE)
+    size = size_of(ground, 30.0)
     assert 7.0 < size.factor * 2.0 / size.mu < 13.0
     assert 0.0 < size.full.kv_used <= 1.0
-    plan = Heat(ground, size.factor, 30.0, 0, PLAN, "plan", mu=size.mu)
-    policy = Heat(ground, size.factor, 30.0, 0, "static", "ten", {"static": {"replicas": 10}})
-    alone = ran(plan), ran(policy)
+    plan = Trial(ground, size.factor, 30.0, 0, PLAN, "plan", mu=size.mu)
+    policy = Trial(ground, size.factor, 30.0, 0, "static", "ten", {"static": {"replicas": 10}})
+    alone = run_trial(plan), run_trial(policy)
     assert alone[0].score.attainment > 0.9
     assert 0 < alone[0].lower_hours <= alone[0].plan_hours
     stretch = ground.stretch
     assert alone[1].score.gpu_hours == pytest.approx(10 * (stretch.until - stretch.since) / 3600, rel=0.01)
-    ended: list[Lap] = []
-    assert tuple(laps([plan, policy], 1, ended.append)) == alone
+    ended: list[TrialResult] = []
+    assert tuple(run_all([plan, policy], 1, ended.append)) == alone
     assert len(ended) == 2

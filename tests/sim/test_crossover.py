@@ -16,9 +16,9 @@ from policy.document.parse import parse
 from policy.errors import ConfigError
 from policy.scaling.policies.registry import choose, make
 from sim.arrival import Arrival
-from sim.benchmarks.modes import BY_LOAD, WINDOW_S, compare, fixed
+from sim.benchmarks.modes import BY_LOAD, WINDOW_S, compare, fixed_mode
 from sim.benchmarks.modes_chart import curves
-from sim.results.comparison import Contender
+from sim.results.comparison import PolicyEntry
 from sim.twin.record import Record
 from sim.twin.run import simulate
 from tests.sim.records import record
@@ -51,8 +51,8 @@ def deployment(**more: Any) -> Deployment:
     return parse({"models": [model], "budget": {"gpus": 4}})
 
 
-def contender(document: Deployment) -> Contender:
-    return Contender("as written", document, {"m": make(choose("", "predictive"))})
+def contender(document: Deployment) -> PolicyEntry:
+    return PolicyEntry("as written", document, {"m": make(choose("", "predictive"))})
 
 
 def arrivals(seed: int) -> Iterator[Arrival]:
@@ -63,13 +63,13 @@ def arrivals(seed: int) -> Iterator[Arrival]:
 
 
 def played(
-    contender: Contender, asked: Iterable[Arrival], seed: int, said: Callable[[float], None]
+    contender: PolicyEntry, asked: Iterable[Arrival], seed: int, said: Callable[[float], None]
 ) -> Record:
     return simulate(contender.deployment, contender.policies, asked, seed=seed, said=said)
 
 
 def test_a_mode_alone_has_all_its_replicas_and_nobody_changes_them() -> None:
-    alone = fixed(deployment())
+    alone = fixed_mode(deployment())
     assert [each.name for each in alone] == [LONG, SHORT]
     for each, count in zip(alone, (1, 4), strict=True):
         (spec,) = each.deployment.models
@@ -87,9 +87,9 @@ def test_one_mode_or_several_models_are_no_comparison() -> None:
                      "modes": {SHORT: {"shape": "a"}}}]}
     )  # fmt: skip
     with pytest.raises(ConfigError, match=r"models\[m\]\.modes.*multi-replica.*two modes"):
-        fixed(single)
+        fixed_mode(single)
     with pytest.raises(ConfigError, match="one model"):
-        fixed(msgspec.structs.replace(document, models=(spec, spec)))
+        fixed_mode(msgspec.structs.replace(document, models=(spec, spec)))
 
 
 def test_each_seed_is_judged_beside_the_mode_that_was_better_by_it() -> None:
@@ -98,7 +98,7 @@ def test_each_seed_is_judged_beside_the_mode_that_was_better_by_it() -> None:
     asked: list[tuple[str, int]] = []
     heard: list[tuple[str, float]] = []
 
-    def play(each: Contender, given: Iterable[Arrival], seed: int, said: Callable[[float], None]) -> Record:
+    def play(each: PolicyEntry, given: Iterable[Arrival], seed: int, said: Callable[[float], None]) -> Record:
         asked.append((each.name, seed))
         assert list(given) == [Arrival(float(seed), 1, 1)]
         said(30.0)

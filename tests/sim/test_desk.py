@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from policy.config.control import Objective
+from policy.config.control import SloConfig
 from policy.document.parse import parse
-from policy.engine.profiles import longest, shipped
+from policy.engine.profiles import max_request_tokens, shipped
 from policy.scaling.policies.registry import choose, make
 from sim.arrival import Arrival
 from sim.planning.demand import met_alone
@@ -63,8 +63,8 @@ def test_what_is_longer_than_the_context_is_met_by_no_count() -> None:
     }
     spec = parse({"models": [model]}).models[0]
     shape = spec.shapes["small"]
-    timing, most = shipped(spec, shape), longest(spec, shape)
+    timing, most = shipped(spec, shape), max_request_tokens(spec, shape)
     assert timing.model is not None and most == 1000
     asked = [Arrival(0.0, 900, 100), Arrival(1.0, 901, 100), Arrival(2.0, 10, 10), Arrival(3.0, 1500, 1)]
-    assert met_alone(asked, timing.model, timing.limits, Objective(), most) == 0.5
-    assert met_alone(asked, timing.model, timing.limits, Objective(), None) == 1.0
+    assert met_alone(asked, timing.model, timing.limits, SloConfig(), most) == 0.5
+    assert met_alone(asked, timing.model, timing.limits, SloConfig(), None) == 1.0

@@ -13,19 +13,19 @@ import pytest
 
 from policy.errors import ConfigError
 from sim.arrival import BLOCK_TOKENS, Arrival
-from sim.workload.generators.arrivals import Diurnal, Flash, Pace, Ramp, instants
-from sim.workload.generators.conversations import Conversations, Talks, check_conversations
-from sim.workload.generators.generate import Generated, generated
-from sim.workload.generators.lengths import Length, Lengths, check_length, drawn
-from sim.workload.generators.popularity import Popularity, check_popularity, chosen
+from sim.workload.generators.arrivals import Diurnal, Flash, Ramp, RateShape, arrival_times
+from sim.workload.generators.conversations import Conversations, ConversationState, check_conversations
+from sim.workload.generators.generate import GeneratedWorkload, generate
+from sim.workload.generators.lengths import Length, Lengths, check_length, sample_length
+from sim.workload.generators.popularity import Popularity, check_popularity, sample_adapter
 
 
 def rng(seed: int = 1) -> random.Random:
     return random.Random(seed)  # noqa: S311 - a reproducible workload
 
 
-def come(pace: Pace, until_s: float = 4000.0) -> list[float]:
-    return list(instants(pace, rng(), until_s))
+def come(pace: RateShape, until_s: float = 4000.0) -> list[float]:
+    return list(arrival_times(pace, rng(), until_s))
 
 
 def no_trace(path: str) -> Iterable[int]:
@@ -34,7 +34,7 @@ def no_trace(path: str) -> Iterable[int]:
 
 @pytest.mark.parametrize("cv", [0.0, 0.5, 1.0, 3.0])
 def test_arrivals_have_their_rate_and_their_burstiness(cv: float) -> None:
-    made = come(Pace(rate=3.0, cv=cv))
+    made = come(RateShape(rate=3.0, cv=cv))
     gaps = [after - before for before, after in pairwise(made)]
     assert len(made) == pytest.approx(12_000, rel=0.02 + 0.03 * cv)
     assert pstdev(gaps) / mean(gaps) == pytest.approx(cv, rel=0.06, abs=0.01)
@@ -44,18 +44,18 @@ def test_arrivals_have_their_rate_and_their_burstiness(cv: float) -> None:
 @pytest.mark.parametrize(
     ("pace", "at", "rate"),
     [
-        (Pace(rate=2.0, diurnal=Diurnal(period_s=1000.0, swing=0.5, peak_s=250.0)), 250.0, 3.0),
-        (Pace(rate=2.0, diurnal=Diurnal(period_s=1000.0, swing=0.5, peak_s=250.0)), 1750.0, 1.0),
-        (Pace(rate=2.0, ramp=Ramp(factor=4.0, from_s=100.0, rise_s=100.0)), 50.0, 2.0),
-        (Pace(rate=2.0, ramp=Ramp(factor=4.0, from_s=100.0, rise_s=100.0)), 150.0, 5.0),
-        (Pace(rate=2.0, ramp=Ramp(factor=0.0, from_s=100.0, rise_s=100.0)), 300.0, 0.0),
-        (Pace(rate=2.0, flashes=(Flash(at_s=100.0, factor=5.0, hold_s=50.0),)), 99.9, 2.0),
-        (Pace(rate=2.0, flashes=(Flash(at_s=100.0, factor=5.0, hold_s=50.0),)), 100.0, 10.0),
-        (Pace(rate=2.0, flashes=(Flash(at_s=100.0, factor=5.0, hold_s=50.0),)), 150.0, 2.0),
-        (Pace(rate=2.0, flashes=(Flash(at_s=100.0, factor=5.0, hold_s=50.0, rise_s=10.0),)), 95.0, 6.0),
-        (Pace(rate=2.0, flashes=(Flash(at_s=100.0, factor=5.0, hold_s=50.0, fall_s=10.0),)), 155.0, 6.0),
+        (RateShape(rate=2.0, diurnal=Diurnal(period_s=1000.0, swing=0.5, peak_s=250.0)), 250.0, 3.0),
+        (RateShape(rate=2.0, diurnal=Diurnal(period_s=1000.0, swing=0.5, peak_s=250.0)), 1750.0, 1.0),
+        (RateShape(rate=2.0, ramp=Ramp(factor=4.0, from_s=100.0, rise_s=100.0)), 50.0, 2.0),
+        (RateShape(rate=2.0, ramp=Ramp(factor=4.0, from_s=100.0, rise_s=100.0)), 150.0, 5.0),
+        (RateShape(rate=2.0, ramp=Ramp(factor=0.0, from_s=100.0, rise_s=100.0)), 300.0, 0.0),
+        (RateShape(rate=2.0, flashes=(Flash(at_s=100.0, factor=5.0, hold_s=50.0),)), 99.9, 2.0),
+        (RateShape(rate=2.0, flashes=(Flash(at_s=100.0, factor=5.0, hold_s=50.0),)), 100.0, 10.0),
+        (RateShape(rate=2.0, flashes=(Flash(at_s=100.0, factor=5.0, hold_s=50.0),)), 150.0, 2.0),
+        (RateShape(rate=2.0, flashes=(Flash(at_s=100.0, factor=5.0, hold_s=50.0, rise_s=10.0),)), 95.0, 6.0),
+        (RateShape(rate=2.0, flashes=(Flash(at_s=100.0, factor=5.0, hold_s=50.0, fall_s=10.0),)), 155.0, 6.0),
         (
-            Pace(
+            RateShape(
                 rate=2.0,
                 ramp=Ramp(factor=2.0, rise_s=1.0),
                 flashes=(Flash(at_s=9.0, factor=3.0, hold_s=9.0),),
@@ -65,20 +65,22 @@ def test_arrivals_have_their_rate_and_their_burstiness(cv: float) -> None:
         ),
     ],
 )
-def test_the_rate_is_what_the_shapes_say(pace: Pace, at: float, rate: float) -> None:
+def test_the_rate_is_what_the_shapes_say(pace: RateShape, at: float, rate: float) -> None:
     assert pace.at(at) == pytest.approx(rate)
 
 
 @pytest.mark.parametrize(
     "pace",
     [
-        Pace(rate=4.0, diurnal=Diurnal(period_s=2000.0, swing=1.0, peak_s=500.0)),
-        Pace(rate=4.0, cv=2.0, ramp=Ramp(factor=5.0, rise_s=3000.0)),
-        Pace(rate=4.0, flashes=(Flash(at_s=1000.0, factor=8.0, hold_s=500.0, rise_s=100.0, fall_s=300.0),)),
-        Pace(rate=4.0, ramp=Ramp(factor=0.0, rise_s=1000.0)),
+        RateShape(rate=4.0, diurnal=Diurnal(period_s=2000.0, swing=1.0, peak_s=500.0)),
+        RateShape(rate=4.0, cv=2.0, ramp=Ramp(factor=5.0, rise_s=3000.0)),
+        RateShape(
+            rate=4.0, flashes=(Flash(at_s=1000.0, factor=8.0, hold_s=500.0, rise_s=100.0, fall_s=300.0),)
+        ),
+        RateShape(rate=4.0, ramp=Ramp(factor=0.0, rise_s=1000.0)),
     ],
 )
-def test_as_many_come_as_the_rate_says(pace: Pace) -> None:
+def test_as_many_come_as_the_rate_says(pace: RateShape) -> None:
     counts = Counter(int(at // 500) for at in come(pace))
     for part in range(8):
         due = sum(pace.at(part * 500 + i + 0.5) for i in range(500))
@@ -87,18 +89,20 @@ def test_as_many_come_as_the_rate_says(pace: Pace) -> None:
 
 
 def test_a_clock_whose_rate_ends_within_a_cell() -> None:
-    assert come(Pace(rate=2.0, cv=0.0), until_s=2.6) == pytest.approx([0.5, 1.0, 1.5, 2.0, 2.5], abs=1e-9)
+    assert come(RateShape(rate=2.0, cv=0.0), until_s=2.6) == pytest.approx(
+        [0.5, 1.0, 1.5, 2.0, 2.5], abs=1e-9
+    )
 
 
 def test_lengths_have_their_quantiles() -> None:
-    draw = drawn(Lengths(p50=1020, p99=4142), rng(), no_trace)
+    draw = sample_length(Lengths(p50=1020, p99=4142), rng(), no_trace)
     made = sorted(draw() for _ in range(20_000))
     assert made[10_000] == pytest.approx(1020, rel=0.03) and made[19_800] == pytest.approx(4142, rel=0.06)
-    cut = drawn(Lengths(p50=1020, p99=4142, max=2000), rng(), no_trace)
+    cut = sample_length(Lengths(p50=1020, p99=4142, max=2000), rng(), no_trace)
     assert max(cut() for _ in range(5000)) == 2000
-    least = drawn(Lengths(p50=1, p99=1), rng(), no_trace)
+    least = sample_length(Lengths(p50=1, p99=1), rng(), no_trace)
     assert least() == 1
-    assert drawn(7, rng(), no_trace)() == 7
+    assert sample_length(7, rng(), no_trace)() == 7
 
 
 def test_lengths_of_a_trace_are_drawn_as_often_as_they_are_there() -> None:
@@ -108,7 +112,7 @@ def test_lengths_of_a_trace_are_drawn_as_often_as_they_are_there() -> None:
         read.append(path)
         return [100] * 90_000 + [900] * 10_000  # more than are kept
 
-    draw = drawn(Lengths(trace="a.csv", max=800), rng(), of_trace)
+    draw = sample_length(Lengths(trace="a.csv", max=800), rng(), of_trace)
     made = Counter(draw() for _ in range(5000))
     assert set(made) == {100, 800} and made[800] / 5000 == pytest.approx(0.1, abs=0.02)
     assert read == ["a.csv"]
@@ -133,12 +137,12 @@ def test_lengths_that_say_too_much_or_too_little(length: Length, path: str) -> N
 
 
 def test_adapters_follow_zipf() -> None:
-    choose = chosen(Popularity(count=50, exponent=1.0, share=0.8), rng())
+    choose = sample_adapter(Popularity(count=50, exponent=1.0, share=0.8), rng())
     counts = Counter(choose() for _ in range(20_000))
     assert counts[""] / 20_000 == pytest.approx(0.2, abs=0.02)
     assert counts["adapter-1"] / counts["adapter-2"] == pytest.approx(2.0, rel=0.1)
     assert len(counts) == 51
-    named = chosen(Popularity(names=("sql", "pirate"), exponent=0.0), rng())
+    named = sample_adapter(Popularity(names=("sql", "pirate"), exponent=0.0), rng())
     assert set(Counter(named() for _ in range(100))) == {"sql", "pirate"}
 
 
@@ -150,7 +154,7 @@ def test_adapters_are_counted_or_named(popularity: Popularity) -> None:
 
 def talks(spec: Conversations, heard: int = 300, answered: int = 100) -> list[Arrival]:
     letters = iter("abc" * 1000)
-    made = Talks(spec, rng(), lambda: heard, lambda: answered, lambda: next(letters))
+    made = ConversationState(spec, rng(), lambda: heard, lambda: answered, lambda: next(letters))
     return list(made.turns(iter(float(i) for i in range(500))))
 
 
@@ -198,8 +202,8 @@ def test_a_conversation_ends_before_it_is_too_long() -> None:
         check_conversations("x", msgspec.structs.replace(CHAT, max_tokens=1201))
 
 
-SPEC = Generated(
-    arrivals=Pace(rate=5.0, cv=2.0),
+SPEC = GeneratedWorkload(
+    arrivals=RateShape(rate=5.0, cv=2.0),
     input_tokens=Lengths(p50=100, p99=1000),
     output_tokens=Lengths(p50=50, p99=200),
     adapters=Popularity(count=5),
@@ -208,9 +212,11 @@ SPEC = Generated(
 
 @pytest.mark.parametrize("conversations", [None, CHAT])
 def test_one_seed_is_one_workload(conversations: Conversations | None) -> None:
-    def made(seed: str, change: Callable[[Generated], Generated] = lambda spec: spec) -> list[Arrival]:
+    def made(
+        seed: str, change: Callable[[GeneratedWorkload], GeneratedWorkload] = lambda spec: spec
+    ) -> list[Arrival]:
         spec = change(msgspec.structs.replace(SPEC, conversations=conversations))
-        return list(generated(spec, seed, 40.0, lambda path: []))
+        return list(generate(spec, seed, 40.0, lambda path: []))
 
     assert made("1") == made("1") != made("2")
     longer = made("1", lambda spec: msgspec.structs.replace(spec, input_tokens=9))

@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 
 from policy.engine.model import Timing
 from policy.engine.profiles import profile
-from sim.twin.adapter_slots import HALF_LIFE_S, Counts, GuardRule, LeastRecentlyUsed, Rule
+from sim.twin.adapter_slots import HALF_LIFE_S, Counts, EvictionRule, GuardRule, LeastRecentlyUsed
 from sim.twin.engine import PREFETCH_PAUSE, Engine, Job, Kind
 
 PROFILE = profile("sim-small")
 LOAD_S = 0.5
 
 
-def engine(rule: Rule, slots: int = 2) -> Engine:
+def engine(rule: EvictionRule, slots: int = 2) -> Engine:
     timing = Timing(limits=PROFILE.limits(1), model=PROFILE.model)
     return Engine(timing, slots=slots, adapter_load_s=LOAD_S, rule=rule)
 
@@ -35,7 +35,7 @@ def test_counts_halve_in_a_half_life_and_add_up_to_a_rate() -> None:
 
 @pytest.mark.parametrize(("rule", "gone"), [(LeastRecentlyUsed(), "a"), (GuardRule(), "b")])
 def test_the_least_recently_used_goes_for_others_and_the_least_asked_for_in_the_guard(
-    rule: Rule, gone: str
+    rule: EvictionRule, gone: str
 ) -> None:
     one = engine(rule)
     for number, adapter in enumerate(("a", "a", "a", "b", "c")):

@@ -6,9 +6,9 @@ import tracemalloc
 
 import numpy as np
 
-from policy.config.control import Objective
+from policy.config.control import SloConfig
 from sim.twin.record import Outcome, Requests
-from sim.twin.request_log import Ledger
+from sim.twin.request_log import RequestLog
 
 REQUESTS = 50_000
 # What the columns take a request, and what a growing buffer has left over.
@@ -19,7 +19,7 @@ SPARE = 1.2
 def test_a_request_takes_few_bytes_also_when_all_are_handed_out() -> None:
     tracemalloc.start()
     try:
-        ledger = Ledger(Objective())
+        ledger = RequestLog(SloConfig())
         for number in range(REQUESTS):
             ledger.arrived(float(number), 1000, 100)
         table = ledger.requests()
@@ -32,7 +32,7 @@ def test_a_request_takes_few_bytes_also_when_all_are_handed_out() -> None:
 
 
 def test_whoever_only_came_was_not_served() -> None:
-    ledger = Ledger(Objective())
+    ledger = RequestLog(SloConfig())
     assert (ledger.arrived(0.5, 7, 8), ledger.arrived(1.5, 10_000_000, 9)) == (0, 1)
     table = ledger.requests()
     assert table.at.tolist() == [0.5, 1.5]
@@ -44,11 +44,11 @@ def test_whoever_only_came_was_not_served() -> None:
 
 
 def test_lengths_that_no_engine_takes_are_cut() -> None:
-    ledger = Ledger(Objective())
+    ledger = RequestLog(SloConfig())
     ledger.arrived(0.0, 10_000_000_000, 10_000_000_000)
     table = ledger.requests()
     assert table.input_tokens.tolist() == table.output_tokens.tolist() == [2**31 - 1]
 
 
 def test_no_request_is_a_table_of_none() -> None:
-    assert len(Ledger(Objective()).requests()) == 0
+    assert len(RequestLog(SloConfig()).requests()) == 0

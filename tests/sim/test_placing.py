@@ -10,25 +10,31 @@ from policy.config.deployment import Deployment
 from policy.document.parse import parse
 from policy.engine.model import Timing
 from policy.engine.profiles import profile
-from policy.hashing import key_of
+from policy.hashing import hash_name
 from policy.placement.plan import Host
 from policy.scaling.policies.registry import choose, make
 from sim.arrival import Arrival
 from sim.benchmarks.adapters.benchmark import LOAD_S, PROFILE, traffic
-from sim.benchmarks.adapters.contenders import Equipment, LeastLoaded, Placed, Policy, ServeMultiplex
-from sim.benchmarks.adapters.event_loop import Outcome, play
-from sim.twin.adapter_placement import Placing
+from sim.benchmarks.adapters.contenders import (
+    LeastLoaded,
+    PlacementPolicy,
+    PlannedPlacement,
+    ReplicaSetup,
+    ServeMultiplex,
+)
+from sim.benchmarks.adapters.event_loop import RunOutcome, run_events
+from sim.twin.adapter_placement import TwinPlacement
 from sim.twin.adapter_slots import GuardRule
 from sim.twin.record import Record
 from sim.twin.run import simulate
-from sim.twin.scenario import World
+from sim.twin.scenario import Scenario
 from sim.workload.generators.popularity import arrivals
 
 REPLICAS, SLOTS = 4, 8
 
 
 def test_what_is_asked_for_is_held_somewhere_after_a_plan_and_one_more_beat() -> None:
-    placing = Placing(LOAD_S, key_of)
+    placing = TwinPlacement(LOAD_S, hash_name)
     rules = {name: GuardRule() for name in ("r0", "r1")}
     for second in range(10):
         for adapter in "abc":
@@ -36,7 +42,7 @@ def test_what_is_asked_for_is_held_somewhere_after_a_plan_and_one_more_beat() ->
     for name, rule in rules.items():
         placing.beat(name, rule, 3, 10.0)
         assert not rule.news, "it is said once"
-    placing.replan([Host(id=name, key=key_of(name), slots=8) for name in rules], 10.0)
+    placing.replan([Host(id=name, key=hash_name(name), slots=8) for name in rules], 10.0)
     assert {home.name for home in placing.plan.homes} == set("abc")
     assert all(rule.ahead((), (), free=True, at=10.0) is None for rule in rules.values())
     for name, rule in rules.items():
@@ -61,19 +67,19 @@ def deployment() -> Deployment:
 
 def twin(requests: list[Arrival]) -> Record:
     policies = {"m": make(choose("policy", "static"))}
-    return simulate(deployment(), policies, requests, world=World(adapter_load_s=LOAD_S))
+    return simulate(deployment(), policies, requests, world=Scenario(adapter_load_s=LOAD_S))
 
 
-def played(name: str, requests: list[Arrival], seed: int) -> Outcome:
+def played(name: str, requests: list[Arrival], seed: int) -> RunOutcome:
     found = profile(PROFILE)
-    equipment = Equipment(Timing(limits=found.limits(1), model=found.model), SLOTS, LOAD_S)
+    equipment = ReplicaSetup(Timing(limits=found.limits(1), model=found.model), SLOTS, LOAD_S)
     rng = random.Random(seed)  # noqa: S311 - chance, not secrecy
-    policies: dict[str, Policy] = {
-        "placement": Placed(REPLICAS, rng, equipment),
+    policies: dict[str, PlacementPolicy] = {
+        "placement": PlannedPlacement(REPLICAS, rng, equipment),
         "least_loaded": LeastLoaded(REPLICAS, rng),
         "serve_multiplex": ServeMultiplex(REPLICAS, rng),
     }
-    return play(policies[name], equipment, requests, REPLICAS)
+    return run_events(policies[name], equipment, requests, REPLICAS)
 
 
 def asked(requests: int, seed: int) -> list[Arrival]:

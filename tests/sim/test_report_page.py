@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from policy.config.control import Objective
+from policy.config.control import SloConfig
 from sim.charts.page import page
 from sim.oracle.bounds import Bounds
-from sim.results.comparison import Run, Study
-from sim.results.series import pictures
+from sim.results.comparison import PolicyComparison, PolicyRun
+from sim.results.series import chart_data
 from sim.results.summary import summarise
 from sim.twin.record import Outcome, Record
 from tests.sim.records import NAN, moment, record, requests
@@ -49,12 +49,12 @@ OVERFULL = """
 """
 
 
-def study(*records: Record) -> Study:
+def study(*records: Record) -> PolicyComparison:
     runs = tuple(
-        Run(NAMED.format(i), summarise(each, None), pictures(each)) for i, each in enumerate(records)
+        PolicyRun(NAMED.format(i), summarise(each, None), chart_data(each)) for i, each in enumerate(records)
     )
-    objectives = {"m": Objective(ttft_p95_s=1.5, itl_p95_s=0.1)}
-    return Study("trace.csv", 3, Bounds(why="not asked for"), objectives, runs)
+    objectives = {"m": SloConfig(ttft_p95_s=1.5, itl_p95_s=0.1)}
+    return PolicyComparison("trace.csv", 3, Bounds(why="not asked for"), objectives, runs)
 
 
 def unserved() -> Record:

@@ -7,11 +7,11 @@ import random
 from policy.engine.model import Timing
 from policy.engine.profiles import profile
 from sim.arrival import Arrival
-from sim.benchmarks.adapters.contenders import CONTROL_S, PUSH_S, Equipment, LeastLoaded, ServeMultiplex
+from sim.benchmarks.adapters.contenders import CONTROL_S, PUSH_S, LeastLoaded, ReplicaSetup, ServeMultiplex
 from sim.twin.engine import Engine, Job
 
 PROFILE = profile("sim-small")
-EQUIPMENT = Equipment(Timing(limits=PROFILE.limits(1), model=PROFILE.model), slots=2, load_s=0.5)
+EQUIPMENT = ReplicaSetup(Timing(limits=PROFILE.limits(1), model=PROFILE.model), slots=2, load_s=0.5)
 
 
 def asked(adapter: str) -> Arrival:

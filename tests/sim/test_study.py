@@ -11,7 +11,7 @@ from policy.scaling.policies.registry import choose, make
 from policy.scaling.view import Policy
 from sim.arrival import Arrival
 from sim.oracle.bounds import Bounds
-from sim.results.comparison import Contender, compare
+from sim.results.comparison import PolicyEntry, compare
 from sim.twin.record import Record
 from tests.sim.records import record
 
@@ -32,8 +32,8 @@ DEPLOYMENT = parse(
 ARRIVALS = (Arrival(0.0, 100, 10), Arrival(2.0, 100, 10))
 
 
-def contender(name: str) -> Contender:
-    return Contender(name, DEPLOYMENT, {"m": make(choose("", name))})
+def contender(name: str) -> PolicyEntry:
+    return PolicyEntry(name, DEPLOYMENT, {"m": make(choose("", name))})
 
 
 def test_each_gets_the_same_arrivals_and_its_own_policies() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from sim.arrival import Arrival
-from sim.workload.model_names import Addressing
+from sim.workload.model_names import ModelNames
 from sim.workload.survey import survey
 
 
@@ -16,7 +16,7 @@ def test_requests_are_counted_by_model_and_second() -> None:
                 Arrival(3.5, 30, 3, model="n", adapter="a", blocks=(1,)),
             ]
         ),
-        Addressing(["m", "n"]),
+        ModelNames(["m", "n"]),
     )
     assert found.ends_at == 3.5 and list(found.loads) == ["m", "n"]
     one, other = found.loads["m"], found.loads["n"]
@@ -27,10 +27,10 @@ def test_requests_are_counted_by_model_and_second() -> None:
 
 def test_requests_with_more_tokens_than_a_replica_takes_are_counted() -> None:
     asked = [Arrival(float(i), tokens, 48) for i, tokens in enumerate([1952, 1953, 4000])]
-    addressing = Addressing(["m"])
+    addressing = ModelNames(["m"])
     assert survey(asked, addressing, {"m": 2000}).loads["m"].too_long == 2
     assert survey(asked, addressing, {"n": 2000}).loads["m"].too_long == 0
 
 
 def test_an_empty_trace_has_no_load() -> None:
-    assert survey([], Addressing(["m"])).loads == {}
+    assert survey([], ModelNames(["m"])).loads == {}

@@ -18,7 +18,7 @@ from serve.state.targets import first_target
 from sim.arrival import Arrival
 from sim.twin.record import Outcome, Record
 from sim.twin.run import simulate
-from sim.twin.scenario import Crash, Slow, World
+from sim.twin.scenario import Crash, Scenario, Slowdown
 from store.yaml_file import read_yaml
 
 
@@ -62,7 +62,9 @@ def run(document: Deployment, trace: Iterator[Arrival], policy: object = "predic
 @pytest.fixture(scope="module")
 def ramp() -> Record:
     """A rise and a fall, with a crash and a slow replica on the way."""
-    world = World(crashes=(Crash(at=200.0),), slow=(Slow(at=100.0, until=300.0, factor=2.0),), spread=0.1)
+    world = Scenario(
+        crashes=(Crash(at=200.0),), slow=(Slowdown(at=100.0, until=300.0, factor=2.0),), spread=0.1
+    )
     return run(deployment(), steps(1.0, 5.0, 1.0), world=world)
 
 
@@ -120,7 +122,9 @@ def test_gpus_are_counted_from_when_they_were_asked_for(ramp: Record) -> None:
 
 @pytest.mark.slow
 def test_the_same_seed_gives_the_same_bytes(ramp: Record) -> None:
-    world = World(crashes=(Crash(at=200.0),), slow=(Slow(at=100.0, until=300.0, factor=2.0),), spread=0.1)
+    world = Scenario(
+        crashes=(Crash(at=200.0),), slow=(Slowdown(at=100.0, until=300.0, factor=2.0),), spread=0.1
+    )
     again = run(deployment(), steps(1.0, 5.0, 1.0), world=world)
     for name in ("ttft_s", "e2e_s", "replica", "outcome"):
         first, second = (getattr(record.requests["m"], name).tobytes() for record in (ramp, again))
@@ -162,7 +166,7 @@ def test_load_scales_up_and_down_again() -> None:
 
 @pytest.mark.slow
 def test_a_slow_replica_gets_less() -> None:
-    world = World(slow=(Slow(at=30.0, until=600.0, factor=4.0),))
+    world = Scenario(slow=(Slowdown(at=30.0, until=600.0, factor=4.0),))
     record = run(deployment(), arrivals(2.0, 300.0), {"static": {"replicas": 3}}, world=world)
     slow = min(record.spans, key=lambda span: span.number)
     replicas = record.requests["m"].replica
@@ -172,14 +176,14 @@ def test_a_slow_replica_gets_less() -> None:
 
 def test_stretches_that_overlap_slow_a_replica_together() -> None:
     slow = (
-        Slow(at=10.0, until=50.0, factor=2.0),
-        Slow(at=20.0, until=30.0, factor=3.0),
-        Slow(at=40.0, until=60.0, factor=0.5),
-        Slow(at=60.0, until=70.0, factor=4.0),
+        Slowdown(at=10.0, until=50.0, factor=2.0),
+        Slowdown(at=20.0, until=30.0, factor=3.0),
+        Slowdown(at=40.0, until=60.0, factor=0.5),
+        Slowdown(at=60.0, until=70.0, factor=4.0),
     )
     # One request at a time, in the middle of every ten seconds.
     trace = [Arrival(at, 100, 5) for at in np.arange(5.0, 85.0, 10.0).tolist()]
-    took = run(deployment(), iter(trace), "static", world=World(slow=slow)).requests["m"].e2e_s
+    took = run(deployment(), iter(trace), "static", world=Scenario(slow=slow)).requests["m"].e2e_s
     assert took / took[0] == pytest.approx([1.0, 2.0, 6.0, 2.0, 1.0, 0.5, 4.0, 1.0])
 
 

@@ -15,7 +15,7 @@ from sim.arrival import Arrival
 from sim.workload.file import arrivals_of, parse_workload, read_workload
 from sim.workload.traces.captured import HEADER, captured
 from sim.workload.traces.open import open_trace
-from sim.workload.transforms import sliced
+from sim.workload.transforms import slice_trace
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted((ROOT / "deployments" / "workloads").glob("*.yaml"))
@@ -210,7 +210,7 @@ def test_the_azure_trace_in_a_workload(azure: Path, tmp_path: Path) -> None:
     path = write(tmp_path, yaml.safe_dump(document))
     made = list(arrivals_of(path, 1))
     assert made[0].at == 0.0 and 299.0 < made[-1].at < 300.0
-    whole = list(sliced(open_trace(azure), 0.0, 600.0))
+    whole = list(slice_trace(open_trace(azure), 0.0, 600.0))
     assert len(made) == len(whole)
     assert sum(each.input_tokens for each in made) == pytest.approx(
         sum(each.input_tokens for each in whole) / 4, rel=0.001

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sim.arrival import BLOCK_TOKENS, Arrival
-from sim.workload.transforms import mixed, scaled, sliced
+from sim.workload.transforms import mix, scale_rate, slice_trace
 
 TRACE = [Arrival(float(i), 100 + i, 10 + i) for i in range(10)]
 
@@ -20,20 +20,20 @@ def endless() -> Iterator[Arrival]:
 
 
 def test_a_slice_begins_at_zero_and_leaves_out_its_end() -> None:
-    assert list(sliced(TRACE, 2.5, 5.0)) == [Arrival(0.5, 103, 13), Arrival(1.5, 104, 14)]
-    assert list(sliced(TRACE, 8.0)) == [Arrival(0.0, 108, 18), Arrival(1.0, 109, 19)]
+    assert list(slice_trace(TRACE, 2.5, 5.0)) == [Arrival(0.5, 103, 13), Arrival(1.5, 104, 14)]
+    assert list(slice_trace(TRACE, 8.0)) == [Arrival(0.0, 108, 18), Arrival(1.0, 109, 19)]
 
 
 def test_nothing_is_read_before_it_is_asked_for() -> None:
-    assert len(list(sliced(endless(), 5.0, 8.0))) == 3
-    assert next(scaled(endless(), rate=2.0)).at == 0.0
-    assert [each.at for each in islice(mixed([endless(), endless()]), 4)] == [0.0, 0.0, 1.0, 1.0]
+    assert len(list(slice_trace(endless(), 5.0, 8.0))) == 3
+    assert next(scale_rate(endless(), rate=2.0)).at == 0.0
+    assert [each.at for each in islice(mix([endless(), endless()]), 4)] == [0.0, 0.0, 1.0, 1.0]
 
 
 def test_the_same_requests_come_faster_and_longer() -> None:
-    made = list(scaled(TRACE, rate=4.0, input_scale=0.5, output_scale=2.0))
+    made = list(scale_rate(TRACE, rate=4.0, input_scale=0.5, output_scale=2.0))
     assert made[9] == Arrival(2.25, round(109 * 0.5), 38)
-    (least,) = scaled([Arrival(0.0, 3, 3)], input_scale=0.01, output_scale=0.01)
+    (least,) = scale_rate([Arrival(0.0, 3, 3)], input_scale=0.01, output_scale=0.01)
     assert (least.input_tokens, least.output_tokens) == (1, 1)
 
 
@@ -52,7 +52,7 @@ def test_prompts_share_the_same_part_when_they_are_scaled(shared: int, own: int,
         )
         for n in (1, 2)
     ]
-    one, other = scaled(prompts, input_scale=scale)
+    one, other = scale_rate(prompts, input_scale=scale)
     assert len(one.blocks) * BLOCK_TOKENS == pytest.approx(one.input_tokens, abs=1.5 * BLOCK_TOKENS)
     assert len(one.blocks) <= -(-one.input_tokens // BLOCK_TOKENS)
     same = [a == b for a, b in zip(one.blocks, other.blocks, strict=True)]
@@ -63,14 +63,14 @@ def test_prompts_share_the_same_part_when_they_are_scaled(shared: int, own: int,
 
 @given(st.lists(st.lists(st.floats(0.0, 100.0)), max_size=4))
 def test_a_mix_has_all_in_order(instants: list[list[float]]) -> None:
-    made = list(mixed([Arrival(at, 1, 1) for at in sorted(each)] for each in instants))
+    made = list(mix([Arrival(at, 1, 1) for at in sorted(each)] for each in instants))
     assert sorted(each.at for each in made) == sorted(at for each in instants for at in each)
     assert all(one.at <= other.at for one, other in pairwise(made))
 
 
 def test_a_mix_shares_no_conversation_and_no_prefix() -> None:
     trace = [Arrival(0.0, 600, 1, session=1, blocks=(1, 2)), Arrival(1.0, 600, 1, blocks=((1 << 63) - 1,))]
-    a, b, alone, other = mixed([trace, trace])
+    a, b, alone, other = mix([trace, trace])
     assert a.session != b.session and alone.session == other.session == 0
     assert not set(a.blocks) & set(b.blocks) and alone.blocks != other.blocks
     assert all(0 <= block < 1 << 63 for each in (a, b, alone, other) for block in each.blocks)

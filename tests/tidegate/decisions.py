@@ -6,12 +6,12 @@ from typing import Any
 
 import msgspec
 
-from policy.config.control import Guard, Objective, Scale, Switching
+from policy.config.control import GuardConfig, ModeSwitchConfig, ScaleConfig, SloConfig
 from policy.engine.capacity import Capability
 from policy.engine.model import Limits, Timing
-from policy.scaling.situation import Clip, Decision, Outlook, Override, Rule, Rung, Situation
+from policy.scaling.situation import Decision, Guardrail, Limit, ModeForecast, ModeOption, Override, Situation
 from policy.scaling.view import Proposal, Supply
-from policy.signals.types import Demand, Quantiles, Rates, ReplicaFigures, Shares, Signals
+from policy.signals.types import Demand, LatencyQuantiles, Rates, ReplicaSample, Shares, Signals
 
 LIMITS = Limits(max_num_batched_tokens=2048, max_num_seqs=64, kv_tokens=50_000)
 
@@ -20,8 +20,8 @@ def rates(short: float, long: float) -> Rates:
     return Rates(last_6_s=short, last_20_s=short, last_60_s=long, last_600_s=long)
 
 
-def quantiles(p95: float) -> Quantiles:
-    return Quantiles(count=600, p50=p95 / 2, p90=p95 * 0.9, p95=p95, p99=p95 * 1.2)
+def quantiles(p95: float) -> LatencyQuantiles:
+    return LatencyQuantiles(count=600, p50=p95 / 2, p90=p95 * 0.9, p95=p95, p99=p95 * 1.2)
 
 
 DEMAND = Demand(
@@ -41,16 +41,16 @@ DEMAND = Demand(
 SIGNALS = Signals(
     demand=DEMAND,
     replicas=(
-        ReplicaFigures(id="sim-small-1", age_s=0.3, running=12, waiting=1, kv_used=0.62),
-        ReplicaFigures(id="sim-small-2", age_s=0.5, running=14, waiting=2, kv_used=0.71),
+        ReplicaSample(id="sim-small-1", age_s=0.3, running=12, waiting=1, kv_used=0.62),
+        ReplicaSample(id="sim-small-2", age_s=0.5, running=14, waiting=2, kv_used=0.71),
     ),
 )
 RUNGS = (
-    Rung(
+    ModeOption(
         mode="multi-replica", shape="small", least=1, most=6, timing=Timing(limits=LIMITS), gpus=1, version=3,
         error=0.06, lead_s=6.0,
     ),
-    Rung(
+    ModeOption(
         mode="single-large", shape="large", least=1, most=1, timing=Timing(limits=LIMITS), gpus=4, lead_s=9.0
     ),
 )  # fmt: skip
@@ -60,8 +60,8 @@ def situation(**over: Any) -> Situation:
     fields: dict[str, Any] = {
         "at": 1000.0, "tick_s": 5.0, "model": "sim", "priority": 0, "mode": "multi-replica", "count": 2,
         "settled": True, "rungs": RUNGS, "supply": Supply(wanted=2, serving=2, starting_s=(4.0,)),
-        "signals": SIGNALS, "slo": Objective(ttft_p95_s=1.0, itl_p95_s=0.05), "scale": Scale(),
-        "switching": Switching(), "guard": Guard(), "queue_s": 60.0,
+        "signals": SIGNALS, "slo": SloConfig(ttft_p95_s=1.0, itl_p95_s=0.05), "scale": ScaleConfig(),
+        "switching": ModeSwitchConfig(), "guard": GuardConfig(), "queue_s": 60.0,
     }  # fmt: skip
     return Situation(**fields | over)
 
@@ -74,8 +74,8 @@ PROPOSAL = Proposal(
     forecast_high=16.1,
 )
 OUTLOOKS = (
-    Outlook(mode="multi-replica", count=4, cost=4.0, met=0.995, ttft_s=0.42, itl_s=0.041),
-    Outlook(mode="single-large", count=1, cost=9.3, met=0.2, why="cannot keep up with 16.1/s"),
+    ModeForecast(mode="multi-replica", count=4, cost=4.0, met=0.995, ttft_s=0.42, itl_s=0.041),
+    ModeForecast(mode="single-large", count=1, cost=9.3, met=0.2, why="cannot keep up with 16.1/s"),
 )
 
 
@@ -85,7 +85,9 @@ def decision(**over: Any) -> Decision:
         "was_count": 2, "reason": "load rises: 16.1/s at most, and a replica takes 3.40/s",
         "proposal": PROPOSAL,
         "capability": Capability(mu=3.4, mu_max=5.1, error=0.06, version=3),
-        "clips": (Clip(rule=Rule.STEP, was=6, now=4, why="2 more at once (control.scale.max_step_up 1)"),),
+        "clips": (
+            Limit(rule=Guardrail.STEP, was=6, now=4, why="2 more at once (control.scale.max_step_up 1)"),
+        ),
         "outlooks": OUTLOOKS, "shadow": Proposal(count=5, reason="queue 3 of 2"),
         "others": {"static": 1, "panic_window": 6},
     }  # fmt: skip

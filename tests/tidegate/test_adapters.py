@@ -90,7 +90,7 @@ Run = Callable[..., Result]
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
     def invoke(controller: Controller, *words: str) -> Result:
-        monkeypatch.setattr(module, "controller", lambda state: controller)
+        monkeypatch.setattr(module, "controller_client", lambda state: controller)
         return CliRunner().invoke(group, ["--state-dir", str(tmp_path), "adapters", *words])
 
     return invoke

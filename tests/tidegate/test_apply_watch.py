@@ -16,7 +16,7 @@ from policy.errors import SwitchRefused, TidegateError, Unreachable
 from tests.tidegate.conftest import Site, until
 from tidegate.cli import group
 from tidegate.commands.deployment import check_apply as module
-from tidegate.commands.deployment.check_apply import POLL_S, saves
+from tidegate.commands.deployment.check_apply import POLL_S, file_changes
 
 Edit = Callable[[], object]
 
@@ -53,7 +53,7 @@ class Desk:
         self.write(document(1))
         self._edits: list[Edit] = []
         monkeypatch.setattr(module, "SupervisorClient", lambda state: self.running)
-        monkeypatch.setattr(module, "saves", self._saves)
+        monkeypatch.setattr(module, "file_changes", self._saves)
 
     def write(self, content: object) -> None:
         self.file.write_text(content if isinstance(content, str) else json.dumps(content))
@@ -163,7 +163,7 @@ def count(path: Path, *edits: Edit | None) -> int:
     """How many saves are told while ``edits`` happen, one at each look."""
     told = 0
     with pytest.raises(KeyboardInterrupt):
-        for _ in saves(path, Hours(*edits).sleep):
+        for _ in file_changes(path, Hours(*edits).sleep):
             told += 1
     return told
 

@@ -56,7 +56,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
     monkeypatch.setattr(module.time, "time", lambda: 1000.0)
 
     def invoke(controller: Controller, *words: str) -> Result:
-        monkeypatch.setattr(module, "controller", lambda state: controller)
+        monkeypatch.setattr(module, "controller_client", lambda state: controller)
         return CliRunner().invoke(group, ["--state-dir", str(tmp_path), *words])
 
     return invoke

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from policy.engine.model_file import ModelFile, encoded, model_file
+from policy.engine.model_file import ModelFile, encode, model_file
 from policy.engine.profiles import profile
 from tests.policy.test_model_file import made
 from tests.ports import free_ports
@@ -113,7 +113,7 @@ def test_what_goes_together_is_said(site: Site, arguments: tuple[str, ...], expe
 @pytest.mark.slow
 def test_a_record_that_is_none_is_refused_with_its_line(site: Site, tmp_path: Path) -> None:
     file, record = tmp_path / "model.json", tmp_path / "record.jsonl"
-    file.write_bytes(encoded(made()))
+    file.write_bytes(encode(made()))
     row = '{"at":0.1,"late_s":0,"input_tokens":5,"output_tokens":2,"status":%d}\n'
     check = ("calibrate", "m", "--check", str(record), "--profile", str(file), "-f", str(site.file))
     record.write_text(row % 200 + '{"at":1}\n')

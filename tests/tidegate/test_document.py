@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from policy.engine.model_file import encoded, model_file
+from policy.engine.model_file import encode, model_file
 from policy.errors import ConfigError
 from tests.policy.test_model_file import made
 from tidegate.document import load
@@ -171,7 +171,7 @@ def test_a_stored_document_reads_back_as_itself(tmp_path: Path) -> None:
 
 
 def test_a_calibrated_engine_model_is_read_from_its_file(tmp_path: Path) -> None:
-    (tmp_path / "model.json").write_bytes(encoded(made()))
+    (tmp_path / "model.json").write_bytes(encode(made()))
     document = load(write(tmp_path, EXTERNAL.replace("}]", ", profile: model.json}]")))
     given = document.raw["models"][0]["profile"]
     assert model_file(given, "profile") == made()

@@ -14,30 +14,33 @@ import pytest
 from click.testing import CliRunner, Result
 from rich.console import Console
 
-from policy.config.control import Guard, Objective
+from policy.config.control import GuardConfig, SloConfig
 from policy.engine.capacity import Capability
 from policy.errors import TargetError
-from policy.scaling.situation import Clip, Decision, Rule, Situation
+from policy.scaling.situation import Decision, Guardrail, Limit, Situation
 from policy.scaling.view import Supply
 from policy.signals.types import Signals
-from serve.controller_api import Logged, Outcome
+from serve.controller_api import LoggedDecision, SwitchOutcome
 from tests.tidegate.decisions import DEMAND, OVERRIDE, SIGNALS, decision, rates, situation, unchanged
 from tidegate.cli import group
 from tidegate.commands.durations import clock
 from tidegate.commands.fleet import explain as module
-from tidegate.commands.fleet.explain_view import After, explained
+from tidegate.commands.fleet.explain_view import Aftermath, render_decision
 
 NOW = 1120.0
-DONE = After("multi-replica", 4)
+DONE = Aftermath("multi-replica", 4)
 
 
 def lines(
-    made: Decision, seen: Situation | None = None, after: After | None = None, came: Outcome | None = None
+    made: Decision,
+    seen: Situation | None = None,
+    after: Aftermath | None = None,
+    came: SwitchOutcome | None = None,
 ) -> list[str]:
     """What is printed of one decision at 100 columns, each line with its label."""
     out = io.StringIO()
-    logged = Logged(situation=seen or situation(), decision=made, outcome=came)
-    Console(file=out, width=100, markup=False, highlight=False).print(explained(logged, after, NOW))
+    logged = LoggedDecision(situation=seen or situation(), decision=made, outcome=came)
+    Console(file=out, width=100, markup=False, highlight=False).print(render_decision(logged, after, NOW))
     return [line.rstrip() for line in out.getvalue().splitlines()]
 
 
@@ -45,8 +48,8 @@ def said(
     label: str,
     made: Decision,
     seen: Situation | None = None,
-    after: After | None = None,
-    came: Outcome | None = None,
+    after: Aftermath | None = None,
+    came: SwitchOutcome | None = None,
 ) -> str:
     """The rows of one label, joined."""
     rows: list[str] = []
@@ -98,8 +101,8 @@ def test_each_input_and_what_was_made_of_it_is_there(label: str, what: str) -> N
 
 def test_every_rule_that_changed_the_count_says_from_what_to_what_and_why() -> None:
     clips = (
-        Clip(rule=Rule.STALENESS, was=1, now=2, why="the figures are 20 s old"),
-        Clip(rule=Rule.BUDGET, was=9, now=6, why="8 GPUs in all"),
+        Limit(rule=Guardrail.STALENESS, was=1, now=2, why="the figures are 20 s old"),
+        Limit(rule=Guardrail.BUDGET, was=9, now=6, why="8 GPUs in all"),
     )
     rules = said("rules", decision(clips=clips))
     assert rules == "staleness 1 -> 2: the figures are 20 s old budget 9 -> 6: 8 GPUs in all"
@@ -111,44 +114,49 @@ def test_every_rule_that_changed_the_count_says_from_what_to_what_and_why() -> N
     [
         (unchanged(), {}, None, "nothing to do"),
         (decision(), {}, None, "what came of it is not known"),
-        (decision(), {}, After("multi-replica", 4, "starting"), "on its way (starting)"),
-        (decision(), {}, After("multi-replica", 4, "recovering"), "carried out"),
+        (decision(), {}, Aftermath("multi-replica", 4, "starting"), "on its way (starting)"),
+        (decision(), {}, Aftermath("multi-replica", 4, "recovering"), "carried out"),
         (
             decision(),
             {},
-            After("multi-replica", 2, "steady"),
+            Aftermath("multi-replica", 2, "steady"),
             "not carried out; `tidegate status --json` has the events",
         ),
-        (decision(dry_run=True), {}, After("multi-replica", 2), "not carried out (control.guard.dry_run)"),
+        (
+            decision(dry_run=True),
+            {},
+            Aftermath("multi-replica", 2),
+            "not carried out (control.guard.dry_run)",
+        ),
         (
             decision(mode="single-large", count=1, gain=0.31),
             {},
-            After("single-large", 1),
+            Aftermath("single-large", 1),
             "carried out; the switch promises to cost 31% less",
         ),
         (decision(short=1.25), {}, DONE, "carried out; 1.25/s are left unserved"),
         (decision(short=1.25), {"overflow": True}, DONE, "carried out; 1.25/s are left to upstreams"),
     ],
 )
-def test_the_outcome(made: Decision, seen: dict[str, Any], after: After | None, outcome: str) -> None:
+def test_the_outcome(made: Decision, seen: dict[str, Any], after: Aftermath | None, outcome: str) -> None:
     assert said("outcome", made, situation(**seen), after) == outcome
 
 
 @pytest.mark.parametrize(("measured", "what"), [(0.28, "28% less"), (-0.1, "10% more")])
 def test_what_came_of_a_switch_is_beside_what_it_promised(measured: float, what: str) -> None:
-    came = Outcome(
+    came = SwitchOutcome(
         at=1100.0, model="sim", was="multi-replica", mode="single-large", promised=0.31, measured=measured,
         met_before=0.9, met=0.99,
     )  # fmt: skip
     made = decision(mode="single-large", count=1, gain=0.31)
-    assert said("outcome", made, after=After("single-large", 1), came=came) == (
+    assert said("outcome", made, after=Aftermath("single-large", 1), came=came) == (
         "carried out; the switch promises to cost 31% less, and was measured to cost"
         f" {what}: 90.0% within the objective before, 99.0% since"
     )
 
 
 def test_modes_that_failed_are_said_to_be_barred() -> None:
-    after = After("multi-replica", 4, "steady", {"single-large": NOW + 60})
+    after = Aftermath("multi-replica", 4, "steady", {"single-large": NOW + 60})
     barred = f"single-large failed and is not tried before {clock(NOW + 60, NOW)}"
     assert said("barred", decision(), after=after) == barred
     assert said("barred", decision(), after=DONE) == ""
@@ -162,14 +170,14 @@ def test_what_was_set_by_hand_says_until_when() -> None:
 
 
 def test_figures_that_are_missing_are_said_to_be() -> None:
-    blind = situation(signals=Signals(), slo=Objective())
+    blind = situation(signals=Signals(), slo=SloConfig())
     assert said("demand", decision(), blind) == "no gateway has told anything yet"
     assert not said("latency", decision(), blind)
     assert not said("replicas", decision(), blind)
     quiet = msgspec.structs.replace(
         DEMAND, arrivals=rates(0.0, 0.0), ttft=None, itl=None, output_tokens=0.0, input_tokens=0.0, idle_s=70
     )
-    seen = situation(signals=Signals(demand=quiet), slo=Objective())
+    seen = situation(signals=Signals(demand=quiet), slo=SloConfig())
     assert said("latency", decision(), seen) == "TTFT p95 not measured; ITL p95 not measured"
     assert said("requests", decision(), seen) == "none has ended in ten minutes"
     assert "nobody has asked for 1 min 10 s" in said("demand", decision(), seen)
@@ -191,12 +199,12 @@ def test_what_a_reader_should_look_at_twice_is_told() -> None:
 @pytest.mark.parametrize(
     ("capability", "slo", "what"),
     [
-        (Capability(mu=0.0, mu_max=5.0), Objective(itl_p95_s=0.05), "cannot meet the objective; 5.00/s"),
-        (Capability(mu=4.0, mu_max=5.0), Objective(), "one replica of multi-replica takes 4.00/s;"),
-        (Capability(mu=4.0, mu_max=5.0), Objective(), "engine model as shipped"),
+        (Capability(mu=0.0, mu_max=5.0), SloConfig(itl_p95_s=0.05), "cannot meet the objective; 5.00/s"),
+        (Capability(mu=4.0, mu_max=5.0), SloConfig(), "one replica of multi-replica takes 4.00/s;"),
+        (Capability(mu=4.0, mu_max=5.0), SloConfig(), "engine model as shipped"),
     ],
 )
-def test_what_a_replica_can_do(capability: Capability, slo: Objective, what: str) -> None:
+def test_what_a_replica_can_do(capability: Capability, slo: SloConfig, what: str) -> None:
     assert what in said("capacity", decision(capability=capability), situation(slo=slo))
 
 
@@ -204,7 +212,11 @@ def test_old_figures_are_red() -> None:
     out = io.StringIO()
     console = Console(file=out, width=100, force_terminal=True, color_system="standard")
     console.print(
-        explained(Logged(situation=situation(guard=Guard(stale_s=0.45)), decision=decision()), None, NOW)
+        render_decision(
+            LoggedDecision(situation=situation(guard=GuardConfig(stale_s=0.45)), decision=decision()),
+            None,
+            NOW,
+        )
     )
     shown = out.getvalue()
     assert "\x1b[31mtold 0.5 s ago" in shown
@@ -215,7 +227,7 @@ class Controller:
     """Answers as the controller does: the newest first, up to an instant."""
 
     def __init__(self, *decisions: Decision) -> None:
-        self._log = [Logged(situation=situation(at=each.at), decision=each) for each in decisions]
+        self._log = [LoggedDecision(situation=situation(at=each.at), decision=each) for each in decisions]
 
     def status(self) -> SimpleNamespace:
         aims = {logged.decision.model: logged.decision for logged in self._log}
@@ -228,7 +240,7 @@ class Controller:
 
     def decisions(
         self, model: str | None = None, last: int = 1, at: float | None = None
-    ) -> tuple[Logged, ...]:
+    ) -> tuple[LoggedDecision, ...]:
         if model not in {logged.decision.model for logged in self._log}:
             raise TargetError(f"no model is called {model!r}")
         found = [
@@ -245,7 +257,7 @@ Run = Callable[..., Result]
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
     def invoke(decisions: Sequence[Decision], *words: str) -> Result:
-        monkeypatch.setattr(module, "controller", lambda state: Controller(*decisions))
+        monkeypatch.setattr(module, "controller_client", lambda state: Controller(*decisions))
         return CliRunner().invoke(group, ["--state-dir", str(tmp_path), "explain", *words])
 
     return invoke
@@ -302,8 +314,8 @@ def test_without_a_model_each_is_told(run: Run) -> None:
 
 def test_the_json_is_what_the_controller_logged(run: Run) -> None:
     done = run(LOG, "sim", "--json")
-    shown = msgspec.json.decode(done.stdout, type=dict[str, list[Logged]])["decisions"]
-    assert shown[-1] == Logged(situation=situation(at=LOG[-1].at), decision=LOG[-1])
+    shown = msgspec.json.decode(done.stdout, type=dict[str, list[LoggedDecision]])["decisions"]
+    assert shown[-1] == LoggedDecision(situation=situation(at=LOG[-1].at), decision=LOG[-1])
 
 
 def test_plain_where_nobody_looks(run: Run) -> None:

@@ -15,8 +15,8 @@ from click.testing import CliRunner, Result
 from store.state_dir import StateDir
 from tidegate.cli import group
 from tidegate.supervisor import command_lines as parts
-from tidegate.supervisor.children import Part
-from tidegate.supervisor.process_record import Ledger, Recorded
+from tidegate.supervisor.children import ProcessSpec
+from tidegate.supervisor.process_record import ProcessRecord, RecordedProcess
 
 SIM = {
     "name": "sim", "engine": "sim", "shapes": {"small": {"cpus": 1}},
@@ -39,16 +39,16 @@ class Site:
         self.state.save(self.state.targets_path, {})
         self.state.save(self.state.root / "hosts.json", [])
         pid = self.child.pid
-        living = Recorded(name=recorded[0], pid=pid, created_at=psutil.Process(pid).create_time())
-        dead = [Recorded(name=name, pid=2**22 + 1, created_at=1.0) for name in recorded[1:]]
+        living = RecordedProcess(name=recorded[0], pid=pid, created_at=psutil.Process(pid).create_time())
+        dead = [RecordedProcess(name=name, pid=2**22 + 1, created_at=1.0) for name in recorded[1:]]
         self.state.save(self.state.processes_path, [living, *dead])
 
-    def tool(self, state: StateDir, verb: str) -> Part:
+    def tool(self, state: StateDir, verb: str) -> ProcessSpec:
         code = (
             f"import json, sys; open({str(self.calls)!r}, 'a').write({verb!r});"
             f"print(json.dumps({{'error': 'it is away'}})); sys.exit({self.exit_code})"
         )
-        return Part(name="cluster", argv=(sys.executable, "-c", code), env={})
+        return ProcessSpec(name="cluster", argv=(sys.executable, "-c", code), env={})
 
     @property
     def calls(self) -> Path:
@@ -87,7 +87,7 @@ def test_what_a_cluster_keeps_can_be_tried_again(site: Site) -> None:
     site.exit_code = 1
     done = site.down()
     assert "it is away" in str(done.exception)
-    assert Ledger(site.state).entries
+    assert ProcessRecord(site.state).entries
     assert site.state.targets_path.exists()
     site.exit_code = 0
     assert site.down().exit_code == 0

@@ -9,35 +9,35 @@ import pytest
 
 from tests.ports import free_ports
 from tests.tidegate.conftest import Site
-from tidegate.redaction import masked
+from tidegate.redaction import redact
 
 
 def test_only_variables_named_like_secrets_are_masked() -> None:
     model = {"name": "token", "env": {"HF_TOKEN": "hf-1", "API_KEY": "k", "OMP_NUM_THREADS": "1"}}
-    shown: Any = masked({"models": [model], "gateway": {"port": 1}})
+    shown: Any = redact({"models": [model], "gateway": {"port": 1}})
     assert shown["models"][0] == {
         "name": "token", "env": {"HF_TOKEN": "***", "API_KEY": "***", "OMP_NUM_THREADS": "1"},
     }  # fmt: skip
     assert shown["gateway"] == {"port": 1}
-    assert masked(None, "models[m].env.HF_TOKEN") is None
+    assert redact(None, "models[m].env.HF_TOKEN") is None
 
 
 def test_of_a_key_only_the_beginning_of_its_digest_is_shown() -> None:
     tenant = {"name": "acme", "keys_sha256": ["0123456789" * 6 + "abcd"], "weight": 1.0}
-    shown: Any = masked({"tenants": [tenant]})
+    shown: Any = redact({"tenants": [tenant]})
     assert shown["tenants"] == [{"name": "acme", "keys_sha256": ["01234567..."], "weight": 1.0}]
-    assert masked(tuple(tenant["keys_sha256"]), "tenants[acme].keys_sha256") == ["01234567..."]  # type: ignore[arg-type]
-    assert masked(tenant, "tenants[acme]") == shown["tenants"][0]
+    assert redact(tuple(tenant["keys_sha256"]), "tenants[acme].keys_sha256") == ["01234567..."]  # type: ignore[arg-type]
+    assert redact(tenant, "tenants[acme]") == shown["tenants"][0]
 
 
 def test_of_a_url_the_password_and_signature_are_not_shown() -> None:
     store, source = "postgresql://user:KEY@h/d", "https://user:KEY@h/a.zip?signature=KEY"
-    shown: Any = masked({"store": store, "models": [{"adapters": {"sources": [{"source": source}]}}]})
+    shown: Any = redact({"store": store, "models": [{"adapters": {"sources": [{"source": source}]}}]})
     assert shown["store"] == "postgresql://***@h/d"
     assert shown["models"][0]["adapters"]["sources"][0]["source"] == "https://h/a.zip"
-    assert masked(store, "store") == shown["store"]
-    assert masked(source, "models[m].adapters.sources[sql].source") == "https://h/a.zip"
-    assert masked("sqlite:////var/lib/t.db", "store") == "sqlite:////var/lib/t.db"
+    assert redact(store, "store") == shown["store"]
+    assert redact(source, "models[m].adapters.sources[sql].source") == "https://h/a.zip"
+    assert redact("sqlite:////var/lib/t.db", "store") == "sqlite:////var/lib/t.db"
 
 
 @pytest.mark.slow

@@ -24,14 +24,14 @@ from policy.errors import (
     TargetError,
     Unreachable,
 )
-from policy.types import Fleet, Load, Model, Replica, ReplicaState
+from policy.types import Fleet, Load, Model, Replica, ReplicaPhase
 from store.state_dir import StateDir
 from tidegate.exit_codes import Exit, exit_of
 from tidegate.log_tail import Follower, tail
 from tidegate.supervisor import preflight, readiness
 from tidegate.supervisor.children import Backoff
 from tidegate.supervisor.events import Event, Progress
-from tidegate.supervisor.process_record import Ledger, Recorded, end
+from tidegate.supervisor.process_record import ProcessRecord, RecordedProcess, end
 from tidegate.supervisor.socket import problem_of
 
 
@@ -74,15 +74,15 @@ def sleeper() -> subprocess.Popen[bytes]:
 
 def test_the_ledger_outlives_who_wrote_it(tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> None:
     state = StateDir(tmp_path)
-    Ledger(state).add("sleeper", sleeper.pid)
-    (entry,) = Ledger(state).living()
+    ProcessRecord(state).add("sleeper", sleeper.pid)
+    (entry,) = ProcessRecord(state).living()
     assert (entry.name, entry.pid) == ("sleeper", sleeper.pid)
 
 
 def test_a_recycled_pid_is_not_ours(tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> None:
     born = psutil.Process(sleeper.pid).create_time()
-    earlier = Recorded(name="sleeper", pid=sleeper.pid, created_at=born - 3600)
-    told: list[Recorded] = []
+    earlier = RecordedProcess(name="sleeper", pid=sleeper.pid, created_at=born - 3600)
+    told: list[RecordedProcess] = []
     assert end([earlier], grace_s=0.1, tell=told.append) == ()
     assert told == []
     assert sleeper.poll() is None
@@ -91,9 +91,9 @@ def test_a_recycled_pid_is_not_ours(tmp_path: Path, sleeper: subprocess.Popen[by
 def test_only_the_recorded_are_ended(tmp_path: Path, sleeper: subprocess.Popen[bytes]) -> None:
     other = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
-        ledger = Ledger(StateDir(tmp_path))
+        ledger = ProcessRecord(StateDir(tmp_path))
         ledger.add("sleeper", sleeper.pid)
-        told: list[Recorded] = []
+        told: list[RecordedProcess] = []
         assert end(ledger.living(), grace_s=5.0, tell=told.append) == ()
         assert [entry.name for entry in told] == ["sleeper"]
         assert other.poll() is None
@@ -107,7 +107,9 @@ def test_who_ignores_sigterm_is_killed() -> None:
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
-        entry = Recorded(name="deaf", pid=process.pid, created_at=psutil.Process(process.pid).create_time())
+        entry = RecordedProcess(
+            name="deaf", pid=process.pid, created_at=psutil.Process(process.pid).create_time()
+        )
         assert end([entry], grace_s=0.05, tell=lambda entry: None) == ()
         assert entry.process() is None
 
@@ -116,13 +118,13 @@ def test_adopting_records_descendants_and_forgets_the_dead(
     tmp_path: Path, sleeper: subprocess.Popen[bytes]
 ) -> None:
     state = StateDir(tmp_path)
-    ledger = Ledger(state)
+    ledger = ProcessRecord(state)
     ledger.adopt([psutil.Process(sleeper.pid)])
-    assert [entry.pid for entry in Ledger(state).entries] == [sleeper.pid]
+    assert [entry.pid for entry in ProcessRecord(state).entries] == [sleeper.pid]
     sleeper.kill()
     sleeper.wait()
     ledger.adopt([])
-    assert Ledger(state).entries == ()
+    assert ProcessRecord(state).entries == ()
 
 
 # Logs
@@ -225,7 +227,7 @@ def test_memory_is_not_asked_for_what_runs_elsewhere() -> None:
 # Readiness
 
 
-def replica(state: ReplicaState, reason: str = "") -> Replica:
+def replica(state: ReplicaPhase, reason: str = "") -> Replica:
     return Replica(
         id="m-1", model="m", shape="small", generation=1, state=state, load=Load(at=0.0), reason=reason
     )
@@ -238,9 +240,9 @@ def fleet(*replicas: Replica, note: str = "", target: int = 1) -> Fleet:
 
 def test_what_a_model_waits_for_is_said() -> None:
     assert readiness.waiting_for(deployment(), fleet()) == ["m: no replica yet"]
-    starting = fleet(replica(ReplicaState.STARTING, "loading weights"))
+    starting = fleet(replica(ReplicaPhase.STARTING, "loading weights"))
     assert readiness.waiting_for(deployment(), starting) == ["m: m-1 starting (loading weights)"]
-    assert readiness.waiting_for(deployment(), fleet(replica(ReplicaState.READY))) == []
+    assert readiness.waiting_for(deployment(), fleet(replica(ReplicaPhase.READY))) == []
 
 
 def test_what_the_controller_wants_is_waited_for_whatever_the_document_starts_with() -> None:

@@ -18,7 +18,7 @@ from sim.workload.traces.open import open_trace
 from tests.tidegate.replaying.endpoint import Endpoint
 from tidegate.cli import group
 from tidegate.exit_codes import Exit
-from tidegate.replay.capture_file import Spool
+from tidegate.replay.capture_file import CaptureFile
 
 HEADER = '{"tidegate":"capture","version":1,"block_tokens":512}\n'
 
@@ -183,14 +183,14 @@ def test_a_capture_is_a_trace(admin: str, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_ctrl_c_ends_a_capture_well(admin: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    feed = Spool.feed
+    feed = CaptureFile.feed
 
-    def heard(spool: Spool, data: bytes, at: float) -> None:
+    def heard(spool: CaptureFile, data: bytes, at: float) -> None:
         feed(spool, data, at)
         if spool.requests:
             os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(Spool, "feed", heard)
+    monkeypatch.setattr(CaptureFile, "feed", heard)
     monkeypatch.setattr(Admin, "goes_on", True)
     monkeypatch.setattr(Admin, "lines", HEADER + '{"at":1,"input_tokens":5,"output_tokens":2}\n')
     path = tmp_path / "own.jsonl"

@@ -10,10 +10,10 @@ from rich.console import Console
 
 from policy.engine.capacity import Capability
 from policy.scaling.situation import Override
-from policy.types import EMPTY_FLEET, Fleet, Load, Replica, ReplicaState
+from policy.types import EMPTY_FLEET, Fleet, Load, Replica, ReplicaPhase
 from serve.controller_api import ModelStatus
 from tidegate.commands.durations import clock
-from tidegate.commands.fleet.status_data import View
+from tidegate.commands.fleet.status_data import StatusData
 from tidegate.commands.fleet.status_tables import render
 
 NOW = 1000.0
@@ -31,7 +31,7 @@ def model(name: str = "sim", **over: Any) -> ModelStatus:
 def shown(*models: ModelStatus, fleet: Fleet = EMPTY_FLEET) -> list[list[str]]:
     """The words of each line of what is printed at 120 columns."""
     out = io.StringIO()
-    view = View(
+    view = StatusData(
         state_dir="/s", at=NOW, supervisor=None, models=models, fleet=fleet, fleet_age_s=0.0,
         controller="local, pid 7",
     )  # fmt: skip
@@ -85,7 +85,7 @@ def test_a_replica_that_keeps_failing_says_how_often() -> None:
         model="sim",
         shape="small",
         generation=1,
-        state=ReplicaState.STARTING,
+        state=ReplicaPhase.STARTING,
         load=Load(at=NOW),
         failures=3,
     )

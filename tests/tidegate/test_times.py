@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidegate.commands.durations import clock, instant, term_s
+from tidegate.commands.durations import clock, instant, parse_duration
 
 
 @pytest.fixture(autouse=True)
@@ -40,17 +40,17 @@ def at(text: str) -> float:
     ],
 )
 def test_a_term_is_a_number_with_a_unit(text: str, seconds: float) -> None:
-    assert term_s(text) == seconds
+    assert parse_duration(text) == seconds
 
 
 @pytest.mark.parametrize("text", ["", "30", "m", "30x", "30m later", "-5m", "0s", "1h30"])
 def test_what_is_no_term(text: str) -> None:
-    assert not term_s(text)
+    assert not parse_duration(text)
 
 
 @given(st.integers(1, 99), st.integers(1, 59), st.integers(1, 59))
 def test_parts_of_a_term_add_up(hours: int, minutes: int, seconds: int) -> None:
-    assert term_s(f"{hours}h{minutes}m{seconds}s") == hours * 3600 + minutes * 60 + seconds
+    assert parse_duration(f"{hours}h{minutes}m{seconds}s") == hours * 3600 + minutes * 60 + seconds
 
 
 NOW = "2026-07-10T14:30:10"

@@ -19,7 +19,7 @@ from serve.engine.sim.prefix_cache import PrefixCache
 from sim.twin.engine import Engine, Job, Kind
 from tests.ports import free_ports
 from tests.tidegate.conftest import Site
-from tidegate.calibrate.twin_check import check, recorded
+from tidegate.calibrate.twin_check import check, recorded_run
 from tidegate.document import load
 from tidegate.supervisor.children import ROOT
 
@@ -59,7 +59,7 @@ def test_what_is_measured_over_http_is_what_the_twin_says(sim: Site, tmp_path: P
     assert code == 0, err
     deployment = load(sim.file, ray=False).deployment
     policies = {"sim": make(choose("policy", "static"))}
-    found = check(deployment, policies, recorded(record), 0.0, lambda at: None).compared
+    found = check(deployment, policies, recorded_run(record), 0.0, lambda at: None).compared
     assert found.live == found.twin > 30
     quantiles = found.quantiles
     compared = [quantiles[measure]["p50"] for measure in ("ttft", "itl", "e2e")]

@@ -17,17 +17,17 @@ from policy.engine.model_file import FORMAT, ModelFile
 from policy.engine.profiles import shipped
 from policy.errors import PreconditionFailed, TargetError
 from policy.routing.settings import START_SHARE
-from policy.types import EngineKind, Replica, ReplicaState, Runner
+from policy.types import EngineKind, Replica, ReplicaPhase, Runner
 from serve.controller.client import ControllerClient
 from serve.host.versions import installed
-from sim.calibration.fit import Seen, fitted, guessed
-from sim.calibration.load_points import Planned, Point, planned, shared
-from tidegate.calibrate.closed_loop import Driver
-from tidegate.calibrate.step_listener import SETTLED_S, Hearing
+from sim.calibration.fit import Observation, fit_model, initial_guess
+from sim.calibration.load_points import PlannedPoints, Point, plan_points, share_time
+from tidegate.calibrate.closed_loop import LoadDriver
+from tidegate.calibrate.step_listener import SETTLED_S, StepListener
 from tidegate.replay.endpoint_check import probe
 from tidegate.replay.http_client import Pool
 from tidegate.replay.prompts import Prompts
-from tidegate.replay.request_format import Asking
+from tidegate.replay.request_format import RequestFormat
 
 # A first look, to know about how slow the engine is before load points are chosen.
 WARM_UP = (Point(1, 16, 32), Point(4, 16, 32), Point(16, 16, 32), Point(1, 192, 4))
@@ -42,7 +42,7 @@ LATE_S = 120.0
 Progress = Callable[[int, int, str], None]
 
 
-class Serving(NamedTuple):
+class ServedShape(NamedTuple):
     """What is calibrated: the ready replicas of one shape, and what an engine of it is taken to be."""
 
     spec: ModelSpec
@@ -55,7 +55,9 @@ class Serving(NamedTuple):
     name: str
 
 
-def serving(client: ControllerClient, deployment: Deployment, model: str, shape: str | None) -> Serving:
+def served_shape(
+    client: ControllerClient, deployment: Deployment, model: str, shape: str | None
+) -> ServedShape:
     """Who serves ``model`` now.
 
     Raises :class:`policy.errors.TargetError` for a model that cannot be calibrated and for a ``shape`` that
@@ -73,7 +75,7 @@ def serving(client: ControllerClient, deployment: Deployment, model: str, shape:
         raise TargetError(
             f"{model}: replicas of shape {status.shape} serve, and none of {shape}; see `tidegate mode`"
         )
-    ready = [r for r in client.fleet().replicas if r.model == model and r.state is ReplicaState.READY]
+    ready = [r for r in client.fleet().replicas if r.model == model and r.state is ReplicaPhase.READY]
     if not ready or status.phase != "steady":
         raise PreconditionFailed(
             f"{model} is {status.phase}, with {len(ready)} replicas ready: wait until it is steady"
@@ -81,7 +83,7 @@ def serving(client: ControllerClient, deployment: Deployment, model: str, shape:
     return _of(spec, status.shape, ready)
 
 
-def _of(spec: ModelSpec, shape: str, ready: list[Replica]) -> Serving:
+def _of(spec: ModelSpec, shape: str, ready: list[Replica]) -> ServedShape:
     made = spec.shapes[shape]
     degree = made.tensor_parallel if made.gpus else max(1, made.cpus)
     timing = shipped(spec, made)
@@ -92,7 +94,7 @@ def _of(spec: ModelSpec, shape: str, ready: list[Replica]) -> Serving:
         prior = msgspec.structs.replace(prior, w=prior.w * k, c=prior.c * k, g=prior.g * k, degree=degree)
     lengths = [replica.max_model_len for replica in ready if replica.max_model_len]
     name = spec.timed_by or ""
-    return Serving(
+    return ServedShape(
         spec=spec,
         shape=shape,
         degree=degree,
@@ -104,13 +106,13 @@ def _of(spec: ModelSpec, shape: str, ready: list[Replica]) -> Serving:
     )
 
 
-class Calibrating:
+class CalibrationRun:
     """One run against the gateway at ``url``; ``warn`` is told what goes wrong and does not end it."""
 
     def __init__(
         self,
         client: ControllerClient,
-        subject: Serving,
+        subject: ServedShape,
         *,
         url: str,
         key: str,
@@ -144,7 +146,7 @@ class Calibrating:
     async def _run(self, seconds: float, at: str) -> ModelFile:
         subject, pool = self._subject, Pool(self._url, self._key)
         try:
-            with Hearing(self._client, subject.spec.name) as hearing:
+            with StepListener(self._client, subject.spec.name) as hearing:
                 seen = await self._driven(pool, hearing, seconds)
         finally:
             pool.close()
@@ -154,7 +156,7 @@ class Calibrating:
                 f" {subject.shape} was to be calibrated: calibrate again"
             )
         limits = hearing.limits or subject.limits
-        found = fitted(seen, subject.prior, limits)
+        found = fit_model(seen, subject.prior, limits)
         versions = installed()
         kind = subject.spec.engine
         return ModelFile(
@@ -178,26 +180,26 @@ class Calibrating:
             note=found.note,
         )
 
-    async def _driven(self, pool: Pool, hearing: Hearing, seconds: float) -> list[Seen]:
+    async def _driven(self, pool: Pool, hearing: StepListener, seconds: float) -> list[Observation]:
         subject = self._subject
-        asking, fit = await probe(pool, Asking(subject.spec.name), self._seed)
+        asking, fit = await probe(pool, RequestFormat(subject.spec.name), self._seed)
         if not asking.exact:
             self._warn("the engine takes no `ignore_eos`: answers are as long as the model makes them")
-        driver = Driver(pool, asking, Prompts(self._seed, fit))
+        driver = LoadDriver(pool, asking, Prompts(self._seed, fit))
         for point in WARM_UP:
             await driver.drive(point, subject.replicas, asyncio.sleep(WARM_UP_PART * seconds))
         await self._settled()
-        model = guessed(hearing.take(), subject.prior)
+        model = initial_guess(hearing.take(), subject.prior)
         left_s = seconds * (1.0 - len(WARM_UP) * WARM_UP_PART)
         points, point_s = self._planned(model, hearing.limits or subject.limits, left_s)
-        seen: list[Seen] = []
+        seen: list[Observation] = []
         for number, point in enumerate(points):
             self._progress(number, len(points), point.said)
             driven = await driver.drive(point, subject.replicas, asyncio.sleep(point_s))
             if driven.refused:
                 self._warn(f"{point.said}: {driven.refused}")
             await self._settled()
-            seen.append(Seen(driven.point, driven.seconds, hearing.take(), driven.latencies))
+            seen.append(Observation(driven.point, driven.seconds, hearing.take(), driven.latencies))
         self._progress(len(points), len(points), "")
         return seen
 
@@ -212,15 +214,15 @@ class Calibrating:
             await asyncio.sleep(POLL_S)
         await asyncio.sleep(SETTLED_S)
 
-    def _planned(self, model: EngineModel, limits: Limits, seconds: float) -> Planned:
+    def _planned(self, model: EngineModel, limits: Limits, seconds: float) -> PlannedPoints:
         """The load points that share ``seconds``, but for those that would miss what is promised."""
         spec, bound = self._subject.spec, self._subject.spec.shapes[self._subject.shape].max_in_flight
         length = self._subject.max_model_len
 
         def within(slo: Slo, point_s: float) -> list[Point]:
-            return planned(model, limits, max_model_len=length, bound=bound, point_s=point_s, slo=slo)
+            return plan_points(model, limits, max_model_len=length, bound=bound, point_s=point_s, slo=slo)
 
-        found = shared(partial(within, _slo(spec)), seconds, SETTLED_S)
+        found = share_time(partial(within, _slo(spec)), seconds, SETTLED_S)
         every = within(Slo(), found.point_s)
         if left_out := len(every) - len(found.points):
             self._warn(

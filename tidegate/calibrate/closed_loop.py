@@ -16,14 +16,14 @@ from sim.calibration.closed_loop import Latency
 from sim.calibration.load_points import Point
 from tidegate.replay.http_client import Pool
 from tidegate.replay.prompts import Prompts
-from tidegate.replay.request_format import Asking
-from tidegate.replay.stream_reader import Reading
+from tidegate.replay.request_format import RequestFormat
+from tidegate.replay.stream_reader import StreamTimings
 
 # A client that was refused waits so long before it asks again.
 REFUSED_S = 0.1
 
 
-class Driven(NamedTuple):
+class DriveResult(NamedTuple):
     """A load point as it came: ``point`` with the lengths that the endpoint counted, for ``seconds``.
 
     ``refused`` is why requests failed, if any did.
@@ -35,21 +35,21 @@ class Driven(NamedTuple):
     refused: str
 
 
-class Driver:
+class LoadDriver:
     """Drives one endpoint. No two prompts have a beginning in common, so that no cache helps."""
 
-    def __init__(self, pool: Pool, asking: Asking, prompts: Prompts) -> None:
+    def __init__(self, pool: Pool, asking: RequestFormat, prompts: Prompts) -> None:
         self._pool = pool
         self._asking = asking
         self._prompts = prompts
         self._numbers = itertools.count()
 
-    async def drive(self, point: Point, replicas: int, over: Awaitable[object]) -> Driven:
+    async def drive(self, point: Point, replicas: int, over: Awaitable[object]) -> DriveResult:
         """Have the clients of ``point`` at each of ``replicas`` until it is ``over``, and hang up then.
 
         Raises :class:`policy.errors.PreconditionFailed` when requests fail and none ends.
         """
-        ended: list[Reading] = []
+        ended: list[StreamTimings] = []
         refused: list[str] = []
         start = perf_counter()
         clients = [
@@ -79,14 +79,14 @@ class Driver:
             for reading in ended
             if reading.first_at is not None and reading.sent_at is not None
         ]
-        return Driven(point, lasted_s, latencies, refused[0] if refused else "")
+        return DriveResult(point, lasted_s, latencies, refused[0] if refused else "")
 
-    async def _client(self, point: Point, ended: list[Reading], refused: list[str]) -> None:
+    async def _client(self, point: Point, ended: list[StreamTimings], refused: list[str]) -> None:
         while True:
             wanted = Arrival(0.0, point.input_tokens, point.output_tokens)
             text = self._prompts.text(wanted, next(self._numbers))
             body = self._asking.body(self._asking.model, text, point.output_tokens)
-            reading = Reading()
+            reading = StreamTimings()
             try:
                 reading.end(await self._pool.post(self._asking.path, body, reading))
             except OSError as error:

@@ -8,14 +8,14 @@ from types import TracebackType
 from policy.engine.model import Limits
 from policy.engine.step_samples import StepSample
 from policy.errors import TidegateError
-from serve.autoscaler.step_feed import Told
+from serve.autoscaler.step_feed import StepLine
 from serve.controller.client import ControllerClient
 
 # An engine tells of a step after at most so long: twice a second through its host, ten times through its own.
 SETTLED_S = 1.0
 
 
-class Hearing:
+class StepListener:
     """Listens from when it is entered. What engines said last of themselves is kept."""
 
     def __init__(self, client: ControllerClient, model: str) -> None:
@@ -31,7 +31,7 @@ class Hearing:
         self.limits: Limits | None = None
         self.shapes: set[str] = set()
 
-    def __enter__(self) -> Hearing:
+    def __enter__(self) -> StepListener:
         """Returns once it listens; raises the controller's refusals."""
         self._thread.start()
         self._listening.wait()
@@ -67,7 +67,7 @@ class Hearing:
         finally:
             self._listening.set()
 
-    def _hear(self, told: Told) -> None:
+    def _hear(self, told: StepLine) -> None:
         if told.engine is None:
             return
         with self._lock:

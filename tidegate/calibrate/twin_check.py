@@ -33,7 +33,7 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
     twin: Measured
 
 
-def recorded(path: Path) -> list[ReplayRow]:
+def recorded_run(path: Path) -> list[ReplayRow]:
     """The requests of a replay in the order in which they were sent.
 
     Raises :class:`policy.errors.TraceError` for a line that is no request, and
@@ -45,7 +45,7 @@ def recorded(path: Path) -> list[ReplayRow]:
     return sorted(rows, key=lambda row: row.at)
 
 
-def calibrated(deployment: Deployment, model: str, profile: Mapping[str, object]) -> Deployment:
+def calibrated_model(deployment: Deployment, model: str, profile: Mapping[str, object]) -> Deployment:
     """The deployment of ``model`` alone, timed by the content of a calibrated model's file."""
     spec = msgspec.structs.replace(deployment.model(model), profile=dict(profile))
     return msgspec.structs.replace(deployment, models=(spec,))

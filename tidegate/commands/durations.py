@@ -15,12 +15,12 @@ _CLOCK = re.compile(r"(?P<hour>\d{1,2}):(?P<minute>\d{2})(?P<second>:\d{2})?")
 _ISO = re.compile(r"\d{4}-\d{2}-\d{2}[T ]\d{2}:\d{2}(?P<second>:\d{2}(\.\d+)?)?(Z|[+-]\d{2}:\d{2})?")
 
 
-def term(text: str) -> float:
+def duration(text: str) -> float:
     """A duration with its unit, in seconds: ``90s``, ``30m``, ``2h``, ``1h30m``, ``1d``.
 
     Raises :class:`click.BadParameter`, also where the unit is missing: 30 might be either.
     """
-    if not (seconds := term_s(text)):
+    if not (seconds := parse_duration(text)):
         raise click.BadParameter(f"{text!r} is no term: expected such as 90s, 30m, 2h or 1h30m")
     return seconds
 
@@ -33,7 +33,7 @@ def moment(text: str) -> float:
         raise click.BadParameter(str(error)) from None
 
 
-def term_s(text: str) -> float:
+def parse_duration(text: str) -> float:
     """The seconds of a term, 0 if it is none."""
     position, seconds = 0, 0.0
     while found := _PART.match(text, position):
@@ -52,7 +52,7 @@ def instant(text: str, now: float) -> float:
     text = text.strip()
     if text == "now":
         return now
-    if text.endswith(" ago") and (term := term_s(text.removesuffix(" ago"))):
+    if text.endswith(" ago") and (term := parse_duration(text.removesuffix(" ago"))):
         return now - term
     try:
         if found := _CLOCK.fullmatch(text):

@@ -31,7 +31,7 @@ class _Line(msgspec.Struct):
 _decode = msgspec.json.Decoder(_Line).decode
 
 
-class Spool:
+class CaptureFile:
     """Takes what a gateway tells, requests in the order of their ends, into the file ``part``.
 
     ``requests`` and ``lost`` count; ``on_change`` is called after each read.

@@ -10,10 +10,10 @@ import msgspec
 
 from policy.errors import TidegateError, Unreachable
 from sim.arrival import Arrival
-from tidegate.replay.http_client import Pool, Whole
+from tidegate.replay.http_client import Pool, WholeBody
 from tidegate.replay.prompts import Fit, Prompts
-from tidegate.replay.request_format import Asking
-from tidegate.replay.stream_reader import Reading
+from tidegate.replay.request_format import RequestFormat
+from tidegate.replay.stream_reader import StreamTimings
 
 T = TypeVar("T")
 
@@ -35,7 +35,7 @@ class _Models(msgspec.Struct):
 
 async def models_of(pool: Pool) -> list[str]:
     """The models that the endpoint lists, of which there is one at least."""
-    answer = Whole()
+    answer = WholeBody()
     status = await _reached(pool.get("/v1/models", answer))
     try:
         models = msgspec.json.decode(answer.body, type=_Models).data
@@ -46,7 +46,7 @@ async def models_of(pool: Pool) -> list[str]:
     return [model.id for model in models]
 
 
-async def probe(pool: Pool, asking: Asking, seed: int) -> tuple[Asking, Fit]:
+async def probe(pool: Pool, asking: RequestFormat, seed: int) -> tuple[RequestFormat, Fit]:
     """How to ask this endpoint, and how many tokens it makes of words.
 
     Where it answers 400 to ``ignore_eos`` and ``min_tokens``, the answers will be as long as the model makes
@@ -70,8 +70,8 @@ async def probe(pool: Pool, asking: Asking, seed: int) -> tuple[Asking, Fit]:
     return asking, Fit(max(said.input_tokens - per_word * _SHORT, 0.0), per_word)
 
 
-async def _ask(pool: Pool, asking: Asking, prompt: str) -> tuple[int, Reading]:
-    reading = Reading()
+async def _ask(pool: Pool, asking: RequestFormat, prompt: str) -> tuple[int, StreamTimings]:
+    reading = StreamTimings()
     status = await _reached(pool.post(asking.path, asking.body(asking.model, prompt, 1), reading))
     reading.end(status)
     return status, reading

@@ -31,7 +31,7 @@ class Sink(Protocol):
         ...
 
 
-class Whole:
+class WholeBody:
     """A body in one piece."""
 
     def __init__(self) -> None:

@@ -9,9 +9,9 @@ from time import perf_counter
 from sim.arrival import Arrival
 from tidegate.replay.http_client import Pool
 from tidegate.replay.prompts import Prompts
-from tidegate.replay.request_format import Asking
+from tidegate.replay.request_format import RequestFormat
 from tidegate.replay.results import ReplayRow
-from tidegate.replay.stream_reader import Reading
+from tidegate.replay.stream_reader import StreamTimings
 
 # A prompt is written so long before it is sent, and the first request so long after the start.
 LEAD_S = 0.05
@@ -27,7 +27,7 @@ class Player:
     def __init__(
         self,
         pool: Pool,
-        asking: Asking,
+        asking: RequestFormat,
         prompts: Prompts,
         *,
         in_flight: int,
@@ -84,7 +84,7 @@ class Player:
             self.stop()
 
     async def _ask(self, arrival: Arrival, name: str, body: bytes, start: float) -> None:
-        reading = Reading()
+        reading = StreamTimings()
         tried_at, status = perf_counter(), 0
         try:
             status = await self._pool.post(self._asking.path, body, reading)
@@ -96,7 +96,7 @@ class Player:
 
 
 def _row(
-    arrival: Arrival, name: str, reading: Reading, status: int, *, sent_at: float, start: float
+    arrival: Arrival, name: str, reading: StreamTimings, status: int, *, sent_at: float, start: float
 ) -> ReplayRow:
     at = sent_at - start
     whole = not reading.error

@@ -14,7 +14,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 @dataclass(slots=True)
-class Asking:
+class RequestFormat:
     """What the requests of a replay have in common.
 
     ``model`` is what requests name, but for those to which the trace gives one of ``others``, or an adapter.

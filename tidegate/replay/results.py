@@ -52,7 +52,7 @@ LATE_PART = 0.01
 _QUANTILES = (0.5, 0.9, 0.95, 0.99)
 
 
-class Spread(msgspec.Struct, frozen=True):
+class LatencyDistribution(msgspec.Struct, frozen=True):
     """A latency over the requests that have it, in seconds."""
 
     mean: float
@@ -63,7 +63,7 @@ class Spread(msgspec.Struct, frozen=True):
     max: float
 
 
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+class RequestResult(msgspec.Struct, frozen=True, kw_only=True):
     """A replay. ``failed`` counts requests by HTTP status, 0 for no answer, and 200 for a broken one.
 
     ``sent`` had an answer that was waited for; ``cut`` were open when the replay was stopped. Tokens are of
@@ -78,10 +78,10 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     duration_s: float
     input_tokens: int
     output_tokens: int
-    ttft_s: Spread | None
-    itl_s: Spread | None
-    e2e_s: Spread | None
-    late_s: Spread | None
+    ttft_s: LatencyDistribution | None
+    itl_s: LatencyDistribution | None
+    e2e_s: LatencyDistribution | None
+    late_s: LatencyDistribution | None
     late: int
     kept_pace: bool
     error: str
@@ -115,9 +115,9 @@ class Tally:
             if (took_s := getattr(row, name)) is not None:
                 self._took[name].append(took_s)
 
-    def outcome(self, *, cut: int, duration_s: float) -> Outcome:
+    def outcome(self, *, cut: int, duration_s: float) -> RequestResult:
         """All of them together."""
-        return Outcome(
+        return RequestResult(
             sent=self.sent,
             served=self._served,
             failed=dict(self._failed),
@@ -135,9 +135,9 @@ class Tally:
         )
 
 
-def _spread(took_s: array[float]) -> Spread | None:
+def _spread(took_s: array[float]) -> LatencyDistribution | None:
     if not took_s:
         return None
     values = np.frombuffer(took_s)
     p50, p90, p95, p99 = (float(cut) for cut in np.quantile(values, _QUANTILES))
-    return Spread(float(values.mean()), p50, p90, p95, p99, float(values.max()))
+    return LatencyDistribution(float(values.mean()), p50, p90, p95, p99, float(values.max()))

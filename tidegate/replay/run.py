@@ -16,13 +16,13 @@ import msgspec
 
 from policy.errors import Unreachable
 from sim.arrival import Arrival
-from tidegate.replay.capture_file import CaptureRefused, Spool
+from tidegate.replay.capture_file import CaptureFile, CaptureRefused
 from tidegate.replay.endpoint_check import models_of, probe
 from tidegate.replay.http_client import Pool
 from tidegate.replay.player import Player
 from tidegate.replay.prompts import Fit, Prompts
-from tidegate.replay.request_format import Asking
-from tidegate.replay.results import Outcome, ReplayRow, Tally
+from tidegate.replay.request_format import RequestFormat
+from tidegate.replay.results import ReplayRow, RequestResult, Tally
 
 # Descriptors beside those of the connections.
 _OTHERS = 64
@@ -40,12 +40,12 @@ class Endpoint:
 
 
 @dataclass(frozen=True)
-class Played:
+class ReplayResult:
     """A replay that is over: how it asked, what its words cost, and what came of it."""
 
-    asking: Asking
+    asking: RequestFormat
     fit: Fit
-    outcome: Outcome
+    outcome: RequestResult
     interrupted: bool
 
 
@@ -57,7 +57,7 @@ async def replay(
     in_flight: int,
     record: Path | None,
     on_row: Callable[[ReplayRow], None],
-) -> Played:
+) -> ReplayResult:
     """Play ``arrivals`` against ``endpoint``; ``record`` gets a line for each request.
 
     Raises :class:`policy.errors.Unreachable` and :class:`tidegate.replay.endpoint_check.EndpointRefused`
@@ -66,7 +66,7 @@ async def replay(
     pool = Pool(endpoint.url, endpoint.key)
     try:
         listed = [endpoint.model] if endpoint.model else await models_of(pool)
-        asking = Asking(listed[0], frozenset(listed), chat=endpoint.chat, exact=endpoint.exact)
+        asking = RequestFormat(listed[0], frozenset(listed), chat=endpoint.chat, exact=endpoint.exact)
         asking, fit = await probe(pool, asking, seed)
         tally = Tally()
         with ExitStack() as files:
@@ -83,12 +83,12 @@ async def replay(
             with stopped_by_signals(player.stop) as interrupted:
                 await player.play(arrivals)
             outcome = tally.outcome(cut=player.cut, duration_s=perf_counter() - began)
-        return Played(asking, fit, outcome, bool(interrupted))
+        return ReplayResult(asking, fit, outcome, bool(interrupted))
     finally:
         pool.close()
 
 
-async def capture(url: str, spool: Spool, *, for_s: float | None) -> bool:
+async def capture(url: str, spool: CaptureFile, *, for_s: float | None) -> bool:
     """Hear the gateway with its admin port at ``url`` until a signal comes, or for ``for_s`` seconds.
 
     Returns whether it was ended from here, and not by the gateway. Raises

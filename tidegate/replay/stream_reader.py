@@ -32,7 +32,7 @@ _MAX_SHOWN = 200
 _MAX_READ = 16 * 1024
 
 
-class Reading:
+class StreamTimings:
     """One answer as it comes; moments are seconds of one clock, ``None`` for what has not come.
 
     ``input_tokens`` and ``output_tokens`` are 0 until the endpoint has counted them, ``events`` those that

@@ -16,7 +16,7 @@ from store.log_file import RotatingLog
 from store.state_dir import StateDir
 from tidegate.log_tail import tail
 from tidegate.supervisor import parent_death
-from tidegate.supervisor.process_record import Ledger
+from tidegate.supervisor.process_record import ProcessRecord
 
 # Children import our packages from here, so that a checkout runs without being installed.
 ROOT = Path(__file__).resolve().parents[2]
@@ -39,7 +39,7 @@ class Backoff:
 
 
 @dataclass(frozen=True)
-class Part:
+class ProcessSpec:
     """What to run: ``fds`` are inherited, ``env`` is the whole environment."""
 
     name: str
@@ -52,9 +52,9 @@ class Part:
 class Child:
     """A part that is kept running until :meth:`stop`. ``on_exit`` gets the pid of each that ended."""
 
-    part: Part
+    part: ProcessSpec
     state: StateDir
-    ledger: Ledger
+    ledger: ProcessRecord
     note: Callable[[str], None]
     on_exit: Callable[[int], None] = lambda pid: None
     before_restart: Callable[[], Awaitable[None]] | None = None
@@ -135,7 +135,7 @@ class Child:
                 os.kill(self.pid, number)
 
 
-async def spawn(part: Part, ledger: Ledger, *, stderr: int) -> asyncio.subprocess.Process:
+async def spawn(part: ProcessSpec, ledger: ProcessRecord, *, stderr: int) -> asyncio.subprocess.Process:
     """Start ``part`` in a session of its own, tied to this process's life, and record it."""
     # stdout is a pipe: the file behind it is rotated by the one process that writes it.
     process = await asyncio.create_subprocess_exec(
@@ -159,7 +159,9 @@ async def spawn(part: Part, ledger: Ledger, *, stderr: int) -> asyncio.subproces
     return process
 
 
-async def run_once(part: Part, state: StateDir, ledger: Ledger, on_line: Callable[[bytes], None]) -> int:
+async def run_once(
+    part: ProcessSpec, state: StateDir, ledger: ProcessRecord, on_line: Callable[[bytes], None]
+) -> int:
     """Run ``part`` to its end, each line of its output to ``on_line``; returns the exit status.
 
     Cancelled, it ends the process first. Its standard error goes to the part's log.

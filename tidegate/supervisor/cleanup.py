@@ -14,20 +14,20 @@ from policy.errors import EngineFailed, Unreachable
 from store.state_dir import StateDir
 from tidegate.supervisor import command_lines as parts
 from tidegate.supervisor.children import ROOT
-from tidegate.supervisor.process_record import ORPHAN_GRACE_S, Ledger, Recorded, end
+from tidegate.supervisor.process_record import ORPHAN_GRACE_S, ProcessRecord, RecordedProcess, end
 
 # Joining takes seconds; what is added is the time that replicas may drain.
 CLUSTER_STOP_S = 60.0
 
 
-def clean_up(state: StateDir, tell: Callable[[str], None]) -> bool:
+def remove_leftovers(state: StateDir, tell: Callable[[str], None]) -> bool:
     """End what was left, and nothing else; returns whether there was anything.
 
     Raises :class:`policy.errors.Unreachable` for processes that do not end and
     :class:`policy.errors.EngineFailed` for a cluster that cannot be cleaned; the record stays, so that
     it can be tried again.
     """
-    ledger = Ledger(state)
+    ledger = ProcessRecord(state)
     if not ledger.entries:
         return False
     living = ledger.living()
@@ -50,7 +50,9 @@ def forget_targets(state: StateDir) -> None:
         path.unlink(missing_ok=True)
 
 
-def _leave_cluster(state: StateDir, entries: tuple[Recorded, ...], tell: Callable[[str], None]) -> bool:
+def _leave_cluster(
+    state: StateDir, entries: tuple[RecordedProcess, ...], tell: Callable[[str], None]
+) -> bool:
     """Delete our applications and actor on a cluster that we joined; it outlives every process here."""
     raw = state.load(state.deployment_path, dict[str, Any]) or {}
     # A controller of this machine was a child, and its replicas were recorded.

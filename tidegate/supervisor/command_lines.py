@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from policy.config.deployment import Deployment
 from serve.cluster import head_command
 from store.state_dir import StateDir
-from tidegate.supervisor.children import Part
+from tidegate.supervisor.children import ProcessSpec
 
 # Inherited, it would divert an engine's own metrics into the gateway's files.
 _METRICS = "PROMETHEUS_MULTIPROC_DIR"
@@ -25,9 +25,9 @@ def _python(module: str, *arguments: str) -> tuple[str, ...]:
     return (sys.executable, "-m", module, *arguments)
 
 
-def gateway_worker(state: StateDir, worker: int, fd: int, admin_fd: int) -> Part:
+def gateway_worker(state: StateDir, worker: int, fd: int, admin_fd: int) -> ProcessSpec:
     """One gateway worker on the two inherited sockets."""
-    return Part(
+    return ProcessSpec(
         name=f"gateway-{worker}",
         argv=_python(
             "gateway.main",
@@ -39,31 +39,31 @@ def gateway_worker(state: StateDir, worker: int, fd: int, admin_fd: int) -> Part
     )
 
 
-def local_controller(state: StateDir) -> Part:
+def local_controller(state: StateDir) -> ProcessSpec:
     """The controller and its replicas without Ray."""
-    return Part(
+    return ProcessSpec(
         name=LOCAL_CONTROLLER,
         argv=_python("serve.controller.local_process", "--state", str(state.root)),
         env=_environment(),
     )
 
 
-def ray_head(deployment: Deployment, state: StateDir) -> Part:
+def ray_head(deployment: Deployment, state: StateDir) -> ProcessSpec:
     """A Ray head of our own, in the foreground of the child."""
     argv, env = head_command(deployment, state)
-    return Part(name="ray", argv=tuple(argv), env=_environment(**env))
+    return ProcessSpec(name="ray", argv=tuple(argv), env=_environment(**env))
 
 
-def cluster(state: StateDir, verb: str) -> Part:
+def cluster(state: StateDir, verb: str) -> ProcessSpec:
     """``start`` makes sure that the controller actor exists, ``stop`` deletes what is ours."""
-    return Part(
+    return ProcessSpec(
         name="cluster", argv=_python("serve.cluster", verb, "--state", str(state.root)), env=_environment()
     )
 
 
-def prepare_model(state: StateDir, model: str) -> Part:
+def prepare_model(state: StateDir, model: str) -> ProcessSpec:
     """Fetch, convert and verify a model's weights."""
-    return Part(
+    return ProcessSpec(
         name="models",
         argv=_python(
             *("store.models.prepare", "prepare"),

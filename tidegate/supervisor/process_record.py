@@ -19,7 +19,7 @@ _KILL_S = 5.0
 _POLL_S = 0.02
 
 
-class Recorded(msgspec.Struct, frozen=True, kw_only=True):
+class RecordedProcess(msgspec.Struct, frozen=True, kw_only=True):
     """A process of ours; ``created_at`` tells it from a later one with the same pid."""
 
     name: str
@@ -44,21 +44,23 @@ def alive(pid: int) -> bool:
         return False
 
 
-class Ledger:
+class ProcessRecord:
     """The file of recorded processes of one state directory."""
 
     def __init__(self, state: StateDir) -> None:
         self._state = state
         # Who started these waits for them, too.
         self.started: set[int] = set()
-        self._entries = {entry.pid: entry for entry in state.load(state.processes_path, list[Recorded]) or []}
+        self._entries = {
+            entry.pid: entry for entry in state.load(state.processes_path, list[RecordedProcess]) or []
+        }
 
     @property
-    def entries(self) -> tuple[Recorded, ...]:
+    def entries(self) -> tuple[RecordedProcess, ...]:
         """Everything recorded, oldest first."""
         return tuple(self._entries.values())
 
-    def living(self) -> tuple[Recorded, ...]:
+    def living(self) -> tuple[RecordedProcess, ...]:
         """Those that still run."""
         return tuple(entry for entry in self._entries.values() if entry.process() is not None)
 
@@ -69,7 +71,7 @@ class Ledger:
             created_at = psutil.Process(pid).create_time()
         except psutil.NoSuchProcess:
             return
-        self._entries[pid] = Recorded(name=name, pid=pid, created_at=created_at)
+        self._entries[pid] = RecordedProcess(name=name, pid=pid, created_at=created_at)
         self._save()
 
     def adopt(self, processes: Iterable[psutil.Process]) -> None:
@@ -80,7 +82,9 @@ class Ledger:
             if process.pid in self._entries:
                 continue
             try:
-                entry = Recorded(name=process.name(), pid=process.pid, created_at=process.create_time())
+                entry = RecordedProcess(
+                    name=process.name(), pid=process.pid, created_at=process.create_time()
+                )
             except psutil.NoSuchProcess:
                 continue
             self._entries[process.pid] = entry
@@ -97,8 +101,8 @@ class Ledger:
 
 
 def end(
-    entries: Iterable[Recorded], *, grace_s: float, tell: Callable[[Recorded], None]
-) -> tuple[Recorded, ...]:
+    entries: Iterable[RecordedProcess], *, grace_s: float, tell: Callable[[RecordedProcess], None]
+) -> tuple[RecordedProcess, ...]:
     """SIGTERM, ``grace_s`` to go, SIGKILL; returns those that live on. ``tell`` names each that ended."""
     victims = {entry: process for entry in entries if (process := entry.process()) is not None}
     for process in victims.values():
@@ -112,7 +116,7 @@ def end(
     return left
 
 
-def _wait(entries: Iterable[Recorded], timeout_s: float) -> tuple[Recorded, ...]:
+def _wait(entries: Iterable[RecordedProcess], timeout_s: float) -> tuple[RecordedProcess, ...]:
     """Those that live on after ``timeout_s``; one that nobody collected does not live."""
     deadline = time.monotonic() + timeout_s
     while left := tuple(entry for entry in entries if entry.process() is not None):

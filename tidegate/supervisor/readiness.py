@@ -10,7 +10,7 @@ import msgspec
 
 from policy.config.deployment import Deployment
 from policy.errors import EngineFailed
-from policy.types import EngineKind, Fleet, ReplicaState, Runner
+from policy.types import EngineKind, Fleet, ReplicaPhase, Runner
 
 _POLL_S = 2.0
 # A first request may wait for a long step of a busy engine.
@@ -44,7 +44,7 @@ def waiting_for(deployment: Deployment, fleet: Fleet) -> list[str]:
         if spec.engine is EngineKind.EXTERNAL or spec.name in unwanted:
             continue
         replicas = [replica for replica in fleet.replicas if replica.model == spec.name]
-        if any(replica.state is ReplicaState.READY for replica in replicas):
+        if any(replica.state is ReplicaPhase.READY for replica in replicas):
             continue
         notes = [replica.reason for replica in replicas if replica.reason]
         notes += [model.note for model in fleet.models if model.name == spec.name and model.note]

@@ -11,13 +11,13 @@ from collections.abc import Container
 _PR_SET_CHILD_SUBREAPER = 36
 
 
-def adopt() -> None:
+def adopt_orphans() -> None:
     """Have daemons that detach from the Ray head stay descendants of this process."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
-def collect(started: Container[int]) -> None:
+def collect_orphans(started: Container[int]) -> None:
     """Collect those that have ended, but none that was ``started``: whoever started it waits for it."""
     with contextlib.suppress(ChildProcessError):
         while found := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):

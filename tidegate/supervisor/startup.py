@@ -19,9 +19,9 @@ from store.api_keys import own_key
 from store.state_dir import StateDir
 from tidegate.supervisor import command_lines as parts
 from tidegate.supervisor import preflight, readiness
-from tidegate.supervisor.children import Child, Part, check_alive, log_end, run_once
+from tidegate.supervisor.children import Child, ProcessSpec, check_alive, log_end, run_once
 from tidegate.supervisor.events import Event, Progress
-from tidegate.supervisor.process_record import ORPHAN_GRACE_S, Ledger, end
+from tidegate.supervisor.process_record import ORPHAN_GRACE_S, ProcessRecord, end
 
 _POLL_S = 0.25
 _GATEWAY_POLL_S = 0.05
@@ -46,11 +46,11 @@ class Startup:
 
     deployment: Deployment
     state: StateDir
-    ledger: Ledger
+    ledger: ProcessRecord
     progress: Progress
     ray: bool
     timeout_s: float
-    child: Callable[[Part], Child]
+    child: Callable[[ProcessSpec], Child]
     snapshot: Callable[[], None]
     controller_client: Callable[[], ControllerClient]
     sockets: list[socket.socket] = field(default_factory=list)

@@ -26,10 +26,10 @@ from tidegate.supervisor import command_lines as parts
 from tidegate.supervisor import readiness
 from tidegate.supervisor import reaper as orphans
 from tidegate.supervisor import socket as socket_api
-from tidegate.supervisor.children import Child, Part, log_end, run_once
+from tidegate.supervisor.children import Child, ProcessSpec, log_end, run_once
 from tidegate.supervisor.cleanup import CLUSTER_STOP_S, forget_targets
 from tidegate.supervisor.events import Event, Progress
-from tidegate.supervisor.process_record import ORPHAN_GRACE_S, Ledger, Recorded, end
+from tidegate.supervisor.process_record import ORPHAN_GRACE_S, ProcessRecord, RecordedProcess, end
 from tidegate.supervisor.startup import Startup
 
 _SNAPSHOT_S = 2.0
@@ -52,7 +52,7 @@ class Supervisor:
         self._stopping = asyncio.Event()
         self._applying = asyncio.Lock()
         self._phase: Literal["starting", "ready", "stopping"] = "starting"
-        self._ledger = Ledger(state)
+        self._ledger = ProcessRecord(state)
         self._actuator: Literal["ray", "local", "external"] = (
             "external" if not deployment.needs_controller else "ray" if ray else "local"
         )
@@ -73,7 +73,7 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._signalled)
-        orphans.adopt()
+        orphans.adopt_orphans()
         # Later than at once: a child that ends while it is being started is asyncio's to collect.
         loop.add_signal_handler(signal.SIGCHLD, lambda: loop.call_later(_COLLECT_S, self._collect_orphans))
         server = await socket_api.serve(self._state.socket_path, self)
@@ -197,7 +197,7 @@ class Supervisor:
             await self._end_child(start.controller, replicas_s)
         if start.head is not None:
             await self._end_child(start.head, _HEAD_GRACE_S)
-        left: tuple[Recorded, ...] = ()
+        left: tuple[RecordedProcess, ...] = ()
         while remaining := self._remaining(left):
             left += await asyncio.to_thread(end, remaining, grace_s=ORPHAN_GRACE_S, tell=self._tell_ended)
         if left:
@@ -228,13 +228,13 @@ class Supervisor:
         if pid:
             self._progress.emit(Event(kind="ended", step=child.part.name, message=f"pid {pid}"))
 
-    def _remaining(self, hopeless: tuple[Recorded, ...]) -> list[Recorded]:
+    def _remaining(self, hopeless: tuple[RecordedProcess, ...]) -> list[RecordedProcess]:
         self._snapshot()
         return [
             entry for entry in self._ledger.living() if entry.pid != os.getpid() and entry not in hopeless
         ]
 
-    def _tell_ended(self, entry: Recorded) -> None:
+    def _tell_ended(self, entry: RecordedProcess) -> None:
         self._progress.emit(Event(kind="ended", step=entry.name, message=f"pid {entry.pid}"))
 
     def _signalled(self) -> None:
@@ -255,7 +255,7 @@ class Supervisor:
 
     # Watching.
 
-    def _child(self, part: Part) -> Child:
+    def _child(self, part: ProcessSpec) -> Child:
         return Child(part, self._state, self._ledger, note=self._note, on_exit=self._forget_metrics)
 
     def _note(self, message: str) -> None:
@@ -287,7 +287,7 @@ class Supervisor:
         self._ledger.adopt([me, *living])
 
     def _collect_orphans(self) -> None:
-        orphans.collect(self._ledger.started)
+        orphans.collect_orphans(self._ledger.started)
 
     def _controller(self, timeout_s: float = 2.0) -> ControllerClient:
         return ControllerClient(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from policy.hashing import rendezvous
 from policy.request import Request
-from policy.routing.router import Candidate, Quote, Router, Settings
+from policy.routing.router import Candidate, CostEstimate, Router, Settings
 
 
 class Rival:
@@ -40,7 +40,7 @@ class Ours(Rival):
 
     def __init__(self, slots: int) -> None:
         self.router = Router(Settings(slots=slots))
-        self.quote: Quote | None = None
+        self.quote: CostEstimate | None = None
 
     def choose(self, request: Request, candidates: Sequence[Candidate], at: float, draw: float) -> Candidate:
         self.quote = self.router.choose(request, candidates, at, draw).chosen

@@ -11,7 +11,7 @@ import math
 
 import msgspec
 
-from policy.scaling.policies.rounding import sane
+from policy.scaling.policies.rounding import is_usable
 from policy.scaling.view import View
 
 # The means are of so long: longer than answers take, shorter than a load of another kind.
@@ -27,7 +27,7 @@ ROOM = 0.75
 _LEAST_USED = 0.02
 
 
-class Proof(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ObservedCapacity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """As of ``at`` a replica of a mode was given ``rate`` requests per second and filled ``used`` of its KV.
 
     Both are means over the past while, which began at ``since``. ``trust`` (0..1) is how far what follows
@@ -43,23 +43,23 @@ class Proof(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     mu: float = 0.0
 
 
-def proved(before: Proof | None, view: View, mu: float) -> Proof:
+def observe_capacity(before: ObservedCapacity | None, view: View, mu: float) -> ObservedCapacity:
     """What is known after this view, in which a replica was taken to take ``mu``.
 
     Of another mode that is nothing, and no more than before without figures of replicas.
     """
     if before is None or before.mode != view.mode:
-        before = Proof(view.at, view.mode, view.at)
+        before = ObservedCapacity(view.at, view.mode, view.at)
     demand, figures = view.signals.demand, view.signals.replicas
     if demand is None or not figures:
         return before
-    rate = sane(demand.arrivals.last_20_s) / len(figures)
-    used = sum(min(sane(each.kv_used), 1.0) for each in figures) / len(figures)
+    rate = is_usable(demand.arrivals.last_20_s) / len(figures)
+    used = sum(min(is_usable(each.kv_used), 1.0) for each in figures) / len(figures)
     elapsed_s = max(0.0, view.at - before.at)
     # While they are young they are means of all that was seen.
     age_s = max(elapsed_s, min(MEAN_S, view.at - before.since))
     part = -math.expm1(-elapsed_s / age_s) if before.used and age_s > 0 else 1.0
-    return Proof(
+    return ObservedCapacity(
         at=view.at,
         mode=view.mode,
         since=before.since,
@@ -70,7 +70,7 @@ def proved(before: Proof | None, view: View, mu: float) -> Proof:
     )
 
 
-def sustained(proof: Proof | None, view: View, alone: float, full: float) -> float:
+def sustained(proof: ObservedCapacity | None, view: View, alone: float, full: float) -> float:
     """The requests per second of one replica, of which one ``alone`` takes so many by the model.
 
     No less than that, and no more than ``full`` (0..1) of what it keeps up with by the model or than fill
@@ -81,7 +81,7 @@ def sustained(proof: Proof | None, view: View, alone: float, full: float) -> flo
         return alone
     now = alone
     if proof.used >= _LEAST_USED:
-        most = full * sane(view.capability.mu_max)
+        most = full * is_usable(view.capability.mu_max)
         room = min(proof.rate * full / proof.used, FURTHER * proof.rate, most)
         now += proof.trust * max(0.0, room - alone)
     if not proof.mu:

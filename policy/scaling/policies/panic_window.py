@@ -13,7 +13,15 @@ import msgspec
 from msgspec import Meta
 
 from policy.config.section import Section
-from policy.scaling.policies.rounding import blind, per_replica, recalled, sane, whole, within, written
+from policy.scaling.policies.rounding import (
+    blind,
+    decode_state,
+    encode_state,
+    is_usable,
+    per_replica,
+    whole,
+    within,
+)
 from policy.scaling.view import Proposal, View
 
 STABLE_S = 60.0
@@ -33,7 +41,7 @@ class PanicWindowParameters(Section, frozen=True):
     down: Annotated[float, Meta(gt=1, le=1e6)] = 2.0
 
 
-class Panic(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class PanicWindowState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One that goes on: since when there was cause last, and the most replicas that it asked for."""
 
     panic_at: float
@@ -50,16 +58,16 @@ class PanicWindow:
     def decide(self, view: View, memory: Any) -> Proposal:
         """So many that each has the aimed-at requests at once; in a panic never fewer than before."""
         demand = view.signals.demand
-        panic = recalled(memory, Panic)
+        panic = decode_state(memory, PanicWindowState)
         if demand is None:
-            return blind(view, written(panic), "no gateway has told anything")
+            return blind(view, encode_state(panic), "no gateway has told anything")
         ready = max(1, view.supply.serving)
-        stable = per_replica(sane(demand.concurrency.last_60_s), self._target)
-        short = per_replica(sane(demand.concurrency.last_6_s), self._target)
+        stable = per_replica(is_usable(demand.concurrency.last_60_s), self._target)
+        short = per_replica(is_usable(demand.concurrency.last_6_s), self._target)
         terms = {"stable": stable, "panic": short}
         over = whole(short) / ready >= self._parameters.panic
         if over:
-            panic = Panic(view.at, panic.most if panic else 0)
+            panic = PanicWindowState(view.at, panic.most if panic else 0)
         elif panic is not None and view.at > panic.panic_at + STABLE_S:
             panic = None
         if panic is None:
@@ -68,14 +76,14 @@ class PanicWindow:
             return Proposal(count=count, reason=f"{said}, {self._target:.4g} for each", terms=terms)
         wanted = max(self._paced(stable, ready), self._paced(short, ready), view.count)
         if wanted > panic.most:
-            panic = Panic(view.at, wanted)
+            panic = PanicWindowState(view.at, wanted)
         count = within(view, panic.most)
         said = f"a panic: {demand.concurrency.last_6_s:.4g} requests at once over six seconds"
         return Proposal(
             count=count,
             reason=f"{said}, {self._target:.4g} for each of {ready} ready",
             terms=terms,
-            memory=written(panic),
+            memory=encode_state(panic),
         )
 
     def _paced(self, wanted: float, ready: int) -> int:

@@ -21,9 +21,18 @@ from msgspec import Meta
 from policy.config.section import Seconds, Section
 from policy.engine.capacity import FULL
 from policy.scaling.forecast import Series, Smoothing, ahead, observed, shortfall, tried
-from policy.scaling.policies.observed_capacity import Proof, proved, sustained
-from policy.scaling.policies.rounding import asked, blind, per_replica, recalled, sane, whole, within, written
-from policy.scaling.policies.scale_down_damping import Reluctance, rising, seen
+from policy.scaling.policies.observed_capacity import ObservedCapacity, observe_capacity, sustained
+from policy.scaling.policies.rounding import (
+    asked,
+    blind,
+    decode_state,
+    encode_state,
+    is_usable,
+    per_replica,
+    whole,
+    within,
+)
+from policy.scaling.policies.scale_down_damping import ScaleDownDamping, observe_demand, rising
 from policy.scaling.policies.token_saturation import learned, remembered, saturation
 from policy.scaling.view import Proposal, View
 from policy.signals.types import Demand, Rates
@@ -66,7 +75,7 @@ class PredictiveParameters(Section, frozen=True):
     lasts_s: Seconds = 200.0
 
 
-class Remembered(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class PredictiveState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What one decision leaves to the next: the rates that came, and where the KV caches of a mode filled.
 
     Also how reluctantly replicas are given up.
@@ -74,8 +83,8 @@ class Remembered(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     series: Series
     k2: dict[str, float] = {}
-    reluctance: Reluctance | None = None
-    proof: Proof | None = None
+    reluctance: ScaleDownDamping | None = None
+    proof: ObservedCapacity | None = None
 
 
 class Predictive:
@@ -88,24 +97,24 @@ class Predictive:
     def decide(self, view: View, memory: Any) -> Proposal:
         """What the term that asks for the most asks for, and the backlog; fewer only when nothing starts."""
         demand = view.signals.demand
-        before = recalled(memory, Remembered)
+        before = decode_state(memory, PredictiveState)
         if demand is None:
-            return blind(view, written(before), "no gateway has told anything")
+            return blind(view, encode_state(before), "no gateway has told anything")
         series, forecast, high = self._foreseen(view, demand, None if before is None else before.series)
         k2 = {} if before is None else before.k2
         mode = view.mode
-        reluctance = seen(None if before is None else before.reluctance, view.at, mode, view.count)
-        left = Remembered(series, remembered(k2, mode, learned(view, k2.get(mode))), reluctance)
+        reluctance = observe_demand(None if before is None else before.reluctance, view.at, mode, view.count)
+        left = PredictiveState(series, remembered(k2, mode, learned(view, k2.get(mode))), reluctance)
         # As proved before this view: what comes now shall not lower what it asks for.
         proof = None if before is None else before.proof
         mu = sustained(proof, view, capacity(view), self._parameters.full)
-        left = msgspec.structs.replace(left, proof=proved(proof, view, mu))
+        left = msgspec.structs.replace(left, proof=observe_capacity(proof, view, mu))
         full = saturation(view, k2.get(mode), queued=False)
         if not mu and full is None:
-            return blind(view, written(left), "what a replica can do is not known")
+            return blind(view, encode_state(left), "what a replica can do is not known")
         terms = {
             "forecast": per_replica(high, mu),
-            "recent": per_replica(self._parameters.margin * sane(demand.arrivals.last_20_s), mu),
+            "recent": per_replica(self._parameters.margin * is_usable(demand.arrivals.last_20_s), mu),
             "tokens": full.replicas / self._parameters.full if full is not None else 0.0,
         }
         most = max(terms, key=lambda term: terms[term])
@@ -126,7 +135,7 @@ class Predictive:
             terms=terms,
             forecast=forecast,
             forecast_high=high,
-            memory=written(left),
+            memory=encode_state(left),
         )
 
     def _foreseen(self, view: View, demand: Demand, series: Series | None) -> tuple[Series, float, float]:
@@ -137,10 +146,10 @@ class Predictive:
         jumps = over_s if lead_s <= QUICK_S else 0.0
         series = observed(series, view.at, newest, self._smoothing, jumps)
         deserted = demand.arrivals.last_60_s <= _NOBODY and not asked(view)
-        forecast = 0.0 if deserted else sane(self._ahead(series, lead_s))
+        forecast = 0.0 if deserted else is_usable(self._ahead(series, lead_s))
         # Against the level, for a mean of the last minute is half a minute late.
-        series = tried(series, sane(series.level), lead_s, forecast)
-        return series, forecast, sane(forecast + shortfall(series, self._parameters.quantile, forecast))
+        series = tried(series, is_usable(series.level), lead_s, forecast)
+        return series, forecast, is_usable(forecast + shortfall(series, self._parameters.quantile, forecast))
 
     def _ahead(self, series: Series, lead_s: float) -> float:
         """The rate in so many seconds, with as much of a rise as chance does not make."""
@@ -169,12 +178,12 @@ def capacity(view: View) -> float:
     """
     capability = view.capability
     promised = view.slo.ttft_p95_s is not None or view.slo.itl_p95_s is not None
-    mu = sane(capability.mu) if promised else 0.0
-    mu = mu or sane(capability.mu_max) * LOADED
+    mu = is_usable(capability.mu) if promised else 0.0
+    mu = mu or is_usable(capability.mu_max) * LOADED
     paces = [_pace(replica.slowness) for replica in view.signals.replicas]
     if paces:
         mu *= sum(paces) / len(paces)
-    return mu / (1.0 + min(sane(capability.error), MOST_ERROR))
+    return mu / (1.0 + min(is_usable(capability.error), MOST_ERROR))
 
 
 def _pace(slowness: float) -> float:
@@ -184,8 +193,8 @@ def _pace(slowness: float) -> float:
 def _newest(rates: Rates, elapsed_s: float) -> tuple[float, float]:
     """The longest mean of arrivals that has nothing in it of what was seen before, and its seconds."""
     if elapsed_s >= 60.0:
-        return sane(rates.last_60_s), 60.0
-    return (sane(rates.last_20_s), 20.0) if elapsed_s >= 20.0 else (sane(rates.last_6_s), 6.0)
+        return is_usable(rates.last_60_s), 60.0
+    return (is_usable(rates.last_20_s), 20.0) if elapsed_s >= 20.0 else (is_usable(rates.last_6_s), 6.0)
 
 
 def _backlog(view: View, demand: Demand, mu: float) -> float:
@@ -193,17 +202,17 @@ def _backlog(view: View, demand: Demand, mu: float) -> float:
 
     0 if nobody waits, or those that serve and start work it off before: then a start would come too late.
     """
-    waiting = sane(demand.queued + sum(replica.waiting for replica in view.signals.replicas))
+    waiting = is_usable(demand.queued + sum(replica.waiting for replica in view.signals.replicas))
     if not waiting:
         return 0.0
-    lead_s, rate = sane(view.lead_s), sane(demand.arrivals.last_20_s)
+    lead_s, rate = is_usable(view.lead_s), is_usable(demand.arrivals.last_20_s)
     grown = (rate - view.supply.serving * mu) * lead_s
-    grown -= sum(mu * max(0.0, lead_s - sane(ready_s)) for ready_s in view.supply.starting_s)
+    grown -= sum(mu * max(0.0, lead_s - is_usable(ready_s)) for ready_s in view.supply.starting_s)
     if lead_s > view.queue_s:
         # Of those to come only the last wait still when it is over: the others have given up.
         ready = view.supply.serving + sum(ready_s < lead_s for ready_s in view.supply.starting_s)
         grown = min(grown, (rate - ready * mu) * view.queue_s)
-    return sane(waiting + grown)
+    return is_usable(waiting + grown)
 
 
 def _late(view: View, demand: Demand) -> bool:

@@ -45,7 +45,7 @@ _KINDS = {
 NAMES = tuple(_KINDS)
 
 
-class Chosen(msgspec.Struct, frozen=True, kw_only=True):
+class PolicyChoice(msgspec.Struct, frozen=True, kw_only=True):
     """A policy: its ``name`` and ``parameters``; of a ``custom`` one the class, and what it is made with."""
 
     name: str
@@ -59,7 +59,7 @@ class Chosen(msgspec.Struct, frozen=True, kw_only=True):
         return self.class_path or self.name
 
 
-def choose(path: str, raw: object) -> Chosen:
+def choose(path: str, raw: object) -> PolicyChoice:
     """The choice that stands at ``path``; raises :class:`policy.errors.ConfigError`."""
     if isinstance(raw, str):
         return _chosen(path, path, raw, None)
@@ -69,13 +69,13 @@ def choose(path: str, raw: object) -> Chosen:
     return _chosen(path, f"{path}.{name}", name, parameters)
 
 
-def make(chosen: Chosen) -> Policy:
+def make(chosen: PolicyChoice) -> Policy:
     """The built-in policy that was chosen; users' own classes are loaded by
     :mod:`serve.autoscaler.custom_policy`."""
     return _KINDS[chosen.name].make(chosen.parameters)
 
 
-def _chosen(path: str, inner: str, name: object, parameters: object) -> Chosen:
+def _chosen(path: str, inner: str, name: object, parameters: object) -> PolicyChoice:
     if name == CUSTOM:
         return _custom(inner, parameters)
     kind = _KINDS.get(name) if isinstance(name, str) else None
@@ -86,18 +86,18 @@ def _chosen(path: str, inner: str, name: object, parameters: object) -> Chosen:
         raise ConfigError(path, name, f"one of the policies: {', '.join(known)}{hint}")
     # A name with nothing after its colon is one with nothing to say of it.
     given = {} if parameters is None else parameters
-    return Chosen(name=name, parameters=convert(given, kind.parameters, inner))
+    return PolicyChoice(name=name, parameters=convert(given, kind.parameters, inner))
 
 
-def _custom(path: str, parameters: object) -> Chosen:
+def _custom(path: str, parameters: object) -> PolicyChoice:
     if not isinstance(parameters, Mapping):
-        return Chosen(name=CUSTOM, class_path=_class_path(path, parameters))
+        return PolicyChoice(name=CUSTOM, class_path=_class_path(path, parameters))
     class_path = _class_path(f"{path}.class", parameters.get("class"))
     arguments = {key: value for key, value in parameters.items() if key != "class"}
     for key, value in arguments.items():
         if not isinstance(key, str) or not key.isidentifier():
             raise ConfigError(f"{path}.{key}", value, "a name of an argument of the class as the key")
-    return Chosen(name=CUSTOM, class_path=class_path, arguments=arguments)
+    return PolicyChoice(name=CUSTOM, class_path=class_path, arguments=arguments)
 
 
 def _class_path(path: str, value: object) -> str:

@@ -17,7 +17,7 @@ HUGE = 1e9
 _SLACK = 1e-6
 
 
-def sane(value: float) -> float:
+def is_usable(value: float) -> float:
     """A figure as it may be computed with: neither negative nor beyond all reason."""
     return min(max(value, 0.0), HUGE)
 
@@ -34,7 +34,7 @@ def within(view: View, count: int) -> int:
 
 def per_replica(demand: float, each: float) -> float:
     """How many replicas of which ``each`` takes so much a ``demand`` needs; 0 where that is not known."""
-    return min(sane(demand) / each, HUGE) if each > 0 else 0.0
+    return min(is_usable(demand) / each, HUGE) if each > 0 else 0.0
 
 
 def blind(view: View, memory: Any, why: str) -> Proposal:
@@ -50,13 +50,13 @@ def asked(view: View) -> bool:
     )
 
 
-def written(memory: msgspec.Struct | None) -> Any:
+def encode_state(memory: msgspec.Struct | None) -> Any:
     """The memory as it is in the log, and as it will be read from there."""
     return msgspec.json.decode(msgspec.json.encode(memory))
 
 
-def recalled(memory: Any, kind: type[M]) -> M | None:
-    """What :func:`written` wrote; ``None`` at first, and of what another policy wrote."""
+def decode_state(memory: Any, kind: type[M]) -> M | None:
+    """What :func:`encode_state` wrote; ``None`` at first, and of what another policy wrote."""
     try:
         return msgspec.convert(memory, kind)
     except msgspec.ValidationError:

@@ -18,7 +18,7 @@ MOST = 0.6
 FADES_S = 1800.0
 
 
-class Reluctance(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ScaleDownDamping(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """``spare`` parts of a replica are asked for as of ``at``, in a mode with ``count`` replicas.
 
     The last fall that was not taken back yet was seen at ``fell_at``; 0 where there was none.
@@ -31,15 +31,15 @@ class Reluctance(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     fell_at: float = 0.0
 
 
-def seen(before: Reluctance | None, at: float, mode: str, count: int) -> Reluctance:
+def observe_demand(before: ScaleDownDamping | None, at: float, mode: str, count: int) -> ScaleDownDamping:
     """What is left of the reluctance by ``at``; what a mode has learned is of no use to another."""
     if before is None or before.mode != mode:
-        return Reluctance(at, mode, count)
+        return ScaleDownDamping(at, mode, count)
     spare = before.spare * math.exp(-max(0.0, at - before.at) / FADES_S)
-    return Reluctance(at, mode, count, spare, at if count < before.count else before.fell_at)
+    return ScaleDownDamping(at, mode, count, spare, at if count < before.count else before.fell_at)
 
 
-def rising(now: Reluctance) -> Reluctance:
+def rising(now: ScaleDownDamping) -> ScaleDownDamping:
     """After more are asked for than there are."""
     if not 0.0 <= now.at - now.fell_at < SOON_S:
         return now

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from policy.config.section import Section
-from policy.scaling.policies.rounding import asked, blind, per_replica, sane, whole, within
+from policy.scaling.policies.rounding import asked, blind, is_usable, per_replica, whole, within
 from policy.scaling.view import Proposal, View
 from policy.signals.types import Demand
 
@@ -85,18 +85,22 @@ class TargetTracking:
 
     def _total(self, view: View, demand: Demand) -> float:
         if self._metric is Metric.CONCURRENCY:
-            return sane(demand.concurrency.last_20_s)
-        return sane(demand.queued + sum(replica.waiting for replica in view.signals.replicas))
+            return is_usable(demand.concurrency.last_20_s)
+        return is_usable(demand.queued + sum(replica.waiting for replica in view.signals.replicas))
 
     def _told(self, view: View, demand: Demand) -> list[float]:
         """What each replica that serves shows, as far as it is known."""
         if self._metric is Metric.TTFT_P95:
             known = demand.ttft is not None and demand.ttft.count > 0
-            return [sane(demand.ttft.p95)] * view.supply.serving if demand.ttft is not None and known else []
+            return (
+                [is_usable(demand.ttft.p95)] * view.supply.serving
+                if demand.ttft is not None and known
+                else []
+            )
         fresh = [replica for replica in view.signals.replicas if replica.age_s <= FRESH_S]
         if self._metric is Metric.KV_USED:
-            return [sane(replica.kv_used) for replica in fresh]
-        return [sane(replica.tokens_per_s) for replica in fresh]
+            return [is_usable(replica.kv_used) for replica in fresh]
+        return [is_usable(replica.tokens_per_s) for replica in fresh]
 
     def _by_total(self, view: View, total: float, target: float) -> Proposal:
         """A total is shared by all that there are, those that start included."""

@@ -12,9 +12,17 @@ import msgspec
 from msgspec import Meta
 
 from policy.config.section import Section
-from policy.scaling.policies.rounding import blind, per_replica, recalled, sane, whole, within, written
+from policy.scaling.policies.rounding import (
+    blind,
+    decode_state,
+    encode_state,
+    is_usable,
+    per_replica,
+    whole,
+    within,
+)
 from policy.scaling.view import Proposal, View
-from policy.signals.types import ReplicaFigures
+from policy.signals.types import ReplicaSample
 
 # How much of k2 one sight of a queue changes.
 _STEP = 0.3
@@ -39,13 +47,13 @@ class TokenSaturationParameters(Section, frozen=True):
             raise ValueError(f"scale_down of at most scale_up = {self.scale_up:g}")
 
 
-class Seen(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class SaturationSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The tokens in use at which a replica of each mode began to queue: ``k2``."""
 
     k2: dict[str, float]
 
 
-class Saturation(msgspec.Struct, frozen=True):
+class SaturationState(msgspec.Struct, frozen=True):
     """``demand`` in tokens, ``each`` of them that one replica takes."""
 
     demand: float
@@ -57,26 +65,30 @@ class Saturation(msgspec.Struct, frozen=True):
         return per_replica(self.demand, self.each)
 
 
-def saturation(view: View, k2: float | None, kv: float = 0.8, *, queued: bool = True) -> Saturation | None:
+def saturation(
+    view: View, k2: float | None, kv: float = 0.8, *, queued: bool = True
+) -> SaturationState | None:
     """The tokens in use, and those of who waits; ``None`` where the KV cache's size is not known.
 
     Without ``queued`` only those count that wait in an engine.
     """
     demand = view.signals.demand
-    size = sane(view.capability.kv_tokens)
+    size = is_usable(view.capability.kv_tokens)
     if demand is None or not size:
         return None
-    used = sum(min(sane(replica.kv_used), 1.0) for replica in view.signals.replicas) * size
+    used = sum(min(is_usable(replica.kv_used), 1.0) for replica in view.signals.replicas) * size
     waiting = sum(replica.waiting for replica in view.signals.replicas) + (demand.queued if queued else 0)
     # Halfway through its output a request holds what it does on average.
-    length = sane(demand.input_tokens) + sane(demand.output_tokens) / 2
+    length = is_usable(demand.input_tokens) + is_usable(demand.output_tokens) / 2
     most = kv * size
-    return Saturation(used + sane(waiting) * min(length, size), most if k2 is None else min(k2, most))
+    return SaturationState(
+        used + is_usable(waiting) * min(length, size), most if k2 is None else min(k2, most)
+    )
 
 
 def learned(view: View, k2: float | None, queue: int = 5) -> float | None:
     """``k2`` after this view: moved towards what is in use where requests wait, for want of room."""
-    size = sane(view.capability.kv_tokens)
+    size = is_usable(view.capability.kv_tokens)
     full = [_in_use(replica) for replica in view.signals.replicas if _queues(replica, queue)]
     if not full or not size:
         return k2
@@ -84,14 +96,14 @@ def learned(view: View, k2: float | None, queue: int = 5) -> float | None:
     return now if k2 is None else k2 + _STEP * (now - k2)
 
 
-def _queues(replica: ReplicaFigures, queue: int) -> bool:
+def _queues(replica: ReplicaSample, queue: int) -> bool:
     # Who waits for an adapter's slot says nothing of the room, and an engine that has just begun to fill
     # queues what it is about to start.
     return replica.waiting - replica.deferred >= queue and _in_use(replica) >= 0.1
 
 
-def _in_use(replica: ReplicaFigures) -> float:
-    return min(sane(replica.kv_used), 1.0)
+def _in_use(replica: ReplicaSample) -> float:
+    return min(is_usable(replica.kv_used), 1.0)
 
 
 class TokenSaturation:
@@ -102,15 +114,15 @@ class TokenSaturation:
 
     def decide(self, view: View, memory: Any) -> Proposal:
         """Up to what keeps replicas below the upper threshold, down to what keeps them below the lower."""
-        before = recalled(memory, Seen)
-        seen = before or Seen({})
+        before = decode_state(memory, SaturationSample)
+        seen = before or SaturationSample({})
         k2 = seen.k2.get(view.mode)
         full = saturation(view, k2, self._parameters.kv)
         if full is None:
             heard = view.signals.demand is not None
             why = "the KV cache's size is not known" if heard else "no gateway has told anything"
-            return blind(view, written(before), why)
-        seen = Seen(remembered(seen.k2, view.mode, learned(view, k2, self._parameters.queue)))
+            return blind(view, encode_state(before), why)
+        seen = SaturationSample(remembered(seen.k2, view.mode, learned(view, k2, self._parameters.queue)))
         up = full.replicas / self._parameters.scale_up
         down = full.replicas / self._parameters.scale_down
         count = view.count
@@ -123,7 +135,7 @@ class TokenSaturation:
             count=within(view, count),
             reason=said,
             terms={"required": up, "enough": down},
-            memory=written(seen),
+            memory=encode_state(seen),
         )
 
 

@@ -19,7 +19,7 @@ PULLS = 4
 BLOCK_BYTES = 4 * 1024 * 1024
 
 
-class Files:
+class AdapterFileCache:
     """Looks in ``roots`` in order, and pulls what is in none of them into the last one.
 
     ``controller`` is the address of who has everything (empty: nobody), ``max_bytes`` the most that is taken.

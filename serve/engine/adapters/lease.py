@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from serve.engine.adapters.slots import Adapter
+from serve.engine.adapters.slots import AdapterSlot
 
 
-class Claim:
+class AdapterLease:
     """What a request holds, and must release.
 
     ``arrival`` is ``None`` if the engine may see the request at once. Else it is done when it may, with the
@@ -17,10 +17,10 @@ class Claim:
 
     def __init__(
         self,
-        adapter: Adapter,
+        adapter: AdapterSlot,
         arrival: asyncio.Future[float] | None,
         at: float,
-        left: Callable[[Adapter, float | None], None],
+        left: Callable[[AdapterSlot, float | None], None],
     ) -> None:
         self.arrival = arrival
         self._adapter = adapter

@@ -19,7 +19,7 @@ class _Failure:
     until: float
 
 
-class Failures:
+class LoadFailures:
     """What is remembered of them; instants are seconds of any clock that never goes back."""
 
     def __init__(self) -> None:

@@ -1,7 +1,8 @@
 """A replica's adapters: loaded once however many requests wait, and unloaded when no request uses them.
 
-Requests hold a :class:`serve.engine.adapters.lease.Claim` from before the engine sees them until it is done
-with them. One task loads and unloads, one adapter at a time; files are fetched and read before, beside it.
+Requests hold a :class:`serve.engine.adapters.lease.AdapterLease` from before the engine sees them until it is
+done with them. One task loads and unloads, one adapter at a time; files are fetched and read before, beside
+it.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from typing import Protocol
 
 from policy.errors import AdapterRefused, EngineFailed
 from policy.wire.catalog import served_name
-from policy.wire.heartbeat import Use, Wanted
-from serve.engine.adapters.lease import Claim
-from serve.engine.adapters.load_failures import Failures
-from serve.engine.adapters.slots import Adapter, Slots, State
-from serve.engine.adapters.usage import Uses
+from policy.wire.heartbeat import AdapterRef, AdapterUse
+from serve.engine.adapters.lease import AdapterLease
+from serve.engine.adapters.load_failures import LoadFailures
+from serve.engine.adapters.slots import AdapterSlot, Slots, SlotState
+from serve.engine.adapters.usage import AdapterUsage
 from serve.engine.port import Engine
 
 # The books are compared with the engine, and what failed is prefetched again, so often.
@@ -32,7 +33,7 @@ log = logging.getLogger("tidegate.adapters")
 
 
 class AdapterFiles(Protocol):
-    """Where the files are; see :class:`serve.engine.adapters.files.Files`."""
+    """Where the files are; see :class:`serve.engine.adapters.files.AdapterFileCache`."""
 
     async def fetch(self, digest: str) -> Path:
         """The directory of the adapter; raises :class:`policy.errors.AdapterRefused`."""
@@ -43,7 +44,7 @@ class AdapterFiles(Protocol):
         ...
 
 
-class Adapters:
+class AdapterLoader:
     """The slots of one engine. :meth:`run` must run for anything to be loaded."""
 
     def __init__(
@@ -59,10 +60,10 @@ class Adapters:
         self._clock = clock
         self._sleep = sleep
         self._slots = Slots(engine.adapter_slots)
-        self._failures = Failures()
-        self._uses = Uses()
-        self._fetches: dict[Adapter, asyncio.Task[None]] = {}
-        self._ahead: Adapter | None = None
+        self._failures = LoadFailures()
+        self._uses = AdapterUsage()
+        self._fetches: dict[AdapterSlot, asyncio.Task[None]] = {}
+        self._ahead: AdapterSlot | None = None
         self._prefetch_at = 0.0
         self._wake = asyncio.Event()
         # Held by whoever needs that nothing is loaded or unloaded.
@@ -78,14 +79,14 @@ class Adapters:
         """Serving names whose load failed and is not tried again yet."""
         return self._failures.names(self._clock())
 
-    def uses(self) -> tuple[Use, ...]:
+    def uses(self) -> tuple[AdapterUse, ...]:
         """What was done with each adapter since the last call, and how many requests wait for a slot now."""
         for adapter in self._slots.asked_for():
             if adapter.path is not None:
                 self._uses.add(adapter.name, adapter.digest, waiting=len(adapter.waiting))
         return self._uses.take()
 
-    def hold(self, wanted: Sequence[Wanted]) -> None:
+    def hold(self, wanted: Sequence[AdapterRef]) -> None:
         """Keep these loaded rather than others, and load them ahead of requests, in this order."""
         self._slots.hold(wanted[: self._slots.capacity])
         self._stir()
@@ -94,32 +95,32 @@ class Adapters:
         """Return when everything that is held has been loaded or refused, as far as there is room."""
         await self._settled.wait()
 
-    def claim(self, name: str, digest: str) -> Claim:
+    def claim(self, name: str, digest: str) -> AdapterLease:
         """A part in version ``digest`` of ``name``, which must be released.
 
         Raises :class:`policy.errors.AdapterRefused` when its load failed lately, or nothing is loaded here.
         """
         now, served = self._clock(), served_name(name, digest)
         known = self._slots.get(served)
-        here = known is not None and known.state is State.LOADED
+        here = known is not None and known.state is SlotState.LOADED
         self._uses.add(name, digest, requests=1, found=int(here))
         if not self._slots.capacity:
             raise AdapterRefused("no_slots", "this replica loads no adapters")
         if (refused := self._failures.standing(served, now)) is not None:
             raise refused
-        adapter = self._slots.enter(Wanted(name=name, digest=digest))
+        adapter = self._slots.enter(AdapterRef(name=name, digest=digest))
         adapter.rate.add(now)
         if here and not self._slots.yields(adapter, now):
             adapter.users += 1
-            return Claim(adapter, None, now, self._left)
+            return AdapterLease(adapter, None, now, self._left)
         if not adapter.waiting:
             adapter.since = now
         arrival: asyncio.Future[float] = asyncio.get_running_loop().create_future()
         adapter.waiting[arrival] = None
-        if adapter.state is State.WANTED:
+        if adapter.state is SlotState.WANTED:
             self._fetch(adapter)
         self._stir()
-        return Claim(adapter, arrival, now, self._left)
+        return AdapterLease(adapter, arrival, now, self._left)
 
     async def run(self) -> None:
         """Load and unload until cancelled; raises :class:`policy.errors.EngineFailed`."""
@@ -153,20 +154,20 @@ class Adapters:
             for adapter in self._slots:
                 self._answer(adapter, lambda: EngineFailed("the engine ended"))
 
-    async def _bring(self, adapter: Adapter, victim: Adapter | None) -> None:
+    async def _bring(self, adapter: AdapterSlot, victim: AdapterSlot | None) -> None:
         if victim is not None:
             await self._unload(victim)
-        adapter.state = State.LOADING
+        adapter.state = SlotState.LOADING
         assert adapter.path is not None
         began = self._clock()
         try:
             await self._engine.load(adapter.served, adapter.path)
         except AdapterRefused as error:
-            adapter.state = State.WANTED
+            adapter.state = SlotState.WANTED
             self._fail(adapter, error)
             took_s = self._clock() - began
         else:
-            adapter.state = State.LOADED
+            adapter.state = SlotState.LOADED
             took_s = self._clock() - began
             adapter.load_s += took_s
             self._failures.forget(adapter.served)
@@ -182,11 +183,11 @@ class Adapters:
             self._prefetch_at = max(self._prefetch_at, self._clock() + PREFETCH_PAUSE * took_s)
             await self._sleep(took_s)
 
-    async def _unload(self, victim: Adapter) -> None:
-        victim.state = State.LEAVING
+    async def _unload(self, victim: AdapterSlot) -> None:
+        victim.state = SlotState.LEAVING
         self._changed()
         await self._engine.unload(victim.served)
-        victim.state = State.WANTED
+        victim.state = SlotState.WANTED
         victim.path = None
         if victim.waiting:
             self._fetch(victim)
@@ -197,7 +198,7 @@ class Adapters:
         if not self._slots.capacity:
             return
         there = await self._engine.loaded()
-        booked = {adapter.served: adapter for adapter in self._slots if adapter.state is State.LOADED}
+        booked = {adapter.served: adapter for adapter in self._slots if adapter.state is SlotState.LOADED}
         for served in there - booked.keys():
             await self._engine.unload(served)
         for served in booked.keys() - there:
@@ -215,11 +216,11 @@ class Adapters:
     def _admit(self) -> None:
         """Let in who waits for what is loaded by now."""
         for adapter in self._slots:
-            waits = adapter.waiting and adapter.state is State.LOADED
+            waits = adapter.waiting and adapter.state is SlotState.LOADED
             if waits and not self._slots.yields(adapter, self._clock()):
                 self._let_in(adapter)
 
-    def _let_in(self, adapter: Adapter) -> None:
+    def _let_in(self, adapter: AdapterSlot) -> None:
         now = self._clock()
         for arrival in adapter.waiting:
             if not arrival.done():
@@ -237,11 +238,11 @@ class Adapters:
                 self._fetch(adapter)
                 return
 
-    def _fetch(self, adapter: Adapter) -> None:
+    def _fetch(self, adapter: AdapterSlot) -> None:
         if adapter.path is None and adapter not in self._fetches:
             self._fetches[adapter] = asyncio.create_task(self._fetched(adapter))
 
-    async def _fetched(self, adapter: Adapter) -> None:
+    async def _fetched(self, adapter: AdapterSlot) -> None:
         began = self._clock()
         try:
             path = await self._files.fetch(adapter.digest)
@@ -262,7 +263,7 @@ class Adapters:
                 self._ahead = None
             self._settle(adapter)
 
-    def _fail(self, adapter: Adapter, error: AdapterRefused) -> None:
+    def _fail(self, adapter: AdapterSlot, error: AdapterRefused) -> None:
         log.warning("%s: %s: %s", adapter.served, error.code, error)
         adapter.path = None
         self._failures.add(adapter.served, error, self._clock())
@@ -271,20 +272,20 @@ class Adapters:
         self._slots.settle(adapter)
         self._changed()
 
-    def _answer(self, adapter: Adapter, error: Callable[[], Exception]) -> None:
+    def _answer(self, adapter: AdapterSlot, error: Callable[[], Exception]) -> None:
         for arrival in adapter.waiting:
             if not arrival.done():
                 arrival.set_exception(error())
         adapter.waiting.clear()
 
-    def _left(self, adapter: Adapter, granted: float | None) -> None:
+    def _left(self, adapter: AdapterSlot, granted: float | None) -> None:
         """A request left, which had its adapter since ``granted``, or waited for it."""
         if granted is not None:
             adapter.users -= 1
             self._uses.add(adapter.name, adapter.digest, busy_s=self._clock() - granted)
         self._settle(adapter)
 
-    def _settle(self, adapter: Adapter) -> None:
+    def _settle(self, adapter: AdapterSlot) -> None:
         """What nobody waits for any more takes no slot."""
         if adapter not in self._fetches:
             self._slots.settle(adapter)

@@ -12,7 +12,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from policy.wire.catalog import served_name
-from policy.wire.heartbeat import Wanted
+from policy.wire.heartbeat import AdapterRef
 
 # How fast what was asked for is forgotten: a minute without a request halves the count.
 HALF_LIFE_S = 60.0
@@ -24,7 +24,7 @@ LEAST_S = 0.001
 MAX_REMEMBERED = 4096
 
 
-class State(StrEnum):
+class SlotState(StrEnum):
     """Where an adapter is; all but ``WANTED`` take a slot."""
 
     WANTED = "wanted"
@@ -34,7 +34,7 @@ class State(StrEnum):
 
 
 @dataclass(slots=True)
-class Rate:
+class RequestRate:
     """An ageing count of requests."""
 
     total: float = 0.0
@@ -50,7 +50,7 @@ class Rate:
 
 
 @dataclass(slots=True, eq=False)
-class Adapter:
+class AdapterSlot:
     """One version of an adapter here.
 
     ``users`` counts requests that the engine may be computing with it, ``waiting`` are those that came
@@ -61,8 +61,8 @@ class Adapter:
     name: str
     digest: str
     served: str
-    rate: Rate
-    state: State = State.WANTED
+    rate: RequestRate
+    state: SlotState = SlotState.WANTED
     users: int = 0
     waiting: dict[asyncio.Future[float], None] = field(default_factory=dict)
     since: float = 0.0
@@ -73,7 +73,7 @@ class Adapter:
     @property
     def idle(self) -> bool:
         """Whether it is loaded and no request has any part in it."""
-        return self.state is State.LOADED and not self.users
+        return self.state is SlotState.LOADED and not self.users
 
 
 class Slots:
@@ -81,40 +81,40 @@ class Slots:
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self._known: dict[str, Adapter] = {}
+        self._known: dict[str, AdapterSlot] = {}
         self._held: dict[str, int] = {}
-        self._remembered: dict[str, Rate] = {}
-        self._yielding: Adapter | None = None
+        self._remembered: dict[str, RequestRate] = {}
+        self._yielding: AdapterSlot | None = None
 
-    def __iter__(self) -> Iterator[Adapter]:
+    def __iter__(self) -> Iterator[AdapterSlot]:
         """Everything that is loaded, on its way or waited for."""
         return iter(tuple(self._known.values()))
 
-    def get(self, served: str) -> Adapter | None:
+    def get(self, served: str) -> AdapterSlot | None:
         """What is known of ``served``."""
         return self._known.get(served)
 
-    def enter(self, wanted: Wanted) -> Adapter:
+    def enter(self, wanted: AdapterRef) -> AdapterSlot:
         """The adapter, from now on in the books."""
         served = served_name(wanted.name, wanted.digest)
         adapter = self._known.get(served)
         if adapter is None:
-            rate = self._remembered.pop(served, None) or Rate()
-            adapter = self._known[served] = Adapter(wanted.name, wanted.digest, served, rate)
+            rate = self._remembered.pop(served, None) or RequestRate()
+            adapter = self._known[served] = AdapterSlot(wanted.name, wanted.digest, served, rate)
         return adapter
 
-    def settle(self, adapter: Adapter) -> None:
+    def settle(self, adapter: AdapterSlot) -> None:
         """Strike ``adapter`` from the books when nothing keeps it there; its count is remembered."""
-        kept = adapter.state is not State.WANTED or adapter.waiting or adapter.served in self._held
+        kept = adapter.state is not SlotState.WANTED or adapter.waiting or adapter.served in self._held
         if not kept and self._known.get(adapter.served) is adapter:
             del self._known[adapter.served]
             self._remembered[adapter.served] = adapter.rate
             if len(self._remembered) > MAX_REMEMBERED:
                 del self._remembered[next(iter(self._remembered))]
-        if self._yielding is adapter and adapter.state is not State.LOADED:
+        if self._yielding is adapter and adapter.state is not SlotState.LOADED:
             self._yielding = None
 
-    def hold(self, wanted: Sequence[Wanted]) -> None:
+    def hold(self, wanted: Sequence[AdapterRef]) -> None:
         """Keep these before others, the first most of all."""
         self._held = {}
         for each in wanted:
@@ -122,16 +122,16 @@ class Slots:
         for adapter in self:
             self.settle(adapter)
 
-    def held(self) -> Iterable[Adapter]:
+    def held(self) -> Iterable[AdapterSlot]:
         """Those to keep, the most valuable first."""
         return (self._known[served] for served in self._held)
 
-    def asked_for(self) -> list[Adapter]:
+    def asked_for(self) -> list[AdapterSlot]:
         """Those without a slot that requests wait for, in the order in which they were asked for."""
-        wanted = [a for a in self._known.values() if a.state is State.WANTED and a.waiting]
+        wanted = [a for a in self._known.values() if a.state is SlotState.WANTED and a.waiting]
         return sorted(wanted, key=lambda adapter: adapter.since)
 
-    def next(self, now: float) -> tuple[Adapter, Adapter | None] | None:
+    def next(self, now: float) -> tuple[AdapterSlot, AdapterSlot | None] | None:
         """What to load now, and what to unload for it; ``None`` when there is nothing, or no room.
 
         Only what no request uses goes; requests come before what is held.
@@ -146,20 +146,20 @@ class Slots:
         if asked:
             return None
         for adapter in self.held():
-            if adapter.state is State.WANTED and adapter.path is not None:
+            if adapter.state is SlotState.WANTED and adapter.path is not None:
                 room, victim = self._spare(adapter, now)
                 return (adapter, victim) if room else None
         return None
 
-    def ahead(self, now: float) -> Iterator[Adapter]:
+    def ahead(self, now: float) -> Iterator[AdapterSlot]:
         """What is held, is not here, and could have a slot, in order."""
         if self.asked_for():
             return
         for adapter in self.held():
-            if adapter.state is State.WANTED and self._spare(adapter, now)[0]:
+            if adapter.state is SlotState.WANTED and self._spare(adapter, now)[0]:
                 yield adapter
 
-    def yields(self, adapter: Adapter, now: float) -> bool:
+    def yields(self, adapter: AdapterSlot, now: float) -> bool:
         """Whether newcomers for a loaded ``adapter`` must wait for one that has waited long for a slot.
 
         Otherwise requests that follow each other for a full set of adapters would keep all others out.
@@ -168,16 +168,16 @@ class Slots:
         if head is None or self.free or now - head.since < PATIENCE_S:
             self._yielding = None
         elif self._yielding is None:
-            loaded = (each for each in self._known.values() if each.state is State.LOADED)
+            loaded = (each for each in self._known.values() if each.state is SlotState.LOADED)
             self._yielding = min(loaded, key=self._order(now), default=None)
         return self._yielding is adapter
 
     @property
     def free(self) -> int:
         """Slots that nothing takes."""
-        return self.capacity - sum(a.state is not State.WANTED for a in self._known.values())
+        return self.capacity - sum(a.state is not SlotState.WANTED for a in self._known.values())
 
-    def _spare(self, adapter: Adapter, now: float) -> tuple[bool, Adapter | None]:
+    def _spare(self, adapter: AdapterSlot, now: float) -> tuple[bool, AdapterSlot | None]:
         """Whether ``adapter`` may have a slot before anybody asks for it, and who goes for it.
 
         What is not held goes when it was asked for less than the other, or less than once in a minute.
@@ -202,7 +202,7 @@ class _Order:
     held: dict[str, int]
     now: float
 
-    def __call__(self, adapter: Adapter) -> tuple[int, float]:
+    def __call__(self, adapter: AdapterSlot) -> tuple[int, float]:
         rank = self.held.get(adapter.served)
         listed = 0 if rank is None else len(self.held) - rank
         return listed, max(adapter.load_s, LEAST_S) * adapter.rate.count(self.now)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from policy.wire.heartbeat import Use
+from policy.wire.heartbeat import AdapterUse
 
 
-class Uses:
+class AdapterUsage:
     """Counts by name and whole digest; what is counted is bounded by who takes it."""
 
     def __init__(self) -> None:
-        self._kept: dict[tuple[str, str], Use] = {}
+        self._kept: dict[tuple[str, str], AdapterUse] = {}
 
     def add(
         self,
@@ -25,8 +25,8 @@ class Uses:
         waiting: int = 0,
     ) -> None:
         """Add to what is kept; a load that succeeded says that the trouble of the one before is over."""
-        last = self._kept.get((name, digest)) or Use(name=name, digest=digest)
-        self._kept[name, digest] = Use(
+        last = self._kept.get((name, digest)) or AdapterUse(name=name, digest=digest)
+        self._kept[name, digest] = AdapterUse(
             name=name,
             digest=digest,
             requests=last.requests + requests,
@@ -38,7 +38,7 @@ class Uses:
             waiting=last.waiting + waiting,
         )
 
-    def take(self) -> tuple[Use, ...]:
+    def take(self) -> tuple[AdapterUse, ...]:
         """All of it, which is kept no longer."""
         uses, self._kept = tuple(self._kept.values()), {}
         return uses

@@ -14,7 +14,7 @@ from policy.errors import EngineFailed
 from serve.engine.port import EngineStats
 from serve.engine.sim.metrics import Metrics
 from serve.engine.sim.text import Output, Prompt
-from serve.engine.step_stats import Steps
+from serve.engine.step_stats import StepStats
 
 # A process that was held up catches up at most this much; more would come out as one burst.
 MAX_LAG_S = 0.25
@@ -109,7 +109,7 @@ class StepLoop:
         self._holdups: deque[tuple[float, asyncio.Future[None]]] = deque()
         self._work = asyncio.Event()
         self._tokens = self._steps = self._preempted = 0
-        self.took = Steps()
+        self.took = StepStats()
         self._loop = asyncio.get_running_loop()
         self._task = asyncio.create_task(self._run(), name="simulated engine")
         self._task.add_done_callback(self._ended)

@@ -10,8 +10,14 @@ import msgspec
 
 from policy.engine.model import Timing
 from policy.engine.profiles import profile
-from sim.benchmarks.adapters.contenders import Equipment, LeastLoaded, Placed, Policy, ServeMultiplex
-from sim.benchmarks.adapters.event_loop import Outcome, play
+from sim.benchmarks.adapters.contenders import (
+    LeastLoaded,
+    PlacementPolicy,
+    PlannedPlacement,
+    ReplicaSetup,
+    ServeMultiplex,
+)
+from sim.benchmarks.adapters.event_loop import RunOutcome, run_events
 from sim.workload.generators.popularity import Traffic, arrivals
 
 # The simulated engine of a few milliseconds a step; prompts and answers are short, as classifiers' are.
@@ -31,12 +37,12 @@ class Fleet(NamedTuple):
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     """What came of each policy, by name."""
 
-    policies: dict[str, Outcome]
+    policies: dict[str, RunOutcome]
 
 
 # Each starts from the same draw of chance.
-_POLICIES: dict[str, Callable[[int, random.Random, Equipment], Policy]] = {
-    "placement": Placed,
+_POLICIES: dict[str, Callable[[int, random.Random, ReplicaSetup], PlacementPolicy]] = {
+    "placement": PlannedPlacement,
     "least_loaded": lambda replicas, rng, equipment: LeastLoaded(replicas, rng),
     "serve_multiplex": lambda replicas, rng, equipment: ServeMultiplex(replicas, rng),
 }
@@ -55,14 +61,14 @@ def compare(
 ) -> Comparison:
     """Play all policies on the same arrivals; ``said`` hears which one has sent how many requests."""
     found = profile(PROFILE)
-    equipment = Equipment(Timing(limits=found.limits(1), model=found.model), fleet.slots, LOAD_S)
+    equipment = ReplicaSetup(Timing(limits=found.limits(1), model=found.model), fleet.slots, LOAD_S)
     requests = arrivals(asked)
-    outcomes: dict[str, Outcome] = {}
+    outcomes: dict[str, RunOutcome] = {}
     for name, make in _POLICIES.items():
         policy = make(fleet.replicas, random.Random(f"policy {asked.seed}"), equipment)  # noqa: S311 - chance, not secrecy
 
         def sent(count: int, name: str = name) -> None:
             said(name, count)
 
-        outcomes[name] = play(policy, equipment, requests, fleet.replicas, sent)
+        outcomes[name] = run_events(policy, equipment, requests, fleet.replicas, sent)
     return Comparison(policies=outcomes)

@@ -16,26 +16,26 @@ from typing import NamedTuple
 from policy.engine.model import Timing
 from policy.placement.plan import Host
 from policy.request import Request
-from policy.routing.router import Candidate, Quote, Router, Settings
+from policy.routing.router import Candidate, CostEstimate, Router, Settings
 from sim.arrival import Arrival
-from sim.twin.adapter_placement import BEAT_S, LINE_S, PLAN_S, Placing
-from sim.twin.adapter_slots import GuardRule, LeastRecentlyUsed, Rule
+from sim.twin.adapter_placement import BEAT_S, LINE_S, PLAN_S, TwinPlacement
+from sim.twin.adapter_slots import EvictionRule, GuardRule, LeastRecentlyUsed
 from sim.twin.engine import Engine
 
 
-class Equipment(NamedTuple):
+class ReplicaSetup(NamedTuple):
     """What all replicas are alike in: the engine, how many adapters it holds, and the seconds of a load."""
 
     timing: Timing
     slots: int
     load_s: float
 
-    def engine(self, rule: Rule) -> Engine:
+    def engine(self, rule: EvictionRule) -> Engine:
         """The engine of one replica."""
         return Engine(self.timing, slots=self.slots, adapter_load_s=self.load_s, rule=rule)
 
 
-class Policy:
+class PlacementPolicy:
     """Where requests go; what it need not hear of it does not overwrite.
 
     ``in_flight`` counts what was sent to each replica and has not ended; who plays the policy keeps it.
@@ -45,7 +45,7 @@ class Policy:
         self.in_flight = [0] * replicas
         self._rng = rng
 
-    def rule(self, replica: int) -> Rule:
+    def rule(self, replica: int) -> EvictionRule:
         """What that replica does with its slots."""
         raise NotImplementedError
 
@@ -68,10 +68,10 @@ class Policy:
         return 0.0
 
 
-class Placed(Policy):
+class PlannedPlacement(PlacementPolicy):
     """One gateway worker, one controller."""
 
-    def __init__(self, replicas: int, rng: random.Random, equipment: Equipment) -> None:
+    def __init__(self, replicas: int, rng: random.Random, equipment: ReplicaSetup) -> None:
         super().__init__(replicas, rng)
         self._equipment = equipment
         self._rules = [GuardRule() for _ in range(replicas)]
@@ -79,11 +79,11 @@ class Placed(Policy):
         self._views = [Candidate(f"r{i}", rng.getrandbits(64), timing=timing) for i in range(replicas)]
         self._router = Router(Settings(slots=equipment.slots))
         self._keys: dict[str, int] = {}
-        self._sent: dict[int, tuple[Request, Quote, float]] = {}
+        self._sent: dict[int, tuple[Request, CostEstimate, float]] = {}
         self._lines: dict[int, float] = {}
         self._beat_at = [rng.uniform(0.0, BEAT_S) for _ in range(replicas)]
         self._plan_at = PLAN_S
-        self._placing = Placing(equipment.load_s, self._key)
+        self._placing = TwinPlacement(equipment.load_s, self._key)
         self._homed: dict[str, list[float]] = {}
 
     def rule(self, replica: int) -> GuardRule:
@@ -173,7 +173,7 @@ PUSH_S = 0.1
 CONTROL_S = 0.1
 
 
-class LeastLoaded(Policy):
+class LeastLoaded(PlacementPolicy):
     """The fewest requests in flight, any of those; what waits for one adapter shares its load."""
 
     def rule(self, replica: int) -> LeastRecentlyUsed:
@@ -184,7 +184,7 @@ class LeastLoaded(Policy):
         return self._rng.choice([i for i, count in enumerate(self.in_flight) if count == least])
 
 
-class ServeMultiplex(Policy):
+class ServeMultiplex(PlacementPolicy):
     """Ray Serve 2.60: ``MultiplexMixin.apply_multiplex_routing`` and ``PowerOfTwoChoicesRequestRouter``.
 
     Candidates are the replicas that have the model or are about to load it, or without any those with the

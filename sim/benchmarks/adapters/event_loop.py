@@ -11,7 +11,7 @@ from enum import IntEnum
 import msgspec
 
 from sim.arrival import Arrival
-from sim.benchmarks.adapters.contenders import Equipment, Policy
+from sim.benchmarks.adapters.contenders import PlacementPolicy, ReplicaSetup
 from sim.twin.engine import Job, Kind
 
 # From the choice of a replica to its queue, and from its first token to the gateway.
@@ -20,7 +20,7 @@ HOP_S = 0.0005
 SAID_EACH = 250
 
 
-class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+class RunOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """What came of it: loads of any kind, the 95th percentile of TTFT in seconds, the busiest replica's
     requests over the mean, and how often at most one adapter was given another home within a minute."""
 
@@ -38,13 +38,13 @@ class _Due(IntEnum):
     FIRST = 4
 
 
-def play(
-    policy: Policy,
-    equipment: Equipment,
+def run_events(
+    policy: PlacementPolicy,
+    equipment: ReplicaSetup,
     requests: Sequence[Arrival],
     replicas: int,
     said: Callable[[int], None] = lambda sent: None,
-) -> Outcome:
+) -> RunOutcome:
     """Send ``requests``, in the order of arrival, where ``policy`` says; ``said`` hears how many are sent."""
     there = [equipment.engine(policy.rule(i)) for i in range(replicas)]
     counts = [0] * replicas
@@ -103,7 +103,7 @@ def play(
             policy.first(number, at)
         elif version == valid[number]:
             watch(number, at)
-    return Outcome(
+    return RunOutcome(
         loads=sum(each.adapter_loads for each in there),
         ttft_p95_s=sorted(ttft)[-(-len(ttft) * 95 // 100) - 1],
         load_max_over_mean=max(counts) * replicas / len(requests),

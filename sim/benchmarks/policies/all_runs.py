@@ -8,9 +8,9 @@ from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from multiprocessing import get_context
 
 from policy.config.control import Choice
-from sim.benchmarks.policies.run import PLAN, Heat, Lap, ran
-from sim.benchmarks.policies.setup import Ground
-from sim.benchmarks.policies.sizing import Size
+from sim.benchmarks.policies.run import PLAN, Trial, TrialResult, run_trial
+from sim.benchmarks.policies.setup import Setup
+from sim.benchmarks.policies.sizing import ReplicaSize
 from sim.results.sweeps import SHIPPED, ladder
 
 # The plan is made for replicas that take so much of what one attains by itself, and the cheapest one that
@@ -18,29 +18,29 @@ from sim.results.sweeps import SHIPPED, ladder
 PLANNED = (0.84, 0.88, 0.92, 0.96, 1.0, 1.04, 1.08, 1.12)
 
 
-def heats(
-    ground: Ground,
-    size: Size,
+def trials(
+    ground: Setup,
+    size: ReplicaSize,
     names: Sequence[str],
     *,
     leads_s: Sequence[float],
     seeds: Sequence[int],
     each: int = 1,
-) -> list[Heat]:
+) -> list[Trial]:
     """The plan and each policy of ``names`` at every ``each``-th of its settings, for each lead and seed."""
     found = []
     for lead_s in leads_s:
         for seed in seeds:
             for part in PLANNED[::each]:
                 mu = part * size.mu
-                found.append(Heat(ground, size.factor, lead_s, seed, PLAN, f"{mu:.4g} requests/s", mu=mu))
+                found.append(Trial(ground, size.factor, lead_s, seed, PLAN, f"{mu:.4g} requests/s", mu=mu))
             for name in names:
-                for choice in rungs(name, size, each):
-                    found.append(Heat(ground, size.factor, lead_s, seed, name, said(choice), choice))
+                for choice in parameter_steps(name, size, each):
+                    found.append(Trial(ground, size.factor, lead_s, seed, name, said(choice), choice))
     return found
 
 
-def rungs(name: str, size: Size, each: int = 1) -> list[Choice]:
+def parameter_steps(name: str, size: ReplicaSize, each: int = 1) -> list[Choice]:
     """Every ``each``-th setting of a policy, the shipped one of ``predictive`` among them."""
     settings = ladder(name, size.full)
     return list(settings[SHIPPED % each :: each])
@@ -55,14 +55,16 @@ def said(choice: Choice) -> str:
     )
 
 
-def laps(
-    field: Iterable[Heat], processes: int | None = None, ended: Callable[[Lap], None] = lambda lap: None
-) -> list[Lap]:
+def run_all(
+    field: Iterable[Trial],
+    processes: int | None = None,
+    ended: Callable[[TrialResult], None] = lambda lap: None,
+) -> list[TrialResult]:
     """Run all of them; ``ended`` is told each as it ends. The order is that of ``field``."""
     field = list(field)
-    found: dict[int, Lap] = {}
+    found: dict[int, TrialResult] = {}
     with ProcessPoolExecutor(processes or os.cpu_count(), mp_context=get_context("spawn")) as pool:
-        pending = {pool.submit(ran, heat): number for number, heat in enumerate(field)}
+        pending = {pool.submit(run_trial, heat): number for number, heat in enumerate(field)}
         try:
             while pending:
                 done, _ = wait(pending, return_when=FIRST_COMPLETED)

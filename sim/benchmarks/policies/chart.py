@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from xml.sax.saxutils import escape
 
-from sim.benchmarks.policies.ranking import Standing, Table
+from sim.benchmarks.policies.ranking import Ranking, RankingTable
 
 WIDTH, HEIGHT, LEFT, TOP, BOTTOM, RIGHT = 430, 300, 52, 40, 40, 14
 # The share that misses is drawn by its root, so that a thousandth and a tenth can both be read.
@@ -23,7 +23,7 @@ COLOURS = {
 _OTHER = "#444444"
 
 
-def picture(title: str, table: Table, promised: float) -> str:
+def chart(title: str, table: RankingTable, promised: float) -> str:
     """The SVG: GPU time is in units of what the plan that knows the future takes."""
     width, height = WIDTH * len(table.oracles), HEIGHT + 30
     names = list(dict.fromkeys(each.policy for each in table.standings))
@@ -45,7 +45,7 @@ def picture(title: str, table: Table, promised: float) -> str:
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def _panel(title: str, left: int, mine: Sequence[Standing], plan: float, promised: float) -> list[str]:
+def _panel(title: str, left: int, mine: Sequence[Ranking], plan: float, promised: float) -> list[str]:
     parts = [f'<text x="{left + LEFT}" y="{TOP - 6}" font-weight="bold">{escape(title)}</text>']
     for miss in MISSES:
         y = _y(1 - miss)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from sim.benchmarks.policies.run import PLAN, Lap, problem
+from sim.benchmarks.policies.run import PLAN, TrialResult, problem
 from sim.results.pareto import Point, averaged, front, hours_at, ratios
 from sim.results.regret import Regret, split
 from sim.twin.record import HOUR_S
@@ -17,7 +17,7 @@ from sim.twin.record import HOUR_S
 OURS = "predictive"
 
 
-class Standing(msgspec.Struct, frozen=True, kw_only=True):
+class Ranking(msgspec.Struct, frozen=True, kw_only=True):
     """One policy at one lead, over all seeds.
 
     ``gpu_hours`` are what it takes for the attainment that is promised, between its settings; ``None`` where
@@ -47,7 +47,7 @@ class Standing(msgspec.Struct, frozen=True, kw_only=True):
     front: tuple[Point, ...]
 
 
-class Oracle(msgspec.Struct, frozen=True, kw_only=True):
+class OracleCosts(msgspec.Struct, frozen=True, kw_only=True):
     """At one lead, on average over the seeds: the bound, the plan on paper, and what its run took.
 
     ``mu`` requests per second of a replica is what the plan was made with, ``replicas`` how many it has on
@@ -63,14 +63,14 @@ class Oracle(msgspec.Struct, frozen=True, kw_only=True):
     replicas: float
 
 
-class Table(NamedTuple):
+class RankingTable(NamedTuple):
     """All leads of a contest."""
 
-    oracles: tuple[Oracle, ...]
-    standings: tuple[Standing, ...]
+    oracles: tuple[OracleCosts, ...]
+    standings: tuple[Ranking, ...]
 
 
-def stood(laps: Sequence[Lap]) -> Table:
+def rank(laps: Sequence[TrialResult]) -> RankingTable:
     """The table of all ``laps``. Raises :class:`ValueError` where no plan kept the promise."""
     oracles, standings = [], []
     for lead_s in dict.fromkeys(lap.heat.lead_s for lap in laps):
@@ -78,10 +78,10 @@ def stood(laps: Sequence[Lap]) -> Table:
         oracle = _oracle([lap for lap in here if lap.heat.name == PLAN])
         oracles.append(oracle)
         standings += _ranked(here, oracle)
-    return Table(tuple(oracles), tuple(standings))
+    return RankingTable(tuple(oracles), tuple(standings))
 
 
-def _oracle(laps: Sequence[Lap]) -> Oracle:
+def _oracle(laps: Sequence[TrialResult]) -> OracleCosts:
     """The cheapest plan that keeps the promise in the twin, averaged over the seeds."""
     promised = laps[0].heat.ground.attainment
     found = []
@@ -95,7 +95,7 @@ def _oracle(laps: Sequence[Lap]) -> Oracle:
         raise ValueError(f"no plan attains {promised:g}, the best one {most:.4g}: make starts shorter")
     hours, attained, same = min(found, key=lambda each: each[0])
     stretch = same[0].heat.ground.stretch
-    return Oracle(
+    return OracleCosts(
         lead_s=same[0].heat.lead_s,
         mu=same[0].heat.mu,
         lower_gpu_hours=fmean(lap.lower_hours for lap in same),
@@ -106,14 +106,16 @@ def _oracle(laps: Sequence[Lap]) -> Oracle:
     )
 
 
-def _ranked(laps: Sequence[Lap], oracle: Oracle) -> list[Standing]:
+def _ranked(laps: Sequence[TrialResult], oracle: OracleCosts) -> list[Ranking]:
     names = [name for name in dict.fromkeys(lap.heat.name for lap in laps) if name != PLAN]
     ours = [lap for lap in laps if lap.heat.name == OURS]
     least = _hours(ours) if ours else None
     return [_standing([lap for lap in laps if lap.heat.name == name], laps, oracle, least) for name in names]
 
 
-def _standing(mine: Sequence[Lap], all_laps: Sequence[Lap], oracle: Oracle, ours: float | None) -> Standing:
+def _standing(
+    mine: Sequence[TrialResult], all_laps: Sequence[TrialResult], oracle: OracleCosts, ours: float | None
+) -> Ranking:
     name, ground = mine[0].heat.name, mine[0].heat.ground
     points = averaged(_points(mine))
     hours = hours_at(points, ground.attainment)
@@ -128,7 +130,7 @@ def _standing(mine: Sequence[Lap], all_laps: Sequence[Lap], oracle: Oracle, ours
     enough = [point for point in points if point.attainment >= ground.attainment]
     shown = min(enough, key=lambda point: point.gpu_hours) if enough else max(points)
     scores = [lap.score for lap in mine if lap.heat.setting == shown.setting]
-    return Standing(
+    return Ranking(
         lead_s=oracle.lead_s,
         policy=name,
         gpu_hours=hours,
@@ -150,7 +152,7 @@ def _standing(mine: Sequence[Lap], all_laps: Sequence[Lap], oracle: Oracle, ours
     )
 
 
-def _regret(mine: Sequence[Lap], hours: float, oracle: Oracle) -> Regret:
+def _regret(mine: Sequence[TrialResult], hours: float, oracle: OracleCosts) -> Regret:
     """On average over the seeds; what the plan's run takes above the plan on paper is in ``forecast``."""
     parts = []
     for heat in {lap.heat.seed: lap.heat for lap in mine}.values():
@@ -162,12 +164,12 @@ def _regret(mine: Sequence[Lap], hours: float, oracle: Oracle) -> Regret:
     return Regret(**{field: fmean(getattr(part, field) for part in parts) for field in fields})
 
 
-def _hours(laps: Sequence[Lap]) -> float:
+def _hours(laps: Sequence[TrialResult]) -> float:
     hours = hours_at(averaged(_points(laps)), laps[0].heat.ground.attainment)
     return math.inf if hours is None else hours
 
 
-def _points(laps: Sequence[Lap]) -> dict[int, list[Point]]:
+def _points(laps: Sequence[TrialResult]) -> dict[int, list[Point]]:
     found: dict[int, list[Point]] = {}
     for lap in laps:
         point = Point(lap.score.attainment, lap.score.gpu_hours, lap.heat.setting)

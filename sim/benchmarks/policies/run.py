@@ -10,10 +10,10 @@ import numpy as np
 from policy.config.control import Choice
 from policy.scaling.policies.registry import choose, make
 from sim.arrival import Arrival
-from sim.benchmarks.policies.setup import MODEL, Ground
+from sim.benchmarks.policies.setup import MODEL, Setup
 from sim.oracle.clairvoyant import Clairvoyant, clairvoyant
 from sim.oracle.linear_program import lower_bound
-from sim.oracle.problem import Problem, binned
+from sim.oracle.problem import Problem, bin_arrivals
 from sim.results.score import Score, score
 from sim.twin.record import HOUR_S
 from sim.twin.run import simulate
@@ -26,13 +26,13 @@ UNHELD = {"hold_s": 0.1, "max_step_up": 100, "max_step_down": 1.0}
 
 
 @dataclass(frozen=True, slots=True)
-class Heat:
+class Trial:
     """``choice`` on ``factor`` times the load drawn with ``seed``; with a ``mu`` it is the plan made with it.
 
     ``setting`` names it among those of one policy.
     """
 
-    ground: Ground
+    ground: Setup
     factor: float
     lead_s: float
     seed: int
@@ -43,28 +43,28 @@ class Heat:
 
 
 @dataclass(frozen=True, slots=True)
-class Lap:
+class TrialResult:
     """What came of a heat. Of the plan also what it is on paper, and the bound below it, in GPU-hours."""
 
-    heat: Heat
+    heat: Trial
     score: Score
     plan_hours: float = 0.0
     lower_hours: float = 0.0
 
 
-def ran(heat: Heat) -> Lap:
+def run_trial(heat: Trial) -> TrialResult:
     """Run it; the same heat gives the same lap."""
     ground = heat.ground
     arrivals = ground.arrivals(heat.factor, heat.seed)
     if not heat.mu:
         policy = make(choose("policy", heat.choice))
         record = simulate(ground.deployment(heat.lead_s), {MODEL: policy}, arrivals, seed=heat.seed)
-        return Lap(heat, score(record, MODEL, ground.stretch, ground.attainment))
+        return TrialResult(heat, score(record, MODEL, ground.stretch, ground.attainment))
     whole = problem(ground, arrivals, heat.mu, heat.lead_s, since=0.0)
     judged = problem(ground, arrivals, heat.mu, heat.lead_s, since=ground.stretch.since)
     planned = Clairvoyant(clairvoyant(whole))
     record = simulate(ground.deployment(heat.lead_s, UNHELD), {MODEL: planned}, arrivals, seed=heat.seed)
-    return Lap(
+    return TrialResult(
         heat,
         score(record, MODEL, ground.stretch, ground.attainment),
         clairvoyant(judged).replica_s / HOUR_S,
@@ -72,14 +72,12 @@ def ran(heat: Heat) -> Lap:
     )
 
 
-def problem(
-    ground: Ground, arrivals: Iterable[Arrival], mu: float, lead_s: float, *, since: float
-) -> Problem:
+def problem(ground: Setup, arrivals: Iterable[Arrival], mu: float, lead_s: float, *, since: float) -> Problem:
     """What the oracle is asked of a run from ``since`` on, when a replica takes ``mu`` in a second."""
     until = ground.stretch.until
     at = np.array([arrival.at for arrival in arrivals])
     return Problem(
-        demand=binned(at, BIN_S, since, until),
+        demand=bin_arrivals(at, BIN_S, since, until),
         bin_s=BIN_S,
         mu=mu,
         lead_s=lead_s,

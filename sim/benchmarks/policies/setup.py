@@ -13,7 +13,7 @@ from policy.document.parse import parse
 from sim.arrival import Arrival
 from sim.results.score import Stretch
 from sim.workload.traces.open import open_trace
-from sim.workload.transforms import resampled, sliced
+from sim.workload.transforms import resample, slice_trace
 
 MODEL = "contest"
 MODE = "multi-replica"
@@ -24,7 +24,7 @@ WARM_S = 300.0
 WARM_PART = 0.25
 
 
-class Half(StrEnum):
+class TraceHalf(StrEnum):
     """Of a trace: policies are tuned on one and judged on the other."""
 
     TUNE = "tune"
@@ -32,7 +32,7 @@ class Half(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Ground:
+class Setup:
     """The ``half`` of ``trace``, which lasts ``lasts_s`` in all, served by replicas of one GPU each.
 
     ``profile`` is their engine, which takes requests up to the ``longest`` of the trace, in tokens; the
@@ -40,7 +40,7 @@ class Ground:
     """
 
     trace: Path
-    half: Half
+    half: TraceHalf
     lasts_s: float
     longest: int
     profile: str
@@ -51,13 +51,13 @@ class Ground:
     @property
     def stretch(self) -> Stretch:
         """Of a run what is judged: of the first half all but the beginning, the second as a whole."""
-        end = self.lasts_s / 2 + (self._warm_s if self.half is Half.JUDGE else 0.0)
+        end = self.lasts_s / 2 + (self._warm_s if self.half is TraceHalf.JUDGE else 0.0)
         return Stretch(self._warm_s, end)
 
     @property
     def begins_s(self) -> float:
         """The instant of the trace at which a run begins."""
-        return self.lasts_s / 2 - self._warm_s if self.half is Half.JUDGE else 0.0
+        return self.lasts_s / 2 - self._warm_s if self.half is TraceHalf.JUDGE else 0.0
 
     def arrivals(self, factor: float, seed: int) -> list[Arrival]:
         """``factor`` times as many as in the trace, from the beginning of a run to the end of the half."""
@@ -92,12 +92,12 @@ class Ground:
 
 
 @lru_cache(maxsize=8)
-def _arrivals(ground: Ground, factor: float, seed: int) -> list[Arrival]:
-    drawn = resampled(open_trace(ground.trace), factor, seed)
-    return list(sliced(drawn, ground.begins_s, ground.begins_s + ground.stretch.until))
+def _arrivals(ground: Setup, factor: float, seed: int) -> list[Arrival]:
+    drawn = resample(open_trace(ground.trace), factor, seed)
+    return list(slice_trace(drawn, ground.begins_s, ground.begins_s + ground.stretch.until))
 
 
-def ground_of(trace: Path, half: Half) -> Ground:
+def setup_of(trace: Path, half: TraceHalf) -> Setup:
     """The ground of a trace: an 8B model on an L4, or on an H100 where prompts are long.
 
     So a trace of a few requests per second asks for about ten replicas, and a run takes seconds. Prompts of
@@ -108,8 +108,8 @@ def ground_of(trace: Path, half: Half) -> Ground:
         last, tokens, requests = arrival.at, tokens + arrival.input_tokens, requests + 1
         longest = max(longest, arrival.input_tokens + arrival.output_tokens)
     if tokens > LONG_TOKENS * requests:
-        return Ground(trace, half, last, longest, "h100-8b", ttft_p95_s=8.0, itl_p95_s=0.2)
-    return Ground(trace, half, last, longest, "l4-8b", ttft_p95_s=2.0, itl_p95_s=0.2)
+        return Setup(trace, half, last, longest, "h100-8b", ttft_p95_s=8.0, itl_p95_s=0.2)
+    return Setup(trace, half, last, longest, "l4-8b", ttft_p95_s=2.0, itl_p95_s=0.2)
 
 
 # Prompts that are longer than this on average are long.

@@ -9,13 +9,13 @@ import msgspec
 from policy.engine.profiles import profile
 from policy.scaling.policies.static import Static, StaticParameters
 from sim.benchmarks.policies.run import problem
-from sim.benchmarks.policies.setup import MODE, MODEL, MOST, Ground
+from sim.benchmarks.policies.setup import MODE, MODEL, MOST, Setup
 from sim.oracle.clairvoyant import clairvoyant
 from sim.oracle.replica_capacity import attained_rate
 from sim.results.sweeps import Full
 from sim.twin.record import Outcome
 from sim.twin.run import simulate
-from sim.workload.model_names import Addressing
+from sim.workload.model_names import ModelNames
 from sim.workload.survey import survey
 
 # Of replicas, on average: integrality hides everything where a plan has few of them.
@@ -25,7 +25,7 @@ _PRECISION = 0.01
 LEAST, MOST_OF = 0.8, 1.8
 
 
-class Size(msgspec.Struct, frozen=True, kw_only=True):
+class ReplicaSize(msgspec.Struct, frozen=True, kw_only=True):
     """One replica attains what is promised at ``mu`` requests per second, and is ``full`` then.
 
     With ``factor`` times the load a plan that knows the future has :data:`AIM` replicas on average.
@@ -36,11 +36,11 @@ class Size(msgspec.Struct, frozen=True, kw_only=True):
     full: Full
 
 
-def sized(ground: Ground, lead_s: float, seed: int = 0) -> Size:
+def size_of(ground: Setup, lead_s: float, seed: int = 0) -> ReplicaSize:
     """The size for starts of ``lead_s``. Raises :class:`ValueError` where no rate attains."""
     arrivals = ground.arrivals(1.0, seed)
     document = ground.deployment(lead_s)
-    load = survey(arrivals, Addressing([MODEL])).loads[MODEL]
+    load = survey(arrivals, ModelNames([MODEL])).loads[MODEL]
     spec = document.models[0]
     mu = attained_rate(document, spec, MODE, arrivals=lambda: arrivals, load=load, seed=seed)
 
@@ -55,10 +55,10 @@ def sized(ground: Ground, lead_s: float, seed: int = 0) -> Size:
     while high - low > _PRECISION * low:
         middle = (low + high) / 2
         low, high = (middle, high) if mean(middle) < AIM else (low, middle)
-    return Size(mu=mu, factor=round(low, 3), full=_full(ground, lead_s, mu, low, seed))
+    return ReplicaSize(mu=mu, factor=round(low, 3), full=_full(ground, lead_s, mu, low, seed))
 
 
-def _full(ground: Ground, lead_s: float, mu: float, factor: float, seed: int) -> Full:
+def _full(ground: Setup, lead_s: float, mu: float, factor: float, seed: int) -> Full:
     """What replicas show that take what they attain, on average: of the same requests, as many as that."""
     arrivals = ground.arrivals(factor, seed)
     span_s = arrivals[-1].at - arrivals[0].at

@@ -62,7 +62,7 @@ class Flash(Section, frozen=True):
         return 1.0 + (self.factor - 1.0) * min(_between(rising), _between(falling))
 
 
-class Pace(Section, frozen=True):
+class RateShape(Section, frozen=True):
     """``rate`` arrivals a second, times the factors of what changes it.
 
     ``cv`` is the coefficient of variation of the gaps between arrivals, at a rate that does not change: 1 is
@@ -83,7 +83,7 @@ class Pace(Section, frozen=True):
         return self.rate * factor * (self.diurnal.scale(at) if self.diurnal is not None else 1.0)
 
 
-def instants(pace: Pace, rng: random.Random, until_s: float) -> Iterator[float]:
+def arrival_times(pace: RateShape, rng: random.Random, until_s: float) -> Iterator[float]:
     """Arrivals in order, from 0 to before ``until_s`` seconds.
 
     They are those of a process with a mean gap of 1 on a clock that runs at the rate of ``pace``: with

@@ -53,7 +53,7 @@ class _Talk:
     fresh: bool = True
 
 
-class Talks:
+class ConversationState:
     """The turns of all conversations in order, drawn by ``rng``.
 
     ``heard`` and ``answered`` draw the tokens of what is said and of its answer, ``adapter`` the adapter of a

@@ -7,26 +7,26 @@ from collections.abc import Callable, Iterable, Iterator
 
 from policy.config.section import Section
 from sim.arrival import Arrival
-from sim.workload.generators.arrivals import Pace, instants
-from sim.workload.generators.conversations import Conversations, Talks, check_conversations
-from sim.workload.generators.lengths import Length, check_length, drawn
-from sim.workload.generators.popularity import Popularity, check_popularity, chosen
+from sim.workload.generators.arrivals import RateShape, arrival_times
+from sim.workload.generators.conversations import Conversations, ConversationState, check_conversations
+from sim.workload.generators.lengths import Length, check_length, sample_length
+from sim.workload.generators.popularity import Popularity, check_popularity, sample_adapter
 
 
-class Generated(Section, frozen=True):
+class GeneratedWorkload(Section, frozen=True):
     """Requests that come as ``arrivals`` say, with lengths of their own.
 
     With ``conversations`` an arrival is the first turn of one; ``input_tokens`` are then what each turn adds.
     """
 
-    arrivals: Pace
+    arrivals: RateShape
     input_tokens: Length
     output_tokens: Length
     adapters: Popularity | None = None
     conversations: Conversations | None = None
 
 
-def check_generated(path: str, spec: Generated) -> None:
+def check_workload(path: str, spec: GeneratedWorkload) -> None:
     """Refuse what contradicts itself; raises :class:`policy.errors.ConfigError`."""
     check_length(f"{path}.input_tokens", spec.input_tokens)
     check_length(f"{path}.output_tokens", spec.output_tokens)
@@ -36,28 +36,28 @@ def check_generated(path: str, spec: Generated) -> None:
         check_conversations(f"{path}.conversations", spec.conversations)
 
 
-def generated(
-    spec: Generated, seed: str, until_s: float, trace: Callable[[str], Iterable[Arrival]]
+def generate(
+    spec: GeneratedWorkload, seed: str, until_s: float, trace: Callable[[str], Iterable[Arrival]]
 ) -> Iterator[Arrival]:
     """The requests of ``until_s`` seconds; ``trace`` reads the one at a path.
 
     What is drawn has a stream of its own: another length moves no arrival.
     """
-    at = instants(spec.arrivals, _stream(seed, "arrivals"), until_s)
-    heard = drawn(
+    at = arrival_times(spec.arrivals, _stream(seed, "arrivals"), until_s)
+    heard = sample_length(
         spec.input_tokens,
         _stream(seed, "input"),
         lambda path: (each.input_tokens for each in trace(path)),
     )
-    answered = drawn(
+    answered = sample_length(
         spec.output_tokens,
         _stream(seed, "output"),
         lambda path: (each.output_tokens for each in trace(path)),
     )
-    adapter = chosen(spec.adapters, _stream(seed, "adapters"))
+    adapter = sample_adapter(spec.adapters, _stream(seed, "adapters"))
     if spec.conversations is not None:
         rng = _stream(seed, "conversations")
-        return Talks(spec.conversations, rng, heard, answered, adapter).turns(at)
+        return ConversationState(spec.conversations, rng, heard, answered, adapter).turns(at)
     return (Arrival(each, heard(), answered(), adapter=adapter()) for each in at)
 
 

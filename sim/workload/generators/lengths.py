@@ -49,7 +49,9 @@ def check_length(path: str, length: Length) -> None:
         raise ConfigError(f"{path}.p99", length.p99, f"at least p50 = {length.p50}")
 
 
-def drawn(length: Length, rng: random.Random, of_trace: Callable[[str], Iterable[int]]) -> Callable[[], int]:
+def sample_length(
+    length: Length, rng: random.Random, of_trace: Callable[[str], Iterable[int]]
+) -> Callable[[], int]:
     """What draws one length after another; ``of_trace`` reads those of the trace at a path."""
     if isinstance(length, int):
         return lambda: length

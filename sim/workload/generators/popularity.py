@@ -82,7 +82,7 @@ def check_popularity(path: str, popularity: Popularity) -> None:
         raise ConfigError(f"{path}.count", popularity.count, "count of at least 1 or names, one of them")
 
 
-def chosen(popularity: Popularity | None, rng: random.Random) -> Callable[[], str]:
+def sample_adapter(popularity: Popularity | None, rng: random.Random) -> Callable[[], str]:
     """What draws the adapter of one request after another; empty for none."""
     if popularity is None:
         return lambda: ""

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 import msgspec
 
 from policy.scaling.rollout import LayerKey
-from policy.types import Replica, ReplicaState
-from policy.wire.heartbeat import Beat, Orders
+from policy.types import Replica, ReplicaPhase
+from policy.wire.heartbeat import Heartbeat, Orders
 from store.state_dir import SECRET_HEADER
 
 
@@ -24,7 +24,7 @@ class Heard:
     """
 
     replicas: dict[str, Replica] = field(default_factory=dict)
-    states: dict[str, list[ReplicaState]] = field(default_factory=dict)
+    states: dict[str, list[ReplicaPhase]] = field(default_factory=dict)
     leaving: dict[str, str] = field(default_factory=dict)
 
     def beat(self, replica: Replica) -> Orders | None:
@@ -33,11 +33,11 @@ class Heard:
         if not seen or seen[-1] is not replica.state:
             seen.append(replica.state)
         self.replicas[replica.id] = replica
-        if replica.state is ReplicaState.STOPPED:
+        if replica.state is ReplicaPhase.STOPPED:
             del self.replicas[replica.id]
         return Orders(leave=self.leaving[replica.id]) if replica.id in self.leaving else None
 
-    def of(self, key: LayerKey, state: ReplicaState) -> dict[str, int]:
+    def of(self, key: LayerKey, state: ReplicaPhase) -> dict[str, int]:
         """The engine's process id of each replica of the layer in ``state``."""
         return {
             replica.id: replica.pid
@@ -57,7 +57,7 @@ def listening(beat: Callable[[Replica], Orders | None], port: int, secret: str) 
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["content-length"]))
             known = self.path == "/replicas" and self.headers[SECRET_HEADER] == secret
-            orders = beat(msgspec.json.decode(body, type=Beat).replica) if known else None
+            orders = beat(msgspec.json.decode(body, type=Heartbeat).replica) if known else None
             answer = b"" if orders is None else msgspec.json.encode(orders)
             self.send_response(200 if known else 401)
             self.send_header("content-length", str(len(answer)))

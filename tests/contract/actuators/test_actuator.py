@@ -14,7 +14,7 @@ from policy.config.deployment import Deployment
 from policy.errors import ActuatorFailed
 from policy.scaling.replacement import PARTING_S
 from policy.scaling.rollout import LayerKey
-from policy.types import ReplicaState
+from policy.types import ReplicaPhase
 from serve.actuator.local import LocalActuator
 from serve.actuator.port import Actuator
 from store.state_dir import SECRET_HEADER, StateDir
@@ -49,8 +49,8 @@ class Site:
 
     async def ready(self, count: int, key: LayerKey = KEY) -> dict[str, int]:
         """The process ids by replica, once ``count`` of them are ready and no other is left."""
-        await self.until(lambda: len(self.heard.of(key, ReplicaState.READY)) == len(self._all(key)) == count)
-        return self.heard.of(key, ReplicaState.READY)
+        await self.until(lambda: len(self.heard.of(key, ReplicaPhase.READY)) == len(self._all(key)) == count)
+        return self.heard.of(key, ReplicaPhase.READY)
 
     async def until(self, true: Callable[[], bool]) -> None:
         async with asyncio.timeout(WITHIN_S):
@@ -65,7 +65,7 @@ class Site:
                 await asyncio.sleep(0.05)
 
     def _all(self, key: LayerKey) -> list[str]:
-        return [replica for state in ReplicaState for replica in self.heard.of(key, state)]
+        return [replica for state in ReplicaPhase for replica in self.heard.of(key, state)]
 
 
 SLOW = [pytest.mark.slow]
@@ -187,7 +187,7 @@ async def test_a_stream_in_flight_finishes_while_its_replica_leaves(site: Site) 
         assert lines[-1] == "data: [DONE]"
         assert any('"finish_reason":"length"' in line for line in lines)
     await site.ready(0)
-    assert site.heard.states[replica][-2:] == [ReplicaState.DRAINING, ReplicaState.STOPPED]
+    assert site.heard.states[replica][-2:] == [ReplicaPhase.DRAINING, ReplicaPhase.STOPPED]
     async with httpx.AsyncClient(headers=headers, trust_env=False) as client:
         with pytest.raises(httpx.ConnectError):
             await client.get(f"{url}/v1/models")
@@ -206,5 +206,5 @@ async def test_who_is_told_to_leave_makes_way_for_its_successor_and_for_nobody_e
     await asyncio.sleep(PARTING_S if site.secret else 0.0)
     await site.actuator.scale(KEY, 1)
     assert set(await site.ready(1)) == {successor}
-    assert site.heard.states[failed][-2:] == [ReplicaState.DRAINING, ReplicaState.STOPPED]
-    assert site.heard.states[successor][-1] is ReplicaState.READY
+    assert site.heard.states[failed][-2:] == [ReplicaPhase.DRAINING, ReplicaPhase.STOPPED]
+    assert site.heard.states[successor][-1] is ReplicaPhase.READY

@@ -14,9 +14,9 @@ from policy.config.deployment import Deployment
 from policy.config.generation import digest
 from policy.errors import ActuatorFailed
 from policy.scaling.rollout import LayerKey
-from policy.types import Replica, ReplicaState
+from policy.types import Replica, ReplicaPhase
 from policy.wire.heartbeat import Orders
-from serve.actuator.gpu_sharing import Beds
+from serve.actuator.gpu_sharing import SharedGpuActuator
 from serve.actuator.local import LocalActuator
 from serve.actuator.port import Held
 from store.state_dir import StateDir
@@ -27,7 +27,7 @@ from tests.serve.memory_actuator import MemoryActuator, MemoryCluster
 from tests.serve.sim_documents import deployment, sim_model
 
 LARGE, SMALL = LayerKey("m", "large", 1), LayerKey("m", "small", 1)
-READY, ASLEEP = ReplicaState.READY, ReplicaState.ASLEEP
+READY, ASLEEP = ReplicaPhase.READY, ReplicaPhase.ASLEEP
 WITHIN_S = 240.0
 
 
@@ -48,11 +48,11 @@ def written(controller: str = "127.0.0.1:1", seed: int = 0) -> Deployment:
 class Site:
     """Beds over an actuator that may be made anew, and what their engines say."""
 
-    make: Callable[[], Beds]
+    make: Callable[[], SharedGpuActuator]
     deployment: Deployment
     cluster: MemoryCluster | None = None
     heard: Heard = field(default_factory=Heard)
-    beds: Beds = field(init=False)
+    beds: SharedGpuActuator = field(init=False)
 
     def beat(self, replica: Replica) -> Orders:
         self.heard.beat(replica)
@@ -68,7 +68,7 @@ class Site:
     async def deploy(self, count: int, key: LayerKey) -> None:
         await self.beds.deploy(key, self.deployment.models[0], None, self.digest(key), count)
 
-    def of(self, key: LayerKey, state: ReplicaState) -> dict[str, int]:
+    def of(self, key: LayerKey, state: ReplicaPhase) -> dict[str, int]:
         return self.heard.of(key, state)
 
     async def until(self, true: Callable[[], bool]) -> None:
@@ -95,7 +95,7 @@ async def site(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[
     state = StateDir(tmp_path).ensure()
     if request.param == "memory":
         cluster = MemoryCluster(lambda replica: made.beat(replica))  # noqa: PLW0108 - it is made below
-        made = Site(lambda: Beds(MemoryActuator(cluster), state), written(), cluster)
+        made = Site(lambda: SharedGpuActuator(MemoryActuator(cluster), state), written(), cluster)
         made.beds = made.make()
         yield made
         return
@@ -106,10 +106,13 @@ async def site(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[
 
         address, secret = head.deployment.cluster.controller, head.state.secret()
         # The state directory is the test's own: what a bed is told outlives no test.
-        made = Site(lambda: Beds(RayActuator(head.state, address, dashboard, token), state), written(address))
+        made = Site(
+            lambda: SharedGpuActuator(RayActuator(head.state, address, dashboard, token), state),
+            written(address),
+        )
     else:
         address, secret = f"127.0.0.1:{free_ports(1)[0]}", state.secret()
-        made = Site(lambda: Beds(LocalActuator(state, address), state), written(address))
+        made = Site(lambda: SharedGpuActuator(LocalActuator(state, address), state), written(address))
     made.beds = made.make()
     port = int(address.rpartition(":")[2])
     with listening(made.beat, port, secret):

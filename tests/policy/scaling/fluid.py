@@ -15,10 +15,10 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-from policy.config.control import Objective
+from policy.config.control import SloConfig
 from policy.engine.capacity import Capability
 from policy.scaling.view import Policy, Supply, View
-from policy.signals.types import Demand, Quantiles, Rates, ReplicaFigures, Signals
+from policy.signals.types import Demand, LatencyQuantiles, Rates, ReplicaSample, Signals
 
 MU = 4  # requests per second of one replica
 STAY_S = 6.0  # how long a request runs
@@ -203,11 +203,11 @@ class _Fleet:
             refused=Rates(last_6_s=0.0, last_20_s=0.0, last_60_s=0.0, last_600_s=0.0),
             concurrency=_rates(self.busy),
             queued=int(self.queue),
-            ttft=Quantiles(count=100, p50=p95, p90=p95, p95=p95, p99=p95),
+            ttft=LatencyQuantiles(count=100, p50=p95, p90=p95, p95=p95, p99=p95),
             input_tokens=1000.0,
             output_tokens=300.0,
         )
-        figures = tuple(ReplicaFigures(id=str(i), age_s=0.5, kv_used=used) for i in range(self.serving))
+        figures = tuple(ReplicaSample(id=str(i), age_s=0.5, kv_used=used) for i in range(self.serving))
         starting_s = tuple(float(ready - self.at - 1) for ready in self.starting)
         return View(
             at=1e9 + self.at,
@@ -221,7 +221,7 @@ class _Fleet:
             signals=Signals(demand=demand, replicas=figures),
             capability=Capability(mu=MU, mu_max=MU / 0.85, kv_tokens=KV_TOKENS, seats=64),
             lead_s=self.lead_s,
-            slo=Objective(ttft_p95_s=OBJECTIVE_S),
+            slo=SloConfig(ttft_p95_s=OBJECTIVE_S),
         )
 
 

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from policy.config.control import Objective
+from policy.config.control import SloConfig
 from policy.engine.capacity import Capability
 from policy.scaling.policies.registry import choose, make
 from policy.scaling.policies.target_tracking import Metric
 from policy.scaling.view import Policy, Proposal, Supply, View
-from policy.signals.types import Demand, Quantiles, Rates, ReplicaFigures, Signals
+from policy.signals.types import Demand, LatencyQuantiles, Rates, ReplicaSample, Signals
 
 CHOICES: list[Any] = [
     "static",
@@ -48,12 +48,12 @@ def views(amount: st.SearchStrategy[float], least: int = 0) -> st.SearchStrategy
             refused=Rates(last_6_s=0.0, last_20_s=0.0, last_60_s=0.0, last_600_s=0.0),
             concurrency=Rates(last_6_s=d, last_20_s=a, last_60_s=b, last_600_s=c),
             queued=queued,
-            ttft=draw(st.none() | st.just(Quantiles(count=queued, p50=c, p90=c, p95=e, p99=f))),
+            ttft=draw(st.none() | st.just(LatencyQuantiles(count=queued, p50=c, p90=c, p95=e, p99=f))),
             input_tokens=f,
             output_tokens=g,
         )
         figures = tuple(
-            ReplicaFigures(
+            ReplicaSample(
                 id="r", age_s=1.0, waiting=waiting, kv_used=used, tokens_per_s=b, deferred=serving, slowness=e
             )
             for used in draw(st.lists(amount, max_size=3))
@@ -72,7 +72,7 @@ def views(amount: st.SearchStrategy[float], least: int = 0) -> st.SearchStrategy
             signals=Signals(demand=draw(st.just(demand) | st.none()), replicas=figures),
             capability=Capability(mu=e, mu_max=draw(amount), kv_tokens=waiting, error=c),
             lead_s=f,
-            slo=draw(st.sampled_from([Objective(), Objective(ttft_p95_s=1.0)])),
+            slo=draw(st.sampled_from([SloConfig(), SloConfig(ttft_p95_s=1.0)])),
         )
 
     return drawn()

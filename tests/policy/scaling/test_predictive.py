@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from policy.config.control import Objective
+from policy.config.control import SloConfig
 from policy.engine.capacity import Capability
 from policy.scaling.policies.predictive import Predictive, PredictiveParameters, capacity
 from policy.scaling.policies.scale_down_damping import EACH, SOON_S
@@ -191,15 +191,15 @@ def test_full_caches_ask_on_their_own() -> None:
 @pytest.mark.parametrize(
     ("capability", "slo", "mu"),
     [
-        (Capability(mu=4.0, mu_max=6.0), Objective(ttft_p95_s=1.0), 4.0),
-        (Capability(mu=4.0, mu_max=6.0), Objective(itl_p95_s=0.1), 4.0),
-        (Capability(mu=6.0, mu_max=6.0), Objective(), 5.1),
-        (Capability(mu=0.0, mu_max=6.0), Objective(ttft_p95_s=0.001), 5.1),
-        (Capability(mu=4.0, mu_max=6.0, error=0.25), Objective(ttft_p95_s=1.0), 3.2),
-        (Capability(mu=4.0, mu_max=6.0, error=9.0), Objective(ttft_p95_s=1.0), 4.0 / 1.5),
+        (Capability(mu=4.0, mu_max=6.0), SloConfig(ttft_p95_s=1.0), 4.0),
+        (Capability(mu=4.0, mu_max=6.0), SloConfig(itl_p95_s=0.1), 4.0),
+        (Capability(mu=6.0, mu_max=6.0), SloConfig(), 5.1),
+        (Capability(mu=0.0, mu_max=6.0), SloConfig(ttft_p95_s=0.001), 5.1),
+        (Capability(mu=4.0, mu_max=6.0, error=0.25), SloConfig(ttft_p95_s=1.0), 3.2),
+        (Capability(mu=4.0, mu_max=6.0, error=9.0), SloConfig(ttft_p95_s=1.0), 4.0 / 1.5),
     ],
 )
-def test_what_a_replica_takes(capability: Capability, slo: Objective, mu: float) -> None:
+def test_what_a_replica_takes(capability: Capability, slo: SloConfig, mu: float) -> None:
     assert capacity(view(demand(1.0), capability=capability, slo=slo)) == pytest.approx(mu)
 
 

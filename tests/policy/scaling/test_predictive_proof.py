@@ -8,9 +8,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from policy.config.control import Objective
+from policy.config.control import SloConfig
 from policy.engine.capacity import Capability
-from policy.scaling.policies.observed_capacity import LOST_S, WON_S, Proof, proved, sustained
+from policy.scaling.policies.observed_capacity import (
+    LOST_S,
+    WON_S,
+    ObservedCapacity,
+    observe_capacity,
+    sustained,
+)
 from policy.scaling.policies.predictive import Predictive, PredictiveParameters
 from policy.scaling.view import View
 from policy.signals.types import Shares
@@ -25,10 +31,10 @@ def seen(at: float, load: float = 12.0, kv_used: float = 0.4, count: int = 3, **
     return view(demand(load, **more), at=at, count=count, figures=figures, capability=PESSIMISTIC)
 
 
-def after(*views: View) -> Proof:
+def after(*views: View) -> ObservedCapacity:
     proof = None
     for each in views:
-        proof = proved(proof, each, 0.0)
+        proof = observe_capacity(proof, each, 0.0)
     assert proof is not None
     return proof
 
@@ -60,7 +66,7 @@ def test_it_is_never_less_than_what_one_takes_alone_nor_more_than_it_keeps_up_wi
 def test_latencies_near_the_objective_take_back_what_was_given_the_longer_the_more(
     signs: dict[str, Any],
 ) -> None:
-    slo = Objective(ttft_p95_s=2.0, itl_p95_s=0.1)
+    slo = SloConfig(ttft_p95_s=2.0, itl_p95_s=0.1)
 
     def views(since: float, until: float, **more: Any) -> list[View]:
         instants = range(int(since), int(until), 5)
@@ -92,8 +98,8 @@ def test_another_mode_has_to_prove_itself_and_so_has_who_shows_nothing() -> None
     proof = after(*(seen(at) for at in range(0, 600, 5)))
     other = msgspec.structs.replace(seen(600.0), mode="single-large")
     assert sustained(proof, other, 4.0, 0.85) == 4.0
-    assert proved(proof, other, 0.0).mode == "single-large"
-    assert sustained(proved(None, view(demand(12.0), figures=()), 0.0), seen(5.0), 4.0, 0.85) == 4.0
+    assert observe_capacity(proof, other, 0.0).mode == "single-large"
+    assert sustained(observe_capacity(None, view(demand(12.0), figures=()), 0.0), seen(5.0), 4.0, 0.85) == 4.0
     assert sustained(None, seen(0.0), 4.0, 0.85) == 4.0
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from policy.config.control import Objective
+from policy.config.control import SloConfig
 from policy.scaling.policies.target_tracking import Metric, TargetTracking, TargetTrackingParameters
-from policy.signals.types import ReplicaFigures
+from policy.signals.types import ReplicaSample
 from tests.policy.scaling.views import counts, demand, late, replicas, view
 
 
@@ -67,7 +67,7 @@ def test_one_that_starts_takes_nothing_away() -> None:
 )
 def test_who_says_nothing_counts_against_the_change(used: float, silent: int, count: int) -> None:
     figures = replicas(4 - silent, kv_used=used) + tuple(
-        ReplicaFigures(id=f"old{i}", age_s=60.0, kv_used=0.0) for i in range(silent)
+        ReplicaSample(id=f"old{i}", age_s=60.0, kv_used=0.0) for i in range(silent)
     )
     assert (
         tracking(Metric.KV_USED, 0.7).decide(view(demand(1.0), count=4, figures=figures), None).count == count
@@ -85,7 +85,7 @@ def test_the_first_token_is_kept_at_the_objective() -> None:
     policy = tracking(Metric.TTFT_P95, None)
     slow = demand(8.0, ttft=late(3.0))
     assert policy.decide(view(slow, count=4), None).count == 6  # 3 s of 2 s
-    assert policy.decide(view(slow, count=4, slo=Objective()), None).count == 12  # of 1 s
+    assert policy.decide(view(slow, count=4, slo=SloConfig()), None).count == 12  # of 1 s
 
 
 def test_the_first_request_finds_somebody() -> None:

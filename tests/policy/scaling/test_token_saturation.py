@@ -6,7 +6,7 @@ import pytest
 
 from policy.engine.capacity import Capability
 from policy.scaling.policies.token_saturation import TokenSaturation, TokenSaturationParameters
-from policy.signals.types import Demand, ReplicaFigures
+from policy.signals.types import Demand, ReplicaSample
 from tests.policy.scaling.views import demand, replicas, view
 
 POLICY = TokenSaturation(TokenSaturationParameters())
@@ -47,7 +47,7 @@ def test_nothing_is_taken_while_one_starts_and_none_is_added_twice() -> None:
     assert POLICY.decide(view(demand(1.0), count=3, starting_s=(9.0,), figures=full), None).count == 3
 
 
-def queueing(used: float, waiting: int, deferred: int = 0) -> tuple[ReplicaFigures, ...]:
+def queueing(used: float, waiting: int, deferred: int = 0) -> tuple[ReplicaSample, ...]:
     return replicas(2, kv_used=used, waiting=waiting, deferred=deferred)
 
 
@@ -63,7 +63,7 @@ def test_what_a_replica_takes_is_learned_where_requests_wait() -> None:
 
 
 @pytest.mark.parametrize("figures", [queueing(0.4, 4), queueing(0.4, 9, deferred=5), queueing(0.05, 9)])
-def test_who_waits_for_something_else_teaches_nothing(figures: tuple[ReplicaFigures, ...]) -> None:
+def test_who_waits_for_something_else_teaches_nothing(figures: tuple[ReplicaSample, ...]) -> None:
     assert POLICY.decide(view(demand(1.0), count=2, figures=figures), None).memory == {"k2": {}}
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from policy.config.control import Objective
+from policy.config.control import SloConfig
 from policy.engine.capacity import Capability
 from policy.scaling.view import Policy, Proposal, Supply, View
-from policy.signals.types import Demand, Quantiles, Rates, ReplicaFigures, Signals
+from policy.signals.types import Demand, LatencyQuantiles, Rates, ReplicaSample, Signals
 
 START = 1_700_000_000.0
 
@@ -24,12 +24,12 @@ def demand(load: float = 0.0, *, concurrency: float | None = None, **more: Any) 
     return Demand(age_s=0.5, arrivals=rates(load), refused=rates(0.0), concurrency=rates(at_once), **fields)
 
 
-def replicas(count: int, **figures: Any) -> tuple[ReplicaFigures, ...]:
-    return tuple(ReplicaFigures(id=f"r{i}", age_s=0.5, **figures) for i in range(count))
+def replicas(count: int, **figures: Any) -> tuple[ReplicaSample, ...]:
+    return tuple(ReplicaSample(id=f"r{i}", age_s=0.5, **figures) for i in range(count))
 
 
-def late(p95: float) -> Quantiles:
-    return Quantiles(count=50, p50=p95 / 2, p90=p95, p95=p95, p99=p95)
+def late(p95: float) -> LatencyQuantiles:
+    return LatencyQuantiles(count=50, p50=p95 / 2, p90=p95, p95=p95, p99=p95)
 
 
 def view(
@@ -39,13 +39,13 @@ def view(
     count: int = 2,
     serving: int | None = None,
     starting_s: Sequence[float] = (),
-    figures: tuple[ReplicaFigures, ...] | None = None,
+    figures: tuple[ReplicaSample, ...] | None = None,
     least: int = 1,
     most: int = 20,
     lead_s: float = 30.0,
     queue_s: float = 60.0,
     capability: Capability | None = None,
-    slo: Objective | None = None,
+    slo: SloConfig | None = None,
 ) -> View:
     """``at`` seconds after :data:`START`; a replica takes four requests per second within an objective."""
     serving = count - len(starting_s) if serving is None else serving
@@ -62,7 +62,7 @@ def view(
         capability=capability or Capability(mu=4.0, mu_max=5.0, kv_tokens=100_000, seats=64),
         lead_s=lead_s,
         queue_s=queue_s,
-        slo=Objective(ttft_p95_s=2.0) if slo is None else slo,
+        slo=SloConfig(ttft_p95_s=2.0) if slo is None else slo,
     )
 
 

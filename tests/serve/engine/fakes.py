@@ -10,8 +10,8 @@ from typing import Any
 
 from policy.engine.model import Limits, Timing
 from policy.errors import AdapterRefused
-from policy.wire.heartbeat import Wanted
-from serve.engine.adapters.loader import Adapters
+from policy.wire.heartbeat import AdapterRef
+from serve.engine.adapters.loader import AdapterLoader
 from serve.engine.port import EngineStats
 
 
@@ -25,8 +25,8 @@ def served(letter: str) -> str:
     return f"{letter}@{letter * 12}"
 
 
-def wanted(letters: str) -> list[Wanted]:
-    return [Wanted(name=letter, digest=digest(letter)) for letter in letters]
+def wanted(letters: str) -> list[AdapterRef]:
+    return [AdapterRef(name=letter, digest=digest(letter)) for letter in letters]
 
 
 class Clock:
@@ -135,7 +135,7 @@ class FakeFiles:
 
 
 @asynccontextmanager
-async def using(adapters: Adapters, letter: str) -> AsyncIterator[None]:
+async def using(adapters: AdapterLoader, letter: str) -> AsyncIterator[None]:
     """The adapter is loaded within the block; raises as its claim does."""
     claim = adapters.claim(letter, digest(letter))
     try:
@@ -154,7 +154,7 @@ class Replica:
         self.engine = FakeEngine(slots, self.clock)
         self.files = FakeFiles()
         self.slept: list[float] = []
-        self.adapters = Adapters(self.engine, self.files, clock=self.clock, sleep=self._sleep)
+        self.adapters = AdapterLoader(self.engine, self.files, clock=self.clock, sleep=self._sleep)
 
     async def _sleep(self, duration_s: float) -> None:
         self.slept.append(duration_s)
@@ -172,7 +172,7 @@ class Replica:
 class User:
     """A request that holds its adapter until it is told to stop; ``in_use`` once it has it."""
 
-    def __init__(self, adapters: Adapters, letter: str) -> None:
+    def __init__(self, adapters: AdapterLoader, letter: str) -> None:
         self.in_use = False
         self._stop = asyncio.Event()
         self._adapters = adapters

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from policy.errors import AdapterRefused, EngineFailed
-from policy.wire.heartbeat import Use
+from policy.wire.heartbeat import AdapterUse
 from serve.engine.adapters import loader as rooms
 from serve.engine.adapters.load_failures import FIRST_S
 from serve.engine.adapters.slots import HALF_LIFE_S, PATIENCE_S
@@ -41,7 +41,9 @@ async def test_what_is_loaded_is_used_at_once() -> None:
         assert claim.arrival is None
         claim.release()
         claim.release()
-        assert there.adapters.uses() == (Use(name="a", digest=digest("a"), requests=2, found=1, loads=1),)
+        assert there.adapters.uses() == (
+            AdapterUse(name="a", digest=digest("a"), requests=2, found=1, loads=1),
+        )
         # Another version of the same name is another adapter.
         other = there.adapters.claim("a", digest("b"))
         assert other.arrival is not None

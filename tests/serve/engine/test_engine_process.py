@@ -13,9 +13,9 @@ from typing import Any
 import httpx
 import pytest
 
-from policy.types import ReplicaState
+from policy.types import ReplicaPhase
 from policy.wire.catalog import served_name
-from policy.wire.heartbeat import Orders, Use, Wanted
+from policy.wire.heartbeat import AdapterRef, AdapterUse, Orders
 from serve.host import cores
 from serve.host.host import HostSpec, ReplicaHost
 from serve.host.versions import installed
@@ -44,17 +44,17 @@ class Process:
         self.blobs = StateDir(folder).adapters
         self.host = ReplicaHost(spec, replica="r", address="127.0.0.1", node="local")
 
-    def adapter(self, name: str) -> Wanted:
-        return Wanted(name=name, digest=stored(self.blobs, name))
+    def adapter(self, name: str) -> AdapterRef:
+        return AdapterRef(name=name, digest=stored(self.blobs, name))
 
-    async def ask(self, wanted: Wanted, **body: Any) -> httpx.Response:
+    async def ask(self, wanted: AdapterRef, **body: Any) -> httpx.Response:
         headers = {SECRET_HEADER: "s", "x-tidegate-adapter": f"{wanted.name}@{wanted.digest}"}
         url = f"{self.host.snapshot().url}/v1/completions"
         said = {"model": served(wanted), "prompt": "The tide", "max_tokens": 8, **body}
         async with httpx.AsyncClient(headers=headers, timeout=WITHIN_S, trust_env=False) as client:
             return await client.post(url, json=said)
 
-    async def loaded(self, *adapters: Wanted) -> None:
+    async def loaded(self, *adapters: AdapterRef) -> None:
         """Return when exactly these are."""
         names = {served(adapter) for adapter in adapters}
         async with asyncio.timeout(WITHIN_S):
@@ -62,14 +62,14 @@ class Process:
                 await asyncio.sleep(0.02)
 
 
-def served(wanted: Wanted) -> str:
+def served(wanted: AdapterRef) -> str:
     return served_name(wanted.name, wanted.digest)
 
 
 @asynccontextmanager
 async def process(
     folder: Path, monkeypatch: pytest.MonkeyPatch, slots: int, hold: str = "", **sim: Any
-) -> AsyncIterator[tuple[Process, list[Wanted]]]:
+) -> AsyncIterator[tuple[Process, list[AdapterRef]]]:
     """A ready engine, told to ``hold`` adapters before it started."""
     monkeypatch.setattr(cores, "default_path", lambda: folder / "cores.json")
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
@@ -87,7 +87,7 @@ async def test_it_has_what_it_holds_when_it_is_ready_and_loads_the_rest_on_deman
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with process(tmp_path, monkeypatch, 2, "ab") as (there, (a, b)):
-        assert there.host.snapshot().state is ReplicaState.READY
+        assert there.host.snapshot().state is ReplicaPhase.READY
         assert there.host.snapshot().adapters == (served(a), served(b))
         c = there.adapter("c")
         answers = await asyncio.gather(*(there.ask(c) for _ in range(40)))
@@ -100,7 +100,7 @@ async def test_it_has_what_it_holds_when_it_is_ready_and_loads_the_rest_on_deman
         there.host.obey(Orders(hold=None))
         assert (await there.ask(a)).status_code == 200
         there.host.obey(Orders(hold=(b,)))
-        uses: list[Use] = []
+        uses: list[AdapterUse] = []
         async with asyncio.timeout(WITHIN_S):
             while sum(use.requests for use in uses) < 41:
                 await asyncio.sleep(0.02)
@@ -114,7 +114,7 @@ async def test_one_that_fails_is_said_and_keeps_neither_the_start_nor_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with process(tmp_path, monkeypatch, 2) as (there, _):
-        good, bad = there.adapter("a"), Wanted(name="b", digest="0" * 64)
+        good, bad = there.adapter("a"), AdapterRef(name="b", digest="0" * 64)
         there.host.obey(Orders(hold=(bad, good)))
         await there.loaded(good)
         refused = await there.ask(bad)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from policy.errors import AdapterRefused
-from serve.engine.adapters.load_failures import FIRST_S, LONGEST_S, MAX_KEPT, Failures
+from serve.engine.adapters.load_failures import FIRST_S, LONGEST_S, MAX_KEPT, LoadFailures
 
 WRONG = AdapterRefused("rank", "the rank is 64")
 
 
 def test_a_failure_stands_twice_as_long_after_each_in_a_row() -> None:
-    failures, now = Failures(), 100.0
+    failures, now = LoadFailures(), 100.0
     for backoff in (5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 300.0, 300.0):
         failures.add("a", WRONG, now)
         assert failures.names(now) == ("a",)
@@ -24,7 +24,7 @@ def test_a_failure_stands_twice_as_long_after_each_in_a_row() -> None:
 
 
 def test_what_was_loaded_after_all_begins_anew() -> None:
-    failures = Failures()
+    failures = LoadFailures()
     failures.add("a", WRONG, 0.0)
     failures.add("a", WRONG, FIRST_S)
     failures.forget("a")
@@ -34,7 +34,7 @@ def test_what_was_loaded_after_all_begins_anew() -> None:
 
 
 def test_what_failed_long_ago_is_a_first_failure_again() -> None:
-    failures = Failures()
+    failures = LoadFailures()
     for _ in range(3):
         failures.add("a", WRONG, 0.0)
     later = 4 * FIRST_S + LONGEST_S + 1
@@ -44,7 +44,7 @@ def test_what_failed_long_ago_is_a_first_failure_again() -> None:
 
 
 def test_no_more_are_kept_than_there_is_room_for() -> None:
-    failures = Failures()
+    failures = LoadFailures()
     for number in range(MAX_KEPT + 10):
         failures.add(str(number), WRONG, 0.0)
     names = failures.names(0.0)

@@ -12,7 +12,7 @@ from threading import Event, Thread
 import pytest
 
 from policy.errors import AdapterRefused
-from serve.engine.adapters.files import PULLS, Files
+from serve.engine.adapters.files import PULLS, AdapterFileCache
 from store.blobs import Blobs
 from store.state_dir import SECRET_HEADER
 from tests.serve.engine.blobs import stored
@@ -59,14 +59,16 @@ def controller(blobs: Blobs, asked: list[str], gate: Event | None = None) -> Ite
         thread.join()
 
 
-Make = Callable[..., Files]
+Make = Callable[..., AdapterFileCache]
 
 
 @pytest.fixture
 def make(tmp_path: Path) -> Make:
-    def files(*roots: str, controller: str = "", secret: str = SECRET, max_bytes: int = MAX_BYTES) -> Files:
+    def files(
+        *roots: str, controller: str = "", secret: str = SECRET, max_bytes: int = MAX_BYTES
+    ) -> AdapterFileCache:
         paths = [tmp_path / root for root in roots]
-        return Files(paths, controller=controller, secret=secret, max_bytes=max_bytes)
+        return AdapterFileCache(paths, controller=controller, secret=secret, max_bytes=max_bytes)
 
     return files
 

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from policy.errors import EngineFailed
-from policy.types import ReplicaState
+from policy.types import ReplicaPhase
 from serve.engine.guard import ADAPTER_HEADER, PREFILL_HEADER, REFUSAL_HEADER, Guard
 from serve.engine.port import Message, Receive, Scope, Send
 from store.state_dir import SECRET_HEADER
@@ -89,7 +89,7 @@ async def guarded(slots: int) -> AsyncIterator[Guarded]:
         app: Any = App(there)
         there.engine.app = app  # type: ignore[method-assign]
         guard = Guard(there.engine, there.adapters, secret="s", bound=8, clock=there.clock)
-        guard.become(ReplicaState.READY)
+        guard.become(ReplicaPhase.READY)
         yield there, guard, app
 
 

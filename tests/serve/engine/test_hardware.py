@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from policy.types import EngineKind
-from serve.engine.machine import hardware
+from serve.engine.machine import describe_machine
 from serve.engine.port import EngineSpec
 from tests.serve.sim_driver import spec
 
@@ -20,16 +20,16 @@ def vllm(**over: object) -> EngineSpec:
 
 
 def test_a_simulated_engine_says_what_it_imitates() -> None:
-    assert hardware(spec(speed=2.0)) == "simulated: sim-small at 2 times its speed"
+    assert describe_machine(spec(speed=2.0)) == "simulated: sim-small at 2 times its speed"
 
 
 def test_cores_are_of_a_processor(tmp_path: Path) -> None:
     info = tmp_path / "cpuinfo"
     info.write_text("processor\t: 0\nmodel name\t: Fast CPU @ 3 GHz\n")
-    said = hardware(vllm(cpus=2), cpuinfo=info)
+    said = describe_machine(vllm(cpus=2), cpuinfo=info)
     assert said.startswith("2 of ")
     assert said.endswith(" cores of Fast CPU @ 3 GHz")
-    assert hardware(vllm(cpus=2), cpuinfo=tmp_path / "none")
+    assert describe_machine(vllm(cpus=2), cpuinfo=tmp_path / "none")
 
 
 def test_cards_have_names_where_nvml_knows_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,10 +49,10 @@ def test_cards_have_names_where_nvml_knows_them(monkeypatch: pytest.MonkeyPatch)
     )
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     cards = vllm(tensor_parallel=2)
-    assert hardware(cards, {"CUDA_VISIBLE_DEVICES": "3,4"}) == "2 x NVIDIA H100 (GPU 3)"
-    assert hardware(cards, {"CUDA_VISIBLE_DEVICES": "9"}) == "2 x GPU"
+    assert describe_machine(cards, {"CUDA_VISIBLE_DEVICES": "3,4"}) == "2 x NVIDIA H100 (GPU 3)"
+    assert describe_machine(cards, {"CUDA_VISIBLE_DEVICES": "9"}) == "2 x GPU"
 
 
 def test_without_nvml_a_card_has_no_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert hardware(vllm(tensor_parallel=2), {}) == "2 x GPU"
+    assert describe_machine(vllm(tensor_parallel=2), {}) == "2 x GPU"

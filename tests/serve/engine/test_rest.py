@@ -8,14 +8,14 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 
 from policy.errors import EngineFailed
-from policy.types import ReplicaState
-from serve.engine.adapters.loader import Adapters
+from policy.types import ReplicaPhase
+from serve.engine.adapters.loader import AdapterLoader
 from serve.engine.guard import CANARY_HEADER, Guard
-from serve.engine.sleep import Rest
+from serve.engine.sleep import SleepControl
 from tests.serve.engine.fakes import FakeFiles, wanted
 from tests.serve.test_guard import CHAT, SECRET, Held, Request, in_flight
 
-READY, DRAINING, ASLEEP = ReplicaState.READY, ReplicaState.DRAINING, ReplicaState.ASLEEP
+READY, DRAINING, ASLEEP = ReplicaPhase.READY, ReplicaPhase.DRAINING, ReplicaPhase.ASLEEP
 LONG_S = 3600.0
 
 
@@ -47,7 +47,7 @@ class Place:
 
     def __init__(self) -> None:
         self.engine = Sleepy()
-        self.adapters = Adapters(self.engine, FakeFiles())
+        self.adapters = AdapterLoader(self.engine, FakeFiles())
         self.guard = Guard(self.engine, self.adapters, secret="s", bound=4, clock=lambda: 42.0)
         self.guard.become(READY)
         self.warms: Callable[[], None] = lambda: self.engine.did.append("answer")
@@ -55,11 +55,11 @@ class Place:
         self.rest = self._rest()
         self.tasks = [asyncio.create_task(self.adapters.run())]
 
-    def _rest(self) -> Rest:
+    def _rest(self) -> SleepControl:
         async def warm() -> None:
             self.warms()
 
-        return Rest(self.engine, self.guard, self.adapters, warm, self.timeout_s)
+        return SleepControl(self.engine, self.guard, self.adapters, warm, self.timeout_s)
 
     def run(self, timeout_s: float = LONG_S) -> asyncio.Task[None]:
         self.timeout_s = timeout_s
@@ -109,11 +109,11 @@ async def test_it_sleeps_after_the_last_request_and_wakes_with_an_answer(place: 
     assert request.sent[0]["status"] == 200
     # Not even a canary comes through: there are no weights to answer it.
     assert await place.refusal() == await place.refusal(**{CANARY_HEADER.decode(): "1"}) == "starting"
-    seen: list[ReplicaState] = []
+    seen: list[ReplicaPhase] = []
     place.warms = lambda: seen.append(place.guard.state)
     place.rest.wake()
     await place.until(lambda: place.guard.state is READY)
-    assert seen == [ReplicaState.STARTING]
+    assert seen == [ReplicaPhase.STARTING]
     assert place.engine.did == ["sleep", "wake"]
     assert await place.refusal() == ""
 

@@ -9,17 +9,17 @@ import pytest
 
 from policy.engine.model import EngineModel, Limits
 from policy.engine.step_samples import StepSample
-from policy.types import Load, Replica, ReplicaState
-from policy.wire.heartbeat import Beat
+from policy.types import Load, Replica, ReplicaPhase
+from policy.wire.heartbeat import Heartbeat
 from policy.wire.reports import EngineReport
 from serve.engine.sim.metrics import Metrics
 from serve.engine.sim.step_loop import Generation, StepLoop
 from serve.engine.sim.text import Output, Prompt
-from serve.engine.step_stats import MOST, Steps, together
+from serve.engine.step_stats import MOST, StepStats, merge
 
 
 def test_a_step_lasts_from_the_end_of_the_one_before() -> None:
-    steps = Steps()
+    steps = StepStats()
     steps.ended(10.0, 100, 100, 1, goes_on=True)
     # Nobody knows when the first began.
     assert steps.take() == ()
@@ -29,7 +29,7 @@ def test_a_step_lasts_from_the_end_of_the_one_before() -> None:
 
 
 def test_an_idle_gap_is_no_step() -> None:
-    steps = Steps()
+    steps = StepStats()
     steps.ended(10.0, 4, 100, 4, goes_on=True)
     steps.ended(10.5, 4, 104, 4, goes_on=False)
     steps.ended(99.0, 50, 50, 1, goes_on=True)
@@ -39,7 +39,7 @@ def test_an_idle_gap_is_no_step() -> None:
 
 
 def test_what_stands_between_two_steps_belongs_to_neither() -> None:
-    steps = Steps()
+    steps = StepStats()
     steps.ended(10.0, 4, 100, 4, goes_on=True)
     steps.ended(10.5, 4, 104, 4, goes_on=True)
     steps.broken()
@@ -49,7 +49,7 @@ def test_what_stands_between_two_steps_belongs_to_neither() -> None:
 
 
 def test_steps_that_were_alike_are_told_together_and_stalls_apart() -> None:
-    steps, at = Steps(), 0.0
+    steps, at = StepStats(), 0.0
     for seconds in [0.0, *[0.1] * 9, 2.0, *[0.1] * 10]:
         at += seconds
         steps.ended(at, 4, 600, 4, goes_on=True)
@@ -57,7 +57,7 @@ def test_steps_that_were_alike_are_told_together_and_stalls_apart() -> None:
 
 
 def test_a_report_stays_small_however_many_steps_there_were() -> None:
-    steps, at = Steps(), 0.0
+    steps, at = StepStats(), 0.0
     for i in range(5000):
         at += 0.0123456789 * (1 + i % 50)
         steps.ended(at, 1 + i % 8000, 1000.0 * (i % 400) / 3, 1 + i % 250, goes_on=True)
@@ -66,18 +66,18 @@ def test_a_report_stays_small_however_many_steps_there_were() -> None:
     assert sum(each.count for each in report.steps) == 4999
     replica = Replica(
         id="some-model-some-shape-g1-abcdef", model="some-model", shape="some-shape", generation=1,
-        state=ReplicaState.READY, load=Load(at=1.7e9), url="http://10.0.0.1:40123",
+        state=ReplicaPhase.READY, load=Load(at=1.7e9), url="http://10.0.0.1:40123",
         adapters=("sql@" + "a" * 12,),
     )  # fmt: skip
-    assert len(msgspec.json.encode(Beat(replica=replica, engine=report))) < 2048
+    assert len(msgspec.json.encode(Heartbeat(replica=replica, engine=report))) < 2048
 
 
 def test_reports_that_were_not_heard_are_told_together() -> None:
     one = EngineReport(preempted=1, deferred=5, steps=(StepSample(3, 4.0, 600.0, 4.0, 0.1),))
     other = EngineReport(preempted=2, steps=(StepSample(1, 4.0, 600.0, 4.0, 0.12),))
-    assert together(None, one) is together(one, None) is one
-    assert together(None, None) is None
-    assert together(one, other) == EngineReport(preempted=2, steps=(StepSample(4, 4.0, 600.0, 4.0, 0.105),))
+    assert merge(None, one) is merge(one, None) is one
+    assert merge(None, None) is None
+    assert merge(one, other) == EngineReport(preempted=2, steps=(StepSample(4, 4.0, 600.0, 4.0, 0.105),))
 
 
 async def finish(loop: StepLoop, name: str, prompt: int, output: int) -> None:

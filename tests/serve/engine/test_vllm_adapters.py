@@ -19,7 +19,7 @@ import pytest
 import pytest_asyncio
 
 from policy.wire.catalog import served_name
-from policy.wire.heartbeat import Wanted
+from policy.wire.heartbeat import AdapterRef
 from serve.host.host import ReplicaHost
 from store.blobs import Blobs
 from store.state_dir import SECRET_HEADER
@@ -49,10 +49,10 @@ class Engine:
             base_url=host.snapshot().url, headers={SECRET_HEADER: "s"}, timeout=WITHIN_S, trust_env=False
         )
 
-    def adapter(self, name: str, files: Mapping[str, bytes]) -> Wanted:
-        return Wanted(name=name, digest=publish(self.blobs, files))
+    def adapter(self, name: str, files: Mapping[str, bytes]) -> AdapterRef:
+        return AdapterRef(name=name, digest=publish(self.blobs, files))
 
-    async def ask(self, wanted: Wanted | None, *, named: bool = True, tokens: int = 8) -> httpx.Response:
+    async def ask(self, wanted: AdapterRef | None, *, named: bool = True, tokens: int = 8) -> httpx.Response:
         """A greedy completion, with or without the header that has the adapter loaded."""
         headers = {}
         if wanted is not None and named:
@@ -61,7 +61,7 @@ class Engine:
         body = {"model": model, "prompt": PROMPT, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
         return await self.http.post("/v1/completions", json=body, headers=headers)
 
-    async def says(self, wanted: Wanted | None, tokens: int = 8) -> str:
+    async def says(self, wanted: AdapterRef | None, tokens: int = 8) -> str:
         answer = await self.ask(wanted, tokens=tokens)
         assert answer.status_code == 200, answer.text
         said: dict[str, Any] = answer.json()

@@ -6,7 +6,7 @@ from policy.engine.model import EngineModel, Limits
 from policy.engine.scheduler import Request, Scheduler
 from policy.engine.step_samples import StepSample
 from sim.calibration.closed_loop import closed_loop
-from sim.calibration.fit import Seen
+from sim.calibration.fit import Observation
 from sim.calibration.load_points import Point
 
 
@@ -33,10 +33,10 @@ def steps(model: EngineModel, limits: Limits, point: Point, seconds: float) -> l
 
 def seen(
     model: EngineModel, limits: Limits, points: list[Point], seconds: float, path_s: float = 0.0
-) -> list[Seen]:
+) -> list[Observation]:
     """What all of ``points`` show."""
     return [
-        Seen(
+        Observation(
             point,
             seconds,
             steps(model, limits, point, seconds),

@@ -6,7 +6,7 @@ import pytest
 
 from policy.engine.model import Limits, Slo
 from policy.engine.profiles import PROFILES, profile
-from sim.calibration.load_points import POINTS, Planned, Point, planned, shared
+from sim.calibration.load_points import POINTS, PlannedPoints, Point, plan_points, share_time
 
 
 def points(
@@ -14,7 +14,7 @@ def points(
 ) -> list[Point]:
     found = profile(name)
     limits = found.limits(degree)
-    return planned(
+    return plan_points(
         found.model.at_degree(degree),
         limits,
         max_model_len=min(found.max_model_len, limits.kv_tokens),
@@ -40,7 +40,7 @@ def test_every_shipped_engine_gets_points_that_fit_it(name: str) -> None:
 def test_of_few_seats_each_number_of_clients_is_a_point() -> None:
     found = profile("cpu-smollm2-135m")
     limits = Limits(max_num_batched_tokens=128, max_num_seqs=4, kv_tokens=20_000)
-    several = planned(found.model, limits, max_model_len=512, bound=16, point_s=20.0)
+    several = plan_points(found.model, limits, max_model_len=512, bound=16, point_s=20.0)
     assert {point.concurrency for point in several if point.input_tokens == 16} == {1, 2, 3, 4}
 
 
@@ -51,7 +51,7 @@ def test_points_share_the_time_there_is(fewest: int) -> None:
     def plan(point_s: float) -> list[Point]:
         return [Point(1, 16, 4)] * min(POINTS, fewest * (1 + (point_s > 10.0)))
 
-    found = shared(plan, 100.0, 0.5)
+    found = share_time(plan, 100.0, 0.5)
     assert found.points == plan(found.point_s)
     assert len(found.points) * (found.point_s + 0.5) <= 100.0
     # There is no time left in which one more would fit.
@@ -60,7 +60,7 @@ def test_points_share_the_time_there_is(fewest: int) -> None:
 
 
 def test_however_little_time_there_is_a_point_lasts_a_second() -> None:
-    assert shared(lambda point_s: [Point(1, 16, 4)] * POINTS, 1.0, 0.5) == Planned(
+    assert share_time(lambda point_s: [Point(1, 16, 4)] * POINTS, 1.0, 0.5) == PlannedPoints(
         [Point(1, 16, 4)] * POINTS, 1.0
     )
 

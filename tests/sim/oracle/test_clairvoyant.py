@@ -12,8 +12,8 @@ from policy.errors import TargetError
 from policy.scaling.view import Supply, View
 from policy.signals.types import Signals
 from sim.oracle.clairvoyant import Clairvoyant, clairvoyant
-from sim.oracle.dropped_demand import needed
-from sim.oracle.integer_plan import Plan, dropped, layered
+from sim.oracle.dropped_demand import served_demand
+from sim.oracle.integer_plan import Plan, dropped, plan_layers
 from sim.oracle.linear_program import lower_bound
 from sim.oracle.problem import Problem
 from tests.sim.oracle.loads import ATTAINED, LEADS, LOADS, cheapest, problem
@@ -22,7 +22,7 @@ NEEDS = st.lists(st.integers(0, 4), min_size=1, max_size=12)
 
 
 def plan(needs: list[int], lead_s: float) -> Plan:
-    return layered(np.array(needs), 5.0, lead_s)
+    return plan_layers(np.array(needs), 5.0, lead_s)
 
 
 def test_a_layer_stays_through_a_gap_of_the_lead_and_leaves_a_longer_one() -> None:
@@ -81,9 +81,9 @@ def test_drops_are_allowed_and_never_cost_more_than_to_serve_all(
     tenths: list[int], lead_s: float, attainment: float
 ) -> None:
     asked = problem(tenths, lead_s, attainment)
-    needs = needed(asked.load, asked)
+    needs = served_demand(asked.load, asked)
     assert dropped(asked.load, needs) <= asked.spare + 1e-9
-    cost = layered(needs, asked.bin_s, lead_s).replica_s
+    cost = plan_layers(needs, asked.bin_s, lead_s).replica_s
     assert cheapest(asked) - 1e-9 <= cost <= clairvoyant(problem(tenths, lead_s)).replica_s + 1e-9
 
 
@@ -104,7 +104,7 @@ def test_drops_go_where_they_save_most(
     tenths: list[int], lead_s: float, attainment: float, expected: list[int]
 ) -> None:
     asked = problem(tenths, lead_s, attainment)
-    assert needed(asked.load, asked).tolist() == expected
+    assert served_demand(asked.load, asked).tolist() == expected
 
 
 def test_what_may_wait_is_spread() -> None:

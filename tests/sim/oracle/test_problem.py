@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sim.oracle.problem import Problem, binned
+from sim.oracle.problem import Problem, bin_arrivals
 from tests.sim.oracle.loads import problem
 
 
@@ -44,7 +44,7 @@ def test_what_follows_from_the_figures() -> None:
 
 def test_instants_are_counted_by_bin() -> None:
     at = np.array([0.0, 9.9, 10.0, 12.0, 14.9, 15.0, 30.0])
-    assert binned(at, 5.0, 10.0, 22.0).tolist() == [3.0, 1.0, 0.0]
+    assert bin_arrivals(at, 5.0, 10.0, 22.0).tolist() == [3.0, 1.0, 0.0]
 
 
 @pytest.mark.slow
@@ -54,4 +54,4 @@ def test_every_instant_of_the_window_is_in_one_bin(
 ) -> None:
     instants = np.array(at)
     inside = np.count_nonzero((instants >= since) & (instants < since + for_s))
-    assert binned(instants, bin_s, since, since + for_s).sum() == inside
+    assert bin_arrivals(instants, bin_s, since, since + for_s).sum() == inside

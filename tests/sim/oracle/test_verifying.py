@@ -8,7 +8,7 @@ import pytest
 from sim.oracle.clairvoyant import clairvoyant
 from sim.oracle.integer_plan import Plan
 from sim.oracle.problem import Problem
-from sim.oracle.verify import PRECISION, verified
+from sim.oracle.verify import PRECISION, verify
 
 ASKED = Problem(
     demand=np.random.default_rng(2).poisson(100.0, 200).astype(np.float64), bin_s=5.0, mu=2.0, attainment=0.98
@@ -22,14 +22,14 @@ def served(plan: Plan) -> float:
 
 
 def test_a_plan_that_holds_is_taken_as_it_is() -> None:
-    found = verified(ASKED, served)
+    found = verify(ASKED, served)
     assert found.plan == clairvoyant(ASKED)
     assert found.fluid == 0.98
     assert found.attained == served(found.plan) >= 0.98
 
 
 def test_what_replicas_miss_is_taken_off_what_the_fluid_may_leave() -> None:
-    found = verified(ASKED, lambda plan: served(plan) - 0.01)
+    found = verify(ASKED, lambda plan: served(plan) - 0.01)
     assert found.attained >= 0.98
     assert found.fluid == pytest.approx(0.99, abs=2 * PRECISION)
     assert clairvoyant(ASKED).replica_s < found.plan.replica_s
@@ -37,4 +37,4 @@ def test_what_replicas_miss_is_taken_off_what_the_fluid_may_leave() -> None:
 
 def test_replicas_that_miss_too_much_are_refused() -> None:
     with pytest.raises(ValueError, match=r"serves all of the fluid attains 0\.97, expected 0\.98"):
-        verified(ASKED, lambda plan: served(plan) - 0.03)
+        verify(ASKED, lambda plan: served(plan) - 0.03)

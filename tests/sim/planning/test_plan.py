@@ -12,17 +12,17 @@ import pytest
 from policy.config.deployment import Deployment, Price
 from policy.document.parse import parse
 from policy.engine.model import Workload
-from policy.engine.power import draw_of
+from policy.engine.power import power_model_of
 from policy.engine.profiles import shipped
 from policy.errors import ConfigError
 from sim.arrival import Arrival
 from sim.planning.candidates import Basis, Candidate, candidates
-from sim.planning.demand import Arrivals, demand_of, described
+from sim.planning.demand import Arrivals, demand_of, describe
 from sim.planning.plan import fewest_of, plan
-from sim.planning.result import Ask
+from sim.planning.result import PlanRequest
 from sim.planning.trial import Trials
 from sim.workload.traces.open import open_trace
-from sim.workload.transforms import scaled, sliced
+from sim.workload.transforms import scale_rate, slice_trace
 from tests.policy.test_model_file import content
 from tests.policy.test_model_file import spec as calibrated
 
@@ -57,14 +57,14 @@ def generated(rps: float, lasts_s: float = 60.0) -> Arrivals:
 
     def arrivals(factor: float) -> Iterator[Arrival]:
         load = Workload(lam=rps * factor, input_tokens=900, output_tokens=150)
-        return described(load, 1.5, lasts_s, seed=7)
+        return describe(load, 1.5, lasts_s, seed=7)
 
     return arrivals
 
 
 def sliced_azure(path: Path, from_s: float, rate: float) -> Callable[[float], Iterator[Arrival]]:
     """Ninety seconds of the trace, at so many times its rate."""
-    return lambda factor: scaled(sliced(open_trace(path), from_s, from_s + 90.0), rate=rate * factor)
+    return lambda factor: scale_rate(slice_trace(open_trace(path), from_s, from_s + 90.0), rate=rate * factor)
 
 
 def by_brute_force(tried: Trials, candidate: Candidate, most: int) -> int | None:
@@ -131,7 +131,7 @@ def test_what_a_plan_says_hangs_together() -> None:
     document = deployment()
     tried = trials(document, generated(10.0, 40.0))
     found = candidates(document.models[0], ["a100", "h100"], [1, 2])
-    ask = Ask(growth=(1.5, 2.0), monthly=0.1, module=4, upstream=Price(input=0.5, output=1.5))
+    ask = PlanRequest(growth=(1.5, 2.0), monthly=0.1, module=4, upstream=Price(input=0.5, output=1.5))
     made = plan(tried, found, ask, load="described", seed=3)
     best = made.options[0]
     assert best.replicas is not None and best.devices == best.replicas * best.degree
@@ -143,7 +143,7 @@ def test_what_a_plan_says_hangs_together() -> None:
     assert [each.factor for each in made.growth] == [1.0, 1.5, 2.0]
     assert made.growth[0].devices == best.with_spare
     assert made.growth[0].replicas <= made.growth[1].replicas <= made.growth[2].replicas
-    watts = draw_of(best.kind, 0.0).watts(1.0)
+    watts = power_model_of(best.kind, 0.0).watts(1.0)
     assert [each.peak_w for each in made.growth] == pytest.approx(
         [each.devices * watts for each in made.growth]
     )
@@ -174,14 +174,14 @@ def test_where_prices_are_known_the_cheapest_is_best() -> None:
     orders = {}
     for name, prices in {"a100": {"a100": 0.1, "h100": 9.0}, "h100": {"a100": 9.0, "h100": 0.1}}.items():
         tried = trials(document, generated(10.0, 30.0))
-        made = plan(tried, found, Ask(growth=(), prices=prices), load="described", seed=3)
+        made = plan(tried, found, PlanRequest(growth=(), prices=prices), load="described", seed=3)
         assert made.by_cost
         orders[name] = made.options[0].kind
     assert orders == {"a100": "a100", "h100": "h100"}
     some = plan(
         trials(document, generated(10.0, 30.0)),
         found,
-        Ask(growth=(), prices={"a100": 0.1}),
+        PlanRequest(growth=(), prices={"a100": 0.1}),
         load="described",
         seed=3,
     )
@@ -254,7 +254,7 @@ def test_the_busiest_minute_is_the_one_with_most_tokens() -> None:
 
 def test_a_described_load_has_the_means_that_were_asked_for() -> None:
     load = Workload(lam=20.0, input_tokens=900, output_tokens=150)
-    demand = demand_of(described(load, 1.0, 600.0, seed=1), "described")
+    demand = demand_of(describe(load, 1.0, 600.0, seed=1), "described")
     assert demand.rps == pytest.approx(20.0, rel=0.05)
     assert demand.input_tokens == pytest.approx(900, rel=0.05)
     assert demand.output_tokens == pytest.approx(150, rel=0.05)

@@ -9,11 +9,11 @@ from xml.etree import ElementTree
 
 import pytest
 
-from policy.config.control import Objective
+from policy.config.control import SloConfig
 from sim.charts.page import page
 from sim.oracle.bounds import Bounds
-from sim.results.comparison import Run, Study
-from sim.results.series import pictures
+from sim.results.comparison import PolicyComparison, PolicyRun
+from sim.results.series import chart_data
 from sim.results.summary import summarise
 from sim.twin.record import Record
 from tests.sim.records import record, requests
@@ -30,12 +30,12 @@ SERIES = (
 )
 
 
-def study(*records: Record, bounds: Bounds = BOUNDS) -> Study:
+def study(*records: Record, bounds: Bounds = BOUNDS) -> PolicyComparison:
     runs = tuple(
-        Run(f"policy <{i}>", summarise(each, bounds.lower_gpu_hours), pictures(each))
+        PolicyRun(f"policy <{i}>", summarise(each, bounds.lower_gpu_hours), chart_data(each))
         for i, each in enumerate(records)
     )
-    return Study("a & b.csv", 3, bounds, {"m": Objective(ttft_p95_s=1.5)}, runs)
+    return PolicyComparison("a & b.csv", 3, bounds, {"m": SloConfig(ttft_p95_s=1.5)}, runs)
 
 
 def parsed(text: str) -> ElementTree.Element:

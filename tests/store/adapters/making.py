@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 
 from store.adapters import CONFIG, WEIGHTS
-from store.adapters.base_model import Base
-from store.adapters.import_adapter import Terms
-from store.adapters.validate import Limits
+from store.adapters.base_model import BaseModel
+from store.adapters.import_adapter import ImportLimits
+from store.adapters.validate import ValidationLimits
 
 RANK, HIDDEN, OUT = 4, 16, 24
-LIMITS = Limits(max_rank=8, max_bytes=2_000_000)
+LIMITS = ValidationLimits(max_rank=8, max_bytes=2_000_000)
 MODULES = tuple(f"model.layers.{layer}.self_attn.{side}_proj" for layer in range(2) for side in "qv")
-BASE = Base(
+BASE = BaseModel(
     {
         **dict.fromkeys(MODULES, (OUT, HIDDEN)),
         "model.layers.0.mlp.down_proj": (HIDDEN, OUT),
@@ -29,7 +29,7 @@ BASE = Base(
         "lm_head": (100, HIDDEN),
     }
 )
-TERMS = Terms(BASE, LIMITS)
+TERMS = ImportLimits(BASE, LIMITS)
 
 CONFIGURATION: dict[str, Any] = {
     "peft_type": "LORA",

@@ -18,7 +18,7 @@ import pytest
 from policy.errors import AdapterRefused
 from store.adapters import CONFIG, WEIGHTS
 from store.adapters.archive import unpack
-from store.adapters.import_adapter import take
+from store.adapters.import_adapter import import_adapter
 from store.blobs import Blobs
 from tests.store.adapters.making import (
     HIDDEN,
@@ -339,7 +339,7 @@ BAD: list[tuple[str, Make, str, str]] = [
 def test_a_bad_adapter_is_refused(make: Make, code: str, message: str, tmp_path: Path, blobs: Blobs) -> None:
     source = make(tmp_path)
     with pytest.raises(AdapterRefused) as caught:
-        take(blobs, str(source), TERMS, lambda _: None)
+        import_adapter(blobs, str(source), TERMS, lambda _: None)
     assert (caught.value.code, message in str(caught.value)) == (code, True), str(caught.value)
     assert len(str(caught.value)) < 1000
     assert blobs.digests() == set()
@@ -361,5 +361,5 @@ def test_a_socket_is_no_adapter(tmp_path: Path, blobs: Blobs) -> None:
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(tmp_path / "s"))
         with pytest.raises(AdapterRefused) as caught:
-            take(blobs, str(tmp_path / "s"), TERMS, lambda _: None)
+            import_adapter(blobs, str(tmp_path / "s"), TERMS, lambda _: None)
     assert caught.value.code in ("path", "source_unreachable")

@@ -12,9 +12,9 @@ import pytest
 
 from policy.errors import AdapterRefused
 from store.adapters import CONFIG, FILES, WEIGHTS
-from store.adapters.base_model import Base
-from store.adapters.import_adapter import Terms, take
-from store.adapters.validate import Facts, admit
+from store.adapters.base_model import BaseModel
+from store.adapters.import_adapter import ImportLimits, import_adapter
+from store.adapters.validate import AdapterFacts, validate
 from store.blobs import Blobs
 from store.progress import Progress
 from tests.store.adapters.making import (
@@ -39,7 +39,7 @@ from tests.store.adapters.making import (
 
 def kept(blobs: Blobs, source: Path) -> dict[str, bytes]:
     """The files that are stored of the adapter at ``source``, but for the manifest."""
-    path = blobs.path(take(blobs, str(source), TERMS, lambda _: None).digest)
+    path = blobs.path(import_adapter(blobs, str(source), TERMS, lambda _: None).digest)
     assert path is not None
     return {each.name: each.read_bytes() for each in path.iterdir() if each.name != "manifest.json"}
 
@@ -58,7 +58,7 @@ def kept(blobs: Blobs, source: Path) -> dict[str, bytes]:
     ],
 )
 def test_configurations_that_are_served(configuration: dict[str, Any], tmp_path: Path) -> None:
-    assert admit(write(tmp_path, files(**configuration)), BASE, LIMITS).rank in (RANK, 8)
+    assert validate(write(tmp_path, files(**configuration)), BASE, LIMITS).rank in (RANK, 8)
 
 
 def test_the_facts_are_the_largest_rank_and_the_bytes_of_the_files(tmp_path: Path) -> None:
@@ -69,12 +69,12 @@ def test_the_facts_are_the_largest_rank_and_the_bytes_of_the_files(tmp_path: Pat
     config = {**CONFIGURATION, "rank_pattern": {f"^{module}$": 8}}
     content = {CONFIG: json.dumps(config).encode(), WEIGHTS: weights(tensors)}
     size = sum(map(len, content.values()))
-    assert admit(write(tmp_path, content), BASE, LIMITS) == Facts(rank=8, size=size)
+    assert validate(write(tmp_path, content), BASE, LIMITS) == AdapterFacts(rank=8, size=size)
 
 
 def test_the_first_pattern_wins(tmp_path: Path) -> None:
     patterns = {"q_proj": RANK, "layers.0.self_attn.q_proj": 8}
-    assert admit(write(tmp_path, files(rank_pattern=patterns)), BASE, LIMITS).rank == 8
+    assert validate(write(tmp_path, files(rank_pattern=patterns)), BASE, LIMITS).rank == 8
 
 
 def test_numbers_of_sixteen_bits(tmp_path: Path) -> None:
@@ -84,27 +84,27 @@ def test_numbers_of_sixteen_bits(tmp_path: Path) -> None:
         if name != "__metadata__":
             entry["dtype"] = "BF16"
     content = {**files(), WEIGHTS: weights(tensors, header)}
-    assert admit(write(tmp_path / "a", content), BASE, LIMITS).rank == RANK
+    assert validate(write(tmp_path / "a", content), BASE, LIMITS).rank == RANK
     tensors[named(MODULES[0], "A")].view(np.uint16)[0, 0] = 0x7F80  # infinity, as BF16 has it
     content[WEIGHTS] = weights(tensors, header)
     with pytest.raises(AdapterRefused, match="NaN or infinite"):
-        admit(write(tmp_path / "b", content), BASE, LIMITS)
+        validate(write(tmp_path / "b", content), BASE, LIMITS)
 
 
 def test_the_largest_numbers_that_there_are(tmp_path: Path) -> None:
     tensors = half_pairs()
     tensors[named(MODULES[0], "A")][:] = np.finfo(np.float32).max
-    assert admit(write(tmp_path, {**files(), WEIGHTS: weights(tensors)}), BASE, LIMITS).rank == RANK
+    assert validate(write(tmp_path, {**files(), WEIGHTS: weights(tensors)}), BASE, LIMITS).rank == RANK
 
 
 def test_without_a_base_its_modules_are_not_compared(tmp_path: Path) -> None:
     tensors = {name.replace("self_attn", "attention"): array for name, array in half_pairs().items()}
     content = {**files(target_modules=["c_attn"]), WEIGHTS: weights(tensors)}
-    assert admit(write(tmp_path, content), None, LIMITS).rank == RANK
+    assert validate(write(tmp_path, content), None, LIMITS).rank == RANK
 
 
 def test_a_trunk_that_the_checkpoint_calls_otherwise() -> None:
-    base = Base({"model.language_model.layers.0.q": (4, 8), "model.visual.layers.0.q": (2, 6)})
+    base = BaseModel({"model.language_model.layers.0.q": (4, 8), "model.visual.layers.0.q": (2, 6)})
     assert set(base.shapes("model.layers.0.q")) == {(4, 8), (2, 6)}
     assert base.shapes("model.visual.layers.0.q") == ((2, 6),)
     assert base.shapes("model.layers.1.q") == ()
@@ -124,15 +124,15 @@ def test_a_base_is_read_from_its_files(tmp_path: Path) -> None:
     }
     for name, tensors in (("a", linear), ("b", rest)):
         (tmp_path / f"{name}.safetensors").write_bytes(weights(tensors))
-    base = Base.of(tmp_path)
+    base = BaseModel.of(tmp_path)
     assert base.shapes("model.layers.0.q") == ((4, 8),)
     assert base.shapes("model.norm") == ()
     assert base.shapes("model.layers.0.k") == (None,), "packed: of any shape"
 
 
 def test_packed_weights_are_not_compared_by_shape(tmp_path: Path) -> None:
-    base = Base(dict.fromkeys(MODULES, None))
-    assert admit(write(tmp_path, files()), base, LIMITS).rank == RANK
+    base = BaseModel(dict.fromkeys(MODULES, None))
+    assert validate(write(tmp_path, files()), base, LIMITS).rank == RANK
 
 
 @pytest.mark.parametrize("content", [None, b"x"])
@@ -140,7 +140,7 @@ def test_a_base_that_cannot_be_read(tmp_path: Path, content: bytes | None) -> No
     if content is not None:
         (tmp_path / "model.safetensors").write_bytes(content)
     with pytest.raises(AdapterRefused, match="the base model") as caught:
-        Base.of(tmp_path)
+        BaseModel.of(tmp_path)
     assert caught.value.code == "base_model"
 
 
@@ -178,15 +178,15 @@ def test_of_a_directory_two_files_are_kept(tmp_path: Path, blobs: Blobs) -> None
 
 def test_a_directory_by_url_and_with_spaces(tmp_path: Path, blobs: Blobs) -> None:
     folder = write(tmp_path / "an adapter", files())
-    by_url = take(blobs, f"file://{tmp_path}/an%20adapter", TERMS, lambda _: None)
-    assert by_url.digest == take(blobs, str(folder), TERMS, lambda _: None).digest
+    by_url = import_adapter(blobs, f"file://{tmp_path}/an%20adapter", TERMS, lambda _: None)
+    assert by_url.digest == import_adapter(blobs, str(folder), TERMS, lambda _: None).digest
 
 
 def test_equal_content_has_one_digest_wherever_it_came_from(tmp_path: Path, blobs: Blobs) -> None:
     (tmp_path / "a.zip").write_bytes(zipped(files()))
-    first = take(blobs, str(tmp_path / "a.zip"), TERMS, lambda _: None)
-    second = take(blobs, str(write(tmp_path / "a", files())), TERMS, lambda _: None)
-    other = take(blobs, str(write(tmp_path / "b", files(seed=2))), TERMS, lambda _: None)
+    first = import_adapter(blobs, str(tmp_path / "a.zip"), TERMS, lambda _: None)
+    second = import_adapter(blobs, str(write(tmp_path / "a", files())), TERMS, lambda _: None)
+    other = import_adapter(blobs, str(write(tmp_path / "b", files(seed=2))), TERMS, lambda _: None)
     assert first.digest == second.digest != other.digest
     assert blobs.digests() == {first.digest, other.digest}
     assert (first.facts, second.source) == (second.facts, str(tmp_path / "a"))
@@ -194,7 +194,7 @@ def test_equal_content_has_one_digest_wherever_it_came_from(tmp_path: Path, blob
 
 def test_what_is_stored_is_immutable_and_its_own(tmp_path: Path, blobs: Blobs) -> None:
     folder = write(tmp_path / "a", files())
-    taken = take(blobs, str(folder), TERMS, lambda _: None)
+    taken = import_adapter(blobs, str(folder), TERMS, lambda _: None)
     (folder / WEIGHTS).write_bytes(b"else")
     path = blobs.path(taken.digest)
     assert path is not None
@@ -204,7 +204,7 @@ def test_what_is_stored_is_immutable_and_its_own(tmp_path: Path, blobs: Blobs) -
 
 def test_who_waits_is_told_how_far_it_is(tmp_path: Path, blobs: Blobs) -> None:
     said: list[Progress] = []
-    take(blobs, str(write(tmp_path / "a", files())), Terms(BASE, LIMITS), said.append)
+    import_adapter(blobs, str(write(tmp_path / "a", files())), ImportLimits(BASE, LIMITS), said.append)
     steps = list(dict.fromkeys(each.step for each in said))
     assert steps == ["fetch", "check", "store"]
     for step in ("fetch", "check"):

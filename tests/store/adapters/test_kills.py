@@ -15,9 +15,9 @@ from typing import NoReturn
 import pytest
 
 from policy.errors import AdapterUnknown
-from store.adapters.import_adapter import take
-from store.adapters.names import Registry
-from store.adapters.validate import Facts
+from store.adapters.import_adapter import import_adapter
+from store.adapters.names import AdapterNames
+from store.adapters.validate import AdapterFacts
 from store.blobs import Blobs
 from tests.store.adapters.making import TERMS, files, write, zipped
 
@@ -40,7 +40,7 @@ class Site:
                 self.sources[name] = write(root / name, files(seed))
         elsewhere = Blobs(root / "elsewhere")
         self.digests = {
-            take(elsewhere, str(source), TERMS, lambda _: None).digest: name
+            import_adapter(elsewhere, str(source), TERMS, lambda _: None).digest: name
             for name, source in self.sources.items()
         }
         self.after: tuple[State, ...] = (
@@ -55,10 +55,10 @@ class Site:
             None,
         )
 
-    def steps(self, registry: Registry, blobs: Blobs) -> list[Callable[[], object]]:
+    def steps(self, registry: AdapterNames, blobs: Blobs) -> list[Callable[[], object]]:
         def add(name: str) -> Callable[[], object]:
             def run() -> None:
-                taken = take(blobs, str(self.sources[name]), TERMS, lambda _: None)
+                taken = import_adapter(blobs, str(self.sources[name]), TERMS, lambda _: None)
                 registry.put("m", "sql", [taken])
 
             return run
@@ -81,7 +81,7 @@ class Site:
 
     def work(self, say: Callable[[str], object]) -> NoReturn:
         """Rounds without end, over what a killed predecessor left; says each step before and after."""
-        registry, blobs = Registry(self.url), Blobs(self.blobs)
+        registry, blobs = AdapterNames(self.url), Blobs(self.blobs)
         steps = self.steps(registry, blobs)
         with suppress(AdapterUnknown):
             registry.remove("m", "sql")
@@ -96,7 +96,7 @@ class Site:
         blobs = Blobs(self.blobs)
         assert all(blobs.path(digest) is not None for digest in blobs.digests())
         assert not list(self.blobs.glob(".work-*"))
-        registry = Registry(self.url)
+        registry = AdapterNames(self.url)
         aliases = registry.catalog(0, 0).aliases
         registry.close()
         if not aliases:
@@ -156,7 +156,7 @@ def test_killed_while_the_database_is_made(tmp_path: Path) -> None:
     def work(say: Callable[[str], object]) -> NoReturn:
         number = 0
         while True:
-            Registry(url(number)).close()
+            AdapterNames(url(number)).close()
             number += 1
             say(f"{number}\n")
 
@@ -165,8 +165,8 @@ def test_killed_while_the_database_is_made(tmp_path: Path) -> None:
         for path in tmp_path.iterdir():
             path.unlink()
         number = int(killed(work, chance.uniform(0.0, 0.1))[-1])
-        registry = Registry(url(number))
-        registry.add("m", "sql", "a" * 64, Facts(8, 1), "")
+        registry = AdapterNames(url(number))
+        registry.add("m", "sql", "a" * 64, AdapterFacts(8, 1), "")
         assert registry.revision() == 1
         registry.close()
 

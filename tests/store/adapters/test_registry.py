@@ -16,12 +16,12 @@ from sqlalchemy import delete, insert
 
 from policy.errors import AdapterRefused, AdapterUnknown, TargetError
 from policy.wire.catalog import Alias
-from store.adapters.names import DOCUMENT, KEPT_VERSIONS, Candidate, Registry
+from store.adapters.names import DOCUMENT, KEPT_VERSIONS, AdapterNames, NewVersion
 from store.adapters.rows import counters
-from store.adapters.validate import Facts
+from store.adapters.validate import AdapterFacts
 from store.database import Database, metadata
 
-FACTS = Facts(rank=8, size=1000)
+FACTS = AdapterFacts(rank=8, size=1000)
 A, B, C, D = (letter * 64 for letter in "abcd")
 
 
@@ -57,17 +57,17 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def registry(url: str, clock: Clock) -> Iterator[Registry]:
-    opened = Registry(url, clock)
+def registry(url: str, clock: Clock) -> Iterator[AdapterNames]:
+    opened = AdapterNames(url, clock)
     yield opened
     opened.close()
 
 
-def add(registry: Registry, digest: str, name: str = "sql", **options: object) -> Alias:
+def add(registry: AdapterNames, digest: str, name: str = "sql", **options: object) -> Alias:
     return registry.add("m", name, digest, FACTS, f"/from/{digest[0]}", **options)  # type: ignore[arg-type]
 
 
-def only(registry: Registry) -> Alias:
+def only(registry: AdapterNames) -> Alias:
     (alias,) = registry.catalog(1.0, 2).aliases
     return alias
 
@@ -78,7 +78,7 @@ def digests(alias: Alias) -> dict[str, float]:
     return {found[number]: weight for number, weight in alias.split}
 
 
-def test_a_name_is_added(registry: Registry) -> None:
+def test_a_name_is_added(registry: AdapterNames) -> None:
     alias = add(registry, A)
     assert (alias.model, alias.name, alias.revision, alias.split, alias.at) == (
         "m",
@@ -94,7 +94,7 @@ def test_a_name_is_added(registry: Registry) -> None:
     assert (catalog.epoch, catalog.version, catalog.aliases) == (5.0, 7, (alias,))
 
 
-def test_a_name_is_replaced_and_keeps_what_it_was(registry: Registry, clock: Clock) -> None:
+def test_a_name_is_replaced_and_keeps_what_it_was(registry: AdapterNames, clock: Clock) -> None:
     add(registry, A)
     clock.now = 1010.0
     alias = add(registry, B)
@@ -107,21 +107,21 @@ def test_a_name_is_replaced_and_keeps_what_it_was(registry: Registry, clock: Clo
     assert only(registry) == alias
 
 
-def test_the_same_again_changes_nothing(registry: Registry, clock: Clock) -> None:
+def test_the_same_again_changes_nothing(registry: AdapterNames, clock: Clock) -> None:
     first = add(registry, A, tenants=["acme"])
     clock.now = 2000.0
     assert add(registry, A) == first
     assert registry.revision() == 1
 
 
-def test_an_older_version_again_keeps_its_number(registry: Registry) -> None:
+def test_an_older_version_again_keeps_its_number(registry: AdapterNames) -> None:
     add(registry, A)
     add(registry, B)
     alias = add(registry, A)
     assert (alias.split, len(alias.versions), alias.revision) == (((1, 1.0),), 2, 3)
 
 
-def test_versions_share_a_name(registry: Registry) -> None:
+def test_versions_share_a_name(registry: AdapterNames) -> None:
     add(registry, A)
     add(registry, B)
     alias = registry.split("m", "sql", {1: 95, 2: 5})
@@ -142,7 +142,7 @@ def test_versions_share_a_name(registry: Registry) -> None:
         ({1: float("inf")}, "numbers from 0"),
     ],
 )
-def test_splits_that_are_none(registry: Registry, weights: dict[int, float], message: str) -> None:
+def test_splits_that_are_none(registry: AdapterNames, weights: dict[int, float], message: str) -> None:
     add(registry, A)
     before = add(registry, B)
     with pytest.raises(TargetError, match=message):
@@ -150,7 +150,7 @@ def test_splits_that_are_none(registry: Registry, weights: dict[int, float], mes
     assert only(registry) == before
 
 
-def test_going_back_and_further_back(registry: Registry) -> None:
+def test_going_back_and_further_back(registry: AdapterNames) -> None:
     add(registry, A)
     add(registry, B)
     registry.split("m", "sql", {1: 1, 2: 3})
@@ -165,7 +165,7 @@ def test_going_back_and_further_back(registry: Registry) -> None:
     assert only(registry).revision == 9
 
 
-def test_a_name_is_removed(registry: Registry) -> None:
+def test_a_name_is_removed(registry: AdapterNames) -> None:
     add(registry, A)
     add(registry, B, name="law")
     registry.remove("m", "sql")
@@ -177,7 +177,7 @@ def test_a_name_is_removed(registry: Registry) -> None:
         registry.rollback("m", "sql")
 
 
-def test_what_there_is_not(registry: Registry) -> None:
+def test_what_there_is_not(registry: AdapterNames) -> None:
     add(registry, A)
     for run in (
         lambda: registry.remove("m", "law"),
@@ -188,7 +188,7 @@ def test_what_there_is_not(registry: Registry) -> None:
             run()
 
 
-def test_models_do_not_share_names(registry: Registry) -> None:
+def test_models_do_not_share_names(registry: AdapterNames) -> None:
     add(registry, A)
     registry.add("other/m", "sql", B, FACTS, "/b")
     registry.remove("m", "sql")
@@ -196,19 +196,19 @@ def test_models_do_not_share_names(registry: Registry) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "a b", "a@b", "../x", "-a", "a" * 65, "a\n", "a:b", "ä"])
-def test_names_that_are_none(registry: Registry, name: str) -> None:
+def test_names_that_are_none(registry: AdapterNames, name: str) -> None:
     with pytest.raises(AdapterRefused, match="is no name of an adapter") as caught:
         add(registry, A, name=name)
     assert caught.value.code == "name"
 
 
 @pytest.mark.parametrize("digest", ["/" * 64, "a" * 63, "A" * 64])
-def test_only_digests_are_recorded(registry: Registry, digest: str) -> None:
+def test_only_digests_are_recorded(registry: AdapterNames, digest: str) -> None:
     with pytest.raises(ValueError, match="sha256"):
         add(registry, digest)
 
 
-def test_tenants_stay_until_others_are_given(registry: Registry) -> None:
+def test_tenants_stay_until_others_are_given(registry: AdapterNames) -> None:
     assert add(registry, A, tenants=["b", "a", "b"]).tenants == ("a", "b")
     assert add(registry, B).tenants == ("a", "b")
     alias = add(registry, B, tenants=[])
@@ -216,11 +216,11 @@ def test_tenants_stay_until_others_are_given(registry: Registry) -> None:
     assert only(registry) == alias
 
 
-def candidates(**weights: float) -> list[Candidate]:
-    return [Candidate(letter * 64, FACTS, f"/{letter}", weight) for letter, weight in weights.items()]
+def candidates(**weights: float) -> list[NewVersion]:
+    return [NewVersion(letter * 64, FACTS, f"/{letter}", weight) for letter, weight in weights.items()]
 
 
-def test_what_the_document_declares_comes_at_once(registry: Registry) -> None:
+def test_what_the_document_declares_comes_at_once(registry: AdapterNames) -> None:
     alias = registry.put("m", "sql", candidates(a=95, b=5, c=0), origin=DOCUMENT)
     assert alias.split == ((1, 95.0), (2, 5.0))
     assert [version.number for version in alias.versions] == [1, 2, 3]
@@ -229,7 +229,7 @@ def test_what_the_document_declares_comes_at_once(registry: Registry) -> None:
     assert registry.declared() == {("m", "sql")}
 
 
-def test_a_restart_does_not_undo_what_was_done_since(registry: Registry) -> None:
+def test_a_restart_does_not_undo_what_was_done_since(registry: AdapterNames) -> None:
     registry.put("m", "sql", candidates(a=1), origin=DOCUMENT)
     registry.put("m", "sql", candidates(b=1), origin=DOCUMENT)
     back = registry.rollback("m", "sql")
@@ -240,14 +240,14 @@ def test_a_restart_does_not_undo_what_was_done_since(registry: Registry) -> None
     assert digests(registry.put("m", "sql", candidates(d=1), origin=DOCUMENT)) == {"d": 1.0}
 
 
-def test_tenants_of_the_document_count_though_its_content_is_the_same(registry: Registry) -> None:
+def test_tenants_of_the_document_count_though_its_content_is_the_same(registry: AdapterNames) -> None:
     registry.put("m", "sql", candidates(a=1), origin=DOCUMENT)
     add(registry, B)
     alias = registry.put("m", "sql", candidates(a=1), tenants=["acme"], origin=DOCUMENT)
     assert (digests(alias), alias.tenants) == ({"b": 1.0}, ("acme",))
 
 
-def test_tenants_that_were_given_since_outlast_a_restart(registry: Registry) -> None:
+def test_tenants_that_were_given_since_outlast_a_restart(registry: AdapterNames) -> None:
     for declared in ([], ["law"]):
         registry.put("m", "sql", candidates(a=1), tenants=declared, origin=DOCUMENT)
         added = registry.put("m", "sql", candidates(a=1), tenants=["acme"])
@@ -257,13 +257,13 @@ def test_tenants_that_were_given_since_outlast_a_restart(registry: Registry) -> 
     assert (digests(alias), alias.tenants) == ({"b": 1.0}, ("acme",)), "of tenants it says what it said"
 
 
-def test_what_was_added_becomes_the_documents_when_it_declares_it(registry: Registry) -> None:
+def test_what_was_added_becomes_the_documents_when_it_declares_it(registry: AdapterNames) -> None:
     add(registry, A)
     registry.put("m", "sql", candidates(a=1), origin=DOCUMENT)
     assert registry.declared() == {("m", "sql")}
 
 
-def test_the_same_content_twice_is_one_version(registry: Registry) -> None:
+def test_the_same_content_twice_is_one_version(registry: AdapterNames) -> None:
     twice = [*candidates(a=1), *candidates(a=2)]
     assert registry.put("m", "sql", twice).split == ((1, 3.0),)
     with pytest.raises(TargetError):
@@ -272,7 +272,7 @@ def test_the_same_content_twice_is_one_version(registry: Registry) -> None:
         registry.put("m", "law", [])
 
 
-def test_digests_that_no_version_has(registry: Registry, clock: Clock) -> None:
+def test_digests_that_no_version_has(registry: AdapterNames, clock: Clock) -> None:
     add(registry, A)
     add(registry, B)
     add(registry, A, name="law")
@@ -289,7 +289,7 @@ def test_digests_that_no_version_has(registry: Registry, clock: Clock) -> None:
     assert registry.unused_digests(stored, 60) == {C}
 
 
-def test_a_name_keeps_so_many_versions_and_those_that_it_serves(registry: Registry, clock: Clock) -> None:
+def test_a_name_keeps_so_many_versions_and_those_that_it_serves(registry: AdapterNames, clock: Clock) -> None:
     many = [f"{i:064x}" for i in range(KEPT_VERSIONS + 3)]
     add(registry, many[0])
     add(registry, many[1])
@@ -311,9 +311,9 @@ def test_a_name_keeps_so_many_versions_and_those_that_it_serves(registry: Regist
         assert all(alias.version(number) for number, _ in alias.split)
 
 
-def test_another_process_sees_it(registry: Registry, url: str) -> None:
+def test_another_process_sees_it(registry: AdapterNames, url: str) -> None:
     alias = add(registry, A)
-    other = Registry(url)
+    other = AdapterNames(url)
     assert only(other) == alias
     other.remove("m", "sql")
     assert registry.catalog(1.0, 1).aliases == ()
@@ -335,7 +335,7 @@ CHANGES = st.lists(
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(CHANGES)
 def test_whatever_happens_a_name_stands_for_versions_that_it_has(
-    registry: Registry, changes: list[tuple[str, object]]
+    registry: AdapterNames, changes: list[tuple[str, object]]
 ) -> None:
     for alias in registry.catalog(0, 0).aliases:
         registry.remove(alias.model, alias.name)

@@ -22,8 +22,8 @@ from policy.errors import AdapterRefused
 from store.adapters import CONFIG, FILES, WEIGHTS
 from store.adapters import from_web as download
 from store.adapters.fetch import fetch
-from store.adapters.fetch_job import Errand, shown
-from store.adapters.import_adapter import take
+from store.adapters.fetch_job import FetchJob, redacted
+from store.adapters.import_adapter import import_adapter
 from store.blobs import Blobs
 from store.progress import Progress
 from tests.store.adapters.making import LIMITS, TERMS, files, tarred, write, zipped
@@ -31,14 +31,16 @@ from tests.store.adapters.making import LIMITS, TERMS, files, tarred, write, zip
 ARCHIVE = zipped(files())
 
 
-def errand(tmp_path: Path, source: str, said: list[Progress] | None = None) -> Errand:
+def errand(tmp_path: Path, source: str, said: list[Progress] | None = None) -> FetchJob:
     into, parts = tmp_path / "into", tmp_path / "parts"
     into.mkdir()
     parts.mkdir(exist_ok=True)
-    return Errand(source, into, parts, LIMITS.max_bytes, said.append if said is not None else lambda _: None)
+    return FetchJob(
+        source, into, parts, LIMITS.max_bytes, said.append if said is not None else lambda _: None
+    )
 
 
-def fetched(given: Errand) -> dict[str, bytes]:
+def fetched(given: FetchJob) -> dict[str, bytes]:
     fetch(given)
     return {path.name: path.read_bytes() for path in given.into.iterdir()}
 
@@ -223,11 +225,11 @@ def test_a_server_that_breaks_off_after_a_few_bytes_is_given_up(tmp_path: Path) 
 def test_a_download_goes_on_in_another_process(tmp_path: Path, blobs: Blobs) -> None:
     with served(Site()) as site:
         site.breaks = [1000, 1, 1, 1, 0, 0, 0, 0]
-        error = refused(lambda: take(blobs, site.url, TERMS, lambda _: None))
+        error = refused(lambda: import_adapter(blobs, site.url, TERMS, lambda _: None))
         assert error.code == "source_unreachable"
         site.breaks = []
         again = Blobs(tmp_path / "adapters")
-        taken = take(again, site.url, TERMS, lambda _: None)
+        taken = import_adapter(again, site.url, TERMS, lambda _: None)
         assert site.ranges[-1] == "bytes=1003-"
     assert again.digests() == {taken.digest}
     assert list((tmp_path / "adapters" / ".parts").iterdir()) == []
@@ -319,15 +321,15 @@ def test_secrets_of_a_source_are_not_told(tmp_path: Path, blobs: Blobs) -> None:
     with served(Site()) as site:
         secret = site.url.replace("http://", "http://user:KEY-1@") + "?signature=KEY-2"
         said: list[Progress] = []
-        taken = take(blobs, secret, TERMS, said.append)
+        taken = import_adapter(blobs, secret, TERMS, said.append)
         site.statuses = [404]
-        error = refused(lambda: take(blobs, secret, TERMS, said.append))
+        error = refused(lambda: import_adapter(blobs, secret, TERMS, said.append))
         path = blobs.path(taken.digest)
         assert path is not None
         told = f"{taken} {error} {said} {(path / 'manifest.json').read_text()}"
     assert not re.search("KEY-[12]|user", told)
     assert taken.source == site.url
-    assert shown("/a/b@c?d") == "/a/b@c?d", "a path is no URL"
+    assert redacted("/a/b@c?d") == "/a/b@c?d", "a path is no URL"
 
 
 # The hub.

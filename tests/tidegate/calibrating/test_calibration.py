@@ -8,12 +8,12 @@ import pytest
 
 from policy.engine.profiles import profile
 from policy.errors import PreconditionFailed, TargetError
-from policy.types import Fleet, Load, Replica, ReplicaState
+from policy.types import Fleet, Load, Replica, ReplicaPhase
 from serve.controller.client import ControllerClient
 from serve.controller_api import ControllerStatus, ModelStatus
 from tests.policy.test_model_file import content
 from tests.serve.sim_documents import deployment, sim_model
-from tidegate.calibrate.calibration import Serving, serving
+from tidegate.calibrate.calibration import ServedShape, served_shape
 
 
 class FakeController:
@@ -31,7 +31,7 @@ class FakeController:
         return ControllerStatus(actuator="memory", epoch=0.0, pid=1, models=(model,))
 
     def fleet(self) -> Fleet:
-        states = [ReplicaState.READY] * self._ready + [ReplicaState.DRAINING]
+        states = [ReplicaPhase.READY] * self._ready + [ReplicaPhase.DRAINING]
         replicas = tuple(
             Replica(
                 id=f"r{i}", model="m", shape="small", generation=1, state=state, load=Load(at=0.0),
@@ -42,9 +42,9 @@ class FakeController:
         return Fleet(epoch=0.0, version=1, at=0.0, replicas=replicas)
 
 
-def found(controller: FakeController | None = None, shape: str | None = None, **model: Any) -> Serving:
+def found(controller: FakeController | None = None, shape: str | None = None, **model: Any) -> ServedShape:
     client = cast("ControllerClient", controller or FakeController())
-    return serving(client, deployment(sim_model(**model)), "m", shape)
+    return served_shape(client, deployment(sim_model(**model)), "m", shape)
 
 
 def test_who_serves_is_calibrated() -> None:
@@ -91,7 +91,7 @@ def test_what_cannot_be_calibrated_is_refused(over: dict[str, Any], said: str) -
 def test_servers_that_tell_nothing_are_refused() -> None:
     document = deployment({"name": "m", "engine": "external", "urls": ["http://127.0.0.1:1"]})
     with pytest.raises(TargetError, match="tell nothing of their steps"):
-        serving(cast("ControllerClient", FakeController()), document, "m", None)
+        served_shape(cast("ControllerClient", FakeController()), document, "m", None)
 
 
 def test_a_shape_that_does_not_serve_is_refused() -> None:
@@ -108,4 +108,4 @@ def test_what_changes_is_not_calibrated(controller: FakeController) -> None:
 def test_a_model_that_the_controller_does_not_know_is_refused() -> None:
     document = deployment(sim_model("new"))
     with pytest.raises(TargetError, match="the controller does not know it"):
-        serving(cast("ControllerClient", FakeController()), document, "new", None)
+        served_shape(cast("ControllerClient", FakeController()), document, "new", None)

@@ -16,7 +16,7 @@ from sim.twin.record import Requests
 from sim.twin.run import simulate
 from tests.policy.test_model_file import content
 from tests.serve.sim_documents import deployment, sim_model
-from tidegate.calibrate.twin_check import calibrated, check, recorded
+from tidegate.calibrate.twin_check import calibrated_model, check, recorded_run
 from tidegate.replay.results import ReplayRow
 
 TRACE = [Arrival(at=0.11 * i, input_tokens=30 + 17 * (i % 9), output_tokens=3 + i % 7) for i in range(80)]
@@ -71,7 +71,7 @@ def test_requests_that_failed_are_load_and_no_measure() -> None:
 
 def test_only_the_model_is_in_the_twin_and_timed_by_the_file() -> None:
     both = deployment(sim_model(), sim_model("other"))
-    alone = calibrated(both, "m", content())
+    alone = calibrated_model(both, "m", content())
     assert [spec.name for spec in alone.models] == ["m"]
     assert alone.models[0].profile == content()
 
@@ -87,15 +87,15 @@ ROW = {"at": 2.0, "late_s": 0.0, "input_tokens": 5, "output_tokens": 2, "status"
 
 
 def test_rows_are_in_the_order_in_which_they_were_sent(tmp_path: Path) -> None:
-    found = recorded(written(tmp_path, ROW, ROW | {"at": 1.0}))
+    found = recorded_run(written(tmp_path, ROW, ROW | {"at": 1.0}))
     assert [row.at for row in found] == [1.0, 2.0]
 
 
 def test_a_line_that_is_no_request_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match=r"rows\.jsonl:2"):
-        recorded(written(tmp_path, ROW, '{"at": 1.0, "late'))
+        recorded_run(written(tmp_path, ROW, '{"at": 1.0, "late'))
 
 
 def test_a_replay_in_which_nothing_was_served_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="at least one was served"):
-        recorded(written(tmp_path, ROW | {"status": 503}))
+        recorded_run(written(tmp_path, ROW | {"status": 503}))

@@ -12,10 +12,10 @@ import pytest
 from policy.errors import PreconditionFailed
 from sim.calibration.load_points import Point
 from tidegate.calibrate import closed_loop as driving
-from tidegate.calibrate.closed_loop import Driver
+from tidegate.calibrate.closed_loop import LoadDriver
 from tidegate.replay.http_client import Pool
 from tidegate.replay.prompts import Prompts
-from tidegate.replay.request_format import Asking
+from tidegate.replay.request_format import RequestFormat
 
 EVENTS = (
     b'data: {"choices": [{"finish_reason": null}]}\n\n'
@@ -67,7 +67,9 @@ async def endpoint(
 
 async def test_lengths_are_as_the_endpoint_counts_them_and_what_is_open_in_the_end_is_hung_up() -> None:
     async with endpoint(b"200 OK", EVENTS, most=5, over=7) as (pool, asked, enough):
-        driven = await Driver(pool, Asking("m"), Prompts(0)).drive(Point(2, 16, 4), 1, enough.wait())
+        driven = await LoadDriver(pool, RequestFormat("m"), Prompts(0)).drive(
+            Point(2, 16, 4), 1, enough.wait()
+        )
     assert (driven.point.input_tokens, driven.point.output_tokens) == (21, 2)
     assert len(driven.latencies) == 5
     # Each of the two clients has one more open, which nobody answers.
@@ -77,7 +79,7 @@ async def test_lengths_are_as_the_endpoint_counts_them_and_what_is_open_in_the_e
 
 async def test_each_replica_has_its_own_clients() -> None:
     async with endpoint(b"200 OK", EVENTS, most=0, over=6) as (pool, asked, enough):
-        await Driver(pool, Asking("m"), Prompts(0)).drive(Point(2, 16, 4), 3, enough.wait())
+        await LoadDriver(pool, RequestFormat("m"), Prompts(0)).drive(Point(2, 16, 4), 3, enough.wait())
     assert len(asked) == 6
 
 
@@ -86,4 +88,4 @@ async def test_an_endpoint_that_refuses_everything_is_no_load_point(monkeypatch:
     busy = b'{"error": {"message": "too much"}}'
     async with endpoint(b"503 Service Unavailable", busy, most=9, over=2) as (pool, _, enough):
         with pytest.raises(PreconditionFailed, match="every request failed: too much"):
-            await Driver(pool, Asking("m"), Prompts(0)).drive(Point(1, 16, 4), 1, enough.wait())
+            await LoadDriver(pool, RequestFormat("m"), Prompts(0)).drive(Point(1, 16, 4), 1, enough.wait())

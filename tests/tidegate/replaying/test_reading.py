@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tidegate.replay.stream_reader import Reading
+from tidegate.replay.stream_reader import StreamTimings
 
 
 def event(finish: str | None = None, **more: Any) -> bytes:
@@ -26,7 +26,7 @@ WHOLE = event() + event() + b": a comment\n\n" + event("length") + LAST
 @settings(max_examples=25)
 @given(st.lists(st.integers(0, len(WHOLE)), max_size=8))
 def test_pieces_make_no_difference(cuts: list[int]) -> None:
-    reading = Reading()
+    reading = StreamTimings()
     edges = [0, *sorted(cuts), len(WHOLE)]
     for begin, end in pairwise(edges):
         reading.feed(WHOLE[begin:end], float(end))
@@ -38,7 +38,7 @@ def test_pieces_make_no_difference(cuts: list[int]) -> None:
 
 
 def test_the_gap_is_by_the_tokens_after_the_first() -> None:
-    reading = Reading()
+    reading = StreamTimings()
     reading.feed(event(), 10.0)
     reading.feed(event("stop"), 12.0)
     assert reading.itl_s() == 2.0  # two events, and nothing else to go by
@@ -48,7 +48,7 @@ def test_the_gap_is_by_the_tokens_after_the_first() -> None:
 
 
 def test_a_single_token_has_no_gap() -> None:
-    reading = Reading()
+    reading = StreamTimings()
     reading.feed(event("stop"), 10.0)
     assert reading.itl_s() is None
 
@@ -66,7 +66,7 @@ def test_a_single_token_has_no_gap() -> None:
     ],
 )
 def test_what_is_no_whole_answer_says_why(status: int, body: bytes, error: str) -> None:
-    reading = Reading()
+    reading = StreamTimings()
     reading.feed(body, 1.0)
     reading.end(status)
     assert reading.error.startswith(error)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sim.workload.traces.open import open_trace
-from tidegate.replay.capture_file import CaptureRefused, Spool, in_order
+from tidegate.replay.capture_file import CaptureFile, CaptureRefused, in_order
 
 HEADER = b'{"tidegate":"capture","version":1,"block_tokens":512}\n'
 
@@ -45,7 +45,7 @@ def test_a_capture_without_requests_is_a_header(tmp_path: Path) -> None:
 def test_pieces_make_no_difference(cuts: list[int]) -> None:
     told = HEADER + line(4) + b'{"lost":2}\n' + line(1)
     part, changes = BytesIO(), [0]
-    spool = Spool(part, lambda: changes.append(1))
+    spool = CaptureFile(part, lambda: changes.append(1))
     edges = [0, *sorted(min(cut, len(told)) for cut in cuts), len(told)]
     for begin, end in pairwise(edges):
         spool.feed(told[begin:end], 0.0)
@@ -57,4 +57,4 @@ def test_pieces_make_no_difference(cuts: list[int]) -> None:
 @pytest.mark.parametrize("said", [b'{"error": {"message": "no"}}\n', b"<html>\n", line(1)])
 def test_what_is_no_capture_is_refused(said: bytes) -> None:
     with pytest.raises(CaptureRefused, match=r"no (line of a )?capture"):
-        Spool(BytesIO(), lambda: None).feed(said, 0.0)
+        CaptureFile(BytesIO(), lambda: None).feed(said, 0.0)

@@ -17,17 +17,17 @@ from tidegate.replay.endpoint_check import EndpointRefused
 from tidegate.replay.http_client import Pool
 from tidegate.replay.player import Player
 from tidegate.replay.prompts import Prompts
-from tidegate.replay.request_format import Asking
+from tidegate.replay.request_format import RequestFormat
 from tidegate.replay.results import ReplayRow
 from tidegate.replay.run import Endpoint as Target
-from tidegate.replay.run import Played, replay
+from tidegate.replay.run import ReplayResult, replay
 
 PROBES = 2
 
 
 async def play(
     endpoint: Endpoint, arrivals: Iterable[Arrival], record: Path | None = None, **more: Any
-) -> tuple[Played, list[ReplayRow]]:
+) -> tuple[ReplayResult, list[ReplayRow]]:
     rows: list[ReplayRow] = []
     target = Target(endpoint.url, **more)
     played = await replay(arrivals, target, seed=1, in_flight=64, record=record, on_row=rows.append)
@@ -144,7 +144,7 @@ async def against(slow: Slow, requests: int, in_flight: int) -> tuple[Player, in
     rows: list[ReplayRow] = []
     async with await asyncio.start_server(slow.serve, "127.0.0.1", 0) as server:
         pool = Pool(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
-        player = Player(pool, Asking("m"), Prompts(1), in_flight=in_flight, on_row=rows.append)
+        player = Player(pool, RequestFormat("m"), Prompts(1), in_flight=in_flight, on_row=rows.append)
         async with asyncio.TaskGroup() as group:
             group.create_task(player.play(Arrival(0.0, 9, 1) for _ in range(requests)))
             await slow.full.wait()
@@ -179,7 +179,7 @@ async def test_a_record_that_cannot_be_written_ends_the_replay() -> None:
     slow = Slow(wanted=1)
     async with await asyncio.start_server(slow.serve, "127.0.0.1", 0) as server:
         pool = Pool(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
-        player = Player(pool, Asking("m"), Prompts(1), in_flight=8, on_row=full)
+        player = Player(pool, RequestFormat("m"), Prompts(1), in_flight=8, on_row=full)
         with pytest.raises(OSError, match="no space left"):
             await player.play([Arrival(0.0, 9, 1)])
         pool.close()

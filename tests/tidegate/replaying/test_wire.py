@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from tidegate.replay.http_client import Pool, Whole
+from tidegate.replay.http_client import Pool, WholeBody
 
 ANSWER = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 
@@ -45,7 +45,7 @@ class Server:
 
 
 async def get(pool: Pool) -> bytes:
-    answer = Whole()
+    answer = WholeBody()
     assert await pool.get("/v1/models", answer) == 200
     return answer.body
 

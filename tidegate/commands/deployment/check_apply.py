@@ -20,19 +20,19 @@ from policy.document.diff import Change, Effect, diff
 from policy.document.parse import parse
 from policy.errors import ConfigError, TidegateError
 from policy.scaling.policies.registry import choose
-from serve.autoscaler.policies import mind_of, policies_of
+from serve.autoscaler.policies import policies_for, policies_of
 from store.state_dir import StateDir
 from tidegate import document as documents
 from tidegate.commands.terminal import console
 from tidegate.exit_codes import Exit
-from tidegate.redaction import masked
+from tidegate.redaction import redact
 from tidegate.supervisor.socket import SupervisorClient
 
 # Two looks that agree make a save: an editor writes in pieces, or puts another file in its place.
 POLL_S = 0.2
 
 
-def saves(path: Path, sleep: Callable[[float], None] = time.sleep) -> Iterator[None]:
+def file_changes(path: Path, sleep: Callable[[float], None] = time.sleep) -> Iterator[None]:
     """Yield once for the file as it is, and again whenever it was saved and came to rest.
 
     It is looked at rather than subscribed to, which works on every file system and through a renamed file.
@@ -103,7 +103,7 @@ def _decider(spec: ModelSpec) -> str:
         for name, (least, most) in ranges.items()
     )
     chosen = policies_of(spec)
-    mind_of(spec.name, chosen, lambda event: click.echo(event, err=True))
+    policies_for(spec.name, chosen, lambda event: click.echo(event, err=True))
     control = spec.control
     verb = "decides"
     if control.guard.dry_run:
@@ -139,7 +139,7 @@ def apply(state: StateDir, file: Path, dry_run: bool, watch: bool, as_json: bool
 def _watch(client: SupervisorClient, file: Path, dry_run: bool, as_json: bool) -> None:
     """Apply each save; what is refused is said, and what ran keeps running."""
     with contextlib.suppress(KeyboardInterrupt):
-        for _ in saves(file):
+        for _ in file_changes(file):
             if not as_json:
                 click.echo(f"{time.strftime('%H:%M:%S')} {file}")
             try:
@@ -189,7 +189,7 @@ def _table(changes: tuple[Change, ...]) -> None:
 
 def _masked(change: Change) -> dict[str, Any]:
     """Before and after, as they may be shown."""
-    return {"before": masked(change.before, change.path), "after": masked(change.after, change.path)}
+    return {"before": redact(change.before, change.path), "after": redact(change.after, change.path)}
 
 
 def _text(value: object) -> str:

@@ -26,7 +26,7 @@ from store.state_dir import StateDir
 from tidegate import document as documents
 from tidegate.exit_codes import Exit
 from tidegate.supervisor.children import ROOT
-from tidegate.supervisor.cleanup import clean_up
+from tidegate.supervisor.cleanup import remove_leftovers
 from tidegate.supervisor.events import Event, Progress
 from tidegate.supervisor.process_record import alive
 from tidegate.supervisor.readiness import endpoint
@@ -164,7 +164,7 @@ def down(state: StateDir) -> None:
     except Unreachable:
         pass
     # It does not answer: it was killed, or it hangs. What it left is ended, and nothing else.
-    if not clean_up(state, click.echo):
+    if not remove_leftovers(state, click.echo):
         click.echo("Nothing is running.")
 
 

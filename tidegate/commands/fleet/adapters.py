@@ -15,7 +15,7 @@ from serve.adapters.status import AdaptersStatus, AdapterStatus
 from serve.controller_api import AddRequest
 from store.state_dir import StateDir
 from tidegate.commands.fleet.adapter_output import AddProgress, history, overview
-from tidegate.commands.fleet.scale_mode import controller
+from tidegate.commands.fleet.scale_mode import controller_client
 from tidegate.commands.terminal import console
 
 # What is no path: a URL of any kind, or a repository of the Hugging Face hub.
@@ -37,7 +37,7 @@ def adapters(ctx: click.Context, as_json: bool) -> None:
         if as_json:
             raise click.BadOptionUsage("--json", f"--json: expected after {ctx.invoked_subcommand}")
         return
-    status = controller(ctx.obj).adapters()
+    status = controller_client(ctx.obj).adapters()
     if as_json:
         _print(status)
     elif status.adapters:
@@ -52,7 +52,7 @@ def adapters(ctx: click.Context, as_json: bool) -> None:
 @_as_json
 @click.pass_obj
 def show(state: StateDir, name: str, model: str | None, as_json: bool) -> None:
-    status = controller(state).adapters()
+    status = controller_client(state).adapters()
     found = _found(status, name, model)
     if as_json:
         _print(found)
@@ -91,7 +91,7 @@ def add(  # noqa: PLR0917 - click passes them by name
         )
     if everybody and tenants:
         raise click.BadOptionUsage("--everybody", "--everybody: expected without --tenant")
-    client = controller(state)
+    client = controller_client(state)
     of = _model_of(client.adapters(), name, model)
     allowed = () if everybody else tenants or None
     wanted = AddRequest(name=name, source=_absolute(source), model=of, tenants=allowed)
@@ -116,7 +116,7 @@ def add(  # noqa: PLR0917 - click passes them by name
 @_as_json
 @click.pass_obj
 def remove(state: StateDir, name: str, model: str | None, as_json: bool) -> None:
-    client = controller(state)
+    client = controller_client(state)
     found = _found(client.adapters(), name, model)
     client.remove_adapter(found.model, name)
     if as_json:
@@ -135,7 +135,7 @@ def remove(state: StateDir, name: str, model: str | None, as_json: bool) -> None
 @click.pass_obj
 def split(state: StateDir, name: str, shares: tuple[str, ...], model: str | None, as_json: bool) -> None:
     weights = _weights(shares)
-    client = controller(state)
+    client = controller_client(state)
     found = _found(client.adapters(), name, model)
     _report(client.split_adapter(found.model, name, weights), as_json)
 
@@ -146,7 +146,7 @@ def split(state: StateDir, name: str, shares: tuple[str, ...], model: str | None
 @_as_json
 @click.pass_obj
 def rollback(state: StateDir, name: str, model: str | None, as_json: bool) -> None:
-    client = controller(state)
+    client = controller_client(state)
     found = _found(client.adapters(), name, model)
     _report(client.rollback_adapter(found.model, name), as_json)
 

@@ -12,11 +12,11 @@ import msgspec
 
 from policy.scaling.situation import Decision
 from serve.controller.client import ControllerClient
-from serve.controller_api import Logged
+from serve.controller_api import LoggedDecision
 from store.state_dir import StateDir
 from tidegate.commands.durations import clock, moment
-from tidegate.commands.fleet.explain_view import After, explained
-from tidegate.commands.fleet.scale_mode import controller
+from tidegate.commands.fleet.explain_view import Aftermath, render_decision
+from tidegate.commands.fleet.scale_mode import controller_client
 from tidegate.commands.terminal import console
 from tidegate.exit_codes import Exit
 
@@ -38,7 +38,7 @@ NEXT_S = 61.0
 def explain(state: StateDir, model: str | None, last: int | None, at: float | None, as_json: bool) -> None:
     if last is not None and at is not None:
         raise click.UsageError("--last counts from now: it goes without --at")
-    client = controller(state)
+    client = controller_client(state)
     names = [model] if model else [each.name for each in client.status().models]
     found = {name: _chosen(client, name, last, at) for name in names}
     chosen = [told for some in found.values() for told in some]
@@ -55,8 +55,8 @@ def explain(state: StateDir, model: str | None, last: int | None, at: float | No
 class _Told(NamedTuple):
     """A decision, and what was aimed for after it, which shows whether it was carried out."""
 
-    logged: Logged
-    after: After | None
+    logged: LoggedDecision
+    after: Aftermath | None
 
 
 def _chosen(client: ControllerClient, model: str, last: int | None, at: float | None) -> list[_Told]:
@@ -75,15 +75,15 @@ def _chosen(client: ControllerClient, model: str, last: int | None, at: float | 
     return told[::-1]
 
 
-def _before(decision: Decision) -> After:
+def _before(decision: Decision) -> Aftermath:
     """What was aimed for when the next decision was made."""
-    return After(decision.was_mode, decision.was_count)
+    return Aftermath(decision.was_mode, decision.was_count)
 
 
-def _aimed(client: ControllerClient, model: str) -> After | None:
+def _aimed(client: ControllerClient, model: str) -> Aftermath | None:
     """What is aimed for now."""
     now = next((each for each in client.status().models if each.name == model), None)
-    return After(now.mode, now.target, now.phase, now.barred) if now is not None else None
+    return Aftermath(now.mode, now.target, now.phase, now.barred) if now is not None else None
 
 
 def _print(chosen: Sequence[_Told], now: float) -> None:
@@ -91,4 +91,4 @@ def _print(chosen: Sequence[_Told], now: float) -> None:
     for i, told in enumerate(chosen):
         if i:
             out.print()
-        out.print(explained(told.logged, told.after, now))
+        out.print(render_decision(told.logged, told.after, now))

@@ -10,14 +10,14 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from policy.config.control import Objective
+from policy.config.control import SloConfig
 from policy.engine.capacity import Capability
-from policy.scaling.situation import Clip, Decision, Outlook, Situation
+from policy.scaling.situation import Decision, Limit, ModeForecast, Situation
 from policy.scaling.view import Proposal, Supply
-from policy.signals.types import Demand, Quantiles, ReplicaFigures
-from serve.controller_api import Logged
+from policy.signals.types import Demand, LatencyQuantiles, ReplicaSample
+from serve.controller_api import LoggedDecision
 from tidegate.commands.durations import clock
-from tidegate.commands.fleet.status_tables import age, rate, said_barred
+from tidegate.commands.fleet.status_tables import age, describe_switch_block, rate
 
 _LABEL = 9
 # Of the engine model's error and of figures' age: past these a reader should look twice.
@@ -27,7 +27,7 @@ _SLOW = 1.2
 _ON_THE_WAY = ("starting", "switching", "giving way")
 
 
-class After(NamedTuple):
+class Aftermath(NamedTuple):
     """What was aimed for after a decision, and what was on the way there (a phase of the controller).
 
     Of the newest also which modes failed and are ``barred``, until when.
@@ -39,7 +39,7 @@ class After(NamedTuple):
     barred: Mapping[str, float] = MappingProxyType({})
 
 
-def explained(logged: Logged, after: After | None, now: float) -> RenderableType:
+def render_decision(logged: LoggedDecision, after: Aftermath | None, now: float) -> RenderableType:
     """The whole of one decision; ``after`` is what came then, if it is known, and ``now`` when it is read."""
     decision = logged.decision
     rows = Table.grid(padding=(0, 2, 0, 0))
@@ -61,7 +61,9 @@ def _headline(decision: Decision, now: float) -> Text:
     return Text.assemble((decision.model, "bold"), when, what)
 
 
-def _sections(logged: Logged, after: After | None, now: float) -> Iterable[tuple[str | RenderableType, ...]]:
+def _sections(
+    logged: LoggedDecision, after: Aftermath | None, now: float
+) -> Iterable[tuple[str | RenderableType, ...]]:
     situation, decision = logged.situation, logged.decision
     signals, slo = situation.signals, situation.slo
     yield "because", decision.reason
@@ -79,12 +81,12 @@ def _sections(logged: Logged, after: After | None, now: float) -> Iterable[tuple
     if len(decision.outlooks) > 1:
         yield "modes", _outlooks(decision)
     if after is not None and after.barred:
-        yield "barred", *(said_barred(mode, until, now) for mode, until in after.barred.items())
+        yield "barred", *(describe_switch_block(mode, until, now) for mode, until in after.barred.items())
     if others := _others(decision):
         yield "others", *others
 
 
-def _outcome(logged: Logged, after: After | None, now: float) -> Text:
+def _outcome(logged: LoggedDecision, after: Aftermath | None, now: float) -> Text:
     situation, decision = logged.situation, logged.decision
     said = Text()
     if decision.dry_run and decision.changes:
@@ -132,7 +134,7 @@ def _demand(demand: Demand | None, stale_s: float) -> Iterable[Text]:
     yield Text.assemble(queue, idle, _aged(demand.age_s, stale_s))
 
 
-def _latency(demand: Demand, slo: Objective) -> Text:
+def _latency(demand: Demand, slo: SloConfig) -> Text:
     said = Text.assemble(
         _quantile("TTFT", demand.ttft, slo.ttft_p95_s), "; ", _quantile("ITL", demand.itl, slo.itl_p95_s)
     )
@@ -144,7 +146,7 @@ def _latency(demand: Demand, slo: Objective) -> Text:
     return said
 
 
-def _quantile(name: str, measured: Quantiles | None, promised_s: float | None) -> Text:
+def _quantile(name: str, measured: LatencyQuantiles | None, promised_s: float | None) -> Text:
     said = Text(f"{name} p95 ")
     if measured is None:
         said.append("not measured")
@@ -180,7 +182,7 @@ def _lead_s(situation: Situation) -> float:
     return next((rung.lead_s for rung in situation.rungs if rung.mode == situation.mode), 0.0)
 
 
-def _replicas(replicas: Sequence[ReplicaFigures], stale_s: float) -> Iterable[Text]:
+def _replicas(replicas: Sequence[ReplicaSample], stale_s: float) -> Iterable[Text]:
     running, waiting = sum(each.running for each in replicas), sum(each.waiting for each in replicas)
     deferred = sum(each.deferred for each in replicas)
     preempted = sum(each.preempted_per_s for each in replicas)
@@ -205,7 +207,7 @@ def _replicas(replicas: Sequence[ReplicaFigures], stale_s: float) -> Iterable[Te
         yield Text(f"{sum(watts):.0f} W together{hottest}")
 
 
-def _capability(capability: Capability, mode: str, slo: Objective) -> Text:
+def _capability(capability: Capability, mode: str, slo: SloConfig) -> Text:
     promised = slo.ttft_p95_s is not None or slo.itl_p95_s is not None
     if promised and not capability.mu:
         takes = f"one replica of {mode} cannot meet the objective; {rate(capability.mu_max)} at most"
@@ -232,7 +234,7 @@ def _proposal(proposal: Proposal) -> Iterable[str]:
         yield f"expects {rate(proposal.forecast)}{high}, when a start begun now is ready"
 
 
-def _clips(clips: Sequence[Clip]) -> tuple[Text, ...]:
+def _clips(clips: Sequence[Limit]) -> tuple[Text, ...]:
     return tuple(
         Text.assemble((f"{clip.rule}", "bold"), f" {clip.was} -> {clip.now}: {clip.why}") for clip in clips
     )
@@ -248,7 +250,7 @@ def _outlooks(decision: Decision) -> Table:
     return table
 
 
-def _outlook(outlook: Outlook, *, taken: bool) -> tuple[RenderableType, ...]:
+def _outlook(outlook: ModeForecast, *, taken: bool) -> tuple[RenderableType, ...]:
     return (
         Text(outlook.mode, style="bold" if taken else ""),
         str(outlook.count),

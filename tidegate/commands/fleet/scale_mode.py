@@ -14,7 +14,7 @@ from policy.errors import TargetError, Unreachable
 from serve.controller.client import ControllerClient
 from serve.controller_api import ModelStatus
 from store.state_dir import StateDir
-from tidegate.commands.durations import clock, term
+from tidegate.commands.durations import clock, duration
 from tidegate.exit_codes import Exit
 
 AUTO = "auto"
@@ -25,7 +25,7 @@ _term = click.option(
     "--for",
     "for_s",
     metavar="TERM",
-    type=term,
+    type=duration,
     help="For so long, such as 90s, 30m or 2h; else until `auto`.",
 )
 _as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
@@ -60,7 +60,7 @@ def scale(
     as_json: bool,
 ) -> None:
     _no_term_of_auto(replicas, for_s)
-    client = controller(state)
+    client = controller_client(state)
     status = client.scale(model, replicas if isinstance(replicas, int) else None, for_s)
     now = _settled(client, status) if wait else status
     _report(now, status, as_json, _by_hand("scale", status, replicas, for_s))
@@ -78,7 +78,7 @@ def scale(
 @click.pass_obj
 def mode(state: StateDir, *, model: str, name: str, for_s: float | None, wait: bool, as_json: bool) -> None:
     _no_term_of_auto(name, for_s)
-    client = controller(state)
+    client = controller_client(state)
     status = client.mode(model, None if name == AUTO else name, for_s)
     now = _settled(client, status) if wait else status
     _report(now, status, as_json, _by_hand("mode", status, name, for_s))
@@ -105,7 +105,7 @@ def _by_hand(command: str, status: ModelStatus, wanted: int | str, for_s: float 
     return "Load decides."
 
 
-def controller(state: StateDir) -> ControllerClient:
+def controller_client(state: StateDir) -> ControllerClient:
     """A client of the running deployment's controller; raises ``Unreachable`` where there is none."""
     raw = state.load(state.deployment_path, dict[str, object])
     if raw is None:

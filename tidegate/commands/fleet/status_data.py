@@ -9,11 +9,11 @@ import msgspec
 from policy.config.deployment import Deployment
 from policy.document.parse import parse
 from policy.errors import Unreachable
-from policy.types import EMPTY_FLEET, Fleet, Load, Replica, ReplicaState
+from policy.types import EMPTY_FLEET, Fleet, Load, Replica, ReplicaPhase
 from serve.controller.client import ControllerClient
 from serve.controller_api import ModelStatus
 from store.state_dir import StateDir
-from tidegate.redaction import masked
+from tidegate.redaction import redact
 from tidegate.supervisor.socket import SupervisorClient, SupervisorStatus
 
 
@@ -23,7 +23,7 @@ class _Seen(msgspec.Struct, frozen=True):
     id: str
     model: str
     url: str
-    state: ReplicaState
+    state: ReplicaPhase
     in_flight: int = 0
     bound: int = 0
 
@@ -49,7 +49,7 @@ class _AdminFleet(msgspec.Struct, frozen=True):
         return fleet if known else msgspec.structs.replace(fleet, at=at)
 
 
-class View(msgspec.Struct, frozen=True, kw_only=True):
+class StatusData(msgspec.Struct, frozen=True, kw_only=True):
     """Everything there is to show; ``fleet_age_s`` says how old the replicas' part is.
 
     The supervisor's document is without its secrets.
@@ -65,12 +65,12 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
     events: tuple[str, ...] = ()
 
 
-def gather(state: StateDir, at: float) -> View:
+def gather(state: StateDir, at: float) -> StatusData:
     """Ask everyone; who does not answer is replaced by what was last known."""
     try:
         supervisor = SupervisorClient(state).status()
     except Unreachable:
-        return View(
+        return StatusData(
             state_dir=str(state.root), at=at, supervisor=None, models=(), fleet=EMPTY_FLEET,
             fleet_age_s=0.0, controller="",
         )  # fmt: skip
@@ -87,10 +87,10 @@ def gather(state: StateDir, at: float) -> View:
             word = "does not answer"
     if fleet is None:
         fleet = _known_fleet(state, supervisor, at)
-    return View(
+    return StatusData(
         state_dir=str(state.root),
         at=at,
-        supervisor=msgspec.structs.replace(supervisor, document=masked(supervisor.document)),
+        supervisor=msgspec.structs.replace(supervisor, document=redact(supervisor.document)),
         models=models or _guessed(deployment, fleet),
         fleet=fleet,
         fleet_age_s=max(0.0, at - fleet.at) if fleet.at else 0.0,

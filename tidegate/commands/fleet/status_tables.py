@@ -12,7 +12,7 @@ from policy.engine.capacity import Capability
 from policy.types import Replica
 from serve.controller_api import ModelStatus
 from tidegate.commands.durations import clock
-from tidegate.commands.fleet.status_data import View
+from tidegate.commands.fleet.status_data import StatusData
 from tidegate.supervisor.socket import ProcessStatus
 
 _COLORS = {
@@ -24,7 +24,7 @@ _COLORS = {
 _STALE_S = 5.0
 
 
-def render(view: View) -> RenderableType:
+def render(view: StatusData) -> RenderableType:
     """Header, processes, models, who decides on them, and replicas."""
     parts: list[RenderableType] = [_header(view), Text()]
     if view.supervisor is not None:
@@ -38,7 +38,7 @@ def render(view: View) -> RenderableType:
     return Group(*parts)
 
 
-def _header(view: View) -> Table:
+def _header(view: StatusData) -> Table:
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="dim")
     table.add_column()
@@ -100,11 +100,11 @@ def _decisions(models: Sequence[ModelStatus], at: float) -> Table:
 def _reason(model: ModelStatus, at: float) -> Text:
     said = Text(model.reason, style="dim")
     for mode, until in model.barred.items():
-        said.append(f"; {said_barred(mode, until, at)}", style="yellow")
+        said.append(f"; {describe_switch_block(mode, until, at)}", style="yellow")
     return said
 
 
-def said_barred(mode: str, until: float, at: float) -> str:
+def describe_switch_block(mode: str, until: float, at: float) -> str:
     """A mode that load does not switch to for a while, in words."""
     return f"{mode} failed and is not tried before {clock(until, at)}"
 
@@ -126,7 +126,7 @@ def _capability(capability: Capability | None) -> str:
     return f"{rate(capability.mu_max)} at most{fitted}"
 
 
-def _replicas(view: View) -> Table:
+def _replicas(view: StatusData) -> Table:
     table = _table(
         *("replica", "shape", "gen", "state", "load", "run/wait", "kv", "age", "node", "url", "pid"),
         right=("gen", "load", "run/wait", "kv", "age", "pid"),

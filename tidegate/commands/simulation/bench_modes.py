@@ -12,16 +12,16 @@ from rich.table import Table
 
 from policy.errors import ConfigError
 from sim.arrival import Arrival
-from sim.benchmarks.modes import BY_LOAD, Crossover, compare
+from sim.benchmarks.modes import BY_LOAD, ModeBenchmark, compare
 from sim.benchmarks.modes_chart import curves
 from sim.charts.table import percent, seconds
-from sim.results.comparison import Contender
+from sim.results.comparison import PolicyEntry
 from sim.results.series import clock
 from sim.twin.record import Record
 from sim.twin.run import simulate
 from sim.workload.file import arrivals_of
 from tidegate import document as documents
-from tidegate.commands.simulation.policy_options import contenders, simulated
+from tidegate.commands.simulation.policy_options import policy_entries, simulated_policy
 from tidegate.commands.terminal import FILE, Bar, console, moving, trace_option
 
 
@@ -38,8 +38,8 @@ from tidegate.commands.terminal import FILE, Bar, console, moving, trace_option
 def modes(*, file: Path, trace: Path, seeds: int, seed: int, plot: Path | None, as_json: bool) -> None:
     if plot is not None and not plot.absolute().parent.is_dir():
         raise click.BadParameter(f"{plot}: expected a file in a folder that exists", param_hint="--plot")
-    deployment = simulated(documents.load(file, ray=False).deployment)
-    (ours,) = contenders(deployment, [], lambda event: click.echo(event, err=True))
+    deployment = simulated_policy(documents.load(file, ray=False).deployment)
+    (ours,) = policy_entries(deployment, [], lambda event: click.echo(event, err=True))
     ends_at = max((arrival.at for arrival in arrivals_of(trace, seed)), default=None)
     if ends_at is None:
         raise ConfigError(str(trace), "no request", "a request at least")
@@ -59,7 +59,9 @@ def modes(*, file: Path, trace: Path, seeds: int, seed: int, plot: Path | None, 
         click.echo(f"The plot is in {plot}")
 
 
-def _play(contender: Contender, asked: Iterable[Arrival], seed: int, said: Callable[[float], None]) -> Record:
+def _play(
+    contender: PolicyEntry, asked: Iterable[Arrival], seed: int, said: Callable[[float], None]
+) -> Record:
     return simulate(contender.deployment, contender.policies, asked, seed=seed, said=said)
 
 
@@ -86,7 +88,7 @@ class _Bars(Bar):
         self._bar.update(self._tasks[name], completed=min(at, self._ends_at), now=clock(at))
 
 
-def _table(found: Crossover) -> Table:
+def _table(found: ModeBenchmark) -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False)
     table.add_column("mode")
     for heading in ("goodput/s", "attainment", "GPU-hours", "switches/h", "TTFT p95", "ITL p95", "failed"):
@@ -105,7 +107,7 @@ def _table(found: Crossover) -> Table:
     return table
 
 
-def _verdict(found: Crossover) -> str:
+def _verdict(found: ModeBenchmark) -> str:
     figures = found.figures()
     ours, others = figures[BY_LOAD], [each for name, each in figures.items() if name != BY_LOAD]
     better = max(others, key=lambda each: each.goodput_rps)

@@ -13,12 +13,12 @@ from rich.table import Table as Grid
 
 from policy.errors import ConfigError, TargetError
 from policy.scaling.policies.registry import NAMES
-from sim.benchmarks.policies.all_runs import heats, laps
-from sim.benchmarks.policies.chart import picture
-from sim.benchmarks.policies.ranking import Standing, Table, stood
-from sim.benchmarks.policies.run import Lap
-from sim.benchmarks.policies.setup import Half, ground_of
-from sim.benchmarks.policies.sizing import Size, sized
+from sim.benchmarks.policies.all_runs import run_all, trials
+from sim.benchmarks.policies.chart import chart
+from sim.benchmarks.policies.ranking import Ranking, RankingTable, rank
+from sim.benchmarks.policies.run import TrialResult
+from sim.benchmarks.policies.setup import TraceHalf, setup_of
+from sim.benchmarks.policies.sizing import ReplicaSize, size_of
 from tidegate.commands.terminal import console, moving
 
 _KINDS = (".csv", ".jsonl", ".gz")
@@ -26,15 +26,15 @@ _KINDS = (".csv", ".jsonl", ".gz")
 _QUICK = 3
 
 
-class Judged(msgspec.Struct, frozen=True, kw_only=True):
+class PolicyScore(msgspec.Struct, frozen=True, kw_only=True):
     """What came of one trace."""
 
     trace: str
     half: str
     seeds: int
     profile: str
-    size: Size
-    table: Table
+    size: ReplicaSize
+    table: RankingTable
 
 
 class _Leads(click.ParamType[tuple[float, ...]]):
@@ -82,8 +82,8 @@ class _Policies(click.ParamType[tuple[str, ...]]):
 )
 @click.option("--seeds", type=click.IntRange(1, 100), default=5, show_default=True, help="How many.")
 @click.option(
-    "--half", type=click.Choice([str(each) for each in Half]), default=str(Half.JUDGE), show_default=True,
-    help="Of each trace: defaults were tuned on the first.",
+    "--half", type=click.Choice([str(each) for each in TraceHalf]), default=str(TraceHalf.JUDGE),
+    show_default=True, help="Of each trace: defaults were tuned on the first.",
 )  # fmt: skip
 @click.option("--policies", "names", type=_Policies(), default=",".join(NAMES), help="Only these.")
 @click.option("--quick", is_flag=True, help="One seed, and a third of the settings.")
@@ -111,22 +111,24 @@ def policies(
     count = 1 if quick else seeds
     found = []
     for trace in traces:
-        ground = ground_of(trace, Half(half))
+        ground = setup_of(trace, TraceHalf(half))
         click.echo(f"{trace.name}: what a replica takes", err=True)
         try:
-            size = sized(ground, leads[0])
-            field = heats(ground, size, names, leads_s=leads, seeds=range(count), each=_QUICK if quick else 1)
+            size = size_of(ground, leads[0])
+            field = trials(
+                ground, size, names, leads_s=leads, seeds=range(count), each=_QUICK if quick else 1
+            )
             with _bar(trace.name, len(field)) as advance:
-                table = stood(laps(field, processes, advance))
+                table = rank(run_all(field, processes, advance))
         except ValueError as error:
             raise TargetError(f"{trace.name}: {error}") from None
-        judged = Judged(
+        judged = PolicyScore(
             trace=trace.name, half=half, seeds=count, profile=ground.profile, size=size, table=table
         )
         found.append(judged)
         if plot is not None:
             path = plot if len(traces) == 1 else plot.with_stem(f"{plot.stem}-{trace.stem}")
-            path.write_text(picture(_title(judged), table, ground.attainment), encoding="utf-8")
+            path.write_text(chart(_title(judged), table, ground.attainment), encoding="utf-8")
             click.echo(f"The plot is in {path}", err=True)
         if not as_json:
             _print(judged)
@@ -144,13 +146,13 @@ def _traces(where: Path) -> list[Path]:
 
 
 @contextmanager
-def _bar(name: str, total: int) -> Iterator[Callable[[Lap], None]]:
+def _bar(name: str, total: int) -> Iterator[Callable[[TrialResult], None]]:
     """How many runs have ended, on standard error: a bar on a terminal, now and then a line elsewhere."""
     bar = moving(0, MofNCompleteColumn())
     task = bar.add_task(name, total=total)
     ended = 0
 
-    def advance(lap: Lap) -> None:
+    def advance(lap: TrialResult) -> None:
         nonlocal ended
         ended += 1
         bar.advance(task)
@@ -161,13 +163,13 @@ def _bar(name: str, total: int) -> Iterator[Callable[[Lap], None]]:
         yield advance
 
 
-def _title(judged: Judged) -> str:
-    half = "first half" if judged.half == Half.TUNE else "second half"
+def _title(judged: PolicyScore) -> str:
+    half = "first half" if judged.half == TraceHalf.TUNE else "second half"
     load = f"{judged.size.factor:g} x its load on {judged.profile}"
     return f"{judged.trace}, {half}, {load}, {judged.seeds} seed{'s' if judged.seeds > 1 else ''}"
 
 
-def _print(judged: Judged) -> None:
+def _print(judged: PolicyScore) -> None:
     for oracle in judged.table.oracles:
         grid = Grid(
             title=f"{_title(judged)}, a start takes {oracle.lead_s:g} s\n"
@@ -188,7 +190,7 @@ def _print(judged: Judged) -> None:
         console().print(grid)
 
 
-def _row(each: Standing) -> tuple[str, ...]:
+def _row(each: Ranking) -> tuple[str, ...]:
     def number(value: float | None, digits: int = 2) -> str:
         return "-" if value is None else f"{value:.{digits}f}"
 

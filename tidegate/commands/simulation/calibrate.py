@@ -14,16 +14,16 @@ from rich.table import Table
 
 from policy.config.deployment import Deployment
 from policy.document.parse import parse
-from policy.engine.model_file import ModelFile, encoded, model_file
+from policy.engine.model_file import ModelFile, encode, model_file
 from policy.errors import Unreachable
 from serve.controller.client import ControllerClient
 from sim.calibration.chart import curves
 from store.state_dir import StateDir, write_atomic
 from tidegate import document as documents
-from tidegate.calibrate.calibration import Calibrating, serving
-from tidegate.calibrate.twin_check import Check, calibrated, check, recorded
+from tidegate.calibrate.calibration import CalibrationRun, served_shape
+from tidegate.calibrate.twin_check import Check, calibrated_model, check, recorded_run
 from tidegate.commands.simulation.bench import Real
-from tidegate.commands.simulation.policy_options import contenders, simulated
+from tidegate.commands.simulation.policy_options import policy_entries, simulated_policy
 from tidegate.commands.terminal import FILE, Bar, console, moving
 from tidegate.exit_codes import Exit
 from tidegate.replay.http_client import Pool
@@ -91,11 +91,11 @@ def calibrate(
         return
     deployment = _running(state)
     client = ControllerClient(deployment.cluster.controller, state.secret())
-    subject = serving(client, deployment, model, shape)
+    subject = served_shape(client, deployment, model, shape)
     gateway = deployment.gateway
     now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
     with _Bar() as bar:
-        made = Calibrating(
+        made = CalibrationRun(
             client,
             subject,
             url=url or endpoint(gateway.host, gateway.port),
@@ -105,7 +105,7 @@ def calibrate(
             warn=bar.note,
         ).run(60.0 * minutes, now)
     path = out or Path(f"{model.replace('/', '@')}-{made.shape}.json")
-    write_atomic(path, encoded(made))
+    write_atomic(path, encode(made))
     if as_json:
         click.echo(msgspec.json.encode(made).decode())
     else:
@@ -171,9 +171,9 @@ def _check(
 ) -> None:
     raw = json.loads(profile.read_bytes())
     file = model_file(raw, str(profile))
-    rows = recorded(record)
-    alone = simulated(calibrated(deployment, model, raw))
-    (contender,) = contenders(alone, (), lambda event: click.echo(event, err=True))
+    rows = recorded_run(record)
+    alone = simulated_policy(calibrated_model(deployment, model, raw))
+    (contender,) = policy_entries(alone, (), lambda event: click.echo(event, err=True))
     ends_at = rows[-1].at - rows[0].at
     found = check(alone, contender.policies, rows, file.path_s, lambda at: _far(at, ends_at))
     if plot is not None:

@@ -14,14 +14,14 @@ from policy.engine.model import Workload
 from policy.errors import ConfigError
 from sim.arrival import Arrival
 from sim.planning.candidates import candidates
-from sim.planning.demand import demand_of, described
+from sim.planning.demand import demand_of, describe
 from sim.planning.plan import plan as made
-from sim.planning.result import Ask
+from sim.planning.result import PlanRequest
 from sim.planning.trial import Trials
 from sim.workload.file import arrivals_of
-from sim.workload.model_names import Addressing
+from sim.workload.model_names import ModelNames
 from sim.workload.traces.open import notes, opened
-from sim.workload.transforms import scaled, sliced
+from sim.workload.transforms import scale_rate, slice_trace
 from store.state_dir import StateDir
 from tidegate import document as documents
 from tidegate.commands.simulation.bench import Real
@@ -119,15 +119,15 @@ def plan(
         raise ConfigError(f"models[{spec.name}].control.slo", None, "ttft_p95_s or itl_p95_s to plan for")
     degrees = None if shapes is None else _degrees(shapes)
     found = candidates(spec, None if kinds is None else kinds.split(","), degrees)
-    addressing = Addressing([each.name for each in deployment.models])
+    addressing = ModelNames([each.name for each in deployment.models])
 
     def arrivals(factor: float) -> Iterator[Arrival]:
         if trace is None:
             assert rps is not None
             load = Workload(lam=rps * factor, input_tokens=inputs, output_tokens=outputs)
-            return described(load, cv, minutes * 60.0, seed)
-        part = sliced(arrivals_of(trace, seed, rate), from_s, to_s)
-        return scaled((each for each in part if addressing.of(each) == spec.name), rate=factor)
+            return describe(load, cv, minutes * 60.0, seed)
+        part = slice_trace(arrivals_of(trace, seed, rate), from_s, to_s)
+        return scale_rate((each for each in part if addressing.of(each) == spec.name), rate=factor)
 
     with opened() as traces:
         demand = demand_of(arrivals(1.0), str(trace or file))
@@ -137,7 +137,7 @@ def plan(
         click.echo(others, err=True)
     with _Bar() as bar:
         trials = Trials(deployment, spec, arrivals, demand, seed=seed, said=bar)
-        ask = Ask(
+        ask = PlanRequest(
             growth=sorted(set(growth)),
             prices=_prices(prices, deployment, [each.kind for each in found]),
             gpu_peak_w=deployment.budget.gpu_watts,

@@ -11,14 +11,14 @@ import yaml
 from policy.config.control import Choice
 from policy.config.deployment import Deployment, ModelSpec
 from policy.errors import ConfigError
-from policy.scaling.policies.registry import CUSTOM, Chosen, choose, make
+from policy.scaling.policies.registry import CUSTOM, PolicyChoice, choose, make
 from policy.scaling.view import Policy
 from policy.types import EngineKind
-from serve.autoscaler.custom_policy import Guarded, beside, load
-from sim.results.comparison import Contender
+from serve.autoscaler.custom_policy import GuardedPolicy, beside, load
+from sim.results.comparison import PolicyEntry
 
 
-def simulated(deployment: Deployment) -> Deployment:
+def simulated_policy(deployment: Deployment) -> Deployment:
     """The deployment without models that Tidegate does not deploy; raises :class:`ConfigError` if all are."""
     models = tuple(spec for spec in deployment.models if spec.engine is not EngineKind.EXTERNAL)
     if not models:
@@ -55,9 +55,9 @@ def _checked(option: str, raw: object) -> Choice:
     return choice
 
 
-def contenders(
+def policy_entries(
     deployment: Deployment, given: Sequence[Choice], event: Callable[[str], None]
-) -> list[Contender]:
+) -> list[PolicyEntry]:
     """One for each of the choices ``given``, or the document as it is.
 
     A bare name that a model's document has parameters for keeps them. ``event`` is told what a user's policy
@@ -66,7 +66,7 @@ def contenders(
     if not given:
         labels = dict.fromkeys(_chosen(spec).label for spec in deployment.models)
         return [_contender("+".join(_short(label) for label in labels), deployment, event)]
-    found: list[Contender] = []
+    found: list[PolicyEntry] = []
     for choice in given:
         models = tuple(_with(spec, choice) for spec in deployment.models)
         name = _short(choose("--policy", models[0].control.policy).label)
@@ -86,18 +86,18 @@ def _with(spec: ModelSpec, choice: Choice) -> ModelSpec:
     return msgspec.structs.replace(spec, control=control)
 
 
-def _contender(name: str, deployment: Deployment, event: Callable[[str], None]) -> Contender:
-    return Contender(name, deployment, {spec.name: _made(spec, event) for spec in deployment.models})
+def _contender(name: str, deployment: Deployment, event: Callable[[str], None]) -> PolicyEntry:
+    return PolicyEntry(name, deployment, {spec.name: _made(spec, event) for spec in deployment.models})
 
 
 def _made(spec: ModelSpec, event: Callable[[str], None]) -> Policy:
     chosen = _chosen(spec)
     if chosen.name == CUSTOM:
-        return Guarded(load(chosen, _path(spec)), event)
+        return GuardedPolicy(load(chosen, _path(spec)), event)
     return make(chosen)
 
 
-def _chosen(spec: ModelSpec) -> Chosen:
+def _chosen(spec: ModelSpec) -> PolicyChoice:
     return choose(_path(spec), spec.control.policy)
 
 

@@ -21,15 +21,15 @@ from rich.table import Table
 from sim.arrival import Arrival
 from sim.workload.file import arrivals_of
 from sim.workload.traces.open import notes, opened
-from sim.workload.transforms import scaled, sliced
-from tidegate.commands.durations import term
+from sim.workload.transforms import scale_rate, slice_trace
+from tidegate.commands.durations import duration
 from tidegate.commands.simulation.bench import Real
 from tidegate.commands.terminal import console, moving
 from tidegate.exit_codes import Exit
-from tidegate.replay.capture_file import Spool, in_order
+from tidegate.replay.capture_file import CaptureFile, in_order
 from tidegate.replay.http_client import Pool
-from tidegate.replay.results import LATE_S, Outcome
-from tidegate.replay.run import Endpoint, Played
+from tidegate.replay.results import LATE_S, RequestResult
+from tidegate.replay.run import Endpoint, ReplayResult
 from tidegate.replay.run import capture as hear
 from tidegate.replay.run import replay as play
 
@@ -91,7 +91,7 @@ class _Url(click.ParamType[str]):
     show_default=True,
     help="The admin port of the gateway to capture.",
 )
-@click.option("--for", "for_s", metavar="TERM", type=term, help="Capture for so long, such as 90s or 2h.")
+@click.option("--for", "for_s", metavar="TERM", type=duration, help="Capture for so long, such as 90s or 2h.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def replay(
     *,
@@ -167,8 +167,8 @@ class _Source:
     limit: int | None
 
     def arrivals(self) -> Iterator[Arrival]:
-        part = sliced(arrivals_of(self.path, self.seed), self.from_s, self.to_s)
-        return islice(scaled(part, rate=self.rate), self.limit)
+        part = slice_trace(arrivals_of(self.path, self.seed), self.from_s, self.to_s)
+        return islice(scale_rate(part, rate=self.rate), self.limit)
 
 
 def _capture(file: Path, url: str, for_s: float | None, as_json: bool) -> None:
@@ -182,7 +182,7 @@ def _capture(file: Path, url: str, for_s: float | None, as_json: bool) -> None:
         def changed() -> None:
             status.update(f"{spool.requests} requests")
 
-        spool = Spool(spooled, changed)
+        spool = CaptureFile(spooled, changed)
         click.echo(f"Capturing {url} {until}; a request is written when it has ended.", err=True)
         try:
             whole = _run(hear(url, spool, for_s=for_s))
@@ -214,7 +214,7 @@ def _bar() -> Progress:
     return moving(0, MofNCompleteColumn())
 
 
-def _report(trace: Path, url: str, seed: int, requests: int, played: Played, *, as_json: bool) -> None:
+def _report(trace: Path, url: str, seed: int, requests: int, played: ReplayResult, *, as_json: bool) -> None:
     outcome, asking, fit = played.outcome, played.asking, played.fit
     if as_json:
         said = {
@@ -249,7 +249,7 @@ def _report(trace: Path, url: str, seed: int, requests: int, played: Played, *, 
         )
 
 
-def _table(outcome: Outcome) -> Table:
+def _table(outcome: RequestResult) -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False)
     table.add_column("ms")
     rows = (

@@ -14,26 +14,26 @@ import msgspec
 from rich.progress import TaskID, TextColumn
 from rich.table import Table
 
-from policy.engine.profiles import longest
+from policy.engine.profiles import max_request_tokens
 from policy.errors import ConfigError, TargetError
 from sim.arrival import Arrival
 from sim.charts.page import page
 from sim.charts.table import figures, told
 from sim.oracle.bounds import Bounds, bounds_of
-from sim.results.comparison import Study, compare
+from sim.results.comparison import PolicyComparison, compare
 from sim.results.series import clock
 from sim.twin.record import Record
 from sim.twin.run import simulate as run
-from sim.twin.scenario import EARTH, world_of
+from sim.twin.scenario import EARTH, scenario_of
 from sim.workload.file import arrivals_of
-from sim.workload.model_names import Addressing
+from sim.workload.model_names import ModelNames
 from sim.workload.survey import survey
 from sim.workload.traces.open import notes, opened
-from sim.workload.transforms import sliced
+from sim.workload.transforms import slice_trace
 from store.state_dir import StateDir
 from tidegate import document as documents
 from tidegate.commands.simulation.bench import Real
-from tidegate.commands.simulation.policy_options import choices, contenders, simulated
+from tidegate.commands.simulation.policy_options import choices, policy_entries, simulated_policy
 from tidegate.commands.terminal import FILE, Bar, console, moving, trace_option
 
 _OUT = click.Path(dir_okay=False, path_type=Path)
@@ -88,18 +88,20 @@ def simulate(
             raise click.BadParameter(f"{out}: expected a file that can be written", param_hint=option)
     if to_s is not None and to_s <= from_s:
         raise click.BadParameter(f"{to_s:g} is not after --from-s {from_s:g}", param_hint="--to-s")
-    deployment = simulated(documents.load(file, ray=False).deployment)
+    deployment = simulated_policy(documents.load(file, ray=False).deployment)
     given = [each for text in policies for each in choices("--policy", text)]
     given += choices("--compare", several) if several is not None else []
-    compared = contenders(deployment, given, lambda event: click.echo(event, err=True))
-    world = EARTH if world_file is None else world_of(world_file, [spec.name for spec in deployment.models])
+    compared = policy_entries(deployment, given, lambda event: click.echo(event, err=True))
+    world = (
+        EARTH if world_file is None else scenario_of(world_file, [spec.name for spec in deployment.models])
+    )
 
     def arrivals() -> Iterator[Arrival]:
-        return sliced(arrivals_of(trace, seed, rate), from_s, to_s)
+        return slice_trace(arrivals_of(trace, seed, rate), from_s, to_s)
 
-    addressing = Addressing([spec.name for spec in deployment.models])
+    addressing = ModelNames([spec.name for spec in deployment.models])
     most = {
-        spec.name: max(longest(spec, shape) or sys.maxsize for shape in spec.shapes.values())
+        spec.name: max(max_request_tokens(spec, shape) or sys.maxsize for shape in spec.shapes.values())
         for spec in deployment.models
     }
     with opened() as traces:
@@ -209,7 +211,7 @@ class _Log:
             self.error = error
 
 
-def _print(found: Study) -> None:
+def _print(found: PolicyComparison) -> None:
     click.echo(f"{found.trace}, seed {found.seed}; {told(found.bounds)}")
     table = Table(box=None, header_style="bold", pad_edge=False)
     table.add_column("")
