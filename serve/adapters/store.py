@@ -11,11 +11,11 @@ from policy.types import EngineKind
 from policy.wire.catalog import DIGITS, Alias
 from serve.adapters.store_port import ImportedAdapter
 from store.adapters.base_model import BaseModel
+from store.adapters.blobs import Blobs
 from store.adapters.fetch_job import redacted
 from store.adapters.import_adapter import ImportLimits, import_adapter
 from store.adapters.names import API, DOCUMENT, AdapterNames, NewVersion
 from store.adapters.validate import AdapterFacts, ValidationLimits
-from store.blobs import Blobs
 from store.models.prepare import prepare
 from store.progress import Report
 from store.state_dir import StateDir

@@ -29,7 +29,7 @@ from serve.host import cores
 from serve.host import page_cache as started
 from serve.host.versions import Versions
 from serve.host.weights import Weights, prepare_verified
-from store.blobs import node_cache
+from store.adapters.blobs import node_cache
 from store.log_file import RotatingLog
 from store.progress import Progress
 from store.state_dir import StateDir, default_root, private_directory

@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 from policy.errors import PreconditionFailed
 from store.adapters.base_model import BaseModel
+from store.adapters.blobs import Blobs
 from store.adapters.fetch import fetch
 from store.adapters.fetch_job import FetchJob, redacted
 from store.adapters.names import NewVersion
 from store.adapters.validate import ValidationLimits, validate
-from store.blobs import Blobs
 from store.progress import Progress, Report
 
 

@@ -14,9 +14,9 @@ from gateway.telemetry.capture_stream import Header, Line
 from sim.arrival import Arrival
 from sim.workload.traces.captured import HEADER, CapturedLine
 from sim.workload.traces.open import open_trace
-from tests.gateway.test_capture import counted
+from tests.gateway.telemetry.test_capture import counted
 from tests.gateway.worker import Stack, until
-from tests.tidegate.replaying.endpoint import Endpoint
+from tests.tidegate.replay.endpoint import Endpoint
 from tidegate.replay.capture_file import CaptureFile, in_order
 from tidegate.replay.run import Endpoint as Target
 from tidegate.replay.run import capture, replay

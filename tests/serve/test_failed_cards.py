@@ -13,8 +13,8 @@ import pytest
 from policy.types import Replica, ReplicaPhase
 from store.state_dir import SECRET_HEADER, StateDir
 from tests.ports import free_ports
+from tests.serve.actuator.test_local_controller import Local, client_of, until
 from tests.serve.sim_documents import document, sim_model
-from tests.serve.test_local_controller import Local, client_of, until
 
 pytestmark = pytest.mark.slow
 

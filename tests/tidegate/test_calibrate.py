@@ -12,7 +12,7 @@ import pytest
 
 from policy.engine.model_file import ModelFile, encode, model_file
 from policy.engine.profiles import profile
-from tests.policy.test_model_file import made
+from tests.policy.engine.test_model_file import made
 from tests.ports import free_ports
 from tests.tidegate.conftest import Site
 

@@ -9,7 +9,7 @@ import pytest
 
 from policy.engine.model_file import encode, model_file
 from policy.errors import ConfigError
-from tests.policy.test_model_file import made
+from tests.policy.engine.test_model_file import made
 from tidegate.document import load
 
 EXTERNAL = "models: [{name: e, engine: external, urls: ['http://127.0.0.1:8000']}]\n"

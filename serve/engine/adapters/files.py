@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 
 from policy.errors import AdapterRefused
-from store.blobs import Blobs
+from store.adapters.blobs import Blobs
 from store.state_dir import SECRET_HEADER
 
 # Of one pull: the controller answers within it, and no pause between two pieces is longer.

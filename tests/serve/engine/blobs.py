@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from store.adapters import CONFIG, WEIGHTS
-from store.blobs import Blobs
+from store.adapters.blobs import Blobs
 
 
 def publish(root: Path, files: Mapping[str, bytes]) -> str:

@@ -23,8 +23,8 @@ from sim.planning.result import PlanRequest
 from sim.planning.trial import Trials
 from sim.workload.traces.open import open_trace
 from sim.workload.transforms import scale_rate, slice_trace
-from tests.policy.test_model_file import content
-from tests.policy.test_model_file import spec as calibrated
+from tests.policy.engine.test_model_file import content
+from tests.policy.engine.test_model_file import spec as calibrated
 
 
 def deployment(profile: str = "a100-8b", **slo: Any) -> Deployment:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from store.blobs import Blobs
+from store.adapters.blobs import Blobs
 
 
 @pytest.fixture

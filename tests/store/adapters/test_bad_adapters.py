@@ -18,8 +18,8 @@ import pytest
 from policy.errors import AdapterRefused
 from store.adapters import CONFIG, WEIGHTS
 from store.adapters.archive import unpack
+from store.adapters.blobs import Blobs
 from store.adapters.import_adapter import import_adapter
-from store.blobs import Blobs
 from tests.store.adapters.making import (
     HIDDEN,
     LIMITS,

@@ -15,10 +15,10 @@ from typing import NoReturn
 import pytest
 
 from policy.errors import AdapterUnknown
+from store.adapters.blobs import Blobs
 from store.adapters.import_adapter import import_adapter
 from store.adapters.names import AdapterNames
 from store.adapters.validate import AdapterFacts
-from store.blobs import Blobs
 from tests.store.adapters.making import TERMS, files, write, zipped
 
 State = dict[str, float] | None

@@ -1,0 +1,464 @@
+"""The laws of the queue: classes, old places, bounds, deadlines, and waits that are foreseen."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from policy.admission.fairness import FairQueue
+from policy.admission.queue import Admitted, Bounds, Queue, Verdict, retry_after
+from policy.errors import Refusal
+from policy.request import Request
+from policy.types import Priority
+
+WIDE = Bounds(1000, 10**9)
+
+
+def queue_of() -> Queue:
+    queue = Queue(FairQueue)
+    queue.serve(0.0, ready=True)
+    return queue
+
+
+def request(queue: Queue, tenant: str = "", tokens: int = 10, **more: object) -> Request:
+    return Request("m", tenant=tenant, prompt_tokens=tokens, ticket=queue.ticket(), **more)  # type: ignore[arg-type]
+
+
+def enter(queue: Queue, tenant: str = "", tokens: int = 10, at: float = 0.0, **more: object) -> Request:
+    newcomer = request(queue, tenant, tokens, **more)
+    assert queue.enter(newcomer, WIDE, at).refusal is None
+    return newcomer
+
+
+def order(queue: Queue) -> list[Request]:
+    return [turn.request for turn in queue.walk()]
+
+
+def drained(queue: Queue, tokens_per_s: float, *, priority: Priority = Priority.STANDARD) -> float:
+    """Have it serve requests of 10 tokens for 20 s at a rate, never empty; the time after it."""
+    at, step = 0.0, 10 / tokens_per_s
+    enter(queue, at=at, priority=priority)
+    while at < 20.0:
+        enter(queue, at=at, priority=priority)
+        at += step
+        queue.ended(queue.begin(order(queue)[0], at), at, whole=False)
+    for left in order(queue):
+        queue.remove(left, at)
+    return at
+
+
+def foreseen(queue: Queue, newcomer: Request, at: float, *, full: bool = False) -> float | None:
+    """The wait that a newcomer is told, in seconds."""
+    verdict = queue.enter(newcomer, WIDE, at, full=full)
+    queue.remove(newcomer, at)
+    return verdict.wait_s
+
+
+def test_classes_go_strictly_in_their_order() -> None:
+    queue = queue_of()
+    batch, sheddable, standard, critical = (
+        enter(queue, priority=priority) for priority in reversed(Priority)
+    )
+    assert order(queue) == [critical, standard, sheddable, batch]
+
+
+def test_whoever_returns_stands_before_who_came_later() -> None:
+    queue = queue_of()
+    first = enter(queue)
+    second = enter(queue)
+    began = queue.begin(first, 0.0)
+    third = enter(queue)
+    queue.settle(began, 0)
+    queue.ended(began, 0.0, whole=False)
+    queue.put_back(first, 0.0)
+    assert order(queue) == [first, second, third]
+    with pytest.raises(ValueError, match="already waits"):
+        queue.put_back(first, 0.0)
+
+
+def test_a_full_queue_drops_the_least_important_first() -> None:
+    queue = queue_of()
+    bounds = Bounds(3, 10**9)
+    enter(queue, "a", priority=Priority.BATCH)
+    youngest = enter(queue, "a", priority=Priority.BATCH)
+    enter(queue, "a")
+    critical = request(queue, "b", priority=Priority.CRITICAL)
+    verdict = queue.enter(critical, bounds, 0.0)
+    assert (verdict.refusal, verdict.displaced) == (None, (youngest,))
+    assert youngest not in queue
+
+
+def test_a_full_queue_prefers_the_tenant_with_less_in_it() -> None:
+    queue = queue_of()
+    bounds = Bounds(3, 10**9)
+    enter(queue, "loud")
+    enter(queue, "loud")
+    youngest = enter(queue, "loud")
+    assert queue.enter(request(queue, "quiet"), bounds, 0.0).displaced == (youngest,)
+    assert queue.enter(request(queue, "loud"), bounds, 0.0).refusal is Refusal.QUEUE_FULL
+    better = enter_full(queue, "quiet", bounds)
+    assert better.refusal is Refusal.QUEUE_FULL  # as much as the other has
+
+
+def enter_full(queue: Queue, tenant: str, bounds: Bounds) -> Verdict:
+    return queue.enter(request(queue, tenant), bounds, 0.0)
+
+
+def test_a_better_class_is_never_dropped_for_a_worse_one() -> None:
+    queue = queue_of()
+    bounds = Bounds(1, 10**9)
+    enter(queue, "loud", priority=Priority.CRITICAL)
+    verdict = queue.enter(request(queue, "quiet"), bounds, 0.0)
+    assert verdict.refusal is Refusal.QUEUE_FULL
+    assert 1 <= verdict.retry_after_s <= 120
+
+
+def test_nobody_is_dropped_in_vain() -> None:
+    queue = queue_of()
+    waiting = [enter(queue, "a", size=10, priority=Priority.BATCH) for _ in range(3)]
+    enter(queue, "a", size=90)
+    newcomer = request(queue, "b", size=50)
+    assert queue.enter(newcomer, Bounds(100, 120), 0.0).refusal is Refusal.QUEUE_FULL
+    assert [one for one in order(queue) if one.priority is Priority.BATCH] == waiting
+    assert queue.size == 120
+
+
+def test_one_larger_than_all_may_be_waits_alone() -> None:
+    queue = queue_of()
+    assert queue.enter(request(queue, size=10**10), WIDE, 0.0).refusal is None
+    assert queue.enter(request(queue, size=1), WIDE, 0.0).refusal is Refusal.QUEUE_FULL
+
+
+def test_deadlines_end_the_wait_earliest_first() -> None:
+    queue = queue_of()
+    late, early, middle = (enter(queue, deadline=at) for at in (3.0, 1.0, 2.0))
+    assert queue.next_deadline() == 1.0
+    assert queue.expire(2.0) == [early, middle]
+    assert queue.next_deadline() == 3.0
+    assert order(queue) == [late]
+
+
+def test_the_wait_is_what_stands_ahead_over_the_rate() -> None:
+    queue = queue_of()
+    at = drained(queue, 100.0)
+    for _ in range(20):
+        enter(queue, at=at)
+    assert foreseen(queue, request(queue), at) == pytest.approx(205 / 100.0, rel=0.05)
+
+
+def test_a_tenant_waits_for_its_share_and_not_for_the_others_backlog() -> None:
+    queue = queue_of()
+    at = drained(queue, 100.0)
+    for _ in range(50):
+        enter(queue, "loud", at=at)
+    enter(queue, "quiet", at=at)
+    wait_s = foreseen(queue, request(queue, "quiet"), at)
+    assert wait_s is not None
+    assert wait_s < 0.5
+    assert foreseen(queue, request(queue, "loud"), at) == pytest.approx(515 / 100.0, rel=0.05)
+
+
+def test_a_lesser_class_waits_for_all_that_is_better() -> None:
+    queue = queue_of()
+    at = drained(queue, 100.0)
+    for _ in range(20):
+        enter(queue, at=at, priority=Priority.CRITICAL)
+    assert foreseen(queue, request(queue), at) == pytest.approx(205 / 100.0, rel=0.05)
+    critical = request(queue, priority=Priority.CRITICAL)
+    assert foreseen(queue, critical, at) == pytest.approx(205 / 100.0, rel=0.05)
+
+
+def test_what_better_classes_take_is_not_left_to_the_others() -> None:
+    queue = queue_of()
+    at = drained(queue, 100.0, priority=Priority.CRITICAL)
+    enter(queue, at=at)
+    critical = request(queue, priority=Priority.CRITICAL)
+    assert foreseen(queue, critical, at) == pytest.approx(5 / 100.0, rel=0.05)
+    standard = foreseen(queue, request(queue), at)
+    assert standard is not None
+    assert standard > 1.0
+
+
+def test_who_could_not_be_served_in_time_is_told_at_once_and_when_to_come_again() -> None:
+    queue = queue_of()
+    at = drained(queue, 100.0)
+    for _ in range(100):
+        enter(queue, at=at, deadline=at + 60)
+    verdict = queue.enter(request(queue, deadline=at + 5), WIDE, at)
+    assert verdict.refusal is Refusal.OVERLOADED
+    assert verdict.wait_s is not None
+    assert verdict.retry_after_s == pytest.approx(verdict.wait_s - 5, abs=1.5)
+    assert queue.enter(request(queue, deadline=at + 15), WIDE, at).refusal is None
+
+
+def test_waits_that_were_longer_than_foreseen_make_it_careful() -> None:
+    queue = queue_of()
+    at = drained(queue, 100.0)
+    for _ in range(50):  # the rate was 100/s, but a place is free every second only
+        enter(queue, at=at)
+    for _ in range(50):
+        at += 1.0
+        queue.ended(queue.begin(order(queue)[0], at), at, whole=False)
+        enter(queue, at=at, deadline=at + 1e6)
+    wait_s = foreseen(queue, request(queue), at)
+    assert wait_s is not None
+    verdict = queue.enter(request(queue, deadline=at + wait_s + 1.0), WIDE, at)
+    assert verdict.refusal is Refusal.OVERLOADED
+
+
+def test_nobody_ahead_is_always_tried() -> None:
+    queue = queue_of()
+    at = drained(queue, 1.0)
+    assert queue.enter(request(queue, tokens=1000, deadline=at + 0.1), WIDE, at).refusal is None
+
+
+def test_before_anybody_was_served_nobody_knows() -> None:
+    queue = Queue(FairQueue)
+    for _ in range(50):
+        enter(queue)
+    queue.serve(0.0, ready=True)
+    assert foreseen(queue, request(queue), 0.0) is None
+
+
+def test_the_first_rate_is_that_of_the_requests_in_flight() -> None:
+    queue = queue_of()
+    began = [queue.begin(request(queue), 0.0) for _ in range(8)]
+    queue.ended(began.pop(), 2.0, whole=True)
+    enter(queue, at=2.0)
+    # Seven of 10 tokens that stay 2 s each.
+    assert foreseen(queue, request(queue), 2.0) == pytest.approx((10 + 5) / 35.0)
+
+
+def rush(queue: Queue, at: float) -> list[Admitted]:
+    """Eight take all slots within 70 ms."""
+    return [queue.begin(request(queue), at + i / 100) for i in range(8)]
+
+
+def test_a_slot_falls_free_when_the_oldest_has_stayed_as_long_as_is_usual() -> None:
+    queue = queue_of()
+    for one in rush(queue, 0.0):
+        queue.ended(one, 2.0, whole=True)
+    rush(queue, 10.0)
+    waits = [enter(queue, at=10.1) for _ in range(3)]
+    assert foreseen(queue, request(queue), 10.1, full=True) == pytest.approx(10.03 + 1.9 - 10.1, abs=0.1)
+    late = queue.enter(request(queue, deadline=11.5), WIDE, 10.1, full=True)
+    assert late.refusal is Refusal.OVERLOADED
+    for one in waits:
+        queue.remove(one, 10.1)
+    # Nobody is ahead, but that does not make a slot.
+    late = queue.enter(request(queue), WIDE, 10.1, patience_s=1.5, full=True)
+    assert late.refusal is Refusal.OVERLOADED
+    assert queue.enter(request(queue), WIDE, 11.0, patience_s=1.5, full=True).refusal is None
+    # It is overdue, and so may come at any time.
+    assert foreseen(queue, request(queue), 13.0, full=True) == pytest.approx((10 + 5) / 80 * 2, rel=0.5)
+
+
+def test_while_those_that_run_have_not_ended_nobody_who_begins_is_missed() -> None:
+    queue = queue_of()
+    for one in rush(queue, 0.0):
+        queue.ended(one, 20.0, whole=True)
+    rush(queue, 20.0)
+    enter(queue, at=20.1)
+    foreseen(queue, request(queue), 36.0)
+    # By those in flight: eight of 10 tokens that stay 20 s each.
+    assert foreseen(queue, request(queue), 36.0) < 2 * (10 + 5) / (80 / 20)
+
+
+def test_far_behind_ends_come_evenly() -> None:
+    queue = queue_of()
+    first = [queue.begin(request(queue), 0.0) for _ in range(1000)]
+    queue.ended(first.pop(), 10.0, whole=True)
+    for _ in range(500):
+        enter(queue, at=10.0)
+    wait_s = foreseen(queue, request(queue), 10.0, full=True)
+    assert wait_s == pytest.approx(5.0, rel=0.05)
+
+
+def test_before_anybody_ended_the_engine_model_says_when_one_will() -> None:
+    queue = queue_of()
+    assert queue.unsure
+    rush(queue, 0.0)
+    queue.expect(2.0)
+    late = queue.enter(request(queue, deadline=1.1), WIDE, 0.1, full=True)
+    assert late.refusal is Refusal.OVERLOADED
+    assert queue.enter(request(queue, deadline=2.5), WIDE, 0.1, full=True).refusal is None
+
+
+def test_patience_bounds_what_is_foreseen_and_not_the_wait() -> None:
+    queue = queue_of()
+    at = drained(queue, 100.0)
+    waits = [enter(queue, at=at, deadline=at + 60) for _ in range(10)]
+    verdict = queue.enter(request(queue, deadline=at + 60), WIDE, at, patience_s=0.9)
+    assert verdict.refusal is Refusal.OVERLOADED
+    assert queue.enter(request(queue, deadline=at + 60), WIDE, at, patience_s=1.5).refusal is None
+    assert queue.expire(at + 2.0) == []
+    assert all(one in queue for one in waits)
+
+
+def test_a_time_without_replicas_is_no_slow_one() -> None:
+    queue = queue_of()
+    at = drained(queue, 100.0)
+    enter(queue, at=at)
+    before = foreseen(queue, request(queue), at)
+    queue.serve(at, ready=False)
+    queue.serve(at + 100.0, ready=True)
+    assert foreseen(queue, request(queue), at + 100.0) == pytest.approx(before)
+
+
+@given(st.floats(allow_nan=False))
+def test_retry_after_is_whole_and_bounded(seconds: float) -> None:
+    assert 1 <= retry_after(seconds) <= 120
+
+
+class Laws(RuleBasedStateMachine):
+    """Against plain dictionaries of what should wait and what should run."""
+
+    DISCIPLINE = FairQueue
+    BOUNDS = Bounds(6, 60)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queue = Queue(self.DISCIPLINE)
+        self.waiting: dict[int, Request] = {}
+        self.returned: set[int] = set()
+        self.open: list[Admitted] = []
+        self.at = 0.0
+        self.came = 0
+        self.left = 0
+
+    @rule(
+        tenant=st.sampled_from("abc"),
+        priority=st.sampled_from(Priority),
+        size=st.integers(1, 80),
+        tokens=st.integers(0, 40),
+        patience=st.tuples(st.floats(0.0, 20.0), st.floats(0.0, 20.0)),
+        busy=st.booleans(),
+    )
+    def arrive(
+        self,
+        tenant: str,
+        priority: Priority,
+        *,
+        size: int,
+        tokens: int,
+        patience: tuple[float, float],
+        busy: bool,
+    ) -> None:
+        newcomer = request(
+            self.queue, tenant, tokens, priority=priority, size=size, deadline=self.at + patience[0]
+        )
+        full = len(self.waiting) >= self.BOUNDS.requests or (
+            self.waiting and sum(r.size for r in self.waiting.values()) + size > self.BOUNDS.size
+        )
+        verdict = self.queue.enter(newcomer, self.BOUNDS, self.at, patience_s=patience[1], full=busy)
+        for displaced in verdict.displaced:
+            assert full
+            assert list(Priority).index(displaced.priority) >= list(Priority).index(priority)
+            assert displaced.ticket not in self.returned
+            if displaced.priority is priority:
+                assert displaced.tenant != tenant
+            del self.waiting[displaced.ticket]
+            self.left += 1
+        if verdict.refusal is None:
+            self.came += 1
+            self.waiting[newcomer.ticket] = newcomer
+        else:
+            assert not verdict.displaced
+            assert verdict.refusal is Refusal.OVERLOADED or full
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def begin(self, data: st.DataObject) -> None:
+        first = next(self.queue.walk()).request
+        best = min(list(Priority).index(r.priority) for r in self.waiting.values())
+        assert list(Priority).index(first.priority) == best
+        chosen = self.waiting.pop(data.draw(st.sampled_from([first.ticket, *sorted(self.waiting)])))
+        self.open.append(self.queue.begin(chosen, self.at))
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data(), back=st.booleans())
+    def end(self, data: st.DataObject, back: bool) -> None:
+        began = self.open.pop(data.draw(st.integers(0, len(self.open) - 1)))
+        self.queue.ended(began, self.at, whole=not back)
+        if back:
+            self.queue.settle(began, 0)
+            self.queue.put_back(began.request, self.at)
+            self.waiting[began.request.ticket] = began.request
+            self.returned.add(began.request.ticket)
+        else:
+            self.queue.settle(began, data.draw(st.integers(0, 100)))
+            self.left += 1
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        gone = self.waiting.pop(data.draw(st.sampled_from(sorted(self.waiting))))
+        assert self.queue.remove(gone, self.at)
+        assert not self.queue.remove(gone, self.at)
+        self.left += 1
+
+    @rule(later=st.floats(0.0, 5.0), ready=st.booleans())
+    def time_passes(self, later: float, ready: bool) -> None:
+        self.at += later
+        self.queue.serve(self.at, ready=ready)
+        due = {t: r for t, r in self.waiting.items() if r.deadline <= self.at}
+        expired = self.queue.expire(self.at)
+        assert [r.deadline for r in expired] == sorted(r.deadline for r in due.values())
+        assert {r.ticket for r in expired} == set(due)
+        for ticket in due:
+            del self.waiting[ticket]
+            self.left += 1
+
+    @invariant()
+    def every_request_is_somewhere_exactly_once(self) -> None:
+        assert self.came == len(self.waiting) + len(self.open) + self.left
+        assert sorted(r.ticket for r in order(self.queue)) == sorted(self.waiting)
+        assert len(self.queue) == len(self.waiting)
+        assert self.queue.size == sum(r.size for r in self.waiting.values())
+        assert self.queue.next_deadline() == min((r.deadline for r in self.waiting.values()), default=None)
+
+    @invariant()
+    def newcomers_never_exceed_the_bounds(self) -> None:
+        new = [r for t, r in self.waiting.items() if t not in self.returned]
+        assert len(new) <= self.BOUNDS.requests
+        assert len(new) <= 1 or sum(r.size for r in new) <= self.BOUNDS.size
+
+    @invariant()
+    def order_holds(self) -> None:
+        flows: dict[tuple[str, Priority], int] = {}
+        ranks = []
+        for one in order(self.queue):
+            assert flows.get((one.tenant, one.priority), 0) < one.ticket
+            flows[one.tenant, one.priority] = one.ticket
+            ranks.append(list(Priority).index(one.priority))
+        assert ranks == sorted(ranks)
+
+
+TestLaws = Laws.TestCase
+
+
+def test_the_discipline_of_the_docs_orders_a_queue() -> None:
+    text = (Path(__file__).parents[3] / "docs/extending.md").read_text()
+    code = next(
+        block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "class Shortest" in block
+    )
+    scope: dict[str, Any] = {"__name__": "docs"}
+    exec(code, scope)  # noqa: S102 - it is what a reader would copy
+    queue = Queue(scope["Shortest"])
+    long, short, other = (enter(queue, tokens=tokens) for tokens in (50, 10, 10))
+    assert order(queue) == [short, other, long]
+    began = queue.begin(short, 0.0)
+    queue.settle(began, 0)
+    queue.ended(began, 1.0, whole=True)
+    queue.put_back(short, 1.0)
+    assert order(queue) == [short, other, long]
+    bounds = Bounds(3, 10**9)
+    assert queue.enter(request(queue, deadline=9e9), bounds, 1.0).refusal is Refusal.QUEUE_FULL
+    better = request(queue, priority=Priority.CRITICAL, deadline=9e9)
+    assert queue.enter(better, bounds, 1.0).displaced == (other,)

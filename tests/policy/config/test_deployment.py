@@ -1,0 +1,387 @@
+"""A deployment document is taken whole or refused with path, value and expectation."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from policy.config.deployment import Deployment, Replicas
+from policy.document.parse import parse
+from policy.errors import ConfigError, TargetError
+from policy.types import Priority
+from tests.policy.example_documents import EXTERNAL, GOOD, TENANTS, changed
+
+DEPLOYMENTS = sorted((Path(__file__).parents[3] / "deployments").glob("*.yaml"))
+
+REFUSED = [
+    # changed at, to, refused at, expectation
+    ("modells", [], "modells", "did you mean 'models'"),
+    ("models", [], "models", "length >= 1"),
+    ("models", "m", "models", "array"),
+    ("models[0].name", ..., "models[0].name", "required"),
+    ("models[0].name", "../etc", "models[0].name", "matches"),
+    ("models[0].name", 7, "models[0].name", "str"),
+    ("models[0].engin", "vllm", "models[0].engin", "did you mean 'engine'"),
+    ("models[0].engine", "vlm", "models[0].engine", "vllm, sim, external"),
+    ("models[0].runner", "draw", "models[0].runner", "generate, pooling"),
+    ("models[0].source", "", "models[0].source", "package:NAME"),
+    ("models[0].urls", ["http://h:1"], "models[0].urls", "engine: external"),
+    ("models[0].shapes", {}, "models[0].shapes", "at least one"),
+    ("models[0].modes", {}, "models[0].modes", "at least one"),
+    ("models[0].mode", "huge", "models[0].mode", "single-large, multi-replica"),
+    ("models[0].shapes.Big", {"cpus": 1}, "models[0].shapes.Big", "shape name"),
+    ("models[0].shapes.small", {}, "models[0].shapes.small", "at least 1"),
+    ("models[0].shapes.small.cpus", "one", "models[0].shapes.small.cpus", "int"),
+    ("models[0].shapes.small.cpus", -1, "models[0].shapes.small.cpus", ">= 0"),
+    ("models[0].shapes.large.cpus", 3, "models[0].shapes.large.cpus", "budget.cpus = 2"),
+    ("models[0].shapes.large.gpu", 3, "models[0].shapes.large.gpu", "did you mean 'gpus'"),
+    ("models[0].shapes.large.tensor_parallel", 2, "models[0].shapes.large.tensor_parallel", "without GPUs"),
+    ("models[0].shapes.large.max_in_flight", 0, "models[0].shapes.large.max_in_flight", ">= 1"),
+    ("models[0].modes.many", {"shape": "small"}, "models[0].modes.many", "single-large, multi-replica"),
+    ("models[0].modes.single-large.shape", "huge", "models[0].modes.single-large.shape", "large, small"),
+    ("models[0].modes.single-large.replicas", 2, "models[0].modes.single-large.replicas", "one replica"),
+    ("models[0].modes.single-large.replicas", 0, "models[0].modes.single-large.replicas", ">= 1"),
+    ("models[0].modes.multi-replica.replicas", {"min": 3, "max": 2},
+     "models[0].modes.multi-replica.replicas.min", "replicas.max = 2"),
+    ("models[0].modes.multi-replica.replicas", {"min": 1, "max": 3},
+     "models[0].modes.multi-replica.replicas", "at most 2"),
+    ("models[0].modes.multi-replica.replicas", {"most": 3},
+     "models[0].modes.multi-replica.replicas.most", "min, max"),
+    ("models[0].engine_args", {"port": 80}, "models[0].engine_args.port", "does not set itself"),
+    ("models[0].engine_args", {"api-key": "x"}, "models[0].engine_args.api-key", "does not set itself"),
+    ("models[0].engine_args", {"max-model-len": 1}, "models[0].engine_args.max-model-len", "snake_case"),
+    ("models[0].shapes.large.engine_args", {"model": "x"},
+     "models[0].shapes.large.engine_args.model", "does not set itself"),
+    ("models[0].env", {"VLLM_SERVER_DEV_MODE": "1"}, "models[0].env.VLLM_SERVER_DEV_MODE", "does not guard"),
+    ("models[0].env", {"A": 1}, "models[0].env.A", "str"),
+    ("models[0].control.mode.drain_timeout_s", 0, "models[0].control.mode.drain_timeout_s", "> 0"),
+    ("models[0].control.start_timeout_s", "soon", "models[0].control.start_timeout_s", "float"),
+    ("budget.cpus", 1, "models[0].shapes.large.cpus", "budget.cpus = 1"),
+    ("budget.gpu", 1, "budget.gpu", "did you mean 'gpus'"),
+    ("cluster.controller", "7070", "cluster.controller", "HOST:PORT"),
+    ("cluster.controller", "h:99999", "cluster.controller", "HOST:PORT"),
+    ("cluster.address", "10.0.0.1:6379", "cluster.controller", "cluster.address = '10.0.0.1:6379'"),
+    ("cluster.address", "ray://head:10001", "cluster.controller", "every node of cluster.address"),
+    ("cluster.address", "auto", "cluster.controller", "every node of cluster.address"),
+    ("gateway.port", 70_000, "gateway.port", "<= 65535"),
+    ("gateway.port", 8081, "gateway.admin_port", "other than gateway.port"),
+    ("gateway.workers", 0, "gateway.workers", ">= 1"),
+    ("gateway.worker", 2, "gateway.worker", "did you mean 'workers'"),
+    ("gateway.coalesce.window_s", 1.5, "gateway.coalesce.window_s", "<= 1"),
+    ("gateway.coalesce.max_inputs", 1, "gateway.coalesce.max_inputs", ">= 2"),
+    ("gateway.coalesce.windows_s", 1, "gateway.coalesce.windows_s", "did you mean 'window_s'"),
+    ("gateway.eject.base_s", 400.0, "gateway.eject.base_s", "gateway.eject.max_s = 300"),
+    ("gateway.eject.max_fraction", 1.5, "gateway.eject.max_fraction", "<= 1"),
+    ("gateway.retry.budget", -1, "gateway.retry.budget", ">= 0"),
+    ("gateway", {"queue_timeout_s": 0.5, "coalesce": {"window_s": 0.5}},
+     "gateway.coalesce.window_s", "gateway.queue_timeout_s = 0.5"),
+    ("models[0].profile", "l5-8b", "models[0].profile", "l4-8b"),
+    ("models[0].sim", {"profile": "huge"}, "models[0].sim.profile", "sim-small"),
+    ("models[0].control.slo", {"ttft_p95_s": 0}, "models[0].control.slo.ttft_p95_s", "> 0"),
+    ("models[0].control.guard", {"stale_s": 0.5}, "models[0].control.guard.stale_s", ">= 3"),
+    ("models[0].adapters.slots_per_replica", 0, "models[0].adapters.slots_per_replica", ">= 1"),
+    ("store", "mysql://h/d", "store", "sqlite:///PATH or postgresql://HOST/NAME"),
+    ("store", "tidegate.db", "store", "sqlite:///PATH"),
+    ("store", "sqlite://", "store", "sqlite:///PATH"),
+    ("store", "sqlite:///", "store", "sqlite:///PATH"),
+    ("store", "sqlite:///x.db?mode=memory", "store", "sqlite:///PATH"),
+    ("store", "postgresql://", "store", "postgresql://HOST/NAME"),
+    ("store", "postgresql://h/d e", "store", "postgresql://HOST/NAME"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("at", "value", "path", "expected"), REFUSED, ids=[f"{r[0]}={r[1]}" for r in REFUSED]
+)
+def test_refusals_name_path_value_and_expectation(at: str, value: Any, path: str, expected: str) -> None:
+    document = changed(GOOD, at, value)
+    with pytest.raises(ConfigError) as caught:
+        parse(document)
+    assert caught.value.path == path
+    assert expected in caught.value.expected
+    assert repr(caught.value.value) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("at", "value", "path", "expected"),
+    [
+        ("models[0].urls", [], "models[0].urls", "at least one"),
+        ("models[0].urls", ["https://h:1"], "models[0].urls[0]", "http://HOST:PORT"),
+        ("models[0].urls", ["http://h:1", "http://h:1/v2"], "models[0].urls[1]", "http://HOST:PORT"),
+        ("models[0].source", "package:x", "models[0].source", "does not deploy"),
+        ("models[0].shapes", {"s": {"cpus": 1}}, "models[0].shapes", "does not deploy"),
+    ],
+)
+def test_external_refusals(at: str, value: Any, path: str, expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(changed(EXTERNAL, at, value))
+    assert (caught.value.path, expected in caught.value.expected) == (path, True)
+
+
+@pytest.mark.parametrize(
+    ("at", "value", "path", "expected"),
+    [
+        ("tenants[0].name", "a b", "tenants[0].name", "matches"),
+        ("tenants[1].name", "acme", "tenants[1].name", "no other tenant"),
+        ("tenants[0].keys_sha256", [], "tenants[0].keys_sha256", "length >= 1"),
+        ("tenants[0].keys_sha256", ["A" * 64], "tenants[0].keys_sha256[0]", "64 hex digits"),
+        ("tenants[1].keys_sha256[1]", "a" * 64, "tenants[1].keys_sha256[1]", "tenant 'acme' has it"),
+        ("tenants[1].keys_sha256[1]", "b" * 64, "tenants[1].keys_sha256[1]", "tenant 'bits' has it"),
+        ("tenants[0].weight", 0, "tenants[0].weight", "> 0"),
+        ("tenants[0].priority", "urgent", "tenants[0].priority", "critical, standard, sheddable, batch"),
+        ("tenants[0].keys", [], "tenants[0].keys", "name, keys_sha256, weight"),
+        ("upstreams[0].name", "", "upstreams[0].name", "matches"),
+        ("upstreams[0].url", "ftp://h", "upstreams[0].url", "http(s)://HOST"),
+        ("upstreams[0].url", "https://", "upstreams[0].url", "http(s)://HOST"),
+        ("upstreams[0].url", "https://h:0/v1", "upstreams[0].url", "http(s)://HOST"),
+        ("upstreams[0].url", "https://h:x/v1", "upstreams[0].url", "http(s)://HOST"),
+        ("upstreams[0].url", "https://h/v1?key=1", "upstreams[0].url", "http(s)://HOST"),
+        ("upstreams[0].url", "https://h/v1\r\nx: y", "upstreams[0].url", "http(s)://HOST"),
+        ("upstreams[0].models", {}, "upstreams[0].models", "length >= 1"),
+        (
+            "upstreams[0].models",
+            {"n": "x"},
+            "upstreams[0].models.n",
+            "one of the models as the key, or MODEL:ADAPTER: m",
+        ),
+        ("upstreams[0].models", {"m": ""}, "upstreams[0].models.m", "the upstream calls it"),
+        ("upstreams[0].models", {"m": 3}, "upstreams[0].models.m", "str"),
+        ("upstreams[0].price", {"input": 1}, "upstreams[0].price.output", "required"),
+        ("upstreams[0].cost_cap_per_h", -1, "upstreams[0].cost_cap_per_h", ">= 0"),
+        ("upstreams[0].cost_cap_per_h", ..., "upstreams[0].cost_cap_per_h", "required"),
+    ],
+)
+def test_refusals_of_tenants_and_upstreams(at: str, value: Any, path: str, expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(changed(TENANTS, at, value))
+    assert (caught.value.path, expected in caught.value.expected) == (path, True), str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("at", "value"),
+    [
+        ("tenants[0].keys_sha256", "KEY-1"),
+        ("tenants[0].keys_sha256", ["KEY-1"]),
+        ("tenants[0].keys_sha256", ["KEY-1", 7]),
+        ("tenants[0].keys", ["KEY-1"]),
+        ("tenants[0].key", "KEY-1"),
+        ("tenants[0]", "KEY-1"),
+        ("tenants[0]", {"KEY-1": {}}),
+        ("tenants", {"acme": "KEY-1"}),
+        ("upstreams[0].key", "KEY-1"),
+        ("upstreams[0].api_key", "KEY-1"),
+        ("upstreams[0].key_file", ["KEY-1"]),
+        ("upstreams[0].url", "https://user:KEY-1@h/v1"),
+    ],
+)
+def test_a_key_in_a_wrong_place_is_refused_without_telling_it(at: str, value: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(changed(TENANTS, at, value))
+    assert "KEY-1" not in repr(caught.value.value)
+    assert "KEY-1" not in caught.value.expected
+
+
+@pytest.mark.parametrize(
+    ("source", "at", "expected"),
+    [
+        ({}, ".name", "required"),
+        ({"name": "a"}, "", "exactly one of path, source and versions"),
+        ({"name": "a", "path": "p", "source": "s"}, "", "exactly one of path, source and versions"),
+        ({"name": "a", "path": "p", "versions": {"v1": {"source": "s"}}}, "", "exactly one"),
+        ({"name": "a", "paht": "p"}, ".paht", "did you mean 'path'"),
+        ({"name": "a b", "path": "p"}, ".name", "a name that matches"),
+        ({"name": "a@b", "path": "p"}, ".name", "a name that matches"),
+        ({"name": "m", "path": "p"}, ".name", "no other adapter of it and no model has"),
+        ({"name": "a", "path": "s3://b/k"}, ".path", "a URL is written as source"),
+        ({"name": "a", "path": "hf:o/n"}, ".path", "a URL is written as source"),
+        ({"name": "a", "source": "hf:name"}, ".source", "hf:ORG/NAME[@REVISION]"),
+        ({"name": "a", "source": "hf:o/n/x"}, ".source", "hf:ORG/NAME[@REVISION]"),
+        ({"name": "a", "source": "package:x"}, ".source", "a path, http(s)://"),
+        ({"name": "a", "source": "x\ny"}, ".source", "a path, http(s)://"),
+        ({"name": "a", "versions": {"v1": {"weight": 1}}}, ".versions.v1.source", "required"),
+        ({"name": "a", "versions": {"v1": {"source": ""}}}, ".versions.v1.source", "a path, http(s)://"),
+        ({"name": "a", "versions": {"v 1": {"source": "s"}}}, ".versions.v 1", "a name that matches"),
+        ({"name": "a", "versions": {"v1": {"source": "s", "weight": -1}}}, ".versions.v1.weight", ">= 0"),
+        ({"name": "a", "versions": {"v1": {"source": "s", "weight": 0}}}, ".versions", "above 0"),
+        (
+            {"name": "a", "versions": {"v1": {"source": "s"}, "v2": {"source": "s"}}},
+            ".versions.v2.source",
+            "no other version has (v1 has it)",
+        ),
+        ({"name": "a", "path": "p", "tenants": ["acme", "nobody"]}, ".tenants[1]", "tenants: acme, bits"),
+    ],
+)
+def test_refusals_of_adapters(source: dict[str, Any], at: str, expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(changed(TENANTS, "models[0].adapters", {"sources": [{"name": "z", "path": "z"}, source]}))
+    assert (caught.value.path, expected in caught.value.expected) == (
+        f"models[0].adapters.sources[1]{at}",
+        True,
+    ), str(caught.value)
+
+
+def test_an_adapter_is_named_once_a_model_and_its_tenants_exist() -> None:
+    twice = {"sources": [{"name": "a", "path": "p"}, {"name": "a", "path": "q"}]}
+    with pytest.raises(ConfigError, match=re.escape("sources[1].name: got 'a', expected a name that no")):
+        parse(changed(GOOD, "models[0].adapters", twice))
+    lone = {"sources": [{"name": "a", "path": "p", "tenants": ["acme"]}]}
+    with pytest.raises(ConfigError, match="none are in the document"):
+        parse(changed(GOOD, "models[0].adapters", lone))
+
+
+def test_an_external_engine_has_slots_but_loads_nothing() -> None:
+    adapters = {"slots_per_replica": 4, "sources": [{"name": "a", "path": "p"}]}
+    with pytest.raises(ConfigError) as caught:
+        parse(changed(EXTERNAL, "models[0].adapters", adapters))
+    assert caught.value.path == "models[0].adapters.sources"
+    spec = parse(changed(EXTERNAL, "models[0].adapters", {"slots_per_replica": 4})).model("e")
+    assert spec.adapters is not None
+    assert spec.adapters.slots_per_replica == 4
+
+
+@pytest.mark.parametrize("at", ["models[0].engine_args", "models[0].shapes.small.engine_args"])
+def test_engine_arguments_do_not_repeat_the_section(at: str) -> None:
+    alone = changed(GOOD, at, {"enable_lora": True, "max_loras": 2})
+    parse(alone)
+    with pytest.raises(ConfigError) as caught:
+        parse(changed(alone, "models[0].adapters", {}))
+    assert caught.value.path == f"{at}.enable_lora"
+
+
+def test_what_adapters_and_the_store_say() -> None:
+    sources = [
+        {"name": "sql", "path": "adapters/sql", "tenants": ["acme"]},
+        {"name": "law", "source": "hf:org/law@v1.0"},
+        {"name": "mix", "versions": {"v1": {"source": "s3://b/1", "weight": 95}, "v2": {"source": "/2"}}},
+    ]
+    document = changed(TENANTS, "models[0].adapters", {"max_rank": 32, "sources": sources})
+    deployment = parse(changed(document, "store", "postgresql://user@db.example.com/tidegate"))
+    adapters = deployment.model("m").adapters
+    assert adapters is not None
+    sql, law, mix = adapters.sources
+    assert (sql.path, sql.tenants, law.source, adapters.max_rank) == (
+        "adapters/sql",
+        ("acme",),
+        "hf:org/law@v1.0",
+        32,
+    )
+    assert {name: version.weight for name, version in mix.versions.items()} == {"v1": 95, "v2": 1}
+    assert deployment.store == "postgresql://user@db.example.com/tidegate"
+    assert parse(GOOD).store == ""
+    assert parse(GOOD).model("m").adapters is None
+
+
+def test_a_password_of_the_store_is_not_told() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(changed(GOOD, "store", "mysql://user:KEY-1@h/d"))
+    assert "KEY-1" not in str(caught.value)
+
+
+def test_what_tenants_and_upstreams_say() -> None:
+    deployment = parse(TENANTS)
+    acme, bits = deployment.tenants
+    assert (acme.weight, acme.priority, acme.admin) == (2.0, Priority.CRITICAL, False)
+    assert (bits.weight, bits.priority, bits.admin) == (1.0, Priority.STANDARD, True)
+    assert deployment.upstreams[0].models == {"m": "their-m"}
+
+
+@pytest.mark.parametrize(
+    ("address", "controller"),
+    [
+        ("local", "127.0.0.1:7070"),
+        ("127.0.0.2:6379", "127.0.0.1:7070"),
+        ("ray://localhost:10001", "127.0.0.1:7070"),
+        ("[::1]:6379", "127.0.0.1:7070"),
+        ("10.0.0.1:6379", "10.0.0.1:7070"),
+        ("10.0.0.1:6379", "127.example.org:7070"),
+    ],
+)
+def test_a_controller_that_the_nodes_reach(address: str, controller: str) -> None:
+    joined = changed(GOOD, "cluster", {"address": address, "controller": controller})
+    assert parse(joined).cluster.address == address
+
+
+def test_without_a_controller_of_ours_nobody_needs_to_reach_it() -> None:
+    assert parse(changed(EXTERNAL, "cluster.address", "10.0.0.1:6379")).cluster.controller == "127.0.0.1:7070"
+
+
+@pytest.mark.parametrize("document", [None, [], "models", 3])
+def test_a_document_that_is_no_mapping(document: object) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(document)
+    assert caught.value.path == "$"
+
+
+def test_names_are_unique() -> None:
+    twice = changed(GOOD, "models", GOOD["models"] * 2)
+    with pytest.raises(ConfigError) as caught:
+        parse(twice)
+    assert caught.value.path == "models[1].name"
+
+
+def test_what_a_good_document_says() -> None:
+    deployment = parse(GOOD)
+    spec = deployment.model("m")
+    assert spec.first_mode == "single-large"
+    assert spec.modes["single-large"].bounds == Replicas(min=1, max=1)
+    assert spec.modes["multi-replica"].bounds == Replicas(min=1, max=2)
+    assert deployment.needs_controller
+    assert not parse(EXTERNAL).needs_controller
+    with pytest.raises(TargetError, match="this deployment has m"):
+        deployment.model("n")
+
+
+@pytest.mark.parametrize("path", DEPLOYMENTS, ids=lambda path: path.name)
+def test_every_shipped_deployment_is_valid(path: Path) -> None:
+    assert isinstance(parse(yaml.safe_load(path.read_text())), Deployment)
+
+
+def test_the_tenants_example_works_with_the_keys_that_it_names() -> None:
+    text = next(path for path in DEPLOYMENTS if path.name == "tenants.yaml").read_text()
+    named = dict(re.findall(r"- ([0-9a-f]{64}) +# (\S+)", text))
+    tenants = parse(yaml.safe_load(text)).tenants
+    assert [tenant.name for tenant in tenants] == ["web", "nightly", "operator"]
+    for tenant in tenants:
+        (digest,) = tenant.keys_sha256
+        assert hashlib.sha256(named[digest].encode()).hexdigest() == digest
+
+
+def test_what_is_commented_out_in_an_example_is_valid_too() -> None:
+    text = next(path for path in DEPLOYMENTS if path.name == "tenants.yaml").read_text()
+    start = text.index("# upstreams:")
+    whole = text[:start] + re.sub(r"^# ", "", text[start:], flags=re.MULTILINE)
+    (upstream,) = parse(yaml.safe_load(whole)).upstreams
+    assert (upstream.name, upstream.models, upstream.cost_cap_per_h) == ("cloud", {"sim": "their-model"}, 5)
+
+
+def test_the_shipped_deployments_cover_every_engine() -> None:
+    engines = {
+        str(spec.engine) for path in DEPLOYMENTS for spec in parse(yaml.safe_load(path.read_text())).models
+    }
+    assert engines == {"vllm", "sim", "external"}
+
+
+@pytest.mark.parametrize(
+    ("budget", "path", "needs"),
+    [
+        ({"watts": 15, "cpu_watts": 8}, "budget.watts", "at least 16, which m needs"),
+        ({"cost_per_h": 1.0, "cpu_cost_per_h": 2.0}, "budget.cost_per_h", "at least 4, which m needs"),
+    ],
+)
+def test_a_budget_within_which_nobody_could_serve_is_refused(
+    budget: dict[str, float], path: str, needs: str
+) -> None:
+    modes = {"multi-replica": {"shape": "small", "replicas": {"min": 2, "max": 4}}}
+    model = {"name": "m", "engine": "sim", "shapes": {"small": {"cpus": 1}}, "modes": modes}
+    with pytest.raises(ConfigError, match=needs) as refused:
+        parse({"models": [model], "budget": budget})
+    assert refused.value.path == path
+    large = {"single-large": {"shape": "small", "replicas": 1}}
+    # In another mode there is room for one.
+    if path == "budget.watts":
+        assert parse({"models": [model | {"modes": modes | large}], "budget": budget})

@@ -1,0 +1,535 @@
+"""What is decided is carried out: timelines of load, signals and documents over replicas in memory."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import threading
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from policy.errors import ConfigError
+from policy.scaling.rollout import LayerKey
+from policy.types import ReplicaPhase
+from serve.autoscaler import autoscaler
+from serve.autoscaler.autoscaler import KeptState
+from serve.controller import controller as control
+from serve.controller_api import LoggedDecision, ModelStatus
+from store.state_dir import StateDir
+from tests.serve.plane import READY, SMALL, Plane
+from tests.serve.sim_documents import document, sim_model
+from tests.serve.traffic import Traffic, by_rate
+
+ANY = {"max_step_up": 4, "max_step_down": 1, "hold_s": 10}
+EMPTY = {"multi-replica": {"shape": "small", "replicas": {"min": 0, "max": 4}}}
+
+
+def model(
+    folder: Path, name: str = "m", *, control: dict[str, Any] | None = None, **over: Any
+) -> dict[str, Any]:
+    """One whose count follows its rate, up at once and down after ten seconds."""
+    made = sim_model(name, **over)
+    made["control"] |= {"tick_s": 1, "policy": by_rate(folder), "scale": ANY, **(control or {})}
+    return made
+
+
+def status(plane: Plane) -> ModelStatus:
+    return plane.controller.status().models[0]
+
+
+def logged(
+    plane: Plane, last: int = 1, at: float | None = None, model: str | None = None
+) -> list[LoggedDecision]:
+    return plane.controller.autoscaler.journal.read(last, at, model)
+
+
+async def test_load_goes_up_and_down_and_so_does_the_count(plane: Plane, tmp_path: Path) -> None:
+    await plane.up(document(model(tmp_path)))
+    traffic = Traffic(plane)
+    await traffic.run(12, m=1.0)
+    first = set(plane.cluster.replicas)
+    await traffic.run(8, m=4.0)
+    assert plane.counts(READY) == {SMALL: 4}
+    await traffic.run(10, m=1.0)
+    assert plane.counts(READY) == {SMALL: 4}
+    await traffic.run(15)
+    assert set(plane.cluster.replicas) == first
+    assert status(plane).generation == 1
+
+
+async def test_status_says_who_decides_and_why(plane: Plane, tmp_path: Path) -> None:
+    await plane.up(document(model(tmp_path)))
+    await Traffic(plane).run(12, m=2.0)
+    said = status(plane)
+    assert (said.decided_by, said.reason) == ("by_rate.py:ByRate", "2.0/s")
+    assert said.forecast == pytest.approx(2.0)
+    assert said.capability is not None
+    assert said.capability.mu_max > 0
+    assert said.decided_at == pytest.approx(plane.now, abs=1.0)
+
+
+async def test_what_starts_counts_and_is_not_asked_for_again(plane: Plane, tmp_path: Path) -> None:
+    await plane.up(document(model(tmp_path)))
+    traffic = Traffic(plane)
+    await traffic.run(10, m=1.0)
+    plane.cluster.slow = True
+    await traffic.run(20, m=3.0)
+    assert plane.counts() == {SMALL: 3}
+    (now,) = logged(plane)
+    assert now.situation.supply.serving == 1
+    assert len(now.situation.supply.starting_s) == 2
+    assert not now.decision.changes
+    plane.cluster.ready()
+    await traffic.run(2)
+    assert logged(plane)[0].situation.supply.starting_s == ()
+
+
+async def test_silent_gateways_take_nothing_away(plane: Plane, tmp_path: Path) -> None:
+    await plane.up(document(model(tmp_path)))
+    traffic = Traffic(plane)
+    await traffic.run(15, m=3.0)
+    traffic.silent = True
+    await traffic.run(100, m=0.0)
+    assert plane.counts(READY) == {SMALL: 3}
+    traffic.silent = False
+    await traffic.run(40, m=1.0)
+    assert plane.counts(READY) == {SMALL: 1}
+
+
+async def test_nobody_asks_and_it_sleeps_until_somebody_waits(plane: Plane, tmp_path: Path) -> None:
+    sleepy = {"scale": {"zero_after_s": 30, "hold_s": 5, "standby": 1.0}, "tick_s": 20}
+    await plane.up(document(model(tmp_path, modes=EMPTY, control=sleepy)))
+    traffic = Traffic(plane)
+    await traffic.run(30, m=1.0)
+    await traffic.run(90, m=0.0)
+    assert plane.counts() == {}
+    assert (plane.phase(), status(plane).target) == ("idle", 0)
+    # Whose request waits does not wait for the tick: twenty seconds may pass until the next.
+    traffic.queued["m"] = 1
+    traffic.report()
+    await plane.ticks(2)
+    assert plane.counts(READY) == {SMALL: 1}
+    assert plane.phase() == "steady"
+
+
+async def test_a_dry_run_decides_and_does_nothing(plane: Plane, tmp_path: Path) -> None:
+    await plane.up(document(model(tmp_path, control={"guard": {"dry_run": True}})))
+    traffic = Traffic(plane)
+    await traffic.run(15, m=3.0)
+    assert plane.counts() == {SMALL: 1}
+    (now,) = logged(plane)
+    assert (now.decision.count, now.decision.was_count, now.decision.dry_run) == (3, 1, True)
+    assert status(plane).dry_run
+    plane.controller.scale("m", 2)
+    await traffic.run(2)
+    assert plane.counts() == {SMALL: 2}
+    plane.controller.scale("m", None)
+    plane.controller.apply(document(model(tmp_path)))
+    await plane.ticks(3)
+    assert plane.counts(READY) == {SMALL: 3}
+
+
+async def test_a_dry_run_wakes_nobody_until_somebody_does_by_hand(plane: Plane, tmp_path: Path) -> None:
+    sleepy = {"scale": {"zero_after_s": 30, "hold_s": 5}, "guard": {"dry_run": True}}
+    await plane.up(document(model(tmp_path, modes=EMPTY, control=sleepy)))
+    traffic = Traffic(plane)
+    await traffic.run(10, m=1.0)
+    plane.controller.scale("m", 0)
+    await traffic.run(5, m=0.0)
+    plane.controller.scale("m", None)
+    traffic.queued["m"] = 1
+    await traffic.run(10)
+    assert plane.counts() == {}
+    plane.controller.scale("m", 1)
+    await traffic.run(2)
+    assert plane.counts(READY) == {SMALL: 1}
+
+
+async def test_a_count_by_hand_is_within_the_budget_in_a_dry_run_as_well(
+    plane: Plane, tmp_path: Path
+) -> None:
+    watts = {"budget": {"watts": 250, "cpu_watts": 100}}
+    await plane.up(document(model(tmp_path, control={"guard": {"dry_run": True}}), **watts))
+    traffic = Traffic(plane)
+    await traffic.run(10, m=1.0)
+    plane.controller.scale("m", 4)
+    await traffic.run(3)
+    assert plane.counts() == {SMALL: 2}
+
+
+async def test_a_new_policy_decides_at_once_and_restarts_nothing(plane: Plane, tmp_path: Path) -> None:
+    rare = {"tick_s": 300, "shadow": "static"}
+    await plane.up(document(model(tmp_path, control=rare)))
+    traffic = Traffic(plane)
+    await traffic.run(12, m=1.0)
+    first = set(plane.cluster.replicas)
+    plane.controller.apply(document(model(tmp_path, control=rare | {"policy": {"static": {"replicas": 3}}})))
+    await plane.ticks(2)
+    assert plane.counts(READY) == {SMALL: 3}
+    assert first < set(plane.cluster.replicas)
+    assert status(plane).decided_by == "static"
+    (now,) = logged(plane)
+    assert now.decision.shadow is not None
+    assert now.decision.shadow.reason == "1 as it is"
+    assert "static" not in now.decision.others
+    # Ticks follow the new document as well.
+    plane.controller.apply(document(model(tmp_path, control={"tick_s": 1})))
+    at = plane.now
+    await traffic.run(5)
+    assert {each.decision.at for each in logged(plane, 9) if each.decision.at > at}
+
+
+async def test_a_document_that_is_refused_changes_nothing(plane: Plane, tmp_path: Path) -> None:
+    await plane.up(document(model(tmp_path)))
+    traffic = Traffic(plane)
+    await traffic.run(12, m=2.0)
+    for policy in ("predictiv", {"static": {"replicas": -1}}, {"custom": "none_of_this:Name"}):
+        with pytest.raises(ConfigError):
+            plane.controller.apply(document(model(tmp_path, control={"policy": policy})))
+    await traffic.run(15, m=3.0)
+    assert plane.counts(READY) == {SMALL: 3}
+
+
+async def test_a_document_that_cannot_be_kept_changes_nothing(
+    plane: Plane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await plane.up(document(model(tmp_path)))
+    traffic = Traffic(plane)
+    await traffic.run(12, m=2.0)
+
+    def full(self: StateDir, path: Path, value: Any) -> None:
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    with monkeypatch.context() as disk:
+        disk.setattr(StateDir, "save", full)
+        with pytest.raises(OSError, match="no space left"):
+            plane.controller.apply(document(model(tmp_path, control={"policy": {"static": {"replicas": 4}}})))
+    await traffic.run(5)
+    assert status(plane).decided_by == "by_rate.py:ByRate"
+    assert plane.counts(READY) == {SMALL: 2}
+
+
+async def test_a_full_disk_keeps_nobody_from_being_decided_on(
+    plane: Plane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await plane.up(document(model(tmp_path), model(tmp_path, "other"), budget={"cpus": 8}))
+    traffic = Traffic(plane)
+    await traffic.run(10, m=1.0, other=1.0)
+
+    def full(self: StateDir, path: Path, value: Any) -> None:
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    with monkeypatch.context() as disk:
+        disk.setattr(StateDir, "save", full)
+        traffic.rates |= {"m": 3.0, "other": 2.0}
+        await traffic.run(10)
+        said = [event for event in plane.controller.status().events if "cannot be kept" in event]
+        assert [event.partition(": ")[0].partition(" ")[2] for event in said] == [
+            "targets hold, and cannot be kept for a restart"
+        ]
+        assert plane.counts(READY) == {SMALL: 3, LayerKey("other", "small", 1): 2}
+    await traffic.run(1)
+    await plane.restart()
+    assert [status.target for status in plane.controller.status().models] == [3, 2]
+
+
+async def test_a_document_that_was_kept_is_adopted_whole_though_the_disk_is_full_by_then(
+    plane: Plane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, other = model(tmp_path), model(tmp_path, "other")
+    await plane.up(document(first, other))
+    traffic = Traffic(plane)
+    await traffic.run(12, m=1.0, other=1.0)
+    save = StateDir.save
+
+    def nearly_full(self: StateDir, path: Path, value: Any) -> None:
+        if path != self.deployment_path:
+            raise OSError(errno.ENOSPC, "no space left on device")
+        save(self, path, value)
+
+    changed = {"sim": {"profile": "sim-small", "seed": 7}}
+    with monkeypatch.context() as disk:
+        disk.setattr(StateDir, "save", nearly_full)
+        plane.controller.apply(document(first | changed, other | changed))
+        await traffic.run(5)
+    assert [status.generation for status in plane.controller.status().models] == [2, 2]
+    await traffic.run(1)
+    await plane.restart()
+    assert [status.generation for status in plane.controller.status().models] == [2, 2]
+
+
+async def test_a_controller_outlives_a_full_disk(
+    plane: Plane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control, "RETRY_S", 0.0)
+    await plane.up(document(model(tmp_path)))
+    again = asyncio.Event()
+    outcomes = iter([OSError(errno.ENOSPC, "no space left on device")])
+
+    async def tick() -> None:
+        if error := next(outcomes, None):
+            raise error
+        again.set()
+
+    monkeypatch.setattr(plane.controller, "tick", tick)
+    running = asyncio.create_task(plane.controller.run())
+    waiting = asyncio.create_task(again.wait())
+    await asyncio.wait({running, waiting}, return_when=asyncio.FIRST_COMPLETED)
+    assert again.is_set()
+    assert any("no space left" in event for event in plane.controller.status().events)
+    running.cancel()
+    await asyncio.wait({running})
+
+
+async def test_the_more_important_model_gets_what_the_other_gives_up(plane: Plane, tmp_path: Path) -> None:
+    low, high = model(tmp_path, "low"), model(tmp_path, "high", priority=5)
+    await plane.up(document(low, high, budget={"cpus": 4}))
+    traffic = Traffic(plane)
+    await traffic.run(15, low=3.0, high=1.0)
+    keys = LayerKey("low", "small", 1), LayerKey("high", "small", 1)
+    assert [plane.counts(READY)[key] for key in keys] == [3, 1]
+    await traffic.run(60, high=3.0)
+    assert [plane.counts(READY)[key] for key in keys] == [1, 3]
+    # What low gives up goes to high, and back to nobody.
+    counts = [each.decision.count for each in reversed(logged(plane, 400, model="low"))]
+    assert counts == sorted(counts[: counts.index(3) + 1]) + sorted(
+        counts[counts.index(3) + 1 :], reverse=True
+    )
+
+
+async def test_models_of_one_budget_agree_whatever_their_ticks(plane: Plane, tmp_path: Path) -> None:
+    low = model(tmp_path, "low", control={"tick_s": 7})
+    high = model(tmp_path, "high", priority=5, control={"tick_s": 3})
+    await plane.up(document(low, high, budget={"cpus": 4}))
+    traffic = Traffic(plane)
+    await traffic.run(20, low=3.0, high=1.0)
+    most = 0
+    for _ in range(60):
+        await traffic.run(1, high=3.0)
+        most = max(most, sum(plane.counts().values()))
+    assert plane.counts(READY) == {LayerKey("low", "small", 1): 1, LayerKey("high", "small", 1): 3}
+    assert most == 4
+
+
+async def test_what_is_remembered_outlives_the_controller(plane: Plane, tmp_path: Path) -> None:
+    await plane.up(document(model(tmp_path)))
+    traffic = Traffic(plane)
+    await traffic.run(12, m=2.0)
+    seen = remembered(plane)
+    assert seen > 5
+    await plane.restart()
+    await traffic.run(9)
+    assert remembered(plane) > seen
+    assert plane.counts(READY) == {SMALL: 2}
+    # Another policy has nothing to do with it.
+    plane.controller.apply(document(model(tmp_path, control={"policy": by_rate(tmp_path, each=2.0)})))
+    await traffic.run(2)
+    assert remembered(plane) < seen
+
+
+async def test_a_memory_that_cannot_be_read_is_learned_anew(plane: Plane, tmp_path: Path) -> None:
+    await plane.up(document(model(tmp_path)))
+    traffic = Traffic(plane)
+    await traffic.run(12, m=2.0)
+    plane.state.memory_path.write_text('{"memories": {"m": 3')
+    await plane.restart()
+    await traffic.run(8)
+    assert 0 < remembered(plane) < 6
+
+
+async def test_a_memory_on_a_bad_disk_is_learned_anew(plane: Plane, tmp_path: Path) -> None:
+    await plane.up(document(model(tmp_path)))
+    await Traffic(plane).run(12, m=2.0)
+    plane.state.memory_path.unlink()
+    plane.state.memory_path.mkdir()
+    await plane.restart()
+    await Traffic(plane).run(20, m=3.0)
+    # It cannot be kept either, and decisions are made none the less.
+    assert plane.counts(READY) == {SMALL: 3}
+
+
+async def test_a_start_that_keeps_failing_is_said_and_not_added_to(plane: Plane, tmp_path: Path) -> None:
+    await plane.up(document(model(tmp_path)))
+    traffic = Traffic(plane)
+    await traffic.run(12, m=1.0)
+    plane.cluster.failing[SMALL] = "out of memory"
+    await traffic.run(10, m=2.0)
+    assert plane.counts(READY) == {SMALL: 1}
+    plane.cluster.held[SMALL] = msgspec.structs.replace(plane.cluster.held[SMALL], retry_at=plane.now + 8.4)
+    await plane.ticks(1)
+    assert plane.note() == "out of memory; tried again in 8 s"
+    await traffic.run(20, m=4.0)
+    assert status(plane).target == 2
+    assert "starts in a row failed" in status(plane).reason
+
+
+async def test_a_roll_back_is_said_while_counts_change(plane: Plane, tmp_path: Path) -> None:
+    await plane.up(document(model(tmp_path)))
+    traffic = Traffic(plane)
+    await traffic.run(12, m=1.0)
+    plane.cluster.failing[LayerKey("m", "small", 2)] = "no such argument"
+    plane.controller.apply(document(model(tmp_path, sim={"profile": "sim-small", "seed": 7})))
+    await traffic.run(15, m=4.0)
+    assert plane.counts(READY) == {SMALL: 4}
+    assert plane.phase() == "steady"
+    assert plane.note().startswith("rolled back from multi-replica")
+    assert plane.note().endswith("generation 2: no such argument")
+
+
+async def test_counts_do_not_put_off_the_end_of_a_start(plane: Plane, tmp_path: Path) -> None:
+    await plane.up(document(model(tmp_path)))
+    traffic = Traffic(plane)
+    await traffic.run(12, m=1.0)
+    plane.cluster.slow = True
+    plane.controller.apply(document(model(tmp_path, sim={"profile": "sim-small", "seed": 7})))
+    rolled_back_s = None
+    for second in range(80):
+        await traffic.run(1, m=2.0 + second // 15 % 3)
+        if rolled_back_s is None and plane.note().startswith("rolled back"):
+            rolled_back_s = second
+    assert rolled_back_s is not None
+    assert 58 <= rolled_back_s <= 62
+
+
+async def test_a_lost_replica_is_decided_about_at_once(plane: Plane, tmp_path: Path) -> None:
+    await plane.up(document(model(tmp_path, control={"tick_s": 300})))
+    traffic = Traffic(plane)
+    await traffic.run(10, m=1.0)
+    (replica,) = plane.cluster.replicas.values()
+    before = logged(plane)[0].decision.at
+    plane.cluster._become(replica, ReplicaPhase.STOPPED)
+    await plane.ticks(1)
+    assert logged(plane)[0].decision.at > before
+
+
+async def test_a_policy_that_does_not_answer_holds_nothing_up(
+    plane: Plane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("serve.autoscaler.custom_policy.PATIENCE_S", 0.3)
+    answers = threading.Event()
+    monkeypatch.setattr(Slow, "answers", answers)
+    slow = {"custom": "tests.serve.autoscaler.test_autoscaler:Slow"}
+    other = model(tmp_path, "other", control={"policy": {"static": {"replicas": 2}}})
+    # All that share a budget are decided on together.
+    shared = {"budget": {"cpus": 8}}
+    await plane.up(document(model(tmp_path, control={"policy": slow}), other, **shared))
+    traffic = Traffic(plane)
+    await traffic.run(10, m=1.0, other=1.0)
+    assert plane.counts(READY) == {SMALL: 1, LayerKey("other", "small", 1): 2}
+    events = [event for event in plane.controller.status().events if "no answer" in event]
+    assert len(events) == 1
+    plane.controller.apply(document(model(tmp_path, control={"policy": {"static": {"replicas": 3}}}), other))
+    await traffic.run(2)
+    assert plane.counts(READY)[SMALL] == 3
+    answers.set()
+
+
+async def test_what_was_decided_for_another_document_is_not_done(
+    plane: Plane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(autoscaler, "PATIENCE_S", 0.02)
+    monkeypatch.setattr("serve.autoscaler.custom_policy.PATIENCE_S", 60.0)
+    answers = threading.Event()
+    monkeypatch.setattr(Slow, "answers", answers)
+    slow = {"custom": "tests.serve.autoscaler.test_autoscaler:Slow"}
+    await plane.up(document(model(tmp_path, control={"policy": slow})))
+    await Traffic(plane).run(6, m=1.0)
+    running = plane.controller.autoscaler._running
+    assert running is not None
+    assert len([event for event in plane.controller.status().events if "has not answered" in event]) == 1
+    modes = {"multi-replica": {"shape": "small", "replicas": {"min": 1, "max": 2}}}
+    plane.controller.apply(document(model(tmp_path, modes=modes, control={"policy": slow})))
+    answers.set()
+    await running
+    assert status(plane).target == 1
+    monkeypatch.setattr(autoscaler, "PATIENCE_S", 60.0)
+    await plane.ticks(1)
+    assert status(plane).target == 2
+
+
+async def test_starts_are_measured_by_the_path_that_they_took(plane: Plane, tmp_path: Path) -> None:
+    assumed = {"assumed_start_s": 40}
+    await plane.up(document(model(tmp_path, control=assumed)))
+    plane.cluster.slow = True
+    traffic = Traffic(plane)
+    await traffic.run(7, m=1.0)
+    assert lead_s(plane) == 40
+    plane.cluster.ready()
+    await traffic.run(2)
+    assert lead_s(plane) == pytest.approx(7, abs=0.5)
+    await plane.restart()
+    await traffic.run(7)
+    assert lead_s(plane) == pytest.approx(7, abs=0.5)
+    # Another one is expected when as much has passed.
+    await traffic.run(9, m=2.0)
+    (starting,) = logged(plane)[0].situation.supply.starting_s
+    assert starting < 4
+
+
+async def test_a_model_that_is_gone_is_forgotten(plane: Plane, tmp_path: Path) -> None:
+    await plane.up(document(model(tmp_path), model(tmp_path, "other")))
+    traffic = Traffic(plane)
+    await traffic.run(10, m=1.0, other=1.0)
+    assert {each.decision.model for each in logged(plane, 2)} == {"m", "other"}
+    plane.controller.apply(document(model(tmp_path)))
+    await traffic.run(20, m=1.0)
+    scaler = plane.controller.autoscaler
+    assert set(scaler.latest) == set(scaler._modes) == set(scaler._slots) == {"m"}
+    assert set(scaler.journal._skipped) <= {"m"}
+    kept = plane.state.load(plane.state.memory_path, KeptState)
+    assert kept is not None
+    assert set(kept.memories) == set(kept.policies) == {"m"}
+
+
+async def test_others_have_their_turn_between_models(
+    plane: Plane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await plane.up(document(*(model(tmp_path, name) for name in ("m", "n", "o")), budget={"cpus": 9}))
+    await Traffic(plane).run(8, m=1.0, n=1.0, o=1.0)
+    turns = 0
+    seen = []
+    surveying = plane.controller.autoscaler._surveying
+    situation = surveying.situation
+
+    async def beats() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    def surveyed(*given: Any) -> Any:
+        seen.append(turns)
+        return situation(*given)
+
+    monkeypatch.setattr(surveying, "situation", surveyed)
+    beating = asyncio.create_task(beats())
+    while not seen:
+        await plane.ticks(1)
+    beating.cancel()
+    assert len(set(seen)) == 3
+
+
+class Slow:
+    """Waits until it is let go, and then wants all."""
+
+    answers = threading.Event()
+
+    def decide(self, view: Any, memory: Any) -> Any:
+        from policy.scaling.view import Proposal  # noqa: PLC0415 - as a user's module would
+
+        assert self.answers.wait(60)
+        return Proposal(count=view.most, reason="all")
+
+
+def remembered(plane: Plane) -> int:
+    """How often the policy was asked since it was new, as it is on disk."""
+    kept = plane.state.load(plane.state.memory_path, KeptState)
+    assert kept is not None
+    return msgspec.convert(kept.memories["m"].policy, int)
+
+
+def lead_s(plane: Plane) -> float:
+    return next(r.lead_s for r in logged(plane)[0].situation.rungs if r.mode == "multi-replica")

@@ -1,0 +1,288 @@
+"""Users' own policies: how they are found, what is refused, and that they can do no harm."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from policy.config.control import Choice
+from policy.engine.capacity import Capability
+from policy.errors import ConfigError
+from policy.scaling.policies.registry import choose
+from policy.scaling.view import Policy, Proposal, Supply, View
+from policy.signals.types import Signals
+from serve.autoscaler.custom_policy import GuardedPolicy, beside, load
+from tests.serve.plane import READY, SMALL, Plane
+from tests.serve.sim_documents import document, sim_model
+from tests.serve.traffic import Traffic, by_rate
+
+VIEW = View(
+    at=1.0, tick_s=5.0, model="m", mode="multi-replica", count=3, least=1, most=4, supply=Supply(),
+    signals=Signals(), capability=Capability(mu=1.0, mu_max=1.0), lead_s=1.0,
+)  # fmt: skip
+ADDS = """
+from policy.scaling.view import Proposal
+
+class Adds:
+    def __init__(self, more=1):
+        self.more = more
+    def decide(self, view, memory):
+        return Proposal(count=view.count + self.more, reason="one more", memory={"n": 1})
+
+class Bare:
+    pass
+
+def function(view, memory):
+    pass
+"""
+
+
+def custom(folder: Path, text: str = ADDS, name: str = "Adds", **parameters: Any) -> Choice:
+    file = folder / "mine.py"
+    file.write_text(text)
+    return {"custom": {"class": f"{file}:{name}", **parameters}}
+
+
+def loaded(choice: Choice) -> Policy:
+    return load(choose("p", choice), "models[m].control.policy")
+
+
+def test_a_class_of_a_file_is_made_with_its_parameters(tmp_path: Path) -> None:
+    assert loaded(custom(tmp_path)).decide(VIEW, None).count == 4
+    assert loaded(custom(tmp_path, more=2)).decide(VIEW, None).count == 5
+
+
+def test_a_class_of_the_python_path_is_found() -> None:
+    assert loaded({"custom": "tests.serve.autoscaler.test_custom_policy:Twice"}).decide(VIEW, None).count == 6
+
+
+def test_a_file_that_was_edited_is_loaded_anew(tmp_path: Path) -> None:
+    choice = custom(tmp_path)
+    assert loaded(choice).decide(VIEW, None).reason == "one more"
+    custom(tmp_path, ADDS.replace("one more", "some more"))
+    os.utime(tmp_path / "mine.py", ns=(1, 1))
+    assert loaded(choice).decide(VIEW, None).reason == "some more"
+
+
+def test_a_module_of_the_python_path_that_was_edited_is_loaded_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    file = tmp_path / "edited_policy_of_the_path.py"
+    policies = []
+    for number, count in enumerate(("7", "1 + 7", "1 + 7")):
+        file.write_text(ADDS + f"\nCOUNT = {count}\n")
+        os.utime(file, ns=(10**18 + min(number, 1) * 10**9,) * 2)
+        policies.append(type(loaded({"custom": f"{file.stem}:Adds"})))
+    module = sys.modules.pop(file.stem)
+    assert module.COUNT == 8
+    # What did not change is not made again.
+    assert policies[0] is not policies[1] is policies[2]
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "expected"),
+    [
+        (ADDS, "Gone", "a class 'Gone' in .* with a method decide"),
+        (ADDS, "Bare", "a class 'Bare' in .* with a method decide"),
+        (ADDS, "function", "a class 'function' in .* with a method decide"),
+        ("import nothing_of_this_name", "Adds", "a module that can be imported .*nothing_of_this_name"),
+        ("this is no python", "Adds", "a module that can be imported .SyntaxError"),
+        ("raise RuntimeError('no')", "Adds", "a module that can be imported .RuntimeError: no"),
+        ("import sys; sys.exit('done')", "Adds", "a module that can be imported .SystemExit: done"),
+    ],
+)
+def test_what_cannot_be_loaded_is_refused(tmp_path: Path, text: str, name: str, expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected) as refused:
+        loaded(custom(tmp_path, text, name))
+    assert refused.value.path == "models[m].control.policy"
+    assert str(refused.value.value).endswith(f"mine.py:{name}")
+
+
+def test_parameters_that_it_does_not_take_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"parameters that Adds takes .*'fewer'"):
+        loaded(custom(tmp_path, fewer=1))
+    with pytest.raises(ConfigError, match="a module that can be imported"):
+        loaded({"custom": "no_such_module_here:Adds"})
+
+
+class Twice:
+    def decide(self, view: View, memory: Any) -> Proposal:
+        return Proposal(count=2 * view.count, reason="twice")
+
+
+class Answering:
+    def __init__(self, answer: Any) -> None:
+        self.answer = answer
+
+    def decide(self, view: View, memory: Any) -> Any:
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (ZeroDivisionError("division by zero"), "raised ZeroDivisionError: division by zero"),
+        (None, "answered None, which is no Proposal"),
+        (3, "answered 3, which is no Proposal"),
+        (Proposal(count=-1, reason=""), "asked for -1 replicas"),
+        (Proposal(count=2.5, reason=""), "asked for 2.5 replicas"),  # type: ignore[arg-type]
+        (Proposal(count=True, reason=""), "asked for True replicas"),
+        (Proposal(count=1, reason=None), "gave None as its reason"),  # type: ignore[arg-type]
+        (Proposal(count=1, reason="", forecast=math.nan), "answered nan for 'forecast'"),
+        (Proposal(count=1, reason="", terms={"a": math.inf}), "answered inf for 'a'"),
+        (Proposal(count=1, reason="", memory=object()), "wants to remember what JSON has no word for"),
+    ],
+)
+def test_what_is_no_answer_leaves_the_count(answer: Any, said: str) -> None:
+    events: list[str] = []
+    policy = GuardedPolicy(Answering(answer), events.append)
+    for _ in range(3):
+        proposal = policy.decide(VIEW, {"kept": 1})
+        assert (proposal.count, proposal.memory) == (3, {"kept": 1})
+        assert said in proposal.reason
+    assert len(events) == 1
+    assert said in events[0]
+
+
+def test_one_that_recovers_and_fails_again_is_said_again() -> None:
+    events: list[str] = []
+    answering = Answering(ValueError("a"))
+    policy = GuardedPolicy(answering, events.append)
+    policy.decide(VIEW, None)
+    answering.answer = Proposal(count=2, reason="well")
+    assert policy.decide(VIEW, None).count == 2
+    answering.answer = ValueError("a")
+    policy.decide(VIEW, None)
+    assert len(events) == 2
+
+
+class Answers:
+    """Keeps whoever asks waiting until it is let go; counts in the memory that it is given."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+        self.asked = 0
+
+    def decide(self, view: View, memory: Any) -> Proposal:
+        self.asked += 1
+        memory["seen"].append(view.at)
+        assert self.go.wait(60)
+        return Proposal(count=4, reason="all", terms={"all": 4}, memory=memory)
+
+
+def test_one_that_does_not_answer_is_not_waited_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("serve.autoscaler.custom_policy.PATIENCE_S", 0.01)
+    events: list[str] = []
+    answers = Answers()
+    policy = GuardedPolicy(answers, events.append, alone=True)
+    for _ in range(3):
+        assert policy.decide(VIEW, {"seen": []}).count == 3
+    assert (answers.asked, len(events)) == (1, 1)
+    assert "no answer within 0.01 s; the count stays" in events[0]
+    answers.go.set()
+    assert policy._asked is not None
+    policy._asked.join()
+    monkeypatch.setattr("serve.autoscaler.custom_policy.PATIENCE_S", 60.0)
+    assert policy.decide(VIEW, {"seen": []}).count == 4
+
+
+def test_one_that_changes_the_memory_it_is_given_changes_its_own() -> None:
+    answers = Answers()
+    answers.go.set()
+    memory: dict[str, Any] = {"seen": []}
+    proposal = GuardedPolicy(answers, print, alone=True).decide(VIEW, memory)
+    assert (proposal.memory, memory) == ({"seen": [1.0]}, {"seen": []})
+    # As the log has it.
+    assert msgspec.json.encode(proposal.terms) == b'{"all":4.0}'
+
+
+def test_one_that_would_end_the_process_has_not_answered() -> None:
+    events: list[str] = []
+    policy = GuardedPolicy(Ends(), events.append, alone=True)
+    assert policy.decide(VIEW, None).count == 3
+    assert "SystemExit: done" in events[0]
+
+
+class Ends:
+    def decide(self, view: View, memory: Any) -> Proposal:
+        raise SystemExit("done")
+
+
+def test_what_lies_beside_the_document_is_written_as_its_file(tmp_path: Path) -> None:
+    (tmp_path / "inner").mkdir()
+    for name in ("mine.py", "inner/more.py"):
+        (tmp_path / name).write_text(ADDS)
+    here = tmp_path.resolve()
+    assert beside({"custom": "mine:Adds"}, tmp_path) == {"custom": f"{here}/mine.py:Adds"}
+    assert beside({"custom": {"class": "inner.more:Adds", "more": 2}}, tmp_path) == {
+        "custom": {"class": f"{here}/inner/more.py:Adds", "more": 2}
+    }
+    for choice in ("predictive", {"static": {"replicas": 1}}, {"custom": "elsewhere:Adds"}, {"custom": 3}):
+        assert beside(choice, tmp_path) == choice
+
+
+async def test_a_document_with_a_policy_that_cannot_be_loaded_is_refused_whole(
+    plane: Plane, tmp_path: Path
+) -> None:
+    await plane.up(document())
+    await plane.ticks()
+    changed = sim_model(control={"policy": custom(tmp_path, "raise RuntimeError('no')"), "tick_s": 1})
+    with pytest.raises(ConfigError, match="RuntimeError: no"):
+        plane.controller.apply(document(changed))
+    assert plane.state.load(plane.state.deployment_path, dict[str, Any]) == document()
+    assert plane.controller.status().models[0].decided_by == "predictive"
+
+
+async def test_a_policy_that_starts_to_fail_leaves_the_fleet_as_it_is(plane: Plane, tmp_path: Path) -> None:
+    fails = ADDS.replace("return Proposal", "if view.count > 2:\n            1 / 0\n        return Proposal")
+    control = {"tick_s": 1, "policy": custom(tmp_path, fails)}
+    await plane.up(document(sim_model(control=control)))
+    traffic = Traffic(plane)
+    await traffic.run(20, m=1.0)
+    assert plane.counts(READY) == {SMALL: 3}
+    events = [event for event in plane.controller.status().events if "ZeroDivisionError" in event]
+    assert len(events) == 1
+    assert "the count stays" in events[0]
+
+
+async def test_a_policy_that_is_gone_when_the_controller_comes_back_changes_nothing(
+    plane: Plane, tmp_path: Path
+) -> None:
+    await plane.up(document(sim_model(control={"tick_s": 1, "policy": by_rate(tmp_path)})))
+    traffic = Traffic(plane)
+    await traffic.run(10, m=3.0)
+    (tmp_path / "by_rate.py").unlink()
+    await plane.restart()
+    await traffic.run(10, m=1.0)
+    assert plane.counts(READY) == {SMALL: 3}
+    assert plane.controller.status().models[0].decided_by == "static"
+    assert any("static decides instead" in event for event in plane.controller.status().events)
+    plane.controller.scale("m", 2)
+    await traffic.run(2)
+    assert plane.counts(READY) == {SMALL: 2}
+
+
+async def test_who_waits_is_served_though_the_policy_is_gone(plane: Plane, tmp_path: Path) -> None:
+    modes = {"multi-replica": {"shape": "small", "replicas": {"min": 0, "max": 4}}}
+    scale = {"zero_after_s": 10, "hold_s": 5, "standby": 1.0}
+    control = {"tick_s": 1, "policy": by_rate(tmp_path), "scale": scale}
+    await plane.up(document(sim_model(modes=modes, control=control)))
+    traffic = Traffic(plane)
+    await traffic.run(10, m=1.0)
+    await traffic.run(40, m=0.0)
+    assert plane.counts() == {}
+    (tmp_path / "by_rate.py").unlink()
+    await plane.restart()
+    traffic.queued["m"] = 1
+    await traffic.run(4)
+    assert plane.counts(READY) == {SMALL: 1}

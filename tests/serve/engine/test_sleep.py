@@ -1,0 +1,207 @@
+"""An engine's sleep: what runs may finish, nothing is loaded meanwhile, and traffic waits for an answer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+
+from policy.errors import EngineFailed
+from policy.types import ReplicaPhase
+from serve.engine.adapters.loader import AdapterLoader
+from serve.engine.guard import CANARY_HEADER, Guard
+from serve.engine.sleep import SleepControl
+from tests.serve.engine.fakes import FakeFiles, wanted
+from tests.serve.engine.test_guard import CHAT, SECRET, Held, Request, in_flight
+
+READY, DRAINING, ASLEEP = ReplicaPhase.READY, ReplicaPhase.DRAINING, ReplicaPhase.ASLEEP
+LONG_S = 3600.0
+
+
+class Sleepy(Held):
+    """An engine that falls asleep and wakes when its ``bell`` lets it."""
+
+    adapter_slots = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bell = asyncio.Event()
+        self.bell.set()
+        self.did: list[str] = []
+
+    async def load(self, name: str, path: object) -> None:
+        self.did.append("load")
+
+    async def sleep(self) -> None:
+        await self.bell.wait()
+        self.did.append("sleep")
+
+    async def wake(self) -> None:
+        await self.bell.wait()
+        self.did.append("wake")
+
+
+class Place:
+    """An engine that is ready, its guard, and its rest."""
+
+    def __init__(self) -> None:
+        self.engine = Sleepy()
+        self.adapters = AdapterLoader(self.engine, FakeFiles())
+        self.guard = Guard(self.engine, self.adapters, secret="s", bound=4, clock=lambda: 42.0)
+        self.guard.become(READY)
+        self.warms: Callable[[], None] = lambda: self.engine.did.append("answer")
+        self.timeout_s = LONG_S
+        self.rest = self._rest()
+        self.tasks = [asyncio.create_task(self.adapters.run())]
+
+    def _rest(self) -> SleepControl:
+        async def warm() -> None:
+            self.warms()
+
+        return SleepControl(self.engine, self.guard, self.adapters, warm, self.timeout_s)
+
+    def run(self, timeout_s: float = LONG_S) -> asyncio.Task[None]:
+        self.timeout_s = timeout_s
+        self.rest = self._rest()
+        self.tasks.append(asyncio.create_task(self.rest.run()))
+        return self.tasks[-1]
+
+    async def until(self, true: Callable[[], bool]) -> None:
+        async with asyncio.timeout(10.0):
+            while not true():  # noqa: ASYNC110 - states have no event
+                await asyncio.sleep(0)
+
+    async def asleep(self) -> None:
+        self.rest.sleep(LONG_S)
+        await self.until(lambda: self.guard.state is ASLEEP)
+
+    def request(self, **headers: str) -> Request:
+        return Request(self.guard, "POST", CHAT, SECRET | headers)
+
+    async def refusal(self, **headers: str) -> str:
+        request = self.request(**headers)
+        await request.task
+        return dict(request.sent[0]["headers"]).get(b"x-tidegate-refusal", b"").decode()
+
+
+@pytest.fixture
+async def place() -> AsyncIterator[Place]:
+    made = Place()
+    yield made
+    for task in made.tasks:
+        task.cancel()
+    await asyncio.gather(*made.tasks, return_exceptions=True)
+
+
+async def test_it_sleeps_after_the_last_request_and_wakes_with_an_answer(place: Place) -> None:
+    place.run()
+    request = place.request()
+    await in_flight(place.guard, 1)
+    place.rest.sleep(LONG_S)
+    await place.until(lambda: place.guard.state is DRAINING)
+    assert await place.refusal() == "draining"
+    assert place.engine.did == []
+    place.engine.go.set()
+    await request.task
+    await place.until(lambda: place.guard.state is ASLEEP)
+    assert place.engine.did == ["sleep"]
+    assert request.sent[0]["status"] == 200
+    # Not even a canary comes through: there are no weights to answer it.
+    assert await place.refusal() == await place.refusal(**{CANARY_HEADER.decode(): "1"}) == "starting"
+    seen: list[ReplicaPhase] = []
+    place.warms = lambda: seen.append(place.guard.state)
+    place.rest.wake()
+    await place.until(lambda: place.guard.state is READY)
+    assert seen == [ReplicaPhase.STARTING]
+    assert place.engine.did == ["sleep", "wake"]
+    assert await place.refusal() == ""
+
+
+async def test_told_twice_it_does_it_once(place: Place) -> None:
+    place.run()
+    place.rest.sleep(LONG_S)
+    await place.asleep()
+    await place.asleep()
+    assert place.engine.did == ["sleep"]
+    for _ in range(2):
+        place.rest.wake()
+        await place.until(lambda: place.guard.state is READY)
+    assert place.engine.did == ["sleep", "wake", "answer"]
+
+
+async def test_one_that_is_wanted_again_while_it_drains_serves_on(place: Place) -> None:
+    place.run()
+    request = place.request()
+    await in_flight(place.guard, 1)
+    place.rest.sleep(LONG_S)
+    await place.until(lambda: place.guard.state is DRAINING)
+    place.rest.wake()
+    await place.until(lambda: place.guard.state is READY)
+    place.engine.go.set()
+    await request.task
+    assert request.sent[0]["status"] == 200
+    assert place.engine.did == []
+    # And it can sleep another time.
+    await place.asleep()
+    assert place.engine.did == ["sleep"]
+
+
+async def test_one_that_is_wanted_again_while_it_falls_asleep_wakes(place: Place) -> None:
+    place.run()
+    place.engine.bell.clear()
+    place.rest.sleep(LONG_S)
+    await place.until(lambda: place.guard.state is DRAINING)
+    for _ in range(10):
+        await asyncio.sleep(0)
+    place.rest.wake()
+    place.engine.bell.set()
+    await place.until(lambda: place.guard.state is READY and "wake" in place.engine.did)
+    assert place.engine.did == ["sleep", "wake", "answer"]
+
+
+async def test_what_runs_past_its_time_is_cut(place: Place) -> None:
+    place.run()
+    request = place.request()
+    await in_flight(place.guard, 1)
+    place.rest.sleep(0.0)
+    await place.until(lambda: place.guard.state is ASLEEP)
+    assert request.task.cancelled()
+    assert place.guard.line().load.in_flight == 0
+
+
+@pytest.mark.parametrize("way", ["fall asleep", "wake"])
+async def test_one_that_is_stuck_fails(place: Place, way: str) -> None:
+    running = place.run(timeout_s=0.01)
+    if way == "wake":
+        await place.asleep()
+    place.engine.bell.clear()
+    place.rest.wake() if way == "wake" else place.rest.sleep(LONG_S)
+    with pytest.raises(EngineFailed, match=f"did not {way} within"):
+        await running
+
+
+async def test_one_that_leaves_for_good_neither_sleeps_nor_serves_again(place: Place) -> None:
+    place.run()
+    place.rest.leave()
+    place.guard.become(DRAINING)
+    place.rest.sleep(LONG_S)
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert (place.guard.state, place.engine.did) == (DRAINING, [])
+    place.rest.wake()
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert place.guard.state is DRAINING
+
+
+async def test_nothing_is_loaded_while_it_sleeps(place: Place) -> None:
+    place.run()
+    await place.asleep()
+    place.adapters.hold(wanted("a"))
+    for _ in range(50):
+        await asyncio.sleep(0)
+    assert place.engine.did == ["sleep"]
+    place.rest.wake()
+    await place.until(lambda: "load" in place.engine.did)
+    assert place.engine.did[:2] == ["sleep", "wake"]

@@ -1,0 +1,137 @@
+"""Engines whose coefficients are known are found from what load points show of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+import pytest
+
+from policy.engine.model import EngineModel, Limits
+from policy.engine.profiles import profile
+from policy.engine.step_samples import StepSample
+from policy.errors import PreconditionFailed
+from sim.calibration.fit import FitResult, Observation, fit_model, initial_guess
+from sim.calibration.load_points import plan_points
+from tests.sim.calibration.engines import seen
+
+LOADS = [(1, 100, 1), (8, 2000, 8), (24, 5000, 24), (128, 3000, 4)]
+POINT_S = 4.0
+
+
+def looked_at(
+    name: str, degree: int, slower: float, path_s: float = 0.0
+) -> tuple[Limits, EngineModel, list[Observation]]:
+    """An engine ``slower`` than its profile says at load points that were chosen for it."""
+    found = profile(name)
+    limits, truth = found.limits(degree), found.model.at_degree(degree).faster(1.0 / slower)
+    length = min(found.max_model_len, limits.kv_tokens)
+    points = plan_points(truth, limits, max_model_len=length, bound=64, point_s=POINT_S)
+    return limits, truth, seen(truth, limits, points, POINT_S, path_s)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "degree", "slower"), [("cpu-smollm2-135m", 2, 2.0), ("l4-8b", 1, 0.3), ("h100-70b", 4, 1.5)]
+)
+def test_steps_are_found_again(name: str, degree: int, slower: float) -> None:
+    limits, truth, shown = looked_at(name, degree, slower, path_s=0.004)
+    found = fit_model(shown, profile(name).model.at_degree(degree), limits)
+    for load in LOADS:
+        assert found.model.step_time(*load) == pytest.approx(truth.step_time(*load), rel=0.03)
+    assert found.path_s == pytest.approx(0.004, abs=0.002)
+    assert found.error.points >= 1
+    assert max(found.error.step_p50, found.error.itl_p50) < 0.02
+    assert found.error.ttft_p90 < 0.05
+    assert found.note == ""
+    assert [point.held for point in found.points] == [each.point.held for each in shown]
+
+
+def test_at_another_degree_all_reduce_is_what_the_prior_says() -> None:
+    limits, truth, shown = looked_at("h100-70b", 4, 1.0)
+    found = fit_model(shown, truth, limits).model
+    assert (found.degree, found.allreduce_a, found.allreduce_b) == (4, truth.allreduce_a, truth.allreduce_b)
+    for load in LOADS:
+        said = found.at_degree(8).step_time(*load)
+        assert said == pytest.approx(truth.at_degree(8).step_time(*load), rel=0.02)
+
+
+def test_links_that_would_take_more_than_half_of_a_step_are_believed_less() -> None:
+    limits, truth, shown = looked_at("h100-70b", 4, 1.0)
+    slow = msgspec.structs.replace(truth, allreduce_a=100 * truth.allreduce_a)
+    found = fit_model(shown, slow, limits).model
+    assert found.allreduce_a < slow.allreduce_a
+    for load in LOADS:
+        assert found.step_time(*load) == pytest.approx(truth.step_time(*load), rel=0.05)
+
+
+def changed(
+    shown: list[Observation], change: Callable[[StepSample], StepSample], *, held: bool
+) -> list[Observation]:
+    """What is shown with other steps, at points that were ``held`` out or at the others."""
+    return [
+        each._replace(samples=[change(sample) for sample in each.samples])
+        if each.point.held is held
+        else each
+        for each in shown
+    ]
+
+
+@pytest.fixture(scope="module")
+def shown() -> tuple[Limits, EngineModel, list[Observation]]:
+    return looked_at("l4-8b", 1, 1.0)
+
+
+def fit_of(shown: tuple[Limits, EngineModel, list[Observation]], points: list[Observation]) -> FitResult:
+    limits, truth, _ = shown
+    return fit_model(points, truth, limits)
+
+
+def test_points_that_were_held_out_have_no_part_in_it(
+    shown: tuple[Limits, EngineModel, list[Observation]],
+) -> None:
+    slowed = changed(shown[2], lambda s: msgspec.structs.replace(s, seconds=2 * s.seconds), held=True)
+    found = fit_of(shown, slowed)
+    assert found.model == fit_of(shown, shown[2]).model
+    assert found.error.step_p50 == pytest.approx(0.5, abs=0.05)
+
+
+def test_stalls_are_no_rule(shown: tuple[Limits, EngineModel, list[Observation]]) -> None:
+    def stalled(each: Observation) -> Observation:
+        samples = [
+            msgspec.structs.replace(sample, seconds=sample.seconds + 0.5) if i % 5 == 0 else sample
+            for i, sample in enumerate(each.samples)
+        ]
+        return each._replace(samples=samples)
+
+    found = fit_of(shown, [stalled(each) for each in shown[2]])
+    for load in LOADS:
+        assert found.model.step_time(*load) == pytest.approx(shown[1].step_time(*load), rel=0.05)
+
+
+def test_what_is_off_where_it_was_not_fitted_says_so(
+    shown: tuple[Limits, EngineModel, list[Observation]],
+) -> None:
+    slowed = [
+        each._replace(latencies=[latency._replace(itl_s=2 * latency.itl_s) for latency in each.latencies])
+        for each in shown[2]
+    ]
+    found = fit_of(shown, slowed)
+    assert found.error.itl_p50 == pytest.approx(0.5, abs=0.02)
+    assert "ITL p50 by 50%" in found.note
+    assert "TTFT" not in found.note
+
+
+def test_too_little_is_refused(shown: tuple[Limits, EngineModel, list[Observation]]) -> None:
+    with pytest.raises(PreconditionFailed, match="too few for 5 coefficients"):
+        fit_of(shown, [each._replace(samples=[]) for each in shown[2]])
+    with pytest.raises(PreconditionFailed, match="no request ended"):
+        fit_of(shown, [each._replace(latencies=[]) for each in shown[2]])
+
+
+def test_a_first_look_is_about_right(shown: tuple[Limits, EngineModel, list[Observation]]) -> None:
+    _, truth, points = shown
+    samples = [sample for each in points[:4] for sample in each.samples]
+    guess = initial_guess(samples, truth.faster(3.0))
+    assert guess.step_time(8, 500, 8) == pytest.approx(truth.step_time(8, 500, 8), rel=0.2)
+    assert initial_guess([], truth) == truth

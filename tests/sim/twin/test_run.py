@@ -1,0 +1,300 @@
+"""Laws of a run: nothing is lost, nothing comes before its cause, and the same seed gives the same bytes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from policy.config.deployment import Deployment
+from policy.document.parse import parse
+from policy.errors import ConfigError
+from policy.scaling.policies.registry import choose, make
+from serve.state.targets import first_target
+from sim.arrival import Arrival
+from sim.twin.record import Outcome, Record
+from sim.twin.run import simulate
+from sim.twin.scenario import Crash, Scenario, Slowdown
+from store.yaml_file import read_yaml
+
+
+def deployment(**changes: Any) -> Deployment:
+    """One model on up to six small cards, and what a test changes of it."""
+    control = {"slo": {"ttft_p95_s": 2.0, "itl_p95_s": 0.2}, "assumed_start_s": 30} | changes.pop(
+        "control", {}
+    )
+    model = {
+        "name": "m",
+        "engine": "sim",
+        "sim": {"profile": "l4-8b"},
+        "shapes": {"small": {"gpus": 1}},
+        "modes": {"multi-replica": {"shape": "small", "replicas": {"min": 1, "max": 6}}},
+        "control": control,
+    } | changes.pop("model", {})
+    return parse({"models": [model], "budget": {"gpus": 6}} | changes)
+
+
+def arrivals(rate: float, lasts_s: float, seed: int = 0, output: float = 80.0) -> Iterator[Arrival]:
+    """Requests at random, of lengths that differ."""
+    rng = random.Random(seed)  # noqa: S311
+    at = rng.expovariate(rate)
+    while at < lasts_s:
+        yield Arrival(at, int(rng.gammavariate(2, 300)) + 1, int(rng.expovariate(1 / output)) + 1)
+        at += rng.expovariate(rate)
+
+
+def steps(*rates: float, each_s: float = 120.0, seed: int = 0, output: float = 80.0) -> Iterator[Arrival]:
+    """One rate after the other."""
+    for i, rate in enumerate(rates):
+        for arrival in arrivals(rate, each_s, seed + i, output):
+            yield arrival._replace(at=arrival.at + i * each_s)
+
+
+def run(document: Deployment, trace: Iterator[Arrival], policy: object = "predictive", **more: Any) -> Record:
+    made = make(choose("policy", policy))
+    return simulate(document, {spec.name: made for spec in document.models}, trace, **more)
+
+
+@pytest.fixture(scope="module")
+def ramp() -> Record:
+    """A rise and a fall, with a crash and a slow replica on the way."""
+    world = Scenario(
+        crashes=(Crash(at=200.0),), slow=(Slowdown(at=100.0, until=300.0, factor=2.0),), spread=0.1
+    )
+    return run(deployment(), steps(1.0, 5.0, 1.0), world=world)
+
+
+@pytest.mark.slow
+def test_every_request_has_one_end(ramp: Record) -> None:
+    came = list(steps(1.0, 5.0, 1.0))
+    requests = ramp.requests["m"]
+    assert len(requests) == len(came)
+    assert requests.at.tolist() == [arrival.at for arrival in came]
+    assert requests.output_tokens.tolist() == [arrival.output_tokens for arrival in came]
+    served = requests.outcome == Outcome.SERVED
+    assert not served.all()  # of those on the replica that crashed some are lost
+    assert set(np.unique(requests.outcome)) == {Outcome.SERVED, Outcome.REFUSED, Outcome.FAILED}
+    assert not np.isnan(requests.e2e_s[served]).any() and np.isnan(requests.e2e_s[~served]).all()
+    assert (requests.replica[served] >= 0).all()
+
+
+@pytest.mark.slow
+def test_nothing_happens_before_its_cause(ramp: Record) -> None:
+    requests = ramp.requests["m"]
+    served = requests.outcome == Outcome.SERVED
+    queued, ttft, e2e = (column[served] for column in (requests.queued_s, requests.ttft_s, requests.e2e_s))
+    assert (queued >= 0).all() and (ttft > queued).all() and (e2e >= ttft).all()
+    came = requests.at[served]
+    for i, number in enumerate(requests.replica[served]):
+        span = ramp.spans[number]
+        assert span.ready_at is not None and span.ended_at is not None
+        assert span.ready_at <= came[i] + queued[i]
+        assert came[i] + e2e[i] <= span.ended_at + 1e-9
+
+
+@pytest.mark.slow
+def test_a_replica_that_leaves_finishes_what_it_has(ramp: Record) -> None:
+    left = [span for span in ramp.spans if span.leaves_at is not None]
+    assert left
+    requests = ramp.requests["m"]
+    crashed = {span.number for span in ramp.spans if span.crashed}
+    lost = requests.replica[requests.outcome == Outcome.FAILED]
+    assert crashed and set(lost.tolist()) <= crashed
+
+
+@pytest.mark.slow
+def test_gpus_are_counted_from_when_they_were_asked_for(ramp: Record) -> None:
+    held = sum((span.ended_at or 0.0) - span.asked_at for span in ramp.spans)
+    assert ramp.gpu_s == pytest.approx(held)
+    # An L4 and its part of a server draw 76 W with nothing to do, and 132 W with steps to run.
+    assert 76.0 * held < ramp.joules < 132.0 * held
+    assert all(
+        0.0 < span.busy_s <= (span.ended_at or 0.0) - span.asked_at for span in ramp.spans if span.tokens
+    )
+    at = np.arange(0.0, ramp.ends_at, 1.0)
+    held_at = sum((at >= span.asked_at) & (at < (span.ended_at or 0.0)) for span in ramp.spans)
+    assert held_at.max() <= 6  # the budget
+
+
+@pytest.mark.slow
+def test_the_same_seed_gives_the_same_bytes(ramp: Record) -> None:
+    world = Scenario(
+        crashes=(Crash(at=200.0),), slow=(Slowdown(at=100.0, until=300.0, factor=2.0),), spread=0.1
+    )
+    again = run(deployment(), steps(1.0, 5.0, 1.0), world=world)
+    for name in ("ttft_s", "e2e_s", "replica", "outcome"):
+        first, second = (getattr(record.requests["m"], name).tobytes() for record in (ramp, again))
+        assert first == second
+    assert repr(again.decisions) == repr(ramp.decisions)
+    other = run(deployment(), steps(1.0, 5.0, 1.0), world=world, seed=1)
+    assert other.spans[-1] != ramp.spans[-1]
+
+
+@pytest.mark.slow
+def test_who_waits_is_served_in_the_order_of_arrival() -> None:
+    one = deployment(
+        model={"shapes": {"small": {"gpus": 1, "max_in_flight": 4}}},
+        gateway={"queue_timeout_s": 600},
+        control={"slo": {}},
+    )
+    trace = (Arrival(i * 0.05, 200, 20) for i in range(200))
+    requests = run(one, trace, {"static": {"replicas": 1}}).requests["m"]
+    assert (requests.outcome == Outcome.SERVED).all() and requests.queued_s.max() > 5.0
+    sent = requests.at + requests.queued_s
+    assert (np.diff(sent) >= 0).all()
+
+
+@pytest.mark.slow
+def test_what_an_engine_never_could_hold_fails_alone() -> None:
+    trace = [Arrival(0.0, 100, 10), Arrival(1.0, 10_000_000, 10), Arrival(2.0, 100, 10)]
+    requests = run(deployment(), iter(trace)).requests["m"]
+    assert requests.outcome.tolist() == [Outcome.SERVED, Outcome.FAILED, Outcome.SERVED]
+
+
+@pytest.mark.slow
+def test_load_scales_up_and_down_again() -> None:
+    record = run(deployment(), steps(0.5, 6.0, 0.5, each_s=300.0))
+    counts = [moment.ready for moment in record.moments]
+    assert counts[5] == 1 and max(counts) >= 4 and counts[-1] < max(counts)
+    first = next(span for span in record.spans if span.asked_at > 0)
+    assert first.ready_at == pytest.approx(first.asked_at + 30.0)
+
+
+@pytest.mark.slow
+def test_a_slow_replica_gets_less() -> None:
+    world = Scenario(slow=(Slowdown(at=30.0, until=600.0, factor=4.0),))
+    record = run(deployment(), arrivals(2.0, 300.0), {"static": {"replicas": 3}}, world=world)
+    slow = min(record.spans, key=lambda span: span.number)
+    replicas = record.requests["m"].replica
+    shares = np.bincount(replicas[replicas >= 0], minlength=3)
+    assert shares[slow.number] < 0.7 * shares.sum() / 3
+
+
+def test_stretches_that_overlap_slow_a_replica_together() -> None:
+    slow = (
+        Slowdown(at=10.0, until=50.0, factor=2.0),
+        Slowdown(at=20.0, until=30.0, factor=3.0),
+        Slowdown(at=40.0, until=60.0, factor=0.5),
+        Slowdown(at=60.0, until=70.0, factor=4.0),
+    )
+    # One request at a time, in the middle of every ten seconds.
+    trace = [Arrival(at, 100, 5) for at in np.arange(5.0, 85.0, 10.0).tolist()]
+    took = run(deployment(), iter(trace), "static", world=Scenario(slow=slow)).requests["m"].e2e_s
+    assert took / took[0] == pytest.approx([1.0, 2.0, 6.0, 2.0, 1.0, 0.5, 4.0, 1.0])
+
+
+@pytest.mark.parametrize(
+    ("policy", "least", "healthy", "begins"),
+    [
+        ("static", 1, 1, 1),
+        ("static", 2, 1, 2),
+        ("static", 0, 1, 1),
+        ("static", 1, 2, 2),
+        ({"static": {"replicas": 3}}, 1, 1, 3),
+        ({"static": {"replicas": 9}}, 1, 1, 6),
+        ("predictive", 1, 1, 6),
+    ],
+)
+def test_a_policy_that_scales_by_no_load_begins_with_what_production_has(
+    policy: object, least: int, healthy: int, begins: int
+) -> None:
+    modes = {"multi-replica": {"shape": "small", "replicas": {"min": least, "max": 6}}}
+    scale = {"min_healthy": healthy} | ({} if least else {"zero_after_s": 60})
+    record = run(deployment(model={"modes": modes}, control={"scale": scale}), arrivals(20.0, 6.0), policy)
+    assert sum(span.asked_at == 0.0 for span in record.spans) == begins
+    if policy != "predictive":
+        assert {moment.wanted for moment in record.moments} == {begins}
+
+
+def test_the_shipped_document_runs_as_many_as_live() -> None:
+    document = parse(read_yaml(Path(__file__).parents[3] / "deployments" / "sim.yaml", "models"))
+    (spec,) = document.models
+    policies = {spec.name: make(choose("policy", spec.control.policy))}
+    record = simulate(document, policies, arrivals(20.0, 6.0))
+    live = first_target(spec, (), 0.0).aim.count
+    assert [span.shape for span in record.spans] == ["small"] * live
+
+
+@pytest.mark.slow
+def test_a_model_at_zero_wakes_for_whoever_comes() -> None:
+    modes = {"multi-replica": {"shape": "small", "replicas": {"min": 0, "max": 6}}}
+    document = deployment(
+        model={"modes": modes}, control={"scale": {"zero_after_s": 60}}, gateway={"queue_timeout_s": 120}
+    )
+    record = run(document, iter([Arrival(5.0, 100, 10), Arrival(400.0, 100, 10)]))
+    requests = record.requests["m"]
+    assert (requests.outcome == Outcome.SERVED).all()
+    assert any(moment.ready == 0 and moment.wanted == 0 for moment in record.moments)
+    assert requests.ttft_s[1] > 30.0  # it waited for a start
+
+
+@pytest.mark.slow
+def test_the_mode_is_switched_by_load_and_nobody_is_cut() -> None:
+    document = parse(
+        {
+            "models": [
+                {
+                    "name": "m",
+                    "engine": "sim",
+                    "sim": {"profile": "h100-8b", "wake_s": 3},
+                    "shapes": {"large": {"gpus": 4, "tensor_parallel": 4}, "small": {"gpus": 1}},
+                    "modes": {
+                        "single-large": {"shape": "large", "replicas": 1},
+                        "multi-replica": {"shape": "small", "replicas": {"min": 1, "max": 4}},
+                    },
+                    "control": {
+                        "slo": {"ttft_p95_s": 0.5, "itl_p95_s": 0.0075},
+                        "mode": {"confirm_s": 20, "dwell_s": 60},
+                    },
+                }
+            ],
+            "budget": {"gpus": 4},
+        }
+    )
+    record = run(document, steps(1.0, 36.0, each_s=150.0, output=600.0))
+    assert record.switches >= 1
+    assert {moment.mode for moment in record.moments} == {"single-large", "multi-replica"}
+    requests = record.requests["m"]
+    assert not (requests.outcome == Outcome.FAILED).any()
+    # The engines of both shapes lie on the same cards all the time.
+    assert record.gpu_s == pytest.approx(4 * record.ends_at)
+
+
+@pytest.mark.slow
+def test_an_upstream_takes_what_is_turned_away_while_the_money_lasts() -> None:
+    upstream = {
+        "name": "cloud",
+        "url": "https://cloud.example",
+        "models": {"m": "big"},
+        "price": {"input": 1.0, "output": 1.0},
+        "cost_cap_per_h": 0.05,
+    }
+    record = run(deployment(upstreams=[upstream]), arrivals(12.0, 120.0), {"static": {"replicas": 1}})
+    outcome = record.requests["m"].outcome
+    assert (outcome == Outcome.OVERFLOWN).any() and (outcome == Outcome.REFUSED).any()
+    assert 0.0 < record.overflow_cost <= 0.05
+
+
+def test_progress_is_said() -> None:
+    said: list[float] = []
+    run(deployment(), arrivals(0.5, 60.0), said=said.append)
+    assert said == sorted(said) and len(said) > 4
+
+
+def test_a_trace_has_to_name_one_of_several_models() -> None:
+    named = [Arrival(0.0, 10, 10, model="gpt")]
+    assert len(run(deployment(), iter(named)).requests["m"]) == 1
+    one = {
+        "engine": "sim",
+        "shapes": {"small": {"gpus": 1}},
+        "modes": {"multi-replica": {"shape": "small", "replicas": 1}},
+    }
+    two = parse({"models": [{"name": "a", **one}, {"name": "b", **one}]})
+    with pytest.raises(ConfigError, match="got 'gpt', expected one of: a, b"):
+        run(two, iter(named))
+    both = run(two, iter([Arrival(0.0, 10, 10, model="b"), Arrival(1.0, 10, 10)]))
+    assert [len(both.requests[name]) for name in ("a", "b")] == [1, 1]

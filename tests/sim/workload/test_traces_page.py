@@ -1,0 +1,63 @@
+"""docs/traces.md says of every key what the structures say, and shows traces that are read."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from sim.workload.file import Spec
+from sim.workload.traces.captured import CapturedLine
+from sim.workload.traces.open import open_trace
+from tests.test_configuration_reference import ROOT, default_of, kind_of, sections
+
+PAGE = (Path(__file__).parents[3] / "docs" / "traces.md").read_text()
+_HEADING = re.compile(r"^#+ `?([^`\n]+)`?$", re.MULTILINE)
+_ROW = re.compile(r"^\| `(\w+)` \| (.*?) \| (.*?) \| (.+) \|$", re.MULTILINE)
+# The two headings of tables that are no section of the workload file.
+DOCUMENT = "What can a workload file say?"
+CAPTURE = "What is in Tidegate's own format?"
+
+
+def tables() -> dict[str, list[tuple[str, str, str]]]:
+    """The page's tables by heading."""
+    parts = _HEADING.split(PAGE)[1:]
+    found = {
+        heading: [(key, kind, default) for key, kind, default, _ in _ROW.findall(text)]
+        for heading, text in zip(parts[::2], parts[1::2], strict=True)
+    }
+    return {heading: rows for heading, rows in found.items() if rows}
+
+
+def test_every_key_is_there_with_what_it_may_hold() -> None:
+    expected = {
+        DOCUMENT if path == ROOT else path: [
+            (field.encode_name, kind_of(field.type, field.encode_name), default_of(field))
+            for field in info.fields
+        ]
+        for path, info in sections(Spec)
+    }
+    # Said once for both.
+    assert expected.pop("mix[].generate.output_tokens") == expected["mix[].generate.input_tokens"]
+    found = tables()
+    del found[CAPTURE]
+    assert found == expected
+
+
+def test_the_keys_of_a_capture_are_those_that_are_read() -> None:
+    assert [key for key, _, _ in tables()[CAPTURE]] == list(CapturedLine.__struct_fields__)
+
+
+@pytest.mark.parametrize("block", re.findall(r"^```json\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE))
+def test_the_capture_that_is_shown_is_read(block: str, tmp_path: Path) -> None:
+    path = tmp_path / "shown.jsonl"
+    path.write_text(block)
+    assert len(list(open_trace(path))) == block.count("\n") - 1
+
+
+@pytest.mark.parametrize("header", re.findall(r"^\| [\w ,']+ \| `(\w+(?:,[\w ]+)+)` \|", PAGE, re.MULTILINE))
+def test_headers_that_are_shown_are_of_a_known_format(header: str, tmp_path: Path) -> None:
+    path = tmp_path / "shown.csv"
+    path.write_text(header + "\n")
+    assert list(open_trace(path)) == []

@@ -1,0 +1,249 @@
+"""Adapters by digest: whole or not there, for many processes, and not taken from who is about to use them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from policy.errors import AdapterRefused
+from store.adapters import CONFIG, FILES, WEIGHTS
+from store.adapters.blobs import KEPT_S, Blobs, node_cache
+
+ABSENT = "0" * 64
+
+
+class Clock:
+    """An instant that the test moves."""
+
+    def __init__(self, root: Path) -> None:
+        self.ahead = 0.0
+        self._probe = root / "probe"
+
+    def __call__(self) -> float:
+        self._probe.touch()
+        return self._probe.stat().st_mtime + self.ahead
+
+
+@pytest.fixture
+def clock(tmp_path: Path) -> Clock:
+    return Clock(tmp_path)
+
+
+@pytest.fixture
+def blobs(tmp_path: Path, clock: Clock) -> Blobs:
+    return Blobs(tmp_path / "adapters", clock)
+
+
+def stored(blobs: Blobs, weights: bytes = b"w") -> str:
+    with blobs.work() as work:
+        part = work / "a"
+        part.mkdir()
+        (part / CONFIG).write_bytes(b"{}")
+        (part / WEIGHTS).write_bytes(weights)
+        digest = blobs.seal(part, "/here")
+        blobs.publish(part, digest)
+    return digest
+
+
+def test_what_was_published_is_there_by_its_digest(blobs: Blobs, tmp_path: Path) -> None:
+    digest = stored(blobs)
+    path = blobs.path(digest)
+    assert path == tmp_path / "adapters" / digest
+    assert blobs.digests() == {digest}
+    assert Blobs(tmp_path / "adapters").path(digest) == path, "for another process, too"
+    assert {each.name for each in path.iterdir()} == {*FILES, "manifest.json"}
+
+
+@pytest.mark.parametrize("name", [ABSENT, "", "..", "../x", "a" * 63, "A" * 64, "a" * 64 + "\n"])
+def test_what_is_not_there(name: str, blobs: Blobs) -> None:
+    assert blobs.path(name) is None
+    with pytest.raises(KeyError):
+        blobs.tar(name)
+    assert blobs.age_s(ABSENT) == float("inf")
+
+
+@pytest.mark.parametrize("change", ["longer", "other", "gone", "more"])
+def test_what_is_not_whole_is_not_there_and_is_replaced(change: str, blobs: Blobs, tmp_path: Path) -> None:
+    digest = stored(blobs)
+    path = tmp_path / "adapters" / digest
+    weights = path / WEIGHTS
+    weights.chmod(0o644)
+    match change:
+        case "longer":
+            weights.write_bytes(b"ww")
+        case "other":
+            weights.write_bytes(b"v")
+        case "gone":
+            weights.unlink()
+        case "more":
+            (path / "more").write_bytes(b"")
+    other = Blobs(tmp_path / "adapters")
+    assert other.path(digest) is None
+    assert stored(other) == digest
+    assert other.path(digest) == path
+    assert weights.read_bytes() == b"w"
+
+
+def test_a_directory_under_anothers_digest_is_not_there(blobs: Blobs, tmp_path: Path) -> None:
+    digest = stored(blobs)
+    (tmp_path / "adapters" / digest).rename(tmp_path / "adapters" / ABSENT)
+    assert blobs.path(ABSENT) is None
+    assert blobs.path(digest) is None
+
+
+def test_only_what_is_sealed_as_its_digest_is_published(blobs: Blobs) -> None:
+    with blobs.work() as work:
+        part = work / "a"
+        part.mkdir()
+        with pytest.raises(ValueError, match="is not sealed as"):
+            blobs.publish(part, ABSENT)
+        blobs.seal(part, "")
+        with pytest.raises(ValueError, match="is not sealed as"):
+            blobs.publish(part, ABSENT)
+
+
+def test_publishing_again_changes_nothing_but_the_age(blobs: Blobs, clock: Clock, tmp_path: Path) -> None:
+    digest = stored(blobs)
+    path = tmp_path / "adapters" / digest
+    before = (path / WEIGHTS).stat().st_ino
+    os.utime(path, (1, 1))
+    assert blobs.age_s(digest) > 1e9
+    assert stored(blobs) == digest
+    assert blobs.age_s(digest) < 60
+    assert (path / WEIGHTS).stat().st_ino == before
+
+
+def test_threads_that_publish_the_same(blobs: Blobs) -> None:
+    threads = [threading.Thread(target=stored, args=(blobs,)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    (digest,) = blobs.digests()
+    assert blobs.path(digest) is not None
+
+
+def test_what_was_published_lately_is_not_removed(blobs: Blobs, clock: Clock) -> None:
+    digest = stored(blobs)
+    assert not blobs.remove(digest, older_s=600)
+    assert blobs.path(digest) is not None
+    clock.ahead = 601.0
+    assert blobs.remove(digest, older_s=600)
+    assert (blobs.path(digest), blobs.digests()) == (None, set())
+    assert blobs.remove(digest), "gone is gone"
+    assert not blobs.remove("../x")
+
+
+def test_another_node_takes_it_and_has_the_same(blobs: Blobs, tmp_path: Path) -> None:
+    digest = stored(blobs, weights=b"w" * 3_000_000)
+    node = Blobs(tmp_path / "node")
+    path = node.take_tar(blobs.tar(digest), digest, 4_000_000)
+    assert path == node.path(digest)
+    assert (path / WEIGHTS).read_bytes() == b"w" * 3_000_000
+    assert node.take_tar(blobs.tar(digest), digest, 4_000_000) == path, "twice is fine"
+
+
+@pytest.mark.parametrize(
+    ("limit", "digest", "code"),
+    [(10, None, "too_large"), (1000, ABSENT, "changed"), (1000, None, "truncated")],
+)
+def test_a_stream_that_is_not_taken(
+    limit: int, digest: str | None, code: str, blobs: Blobs, tmp_path: Path
+) -> None:
+    had = stored(blobs, weights=b"w" * 100)
+    node = Blobs(tmp_path / "node")
+    stream = b"".join(blobs.tar(had))
+    with pytest.raises(AdapterRefused) as caught:
+        node.take_tar([stream[:700] if code == "truncated" else stream], digest or had, limit)
+    assert caught.value.code == code
+    assert node.digests() == set()
+    assert not list((tmp_path / "node").glob(".work-*"))
+
+
+@pytest.mark.slow
+def test_what_killed_processes_left_is_cleared_and_what_others_do_is_not(tmp_path: Path) -> None:
+    root = tmp_path / "adapters"
+    script = (
+        "import os, signal, sys; from pathlib import Path; from store.adapters.blobs import Blobs\n"
+        "with Blobs(Path(sys.argv[1])).work() as work:\n"
+        "    (work / 'half').write_text('x'); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    ran = subprocess.run([sys.executable, "-c", script, str(root)], check=False)
+    assert ran.returncode == -9
+    assert len(list(root.glob(".work-*/half"))) == 1
+    blobs = Blobs(root)
+    assert not list(root.glob(".work-*"))
+    with blobs.work() as work:
+        Blobs(root)
+        assert work.is_dir()
+    assert not work.exists()
+
+
+def test_downloads_stay_for_a_week(blobs: Blobs, clock: Clock, tmp_path: Path) -> None:
+    def unreachable() -> None:
+        with blobs.parts("s3://b/k") as parts:
+            (parts / "half").write_text("x")
+            raise AdapterRefused("source_unreachable", "")
+
+    with pytest.raises(AdapterRefused):
+        unreachable()
+    Blobs(tmp_path / "adapters", clock)
+    with blobs.parts("s3://b/other") as parts:
+        assert not list(parts.iterdir())
+    with blobs.parts("s3://b/k") as parts:
+        assert (parts / "half").read_text() == "x"
+    assert not list((tmp_path / "adapters" / ".parts").iterdir()), "it all went well"
+    with pytest.raises(AdapterRefused):
+        unreachable()
+    clock.ahead = KEPT_S + 60
+    with blobs.parts("s3://b/k"):
+        Blobs(tmp_path / "adapters", clock)
+        assert parts.exists(), "somebody is at it"
+    with pytest.raises(AdapterRefused):
+        unreachable()
+    Blobs(tmp_path / "adapters", clock)
+    assert not list((tmp_path / "adapters" / ".parts").iterdir())
+
+
+def test_what_is_refused_is_not_gone_on_with(blobs: Blobs, tmp_path: Path) -> None:
+    with pytest.raises(AdapterRefused), blobs.parts("s") as parts:
+        (parts / "half").write_text("x")
+        raise AdapterRefused("too_large", "")
+    assert not parts.exists()
+
+
+def test_nothing_is_kept_of_a_source_of_which_nothing_came(blobs: Blobs) -> None:
+    with pytest.raises(AdapterRefused), blobs.parts("s") as parts:
+        (parts / "archive.part").touch()
+        raise AdapterRefused("source_unreachable", "")
+    assert not parts.exists()
+
+
+def test_one_source_is_fetched_by_one_at_a_time(blobs: Blobs) -> None:
+    order: list[str] = []
+    entered, waiting = threading.Event(), threading.Event()
+
+    def second() -> None:
+        entered.wait()
+        waiting.set()
+        with blobs.parts("s"):
+            order.append("second")
+
+    thread = threading.Thread(target=second)
+    thread.start()
+    with blobs.parts("s"):
+        entered.set()
+        waiting.wait()
+        order.append("first")
+    thread.join()
+    assert order == ["first", "second"]
+
+
+def test_where_other_nodes_keep_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/c")
+    assert node_cache() == Path("/c/tidegate/adapters")

@@ -1,0 +1,493 @@
+"""Fetching: what changes meanwhile, what breaks off, what is too much, and what is not told."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import fsspec  # type: ignore[import-untyped]
+import huggingface_hub
+import pytest
+from huggingface_hub.errors import RepositoryNotFoundError
+
+from policy.errors import AdapterRefused
+from store.adapters import CONFIG, FILES, WEIGHTS
+from store.adapters import from_web as download
+from store.adapters.blobs import Blobs
+from store.adapters.fetch import fetch
+from store.adapters.fetch_job import FetchJob, redacted
+from store.adapters.import_adapter import import_adapter
+from store.progress import Progress
+from tests.store.adapters.making import LIMITS, TERMS, files, tarred, write, zipped
+
+ARCHIVE = zipped(files())
+
+
+def errand(tmp_path: Path, source: str, said: list[Progress] | None = None) -> FetchJob:
+    into, parts = tmp_path / "into", tmp_path / "parts"
+    into.mkdir()
+    parts.mkdir(exist_ok=True)
+    return FetchJob(
+        source, into, parts, LIMITS.max_bytes, said.append if said is not None else lambda _: None
+    )
+
+
+def fetched(given: FetchJob) -> dict[str, bytes]:
+    fetch(given)
+    return {path.name: path.read_bytes() for path in given.into.iterdir()}
+
+
+def refused(run: Callable[[], object]) -> AdapterRefused:
+    with pytest.raises(AdapterRefused) as caught:
+        run()
+    return caught.value
+
+
+# A directory of this machine.
+
+
+@pytest.mark.parametrize("grown", [CONFIG, WEIGHTS])
+def test_a_file_that_grows_while_it_is_copied(grown: str, tmp_path: Path) -> None:
+    folder = write(tmp_path / "a", files())
+    given = errand(tmp_path, str(folder))
+
+    def grow(_: Progress) -> None:
+        with (folder / grown).open("ab") as file:
+            file.write(b"more")
+
+    error = refused(lambda: fetch(given._replace(report=grow)))
+    assert (error.code, f"{grown} changed while it was copied" in str(error)) == ("changed", True)
+
+
+def test_a_file_that_is_replaced_while_it_is_copied(tmp_path: Path) -> None:
+    folder = write(tmp_path / "a", files())
+    other = write(tmp_path / "b", files())
+    given = errand(tmp_path, str(folder))
+
+    def replace(_: Progress) -> None:
+        if (other / WEIGHTS).exists():
+            (other / WEIGHTS).rename(folder / WEIGHTS)
+
+    assert refused(lambda: fetch(given._replace(report=replace))).code == "changed"
+
+
+def test_an_archive_that_changes_while_it_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "a.tar"
+    path.write_bytes(tarred(files(), squeeze=False))
+    given = errand(tmp_path, str(path))
+    error = refused(lambda: fetch(given._replace(report=lambda _: os.utime(path, (1, 1)))))
+    assert error.code == "changed"
+
+
+@pytest.mark.parametrize("source", ["adapters/sql", "./a", "", "a\nb", "/x" * 2000, "~nobody-here/a"])
+def test_paths_that_mean_nothing_to_who_fetches(source: str, tmp_path: Path) -> None:
+    assert refused(lambda: fetch(errand(tmp_path, source))).code == "source_unreachable"
+
+
+# The web.
+
+
+class Site:
+    """A server of one archive, which can break off, refuse ranges, and change."""
+
+    def __init__(self, data: bytes = ARCHIVE) -> None:
+        self.data = data
+        self.etag = '"v1"'
+        self.length = True
+        # How many bytes each of the next answers gives before it breaks off; then whole ones.
+        self.breaks: list[int] = []
+        self.statuses: list[int] = []
+        self.location = ""
+        self.ranges: list[str | None] = []
+        self.url = ""
+
+    def answer(self, request: BaseHTTPRequestHandler) -> None:
+        asked = request.headers.get("range")
+        self.ranges.append(asked)
+        if self.statuses:
+            request.send_response(self.statuses.pop(0))
+            if self.location:
+                request.send_header("location", self.location)
+            request.send_header("content-length", "0")
+            request.end_headers()
+            return
+        first = int(asked.removeprefix("bytes=").removesuffix("-")) if asked else 0
+        goes_on = asked is not None and request.headers.get("if-range") == self.etag
+        if goes_on and first >= len(self.data):
+            request.send_response(416)
+            request.send_header("content-range", f"bytes */{len(self.data)}")
+            request.send_header("content-length", "0")
+            request.end_headers()
+            return
+        body = self.data[first:] if goes_on else self.data
+        request.send_response(206 if goes_on else 200)
+        if goes_on:
+            whole = len(self.data)
+            request.send_header("content-range", f"bytes {first}-{whole - 1}/{whole}")
+        request.send_header("etag", self.etag)
+        if self.length:
+            request.send_header("content-length", str(len(body)))
+        request.end_headers()
+        request.wfile.write(body[: self.breaks.pop(0)] if self.breaks else body)
+        request.close_connection = True
+
+
+@contextmanager
+def served(site: Site) -> Iterator[Site]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            site.answer(self)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    class Server(ThreadingHTTPServer):
+        def handle_error(self, *_: Any) -> None:
+            """A client that has enough goes away."""
+
+    with Server(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        site.url = f"http://127.0.0.1:{server.server_address[1]}/a.zip"
+        try:
+            yield site
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@pytest.fixture(autouse=True)
+def direct(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """No proxy, and no waiting: the pauses that would be made."""
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    pauses: list[float] = []
+    monkeypatch.setattr(download.fetch, "__defaults__", (pauses.append, lambda: 0.0))
+    return pauses
+
+
+def test_an_archive_of_the_web(tmp_path: Path) -> None:
+    said: list[Progress] = []
+    with served(Site()) as site:
+        assert fetched(errand(tmp_path, site.url, said)) == files()
+    assert [each.fraction for each in said if each.step == "fetch"][-1] == 1.0
+
+
+def test_a_download_that_breaks_off_goes_on(tmp_path: Path, direct: list[float]) -> None:
+    with served(Site()) as site:
+        site.breaks = [1000, 500]
+        assert fetched(errand(tmp_path, site.url)) == files()
+        assert site.ranges == [None, "bytes=1000-", "bytes=1500-"]
+    assert direct == [0.5, 0.5]
+
+
+class Clock:
+    """Each look at it is so many seconds later than the one before."""
+
+    def __init__(self, step_s: float) -> None:
+        self.step_s = step_s
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        self.now += self.step_s
+        return self.now
+
+
+def test_a_server_that_sends_too_little_is_given_up(tmp_path: Path) -> None:
+    with served(Site()) as site:
+        given = errand(tmp_path, site.url)
+        error = refused(lambda: download.fetch(given, lambda _: None, Clock(2 * download.PACE_S)))
+    assert (error.code, "4096 a second at least" in str(error)) == ("source_unreachable", True)
+    assert len(site.ranges) == 1
+
+
+def test_a_server_that_breaks_off_after_a_few_bytes_is_given_up(tmp_path: Path) -> None:
+    with served(Site()) as site:
+        site.breaks = [4] * 100
+        clock = Clock(0.0)
+
+        def pause(seconds: float) -> None:
+            clock.now += seconds
+
+        error = refused(lambda: download.fetch(errand(tmp_path, site.url), pause, clock))
+    assert error.code == "source_unreachable"
+    assert len(site.ranges) == download.TRIES
+
+
+@pytest.mark.slow
+def test_a_download_goes_on_in_another_process(tmp_path: Path, blobs: Blobs) -> None:
+    with served(Site()) as site:
+        site.breaks = [1000, 1, 1, 1, 0, 0, 0, 0]
+        error = refused(lambda: import_adapter(blobs, site.url, TERMS, lambda _: None))
+        assert error.code == "source_unreachable"
+        site.breaks = []
+        again = Blobs(tmp_path / "adapters")
+        taken = import_adapter(again, site.url, TERMS, lambda _: None)
+        assert site.ranges[-1] == "bytes=1003-"
+    assert again.digests() == {taken.digest}
+    assert list((tmp_path / "adapters" / ".parts").iterdir()) == []
+
+
+def test_a_download_that_was_whole_is_not_fetched_again(tmp_path: Path) -> None:
+    with served(Site()) as site:
+        given = errand(tmp_path, site.url)
+        (given.parts / "archive.part").write_bytes(ARCHIVE)
+        (given.parts / "archive.validator").write_text(site.etag)
+        assert fetched(given) == files()
+        assert site.ranges == [f"bytes={len(ARCHIVE)}-"]
+
+
+@pytest.mark.slow
+def test_another_archive_is_fetched_from_its_start(tmp_path: Path) -> None:
+    with served(Site()) as site:
+        given = errand(tmp_path, site.url)
+        (given.parts / "archive.part").write_bytes(b"x" * 100)
+        (given.parts / "archive.validator").write_text('"v0"')
+        assert fetched(given) == files()
+
+
+def test_without_a_validator_nothing_goes_on(tmp_path: Path) -> None:
+    with served(Site()) as site:
+        site.etag = 'W/"v1"'
+        site.breaks = [1000]
+        assert fetched(errand(tmp_path, site.url)) == files()
+        assert site.ranges == [None, None]
+
+
+def test_too_much_is_refused_before_it_is_sent(tmp_path: Path) -> None:
+    with served(Site(bytes(LIMITS.max_bytes + 1))) as site:
+        error = refused(lambda: fetch(errand(tmp_path, site.url)))
+    assert (error.code, "2000001 bytes or more" in str(error)) == ("too_large", True)
+    assert (tmp_path / "parts" / "archive.part").stat().st_size == 0
+
+
+@pytest.mark.slow
+def test_too_much_is_refused_while_it_comes(tmp_path: Path) -> None:
+    with served(Site(bytes(3 * LIMITS.max_bytes))) as site:
+        site.length = False
+        error = refused(lambda: fetch(errand(tmp_path, site.url)))
+    assert error.code == "too_large"
+    assert (tmp_path / "parts" / "archive.part").stat().st_size <= LIMITS.max_bytes
+
+
+@pytest.mark.parametrize(("statuses", "tries"), [([404], 1), ([403], 1), ([500] * 9, 4), ([429] * 9, 4)])
+def test_a_server_that_refuses(statuses: list[int], tries: int, tmp_path: Path) -> None:
+    with served(Site()) as site:
+        site.statuses = list(statuses)
+        error = refused(lambda: fetch(errand(tmp_path, site.url)))
+        assert len(site.ranges) == tries
+    assert (error.code, f"the server answers {statuses[0]}" in str(error)) == ("source_unreachable", True)
+
+
+@pytest.mark.slow
+def test_a_server_that_is_busy_for_a_moment(tmp_path: Path, direct: list[float]) -> None:
+    with served(Site()) as site:
+        site.statuses = [503, 502]
+        assert fetched(errand(tmp_path, site.url)) == files()
+    assert direct == [0.5, 1.0]
+
+
+@pytest.mark.slow
+def test_a_redirect_is_followed(tmp_path: Path) -> None:
+    with served(Site()) as site:
+        site.statuses, site.location = [302], site.url
+        assert fetched(errand(tmp_path, site.url)) == files()
+
+
+@pytest.mark.slow
+def test_a_redirect_without_end(tmp_path: Path) -> None:
+    with served(Site()) as site:
+        site.statuses, site.location = [302] * 99, site.url
+        assert refused(lambda: fetch(errand(tmp_path, site.url))).code == "source_unreachable"
+        assert len(site.ranges) == 6
+
+
+@pytest.mark.parametrize(
+    "url", ["http://127.0.0.1:1/a.zip", "http:///a", "http://[::1/a", "https://h:99999/a"]
+)
+def test_nobody_there(url: str, tmp_path: Path) -> None:
+    assert refused(lambda: fetch(errand(tmp_path, url))).code == "source_unreachable"
+
+
+@pytest.mark.slow
+def test_secrets_of_a_source_are_not_told(tmp_path: Path, blobs: Blobs) -> None:
+    with served(Site()) as site:
+        secret = site.url.replace("http://", "http://user:KEY-1@") + "?signature=KEY-2"
+        said: list[Progress] = []
+        taken = import_adapter(blobs, secret, TERMS, said.append)
+        site.statuses = [404]
+        error = refused(lambda: import_adapter(blobs, secret, TERMS, said.append))
+        path = blobs.path(taken.digest)
+        assert path is not None
+        told = f"{taken} {error} {said} {(path / 'manifest.json').read_text()}"
+    assert not re.search("KEY-[12]|user", told)
+    assert taken.source == site.url
+    assert redacted("/a/b@c?d") == "/a/b@c?d", "a path is no URL"
+
+
+# The hub.
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The hub's client with its two functions replaced: what it has, and what it was asked."""
+    state: dict[str, Any] = {"files": {**files(), "README.md": b"x"}, "asked": [], "error": None}
+
+    class Api:
+        def __init__(self, token: str | None) -> None:
+            state["token"] = token
+
+        def model_info(self, repo: str, *, revision: str | None, files_metadata: bool) -> Any:
+            state["asked"].append((repo, revision))
+            if state["error"]:
+                raise state["error"]
+            siblings = [
+                SimpleNamespace(rfilename=name, size=len(data)) for name, data in state["files"].items()
+            ]
+            return SimpleNamespace(sha="c0ffee", siblings=siblings)
+
+    def download(repo: str, *, revision: str, allow_patterns: list[str], local_dir: Path, **_: Any) -> str:
+        state["asked"].append((repo, revision))
+        for name in allow_patterns:
+            (local_dir / name).write_bytes(state["files"][name])
+        return str(local_dir)
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", Api)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    return state
+
+
+@pytest.mark.slow
+def test_two_files_of_one_commit_come_from_the_hub(tmp_path: Path, hub: dict[str, Any]) -> None:
+    (tmp_path / "token").write_text("hf_abc")
+    given = errand(tmp_path, "hf:org/name@v1.0")._replace(token_file=str(tmp_path / "token"))
+    assert fetched(given) == files()
+    assert hub["asked"] == [("org/name", "v1.0"), ("org/name", "c0ffee")]
+    assert hub["token"] == "hf_abc"
+
+
+@pytest.mark.parametrize(
+    ("content", "code"),
+    [
+        ({CONFIG: b"{}", "adapter_model.bin": b"x"}, "pickle"),
+        ({"config.json": b"{}"}, "not_an_adapter"),
+        ({**files(), WEIGHTS: bytes(LIMITS.max_bytes)}, "too_large"),
+    ],
+)
+def test_what_the_hub_has_is_looked_at_before_it_is_fetched(
+    content: dict[str, bytes], code: str, tmp_path: Path, hub: dict[str, Any]
+) -> None:
+    hub["files"] = content
+    assert refused(lambda: fetch(errand(tmp_path, "hf:org/name"))).code == code
+    assert hub["asked"] == [("org/name", None)]
+
+
+def test_a_repository_that_is_not_there(tmp_path: Path, hub: dict[str, Any]) -> None:
+    (tmp_path / "token").write_text("hf_abc")
+    answer = SimpleNamespace(status_code=401, headers={}, request=None)
+    hub["error"] = RepositoryNotFoundError("hf_abc", response=answer)  # type: ignore[arg-type]
+    given = errand(tmp_path, "hf:org/name")._replace(token_file=str(tmp_path / "token"))
+    error = refused(lambda: fetch(given))
+    assert (error.code, "does not exist on the Hugging Face hub" in str(error)) == (
+        "source_unreachable",
+        True,
+    )
+    assert "hf_abc" not in str(error)
+
+
+@pytest.mark.parametrize("source", ["hf:name", "hf:", "hf:o/n/x", "hf:../n"])
+def test_no_repository(source: str, tmp_path: Path) -> None:
+    error = refused(lambda: fetch(errand(tmp_path, source)))
+    assert (error.code, "expected hf:ORG/NAME" in str(error)) == ("source_unreachable", True)
+
+
+def test_a_token_file_that_is_not_there(tmp_path: Path) -> None:
+    given = errand(tmp_path, "hf:org/name")._replace(token_file=str(tmp_path / "nowhere"))
+    assert "cannot be read" in str(refused(lambda: fetch(given)))
+
+
+# Object stores, by one that is in memory.
+
+
+@pytest.fixture
+def bucket() -> Iterator[Any]:
+    system = fsspec.filesystem("memory")
+    yield system
+    system.rm("/", recursive=True)
+
+
+def test_a_prefix_of_an_object_store(tmp_path: Path, bucket: Any) -> None:
+    for name, data in {**files(), "README.md": b"x"}.items():
+        bucket.pipe(f"/b/sql/{name}", data)
+    assert fetched(errand(tmp_path, "memory://b/sql")) == files()
+
+
+def test_an_archive_of_an_object_store_goes_on_where_it_was_broken_off(tmp_path: Path, bucket: Any) -> None:
+    bucket.pipe("/b/a.zip", ARCHIVE)
+    given = errand(tmp_path, "memory://b/a.zip")
+    (given.parts / "archive.part").write_bytes(b"\0" * 10 + ARCHIVE[10:1000])
+    assert fetched(given) == files(), "of another object nothing is used"
+    for name in FILES:
+        (given.into / name).unlink()
+    (given.parts / "archive.part").write_bytes(ARCHIVE[:1000])
+    seen: list[int] = []
+    source = bucket.open("/b/a.zip").__class__
+    original = source.seek
+    try:
+        source.seek = lambda self, *at: seen.append(at[0]) or original(self, *at)
+        assert fetched(given) == files()
+    finally:
+        source.seek = original
+    assert 1000 in seen
+
+
+@pytest.mark.parametrize(
+    ("content", "code"),
+    [
+        ({CONFIG: b"{}", "adapter_model.bin": b"x"}, "pickle"),
+        ({"a": b""}, "not_an_adapter"),
+        ({**files(), WEIGHTS: bytes(LIMITS.max_bytes)}, "too_large"),
+    ],
+)
+def test_a_prefix_that_is_no_adapter(
+    content: dict[str, bytes], code: str, tmp_path: Path, bucket: Any
+) -> None:
+    for name, data in content.items():
+        bucket.pipe(f"/b/x/{name}", data)
+    assert refused(lambda: fetch(errand(tmp_path, "memory://b/x"))).code == code
+
+
+def test_an_object_that_changes_while_it_is_copied(tmp_path: Path, bucket: Any) -> None:
+    bucket.pipe("/b/a.zip", ARCHIVE)
+    given = errand(tmp_path, "memory://b/a.zip")
+    again = given._replace(report=lambda _: bucket.pipe("/b/a.zip", ARCHIVE + b"x"))
+    assert refused(lambda: fetch(again)).code == "changed"
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("memory://b/nowhere", "memory://b/nowhere cannot be fetched: there is no such object"),
+        ("gopher://h/a", "gopher"),
+        ("simplecache::memory://b/a.zip", "expected an absolute path"),
+        ("zip://a::memory://b/a.zip", "not one inside another"),
+    ],
+)
+def test_objects_that_cannot_be_fetched(source: str, message: str, tmp_path: Path, bucket: Any) -> None:
+    error = refused(lambda: fetch(errand(tmp_path, source)))
+    assert (error.code, message in str(error)) == ("source_unreachable", True), str(error)
+
+
+def test_a_driver_that_is_not_installed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    error = refused(lambda: fetch(errand(tmp_path, "s3://bucket/sql")))
+    assert error.code == "source_unreachable"
+    assert "Install s3fs to access S3" in str(error)
+    assert "tidegate[s3]" in str(error)

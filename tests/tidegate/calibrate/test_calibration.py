@@ -1,0 +1,111 @@
+"""What can be calibrated, and what an engine is taken to be before."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+
+from policy.engine.profiles import profile
+from policy.errors import PreconditionFailed, TargetError
+from policy.types import Fleet, Load, Replica, ReplicaPhase
+from serve.controller.client import ControllerClient
+from serve.controller_api import ControllerStatus, ModelStatus
+from tests.policy.engine.test_model_file import content
+from tests.serve.sim_documents import deployment, sim_model
+from tidegate.calibrate.calibration import ServedShape, served_shape
+
+
+class FakeController:
+    """One model whose shape ``small`` serves, with so many ``ready``."""
+
+    def __init__(self, ready: int = 1, phase: str = "steady") -> None:
+        self._ready = ready
+        self._phase = phase
+
+    def status(self) -> ControllerStatus:
+        model = ModelStatus(
+            name="m", engine="sim", mode="multi-replica", shape="small", generation=1, target=1,
+            ready=self._ready, phase=self._phase,
+        )  # fmt: skip
+        return ControllerStatus(actuator="memory", epoch=0.0, pid=1, models=(model,))
+
+    def fleet(self) -> Fleet:
+        states = [ReplicaPhase.READY] * self._ready + [ReplicaPhase.DRAINING]
+        replicas = tuple(
+            Replica(
+                id=f"r{i}", model="m", shape="small", generation=1, state=state, load=Load(at=0.0),
+                max_model_len=1000 - i,
+            )
+            for i, state in enumerate(states)
+        )  # fmt: skip
+        return Fleet(epoch=0.0, version=1, at=0.0, replicas=replicas)
+
+
+def found(controller: FakeController | None = None, shape: str | None = None, **model: Any) -> ServedShape:
+    client = cast("ControllerClient", controller or FakeController())
+    return served_shape(client, deployment(sim_model(**model)), "m", shape)
+
+
+def test_who_serves_is_calibrated() -> None:
+    subject = found(FakeController(ready=3), "small", profile="h100-8b")
+    assert (subject.shape, subject.degree, subject.replicas, subject.max_model_len) == ("small", 1, 3, 998)
+    assert (subject.name, subject.prior) == ("h100-8b", profile("h100-8b").model)
+
+
+def test_without_a_profile_a_simulated_engine_is_what_it_imitates() -> None:
+    assert found().name == "sim-small"
+
+
+def test_what_was_calibrated_before_begins_with_the_same_prior() -> None:
+    subject = found(profile=content())
+    assert subject.name == "h100-8b"
+    assert subject.prior.o == content()["engine_model"]["o"]
+
+
+def test_of_what_nothing_is_known_nothing_is_split() -> None:
+    model: dict[str, Any] = {
+        "engine": "vllm",
+        "source": "a/b",
+        "shapes": {"small": {"gpus": 4, "tensor_parallel": 4}},
+    }
+    subject = found(**model, modes={"multi-replica": {"shape": "small"}})
+    assert (subject.name, subject.degree, subject.prior.degree) == ("", 4, 4)
+    assert subject.prior.step_time(64, 1000, 8) == pytest.approx(
+        subject.prior.w / 4 + subject.prior.o, rel=0.2
+    )
+
+
+@pytest.mark.parametrize(
+    ("over", "said"),
+    [
+        ({"engine": "vllm", "source": "a/b", "runner": "pooling"}, "writes no text"),
+        ({"name": "n"}, "no model is called 'm'"),
+    ],
+)
+def test_what_cannot_be_calibrated_is_refused(over: dict[str, Any], said: str) -> None:
+    with pytest.raises(TargetError, match=said):
+        found(**over)
+
+
+def test_servers_that_tell_nothing_are_refused() -> None:
+    document = deployment({"name": "m", "engine": "external", "urls": ["http://127.0.0.1:1"]})
+    with pytest.raises(TargetError, match="tell nothing of their steps"):
+        served_shape(cast("ControllerClient", FakeController()), document, "m", None)
+
+
+def test_a_shape_that_does_not_serve_is_refused() -> None:
+    with pytest.raises(TargetError, match="replicas of shape small serve"):
+        found(shape="large")
+
+
+@pytest.mark.parametrize("controller", [FakeController(ready=0), FakeController(phase="switching")])
+def test_what_changes_is_not_calibrated(controller: FakeController) -> None:
+    with pytest.raises(PreconditionFailed, match="wait until it is steady"):
+        found(controller)
+
+
+def test_a_model_that_the_controller_does_not_know_is_refused() -> None:
+    document = deployment(sim_model("new"))
+    with pytest.raises(TargetError, match="the controller does not know it"):
+        served_shape(cast("ControllerClient", FakeController()), document, "new", None)

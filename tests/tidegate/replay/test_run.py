@@ -1,0 +1,185 @@
+"""A replay asks the endpoint for what the trace has, in an open loop, and says what came of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from policy.errors import Unreachable
+from sim.arrival import Arrival
+from tests.tidegate.replay.endpoint import Endpoint
+from tidegate.replay.endpoint_check import EndpointRefused
+from tidegate.replay.http_client import Pool
+from tidegate.replay.player import Player
+from tidegate.replay.prompts import Prompts
+from tidegate.replay.request_format import RequestFormat
+from tidegate.replay.results import ReplayRow
+from tidegate.replay.run import Endpoint as Target
+from tidegate.replay.run import ReplayResult, replay
+
+PROBES = 2
+
+
+async def play(
+    endpoint: Endpoint, arrivals: Iterable[Arrival], record: Path | None = None, **more: Any
+) -> tuple[ReplayResult, list[ReplayRow]]:
+    rows: list[ReplayRow] = []
+    target = Target(endpoint.url, **more)
+    played = await replay(arrivals, target, seed=1, in_flight=64, record=record, on_row=rows.append)
+    return played, rows
+
+
+async def test_lengths_and_names_are_those_of_the_trace(endpoint: Endpoint, tmp_path: Path) -> None:
+    trace = [
+        Arrival(0.0, 700, 9, blocks=(5,)),
+        Arrival(0.01, 40, 1, model="gpt-of-another-house", adapter="sql"),
+        Arrival(0.02, 1500, 30, model="base", blocks=(5, 6)),
+    ]
+    played, rows = await play(endpoint, trace, tmp_path / "rows.jsonl")
+    asked = endpoint.asked[PROBES:]
+    assert [body["model"] for body in asked] == ["base", "sql", "base"]
+    assert [body["max_tokens"] for body in asked] == [body["min_tokens"] for body in asked] == [9, 1, 30]
+    assert all(body["stream"] and body["ignore_eos"] for body in asked)
+    rows.sort(key=lambda row: row.at)
+    assert [(row.input_tokens, row.output_tokens) for row in rows] == [(700, 9), (40, 1), (1500, 30)]
+    assert [row.status for row in rows] == [200] * 3 and all(row.served for row in rows)
+    assert [row.itl_s is None for row in rows] == [False, True, False]
+    assert [row.adapter for row in rows] == ["", "sql", ""]
+    assert rows[2].cached_tokens == 512  # the block that the first one had
+    recorded = [
+        msgspec.json.decode(line, type=ReplayRow)
+        for line in (tmp_path / "rows.jsonl").read_bytes().splitlines()
+    ]
+    assert sorted(recorded, key=lambda row: row.at) == rows
+    outcome = played.outcome
+    assert (outcome.sent, outcome.served, outcome.cut, dict(outcome.failed)) == (3, 3, 0, {})
+    assert (outcome.input_tokens, outcome.output_tokens) == (2240, 40)
+    assert outcome.ttft_s is not None and outcome.ttft_s.p50 <= outcome.ttft_s.max
+
+
+async def test_causes_come_before_effects(endpoint: Endpoint) -> None:
+    _, rows = await play(endpoint, [Arrival(number / 500, 20, 5) for number in range(20)])
+    for row in rows:
+        assert row.ttft_s is not None and row.e2e_s is not None
+        assert 0 < row.ttft_s <= row.e2e_s
+
+
+async def test_a_chat_has_the_length_of_the_trace_with_its_template(endpoint: Endpoint) -> None:
+    played, rows = await play(endpoint, [Arrival(0.0, 400, 3)], chat=True)
+    assert set(endpoint.paths) == {"/v1/chat/completions"}
+    assert [row.input_tokens for row in rows] == [400]
+    assert played.fit.overhead > 0
+
+
+async def test_a_model_that_is_named_takes_the_place_of_the_traces(endpoint: Endpoint) -> None:
+    await play(endpoint, [Arrival(0.0, 40, 1, model="base"), Arrival(0.0, 40, 1)], model="sql")
+    assert {body["model"] for body in endpoint.asked} == {"sql"}
+
+
+async def test_an_endpoint_that_knows_no_exact_lengths_is_asked_without(endpoint: Endpoint) -> None:
+    endpoint.strict = True
+    played, rows = await play(endpoint, [Arrival(0.0, 40, 7)])
+    assert not played.asking.exact and rows[0].served
+    assert "ignore_eos" not in endpoint.asked[-1] and endpoint.asked[-1]["max_tokens"] == 7
+
+
+async def test_a_failure_is_counted_and_ends_nothing(endpoint: Endpoint) -> None:
+    trace = [Arrival(0.0, 30, 2, adapter="none"), Arrival(0.0, 25_000, 2), Arrival(0.01, 30, 2)]
+    played, rows = await play(endpoint, trace)
+    assert sorted(row.status for row in rows) == [200, 400, 404]
+    assert dict(played.outcome.failed) == {400: 1, 404: 1} and played.outcome.served == 1
+    failed = next(row for row in rows if row.status == 404)
+    assert (failed.error, failed.adapter) == ("The model `none` does not exist.", "none")
+    assert failed.ttft_s is None and failed.output_tokens == 0
+
+
+async def test_the_key_is_sent(endpoint: Endpoint) -> None:
+    await play(endpoint, [Arrival(0.0, 30, 2)], key="k-1")
+    assert endpoint.headers[b"authorization"] == b"Bearer k-1"
+
+
+async def test_nothing_is_sent_where_nobody_serves(endpoint: Endpoint) -> None:
+    with pytest.raises(EndpointRefused, match=r"answered 404: The model `none` does not exist"):
+        await play(endpoint, [Arrival(0.0, 30, 2)], model="none")
+    endpoint.url = "http://127.0.0.1:9"
+    with pytest.raises(Unreachable, match="does not answer"):
+        await play(endpoint, [Arrival(0.0, 30, 2)])
+
+
+class Slow:
+    """A server that answers nobody before ``wanted`` requests are there, and without it nobody ever."""
+
+    def __init__(self, wanted: int, *, answers: bool = True) -> None:
+        self.here = self.most = 0
+        self.full = asyncio.Event()
+        self._wanted = wanted
+        self._answered = self.full if answers else asyncio.Event()
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """A connection with one request."""
+        head = await reader.readuntil(b"\r\n\r\n")
+        await reader.readexactly(int(head.partition(b"content-length: ")[2].split(b"\r\n")[0]))
+        self.here += 1
+        self.most = max(self.most, self.here)
+        if self.here == self._wanted:
+            self.full.set()
+        await self._answered.wait()
+        self.here -= 1
+        body = b'data: {"choices": [{"finish_reason": "stop"}]}\n\n'
+        writer.write(b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+        writer.close()
+
+    def release(self) -> None:
+        """Let everybody go."""
+        self._answered.set()
+
+
+async def against(slow: Slow, requests: int, in_flight: int) -> tuple[Player, int]:
+    """The player after its trace, and how many rows it has told; stopped where nobody answers."""
+    rows: list[ReplayRow] = []
+    async with await asyncio.start_server(slow.serve, "127.0.0.1", 0) as server:
+        pool = Pool(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        player = Player(pool, RequestFormat("m"), Prompts(1), in_flight=in_flight, on_row=rows.append)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(player.play(Arrival(0.0, 9, 1) for _ in range(requests)))
+            await slow.full.wait()
+            if not slow._answered.is_set():
+                player.stop()
+        slow.release()
+        pool.close()
+    return player, len(rows)
+
+
+async def test_requests_are_sent_whether_others_are_answered_or_not() -> None:
+    slow = Slow(wanted=40)
+    _, told = await against(slow, 40, in_flight=64)
+    assert told == slow.most == 40
+
+
+async def test_no_more_are_open_than_may_be() -> None:
+    slow = Slow(wanted=8)
+    _, told = await against(slow, 24, in_flight=8)
+    assert (told, slow.most) == (24, 8)
+
+
+async def test_who_is_stopped_hangs_up_and_counts_what_was_open() -> None:
+    player, told = await against(Slow(wanted=8, answers=False), 24, in_flight=8)
+    assert (told, player.cut) == (0, 8)
+
+
+async def test_a_record_that_cannot_be_written_ends_the_replay() -> None:
+    def full(_: ReplayRow) -> None:
+        raise OSError("no space left")
+
+    slow = Slow(wanted=1)
+    async with await asyncio.start_server(slow.serve, "127.0.0.1", 0) as server:
+        pool = Pool(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+        player = Player(pool, RequestFormat("m"), Prompts(1), in_flight=8, on_row=full)
+        with pytest.raises(OSError, match="no space left"):
+            await player.play([Arrival(0.0, 9, 1)])
+        pool.close()
