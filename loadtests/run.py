@@ -10,9 +10,7 @@ from typing import Any
 
 from locust.runners import MasterRunner, WorkerRunner
 
-from loadtests import gateway_metrics as gateway_view
-from loadtests import report
-from loadtests import web_page as web
+from loadtests import gateway_metrics, report, web_page
 from loadtests.gateway_metrics import Key, Row
 from loadtests.http_client import Connection, Gone
 from loadtests.slo import Ledger
@@ -50,7 +48,7 @@ class Run:
             events.worker_report.add_listener(self._from_worker)
             environment.runner.register_message(LAST_WORD, self._hear_last)
         if environment.web_ui is not None:
-            web.extend(environment.web_ui, self._ledger)
+            web_page.extend(environment.web_ui, self._ledger)
 
     def _begin(self, **_: object) -> None:
         self._ledger.begin(perf_counter())
@@ -70,7 +68,7 @@ class Run:
             self._why_not = f"its metrics name no model {self._model!r}"
         compared: list[Row] = []
         if not self._why_not:
-            compared = gateway_view.compare(self._before, after, self._ledger, objective(options))
+            compared = gateway_metrics.compare(self._before, after, self._ledger, objective(options))
         report.show(self._ledger, objective(options), compared, self._why_not)
         if options.csv_prefix:
             report.save(options.csv_prefix, self._ledger, compared)
@@ -99,7 +97,7 @@ class Run:
             with Connection(self._environment.host or ModelUser.host, options.api_key) as connection:
                 self._model = options.model or first_model(connection)
             with Connection(options.admin_url) as connection:
-                return gateway_view.settled(lambda: self._scrape(connection))
+                return gateway_metrics.settled(lambda: self._scrape(connection))
         except (OSError, Gone, RequestFailed, ValueError) as error:
             self._why_not = f"{options.admin_url}: {error}"
             return Counter()
@@ -108,7 +106,7 @@ class Run:
         status, body = connection.get("/metrics")
         if status != 200:
             raise RequestFailed(f"/metrics answered {status}")
-        return gateway_view.read(body.decode(), self._model)
+        return gateway_metrics.read(body.decode(), self._model)
 
     def _to_master(self, *, data: dict[str, Any], **_: object) -> None:
         data["ledger"] = self._ledger.take()

@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from policy.config.section import Seconds
 from policy.wire.heartbeat import Heartbeat
 from policy.wire.reports import GatewayReport
-from serve.adapters import api as adapter_api
+from serve.adapters import api
 from serve.controller.controller import Controller
 from serve.responses import error_answer, json_answer, refusing
 from serve.threads import run_in_thread
@@ -139,7 +139,7 @@ def build_app(controller: Controller, secret: str) -> Starlette:
             Route("/scale", refusing(scale), methods=["POST"]),
             Route("/mode", refusing(mode), methods=["POST"]),
             Route("/apply", refusing(apply), methods=["POST"]),
-            *adapter_api.routes(controller.adapters),
+            *api.routes(controller.adapters),
         ],
         middleware=[Middleware(_Secret, secret=secret)],
     )

@@ -25,8 +25,7 @@ from serve.engine.main import Event
 from serve.engine.port import EngineSpec
 from serve.engine.step_stats import merge
 from serve.gpu_metrics import devices, watch
-from serve.host import cores
-from serve.host import page_cache as started
+from serve.host import cores, page_cache
 from serve.host.versions import Versions
 from serve.host.weights import Weights, prepare_verified
 from store.adapters.blobs import node_cache
@@ -240,7 +239,7 @@ class ReplicaHost:
     async def _run_engine(self, began: float) -> None:
         model, shape = self.spec.model, self.spec.model.shapes[self.spec.shape]
         if (weights := self.spec.weights) is not None:
-            known = await asyncio.to_thread(started.was_read_before, weights.digest)
+            known = await asyncio.to_thread(page_cache.was_read_before, weights.digest)
             self._start_path = StartPath.CACHED if known else StartPath.COLD
             prepared = await asyncio.to_thread(
                 prepare_verified, weights, token_file=model.token_file, progress=self._log_progress
@@ -318,7 +317,7 @@ class ReplicaHost:
             self._max_model_len = event.max_model_len
             self._start_s = time.monotonic() - began
             if self.spec.weights is not None:
-                started.record_read(self.spec.weights.digest)
+                page_cache.record_read(self.spec.weights.digest)
         if event.line is not None:
             self._load = event.line.load
             self._adapters = event.line.adapters

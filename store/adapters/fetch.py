@@ -9,11 +9,7 @@ import re
 from pathlib import Path
 from urllib.parse import unquote
 
-from store.adapters import FILES
-from store.adapters import from_disk as local
-from store.adapters import from_hub as repository
-from store.adapters import from_object_store as objects
-from store.adapters import from_web as download
+from store.adapters import FILES, from_disk, from_hub, from_object_store, from_web
 from store.adapters.fetch_job import FetchJob
 
 _URL = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]*)://.+", re.IGNORECASE)
@@ -30,16 +26,16 @@ def fetch(errand: FetchJob) -> None:
     source = errand.source
     if not source.isprintable() or not 0 < len(source) <= MAX_SOURCE:
         raise errand.unreachable(f"expected a path or URL of at most {MAX_SOURCE} characters")
-    if source.startswith(repository.SCHEME):
-        repository.fetch(errand)
+    if source.startswith(from_hub.SCHEME):
+        from_hub.fetch(errand)
     elif (match := _URL.fullmatch(source)) is None:
-        local.fetch(errand, _absolute(errand, source))
+        from_disk.fetch(errand, _absolute(errand, source))
     elif (scheme := match["scheme"].lower()) in ("http", "https"):
-        download.fetch(errand)
+        from_web.fetch(errand)
     elif scheme in ("file", "local"):
-        local.fetch(errand, _absolute(errand, unquote(_FILE.sub("/", source, count=1))))
+        from_disk.fetch(errand, _absolute(errand, unquote(_FILE.sub("/", source, count=1))))
     else:
-        objects.fetch(errand)
+        from_object_store.fetch(errand)
     found = {path.name for path in errand.into.iterdir()}
     assert found == set(FILES), found
 

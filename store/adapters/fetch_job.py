@@ -14,7 +14,8 @@ _URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*://)(?:[^/?#]*@)?(?P<place
 
 
 class FetchJob(NamedTuple):
-    """``source`` as the user wrote it, and the directories of :class:`store.adapters.blobs.Blobs` to fetch it with.
+    """``source`` as the user wrote it, and the directories of :class:`store.adapters.blobs.Blobs` to fetch it
+    with.
 
     ``into`` is empty and private. ``parts`` outlives this process, for what takes long. ``token_file`` may
     hold a Hugging Face token.

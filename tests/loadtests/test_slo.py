@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from gateway.telemetry.metrics import Metrics
-from loadtests import gateway_metrics as gateway_view
-from loadtests import report
+from loadtests import gateway_metrics, report
 from loadtests.gateway_metrics import compare, read, settled
 from loadtests.options import prompt
 from loadtests.slo import Ledger, Objective, Outcome
@@ -102,7 +101,7 @@ def metrics(monkeypatch: pytest.MonkeyPatch) -> Metrics:
     return Metrics()
 
 
-def samples(metrics: Metrics) -> Counter[gateway_view.Key]:
+def samples(metrics: Metrics) -> Counter[gateway_metrics.Key]:
     return read(metrics.render().decode(), "m")
 
 
@@ -147,8 +146,8 @@ def test_a_limit_within_a_bucket_takes_its_part(metrics: Metrics) -> None:
 
 
 def test_metrics_are_read_when_every_worker_has_published() -> None:
-    busy: gateway_view.Key = ("tidegate_in_flight", ())
-    served: gateway_view.Key = ("tidegate_requests_total", ())
+    busy: gateway_metrics.Key = ("tidegate_in_flight", ())
+    served: gateway_metrics.Key = ("tidegate_requests_total", ())
     readings = [
         Counter({busy: 1, served: 1}),
         Counter({busy: 1, served: 1}),

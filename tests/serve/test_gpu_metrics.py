@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from policy.wire.reports import PowerReport
-from serve import gpu_metrics as power
+from serve import gpu_metrics
 from serve.gpu_metrics import GpuSet, devices, discover, watch
 
 
@@ -179,7 +179,7 @@ async def test_a_shape_without_cards_asks_nobody(caplog: pytest.LogCaptureFixtur
 async def test_cards_are_asked_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
     nvml = FakeNvml(card())
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    monkeypatch.setattr(power, "POLL_S", 0.0)
+    monkeypatch.setattr(gpu_metrics, "POLL_S", 0.0)
     assert discover(("0",)) is not None
     told: list[float] = []
     twice = asyncio.Event()

@@ -13,7 +13,7 @@ from alembic.migration import MigrationContext
 from sqlalchemy import create_engine, text
 
 from policy.errors import PreconditionFailed, Unreachable
-from store.adapters import rows as records
+from store.adapters import rows
 from store.database import Database
 from store.state_dir import StateDir
 
@@ -26,7 +26,7 @@ def test_the_migrations_make_the_tables_that_the_code_uses(tmp_path: Path) -> No
     database = Database(url(tmp_path))
     with database.reading() as connection:
         context = MigrationContext.configure(connection, opts={"compare_type": True})
-        assert compare_metadata(context, records.aliases.metadata) == []
+        assert compare_metadata(context, rows.aliases.metadata) == []
     database.close()
 
 
@@ -45,13 +45,13 @@ def test_a_transaction_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
 
     def half() -> None:
         with database.writing() as connection:
-            records.next_revision(connection)
+            rows.next_revision(connection)
             raise RuntimeError
 
     with pytest.raises(RuntimeError):
         half()
     with database.reading() as connection:
-        assert records.revision(connection) == 0
+        assert rows.revision(connection) == 0
     database.close()
 
 
@@ -72,7 +72,7 @@ def test_processes_that_open_it_at_once_and_write(tmp_path: Path) -> None:
         assert (child.returncode, said) == (0, b"")
     database = Database(url(tmp_path))
     with database.reading() as connection:
-        assert records.revision(connection) == 80
+        assert rows.revision(connection) == 80
     database.close()
 
 

@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 import pytest
 from click.testing import CliRunner, Result
 
-from sim.oracle import replica_capacity as attaining
+from sim.oracle import replica_capacity
 from tidegate.cli import group
 from tidegate.exit_codes import Exit, exit_of
 
@@ -92,8 +92,8 @@ def test_json_has_exactly_what_scripts_read_and_the_same_each_time(site: Path) -
 
 @pytest.mark.slow
 def test_the_bounds_are_below_what_a_policy_takes(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attaining, "REQUESTS", 200)
-    monkeypatch.setattr(attaining, "LASTS_S", 1.0)
+    monkeypatch.setattr(replica_capacity, "REQUESTS", 200)
+    monkeypatch.setattr(replica_capacity, "LASTS_S", 1.0)
     result = run(site, "--json")
     said = json.loads(result.stdout)
     oracle, (policy,) = said["oracle"], said["policies"].values()

@@ -12,7 +12,7 @@ import msgspec
 from policy.document.parse import parse
 from policy.errors import EngineFailed, Unreachable
 from store.state_dir import StateDir
-from tidegate.supervisor import command_lines as parts
+from tidegate.supervisor import command_lines
 from tidegate.supervisor.children import ROOT
 from tidegate.supervisor.process_record import ORPHAN_GRACE_S, ProcessRecord, RecordedProcess, end
 
@@ -56,7 +56,7 @@ def _leave_cluster(
     """Delete our applications and actor on a cluster that we joined; it outlives every process here."""
     raw = state.load(state.deployment_path, dict[str, Any]) or {}
     # A controller of this machine was a child, and its replicas were recorded.
-    local = any(entry.name == parts.LOCAL_CONTROLLER for entry in entries)
+    local = any(entry.name == command_lines.LOCAL_CONTROLLER for entry in entries)
     # Read before the whole is checked: another version's document keeps nobody from `down`.
     if local or raw.get("cluster", {}).get("address", "local") == "local":
         return False
@@ -64,7 +64,7 @@ def _leave_cluster(
     if not deployment.needs_controller:
         return False
     tell(f"deleting what is left on the Ray cluster at {deployment.cluster.address}")
-    part = parts.cluster(state, "stop")
+    part = command_lines.cluster(state, "stop")
     drain_s = max(spec.control.mode.drain_timeout_s for spec in deployment.models)
     log = state.logs / f"{part.name}.log"
     try:

@@ -17,8 +17,7 @@ from serve import cluster
 from serve.controller.client import ControllerClient
 from store.api_keys import own_key
 from store.state_dir import StateDir
-from tidegate.supervisor import command_lines as parts
-from tidegate.supervisor import preflight, readiness
+from tidegate.supervisor import command_lines, preflight, readiness
 from tidegate.supervisor.children import Child, ProcessSpec, check_alive, log_end, run_once
 from tidegate.supervisor.events import Event, Progress
 from tidegate.supervisor.process_record import ORPHAN_GRACE_S, ProcessRecord, end
@@ -127,7 +126,7 @@ class Startup:
             if last.message:
                 self.progress.step("model", f"{model}: {last.message}", last.fraction)
 
-        code = await run_once(parts.prepare_model(self.state, model), self.state, self.ledger, relay)
+        code = await run_once(command_lines.prepare_model(self.state, model), self.state, self.ledger, relay)
         if code or not last.path:
             why = last.error or f"preparation ended with status {code}{log_end(self.state, 'models')}"
             raise ModelUnavailable(f"{model}: {why}")
@@ -136,7 +135,7 @@ class Startup:
     def _gateway_workers(self) -> None:
         fd, admin_fd = (sock.fileno() for sock in self.sockets)
         for worker in range(self.deployment.gateway.workers):
-            child = self.child(parts.gateway_worker(self.state, worker, fd, admin_fd))
+            child = self.child(command_lines.gateway_worker(self.state, worker, fd, admin_fd))
             self.workers.append(child)
             child.start()
 
@@ -144,7 +143,7 @@ class Startup:
         address = self.deployment.cluster.address
         if address == "local":
             self.progress.step("ray", "starting a head on this machine")
-            self.head = self.child(parts.ray_head(self.deployment, self.state))
+            self.head = self.child(command_lines.ray_head(self.deployment, self.state))
             self.head.before_restart = self._recover_head
             self.head.start()
             await self._until("ray", self._head_listens, self.head)
@@ -173,7 +172,7 @@ class Startup:
             if last.message:
                 self.progress.step("ray", last.message, last.fraction)
 
-        code = await run_once(parts.cluster(self.state, "start"), self.state, self.ledger, relay)
+        code = await run_once(command_lines.cluster(self.state, "start"), self.state, self.ledger, relay)
         if code:
             why = last.error or f"exit status {code}"
             raise EngineFailed(f"the controller did not start: {why}{log_end(self.state, 'cluster')}")
@@ -204,7 +203,7 @@ class Startup:
             self._recovery.cancel()
 
     async def _local(self) -> None:
-        self.controller = self.child(parts.local_controller(self.state))
+        self.controller = self.child(command_lines.local_controller(self.state))
         self.controller.start()
 
     async def _replicas(self) -> None:

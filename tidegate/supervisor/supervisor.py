@@ -22,10 +22,7 @@ from serve.controller.client import ControllerClient
 from store.state_dir import StateDir
 from tidegate.document import Document
 from tidegate.exit_codes import Exit, exit_of
-from tidegate.supervisor import command_lines as parts
-from tidegate.supervisor import readiness
-from tidegate.supervisor import reaper as orphans
-from tidegate.supervisor import socket as socket_api
+from tidegate.supervisor import command_lines, readiness, reaper, socket
 from tidegate.supervisor.children import Child, ProcessSpec, log_end, run_once
 from tidegate.supervisor.cleanup import CLUSTER_STOP_S, forget_targets
 from tidegate.supervisor.events import Event, Progress
@@ -73,10 +70,10 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._signalled)
-        orphans.adopt_orphans()
+        reaper.adopt_orphans()
         # Later than at once: a child that ends while it is being started is asyncio's to collect.
         loop.add_signal_handler(signal.SIGCHLD, lambda: loop.call_later(_COLLECT_S, self._collect_orphans))
-        server = await socket_api.serve(self._state.socket_path, self)
+        server = await socket.serve(self._state.socket_path, self)
         snapshots = asyncio.create_task(self._keep_ledger())
         failure: TidegateError | None = None
         try:
@@ -103,11 +100,11 @@ class Supervisor:
 
     # What the socket asks for.
 
-    def status(self) -> socket_api.SupervisorStatus:
+    def status(self) -> socket.SupervisorStatus:
         """Phase, addresses and children."""
         gateway = self._deployment.gateway
         now = asyncio.get_running_loop().time()
-        return socket_api.SupervisorStatus(
+        return socket.SupervisorStatus(
             pid=os.getpid(),
             since=psutil.Process().create_time(),
             phase=self._phase,
@@ -116,7 +113,7 @@ class Supervisor:
             admin=readiness.endpoint(gateway.admin_host, gateway.admin_port),
             document=self._raw,
             processes=tuple(
-                socket_api.ProcessStatus(
+                socket.ProcessStatus(
                     name=child.part.name,
                     pid=child.pid,
                     restarts=child.restarts,
@@ -214,7 +211,7 @@ class Supervisor:
         code: int | None = None
         with contextlib.suppress(TimeoutError, TidegateError):
             async with asyncio.timeout(CLUSTER_STOP_S + replicas_s):
-                stop = parts.cluster(self._state, "stop")
+                stop = command_lines.cluster(self._state, "stop")
                 code = await run_once(stop, self._state, self._ledger, lambda line: None)
         address = self._deployment.cluster.address
         if code == 0 or address == "local":
@@ -287,7 +284,7 @@ class Supervisor:
         self._ledger.adopt([me, *living])
 
     def _collect_orphans(self) -> None:
-        orphans.collect_orphans(self._ledger.started)
+        reaper.collect_orphans(self._ledger.started)
 
     def _controller(self, timeout_s: float = 2.0) -> ControllerClient:
         return ControllerClient(

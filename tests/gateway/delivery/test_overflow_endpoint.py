@@ -7,7 +7,7 @@ import io
 import pytest
 
 from gateway.delivery.overflow_endpoint import OverflowEndpoint
-from gateway.protocol import body as bodies
+from gateway.protocol import body
 from gateway.protocol.paths import ROUTES
 from gateway.telemetry.log import Log
 from policy.config.deployment import Price, Upstream
@@ -39,7 +39,7 @@ async def test_nothing_else_is_touched(came: bytes, goes: bytes) -> None:
         cost_cap_per_h=0.0,
     )
     endpoint = OverflowEndpoint(upstream, parse(GOOD), Log(0, io.StringIO()))
-    sent = endpoint.outgoing(CHAT, "m", bodies.read(came), came)
+    sent = endpoint.outgoing(CHAT, "m", body.read(came), came)
     assert b"".join(sent.parts) == goes
     assert sent.size == len(goes)
     assert sent.counts == (b"stream" in came)

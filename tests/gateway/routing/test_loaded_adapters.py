@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from gateway.routing import loaded_adapters as residency
+from gateway.routing import loaded_adapters
 from gateway.routing.loaded_adapters import FAILED_S, LoadedAdapters
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [100.0]
-    monkeypatch.setattr(residency, "monotonic", lambda: now[0])
+    monkeypatch.setattr(loaded_adapters, "monotonic", lambda: now[0])
     return now
 
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gateway.routing import shared_memory as shared
+from gateway.routing import shared_memory
 from gateway.routing.shared_memory import NEWS, LocalCounts, SharedCounts, SharedRows
 
 REPLICA, OTHER = 0xFEED_FACE_CAFE_BEEF, 7
@@ -157,7 +157,7 @@ def test_who_leaves_counts_no_more(tmp_path: Path, clock: Clock) -> None:
 def test_another_layout_is_not_read(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     me, other = worker(0), worker(1)
     other.begin(REPLICA, 10)
-    monkeypatch.setattr(shared, "_THIS_LAYOUT", 5)
+    monkeypatch.setattr(shared_memory, "_THIS_LAYOUT", 5)
     me.beat()
     assert me.others(REPLICA) == (0, 0, 0)
 
@@ -240,7 +240,7 @@ def test_a_torn_entry_is_skipped(worker: Worker) -> None:
     me, other = worker(0), worker(1)
     me.beat()
     other.publish(1, REPLICA, [10, 11, 12])
-    at = other._base + shared._RING + shared._ENTRY_WORDS
+    at = other._base + shared_memory._RING + shared_memory._ENTRY_WORDS
     other._words[at + 2] = OTHER
     assert me.news() == [(1, REPLICA, [10, 12])]
 

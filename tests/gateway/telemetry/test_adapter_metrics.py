@@ -10,7 +10,7 @@ import pytest
 
 from gateway.intake.adapter_catalog import CatalogView
 from gateway.protocol.usage import Usage
-from gateway.telemetry import adapter_metrics as adapter_meter
+from gateway.telemetry import adapter_metrics
 from gateway.telemetry.metrics import Metrics
 from policy.wire.catalog import NAME, Alias, Catalog
 from tests.gateway.fake_replica import alias
@@ -66,7 +66,7 @@ def test_requests_tokens_and_first_bytes_are_counted_by_name() -> None:
 
 
 def test_beyond_the_bound_all_others_of_a_model_share_one_label(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapter_meter, "MOST", 3)
+    monkeypatch.setattr(adapter_metrics, "MOST", 3)
     metrics = Metrics()
     metrics.adapters.follow({(model, f"adapter-{i}") for model in ("alpha", "beta") for i in range(50)})
     for i in range(50):
@@ -84,7 +84,7 @@ def test_beyond_the_bound_all_others_of_a_model_share_one_label(monkeypatch: pyt
 
 
 def test_a_name_that_the_catalog_drops_frees_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapter_meter, "MOST", 2)
+    monkeypatch.setattr(adapter_metrics, "MOST", 2)
     metrics = Metrics()
     metrics.adapters.follow(alphas("a", "b", "c"))
     sent(metrics, "a", "b", "c")
@@ -99,8 +99,8 @@ def test_a_name_that_the_catalog_drops_frees_its_place(monkeypatch: pytest.Monke
 def test_however_many_names_come_and_go_a_worker_publishes_no_more_than_so_many(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(adapter_meter, "MOST", 2)
-    monkeypatch.setattr(adapter_meter, "EVER", 5)
+    monkeypatch.setattr(adapter_metrics, "MOST", 2)
+    monkeypatch.setattr(adapter_metrics, "EVER", 5)
     metrics = Metrics()
     for i in range(50):
         metrics.adapters.follow(alphas(f"a-{i}"))
@@ -141,4 +141,4 @@ def test_the_names_are_the_catalogs() -> None:
 
 
 def test_no_adapter_can_be_called_as_the_others_are() -> None:
-    assert NAME.fullmatch(adapter_meter.OTHER) is None
+    assert NAME.fullmatch(adapter_metrics.OTHER) is None

@@ -14,7 +14,7 @@ from policy.errors import AdapterRefused, AdapterUnknown, ConfigError, TargetErr
 from policy.types import Load, Replica, ReplicaPhase
 from policy.wire.catalog import Alias, Catalog, Version
 from policy.wire.heartbeat import AdapterRef, AdapterUse, Heartbeat, Orders
-from serve.adapters import api as adapter_api
+from serve.adapters import api
 from serve.adapters.api import catalogs
 from serve.adapters.placement import AdapterPlacement
 from serve.adapters.status import AdapterOverview, AdaptersStatus, AdapterState, AdapterStatus
@@ -104,10 +104,10 @@ async def test_a_model_may_have_a_slash_in_its_name(plane: Plane) -> None:
 async def test_progress_is_told_while_it_is_added(
     plane: Plane, served: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(adapter_api, "PROGRESS_S", 0.001)
+    monkeypatch.setattr(api, "PROGRESS_S", 0.001)
     plane.shelf.gate.clear()
     adding = plane.controller.adapters.library.add(AddRequest(name="sql", source="/a"))
-    lines = adapter_api._progress(adding)
+    lines = api._progress(adding)
     seen = []
     async for raw in lines:
         seen.append(msgspec.json.decode(raw, type=AddLine))
@@ -217,7 +217,7 @@ async def test_the_files_of_a_version_are_sent_to_other_nodes(served: httpx.Asyn
 async def test_the_stream_tells_each_change_and_beats(
     plane: Plane, served: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(adapter_api, "HEARTBEAT_S", 3600.0)
+    monkeypatch.setattr(api, "HEARTBEAT_S", 3600.0)
     lines = catalogs(plane.controller.adapters.library)
     first = msgspec.json.decode(await anext(lines), type=Catalog)
     assert (first.epoch, first.aliases) == (1000.0, ())
@@ -226,7 +226,7 @@ async def test_the_stream_tells_each_change_and_beats(
     second = msgspec.json.decode(await following, type=Catalog)
     assert (second.epoch, second.aliases[0].name) == (1000.0, "sql")
     assert second.version > first.version
-    monkeypatch.setattr(adapter_api, "HEARTBEAT_S", adapter_api.COALESCE_S)
+    monkeypatch.setattr(api, "HEARTBEAT_S", api.COALESCE_S)
     assert msgspec.json.decode(await anext(lines), type=Catalog) == second
     await lines.aclose()
 

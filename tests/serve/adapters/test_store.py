@@ -11,7 +11,7 @@ import pytest
 
 from policy.config.deployment import ModelSpec
 from policy.errors import AdapterRefused, AdapterUnknown
-from serve.adapters import store as stored_shelf
+from serve.adapters import store
 from serve.adapters.store import LocalAdapterStore
 from store.adapters import FILES
 from store.adapters.base_model import BaseModel
@@ -122,7 +122,7 @@ def test_adapters_are_compared_with_the_base_model_which_is_read_once(
         asked.append(source)
         return Prepared(path=tmp_path, digest="0" * 64)
 
-    monkeypatch.setattr(stored_shelf, "prepare", prepare)
+    monkeypatch.setattr(store, "prepare", prepare)
     monkeypatch.setattr(BaseModel, "of", lambda directory: BaseModel({"model.layers.0.mlp.up_proj": (8, 8)}))
     for seed in (1, 2):
         with pytest.raises(AdapterRefused) as refused:

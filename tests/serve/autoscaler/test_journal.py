@@ -14,7 +14,7 @@ from serve.autoscaler import journal
 from serve.autoscaler.journal import DecisionRound, Journal, Policies, replayed
 from serve.autoscaler.policies import policies_for
 from serve.controller_api import SwitchOutcome
-from store import log_file as logs
+from store import log_file
 from tests.serve.plane import Plane
 from tests.serve.sim_documents import document, sim_model
 from tests.serve.traffic import Traffic, by_rate
@@ -117,7 +117,7 @@ def test_files_are_bounded_and_read_across(log: Journal, monkeypatch: pytest.Mon
         log.put(made(1000.0 + i, count=i % 2))
         log.flush()
     files = list(log._path.parent.iterdir())
-    assert len(files) == 1 + logs.KEPT
+    assert len(files) == 1 + log_file.KEPT
     assert all(file.stat().st_size <= 3 * size + 30 for file in files)
     assert [each.decision.at for each in log.read(last=5)] == [1039.0, 1038.0, 1037.0, 1036.0, 1035.0]
 

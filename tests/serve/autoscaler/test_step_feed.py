@@ -14,7 +14,7 @@ from policy.errors import TargetError
 from policy.types import Load, Replica, ReplicaPhase
 from policy.wire.heartbeat import Heartbeat
 from policy.wire.reports import EngineReport
-from serve.autoscaler import step_feed as listening
+from serve.autoscaler import step_feed
 from serve.autoscaler.step_feed import StepLine, StepSubscribers
 from serve.controller.api import build_app
 from serve.controller.controller import Controller
@@ -57,7 +57,7 @@ async def test_silence_is_heard_too() -> None:
 
 
 async def test_a_slow_listener_loses_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listening, "MOST", 2)
+    monkeypatch.setattr(step_feed, "MOST", 2)
     listeners = StepSubscribers()
     async with hearing(listeners) as told:
         for name in ("a", "b", "c"):

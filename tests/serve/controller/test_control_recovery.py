@@ -9,7 +9,7 @@ import pytest
 
 from policy.errors import ActuatorFailed
 from policy.scaling.rollout import LayerKey
-from serve.controller import controller as control
+from serve.controller import controller
 from serve.controller.controller import HEARING_S
 from tests.serve.memory_actuator import MemoryActuator
 from tests.serve.plane import LARGE, NEW_SMALL, READY, SMALL, Plane
@@ -195,7 +195,7 @@ async def test_a_model_that_comes_back_while_it_goes_is_deployed_again(
 async def test_the_loop_runs_by_itself_and_survives_a_cluster_that_is_away(
     plane: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(control, "RETRY_S", 0.0)
+    monkeypatch.setattr(controller, "RETRY_S", 0.0)
     await plane.up(document())
     plane.cluster.down = "Serve's API does not answer"
     running = asyncio.ensure_future(plane.controller.run())

@@ -8,7 +8,7 @@ import socket
 import pytest
 
 from policy.types import Load, Replica, ReplicaPhase
-from serve.controller import liveness as probe
+from serve.controller import liveness
 from serve.state.replica_registry import GONE_S, SILENT_S, ReplicaRegistry
 from store.state_dir import SECRET_HEADER
 
@@ -21,7 +21,7 @@ def replica(name: str, url: str) -> Replica:
 async def test_a_port_that_refuses_is_gone_and_one_that_answers_is_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(probe, "PERIOD_S", 0.0)
+    monkeypatch.setattr(liveness, "PERIOD_S", 0.0)
     asked: list[bytes] = []
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -38,7 +38,7 @@ async def test_a_port_that_refuses_is_gone_and_one_that_answers_is_kept(
     for made in (replica("dead", dead), replica("alive", alive), replica("unborn", "")):
         registry.put(made, now=0.0)
     now, lost = SILENT_S + 0.1, []
-    probing = asyncio.ensure_future(probe.probe_silent(registry, "s", lost.append, lambda: now))
+    probing = asyncio.ensure_future(liveness.probe_silent(registry, "s", lost.append, lambda: now))
     while len(asked) < 3:  # noqa: ASYNC110 - the test's own timeout bounds it
         await asyncio.sleep(0)
     assert [gone.id for gone in lost] == ["dead"]

@@ -16,7 +16,7 @@ import pytest
 from policy.errors import EngineFailed
 from policy.types import Replica, ReplicaPhase, StartPath
 from policy.wire.heartbeat import Orders
-from serve.host import gpu_sharing as beds
+from serve.host import gpu_sharing
 from serve.host.gpu_sharing import SharedGpuHost, host_of
 from serve.host.host import HostSpec, ReplicaHost
 from serve.host.versions import installed
@@ -44,7 +44,7 @@ def model(**over: Any) -> dict[str, Any]:
 
 @pytest.fixture
 async def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Make]:
-    monkeypatch.setattr(beds, "FIRST_WORD_S", 0.1)
+    monkeypatch.setattr(gpu_sharing, "FIRST_WORD_S", 0.1)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
     made: list[SharedGpuHost] = []
 
@@ -236,7 +236,7 @@ async def test_a_shape_that_cannot_be_made_leaves_the_other_serving(
 
 
 async def test_a_bed_that_is_of_no_use_is_given_up(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(beds, "LOST_S", 2.0)
+    monkeypatch.setattr(gpu_sharing, "LOST_S", 2.0)
     bed = make(engine_args={"max_num_seqs": "many"})
     bed.order({"large": 1, "small": 0})
     with pytest.raises(EngineFailed, match="max_num_seqs"):

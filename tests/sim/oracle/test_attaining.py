@@ -9,7 +9,7 @@ import pytest
 
 from policy.document.parse import parse
 from sim.arrival import Arrival
-from sim.oracle import replica_capacity as attaining
+from sim.oracle import replica_capacity
 from sim.oracle.replica_capacity import AGAIN, MOST_S, attained_rate
 from sim.twin import run as twin
 from sim.twin.record import Record
@@ -29,7 +29,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> list[Record]:
         made.append(simulate(*given, **named))
         return made[-1]
 
-    monkeypatch.setattr(attaining, "simulate", kept)
+    monkeypatch.setattr(replica_capacity, "simulate", kept)
     return made
 
 
@@ -59,7 +59,7 @@ def test_a_trace_of_two_requests_is_tried_with_few(runs: list[Record]) -> None:
 def test_slow_engines_are_tried_for_so_long_at_most(
     runs: list[Record], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attaining, "MOST_S", 100.0)
+    monkeypatch.setattr(replica_capacity, "MOST_S", 100.0)
     rate([Arrival(float(i), 200, 20) for i in range(50)])
     assert MOST_S > 100.0
     assert all(run.requests["m"].at[-1] <= 100.0 for run in runs)
@@ -73,6 +73,6 @@ def test_what_no_replica_holds_is_refused_without_a_run(runs: list[Record]) -> N
 
 @pytest.mark.slow
 def test_one_request_that_no_replica_holds_changes_little(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attaining, "REQUESTS", 500)
+    monkeypatch.setattr(replica_capacity, "REQUESTS", 500)
     usual = [Arrival(float(i), 200, 20) for i in range(500)]
     assert rate([GIANT, *usual]) == pytest.approx(rate(usual), rel=0.1)

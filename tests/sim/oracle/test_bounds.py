@@ -12,7 +12,7 @@ from policy.document.parse import parse
 from policy.errors import TargetError
 from policy.scaling.policies.static import Static, StaticParameters
 from sim.arrival import Arrival
-from sim.oracle import replica_capacity as attaining
+from sim.oracle import replica_capacity
 from sim.oracle.bounds import bounds_of
 from sim.oracle.replica_capacity import attained_rate
 from sim.twin.run import simulate
@@ -109,16 +109,16 @@ def test_too_few_replicas_are_refused() -> None:
 
 
 def test_what_no_replica_keeps_at_any_rate_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attaining, "REQUESTS", 50)
-    monkeypatch.setattr(attaining, "LASTS_S", 1.0)
+    monkeypatch.setattr(replica_capacity, "REQUESTS", 50)
+    monkeypatch.setattr(replica_capacity, "LASTS_S", 1.0)
     with pytest.raises(TargetError, match="miss the objective at any rate, in every mode"):
         _bounds(deployment(slo={"ttft_p95_s": 0.001}))
 
 
 @pytest.mark.slow
 def test_a_replica_attains_less_within_an_objective_than_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attaining, "REQUESTS", 300)
-    monkeypatch.setattr(attaining, "LASTS_S", 1.0)
+    monkeypatch.setattr(replica_capacity, "REQUESTS", 300)
+    monkeypatch.setattr(replica_capacity, "LASTS_S", 1.0)
 
     def rate(**slo: float) -> float:
         of = deployment(slo=slo) if slo else deployment()

@@ -19,8 +19,7 @@ import pytest
 from huggingface_hub.errors import RepositoryNotFoundError
 
 from policy.errors import AdapterRefused
-from store.adapters import CONFIG, FILES, WEIGHTS
-from store.adapters import from_web as download
+from store.adapters import CONFIG, FILES, WEIGHTS, from_web
 from store.adapters.blobs import Blobs
 from store.adapters.fetch import fetch
 from store.adapters.fetch_job import FetchJob, redacted
@@ -169,7 +168,7 @@ def direct(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """No proxy, and no waiting: the pauses that would be made."""
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     pauses: list[float] = []
-    monkeypatch.setattr(download.fetch, "__defaults__", (pauses.append, lambda: 0.0))
+    monkeypatch.setattr(from_web.fetch, "__defaults__", (pauses.append, lambda: 0.0))
     return pauses
 
 
@@ -203,7 +202,7 @@ class Clock:
 def test_a_server_that_sends_too_little_is_given_up(tmp_path: Path) -> None:
     with served(Site()) as site:
         given = errand(tmp_path, site.url)
-        error = refused(lambda: download.fetch(given, lambda _: None, Clock(2 * download.PACE_S)))
+        error = refused(lambda: from_web.fetch(given, lambda _: None, Clock(2 * from_web.PACE_S)))
     assert (error.code, "4096 a second at least" in str(error)) == ("source_unreachable", True)
     assert len(site.ranges) == 1
 
@@ -216,9 +215,9 @@ def test_a_server_that_breaks_off_after_a_few_bytes_is_given_up(tmp_path: Path) 
         def pause(seconds: float) -> None:
             clock.now += seconds
 
-        error = refused(lambda: download.fetch(errand(tmp_path, site.url), pause, clock))
+        error = refused(lambda: from_web.fetch(errand(tmp_path, site.url), pause, clock))
     assert error.code == "source_unreachable"
-    assert len(site.ranges) == download.TRIES
+    assert len(site.ranges) == from_web.TRIES
 
 
 @pytest.mark.slow
@@ -360,7 +359,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         return str(local_dir)
 
     monkeypatch.setattr(huggingface_hub, "HfApi", Api)
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", from_web)
     return state
 
 

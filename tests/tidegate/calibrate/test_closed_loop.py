@@ -11,7 +11,7 @@ import pytest
 
 from policy.errors import PreconditionFailed
 from sim.calibration.load_points import Point
-from tidegate.calibrate import closed_loop as driving
+from tidegate.calibrate import closed_loop
 from tidegate.calibrate.closed_loop import LoadDriver
 from tidegate.replay.http_client import Pool
 from tidegate.replay.prompts import Prompts
@@ -84,7 +84,7 @@ async def test_each_replica_has_its_own_clients() -> None:
 
 
 async def test_an_endpoint_that_refuses_everything_is_no_load_point(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driving, "REFUSED_S", 0.0)
+    monkeypatch.setattr(closed_loop, "REFUSED_S", 0.0)
     busy = b'{"error": {"message": "too much"}}'
     async with endpoint(b"503 Service Unavailable", busy, most=9, over=2) as (pool, _, enough):
         with pytest.raises(PreconditionFailed, match="every request failed: too much"):

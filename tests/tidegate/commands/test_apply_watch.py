@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 from policy.errors import SwitchRefused, TidegateError, Unreachable
 from tests.tidegate.conftest import Site, until
 from tidegate.cli import group
-from tidegate.commands.deployment import check_apply as module
+from tidegate.commands.deployment import check_apply
 from tidegate.commands.deployment.check_apply import POLL_S, file_changes
 
 Edit = Callable[[], object]
@@ -52,8 +52,8 @@ class Desk:
         self.running = Running(document(1))
         self.write(document(1))
         self._edits: list[Edit] = []
-        monkeypatch.setattr(module, "SupervisorClient", lambda state: self.running)
-        monkeypatch.setattr(module, "file_changes", self._saves)
+        monkeypatch.setattr(check_apply, "SupervisorClient", lambda state: self.running)
+        monkeypatch.setattr(check_apply, "file_changes", self._saves)
 
     def write(self, content: object) -> None:
         self.file.write_text(content if isinstance(content, str) else json.dumps(content))

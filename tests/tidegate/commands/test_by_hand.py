@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 from policy.scaling.situation import Override
 from serve.controller_api import ModelStatus
 from tidegate.cli import group
-from tidegate.commands.fleet import scale_mode as module
+from tidegate.commands.fleet import scale_mode
 
 
 def status(**over: Any) -> ModelStatus:
@@ -53,10 +53,10 @@ Run = Callable[..., Result]
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
-    monkeypatch.setattr(module.time, "time", lambda: 1000.0)
+    monkeypatch.setattr(scale_mode.time, "time", lambda: 1000.0)
 
     def invoke(controller: Controller, *words: str) -> Result:
-        monkeypatch.setattr(module, "controller_client", lambda state: controller)
+        monkeypatch.setattr(scale_mode, "controller_client", lambda state: controller)
         return CliRunner().invoke(group, ["--state-dir", str(tmp_path), *words])
 
     return invoke
@@ -93,7 +93,7 @@ def test_what_the_controller_is_told(run: Run, words: tuple[str, ...], asked: tu
 def test_it_says_until_when_and_how_to_go_back(run: Run, words: tuple[str, ...], said: str) -> None:
     first, second = run(Controller(), *words).output.splitlines()
     assert first.startswith("sim: ")
-    assert second.startswith(said.format(module.clock(2800.0, 1000.0)))
+    assert second.startswith(said.format(scale_mode.clock(2800.0, 1000.0)))
 
 
 @pytest.mark.parametrize(("command", "other"), [("scale", "mode"), ("mode", "scale")])

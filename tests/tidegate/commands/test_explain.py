@@ -24,7 +24,7 @@ from serve.controller_api import LoggedDecision, SwitchOutcome
 from tests.tidegate.decisions import DEMAND, OVERRIDE, SIGNALS, decision, rates, situation, unchanged
 from tidegate.cli import group
 from tidegate.commands.durations import clock
-from tidegate.commands.fleet import explain as module
+from tidegate.commands.fleet import explain
 from tidegate.commands.fleet.explain_view import Aftermath, render_decision
 
 NOW = 1120.0
@@ -257,7 +257,7 @@ Run = Callable[..., Result]
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Run:
     def invoke(decisions: Sequence[Decision], *words: str) -> Result:
-        monkeypatch.setattr(module, "controller_client", lambda state: Controller(*decisions))
+        monkeypatch.setattr(explain, "controller_client", lambda state: Controller(*decisions))
         return CliRunner().invoke(group, ["--state-dir", str(tmp_path), "explain", *words])
 
     return invoke
@@ -292,7 +292,7 @@ def test_without_an_option_the_last_change_and_the_present(run: Run) -> None:
 
 
 def test_at_tells_what_was_in_force_then_and_what_had_changed_last(run: Run) -> None:
-    ago = module.time.time() - 1190.0
+    ago = explain.time.time() - 1190.0
     assert told(run(LOG, "--at", f"{int(ago)}s ago", "--json")) == [1000.0, 1180.0]
 
 

@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 
 from store.state_dir import StateDir
 from tidegate.cli import group
-from tidegate.supervisor import command_lines as parts
+from tidegate.supervisor import command_lines
 from tidegate.supervisor.children import ProcessSpec
 from tidegate.supervisor.process_record import ProcessRecord, RecordedProcess
 
@@ -62,7 +62,7 @@ class Site:
 def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) as child:
         made = Site(StateDir(tmp_path).ensure(), child)
-        monkeypatch.setattr(parts, "cluster", made.tool)
+        monkeypatch.setattr(command_lines, "cluster", made.tool)
         yield made
         child.kill()
 

@@ -20,7 +20,7 @@ from sim.results.series import clock
 from sim.twin.record import Record
 from sim.twin.run import simulate
 from sim.workload.file import arrivals_of
-from tidegate import document as documents
+from tidegate import document
 from tidegate.commands.simulation.policy_options import policy_entries, simulated_policy
 from tidegate.commands.terminal import FILE, Bar, console, moving, trace_option
 
@@ -38,7 +38,7 @@ from tidegate.commands.terminal import FILE, Bar, console, moving, trace_option
 def modes(*, file: Path, trace: Path, seeds: int, seed: int, plot: Path | None, as_json: bool) -> None:
     if plot is not None and not plot.absolute().parent.is_dir():
         raise click.BadParameter(f"{plot}: expected a file in a folder that exists", param_hint="--plot")
-    deployment = simulated_policy(documents.load(file, ray=False).deployment)
+    deployment = simulated_policy(document.load(file, ray=False).deployment)
     (ours,) = policy_entries(deployment, [], lambda event: click.echo(event, err=True))
     ends_at = max((arrival.at for arrival in arrivals_of(trace, seed)), default=None)
     if ends_at is None:

@@ -23,7 +23,7 @@ from sim.workload.model_names import ModelNames
 from sim.workload.traces.open import notes, opened
 from sim.workload.transforms import scale_rate, slice_trace
 from store.state_dir import StateDir
-from tidegate import document as documents
+from tidegate import document
 from tidegate.commands.simulation.bench import Real
 from tidegate.commands.simulation.plan_tables import tables
 from tidegate.commands.terminal import FILE, Bar, console, moving, trace_option
@@ -113,7 +113,7 @@ def plan(
         raise click.BadParameter(f"{to_s:g} is not after --from-s {from_s:g}", param_hint="--to-s")
     if any(each <= 1.0 for each in growth):
         raise click.BadParameter("expected factors above 1, such as 1.5,2,4", param_hint="--growth")
-    deployment = documents.load(file, ray=False).deployment
+    deployment = document.load(file, ray=False).deployment
     spec = deployment.models[0] if model is None else deployment.model(model)
     if spec.control.slo.ttft_p95_s is None and spec.control.slo.itl_p95_s is None:
         raise ConfigError(f"models[{spec.name}].control.slo", None, "ttft_p95_s or itl_p95_s to plan for")

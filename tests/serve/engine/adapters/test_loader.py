@@ -9,7 +9,7 @@ import pytest
 
 from policy.errors import AdapterRefused, EngineFailed
 from policy.wire.heartbeat import AdapterUse
-from serve.engine.adapters import loader as rooms
+from serve.engine.adapters import loader
 from serve.engine.adapters.load_failures import FIRST_S
 from serve.engine.adapters.slots import HALF_LIFE_S, PATIENCE_S
 from tests.serve.engine.fakes import digest, quiet, replica, served, until, wanted
@@ -369,7 +369,7 @@ async def test_prefetches_leave_it_more_and_delay_no_request() -> None:
         await quiet()
         assert there.files.fetched == ["a"]
         await there.used("c")
-        there.clock.now += rooms.PREFETCH_PAUSE * 3600.0
+        there.clock.now += loader.PREFETCH_PAUSE * 3600.0
         await there.used("d")
         await until(lambda: len(there.engine.there) == 4)
         assert there.engine.log == ["+a", "+c", "+d", "+b"]
@@ -381,7 +381,7 @@ async def test_the_books_follow_what_the_engine_evicted_by_itself() -> None:
         await there.used("b")
         await until(lambda: used.in_use)
         there.engine.there[:] = ["stranger@x"]
-        there.clock.now += rooms.CHECK_S
+        there.clock.now += loader.CHECK_S
         there.adapters.hold(())
         await until(lambda: there.engine.there == [served("a")])
         # What is in use is there again, what is not is loaded when it is asked for.
