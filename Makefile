@@ -4,7 +4,7 @@ DEPLOYMENT ?= deployments/smollm2-cpu.yaml
 # Without what Python compiled, each of the many processes compiles all that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: up down test test-long check install clean
+.PHONY: up down test test-all check install clean
 
 up: install
 	.venv/bin/tidegate up $(DEPLOYMENT)
@@ -15,14 +15,20 @@ down:
 install:
 	@scripts/install
 
+# At most 12 minutes on two cores after installation, in three stages:
+#   pure tests       decisions, parsers, the simulator: no process is started
+#   process tests    gateway workers, supervisors and replica hosts with simulated engines
+#   smoke test       one real vLLM on one real Ray: from `up` over a question, an adapter, a mode
+#                    switch and a killed replica to `down`
 test:
 	@scripts/install --dev
-	scripts/check --tests
-	.venv/bin/pytest -m "(slow or ray or vllm) and not long"
+	@scripts/test
 
-test-long:
+# All that `make test` leaves out, for a night: every fault row under load, the OpenAI and Anthropic
+# clients and the lifecycle on real vLLM, the actuators' contract on Ray, two nodes, overload and soak.
+test-all:
 	@scripts/install --dev
-	.venv/bin/pytest -m long
+	@scripts/test --all
 
 check:
 	@scripts/install --dev

@@ -37,7 +37,7 @@ def test_a_line_is_read_as_it_was_told(line: Line, tmp_path: Path) -> None:
     assert arrival._asdict() == {**msgspec.structs.asdict(line), "at": 0.0}
 
 
-@pytest.mark.slow
+@pytest.mark.process
 async def test_what_a_gateway_serves_becomes_a_trace(tmp_path: Path) -> None:
     stack = Stack(tmp_path)
     part, path = tmp_path / "part", tmp_path / "trace.jsonl"
@@ -73,7 +73,7 @@ async def test_what_a_gateway_serves_becomes_a_trace(tmp_path: Path) -> None:
     assert json.loads(path.read_text().splitlines()[0]) == msgspec.to_builtins(Header())
 
 
-@pytest.mark.slow
+@pytest.mark.process
 async def test_what_is_replayed_through_a_gateway_is_captured_as_it_was(tmp_path: Path) -> None:
     blocks = [(1, 2, 3, 4), (1, 2, 3, 5), (1, 2, 6), (7, 8, 9), (1, 2, 3, 4), ()]
     trace = [

@@ -21,7 +21,7 @@ FIRST_S = 600.0
 SECOND_S = 90.0
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_the_question_that_up_prints_is_answered(tmp_path: Path) -> None:
     document = yaml.safe_load((ROOT / "deployments" / "sim.yaml").read_text())
     stack = Stack(tmp_path, document, "--no-ray")

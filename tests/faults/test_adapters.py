@@ -26,7 +26,7 @@ from tests.faults import faults
 from tests.faults.stand import Stand
 from tests.gateway.fake_replica import Answer, Exchange, alias
 
-pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 DIGEST = hashlib.sha256(b"an adapter").hexdigest()
 MINE, OTHERS, ADMINS = "key-of-mine", "key-of-others", "key-of-admins"
 RANDOM_NAMES, CLIENTS = 10_000, 8

@@ -21,7 +21,7 @@ from tests.faults.live import MODEL, Live
 from tests.gateway.worker import until
 from tests.store.adapters.making import files, write
 
-pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 SLOTS, REPLICAS, CROWD = 2, 2, 200
 # By then each host has told all that it has loaded, twice.
 BEATS_S = 1.2

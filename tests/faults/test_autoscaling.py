@@ -16,7 +16,7 @@ from tests.faults.live import MODEL
 from tests.faults.scaled import Making, Scaled
 from tests.gateway.worker import until
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.process
 
 HOLD_S = 6.0
 # Steps of 0.1 s and four seats: a replica streams 16 tokens to about 2.3 requests a second.

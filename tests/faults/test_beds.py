@@ -15,7 +15,7 @@ import pytest_asyncio
 from tests.faults.live import MODEL
 from tests.faults.scaled import Scaled
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.process
 
 START_S, WAKE_S = 5.0, 1.5
 RATE = 4.0

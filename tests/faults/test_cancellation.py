@@ -12,7 +12,7 @@ from tests.faults.faulty_upstream import FaultyUpstream
 from tests.faults.stand import Stand
 from tests.gateway.worker import until
 
-pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 # What the rows allow.
 FREED_S = 1.0
 GATEWAY = {"queue_timeout_s": 30, "max_queue": 1000}

@@ -14,7 +14,7 @@ import pytest
 from tests.faults.live import MODEL, Live
 from tests.gateway.worker import until
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.process
 
 
 def processes(fleet: dict[str, dict[str, object]]) -> dict[str, tuple[object, object]]:

@@ -19,7 +19,7 @@ from tests.faults.stand import Stand
 from tests.gateway.fake_replica import Exchange
 from tests.gateway.worker import until
 
-pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 FIRST_S = 5.0
 PROGRESS_S = 2.0
 OUT_S = 2.0

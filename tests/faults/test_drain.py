@@ -16,7 +16,7 @@ from tests.faults.live import MODEL, Live
 from tests.faults.stand import Stand
 from tests.gateway.worker import until
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.process
 
 
 @pytest_asyncio.fixture

@@ -13,7 +13,7 @@ import pytest_asyncio
 from tests.faults.commanded import Commanded
 from tests.gateway.worker import until
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.process
 
 SPEC = {
     "sim": {"profile": "sim-small", "speed": 0.03, "start_s": 1.0},

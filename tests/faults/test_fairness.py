@@ -66,12 +66,12 @@ def _ttft(visits: list[Visit]) -> list[float]:
     return [visit.ttft_s for visit in visits if visit.served]
 
 
-@pytest.mark.slow
+@pytest.mark.process
 async def test_ten_to_one_of_demand_is_one_to_one_of_service(site: Site) -> None:
     await equal_shares(site.crowd, 6.0)
 
 
-@pytest.mark.slow
+@pytest.mark.process
 async def test_a_loud_tenant_costs_a_quiet_one_no_time(site: Site) -> None:
     await unharmed(site, 36.0)
 

@@ -13,7 +13,7 @@ from tests.faults.stand import Stand
 from tests.gateway.fake_replica import alias
 from tests.gateway.worker import until
 
-pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 DIGEST = "d" * 64
 
 

@@ -14,7 +14,7 @@ from tests.faults.stand import Stand
 from tests.gateway.fake_replica import hold
 from tests.gateway.worker import PATIENCE_S, until
 
-pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 BOUND = 20
 GATEWAY = {"queue_timeout_s": 15}
 

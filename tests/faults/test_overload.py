@@ -80,12 +80,12 @@ async def overload(site: Site, capacity: float, scale: float) -> None:
     assert memory[-1] <= 1.3 * memory[0]
 
 
-@pytest.mark.slow
+@pytest.mark.process
 async def test_overload(site: Site) -> None:
     await overload(site, 0.95 * await site.crowd.closed_loop(REPLICAS * SLOTS, 3.0), 1.0)
 
 
-@pytest.mark.slow
+@pytest.mark.process
 async def test_a_rush_on_a_worker_that_has_served_nobody_yet(site: Site) -> None:
     rush = await phase(site.crowd, 100.0, 4.0)
     assert set(rush.codes) == {"overloaded"}, rush

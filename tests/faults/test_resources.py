@@ -17,7 +17,7 @@ from tests.faults import faults
 from tests.faults.stand import Stand
 from tests.gateway.worker import PATIENCE_S, until
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.process
 QUEUE_S = 1.0
 FIRST_S = 1.0
 EJECT_S = 1.0

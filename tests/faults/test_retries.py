@@ -15,7 +15,7 @@ from tests.faults.stand import Stand
 from tests.gateway.fake_replica import DONE, Exchange, alias, event
 from tests.gateway.worker import until
 
-pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 CONNECT_S = 0.5
 SILENT_S = 3.0
 AT_LEAST = 3

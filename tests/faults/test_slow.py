@@ -16,7 +16,7 @@ from tests.faults.stand import Stand
 from tests.gateway.fake_replica import DONE, event
 from tests.gateway.worker import until
 
-pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 MIB = 1024 * 1024
 GAP_S = 0.01
 GATEWAY = {

@@ -17,7 +17,7 @@ from tests.faults.raw_client import Reply
 from tests.faults.stand import Stand
 from tests.gateway.fake_replica import DONE, event, stream
 
-pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 FIRST_S = 2.5
 GAP_S = 2.0
 # What polling may add to any deadline.

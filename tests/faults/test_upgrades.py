@@ -9,7 +9,7 @@ import pytest
 
 from tests.faults.scaled import Making, Scaled
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.process
 
 RATE = 2.0
 # Ten seconds of a stream: what leaves waits for it.

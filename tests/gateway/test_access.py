@@ -74,7 +74,7 @@ async def test_without_a_key_nothing_is_told_and_nothing_reaches_a_replica(share
     assert replica.hits == []
 
 
-@pytest.mark.slow
+@pytest.mark.process
 async def test_a_key_is_taken_both_ways_and_goes_no_further(shared: Stack) -> None:
     replica = await shared.replica("keys")
     await shared.ready(replica)

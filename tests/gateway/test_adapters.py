@@ -18,7 +18,7 @@ from tests.gateway.fake_replica import Answer, Exchange, FakeReplica, alias, ans
 from tests.gateway.fake_upstream import FakeUpstream
 from tests.gateway.worker import Stack, model, until
 
-pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 OLD, NEW, OTHER = (hashlib.sha256(name).hexdigest() for name in (b"old", b"new", b"other"))
 ADAPTERS = {"adapters": {"slots_per_replica": 4}}
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}

@@ -27,7 +27,7 @@ print(faults() - before)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.process
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's setting")
 def test_bodies_take_no_new_pages() -> None:
     def touched(keep: str) -> int:

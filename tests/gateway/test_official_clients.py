@@ -13,7 +13,7 @@ import pytest_asyncio
 from tests.gateway.fake_replica import DONE, Exchange, event, stream
 from tests.gateway.worker import Stack
 
-pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 MESSAGES = [{"role": "user", "content": "hi"}]
 
 

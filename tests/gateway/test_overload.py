@@ -11,7 +11,7 @@ from policy.errors import Refusal
 from tests.faults.crowd import quantile
 from tests.gateway.virtual import Town, Visit, play
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.process
 # Two replicas of four slots, 24 tokens in 0.4 s: about 20 are served a second.
 CAPACITY = 18.0
 TTFT_S = 0.5

@@ -9,7 +9,7 @@ import pytest
 from tests.gateway.fake_replica import ANSWER, DONE, Exchange, FakeReplica, answer_json, event, hold, stream
 from tests.gateway.worker import RawClient, Stack, until
 
-pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 CHAT = {"model": "alpha", "messages": [{"role": "user", "content": "hi"}]}
 
 

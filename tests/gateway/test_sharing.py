@@ -9,7 +9,7 @@ import pytest
 from tests.faults.crowd import jain, quantile
 from tests.gateway.virtual import Town, Visit, play
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.process
 # Two replicas of four slots, 24 tokens in 0.4 s: about 20 are served a second.
 SECONDS = 60.0
 

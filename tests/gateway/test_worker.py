@@ -13,7 +13,7 @@ import pytest
 from tests.gateway.fake_replica import ANSWER, Exchange, FakeReplica, event, forever, hold
 from tests.gateway.worker import PATIENCE_S, Stack, model, until
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.process
 CHAT = {"model": "alpha", "messages": [{"role": "user", "content": "hi"}]}
 
 

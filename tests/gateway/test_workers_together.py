@@ -19,7 +19,7 @@ from loadtests.bench.workload import Prefixed, draws
 from tests.gateway.worker import ROOT, Stack, until
 from tests.ports import free_ports
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.process
 
 REPLICAS, PREFIXES, REQUESTS, CLIENTS = 4, 32, 1600, 32
 RUNS = 3

@@ -16,7 +16,7 @@ import yaml
 from tests.ports import free_ports
 from tidegate.supervisor.children import ROOT
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.process
 ROUNDS = 3
 
 

@@ -16,7 +16,7 @@ from tests.ports import free_ports
 from tests.serve.actuator.test_local_controller import Local, client_of, until
 from tests.serve.sim_documents import document, sim_model
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.process
 
 # NVML with one card, which has the errors that a file named after the host's process says.
 NVML = """

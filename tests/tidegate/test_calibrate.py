@@ -46,7 +46,7 @@ def sim(site: Site) -> Iterator[Site]:
     yield site
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_the_engine_is_found_and_the_twin_agrees_with_a_replay(sim: Site, tmp_path: Path) -> None:
     out = tmp_path / "model.json"
     # Whether clients were served in time is the machine's matter: on a busy one the last errors are large.
@@ -92,7 +92,7 @@ def test_the_engine_is_found_and_the_twin_agrees_with_a_replay(sim: Site, tmp_pa
     assert "nobody" in err
 
 
-@pytest.mark.slow
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -110,7 +110,7 @@ def test_what_goes_together_is_said(site: Site, arguments: tuple[str, ...], expe
     assert expected in err
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_a_record_that_is_none_is_refused_with_its_line(site: Site, tmp_path: Path) -> None:
     file, record = tmp_path / "model.json", tmp_path / "record.jsonl"
     file.write_bytes(encode(made()))
@@ -125,7 +125,7 @@ def test_a_record_that_is_none_is_refused_with_its_line(site: Site, tmp_path: Pa
     assert "at least one was served" in err
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_nothing_runs_so_nothing_is_calibrated(site: Site) -> None:
     code, _, err = site.tidegate("calibrate", "m")
     assert code == 4

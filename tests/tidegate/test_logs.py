@@ -42,7 +42,7 @@ def test_a_word_that_begins_no_part_names_those_that_there_are(state: Path) -> N
     assert "replica-m-b" in shown.output
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_following_a_prefix_takes_up_parts_that_begin_later(site: Site) -> None:
     folder = site.state / "logs"
     folder.mkdir(parents=True)

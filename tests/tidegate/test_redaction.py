@@ -40,7 +40,7 @@ def test_of_a_url_the_password_and_signature_are_not_shown() -> None:
     assert redact("sqlite:////var/lib/t.db", "store") == "sqlite:////var/lib/t.db"
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_status_shows_no_secret_and_apply_still_sees_one_change(site: Site) -> None:
     document = json.loads(site.file.read_text())
     document["models"].append(

@@ -68,7 +68,7 @@ class Site:
         return [replica for state in ReplicaPhase for replica in self.heard.of(key, state)]
 
 
-SLOW = [pytest.mark.slow]
+SLOW = [pytest.mark.process]
 REAL = [
     pytest.param("local", marks=SLOW),
     pytest.param("ray", marks=[*SLOW, pytest.mark.ray]),

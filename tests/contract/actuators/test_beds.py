@@ -125,8 +125,8 @@ EVERY = pytest.mark.parametrize(
     "site",
     [
         "memory",
-        pytest.param("local", marks=[pytest.mark.slow]),
-        pytest.param("ray", marks=[pytest.mark.slow, pytest.mark.ray]),
+        pytest.param("local", marks=[pytest.mark.process]),
+        pytest.param("ray", marks=[pytest.mark.process, pytest.mark.ray]),
     ],
     indirect=True,
 )
@@ -264,7 +264,7 @@ async def test_trouble_beneath_is_trouble_of_every_layer(site: Site) -> None:
     assert [(held.trouble, held.retry_at) for held in layers.values()] == [("no GPUs", 5.0)] * 2
 
 
-@pytest.mark.slow
+@pytest.mark.process
 @pytest.mark.ray
 @pytest.mark.usefixtures("ray_joined")
 def test_the_bed_asks_ray_for_its_gpus_once_and_for_the_cores_of_whichever_shape_needs_most() -> None:

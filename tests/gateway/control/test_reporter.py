@@ -331,7 +331,7 @@ def told(stack: Stack, model: str = "alpha") -> dict[str, Any]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.process
 async def test_a_request_for_a_model_at_zero_wakes_it_and_is_served(stack: Stack) -> None:
     await stack.start_controller()
     stack.controller.models = [{"name": "alpha", "engine": "sim", "target": 0}]
@@ -348,7 +348,7 @@ async def test_a_request_for_a_model_at_zero_wakes_it_and_is_served(stack: Stack
     assert (told(stack)["arrived"], told(stack).get("queued", 0), told(stack).get("refused", 0)) == (1, 0, 0)
 
 
-@pytest.mark.slow
+@pytest.mark.process
 async def test_streams_whole_answers_and_vectors_are_told_of_and_a_goodbye(stack: Stack) -> None:
     await stack.start_controller()
     await stack.start_worker()

@@ -17,7 +17,7 @@ import pytest_asyncio
 from tests.gateway.fake_replica import ANSWER, Answer, Exchange, FakeReplica, answer_json, hold
 from tests.gateway.worker import Stack, model, until
 
-pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 PROGRESS_S = 2.0
 LIMITS = {
     "queue_timeout_s": 15,

@@ -23,7 +23,7 @@ from tests.gateway.fake_replica import (
 )
 from tests.gateway.worker import PATIENCE_S, RawClient, Stack, until
 
-pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 CHAT = {"model": "alpha", "messages": [{"role": "user", "content": "hi"}]}
 OK = event("a") + event(finish="stop")
 

@@ -9,7 +9,7 @@ import pytest
 from tests.gateway.fake_replica import DONE, STREAM, Answer, Exchange, FakeReplica, stream
 from tests.gateway.worker import Stack, until
 
-pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 TOKENS = ("prompt", "cached", "completion")
 CHAT = {"model": "alpha", "messages": [{"role": "user", "content": "hi"}]}
 

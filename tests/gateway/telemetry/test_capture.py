@@ -226,7 +226,7 @@ def test_a_prompt_shorter_than_a_block_has_none() -> None:
     assert Pseudonyms(density, b"key").line(row("z" * 2000), 0.0).blocks == ()
 
 
-@pytest.mark.slow
+@pytest.mark.process
 async def test_over_the_admin_port_every_worker_is_heard_and_no_text(stack: Stack) -> None:
     await stack.start_controller()
     await asyncio.gather(stack.start_worker(0), stack.start_worker(1))

@@ -24,7 +24,7 @@ def bench(*options: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_every_part_measures_tidegate(tmp_path: Path) -> None:
     ran = bench(
         *("--systems", "tidegate", "--workers", "1,2", "--rounds", "1", "--scale", "0.02"),
@@ -39,7 +39,7 @@ def test_every_part_measures_tidegate(tmp_path: Path) -> None:
     assert (tmp_path / "cost.svg").read_text().startswith("<svg")
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_parts_that_do_not_exist_are_refused() -> None:
     ran = bench("--parts", "speed")
     assert ran.returncode == 2

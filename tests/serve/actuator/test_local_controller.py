@@ -24,7 +24,7 @@ from store.state_dir import StateDir
 from tests.ports import free_ports
 from tests.serve.sim_documents import document
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.process
 WITHIN_S = 180.0
 
 

@@ -33,7 +33,7 @@ from tests.ports import free_ports
 from tests.serve.sim_documents import document, sim_model
 from tests.store.adapters.making import files, write
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.process
 WITHIN_S = 120.0
 # An operation takes a few hundredths of a second; the kill comes before, in or after it.
 LATEST_S = 0.06

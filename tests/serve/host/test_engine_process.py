@@ -23,7 +23,7 @@ from store.state_dir import SECRET_HEADER, StateDir
 from tests.serve.engine.blobs import stored
 from tests.serve.sim_documents import deployment, sim_model
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.process
 WITHIN_S = 120.0
 
 

@@ -32,7 +32,7 @@ from store.progress import Prepared, Progress, Report
 from store.state_dir import SECRET_HEADER, StateDir
 from tests.serve.sim_documents import deployment, sim_model
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.process
 WITHIN_S = 120.0
 Make = Callable[..., ReplicaHost]
 

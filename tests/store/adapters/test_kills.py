@@ -148,7 +148,7 @@ def play(root: Path, times: int) -> None:
     assert len(between) > 1, "it was killed within different steps"
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_killed_while_the_database_is_made(tmp_path: Path) -> None:
     def url(number: int) -> str:
         return f"sqlite:///{tmp_path / str(number)}.db"
@@ -171,7 +171,7 @@ def test_killed_while_the_database_is_made(tmp_path: Path) -> None:
         registry.close()
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_killed_at_any_moment(tmp_path: Path) -> None:
     play(tmp_path, times=25)
 

@@ -177,7 +177,7 @@ def wheel(folder: Path, version: str, content: bytes) -> None:
         archive.writestr(f"{info}/RECORD", "")
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_pip_fetches_the_newest_wheel_or_the_one_that_is_named(
     cache: Path, converter: Converter, index: Path
 ) -> None:
@@ -213,7 +213,7 @@ def read_until(process: subprocess.Popen[str], word: str) -> None:
     pytest.fail(f"the process ended before it said {word!r}")
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_a_run_that_is_killed_leaves_no_half_model(
     cache: Path, tmp_path: Path, converter: Converter, install: Install
 ) -> None:
@@ -229,7 +229,7 @@ def test_a_run_that_is_killed_leaves_no_half_model(
     assert files(cache) == {".toy-model.lock", prepared.path.name}
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_two_processes_do_the_work_once(cache: Path, tmp_path: Path, install: Install) -> None:
     site = install("toy-model", "1.2", {"toy/weights.gguf": WEIGHTS})
     gate = tmp_path / "gate"

@@ -196,7 +196,7 @@ def test_a_file_that_is_replaced_is_a_save(tmp_path: Path) -> None:
     assert count(path, None, away, None, back, None, None) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.process
 def test_a_save_is_in_force_while_it_runs(site: Site) -> None:
     site.write(queue_timeout_s=5)
     site.tidegate("up", str(site.file))

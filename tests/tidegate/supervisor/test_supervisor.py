@@ -13,7 +13,7 @@ import pytest
 from tests.tidegate.conftest import Site, until
 from tidegate.supervisor.process_record import alive
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.process
 
 
 def get(port: int, path: str) -> int:

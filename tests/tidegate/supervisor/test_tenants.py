@@ -16,7 +16,7 @@ from tests.ports import free_ports
 from tests.tidegate.conftest import Site, until
 from tidegate.supervisor.children import ROOT
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.process
 KEYS = ("example-web", "example-nightly", "example-operator")
 
 
