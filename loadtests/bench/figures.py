@@ -1,4 +1,4 @@
-"""What is computed from measurements: quantiles, medians with their ranges, slopes. Pure."""
+"""What is computed from measurements: medians with their ranges, slopes. Pure."""
 
 from __future__ import annotations
 
@@ -29,14 +29,6 @@ class Figure(msgspec.Struct, frozen=True):
         said = self.times(scale)
         middle, low, high = (f"{each:.{digits}f}" for each in (said.median, said.low, said.high))
         return middle if low == high else f"{middle} ({low}-{high})"
-
-
-def quantile(values: Sequence[float], share: float) -> float:
-    """The smallest value that at least ``share`` of ``values`` do not exceed; raises ValueError on none."""
-    if not values:
-        raise ValueError("no values")
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, max(0, -int(-share * len(ordered) // 1) - 1))]
 
 
 def slope(xs: Sequence[float], ys: Sequence[float]) -> float:

@@ -27,8 +27,9 @@ from typing import Any
 import psutil
 import uvloop
 
-from loadtests.bench.figures import Figure, quantile
+from loadtests.bench.figures import Figure
 from loadtests.bench.upstream_process import ROOT, Mock, mock
+from policy.stats.quantiles import nearest_rank
 
 WAYS = ("inherited", "reuseport", "reuseport-held")
 REQUEST = (
@@ -220,8 +221,8 @@ async def one_round(
         "wrong": wrong,
         "kept before": before,
         "kept after": after,
-        "p99 before": quantile(steady, 0.99),
-        "p99 during": quantile(blip, 0.99),
+        "p99 before": nearest_rank(steady, 0.99),
+        "p99 during": nearest_rank(blip, 0.99),
         "max during": max(blip),
     }
 

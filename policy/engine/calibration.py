@@ -19,6 +19,7 @@ from policy.engine.least_squares import fit, fit_scaled, ridge_fit, with_knee
 from policy.engine.model import EngineModel
 from policy.engine.outliers import StepReport, reports_of, slowdown
 from policy.engine.step_samples import Region, StepSample, step_class
+from policy.stats.quantiles import nearest_rank
 
 # Samples of a region that are kept, and how many it needs to be heard.
 KEPT = 9
@@ -91,12 +92,12 @@ class Calibration:
     def current(self) -> Fit:
         """The model as it is known now."""
         state = self.state
-        errors = sorted(abs(_step(state.model, sample) / sample.seconds - 1.0) for sample in state.held)
+        errors = [abs(_step(state.model, sample) / sample.seconds - 1.0) for sample in state.held]
         return Fit(
             model=state.model,
             version=state.version,
-            error=_quantile(errors, 0.5),
-            error_p90=_quantile(errors, 0.9),
+            error=nearest_rank(errors, 0.5) if errors else 0.0,
+            error_p90=nearest_rank(errors, 0.9) if errors else 0.0,
             held=len(errors),
             note=state.note,
         )
@@ -212,7 +213,3 @@ def _median(weighted: Sequence[tuple[float, int]]) -> float:
         if 2 * passed >= whole:
             return value
     return 1.0
-
-
-def _quantile(ordered: Sequence[float], part: float) -> float:
-    return ordered[min(int(part * len(ordered)), len(ordered) - 1)] if ordered else 0.0

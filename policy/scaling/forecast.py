@@ -13,6 +13,7 @@ from statistics import NormalDist
 import msgspec
 
 from policy.signals.types import Rates
+from policy.stats.quantiles import interpolated
 
 # A forecast is tried out this often within one horizon, and so many errors are remembered: over sixteen
 # horizons, longer than a burst lasts, and in under a kilobyte.
@@ -111,11 +112,7 @@ def shortfall(series: Series, part: float, forecast: float) -> float:
     """What ``part`` (0..1) of forecasts like this one are short of at most, per second; 0 or more."""
     said = math.sqrt(forecast)
     untried = [math.sqrt(1.0 + UNTRIED) * said - said] * (ERRORS - len(series.errors))
-    ordered = sorted([*series.errors, *untried])
-    place = part * (len(ordered) - 1)
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    error = ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+    error = interpolated([*series.errors, *untried], part)
     return max(0.0, (said + error) ** 2 - forecast) if error > 0 else 0.0
 
 

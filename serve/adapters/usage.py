@@ -7,11 +7,11 @@ that were ever asked for.
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
+from policy.stats.decay import DecayingCount
 from policy.types import Replica, ReplicaPhase
 from policy.wire.catalog import served_name
 from policy.wire.heartbeat import AdapterRef, AdapterUse, Heartbeat
@@ -61,64 +61,42 @@ class Failure(NamedTuple):
 
 
 class _Counts:
-    """The counts of one version as they were at ``_at``."""
+    """The counts of one version."""
 
-    __slots__ = (
-        "_at",
-        "_busy_s",
-        "_found",
-        "_load_s",
-        "_loaded",
-        "_quick",
-        "_requests",
-        "last_used",
-        "loads",
-    )
+    __slots__ = ("_busy_s", "_found", "_load_s", "_loaded", "_quick", "_requests", "last_used", "loads")
 
     def __init__(self, at: float) -> None:
-        self._at = at
-        self._requests = self._quick = self._found = 0.0
-        self._loaded = self._load_s = self._busy_s = 0.0
+        self._requests, self._found, self._loaded, self._load_s, self._busy_s = (
+            DecayingCount(HALF_LIFE_S, at) for _ in range(5)
+        )
+        self._quick = DecayingCount(QUICK_HALF_LIFE_S, at)
         self.loads = 0
         self.last_used: float | None = None
 
     def add(self, use: AdapterUse, at: float) -> None:
-        self._age(at)
-        self._requests += use.requests
-        self._quick += use.requests
-        self._found += min(use.found, use.requests)
-        self._loaded += use.loads
-        self._load_s += use.load_s
-        self._busy_s += use.busy_s
+        self._requests.add(at, use.requests)
+        self._quick.add(at, use.requests)
+        self._found.add(at, min(use.found, use.requests))
+        self._loaded.add(at, use.loads)
+        self._load_s.add(at, use.load_s)
+        self._busy_s.add(at, use.busy_s)
         self.loads += use.loads
         if use.requests:
             self.last_used = at
 
     def usage(self, at: float, waiting: int) -> Usage:
-        self._age(at)
-        rate = self._requests * math.log(2) / HALF_LIFE_S
-        quick = self._quick * math.log(2) / QUICK_HALF_LIFE_S
+        requests, loaded, busy_s = (count.count(at) for count in (self._requests, self._loaded, self._busy_s))
+        rate, quick = self._requests.rate(at), self._quick.rate(at)
         return Usage(
             rate=rate,
-            rising=quick if quick > rate and self._quick >= QUICK_AT_LEAST else 0.0,
-            hit_rate=self._found / self._requests if self._requests else None,
+            rising=quick if quick > rate and self._quick.count(at) >= QUICK_AT_LEAST else 0.0,
+            hit_rate=self._found.count(at) / requests if requests else None,
             loads=self.loads,
-            load_s=self._load_s / self._loaded if self._loaded else None,
-            service_s=self._busy_s / self._requests if self._requests and self._busy_s else None,
+            load_s=self._load_s.count(at) / loaded if loaded else None,
+            service_s=busy_s / requests if requests and busy_s else None,
             last_used=self.last_used,
             waiting=waiting,
         )
-
-    def _age(self, at: float) -> None:
-        passed_s = max(0.0, at - self._at)
-        left = 0.5 ** (passed_s / HALF_LIFE_S)
-        self._requests *= left
-        self._found *= left
-        self._loaded *= left
-        self._load_s *= left
-        self._busy_s *= left
-        self._quick *= 0.5 ** (passed_s / QUICK_HALF_LIFE_S)
-        self._at += passed_s
 
 
 class AdapterDemand:

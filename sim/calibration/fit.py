@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
-import numpy as np
 
 from policy.engine.calibration import HEARD, KNEES, median, slowness
 from policy.engine.least_squares import fit, fit_scaled, with_knee
@@ -14,6 +13,7 @@ from policy.engine.model import EngineModel, Limits
 from policy.engine.model_file import Errors, Measure, PointResult
 from policy.engine.step_samples import Region, StepSample, step_class
 from policy.errors import PreconditionFailed
+from policy.stats.quantiles import interpolated
 from sim.calibration.closed_loop import Latency, closed_loop
 from sim.calibration.load_points import Point
 
@@ -123,8 +123,8 @@ def _path_s(seen: Sequence[Observation], model: EngineModel, limits: Limits) -> 
         if each.point.concurrency == 1 and not each.point.held and each.latencies:
             told = closed_loop(model, limits, each.point, each.seconds)
             if told:
-                beside.append(_quantile([one.ttft_s for one in each.latencies], 0.5) - told[0].ttft_s)
-    return max(0.0, _quantile(beside, 0.5)) if beside else 0.0
+                beside.append(interpolated([one.ttft_s for one in each.latencies], 0.5) - told[0].ttft_s)
+    return max(0.0, interpolated(beside, 0.5)) if beside else 0.0
 
 
 def _result(each: Observation, model: EngineModel, limits: Limits, path_s: float) -> PointResult:
@@ -158,8 +158,8 @@ def _errors(seen: Sequence[Observation], points: Sequence[PointResult], model: E
         raise PreconditionFailed("no request ended at a load point that was held out: calibrate for longer")
     return Errors(
         points=len(itl),
-        step_p50=_quantile(off, 0.5),
-        step_p90=_quantile(off, 0.9),
+        step_p50=interpolated(off, 0.5),
+        step_p90=interpolated(off, 0.9),
         itl_p50=sum(itl) / len(itl),
         ttft_p90=sum(ttft) / len(ttft),
     )
@@ -181,8 +181,4 @@ def _note(error: Errors) -> str:
 def _measure(live: Sequence[float], told: Sequence[float], part: float) -> Measure | None:
     if not live or not told:
         return None
-    return Measure(measured=_quantile(live, part), predicted=_quantile(told, part))
-
-
-def _quantile(values: Sequence[float], part: float) -> float:
-    return float(np.quantile(np.asarray(values), part))
+    return Measure(measured=interpolated(live, part), predicted=interpolated(told, part))

@@ -15,7 +15,7 @@ from policy.scaling.policies.static import Static, StaticParameters
 from sim.planning.candidates import Candidate
 from sim.planning.demand import Arrivals, Demand, met_alone
 from sim.planning.search import fewest
-from sim.twin.record import HOUR_S, Outcome, Record, Requests
+from sim.twin.record import HOUR_S, Outcome, Record, Requests, finite_quantiles
 from sim.twin.run import simulate
 from sim.twin.scenario import EARTH, Crash, Scenario
 
@@ -215,17 +215,12 @@ def _of(record: Record, model: str, count: int) -> TrialResult:
     ends_at = max(record.ends_at, 1e-9)
     return TrialResult(
         attainment=float(np.mean(requests.met)),
-        ttft_p95_s=_p95(requests.ttft_s[served]),
-        itl_p95_s=_p95(requests.itl_s[served]),
+        ttft_p95_s=finite_quantiles(requests.ttft_s[served], (0.95,))[0],
+        itl_p95_s=finite_quantiles(requests.itl_s[served], (0.95,))[0],
         busy=min(1.0, sum(span.busy_s for span in record.spans) / (count * ends_at)),
         tokens_per_s=tokens / ends_at,
         streams=_most_open(requests),
     )
-
-
-def _p95(values: np.ndarray[tuple[int], np.dtype[np.float64]]) -> float | None:
-    known = values[np.isfinite(values)]
-    return float(np.quantile(known, 0.95)) if len(known) else None
 
 
 def _most_open(requests: Requests) -> int:

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from sim.twin.record import HOUR_S, LOST, Floats, Outcome, Record, Requests
+from sim.twin.record import HOUR_S, LOST, Floats, Outcome, Record, Requests, finite_quantiles
 
 # Windows of this length are attained or not: shorter ones have too few requests to miss one in a hundred.
 WINDOW_S = 30.0
@@ -82,8 +82,8 @@ def score(record: Record, model: str, stretch: Stretch | None = None, promised: 
 
 
 def _quantile(requests: Requests, mine: NDArray[np.bool_], values: Floats, part: float) -> float:
-    known = values[mine & (requests.outcome == Outcome.SERVED) & np.isfinite(values)]
-    return float(np.quantile(known, part)) if len(known) else math.nan
+    (found,) = finite_quantiles(values[mine & (requests.outcome == Outcome.SERVED)], (part,))
+    return math.nan if found is None else found
 
 
 def _gpu_s(record: Record, model: str, stretch: Stretch) -> float:

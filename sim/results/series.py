@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from policy.scaling.situation import Decision
-from sim.twin.record import Floats, Ints, Moment, Record, Requests
+from sim.twin.record import Floats, Ints, Moment, Record, Requests, finite_quantiles
 
 # A column of the report is about as many pixels wide.
 WINDOWS = 480
@@ -142,10 +142,7 @@ def _band(at: Floats, values: Floats, end: float) -> Series:
     edges[-1] = len(at)
     found = np.full((count, len(QUANTILES)), np.nan)
     for i in range(count):
-        part = values[edges[i] : edges[i + 1]]
-        known = part[np.isfinite(part)]
-        if len(known):
-            found[i] = np.quantile(known, QUANTILES)
+        found[i] = finite_quantiles(values[edges[i] : edges[i + 1]], QUANTILES)
     return Series(width_s=end / count, p50=found[:, 0], p90=found[:, 1], p99=found[:, 2])
 
 

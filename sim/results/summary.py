@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from sim.twin.record import HOUR_S, LOST, Floats, Outcome, Record
+from sim.twin.record import HOUR_S, LOST, Floats, Outcome, Record, finite_quantiles
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,9 +54,13 @@ def summarise(record: Record, lower_gpu_hours: float | None = None) -> Summary:
     count = sum(len(table) for table in tables)
     met = sum(int(np.count_nonzero(table.met)) for table in tables)
     became = [sum(int(np.count_nonzero(table.outcome == each)) for table in tables) for each in Outcome]
-    ttft = _quantiles([table.ttft_s for table in tables], (0.5, 0.9, 0.95, 0.99))
-    itl = _quantiles([table.itl_s for table in tables], (0.5, 0.95, 0.99))
-    e2e = _quantiles([table.e2e_s for table in tables], (0.5, 0.95, 0.99))
+
+    def joined(name: str) -> Floats:
+        return np.concatenate([np.empty(0), *(getattr(table, name) for table in tables)])
+
+    ttft = finite_quantiles(joined("ttft_s"), (0.5, 0.9, 0.95, 0.99))
+    itl = finite_quantiles(joined("itl_s"), (0.5, 0.95, 0.99))
+    e2e = finite_quantiles(joined("e2e_s"), (0.5, 0.95, 0.99))
     gpu_hours = record.gpu_s / HOUR_S
     return Summary(
         attainment=met / count if count else None,
@@ -86,11 +90,3 @@ def summarise(record: Record, lower_gpu_hours: float | None = None) -> Summary:
         overflow_cost=record.overflow_cost,
         joules=record.joules,
     )
-
-
-def _quantiles(columns: list[Floats], parts: tuple[float, ...]) -> list[float | None]:
-    known = [column[np.isfinite(column)] for column in columns]
-    every = known[0] if len(known) == 1 else np.concatenate([np.empty(0), *known])
-    if not len(every):
-        return [None] * len(parts)
-    return [float(value) for value in np.quantile(every, parts, overwrite_input=True)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
@@ -18,6 +19,14 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 # As many bits as their numbers need: there may be ten million.
 Counts = NDArray[np.signedinteger[Any]]
+
+
+def finite_quantiles(values: Floats, q: Sequence[float]) -> list[float | None]:
+    """The quantiles ``q`` (0..1) of the finite ``values``, interpolated; ``None`` each without any."""
+    known = values[np.isfinite(values)]
+    if not len(known):
+        return [None] * len(q)
+    return [float(value) for value in np.quantile(known, q, overwrite_input=True)]
 
 
 class Outcome(IntEnum):

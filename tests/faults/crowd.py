@@ -157,12 +157,6 @@ class Crowd:
         return served / seconds
 
 
-def quantile(values: Sequence[float], q: float) -> float:
-    """The ``q`` quantile, by nearest rank."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(q * len(ordered)))]
-
-
 def jain(shares: Sequence[float]) -> float:
     """Jain's index: 1 when all are equal, 1/n when one has all."""
     return float(sum(shares) ** 2 / (len(shares) * sum(share * share for share in shares)))

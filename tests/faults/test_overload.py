@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from tests.faults.crowd import Crowd, Visit, quantile
+from policy.stats.quantiles import nearest_rank
+from tests.faults.crowd import Crowd, Visit
 from tests.faults.site import REPLICAS, SLOTS, Site, opened
 
 TTFT_S = 0.5
@@ -39,10 +40,10 @@ class Phase:
         self.goodput = sum(visit.ttft_s <= TTFT_S for visit in counted) / (seconds - 1.0)
         at_once = [visit for visit in self.served if len(visit.attempts) == 1 and visit.ttft_s <= TTFT_S]
         self.kept = len(at_once) / len(visits)
-        self.ttft_p95 = quantile([visit.ttft_s for visit in self.served], 0.95)
+        self.ttft_p95 = nearest_rank([visit.ttft_s for visit in self.served], 0.95)
         self.codes = Counter(attempt.code for attempt in self.refused)
-        self.refused_p99 = quantile([attempt.head_s for attempt in self.refused] or [0.0], 0.99)
-        self.late_p99 = quantile([visit.late_s for visit in visits], 0.99)
+        self.refused_p99 = nearest_rank([attempt.head_s for attempt in self.refused] or [0.0], 0.99)
+        self.late_p99 = nearest_rank([visit.late_s for visit in visits], 0.99)
 
     def __repr__(self) -> str:
         return (

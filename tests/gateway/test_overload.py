@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from policy.errors import Refusal
-from tests.faults.crowd import quantile
+from policy.stats.quantiles import nearest_rank
 from tests.gateway.virtual import Town, Visit, play
 
 pytestmark = pytest.mark.process
@@ -18,7 +18,7 @@ TTFT_S = 0.5
 
 
 def ttft_p95(visits: list[Visit]) -> float:
-    return quantile([visit.ttft_s for visit in visits if visit.ttft_s is not None], 0.95)
+    return nearest_rank([visit.ttft_s for visit in visits if visit.ttft_s is not None], 0.95)
 
 
 def refusals(visits: list[Visit]) -> Counter[Refusal]:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import msgspec
 
 from loadtests.bench.client import Load, paced
-from loadtests.bench.figures import Figure, quantile
+from loadtests.bench.figures import Figure
 from loadtests.bench.plan import Plan
 from loadtests.bench.progress import say
 from loadtests.bench.replica import Setting
@@ -19,6 +19,7 @@ from loadtests.bench.upstream import Order
 from loadtests.bench.upstream_answers import stream_body
 from loadtests.bench.upstream_process import Mock
 from loadtests.bench.workload import Prefixed, draws
+from policy.stats.quantiles import nearest_rank
 
 CHUNKS = 32
 RATE = 60.0
@@ -64,8 +65,8 @@ async def measure(systems: Sequence[System], upstream: Mock, plan: Plan) -> dict
                 found = {
                     "failed": float(wrong.total()),
                     "told": float(wrong["told"] + wrong["status"]),
-                    "p50": quantile(result.ttft, 0.5),
-                    "p99": quantile(result.ttft, 0.99),
+                    "p50": nearest_rank(result.ttft, 0.5),
+                    "p99": nearest_rank(result.ttft, 0.99),
                 }
                 rounds.setdefault(scene, {}).setdefault(system.name, []).append(found)
                 outcomes.setdefault((scene, system.name), Counter()).update(wrong)

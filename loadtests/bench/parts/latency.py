@@ -9,7 +9,7 @@ from contextlib import ExitStack
 import msgspec
 
 from loadtests.bench.client import Load, Result, paced
-from loadtests.bench.figures import Figure, quantile
+from loadtests.bench.figures import Figure
 from loadtests.bench.parts.cost import check
 from loadtests.bench.plan import Plan
 from loadtests.bench.progress import say
@@ -18,6 +18,7 @@ from loadtests.bench.systems import Running, System, running
 from loadtests.bench.upstream_answers import stream_body
 from loadtests.bench.upstream_process import Mock
 from loadtests.bench.workload import Sized
+from policy.stats.quantiles import nearest_rank
 
 CHUNKS = 16
 GAP_S = 0.01
@@ -83,13 +84,13 @@ async def measure(systems: Sequence[System], upstream: Mock, plan: Plan) -> Late
             for share in SHARES:
                 level = f"{share:.0%}"
                 bare, _ = await cell(None, share * capacity, turn)
-                direct.setdefault(level, []).append(quantile(bare.itl, 0.99))
+                direct.setdefault(level, []).append(nearest_rank(bare.itl, 0.99))
                 for each in started:
                     result, cpu = await cell(each, share * capacity, turn)
                     values = {
-                        "p50": quantile(result.ttft, 0.5) - quantile(bare.ttft, 0.5),
-                        "p99": quantile(result.ttft, 0.99) - quantile(bare.ttft, 0.99),
-                        "itl": quantile(result.itl, 0.99),
+                        "p50": nearest_rank(result.ttft, 0.5) - nearest_rank(bare.ttft, 0.5),
+                        "p99": nearest_rank(result.ttft, 0.99) - nearest_rank(bare.ttft, 0.99),
+                        "itl": nearest_rank(result.itl, 0.99),
                         "cpu": cpu,
                     }
                     cells = found.setdefault(level, {}).setdefault(each.system.name, {})

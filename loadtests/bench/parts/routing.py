@@ -1,19 +1,16 @@
-"""The least possible: how few homes a draw of prefixes needs so that load stays even. Pure.
-
-Part 3: where requests go. Cold prefills, balance and TTFT on four replicas that simulate their caches."""
+"""Part 3: where requests go. Cold prefills, balance and TTFT on four replicas that simulate their caches."""
 
 from __future__ import annotations
 
 import random
 from collections import Counter
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import msgspec
 
 from loadtests.bench.client import Load, Result
-from loadtests.bench.figures import Figure, quantile
-from loadtests.bench.offline.event_loop import ADAPTER_TOKENS, OWN_TOKENS, PREFIX_TOKENS, Case, arrivals, play
-from loadtests.bench.offline.policies import POLICIES
+from loadtests.bench.figures import Figure
 from loadtests.bench.parts.cost import check
 from loadtests.bench.plan import Plan
 from loadtests.bench.progress import say
@@ -21,7 +18,28 @@ from loadtests.bench.replica import CHARS_PER_TOKEN, Counts, Setting
 from loadtests.bench.systems import System, running
 from loadtests.bench.upstream_answers import adapter_name, stream_body
 from loadtests.bench.upstream_process import Mock
-from loadtests.bench.workload import Adapted, Prefixed
+from loadtests.bench.workload import Adapted, Prefixed, draws, even
+from policy.stats.quantiles import nearest_rank
+
+
+class Scene(NamedTuple):
+    """Requests for ``kinds`` prefixes (adapters where ``setting`` has any), of which the k-th is asked for
+    with weight ``(k+1)**-exponent``, at ``rate`` requests per second.
+    """
+
+    name: str
+    setting: Setting
+    kinds: int = 32
+    requests: int = 1600
+    exponent: float = 0.0
+    rate: float = 0.0
+    replicas: int = 4
+
+
+def arrivals(scene: Scene, seed: str) -> tuple[list[int], list[float]]:
+    """The kind of each request and its arrival time in seconds; a seed and a scene give one result."""
+    rng = random.Random(f"{seed} {scene.name}")  # noqa: S311 - a reproducible workload
+    return draws(scene.requests, scene.kinds, scene.exponent, rng), even(scene.requests, scene.rate, rng)
 
 
 def least_pairs(drawn: Sequence[int], replicas: int, bound: float, room: int) -> int:
@@ -49,6 +67,9 @@ def least_pairs(drawn: Sequence[int], replicas: int, bound: float, room: int) ->
     return sum(homes)
 
 
+# Tokens of a chat: what it shares with others, and its own; and those of a prompt for an adapter.
+PREFIX_TOKENS, OWN_TOKENS, ADAPTER_TOKENS = 1024, 64, 32
+
 PREFIX_CHARS = PREFIX_TOKENS * CHARS_PER_TOKEN
 
 OWN_CHARS = OWN_TOKENS * CHARS_PER_TOKEN
@@ -70,16 +91,13 @@ _ADAPTERS = Setting(
 
 # The rates keep four replicas about half busy when the routing is right.
 PREFIX_SCENES = (
-    Case("working set fits, uniform", _FITS, rate=240.0),
-    Case("working set fits, Zipf", _FITS, rate=240.0, exponent=1.0),
-    Case("does not fit, uniform", _TIGHT, requests=800, rate=135.0),
-    Case("does not fit, Zipf", _TIGHT, requests=800, rate=135.0, exponent=1.0),
+    Scene("working set fits, uniform", _FITS, rate=240.0),
+    Scene("working set fits, Zipf", _FITS, rate=240.0, exponent=1.0),
+    Scene("does not fit, uniform", _TIGHT, requests=800, rate=135.0),
+    Scene("does not fit, Zipf", _TIGHT, requests=800, rate=135.0, exponent=1.0),
 )
 
-ADAPTER_SCENE = Case("200 adapters, Zipf", _ADAPTERS, ADAPTERS, requests=2000, rate=200.0, exponent=1.0)
-
-# What is computed on the same replicas and arrivals, where peers have no such policy.
-COMPUTED = ("round robin", "least loaded")
+ADAPTER_SCENE = Scene("200 adapters, Zipf", _ADAPTERS, ADAPTERS, requests=2000, rate=200.0, exponent=1.0)
 
 # How far a replica's requests may be above the mean.
 BOUND = 1.10
@@ -120,12 +138,12 @@ class Routed(msgspec.Struct, kw_only=True):
         )
 
 
-def least_cold(case: Case, drawn: Sequence[int]) -> int:
+def least_cold(scene: Scene, drawn: Sequence[int]) -> int:
     """The fewest cold prefills by which load could stay within :data:`BOUND`; 0 where not all is cached."""
-    if case.setting.adapters:
+    if scene.setting.adapters:
         return 0
-    room = case.setting.cache_tokens // PREFIX_TOKENS
-    return least_pairs(drawn, case.replicas, BOUND, room)
+    room = scene.setting.cache_tokens // PREFIX_TOKENS
+    return least_pairs(drawn, scene.replicas, BOUND, room)
 
 
 def seen(counts: Sequence[Counts], ttft: Sequence[float], least: int = 0) -> Seen:
@@ -146,8 +164,8 @@ def seen(counts: Sequence[Counts], ttft: Sequence[float], least: int = 0) -> See
         loads=sum(each.loads for each in counts),
         balance=max(each.requests for each in counts) * len(counts) / total,
         mean=sum(ttft) / len(ttft),
-        p50=quantile(ttft, 0.5),
-        p99=quantile(ttft, 0.99),
+        p50=nearest_rank(ttft, 0.5),
+        p99=nearest_rank(ttft, 0.99),
     )
 
 
@@ -156,8 +174,7 @@ async def measure(
 ) -> dict[str, dict[str, Routed]]:
     """By scene, then by system; every run starts a system anew, with empty caches everywhere.
 
-    One that fails is left out from then on, and ``left_out`` says why. The baselines are computed on
-    the same replicas and arrivals, without a gateway's delay.
+    One that fails is left out from then on, and ``left_out`` says why.
     """
     scenes = (ADAPTER_SCENE,) if adapters else PREFIX_SCENES
     found: dict[str, dict[str, list[Seen]]] = {}
@@ -175,19 +192,13 @@ async def measure(
                     continue
                 by_system.setdefault(system.name, []).append(one)
                 _tell(f"routing {turn + 1}/{plan.rounds}, {scene.name}, {system.name}", one)
-            for name in COMPUTED if adapters else ():
-                drawn, due = arrivals(scene, f"{plan.seed} {turn}")
-                played = play(scene, POLICIES[name], drawn, due, random.Random(plan.seed + turn))  # noqa: S311
-                one = seen(played.counts, played.ttft)
-                by_system.setdefault(f"{name} (computed)", []).append(one)
-                _tell(f"routing {turn + 1}/{plan.rounds}, {scene.name}, {name} (computed)", one)
     return {
         scene: {name: Routed.of(rounds) for name, rounds in by_system.items()}
         for scene, by_system in found.items()
     }
 
 
-async def _run(scene: Case, system: System, upstream: Mock, plan: Plan, turn: int) -> Seen:
+async def _run(scene: Scene, system: System, upstream: Mock, plan: Plan, turn: int) -> Seen:
     drawn, due = arrivals(scene, f"{plan.seed} {turn}")
     request: Adapted | Prefixed
     if scene.setting.adapters:

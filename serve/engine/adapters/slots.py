@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
+from policy.stats.decay import DecayingCount
 from policy.wire.catalog import served_name
 from policy.wire.heartbeat import AdapterRef
 
@@ -33,22 +34,6 @@ class SlotState(StrEnum):
     LEAVING = "leaving"
 
 
-@dataclass(slots=True)
-class RequestRate:
-    """An ageing count of requests."""
-
-    total: float = 0.0
-    at: float = 0.0
-
-    def count(self, now: float) -> float:
-        """The requests so far, each halved every :data:`HALF_LIFE_S`."""
-        return float(self.total * 0.5 ** ((now - self.at) / HALF_LIFE_S))
-
-    def add(self, now: float) -> None:
-        """One more request."""
-        self.total, self.at = self.count(now) + 1.0, now
-
-
 @dataclass(slots=True, eq=False)
 class AdapterSlot:
     """One version of an adapter here.
@@ -61,7 +46,7 @@ class AdapterSlot:
     name: str
     digest: str
     served: str
-    rate: RequestRate
+    rate: DecayingCount
     state: SlotState = SlotState.WANTED
     users: int = 0
     waiting: dict[asyncio.Future[float], None] = field(default_factory=dict)
@@ -83,7 +68,7 @@ class Slots:
         self.capacity = capacity
         self._known: dict[str, AdapterSlot] = {}
         self._held: dict[str, int] = {}
-        self._remembered: dict[str, RequestRate] = {}
+        self._remembered: dict[str, DecayingCount] = {}
         self._yielding: AdapterSlot | None = None
 
     def __iter__(self) -> Iterator[AdapterSlot]:
@@ -99,7 +84,7 @@ class Slots:
         served = served_name(wanted.name, wanted.digest)
         adapter = self._known.get(served)
         if adapter is None:
-            rate = self._remembered.pop(served, None) or RequestRate()
+            rate = self._remembered.pop(served, None) or DecayingCount(HALF_LIFE_S)
             adapter = self._known[served] = AdapterSlot(wanted.name, wanted.digest, served, rate)
         return adapter
 

@@ -56,10 +56,17 @@ def traffic(
     return Traffic(adapters, exponent, rate, requests, together, PROMPT_TOKENS, OUTPUT_TOKENS, seed)
 
 
+def compare_seeds(
+    asked: Traffic, fleet: Fleet, seeds: int, progress: Callable[[str, int], None] = lambda name, sent: None
+) -> list[Comparison]:
+    """One comparison for each of ``seeds`` seeds, from that of ``asked`` on."""
+    return [compare(asked._replace(seed=asked.seed + i), fleet, progress) for i in range(seeds)]
+
+
 def compare(
-    asked: Traffic, fleet: Fleet, said: Callable[[str, int], None] = lambda name, sent: None
+    asked: Traffic, fleet: Fleet, progress: Callable[[str, int], None] = lambda name, sent: None
 ) -> Comparison:
-    """Play all policies on the same arrivals; ``said`` hears which one has sent how many requests."""
+    """Simulate every policy on the same arrivals; ``progress`` gets a policy's name and requests sent."""
     found = profile(PROFILE)
     equipment = ReplicaSetup(Timing(limits=found.limits(1), model=found.model), fleet.slots, LOAD_S)
     requests = arrivals(asked)
@@ -68,7 +75,7 @@ def compare(
         policy = make(fleet.replicas, random.Random(f"policy {asked.seed}"), equipment)  # noqa: S311 - chance, not secrecy
 
         def sent(count: int, name: str = name) -> None:
-            said(name, count)
+            progress(name, count)
 
         outcomes[name] = run_events(policy, equipment, requests, fleet.replicas, sent)
     return Comparison(policies=outcomes)

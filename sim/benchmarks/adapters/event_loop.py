@@ -10,6 +10,7 @@ from enum import IntEnum
 
 import msgspec
 
+from policy.stats.quantiles import nearest_rank
 from sim.arrival import Arrival
 from sim.benchmarks.adapters.contenders import PlacementPolicy, ReplicaSetup
 from sim.twin.engine import Job, Kind
@@ -105,7 +106,7 @@ def run_events(
             watch(number, at)
     return RunOutcome(
         loads=sum(each.adapter_loads for each in there),
-        ttft_p95_s=sorted(ttft)[-(-len(ttft) * 95 // 100) - 1],
+        ttft_p95_s=nearest_rank(ttft, 0.95),
         load_max_over_mean=max(counts) * replicas / len(requests),
         moves_per_min=policy.moves_per_min(),
     )

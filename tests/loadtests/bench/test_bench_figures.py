@@ -1,4 +1,4 @@
-"""Quantiles, figures, slopes, and the table and plot that are made of them."""
+"""Figures, slopes, and the table and plot that are made of them."""
 
 from __future__ import annotations
 
@@ -6,20 +6,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from loadtests.bench.figures import Figure, quantile, slope
+from loadtests.bench.figures import Figure, slope
 from loadtests.bench.report import bars, table
-
-
-@pytest.mark.parametrize(
-    ("share", "value"), [(0.0, 1.0), (0.5, 2.0), (0.51, 3.0), (0.75, 3.0), (0.99, 4.0), (1.0, 4.0)]
-)
-def test_a_quantile_is_a_value_that_was_measured(share: float, value: float) -> None:
-    assert quantile([4.0, 2.0, 1.0, 3.0], share) == value
-
-
-def test_no_values_have_no_quantile() -> None:
-    with pytest.raises(ValueError, match="no values"):
-        quantile([], 0.5)
 
 
 def test_a_figure_shows_median_and_range() -> None:

@@ -9,7 +9,7 @@ from random import Random
 import httptools
 import pytest
 
-from loadtests.bench.parts.routing import seen
+from loadtests.bench.parts.routing import least_pairs, seen
 from loadtests.bench.replica import Mark, Replica, Setting, read_mark
 from loadtests.bench.upstream import unchunked
 from loadtests.bench.upstream_answers import (
@@ -110,3 +110,16 @@ def test_home_is_where_most_of_a_prefix_went() -> None:
     one = seen([replica.counts() for replica in replicas], [1.0, 2.0, 3.0])
     assert one.home == pytest.approx(7 / 8)
     assert (one.pairs, one.cold, one.balance) == (3, 3, 1.25)
+
+
+@pytest.mark.parametrize(
+    ("drawn", "replicas", "room", "pairs"),
+    [
+        ([0, 1, 2, 3] * 10, 4, 4, 4),
+        ([0] * 30 + [1, 2, 3] * 4, 4, 4, 6),  # three homes for one
+        ([0] * 12 + [1] * 12 + [2] * 12, 2, 3, 4),  # one cut in two
+        (list(range(9)), 2, 4, 0),  # they do not fit
+    ],
+)
+def test_the_fewest_homes_that_keep_load_even(drawn: list[int], replicas: int, room: int, pairs: int) -> None:
+    assert least_pairs(drawn, replicas=replicas, bound=1.1, room=room) == pairs

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import click
@@ -11,7 +13,8 @@ import msgspec
 from rich.progress import MofNCompleteColumn
 from rich.table import Table
 
-from sim.benchmarks.adapters.benchmark import NAMES, Comparison, Fleet, compare, traffic
+from sim.benchmarks.adapters.benchmark import NAMES, Comparison, Fleet, compare_seeds, traffic
+from sim.benchmarks.adapters.event_loop import RunOutcome
 from sim.charts.bars import Panel, bars
 from tidegate.commands.simulation.bench_modes import modes
 from tidegate.commands.simulation.bench_policies import policies
@@ -55,9 +58,10 @@ bench.add_command(modes)
     "--together", type=Real(1, 100), default=1.5, help="Requests for one adapter at once, on average."
 )
 @click.option("--requests", type=click.IntRange(1, 1_000_000), default=12_000, help="How many are played.")
-@click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=1, help="Of the chance in it.")
+@click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=1, help="Random seed.")
+@click.option("--seeds", type=click.IntRange(1, 1000), default=1, help="Number of seeds, from --seed on.")
 @click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Write a plot there, as SVG.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object per seed.")
 def adapters(
     *,
     adapters: int,
@@ -68,6 +72,7 @@ def adapters(
     together: float,
     requests: int,
     seed: int,
+    seeds: int,
     plot: Path | None,
     as_json: bool,
 ) -> None:
@@ -77,13 +82,14 @@ def adapters(
         adapters=adapters, exponent=exponent, rate=rate, requests=requests, together=together, seed=seed
     )
     with _Bar(requests) as bar:
-        found = compare(asked, Fleet(replicas, slots), bar)
+        found = compare_seeds(asked, Fleet(replicas, slots), seeds, bar)
     title = f"{adapters} adapters, Zipf {exponent:g}, {replicas} x {slots} slots, {rate:g} requests/s"
-    title += f" in calls of {together:g}"
+    title += f" in calls of {together:g}" + (f", {seeds} seeds" if seeds > 1 else "")
     if plot is not None:
         plot.write_text(_plot(title, found, requests), encoding="utf-8")
     if as_json:
-        click.echo(msgspec.json.encode(found).decode())
+        for each in found:
+            click.echo(msgspec.json.encode(each).decode())
     else:
         console().print(_table(title, found, requests))
         if plot is not None:
@@ -104,28 +110,32 @@ class _Bar(Bar):
             click.echo(f"{name}: {sent} requests", err=True)
 
 
-def _table(title: str, found: Comparison, requests: int) -> Table:
+def _mean(found: Sequence[Comparison], value: Callable[[RunOutcome], float]) -> list[float]:
+    """The mean over the seeds, for each policy."""
+    return [fmean(value(each.policies[name]) for each in found) for name in NAMES]
+
+
+def _table(title: str, found: Sequence[Comparison], requests: int) -> Table:
     table = Table(title=title, title_justify="left", box=None, header_style="bold", pad_edge=False)
     table.add_column("policy")
     for column in ("loads", "per request", "TTFT p95 ms", "load max/mean", "moves a minute"):
         table.add_column(column, justify="right")
-    for name, each in found.policies.items():
-        table.add_row(
-            name,
-            str(each.loads),
-            f"{each.loads / requests:.3f}",
-            f"{1e3 * each.ttft_p95_s:.1f}",
-            f"{each.load_max_over_mean:.2f}",
-            f"{each.moves_per_min:.0f}",
-        )
+    columns = (
+        [f"{value:.0f}" for value in _mean(found, lambda each: each.loads)],
+        [f"{value:.3f}" for value in _mean(found, lambda each: each.loads / requests)],
+        [f"{value:.1f}" for value in _mean(found, lambda each: 1e3 * each.ttft_p95_s)],
+        [f"{value:.2f}" for value in _mean(found, lambda each: each.load_max_over_mean)],
+        [f"{value:.0f}" for value in _mean(found, lambda each: each.moves_per_min)],
+    )
+    for row in zip(NAMES, *columns, strict=True):
+        table.add_row(*row)
     return table
 
 
-def _plot(title: str, found: Comparison, requests: int) -> str:
-    outcomes = list(found.policies.values())
+def _plot(title: str, found: Sequence[Comparison], requests: int) -> str:
     panels = (
-        Panel("loads of adapters per request", [each.loads / requests for each in outcomes]),
-        Panel("TTFT p95, ms", [1e3 * each.ttft_p95_s for each in outcomes]),
-        Panel("load, max/mean", [each.load_max_over_mean for each in outcomes], BOUND),
+        Panel("loads of adapters per request", _mean(found, lambda each: each.loads / requests)),
+        Panel("TTFT p95, ms", _mean(found, lambda each: 1e3 * each.ttft_p95_s)),
+        Panel("load, max/mean", _mean(found, lambda each: each.load_max_over_mean), BOUND),
     )
-    return bars(title, [name.replace("_", " ") for name in found.policies], panels)
+    return bars(title, [name.replace("_", " ") for name in NAMES], panels)

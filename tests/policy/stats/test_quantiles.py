@@ -1,0 +1,30 @@
+"""Quantiles agree with numpy's definitions of them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from policy.stats.quantiles import interpolated, nearest_rank
+
+VALUES = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=30)
+
+
+@given(VALUES, st.sampled_from([0.0, 0.25, 0.5, 0.75, 1.0]))
+def test_both_kinds_are_those_of_numpy(values: list[float], q: float) -> None:
+    assert nearest_rank(values, q) == np.quantile(values, q, method="inverted_cdf")
+    assert interpolated(values, q) == pytest.approx(float(np.quantile(values, q)), abs=1e-6)
+
+
+@pytest.mark.parametrize(("q", "value"), [(0.5, 2), (0.51, 3), (0.75, 3), (0.99, 4), (1.0, 4), (0.0, 1)])
+def test_the_nearest_rank_is_a_value_that_was_measured(q: float, value: float) -> None:
+    assert nearest_rank([4, 2, 1, 3], q) == value
+
+
+@pytest.mark.parametrize("quantile", [nearest_rank, interpolated])
+def test_no_values_have_no_quantile(quantile: object) -> None:
+    assert callable(quantile)
+    with pytest.raises(ValueError, match="no values"):
+        quantile([], 0.5)
