@@ -13,6 +13,7 @@ from typing import NamedTuple
 import msgspec
 
 from policy.gpu_errors import is_of_card
+from policy.stats.backoff import Backoff
 from policy.wire.reports import PowerReport
 
 # NVML's reasons for slow clocks that are the hardware's own: slowdown, heat, power brake.
@@ -23,10 +24,8 @@ SLOWED_S = 60.0
 # What was not heard of for so long may have paused.
 UNHEARD_S = 10.0
 
-# Between one that was replaced and the next, doubled with each in a row.
-PAUSE_S = 60.0
-
-MAX_PAUSE_S = 3600.0
+# The pause between two replacements of a model.
+PAUSE = Backoff(60.0, 3600.0)
 
 # Hosts end a moment after they said so, and whoever holds the layer sees it later: until then it would let
 # the youngest go, which is the successor.
@@ -150,7 +149,7 @@ def _chosen(
     """Begin with the worst of those that ail, if any may leave."""
     ill = sorted((not s.ailment.fatal, s.id, s.ailment) for s in seats if s.ready and s.ailment is not None)
     # Whoever came has been well for as long again as was waited for it.
-    forgotten = before.row and at >= before.pause + _pause_s(before.row)
+    forgotten = before.row and at >= before.pause + PAUSE.delay_s(before.row)
     if not ill:
         return (
             ReplacementPlan()
@@ -211,11 +210,7 @@ def _replaced(replica: str, why: str) -> str:
 
 def _ended(care: ReplacementPlan, at: float) -> ReplacementPlan:
     row = care.row + 1
-    return ReplacementPlan(row=row, pause=at + _pause_s(row))
-
-
-def _pause_s(row: int) -> float:
-    return min(PAUSE_S * 2.0 ** min(row - 1, 10), MAX_PAUSE_S)
+    return ReplacementPlan(row=row, pause=at + PAUSE.delay_s(row))
 
 
 def _others(replica: str, seats: Sequence[Slot]) -> int:

@@ -20,6 +20,7 @@ import psutil
 from policy.config.deployment import ModelSpec
 from policy.errors import ActuatorFailed
 from policy.scaling.rollout import MAX_FAILURES, STABLE_S, LayerKey
+from policy.stats.backoff import Backoff
 from serve.actuator.port import Held
 from serve.host.host import HostSpec
 from serve.host.local_process import LocalHost
@@ -30,7 +31,7 @@ from store.state_dir import StateDir
 
 # How long hosts may take to end when everything is stopped: the gateways have drained by then.
 GRACE_S = 15.0
-BACKOFF_S = (0.5, 2.0, 8.0, 30.0)
+BACKOFF = Backoff(0.5, 30.0, factor=4.0)
 
 
 class Process(msgspec.Struct, frozen=True, kw_only=True):
@@ -148,7 +149,7 @@ class LocalActuator:
         died = sum(not p.leaving for p in record.processes) - sum(not p.leaving for p in living)
         if len(living) != len(record.processes):
             failures = record.failures + died
-            delay = BACKOFF_S[min(failures, len(BACKOFF_S)) - 1] if died else 0.0
+            delay = BACKOFF.delay_s(failures) if died else 0.0
             record = msgspec.structs.replace(
                 record, processes=living, failures=failures, retry_at=time.time() + delay
             )
@@ -165,7 +166,7 @@ class LocalActuator:
         staying = [p for p in record.processes if not p.leaving]
         for _ in range(record.wanted - len(staying)):
             # A clock that was set back must not hold a start back for longer than any delay.
-            if time.time() < record.retry_at <= time.time() + BACKOFF_S[-1]:
+            if time.time() < record.retry_at <= time.time() + BACKOFF.max_s:
                 break
             record = await self._start(record)
         # The newest leave first: the oldest has the warmest caches.

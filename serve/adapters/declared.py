@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from policy.config.deployment import AdapterSource, Deployment
 from policy.errors import AdapterRefused, AdapterUnknown, TidegateError
+from policy.stats.backoff import Backoff
 from policy.wire.catalog import Alias
 from serve.adapters.add_job import AddJob, Key, is_remote
 from serve.adapters.library import AdapterLibrary
@@ -17,8 +18,7 @@ from serve.threads import run_in_thread
 from store.state_dir import StateDir
 
 # Between attempts to get one; doubled after each.
-RETRY_S = 5.0
-MAX_RETRY_S = 300.0
+RETRY = Backoff(5.0, 300.0)
 
 
 class DeclarationError(NamedTuple):
@@ -145,9 +145,9 @@ class DeclaredAdapters:
         last = self.troubles.get(key)
         attempts = 1 + (last.attempts if last is not None else 0)
         refused = isinstance(error, AdapterRefused) and error.code != "source_unreachable"
-        retry_s = min(RETRY_S * 2 ** min(attempts - 1, 10), MAX_RETRY_S)
         if self._wanted.get(key) == source and key not in self._removed:
-            self.troubles[key] = DeclarationError(str(error), refused, attempts, self._monotonic() + retry_s)
+            retry_at = self._monotonic() + RETRY.delay_s(attempts)
+            self.troubles[key] = DeclarationError(str(error), refused, attempts, retry_at)
 
     def _sources(self, keys: Iterable[Key]) -> set[str]:
         return {source for key in keys for source, _ in _parts(self._wanted[key])}

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 
 from policy.config.deployment import Deployment, ModelSpec
 from policy.errors import AdapterUnknown, TargetError, TidegateError, Unreachable
+from policy.stats.backoff import Backoff
 from policy.wire.catalog import Alias
 from serve.adapters.add_job import AddJob, Key
 from serve.adapters.catalog import CatalogPublisher
@@ -27,8 +28,7 @@ log = logging.getLogger("tidegate.adapters")
 ADDS_AT_ONCE = 4
 # What nobody names is kept for so long: a replica may just be pulling it, a gateway may not know yet.
 GRACE_S = 600.0
-RETRY_S = 1.0
-MAX_RETRY_S = 60.0
+RETRY = Backoff(1.0, 60.0)
 # Somebody who asks waits so long for a controller that is just starting.
 PATIENCE_S = 5.0
 
@@ -65,7 +65,7 @@ class AdapterLibrary:
 
     async def open(self) -> None:
         """Return once the records are read, which is when there is a model that takes adapters."""
-        retry_s = RETRY_S
+        failures = 0
         while not self._opened.is_set():
             if not self._specs:
                 await self._published.changed()
@@ -74,8 +74,8 @@ class AdapterLibrary:
                 self._shelf, found = await run_in_thread(self._first_look, "adapters-open")
             except (TidegateError, OSError) as error:
                 self._event(f"adapters: {error}")
-                await asyncio.sleep(retry_s)
-                retry_s = min(2 * retry_s, MAX_RETRY_S)
+                failures += 1
+                await asyncio.sleep(RETRY.delay_s(failures))
                 continue
             self._published.fill(found)
             self._opened.set()

@@ -18,6 +18,7 @@ import msgspec
 from policy.config.deployment import ModelSpec
 from policy.errors import EngineFailed, TidegateError
 from policy.scaling.rollout import MAX_FAILURES, STABLE_S
+from policy.stats.backoff import Backoff, failures_after
 from policy.types import Load, Replica, ReplicaPhase, StartPath
 from policy.wire.heartbeat import AdapterRef, AdapterUse, Orders
 from policy.wire.reports import EngineReport, PowerReport
@@ -34,6 +35,7 @@ from store.progress import Progress
 from store.state_dir import StateDir, default_root, private_directory
 
 KILL_AFTER_S = 10.0
+RESTART_BACKOFF = Backoff(0.2, 10.0, factor=4.0)
 # What an engine said just before it died is still in the pipe then.
 LAST_WORDS_S = 0.2
 
@@ -226,7 +228,7 @@ class ReplicaHost:
                 return
             # Loading is no life: a start that is slow and fails is one of a row of failures.
             lived_s = 0.0 if self._ready_at is None else time.monotonic() - self._ready_at
-            self._failures = 1 if lived_s > STABLE_S else self._failures + 1
+            self._failures = failures_after(self._failures, lived_s, STABLE_S)
             self._url = ""
             self._load = Load(at=time.time())
             self._waiting = ()
@@ -234,7 +236,7 @@ class ReplicaHost:
             self._become(ReplicaPhase.STARTING, reason)
             if self._failures >= MAX_FAILURES and await self._give_up():
                 return
-            await asyncio.sleep(min(0.2 * 4 ** (self._failures - 1), 10.0))
+            await asyncio.sleep(RESTART_BACKOFF.delay_s(self._failures))
 
     async def _run_engine(self, began: float) -> None:
         model, shape = self.spec.model, self.spec.model.shapes[self.spec.shape]

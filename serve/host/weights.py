@@ -9,12 +9,12 @@ import msgspec
 
 from policy.config.deployment import ModelSpec
 from policy.errors import EngineFailed, ModelUnavailable
+from policy.stats.backoff import Backoff
 from store.models.prepare import Origin, origin, prepare
 from store.progress import Prepared, Report
 
 # Seconds until a failed attempt is followed by another, doubled each time.
-RETRY_S = 1.0
-MAX_RETRY_S = 60.0
+RETRY = Backoff(1.0, 60.0)
 
 
 class Weights(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,7 +78,7 @@ class Resolver:
             found = task.result()
         except (ModelUnavailable, OSError) as error:
             failures = self._failures[spec.name] = self._failures.get(spec.name, 0) + 1
-            self._retry_at[spec.name] = self._monotonic() + min(RETRY_S * 2 ** (failures - 1), MAX_RETRY_S)
+            self._retry_at[spec.name] = self._monotonic() + RETRY.delay_s(failures)
             raise ModelUnavailable(f"the weights are not available: {error}") from error
         self.forget(spec.name)
         return found

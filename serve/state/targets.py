@@ -17,6 +17,7 @@ from policy.config.gpu_sharing import gpu_group_of
 from policy.errors import TargetError
 from policy.scaling.rollout import LayerKey
 from policy.scaling.situation import Override
+from policy.stats.backoff import Backoff
 from policy.types import EngineKind
 from serve.actuator.port import Held
 from serve.host.weights import Weights
@@ -25,8 +26,7 @@ from store.state_dir import StateDir
 log = logging.getLogger("tidegate.controller")
 
 # How long load does not switch to a mode that failed to start; doubled with each time in a row.
-BARRED_S = 120.0
-MAX_BARRED_S = 3600.0
+BLOCK_BACKOFF = Backoff(120.0, 3600.0)
 
 
 class DesiredMode(msgspec.Struct, frozen=True, kw_only=True):
@@ -163,8 +163,9 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
 
     def _without(self, mode: str, now: float) -> Target:
         attempts = 1 + (self.barred[mode].attempts if mode in self.barred else 0)
-        pause_s = min(BARRED_S * 2 ** min(attempts - 1, 10), MAX_BARRED_S)
-        barred = self.barred | {mode: SwitchBlock(attempts=attempts, until=now + pause_s)}
+        barred = self.barred | {
+            mode: SwitchBlock(attempts=attempts, until=now + BLOCK_BACKOFF.delay_s(attempts))
+        }
         chosen = None if self.set_mode is not None and self.set_mode.mode == mode else self.set_mode
         counted = None if self.set_count is not None and self.set_count.mode == mode else self.set_count
         return msgspec.structs.replace(self, barred=barred, set_mode=chosen, set_count=counted)

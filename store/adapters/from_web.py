@@ -8,15 +8,16 @@ from collections.abc import Callable
 
 import httpx
 
+from policy.stats.backoff import Backoff
 from store.adapters.archive import unpack
 from store.adapters.fetch_job import FetchJob
 from store.adapters.partial_download import PartialDownload
 
 CONNECT_S = 10.0
 SILENT_S = 30.0
-# Tries in a row that bring too little, and the wait before the second; each further one is twice as long.
+# Attempts in a row that bring too little, and the waits between them.
 TRIES = 4
-WAIT_S = 0.5
+RETRY = Backoff(0.5)
 # In bytes per second, over so long: a server that sends less would be waited for for days.
 LEAST_RATE = 4096.0
 PACE_S = 60.0
@@ -48,7 +49,7 @@ def fetch(
                         tries, before, since = 1, part.size, clock()
                     if tries >= TRIES:
                         raise errand.unreachable(str(error) or type(error).__name__) from error
-                    pause(WAIT_S * 2 ** (tries - 1))
+                    pause(RETRY.delay_s(tries))
     except (httpx.InvalidURL, httpx.HTTPError, UnicodeError) as error:
         raise errand.unreachable(str(error) or type(error).__name__) from error
     with part.path.open("rb") as file:

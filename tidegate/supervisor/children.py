@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from policy.errors import EngineFailed
+from policy.stats.backoff import Backoff, failures_after
 from store.log_file import RotatingLog
 from store.state_dir import StateDir
 from tidegate.log_tail import tail
@@ -21,21 +22,9 @@ from tidegate.supervisor.process_record import ProcessRecord
 # Children import our packages from here, so that a checkout runs without being installed.
 ROOT = Path(__file__).resolve().parents[2]
 _LINE_BYTES = 1024 * 1024
-
-
-@dataclass
-class Backoff:
-    """Doubles from ``first_s`` to ``most_s``; a life of ``good_s`` starts it over."""
-
-    first_s: float = 0.1
-    most_s: float = 10.0
-    good_s: float = 30.0
-    failures: int = 0
-
-    def after(self, lived_s: float) -> float:
-        """Seconds to wait after a life of ``lived_s`` seconds."""
-        self.failures = 1 if lived_s >= self.good_s else self.failures + 1
-        return min(self.most_s, self.first_s * 2.0 ** min(self.failures - 1, 32))
+BACKOFF = Backoff(0.1, 10.0)
+# A process that ran this long (seconds) and ends starts a new row of failures.
+STABLE_S = 30.0
 
 
 @dataclass(frozen=True)
@@ -59,7 +48,7 @@ class Child:
     on_exit: Callable[[int], None] = lambda pid: None
     before_restart: Callable[[], Awaitable[None]] | None = None
     restarts: int = 0
-    backoff: Backoff = field(default_factory=Backoff)
+    failures: int = 0
     started_at: float = 0.0
     exit_code: int | None = None
     _process: asyncio.subprocess.Process | None = None
@@ -100,7 +89,8 @@ class Child:
                 await self._live(log)
                 if self._stopping.is_set():
                     return
-                delay = self.backoff.after(loop.time() - began)
+                self.failures = failures_after(self.failures, loop.time() - began, STABLE_S)
+                delay = BACKOFF.delay_s(self.failures)
                 self.note(f"{self.part.name} ended ({_how(self.exit_code)}); again in {delay:.1f} s")
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._stopping.wait(), delay)
@@ -193,9 +183,9 @@ async def run_once(
 def check_alive(children: Iterable[Child], most: int = 3) -> None:
     """Raise :class:`policy.errors.EngineFailed` with the log's end for a child that keeps failing."""
     for child in children:
-        if child.backoff.failures >= most and not child.pid:
+        if child.failures >= most and not child.pid:
             raise EngineFailed(
-                f"{child.part.name} ended {child.backoff.failures} times ({_how(child.exit_code)})"
+                f"{child.part.name} ended {child.failures} times ({_how(child.exit_code)})"
                 + log_end(child.state, child.part.name)
             )
 

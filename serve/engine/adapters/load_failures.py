@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from policy.errors import AdapterRefused
+from policy.stats.backoff import Backoff
 
-FIRST_S = 5.0
-LONGEST_S = 300.0
+BACKOFF = Backoff(5.0, 300.0)
 # More are forgotten, the oldest first: names come from the catalog, yet nothing grows without bound.
 MAX_KEPT = 1024
 
@@ -30,8 +30,7 @@ class LoadFailures:
         attempts = 1
         if (last := self._kept.pop(served, None)) is not None:
             attempts += last.attempts
-        backoff = min(FIRST_S * 2 ** min(attempts - 1, 10), LONGEST_S)
-        self._kept[served] = _Failure(error, attempts, now + backoff)
+        self._kept[served] = _Failure(error, attempts, now + BACKOFF.delay_s(attempts))
         if len(self._kept) > MAX_KEPT:
             del self._kept[next(iter(self._kept))]
 
@@ -48,6 +47,6 @@ class LoadFailures:
 
     def names(self, now: float) -> tuple[str, ...]:
         """Those that are not tried now; what failed long ago is forgotten on the way."""
-        for served in [s for s, failure in self._kept.items() if now > failure.until + LONGEST_S]:
+        for served in [s for s, failure in self._kept.items() if now > failure.until + BACKOFF.max_s]:
             del self._kept[served]
         return tuple(served for served, failure in self._kept.items() if now < failure.until)

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policy.scaling.replacement import (
-    MAX_PAUSE_S,
     PARTING_S,
+    PAUSE,
     Condition,
     GpuHealth,
     ReplacementPlan,
@@ -222,7 +222,7 @@ def test_the_same_bad_card_again_and_again_is_tried_more_and_more_seldom() -> No
     times = [at for at, _ in floor.left]
     gaps = [later - earlier for earlier, later in pairwise(times)]
     assert gaps[:5] == sorted(gaps[:5]) and gaps[0] >= 60
-    assert gaps[-1] == pytest.approx(MAX_PAUSE_S, abs=60)
+    assert gaps[-1] == pytest.approx(PAUSE.max_s, abs=60)
     assert len(times) < 20
     assert "in a row were replaced: the next in" in floor.care.note
     assert floor.fewest == 1

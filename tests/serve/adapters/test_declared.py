@@ -12,7 +12,7 @@ import pytest
 
 from policy.errors import AdapterRefused, AdapterUnknown
 from policy.wire.catalog import Alias
-from serve.adapters.declared import RETRY_S, DeclaredAdapters
+from serve.adapters.declared import RETRY, DeclaredAdapters
 from serve.adapters.library import AdapterLibrary
 from serve.controller_api import AddRequest
 from store.state_dir import StateDir
@@ -145,17 +145,17 @@ async def test_a_source_that_is_away_is_tried_again_later_and_later(desk: Desk) 
     assert desk.alias(LAW)
     trouble = desk.declaring.troubles[SQL]
     assert (trouble.reason, trouble.refused, trouble.attempts) == ("no route", False, 1)
-    desk.now += RETRY_S - 0.1
+    desk.now += RETRY.first_s - 0.1
     await desk.settle()
     assert desk.shelf.took.count("hf:org/a") == 1
     desk.now += 0.1
     await desk.settle()
     assert desk.shelf.took.count("hf:org/a") == 2
-    desk.now += RETRY_S
+    desk.now += RETRY.first_s
     await desk.settle()
     assert desk.shelf.took.count("hf:org/a") == 2
     desk.shelf.contents.clear()
-    desk.now += RETRY_S
+    desk.now += RETRY.first_s
     await desk.settle()
     assert desk.stands_for() == {"hf:org/a": 1.0}
     assert desk.declaring.troubles == {}
@@ -275,7 +275,7 @@ async def test_what_has_not_come_yet_can_be_removed(desk: Desk) -> None:
     await desk.restart(source())
     await desk.declaring.remove(SQL)
     assert desk.declaring.troubles == {}
-    desk.now += 10 * RETRY_S
+    desk.now += 10 * RETRY.first_s
     await desk.settle()
     assert desk.shelf.took == ["hf:org/a"]
     with pytest.raises(AdapterUnknown):

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from policy.errors import AdapterRefused, AdapterUnknown, ConfigError, TargetError
+from policy.stats.backoff import Backoff
 from policy.wire.catalog import Alias, Catalog
 from serve.adapters.add_job import AddJob
 from serve.adapters.library import ADDS_AT_ONCE, AdapterLibrary
@@ -210,7 +211,7 @@ async def test_weights_that_are_none(library: AdapterLibrary, weights: dict[str,
 async def test_nothing_is_published_before_the_records_are_read(
     shelf: FakeShelf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("serve.adapters.library.RETRY_S", 0.001)
+    monkeypatch.setattr("serve.adapters.library.RETRY", Backoff(0.001))
     shelf.kept[SQL] = Alias(model="m", name="sql", revision=1, versions=(), split=())
     shelf.down = "away"
     events: list[str] = []

@@ -359,7 +359,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         return str(local_dir)
 
     monkeypatch.setattr(huggingface_hub, "HfApi", Api)
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", from_web)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     return state
 
 

@@ -1,4 +1,4 @@
-"""The small parts of the supervisor: backoff, ledger, logs, progress, preflight, exits."""
+"""The small parts of the supervisor: ledger, logs, progress, preflight, exits."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from policy.document.parse import parse
 from policy.errors import (
@@ -29,7 +27,6 @@ from store.state_dir import StateDir
 from tidegate.exit_codes import Exit, exit_of
 from tidegate.log_tail import Follower, tail
 from tidegate.supervisor import preflight, readiness
-from tidegate.supervisor.children import Backoff
 from tidegate.supervisor.events import Event, Progress
 from tidegate.supervisor.process_record import ProcessRecord, RecordedProcess, end
 from tidegate.supervisor.socket import problem_of
@@ -44,21 +41,6 @@ def deployment(**more: object):  # type: ignore[no-untyped-def]
         "modes": {"multi-replica": {"shape": "small", "replicas": {"min": 2, "max": 2}}},
     }
     return parse({"models": [{**spec, **more}]})
-
-
-# Backoff
-
-
-def test_backoff_doubles_and_a_good_life_starts_it_over() -> None:
-    backoff = Backoff()
-    assert [backoff.after(1.0) for _ in range(9)] == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 10.0, 10.0]
-    assert backoff.after(30.0) == 0.1
-
-
-@given(st.lists(st.floats(min_value=0, max_value=1e6), min_size=1, max_size=2000))
-def test_backoff_stays_within_its_bounds(lives: list[float]) -> None:
-    backoff = Backoff()
-    assert all(0.1 <= backoff.after(lived) <= 10.0 for lived in lives)
 
 
 # Ledger

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from policy.errors import AdapterRefused
-from serve.engine.adapters.load_failures import FIRST_S, LONGEST_S, MAX_KEPT, LoadFailures
+from serve.engine.adapters.load_failures import BACKOFF, MAX_KEPT, LoadFailures
 
 WRONG = AdapterRefused("rank", "the rank is 64")
 
@@ -26,21 +26,21 @@ def test_a_failure_stands_twice_as_long_after_each_in_a_row() -> None:
 def test_what_was_loaded_after_all_begins_anew() -> None:
     failures = LoadFailures()
     failures.add("a", WRONG, 0.0)
-    failures.add("a", WRONG, FIRST_S)
+    failures.add("a", WRONG, BACKOFF.first_s)
     failures.forget("a")
-    assert failures.standing("a", FIRST_S) is None
+    assert failures.standing("a", BACKOFF.first_s) is None
     failures.add("a", WRONG, 100.0)
-    assert failures.standing("a", 100.0 + FIRST_S) is None
+    assert failures.standing("a", 100.0 + BACKOFF.first_s) is None
 
 
 def test_what_failed_long_ago_is_a_first_failure_again() -> None:
     failures = LoadFailures()
     for _ in range(3):
         failures.add("a", WRONG, 0.0)
-    later = 4 * FIRST_S + LONGEST_S + 1
+    later = 4 * BACKOFF.first_s + BACKOFF.max_s + 1
     assert failures.names(later) == ()
     failures.add("a", WRONG, later)
-    assert failures.standing("a", later + FIRST_S) is None
+    assert failures.standing("a", later + BACKOFF.first_s) is None
 
 
 def test_no_more_are_kept_than_there_is_room_for() -> None:

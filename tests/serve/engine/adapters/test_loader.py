@@ -10,7 +10,7 @@ import pytest
 from policy.errors import AdapterRefused, EngineFailed
 from policy.wire.heartbeat import AdapterUse
 from serve.engine.adapters import loader
-from serve.engine.adapters.load_failures import FIRST_S
+from serve.engine.adapters.load_failures import BACKOFF
 from serve.engine.adapters.slots import HALF_LIFE_S, PATIENCE_S
 from tests.serve.engine.fakes import digest, quiet, replica, served, until, wanted
 
@@ -211,7 +211,7 @@ async def test_a_load_that_fails_is_one_attempt_for_all_who_ask_for_a_while(wher
         assert use.failed.startswith({"files": "files_missing: ", "engine": "engine_refused: "}[where])
         # Others are served meanwhile, and it is tried again.
         await there.used("b")
-        there.clock.now += FIRST_S
+        there.clock.now += BACKOFF.first_s
         assert there.adapters.refused() == ()
         there.files.missing, there.engine.refuses = set(), set()
         await there.used("a")
