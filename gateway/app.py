@@ -13,11 +13,11 @@ from time import monotonic
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from gateway.api.admin import admin_app
+from gateway.api.application import admin_app, client_app
 from gateway.api.controller_proxy import ControllerProxy
+from gateway.api.dependencies import Services
+from gateway.api.health import Readiness
 from gateway.api.models import ModelList
-from gateway.api.readiness import Readiness
-from gateway.api.routes import client_app
 from gateway.call import Call
 from gateway.control.document import FollowedDeployment
 from gateway.delivery.attempts import Attempts
@@ -85,16 +85,18 @@ class Gateway:
         self.overflow = Overflow(self.metrics, log, rng)
         self.capture = Capture(captures)
         self.listeners = Subscribers(captures, lambda model: self.routes.density(model).bytes_a_token)
-        self.client: ASGIApp = client_app(self.serve, ModelList(self.fleet, self.catalog), self.tenants)
-        self.admin: ASGIApp = admin_app(
-            self.fleet,
-            self.metrics,
-            self.routes,
-            self.tenants,
-            self.readiness.why_not,
-            control=ControllerProxy(secret, current),
+        services = Services(
+            fleet=self.fleet,
+            models=ModelList(self.fleet, self.catalog),
+            tenants=self.tenants,
+            metrics=self.metrics,
+            routers=self.routes,
+            readiness=self.readiness,
+            controller=ControllerProxy(secret, current),
             capture=self.listeners.lines,
         )
+        self.client: ASGIApp = client_app(services, self.serve)
+        self.admin: ASGIApp = admin_app(services)
 
     def read(self, deployment: Deployment) -> None:
         """Take a new document: who may ask, what is served, and who takes over."""

@@ -41,6 +41,7 @@ class AdminServer(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
+                interface="asgi3",
                 http="httptools",
                 ws="none",
                 lifespan="off",

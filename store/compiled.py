@@ -48,7 +48,6 @@ MODULES = {
         "stats/windows",
     ),
     "gateway": (
-        "api/routes",
         "app",
         "call",
         "delivery/attempts",

@@ -1,1 +1,1 @@
-"""Api."""
+"""The FastAPI application of the gateway's two ports. Read first: `application`."""

@@ -1,23 +1,44 @@
-"""What there is to be asked for, as OpenAI lists models: base models, then the adapters that one may see."""
+"""`/v1/models`: base models, then the adapters that the caller may see, in OpenAI's format."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import msgspec
+from fastapi import APIRouter
 
+from gateway.api.dependencies import Account, GatewayServices
+from gateway.api.responses import JsonResponse
 from gateway.intake.adapter_catalog import CatalogView, Entry
 from gateway.intake.tenants import TenantAccount
+from gateway.protocol.errors import unknown
 from gateway.routing.fleet import FleetView, ServedModel
 
-# Lists of thousands of adapters that are kept ready, one for all tenants who see the same.
+router = APIRouter(prefix="/v1/models")
+
+# Encoded lists of adapters kept, one per set of tenants that see the same; each may have thousands of cards.
 KEPT = 16
 
 _View = frozenset[tuple[str, ...]]
 
 
+@router.get("", summary="List the models")
+async def list_models(account: Account, services: GatewayServices) -> JsonResponse:
+    """Every model and adapter that the key's tenant may use."""
+    return JsonResponse(services.models.all(account))
+
+
+@router.get("/{name:path}", summary="One model")
+async def one_model(name: str, account: Account, services: GatewayServices) -> JsonResponse:
+    """A model, or an adapter as NAME, BASE:NAME, or either with @ and 12 digits of a digest."""
+    card = services.models.one(name, account)
+    if card is None:
+        raise unknown(name)
+    return JsonResponse(card)
+
+
 class ModelList:
-    """The answers of ``/v1/models``; what may be long is made once for each catalog and set of tenants."""
+    """The bodies of ``/v1/models``; the adapters' part is encoded once per catalog and set of tenants."""
 
     def __init__(self, fleet: FleetView, catalog: CatalogView) -> None:
         self._fleet = fleet

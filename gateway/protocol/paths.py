@@ -1,4 +1,4 @@
-"""The closed list of what the client port serves; any other path is 404 and reaches no replica."""
+"""The hot routes of the client port: the closed list of paths that reach a replica."""
 
 from __future__ import annotations
 
@@ -53,4 +53,3 @@ ROUTES = {
         Route("/v1/detokenize", b"/detokenize", "Turn tokens into a text"),
     )
 }
-MODELS_PATH = "/v1/models"

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from gateway.api.admin import admin_app
+from gateway.api.application import admin_app
 from gateway.api.controller_proxy import ControllerProxy
 from policy.config.deployment import Cluster, Deployment, ModelSpec
 from policy.errors import ConfigError, TargetError
@@ -30,16 +30,8 @@ class Site:
         self.deployment = Deployment(
             models=(ModelSpec(name="alpha"),), cluster=Cluster(controller=f"127.0.0.1:{controller.port}")
         )
-        unused: Any = SimpleNamespace()
-        app = admin_app(
-            unused,
-            unused,
-            unused,
-            unused,
-            list,
-            control=ControllerProxy(SECRET, lambda: self.deployment),
-            capture=unused,
-        )
+        services: Any = SimpleNamespace(controller=ControllerProxy(SECRET, lambda: self.deployment))
+        app = admin_app(services)
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://admin")
 
     def say(self, value: Any, *, status: int = 200) -> None:

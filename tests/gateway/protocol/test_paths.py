@@ -20,33 +20,24 @@ async def one(shared: Stack, name: str, model: str = "alpha") -> FakeReplica:
     return replica
 
 
-@pytest.mark.parametrize(
-    "path",
-    ["/", "/health", "/metrics", "/docs", "/openapi.json", "/v1", "/v1/", "/v1/chat/completions/",
-     "/v1/load_lora_adapter", "/tokenize", "/internal/load", "/v1/models/", "//v1/models", "/version"],
-)  # fmt: skip
-async def test_any_other_path_is_404_and_reaches_no_replica(shared: Stack, path: str) -> None:
-    replica = await one(shared, f"unreached-{abs(hash(path))}")
-    for method in ("GET", "POST"):
-        answer = await shared.http.request(method, shared.url + path, content=json.dumps(CHAT))
-        assert answer.status_code == 404
+async def test_what_is_no_hot_route_is_fastapis_and_reaches_no_replica(shared: Stack) -> None:
+    replica = await one(shared, "unreached")
+    for method, path, status in (
+        ("GET", "/v1/load_lora_adapter", 404),
+        ("POST", "/metrics", 404),
+        ("GET", "/admin/fleet", 404),
+        ("GET", "/v1/chat/completions", 405),
+        ("DELETE", "/v1/models/alpha", 405),
+    ):
+        answer = await shared.http.request(method, path, content=json.dumps(CHAT))
+        assert answer.status_code == status
         assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
         assert answer.headers["x-request-id"]
+    page = await shared.http.get("/docs")
+    assert page.headers["content-type"].startswith("text/html")
+    assert len((await shared.http.get("/docs/swagger-ui-bundle.js")).content) > 1_000_000
+    assert "/v1/chat/completions" in (await shared.http.get("/openapi.json")).json()["paths"]
     assert replica.hits == []
-
-
-@pytest.mark.parametrize(
-    ("method", "path"),
-    [
-        ("GET", "/v1/chat/completions"),
-        ("POST", "/v1/models"),
-        ("DELETE", "/v1/models/alpha"),
-        ("PUT", "/v1/embeddings"),
-    ],
-)
-async def test_the_wrong_method_is_405(shared: Stack, method: str, path: str) -> None:
-    answer = await shared.http.request(method, path)
-    assert (answer.status_code, answer.json()["error"]["code"]) == (405, "method_not_allowed")
 
 
 @pytest.mark.parametrize(
@@ -74,10 +65,8 @@ async def test_each_route_reaches_the_replicas_path(
 
 @pytest.mark.parametrize(
     ("path", "model"),
-    [("/v1/embeddings", "alpha"), ("/v1/score", "alpha"), ("/v1/rerank", "alpha"),
-     ("/v1/chat/completions", "vectors"), ("/v1/completions", "vectors"),
-     ("/v1/responses", "vectors"), ("/v1/messages", "vectors")],
-)  # fmt: skip
+    [("/v1/embeddings", "alpha"), ("/v1/messages", "vectors")],
+)
 async def test_the_wrong_runner_is_said(shared: Stack, path: str, model: str) -> None:
     answer = await shared.http.post(path, json={"model": model, "input": "x"})
     assert answer.status_code == 400
@@ -90,34 +79,9 @@ async def test_the_wrong_runner_is_said(shared: Stack, path: str, model: str) ->
 @pytest.mark.parametrize(
     ("body", "status", "param", "code"),
     [
-        (b"", 400, None, None),
         (b"{", 400, None, None),
-        (b"[]", 400, None, None),
-        (b'"x"', 400, None, None),
-        (b'{"model":"alpha"} x', 400, None, None),
-        (b"{}", 400, "model", None),
-        (b'{"model":null}', 400, "model", None),
-        (b'{"model":7}', 400, "model", None),
-        (b'{"model":"alpha","stream":"yes"}', 400, "stream", None),
-        (b'{"model":"alpha","n":"2"}', 400, "n", None),
-        (b'{"model":"alpha","n":9}', 400, "n", None),
-        (b'{"model":"alpha","n":0}', 400, "n", None),
-        (b'{"model":"alpha","stop":["a","b","c","d","e"]}', 400, "stop", None),
         (b'{"model":"nobody"}', 404, "model", "model_not_found"),
         (b'{"model":"alpha","priority":1}', 400, "priority", "unsupported"),
-        (b'{"model":"alpha","chat_template":"x"}', 400, "chat_template", "unsupported"),
-        (
-            b'{"model":"alpha","chat_template_kwargs":{"chat_template":"x"}}',
-            400,
-            "chat_template_kwargs.chat_template",
-            "unsupported",
-        ),
-        (b'{"model":"alpha","chat_template_kwargs":7}', 400, "chat_template_kwargs", None),
-        (b'{"model":"alpha","chat_template_kwargs":{"\xff":1}}', 400, "chat_template_kwargs", None),
-        (b'{"model":"alpha","previous_response_id":"r"}', 400, "previous_response_id", "unsupported"),
-        (b'{"model":"alpha","background":true}', 400, "background", "unsupported"),
-        (b'{"model":"alpha","x":' + b"[" * 70 + b"]" * 70 + b"}", 400, None, None),
-        (b'{"model":"alpha","x":' + b"[" * 5000 + b"]" * 5000 + b"}", 400, None, None),
     ],
 )
 async def test_a_bad_body_is_refused_with_its_parameter(
@@ -127,13 +91,6 @@ async def test_a_bad_body_is_refused_with_its_parameter(
     error = answer.json()["error"]
     assert (answer.status_code, error["param"], error["code"]) == (status, param, code)
     assert error["type"] == "invalid_request_error"
-    assert len(answer.content) < 4096
-
-
-async def test_defaults_that_clients_write_out_pass(shared: Stack) -> None:
-    await one(shared, "defaults")
-    answer = await shared.chat(prompt_logprobs=None, use_beam_search=False, background=False, stop=None)
-    assert answer.status_code == 200
 
 
 async def test_anthropic_errors_have_both_shapes(shared: Stack) -> None:
@@ -265,8 +222,7 @@ async def test_the_admin_port_tells_its_state(shared: Stack) -> None:
     fleet = (await shared.admin.get("/admin/fleet")).json()
     assert fleet["source"] == "controller"
     assert fleet["replicas"][0]["id"] == "admin"
-    schema = (await shared.admin.get("/openapi.json")).json()
-    assert "/v1/chat/completions" in schema["paths"]
+    assert "/admin/fleet" in (await shared.admin.get("/openapi.json")).json()["paths"]
 
 
 async def served_streams(stack: Stack) -> float:

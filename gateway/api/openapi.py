@@ -1,11 +1,11 @@
-"""What the client port speaks, as OpenAPI: paths, keys, headers, and every refusal that there is."""
+"""The OpenAPI schema of the hot routes (paths, keys, headers, every error code) and of the error envelope."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from gateway.protocol.errors import TABLE
-from gateway.protocol.paths import MODELS_PATH, ROUTES, Api, Route
+from gateway.protocol.paths import ROUTES, Api, Route
 
 _JSON = "application/json"
 _STREAM = "text/event-stream"
@@ -57,12 +57,10 @@ _PARAMETERS = (
 _ALSO = {503: ["adapter_failed"]}
 
 
-def add_client_schema(schema: dict[str, Any]) -> None:
-    """Add the client port to the OpenAPI ``schema`` of the admin port."""
-    components = schema.setdefault("components", {})
-    schemas = components.setdefault("schemas", {})
-    schemas.update({"Error": _ERROR, "AnthropicError": _ANTHROPIC_ERROR})
-    # The framework's own errors, which the admin port answers in our envelope.
+def add_errors(schema: dict[str, Any]) -> None:
+    """Make the OpenAPI ``schema`` of an application describe our error envelope in place of FastAPI's."""
+    schemas = schema.setdefault("components", {}).setdefault("schemas", {})
+    schemas["Error"] = _ERROR
     for name in ("HTTPValidationError", "ValidationError"):
         schemas.pop(name, None)
     content = {_JSON: {"schema": {"$ref": "#/components/schemas/Error"}}}
@@ -70,37 +68,28 @@ def add_client_schema(schema: dict[str, Any]) -> None:
         for operation in operations.values():
             operation["responses"].pop("422", None)
             operation["responses"]["default"] = {"description": "Refused", "content": content}
-    components["securitySchemes"] = {
-        "bearer": {"type": "http", "scheme": "bearer"},
-        "key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
-    }
-    paths = schema["paths"]
-    paths.update({path: {"post": _operation(route)} for path, route in ROUTES.items()})
-    listing = Route(MODELS_PATH, b"", "List the models")
-    paths[MODELS_PATH] = {"get": _called(listing, _refusals(listing, (401, 404, 405)))}
-    one = _called(listing, _refusals(listing, (401, 404, 405)))
-    one["summary"] = "One model"
-    one["parameters"] = [
-        {"name": "id", "in": "path", "required": True, "schema": _TEXT}, *one["parameters"][:1]
-    ]  # fmt: skip
-    paths[MODELS_PATH + "/{id}"] = {"get": one}
+
+
+def add_hot_routes(schema: dict[str, Any]) -> None:
+    """Add the hot routes to the OpenAPI ``schema`` of the client port's application."""
+    components = schema["components"]
+    components["schemas"]["AnthropicError"] = _ANTHROPIC_ERROR
+    components.setdefault("securitySchemes", {}).update(
+        bearer={"type": "http", "scheme": "bearer"},
+        key={"type": "apiKey", "in": "header", "name": "x-api-key"},
+    )
+    schema["paths"].update({path: {"post": _operation(route)} for path, route in ROUTES.items()})
 
 
 def _operation(route: Route) -> dict[str, Any]:
-    operation = _called(route, _refusals(route, {answer.status for answer in TABLE.values()}))
+    good: dict[str, Any] = {"schema": {"type": "object"}}
+    content = {_JSON: good} if route.runner is None else {_JSON: good, _STREAM: {"schema": _TEXT}}
+    answer = {"description": "The engine's answer", "headers": _headers(*_HEADERS), "content": content}
     body = {
         "type": "object",
         "required": ["model"],
         "properties": {"model": _MODEL, "stream": {"type": ["boolean", "null"]}},
     }
-    operation["requestBody"] = {"required": True, "content": {_JSON: {"schema": body}}}
-    return operation
-
-
-def _called(route: Route, refusals: dict[str, Any]) -> dict[str, Any]:
-    good: dict[str, Any] = {"schema": {"type": "object"}}
-    content = {_JSON: good} if route.runner is None else {_JSON: good, _STREAM: {"schema": _TEXT}}
-    answer = {"description": "What the engine answered", "headers": _headers(*_HEADERS), "content": content}
     return {
         "summary": route.summary,
         "security": [{}, {"bearer": []}, {"key": []}],
@@ -108,16 +97,17 @@ def _called(route: Route, refusals: dict[str, Any]) -> dict[str, Any]:
             {"name": name, "in": "header", "required": False, "description": text, "schema": schema}
             for name, text, schema in _PARAMETERS
         ],
-        "responses": {"200": answer, **refusals},
+        "requestBody": {"required": True, "content": {_JSON: {"schema": body}}},
+        "responses": {"200": answer, **_refusals(route)},
     }
 
 
-def _refusals(route: Route, statuses: set[int] | tuple[int, ...]) -> dict[str, Any]:
-    """The answers other than 200, each with the codes that it may carry."""
+def _refusals(route: Route) -> dict[str, Any]:
+    """The answers other than 200, each with the error codes that it may have."""
     envelope = "AnthropicError" if route.api is Api.MESSAGES else "Error"
     content = {_JSON: {"schema": {"$ref": f"#/components/schemas/{envelope}"}}}
     found = {}
-    for status in sorted(statuses):
+    for status in sorted({answer.status for answer in TABLE.values()}):
         codes = sorted({answer.code or "null" for answer in TABLE.values() if answer.status == status})
         codes += _ALSO.get(status, [])
         headers = ["x-request-id", "x-tidegate-replica"]
@@ -125,8 +115,8 @@ def _refusals(route: Route, statuses: set[int] | tuple[int, ...]) -> dict[str, A
             headers.append("retry-after")
         if status >= 500:
             headers.append("x-should-retry")
-        said = f"Refused; error.code is one of: {', '.join(codes)}"
-        found[str(status)] = {"description": said, "headers": _headers(*headers), "content": content}
+        description = f"Refused; error.code is one of: {', '.join(codes)}"
+        found[str(status)] = {"description": description, "headers": _headers(*headers), "content": content}
     return found
 
 

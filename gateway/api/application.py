@@ -1,0 +1,164 @@
+"""The FastAPI application of the gateway, one instance per port. Its hot paths bypass FastAPI's router.
+
+To add an endpoint, write it into the module of its topic in this folder. A new topic is a new module with
+a ``router``, listed in :data:`CLIENT_ROUTERS` or :data:`ADMIN_ROUTERS`. The client port is an allowlist:
+it has the routes of its own instance, and what is not listed here answers 404.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterable
+from functools import partial
+from typing import Any
+
+from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.routing import Match, Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from gateway.api import adapters, capture, decisions, docs, fleet, health, models
+from gateway.api.dependencies import Services
+from gateway.api.openapi import add_errors, add_hot_routes
+from gateway.http.exchange import request_ids
+from gateway.protocol.errors import Refused
+from gateway.protocol.paths import ROUTES, Api
+from gateway.protocol.paths import Route as HotRoute
+from policy.errors import Refusal
+
+CLIENT_ROUTERS = (models.router, docs.router)
+ADMIN_ROUTERS = (
+    health.router, fleet.router, adapters.router, decisions.router, capture.router, docs.router,
+)  # fmt: skip
+
+Serve = Callable[[HotRoute, Scope, Receive, Send], Awaitable[None]]
+
+
+class Application(FastAPI):
+    """A FastAPI application that takes POST requests to ``hot`` paths before its middleware and router.
+
+    A hot path is an exact path with a raw ASGI app. It is also a route of the router, so that its schema
+    and its wrong methods are handled like those of any other route. What bypassing saves is measured in
+    docs/adr/0006-the-hot-routes-are-raw-asgi.md. All errors are in the OpenAI error envelope.
+    """
+
+    def __init__(
+        self,
+        services: Services,
+        routers: Iterable[APIRouter],
+        *,
+        title: str,
+        description: str,
+        hot: dict[str, ASGIApp] | None = None,
+    ) -> None:
+        super().__init__(
+            title=title, description=description, docs_url=None, redoc_url=None, redirect_slashes=False
+        )
+        self.state.services = services
+        self.hot = hot or {}
+        for router in routers:
+            self.include_router(router)
+        for path, app in self.hot.items():
+            self.router.routes.append(Route(path, _RawEndpoint(app), methods=["POST"]))
+        self.add_exception_handler(Refused, _refused)
+        self.add_exception_handler(HTTPException, _not_routed)
+        self.add_exception_handler(RequestValidationError, _bad_value)
+        self.add_exception_handler(Exception, _failed)
+
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Any:
+        """Return the coroutine that serves the request; no frame of this class stays around a hot one."""
+        app = self.hot.get(scope["path"])
+        if app is not None and scope["method"] == "POST":
+            return app(scope, receive, send)
+        return self._route(scope, receive, send)
+
+    async def _route(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve by FastAPI's router; every answer has the id of its request."""
+        headers = dict(scope["headers"])
+        request_id, _ = request_ids(headers.get(b"x-request-id"))
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], (b"x-request-id", request_id)]
+            await send(message)
+
+        await super().__call__(scope, receive, send_with_id)
+
+    def openapi(self) -> dict[str, Any]:
+        """The OpenAPI schema, made once."""
+        if self.openapi_schema is None:
+            schema = super().openapi()
+            add_errors(schema)
+            if self.hot:
+                add_hot_routes(schema)
+            self.openapi_schema = schema
+        return self.openapi_schema
+
+
+class _RawEndpoint:
+    """An ASGI app as the endpoint of a route: Starlette takes a function for one of a request."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app(scope, receive, send)
+
+
+def client_app(
+    services: Services, serve: Serve, routers: Iterable[APIRouter] = CLIENT_ROUTERS
+) -> Application:
+    """The application of the client port; ``serve`` is the pipeline of the hot routes."""
+    return Application(
+        services,
+        routers,
+        title="Tidegate",
+        description="The client port: an OpenAI-compatible API.",
+        hot={path: partial(serve, route) for path, route in ROUTES.items()},
+    )
+
+
+def admin_app(services: Services, routers: Iterable[APIRouter] = ADMIN_ROUTERS) -> Application:
+    """The application of the admin port. Workers share the port: an answer about one worker has its pid."""
+    return Application(
+        services,
+        routers,
+        title="Tidegate admin",
+        description="The admin port: health, metrics and operations.",
+    )
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, Refused)
+    headers = {name.decode(): value.decode() for name, value in error.headers()}
+    route = ROUTES.get(request.scope["path"])
+    body = error.body(anthropic=route is not None and route.api is Api.MESSAGES)
+    return Response(body, error.status, headers)
+
+
+async def _not_routed(request: Request, error: Exception) -> Response:
+    """Answer 405 with the path's methods, or 404."""
+    assert isinstance(error, HTTPException)
+    if error.status_code != 405:
+        return await _refused(request, Refused(Refusal.NOT_FOUND, "There is nothing at this path."))
+    # The framework names the methods of the first matching route alone.
+    routes = [route for route in request.app.routes if isinstance(route, Route)]
+    matching = [route for route in routes if route.matches(request.scope)[0] is not Match.NONE]
+    allowed = sorted(set().union(*(route.methods or () for route in matching)))
+    message = f"This path accepts {' and '.join(allowed)} only."
+    answer = await _refused(request, Refused(Refusal.METHOD_NOT_ALLOWED, message))
+    answer.headers["allow"] = ", ".join(allowed)
+    return answer
+
+
+async def _bad_value(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    param = ".".join(str(part) for part in first["loc"][1:])  # the first part is query, path or header
+    message = f"{param}: got {first['input']!r}; {first['msg']}."
+    return await _refused(request, Refused(Refusal.BAD_REQUEST, message, param=param, code="bad_value"))
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    """An error of ours: the server logs it, the client gets no detail."""
+    return await _refused(request, Refused(Refusal.INTERNAL, "The gateway failed to serve the request."))

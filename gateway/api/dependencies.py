@@ -1,0 +1,82 @@
+"""FastAPI dependencies: the worker's components, the caller's tenant, and the rights of a caller."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+from urllib.parse import urlsplit
+
+from fastapi import Depends, Request
+from fastapi.security import APIKeyHeader, HTTPBearer
+
+from gateway.intake.tenants import TenantAccount, Tenants
+from gateway.protocol.errors import Refused
+from gateway.routing.fleet import FleetView
+from gateway.routing.router import ModelRouters
+from gateway.telemetry.metrics import Metrics
+from policy.errors import Refusal
+
+if TYPE_CHECKING:
+    from gateway.api.controller_proxy import ControllerProxy
+    from gateway.api.health import Readiness
+    from gateway.api.models import ModelList
+
+# They put the two kinds of keys into the schema; the key itself is checked in one place, by `Tenants`.
+_BEARER = Depends(HTTPBearer(scheme_name="bearer", auto_error=False))
+_KEY = Depends(APIKeyHeader(name="x-api-key", scheme_name="key", auto_error=False))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Services:
+    """The components of one worker that endpoints use."""
+
+    fleet: FleetView
+    models: ModelList
+    tenants: Tenants
+    metrics: Metrics
+    routers: ModelRouters
+    readiness: Readiness
+    controller: ControllerProxy
+    capture: Callable[[], AsyncIterator[bytes]]
+
+
+# Dependencies are coroutines: FastAPI runs other functions in a thread.
+async def services_of(request: Request) -> Services:
+    """The components of the worker that serves ``request``."""
+    services: Services = request.app.state.services
+    return services
+
+
+GatewayServices = Annotated[Services, Depends(services_of)]
+
+
+async def tenant_account(
+    request: Request, services: GatewayServices, _bearer: object = _BEARER, _key: object = _KEY
+) -> TenantAccount:
+    """The tenant of the request's API key; answers 401 without a valid one, if there are tenants."""
+    return services.tenants.of(dict(request.scope["headers"]))
+
+
+Account = Annotated[TenantAccount, Depends(tenant_account)]
+
+
+async def admin_account(account: Account) -> TenantAccount:
+    """The tenant, if the deployment makes it an admin; answers 403 otherwise."""
+    if not account.admin:
+        raise Refused(
+            Refusal.UNAUTHORIZED, "This needs the key of an admin tenant.", status=403, code="not_admin"
+        )
+    return account
+
+
+AdminAccount = Annotated[TenantAccount, Depends(admin_account)]
+
+
+async def same_site(request: Request) -> None:
+    """Answer 403 to a browser page of another site: any process of this machine can reach the admin port."""
+    origin = request.headers.get("origin")
+    if origin is not None and urlsplit(origin).netloc != request.headers.get("host"):
+        raise Refused(
+            Refusal.BAD_REQUEST, "This request comes from another site.", status=403, code="foreign_origin"
+        )

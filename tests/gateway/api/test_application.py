@@ -1,0 +1,153 @@
+"""The FastAPI application: hot paths, an allowlist of others, errors in one envelope, docs offline."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+from starlette.types import Receive, Scope, Send
+
+from gateway.api.application import CLIENT_ROUTERS, client_app
+from gateway.intake.tenants import Tenants
+from gateway.protocol.paths import ROUTES, Route
+from policy.config.deployment import Deployment, ModelSpec, Tenant
+from store.api_keys import digest_of
+
+KEY, ADMIN_KEY = "key-of-shop", "key-of-boss"
+DOCS = Path(__file__).parents[3] / "docs" / "extending.md"
+
+
+class Port:
+    """A client port whose hot routes answer with their own path."""
+
+    def __init__(self, *more: Any) -> None:
+        tenants = Tenants(b"salt", "own")
+        tenants.read(
+            Deployment(
+                models=(ModelSpec(name="alpha"),),
+                tenants=(
+                    Tenant(name="shop", keys_sha256=(digest_of(KEY.encode()),)),
+                    Tenant(name="boss", keys_sha256=(digest_of(ADMIN_KEY.encode()),), admin=True),
+                ),
+            )
+        )
+        models = SimpleNamespace(
+            all=lambda account: b'["%s"]' % account.name.encode(), one=lambda name, account: None
+        )
+        services: Any = SimpleNamespace(tenants=tenants, models=models)
+        self.app = client_app(services, self.serve, (*CLIENT_ROUTERS, *more))
+        self.http = httpx.AsyncClient(
+            transport=httpx.ASGITransport(self.app, raise_app_exceptions=False), base_url="http://client"
+        )
+
+    async def serve(self, route: Route, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": route.path.encode()})
+
+    async def get(self, path: str, key: str = KEY) -> httpx.Response:
+        return await self.http.get(path, headers={"authorization": f"Bearer {key}"} if key else {})
+
+
+@pytest.fixture
+async def port() -> AsyncIterator[Port]:
+    port = Port()
+    yield port
+    await port.http.aclose()
+
+
+@pytest.mark.parametrize("path", ROUTES)
+async def test_a_hot_path_is_answered_alike_in_front_of_the_router_and_by_it(port: Port, path: str) -> None:
+    in_front = await port.http.post(path, content=b"x")
+    port.app.hot.clear()
+    by_router = await port.http.post(path, content=b"x")
+    assert in_front.content == by_router.content == path.encode()
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/", "/health", "/livez", "/readyz", "/metrics", "/admin/fleet", "/admin/adapters", "/redoc", "/v1",
+     "/v1/", "/v1/chat/completions/", "/v1/load_lora_adapter", "/tokenize", "/internal/load", "//v1/models",
+     "/version", "/docs/", "/docs/redoc.standalone.js", "/docs/..%2Fcore.py", "/docs/oauth2-redirect"],
+)  # fmt: skip
+async def test_any_other_path_is_404(port: Port, path: str) -> None:
+    for method in ("GET", "POST") if not path.startswith("/docs/") else ("GET",):
+        answer = await port.http.request(method, "http://client" + path)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "not_found")
+        assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+        assert answer.headers["x-request-id"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "allow"),
+    [
+        ("GET", "/v1/chat/completions", "POST"),
+        ("PUT", "/v1/messages", "POST"),
+        ("POST", "/v1/models", "GET"),
+        ("DELETE", "/v1/models/alpha", "GET"),
+        ("POST", "/docs", "GET"),
+    ],
+)
+async def test_the_wrong_method_is_405_with_the_methods_of_the_path(
+    port: Port, method: str, path: str, allow: str
+) -> None:
+    answer = await port.http.request(method, path, headers={"x-request-id": "mine"})
+    body = answer.json()
+    assert (answer.status_code, body["error"]["code"]) == (405, "method_not_allowed")
+    assert ("type" in body) == (path == "/v1/messages")  # Anthropic's envelope
+    assert (answer.headers["allow"], answer.headers["x-request-id"]) == (allow, "mine")
+
+
+async def test_the_key_decides_the_tenant(port: Port) -> None:
+    assert (await port.get("/v1/models")).json() == ["shop"]
+    for key in ("", "wrong"):
+        for path in ("/v1/models", "/v1/models/org/alpha"):
+            answer = await port.get(path, key)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
+    answer = await port.get("/v1/models/org/alpha")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+
+
+async def test_docs_need_no_other_site(port: Port) -> None:
+    page = (await port.http.get("/docs")).text
+    links = re.findall(r"""(?:src|href|url)[=:]\s?["']([^"']+)["']""", page)
+    assert sorted(links) == [
+        "docs/favicon.png", "docs/swagger-ui-bundle.js", "docs/swagger-ui.css", "openapi.json"
+    ]  # fmt: skip
+    for link in links:
+        answer = await port.http.get(f"/{link}")
+        assert answer.status_code == 200
+        assert len(answer.content) > 4096
+    assert "/v1/chat/completions" in (await port.http.get("/openapi.json")).json()["paths"]
+
+
+async def test_a_bug_in_an_endpoint_is_a_500_without_details(port: Port) -> None:
+    port.app.state.services = None
+    answer = await port.http.get("/v1/models")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "internal_error")
+    assert "NoneType" not in answer.text
+
+
+async def test_the_endpoint_that_the_docs_add() -> None:
+    section = DOCS.read_text().partition("## How do I add an endpoint?")[2].partition("\n## ")[0]
+    module: dict[str, Any] = {}
+    source = section.partition("```python\n")[2].partition("```")[0]
+    exec(compile(source, str(DOCS), "exec"), module)  # noqa: S102 - it is ours
+    port = Port(module["router"])
+    mine = await port.get("/v1/usage")
+    assert (mine.status_code, mine.json()) == (
+        200,
+        {"tenant": "shop", "prompt_tokens": 0, "output_tokens": 0},
+    )
+    assert [row["name"] for row in (await port.get("/v1/usage/all", ADMIN_KEY)).json()] == ["shop", "boss"]
+    for path, key, status in (
+        ("/v1/usage", "", 401), ("/v1/usage/all", KEY, 403), ("/v1/usage/all?limit=0", ADMIN_KEY, 400)
+    ):  # fmt: skip
+        answer = await port.get(path, key)
+        assert (answer.status_code, set(answer.json())) == (status, {"error"})
+    assert "/v1/usage" in (await port.http.get("/openapi.json")).json()["paths"]
+    await port.http.aclose()

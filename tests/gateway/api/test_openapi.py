@@ -1,0 +1,60 @@
+"""Each port's schema names its paths, headers and refusals, and describes no other port."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from gateway.api.application import admin_app, client_app
+from gateway.call import _WANTED
+from gateway.protocol.errors import TABLE
+from gateway.protocol.paths import ROUTES
+
+
+@pytest.fixture(scope="module")
+def schema() -> dict[str, Any]:
+    unused: Any = SimpleNamespace()
+    return client_app(unused, lambda *asgi: unused).openapi()
+
+
+def test_the_client_ports_schema_has_its_paths_alone(schema: dict[str, Any]) -> None:
+    assert set(schema["paths"]) == {*ROUTES, "/v1/models", "/v1/models/{name}"}
+    assert set(schema["components"]["schemas"]) == {"Error", "AnthropicError"}
+    assert schema["paths"]["/v1/models"]["get"]["security"] == [{"bearer": []}, {"key": []}]
+
+
+def test_the_admin_ports_schema_has_its_paths_alone() -> None:
+    unused: Any = SimpleNamespace()
+    schema = admin_app(unused).openapi()
+    paths = {path for path in schema["paths"] if not path.startswith("/admin/")}
+    assert paths == {"/livez", "/readyz", "/metrics"}
+    responses = schema["paths"]["/admin/routes"]["get"]["responses"]
+    assert set(responses) == {"200", "default"}
+    reference = responses["default"]["content"]["application/json"]["schema"]["$ref"]
+    assert reference == "#/components/schemas/Error"
+    assert set(schema["components"]["schemas"]) == {"Error"}
+
+
+@pytest.mark.parametrize("path", ROUTES)
+def test_every_refusal_is_named_with_its_code(schema: dict[str, Any], path: str) -> None:
+    answers = schema["paths"][path]["post"]["responses"]
+    assert set(answers) == {"200", *(str(answer.status) for answer in TABLE.values())}
+    for answer in TABLE.values():
+        described = answers[str(answer.status)]
+        assert (answer.code or "null") in described["description"]
+        assert ("retry-after" in described["headers"]) == (answer.status in (429, 503))
+    reference = answers["401"]["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
+    assert reference == ("AnthropicError" if path == "/v1/messages" else "Error")
+
+
+def test_every_header_that_is_read_or_sent_is_described(schema: dict[str, Any]) -> None:
+    operation = schema["paths"]["/v1/chat/completions"]["post"]
+    described = {parameter["name"].encode() for parameter in operation["parameters"]}
+    keys = {b"authorization", b"x-api-key"}
+    assert described | keys | {b"accept", b"anthropic-version"} == _WANTED
+    assert operation["security"] == [{}, {"bearer": []}, {"key": []}]
+    assert set(schema["components"]["securitySchemes"]) == {"bearer", "key"}
+    headers = operation["responses"]["200"]["headers"]
+    assert {"x-request-id", "x-tidegate-replica", "x-tidegate-explain"} <= set(headers)
