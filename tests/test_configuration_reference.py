@@ -1,4 +1,4 @@
-"""docs/configuration.md says of every key what the document's structures say, and of no other."""
+"""docs/configuration.md lists every key with the type, range and default of the configuration's structures."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from policy.scaling.policies.target_tracking import TargetTrackingParameters
 from policy.scaling.policies.token_saturation import TokenSaturationParameters
 
 PAGE = (Path(__file__).parents[1] / "docs" / "configuration.md").read_text()
-ROOT = "the document"
+# The heading of the top-level keys.
+ROOT = "Top level"
 CONTROL = "models[].control"
 _HEADING = re.compile(r"^#+ `?([^`\n]+)`?$", re.MULTILINE)
 _ROW = re.compile(r"^\| `(\w+)` \| (.*?) \| (.*?) \| (.+) \|$", re.MULTILINE)
@@ -29,7 +30,7 @@ _UNITS = {"_s": "seconds", "_bytes": "bytes"}
 
 
 def sections(kind: type[msgspec.Struct], path: str = "") -> Iterator[tuple[str, inspect.StructType]]:
-    """Every section of the document by its path, in the order of the structures."""
+    """Every section by its path, in the order of the structures."""
     info = inspect.type_info(kind)
     assert isinstance(info, inspect.StructType)
     yield path or ROOT, info
@@ -52,7 +53,7 @@ def _inner(info: inspect.Type, path: str) -> Iterator[tuple[str, inspect.StructT
 
 
 def kind_of(info: inspect.Type, key: str) -> str:
-    """What may stand at ``key``, in words."""
+    """The type and range of ``key``, in words."""
     if isinstance(info, inspect.Metadata):
         return kind_of(info.type, key)
     if isinstance(info, inspect.UnionType):
@@ -66,37 +67,41 @@ def kind_of(info: inspect.Type, key: str) -> str:
     if isinstance(info, inspect.EnumType):
         return " or ".join(f"`{member.value}`" for member in info.cls if isinstance(member, Enum))
     if isinstance(info, inspect.VarTupleType):
-        return f"list of {kind_of(info.item_type, key)}".replace("section", "sections")
+        return f"list of {_plural(kind_of(info.item_type, key))}"
     if isinstance(info, inspect.DictType):
-        inner = "" if isinstance(info.value_type, inspect.AnyType) else f" of {kind_of(info.value_type, key)}"
-        return f"mapping{inner}".replace("section", "sections")
+        any_value = isinstance(info.value_type, inspect.AnyType)
+        return "mapping" if any_value else f"mapping of {_plural(kind_of(info.value_type, key))}"
     names: dict[type[inspect.Type], str] = {
-        inspect.StrType: "text",
-        inspect.BoolType: "true or false",
+        inspect.StrType: "string",
+        inspect.BoolType: "boolean",
         inspect.NoneType: "null",
         inspect.StructType: "section",
     }
     return names[type(info)]
 
 
+def _plural(kind: str) -> str:
+    return f"{kind}s" if kind in ("section", "string") else kind
+
+
 def _bounds(info: inspect.IntType | inspect.FloatType) -> str:
-    said = [
+    bounds = [
         f"{sign} {int(bound) if bound == int(bound) else bound}"
         for sign, bound in ((">=", info.ge), (">", info.gt), ("<=", info.le), ("<", info.lt))
         if bound is not None
     ]
-    return "".join(f", {each}" for each in said)
+    return "".join(f", {bound}" for bound in bounds)
 
 
-def default_of(field: inspect.Field) -> str:
-    """What is in force where the key is not written."""
+def default_of(field: inspect.Field, path: str) -> str:
+    """The default of ``field``, a key of the section at ``path``, in words."""
     if field.required:
         return "required"
     value: Any = field.default
     if value is inspect.NODEFAULT:
         value = field.default_factory()
     if isinstance(value, msgspec.Struct):
-        return "its own"
+        return f"see `{field.encode_name if path == ROOT else f'{path}.{field.encode_name}'}`"
     if isinstance(value, Enum):
         return f"`{value.value}`"
     if value in ("", (), {}):
@@ -106,7 +111,7 @@ def default_of(field: inspect.Field) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-# A mapping of the name to these stands for the policy; what it may hold is said where the policy is.
+# The parameters of each policy, which `control.policy` holds as a mapping of its name.
 PARAMETERS: dict[str, type[msgspec.Struct]] = {
     "predictive": PredictiveParameters,
     "target_tracking": TargetTrackingParameters,
@@ -117,7 +122,7 @@ PARAMETERS: dict[str, type[msgspec.Struct]] = {
 
 
 def every_section() -> Iterator[tuple[str, inspect.StructType]]:
-    """Those of the document, and behind ``control`` the parameters of each policy."""
+    """The sections of the deployment, and after ``control`` the parameters of each policy."""
     for path, info in sections(Deployment):
         yield path, info
         if path == CONTROL:
@@ -126,7 +131,7 @@ def every_section() -> Iterator[tuple[str, inspect.StructType]]:
 
 
 EXPECTED = {
-    path: [(f.encode_name, kind_of(f.type, f.encode_name), default_of(f)) for f in info.fields]
+    path: [(f.encode_name, kind_of(f.type, f.encode_name), default_of(f, path)) for f in info.fields]
     for path, info in every_section()
 }
 
@@ -147,11 +152,11 @@ def test_the_page_has_a_table_for_every_section_and_no_other() -> None:
 
 
 @pytest.mark.parametrize("path", EXPECTED)
-def test_a_table_says_what_the_structure_says(path: str) -> None:
+def test_a_table_agrees_with_the_structure(path: str) -> None:
     assert written()[path] == EXPECTED[path]
 
 
-def test_every_key_says_what_it_does() -> None:
+def test_every_key_is_described() -> None:
     for key, _, _, text in _ROW.findall(PAGE):
         assert len(text.split()) >= 2, key
 

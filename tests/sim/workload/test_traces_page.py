@@ -33,7 +33,7 @@ def tables() -> dict[str, list[tuple[str, str, str]]]:
 def test_every_key_is_there_with_what_it_may_hold() -> None:
     expected = {
         DOCUMENT if path == ROOT else path: [
-            (field.encode_name, kind_of(field.type, field.encode_name), default_of(field))
+            (field.encode_name, kind_of(field.type, field.encode_name), default_of(field, path))
             for field in info.fields
         ]
         for path, info in sections(Spec)
