@@ -1,4 +1,4 @@
-"""docs/configuration.md lists every key with the type, range and default of the configuration's structures."""
+"""docs/configuration.md lists every key with type, range and default as the structures have them."""
 
 from __future__ import annotations
 
