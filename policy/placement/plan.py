@@ -19,8 +19,21 @@ import msgspec
 from policy.hashing import rendezvous
 from policy.placement.types import EMPTY, Assignment, Bounds, Demand, Host, Move, Plan, Reason
 
-__all__ = ["EMPTY", "Assignment", "Bounds", "Demand", "Host", "Move", "Plan", "Reason", "plan"]
+__all__ = [
+    "EMPTY",
+    "PLAN_PERIOD_S",
+    "Assignment",
+    "Bounds",
+    "Demand",
+    "Host",
+    "Move",
+    "Plan",
+    "Reason",
+    "plan",
+]
 
+# How often a plan is made, in seconds.
+PLAN_PERIOD_S = 5.0
 # Slots that may be missing for what is loaded on demand, and by which fewer must be enough before they are.
 SHORT, MARGIN = 0.25, 0.25
 

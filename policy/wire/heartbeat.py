@@ -1,27 +1,36 @@
-"""What a replica host tells the controller, and what it is answered."""
+"""Heartbeats of replica hosts, and the orders that the controller answers them with."""
 
 from __future__ import annotations
 
 import msgspec
 
 from policy.types import Replica
+from policy.wire.catalog import served_name
 from policy.wire.reports import EngineReport, PowerReport
+
+# A host sends a heartbeat at each change, and at least this often.
+HEARTBEAT_PERIOD_S = 0.5
 
 
 class AdapterRef(msgspec.Struct, frozen=True, kw_only=True):
-    """A version of an adapter that a replica should have loaded: its ``name`` and whole ``digest``."""
+    """One version of an adapter: its ``name`` and whole ``digest``."""
 
     name: str
     digest: str
 
+    @property
+    def served(self) -> str:
+        """What engines and answers call it."""
+        return served_name(self.name, self.digest)
+
 
 class AdapterUse(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a replica did with one adapter since it last said so.
+    """What a replica did with one adapter since its last report.
 
-    ``name`` and whole ``digest`` as in :class:`AdapterRef`; ``requests`` that came for it, ``found`` of them
-    while it was loaded, the ``loads`` that they or a plan needed, which took ``load_s`` seconds in all, and
-    why the last one ``failed``. Requests that ended had it for ``busy_s`` seconds in all; ``waiting`` of them
-    wait for a slot now.
+    ``name`` and whole ``digest`` are those of :class:`AdapterRef`. ``requests`` counts arrivals, ``found``
+    those that found the adapter loaded, ``loads`` its loads, which took ``load_s`` seconds in sum. ``failed``
+    is the error of the last load. Requests that ended used it for ``busy_s`` seconds in sum. ``waiting``
+    counts the requests that wait for a slot now.
     """
 
     name: str
@@ -34,9 +43,24 @@ class AdapterUse(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     busy_s: float = 0.0
     waiting: int = 0
 
+    def plus(self, later: AdapterUse) -> AdapterUse:
+        """The sum with a ``later`` report on the same adapter."""
+        return AdapterUse(
+            name=self.name,
+            digest=self.digest,
+            requests=self.requests + later.requests,
+            found=self.found + later.found,
+            loads=self.loads + later.loads,
+            load_s=self.load_s + later.load_s,
+            # A successful load ends the failure before it.
+            failed=later.failed if later.failed or later.loads else self.failed,
+            busy_s=self.busy_s + later.busy_s,
+            waiting=later.waiting,
+        )
+
 
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What a replica host tells the controller, twice a second and at each change."""
+    """The report of a replica host, sent every :data:`HEARTBEAT_PERIOD_S` and at each change."""
 
     replica: Replica
     uses: tuple[AdapterUse, ...] = ()
@@ -45,10 +69,11 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Orders(msgspec.Struct, frozen=True, kw_only=True):
-    """What the controller answers a beat: the adapters to ``hold`` there, the most valuable first.
+    """The controller's answer to a heartbeat.
 
-    ``awake`` is for the replica's bed: how many engines of each shape shall be. ``None`` says nothing: the
-    replica goes on with what it was told last. ``leave`` is why the replica shall drain and be replaced.
+    ``hold`` are the adapters planned for the replica, the most valuable first. ``awake`` is, for a shared GPU
+    group, the desired number of awake engines of each shape. ``None`` leaves the last value in force. A
+    ``leave`` that is not empty is the reason why the replica must drain and be replaced.
     """
 
     hold: tuple[AdapterRef, ...] | None = None

@@ -7,6 +7,9 @@ import msgspec
 from policy.engine.model import Timing
 from policy.types import Load, ReplicaPhase
 
+# Changes within this many seconds are sent as one line.
+COALESCE_S = 0.02
+
 
 class LoadLine(msgspec.Struct):
     """A line of a replica's ``/internal/load``; ``timing`` is in the first line of a stream alone.

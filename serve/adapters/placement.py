@@ -6,13 +6,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from policy.hashing import hash_name
 from policy.placement import plan as placement
-from policy.placement.plan import Host, Plan
+from policy.placement.plan import PLAN_PERIOD_S, Host, Plan
 from policy.types import Replica, ReplicaPhase
 from policy.wire.catalog import Alias, served_name
 from policy.wire.heartbeat import AdapterRef, Orders
 from serve.adapters.usage import AdapterDemand, Usage
 
-PLAN_S = 5.0
 # What a load is taken to last before any was measured.
 LOAD_S = 0.25
 
@@ -35,7 +34,7 @@ class AdapterPlacement:
 
     def due(self, model: str, at: float) -> bool:
         """Whether the last plan of ``model`` is old."""
-        return at - self._planned_at.get(model, float("-inf")) >= PLAN_S
+        return at - self._planned_at.get(model, float("-inf")) >= PLAN_PERIOD_S
 
     def plan(self, model: str, replicas: Iterable[Replica], aliases: Iterable[Alias], at: float) -> None:
         """Plan for the ``replicas`` and ``aliases`` of ``model``."""

@@ -11,12 +11,12 @@ from collections import OrderedDict
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
+from policy.placement.slots import HALF_LIFE_S
 from policy.stats.decay import DecayingCount
 from policy.types import Replica, ReplicaPhase
 from policy.wire.catalog import served_name
 from policy.wire.heartbeat import AdapterRef, AdapterUse, Heartbeat
 
-HALF_LIFE_S = 60.0
 # A rise is believed once so many requests of the last seconds show it: fewer are as likely to be chance.
 QUICK_HALF_LIFE_S = 10.0
 QUICK_AT_LEAST = 8.0

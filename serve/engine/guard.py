@@ -20,6 +20,7 @@ from policy.engine.model import Timing
 from policy.errors import AdapterRefused, EngineFailed, Refusal
 from policy.types import Load, ReplicaPhase
 from policy.wire.catalog import DIGEST, NAME
+from policy.wire.load import COALESCE_S
 from serve.engine.adapters.loader import AdapterLoader
 from serve.engine.port import ALLOWED, Engine, Message, Receive, Scope, Send
 from store.state_dir import SECRET_HEADER
@@ -34,8 +35,7 @@ PREFIX_HEADER = b"x-tidegate-prefix"
 ADAPTER_HEADER = b"x-tidegate-adapter"
 _ADAPTER = re.compile(f"({NAME.pattern})@({DIGEST.pattern})")
 
-# Load lines are coalesced: a burst of arrivals is one line, and silence still says "alive".
-COALESCE_S = 0.02
+# A load line is sent at least this often, so that a reader can tell an idle replica from a dead one.
 HEARTBEAT_S = 1.0
 # Prefixes that are remembered for the next line; who joins later hears of so many.
 MAX_NEWS = 512

@@ -18,12 +18,11 @@ from typing import NamedTuple
 
 from policy.engine.model import Timing
 from policy.engine.scheduler import Request, Scheduler, StepTimes
-from sim.twin.adapter_slots import EvictionRule, LeastRecentlyUsed, Slots
+from policy.placement.slots import PREFETCH_PAUSE
+from sim.twin.adapter_slots import Entry, TwinSlots
 from sim.twin.prefix_cache import PrefixCache
 
-# After a load requests that run get as much time as it took, and so many times that before one that nobody
-# waits for: as serve/engine/adapters/loader.py has it.
-PREFETCH_PAUSE = 4.0
+Load = tuple[Entry, Entry | None]
 
 
 class Job(NamedTuple):
@@ -103,7 +102,7 @@ class _Prefixes:
 class Engine:
     """The engine of one replica. Instants are seconds of the run, and never go back.
 
-    ``slots`` is how many adapters it holds, by ``rule``; each takes ``adapter_load_s`` to load.
+    It holds up to ``slots`` adapters by the rules of ``slot_rules``; each takes ``adapter_load_s`` to load.
     ``prefix_tokens`` is how many tokens its prefix cache holds; ``None`` shares nothing. What it reports is
     as of the instant that it was told last: by :meth:`tell`, or by any call that is given one.
     """
@@ -115,7 +114,7 @@ class Engine:
         slots: int = 0,
         adapter_load_s: float = 0.0,
         prefix_tokens: int | None = None,
-        rule: EvictionRule | None = None,
+        slot_rules: type[TwinSlots] = TwinSlots,
     ) -> None:
         if timing.model is None:
             raise ValueError("an engine without coefficients takes no time that could be simulated")
@@ -123,7 +122,7 @@ class Engine:
         self._limits = timing.limits
         self._slot_count = slots
         self._load_s = adapter_load_s
-        self._rule = rule or LeastRecentlyUsed()
+        self._slot_rules = slot_rules
         self._prefix_tokens = prefix_tokens
         self.preempted = 0
         self._factor = 1.0
@@ -142,7 +141,7 @@ class Engine:
         self._cache = cache
         prefixes = None if cache is None else _Prefixes(cache, self._live)
         self._scheduler = Scheduler(self._model, self._limits, prefixes)
-        self._slots = Slots(self._slot_count, self._rule)
+        self.slots = self._slot_rules(self._slot_count)
         self._loaded_at = -math.inf
         self._still()
 
@@ -159,7 +158,7 @@ class Engine:
     @property
     def running(self) -> int:
         """Requests in the batch; one whose last token is in the step under way still runs."""
-        return len(self._live) - self._scheduler.waiting - self._slots.deferred
+        return len(self._live) - self._scheduler.waiting - self.slots.deferred
 
     @property
     def waiting(self) -> int:
@@ -169,7 +168,7 @@ class Engine:
     @property
     def deferred(self) -> int:
         """Requests that wait for their adapter."""
-        return self._slots.deferred
+        return self.slots.deferred
 
     @property
     def in_flight(self) -> int:
@@ -204,27 +203,27 @@ class Engine:
     @property
     def adapters(self) -> tuple[str, ...]:
         """Those that are loaded, the least recently used first."""
-        return self._slots.loaded
+        return self.slots.loaded
 
     @property
     def loading(self) -> str | None:
         """The adapter that is being loaded."""
-        return self._slots.loading
+        return self.slots.loading
 
     @property
     def awaited(self) -> tuple[str, ...]:
         """The adapters that requests wait for."""
-        return self._slots.awaited
+        return self.slots.awaited
 
     @property
     def adapter_loads(self) -> int:
         """Loads since the start."""
-        return self._loads + self._slots.loads
+        return self._loads + self.slots.loads
 
     @property
     def adapter_changes(self) -> int:
         """How often what is loaded has changed since the start."""
-        return self._changes + self._slots.changes
+        return self._changes + self.slots.changes
 
     def submit(self, job: Job, at: float) -> None:
         """A request comes.
@@ -250,7 +249,7 @@ class Engine:
         self._live[name] = self._fresh[name] = live
         self._ids[job.number] = name
         self._cut(at)
-        if job.adapter and not self._slots.take(name, job.adapter, at):
+        if job.adapter and not self.slots.submit(name, job.adapter, at):
             live.deferred = True
         else:
             self._scheduler.submit(request)
@@ -302,7 +301,7 @@ class Engine:
         self._fresh.pop(name, None)
         if live.deferred:
             del self._live[name]
-            self._slots.drop(name, live.adapter)
+            self.slots.abort(name, live.adapter)
             return True
         self._cut(self._now)
         if self._leap:
@@ -314,7 +313,7 @@ class Engine:
         self._scheduler.abort(name)
         del self._live[name]
         if live.adapter:
-            self._slots.leave(live.adapter)
+            self.slots.finish(live.adapter)
         return True
 
     def look_ahead(self, at: float) -> None:
@@ -333,8 +332,8 @@ class Engine:
         lost = list(self._ids)
         self._busy_s = self.busy_s
         self._tokens = self.tokens
-        self._loads += self._slots.loads
-        self._changes += self._slots.changes + 1
+        self._loads += self.slots.loads
+        self._changes += self.slots.changes + 1
         self._since = self._now
         self._empty()
         return lost
@@ -343,9 +342,9 @@ class Engine:
         """Begin what is next: a load, steps that are alike, or one step."""
         hurried = False
         if self._slot_count:
-            adapter, hurried = self._next_load(at)
-            if adapter is not None and not hurried:
-                self._load(adapter, at)
+            load, hurried = self._next_load(at)
+            if load is not None and not hurried:
+                self._load(load, at)
                 return
         scheduler = self._scheduler
         steps = 0 if hurried else scheduler.alike()
@@ -370,7 +369,7 @@ class Engine:
         self.preempted += self._due_preempted
         if self._leap:
             self._scheduler.leap(self._leap)
-        if self._slots.loading is not None:
+        if self.slots.loading is not None:
             self._loaded_at = at
             self._let_in(at)
         for name in self._due_first:
@@ -387,35 +386,36 @@ class Engine:
         if self._slot_count and not self._live:
             self._look_ahead(at)
 
-    def _next_load(self, at: float) -> tuple[str | None, bool]:
+    def _next_load(self, at: float) -> tuple[Load | None, bool]:
         """What to load next, and whether requests that run have to get some time before."""
-        scheduler, slots = self._scheduler, self._slots
+        scheduler, slots = self._scheduler, self.slots
         if slots.deferred:
             self._let_in(at)
-        pause_s, adapter = self._load_s, slots.next()
-        if adapter is None:
-            pause_s, adapter = PREFETCH_PAUSE * self._load_s, slots.ahead(at)
+        load = slots.next(at)
+        if load is None:
+            return None, False
+        pause_s = self._load_s * (1.0 if load[0].waiting else PREFETCH_PAUSE)
         busy = scheduler.running + scheduler.waiting > 0
-        return adapter, adapter is not None and busy and at < self._loaded_at + pause_s
+        return load, busy and at < self._loaded_at + pause_s
 
-    def _load(self, adapter: str, at: float) -> None:
+    def _load(self, load: Load, at: float) -> None:
         """Begin to load an adapter."""
-        self._slots.load(adapter, at)
+        self.slots.begin_load(*load)
         self._end = at + self._load_s
 
     def _look_ahead(self, at: float) -> None:
         """Load ahead of requests: at once where nobody is here, else the next step says."""
-        adapter = self._slots.ahead(at)
-        if adapter is None:
+        load = self.slots.next(at)
+        if load is None or load[0].waiting:
             return
         if self._live:
             self._cut(at)
         elif self._end == math.inf:
-            self._load(adapter, at)
+            self._load(load, at)
 
     def _let_in(self, at: float) -> None:
         """Who waited for an adapter that is loaded joins the queue."""
-        for name in self._slots.enter(at):
+        for name in self.slots.admit_waiting(at):
             live = self._live[name]
             live.deferred = False
             self._scheduler.submit(live.request)
@@ -423,7 +423,7 @@ class Engine:
     def _leave(self, live: _Live, at: float) -> None:
         del self._ids[live.number]
         if live.adapter:
-            self._slots.leave(live.adapter)
+            self.slots.finish(live.adapter)
         self._events.append(Event(at, live.number, Kind.DONE, live.first_at, live.request.cached_tokens))
 
     def _cut(self, at: float) -> None:

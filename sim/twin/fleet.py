@@ -23,7 +23,6 @@ from policy.scaling.view import Supply
 from policy.types import Load, Replica, ReplicaPhase, StartPath
 from policy.wire.heartbeat import Heartbeat
 from policy.wire.reports import EngineReport
-from sim.twin.adapter_slots import GuardRule
 from sim.twin.engine import Engine
 from sim.twin.record import Span
 from sim.twin.scenario import Scenario
@@ -39,8 +38,8 @@ _WAKE_PART = 0.1
 class TwinReplica:
     """One replica: its life as it will be reported, its engine, and what a gateway knows of it.
 
-    ``places`` are the requests that are there. ``leave_by`` is when a drain is cut off. ``rule`` is what it
-    does with its slots for adapters, and ``told`` the change of what is loaded that a gateway was told of.
+    ``places`` are the requests that are there. ``leave_by`` is when a drain is cut off. ``told`` is the
+    change of the loaded adapters that a gateway last received.
     """
 
     __slots__ = (
@@ -48,7 +47,6 @@ class TwinReplica:
         "key",
         "leave_by",
         "places",
-        "rule",
         "slow",
         "span",
         "state",
@@ -57,11 +55,10 @@ class TwinReplica:
         "view",
     )
 
-    def __init__(self, key: LayerKey, span: Span, engine: Engine, rule: GuardRule, view: Candidate) -> None:
+    def __init__(self, key: LayerKey, span: Span, engine: Engine, view: Candidate) -> None:
         self.key = key
         self.span = span
         self.engine = engine
-        self.rule = rule
         self.told = 0
         self.view = view
         self.state = ReplicaPhase.STARTING
@@ -298,17 +295,15 @@ class Fleet:
         self._spans.append(span)
         timing, adapters = self._timings[key.shape], self.spec.adapters
         cached = {**self.spec.engine_args, **shape.engine_args}.get("enable_prefix_caching", True)
-        rule = GuardRule()
         engine = Engine(
             timing,
-            rule=rule,
             slots=0 if adapters is None else adapters.slots_per_replica,
             adapter_load_s=self._world.adapter_load_s,
             prefix_tokens=timing.limits.kv_tokens if cached else None,
         )
         name = f"{key.model}-{key.shape}-{number}"
         view = Candidate(name, hash_name(name), bound=shape.max_in_flight, timing=timing)
-        runner = TwinReplica(key, span, engine, rule, view)
+        runner = TwinReplica(key, span, engine, view)
         self._all.append(runner)
         return runner
 

@@ -21,13 +21,15 @@ from policy.config.deployment import Budget, Deployment, ModelSpec, Shape
 from policy.config.gpu_sharing import gpu_group_of
 from policy.engine.power import PowerModel, power_model_of
 from policy.engine.profiles import kind_and_size, price_of
-from policy.placement.plan import Host
+from policy.placement.plan import PLAN_PERIOD_S, Host
 from policy.scaling.view import Policy
 from policy.signals.aggregator import SignalAggregator
 from policy.types import ReplicaPhase
+from policy.wire.heartbeat import HEARTBEAT_PERIOD_S
+from policy.wire.load import COALESCE_S
 from policy.wire.reports import GatewayReport
 from sim.arrival import Arrival
-from sim.twin.adapter_placement import BEAT_S, LINE_S, PLAN_S, TwinPlacement
+from sim.twin.adapter_placement import TwinPlacement
 from sim.twin.controller import TwinController
 from sim.twin.engine import Kind
 from sim.twin.fleet import Fleet, TwinReplica, stays
@@ -112,7 +114,7 @@ class _Run:
             self._push(slow.at, "slow", slow.model or self._first, index)
         self._push(TELL_S, "tell", "", 0)
         for name in self._placings:
-            self._push(BEAT_S, "beat", name, 1)
+            self._push(HEARTBEAT_PERIOD_S, "beat", name, 1)
         said_at = at = 0.0
         events = self._events
         while upcoming is not None or self._open:
@@ -185,7 +187,7 @@ class _Run:
             self._look(subject, desk, at)
         elif kind == "beat":
             self._place(subject, detail, at)
-            self._push(at + BEAT_S, "beat", subject, detail + 1)
+            self._push(at + HEARTBEAT_PERIOD_S, "beat", subject, detail + 1)
         elif kind == "crash":
             desk = self._desks[subject]
             for place in self._fleets[subject].crash(at):
@@ -245,7 +247,7 @@ class _Run:
         runner.view.kv_used = runner.engine.kv_used
         if runner.told != runner.engine.adapter_changes:
             runner.told = runner.engine.adapter_changes
-            self._push(at + LINE_S, "line", runner, 0)
+            self._push(at + COALESCE_S, "line", runner, 0)
         if runner.state is not ReplicaPhase.STOPPED:
             fleet.watch(runner)
         if freed and desk.queued:
@@ -301,10 +303,10 @@ class _Run:
     def _place(self, model: str, beat: int, at: float) -> None:
         """The replicas tell what adapters they were asked for, and hear what to hold by the last plan."""
         placing, fleet = self._placings[model], self._fleets[model]
-        if not beat % round(PLAN_S / BEAT_S):
+        if not beat % round(PLAN_PERIOD_S / HEARTBEAT_PERIOD_S):
             placing.replan((self._host(runner, at) for runner in fleet if stays(runner)), at)
         for runner in fleet.serving:
-            placing.beat(runner.view.id, runner.rule, len(runner.places), at)
+            placing.beat(runner.view.id, runner.engine.slots, len(runner.places), at)
             runner.engine.look_ahead(at)
             fleet.watch(runner)
 

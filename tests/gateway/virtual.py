@@ -32,7 +32,8 @@ from policy.engine.scheduler import Scheduler
 from policy.errors import Refusal
 from policy.request import Request
 from policy.types import Load, Priority, Replica, ReplicaPhase
-from serve.engine.guard import COALESCE_S, HEARTBEAT_S, LoadLine
+from policy.wire.load import COALESCE_S
+from serve.engine.guard import HEARTBEAT_S, LoadLine
 
 # From the gateway to a replica and back, each.
 WAY_S = 0.001

@@ -1,8 +1,7 @@
-"""A replica's adapters: loaded once however many requests wait, and unloaded when no request uses them.
+"""Load and unload the adapters of one engine, by the rules of :mod:`policy.placement.slots`.
 
-Requests hold a :class:`serve.engine.adapters.lease.AdapterLease` from before the engine sees them until it is
-done with them. One task loads and unloads, one adapter at a time; files are fetched and read before, beside
-it.
+A request holds an :class:`AdapterLease` from before the engine sees it until the engine has finished it. One
+task loads and unloads, one adapter at a time. Files are fetched and read concurrently, before the load.
 """
 
 from __future__ import annotations
@@ -12,28 +11,71 @@ import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from policy.errors import AdapterRefused, EngineFailed
-from policy.wire.catalog import served_name
+from policy.placement.slots import PREFETCH_PAUSE, AdapterSlots, SlotEntry, SlotState
 from policy.wire.heartbeat import AdapterRef, AdapterUse
-from serve.engine.adapters.lease import AdapterLease
 from serve.engine.adapters.load_failures import LoadFailures
-from serve.engine.adapters.slots import AdapterSlot, Slots, SlotState
 from serve.engine.adapters.usage import AdapterUsage
 from serve.engine.port import Engine
 
-# The books are compared with the engine, and what failed is prefetched again, so often.
+# How often the slots are compared with the engine, and failed prefetches are tried again.
 CHECK_S = 10.0
-# Between two prefetches pass so many times the seconds that the first took.
-PREFETCH_PAUSE = 4.0
 
 log = logging.getLogger("tidegate.adapters")
 
 
+@dataclass(frozen=True, slots=True)
+class LocalFiles:
+    """The files of one adapter in the directory ``path``; fetching them took ``fetch_s`` seconds."""
+
+    path: Path
+    fetch_s: float
+
+
+Entry = SlotEntry[AdapterRef, "asyncio.Future[float]", LocalFiles]
+Slots = AdapterSlots[AdapterRef, "asyncio.Future[float]", LocalFiles]
+
+
+class AdapterLease:
+    """A request's use of an adapter, which must be released.
+
+    ``arrival`` is ``None`` if the engine may see the request at once. Otherwise it resolves to the instant
+    when it may, or raises :class:`policy.errors.AdapterRefused` or :class:`policy.errors.EngineFailed`.
+    """
+
+    def __init__(
+        self,
+        entry: Entry,
+        arrival: asyncio.Future[float] | None,
+        at: float,
+        released: Callable[[AdapterLease, Entry, float | None], None],
+    ) -> None:
+        self.arrival = arrival
+        self._entry = entry
+        self._at = at
+        self._on_release = released
+        self._released = False
+
+    def release(self) -> None:
+        """The request has finished, or waits no longer; a second call has no effect."""
+        if self._released:
+            return
+        self._released = True
+        arrival = self.arrival
+        began: float | None = self._at
+        if arrival is not None:
+            arrival.cancel()
+            refused = arrival.cancelled() or arrival.exception() is not None
+            began = None if refused else arrival.result()
+        self._on_release(self, self._entry, began)
+
+
 class AdapterFiles(Protocol):
-    """Where the files are; see :class:`serve.engine.adapters.files.AdapterFileCache`."""
+    """Source of adapter files; see :class:`serve.engine.adapters.files.AdapterFileCache`."""
 
     async def fetch(self, digest: str) -> Path:
         """The directory of the adapter; raises :class:`policy.errors.AdapterRefused`."""
@@ -45,7 +87,10 @@ class AdapterFiles(Protocol):
 
 
 class AdapterLoader:
-    """The slots of one engine. :meth:`run` must run for anything to be loaded."""
+    """The adapters of one engine. Nothing is loaded unless :meth:`run` runs.
+
+    ``engine`` is the lock to hold while no adapter may be loaded or unloaded.
+    """
 
     def __init__(
         self,
@@ -59,20 +104,19 @@ class AdapterLoader:
         self._files = files
         self._clock = clock
         self._sleep = sleep
-        self._slots = Slots(engine.adapter_slots)
+        self._slots: Slots = AdapterSlots(engine.adapter_slots)
         self._failures = LoadFailures()
-        self._uses = AdapterUsage()
-        self._fetches: dict[AdapterSlot, asyncio.Task[None]] = {}
-        self._ahead: AdapterSlot | None = None
+        self._usage = AdapterUsage()
+        self._fetches: dict[Entry, asyncio.Task[None]] = {}
+        self._prefetching: Entry | None = None
         self._prefetch_at = 0.0
         self._wake = asyncio.Event()
-        # Held by whoever needs that nothing is loaded or unloaded.
         self.engine = asyncio.Lock()
         self._settled = asyncio.Event()
         self._changed: Callable[[], None] = lambda: None
 
     def watch(self, changed: Callable[[], None]) -> None:
-        """Call ``changed`` whenever what is loaded or refused has changed."""
+        """Call ``changed`` whenever the loaded or the refused adapters have changed."""
         self._changed = changed
 
     def refused(self) -> tuple[str, ...]:
@@ -80,47 +124,46 @@ class AdapterLoader:
         return self._failures.names(self._clock())
 
     def uses(self) -> tuple[AdapterUse, ...]:
-        """What was done with each adapter since the last call, and how many requests wait for a slot now."""
-        for adapter in self._slots.asked_for():
-            if adapter.path is not None:
-                self._uses.add(adapter.name, adapter.digest, waiting=len(adapter.waiting))
-        return self._uses.take()
+        """The usage of each adapter since the last call, with the requests that wait for a slot now."""
+        for entry in self._slots.queued():
+            if entry.files is not None:
+                self._count(entry.adapter, waiting=len(entry.waiting))
+        uses = self._usage.pending()
+        self._usage.clear()
+        return uses
 
-    def hold(self, wanted: Sequence[AdapterRef]) -> None:
-        """Keep these loaded rather than others, and load them ahead of requests, in this order."""
-        self._slots.hold(wanted[: self._slots.capacity])
-        self._stir()
+    def hold(self, planned: Sequence[AdapterRef]) -> None:
+        """Prefer these adapters, the most valuable first, and load them ahead of requests."""
+        self._slots.plan(planned[: self._slots.capacity])
+        self._wake_loader()
 
     async def settled(self) -> None:
-        """Return when everything that is held has been loaded or refused, as far as there is room."""
+        """Return when every planned adapter is loaded or refused, as far as there are slots."""
         await self._settled.wait()
 
     def claim(self, name: str, digest: str) -> AdapterLease:
-        """A part in version ``digest`` of ``name``, which must be released.
+        """A lease of version ``digest`` of ``name``.
 
-        Raises :class:`policy.errors.AdapterRefused` when its load failed lately, or nothing is loaded here.
+        Raises :class:`policy.errors.AdapterRefused` if its last load failed a short time ago, or if there are
+        no slots.
         """
-        now, served = self._clock(), served_name(name, digest)
-        known = self._slots.get(served)
-        here = known is not None and known.state is SlotState.LOADED
-        self._uses.add(name, digest, requests=1, found=int(here))
+        now, ref = self._clock(), AdapterRef(name=name, digest=digest)
+        known = self._slots.get(ref)
+        loaded = known is not None and known.state is SlotState.LOADED
+        self._count(ref, requests=1, found=int(loaded))
         if not self._slots.capacity:
             raise AdapterRefused("no_slots", "this replica loads no adapters")
-        if (refused := self._failures.standing(served, now)) is not None:
-            raise refused
-        adapter = self._slots.enter(AdapterRef(name=name, digest=digest))
-        adapter.rate.add(now)
-        if here and not self._slots.yields(adapter, now):
-            adapter.users += 1
-            return AdapterLease(adapter, None, now, self._left)
-        if not adapter.waiting:
-            adapter.since = now
+        if (refusal := self._failures.standing(ref.served, now)) is not None:
+            raise refusal
+        entry = self._slots.track(ref)
+        if self._slots.claim(entry, now):
+            return AdapterLease(entry, None, now, self._release)
         arrival: asyncio.Future[float] = asyncio.get_running_loop().create_future()
-        adapter.waiting[arrival] = None
-        if adapter.state is SlotState.WANTED:
-            self._fetch(adapter)
-        self._stir()
-        return AdapterLease(adapter, arrival, now, self._left)
+        self._slots.wait(entry, arrival, now)
+        if entry.state is SlotState.ABSENT:
+            self._fetch(entry)
+        self._wake_loader()
+        return AdapterLease(entry, arrival, now, self._release)
 
     async def run(self) -> None:
         """Load and unload until cancelled; raises :class:`policy.errors.EngineFailed`."""
@@ -129,12 +172,13 @@ class AdapterLoader:
             while True:
                 self._wake.clear()
                 async with self.engine:
-                    self._admit()
                     now = self._clock()
+                    for entry in self._slots.admissible(now):
+                        self._admit(entry)
                     pause_s = self._prefetch_at - now
                     step = self._slots.next(now)
                     if step is not None and (step[0].waiting or pause_s <= 0):
-                        await self._bring(*step)
+                        await self._load(*step)
                         checked = self._clock()
                         continue
                     if now - checked >= CHECK_S:
@@ -142,7 +186,7 @@ class AdapterLoader:
                         checked = now
                         continue
                 if pause_s <= 0:
-                    self._look_ahead(now)
+                    self._prefetch(now)
                     if not self._fetches:
                         self._settled.set()
                 with contextlib.suppress(TimeoutError):
@@ -151,146 +195,143 @@ class AdapterLoader:
         finally:
             for task in self._fetches.values():
                 task.cancel()
-            for adapter in self._slots:
-                self._answer(adapter, lambda: EngineFailed("the engine ended"))
+            for entry in self._slots:
+                self._reject(entry, lambda: EngineFailed("the engine ended"))
 
-    async def _bring(self, adapter: AdapterSlot, victim: AdapterSlot | None) -> None:
+    async def _load(self, entry: Entry, victim: Entry | None) -> None:
         if victim is not None:
             await self._unload(victim)
-        adapter.state = SlotState.LOADING
-        assert adapter.path is not None
+        self._slots.set_state(entry, SlotState.LOADING)
+        assert entry.files is not None
         began = self._clock()
         try:
-            await self._engine.load(adapter.served, adapter.path)
+            await self._engine.load(entry.adapter.served, entry.files.path)
         except AdapterRefused as error:
-            adapter.state = SlotState.WANTED
-            self._fail(adapter, error)
-            took_s = self._clock() - began
+            self._slots.set_state(entry, SlotState.ABSENT)
+            self._fail(entry, error)
+            load_s = self._clock() - began
         else:
-            adapter.state = SlotState.LOADED
-            took_s = self._clock() - began
-            adapter.load_s += took_s
-            self._failures.forget(adapter.served)
-            load_s = adapter.files_s + adapter.load_s
-            self._uses.add(adapter.name, adapter.digest, loads=1, load_s=load_s)
-            # They had their turn, whoever has waited for another since.
-            self._let_in(adapter)
+            self._slots.set_state(entry, SlotState.LOADED)
+            load_s = self._clock() - began
+            entry.load_s += load_s
+            self._failures.forget(entry.adapter.served)
+            self._count(entry.adapter, loads=1, load_s=entry.files.fetch_s + entry.load_s)
+            # Requests that waited for this load use it even if others have waited longer for a slot.
+            self._admit(entry)
             self._changed()
-        # Only a load makes an engine evict by itself.
+        # An engine evicts by itself only while it loads.
         await self._reconcile()
         if self._engine.stats().running:
-            # Requests that run get as many steps as the load took from them; prefetches take fewer.
-            self._prefetch_at = max(self._prefetch_at, self._clock() + PREFETCH_PAUSE * took_s)
-            await self._sleep(took_s)
+            # Running requests get as much time as the load took, and more before a prefetch.
+            self._prefetch_at = max(self._prefetch_at, self._clock() + PREFETCH_PAUSE * load_s)
+            await self._sleep(load_s)
 
-    async def _unload(self, victim: AdapterSlot) -> None:
-        victim.state = SlotState.LEAVING
+    async def _unload(self, victim: Entry) -> None:
+        self._slots.set_state(victim, SlotState.UNLOADING)
         self._changed()
-        await self._engine.unload(victim.served)
-        victim.state = SlotState.WANTED
-        victim.path = None
+        await self._engine.unload(victim.adapter.served)
+        self._slots.set_state(victim, SlotState.ABSENT)
+        victim.files = None
         if victim.waiting:
             self._fetch(victim)
-        self._slots.settle(victim)
+        self._slots.prune(victim)
 
     async def _reconcile(self) -> None:
-        """Make the books true, whatever the engine did by itself; what requests use is loaded again."""
+        """Follow what the engine evicted by itself; an adapter that requests use is loaded again."""
         if not self._slots.capacity:
             return
-        there = await self._engine.loaded()
-        booked = {adapter.served: adapter for adapter in self._slots if adapter.state is SlotState.LOADED}
-        for served in there - booked.keys():
+        actual = await self._engine.loaded()
+        expected = {entry.adapter.served: entry for entry in self._slots if entry.state is SlotState.LOADED}
+        for served in actual - expected.keys():
             await self._engine.unload(served)
-        for served in booked.keys() - there:
-            adapter = booked[served]
-            log.warning("%s: the engine lost it", served)
-            if not adapter.users:
-                await self._unload(adapter)
+        for served in expected.keys() - actual:
+            entry = expected[served]
+            log.warning("%s: the engine has evicted it", served)
+            if not entry.users:
+                await self._unload(entry)
                 continue
-            assert adapter.path is not None
+            assert entry.files is not None
             try:
-                await self._engine.load(served, adapter.path)
+                await self._engine.load(served, entry.files.path)
             except AdapterRefused as error:
                 log.warning("%s: %s: %s", served, error.code, error)
 
-    def _admit(self) -> None:
-        """Let in who waits for what is loaded by now."""
-        for adapter in self._slots:
-            waits = adapter.waiting and adapter.state is SlotState.LOADED
-            if waits and not self._slots.yields(adapter, self._clock()):
-                self._let_in(adapter)
-
-    def _let_in(self, adapter: AdapterSlot) -> None:
+    def _admit(self, entry: Entry) -> None:
+        """Let all that wait for the loaded ``entry`` use it."""
         now = self._clock()
-        for arrival in adapter.waiting:
-            if not arrival.done():
+        for arrival in self._slots.admit(entry):
+            if arrival.done():
+                self._slots.release(entry)
+            else:
                 arrival.set_result(now)
-                adapter.users += 1
-        adapter.waiting.clear()
 
-    def _look_ahead(self, now: float) -> None:
-        """Fetch the files of the next adapter that is held and not here: one at a time, for nobody waits."""
-        if self._ahead is not None:
+    def _prefetch(self, now: float) -> None:
+        """Fetch the files of the next planned adapter that is not loaded, one adapter at a time."""
+        if self._prefetching is not None:
             return
-        for adapter in self._slots.ahead(now):
-            if adapter.path is None and self._failures.standing(adapter.served, now) is None:
-                self._ahead = adapter
-                self._fetch(adapter)
+        for entry in self._slots.prefetchable(now):
+            if entry.files is None and self._failures.standing(entry.adapter.served, now) is None:
+                self._prefetching = entry
+                self._fetch(entry)
                 return
 
-    def _fetch(self, adapter: AdapterSlot) -> None:
-        if adapter.path is None and adapter not in self._fetches:
-            self._fetches[adapter] = asyncio.create_task(self._fetched(adapter))
+    def _fetch(self, entry: Entry) -> None:
+        if entry.files is None and entry not in self._fetches:
+            self._fetches[entry] = asyncio.create_task(self._fetched(entry))
 
-    async def _fetched(self, adapter: AdapterSlot) -> None:
+    async def _fetched(self, entry: Entry) -> None:
         began = self._clock()
         try:
-            path = await self._files.fetch(adapter.digest)
+            path = await self._files.fetch(entry.adapter.digest)
             found = self._clock()
             await self._files.warm(path)
         except AdapterRefused as error:
-            self._fail(adapter, error)
+            self._fail(entry, error)
         except Exception as error:
-            # Whatever its files are, the other adapters must be served.
-            log.exception("%s: its files", adapter.served)
-            self._fail(adapter, AdapterRefused("files_missing", repr(error)))
+            # An unforeseen error of one adapter's files must not end the loader.
+            log.exception("%s: fetching its files failed", entry.adapter.served)
+            self._fail(entry, AdapterRefused("files_missing", repr(error)))
         else:
-            adapter.path = path
-            adapter.files_s, adapter.load_s = found - began, self._clock() - found
+            entry.files = LocalFiles(path, found - began)
+            entry.load_s = self._clock() - found
         finally:
-            del self._fetches[adapter]
-            if self._ahead is adapter:
-                self._ahead = None
-            self._settle(adapter)
+            del self._fetches[entry]
+            if self._prefetching is entry:
+                self._prefetching = None
+            self._prune(entry)
 
-    def _fail(self, adapter: AdapterSlot, error: AdapterRefused) -> None:
-        log.warning("%s: %s: %s", adapter.served, error.code, error)
-        adapter.path = None
-        self._failures.add(adapter.served, error, self._clock())
-        self._uses.add(adapter.name, adapter.digest, failed=f"{error.code}: {error}")
-        self._answer(adapter, lambda: AdapterRefused(error.code, str(error)))
-        self._slots.settle(adapter)
+    def _fail(self, entry: Entry, error: AdapterRefused) -> None:
+        served = entry.adapter.served
+        log.warning("%s: %s: %s", served, error.code, error)
+        entry.files = None
+        self._failures.add(served, error, self._clock())
+        self._count(entry.adapter, failed=f"{error.code}: {error}")
+        self._reject(entry, lambda: AdapterRefused(error.code, str(error)))
+        self._slots.prune(entry)
         self._changed()
 
-    def _answer(self, adapter: AdapterSlot, error: Callable[[], Exception]) -> None:
-        for arrival in adapter.waiting:
+    def _reject(self, entry: Entry, error: Callable[[], Exception]) -> None:
+        for arrival in self._slots.reject(entry):
             if not arrival.done():
                 arrival.set_exception(error())
-        adapter.waiting.clear()
 
-    def _left(self, adapter: AdapterSlot, granted: float | None) -> None:
-        """A request left, which had its adapter since ``granted``, or waited for it."""
-        if granted is not None:
-            adapter.users -= 1
-            self._uses.add(adapter.name, adapter.digest, busy_s=self._clock() - granted)
-        self._settle(adapter)
+    def _release(self, lease: AdapterLease, entry: Entry, began: float | None) -> None:
+        """A request ended that used its adapter since ``began``, or one that waited (``None``)."""
+        if began is not None:
+            self._slots.release(entry)
+            self._count(entry.adapter, busy_s=self._clock() - began)
+        elif lease.arrival is not None:
+            self._slots.drop(entry, lease.arrival)
+        self._prune(entry)
 
-    def _settle(self, adapter: AdapterSlot) -> None:
-        """What nobody waits for any more takes no slot."""
-        if adapter not in self._fetches:
-            self._slots.settle(adapter)
-        self._stir()
+    def _count(self, ref: AdapterRef, **counts: Any) -> None:
+        self._usage.add(AdapterUse(name=ref.name, digest=ref.digest, **counts))
 
-    def _stir(self) -> None:
+    def _prune(self, entry: Entry) -> None:
+        if entry not in self._fetches:
+            self._slots.prune(entry)
+        self._wake_loader()
+
+    def _wake_loader(self) -> None:
         self._settled.clear()
         self._wake.set()

@@ -14,12 +14,14 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from policy.engine.model import Timing
-from policy.placement.plan import Host
+from policy.placement.plan import PLAN_PERIOD_S, Host
 from policy.request import Request
 from policy.routing.router import Candidate, CostEstimate, Router, Settings
+from policy.wire.heartbeat import HEARTBEAT_PERIOD_S
+from policy.wire.load import COALESCE_S
 from sim.arrival import Arrival
-from sim.twin.adapter_placement import BEAT_S, LINE_S, PLAN_S, TwinPlacement
-from sim.twin.adapter_slots import EvictionRule, GuardRule, LeastRecentlyUsed
+from sim.twin.adapter_placement import TwinPlacement
+from sim.twin.adapter_slots import InTurnSlots, LeastRecentlyUsedSlots, TwinSlots
 from sim.twin.engine import Engine
 
 
@@ -30,24 +32,23 @@ class ReplicaSetup(NamedTuple):
     slots: int
     load_s: float
 
-    def engine(self, rule: EvictionRule) -> Engine:
+    def engine(self, slot_rules: type[TwinSlots]) -> Engine:
         """The engine of one replica."""
-        return Engine(self.timing, slots=self.slots, adapter_load_s=self.load_s, rule=rule)
+        return Engine(self.timing, slots=self.slots, adapter_load_s=self.load_s, slot_rules=slot_rules)
 
 
 class PlacementPolicy:
     """Where requests go; what it need not hear of it does not overwrite.
 
     ``in_flight`` counts what was sent to each replica and has not ended; who plays the policy keeps it.
+    ``slot_rules`` are the rules of the replicas' adapter slots.
     """
+
+    slot_rules: type[TwinSlots] = TwinSlots
 
     def __init__(self, replicas: int, rng: random.Random) -> None:
         self.in_flight = [0] * replicas
         self._rng = rng
-
-    def rule(self, replica: int) -> EvictionRule:
-        """What that replica does with its slots."""
-        raise NotImplementedError
 
     def choose(self, number: int, arrival: Arrival, at: float) -> int:
         """The replica for a request."""
@@ -74,20 +75,16 @@ class PlannedPlacement(PlacementPolicy):
     def __init__(self, replicas: int, rng: random.Random, equipment: ReplicaSetup) -> None:
         super().__init__(replicas, rng)
         self._equipment = equipment
-        self._rules = [GuardRule() for _ in range(replicas)]
         timing = equipment.timing
         self._views = [Candidate(f"r{i}", rng.getrandbits(64), timing=timing) for i in range(replicas)]
         self._router = Router(Settings(slots=equipment.slots))
         self._keys: dict[str, int] = {}
         self._sent: dict[int, tuple[Request, CostEstimate, float]] = {}
         self._lines: dict[int, float] = {}
-        self._beat_at = [rng.uniform(0.0, BEAT_S) for _ in range(replicas)]
-        self._plan_at = PLAN_S
+        self._beat_at = [rng.uniform(0.0, HEARTBEAT_PERIOD_S) for _ in range(replicas)]
+        self._plan_at = PLAN_PERIOD_S
         self._placing = TwinPlacement(equipment.load_s, self._key)
         self._homed: dict[str, list[float]] = {}
-
-    def rule(self, replica: int) -> GuardRule:
-        return self._rules[replica]
 
     def choose(self, number: int, arrival: Arrival, at: float) -> int:
         request = Request(
@@ -114,7 +111,7 @@ class PlannedPlacement(PlacementPolicy):
         self._router.timed(request, quote, at - sent, at)
 
     def changed(self, replica: int, at: float) -> None:
-        self._lines.setdefault(replica, at + LINE_S)
+        self._lines.setdefault(replica, at + COALESCE_S)
 
     def tick(self, replicas: Sequence[Engine], at: float) -> float:
         for i in [i for i, due in self._lines.items() if due <= at]:
@@ -122,12 +119,12 @@ class PlannedPlacement(PlacementPolicy):
             self._router.holds([self._key(each) for each in replicas[i].adapters], (), self._views[i].key)
         if self._plan_at <= at:
             self._replan(replicas, at)
-            self._plan_at += PLAN_S
+            self._plan_at += PLAN_PERIOD_S
         for i, due in enumerate(self._beat_at):
             if due <= at:
-                self._placing.beat(self._views[i].id, self._rules[i], self.in_flight[i], at)
-                self._beat_at[i] += BEAT_S
-        return min(at + LINE_S / 4, self._plan_at, *self._beat_at, *self._lines.values())
+                self._placing.beat(self._views[i].id, replicas[i].slots, self.in_flight[i], at)
+                self._beat_at[i] += HEARTBEAT_PERIOD_S
+        return min(at + COALESCE_S / 4, self._plan_at, *self._beat_at, *self._lines.values())
 
     def moves_per_min(self) -> float:
         return float(
@@ -176,8 +173,7 @@ CONTROL_S = 0.1
 class LeastLoaded(PlacementPolicy):
     """The fewest requests in flight, any of those; what waits for one adapter shares its load."""
 
-    def rule(self, replica: int) -> LeastRecentlyUsed:
-        return LeastRecentlyUsed(shares=True)
+    slot_rules = LeastRecentlyUsedSlots
 
     def choose(self, number: int, arrival: Arrival, at: float) -> int:
         least = min(self.in_flight)
@@ -194,15 +190,14 @@ class ServeMultiplex(PlacementPolicy):
     requests use stays.
     """
 
+    slot_rules = InTurnSlots
+
     def __init__(self, replicas: int, rng: random.Random) -> None:
         super().__init__(replicas, rng)
         self._pushed: list[frozenset[str]] = [frozenset()] * replicas
         self._known = list(self._pushed)
         self._push_at = [rng.uniform(0.0, PUSH_S) for _ in range(replicas)]
         self._control_at = rng.uniform(0.0, CONTROL_S)
-
-    def rule(self, replica: int) -> LeastRecentlyUsed:
-        return LeastRecentlyUsed(shares=False)
 
     def choose(self, number: int, arrival: Arrival, at: float) -> int:
         candidates = [i for i, models in enumerate(self._known) if arrival.adapter in models]

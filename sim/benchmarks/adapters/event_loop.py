@@ -47,7 +47,7 @@ def run_events(
     said: Callable[[int], None] = lambda sent: None,
 ) -> RunOutcome:
     """Send ``requests``, in the order of arrival, where ``policy`` says; ``said`` hears how many are sent."""
-    there = [equipment.engine(policy.rule(i)) for i in range(replicas)]
+    there = [equipment.engine(policy.slot_rules) for _ in range(replicas)]
     counts = [0] * replicas
     order = itertools.count()
     events = [(0.0, next(order), _Due.TICK, 0, 0), (requests[0].at, next(order), _Due.COMES, 0, 0)]

@@ -7,11 +7,12 @@ from typing import Any
 import msgspec
 import pytest
 
+from policy.placement.slots import HALF_LIFE_S
 from policy.types import Load, Replica, ReplicaPhase
 from policy.wire.catalog import served_name
 from policy.wire.heartbeat import AdapterRef, AdapterUse, Heartbeat
 from serve.adapters import usage as module
-from serve.adapters.usage import AGAIN_S, HALF_LIFE_S, REFUSING_S, WAITS_S, AdapterDemand, Usage
+from serve.adapters.usage import AGAIN_S, REFUSING_S, WAITS_S, AdapterDemand, Usage
 
 SQL = AdapterRef(name="sql", digest="a" * 64)
 SERVED = served_name(SQL.name, SQL.digest)

@@ -13,8 +13,9 @@ from policy.engine.step_samples import StepSample
 from policy.types import Load, Replica, ReplicaPhase
 from policy.wire.heartbeat import AdapterRef, AdapterUse, Heartbeat, Orders
 from policy.wire.reports import EngineReport, PowerReport
+from serve.engine.adapters.usage import MAX_VERSIONS, AdapterUsage
 from serve.host import heartbeat
-from serve.host.heartbeat import Uses, beat, collect, last_beat
+from serve.host.heartbeat import beat, last_beat
 
 SQL = "a" * 64
 
@@ -23,29 +24,18 @@ def use(name: str = "sql", **done: Any) -> AdapterUse:
     return AdapterUse(name=name, digest=SQL, **done)
 
 
-def test_uses_that_were_not_told_add_up() -> None:
-    kept: Uses = {}
-    collect(kept, (use(requests=1, found=1, busy_s=0.5), use("law", requests=2)))
-    collect(kept, (use(requests=2, loads=1, load_s=0.3, waiting=4), use(requests=1, failed="why", waiting=1)))
-    assert list(kept.values()) == [
-        use("law", requests=2),
-        use(requests=4, found=1, loads=1, load_s=0.3, failed="why", busy_s=0.5, waiting=1),
-    ]
-
-
-def test_a_load_that_succeeded_ends_the_failure_before_it_and_a_request_does_not() -> None:
-    kept: Uses = {}
-    collect(kept, (use(failed="why"), use(requests=1)))
-    assert kept["sql", SQL].failed == "why"
-    collect(kept, (use(loads=1),))
-    assert kept["sql", SQL].failed == ""
-
-
-def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heartbeat, "MAX_KEPT", 2)
-    kept: Uses = {}
-    collect(kept, tuple(use(f"a{i}", requests=1) for i in range(4)))
-    assert [name for name, _ in kept] == ["a2", "a3"]
+def test_usage_adds_up_until_it_is_reported_and_a_successful_load_ends_a_failure() -> None:
+    usage = AdapterUsage()
+    for each in (use(requests=1, found=1, busy_s=0.5), use("law", requests=2), use(failed="why")):
+        usage.add(each)
+    usage.add(use(requests=3, waiting=4))
+    expected = use(requests=4, found=1, failed="why", busy_s=0.5, waiting=4)
+    assert usage.pending() == (use("law", requests=2), expected)
+    usage.add(use(loads=1, load_s=0.3))
+    assert usage.pending()[1] == use(requests=4, found=1, loads=1, load_s=0.3, busy_s=0.5)
+    for number in range(MAX_VERSIONS):
+        usage.add(use(f"a{number}", requests=1))
+    assert (len(usage.pending()), usage.pending()[0].name) == (MAX_VERSIONS, "a0")
 
 
 class Host:

@@ -24,7 +24,7 @@ from sim.benchmarks.adapters.contenders import (
 )
 from sim.benchmarks.adapters.event_loop import RunOutcome, run_events
 from sim.twin.adapter_placement import TwinPlacement
-from sim.twin.adapter_slots import GuardRule
+from sim.twin.adapter_slots import TwinSlots
 from sim.twin.record import Record
 from sim.twin.run import simulate
 from sim.twin.scenario import Scenario
@@ -35,19 +35,21 @@ REPLICAS, SLOTS = 4, 8
 
 def test_what_is_asked_for_is_held_somewhere_after_a_plan_and_one_more_beat() -> None:
     placing = TwinPlacement(LOAD_S, hash_name)
-    rules = {name: GuardRule() for name in ("r0", "r1")}
+    replicas = {name: TwinSlots(8) for name in ("r0", "r1")}
     for second in range(10):
         for adapter in "abc":
-            rules["r0"].asked(adapter, float(second))
-    for name, rule in rules.items():
-        placing.beat(name, rule, 3, 10.0)
-        assert not rule.news, "it is said once"
-    placing.replan([Host(id=name, key=hash_name(name), slots=8) for name in rules], 10.0)
+            replicas["r0"].submit(f"{second}{adapter}", adapter, float(second))
+            replicas["r0"].abort(f"{second}{adapter}", adapter)
+    for name, slots in replicas.items():
+        placing.beat(name, slots, 3, 10.0)
+        assert not slots.requests, "it is said once"
+    placing.replan([Host(id=name, key=hash_name(name), slots=8) for name in replicas], 10.0)
     assert {home.name for home in placing.plan.homes} == set("abc")
-    assert all(rule.ahead((), (), free=True, at=10.0) is None for rule in rules.values())
-    for name, rule in rules.items():
-        placing.beat(name, rule, 3, 10.5)
-    first = {name: rule.ahead((), (), free=True, at=10.5) for name, rule in rules.items()}
+    assert all(slots.next(10.0) is None for slots in replicas.values())
+    for name, slots in replicas.items():
+        placing.beat(name, slots, 3, 10.5)
+    steps = {name: slots.next(10.5) for name, slots in replicas.items()}
+    first = {name: None if step is None else step[0].adapter for name, step in steps.items()}
     assert first == {name: next(iter(held), None) for name, held in placing.plan.hold.items()}
     assert set(first.values()) & set("abc")
 

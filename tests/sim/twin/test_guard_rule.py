@@ -1,4 +1,4 @@
-"""A guard's rule on the twin's engine: what is held stays, and what is asked for least goes."""
+"""Adapter slots in the simulator's engine: planned adapters stay, and the least requested are evicted."""
 
 from __future__ import annotations
 
@@ -10,34 +10,24 @@ from hypothesis import strategies as st
 
 from policy.engine.model import Timing
 from policy.engine.profiles import profile
-from sim.twin.adapter_slots import HALF_LIFE_S, Counts, EvictionRule, GuardRule, LeastRecentlyUsed
-from sim.twin.engine import PREFETCH_PAUSE, Engine, Job, Kind
+from policy.placement.slots import HALF_LIFE_S, PREFETCH_PAUSE
+from sim.twin.adapter_slots import InTurnSlots, LeastRecentlyUsedSlots, TwinSlots
+from sim.twin.engine import Engine, Job, Kind
 
 PROFILE = profile("sim-small")
 LOAD_S = 0.5
 
 
-def engine(rule: EvictionRule, slots: int = 2) -> Engine:
+def engine(rules: type[TwinSlots] = TwinSlots, slots: int = 2) -> Engine:
     timing = Timing(limits=PROFILE.limits(1), model=PROFILE.model)
-    return Engine(timing, slots=slots, adapter_load_s=LOAD_S, rule=rule)
+    return Engine(timing, slots=slots, adapter_load_s=LOAD_S, slot_rules=rules)
 
 
-def test_counts_halve_in_a_half_life_and_add_up_to_a_rate() -> None:
-    counts = Counts()
-    counts.add("a", 0.0, 4)
-    assert counts.of("a", HALF_LIFE_S) == pytest.approx(2.0)
-    counts.add("a", HALF_LIFE_S)
-    assert counts.of("a", HALF_LIFE_S) == pytest.approx(3.0) and list(counts) == ["a"]
-    for second in range(1000):
-        counts.add("steady", float(second), 5)
-    assert counts.rate("steady", 1000.0) == pytest.approx(5.0, rel=0.02)
-
-
-@pytest.mark.parametrize(("rule", "gone"), [(LeastRecentlyUsed(), "a"), (GuardRule(), "b")])
+@pytest.mark.parametrize(("rules", "gone"), [(LeastRecentlyUsedSlots, "a"), (TwinSlots, "b")])
 def test_the_least_recently_used_goes_for_others_and_the_least_asked_for_in_the_guard(
-    rule: EvictionRule, gone: str
+    rules: type[TwinSlots], gone: str
 ) -> None:
-    one = engine(rule)
+    one = engine(rules)
     for number, adapter in enumerate(("a", "a", "a", "b", "c")):
         one.submit(Job(number, 8, 1, adapter), 5.0 * number)
     one.advance(30.0)
@@ -45,9 +35,8 @@ def test_the_least_recently_used_goes_for_others_and_the_least_asked_for_in_the_
 
 
 def test_what_is_held_is_loaded_ahead_and_stays_until_it_is_held_no_more() -> None:
-    rule = GuardRule()
-    one = engine(rule)
-    rule.hold(["h"])
+    one = engine()
+    one.slots.plan(["h"])
     assert one.next_at() == float("inf"), "nobody has looked"
     one.look_ahead(1.0)
     assert (one.loading, one.adapters, one.next_at()) == ("h", (), 1.0 + LOAD_S)
@@ -57,18 +46,17 @@ def test_what_is_held_is_loaded_ahead_and_stays_until_it_is_held_no_more() -> No
         one.submit(Job(number, 8, 1, adapter), 10.0 + 5.0 * number)
     one.advance(30.0)
     assert "h" in one.adapters
-    rule.hold([])
+    one.slots.plan([])
     one.submit(Job(3, 8, 1, "d"), 100.0)
     one.advance(110.0)
     assert "h" not in one.adapters
 
 
 def test_what_is_asked_for_more_does_not_go_for_what_is_held() -> None:
-    rule = GuardRule()
-    one = engine(rule, slots=1)
+    one = engine(slots=1)
     one.submit(Job(0, 8, 1, "a"), 0.0)
     one.advance(5.0)
-    rule.hold(["h"])
+    one.slots.plan(["h"])
     one.look_ahead(5.0)
     assert (one.loading, one.adapters) == (None, ("a",))
     later = HALF_LIFE_S + 10.0  # asked for less than once in a minute by then
@@ -77,9 +65,8 @@ def test_what_is_asked_for_more_does_not_go_for_what_is_held() -> None:
 
 
 def test_who_comes_while_its_adapter_is_loaded_ahead_waits_for_that_load() -> None:
-    rule = GuardRule()
-    one = engine(rule)
-    rule.hold(["h"])
+    one = engine()
+    one.slots.plan(["h"])
     one.look_ahead(0.0)
     one.submit(Job(0, 8, 1, "h"), 0.1)
     assert (one.deferred, one.awaited) == (1, ("h",))
@@ -90,12 +77,11 @@ def test_who_comes_while_its_adapter_is_loaded_ahead_waits_for_that_load() -> No
 
 def test_those_that_run_get_more_time_before_a_load_that_nobody_waits_for() -> None:
     for held, pause in ((True, PREFETCH_PAUSE), (False, 1.0)):
-        rule = GuardRule()
-        one = engine(rule)
+        one = engine()
         one.submit(Job(0, 8, 2000, "a"), 0.0)
         one.tell(LOAD_S)
         if held:
-            rule.hold(["h"])
+            one.slots.plan(["h"])
             one.look_ahead(LOAD_S)
         else:
             one.submit(Job(1, 8, 1, "b"), LOAD_S)
@@ -107,8 +93,8 @@ def test_those_that_run_get_more_time_before_a_load_that_nobody_waits_for() -> N
 
 
 def test_in_turn_an_adapter_is_loaded_again_if_it_went() -> None:
-    for shares, loads in ((True, 4), (False, 5)):
-        one = engine(LeastRecentlyUsed(shares=shares))
+    for rules, loads in ((LeastRecentlyUsedSlots, 4), (InTurnSlots, 5)):
+        one = engine(rules)
         for number, adapter in enumerate(("a", "b", "c", "d", "a")):
             one.submit(Job(number, 8, 1, adapter), 0.0)
         assert len([event for event in one.advance(60.0) if event.kind is Kind.DONE]) == 5
@@ -116,12 +102,17 @@ def test_in_turn_an_adapter_is_loaded_again_if_it_went() -> None:
 
 
 @pytest.mark.slow
-@given(st.integers(0, 2**32), st.integers(1, 4), st.sampled_from(["shared", "in turn", "guard"]))
-def test_whatever_comes_ends_and_slots_are_never_exceeded(seed: int, slots: int, kind: str) -> None:
+@given(
+    st.integers(0, 2**32),
+    st.integers(1, 4),
+    st.sampled_from([LeastRecentlyUsedSlots, InTurnSlots, TwinSlots]),
+)
+def test_whatever_comes_ends_and_slots_are_never_exceeded(
+    seed: int, slots: int, rules: type[TwinSlots]
+) -> None:
     rng = random.Random(seed)  # noqa: S311 - chance, not secrecy
-    guard = GuardRule()
-    guard.hold(["4", "9"])
-    one = engine(guard if kind == "guard" else LeastRecentlyUsed(shares=kind == "shared"), slots)
+    one = engine(rules, slots)
+    one.slots.plan(["4", "9"])
     ended, at = [], 0.0
     for number in range(30):
         at += rng.expovariate(1.0)

@@ -1,132 +1,162 @@
-"""The twin's adapter slots: who waits for what, what is loaded next, and what goes for it."""
+"""Adapter slots in the simulator: they evict as a replica does; the baselines by their own rules."""
 
 from __future__ import annotations
 
 import random
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sim.twin.adapter_slots import PATIENCE_S, LeastRecentlyUsed, Slots
+from policy.placement.slots import PATIENCE_S
+from policy.wire.heartbeat import AdapterRef
+from sim.twin.adapter_slots import InTurnSlots, LeastRecentlyUsedSlots, TwinSlots
+from tests.serve.engine.fakes import User, quiet, replica, wanted
 
 
-def load(slots: Slots, at: float = 0.0) -> list[str]:
-    """Load what comes next: who may go on."""
-    adapter = slots.next()
-    assert adapter is not None
-    slots.load(adapter, at)
-    return slots.enter(at)
+def load(slots: TwinSlots, at: float = 0.0) -> list[str]:
+    """Load the next adapter; the requests that are admitted then."""
+    step = slots.next(at)
+    assert step is not None
+    slots.begin_load(*step)
+    return slots.admit_waiting(at)
 
 
-def test_who_finds_its_adapter_goes_on_and_others_wait_for_the_load() -> None:
-    slots = Slots(2, LeastRecentlyUsed())
-    assert not slots.take("1", "a", 0.0) and not slots.take("2", "a", 0.0)
-    assert (slots.deferred, slots.enter(0.0)) == (2, [])
+def next_adapter(slots: TwinSlots, at: float = 0.0) -> str | None:
+    step = slots.next(at)
+    return None if step is None else step[0].adapter
+
+
+@pytest.mark.parametrize("slots", [1, 2, 4])
+@pytest.mark.parametrize("seed", range(6))
+async def test_a_simulated_replica_loads_and_evicts_as_a_real_one(seed: int, slots: int) -> None:
+    rng = random.Random(seed)  # noqa: S311 - no secret is drawn
+    twin, log, using = TwinSlots(slots), [], dict[int, str]()
+
+    def settle(at: float) -> None:
+        """Let the simulated replica do all it can at ``at``."""
+        while True:
+            for request in twin.admit_waiting(at):
+                using[int(request)] = users[int(request)].letter
+            step = twin.next(at)
+            if step is None:
+                return
+            log.extend([f"-{step[1].adapter}"] if step[1] is not None else [])
+            log.append(f"+{step[0].adapter}")
+            twin.begin_load(*step)
+
+    async with replica(slots) as real:
+        users: list[User] = []
+        for _ in range(120):
+            real.clock.now += rng.choice([0.01, 0.5, 0.9 * PATIENCE_S, 20.0])
+            at, choice = real.clock.now, rng.random()
+            if choice < 0.55:
+                users.append(real.use(rng.choice("aaabbcdef")))
+                number, letter = len(users) - 1, users[-1].letter
+                if twin.submit(str(number), letter, at):
+                    using[number] = letter
+            elif choice < 0.9 and using:
+                number = rng.choice(list(using))
+                await users[number].stop()
+                twin.finish(using.pop(number))
+            else:
+                planned = rng.sample("abcdef", rng.randint(0, 3))[:slots]
+                real.adapters.hold(
+                    [AdapterRef(name=ref.name, digest=ref.digest) for ref in wanted("".join(planned))]
+                )
+                twin.plan(planned)
+            await quiet()
+            settle(at)
+            assert real.engine.log == log
+            assert {number for number, user in enumerate(users) if user.in_use} == set(using)
+        for user in users:
+            user.task.cancel()
+
+
+def test_requests_for_a_loaded_adapter_pass_those_that_wait_for_a_slot() -> None:
+    slots = LeastRecentlyUsedSlots(1)
+    assert not slots.submit("1", "a", 0.0) and not slots.submit("2", "a", 0.0)
+    assert (slots.deferred, slots.admit_waiting(0.0)) == (2, [])
     assert load(slots) == ["1", "2"]
-    assert slots.take("3", "a", 0.0)
-    assert (slots.deferred, slots.loads, slots.loaded, slots.next()) == (0, 1, ("a",), None)
+    assert not slots.submit("3", "b", 0.0)
+    assert slots.submit("4", "a", 0.0)
+    assert (slots.deferred, slots.loads, slots.loaded, slots.next(0.0)) == (1, 1, ("a",), None)
+    for _ in range(3):
+        slots.finish("a")
+    assert load(slots) == ["3"]
+    slots.submit("5", "c", 0.0)
+    slots.submit("6", "c", 0.0)
+    for request, left in (("5", 1), ("6", 0)):
+        slots.abort(request, "c")
+        assert slots.deferred == left
 
 
-def test_the_least_recently_used_goes() -> None:
-    slots = Slots(2, LeastRecentlyUsed())
+def test_the_least_recently_used_is_evicted() -> None:
+    slots = LeastRecentlyUsedSlots(2)
     for request, adapter in (("1", "a"), ("2", "b")):
-        slots.take(request, adapter, 0.0)
+        slots.submit(request, adapter, 0.0)
         load(slots)
-        slots.leave(adapter)
-    assert slots.take("3", "a", 0.0)
-    slots.leave("a")
-    slots.take("4", "c", 0.0)
+        slots.finish(adapter)
+    assert slots.submit("3", "a", 0.0)
+    slots.finish("a")
+    slots.submit("4", "c", 0.0)
     assert load(slots) == ["4"]
     assert slots.loaded == ("a", "c")
 
 
-def test_what_is_used_stays_and_who_finds_no_slot_waits() -> None:
-    slots = Slots(1, LeastRecentlyUsed())
-    slots.take("1", "a", 0.0)
-    load(slots)
-    assert not slots.take("2", "b", 0.0)
-    assert slots.next() is None
-    assert slots.take("3", "a", 0.0), "others pass it"
-    slots.leave("a")
-    assert slots.next() is None
-    slots.leave("a")
-    assert load(slots) == ["2"]
-
-
-def test_whoever_waits_for_long_comes_before_newcomers() -> None:
-    slots = Slots(1, LeastRecentlyUsed())
-    slots.take("1", "a", 0.0)
-    load(slots)
-    slots.take("2", "b", 1.0)
-    late = 1.0 + PATIENCE_S
-    assert slots.take("3", "a", late - 0.01)
-    assert not slots.take("4", "a", late)
-    assert slots.enter(late) == []
-    slots.leave("a")
-    slots.leave("a")
-    assert load(slots, late) == ["2"]
-    slots.leave("b")
-    assert load(slots, late) == ["4"]
-
-
-def test_who_gives_up_is_not_waited_for() -> None:
-    slots = Slots(1, LeastRecentlyUsed())
-    slots.take("1", "a", 0.0)
-    slots.take("2", "a", 0.0)
-    slots.drop("1", "a")
-    assert (slots.deferred, slots.next()) == (1, "a")
-    slots.drop("2", "a")
-    assert (slots.deferred, slots.next()) == (0, None)
-
-
-@given(st.integers(0, 2**32), st.integers(1, 4))
-def test_nobody_uses_what_is_not_loaded_and_everybody_has_their_turn(seed: int, capacity: int) -> None:
-    rng = random.Random(seed)  # noqa: S311 - no secret is drawn
-    slots, at = Slots(capacity, LeastRecentlyUsed()), 0.0
-    wants: dict[str, str] = {}
-    using: list[str] = []
-    for number in range(40):
-        at += rng.random()
-        wants[str(number)] = rng.choice("abcdef")
-        if slots.take(str(number), wants[str(number)], at):
-            using.append(str(number))
-        while using and rng.random() < 0.5:
-            slots.leave(wants[using.pop(rng.randrange(len(using)))])
-        using += slots.enter(at)
-        if slots.next() is not None:
-            using += load(slots, at)
-        assert len(slots.loaded) <= capacity
-        assert {wants[request] for request in using} <= set(slots.loaded)
-    for _ in range(2 * len(wants)):
-        while using:
-            slots.leave(wants[using.pop()])
-        using = slots.enter(at)
-        if slots.next() is not None:
-            using += load(slots, at)
-    assert slots.deferred == 0
-
-
-def test_in_turn_nobody_passes_those_in_front() -> None:
-    slots = Slots(1, LeastRecentlyUsed(shares=False))
-    for request, adapter in (("1", "a"), ("2", "b"), ("3", "a"), ("4", "c")):
-        assert not slots.take(request, adapter, 0.0)
-    for request, adapter in (("1", "a"), ("2", "b"), ("3", "a"), ("4", "c")):
-        assert slots.next() == adapter
+def test_in_turn_no_request_passes_those_in_front() -> None:
+    slots = InTurnSlots(1)
+    requests = (("1", "a"), ("2", "b"), ("3", "a"), ("4", "c"))
+    for request, adapter in requests:
+        assert not slots.submit(request, adapter, 0.0)
+    for request, adapter in requests:
+        assert next_adapter(slots) == adapter
         assert load(slots) == [request]
-        slots.leave(adapter)
+        slots.finish(adapter)
     assert (slots.loads, slots.awaited) == (4, ())
 
 
-def test_changes_count_what_goes_and_what_comes() -> None:
-    slots = Slots(1, LeastRecentlyUsed())
-    slots.take("1", "a", 0.0)
-    slots.load("a", 0.0)
-    assert (slots.loading, slots.loaded, slots.changes) == ("a", (), 0)
-    slots.enter(1.0)
-    assert (slots.loading, slots.loaded, slots.changes) == (None, ("a",), 1)
-    slots.leave("a")
-    slots.take("2", "b", 2.0)
-    slots.load("b", 2.0)
-    assert (slots.loaded, slots.changes) == ((), 2)
-    slots.enter(3.0)
-    assert (slots.loaded, slots.changes) == (("b",), 3)
+def test_changes_count_evictions_and_ended_loads() -> None:
+    slots = TwinSlots(1)
+    for request, adapter, changes in (("1", "a", 0), ("2", "b", 2)):
+        slots.submit(request, adapter, 0.0)
+        step = slots.next(0.0)
+        assert step is not None
+        slots.begin_load(*step)
+        assert (slots.loading, slots.loaded, slots.changes) == (adapter, (), changes)
+        slots.admit_waiting(1.0)
+        assert (slots.loading, slots.loaded, slots.changes) == (None, (adapter,), changes + 1)
+        slots.finish(adapter)
+
+
+@given(
+    st.integers(0, 2**32),
+    st.integers(1, 4),
+    st.sampled_from([TwinSlots, LeastRecentlyUsedSlots, InTurnSlots]),
+)
+def test_requests_use_loaded_adapters_only_and_all_are_served(
+    seed: int, capacity: int, rules: type[TwinSlots]
+) -> None:
+    rng = random.Random(seed)  # noqa: S311 - no secret is drawn
+    slots, at = rules(capacity), 0.0
+    adapters: dict[str, str] = {}
+    using: list[str] = []
+    for number in range(40):
+        at += rng.random()
+        adapters[str(number)] = rng.choice("abcdef")
+        if slots.submit(str(number), adapters[str(number)], at):
+            using.append(str(number))
+        while using and rng.random() < 0.5:
+            slots.finish(adapters[using.pop(rng.randrange(len(using)))])
+        using += slots.admit_waiting(at)
+        if slots.next(at) is not None:
+            using += load(slots, at)
+        assert len(slots.loaded) <= capacity
+        assert {adapters[request] for request in using} <= set(slots.loaded)
+    for _ in range(2 * len(adapters)):
+        while using:
+            slots.finish(adapters[using.pop()])
+        using = slots.admit_waiting(at)
+        if slots.next(at) is not None:
+            using += load(slots, at)
+    assert slots.deferred == 0

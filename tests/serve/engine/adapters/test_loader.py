@@ -8,10 +8,10 @@ import random
 import pytest
 
 from policy.errors import AdapterRefused, EngineFailed
+from policy.placement.slots import HALF_LIFE_S, PATIENCE_S, PREFETCH_PAUSE
 from policy.wire.heartbeat import AdapterUse
 from serve.engine.adapters import loader
 from serve.engine.adapters.load_failures import BACKOFF
-from serve.engine.adapters.slots import HALF_LIFE_S, PATIENCE_S
 from tests.serve.engine.fakes import digest, quiet, replica, served, until, wanted
 
 
@@ -369,7 +369,7 @@ async def test_prefetches_leave_it_more_and_delay_no_request() -> None:
         await quiet()
         assert there.files.fetched == ["a"]
         await there.used("c")
-        there.clock.now += loader.PREFETCH_PAUSE * 3600.0
+        there.clock.now += PREFETCH_PAUSE * 3600.0
         await there.used("d")
         await until(lambda: len(there.engine.there) == 4)
         assert there.engine.log == ["+a", "+c", "+d", "+b"]

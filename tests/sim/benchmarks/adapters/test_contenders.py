@@ -26,7 +26,7 @@ def test_the_least_loaded_is_one_of_those_with_the_fewest_requests() -> None:
 
 def multiplex() -> tuple[ServeMultiplex, list[Engine]]:
     policy = ServeMultiplex(3, random.Random(1))  # noqa: S311 - chance, not secrecy
-    return policy, [EQUIPMENT.engine(policy.rule(i)) for i in range(3)]
+    return policy, [EQUIPMENT.engine(policy.slot_rules) for _ in range(3)]
 
 
 def after(policy: ServeMultiplex, replicas: list[Engine], since: float, until: float) -> None:
