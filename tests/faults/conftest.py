@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
 
-from tests.faults.scaled import Making, Scaled
 from tests.faults.stand import Stand
 
 
@@ -40,18 +38,3 @@ async def stand(worker: Stand) -> AsyncIterator[Stand]:
 def model(stand: Stand) -> str:
     """A model that no other row of the file uses."""
     return stand.fresh_model()
-
-
-@pytest_asyncio.fixture
-async def made(tmp_path: Path) -> AsyncIterator[Making]:
-    """Makes a stand whose controller decides, and closes it after the test."""
-    stands: list[Scaled] = []
-
-    async def make(spec: dict[str, Any], **sections: Any) -> Scaled:
-        stands.append(Scaled(tmp_path, spec, **sections))
-        await stands[-1].start()
-        return stands[-1]
-
-    yield make
-    for stand in stands:
-        await stand.close()

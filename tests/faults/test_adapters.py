@@ -218,7 +218,8 @@ async def test_50_another_tenants_adapter_is_as_absent(stand: Stand, model: str)
         assert one.log[-1].exchange.headers["x-tidegate-adapter"] == f"secret@{DIGEST}"
 
 
-async def test_50_nor_does_time_tell(stand: Stand, model: str) -> None:
+@pytest.mark.long
+async def test_50_latency_does_not_tell(stand: Stand, model: str) -> None:
     await stand.fleet(model, 1)
     await stand.publish(alias("secret", DIGEST, model=model, tenants=["mine"]), key=ADMINS)
     took: dict[str, list[float]] = {"secret": [], "absent": []}

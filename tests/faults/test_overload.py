@@ -1,4 +1,7 @@
-"""Overload: what is admitted is served as well as ever, and the rest is told so at once."""
+"""Overload: admitted requests keep their latency, the rest is refused at once.
+
+The same is asserted in virtual time by ``tests/sim/twin/test_overload.py``, in each run of `make test`.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from policy.stats.quantiles import nearest_rank
 from tests.faults.crowd import Crowd, Visit
 from tests.faults.site import REPLICAS, SLOTS, Site, opened
 
+pytestmark = [pytest.mark.process, pytest.mark.long, pytest.mark.timeout(900)]
 TTFT_S = 0.5
 # Each rate and for how many of the short test's seconds: where little is refused chance needs longer.
 RATES = ((1, 12.0), (2, 4.0), (3, 4.0), (5, 8.0), (1, 8.0))
@@ -81,20 +85,6 @@ async def overload(site: Site, capacity: float, scale: float) -> None:
     assert memory[-1] <= 1.3 * memory[0]
 
 
-@pytest.mark.process
-async def test_overload(site: Site) -> None:
-    await overload(site, 0.95 * await site.crowd.closed_loop(REPLICAS * SLOTS, 3.0), 1.0)
-
-
-@pytest.mark.process
-async def test_a_rush_on_a_worker_that_has_served_nobody_yet(site: Site) -> None:
-    rush = await phase(site.crowd, 100.0, 4.0)
-    assert set(rush.codes) == {"overloaded"}, rush
-    assert rush.ttft_p95 <= TTFT_S + rush.late_p99, rush
-
-
-@pytest.mark.long
-@pytest.mark.timeout(900)
 async def test_overload_beyond_the_highest_rate_within_the_slo(site: Site) -> None:
     capacity = 0.7 * await site.crowd.closed_loop(REPLICAS * SLOTS, 10.0)
     while (await phase(site.crowd, 1.05 * capacity, 20.0)).kept >= 0.95:

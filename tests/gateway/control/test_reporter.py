@@ -29,7 +29,7 @@ from policy.stats.histogram import bucket_of
 from policy.types import EngineKind
 from policy.wire.reports import GatewayReport, ModelReport
 from tests.gateway.fake_replica import SECRET, FakeController
-from tests.gateway.virtual import play
+from tests.gateway.virtual_time import play
 from tests.gateway.worker import Stack, until
 
 EXTERNAL = ModelSpec(name="theirs", engine=EngineKind.EXTERNAL, urls=("http://t:1",))

@@ -1,0 +1,85 @@
+"""Overload and fairness in the simulator: what is admitted keeps its SLO, and tenants get equal shares."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from policy.config.deployment import Deployment
+from policy.document.parse import parse
+from policy.scaling.policies.registry import choose, make
+from sim.arrival import Arrival
+from sim.twin.record import Outcome, Requests
+from sim.twin.run import simulate
+from tests.sim.twin.test_run import arrivals, steps
+
+pytestmark = pytest.mark.slow
+# Two replicas of four slots serve about 6 of these requests a second.
+CAPACITY, TTFT_S, LASTS_S = 5.0, 1.0, 60.0
+TENANTS = ({"name": "quiet", "keys_sha256": ["0" * 64]}, {"name": "loud", "keys_sha256": ["1" * 64]})
+
+
+def deployment() -> Deployment:
+    """Two replicas of four slots, whatever comes."""
+    model = {
+        "name": "m",
+        "engine": "sim",
+        "sim": {"profile": "l4-8b"},
+        "shapes": {"small": {"gpus": 1, "max_in_flight": 4}},
+        "modes": {"multi-replica": {"shape": "small", "replicas": 2}},
+        "control": {"slo": {"ttft_p95_s": TTFT_S}, "policy": "static"},
+    }
+    return parse({"models": [model], "budget": {"gpus": 2}, "tenants": list(TENANTS)})
+
+
+def of(tenant: str, rate: float, seed: int, lasts_s: float = LASTS_S) -> Iterator[Arrival]:
+    """Arrivals of one tenant at random instants."""
+    return (each._replace(tenant=tenant) for each in arrivals(rate, lasts_s, seed, output=16.0))
+
+
+def run(document: Deployment, *traces: Iterator[Arrival]) -> tuple[Requests, list[str]]:
+    """All requests of a run, and the tenant of each."""
+    trace = list(heapq.merge(*traces, key=lambda arrival: arrival.at))
+    record = simulate(document, {"m": make(choose("policy", {"static": {"replicas": 2}}))}, trace)
+    return record.requests["m"], [arrival.tenant for arrival in trace]
+
+
+def test_what_is_admitted_at_five_times_the_capacity_is_served_as_at_capacity() -> None:
+    trace = steps(CAPACITY, 5 * CAPACITY, CAPACITY, each_s=LASTS_S, output=16.0)
+    requests, _ = run(deployment(), trace)
+    ttft_p95, goodput, outcomes = [], [], []
+    for i in range(3):
+        # The first seconds of a phase belong to the queue of the one before.
+        phase = (requests.at >= i * LASTS_S + 10) & (requests.at < (i + 1) * LASTS_S)
+        served = phase & (requests.outcome == Outcome.SERVED)
+        ttft_p95.append(float(np.quantile(requests.ttft_s[served], 0.95)))
+        goodput.append(int((requests.ttft_s[served] <= TTFT_S).sum()))
+        outcomes.append(set(requests.outcome[phase].tolist()))
+    assert ttft_p95[1] <= 1.5 * max(ttft_p95[0], TTFT_S / 2), ttft_p95
+    assert goodput[1] >= 0.9 * goodput[0], goodput
+    # Excess requests are refused at once: none is admitted and then fails or expires.
+    assert outcomes[1] == {Outcome.SERVED, Outcome.REFUSED}
+    assert goodput[2] >= 0.9 * goodput[0], goodput
+
+
+def test_ten_times_the_demand_gets_an_equal_share() -> None:
+    requests, tenants = run(deployment(), of("quiet", CAPACITY, 0), of("loud", 10 * CAPACITY, 10))
+    served = requests.outcome == Outcome.SERVED
+    quiet, loud = (int((served & (np.array(tenants) == name)).sum()) for name in ("quiet", "loud"))
+    jain = (quiet + loud) ** 2 / (2 * (quiet**2 + loud**2))
+    assert jain >= 0.98, (quiet, loud)
+
+
+def test_a_loud_tenant_costs_a_quiet_one_little() -> None:
+    def quiet() -> Iterator[Arrival]:
+        return of("quiet", 0.5, 0, 4 * LASTS_S)
+
+    alone, _ = run(deployment(), quiet())
+    both, tenants = run(deployment(), quiet(), of("loud", 2 * CAPACITY, 10, 4 * LASTS_S))
+    beside = both.ttft_s[np.array(tenants) == "quiet"]
+    assert not np.isnan(beside).any()
+    # A free slot is kept for the quiet tenant; its prompts still share steps with others.
+    assert np.quantile(beside, 0.95) <= 2.0 * np.quantile(alone.ttft_s, 0.95)
