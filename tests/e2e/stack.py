@@ -78,7 +78,7 @@ class Stack:
         self.said = done.stdout
 
     def down(self) -> None:
-        """Stop, and hold the promise that nothing is left."""
+        """Stop what runs, and assert that no process and no port is left; harmless when nothing runs."""
         self.controller.close()
         self.http.close()
         recorded = self.processes()

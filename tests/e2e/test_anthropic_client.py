@@ -110,28 +110,14 @@ def test_a_tool_is_used(claude: anthropic.Anthropic) -> None:
     [
         ({"model": "nobody"}, anthropic.NotFoundError, "not_found_error"),
         ({"model": POOLING}, anthropic.BadRequestError, "invalid_request_error"),
-        ({"messages": "hi"}, anthropic.BadRequestError, "invalid_request_error"),
-        ({"max_tokens": 80_000}, anthropic.BadRequestError, "invalid_request_error"),
         ({"extra_body": {"temperature": -3}}, anthropic.BadRequestError, "invalid_request_error"),
-        (
-            {"messages": [{"role": "user", "content": "cat " * 3000}]},
-            anthropic.BadRequestError,
-            "invalid_request_error",
-        ),
     ],
 )
-@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 def test_a_bad_message_raises_its_class(
-    claude: anthropic.Anthropic,
-    change: dict[str, Any],
-    kind: type[anthropic.APIStatusError],
-    name: str,
-    stream: bool,
+    claude: anthropic.Anthropic, change: dict[str, Any], kind: type[anthropic.APIStatusError], name: str
 ) -> None:
     with pytest.raises(kind) as caught:
-        claude.messages.create(**{**ASK, **change, "stream": stream}, extra_headers={"x-request-id": "bad-1"})
+        claude.messages.create(**{**ASK, **change}, extra_headers={"x-request-id": "bad-1"})
     said: Any = caught.value.body
-    assert said["type"] == "error"
-    assert said["error"]["type"] == name
-    assert said["error"]["message"]
+    assert (said["type"], said["error"]["type"]) == ("error", name)
     assert caught.value.request_id == "bad-1"

@@ -124,19 +124,6 @@ def test_serves_own_controller_may_die(stack: Stack) -> None:
     assert {(r.id, r.pid) for r in stack.fleet().replicas} == before
 
 
-def test_a_gateway_worker_that_dies_is_replaced(stack: Stack) -> None:
-    stack.steady(CHAT, 1)
-    before = {(r.id, r.pid) for r in stack.fleet().replicas}
-    victim = stack.processes_by_name()["gateway-0"]
-    psutil.Process(victim).kill()
-    # The other worker has the port, too: nothing is refused meanwhile.
-    assert [_complete(stack) for _ in range(4)] == [200] * 4
-    eventually(lambda: stack.processes_by_name()["gateway-0"] not in (0, victim), 120)
-    # A fresh connection each: both workers accept.
-    assert [_complete(stack) for _ in range(8)] == [200] * 8
-    assert {(r.id, r.pid) for r in stack.fleet().replicas} == before
-
-
 def test_a_replica_lets_nobody_in_without_the_secret(stack: Stack) -> None:
     (replica,) = stack.replicas(CHAT)
     for path in ("/v1/models", "/metrics", "/health", "/internal/load", "/nowhere"):
@@ -145,13 +132,6 @@ def test_a_replica_lets_nobody_in_without_the_secret(stack: Stack) -> None:
         assert stack.ask_replica(replica, path).status_code == 404
     assert stack.ask_replica(replica, "/v1/models").status_code == 200
     assert "vllm:num_requests_running" in stack.ask_replica(replica, "/metrics").text
-
-
-def test_up_twice_is_harmless(stack: Stack) -> None:
-    before = stack.processes_by_name()
-    done = stack.run("up", str(stack.file))
-    assert done.returncode == 0
-    assert stack.processes_by_name() == before
 
 
 def _one_client(stack: Stack) -> Traffic:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
@@ -252,3 +253,37 @@ def test_more_tokens_than_remain_are_cut_to_what_remains(client: openai.OpenAI) 
     """The limit of the model is accepted although the prompt takes some of it."""
     answer = client.chat.completions.create(model=CHAT, messages=QUESTION, temperature=0, max_tokens=2048)
     assert answer.choices[0].finish_reason == "stop"
+
+
+BAD_SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "nonsense"}}}
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "code"),
+    [
+        ({"messages": [{"role": "user", "content": "cat " * 3000}]}, "messages", "context_length_exceeded"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content", None),
+        ({"max_completion_tokens": 100_000}, "max_completion_tokens", None),
+        ({"logit_bias": {"99999999": 1}}, "logit_bias", None),
+        ({"response_format": BAD_SCHEMA}, None, None),
+        ({"response_format": {"type": "odd"}}, "response_format.type", None),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_what_vllm_refuses_is_a_bad_request(
+    client: openai.OpenAI, change: dict[str, Any], param: str | None, code: str | None, stream: bool
+) -> None:
+    """What the gateway itself refuses: ``tests/gateway/protocol/test_paths.py``."""
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(
+            model=CHAT,
+            messages=QUESTION,
+            stream=stream,
+            extra_body=change,
+            extra_headers={"x-request-id": "bad-chat"},
+        )
+    assert (caught.value.param, caught.value.code) == (param, code)
+    assert caught.value.request_id == "bad-chat"
+    error = caught.value.response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert not re.search(r"(?<![\w/])/(?!v1/)[\w.-]+/[\w.-]+|Traceback|\.py", error["message"])

@@ -20,6 +20,7 @@ from policy.wire.catalog import served_name
 from tests.faults.live import MODEL, Live
 from tests.gateway.worker import until
 from tests.store.adapters.making import files, write
+from tests.store.adapters.test_bad_adapters import BAD
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 SLOTS, REPLICAS, CROWD = 2, 2, 200
@@ -66,36 +67,6 @@ async def stands_for(live: Live, name: str, digest: str | None) -> bool:
 async def status(live: Live, name: str) -> Any:
     adapters = (await live.admin.get("/admin/adapters")).json()["adapters"]
     return next(one for one in adapters if one["name"] == name)
-
-
-async def test_an_adapter_lives_while_others_stream(live: Live, tmp_path: Path) -> None:
-    streams = [await live.post(MODEL, stream=True, max_tokens=400, ignore_eos=True) for _ in range(4)]
-    for stream in streams:
-        await stream.events(1)
-
-    first = await add(live, "sql", adapter(tmp_path, 1))
-    reply = await live.ask("sql", max_tokens=2)
-    assert (reply.status, reply.json["model"]) == (200, first)
-    assert (await live.ask(f"{MODEL}:sql", stream=True, max_tokens=2)).status == 200
-
-    second = await add(live, "sql", adapter(tmp_path, 2))
-    assert second != first
-    assert (await live.ask("sql", max_tokens=2)).json["model"] == second
-    assert (await live.ask(first, max_tokens=2)).json["model"] == first
-
-    split = await live.admin.post(f"/admin/adapters/{MODEL}/sql/split", json={"v1": 0, "v2": 1})
-    assert split.status_code == 200, split.text
-    back = await live.admin.post(f"/admin/adapters/{MODEL}/sql/rollback")
-    assert back.status_code == 200, back.text
-
-    gone = await live.admin.delete(f"/admin/adapters/{MODEL}/sql")
-    assert gone.status_code == 200, gone.text
-    await until(lambda: stands_for(live, "sql", None), "it is gone")
-    assert (await live.ask("sql", max_tokens=2)).status == 404
-    again = await live.admin.delete(f"/admin/adapters/{MODEL}/sql")
-    assert (again.status_code, again.json()["error"]["code"]) == (404, "adapter_not_found")
-    for stream in streams:
-        assert (await stream.end()).error is None
 
 
 async def test_46_a_name_that_is_replaced_under_load_is_one_version_in_each_answer(
@@ -146,14 +117,24 @@ async def test_47_two_hundred_first_requests_for_one_cold_adapter(live: Live, tm
     assert await loads() <= REPLICAS
 
 
-async def test_43_a_bad_adapter_is_refused_and_good_traffic_goes_on(live: Live, tmp_path: Path) -> None:
+async def test_43_bad_adapters_are_refused_and_good_traffic_goes_on(live: Live, tmp_path: Path) -> None:
     good = await add(live, "good", adapter(tmp_path, 30))
-    source = str(write(tmp_path / "bad", files(31, r=64)))
-    answer = await live.admin.post("/admin/adapters", json={"name": "bad", "source": source})
-    assert answer.status_code == 400, answer.text
-    assert answer.json()["error"]["code"] == "rank"
-    assert (await live.ask("bad", max_tokens=2)).status == 404
+    before = await live.replicas_ready()
+    stream = await live.post("good", stream=True, max_tokens=400, ignore_eos=True)
+    await stream.events(1)
+    assert len(BAD) >= 50
+    for number, (_, make, code, _) in enumerate(BAD):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        answer = await live.admin.post("/admin/adapters", json={"name": "bad", "source": str(make(folder))})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (400, code)
+        assert (await live.ask("bad", max_tokens=2)).status == 404
     assert (await live.ask("good", max_tokens=2)).json["model"] == good
+    assert (await stream.end()).error is None
+    after = await live.replicas_ready()
+    assert {name: replica["incarnation"] for name, replica in after.items()} == {
+        name: replica["incarnation"] for name, replica in before.items()
+    }
 
 
 async def test_c_the_controller_is_killed_and_adapters_are_served_on(live: Live, tmp_path: Path) -> None:

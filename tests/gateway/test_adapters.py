@@ -44,14 +44,6 @@ async def echo(exchange: Exchange) -> None:
     await exchange.end()
 
 
-async def cannot_load(exchange: Exchange) -> None:
-    """The guard's word that the adapter could not be loaded."""
-    if "x-tidegate-adapter" in exchange.headers:
-        await exchange.refuse("adapter_failed", "files_missing: /srv/adapters/x is gone")
-    else:
-        await echo(exchange)
-
-
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
     """A worker for models that take adapters, without tenants."""
@@ -216,22 +208,6 @@ async def test_the_wrong_runner_is_said_of_its_base(shared: Stack) -> None:
     assert "alpha" in answer.json()["error"]["message"]
 
 
-async def test_one_that_cannot_load_it_is_left_alone_and_another_serves(shared: Stack) -> None:
-    fails, works = await fleet(shared, "partial", count=2)
-    fails.answer = cannot_load
-    works.say(in_flight=6)
-    await publish(shared, alias("sql", OLD))
-    retries = await shared.metric("tidegate_retries_total", model="alpha")
-    for _ in range(6):
-        answer = await shared.chat(model="sql")
-        assert (answer.status_code, answer.headers["x-tidegate-replica"]) == (200, works.id)
-    assert len(fails.hits) <= 2, "once, and again when its mark has run out"
-    assert (await shared.chat()).headers["x-tidegate-replica"] == fails.id
-    assert await shared.metric("tidegate_retries_total", model="alpha") == retries
-    links = (await shared.admin.get("/admin/fleet")).json()["replicas"]
-    assert {link["breaker"] for link in links} == {"closed"}
-
-
 async def test_what_its_load_line_says_that_it_refuses_is_not_sent_there(shared: Stack) -> None:
     fails, works = await fleet(shared, "listed", count=2)
     works.say(in_flight=6)
@@ -274,23 +250,6 @@ async def refuses(stack: Stack, replica: str, names: list[str]) -> bool:
     return any(link["id"] == replica and link["refused_adapters"] == names for link in links)
 
 
-@pytest.mark.parametrize("count", [1, 2, 3])
-async def test_where_none_can_load_it_the_answer_is_one_and_names_it(shared: Stack, count: int) -> None:
-    replicas = await fleet(shared, f"none-{count}", count=count)
-    for replica in replicas:
-        replica.answer = cannot_load
-    await publish(shared, alias("sql", OLD))
-    for _ in range(5):
-        answer = await shared.chat(model="sql")
-        error = answer.json()["error"]
-        assert (answer.status_code, error["code"], error["param"]) == (503, "adapter_failed", "model")
-        expected = f"No replica of alpha could load the adapter '{served_name('sql', OLD)}' (files_missing)."
-        assert error["message"] == expected
-        assert int(answer.headers["retry-after"]) >= 1
-    assert sum(len(replica.hits) for replica in replicas) <= 2 * count
-    assert (await shared.chat()).status_code == 200
-
-
 async def test_who_waits_for_what_none_can_load_is_told_at_once(shared: Stack) -> None:
     (replica,) = await fleet(shared, "waiting")
     replica.say(bound=1)
@@ -311,18 +270,6 @@ async def test_who_waits_for_what_none_can_load_is_told_at_once(shared: Stack) -
     assert not holder.done()
     release.set()
     assert (await holder).status_code == 200
-
-
-async def test_numbers_are_kept_by_name(shared: Stack) -> None:
-    await fleet(shared, "counted")
-    await publish(shared, alias("counted", OLD))
-    for _ in range(3):
-        assert (await shared.chat(model="counted", stream=True)).status_code == 200
-    labels = {"model": "alpha", "adapter": "counted"}
-    assert await shared.metric("tidegate_adapter_requests_total", **labels, outcome="ok") == 3
-    assert await shared.metric("tidegate_adapter_ttft_seconds_count", **labels) == 3
-    assert (await shared.chat(model="counted")).status_code == 200
-    assert await shared.metric("tidegate_adapter_tokens_total", **labels, kind="prompt") == 3
 
 
 async def test_the_last_catalog_serves_while_the_controller_is_away(tmp_path: Any) -> None:
@@ -377,51 +324,6 @@ async def ask(stack: Stack, key: str, name: str, **headers: str) -> httpx.Respon
     body = {"model": name, **CHAT}
     headers = {"authorization": f"Bearer {key}", **headers}
     return await stack.http.post("/v1/chat/completions", json=body, headers=headers)
-
-
-async def test_another_tenants_adapter_is_as_one_that_there_is_not(tenanted: Stack) -> None:
-    (replica,) = await fleet(tenanted, "private")
-    private = alias("private", OLD, NEW, tenants=["web"])
-    forms = ["private", "alpha:private", f"private@{NEW[:12]}", f"private@{OLD}", f"alpha:private@{NEW}"]
-    replica.say(adapters=[served_name("private", NEW)])
-    forged = {"x-tidegate-adapter": f"private@{NEW}", "x-session-id": "web", "x-tenant": "web"}
-
-    async def said(key: str) -> list[Any]:
-        answers = [await ask(tenanted, key, name, **more) for name in forms for more in ({}, forged)]
-        cards = [
-            await tenanted.http.get(f"/v1/models/{name}", headers={"authorization": f"Bearer {key}"})
-            for name in forms
-        ]
-        listed = await tenanted.http.get("/v1/models", headers={"authorization": f"Bearer {key}"})
-        return [
-            (answer.status_code, answer.content, sorted(set(answer.headers) - {"x-request-id"}))
-            for answer in (*answers, *cards, listed)
-        ]
-
-    await publish(tenanted)
-    absent = await said(SHOP)
-    await publish(tenanted, private)
-    hidden = await said(SHOP)
-    # The catalogs differ in the mark that the test waits for.
-    assert hidden[:-1] == absent[:-1]
-    assert {status for status, _, _ in hidden[:-1]} == {404}
-    assert b"private" not in hidden[-1][1]
-    assert replica.hits == []
-
-    for key in (WEB, BOSS):
-        for name in forms:
-            assert (await ask(tenanted, key, name)).status_code == 200
-        listed = await tenanted.http.get("/v1/models", headers={"authorization": f"Bearer {key}"})
-        assert "private" in [card["id"] for card in listed.json()["data"]]
-
-
-async def test_a_header_of_the_clients_chooses_nothing(tenanted: Stack) -> None:
-    (replica,) = await fleet(tenanted, "forged")
-    await publish(tenanted, alias("private", OLD, tenants=["web"]), alias("open", NEW))
-    forged = {"x-tidegate-adapter": f"private@{OLD}"}
-    assert (await ask(tenanted, SHOP, "alpha", **forged)).status_code == 200
-    assert (await ask(tenanted, SHOP, "open", **forged)).status_code == 200
-    assert [hit.headers.get("x-tidegate-adapter") for hit in replica.hits] == [None, f"open@{NEW}"]
 
 
 async def test_a_tenant_stays_with_its_version(tenanted: Stack) -> None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-from pathlib import Path
 
 import httpx
 import pytest
 
-from tests.gateway.fake_replica import ANSWER, Exchange, FakeReplica, event, forever, hold
+from tests.gateway.fake_replica import ANSWER, Exchange, FakeReplica, forever
 from tests.gateway.worker import PATIENCE_S, Stack, model, until
 
 pytestmark = pytest.mark.process
@@ -24,30 +23,6 @@ async def started(stack: Stack, *, workers: int = 1) -> FakeReplica:
     replica = await stack.replica("one", bound=100)
     await stack.ready(replica)
     return replica
-
-
-async def test_the_last_fleet_serves_while_the_controller_is_away(stack: Stack, tmp_path: Path) -> None:
-    replica = await started(stack)
-    await until((tmp_path / "fleet.json").exists)
-    await until(lambda: b'"one"' in (tmp_path / "fleet.json").read_bytes())
-    await stack.controller.stop()
-    assert (await stack.chat()).status_code == 200
-
-    stack.workers[0].send_signal(signal.SIGKILL)
-    await stack.workers[0].wait()
-    await stack.start_worker()
-    assert (await stack.chat()).content == ANSWER
-    assert (await stack.admin.get("/admin/fleet")).json()["source"] == "disk"
-    assert (await stack.admin.get("/readyz")).status_code == 200
-
-    await stack.controller.start()
-    stack.controller.epoch += 1
-
-    async def followed() -> bool:
-        return (await stack.admin.get("/admin/fleet")).json()["source"] == "controller"
-
-    await until(followed)
-    assert len(replica.hits) == 2
 
 
 async def test_without_any_fleet_it_is_not_ready_and_says_why(stack: Stack) -> None:
@@ -66,22 +41,6 @@ async def test_a_controller_whose_clock_went_back_is_followed(stack: Stack) -> N
     stack.controller.epoch, stack.controller.version = 1.0, 1
     other = await stack.replica("other")
     await stack.ready(other)
-
-
-async def test_draining_in_the_fleet_stops_traffic_and_cuts_nothing(stack: Stack) -> None:
-    leaving = await started(stack)
-    release = asyncio.Event()
-    leaving.answer = hold(release)
-    asked = asyncio.create_task(stack.chat())
-    await until(lambda: len(leaving.hits) == 1)
-    staying = await stack.replica("staying")
-    stack.controller.version += 1
-    stack.controller.replicas = [leaving.entry("draining"), staying.entry()]
-    await until(lambda: stack._admits({"staying"}))
-    assert (await stack.chat()).headers["x-tidegate-replica"] == "staying"
-    await stack.ready(staying)
-    release.set()
-    assert (await asked).headers["x-tidegate-replica"] == "one"
 
 
 async def test_two_workers_share_a_port_and_their_metrics(stack: Stack) -> None:
@@ -103,32 +62,6 @@ async def test_two_workers_share_a_port_and_their_metrics(stack: Stack) -> None:
     await asyncio.gather(*(ask() for _ in range(10)))
     await stack.start_worker(0)
     await asyncio.gather(*(ask() for _ in range(10)))
-
-
-async def test_sigterm_lets_streams_finish(stack: Stack) -> None:
-    replica = await started(stack)
-    finish = asyncio.Event()
-
-    async def answer(exchange: Exchange) -> None:
-        await exchange.head("text/event-stream")
-        await exchange.chunk(event("a"))
-        await finish.wait()
-        await exchange.chunk(event(finish="stop") + b"data: [DONE]\n\n")
-        await exchange.end()
-
-    replica.answer = answer
-    streams = [asyncio.create_task(stack.chat(stream=True)) for _ in range(20)]
-    await until(lambda: len(replica.hits) == 20)
-    stack.workers[0].send_signal(signal.SIGTERM)
-
-    async def draining() -> bool:
-        return (await stack.admin.get("/readyz")).json()["reasons"] == ["draining"]
-
-    await until(draining)
-    finish.set()
-    for answer_ in await asyncio.gather(*streams):
-        assert answer_.content.endswith(b"data: [DONE]\n\n")
-    assert await stack.workers[0].wait() == 0
 
 
 async def test_a_drain_that_runs_out_of_time_says_so(stack: Stack) -> None:

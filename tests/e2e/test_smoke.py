@@ -1,0 +1,170 @@
+"""One real vLLM on one real Ray, started once: from ``tidegate up`` to ``tidegate down`` in a few minutes.
+
+The tests run in the order of this file: a second replica starts while the first one is asked.
+"""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import openai
+import psutil
+import pytest
+import yaml
+
+from tests.e2e.adapters import make, tell
+from tests.e2e.conftest import CHAT
+from tests.e2e.first_question import ask
+from tests.e2e.stack import ROOT, Stack, eventually
+from tests.e2e.traffic import PATIENCE_S, Traffic
+
+pytestmark = [pytest.mark.smoke, pytest.mark.timeout(600, func_only=True)]
+
+QUESTION: Any = [{"role": "user", "content": "What is the capital of France?"}]
+ASK: dict[str, Any] = {"model": CHAT, "messages": QUESTION, "temperature": 0, "max_tokens": 16}
+CITY = {"type": "object", "properties": {"city": {"enum": ["Paris", "Rome"]}}, "required": ["city"]}
+TOOL: Any = {"type": "function", "function": {"name": "get_weather", "parameters": CITY}}
+
+
+@pytest.fixture(scope="module")
+def stack() -> Iterator[Stack]:
+    """The shipped CPU deployment with one replica on one core, whose count the tests set."""
+    document = yaml.safe_load((ROOT / "deployments" / "smollm2-cpu.yaml").read_text())
+    (model,) = document["models"]
+    model["modes"] = {"multi-replica": model["modes"]["multi-replica"]}
+    model["control"] |= {"policy": "static", "slo": {}}
+    document["gateway"] |= {"queue_timeout_s": PATIENCE_S, "workers": 1}
+    with tempfile.TemporaryDirectory(prefix="tg-") as folder:
+        stack = Stack(Path(folder), document)
+        try:
+            stack.up()
+            yield stack
+        finally:
+            stack.down()
+
+
+@pytest.fixture(scope="module")
+def client(stack: Stack) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=stack.base_url, api_key="unused", max_retries=0, timeout=300) as client:
+        yield client
+
+
+def test_the_question_that_up_prints_is_answered(stack: Stack, tmp_path: Path) -> None:
+    assert "Paris" in ask(stack.said, tmp_path)
+
+
+def test_a_count_that_is_set_is_the_target(stack: Stack) -> None:
+    """The second replica starts while the next tests ask the first one."""
+    done = stack.run("scale", CHAT, "2")
+    assert done.returncode == 0, done.stderr
+    assert (stack.model(CHAT).target, stack.model(CHAT).decided_by) == (2, "by hand")
+
+
+def test_the_openai_client_streams_what_it_gets_whole(client: openai.OpenAI) -> None:
+    whole = client.chat.completions.create(**ASK).choices[0]
+    assert "Paris" in (whole.message.content or "")
+    parts = [part.choices[0] for part in client.chat.completions.create(**ASK, stream=True)]
+    assert "".join(part.delta.content or "" for part in parts) == whole.message.content
+    assert [part.finish_reason for part in parts if part.finish_reason] == ["stop"]
+
+
+def test_the_anthropic_client_gets_a_message(stack: Stack) -> None:
+    url = stack.base_url.removesuffix("/v1")
+    with anthropic.Anthropic(base_url=url, api_key="unused", max_retries=0, timeout=300) as claude:
+        with claude.messages.stream(model=CHAT, messages=QUESTION, max_tokens=16) as stream:
+            assert "".join(stream.text_stream)
+            assert stream.get_final_message().usage.output_tokens > 0
+        with pytest.raises(anthropic.NotFoundError):
+            claude.messages.create(model="nobody", messages=QUESTION, max_tokens=1)
+
+
+def test_a_tool_is_called_with_arguments_of_its_schema(client: openai.OpenAI) -> None:
+    (call,) = (
+        client.chat.completions.create(**ASK | {"max_tokens": 80}, tools=[TOOL], tool_choice="required")
+        .choices[0]
+        .message.tool_calls
+    )
+    assert call.function.name == "get_weather"
+    assert re.search("Paris|Rome", call.function.arguments)
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "param", "code"),
+    [
+        ({"model": "nobody"}, openai.NotFoundError, "model", "model_not_found"),
+        ({"temperature": 9}, openai.BadRequestError, "temperature", None),
+        (
+            {"messages": [{"role": "user", "content": "cat " * 3000}]},
+            openai.BadRequestError,
+            "messages",
+            "context_length_exceeded",
+        ),
+    ],
+    ids=["model", "parameter", "too long"],
+)
+def test_a_mistake_has_its_class_its_parameter_and_its_code(
+    client: openai.OpenAI, change: dict[str, Any], kind: type[openai.APIStatusError], param: str, code: str
+) -> None:
+    with pytest.raises(kind) as caught:
+        client.chat.completions.create(**ASK | change)
+    assert (caught.value.param, caught.value.code) == (param, code)
+
+
+def test_an_adapter_is_added_answers_and_is_removed(
+    stack: Stack, client: openai.OpenAI, tmp_path: Path
+) -> None:
+    alias = tell(stack, "add", "sql", str(make(tmp_path / "sql", 1)))
+    answer = client.chat.completions.create(**ASK | {"model": "sql"})
+    assert answer.model == f"sql@{alias['versions'][0]['digest'][:12]}"
+    assert (
+        answer.choices[0].message.content != client.chat.completions.create(**ASK).choices[0].message.content
+    )
+    tell(stack, "remove", "sql")
+    with pytest.raises(openai.NotFoundError):
+        client.chat.completions.create(**ASK | {"model": "sql"})
+
+
+def test_both_replicas_serve(stack: Stack) -> None:
+    stack.steady(CHAT, 2)
+    ids = {replica.id for replica in stack.replicas(CHAT)}
+    with Traffic(stack, CHAT, clients=2, max_tokens=8, pause_s=0.0) as traffic:
+        eventually(lambda: traffic.replicas == ids, 120, lambda: f"served: {traffic.replicas}")
+    assert not traffic.problems
+
+
+def test_status_and_explain_say_what_runs_and_why(stack: Stack) -> None:
+    (model,) = stack.status()["models"]
+    assert (model["name"], model["ready"], model["mode"]) == (CHAT, 2, "multi-replica")
+    explained = stack.run("explain", CHAT)
+    assert explained.returncode == 0, explained.stderr
+    assert "multi-replica" in explained.stdout
+
+
+def test_a_replica_admits_no_request_without_the_secret(stack: Stack) -> None:
+    replica, _ = stack.replicas(CHAT)
+    assert stack.ask_replica(replica, "/v1/models", secret=False).status_code == 401
+    assert stack.ask_replica(replica, "/v1/models").status_code == 200
+    assert stack.ask_replica(replica, "/v1/load_lora_adapter").status_code == 404
+
+
+def test_a_killed_engine_is_replaced_while_the_other_replica_serves(stack: Stack) -> None:
+    doomed, other = stack.replicas(CHAT)
+    family = [psutil.Process(doomed.pid), *psutil.Process(doomed.pid).children(recursive=True)]
+    next((p for p in family if "VLLM::EngineCore" in " ".join(p.cmdline())), family[0]).kill()
+    eventually(lambda: [r.id for r in stack.replicas(CHAT) if r.state == "ready"] == [other.id], 10)
+    with Traffic(stack, CHAT, clients=1, max_tokens=8) as traffic:
+        stack.steady(CHAT, 2)
+    assert not traffic.problems
+    assert traffic.replicas >= {other.id}
+    (restarted,) = [replica for replica in stack.replicas(CHAT) if replica.id == doomed.id]
+    assert restarted.incarnation == doomed.incarnation + 1
+    assert not any(process.is_running() for process in family)
+
+
+def test_down_leaves_no_process_and_no_port(stack: Stack) -> None:
+    stack.down()
