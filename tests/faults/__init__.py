@@ -1,4 +1,46 @@
-"""Faults and bad input against real gateway processes; each test is named by its row."""
+"""Faults and bad input against real gateway processes; each test here is named by its row of FAULTS.
+
+The table names the tests that prove each row, by path below ``tests/`` and the beginning of a test's name.
+Tests marked `long` run in `make test-all`, all others in `make test`.
+
+    1-5    faults/test_retries.py::test_1_ ::test_2_ ::test_3_ ::test_4_ ::test_5_
+    6-7    faults/test_streams.py::test_6_ ::test_7_
+    8-13   faults/test_streams.py::test_8_13_ ::test_12_ ::test_13_
+    14     faults/test_streams.py::test_14_, gateway/protocol/test_events.py::test_any_cut_
+    15-17  faults/test_streams.py::test_15_ ::test_16_ ::test_17_
+    18-21  faults/test_cancellation.py::test_18_ ::test_19_ ::test_20_ ::test_21_,
+           e2e/test_cancellation.py::test_a_slot_is_free_
+    22     faults/test_slow.py::test_22_
+    23-24  faults/test_death.py::test_23_24_, e2e/test_smoke.py::test_a_killed_engine_
+    25-26  faults/test_death.py::test_25_ ::test_26_
+    27     faults/test_slow.py::test_27_
+    28-30  faults/test_retries.py::test_28_ ::test_29_ ::test_30_
+    31     faults/test_death.py::test_31_
+    32     faults/test_slow.py::test_32_
+    33-34  faults/test_retries.py::test_33_ ::test_34_
+    35-36  faults/test_drain.py::test_35_ ::test_36_
+    38-39  faults/test_resources.py::test_38_ ::test_39_
+    40     faults/test_drain.py::test_40_
+    41     faults/test_join.py::test_41_
+    42     faults/test_metrics_lie.py::test_42_
+    C      faults/test_control_away.py::test_c_, faults/test_adapters_live.py::test_c_,
+           e2e/test_lifecycle.py::test_the_controller_comes_back ::test_serves_own_controller_
+    43     faults/test_adapters_live.py::test_43_, store/adapters/test_bad_adapters.py::test_a_bad_adapter_
+    44-45  store/adapters/test_kills.py::test_, serve/engine/adapters/test_files.py::test_what_was_deleted_
+    46-47  faults/test_adapters_live.py::test_46_ ::test_47_,
+           e2e/test_adapters.py::test_a_replacement_under_load_
+    48-50  faults/test_adapters.py::test_48_ ::test_49_ ::test_50_
+    51     gateway/test_access.py::test_a_key_is_revoked_
+    52-53  policy/admission/test_spend_cap.py::test_, gateway/queue/test_admission.py::test_
+    54     sim/twin/test_overload.py::test_a_loud_tenant_ ::test_ten_times_, faults/test_fairness.py::test_
+    55     gateway/http/test_server.py::test_what_is_not_valid_,
+           gateway/protocol/test_paths.py::test_a_bad_body_
+    56     gateway/http/test_server.py::test_who_sends_too_slowly_
+    58     gateway/test_worker.py::test_the_log_holds_nothing_
+    load   sim/twin/test_overload.py::test_what_is_admitted_, faults/test_overload.py::test_
+
+Row 37 has no subject: keys are read from the deployment and kept in memory. Row 57 has no test.
+"""
 
 import pytest
 

@@ -16,7 +16,7 @@ from tests.gateway.fake_replica import ANSWER, Exchange, answer_json, hold
 from tests.gateway.fake_upstream import FakeUpstream
 from tests.gateway.worker import Stack, until
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 
 WEB, NIGHT, BOSS = "key-of-web", "key-of-night", "key-of-boss"
 CHAT = {"model": "alpha", "messages": [{"role": "user", "content": "hi"}]}
@@ -74,7 +74,6 @@ async def test_without_a_key_nothing_is_told_and_nothing_reaches_a_replica(share
     assert replica.hits == []
 
 
-@pytest.mark.process
 async def test_a_key_is_taken_both_ways_and_goes_no_further(shared: Stack) -> None:
     replica = await shared.replica("keys")
     await shared.ready(replica)
