@@ -19,7 +19,7 @@ from loadtests.bench.workload import Prefixed, draws
 from tests.gateway.worker import ROOT, Stack, until
 from tests.ports import free_ports
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.long]
 
 REPLICAS, PREFIXES, REQUESTS, CLIENTS = 4, 32, 1600, 32
 RUNS = 3
@@ -118,7 +118,7 @@ async def stack_is_up(stack: Stack) -> bool:
 
 # Each of both, and the balance to a hundredth, is held by tests/policy without processes.
 @pytest.mark.parametrize(
-    "exponent", [pytest.param(0.0, marks=pytest.mark.long), 1.0], ids=["uniform", "zipf"]
+    "exponent", [0.0, 1.0], ids=["uniform", "zipf"]
 )
 async def test_eight_workers_hit_as_often_as_one(
     tmp_path_factory: pytest.TempPathFactory, exponent: float
