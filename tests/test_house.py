@@ -1,9 +1,10 @@
-"""Every module of the packages says what it is for, stays short, and has a name that means something."""
+"""The rules of CONTRIBUTING for modules and folders: size, docstrings and names."""
 
 from __future__ import annotations
 
 import ast
 import tomllib
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -12,14 +13,15 @@ ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PACKAGES = [*PROJECT["tool"]["importlinter"]["root_packages"], "loadtests"]
 MODULES = sorted(path.relative_to(ROOT) for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
-MAX_LINES = 300
-# What a longer module's docstring says, with the reason after it.
-REASON = "over 300 lines: "
+MAX_LINES = 400
+# A longer module's docstring has this, and the reason after it.
+REASON = f"over {MAX_LINES} lines: "
+MAX_MODULES = 15
 MEANINGLESS = {"util", "utils", "common", "helper", "helpers", "manager", "managers", "misc"}
 
 
 def faults(text: str) -> list[str]:
-    """What is wrong with a module of this text."""
+    """The rules that a module with this text breaks."""
     docstring = ast.get_docstring(ast.parse(text)) or ""
     first, *rest = docstring.splitlines() or [""]
     found = []
@@ -31,16 +33,26 @@ def faults(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("module", MODULES, ids=str)
-def test_a_module_says_what_it_is_for_and_is_short(module: Path) -> None:
+def test_a_module_has_a_docstring_and_a_limited_size(module: Path) -> None:
     assert faults((ROOT / module).read_text()) == []
 
 
-def test_no_name_means_nothing() -> None:
+def test_no_name_is_meaningless() -> None:
     assert [str(module) for module in MODULES if MEANINGLESS & set(module.with_suffix("").parts)] == []
 
 
+def test_a_folder_holds_a_limited_number_of_modules() -> None:
+    counts = Counter(module.parent for module in MODULES if module.name != "__init__.py")
+    assert {str(folder): count for folder, count in counts.items() if count > MAX_MODULES} == {}
+
+
+def test_every_folder_with_modules_is_a_package() -> None:
+    folders = {module.parent for module in MODULES}
+    assert [str(folder) for folder in sorted(folders) if folder / "__init__.py" not in MODULES] == []
+
+
 @pytest.mark.parametrize("package", PACKAGES)
-def test_every_package_is_looked_at(package: str) -> None:
+def test_every_package_is_checked(package: str) -> None:
     assert any(module.parts[0] == package for module in MODULES)
 
 
@@ -54,8 +66,8 @@ def test_every_package_is_looked_at(package: str) -> None:
         ('"""Good."""', 0),
         ('"""Good.\n\nMore of it.\n"""', 0),
         ('"""Good."""\n' + "x = 1\n" * MAX_LINES, 1),
-        (f'"""Good.\n\nOne module though {REASON}it is a table.\n"""\n' + "x = 1\n" * MAX_LINES, 0),
+        (f'"""Good.\n\nThis module is {REASON}it is one table.\n"""\n' + "x = 1\n" * MAX_LINES, 0),
     ],
 )
-def test_the_rules_find_what_they_are_for(text: str, count: int) -> None:
+def test_the_rules_find_violations(text: str, count: int) -> None:
     assert len(faults(text)) == count

@@ -3,7 +3,7 @@
 The first event of a stream, and the last byte of another answer, is the commit point. Before it
 nothing was said to the client and the attempt may be repeated elsewhere; after it never.
 
-One module though over 300 lines: every kind of answer ends in one verdict, and all share the commit point.
+This module is over 400 lines: every kind of response ends in one verdict, and all share the commit point.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 Callbacks instead of futures per chunk: what arrives goes to the client in the same turn of the
 loop. httpx costs 3 ms a request, which is the whole budget twenty times over.
-
-One module though over 300 lines: a connection and its pool hand each other back and forth.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
 A body is collected as a list and joined once. What comes after the head of a request with a known
 length goes around the parser, which would copy it.
 
-One module though over 300 lines: where a connection is between two requests decides what each read,
-each answer and each second of silence means.
+This module is over 400 lines: the phase of a connection decides what each read, response and timeout means.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Who may go to a replica now, who waits, and who is sent away: one queue for each model.
-
-One module though over 300 lines: whoever waits, is sent or turned away passes through the same queue.
-"""
+"""Who may go to a replica now, who waits, and who is sent away: one queue for each model."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Which models and replicas there are, from the newest word that reached this worker.
-
-One module though over 300 lines: models, their replicas and who is told what of them are one view.
-"""
+"""Which models and replicas there are, from the newest word that reached this worker."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """A prefill whose end nobody sees, and when it is taken to be over.
 
 What this worker knows of each replica, from the replica itself.
-
-One module though over 300 lines: what a replica says, what was sent to it and its standing are one state."""
+"""
 
 from __future__ import annotations
 

@@ -3,8 +3,6 @@
 A row has one writer, and only whole aligned words are written, so there is no lock and nobody waits.
 Whoever reads may see a count a moment old, or two counts of one replica from two moments; both
 correct themselves with the next read. What must not be mistaken, the news, carries a check word.
-
-One module though over 300 lines: the layout of a row, and who reads and writes it, are one contract.
 """
 
 from __future__ import annotations

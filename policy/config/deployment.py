@@ -1,6 +1,5 @@
 """The deployment document as frozen structures: what it may say.
 
-Though over 300 lines: the document is one, and its sections are read beside each other.
 :func:`policy.document.parse.parse` makes a :class:`Deployment` of the decoded YAML, or refuses it.
 """
 

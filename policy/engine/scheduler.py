@@ -8,8 +8,6 @@ gives back its KV, waits in front, and computes prompt and output again. Source:
 
 Most steps are alike: those who run decode one token each, and nobody comes or goes. :meth:`Scheduler.alike`
 counts the next ones, which may be taken at once with :meth:`Scheduler.leap`.
-
-One module though over 300 lines: a step and the leap over many of them change one state alike.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The prediction is :mod:`policy.routing.cost`'s; here it is weighed against what each choice costs others.
 
-One module though over 300 lines: a choice, what it begins, and what is learned from it are one state.
+This module is over 400 lines: a choice, its start and what is learned from it share one state.
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@ Every policy proposes; :mod:`policy.scaling.guardrails` turns the live one's cou
 budgets; :mod:`policy.scaling.mode_selection` says whether another mode is worth a switch;
 :mod:`policy.scaling.budget` divides what there is; and safety's last rules bound how fast a count moves. The
 same situations, budget and policies give the same decisions, through JSON and back: so a log that has them
-can be checked by deciding again. One module though over 300 lines: how a model's decision comes about is read
-as one story.
+can be checked by deciding again.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 What a decision remembers is on disk before the decision is carried out, so a controller that was killed at
 any moment goes on with the same memory. Decisions are made beside the event loop, one round at a time.
-One module though over 300 lines: what is asked, decided and done in a round is read as one story.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The composition root of the control plane; read this first. It keeps nothing that it could not
 rebuild: targets come from the state directory, layers from the actuator, replicas from heartbeats.
-One module though over 300 lines: it is the one place where the parts of the control plane meet.
+This module is over 400 lines: it composes the parts of the control plane.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The guard: the only way into an engine's app. It checks, counts, refuses and drains.
-
-Though over 300 lines: what a request passes on its way to the engine is read as one.
-"""
+"""The guard: the only way into an engine's app. It checks, counts, refuses and drains."""
 
 from __future__ import annotations
 

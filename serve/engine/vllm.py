@@ -2,7 +2,6 @@
 
 The only module that imports vLLM. Source of the calls: vLLM's
 ``entrypoints/launchers/api_server/entry.py`` (0.32), whose server we replace by our guard's.
-Though over 300 lines: nothing else may import it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The replica host: it owns a replica's resources and keeps its engine, a child process, alive.
 
-One module though over 300 lines: the start, watch and end of an engine change one state, read as one story.
+This module is over 400 lines: start, watch and end of an engine share one state.
 """
 
 from __future__ import annotations

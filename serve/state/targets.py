@@ -1,7 +1,4 @@
-"""What is wanted of each model: mode, count and generation, kept across restarts.
-
-Though over 300 lines: whatever changes a target is one of its methods.
-"""
+"""What is wanted of each model: mode, count and generation, kept across restarts."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ during which nothing is computed. Whoever comes while it is under way joins at t
 come at the instant of that start join the same step. Whatever it does ends at the same instants, whether the
 engine is asked often or rarely.
 
-Though over 300 lines: what is under way, who is here and what is said of both are one state.
+This module is over 400 lines: running steps, admitted requests and reports share one state.
 """
 
 from __future__ import annotations

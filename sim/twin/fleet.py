@@ -2,7 +2,6 @@
 
 It is to the twin what Ray Serve and the replica hosts are to the controller: told a count for each layer, it
 starts what is missing and drains what is too much, first what does not serve yet, then the youngest.
-One module though over 300 lines: whatever changes a replica's state is one of its methods.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The queue, the batches, the router and the retries are production's own objects. What is left out is what they
 are told of others: here is one gateway worker, which sees its replicas at once and never loses one's word.
-One module though over 300 lines: what becomes of a request before and after its replica is one story.
+This module is over 400 lines: a request before and after its replica shares one state.
 """
 
 from __future__ import annotations

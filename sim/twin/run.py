@@ -4,7 +4,6 @@ One queue of events in virtual time. A request: arrival -> desk (admission, batc
 engine -> first token -> last token. A decision: what desks and replicas tell each second -> signals ->
 policies, safety, modes -> counts -> replicas that start and drain. Nothing here is random but what comes from
 ``seed``, so the same arguments give the same record.
-One module though over 300 lines: it is the one place where the parts of the twin meet.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The supervisor: starts the parts, watches them, answers on its socket, and ends them in order.
-
-One module though over 300 lines: start, watch and end of the parts are one order, read as one story.
-"""
+"""The supervisor: starts the parts, watches them, answers on its socket, and ends them in order."""
 
 from __future__ import annotations
 
