@@ -4,7 +4,7 @@ Each step takes the running requests first, in the order in which they were admi
 waiting ones, each as many tokens as it needs and the batch still holds: one for a decode, a chunk
 of the prompt for a prefill. When KV cache runs out the youngest running request is preempted: it
 gives back its KV, waits in front, and computes prompt and output again. Source: vLLM's
-``v1/core/sched/scheduler.py``. Cached prefixes are not shared: each request holds its own KV.
+``v1/core/sched/scheduler.py``. Requests do not share KV of cached prefixes: each holds its own.
 
 Most steps are alike: those who run decode one token each, and nobody comes or goes. :meth:`Scheduler.alike`
 counts the next ones, which may be taken at once with :meth:`Scheduler.leap`.
@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from policy.engine.model import EngineModel, Limits
+from policy.engine.prefix_cache import PrefixCache
 
 
 @dataclass(slots=True, eq=False)
@@ -25,16 +27,19 @@ class Request:
     """A request to run: counts in tokens.
 
     ``prompt_tokens`` are to be computed but for ``cached_tokens``, found in the prefix cache;
-    ``output_tokens`` are produced, the first in the step that completes the prompt.
+    ``output_tokens`` are produced, the first in the step that completes the prompt. ``blocks`` are those of
+    the prompt in :class:`policy.engine.prefix_cache.PrefixCache`.
     """
 
     id: str
     prompt_tokens: int
     output_tokens: int
     cached_tokens: int = 0
-    # What the scheduler keeps: tokens in KV, and tokens produced.
+    blocks: Sequence[Hashable] = ()
+    # What the scheduler keeps: tokens in KV, tokens produced, and whether it has held KV before.
     computed: int = 0
     produced: int = 0
+    restarted: bool = False
 
 
 @dataclass(slots=True, frozen=True)
@@ -75,40 +80,17 @@ class StepTimes(NamedTuple):
         return int(2 * elapsed_s / (linear + root))
 
 
-class Prefixes(Protocol):
-    """What is in the prefix cache: asked when a request is admitted, not when it comes."""
-
-    def cached(self, request: Request) -> int:
-        """How many tokens of its prompt are in the cache, but for its last."""
-        ...
-
-    def keep(self, request: Request) -> None:
-        """The request is admitted: its prompt is in the cache as long as it runs."""
-        ...
-
-    def let_go(self, request: Request) -> None:
-        """The request runs no more: of its prompt stays what was computed, until there is no room."""
-        ...
-
-    def make_room(self, kv_used: int) -> None:
-        """Requests that run use so many tokens of KV: what does not fit beside them leaves the cache."""
-        ...
-
-    def spare(self, kv_used: int) -> int:
-        """How many tokens more may be used than ``kv_used`` before anything leaves the cache."""
-        ...
-
-
 class Scheduler:
     """The requests of one engine; mutable, without a clock: a step says how long it takes.
 
-    With ``prefixes`` these say how many tokens of a request are cached, and not the request.
+    With a ``cache`` the cached tokens of a request are looked up when it is submitted, and again when it
+    is admitted. Without one they are what the request says.
     """
 
-    def __init__(self, model: EngineModel, limits: Limits, prefixes: Prefixes | None = None) -> None:
+    def __init__(self, model: EngineModel, limits: Limits, cache: PrefixCache | None = None) -> None:
         self._model = model
         self._limits = limits
-        self._prefixes = prefixes
+        self._cache = cache
         self._requests: dict[str, Request] = {}
         self._running: list[Request] = []
         self._waiting: deque[Request] = deque()
@@ -139,6 +121,8 @@ class Scheduler:
         """Queue ``request``; raises :class:`ValueError` as :meth:`check` does."""
         self.check(request)
         request.computed = request.produced = 0
+        request.restarted = False
+        request.cached_tokens = self._cached(request)
         self._requests[request.id] = request
         self._waiting.append(request)
 
@@ -165,7 +149,7 @@ class Scheduler:
         # In KV at all means running: a preempted request has given its tokens back.
         if request.computed:
             self._running.remove(request)
-            self._let_go(request)
+            self._release(request)
             self._kv_used -= request.computed
         else:
             self._waiting.remove(request)
@@ -192,7 +176,7 @@ class Scheduler:
                     first.append(request.id)
                 if request.produced == request.output_tokens:
                     finished.append(request.id)
-                    self._let_go(request)
+                    self._release(request)
                     self._kv_used -= request.computed
                     del self._requests[request.id]
         if finished:
@@ -223,9 +207,9 @@ class Scheduler:
             if not request.produced or request.computed + 1 != request.prompt_tokens + request.produced:
                 return 0
             steps = min(steps, request.output_tokens - request.produced - 1)
-        if self._waiting and self._prefixes is not None:
+        if self._waiting and self._cache is not None:
             # With less in the cache whoever is next might start.
-            steps = min(steps, self._prefixes.spare(self._kv_used) // running)
+            steps = min(steps, self._cache.spare(self._kv_used) // running)
         return steps
 
     def pace(self) -> StepTimes:
@@ -253,8 +237,15 @@ class Scheduler:
 
     def _first_part(self, request: Request, room: int) -> tuple[int, int]:
         """What a waiting request would start with: tokens that are cached, and that the step computes."""
-        cached = request.cached_tokens if self._prefixes is None else self._prefixes.cached(request)
+        cached = self._cached(request)
         return cached, min(request.prompt_tokens + request.produced - cached, room)
+
+    def _cached(self, request: Request) -> int:
+        if self._cache is None:
+            return request.cached_tokens
+        cached = self._cache.lookup(request.blocks, request.prompt_tokens)
+        # After a preemption it computes its own prompt again.
+        return min(cached, request.cached_tokens) if request.restarted else cached
 
     def _continue_running(self, budget: int, preempted: list[Request]) -> int:
         """Schedule the running requests; what is left of ``budget``."""
@@ -265,7 +256,7 @@ class Scheduler:
             part = min(request.prompt_tokens + request.produced - request.computed, budget)
             while self._kv_used + part > capacity:
                 victim = running.pop()
-                self._let_go(victim)
+                self._release(victim)
                 self._kv_used -= victim.computed
                 victim.computed = 0
                 self._waiting.appendleft(victim)
@@ -291,16 +282,17 @@ class Scheduler:
             request.cached_tokens = cached
             request.computed = cached + part
             self._kv_used += request.computed
-            if self._prefixes is not None:
-                self._prefixes.keep(request)
-                self._prefixes.make_room(self._kv_used)
+            if self._cache is not None:
+                self._cache.hold(request.blocks)
+                self._cache.make_room(self._kv_used)
             budget -= part
         return budget
 
-    def _let_go(self, request: Request) -> None:
-        if self._prefixes is not None:
-            self._prefixes.let_go(request)
+    def _release(self, request: Request) -> None:
+        request.restarted = True
+        if self._cache is not None:
+            self._cache.release(request.blocks, min(request.computed, request.prompt_tokens))
 
     def _make_room(self) -> None:
-        if self._prefixes is not None:
-            self._prefixes.make_room(self._kv_used)
+        if self._cache is not None:
+            self._cache.make_room(self._kv_used)

@@ -11,16 +11,16 @@ This module is over 400 lines: running steps, admitted requests and reports shar
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
 from policy.engine.model import Timing
+from policy.engine.prefix_cache import PrefixCache
 from policy.engine.scheduler import Request, Scheduler, StepTimes
 from policy.placement.slots import PREFETCH_PAUSE
+from sim.arrival import BLOCK_TOKENS
 from sim.twin.adapter_slots import Entry, TwinSlots
-from sim.twin.prefix_cache import PrefixCache
 
 Load = tuple[Entry, Entry | None]
 
@@ -64,39 +64,9 @@ class _Live:
 
     number: int
     adapter: str
-    blocks: tuple[Hashable, ...]
     request: Request
     deferred: bool = False
-    began: bool = False
     first_at: float = math.nan
-
-
-class _Prefixes:
-    """The prefix cache, asked by the scheduler when it admits."""
-
-    def __init__(self, cache: PrefixCache, live: dict[str, _Live]) -> None:
-        self._cache = cache
-        self._live = live
-
-    def cached(self, request: Request) -> int:
-        live = self._live[request.id]
-        found = self._cache.lookup(live.blocks, request.prompt_tokens)
-        # Its own prompt it computes again after a preemption, as the simulated engine does.
-        return min(found, request.cached_tokens) if live.began else found
-
-    def keep(self, request: Request) -> None:
-        self._cache.hold(self._live[request.id].blocks)
-
-    def let_go(self, request: Request) -> None:
-        live = self._live[request.id]
-        live.began = True
-        self._cache.let_go(live.blocks, min(request.computed, request.prompt_tokens))
-
-    def make_room(self, kv_used: int) -> None:
-        self._cache.make_room(kv_used)
-
-    def spare(self, kv_used: int) -> int:
-        return self._cache.spare(kv_used)
 
 
 class Engine:
@@ -137,10 +107,9 @@ class Engine:
         self._live: dict[str, _Live] = {}
         self._ids: dict[int, str] = {}
         self._fresh: dict[str, _Live] = {}
-        cache = None if self._prefix_tokens is None else PrefixCache(self._prefix_tokens)
-        self._cache = cache
-        prefixes = None if cache is None else _Prefixes(cache, self._live)
-        self._scheduler = Scheduler(self._model, self._limits, prefixes)
+        tokens = self._prefix_tokens
+        self._cache = None if tokens is None else PrefixCache(tokens, BLOCK_TOKENS)
+        self._scheduler = Scheduler(self._model, self._limits, self._cache)
         self.slots = self._slot_rules(self._slot_count)
         self._loaded_at = -math.inf
         self._still()
@@ -238,19 +207,18 @@ class Engine:
             raise ValueError(f"request {job.number} needs adapter {job.adapter!r}, and there are no slots")
         self._serial += 1
         name = str(self._serial)
-        request = Request(name, job.input_tokens, job.output_tokens)
-        self._scheduler.check(request)
-        # What one adapter has computed is of no use to another.
+        # Adapters share no KV.
         blocks = tuple((job.adapter, block) for block in job.blocks) if job.adapter else job.blocks
-        if self._cache is not None:
-            # What is expected until it is admitted, when it is looked up again.
-            request.cached_tokens = self._cache.lookup(blocks, job.input_tokens)
-        live = _Live(job.number, job.adapter, blocks, request)
+        request = Request(name, job.input_tokens, job.output_tokens, blocks=blocks)
+        self._scheduler.check(request)
+        live = _Live(job.number, job.adapter, request)
         self._live[name] = self._fresh[name] = live
         self._ids[job.number] = name
         self._cut(at)
         if job.adapter and not self.slots.submit(name, job.adapter, at):
             live.deferred = True
+            if self._cache is not None:
+                request.cached_tokens = self._cache.lookup(blocks, job.input_tokens)
         else:
             self._scheduler.submit(request)
 

@@ -13,13 +13,13 @@ from msgspec import Meta
 
 from policy.engine.kv_memory import BLOCK
 from policy.engine.model import Timing
+from policy.engine.prefix_cache import PrefixCache
 from policy.engine.profiles import profile
 from policy.engine.step_samples import StepSample
 from policy.errors import AdapterRefused, EngineFailed
 from serve.engine.port import ASGIApp, EngineSpec, EngineStats
 from serve.engine.sim.app import build
 from serve.engine.sim.metrics import Metrics
-from serve.engine.sim.prefix_cache import PrefixCache
 from serve.engine.sim.service import Service
 from serve.engine.sim.step_loop import StepLoop
 
@@ -67,7 +67,8 @@ class SimEngine:
         metrics = Metrics(spec.model)
         model = timing.model.at_degree(degree)
         self._timing = Timing(limits=limits, model=model.faster(spec.sim.speed))
-        self._loop = StepLoop(model, limits, spec.sim.speed, metrics)
+        self._cache = PrefixCache(limits.kv_tokens) if args.enable_prefix_caching else None
+        self._loop = StepLoop(model, limits, spec.sim.speed, metrics, self._cache)
         self._sleeps, self._wake_s = spec.sleeps, spec.sim.wake_s or 0.0
         self._slots = spec.adapter_slots
         self._load_s = spec.sim.adapter_load_s
@@ -75,7 +76,6 @@ class SimEngine:
         self._adapters = dict(args.lora_modules)
         self._static = frozenset(args.lora_modules)
         self.max_model_len: int | None = length
-        self._prefix = PrefixCache(limits.kv_tokens) if args.enable_prefix_caching else None
         service = Service(
             model=spec.model,
             adapters=self._adapters,
@@ -83,7 +83,6 @@ class SimEngine:
             max_model_len=length,
             seed=spec.sim.seed,
             loop=self._loop,
-            prefix=self._prefix,
             metrics=metrics,
             clock=clock,
         )
@@ -128,8 +127,8 @@ class SimEngine:
 
     async def sleep(self) -> None:
         await self._loop.idle()
-        if self._prefix is not None:
-            self._prefix.clear()
+        if self._cache is not None:
+            self._cache.clear()
 
     async def wake(self) -> None:
         await asyncio.sleep(self._wake_s)

@@ -11,7 +11,6 @@ from starlette.requests import Request
 from policy.types import Runner
 from serve.engine.sim.http import ApiError
 from serve.engine.sim.metrics import Metrics
-from serve.engine.sim.prefix_cache import PrefixCache
 from serve.engine.sim.step_loop import Generation, StepLoop
 from serve.engine.sim.text import Output, Prompt, natural_length, seed_of, write
 
@@ -28,7 +27,6 @@ class Service:
         max_model_len: int,
         seed: int,
         loop: StepLoop,
-        prefix: PrefixCache | None,
         metrics: Metrics,
         clock: Callable[[], float],
     ) -> None:
@@ -40,7 +38,6 @@ class Service:
         self.metrics = metrics
         self.created = int(clock())
         self._loop = loop
-        self._prefix = prefix
         self._clock = clock
         self._names = itertools.count()
 
@@ -108,13 +105,8 @@ class Service:
     def _submit(
         self, prompts: Sequence[Prompt], outputs: Sequence[Output], salt: tuple[str, str | None]
     ) -> Generation:
-        cached = [0] * len(prompts)
-        if self._prefix is not None:
-            cached = [self._prefix.admit(prompt.tokens, salt) for prompt in prompts]
-            self.metrics.prefix_queries.inc(sum(len(prompt.tokens) for prompt in prompts))
-            self.metrics.prefix_hits.inc(sum(cached))
         generation = Generation(str(next(self._names)), prompts, outputs)
-        self._loop.submit(generation, cached)
+        self._loop.submit(generation, salt)
         return generation
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Hashable, Sequence
 from dataclasses import dataclass
 
 from policy.engine.model import EngineModel, Limits
+from policy.engine.prefix_cache import PrefixCache, block_hashes
 from policy.engine.scheduler import Request, Scheduler, StepResult
 from policy.errors import EngineFailed
 from serve.engine.port import EngineStats
@@ -29,15 +30,15 @@ class Aborted(Exception):
 class Generation:
     """One HTTP request in the engine: its choices, and the tokens that are ready.
 
-    ``prompts`` and ``outputs`` run in parallel, one of each per choice; ``cached`` are the prompt
-    tokens of each that were found in the prefix cache.
+    ``prompts`` and ``outputs`` run in parallel, one of each per choice; ``cached`` are the prompt tokens of
+    each that were in the prefix cache, known from its first token on.
     """
 
     def __init__(self, name: str, prompts: Sequence[Prompt], outputs: Sequence[Output]) -> None:
         self.name = name
         self.prompts = prompts
         self.outputs = outputs
-        self.cached: Sequence[int] = [0] * len(outputs)
+        self.cached = [0] * len(outputs)
         self._left = len(outputs)
         self._ready: deque[tuple[int, int]] = deque()
         self._more = asyncio.Event()
@@ -87,6 +88,7 @@ class Generation:
 class _Live:
     """A choice in the engine; instants are of the loop's clock."""
 
+    request: Request
     generation: Generation
     choice: int
     arrived: float
@@ -100,8 +102,16 @@ class StepLoop:
     ``took`` has what its steps took in real ones.
     """
 
-    def __init__(self, model: EngineModel, limits: Limits, speed: float, metrics: Metrics) -> None:
-        self._scheduler = Scheduler(model, limits)
+    def __init__(
+        self,
+        model: EngineModel,
+        limits: Limits,
+        speed: float,
+        metrics: Metrics,
+        cache: PrefixCache | None = None,
+    ) -> None:
+        self._scheduler = Scheduler(model, limits, cache)
+        self._cache = cache
         self._kv_tokens = limits.kv_tokens
         self._speed = speed
         self._metrics = metrics
@@ -141,18 +151,19 @@ class StepLoop:
             error = None if self._task.cancelled() else self._task.exception()
             raise EngineFailed(f"the simulated engine steps no more: {error!r}")
 
-    def submit(self, generation: Generation, cached: Sequence[int]) -> None:
-        """Queue all choices; ``cached`` are the prompt tokens of each found in the prefix cache.
+    def submit(self, generation: Generation, salt: Hashable) -> None:
+        """Queue all choices. Prompts with different salts share no blocks of the prefix cache.
 
         Raises EngineFailed when the engine is dead, :class:`ValueError` as the scheduler does.
         """
         self.check()
         now = self._loop.time()
-        generation.cached = cached
         for choice, (prompt, output) in enumerate(zip(generation.prompts, generation.outputs, strict=True)):
             name = f"{generation.name}-{choice}"
-            self._scheduler.submit(Request(name, len(prompt.tokens), len(output.deltas), cached[choice]))
-            self._live[name] = _Live(generation, choice, now)
+            blocks = () if self._cache is None else block_hashes(prompt.tokens, salt)
+            request = Request(name, len(prompt.tokens), len(output.deltas), blocks=blocks)
+            self._scheduler.submit(request)
+            self._live[name] = _Live(request, generation, choice, now)
         self._work.set()
 
     def abort(self, generation: Generation) -> None:
@@ -252,7 +263,12 @@ class StepLoop:
                 metrics.itl.observe(now - live.last)
             else:
                 metrics.ttft.observe(now - live.arrived)
-                metrics.prompt_tokens.inc(len(generation.prompts[live.choice].tokens))
+                request = live.request
+                generation.cached[live.choice] = request.cached_tokens
+                metrics.prompt_tokens.inc(request.prompt_tokens)
+                if self._cache is not None:
+                    metrics.prefix_queries.inc(request.prompt_tokens)
+                    metrics.prefix_hits.inc(request.cached_tokens)
             live.last = now
             generation.put(live.choice, live.position)
             live.position += 1

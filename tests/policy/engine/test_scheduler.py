@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policy.engine.model import EngineModel, Limits
+from policy.engine.prefix_cache import PrefixCache
 from policy.engine.scheduler import Request, Scheduler, StepResult, StepTimes
 
 MODEL = EngineModel(o=0.001, w=0.002, c=2e-5, g=1e-7, r=1e-5)
@@ -228,31 +229,19 @@ def test_steps_are_alike_while_kv_keeps_the_next_out_and_until_it_overflows() ->
     assert scheduler.step().preempted == ("b",)
 
 
-def test_a_prefix_cache_is_asked_when_a_request_starts() -> None:
-    kept: list[str] = []
-    gone: list[tuple[str, int]] = []
-    most: list[int] = []
-
-    class Cache:
-        def cached(self, request: Request) -> int:
-            return 80 if "a" in kept else 0
-
-        def keep(self, request: Request) -> None:
-            kept.append(request.id)
-
-        def let_go(self, request: Request) -> None:
-            gone.append((request.id, request.computed))
-
-        def make_room(self, kv_used: int) -> None:
-            most.append(kv_used)
-
-        def spare(self, kv_used: int) -> int:
-            return 1000 - kv_used
-
-    scheduler = Scheduler(MODEL, Limits(max_num_batched_tokens=100, max_num_seqs=1, kv_tokens=1000), Cache())
+def test_the_prefix_cache_is_looked_up_when_a_request_is_admitted() -> None:
+    limits = Limits(max_num_batched_tokens=100, max_num_seqs=1, kv_tokens=1000)
+    scheduler = Scheduler(MODEL, limits, PrefixCache(1000))
     for name in ("a", "b"):
-        scheduler.submit(Request(name, 90, 1))
+        scheduler.submit(Request(name, 90, 1, blocks=tuple(range(5))))
+    assert scheduler.prefilling == 180, "nothing is cached yet"
     assert [scheduler.step().scheduled for _ in range(2)] == [90, 10]
-    assert kept == ["a", "b"]
-    # Told what is in use while it is at its highest, and of who gives it back.
-    assert gone == [("a", 90), ("b", 90)] and max(most) == 90
+
+
+def test_running_requests_take_memory_from_the_prefix_cache() -> None:
+    limits = Limits(max_num_batched_tokens=100, max_num_seqs=1, kv_tokens=100)
+    scheduler = Scheduler(MODEL, limits, PrefixCache(100))
+    for name, blocks in (("a", (1, 2, 3, 4, 5)), ("b", (6, 7, 8)), ("c", (1, 2, 3, 4, 5))):
+        scheduler.submit(Request(name, 16 * len(blocks) + 1, 1, blocks=blocks))
+    # b needs 49 tokens beside the 80 that a left: the last two blocks of a are evicted.
+    assert [scheduler.step().scheduled for _ in range(3)] == [81, 49, 81 - 3 * 16]

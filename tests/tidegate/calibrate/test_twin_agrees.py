@@ -12,10 +12,10 @@ import pytest
 import yaml
 
 from policy.engine.model import Timing
+from policy.engine.prefix_cache import PrefixCache, block_hashes
 from policy.engine.profiles import profile
 from policy.engine.scheduler import Request, Scheduler
 from policy.scaling.policies.registry import choose, make
-from serve.engine.sim.prefix_cache import PrefixCache
 from sim.twin.engine import Engine, Job, Kind
 from tests.ports import free_ports
 from tests.tidegate.conftest import Site
@@ -89,7 +89,7 @@ def crowd(rate: float, seed: int) -> list[tuple[float, Job]]:
 def as_engine(jobs: list[tuple[float, Job]]) -> tuple[dict[int, tuple[float, float]], int]:
     """First and last tokens of what the simulated engine does with its cache and scheduler; preemptions."""
     limits = TIMED.limits(1)
-    scheduler, cache = Scheduler(TIMED.model, limits), PrefixCache(limits.kv_tokens)
+    scheduler = Scheduler(TIMED.model, limits, PrefixCache(limits.kv_tokens))
     firsts: dict[int, float] = {}
     found: dict[int, tuple[float, float]] = {}
     preempted, now, coming = 0, 0.0, list(reversed(jobs))
@@ -100,8 +100,8 @@ def as_engine(jobs: list[tuple[float, Job]]) -> tuple[dict[int, tuple[float, flo
             _, job = coming.pop()
             tokens = [(block, i) for block in job.blocks for i in range(512)]
             tokens += [(-job.number - 1, i) for i in range(job.input_tokens - len(tokens))]
-            cached = cache.admit(tokens, "")
-            scheduler.submit(Request(str(job.number), job.input_tokens, job.output_tokens, cached))
+            blocks = block_hashes(tokens, "")
+            scheduler.submit(Request(str(job.number), job.input_tokens, job.output_tokens, blocks=blocks))
         result = scheduler.step()
         now += result.duration_s
         preempted += len(result.preempted)

@@ -13,7 +13,6 @@ from policy.errors import EngineFailed
 from policy.types import Runner
 from serve.engine.port import Engine
 from serve.engine.sim import create
-from serve.engine.sim.prefix_cache import PrefixCache
 from serve.engine.sim.step_loop import StepLoop
 from tests.serve.sim_driver import FROZEN, OpenRequest, client_of, engine_of, spec, until
 
@@ -118,16 +117,6 @@ async def test_metrics_have_vllms_names_and_count_what_happened() -> None:
         for gauge in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
             assert value(gauge) == 0
         assert engine.stats().steps == 10
-
-
-def test_the_prefix_cache_shares_full_blocks_by_salt_and_forgets_the_oldest() -> None:
-    cache = PrefixCache(kv_tokens=64)
-    prompt = [b"%d" % i for i in range(40)]
-    assert [cache.admit(prompt, "a"), cache.admit(prompt, "a"), cache.admit(prompt, "b")] == [0, 32, 0]
-    assert cache.admit([*prompt[:20], *prompt[:20]], "a") == 16
-    assert cache.admit(prompt[:32], "b") == 16  # the last token is always computed
-    cache.admit([b"x"] * 64, "c")
-    assert cache.admit(prompt, "b") == 0
 
 
 async def test_a_pooling_engine_embeds_scores_and_has_no_chat() -> None:

@@ -1,27 +1,34 @@
-"""The twin's prefix cache: chains are found from their start, and who runs takes the room."""
+"""The prefix cache: blocks are found from the start of a prompt, and running requests take their memory."""
 
 from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sim.arrival import BLOCK_TOKENS
-from sim.twin.prefix_cache import PrefixCache
+from policy.engine import prefix_cache
+from policy.engine.kv_memory import BLOCK
+from policy.engine.prefix_cache import block_hashes
+
+BLOCK_TOKENS = 512
 
 chains = st.lists(st.lists(st.integers(0, 12), unique=True, max_size=6), max_size=12)
 
 
-def used(cache: PrefixCache, *blocks: int, tokens: int = 0) -> None:
+def cache_of(kv_tokens: int) -> prefix_cache.PrefixCache:
+    return prefix_cache.PrefixCache(kv_tokens, BLOCK_TOKENS)
+
+
+def used(cache: prefix_cache.PrefixCache, *blocks: int, tokens: int = 0) -> None:
     """A prompt of these blocks has run, alone: of so many tokens, or of whole blocks."""
     tokens = tokens or len(blocks) * BLOCK_TOKENS
     cache.hold(blocks)
     cache.make_room(tokens)
-    cache.let_go(blocks, tokens)
+    cache.release(blocks, tokens)
     cache.make_room(0)
 
 
 def test_what_was_used_is_found_up_to_the_first_block_that_differs() -> None:
-    cache = PrefixCache(10 * BLOCK_TOKENS)
+    cache = cache_of(10 * BLOCK_TOKENS)
     used(cache, 1, 2, 3)
     assert cache.lookup((1, 2, 9), 2000) == 2 * BLOCK_TOKENS
     assert cache.lookup((9, 2, 3), 2000) == 0
@@ -29,7 +36,7 @@ def test_what_was_used_is_found_up_to_the_first_block_that_differs() -> None:
 
 
 def test_the_last_token_is_always_computed_with_the_engines_block_of_it() -> None:
-    cache = PrefixCache(10 * BLOCK_TOKENS)
+    cache = cache_of(10 * BLOCK_TOKENS)
     used(cache, 1, 2)
     assert cache.lookup((1, 2), 2 * BLOCK_TOKENS) == 2 * BLOCK_TOKENS - 16
     assert cache.lookup((1, 2), BLOCK_TOKENS + 100) == BLOCK_TOKENS + 96
@@ -37,7 +44,7 @@ def test_the_last_token_is_always_computed_with_the_engines_block_of_it() -> Non
 
 
 def test_the_oldest_chain_goes_from_its_end() -> None:
-    cache = PrefixCache(5 * BLOCK_TOKENS)
+    cache = cache_of(5 * BLOCK_TOKENS)
     used(cache, 1, 2, 3)
     used(cache, 4, 5, 6)
     assert cache.lookup((1, 2, 3), 9999) == 2 * BLOCK_TOKENS
@@ -45,7 +52,7 @@ def test_the_oldest_chain_goes_from_its_end() -> None:
 
 
 def test_a_use_makes_a_chain_young_again() -> None:
-    cache = PrefixCache(4 * BLOCK_TOKENS)
+    cache = cache_of(4 * BLOCK_TOKENS)
     for chain in ((1, 2), (3, 4), (1, 2), (5, 6)):
         used(cache, *chain)
     assert cache.lookup((1, 2), 9999) == 2 * BLOCK_TOKENS
@@ -53,7 +60,7 @@ def test_a_use_makes_a_chain_young_again() -> None:
 
 
 def test_who_runs_takes_the_room_and_keeps_what_it_holds() -> None:
-    cache = PrefixCache(6 * BLOCK_TOKENS)
+    cache = cache_of(6 * BLOCK_TOKENS)
     used(cache, 1, 2, 3)
     cache.hold((4, 5))
     assert cache.spare(2 * BLOCK_TOKENS) == BLOCK_TOKENS
@@ -67,19 +74,19 @@ def test_who_runs_takes_the_room_and_keeps_what_it_holds() -> None:
 
 
 def test_what_several_hold_stays_until_the_last_lets_go_of_it() -> None:
-    cache = PrefixCache(2 * BLOCK_TOKENS)
+    cache = cache_of(2 * BLOCK_TOKENS)
     cache.hold((1, 2))
     cache.hold((1,))
-    cache.let_go((1, 2), 2 * BLOCK_TOKENS)
+    cache.release((1, 2), 2 * BLOCK_TOKENS)
     cache.make_room(2 * BLOCK_TOKENS)
     assert cache.lookup((1, 2), 9999) == BLOCK_TOKENS
-    cache.let_go((1,), BLOCK_TOKENS)
+    cache.release((1,), BLOCK_TOKENS)
     cache.make_room(2 * BLOCK_TOKENS)
     assert cache.lookup((1,), 9999) == 0
 
 
 def test_what_was_not_computed_does_not_stay() -> None:
-    cache = PrefixCache(9 * BLOCK_TOKENS)
+    cache = cache_of(9 * BLOCK_TOKENS)
     used(cache, 1, 2, 3, tokens=BLOCK_TOKENS)
     assert cache.lookup((1, 2, 3), 9999) == BLOCK_TOKENS
 
@@ -88,8 +95,24 @@ def test_what_was_not_computed_does_not_stay() -> None:
 def test_it_never_has_more_than_there_is_room_for_and_keeps_the_last_that_fits(
     asked: list[list[int]], capacity: int
 ) -> None:
-    cache = PrefixCache(capacity * BLOCK_TOKENS)
+    cache = cache_of(capacity * BLOCK_TOKENS)
     for chain in asked:
         used(cache, *chain)
         assert cache.spare(0) >= 0
         assert cache.lookup(chain, 99_999) == min(len(chain), capacity) * BLOCK_TOKENS
+
+
+def test_full_blocks_are_hashed_with_all_before_them_and_the_salt() -> None:
+    prompt = [b"%d" % i for i in range(2 * BLOCK + 8)]
+    first, second = block_hashes(prompt, "a")
+    assert block_hashes([*prompt[:BLOCK], *prompt[:BLOCK]], "a")[0] == first
+    assert block_hashes([*prompt[:BLOCK], *prompt[:BLOCK]], "a")[1] != second
+    assert not {first, second} & {*block_hashes(prompt, "b")}
+
+
+def test_what_no_request_holds_can_be_cleared() -> None:
+    cache = cache_of(4 * BLOCK_TOKENS)
+    used(cache, 1, 2)
+    cache.hold((1,))
+    cache.clear()
+    assert cache.lookup((1, 2), 9999) == BLOCK_TOKENS and cache.spare(0) == 4 * BLOCK_TOKENS

@@ -1,0 +1,91 @@
+"""The prefix cache of an engine: which blocks of prompts are in KV memory. Source: vLLM's free-block queue.
+
+Blocks of running requests stay. Other blocks stay until running requests need their KV memory; the block
+that was released first is evicted first. Approximations: a block counts from the admission of its request,
+although a later step may compute it; requests that share a block hold KV for it each, as in
+:mod:`policy.engine.scheduler`; blocks of output tokens are not kept.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+
+from policy.engine.kv_memory import BLOCK
+
+
+def block_hashes(tokens: Sequence[Hashable], salt: Hashable) -> tuple[int, ...]:
+    """A hash for each full block of :data:`BLOCK` tokens, which stands for all tokens up to its end.
+
+    Prompts with different salts share nothing.
+    """
+    chain, hashes = hash(salt), []
+    for start in range(0, len(tokens) - BLOCK + 1, BLOCK):
+        chain = hash((chain, *tokens[start : start + BLOCK]))
+        hashes.append(chain)
+    return tuple(hashes)
+
+
+class PrefixCache:
+    """The cached blocks of one engine with ``kv_tokens`` tokens of KV memory.
+
+    A block has ``block_tokens`` tokens and stands for all tokens before it too. The last block of a prompt
+    may have fewer tokens.
+    """
+
+    def __init__(self, kv_tokens: int, block_tokens: int = BLOCK) -> None:
+        self._kv_tokens = kv_tokens
+        self._block_tokens = block_tokens
+        self._held: dict[Hashable, int] = {}
+        # Tokens of each block that no request holds, the next to be evicted first, and their sum.
+        self._free: OrderedDict[Hashable, int] = OrderedDict()
+        self._free_tokens = 0
+
+    def lookup(self, blocks: Sequence[Hashable], input_tokens: int) -> int:
+        """How many leading tokens of a prompt of ``input_tokens`` are cached.
+
+        The last token never is: the engine computes its own block of :data:`BLOCK` tokens with it, as vLLM.
+        """
+        hits = 0
+        for block in blocks:
+            if block not in self._held and block not in self._free:
+                break
+            hits += 1
+        return min(hits * self._block_tokens, (input_tokens - 1) // BLOCK * BLOCK)
+
+    def hold(self, blocks: Sequence[Hashable]) -> None:
+        """A prompt of these blocks is in KV memory until it is released."""
+        for block in blocks:
+            self._held[block] = self._held.get(block, 0) + 1
+            self._free_tokens -= self._free.pop(block, 0)
+
+    def release(self, blocks: Sequence[Hashable], tokens: int) -> None:
+        """The request that held these blocks has ended, after ``tokens`` of them were computed.
+
+        The first block is evicted last, as in vLLM: without it the others cannot be found.
+        """
+        for index in range(len(blocks) - 1, -1, -1):
+            block = blocks[index]
+            self._held[block] -= 1
+            if self._held[block]:
+                continue
+            del self._held[block]
+            size = min(self._block_tokens, tokens - index * self._block_tokens)
+            if size > 0:
+                self._free[block] = size
+                self._free_tokens += size
+
+    def spare(self, kv_used: int) -> int:
+        """How many tokens more than ``kv_used`` running requests may hold before a block is evicted."""
+        return self._kv_tokens - kv_used - self._free_tokens
+
+    def make_room(self, kv_used: int) -> None:
+        """Running requests hold ``kv_used`` tokens: evict the blocks that do not fit beside them."""
+        room = self._kv_tokens - kv_used
+        while self._free and self._free_tokens > room:
+            self._free_tokens -= self._free.popitem(last=False)[1]
+
+    def clear(self) -> None:
+        """Evict every block that no request holds."""
+        self._free.clear()
+        self._free_tokens = 0
