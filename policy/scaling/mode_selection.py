@@ -10,7 +10,7 @@ no fuller than :data:`policy.engine.capacity.FULL`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 import msgspec
@@ -25,6 +25,8 @@ from policy.scaling.guardrails import metrics_stale, unsettled
 from policy.scaling.rollout import Footprint, Goal, Layer, LayerKey, needs_gap
 from policy.scaling.situation import ModeForecast, ModeOption, Situation
 
+# The percentile of the latencies that an SLO bounds.
+PERCENTILE = 0.95
 # A prediction is no more precise than this, and at the edge of what meets an objective it may be either.
 PRECISION = 1.01
 # The engine model may be off by more than this: then less of it is not what helps.
@@ -177,7 +179,7 @@ def _outlook(
     return ModeForecast(
         mode=rung.mode,
         count=count,
-        cost=whole * (1 + missed) if missed else price * count,
+        cost=cost_of(count, price, whole, missed),
         met=found.met,
         ttft_s=found.ttft_p95_s,
         itl_s=found.itl_p95_s,
@@ -196,8 +198,42 @@ def _missed(slo: SloConfig, found: ExpectedLatency) -> float:
     bounds = [(found.ttft_p95_s, slo.ttft_p95_s), (found.itl_p95_s, slo.itl_p95_s)]
     if slo.ttft_p95_s is None and slo.itl_p95_s is None:
         bounds = [(found.utilisation, FULL)]
-    excess = sum(_excess(value, bound) for value, bound in bounds if bound is not None)
-    return 1 - found.met + excess if excess else 0.0
+    return missed_by(found.met, bounds)
+
+
+def missed_by(met: float, p95s: Iterable[tuple[float, float | None]]) -> float:
+    """By how much an SLO is missed: 0 where each 95th percentile is within its target.
+
+    Otherwise the fraction of requests that miss it (``met`` is that of the others), plus for each percentile
+    how many times it has to be halved. ``p95s`` are pairs of a percentile and its target, if it has one.
+    """
+    excess = sum(_excess(value, target) for value, target in p95s if target is not None)
+    return 1 - met + excess if excess else 0.0
+
+
+def cost_of(count: int, price: float, largest: float, missed: float) -> float:
+    """The cost of ``count`` replicas at ``price`` each, or that of missing the SLO.
+
+    ``largest`` is the cost of the largest footprint of any mode, ``missed`` as of :func:`missed_by`.
+    """
+    return largest * (1 + missed) if missed else price * count
+
+
+def measured_cost(situation: Situation) -> tuple[float, float] | None:
+    """The cost of the present mode by the latencies that were measured, and the fraction that met the SLO.
+
+    The same formula as that of a forecast, so that both can be compared; ``None`` without measurements.
+    """
+    demand, price = situation.signals.demand, _price(situation.rungs)
+    if demand is None or demand.ttft is None or situation.mode not in price:
+        return None
+    largest = max(price[rung.mode] * max(1, rung.most) for rung in situation.rungs)
+    slo, met = situation.slo, demand.met
+    latencies = ((demand.ttft, slo.ttft_p95_s, met.ttft), (demand.itl, slo.itl_p95_s, met.itl))
+    # Fractions are counted exactly, while percentiles are interpolated between the bounds of a histogram.
+    late = [(seen.p95, target) for seen, target, within in latencies if seen and within < PERCENTILE]
+    missed = missed_by(met.both, late)
+    return cost_of(max(1, situation.count), price[situation.mode], largest, missed), met.both
 
 
 def _excess(value: float, bound: float) -> float:

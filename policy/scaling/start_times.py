@@ -7,7 +7,8 @@ from collections.abc import Iterable
 
 import msgspec
 
-from policy.scaling.rollout import LayerKey
+from policy.scaling.rollout import Layer, LayerKey
+from policy.scaling.view import Supply
 from policy.types import Replica, ReplicaPhase, StartPath
 
 KEPT = 9
@@ -80,6 +81,20 @@ class StartTimes:
         """How long until each of ``replicas`` that start will be ready, in seconds."""
         elapsed = (at - self._began.get(replica.id, at) for replica in replicas)
         return tuple(max(lead_s - since_s, OVERDUE * since_s, 0.0) for since_s in elapsed)
+
+    def supply(self, layer: Layer, starting: Iterable[Replica], lead_s: float, at: float) -> Supply:
+        """A layer as a policy sees it, of whose replicas ``starting`` have sent a heartbeat.
+
+        Replicas that were asked for and have not sent one yet are still to start.
+        """
+        unheard = max(0, layer.wanted - layer.starting - layer.ready)
+        return Supply(
+            wanted=layer.wanted,
+            serving=layer.ready,
+            starting_s=(*self.remaining_s(starting, lead_s, at), *[lead_s] * unheard),
+            draining=layer.draining,
+            failures=layer.failures,
+        )
 
     def saved(self) -> tuple[StartTime, ...]:
         """What was measured, to be kept."""

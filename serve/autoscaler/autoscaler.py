@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 from collections.abc import Callable, Mapping
 
 import msgspec
@@ -16,6 +15,7 @@ import msgspec
 from policy.config.deployment import Deployment
 from policy.errors import SwitchRefused
 from policy.scaling.decide import ModelPolicies, decide_all
+from policy.scaling.schedule import DecisionSchedule
 from policy.scaling.situation import Decision, Memory, Situation
 from policy.scaling.start_times import StartTime
 from policy.signals.aggregator import SignalAggregator
@@ -29,7 +29,6 @@ from serve.autoscaler.switch_review import due, expected_gain, outcome
 from serve.controller_api import LoggedDecision
 from serve.state.observed import ObservedState
 from serve.state.targets import DesiredMode, Target, Targets, wanted_models
-from serve.state.transitions import starves
 from serve.threads import run_in_thread
 from store.state_dir import StateDir
 
@@ -37,8 +36,6 @@ log = logging.getLogger("tidegate.controller")
 
 # A policy that takes longer is not waited for: what runs must be kept up meanwhile.
 PATIENCE_S = 2.0
-# Figures of a controller that has just come back are of nothing yet, and would be taken for an idle fleet.
-LISTEN_S = 5.0
 
 
 class KeptState(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,10 +79,9 @@ class Autoscaler:
         self.journal = Journal(state.decisions_path)
         self._kept = self._read()
         observation.starts.restore(self._kept.starts)
-        self._slots: dict[str, int] = {}
+        self._schedule = DecisionSchedule(now())
         self._stirred: set[str] = set()
         self._urgent: set[str] = set()
-        self._listen_until = now() + LISTEN_S
         self._running: asyncio.Task[None] | None = None
         self._documents = 0
         self._modes: dict[str, str] = {}
@@ -188,7 +184,6 @@ class Autoscaler:
         for gone in self.latest.keys() - known:
             self.latest.pop(gone)
             self._modes.pop(gone, None)
-            self._slots.pop(gone, None)
             self.journal.forget(gone)
 
     def _idle(self) -> bool:
@@ -272,7 +267,7 @@ class Autoscaler:
         aim = DesiredMode(mode=decision.mode, shape=shape, count=decision.count, generation=generation)
         proposed = target.toward(aim, self.at)
         try:
-            gap = starves(proposed, self._observation, deployment)
+            gap = self._observation.check_gap(proposed, deployment)
         except SwitchRefused as refused:
             self._event(str(refused))
             # It was not switched, so nothing dwells.
@@ -326,20 +321,12 @@ class Autoscaler:
                 self._stirred.add(name)
 
     def _due(self, deployment: Deployment) -> set[str]:
-        """The models whose turn it is, at multiples of ``tick_s``; with one all that share a budget with it.
-
-        Decided one after the other, each would take what another has given up for a third.
-        """
+        """The models to decide on now."""
         names = self._names(deployment)
-        found = self._urgent & names
-        for name in names if self._now() >= self._listen_until else ():
-            slot = math.floor(self._now() / self._targets.get(name).spec.control.tick_s)
-            if name in self._stirred or self._slots.get(name) != slot:
-                self._slots[name] = slot
-                found.add(name)
-        budget = deployment.budget
-        bounds = (budget.gpus, budget.cpus, budget.watts, budget.cost_per_h)
-        return names if found and any(bound is not None for bound in bounds) else found
+        ticks_s = {name: self._targets.get(name).spec.control.tick_s for name in names}
+        return self._schedule.due(
+            ticks_s, self._now(), deployment.budget, changed=self._stirred, urgent=self._urgent
+        )
 
     def _names(self, deployment: Deployment) -> set[str]:
         """The models that are decided on: one that leaves, or leaves its mode, is not."""

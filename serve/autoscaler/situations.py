@@ -7,22 +7,22 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
-from policy.config.deployment import Budget, Deployment, Mode, ModelSpec
+from policy.config.deployment import Budget, Deployment, ModelSpec
 from policy.engine.calibration import Fit
 from policy.engine.model import EngineModel, Timing
 from policy.engine.profiles import price_of, shipped
 from policy.engine.step_table import GENERIC
 from policy.scaling.budget import Allocation, held, total
-from policy.scaling.rollout import LayerKey, leaving_layer, needs_gap
-from policy.scaling.situation import Memory, ModeOption, Situation
+from policy.scaling.observed_model import ReplicaFacts, signals_of
+from policy.scaling.rollout import LayerKey
+from policy.scaling.situation import Memory, Situation
 from policy.signals.aggregator import SignalAggregator
 from policy.signals.types import Signals
 from policy.types import Replica
 from policy.wire.heartbeat import Heartbeat
 from serve.autoscaler.calibration import CalibrationStore
 from serve.state.observed import ObservedState
-from serve.state.targets import DesiredMode, Target, Targets
-from serve.state.transitions import goal_of
+from serve.state.targets import Target, Targets
 
 # Of the cards of a replica, the 95th percentile over so many looks counts against a budget of watts.
 LOOKS = 120
@@ -51,35 +51,25 @@ class SituationBuilder:
     def situation(self, model: str, deployment: Deployment, memory: Memory, at: float) -> Situation:
         """What is known of ``model`` at the instant ``at``."""
         target = self._targets.get(model)
-        spec, control = target.spec, target.spec.control
-        key = target.key()
-        layers = self._observation.layers(model)
-        leaving = leaving_layer(spec, layers, key)
-        rungs = tuple(self._rungs(target, deployment, at))
-        here = next(rung for rung in rungs if rung.mode == target.aim.mode)
-        signals = self._slowed(self._gathering.signals(model, self._now()), key, here.timing.model)
-        self._note_watts(target, signals)
-        return Situation(
-            at=at,
-            tick_s=control.tick_s,
-            model=model,
-            priority=spec.priority,
-            mode=target.aim.mode,
-            count=target.aim.count,
-            settled=target.settled and not leaving,
-            rungs=rungs,
-            supply=self._observation.supply(key, here.lead_s, self._now()),
-            signals=signals,
-            slo=control.slo,
-            scale=control.scale,
-            switching=control.mode,
-            guard=control.guard,
-            queue_s=deployment.gateway.queue_timeout_s,
-            leaving=leaving,
-            overflow=any(model in upstream.models for upstream in deployment.upstreams),
-            override=target.override(at),
-            memory=memory,
+        seen = self._observation.model(target, deployment.budget)
+        rungs = tuple(
+            seen.option(mode, self._facts(target, mode, deployment.budget))
+            for mode in target.spec.modes
+            if mode == target.aim.mode or not target.blocked(mode, at)
         )
+        here = next(rung for rung in rungs if rung.mode == target.aim.mode)
+        key, speed = target.key(), here.timing.model
+        signals = signals_of(
+            self._gathering.signals(model, self._now()),
+            self._observation.ids(key),
+            lambda replica: self._calibrations.slowness(replica, speed, self._now()),
+        )
+        self._note_watts(target, signals)
+        supply = self._observation.supply(key, here.lead_s, self._now())
+        return seen.situation(
+            deployment, rungs, supply, signals,
+            at=at, settled=target.settled, memory=memory, override=target.override(at),
+        )  # fmt: skip
 
     def note(self, beat: Heartbeat) -> None:
         """Learn from a replica what bounds it, and how long its steps take."""
@@ -128,47 +118,18 @@ class SituationBuilder:
         limits = msgspec.structs.replace(told.limits, max_num_seqs=seats)
         return Timing(limits=limits, model=told.model or timing.model)
 
-    def _rungs(self, target: Target, deployment: Deployment, at: float) -> Iterable[ModeOption]:
-        """The modes, but for those that failed to start a short while ago."""
-        for name, mode in target.spec.modes.items():
-            barred = target.barred.get(name)
-            if name == target.aim.mode or barred is None or barred.until <= at:
-                yield self._rung(target, name, mode, deployment)
-
-    def _rung(self, target: Target, name: str, mode: Mode, deployment: Deployment) -> ModeOption:
-        spec, shape = target.spec, target.spec.shapes[mode.shape]
-        timing = self._timing(spec, mode.shape, target.aim.generation)
-        known = self._known(target, mode.shape, timing.model)
-        key = LayerKey(spec.name, mode.shape, target.aim.generation)
-        lead_s = self._observation.lead_s(key, spec.control.assumed_start_s)
-        return ModeOption(
-            mode=name,
-            shape=mode.shape,
-            least=mode.bounds.min,
-            most=mode.bounds.max,
+    def _facts(self, target: Target, mode: str, budget: Budget) -> ReplicaFacts:
+        spec, name = target.spec, target.spec.modes[mode].shape
+        timing = self._timing(spec, name, target.aim.generation)
+        known = self._known(target, name, timing.model)
+        key = LayerKey(spec.name, name, target.aim.generation)
+        return ReplicaFacts(
             timing=msgspec.structs.replace(timing, model=None if known is None else known.model),
-            gpus=shape.gpus,
-            cpus=shape.cpus,
-            watts=self._needs(target, mode.shape, deployment.budget),
-            cost_per_h=price_of(shape, deployment.budget),
+            watts=self._needs(target, name, budget),
+            lead_s=self._observation.lead_s(key, spec.control.assumed_start_s),
             version=0 if known is None else known.version,
             error=0.0 if known is None else known.error,
-            lead_s=lead_s,
-            gap_s=lead_s if self._leaves_a_gap(target, name, mode, deployment) else 0.0,
         )
-
-    def _leaves_a_gap(self, target: Target, name: str, mode: Mode, deployment: Deployment) -> bool:
-        """Whether nothing of the mode fits beside what runs now."""
-        if name == target.aim.mode:
-            return False
-        aim = DesiredMode(
-            mode=name, shape=mode.shape, count=max(1, mode.bounds.min), generation=target.aim.generation
-        )
-        proposed = msgspec.structs.replace(target, aim=aim)
-        model = target.spec.name
-        layers, footprints = self._observation.layers(model), self._observation.footprints(proposed)
-        room = self._observation.room(proposed, deployment.budget)
-        return needs_gap(goal_of(proposed), layers, footprints, *room)
 
     def _known(self, target: Target, shape: str, prior: EngineModel | None) -> Fit | None:
         """The engine model of a shape as far as it is known: measured, or assumed.
@@ -185,19 +146,6 @@ class SituationBuilder:
         if assumed is not None and (fit is None or (elsewhere and prior != GENERIC.model)):
             return Fit(model=assumed)
         return fit or Fit(model=prior)
-
-    def _slowed(self, signals: Signals, key: LayerKey, model: EngineModel | None) -> Signals:
-        """Of the layer's own replicas, with what each one's steps take over what the model of its shape says.
-
-        In a switch others serve beside them, whose load and pace are not those of the new shape.
-        """
-        mine = self._observation.ids(key)
-        replicas = tuple(
-            msgspec.structs.replace(each, slowness=self._calibrations.slowness(each.id, model, self._now()))
-            for each in signals.replicas
-            if each.id in mine
-        )
-        return msgspec.structs.replace(signals, replicas=replicas)
 
     def _note_watts(self, target: Target, signals: Signals) -> None:
         told = [each.watts for each in signals.replicas if each.watts is not None]

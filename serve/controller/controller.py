@@ -41,7 +41,6 @@ from serve.state.generation_weights import GenerationWeights
 from serve.state.observed import ObservedState
 from serve.state.replica_registry import ReplicaRegistry
 from serve.state.targets import Target, Targets, first_target, found_target, wanted_models
-from serve.state.transitions import adopted, describe, goal_of, starves
 from store.state_dir import StateDir
 
 log = logging.getLogger("tidegate.controller")
@@ -187,7 +186,7 @@ class Controller:
             if mode != target.aim.mode:
                 target = target.toward(target.in_mode(mode), self.autoscaler.at)
                 self.autoscaler.check_afford(target, self._deployment)
-                gap = starves(target, self._observation, self._deployment)
+                gap = self._observation.check_gap(target, self._deployment)
                 # A count is one of a mode: what was set for the other says nothing of this one.
                 target = msgspec.structs.replace(target, gap=gap, set_count=None)
             self._steer(model, msgspec.structs.replace(target, set_mode=chosen))
@@ -310,10 +309,9 @@ class Controller:
         counts = {key: layer.wanted if wanted else 0 for key, layer in layers.items()}
         # Nothing gives way to a generation of which it is not known whether it can be had.
         if wanted and target.weighed:
-            footprints = self._observation.footprints(target)
-            room = self._observation.room(target, self._deployment.budget)
-            more = self._repairing.look(target, lambda: self.autoscaler.has_room(target, self._deployment))
-            counts = step(goal_of(target, more), layers, footprints, *room)
+            extra = self._repairing.look(target, lambda: self.autoscaler.has_room(target, self._deployment))
+            model = self._observation.model(target, self._deployment.budget)
+            counts = step(model.goal(extra), model.layers, model.footprints, *model.room())
         for key, count in counts.items():
             await self._actuate(target, key, count)
         await self._sweep(name, layers)
@@ -360,7 +358,7 @@ class Controller:
             timeout_s = target.spec.control.start_timeout_s
             if failed := verdict(layer, self.autoscaler.at - target.since, timeout_s):
                 reason = self._observation.reason(target.key()) or failed
-                target = target.back(f"rolled back from {describe(target.aim)}: {reason}", self.autoscaler.at)
+                target = target.back(f"rolled back from {target.aim}: {reason}", self.autoscaler.at)
                 self._event(f"{name}: {target.note}")
                 self._steer(name, target)
                 self.autoscaler.stir(name)
@@ -374,9 +372,18 @@ class Controller:
         return taken
 
     def _adopted(self, spec: ModelSpec, deployment: Deployment) -> Target:
+        """The target with ``spec`` as its configuration: live where it can, a new generation where not.
+
+        Raises :class:`SwitchRefused`.
+        """
+        now = self.autoscaler.at
         if spec.name not in self._targets.names():
-            return first_target(spec, self._observation.held, self.autoscaler.at)
-        return adopted(self._targets.get(spec.name), spec, self._observation, deployment, self.autoscaler.at)
+            return first_target(spec, self._observation.held, now)
+        target = self._targets.get(spec.name)
+        adopting = target.adopting(spec, now)
+        same = adopting.key() == target.key()
+        gap = target.gap if same else self._observation.check_gap(adopting, deployment)
+        return msgspec.structs.replace(adopting, gap=gap)
 
     def _wanted(self, model: str) -> bool:
         return any(spec.name == model for spec in wanted_models(self._deployment))
@@ -394,7 +401,7 @@ class Controller:
         if aimed != target.aim:
             # A new aim is judged by its own starts.
             self._observation.forgive(target.key())
-            self._event(f"{model}: target {describe(target.aim)}")
+            self._event(f"{model}: target {target.aim}")
         self._wake.set()
 
     def _keep_targets(self) -> None:

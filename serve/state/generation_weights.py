@@ -11,7 +11,6 @@ from policy.errors import ModelUnavailable, SwitchRefused
 from serve.host.weights import Resolver, Weights
 from serve.state.observed import ObservedState
 from serve.state.targets import Target
-from serve.state.transitions import starves
 from store.models.prepare import Origin
 
 
@@ -56,7 +55,7 @@ class GenerationWeights:
         others_run = self._others_run(target, known, found)
         taken = target.weighing(found, now, others_run=others_run)
         try:
-            gap = starves(taken, self._observation, deployment) if others_run else taken.gap
+            gap = self._observation.check_gap(taken, deployment) if others_run else taken.gap
         except SwitchRefused as refused:
             self._event(str(refused))
             return target

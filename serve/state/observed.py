@@ -6,8 +6,9 @@ from collections.abc import Mapping
 
 import msgspec
 
-from policy.config.deployment import Budget
+from policy.config.deployment import Budget, Deployment
 from policy.config.gpu_sharing import gpu_group_of
+from policy.scaling.observed_model import ObservedModel, held_by, together
 from policy.scaling.rollout import MAX_FAILURES, Footprint, Layer, LayerKey
 from policy.scaling.start_times import StartTimes
 from policy.scaling.view import Supply
@@ -110,17 +111,9 @@ class ObservedState:
         return frozenset(replica.id for replica in self._registry.of(key))
 
     def supply(self, key: LayerKey, lead_s: float, at: float) -> Supply:
-        """The layer as a policy sees it: what was asked for and nobody heard of yet is still to start."""
-        layer = self.layer(key)
+        """The layer as a policy sees it."""
         starting = [r for r in self._registry.of(key) if r.state is ReplicaPhase.STARTING]
-        unheard = max(0, layer.wanted - layer.starting - layer.ready)
-        return Supply(
-            wanted=layer.wanted,
-            serving=layer.ready,
-            starting_s=(*self.starts.remaining_s(starting, lead_s, at), *[lead_s] * unheard),
-            draining=layer.draining,
-            failures=layer.failures,
-        )
+        return self.starts.supply(self.layer(key), starting, lead_s, at)
 
     def digests(self, model: str, generation: int) -> set[str]:
         """Of which configurations and weights the held layers of a generation are."""
@@ -142,7 +135,32 @@ class ObservedState:
         held = self.held.get(key)
         return held.trouble or held.waits if held else ""
 
-    def footprints(self, target: Target) -> dict[LayerKey, Footprint]:
+    def model(self, target: Target, budget: Budget) -> ObservedModel:
+        """The model of ``target``: what is desired, what it has, and what the others hold of the budget."""
+        name = target.spec.name
+        others = [self._held(other) for other in self._targets.names() if other != name]
+        return ObservedModel(
+            spec=target.spec,
+            mode=target.aim.mode,
+            key=target.key(),
+            replicas=target.aim.count,
+            layers=self.layers(name),
+            footprints=self._footprints(target),
+            budget=budget,
+            others=together(others),
+            gap=target.gap,
+        )
+
+    def check_gap(self, proposed: Target, deployment: Deployment) -> bool:
+        """Whether the switch to ``proposed`` leaves a moment without replicas, which the queue can hold.
+
+        Raises :class:`policy.errors.SwitchRefused` when the queue cannot.
+        """
+        start_s = self.start_s(proposed.key(), proposed.spec.control.assumed_start_s)
+        model = self.model(proposed, deployment.budget)
+        return model.check_gap(start_s, deployment.gateway.queue_timeout_s)
+
+    def _footprints(self, target: Target) -> dict[LayerKey, Footprint]:
         """What one replica takes, for every layer that ``target`` knows or that still runs."""
         model = target.spec.name
         known = {
@@ -152,35 +170,12 @@ class ObservedState:
         }
         return {key: known.get(key, Footprint()) for key in {*known, *self.layers(model)}}
 
-    def room(self, target: Target, budget: Budget) -> tuple[int | None, int | None]:
-        """GPUs and CPUs that the model of ``target`` may hold: the budget less what the other models hold.
-
-        In a bed it has room for the aim on the GPUs of the bed alone, whatever is free elsewhere.
-        """
-        model = target.spec.name
-        taken = [self._taken(other) for other in self._targets.names() if other != model]
-        gpus = None if budget.gpus is None else budget.gpus - sum(each.gpus for each in taken)
-        cpus = None if budget.cpus is None else budget.cpus - sum(each.cpus for each in taken)
-        bed = gpu_group_of(target.spec)
-        if bed is not None and target.aim.shape in bed.engines:
-            footprints = self.footprints(target)
-            beside = sum(
-                layer.occupied * footprints[key].gpus
-                for key, layer in self.layers(model).items()
-                if key.generation != target.aim.generation
-            )
-            gpus = beside + bed.gpus if gpus is None else min(gpus, beside + bed.gpus)
-        return gpus, cpus
-
-    def _taken(self, model: str) -> Footprint:
-        """What a model holds in all; a bed holds its GPUs whoever is awake."""
+    def _held(self, model: str) -> Footprint:
         target = self._targets.get(model)
-        footprints = self.footprints(target)
-        beds = {key.generation for key, held in self.held.items() if key.model == model and held.sleeps}
-        plans = [gpu_group_of(spec) for generation, spec in target.specs.items() if generation in beds]
-        parts = [Footprint(gpus=plan.gpus, cpus=plan.cpus) for plan in plans if plan is not None]
-        for key, layer in self.layers(model).items():
-            if key.generation not in beds:
-                each = footprints[key]
-                parts.append(Footprint(gpus=layer.occupied * each.gpus, cpus=layer.occupied * each.cpus))
-        return Footprint(gpus=sum(part.gpus for part in parts), cpus=sum(part.cpus for part in parts))
+        asleep = {key.generation for key, held in self.held.items() if key.model == model and held.sleeps}
+        groups = {
+            generation: group
+            for generation, spec in target.specs.items()
+            if generation in asleep and (group := gpu_group_of(spec)) is not None
+        }
+        return held_by(self.layers(model), self._footprints(target), groups)

@@ -38,6 +38,9 @@ class DesiredMode(msgspec.Struct, frozen=True, kw_only=True):
     count: int
     generation: int
 
+    def __str__(self) -> str:
+        return f"{self.mode} x {self.count}, generation {self.generation}"
+
 
 class SwitchBlock(msgspec.Struct, frozen=True, kw_only=True):
     """A mode that no load switches to before ``until``: it failed ``attempts`` times in a row."""
@@ -120,6 +123,10 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
             bounds = self.spec.modes[chosen.mode].bounds
             return msgspec.structs.replace(chosen, count=min(max(chosen.count, bounds.min), bounds.max))
         return None
+
+    def blocked(self, mode: str, at: float) -> bool:
+        """Whether ``mode`` failed to start a short while ago, so that load does not switch to it."""
+        return mode in self.barred and self.barred[mode].until > at
 
     def in_mode(self, mode: str) -> DesiredMode:
         """The aim that ``mode`` starts with: its lowest count, one replica at least."""

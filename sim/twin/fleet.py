@@ -229,18 +229,12 @@ class Fleet:
 
     def supply(self, key: LayerKey, lead_s: float, at: float) -> Supply:
         """The layer as a policy sees it."""
-        layer = self.layer(key)
         starting = [
             self._replica(runner, at)
             for runner in self._all
             if runner.key == key and runner.state is ReplicaPhase.STARTING
         ]
-        return Supply(
-            wanted=layer.wanted,
-            serving=layer.ready,
-            starting_s=self.starts.remaining_s(starting, lead_s, at),
-            draining=layer.draining,
-        )
+        return self.starts.supply(self.layer(key), starting, lead_s, at)
 
     def beats(self, at: float) -> Iterator[Heartbeat]:
         """What every replica tells of itself."""

@@ -19,11 +19,11 @@ from policy.engine.step_table import GENERIC
 from policy.scaling.budget import Allocation
 from policy.scaling.decide import ModelPolicies, decide_all, workload_of
 from policy.scaling.forecast import likely
-from policy.scaling.mode_selection import Candidate, Verdict, evaluate, forecasts
+from policy.scaling.mode_selection import Candidate, Verdict, evaluate, forecasts, measured_cost
 from policy.scaling.policies.registry import choose, make
 from policy.scaling.situation import Decision, Memory, ModeForecast, Override, Situation
 from policy.scaling.view import Supply
-from policy.signals.types import Rates, Signals
+from policy.signals.types import LatencyQuantiles, Rates, Shares, Signals
 from tests.policy.control_play import (
     LARGE,
     NOON,
@@ -92,6 +92,30 @@ def test_one_that_misses_it_costs_more_than_all_there_could_be() -> None:
     missed = there[SMALL.mode]
     assert missed.itl_s is not None and missed.itl_s > 0.06
     assert missed.cost == pytest.approx(8 * (1 + (1 - missed.met) + math.log2(missed.itl_s / 0.06)))
+
+
+@pytest.mark.parametrize("mode", [LARGE.mode, SMALL.mode])
+def test_what_is_measured_as_it_was_forecast_costs_as_much(mode: str) -> None:
+    """The gain of a switch is forecast and measured by one formula: here one mode meets the SLO, one misses."""
+    forecast = seen(large(), 2.0)[mode]
+    assert forecast.ttft_s is not None and forecast.itl_s is not None
+    met = forecast.met
+    measured = demand(
+        2.0,
+        ttft=LatencyQuantiles(count=100, p50=0.0, p90=0.0, p95=forecast.ttft_s, p99=0.0),
+        itl=LatencyQuantiles(count=100, p50=0.0, p90=0.0, p95=forecast.itl_s, p99=0.0),
+        met=Shares(ttft=1.0, itl=met, both=met),
+    )
+    given = large(mode=mode, count=forecast.count, signals=Signals(demand=measured))
+    found = measured_cost(given)
+    assert found is not None
+    assert found == (pytest.approx(forecast.cost), met)
+    assert (found[0] > 8) == (mode == SMALL.mode)
+
+
+def test_without_measured_latencies_there_is_no_measured_cost() -> None:
+    assert measured_cost(large(signals=Signals())) is None
+    assert measured_cost(large(signals=Signals(demand=demand(2.0, ttft=None)))) is None
 
 
 def test_one_that_cannot_keep_up_costs_by_how_far_it_does_not() -> None:

@@ -477,7 +477,7 @@ async def test_a_model_that_is_gone_is_forgotten(plane: Plane, tmp_path: Path) -
     plane.controller.apply(document(model(tmp_path)))
     await traffic.run(20, m=1.0)
     scaler = plane.controller.autoscaler
-    assert set(scaler.latest) == set(scaler._modes) == set(scaler._slots) == {"m"}
+    assert set(scaler.latest) == set(scaler._modes) == {"m"}
     assert set(scaler.journal._skipped) <= {"m"}
     kept = plane.state.load(plane.state.memory_path, KeptState)
     assert kept is not None
