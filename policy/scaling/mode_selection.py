@@ -10,7 +10,7 @@ no fuller than :data:`policy.engine.capacity.FULL`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
 import msgspec
@@ -198,17 +198,17 @@ def _missed(slo: SloConfig, found: ExpectedLatency) -> float:
     bounds = [(found.ttft_p95_s, slo.ttft_p95_s), (found.itl_p95_s, slo.itl_p95_s)]
     if slo.ttft_p95_s is None and slo.itl_p95_s is None:
         bounds = [(found.utilisation, FULL)]
-    return missed_by(found.met, bounds)
+    late = [(value, bound) for value, bound in bounds if bound is not None and value > bound * PRECISION]
+    return missed_by(found.met, late)
 
 
-def missed_by(met: float, p95s: Iterable[tuple[float, float | None]]) -> float:
-    """By how much an SLO is missed: 0 where each 95th percentile is within its target.
+def missed_by(met: float, late: Collection[tuple[float, float]]) -> float:
+    """By how much an SLO is missed: 0 where no 95th percentile is ``late``.
 
-    Otherwise the fraction of requests that miss it (``met`` is that of the others), plus for each percentile
-    how many times it has to be halved. ``p95s`` are pairs of a percentile and its target, if it has one.
+    Otherwise the fraction of requests that miss it (``met`` is that of the others), plus how many times each
+    late percentile has to be halved to be in time. ``late`` are pairs of a percentile and its target.
     """
-    excess = sum(_excess(value, target) for value, target in p95s if target is not None)
-    return 1 - met + excess if excess else 0.0
+    return 1 - met + sum(_halvings(value, target) for value, target in late) if late else 0.0
 
 
 def cost_of(count: int, price: float, largest: float, missed: float) -> float:
@@ -231,14 +231,17 @@ def measured_cost(situation: Situation) -> tuple[float, float] | None:
     slo, met = situation.slo, demand.met
     latencies = ((demand.ttft, slo.ttft_p95_s, met.ttft), (demand.itl, slo.itl_p95_s, met.itl))
     # Fractions are counted exactly, while percentiles are interpolated between the bounds of a histogram.
-    late = [(seen.p95, target) for seen, target, within in latencies if seen and within < PERCENTILE]
+    late = [
+        (seen.p95, target)
+        for seen, target, within in latencies
+        if seen is not None and target is not None and within < PERCENTILE
+    ]
     missed = missed_by(met.both, late)
     return cost_of(max(1, situation.count), price[situation.mode], largest, missed), met.both
 
 
-def _excess(value: float, bound: float) -> float:
-    """How many times it has to be halved to be within the bound."""
-    return min(CLIP, math.log2(value / bound)) if value > bound * PRECISION else 0.0
+def _halvings(value: float, target: float) -> float:
+    return min(CLIP, math.log2(max(1.0, value / target)))
 
 
 def _objection(
