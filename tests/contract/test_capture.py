@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 from pathlib import Path
 
 import msgspec
@@ -14,7 +13,6 @@ from gateway.telemetry.capture_stream import Header, Line
 from sim.arrival import Arrival
 from sim.workload.traces.captured import HEADER, CapturedLine
 from sim.workload.traces.open import open_trace
-from tests.gateway.telemetry.test_capture import counted
 from tests.gateway.worker import Stack, until
 from tests.tidegate.replay.endpoint import Endpoint
 from tidegate.replay.capture_file import CaptureFile, in_order
@@ -35,42 +33,6 @@ def test_a_line_is_read_as_it_was_told(line: Line, tmp_path: Path) -> None:
     path.write_bytes(msgspec.json.encode(Header()) + b"\n" + msgspec.json.encode(line) + b"\n")
     (arrival,) = open_trace(path)
     assert arrival._asdict() == {**msgspec.structs.asdict(line), "at": 0.0}
-
-
-@pytest.mark.process
-async def test_what_a_gateway_serves_becomes_a_trace(tmp_path: Path) -> None:
-    stack = Stack(tmp_path)
-    part, path = tmp_path / "part", tmp_path / "trace.jsonl"
-    try:
-        await stack.start_controller()
-        await stack.start_worker()
-        replica = await stack.replica("r0", bound=64)
-        replica.answer = counted
-        await stack.ready(replica)
-        heard = asyncio.Event()
-        with part.open("wb") as file:
-            spool = CaptureFile(file, heard.set)
-            capturing = asyncio.create_task(capture(stack.admin_url, spool, for_s=None))
-            await heard.wait()  # the header
-            for turn in range(1, 4):
-                body = {"model": "alpha", "prompt": "a turn of words " * 300 * turn, "stream": True}
-                await stack.http.post("/v1/completions", json=body, headers={"x-session-id": "s"})
-            while spool.requests < 3:
-                heard.clear()
-                await heard.wait()
-            capturing.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await capturing
-    finally:
-        await stack.close()
-    in_order(part, path)
-    assert "words" not in path.read_text() and len(path.read_text().splitlines()) == 4
-    first, second, third = open_trace(path)
-    assert {arrival.input_tokens for arrival in (first, second, third)} == {3000}
-    assert first.session == second.session == third.session > 0
-    assert 0 < len(first.blocks) < len(second.blocks) <= len(third.blocks)
-    assert second.blocks[: len(first.blocks)] == first.blocks
-    assert json.loads(path.read_text().splitlines()[0]) == msgspec.to_builtins(Header())
 
 
 @pytest.mark.process

@@ -13,31 +13,12 @@ import pytest
 import yaml
 
 from tests.e2e.first_question import ask
-from tests.e2e.stack import ROOT, Stack
+from tests.e2e.stack import ROOT
 from tidegate.supervisor.preflight import foreign_ray
 
 # What a first and a second `make up` may take on two cores.
 FIRST_S = 600.0
 SECOND_S = 90.0
-
-
-@pytest.mark.process
-def test_the_question_that_up_prints_is_answered(tmp_path: Path) -> None:
-    document = yaml.safe_load((ROOT / "deployments" / "sim.yaml").read_text())
-    stack = Stack(tmp_path, document, "--no-ray")
-    try:
-        stack.up()
-        assert ask(stack.said, tmp_path)
-    finally:
-        stack.down()
-
-
-@pytest.mark.vllm
-@pytest.mark.ray
-@pytest.mark.timeout(600, func_only=True)
-def test_a_real_model_answers_it_with_paris(stack: Stack, tmp_path: Path) -> None:
-    assert "What is the capital of France?" in stack.said
-    assert "Paris" in ask(stack.said, tmp_path)
 
 
 @pytest.mark.long

@@ -41,20 +41,6 @@ def client(stack: Stack) -> Iterator[openai.OpenAI]:
         yield client
 
 
-def test_a_chat_knows_the_capital_of_france(client: openai.OpenAI) -> None:
-    answer = client.chat.completions.create(model=CHAT, messages=QUESTION, temperature=0, max_tokens=16)
-    assert "Paris" in (answer.choices[0].message.content or "")
-    assert (answer.model, answer.choices[0].finish_reason) == (CHAT, "stop")
-    assert answer.usage is not None
-    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
-    parts = client.chat.completions.create(
-        model=CHAT, messages=QUESTION, temperature=0, max_tokens=16, stream=True
-    )
-    said = [part.choices[0] for part in parts]
-    assert "".join(choice.delta.content or "" for choice in said) == answer.choices[0].message.content
-    assert [choice.finish_reason for choice in said if choice.finish_reason] == ["stop"]
-
-
 async def test_the_async_client_streams_several_at_once(stack: Stack) -> None:
     async def ask(client: openai.AsyncOpenAI) -> str:
         parts = await client.chat.completions.create(

@@ -72,40 +72,30 @@ async def test_22_a_reader_of_a_kilobyte_a_second(stand: Stand, model: str) -> N
 
 
 async def test_27_one_replica_is_five_times_slower(stand: Stand, model: str) -> None:
-    """Its share falls, so that soon nearly nobody notices it."""
+    """Its share of the requests falls to a tenth of an even one, and it is not ejected."""
     first_s, requests, clients = 0.03, 300, 12
     fleet = await stand.fleet(model, 4, usual=faults.paced(4, GAP_S, first_s=first_s), bound=8)
 
-    async def round_() -> float:
-        """The 99th percentile of a closed loop."""
-        took: list[float] = []
+    async def closed_loop() -> int:
+        """How many of the requests the slow replica got."""
+        before = len(fleet[0].log)
         left = itertools.repeat(None, requests)
 
         async def ask() -> None:
             for _ in left:
-                took.append((await stand.ask(model, stream=True)).took_s)
+                await stand.ask(model, stream=True)
 
         await asyncio.gather(*(ask() for _ in range(clients)))
-        return sorted(took)[int(0.99 * requests)]
+        return len(fleet[0].log) - before
 
-    async with stand.aftermath(model) as after:
-        baseline_s = [await round_() for _ in range(2)]
-        slow = fleet[0]
-        slow.usual = faults.paced(4, 5 * GAP_S, first_s=5 * first_s)
-        before = len(slow.log)
-        await round_()  # until it is noticed
-        noticed = len(slow.log)
-        now_s = [await round_() for _ in range(2)]
-        later = len(slow.log) - noticed
-        while min(now_s) > 1.5 * max(baseline_s) and len(now_s) < 6:  # of what else the machine does
-            now_s.append(await round_())
-        rounds = len(baseline_s) + 1 + len(now_s)
-        assert await after.outcomes() == {"ok": rounds * requests}
-        assert await after.attempts() == rounds * requests
-    assert noticed - before < requests / 8  # half of an even share
+    async with stand.aftermath(model, {"ok": 4 * requests}, attempts=4 * requests):
+        await closed_loop()
+        fleet[0].usual = faults.paced(4, 5 * GAP_S, first_s=5 * first_s)
+        noticing = await closed_loop()
+        later = await closed_loop() + await closed_loop()
+    assert noticing < requests / 8  # half of an even share
     assert later < 2 * requests / 40  # a tenth of it
-    assert min(now_s) <= 1.5 * max(baseline_s)
-    assert await stand.admissible(slow.id)
+    assert await stand.admissible(fleet[0].id)
 
 
 async def test_32_latency_with_jitter_ejects_nobody(stand: Stand, model: str) -> None:

@@ -154,28 +154,6 @@ class Stack:
         self.admin_socket.close()
 
 
-class RawClient:
-    """A client on a bare socket, for leaving at a chosen moment."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self.reader = reader
-        self._writer = writer
-
-    @classmethod
-    async def post(cls, url: str, path: str, body: dict[str, Any]) -> RawClient:
-        host, port = url.removeprefix("http://").split(":")
-        reader, writer = await asyncio.open_connection(host, int(port))
-        raw = json.dumps(body).encode()
-        head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(raw)}\r\n\r\n"
-        writer.write(head.encode() + raw)
-        await writer.drain()
-        return cls(reader, writer)
-
-    async def leave(self) -> None:
-        self._writer.close()
-        await self._writer.wait_closed()
-
-
 def _bound() -> socket.socket:
     sock = socket.socket()
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

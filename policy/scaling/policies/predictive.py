@@ -6,8 +6,7 @@ in requests per second, and ``count = need / mu``: ``L`` is how long a start tak
 forecast (:mod:`policy.scaling.forecast`), ``E`` what such forecasts were short of, and ``mu`` what the engine
 model says that a replica takes within the objective, less what slow replicas and the model's own error take
 off, or what many together are seen to take (:mod:`policy.scaling.policies.observed_capacity`). The constants
-are tuned against plans that know the future: in ``tests/policy/scaling/policies/test_fluid.py``, and on a
-trace by ``tidegate bench policies``.
+are tuned against plans that know the future, on traces, by ``tidegate bench policies``.
 """
 
 from __future__ import annotations
