@@ -1,13 +1,11 @@
-"""Bars with ranges as an SVG: panels beside each other, one bar for each system.
-
-The results as markdown and as plots, from the JSON files of the parts."""
+"""The results as Markdown and as charts, from the JSON files of the parts."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from xml.sax.saxutils import escape
 
 import msgspec
 
@@ -17,54 +15,25 @@ from loadtests.bench.parts.failing import Failing
 from loadtests.bench.parts.latency import Latencies
 from loadtests.bench.parts.routing import Routed
 from loadtests.bench.parts.soak import Soak
-
-BAR = 16
-
-GAP = 6
-
-LABEL = 190
-
-PANEL = 250
-
-TOP = 56
-
-OURS, OTHERS = "#0b6e99", "#b8c4cc"
+from sim.charts.bars import Panel, bars
 
 
-def bars(title: str, panels: Mapping[str, Mapping[str, Figure]]) -> str:
-    """The SVG; each panel has its own scale, names that begin with ``tidegate`` their own colour."""
+def plot(title: str, panels: Mapping[str, Mapping[str, Figure]]) -> str:
+    """Bars with ranges as an SVG; systems whose names begin with ``tidegate`` have their own colour."""
     names = list(dict.fromkeys(name for panel in panels.values() for name in panel))
-    width, height = LABEL + PANEL * len(panels) + 20, TOP + (BAR + GAP) * len(names) + 16
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
-        f'viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="12">',
-        f'<rect width="{width}" height="{height}" fill="white"/>',
-        f'<text x="10" y="20" font-size="14">{escape(title)}</text>',
-    ]
-    for row, name in enumerate(names):
-        y = TOP + row * (BAR + GAP) + BAR - 5
-        parts.append(f'<text x="{LABEL - 8}" y="{y}" text-anchor="end">{escape(name)}</text>')
-    for column, (panel, figures) in enumerate(panels.items()):
-        left = LABEL + column * PANEL
-        parts.append(f'<text x="{left}" y="{TOP - 10}" font-weight="bold">{escape(panel)}</text>')
-        scale = (PANEL - 70) / max(figure.high for figure in figures.values())
-        for row, name in enumerate(names):
-            if name in figures:
-                parts += _bar(
-                    figures[name], left, TOP + row * (BAR + GAP), scale, ours=name.startswith("tidegate")
-                )
-    return "\n".join([*parts, "</svg>"]) + "\n"
-
-
-def _bar(figure: Figure, left: float, top: float, scale: float, *, ours: bool) -> list[str]:
-    middle = top + BAR / 2
-    colour = OURS if ours else OTHERS
-    low, end, high = (left + scale * each for each in (figure.low, figure.median, figure.high))
-    return [
-        f'<rect x="{left}" y="{top}" width="{end - left:.1f}" height="{BAR}" fill="{colour}"/>',
-        f'<line x1="{low:.1f}" y1="{middle}" x2="{high:.1f}" y2="{middle}" stroke="black"/>',
-        f'<text x="{high + 4:.1f}" y="{top + BAR - 5}">{figure.median:.3g}</text>',
-    ]
+    missing = Figure(math.nan, math.nan, math.nan)
+    rows = {title: [figures.get(name, missing) for name in names] for title, figures in panels.items()}
+    return bars(
+        title,
+        names,
+        [
+            Panel(
+                panel, [each.median for each in figures], ranges=[(each.low, each.high) for each in figures]
+            )
+            for panel, figures in rows.items()
+        ],
+        ours=[name for name in names if name.startswith("tidegate")],
+    )
 
 
 class Part(msgspec.Struct, kw_only=True):
@@ -212,7 +181,7 @@ PARTS: dict[str, tuple[str, Callable[[Any], str]]] = {
 
 def _cost_plot(results: Any) -> str:
     costs = msgspec.convert(results, dict[str, Cost])
-    return bars(
+    return plot(
         "Processor time of the gateway, microseconds (median and range of the rounds)",
         {
             "per request of 110 B": {name: each.small_us for name, each in costs.items()},
@@ -224,7 +193,7 @@ def _cost_plot(results: Any) -> str:
 
 def _routing_plot(results: Any) -> str:
     scenes = msgspec.convert(results, dict[str, dict[str, Routed]])
-    return bars(
+    return plot(
         "Mean time to the first token, ms (median and range of the rounds)",
         {
             scene: {name: each.mean.times(1e3) for name, each in systems.items()}

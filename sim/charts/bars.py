@@ -1,55 +1,49 @@
-"""Bars beside each other as an SVG: a panel for each number, a bar for each policy."""
+"""Horizontal bars: a panel for each number, a bar for each contender."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
-from xml.sax.saxutils import escape
 
-BAR, GAP, LABEL, PANEL, TOP = 16, 6, 130, 230, 56
-OURS, OTHERS, BOUND = "#0b6e99", "#b8c4cc", "#b3261e"
+from sim.charts.figure import COLOURS, INK, LIMIT, OTHER, add_axes, new_figure, styled, to_svg
+
+LABELS, PANEL, TOP, ROW = 170, 230, 66, 22
 
 
 class Panel(NamedTuple):
-    """One number of all policies, in their order; ``bound`` is drawn as a line if it is more than 0."""
+    """One number of all contenders, NaN where one has none, on a scale of its own that begins at 0.
+
+    ``bound`` is drawn as a line if it is more than 0; ``ranges`` are the lowest and highest measurements.
+    """
 
     title: str
     values: Sequence[float]
     bound: float = 0.0
+    ranges: Sequence[tuple[float, float]] = ()
 
 
-def bars(title: str, names: Sequence[str], panels: Sequence[Panel]) -> str:
-    """The SVG; the first of ``names`` has its own colour, each panel its own scale from 0."""
-    width, height = LABEL + PANEL * len(panels) + 10, TOP + (BAR + GAP) * len(names) + 16
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
-        f'viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="12">',
-        f'<rect width="{width}" height="{height}" fill="white"/>',
-        f'<text x="10" y="20" font-size="14">{escape(title)}</text>',
-    ]
-    for row, name in enumerate(names):
-        parts.append(f'<text x="{LABEL - 8}" y="{_y(row) + BAR - 4}" text-anchor="end">{escape(name)}</text>')
+@styled
+def bars(title: str, names: Sequence[str], panels: Sequence[Panel], ours: Collection[str] = ()) -> str:
+    """The SVG; ``ours`` (without any, the first) of ``names`` have their own colour."""
+    figure = new_figure(LABELS + PANEL * len(panels), TOP + ROW * len(names) + 16, title)
+    colours = [COLOURS[0] if name in (ours or names[:1]) else OTHER for name in names]
     for column, panel in enumerate(panels):
-        parts += _panel(panel, LABEL + PANEL * column, len(names))
-    return "\n".join([*parts, "</svg>"]) + "\n"
-
-
-def _panel(panel: Panel, left: int, rows: int) -> list[str]:
-    most = max(*panel.values, panel.bound)
-    scale = (PANEL - 60) / most if most else 0.0
-    parts = [f'<text x="{left}" y="{TOP - 10}" font-weight="bold">{escape(panel.title)}</text>']
-    for row, value in enumerate(panel.values):
-        long, colour = scale * value, OTHERS if row else OURS
-        parts += [
-            f'<rect x="{left}" y="{_y(row)}" width="{long:.1f}" height="{BAR}" fill="{colour}"/>',
-            f'<text x="{left + long + 4:.1f}" y="{_y(row) + BAR - 4}">{value:.4g}</text>',
-        ]
-    if panel.bound:
-        x = left + scale * panel.bound
-        end = _y(rows) - GAP
-        parts.append(f'<line x1="{x:.1f}" y1="{TOP - 4}" x2="{x:.1f}" y2="{end}" stroke="{BOUND}"/>')
-    return parts
-
-
-def _y(row: int) -> int:
-    return TOP + row * (BAR + GAP)
+        axes = add_axes(figure, LABELS + PANEL * column, TOP, PANEL - 60, ROW * len(names))
+        axes.set_title(panel.title)
+        axes.set_ylim(len(names) - 0.5, -0.5)
+        axes.set_yticks(range(len(names)), names if column == 0 else [""] * len(names))
+        axes.set_xticks([])
+        axes.grid(visible=False)
+        axes.barh(range(len(names)), panel.values, height=0.72, color=colours)
+        ends = [high for _, high in panel.ranges] or panel.values
+        axes.set_xlim(0.0, max((end for end in (*ends, panel.bound) if end > 0.0), default=1.0))
+        if panel.ranges:
+            lows, highs = zip(*panel.ranges, strict=True)
+            axes.hlines(range(len(names)), lows, highs, color=INK, linewidth=1, clip_on=False)
+        for row, (value, end) in enumerate(zip(panel.values, ends, strict=True)):
+            if math.isfinite(value):
+                axes.annotate(f"{value:.4g}", (end, row), (4, 0), textcoords="offset points", va="center")
+        if panel.bound:
+            axes.axvline(panel.bound, color=LIMIT, linewidth=1, clip_on=False)
+    return to_svg(figure)

@@ -1,31 +1,58 @@
-"""One chart as SVG: lines, steps, bands between lines, and marks to hover over, on a common time axis."""
+"""One chart of the report: lines, steps, areas between lines, limits and decisions on a time axis."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from xml.sax.saxutils import escape, quoteattr
 
 import numpy as np
 
-from sim.charts.axis import Scale, linear, logarithmic, times
+from sim.charts.figure import (
+    COLOURS,
+    FAINT,
+    GRID,
+    INK,
+    LIMIT,
+    add_axes,
+    log_axis,
+    name_mode,
+    new_figure,
+    styled,
+    time_axis,
+    tint,
+    to_svg,
+    value_axis,
+)
 from sim.results.series import Annotation, Dwell, clock
 from sim.twin.record import Floats
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 WIDTH, HEIGHT = 560, 150
 LEFT, RIGHT, TOP, BOTTOM = 48, 8, 18, 22
-# So many tints of modes the page has.
-MODES = 4
-# The page enlarges letters on small charts: this is the most that one is wide.
+# Width of a character in pixels: the page enlarges the text of small charts.
 LETTER = 8
+# Colours and dashes (in pixels) of the kinds of lines.
+KINDS = dict(zip("abcd", COLOURS, strict=True))
+DASHES = {"a": (), "b": (5, 2), "c": (2, 2), "d": (7, 2, 2, 2)}
+# Placeholders of the modes' tints. The page's style sheet has the colours, for light and for dark.
+MODES = ("#0000f0", "#0000f1", "#0000f2", "#0000f3")
+VARIABLES = (
+    {colour: f"var(--{kind})" for kind, colour in KINDS.items()}
+    | {colour: f"var(--m{i})" for i, colour in enumerate(MODES)}
+    | {INK: "var(--ink)", FAINT: "var(--faint)", GRID: "var(--grid)", LIMIT: "var(--limit)"}
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One value per window of ``width_s``; ``kind`` is its colour and dash in the style of the page.
+    """One value per window of ``width_s``; ``kind`` (a..d) is its colour and dash.
 
-    ``steps`` stay until the next value. ``above`` fills what is between this line and that other one.
+    ``steps`` stay until the next value. ``above`` fills the area between this line and that other one.
     """
 
     name: str
@@ -39,9 +66,9 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """What is drawn: ``limit`` is a promise, in the unit of the values; ``note`` says what else there is.
+    """A chart: ``limit`` is an SLO target in the unit of the values, ``note`` an explanation in its heading.
 
-    Values that are ``whole`` are counts. A stay has the tint of its mode's place in ``modes``.
+    Values that are ``whole`` are counts. A dwell has the tint of its mode's place in ``modes``.
     """
 
     key: str
@@ -64,45 +91,51 @@ class Chart:
         known = values[np.isfinite(values) & (values > 0)]
         return (float(known.min()), float(known.max())) if len(known) else (1.0, 1.0)
 
-    def told(self, until: float) -> str:
-        """The chart in a line, for whoever does not see it."""
+    def description(self, until: float) -> str:
+        """The chart in one line, for screen readers."""
         values = np.concatenate([line.values for line in self.lines])
         known = values[np.isfinite(values)]
-        said = f"from {number(known.min())} to {number(known.max())} {self.unit}" if len(known) else "nothing"
-        return f"{self.title} over {clock(until)}, {said}".strip()
+        span = f"from {number(known.min())} to {number(known.max())} {self.unit}" if len(known) else "-"
+        return f"{self.title} over {clock(until)}, {span}".strip()
 
 
-def scale_of(charts: Iterable[Chart]) -> Scale:
-    """The vertical scale that charts have in common, so that they can be compared by eye."""
-    charts = list(charts)
-    low, high = min(chart.span()[0] for chart in charts), max(chart.span()[1] for chart in charts)
-    start, end = HEIGHT - BOTTOM, TOP
-    if charts[0].log:
-        return logarithmic(low, high, start, end)
-    return linear(high, start, end, whole=charts[0].whole)
+def common_span(charts: Iterable[Chart]) -> tuple[float, float]:
+    """The range of values of several charts, which share a vertical scale so that they can be compared."""
+    spans = [chart.span() for chart in charts]
+    return min(low for low, _ in spans), max(high for _, high in spans)
 
 
-def draw(chart: Chart, identity: str, until: float, y: Scale) -> str:
-    """The SVG of ``chart`` from 0 ``until`` so many seconds; ``identity`` is unique on the page."""
-    x = Scale(0.0, until, LEFT, WIDTH - RIGHT)
-    parts = [
-        f'<svg id={quoteattr(identity)} class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
-        f'tabindex="0" aria-label={quoteattr(chart.told(until))} data-until="{until:g}">',
-        *_stays(chart, x),
-        *_axes(x, y),
-    ]
+@styled
+def draw(chart: Chart, identity: str, until: float, span: tuple[float, float]) -> str:
+    """The SVG of ``chart`` from 0 to ``until`` seconds; ``identity`` is its id, unique on the page."""
+    figure = new_figure(WIDTH, HEIGHT)
+    axes = add_axes(figure, LEFT, TOP, WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM)
+    axes.tick_params(labelsize=10)
+    axes.tick_params(axis="x", pad=9)  # the page enlarges the labels of both axes, which meet in the corner
+    time_axis(axes, until)
+    if chart.log:
+        log_axis(axes, *span)
+    else:
+        value_axis(axes, span[1], whole=chart.whole)
+    for label, at in zip(axes.get_xticklabels(), axes.get_xticks(), strict=True):
+        # A label at the right end would be cut off if it were centred.
+        if _x(at, until) + LETTER * len(clock(at)) / 2 > WIDTH:
+            label.set_horizontalalignment("right")
+    _tint(axes, chart, until)
     for line in chart.lines:
-        parts += _line(line, x, y)
+        _line(axes, line)
     if chart.limit is not None:
-        at = y(chart.limit)
-        parts.append(f'<line class="limit" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>')
-    parts.append(f'<line class="cursor" x1="{LEFT}" x2="{LEFT}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/>')
-    parts += [_mark(mark, x) for mark in chart.marks]
-    return "\n".join([*parts, "</svg>"])
+        axes.axhline(chart.limit, color=LIMIT, linewidth=1, dashes=(8, 3), clip_on=False)
+    for i, mark in enumerate(chart.marks):
+        x = (_x(mark.at, until) - LEFT) / (WIDTH - LEFT - RIGHT)
+        wide, high = 4.5 / (WIDTH - LEFT - RIGHT), 9 / (HEIGHT - TOP - BOTTOM)
+        corners = ([x - wide, x, x + wide], [0.0, high, 0.0])
+        axes.fill(*corners, transform=axes.transAxes, color=INK, linewidth=0, clip_on=False, gid=f"mark-{i}")
+    return _inline(to_svg(figure), chart, identity, until)
 
 
 def hovered(chart: Chart) -> dict[str, Any]:
-    """What the page says of an instant of the chart: its unit, the values of each line, the modes."""
+    """What the page shows of an instant: the chart's unit, the values of each line, the modes."""
     return {
         "unit": chart.unit,
         "lines": [
@@ -129,91 +162,87 @@ def _short(value: float) -> float | int | None:
     return int(short) if short.is_integer() else short
 
 
-def _axes(x: Scale, y: Scale) -> list[str]:
-    parts = []
-    for value in y.ticks(5):
-        at = y(value)
-        parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at:.1f}" y2="{at:.1f}"/>')
-        parts.append(f'<text class="tick" x="{LEFT - 5}" y="{at + 3:.1f}" text-anchor="end">{value:g}</text>')
-    for value in times(x.high):
-        at, said = x(value), clock(value)
-        # At the right end an instant would be cut off where it stood in the middle.
-        last = at + LETTER * len(said) / 2 > WIDTH
-        at, anchor = (float(WIDTH), "end") if last else (at, "middle")
-        parts.append(f'<text class="tick" x="{at:.1f}" y="{HEIGHT - 5}" text-anchor="{anchor}">{said}</text>')
-    return parts
+def _x(at: float, until: float) -> float:
+    return LEFT + (WIDTH - LEFT - RIGHT) * at / until
 
 
-def _stays(chart: Chart, x: Scale) -> list[str]:
-    """A tint for each mode, up to above the lines, and its name there where it fits."""
-    parts = []
+def _tint(axes: Axes, chart: Chart, until: float) -> None:
+    """Tint each mode, up to above the lines, and write its name there where it fits."""
+    tint(axes, chart.stays, chart.modes, MODES)
+    top = HEIGHT / (HEIGHT - TOP - BOTTOM)
+    for patch in axes.patches:
+        patch.set(clip_on=False, height=(HEIGHT - BOTTOM) / HEIGHT * top)
     for stay in chart.stays:
-        start, end = x(stay.start), x(stay.end)
-        parts.append(
-            f'<rect class="mode{chart.modes.index(stay.mode) % MODES}" x="{start:.1f}" y="0" '
-            f'width="{end - start:.1f}" height="{HEIGHT - BOTTOM}">'
-            f"<title>{escape(stay.mode)} from {clock(stay.start)} to {clock(stay.end)}</title></rect>"
-        )
-        if end - start > LETTER * len(stay.mode) + 6:
-            parts.append(f'<text class="mode" x="{start + 3:.1f}" y="{TOP - 4}">{escape(stay.mode)}</text>')
-    return parts
+        if _x(stay.end, until) - _x(stay.start, until) > LETTER * len(stay.mode) + 6:
+            name_mode(axes, stay)
 
 
-def _line(line: Line, x: Scale, y: Scale) -> list[str]:
-    kind = quoteattr(f"line {line.kind}")
-    path = _path(line, line.values, x, y)
-    parts = []
-    if line.above is not None or line.filled:
-        area = _area(line, x, y)
-        parts.append(f'<path class={quoteattr(f"area {line.kind}")} d="{area}"/>')
-    return [*parts, f'<path class={kind} d="{path}"/>']
+def _line(axes: Axes, line: Line) -> None:
+    colour, dashes = KINDS[line.kind], DASHES[line.kind]
+    style: dict[str, Any] = {
+        "color": colour,
+        "linewidth": 1.4,
+        "clip_on": False,
+        "linestyle": (0, dashes) if dashes else "-",
+    }
+    area: dict[str, Any] = {"color": colour, "alpha": 0.16, "linewidth": 0, "clip_on": False}
+    low, high = axes.get_ylim()
+    values = np.clip(line.values, low, high)
+    floor = np.full(len(values), low) if line.above is None else np.clip(line.above, low, high)
+    filled = line.filled or line.above is not None
+    if line.steps:
+        # A step that goes on is one step.
+        starts = np.flatnonzero(np.diff(values + 1j * floor, prepend=np.inf) != 0)
+        edges = np.append(starts, len(values)) * line.width_s
+        values, floor = values[starts], floor[starts]
+        for a, b in _runs(values + floor) if filled else ():
+            axes.stairs(values[a:b], edges[a : b + 1], baseline=floor[a:b], fill=True, **area)
+        axes.stairs(values, edges, baseline=None, gid=f"line-{line.name}", **style)
+        return
+    at = (np.arange(len(values)) + 0.5) * line.width_s
+    for a, b in _runs(values + floor) if filled else ():
+        if line.above is None:
+            axes.fill([at[a], *at[a:b], at[b - 1]], [low, *values[a:b], low], **area)
+        else:
+            axes.fill([*at[a:b], *at[a:b][::-1]], [*values[a:b], *floor[a:b][::-1]], **area)
+    # A value alone has no length: it is drawn as wide as half its window.
+    alone = [(at[a], values[a]) for a, b in _runs(values) if b - a == 1]
+    for x, y in alone:
+        axes.plot([x, x + line.width_s / 2], [y, y], **style)
+    axes.plot(at, values, gid=f"line-{line.name}", **style)
 
 
-def _runs(values: Floats) -> list[tuple[int, int]]:
+def _runs(values: Floats) -> Iterator[tuple[int, int]]:
     """The stretches without a gap, as half-open ranges of indices."""
     known = np.isfinite(values)
-    edges = np.flatnonzero(np.diff(np.concatenate(([False], known, [False])).astype(np.int8)))
-    return [(int(a), int(b)) for a, b in zip(edges[::2], edges[1::2], strict=True)]
+    edges = np.flatnonzero(np.diff(known, prepend=False, append=False))
+    yield from ((int(a), int(b)) for a, b in zip(edges[::2], edges[1::2], strict=True))
 
 
-def _points(line: Line, values: Floats, run: tuple[int, int], x: Scale, y: Scale) -> list[str]:
-    points: list[str] = []
-    height = ""
-    for i in range(*run):
-        before, height = height, f"{y(float(values[i])):.1f}"
-        if not line.steps:
-            points.append(f"{x((i + 0.5) * line.width_s):.1f},{height}")
-            continue
-        if height == before:  # the step that there is goes on
-            points.pop()
-        else:
-            points.append(f"{x(i * line.width_s):.1f},{height}")
-        points.append(f"{x((i + 1) * line.width_s):.1f},{height}")
-    if len(points) == 1:  # a point has no length to be seen by
-        points.append(f"{x((run[0] + 1) * line.width_s):.1f},{points[0].partition(',')[2]}")
-    return points
-
-
-def _path(line: Line, values: Floats, x: Scale, y: Scale) -> str:
-    return " ".join("M" + " ".join(_points(line, values, run, x, y)) for run in _runs(values))
-
-
-def _area(line: Line, x: Scale, y: Scale) -> str:
-    parts = []
-    for run in _runs(line.values if line.above is None else line.values + line.above):
-        over = _points(line, line.values, run, x, y)
-        if line.above is None:
-            ground = f"{y(y.low):.1f}"
-            below = [f"{over[0].partition(',')[0]},{ground}", f"{over[-1].partition(',')[0]},{ground}"]
-        else:
-            below = _points(line, line.above, run, x, y)
-        parts.append("M" + " ".join([*over, *reversed(below)]) + "Z")
-    return " ".join(parts)
-
-
-def _mark(mark: Annotation, x: Scale) -> str:
-    at, foot = x(mark.at), HEIGHT - BOTTOM
+def _inline(svg: str, chart: Chart, identity: str, until: float) -> str:
+    """The SVG as an element of the page: its colours are the page's, its groups have classes and titles."""
+    body = svg[svg.index("<g ") : svg.rindex("</svg>")]
+    for colour, variable in VARIABLES.items():
+        body = body.replace(colour, variable)
+    # Fonts are the page's; what is outside of the axes was cut off in the values.
+    body = re.sub(r' clip-path="[^"]*"|font-size: [^;]*; font-family: [^;]*; |<g id="[^"]*"/>', "", body)
+    titles = {
+        f"dwell-{i}": ('class="dwell"', f"{stay.mode} from {clock(stay.start)} to {clock(stay.end)}")
+        for i, stay in enumerate(chart.stays)
+    } | {
+        f"mark-{i}": (f'class="mark" role="img" data-at="{mark.at:.3f}"', mark.text)
+        for i, mark in enumerate(chart.marks)
+    }
+    for name, (attributes, title) in titles.items():
+        body = body.replace(f'<g id="{name}">', f"<g {attributes}><title>{escape(title)}</title>")
+    for line in chart.lines:
+        body = body.replace(
+            f'<g id="line-{line.name}">', f'<g class="line" data-name={quoteattr(line.name)}>'
+        )
+    body = re.sub(r">\s+<", "><", re.sub(r'<g id="[^"]*">', "<g>", body))
     return (
-        f'<g class="mark" role="img" data-at="{mark.at:.3f}"><title>{escape(mark.text)}</title>'
-        f'<path d="M{at:.1f},{foot - 9} l4.5,9 h-9 Z"/></g>'
+        f'<svg id={quoteattr(identity)} class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
+        f'tabindex="0" aria-label={quoteattr(chart.description(until))} data-until="{until:g}">'
+        f"{body}"
+        f'<line class="cursor" x1="{LEFT}" x2="{LEFT}" y1="{TOP}" y2="{HEIGHT - BOTTOM}"/></svg>'
     )

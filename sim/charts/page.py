@@ -11,7 +11,7 @@ from xml.sax.saxutils import escape, quoteattr
 import numpy as np
 
 from policy.config.control import SloConfig
-from sim.charts.chart import LEFT, MODES, RIGHT, WIDTH, Chart, Line, draw, hovered, scale_of
+from sim.charts.chart import LEFT, MODES, RIGHT, WIDTH, Chart, Line, common_span, draw, hovered
 from sim.charts.style import SCRIPT, STYLE
 from sim.charts.table import figures, told
 from sim.results.comparison import PolicyComparison
@@ -74,7 +74,7 @@ def _columns(study: PolicyComparison) -> tuple[list[str], dict[str, Any]]:
         ]
         for run in study.runs
     ]
-    scales = {row[0].key: scale_of(row) for row in zip(*charts, strict=True)}
+    spans = {row[0].key: common_span(row) for row in zip(*charts, strict=True)}
     until = max(picture.ends_at for picture in drawn)
     columns, values = [], {}
     for number, (run, each) in enumerate(zip(study.runs, charts, strict=True)):
@@ -83,7 +83,7 @@ def _columns(study: PolicyComparison) -> tuple[list[str], dict[str, Any]]:
             identity = f"chart-{number}-{index}"
             values[identity] = hovered(chart)
             parts.append(f"<h3>{escape(chart.title)} <span>{escape(chart.unit or chart.note)}</span></h3>")
-            parts.append(draw(chart, identity, until, scales[chart.key]))
+            parts.append(draw(chart, identity, until, spans[chart.key]))
             parts.append(_legend(chart))
         columns.append("\n".join([*parts, "</section>"]))
     return columns, values
@@ -156,7 +156,7 @@ def _legend(chart: Chart) -> str:
         )
     entries += [
         '<li><svg viewBox="0 0 22 8" aria-hidden="true">'
-        f'<rect class="mode{index % MODES}" width="22" height="8"/></svg>{escape(mode)}</li>'
+        f'<rect class="mode{index % len(MODES)}" width="22" height="8"/></svg>{escape(mode)}</li>'
         for index, mode in enumerate(chart.modes)
         if any(stay.mode == mode for stay in chart.stays)
     ]

@@ -25,21 +25,19 @@ th:first-child { text-align: left; position: sticky; left: 0; background: var(--
 section { container-type: inline-size; }
 svg.chart { width: 100%; height: auto; display: block; }
 svg.chart:focus-visible { outline: 1px solid var(--a); }
-.tick, text.mode { font-size: 10px; fill: var(--faint); } .grid { stroke: var(--grid); }
-@container (max-width: 600px) { .tick, text.mode { font-size: 12px; } }
-@container (max-width: 470px) { .tick, text.mode { font-size: 14px; } }
+svg.chart text { font-size: 10px; }
+@container (max-width: 600px) { svg.chart text { font-size: 12px; } }
+@container (max-width: 470px) { svg.chart text { font-size: 14px; } }
 @media (max-width: 600px) { body { margin: 1rem; } }
 rect.mode0 { fill: var(--m0); } rect.mode1 { fill: var(--m1); } rect.mode2 { fill: var(--m2); }
 rect.mode3 { fill: var(--m3); }
-.line { fill: none; stroke-width: 1.4; stroke-linejoin: round; } .area { stroke: none; opacity: .16; }
+.line { fill: none; stroke-width: 1.4; stroke-linejoin: round; }
 .line.a { stroke: var(--a); } .line.b { stroke: var(--b); } .line.c { stroke: var(--c); }
 .line.d { stroke: var(--d); }
 .line.b { stroke-dasharray: 5 2; } .line.c { stroke-dasharray: 2 2; } .line.d { stroke-dasharray: 7 2 2 2; }
-.area.a { fill: var(--a); } .area.b { fill: var(--b); }
-.area.c { fill: var(--c); } .area.d { fill: var(--d); }
 .limit { stroke: var(--limit); stroke-dasharray: 8 3; } .cursor { stroke: var(--faint); visibility: hidden; }
-.on .cursor { visibility: visible; } .mark path { fill: var(--ink); opacity: .55; }
-.mark:hover path, .mark.near path { fill: var(--limit); opacity: 1; }
+.on .cursor { visibility: visible; } .mark { opacity: .55; } .mark:hover, .mark.near { opacity: 1; }
+.mark:hover path, .mark.near path { fill: var(--limit) !important; }
 .legend { list-style: none; display: flex; flex-wrap: wrap; gap: 0 .8rem; margin: 0; padding: 0;
   font-size: .75rem; color: var(--faint); }
 .legend svg { width: 22px; height: 8px; vertical-align: middle; margin-right: .3rem; }
