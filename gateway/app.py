@@ -44,7 +44,10 @@ from gateway.telemetry.metrics import Metrics
 from policy.config.deployment import Deployment
 from policy.errors import Refusal
 from policy.request import Request
+from policy.wire.headers import EXPLAIN_HEADER
 from store.api_keys import own_key
+
+_EXPLAIN = EXPLAIN_HEADER.encode()
 
 
 class Gateway:
@@ -130,7 +133,7 @@ class Gateway:
             call.streaming = body.stream is True
             patience_s = self._limits.queue_timeout_s
             served, request = self.intake.take(call, account, body, raw, patience_s=patience_s)
-            if account.admin and call.headers.get(b"x-tidegate-explain") == b"1":
+            if account.admin and call.headers.get(_EXPLAIN) == b"1":
                 call.explain = partial(self.routes.explain, request)
             meter = self.metrics.model(served.name)
             meter.arrive()

@@ -13,12 +13,14 @@ from gateway.protocol.errors import Refused
 from gateway.protocol.paths import Api, Route
 from gateway.protocol.usage import Usage
 from policy.errors import Refusal
+from policy.wire.headers import EXPLAIN_HEADER, REPLICA_HEADER
 
 if TYPE_CHECKING:
     from gateway.delivery.timeouts import IdleTimeouts
     from gateway.http.exchange import Exchange
     from gateway.intake.adapter_catalog import Adapter
 
+_EXPLAIN, _REPLICA = EXPLAIN_HEADER.encode(), REPLICA_HEADER.encode()
 _WANTED = frozenset(
     {
         b"accept",
@@ -28,7 +30,7 @@ _WANTED = frozenset(
         b"x-request-id",
         b"x-request-timeout-s",
         b"x-session-id",
-        b"x-tidegate-explain",
+        _EXPLAIN,
     }
 )
 
@@ -136,7 +138,7 @@ class Call:
         """The start of the answer, with the id of the request."""
         headers.append((b"x-request-id", self.request_id))
         if self.explain is not None:
-            headers.append((b"x-tidegate-explain", self.explain()))
+            headers.append((_EXPLAIN, self.explain()))
         if self.route.api is Api.MESSAGES:  # the name that Anthropic's clients read
             headers.append((b"request-id", self.request_id))
         return {"type": "http.response.start", "status": status, "headers": headers}
@@ -152,6 +154,6 @@ class Call:
         """Answer with an error in the envelope of the call's API."""
         headers = refused.headers()
         if self.replica:
-            headers.append((b"x-tidegate-replica", self.replica))
+            headers.append((_REPLICA, self.replica))
         body = refused.body(anthropic=self.route.api is Api.MESSAGES)
         await self.answer(refused.status, headers, body)

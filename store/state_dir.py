@@ -17,7 +17,6 @@ import msgspec
 
 T = TypeVar("T")
 
-SECRET_HEADER = "x-tidegate-secret"
 MIN_SECRET = 16
 
 

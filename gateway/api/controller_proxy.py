@@ -28,7 +28,7 @@ import msgspec
 from gateway.protocol.errors import Refused
 from policy.config.deployment import Deployment
 from policy.errors import Refusal
-from store.state_dir import SECRET_HEADER
+from policy.wire.headers import SECRET_HEADER
 
 # An add that goes on says so once a second.
 SILENT_S = 30.0

@@ -6,6 +6,7 @@ from typing import Any
 
 from gateway.protocol.errors import TABLE
 from gateway.protocol.paths import ROUTES, Api, Route
+from policy.wire.headers import EXPLAIN_HEADER, REPLICA_HEADER
 
 _JSON = "application/json"
 _STREAM = "text/event-stream"
@@ -38,8 +39,8 @@ _ANTHROPIC_ERROR = {
 }
 _HEADERS = {
     "x-request-id": "The id of this request; the one that the client sent, if it sent a valid one.",
-    "x-tidegate-replica": "The replica that answered, or upstream:NAME.",
-    "x-tidegate-explain": "Asked for by an admin: the candidates with their predicted seconds, as JSON.",
+    REPLICA_HEADER: "The replica that answered, or upstream:NAME.",
+    EXPLAIN_HEADER: "Asked for by an admin: the candidates with their predicted seconds, as JSON.",
     "retry-after": "Seconds after which a retry makes sense, at most 120.",
     "x-should-retry": "false where a retry would do harm.",
 }
@@ -51,7 +52,7 @@ _PARAMETERS = (
         "Requests of one session go to one replica where that costs nothing, and to one version of adapters.",
         _TEXT,
     ),
-    ("x-tidegate-explain", "1, with a key of an admin: say in a header why the route was taken.", _TEXT),
+    (EXPLAIN_HEADER, "1, with a key of an admin: say in a header why the route was taken.", _TEXT),
 )
 # Of an adapter that no replica could load lately: no fault of the request's, whose code it is else.
 _ALSO = {503: ["adapter_failed"]}
@@ -110,7 +111,7 @@ def _refusals(route: Route) -> dict[str, Any]:
     for status in sorted({answer.status for answer in TABLE.values()}):
         codes = sorted({answer.code or "null" for answer in TABLE.values() if answer.status == status})
         codes += _ALSO.get(status, [])
-        headers = ["x-request-id", "x-tidegate-replica"]
+        headers = ["x-request-id", REPLICA_HEADER]
         if status in (429, 503):
             headers.append("retry-after")
         if status >= 500:

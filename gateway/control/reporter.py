@@ -20,8 +20,8 @@ from gateway.telemetry.log import Log
 from gateway.telemetry.metrics import Metrics
 from policy.config.deployment import Deployment
 from policy.types import EngineKind
+from policy.wire.headers import SECRET_HEADER
 from policy.wire.reports import GatewayReport, ModelReport
-from store.state_dir import SECRET_HEADER
 
 EVERY_S = 1.0
 

@@ -21,6 +21,7 @@ from gateway.telemetry.metrics import ModelCounters
 from policy.errors import Refusal
 from policy.routing.outlier_ejection import AttemptResult, BreakerState
 from policy.types import EngineKind, Runner
+from policy.wire.headers import PREFILL_HEADER, PREFIX_HEADER
 
 # A connection that cannot be made, and a request that was begun, are tried elsewhere once.
 MAX_CONNECTS = 2
@@ -29,6 +30,8 @@ MAX_BEGUN = 2
 MAX_LOADS = 2
 # Hashes that other hosts are told of through the replica: 17 bytes of its request's head each.
 MAX_NEWS = 64
+
+_PREFILL, _PREFIX = PREFILL_HEADER.encode(), PREFIX_HEADER.encode()
 
 _SIGNS = {
     Verdict.SERVED: AttemptResult.GOOD,
@@ -244,12 +247,12 @@ class Attempts:
         )
         place = self._place
         if place.served.engine is not EngineKind.EXTERNAL:
-            head += b"x-tidegate-prefill: %d\r\n" % place.pending
+            head += b"%b: %d\r\n" % (_PREFILL, place.pending)
             if call.adapter is not None:
                 head += call.adapter.header
             if place.news:
                 news = b",".join([b"%x" % value for value in place.news[:MAX_NEWS]])
-                head += b"x-tidegate-prefix: %b\r\n" % news
+                head += b"%b: %b\r\n" % (_PREFIX, news)
         for name in (b"accept", b"anthropic-version"):
             if (value := call.headers.get(name)) is not None and value.isascii() and b"\n" not in value:
                 head += b"%b: %b\r\n" % (name, value)

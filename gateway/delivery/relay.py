@@ -24,12 +24,13 @@ from gateway.protocol.sse import Tail
 from gateway.protocol.usage import MAX_DECODED, Usage, usage_of_answer
 from gateway.telemetry.metrics import ModelCounters
 from policy.errors import Refusal
+from policy.wire.headers import REFUSAL_HEADER, REPLICA_HEADER
 
 MAX_ERROR_BYTES = 64 * 1024
 # An answer up to this size is held until it is whole, so that one that breaks, or is no JSON, can be had
 # elsewhere. Longer ones (many vectors) pass as they come.
 MAX_HELD = 4 * 1024 * 1024
-REFUSAL_HEADER = b"x-tidegate-refusal"
+_REFUSAL, _REPLICA = REFUSAL_HEADER.encode(), REPLICA_HEADER.encode()
 FAILED = "The replica failed to answer the request."
 
 
@@ -312,7 +313,7 @@ class Relay:
     def _commit(self, headers: list[tuple[bytes, bytes]]) -> None:
         self._committed = self._call.started = True
         headers.append((b"content-type", self._headers[b"content-type"]))
-        headers.append((b"x-tidegate-replica", self._call.replica))
+        headers.append((_REPLICA, self._call.replica))
         self._put(self._call.head(200, headers))
 
     def _first(self) -> None:
@@ -376,7 +377,7 @@ class Relay:
             self._connection.abort(self)
         said = bytes(self._error)
         retry_after = self._headers.get(b"retry-after")
-        if self._status == 503 and (reason := self._headers.get(REFUSAL_HEADER)) is not None:
+        if self._status == 503 and (reason := self._headers.get(_REFUSAL)) is not None:
             self.reason = _REASONS.get(reason, Refusal.BUSY)
             if self.reason is Refusal.ADAPTER_FAILED:
                 self.refused = Refused(self.reason, cause_of(said))

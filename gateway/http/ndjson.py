@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 from gateway.http.client import ClientConnection, ConnectionPool
-from store.state_dir import SECRET_HEADER
+from policy.wire.headers import SECRET_HEADER
 
 FIRST_RETRY_S = 0.05
 LAST_RETRY_S = 1.0

@@ -13,6 +13,7 @@ from policy.config.deployment import Deployment
 from policy.hashing import hash_name
 from policy.types import EngineKind
 from policy.wire.catalog import Alias, Catalog, Version, served_name
+from policy.wire.headers import ADAPTER_HEADER
 
 EMPTY = Catalog(epoch=0.0, version=0)
 
@@ -31,7 +32,7 @@ class Adapter:
         self.name = alias.name
         self.digest = version.digest
         self.served = served_name(alias.name, version.digest)
-        self.header = f"x-tidegate-adapter: {alias.name}@{version.digest}\r\n".encode()
+        self.header = f"{ADAPTER_HEADER}: {alias.name}@{version.digest}\r\n".encode()
 
 
 class Entry:

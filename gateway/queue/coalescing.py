@@ -19,11 +19,13 @@ from gateway.telemetry.metrics import Metrics
 from policy.admission.coalescing import Batch, Windows
 from policy.config.deployment import Coalesce
 from policy.request import Request
+from policy.wire.headers import REPLICA_HEADER
 
 # The timer's clock has a coarser tick than a window, and may fire a hair early.
 _TICK_S = 0.001
 # Of the two replicas that may begin a request, a shared call counts as one.
 _ONE_TRY = 1
+_REPLICA = REPLICA_HEADER.encode()
 
 
 @dataclass(slots=True, eq=False)
@@ -104,7 +106,7 @@ class Coalescer:
             raise
         if isinstance(turn, bytes):
             call.outcome = "ok"
-            headers = [(b"content-type", b"application/json"), (b"x-tidegate-replica", call.replica)]
+            headers = [(b"content-type", b"application/json"), (_REPLICA, call.replica)]
             await call.answer(200, headers, turn)
         elif turn is None:
             await alone()

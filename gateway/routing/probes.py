@@ -22,12 +22,11 @@ from policy.errors import Refusal
 from policy.routing.outlier_ejection import AttemptResult, BreakerState
 from policy.types import EngineKind
 from policy.wire.canary import CANARIES
-from store.state_dir import SECRET_HEADER
+from policy.wire.headers import REFUSAL_HEADER, SECRET_HEADER
 
 SWEEP_S = 0.25
 # A probe that said nothing is sent again after this, as is one to a replica whose load stream hangs.
 AGAIN_S = 1.0
-REFUSAL_HEADER = "x-tidegate-refusal"
 
 
 class Probes:

@@ -23,8 +23,8 @@ from policy.hashing import hash_name
 from policy.routing.outlier_ejection import AttemptResult, BreakerState, Watchdog
 from policy.routing.router import Candidate
 from policy.types import Replica, ReplicaPhase
+from policy.wire.headers import SECRET_HEADER
 from policy.wire.load import LOAD_LINE
-from store.state_dir import SECRET_HEADER
 
 if TYPE_CHECKING:
     from gateway.delivery.relay import Relay

@@ -1,4 +1,4 @@
-"""What a replica says of itself, a line at a time."""
+"""The lines of a replica's load stream, ``GET /internal/load``."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from policy.types import Load, ReplicaPhase
 COALESCE_S = 0.02
 
 
-class LoadLine(msgspec.Struct):
-    """A line of a replica's ``/internal/load``; ``timing`` is in the first line of a stream alone.
+class LoadLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One line: the replica's phase and load.
 
-    ``adapters`` are those that it has loaded, ``refused`` those that it could not load lately.
+    ``adapters`` are the loaded ones, ``refused`` those whose load failed recently. ``timing`` is only in the
+    first line of a stream; ``prefixes`` are the hashes of the requests that arrived since the line before.
     """
 
     state: ReplicaPhase

@@ -17,13 +17,13 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from policy.config.section import Seconds
+from policy.wire.headers import SECRET_HEADER
 from policy.wire.heartbeat import Heartbeat
 from policy.wire.reports import GatewayReport
 from serve.adapters import api
 from serve.controller.controller import Controller
 from serve.responses import error_answer, json_answer, refusing
 from serve.threads import run_in_thread
-from store.state_dir import SECRET_HEADER
 
 HEARTBEAT_S = 1.0
 # A burst of changes is one snapshot.

@@ -22,10 +22,10 @@ from policy.errors import (
 )
 from policy.types import Fleet
 from policy.wire.catalog import Alias
+from policy.wire.headers import SECRET_HEADER
 from serve.adapters.status import AdaptersStatus
 from serve.autoscaler.step_feed import StepLine
 from serve.controller_api import AddLine, AddRequest, ControllerStatus, LoggedDecision, ModelStatus, Problem
-from store.state_dir import SECRET_HEADER
 
 T = TypeVar("T")
 

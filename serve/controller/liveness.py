@@ -8,8 +8,8 @@ from collections.abc import Callable
 import httpx
 
 from policy.types import Replica
+from policy.wire.headers import SECRET_HEADER
 from serve.state.replica_registry import ReplicaRegistry
-from store.state_dir import SECRET_HEADER
 
 PERIOD_S = 0.2
 

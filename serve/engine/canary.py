@@ -6,14 +6,13 @@ import httpx
 
 from policy.errors import EngineFailed
 from policy.wire.canary import CANARIES
-from serve.engine.guard import CANARY_HEADER
+from policy.wire.headers import CANARY_HEADER, SECRET_HEADER
 from serve.engine.port import EngineSpec
-from store.state_dir import SECRET_HEADER
 
 
 async def run_canary(url: str, spec: EngineSpec, timeout_s: float) -> None:
     """Send the canary to ``url``; raises :class:`policy.errors.EngineFailed` when it gets no answer."""
-    headers = {SECRET_HEADER: spec.secret, CANARY_HEADER.decode(): "1"}
+    headers = {SECRET_HEADER: spec.secret, CANARY_HEADER: "1"}
     said = ""
     async with httpx.AsyncClient(base_url=url, headers=headers, timeout=timeout_s, trust_env=False) as client:
         for path, body in CANARIES[spec.runner]:

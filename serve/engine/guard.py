@@ -17,19 +17,20 @@ from policy.engine.model import Timing
 from policy.errors import AdapterRefused, EngineFailed, Refusal
 from policy.types import Load, ReplicaPhase
 from policy.wire.catalog import DIGEST, NAME
-from policy.wire.load import COALESCE_S
+from policy.wire.headers import (
+    ADAPTER_HEADER,
+    CANARY_HEADER,
+    PREFILL_HEADER,
+    PREFIX_HEADER,
+    REFUSAL_HEADER,
+    SECRET_HEADER,
+)
+from policy.wire.load import COALESCE_S, LoadLine
 from serve.engine.adapters.loader import AdapterLoader
 from serve.engine.port import ALLOWED, Engine, Message, Receive, Scope, Send
-from store.state_dir import SECRET_HEADER
 
-REFUSAL_HEADER = b"x-tidegate-refusal"
-CANARY_HEADER = b"x-tidegate-canary"
-# What a gateway expects of a request: uncached prompt tokens, and the prefixes it leaves in the cache,
-# as 64-bit hashes in hex.
-PREFILL_HEADER = b"x-tidegate-prefill"
-PREFIX_HEADER = b"x-tidegate-prefix"
-# The version of an adapter that a request needs, as NAME@DIGEST with the whole digest.
-ADAPTER_HEADER = b"x-tidegate-adapter"
+_CANARY, _REFUSAL, _SECRET = CANARY_HEADER.encode(), REFUSAL_HEADER.encode(), SECRET_HEADER.encode()
+_PREFILL, _PREFIX, _NEEDS = PREFILL_HEADER.encode(), PREFIX_HEADER.encode(), ADAPTER_HEADER.encode()
 _ADAPTER = re.compile(f"({NAME.pattern})@({DIGEST.pattern})")
 
 # A load line is sent at least this often, so that a reader can tell an idle replica from a dead one.
@@ -38,21 +39,6 @@ HEARTBEAT_S = 1.0
 MAX_NEWS = 512
 # A request that came less than this ago may not have reached the engine's own count.
 ON_ITS_WAY_S = 0.05
-
-
-class LoadLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One line of ``GET /internal/load``.
-
-    ``adapters`` are loaded, and loads of those ``refused`` failed lately. ``timing`` comes with the first
-    line of a stream alone; ``prefixes`` are those of the requests that came since the line before.
-    """
-
-    state: ReplicaPhase
-    load: Load
-    adapters: tuple[str, ...] = ()
-    refused: tuple[str, ...] = ()
-    timing: Timing | None = None
-    prefixes: tuple[int, ...] = ()
 
 
 class Guard:
@@ -146,7 +132,7 @@ class Guard:
         if scope["type"] != "http":
             return
         headers = dict(scope["headers"])
-        given = headers.get(SECRET_HEADER.encode(), b"")
+        given = headers.get(_SECRET, b"")
         if not hmac.compare_digest(given, self._secret):
             await _answer(send, 401, Refusal.UNAUTHORIZED, "the internal secret is missing or wrong")
             return
@@ -157,7 +143,7 @@ class Guard:
             await _answer(send, 404, Refusal.NOT_FOUND, "a replica serves no such path")
         elif scope["method"] == "GET":
             await self._engine.app(scope, receive, send)
-        elif (refusal := self._refusal(CANARY_HEADER in headers)) is not None:
+        elif (refusal := self._refusal(_CANARY in headers)) is not None:
             await _answer(send, 503, refusal, f"this replica is {refusal}")
         else:
             await self._count(scope, receive, send, headers)
@@ -180,13 +166,13 @@ class Guard:
         assert task is not None
         self._serving.add(task)
         self._in_flight += 1
-        self._prefills[answer] = (_tokens(headers.get(PREFILL_HEADER, b"")), self._clock())
-        prefixes = _hashes(headers.get(PREFIX_HEADER, b""))
+        self._prefills[answer] = (_tokens(headers.get(_PREFILL, b"")), self._clock())
+        prefixes = _hashes(headers.get(_PREFIX, b""))
         self._news.extend(prefixes)
         self._newsworthy += len(prefixes)
         self._notify()
         try:
-            if (wanted := headers.get(ADAPTER_HEADER)) is None:
+            if (wanted := headers.get(_NEEDS)) is None:
                 await self._engine.app(scope, receive, answer)
             else:
                 await self._adapted(scope, receive, answer, wanted)
@@ -354,7 +340,7 @@ async def _answer(send: Send, status: int, refusal: Refusal, message: str) -> No
     headers = [
         (b"content-type", b"application/json"),
         (b"content-length", str(len(body)).encode()),
-        (REFUSAL_HEADER, str(refusal).encode()),
+        (_REFUSAL, str(refusal).encode()),
     ]
     await _start(send, status, headers)
     await send({"type": "http.response.body", "body": body})

@@ -27,11 +27,12 @@ import uvloop
 from policy.errors import EngineFailed
 from policy.types import EngineKind, ReplicaPhase
 from policy.wire.heartbeat import AdapterRef, AdapterUse
+from policy.wire.load import LoadLine
 from policy.wire.reports import EngineReport
 from serve.engine import canary
 from serve.engine.adapters.files import AdapterFileCache
 from serve.engine.adapters.loader import AdapterLoader
-from serve.engine.guard import Guard, LoadLine
+from serve.engine.guard import Guard
 from serve.engine.machine import describe_machine
 from serve.engine.port import Engine, EngineSpec
 from serve.engine.sleep import SleepControl

@@ -12,12 +12,12 @@ from collections.abc import Sequence
 import httpx
 import msgspec
 
+from policy.wire.headers import SECRET_HEADER
 from policy.wire.heartbeat import HEARTBEAT_PERIOD_S, Heartbeat, Orders
 from policy.wire.reports import EngineReport
 from serve.engine.adapters.usage import AdapterUsage
 from serve.engine.step_stats import merge
 from serve.host.host import ReplicaHost
-from store.state_dir import SECRET_HEADER
 
 
 async def beat(host: ReplicaHost) -> None:

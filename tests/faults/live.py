@@ -13,8 +13,9 @@ from typing import Any
 import httpx
 import psutil
 
+from policy.wire.headers import SECRET_HEADER
 from serve.actuator.local import LocalActuator
-from store.state_dir import SECRET_HEADER, StateDir
+from store.state_dir import StateDir
 from tests.faults.stand import Stand
 from tests.gateway.fake_replica import SECRET
 from tests.gateway.worker import ROOT, until

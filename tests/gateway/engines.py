@@ -13,9 +13,9 @@ import msgspec
 
 from policy.config.deployment import Sim
 from policy.types import EngineKind, Runner
+from policy.wire.headers import SECRET_HEADER
 from serve.engine.main import Event
 from serve.engine.port import EngineSpec
-from store.state_dir import SECRET_HEADER
 from tests.gateway.fake_replica import SECRET
 from tests.gateway.worker import ROOT
 

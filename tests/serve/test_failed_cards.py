@@ -11,7 +11,8 @@ import psutil
 import pytest
 
 from policy.types import Replica, ReplicaPhase
-from store.state_dir import SECRET_HEADER, StateDir
+from policy.wire.headers import SECRET_HEADER
+from store.state_dir import StateDir
 from tests.ports import free_ports
 from tests.serve.actuator.test_local_controller import Local, client_of, until
 from tests.serve.sim_documents import document, sim_model

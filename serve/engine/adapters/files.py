@@ -9,8 +9,8 @@ from pathlib import Path
 import httpx
 
 from policy.errors import AdapterRefused
+from policy.wire.headers import SECRET_HEADER
 from store.adapters.blobs import Blobs
-from store.state_dir import SECRET_HEADER
 
 # Of one pull: the controller answers within it, and no pause between two pieces is longer.
 PULL_TIMEOUT_S = 30.0

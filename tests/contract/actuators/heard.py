@@ -12,8 +12,8 @@ import msgspec
 
 from policy.scaling.rollout import LayerKey
 from policy.types import Replica, ReplicaPhase
+from policy.wire.headers import SECRET_HEADER
 from policy.wire.heartbeat import Heartbeat, Orders
-from store.state_dir import SECRET_HEADER
 
 
 @dataclass

@@ -15,9 +15,10 @@ from policy.errors import ActuatorFailed
 from policy.scaling.replacement import PARTING_S
 from policy.scaling.rollout import LayerKey
 from policy.types import ReplicaPhase
+from policy.wire.headers import SECRET_HEADER
 from serve.actuator.local import LocalActuator
 from serve.actuator.port import Actuator
-from store.state_dir import SECRET_HEADER, StateDir
+from store.state_dir import StateDir
 from tests.contract.actuators.heard import Heard, listening
 from tests.ports import free_ports
 from tests.ray_head import RayHead

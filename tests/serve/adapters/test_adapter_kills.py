@@ -23,12 +23,13 @@ import httpx
 import pytest
 
 from policy.errors import TidegateError, Unreachable
+from policy.wire.headers import SECRET_HEADER
 from serve.adapters.status import AdapterStatus
 from serve.controller.client import ControllerClient
 from serve.controller_api import AddRequest
 from store.adapters import FILES
 from store.manifest import Entry, content_digest
-from store.state_dir import SECRET_HEADER, StateDir
+from store.state_dir import StateDir
 from tests.ports import free_ports
 from tests.serve.sim_documents import document, sim_model
 from tests.store.adapters.making import files, write

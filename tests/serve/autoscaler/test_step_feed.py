@@ -12,13 +12,13 @@ import pytest
 from policy.engine.step_samples import StepSample
 from policy.errors import TargetError
 from policy.types import Load, Replica, ReplicaPhase
+from policy.wire.headers import SECRET_HEADER
 from policy.wire.heartbeat import Heartbeat
 from policy.wire.reports import EngineReport
 from serve.autoscaler import step_feed
 from serve.autoscaler.step_feed import StepLine, StepSubscribers
 from serve.controller.api import build_app
 from serve.controller.controller import Controller
-from store.state_dir import SECRET_HEADER
 from tests.serve.plane import Plane
 from tests.serve.sim_documents import document
 

@@ -13,12 +13,12 @@ import pytest
 from policy.errors import ConfigError, SwitchRefused, TargetError, Unreachable
 from policy.scaling.situation import Override
 from policy.types import Fleet, Load, Replica, ReplicaPhase
+from policy.wire.headers import SECRET_HEADER
 from policy.wire.heartbeat import Heartbeat, Orders
 from serve.controller import api
 from serve.controller.api import build_app
 from serve.controller.client import ControllerClient
 from serve.controller_api import ControllerStatus, LoggedDecision, ModelStatus
-from store.state_dir import SECRET_HEADER
 from tests.serve.plane import Plane
 from tests.serve.sim_documents import document
 from tests.serve.traffic import Traffic

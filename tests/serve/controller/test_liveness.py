@@ -8,9 +8,9 @@ import socket
 import pytest
 
 from policy.types import Load, Replica, ReplicaPhase
+from policy.wire.headers import SECRET_HEADER
 from serve.controller import liveness
 from serve.state.replica_registry import GONE_S, SILENT_S, ReplicaRegistry
-from store.state_dir import SECRET_HEADER
 
 
 def replica(name: str, url: str) -> Replica:

@@ -9,10 +9,10 @@ import msgspec
 import pytest
 
 from policy.types import Load, Replica, ReplicaPhase
+from policy.wire.headers import SECRET_HEADER
 from policy.wire.heartbeat import Heartbeat
 from policy.wire.reports import EngineReport, GatewayReport, ModelReport, PowerReport
 from serve.controller.api import build_app
-from store.state_dir import SECRET_HEADER
 from tests.serve.plane import Plane
 from tests.serve.sim_documents import document
 

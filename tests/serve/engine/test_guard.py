@@ -13,11 +13,11 @@ import pytest
 
 from policy.engine.model import Limits, Timing
 from policy.types import ReplicaPhase
+from policy.wire.headers import CANARY_HEADER, PREFILL_HEADER, PREFIX_HEADER, REFUSAL_HEADER, SECRET_HEADER
 from serve.engine import guard as guard_module
 from serve.engine.adapters.loader import AdapterLoader
-from serve.engine.guard import CANARY_HEADER, MAX_NEWS, PREFILL_HEADER, PREFIX_HEADER, REFUSAL_HEADER, Guard
+from serve.engine.guard import MAX_NEWS, Guard
 from serve.engine.port import ALLOWED, EngineStats, Message, Receive, Scope, Send
-from store.state_dir import SECRET_HEADER
 from tests.serve.engine.fakes import FakeFiles
 
 SECRET = {SECRET_HEADER: "s"}
@@ -151,7 +151,7 @@ def refusal(answer: httpx.Response) -> str:
     """Why, as the header says; the envelope says the same."""
     body = answer.json()["error"]
     assert body.keys() == {"message", "type", "param", "code"}
-    assert body["code"] == answer.headers[REFUSAL_HEADER.decode()]
+    assert body["code"] == answer.headers[REFUSAL_HEADER]
     return str(body["code"])
 
 
@@ -188,7 +188,7 @@ async def test_what_is_not_listed_reaches_no_engine(
     request = Request(guard, method, path, SECRET)
     await request.task
     assert request.sent[0]["status"] == 404
-    assert dict(request.sent[0]["headers"])[REFUSAL_HEADER] == b"not_found"
+    assert dict(request.sent[0]["headers"])[REFUSAL_HEADER.encode()] == b"not_found"
     assert engine.reached == []
 
 
@@ -241,7 +241,7 @@ async def test_an_engine_that_dies_under_a_request_says_so(
     engine.go.set()
     await held.task
     assert held.sent[0]["status"] == 503
-    assert dict(held.sent[0]["headers"])[REFUSAL_HEADER] == b"replica_lost"
+    assert dict(held.sent[0]["headers"])[REFUSAL_HEADER.encode()] == b"replica_lost"
     assert len(held.sent) == 2
     # Who comes now began nothing, and may go elsewhere uncharged.
     late = await client.post(CHAT)
@@ -255,8 +255,8 @@ async def test_starting_serves_the_canary_alone(engine: Held, client: httpx.Asyn
     refused = Request(guard, "POST", CHAT, SECRET)
     await refused.task
     assert refused.sent[0]["status"] == 503
-    assert dict(refused.sent[0]["headers"])[REFUSAL_HEADER] == b"starting"
-    canary = Request(guard, "POST", CHAT, {**SECRET, CANARY_HEADER.decode(): "1"})
+    assert dict(refused.sent[0]["headers"])[REFUSAL_HEADER.encode()] == b"starting"
+    canary = Request(guard, "POST", CHAT, {**SECRET, CANARY_HEADER: "1"})
     await canary.task
     assert canary.sent[0]["status"] == 200
 
@@ -320,7 +320,7 @@ async def test_a_burst_is_one_line_and_no_change_goes_unsaid(
 
 
 def announcing(tokens: str, prefix: str = "") -> dict[str, str]:
-    return {**SECRET, PREFILL_HEADER.decode(): tokens, PREFIX_HEADER.decode(): prefix}
+    return {**SECRET, PREFILL_HEADER: tokens, PREFIX_HEADER: prefix}
 
 
 async def test_announced_prefills_are_pending_until_the_first_byte(engine: Held, guard: Guard) -> None:

@@ -12,9 +12,9 @@ import pytest
 
 from policy.errors import EngineFailed
 from policy.types import ReplicaPhase
-from serve.engine.guard import ADAPTER_HEADER, PREFILL_HEADER, REFUSAL_HEADER, Guard
+from policy.wire.headers import ADAPTER_HEADER, PREFILL_HEADER, REFUSAL_HEADER, SECRET_HEADER
+from serve.engine.guard import Guard
 from serve.engine.port import Message, Receive, Scope, Send
-from store.state_dir import SECRET_HEADER
 from tests.serve.engine.fakes import Replica, digest, quiet, replica, served, until
 
 
@@ -25,9 +25,9 @@ class Request:
         self.sent: list[Message] = []
         self._gone = asyncio.Event()
         self._body = list(body)
-        headers = [(SECRET_HEADER.encode(), b"s"), (PREFILL_HEADER, b"100")]
+        headers = [(SECRET_HEADER.encode(), b"s"), (PREFILL_HEADER.encode(), b"100")]
         if adapter is not None:
-            headers.append((ADAPTER_HEADER, adapter.encode()))
+            headers.append((ADAPTER_HEADER.encode(), adapter.encode()))
         scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers}
         self.task = asyncio.ensure_future(guard(scope, self._receive, self._send))
 
@@ -49,7 +49,7 @@ class Request:
         """Status, header and message."""
         head = dict(self.sent[0]["headers"])
         error = msgspec.json.decode(self.sent[1]["body"])["error"]
-        assert error["code"] == head[REFUSAL_HEADER].decode()
+        assert error["code"] == head[REFUSAL_HEADER.encode()].decode()
         return self.sent[0]["status"], error["code"], error["message"]
 
 

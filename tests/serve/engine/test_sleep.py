@@ -9,8 +9,9 @@ import pytest
 
 from policy.errors import EngineFailed
 from policy.types import ReplicaPhase
+from policy.wire.headers import CANARY_HEADER
 from serve.engine.adapters.loader import AdapterLoader
-from serve.engine.guard import CANARY_HEADER, Guard
+from serve.engine.guard import Guard
 from serve.engine.sleep import SleepControl
 from tests.serve.engine.fakes import FakeFiles, wanted
 from tests.serve.engine.test_guard import CHAT, SECRET, Held, Request, in_flight
@@ -108,7 +109,7 @@ async def test_it_sleeps_after_the_last_request_and_wakes_with_an_answer(place: 
     assert place.engine.did == ["sleep"]
     assert request.sent[0]["status"] == 200
     # Not even a canary comes through: there are no weights to answer it.
-    assert await place.refusal() == await place.refusal(**{CANARY_HEADER.decode(): "1"}) == "starting"
+    assert await place.refusal() == await place.refusal(**{CANARY_HEADER: "1"}) == "starting"
     seen: list[ReplicaPhase] = []
     place.warms = lambda: seen.append(place.guard.state)
     place.rest.wake()

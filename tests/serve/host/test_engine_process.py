@@ -15,11 +15,12 @@ import pytest
 
 from policy.types import ReplicaPhase
 from policy.wire.catalog import served_name
+from policy.wire.headers import SECRET_HEADER
 from policy.wire.heartbeat import AdapterRef, AdapterUse, Orders
 from serve.host import cores
 from serve.host.host import HostSpec, ReplicaHost
 from serve.host.versions import installed
-from store.state_dir import SECRET_HEADER, StateDir
+from store.state_dir import StateDir
 from tests.serve.engine.blobs import stored
 from tests.serve.sim_documents import deployment, sim_model
 

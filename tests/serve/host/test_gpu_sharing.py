@@ -15,12 +15,13 @@ import pytest
 
 from policy.errors import EngineFailed
 from policy.types import Replica, ReplicaPhase, StartPath
+from policy.wire.headers import SECRET_HEADER
 from policy.wire.heartbeat import Orders
 from serve.host import gpu_sharing
 from serve.host.gpu_sharing import SharedGpuHost, host_of
 from serve.host.host import HostSpec, ReplicaHost
 from serve.host.versions import installed
-from store.state_dir import SECRET_HEADER, StateDir
+from store.state_dir import StateDir
 from tests.serve.sim_documents import deployment, sim_model
 
 pytestmark = pytest.mark.process

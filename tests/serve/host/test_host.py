@@ -18,9 +18,10 @@ from policy.engine.step_samples import StepSample
 from policy.errors import EngineFailed
 from policy.scaling.rollout import MAX_FAILURES
 from policy.types import Load, Replica, ReplicaPhase, StartPath
+from policy.wire.headers import SECRET_HEADER
 from policy.wire.heartbeat import AdapterUse
+from policy.wire.load import LoadLine
 from policy.wire.reports import EngineReport
-from serve.engine.guard import LoadLine
 from serve.engine.main import Event
 from serve.host import cores, weights
 from serve.host import host as hosts
@@ -29,7 +30,7 @@ from serve.host.versions import installed
 from serve.host.weights import Weights
 from store.models.prepare import Origin
 from store.progress import Prepared, Progress, Report
-from store.state_dir import SECRET_HEADER, StateDir
+from store.state_dir import StateDir
 from tests.serve.sim_documents import deployment, sim_model
 
 pytestmark = pytest.mark.process

@@ -19,10 +19,10 @@ import pytest
 import pytest_asyncio
 
 from policy.wire.catalog import served_name
+from policy.wire.headers import SECRET_HEADER
 from policy.wire.heartbeat import AdapterRef
 from serve.host.host import ReplicaHost
 from store.adapters.blobs import Blobs
-from store.state_dir import SECRET_HEADER
 from tests.serve.engine.alone import WITHIN_S, running
 from tests.serve.engine.blobs import publish
 from tests.serve.engine.smollm2 import adapter, bad_adapters

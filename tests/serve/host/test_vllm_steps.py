@@ -13,9 +13,9 @@ from policy.engine.calibration import Calibration
 from policy.engine.step_samples import StepSample
 from policy.engine.step_table import GENERIC
 from policy.types import StartPath
+from policy.wire.headers import SECRET_HEADER
 from policy.wire.reports import EngineReport
 from serve.host.host import ReplicaHost
-from store.state_dir import SECRET_HEADER
 from tests.serve.engine.alone import WITHIN_S, running
 
 pytest.importorskip("vllm", reason="vLLM is not installed")

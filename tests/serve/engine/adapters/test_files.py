@@ -12,9 +12,9 @@ from threading import Event, Thread
 import pytest
 
 from policy.errors import AdapterRefused
+from policy.wire.headers import SECRET_HEADER
 from serve.engine.adapters.files import PULLS, AdapterFileCache
 from store.adapters.blobs import Blobs
-from store.state_dir import SECRET_HEADER
 from tests.serve.engine.blobs import stored
 
 MAX_BYTES = 1 << 20

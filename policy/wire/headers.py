@@ -1,0 +1,24 @@
+"""The names of Tidegate's own HTTP headers, in lower case."""
+
+from __future__ import annotations
+
+from typing import Final
+
+# Between Tidegate's processes: the secret that admits a caller.
+SECRET_HEADER: Final = "x-tidegate-secret"
+
+# From a gateway to a replica. The prompt tokens that are not cached, as far as the gateway knows; the
+# prefixes that the request will leave in the cache, as 64-bit hashes in hex with commas between them; the
+# adapter version that it needs, as NAME@DIGEST with the whole digest.
+PREFILL_HEADER: Final = "x-tidegate-prefill"
+PREFIX_HEADER: Final = "x-tidegate-prefix"
+ADAPTER_HEADER: Final = "x-tidegate-adapter"
+# Marks a health check that a replica serves before it is ready.
+CANARY_HEADER: Final = "x-tidegate-canary"
+
+# From a replica: why it refused, as a `policy.errors.Refusal`.
+REFUSAL_HEADER: Final = "x-tidegate-refusal"
+
+# To a client: the replica that answered, and (also from an admin client) the explanation of the route.
+REPLICA_HEADER: Final = "x-tidegate-replica"
+EXPLAIN_HEADER: Final = "x-tidegate-explain"
