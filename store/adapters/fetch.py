@@ -17,36 +17,36 @@ _FILE = re.compile(r"\w+://(localhost)?/")
 MAX_SOURCE = 2048
 
 
-def fetch(errand: FetchJob) -> None:
-    """Fill ``errand.into`` with the adapter at its source; blocks until it is there.
+def fetch(job: FetchJob) -> None:
+    """Fill ``job.into`` with the adapter at its source; blocks until it is there.
 
     ``hf:ORG/NAME[@REVISION]``, ``http(s)://`` (an archive), ``file://``, any other URL that fsspec knows, or
     an absolute path: of a directory or an archive. Raises :class:`policy.errors.AdapterRefused`.
     """
-    source = errand.source
+    source = job.source
     if not source.isprintable() or not 0 < len(source) <= MAX_SOURCE:
-        raise errand.unreachable(f"expected a path or URL of at most {MAX_SOURCE} characters")
+        raise job.unreachable(f"expected a path or URL of at most {MAX_SOURCE} characters")
     if source.startswith(from_hub.SCHEME):
-        from_hub.fetch(errand)
+        from_hub.fetch(job)
     elif (match := _URL.fullmatch(source)) is None:
-        from_disk.fetch(errand, _absolute(errand, source))
+        from_disk.fetch(job, _absolute(job, source))
     elif (scheme := match["scheme"].lower()) in ("http", "https"):
-        from_web.fetch(errand)
+        from_web.fetch(job)
     elif scheme in ("file", "local"):
-        from_disk.fetch(errand, _absolute(errand, unquote(_FILE.sub("/", source, count=1))))
+        from_disk.fetch(job, _absolute(job, unquote(_FILE.sub("/", source, count=1))))
     else:
-        from_object_store.fetch(errand)
-    found = {path.name for path in errand.into.iterdir()}
+        from_object_store.fetch(job)
+    found = {path.name for path in job.into.iterdir()}
     assert found == set(FILES), found
 
 
-def _absolute(errand: FetchJob, text: str) -> Path:
+def _absolute(job: FetchJob, text: str) -> Path:
     try:
         path = Path(text).expanduser()
     except RuntimeError as error:  # no such user
-        raise errand.unreachable(error) from error
+        raise job.unreachable(error) from error
     if not path.is_absolute():
-        raise errand.unreachable(
+        raise job.unreachable(
             "expected an absolute path, a URL or hf:ORG/NAME: who fetches it is in another directory"
         )
     return path

@@ -33,7 +33,7 @@ class FetchJob(NamedTuple):
         """The source without what may be a secret in it."""
         return redacted(self.source)
 
-    def tell(self, step: str, message: str) -> Callable[[float], None]:
+    def progress(self, step: str, message: str) -> Callable[[float], None]:
         """What reports each whole percent of a step, from fractions."""
         last = -1
 

@@ -18,36 +18,36 @@ from store.adapters.validate import check_names
 BLOCK_BYTES = 1024 * 1024
 
 
-def fetch(errand: FetchJob, path: Path) -> None:
+def fetch(job: FetchJob, path: Path) -> None:
     """Copy the adapter in ``path``; raises :class:`policy.errors.AdapterRefused`.
 
     Its codes are ``source_unreachable``, ``changed``, ``path`` for what is no regular file, ``too_large``,
     and those of :func:`store.adapters.archive.unpack`.
     """
-    tell = errand.tell("fetch", f"copying {errand.shown}")
+    tell = job.progress("fetch", f"copying {job.shown}")
     try:
         if path.is_dir():
             check_names(each.name for each in path.iterdir())
-            _copy_files(errand, path, tell)
+            _copy_files(job, path, tell)
         else:
             with _opened(path) as (file, size):
-                if size > errand.max_bytes:
-                    raise errand.too_large(size)
-                unpack(file, errand.into, errand.max_bytes, tell)
+                if size > job.max_bytes:
+                    raise job.too_large(size)
+                unpack(file, job.into, job.max_bytes, tell)
     except OSError as error:
-        raise errand.unreachable(error.strerror or error) from error
+        raise job.unreachable(error.strerror or error) from error
 
 
-def _copy_files(errand: FetchJob, folder: Path, tell: Callable[[float], None]) -> None:
+def _copy_files(job: FetchJob, folder: Path, tell: Callable[[float], None]) -> None:
     """Both are open before the first is copied: they belong together."""
     config, weights = FILES
     with _opened(folder / config) as (first, small), _opened(folder / weights) as (second, large):
         whole = small + large
-        if whole > errand.max_bytes:
-            raise errand.too_large(whole)
+        if whole > job.max_bytes:
+            raise job.too_large(whole)
         done = 0
         for source, size, name in ((first, small, config), (second, large, weights)):
-            with (errand.into / name).open("xb") as target:
+            with (job.into / name).open("xb") as target:
                 # One byte more than it had shows that it grows.
                 while block := source.read(min(BLOCK_BYTES, size + 1 - target.tell())):
                     target.write(block)

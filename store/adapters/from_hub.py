@@ -13,20 +13,20 @@ from store.models.hub import ID, explain, read_token, reporter
 SCHEME = "hf:"
 
 
-def fetch(errand: FetchJob) -> None:
+def fetch(job: FetchJob) -> None:
     """Download from ``hf:ORG/NAME[@REVISION]``; what came before a break is not fetched again.
 
     Raises :class:`policy.errors.AdapterRefused`: ``source_unreachable``, ``too_large``, ``pickle`` and
     ``not_an_adapter``.
     """
-    name = errand.source.removeprefix(SCHEME)
+    name = job.source.removeprefix(SCHEME)
     match = ID.fullmatch(name)
     if match is None:
-        raise errand.unreachable("expected hf:ORG/NAME or hf:ORG/NAME@REVISION")
+        raise job.unreachable("expected hf:ORG/NAME or hf:ORG/NAME@REVISION")
     try:
-        token = read_token(errand.token_file)
+        token = read_token(job.token_file)
     except ModelUnavailable as error:
-        raise errand.unreachable(error) from error
+        raise job.unreachable(error) from error
     try:
         info = huggingface_hub.HfApi(token=token).model_info(
             match["repo"], revision=match["revision"], files_metadata=True
@@ -34,22 +34,22 @@ def fetch(errand: FetchJob) -> None:
         sizes = {each.rfilename: each.size or 0 for each in info.siblings or ()}
         check_names(sizes)
         whole = sum(sizes[file] for file in FILES)
-        if whole > errand.max_bytes:
-            raise errand.too_large(whole)
+        if whole > job.max_bytes:
+            raise job.too_large(whole)
         # By the commit: the branch may move between the two files.
         huggingface_hub.snapshot_download(
             match["repo"],
             revision=info.sha,
             token=token,
             allow_patterns=list(FILES),
-            local_dir=errand.parts,
-            tqdm_class=reporter(errand.source, errand.report),
+            local_dir=job.parts,
+            tqdm_class=reporter(job.source, job.report),
         )
     except AdapterRefused:
         raise
     except Exception as error:  # the hub's client and its backends each raise a tree of their own
         text = explain(name, token is not None, error)
-        raise errand.unreachable(text.replace(token, "***") if token else text) from error
+        raise job.unreachable(text.replace(token, "***") if token else text) from error
     for file in FILES:
         # The hub may say one size and send another; what is admitted is measured again.
-        (errand.parts / file).rename(errand.into / file)
+        (job.parts / file).rename(job.into / file)

@@ -19,59 +19,59 @@ BLOCK_BYTES = 4 * 1024 * 1024
 _MARKS = ("etag", "md5hash", "versionid", "generation", "mtime", "lastmodified", "updated", "created")
 
 
-def fetch(errand: FetchJob) -> None:
+def fetch(job: FetchJob) -> None:
     """Download from ``s3://...``, ``gs://...`` or any other URL of fsspec's.
 
     Credentials are those of the machine, as its drivers find them. Raises
     :class:`policy.errors.AdapterRefused`: ``source_unreachable``, also where the driver is not installed,
     ``changed``, ``too_large``, and those of :func:`store.adapters.archive.unpack`.
     """
-    protocol = errand.source.partition("://")[0]
-    if "::" in errand.source:
-        raise errand.unreachable("expected a single URL, not one inside another")
+    protocol = job.source.partition("://")[0]
+    if "::" in job.source:
+        raise job.unreachable("expected a single URL, not one inside another")
     try:
-        system, path = fsspec.core.url_to_fs(errand.source)
+        system, path = fsspec.core.url_to_fs(job.source)
     except ImportError as error:
         # Such as "Install s3fs to access S3".
         said = known_implementations.get(protocol, {}).get("err", error)
-        raise errand.unreachable(f"{said}; `pip install 'tidegate[s3]'` does for s3://") from error
+        raise job.unreachable(f"{said}; `pip install 'tidegate[s3]'` does for s3://") from error
     except Exception as error:  # each driver raises a tree of its own
-        raise errand.unreachable(error) from error
+        raise job.unreachable(error) from error
     try:
         if not system.isfile(path):
-            _take_folder(errand, system, path)
+            _take_folder(job, system, path)
             return
-        part = _take(errand, system, path, "archive")
+        part = _take(job, system, path, "archive")
     except AdapterRefused:
         raise
     except FileNotFoundError as error:  # its text is the path
-        raise errand.unreachable("there is no such object or folder") from error
+        raise job.unreachable("there is no such object or folder") from error
     except Exception as error:  # likewise
-        raise errand.unreachable(str(error) or type(error).__name__) from error
+        raise job.unreachable(str(error) or type(error).__name__) from error
     with part.path.open("rb") as file:
-        unpack(file, errand.into, errand.max_bytes, errand.tell("unpack", f"unpacking {errand.shown}"))
+        unpack(file, job.into, job.max_bytes, job.progress("unpack", f"unpacking {job.shown}"))
 
 
-def _take_folder(errand: FetchJob, system: Any, path: str) -> None:
+def _take_folder(job: FetchJob, system: Any, path: str) -> None:
     places = {each["name"].rstrip("/").rpartition("/")[2]: each for each in system.ls(path, detail=True)}
     check_names(places)
     whole = sum(int(places[file].get("size") or 0) for file in FILES)
-    if whole > errand.max_bytes:
-        raise errand.too_large(whole)
+    if whole > job.max_bytes:
+        raise job.too_large(whole)
     for file in FILES:
-        part = _take(errand, system, places[file]["name"], file)
-        part.path.rename(errand.into / file)
+        part = _take(job, system, places[file]["name"], file)
+        part.path.rename(job.into / file)
 
 
-def _take(errand: FetchJob, system: Any, path: str, name: str) -> PartialDownload:
+def _take(job: FetchJob, system: Any, path: str, name: str) -> PartialDownload:
     """Copy one object, from where a download of the same one was broken off."""
-    part = PartialDownload(errand, name)
+    part = PartialDownload(job, name)
     size, mark = before = _identity(system, path)
     if part.validator != mark or not mark:
         part.begin(mark)
-    if size > errand.max_bytes:
-        raise errand.too_large(size)
-    tell = errand.tell("fetch", f"downloading {errand.shown}") if name in (WEIGHTS, "archive") else None
+    if size > job.max_bytes:
+        raise job.too_large(size)
+    tell = job.progress("fetch", f"downloading {job.shown}") if name in (WEIGHTS, "archive") else None
     with system.open(path, "rb") as source:
         if part.size:
             source.seek(part.size)
@@ -80,9 +80,7 @@ def _take(errand: FetchJob, system: Any, path: str, name: str) -> PartialDownloa
             if tell and size:
                 tell(min(part.size / size, 1.0))
     if _identity(system, path) != before:
-        raise AdapterRefused(
-            "changed", f"{errand.shown} changed while it was copied; add it once it is whole"
-        )
+        raise AdapterRefused("changed", f"{job.shown} changed while it was copied; add it once it is whole")
     return part
 
 

@@ -25,14 +25,14 @@ _RANGE = re.compile(r"bytes (?P<first>\d+)-\d+/(?P<whole>\d+)")
 
 
 def fetch(
-    errand: FetchJob, pause: Callable[[float], None] = time.sleep, clock: Callable[[], float] = time.monotonic
+    job: FetchJob, pause: Callable[[float], None] = time.sleep, clock: Callable[[], float] = time.monotonic
 ) -> None:
     """Download and unpack the archive at ``http(s)://...``; raises :class:`policy.errors.AdapterRefused`.
 
     Its codes are ``source_unreachable``, also of what comes too slowly, ``too_large``, and those of
     :func:`store.adapters.archive.unpack`.
     """
-    part = PartialDownload(errand, "archive")
+    part = PartialDownload(job, "archive")
     timeout = httpx.Timeout(SILENT_S, connect=CONNECT_S)
     tries = 0
     # Where the tries were last counted from, and when.
@@ -41,34 +41,34 @@ def fetch(
         with httpx.Client(timeout=timeout, follow_redirects=True, max_redirects=5) as client:
             while True:
                 try:
-                    _take(errand, client, part, clock)
+                    _take(job, client, part, clock)
                     break
                 except (httpx.TransportError, _Busy) as error:
                     tries += 1
                     if part.size - before > LEAST_RATE * (clock() - since):
                         tries, before, since = 1, part.size, clock()
                     if tries >= TRIES:
-                        raise errand.unreachable(str(error) or type(error).__name__) from error
+                        raise job.unreachable(str(error) or type(error).__name__) from error
                     pause(RETRY.delay_s(tries))
     except (httpx.InvalidURL, httpx.HTTPError, UnicodeError) as error:
-        raise errand.unreachable(str(error) or type(error).__name__) from error
+        raise job.unreachable(str(error) or type(error).__name__) from error
     with part.path.open("rb") as file:
-        unpack(file, errand.into, errand.max_bytes, errand.tell("unpack", f"unpacking {errand.shown}"))
+        unpack(file, job.into, job.max_bytes, job.progress("unpack", f"unpacking {job.shown}"))
 
 
 class _Busy(Exception):
     """An answer that another try may better."""
 
 
-def _take(errand: FetchJob, client: httpx.Client, part: PartialDownload, clock: Callable[[], float]) -> None:
+def _take(job: FetchJob, client: httpx.Client, part: PartialDownload, clock: Callable[[], float]) -> None:
     """Ask once for what is missing, and append it."""
     # Its bytes as they lie there: an archive is compressed by itself.
     headers = {"accept-encoding": "identity"}
     if part.validator:
         headers |= {"range": f"bytes={part.size}-", "if-range": part.validator}
-    with client.stream("GET", errand.source, headers=headers) as answer:
-        if errand.source.startswith("https:") and answer.url.scheme != "https":
-            raise errand.unreachable("it leads from https to http")
+    with client.stream("GET", job.source, headers=headers) as answer:
+        if job.source.startswith("https:") and answer.url.scheme != "https":
+            raise job.unreachable("it leads from https to http")
         if answer.status_code == 416:
             if answer.headers.get("content-range") == f"bytes */{part.size}":
                 return  # all of it came before this process was there
@@ -76,16 +76,16 @@ def _take(errand: FetchJob, client: httpx.Client, part: PartialDownload, clock: 
             raise _Busy("the server does not go on with what is here")
         if answer.status_code in (408, 429) or answer.status_code >= 500:
             raise _Busy(f"the server answers {answer.status_code}")
-        whole = _whole(errand, answer, part)
-        if whole > errand.max_bytes:
-            raise errand.too_large(whole)
-        tell = errand.tell("fetch", f"downloading {errand.shown}")
+        whole = _whole(job, answer, part)
+        if whole > job.max_bytes:
+            raise job.too_large(whole)
+        tell = job.progress("fetch", f"downloading {job.shown}")
         had, since = part.size, clock()
         for block in answer.iter_raw():  # as it comes: what is waiting to be a larger block would be lost
             part.append(block)
             if (passed_s := clock() - since) >= PACE_S:
                 if part.size - had < LEAST_RATE * passed_s:
-                    raise errand.unreachable(
+                    raise job.unreachable(
                         f"it sends {part.size - had} bytes in {passed_s:.0f} s; expected"
                         f" {LEAST_RATE:.0f} a second at least"
                     )
@@ -96,7 +96,7 @@ def _take(errand: FetchJob, client: httpx.Client, part: PartialDownload, clock: 
             raise _Busy(f"it ends after {part.size} of {whole} bytes")
 
 
-def _whole(errand: FetchJob, answer: httpx.Response, part: PartialDownload) -> int:
+def _whole(job: FetchJob, answer: httpx.Response, part: PartialDownload) -> int:
     """The bytes of the whole archive, 0 if unknown; ``part`` is emptied unless the answer goes on with it."""
     if answer.status_code == 206:
         match = _RANGE.fullmatch(answer.headers.get("content-range", ""))
@@ -105,7 +105,7 @@ def _whole(errand: FetchJob, answer: httpx.Response, part: PartialDownload) -> i
             raise _Busy("the server sends another range than was asked for")
         return int(match["whole"])
     if answer.status_code != 200:
-        raise errand.unreachable(f"the server answers {answer.status_code}")
+        raise job.unreachable(f"the server answers {answer.status_code}")
     etag = answer.headers.get("etag", "")
     # A weak one is kept by changes that do not matter to readers of text.
     part.begin(answer.headers.get("last-modified", "") if etag.startswith("W/") or not etag else etag)

@@ -39,9 +39,9 @@ def import_adapter(blobs: Blobs, source: str, terms: ImportLimits, report: Repor
         with blobs.work() as work, blobs.parts(source) as parts:
             into = work / "adapter"
             into.mkdir(mode=0o700)
-            errand = FetchJob(source, into, parts, terms.limits.max_bytes, report, terms.token_file)
-            fetch(errand)
-            facts = validate(into, terms.base, terms.limits, errand.tell("check", "checking its numbers"))
+            job = FetchJob(source, into, parts, terms.limits.max_bytes, report, terms.token_file)
+            fetch(job)
+            facts = validate(into, terms.base, terms.limits, job.progress("check", "checking its numbers"))
             report(Progress(step="store", message="forcing it to disk"))
             digest = blobs.seal(into, redacted(source))
             blobs.publish(into, digest)

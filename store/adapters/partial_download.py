@@ -7,12 +7,12 @@ from store.state_dir import write_atomic
 
 
 class PartialDownload:
-    """The file ``name`` of an errand's ``parts``, with what tells whether its source is still the same."""
+    """The file ``name`` of an job's ``parts``, with what tells whether its source is still the same."""
 
-    def __init__(self, errand: FetchJob, name: str) -> None:
-        self._errand = errand
-        self._said = errand.parts / f"{name}.validator"
-        self.path = errand.parts / f"{name}.part"
+    def __init__(self, job: FetchJob, name: str) -> None:
+        self._job = job
+        self._said = job.parts / f"{name}.validator"
+        self.path = job.parts / f"{name}.part"
         self.path.touch(mode=0o600)
         self.size = self.path.stat().st_size
 
@@ -32,7 +32,7 @@ class PartialDownload:
     def append(self, block: bytes) -> None:
         """Write what comes next; raises :class:`policy.errors.AdapterRefused` (``too_large``)."""
         self.size += len(block)
-        if self.size > self._errand.max_bytes:
-            raise self._errand.too_large(self.size)
+        if self.size > self._job.max_bytes:
+            raise self._job.too_large(self.size)
         with self.path.open("ab") as file:
             file.write(block)

@@ -1,10 +1,10 @@
-"""What the database holds of adapters: one record per name, read and written whole."""
+"""The tables of adapters. A row of :class:`AdapterRow` is one name; it is read and written as a whole."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 from sqlalchemy import (
@@ -24,81 +24,72 @@ from sqlalchemy import (
     true,
     update,
 )
+from sqlalchemy.types import TypeEngine
 
 from policy.wire.catalog import Alias, Version
 from store.database import metadata
 
 _TO_ALIAS = (["model", "name"], ["aliases.model", "aliases.name"])
-_TO_VERSION = (
-    ["model", "name", "number"],
-    ["versions.model", "versions.name", "versions.number"],
-)
+_TO_VERSION = (["model", "name", "number"], ["versions.model", "versions.name", "versions.number"])
+
+
+def _key(kind: type[TypeEngine[Any]], *names: str) -> list[Column[Any]]:
+    return [Column(name, kind, primary_key=True) for name in names]
+
+
+def _required(kind: type[TypeEngine[Any]], *names: str) -> list[Column[Any]]:
+    return [Column(name, kind, nullable=False) for name in names]
+
 
 aliases = Table(
     "aliases",
     metadata,
-    Column("model", Text, primary_key=True),
-    Column("name", Text, primary_key=True),
-    Column("revision", BigInteger, nullable=False),
-    Column("tenants", Text, nullable=False),
-    Column("origin", Text, nullable=False),
-    Column("declared", Text, nullable=False),
-    Column("at", Double, nullable=False),
+    *_key(Text, "model", "name"),
+    *_required(BigInteger, "revision"),
+    *_required(Text, "tenants", "origin", "declared"),
+    *_required(Double, "at"),
 )
 versions = Table(
     "versions",
     metadata,
-    Column("model", Text, primary_key=True),
-    Column("name", Text, primary_key=True),
-    Column("number", Integer, primary_key=True),
+    *_key(Text, "model", "name"),
+    *_key(Integer, "number"),
     Column("digest", Text, nullable=False, index=True),
-    Column("rank", Integer, nullable=False),
-    Column("size", BigInteger, nullable=False),
-    Column("source", Text, nullable=False),
-    Column("at", Double, nullable=False),
+    *_required(Integer, "rank"),
+    *_required(BigInteger, "size"),
+    *_required(Text, "source"),
+    *_required(Double, "at"),
     ForeignKeyConstraint(*_TO_ALIAS, ondelete="CASCADE"),
     UniqueConstraint("model", "name", "digest"),
 )
 splits = Table(
     "splits",
     metadata,
-    Column("model", Text, primary_key=True),
-    Column("name", Text, primary_key=True),
-    Column("number", Integer, primary_key=True),
-    Column("weight", Double, nullable=False),
+    *_key(Text, "model", "name"),
+    *_key(Integer, "number"),
+    *_required(Double, "weight"),
     ForeignKeyConstraint(*_TO_VERSION, ondelete="CASCADE"),
 )
 history = Table(
     "history",
     metadata,
-    Column("model", Text, primary_key=True),
-    Column("name", Text, primary_key=True),
-    Column("position", Integer, primary_key=True),
-    Column("split", Text, nullable=False),
+    *_key(Text, "model", "name"),
+    *_key(Integer, "position"),
+    *_required(Text, "split"),
     ForeignKeyConstraint(*_TO_ALIAS, ondelete="CASCADE"),
 )
-# Digests that no version has any more, and since when.
-retired = Table(
-    "retired",
-    metadata,
-    Column("digest", Text, primary_key=True),
-    Column("at", Double, nullable=False),
-)
-counters = Table(
-    "counters",
-    metadata,
-    Column("name", Text, primary_key=True),
-    Column("value", BigInteger, nullable=False),
-)
+# Digests that no version uses any more, with the instant since when.
+retired = Table("retired", metadata, *_key(Text, "digest"), *_required(Double, "at"))
+counters = Table("counters", metadata, *_key(Text, "name"), *_required(BigInteger, "value"))
 
 Split = tuple[tuple[int, float], ...]
 
 
 class AdapterRow(NamedTuple):
-    """An alias and what only its keeper knows of it.
+    """An alias and its bookkeeping.
 
-    ``origin`` is "document" or "api", ``declared`` what the document said of it last as JSON, and
-    ``history`` what it stood for before, the latest last.
+    ``origin`` is "document" or "api". ``declared`` is the last declaration in the document, as JSON.
+    ``history`` are the former splits, the latest last.
     """
 
     alias: Alias
@@ -108,12 +99,12 @@ class AdapterRow(NamedTuple):
 
 
 def load(connection: Connection, model: str | None = None, name: str | None = None) -> list[AdapterRow]:
-    """The records of all names, or of the one that is given, in the order of models and names."""
+    """The rows of all names, or of the given one, ordered by model and name."""
 
     def rows(table: Table, last: str = "name") -> Iterable[NamedTuple]:
-        wanted = true() if model is None else and_(table.c.model == model, table.c.name == name)
+        selected = true() if model is None else and_(table.c.model == model, table.c.name == name)
         order = (table.c.model, table.c.name, table.c[last])
-        return connection.execute(select(table).where(wanted).order_by(*order))  # type: ignore[return-value]
+        return connection.execute(select(table).where(selected).order_by(*order))  # type: ignore[return-value]
 
     kept: dict[tuple[str, str], list[Version]] = defaultdict(list)
     for row in rows(versions, "number"):
@@ -121,25 +112,24 @@ def load(connection: Connection, model: str | None = None, name: str | None = No
         kept[fields.pop("model"), fields.pop("name")].append(Version(**fields))
     shares: dict[tuple[str, str], list[tuple[int, float]]] = defaultdict(list)
     for row in rows(splits, "number"):
-        at, number, weight = row[:2], row[2], row[3]
-        shares[at].append((number, weight))
+        shares[row[:2]].append((row[2], row[3]))
     past: dict[tuple[str, str], list[Split]] = defaultdict(list)
     for row in rows(history, "position"):
         past[row[:2]].append(msgspec.json.decode(row[3], type=Split))
-    found = []
+    loaded = []
     for row in rows(aliases):
         fields = row._asdict()
         key = (fields["model"], fields["name"])
         origin, declared = fields.pop("origin"), fields.pop("declared")
         fields["tenants"] = msgspec.json.decode(fields["tenants"], type=tuple[str, ...])
         alias = Alias(**fields, versions=tuple(kept[key]), split=tuple(shares[key]))
-        found.append(AdapterRow(alias, origin, declared, tuple(past[key])))
-    return found
+        loaded.append(AdapterRow(alias, origin, declared, tuple(past[key])))
+    return loaded
 
 
-def save(connection: Connection, record: AdapterRow) -> None:
-    """Write the record whole, in the place of any of this name."""
-    alias = record.alias
+def save(connection: Connection, row: AdapterRow) -> None:
+    """Write the whole row, replacing any of the same name."""
+    alias = row.alias
     erase(connection, alias.model, alias.name)
     key = {"model": alias.model, "name": alias.name}
     tenants = msgspec.json.encode(alias.tenants).decode()
@@ -148,8 +138,8 @@ def save(connection: Connection, record: AdapterRow) -> None:
             **key,
             revision=alias.revision,
             tenants=tenants,
-            origin=record.origin,
-            declared=record.declared,
+            origin=row.origin,
+            declared=row.declared,
             at=alias.at,
         )
     )
@@ -157,20 +147,20 @@ def save(connection: Connection, record: AdapterRow) -> None:
     connection.execute(
         insert(splits), [{**key, "number": number, "weight": weight} for number, weight in alias.split]
     )
-    if record.history:
-        past = [msgspec.json.encode(split).decode() for split in record.history]
+    if row.history:
+        past = [msgspec.json.encode(split).decode() for split in row.history]
         connection.execute(
             insert(history), [{**key, "position": i, "split": split} for i, split in enumerate(past)]
         )
 
 
 def erase(connection: Connection, model: str, name: str) -> None:
-    """Take the record of this name away; what belongs to it goes with it."""
+    """Delete the row of this name, with its versions, splits and history."""
     connection.execute(delete(aliases).where(aliases.c.model == model, aliases.c.name == name))
 
 
 def retire(connection: Connection, digests: Iterable[str], at: float) -> None:
-    """Note of each of ``digests``, which a version had until now, since when none has it, if none has."""
+    """Record the instant at which each of ``digests`` went out of use, for those that no version uses."""
     for digest in set(digests):
         connection.execute(delete(retired).where(retired.c.digest == digest))
         if connection.execute(select(versions.c.number).where(versions.c.digest == digest)).first() is None:
@@ -178,7 +168,7 @@ def retire(connection: Connection, digests: Iterable[str], at: float) -> None:
 
 
 def next_revision(connection: Connection) -> int:
-    """One more than any revision that there was."""
+    """Increment the revision and return it."""
     connection.execute(
         update(counters).where(counters.c.name == "revision").values(value=counters.c.value + 1)
     )
@@ -186,5 +176,5 @@ def next_revision(connection: Connection) -> int:
 
 
 def revision(connection: Connection) -> int:
-    """The largest revision of all names, also of those that are gone."""
+    """The highest revision of any name, removed ones included."""
     return int(connection.execute(select(counters.c.value).where(counters.c.name == "revision")).scalar_one())

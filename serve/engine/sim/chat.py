@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import msgspec
@@ -10,50 +10,14 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
-from serve.engine.sim.http import DONE, ApiError, EventStream, answer, event, read, whole
-from serve.engine.sim.service import Service, request_id
-from serve.engine.sim.step_loop import Generation
-from serve.engine.sim.text import Prompt, mix
-
-Positive = Annotated[int, Meta(ge=1)]
-
-
-class StreamOptions(msgspec.Struct, frozen=True):
-    """What a stream carries besides its tokens."""
-
-    include_usage: bool | None = False
-
-
-class Sampling(msgspec.Struct, frozen=True, kw_only=True):
-    """What chat and completions have in common; fields that change nothing here are not named."""
-
-    model: str | None = None
-    stream: bool | None = False
-    stream_options: StreamOptions | None = None
-    n: Annotated[int, Meta(ge=1, le=128)] | None = None
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    temperature: Annotated[float, Meta(ge=0)] | None = None
-    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
-    max_tokens: Positive | None = None
-    ignore_eos: bool = False
-    cache_salt: str | None = None
-
-    @property
-    def stops(self) -> list[str]:
-        """The stop sequences as a list."""
-        return [self.stop] if isinstance(self.stop, str) else self.stop or []
-
-    @property
-    def usage_wanted(self) -> bool:
-        """Whether the stream ends with an event of usage; raises a 400 without a stream."""
-        if self.stream_options is not None and not self.stream:
-            raise ApiError(400, "Stream options can only be defined when `stream=True`.", "stream_options")
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
+from serve.engine.sim.generation_api import AnswerFormat, Positive, Sampling, logprob, respond
+from serve.engine.sim.http import ApiError, read
+from serve.engine.sim.service import Service
+from serve.engine.sim.text import Output, Prompt
 
 
 class Message(msgspec.Struct, frozen=True):
-    """One turn of a conversation; a content of parts may hold text alone."""
+    """One message of a conversation; content parts must be text."""
 
     role: str
     content: str | list[dict[str, Any]] | None = None
@@ -92,81 +56,39 @@ def template(messages: list[Message]) -> Prompt:
     return Prompt.of_text("".join(turns) + "<|im_start|>assistant\n")
 
 
-def usage(generation: Generation, n: int = 1) -> dict[str, Any]:
-    """Tokens of the answer; a prompt with ``n`` choices counts once."""
-    prompt = sum(len(prompt.tokens) for prompt in generation.prompts[::n])
-    completion = sum(len(output.deltas) for output in generation.outputs)
-    return {
-        "prompt_tokens": prompt,
-        "total_tokens": prompt + completion,
-        "completion_tokens": completion,
-        "prompt_tokens_details": {"cached_tokens": sum(generation.cached[::n])},
-    }
-
-
-def logprob(position: int, rank: int = 0) -> float:
-    """A plausible log probability in nats: the same each time, lower for each further rank."""
-    return -(0.01 + mix(position) % 1000 / 1000 + rank)
-
-
 async def chat(service: Service, request: Request) -> Response:
-    """A chat completion, streamed or whole."""
+    """A chat completion, as a stream or as a whole."""
     body = await read(request, _DECODER)
-    adapter = service.resolve(body.model)
-    with_usage = body.usage_wanted
-    n = body.n or 1
-    generation = service.generate(
-        [template(body.messages)],
-        adapter=adapter,
-        seed=body.seed,
-        max_tokens=body.max_completion_tokens or body.max_tokens,
-        n=n,
-        stops=body.stops,
-        ignore_eos=body.ignore_eos,
-        salt=body.cache_salt,
-    )
-    head = {
-        "id": request_id(request, "chatcmpl"),
-        "object": "chat.completion.chunk" if body.stream else "chat.completion",
-        "created": service.now(),
-        "model": adapter or service.model,
-    }
-    if body.stream:
-        stream = _stream(generation, head, body, n if with_usage else 0)
-        return EventStream(stream, lambda: service.abort(generation))
-    await whole(request, generation, lambda: service.abort(generation))
-    choices: list[dict[str, Any]] = [
-        {
-            "index": index,
-            "message": {"role": "assistant", "content": output.text, "refusal": None, "tool_calls": []},
-            "logprobs": _logprobs(body, output.deltas, 0),
-            "finish_reason": output.finish_reason,
-            "stop_reason": output.stop,
+
+    def choice(prompt: Prompt, index: int, output: Output) -> dict[str, Any]:
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": output.text,
+            "refusal": None,
+            "tool_calls": [],
         }
-        for index, output in enumerate(generation.outputs)
-    ]
-    return answer({**head, "choices": choices, "usage": usage(generation, n)})
+        return {"message": message, "logprobs": _logprobs(body, output.deltas, 0)}
 
-
-async def _stream(
-    generation: Generation, head: dict[str, Any], body: ChatRequest, usage_of_n: int
-) -> AsyncIterator[bytes]:
-    async for index, position in generation.tokens():
-        output = generation.outputs[index]
-        choice: dict[str, Any] = {"index": index}
+    def chunks(prompt: Prompt, index: int, output: Output, position: int) -> Iterator[dict[str, Any]]:
         if position == 0:
-            role = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-            yield event({**head, "choices": [{**choice, **role}]})
-        choice["delta"] = {"content": output.deltas[position]}
-        choice["logprobs"] = _logprobs(body, [output.deltas[position]], position)
+            role = {"role": "assistant", "content": ""}
+            yield {"delta": role, "logprobs": None, "finish_reason": None}
+        delta = output.deltas[position]
         last = position + 1 == len(output.deltas)
-        choice["finish_reason"] = output.finish_reason if last else None
-        if last:
-            choice["stop_reason"] = output.stop
-        yield event({**head, "choices": [choice]})
-    if usage_of_n:
-        yield event({**head, "choices": [], "usage": usage(generation, usage_of_n)})
-    yield DONE
+        yield {
+            "delta": {"content": delta},
+            "logprobs": _logprobs(body, [delta], position),
+            "finish_reason": output.finish_reason if last else None,
+            **({"stop_reason": output.stop} if last else {}),
+        }
+
+    form = AnswerFormat(
+        "chatcmpl", "chat.completion.chunk" if body.stream else "chat.completion", choice, chunks
+    )
+    max_tokens = body.max_completion_tokens or body.max_tokens
+    return await respond(
+        service, request, body, prompts=[template(body.messages)], max_tokens=max_tokens, form=form
+    )
 
 
 def _logprobs(body: ChatRequest, tokens: list[str], start: int) -> dict[str, Any] | None:
@@ -174,7 +96,7 @@ def _logprobs(body: ChatRequest, tokens: list[str], start: int) -> dict[str, Any
         return None
 
     def entry(token: str, position: int, rank: int) -> dict[str, Any]:
-        # Alternatives are the token in other spellings: they differ, and cost no vocabulary.
+        # Alternatives are the token in other spellings, so that no vocabulary is needed.
         spelled = token + "'" * rank
         return {"token": spelled, "logprob": logprob(position, rank), "bytes": list(spelled.encode())}
 

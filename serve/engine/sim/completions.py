@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections import defaultdict
+from collections.abc import Iterator
 from typing import Annotated, Any
 
 import msgspec
@@ -10,11 +11,11 @@ from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
-from serve.engine.sim.chat import Message, Sampling, logprob, template, usage
-from serve.engine.sim.http import DONE, ApiError, EventStream, answer, event, read, whole
-from serve.engine.sim.service import Service, request_id
-from serve.engine.sim.step_loop import Generation
-from serve.engine.sim.text import Prompt, token_bytes, token_id
+from serve.engine.sim.chat import Message, template
+from serve.engine.sim.generation_api import AnswerFormat, Sampling, logprob, respond
+from serve.engine.sim.http import ApiError, answer, read
+from serve.engine.sim.service import Service
+from serve.engine.sim.text import Output, Prompt, token_bytes, token_id
 
 Id = Annotated[int, Meta(ge=0)]
 Prompts = str | list[str | int | list[int]]
@@ -72,66 +73,34 @@ def prompts_of(given: Prompts, param: str) -> list[Prompt]:
 
 
 async def completions(service: Service, request: Request) -> Response:
-    """A completion of each prompt, streamed or whole."""
+    """A completion of each prompt, as a stream or as a whole."""
     body = await read(request, _COMPLETION)
-    adapter = service.resolve(body.model)
-    with_usage = body.usage_wanted
-    n = body.n or 1
     unbounded = body.max_tokens is None and body.ignore_eos
-    generation = service.generate(
-        prompts_of(body.prompt, "prompt"),
-        adapter=adapter,
-        seed=body.seed,
-        max_tokens=None if unbounded else body.max_tokens or _DEFAULT_MAX_TOKENS,
-        n=n,
-        stops=body.stops,
-        ignore_eos=body.ignore_eos,
-        salt=body.cache_salt,
-    )
-    head = {
-        "id": request_id(request, "cmpl"),
-        "object": "text_completion",
-        "created": service.now(),
-        "model": adapter or service.model,
-    }
-    if body.stream:
-        stream = _stream(generation, head, body, n if with_usage else 0)
-        return EventStream(stream, lambda: service.abort(generation))
-    await whole(request, generation, lambda: service.abort(generation))
-    choices = [
-        {
-            "index": index,
-            "text": (_text(generation.prompts[index]) if body.echo else "") + output.text,
-            "logprobs": _logprobs(body, output.deltas, 0, 0),
-            "finish_reason": output.finish_reason,
-            "stop_reason": output.stop,
-        }
-        for index, output in enumerate(generation.outputs)
-    ]
-    return answer({**head, "choices": choices, "usage": usage(generation, n)})
+    offsets: defaultdict[int, int] = defaultdict(int)
 
+    def choice(prompt: Prompt, index: int, output: Output) -> dict[str, Any]:
+        text = (_text(prompt) if body.echo else "") + output.text
+        return {"text": text, "logprobs": _logprobs(body, output.deltas, 0, 0)}
 
-async def _stream(
-    generation: Generation, head: dict[str, Any], body: CompletionRequest, usage_of_n: int
-) -> AsyncIterator[bytes]:
-    offsets = [0] * len(generation.outputs)
-    async for index, position in generation.tokens():
-        output = generation.outputs[index]
+    def chunks(prompt: Prompt, index: int, output: Output, position: int) -> Iterator[dict[str, Any]]:
         delta = output.deltas[position]
         last = position + 1 == len(output.deltas)
-        echoed = _text(generation.prompts[index]) if body.echo and position == 0 else ""
-        choice = {
-            "index": index,
-            "text": echoed + delta,
+        yield {
+            "text": (_text(prompt) if body.echo and position == 0 else "") + delta,
             "logprobs": _logprobs(body, [delta], position, offsets[index]),
             "finish_reason": output.finish_reason if last else None,
             "stop_reason": output.stop if last else None,
         }
         offsets[index] += len(delta)
-        yield event({**head, "choices": [choice]})
-    if usage_of_n:
-        yield event({**head, "choices": [], "usage": usage(generation, usage_of_n)})
-    yield DONE
+
+    return await respond(
+        service,
+        request,
+        body,
+        prompts=prompts_of(body.prompt, "prompt"),
+        max_tokens=None if unbounded else body.max_tokens or _DEFAULT_MAX_TOKENS,
+        form=AnswerFormat("cmpl", "text_completion", choice, chunks),
+    )
 
 
 def _logprobs(body: CompletionRequest, tokens: list[str], start: int, offset: int) -> dict[str, Any] | None:
@@ -154,7 +123,7 @@ def _logprobs(body: CompletionRequest, tokens: list[str], start: int, offset: in
 
 
 def _text(prompt: Prompt) -> str:
-    """The prompt again; token ids that are not ours have no text."""
+    """The text of the prompt; empty for token ids of another tokenizer."""
     try:
         parts = [token_bytes(t) if isinstance(t, int) else t for t in prompt.tokens]
     except ValueError:

@@ -63,27 +63,18 @@ async def embeddings(service: Service, request: Request) -> Response:
     body = await read(request, _EMBEDDING)
     prompts = prompts_of(body.input, "input")
     model = await _run(service, request, body.model, prompts)
-    data = []
+    data: list[dict[str, object]] = []
     for index, prompt in enumerate(prompts):
         vector = embed(prompt, body.dimensions or DIMENSIONS)
         packed: object = vector
         if body.encoding_format == "base64":
             packed = base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
         data.append({"index": index, "object": "embedding", "embedding": packed})
-    return answer(
-        {
-            "id": request_id(request, "embd"),
-            "object": "list",
-            "created": service.now(),
-            "model": model,
-            "data": data,
-            "usage": _usage(prompts),
-        }
-    )
+    return _listing(service, request, id_prefix="embd", model=model, data=data, prompts=prompts)
 
 
 async def score(service: Service, request: Request) -> Response:
-    """How alike the two texts of each pair are, 0..1."""
+    """The similarity of the two texts of each pair, 0..1."""
     body = await read(request, _SCORE)
     left = [body.text_1] if isinstance(body.text_1, str) else body.text_1
     right = [body.text_2] if isinstance(body.text_2, str) else body.text_2
@@ -92,20 +83,11 @@ async def score(service: Service, request: Request) -> Response:
     pairs = list(zip(left * len(right) if len(left) == 1 else left, right, strict=True))
     prompts = [Prompt.of_text(f"{one}\n{other}") for one, other in pairs]
     model = await _run(service, request, body.model, prompts)
-    data = [
-        {"index": index, "object": "score", "score": _alike(one, other)}
+    data: list[dict[str, object]] = [
+        {"index": index, "object": "score", "score": _similarity(one, other)}
         for index, (one, other) in enumerate(pairs)
     ]
-    return answer(
-        {
-            "id": request_id(request, "score"),
-            "object": "list",
-            "created": service.now(),
-            "model": model,
-            "data": data,
-            "usage": _usage(prompts),
-        }
-    )
+    return _listing(service, request, id_prefix="score", model=model, data=data, prompts=prompts)
 
 
 async def rerank(service: Service, request: Request) -> Response:
@@ -114,7 +96,7 @@ async def rerank(service: Service, request: Request) -> Response:
     prompts = [Prompt.of_text(f"{body.query}\n{document}") for document in body.documents]
     model = await _run(service, request, body.model, prompts)
     results = [
-        {"index": index, "document": {"text": text}, "relevance_score": _alike(body.query, text)}
+        {"index": index, "document": {"text": text}, "relevance_score": _similarity(body.query, text)}
         for index, text in enumerate(body.documents)
     ]
     results.sort(key=lambda result: (-result["relevance_score"], result["index"]))  # type: ignore[operator]
@@ -128,8 +110,29 @@ async def rerank(service: Service, request: Request) -> Response:
     )
 
 
+def _listing(
+    service: Service,
+    request: Request,
+    *,
+    id_prefix: str,
+    model: str,
+    data: list[dict[str, object]],
+    prompts: Sequence[Prompt],
+) -> Response:
+    return answer(
+        {
+            "id": request_id(request, id_prefix),
+            "object": "list",
+            "created": service.now(),
+            "model": model,
+            "data": data,
+            "usage": _usage(prompts),
+        }
+    )
+
+
 async def _run(service: Service, request: Request, model: str | None, prompts: Sequence[Prompt]) -> str:
-    """Spend the engine time; the model's name for the answer."""
+    """Take the engine time of the prompts; the name of the model in the answer."""
     adapter = service.resolve(model)
     generation = service.encode(prompts, adapter=adapter)
     await whole(request, generation, lambda: service.abort(generation))
@@ -149,8 +152,8 @@ def _vector(token: bytes | int) -> tuple[float, ...]:
     return tuple(byte - 127.5 for byte in digest)
 
 
-def _alike(one: str, other: str) -> float:
-    """The cosine of two texts, from -1..1 to 0..1."""
+def _similarity(one: str, other: str) -> float:
+    """The cosine similarity of two texts, mapped from -1..1 to 0..1."""
     pair = zip(embed(Prompt.of_text(one)), embed(Prompt.of_text(other)), strict=True)
     return (1.0 + math.fsum(a * b for a, b in pair)) / 2
 

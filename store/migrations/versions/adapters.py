@@ -1,4 +1,4 @@
-"""Adapters: names, their versions, what names stand for, and what they stood for before."""
+"""Tables of adapters: names, versions, the current split of each name, and its former splits."""
 
 import sqlalchemy as sa
 from alembic import op
@@ -7,12 +7,19 @@ revision = "0001"
 down_revision = None
 
 
+def _name() -> list[sa.Column[str]]:
+    return [sa.Column("model", sa.Text, primary_key=True), sa.Column("name", sa.Text, primary_key=True)]
+
+
+def _of_name() -> sa.ForeignKeyConstraint:
+    return sa.ForeignKeyConstraint(["model", "name"], ["aliases.model", "aliases.name"], ondelete="CASCADE")
+
+
 def upgrade() -> None:
-    """Make the tables; the counter begins at 0."""
+    """Create the tables; the revision counter starts at 0."""
     op.create_table(
         "aliases",
-        sa.Column("model", sa.Text, primary_key=True),
-        sa.Column("name", sa.Text, primary_key=True),
+        *_name(),
         sa.Column("revision", sa.BigInteger, nullable=False),
         sa.Column("tenants", sa.Text, nullable=False),
         sa.Column("origin", sa.Text, nullable=False),
@@ -21,21 +28,19 @@ def upgrade() -> None:
     )
     op.create_table(
         "versions",
-        sa.Column("model", sa.Text, primary_key=True),
-        sa.Column("name", sa.Text, primary_key=True),
+        *_name(),
         sa.Column("number", sa.Integer, primary_key=True),
         sa.Column("digest", sa.Text, nullable=False, index=True),
         sa.Column("rank", sa.Integer, nullable=False),
         sa.Column("size", sa.BigInteger, nullable=False),
         sa.Column("source", sa.Text, nullable=False),
         sa.Column("at", sa.Double, nullable=False),
-        sa.ForeignKeyConstraint(["model", "name"], ["aliases.model", "aliases.name"], ondelete="CASCADE"),
+        _of_name(),
         sa.UniqueConstraint("model", "name", "digest"),
     )
     op.create_table(
         "splits",
-        sa.Column("model", sa.Text, primary_key=True),
-        sa.Column("name", sa.Text, primary_key=True),
+        *_name(),
         sa.Column("number", sa.Integer, primary_key=True),
         sa.Column("weight", sa.Double, nullable=False),
         sa.ForeignKeyConstraint(
@@ -46,11 +51,10 @@ def upgrade() -> None:
     )
     op.create_table(
         "history",
-        sa.Column("model", sa.Text, primary_key=True),
-        sa.Column("name", sa.Text, primary_key=True),
+        *_name(),
         sa.Column("position", sa.Integer, primary_key=True),
         sa.Column("split", sa.Text, nullable=False),
-        sa.ForeignKeyConstraint(["model", "name"], ["aliases.model", "aliases.name"], ondelete="CASCADE"),
+        _of_name(),
     )
     op.create_table(
         "retired",

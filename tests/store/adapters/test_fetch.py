@@ -30,7 +30,7 @@ from tests.store.adapters.making import LIMITS, TERMS, files, tarred, write, zip
 ARCHIVE = zipped(files())
 
 
-def errand(tmp_path: Path, source: str, said: list[Progress] | None = None) -> FetchJob:
+def job(tmp_path: Path, source: str, said: list[Progress] | None = None) -> FetchJob:
     into, parts = tmp_path / "into", tmp_path / "parts"
     into.mkdir()
     parts.mkdir(exist_ok=True)
@@ -56,7 +56,7 @@ def refused(run: Callable[[], object]) -> AdapterRefused:
 @pytest.mark.parametrize("grown", [CONFIG, WEIGHTS])
 def test_a_file_that_grows_while_it_is_copied(grown: str, tmp_path: Path) -> None:
     folder = write(tmp_path / "a", files())
-    given = errand(tmp_path, str(folder))
+    given = job(tmp_path, str(folder))
 
     def grow(_: Progress) -> None:
         with (folder / grown).open("ab") as file:
@@ -69,7 +69,7 @@ def test_a_file_that_grows_while_it_is_copied(grown: str, tmp_path: Path) -> Non
 def test_a_file_that_is_replaced_while_it_is_copied(tmp_path: Path) -> None:
     folder = write(tmp_path / "a", files())
     other = write(tmp_path / "b", files())
-    given = errand(tmp_path, str(folder))
+    given = job(tmp_path, str(folder))
 
     def replace(_: Progress) -> None:
         if (other / WEIGHTS).exists():
@@ -81,14 +81,14 @@ def test_a_file_that_is_replaced_while_it_is_copied(tmp_path: Path) -> None:
 def test_an_archive_that_changes_while_it_is_read(tmp_path: Path) -> None:
     path = tmp_path / "a.tar"
     path.write_bytes(tarred(files(), squeeze=False))
-    given = errand(tmp_path, str(path))
+    given = job(tmp_path, str(path))
     error = refused(lambda: fetch(given._replace(report=lambda _: os.utime(path, (1, 1)))))
     assert error.code == "changed"
 
 
 @pytest.mark.parametrize("source", ["adapters/sql", "./a", "", "a\nb", "/x" * 2000, "~nobody-here/a"])
 def test_paths_that_mean_nothing_to_who_fetches(source: str, tmp_path: Path) -> None:
-    assert refused(lambda: fetch(errand(tmp_path, source))).code == "source_unreachable"
+    assert refused(lambda: fetch(job(tmp_path, source))).code == "source_unreachable"
 
 
 # The web.
@@ -175,14 +175,14 @@ def direct(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 def test_an_archive_of_the_web(tmp_path: Path) -> None:
     said: list[Progress] = []
     with served(Site()) as site:
-        assert fetched(errand(tmp_path, site.url, said)) == files()
+        assert fetched(job(tmp_path, site.url, said)) == files()
     assert [each.fraction for each in said if each.step == "fetch"][-1] == 1.0
 
 
 def test_a_download_that_breaks_off_goes_on(tmp_path: Path, direct: list[float]) -> None:
     with served(Site()) as site:
         site.breaks = [1000, 500]
-        assert fetched(errand(tmp_path, site.url)) == files()
+        assert fetched(job(tmp_path, site.url)) == files()
         assert site.ranges == [None, "bytes=1000-", "bytes=1500-"]
     assert direct == [0.5, 0.5]
 
@@ -201,7 +201,7 @@ class Clock:
 
 def test_a_server_that_sends_too_little_is_given_up(tmp_path: Path) -> None:
     with served(Site()) as site:
-        given = errand(tmp_path, site.url)
+        given = job(tmp_path, site.url)
         error = refused(lambda: from_web.fetch(given, lambda _: None, Clock(2 * from_web.PACE_S)))
     assert (error.code, "4096 a second at least" in str(error)) == ("source_unreachable", True)
     assert len(site.ranges) == 1
@@ -215,7 +215,7 @@ def test_a_server_that_breaks_off_after_a_few_bytes_is_given_up(tmp_path: Path) 
         def pause(seconds: float) -> None:
             clock.now += seconds
 
-        error = refused(lambda: from_web.fetch(errand(tmp_path, site.url), pause, clock))
+        error = refused(lambda: from_web.fetch(job(tmp_path, site.url), pause, clock))
     assert error.code == "source_unreachable"
     assert len(site.ranges) == from_web.TRIES
 
@@ -236,7 +236,7 @@ def test_a_download_goes_on_in_another_process(tmp_path: Path, blobs: Blobs) -> 
 
 def test_a_download_that_was_whole_is_not_fetched_again(tmp_path: Path) -> None:
     with served(Site()) as site:
-        given = errand(tmp_path, site.url)
+        given = job(tmp_path, site.url)
         (given.parts / "archive.part").write_bytes(ARCHIVE)
         (given.parts / "archive.validator").write_text(site.etag)
         assert fetched(given) == files()
@@ -246,7 +246,7 @@ def test_a_download_that_was_whole_is_not_fetched_again(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_another_archive_is_fetched_from_its_start(tmp_path: Path) -> None:
     with served(Site()) as site:
-        given = errand(tmp_path, site.url)
+        given = job(tmp_path, site.url)
         (given.parts / "archive.part").write_bytes(b"x" * 100)
         (given.parts / "archive.validator").write_text('"v0"')
         assert fetched(given) == files()
@@ -256,13 +256,13 @@ def test_without_a_validator_nothing_goes_on(tmp_path: Path) -> None:
     with served(Site()) as site:
         site.etag = 'W/"v1"'
         site.breaks = [1000]
-        assert fetched(errand(tmp_path, site.url)) == files()
+        assert fetched(job(tmp_path, site.url)) == files()
         assert site.ranges == [None, None]
 
 
 def test_too_much_is_refused_before_it_is_sent(tmp_path: Path) -> None:
     with served(Site(bytes(LIMITS.max_bytes + 1))) as site:
-        error = refused(lambda: fetch(errand(tmp_path, site.url)))
+        error = refused(lambda: fetch(job(tmp_path, site.url)))
     assert (error.code, "2000001 bytes or more" in str(error)) == ("too_large", True)
     assert (tmp_path / "parts" / "archive.part").stat().st_size == 0
 
@@ -271,7 +271,7 @@ def test_too_much_is_refused_before_it_is_sent(tmp_path: Path) -> None:
 def test_too_much_is_refused_while_it_comes(tmp_path: Path) -> None:
     with served(Site(bytes(3 * LIMITS.max_bytes))) as site:
         site.length = False
-        error = refused(lambda: fetch(errand(tmp_path, site.url)))
+        error = refused(lambda: fetch(job(tmp_path, site.url)))
     assert error.code == "too_large"
     assert (tmp_path / "parts" / "archive.part").stat().st_size <= LIMITS.max_bytes
 
@@ -280,7 +280,7 @@ def test_too_much_is_refused_while_it_comes(tmp_path: Path) -> None:
 def test_a_server_that_refuses(statuses: list[int], tries: int, tmp_path: Path) -> None:
     with served(Site()) as site:
         site.statuses = list(statuses)
-        error = refused(lambda: fetch(errand(tmp_path, site.url)))
+        error = refused(lambda: fetch(job(tmp_path, site.url)))
         assert len(site.ranges) == tries
     assert (error.code, f"the server answers {statuses[0]}" in str(error)) == ("source_unreachable", True)
 
@@ -289,7 +289,7 @@ def test_a_server_that_refuses(statuses: list[int], tries: int, tmp_path: Path) 
 def test_a_server_that_is_busy_for_a_moment(tmp_path: Path, direct: list[float]) -> None:
     with served(Site()) as site:
         site.statuses = [503, 502]
-        assert fetched(errand(tmp_path, site.url)) == files()
+        assert fetched(job(tmp_path, site.url)) == files()
     assert direct == [0.5, 1.0]
 
 
@@ -297,14 +297,14 @@ def test_a_server_that_is_busy_for_a_moment(tmp_path: Path, direct: list[float])
 def test_a_redirect_is_followed(tmp_path: Path) -> None:
     with served(Site()) as site:
         site.statuses, site.location = [302], site.url
-        assert fetched(errand(tmp_path, site.url)) == files()
+        assert fetched(job(tmp_path, site.url)) == files()
 
 
 @pytest.mark.slow
 def test_a_redirect_without_end(tmp_path: Path) -> None:
     with served(Site()) as site:
         site.statuses, site.location = [302] * 99, site.url
-        assert refused(lambda: fetch(errand(tmp_path, site.url))).code == "source_unreachable"
+        assert refused(lambda: fetch(job(tmp_path, site.url))).code == "source_unreachable"
         assert len(site.ranges) == 6
 
 
@@ -312,7 +312,7 @@ def test_a_redirect_without_end(tmp_path: Path) -> None:
     "url", ["http://127.0.0.1:1/a.zip", "http:///a", "http://[::1/a", "https://h:99999/a"]
 )
 def test_nobody_there(url: str, tmp_path: Path) -> None:
-    assert refused(lambda: fetch(errand(tmp_path, url))).code == "source_unreachable"
+    assert refused(lambda: fetch(job(tmp_path, url))).code == "source_unreachable"
 
 
 @pytest.mark.slow
@@ -366,7 +366,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 @pytest.mark.slow
 def test_two_files_of_one_commit_come_from_the_hub(tmp_path: Path, hub: dict[str, Any]) -> None:
     (tmp_path / "token").write_text("hf_abc")
-    given = errand(tmp_path, "hf:org/name@v1.0")._replace(token_file=str(tmp_path / "token"))
+    given = job(tmp_path, "hf:org/name@v1.0")._replace(token_file=str(tmp_path / "token"))
     assert fetched(given) == files()
     assert hub["asked"] == [("org/name", "v1.0"), ("org/name", "c0ffee")]
     assert hub["token"] == "hf_abc"
@@ -384,7 +384,7 @@ def test_what_the_hub_has_is_looked_at_before_it_is_fetched(
     content: dict[str, bytes], code: str, tmp_path: Path, hub: dict[str, Any]
 ) -> None:
     hub["files"] = content
-    assert refused(lambda: fetch(errand(tmp_path, "hf:org/name"))).code == code
+    assert refused(lambda: fetch(job(tmp_path, "hf:org/name"))).code == code
     assert hub["asked"] == [("org/name", None)]
 
 
@@ -392,7 +392,7 @@ def test_a_repository_that_is_not_there(tmp_path: Path, hub: dict[str, Any]) -> 
     (tmp_path / "token").write_text("hf_abc")
     answer = SimpleNamespace(status_code=401, headers={}, request=None)
     hub["error"] = RepositoryNotFoundError("hf_abc", response=answer)  # type: ignore[arg-type]
-    given = errand(tmp_path, "hf:org/name")._replace(token_file=str(tmp_path / "token"))
+    given = job(tmp_path, "hf:org/name")._replace(token_file=str(tmp_path / "token"))
     error = refused(lambda: fetch(given))
     assert (error.code, "does not exist on the Hugging Face hub" in str(error)) == (
         "source_unreachable",
@@ -403,12 +403,12 @@ def test_a_repository_that_is_not_there(tmp_path: Path, hub: dict[str, Any]) -> 
 
 @pytest.mark.parametrize("source", ["hf:name", "hf:", "hf:o/n/x", "hf:../n"])
 def test_no_repository(source: str, tmp_path: Path) -> None:
-    error = refused(lambda: fetch(errand(tmp_path, source)))
+    error = refused(lambda: fetch(job(tmp_path, source)))
     assert (error.code, "expected hf:ORG/NAME" in str(error)) == ("source_unreachable", True)
 
 
 def test_a_token_file_that_is_not_there(tmp_path: Path) -> None:
-    given = errand(tmp_path, "hf:org/name")._replace(token_file=str(tmp_path / "nowhere"))
+    given = job(tmp_path, "hf:org/name")._replace(token_file=str(tmp_path / "nowhere"))
     assert "cannot be read" in str(refused(lambda: fetch(given)))
 
 
@@ -425,12 +425,12 @@ def bucket() -> Iterator[Any]:
 def test_a_prefix_of_an_object_store(tmp_path: Path, bucket: Any) -> None:
     for name, data in {**files(), "README.md": b"x"}.items():
         bucket.pipe(f"/b/sql/{name}", data)
-    assert fetched(errand(tmp_path, "memory://b/sql")) == files()
+    assert fetched(job(tmp_path, "memory://b/sql")) == files()
 
 
 def test_an_archive_of_an_object_store_goes_on_where_it_was_broken_off(tmp_path: Path, bucket: Any) -> None:
     bucket.pipe("/b/a.zip", ARCHIVE)
-    given = errand(tmp_path, "memory://b/a.zip")
+    given = job(tmp_path, "memory://b/a.zip")
     (given.parts / "archive.part").write_bytes(b"\0" * 10 + ARCHIVE[10:1000])
     assert fetched(given) == files(), "of another object nothing is used"
     for name in FILES:
@@ -460,12 +460,12 @@ def test_a_prefix_that_is_no_adapter(
 ) -> None:
     for name, data in content.items():
         bucket.pipe(f"/b/x/{name}", data)
-    assert refused(lambda: fetch(errand(tmp_path, "memory://b/x"))).code == code
+    assert refused(lambda: fetch(job(tmp_path, "memory://b/x"))).code == code
 
 
 def test_an_object_that_changes_while_it_is_copied(tmp_path: Path, bucket: Any) -> None:
     bucket.pipe("/b/a.zip", ARCHIVE)
-    given = errand(tmp_path, "memory://b/a.zip")
+    given = job(tmp_path, "memory://b/a.zip")
     again = given._replace(report=lambda _: bucket.pipe("/b/a.zip", ARCHIVE + b"x"))
     assert refused(lambda: fetch(again)).code == "changed"
 
@@ -480,13 +480,13 @@ def test_an_object_that_changes_while_it_is_copied(tmp_path: Path, bucket: Any) 
     ],
 )
 def test_objects_that_cannot_be_fetched(source: str, message: str, tmp_path: Path, bucket: Any) -> None:
-    error = refused(lambda: fetch(errand(tmp_path, source)))
+    error = refused(lambda: fetch(job(tmp_path, source)))
     assert (error.code, message in str(error)) == ("source_unreachable", True), str(error)
 
 
 def test_a_driver_that_is_not_installed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "s3fs", None)
-    error = refused(lambda: fetch(errand(tmp_path, "s3://bucket/sql")))
+    error = refused(lambda: fetch(job(tmp_path, "s3://bucket/sql")))
     assert error.code == "source_unreachable"
     assert "Install s3fs to access S3" in str(error)
     assert "tidegate[s3]" in str(error)
