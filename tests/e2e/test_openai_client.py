@@ -83,31 +83,6 @@ def test_usage_is_the_last_chunk_of_a_stream(client: openai.OpenAI) -> None:
     assert last.usage.completion_tokens == 6
 
 
-def test_log_probabilities_agree_with_what_was_chosen(client: openai.OpenAI) -> None:
-    chat = client.chat.completions.create(
-        model=CHAT, messages=QUESTION, temperature=0, max_tokens=3, logprobs=True, top_logprobs=2
-    ).choices[0]
-    assert chat.logprobs is not None
-    assert chat.logprobs.content is not None
-    assert "".join(token.token for token in chat.logprobs.content) == chat.message.content
-    for token in chat.logprobs.content:
-        assert len(token.top_logprobs) == 2
-        assert token.logprob == max(top.logprob for top in token.top_logprobs) <= 0
-    text = client.completions.create(model=CHAT, prompt=COUNT, temperature=0, max_tokens=3, logprobs=2)
-    said = text.choices[0].logprobs
-    assert said is not None
-    assert "".join(said.tokens or ()) == text.choices[0].text
-    assert all(len(top) == 2 for top in said.top_logprobs or ())
-
-
-def test_a_seed_repeats_a_sampled_text(client: openai.OpenAI) -> None:
-    first, again, other = (
-        client.completions.create(model=CHAT, prompt="Once", temperature=1, max_tokens=12, seed=seed)
-        for seed in (7, 7, 8)
-    )
-    assert first.choices[0].text == again.choices[0].text != other.choices[0].text
-
-
 class City(BaseModel):
     name: Literal["Paris", "Rome"]
     millions: int = Field(ge=1, le=9)
@@ -137,20 +112,6 @@ def test_a_tool_is_called_with_arguments_of_its_schema(client: openai.OpenAI) ->
     assert [function.name for function in said if function.name] == ["get_weather"]
     streamed = "".join(function.arguments or "" for function in said)
     assert json.loads(streamed)["city"] in ("Paris", "Rome")
-
-
-def test_tools_that_may_be_left_alone_are(client: openai.OpenAI) -> None:
-    """The model's chat template shows it no tools, so it answers; a tool's result is one more message."""
-    call = {"id": "a", "type": "function", "function": {"name": "get_weather", "arguments": "{}"}}
-    history: Any = [
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-        {"role": "tool", "tool_call_id": "a", "content": "sunny"},
-    ]
-    for messages in (QUESTION, QUESTION + history):
-        answer = client.chat.completions.create(
-            model=CHAT, messages=messages, tools=[WEATHER], tool_choice="auto", temperature=0, max_tokens=12
-        )
-        assert "Paris" in (answer.choices[0].message.content or "")
 
 
 def test_a_pooling_model_turns_texts_into_vectors(client: openai.OpenAI) -> None:
@@ -233,12 +194,6 @@ def test_an_answer_carries_the_id_of_its_request(client: openai.OpenAI) -> None:
     with raw as stream:
         assert stream.headers["x-request-id"] == "mine-2"
         stream.read()
-
-
-def test_more_tokens_than_remain_are_cut_to_what_remains(client: openai.OpenAI) -> None:
-    """The limit of the model is accepted although the prompt takes some of it."""
-    answer = client.chat.completions.create(model=CHAT, messages=QUESTION, temperature=0, max_tokens=2048)
-    assert answer.choices[0].finish_reason == "stop"
 
 
 BAD_SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "nonsense"}}}

@@ -1,4 +1,4 @@
-"""A TCP proxy in user land that makes a network worse: latency, bandwidth, slicing, resets, a black hole."""
+"""A TCP proxy in user land with latency, jitter, slicing and partitions."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import random
 import socket
-import struct
 
 
 class Proxy:
@@ -14,7 +13,7 @@ class Proxy:
 
     ``latency_s`` delays each piece by that much, plus up to ``jitter_s`` drawn from ``seed``, in order.
     ``links`` are the connections to it, with the ports that they come from.
-    ``bandwidth`` is in bytes per second and direction, ``slice_bytes`` the most that is written at once.
+    ``slice_bytes`` is the most that is written at once.
     """
 
     def __init__(self, target: int, *, seed: int = 0) -> None:
@@ -25,12 +24,10 @@ class Proxy:
         self._whole = asyncio.Event()
         self._whole.set()
         self.links: dict[asyncio.Task[None], int] = {}
-        self.writers: set[asyncio.StreamWriter] = set()
         self._ends: list[asyncio.StreamWriter] = []
         self.port = 0
         self.latency_s = 0.0
         self.jitter_s = 0.0
-        self.bandwidth: float | None = None
         self.slice_bytes: int | None = None
 
     async def start(self) -> None:
@@ -51,13 +48,6 @@ class Proxy:
             end.transport.abort()
         await asyncio.gather(*(end.wait_closed() for end in self._ends), return_exceptions=True)
         self._ends = []
-
-    def reset(self) -> None:
-        """Break every connection (RST)."""
-        for writer in list(self.writers):
-            sock = writer.get_extra_info("socket")
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-            writer.transport.abort()
 
     def partition(self) -> None:
         """From now on nothing passes and nobody is told: no RST, and a connection is never answered.
@@ -99,14 +89,12 @@ class Proxy:
         try:
             there, back = await asyncio.open_connection("127.0.0.1", self._target)
             self._ends.append(back)
-            self.writers |= {writer, back}
             try:
                 pumps = [asyncio.create_task(self._pump(*ends)) for ends in ((reader, back), (there, writer))]
                 # The end of one direction is the end of both, as it is of an HTTP connection.
                 await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
             finally:
                 back.close()
-                self.writers -= {writer, back}
                 for pump in pumps:
                     pump.cancel()
                 await asyncio.gather(*pumps, return_exceptions=True)
@@ -149,4 +137,4 @@ class Proxy:
             part = data[at : at + size]
             writer.write(part)
             await writer.drain()
-            await asyncio.sleep(0 if self.bandwidth is None else len(part) / self.bandwidth)
+            await asyncio.sleep(0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from tests.faults import faults
 from tests.faults.faulty_upstream import FaultyUpstream
 from tests.faults.stand import Stand
 from tests.gateway.fake_replica import hold
-from tests.gateway.worker import PATIENCE_S, until
+from tests.gateway.worker import until
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 BOUND = 20
@@ -54,40 +53,6 @@ async def test_42_a_replica_that_says_it_is_idle(stand: Stand, model: str, lies:
     async with stand.aftermath(model, {"cancelled": BOUND}):
         found = await spread(stand, model, fleet, BOUND)
     assert min(found) >= BOUND * 0.4
-
-
-async def test_42_figures_that_swing(stand: Stand, model: str) -> None:
-    """Empty and full at each line: nobody leaves rotation for it, and everything is served."""
-    fleet = await stand.fleet(model, 3, usual=faults.paced(2, 0.005), bound=BOUND)
-    swinging = itertools.cycle(
-        [
-            {"kv_used": 1.0, "waiting": 500, "running": 500, "pending_tokens": 10**6},
-            {"kv_used": 0.0, "waiting": 0, "running": 0, "pending_tokens": 0},
-        ]
-    )
-    async with stand.aftermath(model) as after:
-        asking = True
-
-        async def ask() -> None:
-            while asking:
-                assert (await stand.ask(model, stream=True)).status == 200
-
-        asked = [asyncio.create_task(ask()) for _ in range(4)]
-        for _ in range(40):
-            fleet[0].lies = next(swinging)
-            fleet[0].say()
-            await asyncio.sleep(0.05)
-            for one in fleet:
-                assert await stand.admissible(one.id)
-        asking = False
-        await asyncio.gather(*asked)
-        fleet[0].lies = {}
-        fleet[0].say()
-        async with asyncio.timeout(PATIENCE_S):  # and it serves again, if it did not all the time
-            while not all(one.log for one in fleet):
-                await asyncio.gather(*(stand.ask(model, stream=True) for _ in range(6)))
-        assert set(await after.outcomes()) == {"ok"}
-        assert await after.attempts() == (await after.outcomes()).total()
 
 
 async def test_42_a_load_stream_that_hangs_at_full(stand: Stand, model: str) -> None:

@@ -14,7 +14,7 @@ import pytest
 import pytest_asyncio
 
 from policy.wire.catalog import served_name
-from tests.gateway.fake_replica import Answer, Exchange, FakeReplica, alias, answer_json, event, hold
+from tests.gateway.fake_replica import Exchange, FakeReplica, alias, event, hold
 from tests.gateway.fake_upstream import FakeUpstream
 from tests.gateway.worker import Stack, model, until
 
@@ -119,14 +119,6 @@ async def test_every_way_to_name_it_is_one_version(shared: Stack, name: str, str
     assert replica.hits[0].headers["x-tidegate-adapter"] == f"sql@{NEW}"
 
 
-async def test_the_base_model_goes_without(shared: Stack) -> None:
-    (replica,) = await fleet(shared, "base")
-    await publish(shared, alias("sql", OLD))
-    assert (await shared.chat()).status_code == 200
-    assert "x-tidegate-adapter" not in replica.hits[0].headers
-    assert replica.hits[0].json["model"] == "alpha"
-
-
 async def test_what_arrived_keeps_its_version_and_what_comes_has_the_new_one(shared: Stack) -> None:
     (replica,) = await fleet(shared, "replaced")
     replica.say(bound=1)
@@ -199,13 +191,6 @@ async def test_shared_calls_never_mix_versions(shared: Stack) -> None:
         assert hit.json["model"] == (told[: len("near@") + 12] if told != "vectors" else told)
     assert await shared.metric("tidegate_coalesced_requests_total", model="vectors") > before
     assert len(replica.hits) < 24
-
-
-async def test_the_wrong_runner_is_said_of_its_base(shared: Stack) -> None:
-    await publish(shared, alias("sql", OLD))
-    answer = await shared.http.post("/v1/embeddings", json={"model": "sql", "input": "x"})
-    assert answer.status_code == 400
-    assert "alpha" in answer.json()["error"]["message"]
 
 
 async def test_what_its_load_line_says_that_it_refuses_is_not_sent_there(shared: Stack) -> None:
@@ -366,38 +351,3 @@ async def test_an_upstream_takes_the_adapters_that_it_lists_alone(tmp_path: Any)
     finally:
         await stack.close()
         await upstream.stop()
-
-
-async def test_servers_that_are_not_ours_are_asked_by_the_name_they_list(tmp_path: Any) -> None:
-    server = FakeUpstream()
-    listed = [{"id": "theirs", "parent": None}, {"id": "style", "parent": "theirs"}]
-    server.answer = listing(listed)
-    await server.start()
-    stack = Stack(tmp_path)
-    stack.models = [{"name": "theirs", "engine": "external", "urls": [server.url]}]
-    try:
-        await stack.start_worker()
-
-        async def known() -> bool:
-            return "style" in (await stack.http.get("/v1/models")).text
-
-        await until(known)
-        for name in ("style", "theirs:style"):
-            assert (await stack.chat(model=name)).status_code == 200
-        chats = [hit for hit in server.hits if hit.path == "/v1/chat/completions"]
-        assert [hit.json["model"] for hit in chats] == ["style"] * 2
-        assert all("x-tidegate-adapter" not in hit.headers for hit in chats)
-        assert (await stack.chat(model="theirs:nothing")).status_code == 404
-    finally:
-        await stack.close()
-        await server.stop()
-
-
-def listing(models: list[dict[str, Any]]) -> Answer:
-    async def answer(exchange: Exchange) -> None:
-        if exchange.path == "/v1/models":
-            await exchange.reply(json.dumps({"data": models}).encode())
-        else:
-            await answer_json(exchange)
-
-    return answer
