@@ -7,7 +7,6 @@ that was killed finds them again, and nothing is left behind when it is told to 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import secrets
 import sys
@@ -15,7 +14,6 @@ import time
 from collections.abc import Mapping
 
 import msgspec
-import psutil
 
 from policy.config.deployment import ModelSpec
 from policy.errors import ActuatorFailed
@@ -27,6 +25,7 @@ from serve.host.local_process import LocalHost
 from serve.host.versions import installed
 from serve.host.weights import Weights
 from store.log_file import RotatingLog
+from store.process import end_all, find, started_at, terminate
 from store.state_dir import StateDir
 
 # How long hosts may take to end when everything is stopped: the gateways have drained by then.
@@ -125,15 +124,9 @@ class LocalActuator:
 
     async def stop(self) -> None:
         processes = [p for record in self._records.values() for p in record.processes]
-        running = [found for p in processes if (found := _find(p)) is not None]
-        for process in running:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.terminate()
-        _, alive = await asyncio.to_thread(psutil.wait_procs, running, GRACE_S)
-        for process in alive:
-            # Its engine holds the host's lifeline and follows.
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
+        running = [found for p in processes if (found := find(p.pid, p.created)) is not None]
+        # A host that is killed takes its engine with it: that holds the host's lifeline.
+        await asyncio.to_thread(end_all, running, GRACE_S)
         self._records.clear()
         self._save()
 
@@ -145,7 +138,7 @@ class LocalActuator:
         record = self._records[key]
         for pid in [pid for pid, child in self._children.items() if child.returncode is not None]:
             del self._children[pid]
-        living = tuple(p for p in record.processes if _find(p) is not None)
+        living = tuple(p for p in record.processes if find(p.pid, p.created) is not None)
         died = sum(not p.leaving for p in record.processes) - sum(not p.leaving for p in living)
         if len(living) != len(record.processes):
             failures = record.failures + died
@@ -195,11 +188,8 @@ class LocalActuator:
             sys.executable, "-m", "serve.host.local_process", stdin=asyncio.subprocess.PIPE,
             stdout=self._log.descriptor, stderr=self._log.descriptor, start_new_session=True,
         )  # fmt: skip
-        try:
-            created = psutil.Process(child.pid).create_time()
-        except psutil.NoSuchProcess:
-            # It ended at once; the next look counts it as one that died.
-            created = 0.0
+        # One that ended at once has no start time; the next look counts it as one that died.
+        created = started_at(child.pid) or 0.0
         self._children[child.pid] = child
         process = Process(pid=child.pid, created=created, replica=replica)
         record = msgspec.structs.replace(record, processes=(*record.processes, process))
@@ -210,10 +200,9 @@ class LocalActuator:
         return record
 
     def _leave(self, process: Process) -> None:
-        found = _find(process)
+        found = find(process.pid, process.created)
         if found is not None:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                found.terminate()
+            terminate(found)
 
     def _put(self, record: Record) -> None:
         self._records[record.key] = record
@@ -221,14 +210,3 @@ class LocalActuator:
 
     def _save(self) -> None:
         self._state.save(self._path, list(self._records.values()))
-
-
-def _find(process: Process) -> psutil.Process | None:
-    """The live process that was recorded; a zombie or a later one with its id is none."""
-    try:
-        found = psutil.Process(process.pid)
-        if abs(found.create_time() - process.created) > 0.5 or found.status() == psutil.STATUS_ZOMBIE:
-            return None
-    except psutil.NoSuchProcess:
-        return None
-    return found

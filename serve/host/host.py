@@ -31,6 +31,7 @@ from serve.host.versions import Versions
 from serve.host.weights import Weights, prepare_verified
 from store.adapters.blobs import node_cache
 from store.log_file import RotatingLog
+from store.process import end_child
 from store.progress import Progress
 from store.state_dir import StateDir, default_root, private_directory
 
@@ -274,7 +275,7 @@ class ReplicaHost:
             code = await process.wait()
             raise EngineFailed(f"the engine ended with {_status(code)}")
         finally:
-            await _end(process)
+            await end_child(process, KILL_AFTER_S, group=True)
             pump.cancel()
 
     async def _listen(self, read: int, began: float) -> str:
@@ -428,15 +429,3 @@ def _log_of(root: Path, name: str) -> RotatingLog:
 
 def _status(code: int) -> str:
     return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-
-
-async def _end(process: asyncio.subprocess.Process) -> None:
-    """Terminate, then kill, the engine's whole process group."""
-    if process.returncode is None:
-        process.terminate()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(KILL_AFTER_S):
-                await process.wait()
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    await process.wait()

@@ -14,6 +14,7 @@ from pathlib import Path
 from policy.errors import EngineFailed
 from policy.stats.backoff import Backoff, failures_after
 from store.log_file import RotatingLog
+from store.process import end_child
 from store.state_dir import StateDir
 from tidegate.log_tail import tail
 from tidegate.supervisor import parent_death
@@ -22,6 +23,8 @@ from tidegate.supervisor.process_record import ProcessRecord
 # Children import our packages from here, so that a checkout runs without being installed.
 ROOT = Path(__file__).resolve().parents[2]
 _LINE_BYTES = 1024 * 1024
+# Between SIGTERM and SIGKILL for what runs once.
+_GRACE_S = 10.0
 BACKOFF = Backoff(0.1, 10.0)
 # A process that ran this long (seconds) and ends starts a new row of failures.
 STABLE_S = 30.0
@@ -169,12 +172,7 @@ async def run_once(
         return await process.wait()
     finally:
         if process.returncode is None:
-            process.terminate()
-            try:
-                await asyncio.wait_for(process.wait(), 10.0)
-            except TimeoutError:
-                process.kill()
-                await process.wait()
+            await end_child(process, _GRACE_S)
         pump.cancel()
         await asyncio.gather(pump, return_exceptions=True)
         log.close()

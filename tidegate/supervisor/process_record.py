@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
 
 import msgspec
 import psutil
 
+from store.process import end_all, find, started_at
 from store.state_dir import StateDir
 
-# A recycled pid would have to be born within this of the recorded birth; the kernel's boot time,
-# which creation times are computed from, moves by up to a second when the clock is set.
-_SAME_BIRTH_S = 2.0
-# How long whoever lost its supervisor gets after SIGTERM, and anyone after SIGKILL.
+# How long a process whose supervisor died has between SIGTERM and SIGKILL.
 ORPHAN_GRACE_S = 5.0
-_KILL_S = 5.0
-_POLL_S = 0.02
 
 
 class RecordedProcess(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,20 +23,7 @@ class RecordedProcess(msgspec.Struct, frozen=True, kw_only=True):
 
     def process(self) -> psutil.Process | None:
         """The process, while it lives."""
-        try:
-            found = psutil.Process(self.pid)
-            alive = abs(found.create_time() - self.created_at) < _SAME_BIRTH_S
-            return found if alive and found.status() != psutil.STATUS_ZOMBIE else None
-        except psutil.NoSuchProcess:
-            return None
-
-
-def alive(pid: int) -> bool:
-    """Whether ``pid`` runs; one that ended and was not collected does not."""
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+        return find(self.pid, self.created_at)
 
 
 class ProcessRecord:
@@ -67,9 +49,7 @@ class ProcessRecord:
     def add(self, name: str, pid: int) -> None:
         """Record a process that was just started; one that is gone already is not recorded."""
         self.started.add(pid)
-        try:
-            created_at = psutil.Process(pid).create_time()
-        except psutil.NoSuchProcess:
+        if (created_at := started_at(pid)) is None:
             return
         self._entries[pid] = RecordedProcess(name=name, pid=pid, created_at=created_at)
         self._save()
@@ -103,31 +83,10 @@ class ProcessRecord:
 def end(
     entries: Iterable[RecordedProcess], *, grace_s: float, tell: Callable[[RecordedProcess], None]
 ) -> tuple[RecordedProcess, ...]:
-    """SIGTERM, ``grace_s`` to go, SIGKILL; returns those that live on. ``tell`` names each that ended."""
-    victims = {entry: process for entry in entries if (process := entry.process()) is not None}
-    for process in victims.values():
-        _signal(process.terminate)
-    for entry in _wait(victims, grace_s):
-        _signal(victims[entry].kill)
-    left = _wait(victims, _KILL_S)
-    for entry in victims:
-        if entry not in left:
+    """SIGTERM, and SIGKILL after ``grace_s``; returns those that still run. ``tell`` names the others."""
+    found = {entry: process for entry in entries if (process := entry.process()) is not None}
+    running = end_all(found.values(), grace_s)
+    for entry, process in found.items():
+        if process not in running:
             tell(entry)
-    return left
-
-
-def _wait(entries: Iterable[RecordedProcess], timeout_s: float) -> tuple[RecordedProcess, ...]:
-    """Those that live on after ``timeout_s``; one that nobody collected does not live."""
-    deadline = time.monotonic() + timeout_s
-    while left := tuple(entry for entry in entries if entry.process() is not None):
-        if time.monotonic() >= deadline:
-            break
-        time.sleep(_POLL_S)
-    return left
-
-
-def _signal(send: Callable[[], None]) -> None:
-    try:
-        send()
-    except psutil.NoSuchProcess:
-        return
+    return tuple(entry for entry, process in found.items() if process in running)

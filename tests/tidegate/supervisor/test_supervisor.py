@@ -10,8 +10,8 @@ import socket
 
 import pytest
 
+from store.process import find
 from tests.tidegate.conftest import Site, until
-from tidegate.supervisor.process_record import alive
 
 pytestmark = pytest.mark.process
 
@@ -142,11 +142,11 @@ def test_what_outlives_its_supervisor_is_ended_by_record(site: Site) -> None:
         os.kill(pid, signal.SIGSTOP)
     os.kill(supervisor_pid(site), signal.SIGKILL)
     for pid in workers.values():
-        assert alive(pid)
+        assert find(pid) is not None
     code, out, _ = site.tidegate("up", str(site.file))
     assert code == 0
     assert all(f"pid {pid}" in out for pid in workers.values())
-    assert not any(alive(pid) for pid in workers.values())
+    assert not any(find(pid) for pid in workers.values())
 
 
 def test_ctrl_c_during_up_ends_what_was_started(site: Site) -> None:

@@ -22,13 +22,13 @@ from policy.document.parse import parse
 from policy.errors import PreconditionFailed, Unreachable
 from policy.types import Runner
 from store.log_file import RotatingLog
+from store.process import find
 from store.state_dir import StateDir
 from tidegate import document as documents
 from tidegate.exit_codes import Exit
 from tidegate.supervisor.children import ROOT
 from tidegate.supervisor.cleanup import remove_leftovers
 from tidegate.supervisor.events import Event, Progress
-from tidegate.supervisor.process_record import alive
 from tidegate.supervisor.readiness import endpoint
 from tidegate.supervisor.socket import SupervisorClient
 
@@ -171,7 +171,7 @@ def down(state: StateDir) -> None:
 def _wait_for_end(pid: int) -> None:
     """Its last words are said; what is left of it takes milliseconds."""
     deadline = time.monotonic() + _LAST_S
-    while time.monotonic() < deadline and alive(pid):
+    while time.monotonic() < deadline and find(pid) is not None:
         time.sleep(_CONNECT_S)
 
 

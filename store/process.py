@@ -1,0 +1,82 @@
+"""Processes of the operating system: found again by id and start time, and ended by SIGTERM, then SIGKILL."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Collection
+
+import psutil
+
+# A later process with a recycled id would have to start within this of the recorded start. Start times are
+# computed from the kernel's boot time, which moves by up to a second when the clock is set.
+_SAME_START_S = 2.0
+_KILL_S = 5.0
+_POLL_S = 0.02
+
+
+def started_at(pid: int) -> float | None:
+    """When the process ``pid`` was started (Unix seconds); ``None`` once it is gone."""
+    try:
+        return psutil.Process(pid).create_time()
+    except psutil.NoSuchProcess:
+        return None
+
+
+def find(pid: int, started: float | None = None) -> psutil.Process | None:
+    """The running process ``pid``, if it is the one that was ``started`` then.
+
+    ``None`` for a later process with the same id, and for one that ended and was not collected.
+    """
+    try:
+        found = psutil.Process(pid)
+        same = started is None or abs(found.create_time() - started) < _SAME_START_S
+        return found if same and found.status() != psutil.STATUS_ZOMBIE else None
+    except psutil.NoSuchProcess:
+        return None
+
+
+def terminate(process: psutil.Process) -> None:
+    """Send SIGTERM, unless the process is gone."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process.terminate()
+
+
+def end_all(processes: Collection[psutil.Process], grace_s: float) -> tuple[psutil.Process, ...]:
+    """SIGTERM to all, SIGKILL after ``grace_s`` seconds; returns those that still run. Blocks meanwhile."""
+    for process in processes:
+        terminate(process)
+    for process in _wait(processes, grace_s):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    return _wait(processes, _KILL_S)
+
+
+async def end_child(process: asyncio.subprocess.Process, grace_s: float, *, group: bool = False) -> None:
+    """SIGTERM to a child, SIGKILL after ``grace_s`` seconds; returns once it was collected.
+
+    With ``group`` what is left of its process group is killed too: it must be the leader of one.
+    """
+    if process.returncode is None:
+        process.terminate()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                await process.wait()
+    with contextlib.suppress(ProcessLookupError):
+        if group:
+            os.killpg(process.pid, signal.SIGKILL)
+        elif process.returncode is None:
+            process.kill()
+    await process.wait()
+
+
+def _wait(processes: Collection[psutil.Process], timeout_s: float) -> tuple[psutil.Process, ...]:
+    deadline = time.monotonic() + timeout_s
+    while left := tuple(each for each in processes if find(each.pid, each.create_time()) is not None):
+        if time.monotonic() >= deadline:
+            break
+        time.sleep(_POLL_S)
+    return left
