@@ -11,18 +11,21 @@ import pytest
 
 from store.process import end_all, end_child, find, started_at
 
-STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('', flush=True); time.sleep(60)"
+pytestmark = pytest.mark.process
+
+STUBBORN = (
+    "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); time.sleep(60)"
+)
 
 
 @pytest.fixture
 def stubborn() -> Iterator[subprocess.Popen[bytes]]:
     """A process that ignores SIGTERM."""
-    process = subprocess.Popen([sys.executable, "-c", STUBBORN], stdout=subprocess.PIPE)
-    assert process.stdout is not None
-    process.stdout.readline()
-    yield process
-    process.kill()
-    process.wait()
+    with subprocess.Popen([sys.executable, "-c", STUBBORN], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        yield process
+        process.kill()
 
 
 def test_a_process_is_told_from_a_later_one_with_its_id(stubborn: subprocess.Popen[bytes]) -> None:
