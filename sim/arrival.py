@@ -5,19 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-# Tokens of a block of :attr:`Arrival.blocks`, as Mooncake's traces have them.
-BLOCK_TOKENS = 512
-
-# No context is longer: it is a number in the wrong place.
-MAX_TOKENS = 10_000_000
-
 
 class Arrival(NamedTuple):
     """One request: it comes ``at`` so many seconds after the trace begins, and asks for so many tokens.
 
-    ``blocks`` are hashes of the prompt in blocks of :data:`BLOCK_TOKENS` tokens, of which each stands for all
-    before it too; empty where nothing is shared. ``model`` is empty where there is but one. ``session`` tells
-    turns of one conversation, 0 for none.
+    ``blocks`` are hashes of the prompt in blocks of :data:`policy.wire.capture.BLOCK_TOKENS` tokens, of which
+    each stands for all before it too; empty where nothing is shared. ``model`` is empty where there is but
+    one. ``session`` tells turns of one conversation, 0 for none.
     """
 
     at: float

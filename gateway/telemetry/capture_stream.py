@@ -15,46 +15,14 @@ import msgspec
 
 from gateway.protocol.prompt_hash import BLOCK_BYTES
 from gateway.telemetry.capture import LOOK_EVERY_S, SUFFIX, CaptureBatch, Row
+from policy.wire.capture import BLOCK_TOKENS, HEADER, CaptureLine, DroppedRows
 from store.state_dir import own_directory
 
-VERSION = 1
-BLOCK_TOKENS = 512
 # Until every worker has looked for listeners.
 HEARD_AFTER_S = 2 * LOOK_EVERY_S
 MAX_DATAGRAM = 256 * 1024
 # A client that reads slower than this many lines behind the workers holds them back.
 MAX_LINES = 10_000
-
-
-class Header(msgspec.Struct, frozen=True):
-    """The first line: what the others are, and how many tokens a block stands for."""
-
-    tidegate: str = "capture"
-    version: int = VERSION
-    block_tokens: int = BLOCK_TOKENS
-
-
-class Line(msgspec.Struct, frozen=True, omit_defaults=True):
-    """One request: it came ``at`` so many seconds after the header, and had so many tokens.
-
-    ``blocks`` are hashes of its prompt in blocks of about :data:`BLOCK_TOKENS` tokens, each of which stands
-    for all before it too. They and ``session`` are keyed by a secret that ends with the capture.
-    """
-
-    at: float
-    input_tokens: int
-    output_tokens: int
-    model: str = ""
-    adapter: str = ""
-    tenant: str = ""
-    session: int = 0
-    blocks: tuple[int, ...] = ()
-
-
-class DroppedRows(msgspec.Struct, frozen=True):
-    """A line that says how many requests were not told since the capture began."""
-
-    lost: int
 
 
 class Pseudonyms:
@@ -69,9 +37,9 @@ class Pseudonyms:
         self._key = key
         self._densities: dict[str, float] = {}
 
-    def line(self, row: Row, started: float) -> Line:
+    def line(self, row: Row, started: float) -> CaptureLine:
         """What is told of ``row`` to one who listens since ``started``."""
-        return Line(
+        return CaptureLine(
             round(row.at - started, 6),
             row.input_tokens,
             row.output_tokens,
@@ -119,7 +87,7 @@ class Subscribers:
         try:
             await asyncio.sleep(HEARD_AFTER_S)
             started = monotonic()
-            yield _encode(Header()) + b"\n"
+            yield _encode(HEADER) + b"\n"
             while (parcels := await ear.heard()) is not None:
                 lines = [
                     _encode(veil.line(row, started))

@@ -19,7 +19,7 @@ from policy.engine.model import Timing
 from policy.engine.prefix_cache import PrefixCache
 from policy.engine.scheduler import Request, Scheduler, StepTimes
 from policy.placement.slots import PREFETCH_PAUSE
-from sim.arrival import BLOCK_TOKENS
+from policy.wire.capture import BLOCK_TOKENS
 from sim.twin.adapter_slots import Entry, TwinSlots
 
 Load = tuple[Entry, Entry | None]

@@ -15,7 +15,8 @@ from collections.abc import Iterable, Iterator
 from math import ceil
 from operator import attrgetter
 
-from sim.arrival import BLOCK_TOKENS, Arrival, Trace
+from policy.wire.capture import BLOCK_TOKENS
+from sim.arrival import Arrival, Trace
 
 # Hashes and sessions stay within 63 bits, as captures have them.
 _MASK = (1 << 63) - 1

@@ -9,9 +9,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from gateway.telemetry.capture_stream import Header, Line
+from policy.wire.capture import HEADER, CaptureLine
 from sim.arrival import Arrival
-from sim.workload.traces.captured import HEADER, CapturedLine
 from sim.workload.traces.open import open_trace
 from tests.gateway.worker import Stack, until
 from tests.tidegate.replay.endpoint import Endpoint
@@ -19,18 +18,13 @@ from tidegate.replay.capture_file import CaptureFile, in_order
 from tidegate.replay.run import Endpoint as Target
 from tidegate.replay.run import capture, replay
 
-FULL = Line(1.5, 1200, 7, "alpha", "sql", "web", 5, (11, 12))
+FULL = CaptureLine(1.5, 1200, 7, "alpha", "sql", "web", 5, (11, 12))
 
 
-def test_both_have_the_same_fields_and_the_same_header() -> None:
-    assert msgspec.to_builtins(Header()) == msgspec.to_builtins(HEADER)
-    assert Line.__struct_fields__ == CapturedLine.__struct_fields__
-
-
-@pytest.mark.parametrize("line", [FULL, Line(0.0, 1, 1)])
-def test_a_line_is_read_as_it_was_told(line: Line, tmp_path: Path) -> None:
+@pytest.mark.parametrize("line", [FULL, CaptureLine(0.0, 1, 1)])
+def test_a_line_is_read_as_it_was_told(line: CaptureLine, tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
-    path.write_bytes(msgspec.json.encode(Header()) + b"\n" + msgspec.json.encode(line) + b"\n")
+    path.write_bytes(msgspec.json.encode(HEADER) + b"\n" + msgspec.json.encode(line) + b"\n")
     (arrival,) = open_trace(path)
     assert arrival._asdict() == {**msgspec.structs.asdict(line), "at": 0.0}
 

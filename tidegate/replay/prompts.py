@@ -7,7 +7,8 @@ from functools import lru_cache
 
 import xxhash
 
-from sim.arrival import BLOCK_TOKENS, Arrival
+from policy.wire.capture import BLOCK_TOKENS
+from sim.arrival import Arrival
 
 # Words of at most five letters, a token each with the space before it in the usual vocabularies.
 _WORDS = (  # noqa: SIM905 - a text of words is easier to read than a list

@@ -12,7 +12,8 @@ from msgspec import Meta
 
 from policy.config.section import Section
 from policy.errors import ConfigError
-from sim.arrival import BLOCK_TOKENS, MAX_TOKENS, Arrival
+from policy.wire.capture import BLOCK_TOKENS, MAX_TOKENS
+from sim.arrival import Arrival
 from sim.workload.generators.popularity import geometric, zipf_weights
 
 # No prompt has more blocks: tokens of the longest over those of a block.

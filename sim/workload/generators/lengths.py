@@ -7,15 +7,10 @@ import random
 from array import array
 from collections.abc import Callable, Iterable
 from statistics import NormalDist
-from typing import Annotated
-
-from msgspec import Meta
 
 from policy.config.section import Section
 from policy.errors import ConfigError
-from sim.arrival import MAX_TOKENS
-
-Tokens = Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
+from policy.wire.capture import MAX_TOKENS, Tokens
 
 # Standard deviations from the median to the 99th percentile.
 _Z99 = NormalDist().inv_cdf(0.99)

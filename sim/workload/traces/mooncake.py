@@ -8,9 +8,10 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from policy.wire.capture import Hash, Tokens
 from sim.arrival import Arrival
 from sim.workload.traces.from_zero import Elapsed
-from sim.workload.traces.reader import Hash, Objects, Tokens
+from sim.workload.traces.reader import Objects
 
 
 class MooncakeLine(msgspec.Struct, frozen=True):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from policy.errors import ConfigError
+from policy.wire.capture import CaptureHeader, CaptureLine
 from sim.arrival import Arrival
 from sim.workload.traces import azure, burstgpt, captured, mooncake, servegen
 from sim.workload.traces.reader import Lines, Objects, Table, cells
@@ -118,8 +119,8 @@ _TABLES = (
 def _of_objects(lines: Lines, first: str) -> tuple[str, Iterator[Arrival]]:
     keys: dict[str, Any] = Objects(lines, dict[str, Any]).decoded(first)
     if "tidegate" in keys:
-        Objects(lines, captured.CaptureHeader).decoded(first)
-        return "capture", captured.read(Objects(lines, captured.CapturedLine))
+        Objects(lines, CaptureHeader).decoded(first)
+        return "capture", captured.read(Objects(lines, CaptureLine))
     if keys.keys() & set(mooncake.MooncakeLine.__struct_fields__):
         return "mooncake", mooncake.read(Objects(lines, mooncake.MooncakeLine, first))
     known = (

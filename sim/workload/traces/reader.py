@@ -14,13 +14,12 @@ import zlib
 from collections.abc import Iterator, Mapping
 from io import BufferedReader
 from pathlib import Path
-from typing import Annotated, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import msgspec
-from msgspec import Meta
 
 from policy.errors import ConfigError, TraceError
-from sim.arrival import BLOCK_TOKENS, MAX_TOKENS
+from policy.wire.capture import BLOCK_TOKENS, MAX_TOKENS
 
 # A prompt of ten million tokens has some 20,000 blocks, whose hashes take half of this.
 MAX_LINE_BYTES = 1 << 20
@@ -144,10 +143,6 @@ class Table:
 
 T = TypeVar("T")
 
-Tokens = Annotated[int, Meta(ge=1, le=MAX_TOKENS)]
-
-Hash = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
-
 
 class Objects(Generic[T]):
     """Each line as a ``kind``; raises :class:`policy.errors.TraceError` for one that is none."""
@@ -171,7 +166,7 @@ class Objects(Generic[T]):
             raise self.lines.refused(line, f"an object of this format: {error}") from None
 
     def blocks(self, hashes: tuple[int, ...], input_tokens: int) -> tuple[int, ...]:
-        """``hashes``, if that many blocks of :data:`sim.arrival.BLOCK_TOKENS` can be in ``input_tokens``."""
+        """``hashes``, if ``input_tokens`` can have that many blocks; raises a trace error otherwise."""
         if len(hashes) > (most := -(-input_tokens // BLOCK_TOKENS)):
             expected = f"at most {most}, one for each {BLOCK_TOKENS} of {input_tokens} tokens"
             raise self.lines.refused(f"{len(hashes)} hashes", expected)

@@ -12,7 +12,8 @@ import msgspec
 import pytest
 
 from policy.errors import ConfigError
-from sim.arrival import BLOCK_TOKENS, Arrival
+from policy.wire.capture import BLOCK_TOKENS
+from sim.arrival import Arrival
 from sim.workload.generators.arrivals import Diurnal, Flash, Ramp, RateShape, arrival_times
 from sim.workload.generators.conversations import Conversations, ConversationState, check_conversations
 from sim.workload.generators.generate import GeneratedWorkload, generate

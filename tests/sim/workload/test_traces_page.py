@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from policy.wire.capture import CaptureLine
 from sim.workload.file import Spec
-from sim.workload.traces.captured import CapturedLine
 from sim.workload.traces.open import open_trace
 from tests.test_configuration_reference import ROOT, default_of, kind_of, sections
 
@@ -46,7 +46,7 @@ def test_every_key_is_there_with_what_it_may_hold() -> None:
 
 
 def test_the_keys_of_a_capture_are_those_that_are_read() -> None:
-    assert [key for key, _, _ in tables()[CAPTURE]] == list(CapturedLine.__struct_fields__)
+    assert [key for key, _, _ in tables()[CAPTURE]] == list(CaptureLine.__struct_fields__)
 
 
 @pytest.mark.parametrize("block", re.findall(r"^```json\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE))

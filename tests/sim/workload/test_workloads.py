@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sim.arrival import BLOCK_TOKENS, Arrival
+from policy.wire.capture import BLOCK_TOKENS
+from sim.arrival import Arrival
 from sim.workload.transforms import mix, scale_rate, slice_trace
 
 TRACE = [Arrival(float(i), 100 + i, 10 + i) for i in range(10)]

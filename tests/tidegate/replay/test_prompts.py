@@ -5,8 +5,9 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from policy.wire.capture import BLOCK_TOKENS
 from serve.engine.sim.text import tokenize
-from sim.arrival import BLOCK_TOKENS, Arrival
+from sim.arrival import Arrival
 from tidegate.replay.prompts import Fit, Prompts
 
 PROMPTS = Prompts(1)

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from policy.errors import ConfigError, TraceError
-from sim.arrival import BLOCK_TOKENS, Arrival
+from policy.wire.capture import BLOCK_TOKENS
+from sim.arrival import Arrival
 from sim.workload.traces.open import notes, open_trace, opened
 from sim.workload.traces.reader import MAX_LINE_BYTES
 
