@@ -35,6 +35,7 @@ from gateway.protocol.splice import upstream_body
 from gateway.queue.admission import Admission
 from gateway.queue.coalescing import Coalescer
 from gateway.routing.fleet import FleetView, ServedModel
+from gateway.routing.replica import FleetEvents
 from gateway.routing.router import ModelRouters
 from gateway.routing.shared_memory import SharedCounts
 from gateway.telemetry.capture import Capture
@@ -72,18 +73,23 @@ class Gateway:
         self._no_model = self.metrics.model("")
         self._limits = document.deployment.gateway
         self.deadlines = IdleTimeouts(lambda: document.deployment.gateway)
-        self.fleet = FleetView(secret, self.metrics, shared, rng.random)
-        self.catalog = CatalogView(partial(rng.getrandbits, 64))
-        self.catalog.on_names = self.metrics.adapters.follow
+        self.catalog = CatalogView(partial(rng.getrandbits, 64), self.metrics.adapters.follow)
         self.tenants = Tenants(salt_secret, own_key(secret))
         self.routes = ModelRouters(rng, shared, current, self.metrics)
-        self.fleet.on_prefixes, self.fleet.on_forget = self.routes.heard, self.routes.forget
-        self.fleet.on_adapters = self.routes.holds
+        self.admission = Admission(
+            self.metrics, self.routes, current, weight=self.tenants.weight, shared=shared
+        )
+        events = FleetEvents(
+            news=self.admission.news,
+            unavailable=self.admission.dismiss,
+            prefixes=self.routes.heard,
+            forgotten=self.routes.forget,
+            adapters=self.routes.holds,
+            unloadable=self.admission.give_up,
+        )
+        self.fleet = FleetView(secret, self.metrics, shared, rng.random, events)
         self.readiness = Readiness(document, self.fleet, self.catalog)
         self.intake = RequestResolver(self.fleet, self.catalog, self.routes)
-        self.admission = Admission(
-            self.fleet, self.metrics, self.routes, current, weight=self.tenants.weight, shared=shared
-        )
         self.coalescer = Coalescer(self._deliver, self.metrics)
         self.overflow = Overflow(self.metrics, log, rng)
         self.capture = Capture(captures)
@@ -169,11 +175,11 @@ class Gateway:
     async def _deliver(
         self, call: Call, served: ServedModel, request: Request, body: Body, raw: bytes
     ) -> None:
-        """One call to a replica, or to an upstream where the fleet cannot serve it in time."""
-        place = self.admission.arrive(served, request)
+        """One call to a replica, or to a fallback provider where the fleet cannot serve it in time."""
+        ticket = self.admission.ticket(served, request)
         sent = upstream_body(call.route, body, raw, self.tenants.salt(request.tenant), request.adapter)
         meter = self.metrics.model(served.name)
-        delivery = Attempts(self.admission, place, call, meter, body=body, outgoing=sent)
+        delivery = Attempts(ticket, call, meter, body=body, outgoing=sent)
         try:
             if self.overflow.backs(request):
                 await self.overflow.around(delivery.run, call, served, request, body=body, raw=raw)
@@ -184,10 +190,6 @@ class Gateway:
                 self.tenants.served(request.tenant, usage)
                 if (adapter := call.adapter) is not None:
                     self.metrics.adapters.of(adapter.model, adapter.name).count_tokens(usage)
-                if usage.exact:  # else what was estimated stands
-                    self.admission.settle(place, usage.prompt, usage.completion)
-            if call.outcome == "ok" and not call.elsewhere:
-                self.admission.paced(place, call.mean_gap_s)
 
     def count_refused(self, refused: Refused) -> None:
         """Count a request that was refused before it could be read."""

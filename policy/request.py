@@ -4,6 +4,29 @@ from __future__ import annotations
 
 from policy.types import Priority
 
+# Tokens of an answer before any answer of the model was counted.
+ASSUMED_OUTPUT_TOKENS = 128.0
+# The weight of the latest answer in the mean: about the last hundred count.
+ANSWER_GAIN = 0.02
+
+
+class AnswerLength:
+    """The decaying mean of how many tokens the answers of a model have."""
+
+    __slots__ = ("_count", "mean")
+
+    def __init__(self) -> None:
+        self._count = 0
+        self.mean = ASSUMED_OUTPUT_TOKENS
+
+    def learn(self, tokens: int) -> float:
+        """Count an answer, of unknown length if ``tokens`` is 0; returns its weight in the mean."""
+        self._count += 1
+        gain = max(ANSWER_GAIN, 1.0 / self._count)
+        if tokens > 0:
+            self.mean += gain * (tokens - self.mean)
+        return gain
+
 
 class Request:
     """One request on its way to a replica.

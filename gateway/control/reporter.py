@@ -50,22 +50,12 @@ class Reporter:
         self._began = self._clock()
         self._number = 0
         self._left = False
-        self._woken: set[str] = set()
-        self._wake = asyncio.Event()
-        admission.on_asleep = self.wake
-
-    def wake(self, model: str) -> None:
-        """Somebody asks for a model that has no replica; once between two reports is enough."""
-        if model not in self._woken:
-            self._woken.add(model)
-            self._wake.set()
 
     async def run(self) -> None:
         """Tell until cancelled."""
         due = self._clock()
         while True:
-            self._woken.clear()
-            self._wake.clear()
+            self._admission.sleeping.clear()
             await self._tell()
             due = max(due + EVERY_S, self._clock())
             while await self._woken_before(due):
@@ -100,10 +90,9 @@ class Reporter:
     async def _woken_before(self, due: float) -> bool:
         try:
             async with asyncio.timeout_at(due):
-                await self._wake.wait()
+                await self._admission.sleeping.wait()
         except TimeoutError:
             return False
-        self._wake.clear()
         return True
 
     def _model(self, name: str) -> ModelReport:
@@ -111,7 +100,7 @@ class Reporter:
         return meter.totals.report(
             in_flight=meter.in_flight,
             queued=sum(self._metrics.queues.model(name).depth.values()),
-            oldest_s=self._admission.waited_s(name),
+            oldest_s=self._admission.oldest_s(name),
         )
 
 

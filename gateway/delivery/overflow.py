@@ -9,24 +9,27 @@ from collections.abc import Awaitable, Callable
 from gateway.call import Call
 from gateway.delivery.attempts import tail_of
 from gateway.delivery.overflow_endpoint import OverflowEndpoint
-from gateway.delivery.relay import Relay, Verdict
+from gateway.delivery.relay import Relay
 from gateway.protocol.body import Body
 from gateway.protocol.errors import NO_ROOM, Refused
 from gateway.routing.fleet import ServedModel
 from gateway.telemetry.log import Log
 from gateway.telemetry.metrics import Metrics
+from policy.admission.retry import AttemptOutcome
 from policy.config.deployment import Deployment
 from policy.errors import Refusal
 from policy.request import Request
 from policy.routing.outlier_ejection import AttemptResult
 
-_SIGNS = {
-    Verdict.SERVED: AttemptResult.GOOD,
-    Verdict.REJECTED: AttemptResult.NOTHING,
-    Verdict.REFUSED: AttemptResult.NOTHING,
+_RESULTS = {
+    AttemptOutcome.SERVED: AttemptResult.GOOD,
+    AttemptOutcome.REJECTED: AttemptResult.NOTHING,
+    AttemptOutcome.REFUSED: AttemptResult.NOTHING,
 }
 # It may have been at work for us when we heard the last of it, and bill it.
-_MAY_BE_BILLED = frozenset({Verdict.SERVED, Verdict.BROKEN, Verdict.LOST, Verdict.SILENT})
+_MAY_BE_BILLED = frozenset(
+    {AttemptOutcome.SERVED, AttemptOutcome.BROKEN, AttemptOutcome.LOST, AttemptOutcome.SILENT}
+)
 
 
 class Overflow:
@@ -140,10 +143,10 @@ class Overflow:
                 outcome = verdict or "cancelled"
                 self._metrics.overflow.labels(request.model, endpoint.upstream.name, outcome).inc()
                 self._metrics.overflow_cost.labels(endpoint.upstream.name).inc(bill)
-            if verdict is Verdict.SERVED:
+            if verdict is AttemptOutcome.SERVED:
                 call.outcome = "ok"
                 return True
-            if verdict is Verdict.BROKEN:
+            if verdict is AttemptOutcome.BROKEN:
                 call.outcome = Refusal.STREAM_BROKEN
                 return True
         call.replica, call.elsewhere = before, False
@@ -151,7 +154,7 @@ class Overflow:
 
     async def _attempt(
         self, endpoint: OverflowEndpoint, call: Call, name: str, body: Body, raw: bytes
-    ) -> tuple[Verdict, AttemptResult]:
+    ) -> tuple[AttemptOutcome, AttemptResult]:
         """Try one upstream; a kept connection that turns out dead is replaced once, silently."""
         call.replica, call.elsewhere = endpoint.label, True
         sent = endpoint.outgoing(call.route, name, body, raw)
@@ -162,17 +165,17 @@ class Overflow:
             try:
                 connection = connection or await endpoint.pool.connect()
             except OSError:
-                return Verdict.UNREACHABLE, AttemptResult.BAD
+                return AttemptOutcome.UNREACHABLE, AttemptResult.BAD
             tail = tail_of(call.route, body, strip_usage=sent.counts)
             relay = Relay(call, connection, tail, self._metrics.model(name.partition(":")[0]))
             verdict = await relay.run(head, sent.parts)
-            if not kept or verdict is not Verdict.STALE:
+            if not kept or verdict is not AttemptOutcome.STALE:
                 return verdict, _sign(verdict, relay.refused)
             connection = None
 
 
-def _sign(verdict: Verdict, refused: Refused | None) -> AttemptResult:
+def _sign(outcome: AttemptOutcome, refused: Refused | None) -> AttemptResult:
     """What an attempt says of an upstream; one that has enough of us is left alone for a while."""
-    if verdict is Verdict.REJECTED and refused is not None and refused.status == 429:
+    if outcome is AttemptOutcome.REJECTED and refused is not None and refused.status == 429:
         return AttemptResult.BAD
-    return _SIGNS.get(verdict, AttemptResult.BAD)
+    return _RESULTS.get(outcome, AttemptResult.BAD)

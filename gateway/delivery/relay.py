@@ -3,14 +3,13 @@
 The first event of a stream, and the last byte of another answer, is the commit point. Before it
 nothing was said to the client and the attempt may be repeated elsewhere; after it never.
 
-This module is over 400 lines: every kind of response ends in one verdict, and all share the commit point.
+This module is over 400 lines: every kind of response ends in one outcome, and all share the commit point.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from enum import StrEnum
 from time import monotonic
 
 import msgspec
@@ -23,6 +22,7 @@ from gateway.protocol.errors import Refused, adapter_failure, cause_of, from_ups
 from gateway.protocol.sse import Tail
 from gateway.protocol.usage import MAX_DECODED, Usage, usage_of_answer
 from gateway.telemetry.metrics import ModelCounters
+from policy.admission.retry import AttemptOutcome
 from policy.errors import Refusal
 from policy.wire.headers import REFUSAL_HEADER, REPLICA_HEADER
 
@@ -34,37 +34,13 @@ _REFUSAL, _REPLICA = REFUSAL_HEADER.encode(), REPLICA_HEADER.encode()
 FAILED = "The replica failed to answer the request."
 
 
-class Verdict(StrEnum):
-    """How an attempt ended.
-
-    ``SERVED``: the client has its answer. ``BROKEN``: it broke after bytes of it went to the client,
-    who was told. All others left nothing said: ``REJECTED`` is the request's own fault, ``REFUSED``
-    the replica's word that it did not begin it, ``FAILED`` an answer of 5xx or one that is none,
-    ``LOST`` a connection that died under it, ``STALE`` a kept one that was dead already,
-    ``UNREACHABLE`` no connection. ``SILENT``: the replica took the request and was silent for longer
-    than its deadline; its connection was closed, and the request may be repeated elsewhere. ``LEFT``:
-    nobody waits for the answer any more.
-    """
-
-    SERVED = "served"
-    BROKEN = "broken"
-    REJECTED = "rejected"
-    REFUSED = "refused"
-    FAILED = "failed"
-    LOST = "lost"
-    SILENT = "silent"
-    STALE = "stale"
-    UNREACHABLE = "unreachable"
-    LEFT = "left"
-
-
 class Relay:
-    """The sink of the upstream connection; ``done`` yields the verdict.
+    """The sink of the upstream connection; ``done`` yields the outcome.
 
     ``refused`` holds what to tell the client for ``REJECTED``, ``FAILED`` and ``SILENT``, ``reason`` why
     the replica did not take the request for ``REFUSED``, and ``refused`` the cause if that was its adapter.
-    ``begun`` once a stream's first event came, ``committed`` once the client has heard of an answer.
-    ``on_first`` is told of the first token.
+    ``begun`` once a stream's first event came, ``committed`` once the client was sent a part of the answer.
+    ``on_first`` is called at the first token.
     """
 
     __slots__ = (
@@ -79,6 +55,7 @@ class Relay:
         "_itl",
         "_last_at",
         "_meter",
+        "_on_first",
         "_send",
         "_size",
         "_status",
@@ -86,7 +63,6 @@ class Relay:
         "_tail",
         "begun",
         "done",
-        "on_first",
         "quiet_since",
         "reason",
         "refused",
@@ -94,7 +70,14 @@ class Relay:
         "streams",
     )
 
-    def __init__(self, call: Call, connection: ClientConnection, tail: Tail, meter: ModelCounters) -> None:
+    def __init__(
+        self,
+        call: Call,
+        connection: ClientConnection,
+        tail: Tail,
+        meter: ModelCounters,
+        on_first: Callable[[], None] | None = None,
+    ) -> None:
         self._call = call
         self._send = call.send
         self._connection = connection
@@ -116,10 +99,10 @@ class Relay:
         self.sent_at = self.quiet_since = 0.0
         self.reason = Refusal.BUSY
         self.refused: Refused | None = None
-        self.on_first: Callable[[], None] | None = None
-        self.done: asyncio.Future[Verdict] = asyncio.get_running_loop().create_future()
+        self._on_first = on_first
+        self.done: asyncio.Future[AttemptOutcome] = asyncio.get_running_loop().create_future()
 
-    async def run(self, head: bytes, body: bytes | Sequence[bytes | memoryview]) -> Verdict:
+    async def run(self, head: bytes, body: bytes | Sequence[bytes | memoryview]) -> AttemptOutcome:
         """Send the request and relay its answer; cancelling closes the connection at once.
 
         ``body`` may be a list of buffers, which are sent one after the other.
@@ -139,7 +122,7 @@ class Relay:
                 self._say_last(Refused(Refusal.SHUTTING_DOWN, "The gateway is shutting down."))
             raise
         finally:
-            self.on_first = None
+            self._on_first = None
             if deadlines is not None:
                 deadlines.unwatch(self)
             if self._committed:
@@ -173,11 +156,11 @@ class Relay:
         refused = Refused(Refusal.UPSTREAM_SILENT, f"The replica was silent for {waited_s:g} s.")
         if not self._committed:
             self.refused = refused
-            self._settle(Verdict.SILENT)
+            self._settle(AttemptOutcome.SILENT)
             return
         if self._stream:
             self._say_last(refused)
-        self._settle(Verdict.BROKEN)
+        self._settle(AttemptOutcome.BROKEN)
 
     # the connection's sink
 
@@ -225,11 +208,11 @@ class Relay:
         if self._committed:
             if self._stream:
                 self._end_stream(clean=False)
-            self._settle(Verdict.SERVED if self._ended_well() else Verdict.BROKEN)
+            self._settle(AttemptOutcome.SERVED if self._ended_well() else AttemptOutcome.BROKEN)
         elif self._connection.reused and not begun:
-            self._settle(Verdict.STALE)
+            self._settle(AttemptOutcome.STALE)
         else:
-            self._settle(Verdict.LOST)
+            self._settle(AttemptOutcome.LOST)
 
     def _relay_bytes(self, data: bytes, complete: bool) -> None:
         if not self._committed:
@@ -245,7 +228,7 @@ class Relay:
             self._held.clear()
             if complete and not _is_json(data):
                 self.refused = Refused(Refusal.UPSTREAM_FAILED, "The replica's answer is not valid JSON.")
-                self._settle(Verdict.FAILED)
+                self._settle(AttemptOutcome.FAILED)
                 return
             length = self._headers.get(b"content-length")
             self._commit([] if length is None else [(b"content-length", length)])
@@ -254,7 +237,7 @@ class Relay:
             self._call.answered = True
         self._put({"type": "http.response.body", "body": data, "more_body": not complete})
         if complete:
-            self._settle(Verdict.SERVED)
+            self._settle(AttemptOutcome.SERVED)
 
     def _relay_events(self, data: bytes, complete: bool, framed: bytes | None = None) -> None:
         tail = self._tail
@@ -270,12 +253,12 @@ class Relay:
                     # vLLM opens the stream before it has checked all; nothing was said to the client yet.
                     self._connection.abort(self)
                     self.refused = refused
-                    self._settle(Verdict.REJECTED)
+                    self._settle(AttemptOutcome.REJECTED)
                     return
                 if tail.error and tail.events <= 1:  # as an answer of 5xx: nobody has heard of it
                     self._connection.abort(self)
                     self.refused = Refused(Refusal.UPSTREAM_FAILED, FAILED)
-                    self._settle(Verdict.FAILED)
+                    self._settle(AttemptOutcome.FAILED)
                     return
                 self._commit([(b"cache-control", b"no-cache")])
             if self._last_at:
@@ -290,10 +273,10 @@ class Relay:
             self._pass_on(out, framed if out is data else None)
         if complete:
             if not self._committed:
-                self._settle(Verdict.LOST)
+                self._settle(AttemptOutcome.LOST)
                 return
             self._end_stream(clean=True)
-            self._settle(Verdict.SERVED if self._ended_well() else Verdict.BROKEN)
+            self._settle(AttemptOutcome.SERVED if self._ended_well() else AttemptOutcome.BROKEN)
         elif tail.failed:
             self._cut()
 
@@ -301,7 +284,7 @@ class Relay:
         """Everything was said, and the upstream still goes on."""
         self._connection.abort(self)
         self._end_stream(clean=True)
-        self._settle(Verdict.SERVED if self._ended_well() else Verdict.BROKEN)
+        self._settle(AttemptOutcome.SERVED if self._ended_well() else AttemptOutcome.BROKEN)
 
     def _rejection(self) -> Refused | None:
         """What a stream's first event says, if it is the request's own fault."""
@@ -317,8 +300,8 @@ class Relay:
         self._put(self._call.head(200, headers))
 
     def _first(self) -> None:
-        if self.on_first is not None:
-            self.on_first()
+        if self._on_first is not None:
+            self._on_first()
 
     def _end_stream(self, *, clean: bool) -> None:
         last = b""
@@ -382,22 +365,24 @@ class Relay:
             if self.reason is Refusal.ADAPTER_FAILED:
                 self.refused = Refused(self.reason, cause_of(said))
             # An engine that died under the request charges it as a lost connection would.
-            self._settle(Verdict.LOST if self.reason is Refusal.REPLICA_LOST else Verdict.REFUSED)
+            self._settle(
+                AttemptOutcome.LOST if self.reason is Refusal.REPLICA_LOST else AttemptOutcome.REFUSED
+            )
         elif 400 <= self._status < 500 and self._status not in (401, 403, 407):
             self.refused = from_upstream(self._status, said, retry_after, self._call.route)
-            self._settle(Verdict.REJECTED)
+            self._settle(AttemptOutcome.REJECTED)
         elif self._status == 500 and (refused := adapter_failure(said)) is not None:
             self.refused = refused
-            self._settle(Verdict.REJECTED)
+            self._settle(AttemptOutcome.REJECTED)
         else:
             why = Refusal.NO_REPLICA if self._status == 503 else Refusal.UPSTREAM_FAILED
             wait = int(retry_after) if retry_after is not None and retry_after.isdigit() else None
             self.refused = Refused(why, FAILED, retry_after_s=wait)
-            self._settle(Verdict.FAILED)
+            self._settle(AttemptOutcome.FAILED)
 
-    def _settle(self, verdict: Verdict) -> None:
+    def _settle(self, outcome: AttemptOutcome) -> None:
         if not self.done.done():
-            self.done.set_result(verdict)
+            self.done.set_result(outcome)
 
     def _fail(self, error: Exception) -> None:
         self._connection.abort(self)

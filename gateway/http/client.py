@@ -7,6 +7,7 @@ loop. httpx costs 3 ms a request, which is the whole budget twenty times over.
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
 import ssl
 from collections.abc import Callable, Sequence
@@ -19,6 +20,10 @@ MAX_IDLE = 256
 MAX_BUFFERED_WRITE = 64 * 1024
 # Digits of a chunk's size: a read is never as large.
 MAX_SIZE_LINE = 7
+# A connection that fails with one of these says that this machine, not the server, is out of something.
+LOCAL_FAULTS = frozenset(
+    {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL, errno.ENOSPC, errno.EDQUOT}
+)
 
 
 class Sink(Protocol):
@@ -325,3 +330,12 @@ def encode_chunk(data: bytes) -> bytes | None:
     if not size or at + size + 4 != len(data) or data[at : at + 2] != b"\r\n" or data[-2:] != b"\r\n":
         return None
     return data[at + 2 : -2]
+
+
+def is_local_fault(error: BaseException | None) -> bool:
+    """Whether the root cause of ``error`` is that this machine is out of something."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in LOCAL_FAULTS:
+            return True
+        error = error.__cause__ or error.__context__
+    return False

@@ -79,11 +79,17 @@ class CatalogView:
 
     A ``NAME`` that several models have is the first one's of the document that the client may see. ``draw``
     gives 64 random bits. ``known`` once there was a catalog, ``wanted`` where the document has models that
-    take adapters. ``changed`` counts what was taken; ``on_names`` is told of which models and names it was.
+    take adapters. ``changed`` counts what was taken; ``on_names`` is called
+    with their models and names.
     """
 
-    def __init__(self, draw: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        draw: Callable[[], int],
+        on_names: Callable[[Collection[tuple[str, str]]], None] = lambda names: None,
+    ) -> None:
         self._draw = draw
+        self._on_names = on_names
         self._places: dict[str, int] = {}
         self._foreign: frozenset[str] = frozenset()
         self._entries: dict[tuple[str, str], Entry] = {}
@@ -94,7 +100,6 @@ class CatalogView:
         self.known = False
         self.wanted = False
         self.changed = 0
-        self.on_names: Callable[[Collection[tuple[str, str]]], None] = lambda names: None
 
     def read(self, deployment: Deployment) -> None:
         """Take the order of the document's models; servers that are not ours load nothing for us."""
@@ -118,7 +123,7 @@ class CatalogView:
         self._entries = entries
         self.catalog = catalog
         self.known = True
-        self.on_names(entries.keys())
+        self._on_names(entries.keys())
         self._index()
 
     def resolve(self, name: str, account: TenantAccount, session: bytes | None) -> Adapter | None:

@@ -12,15 +12,13 @@ import xxhash
 from gateway.protocol.body import Body
 from gateway.protocol.codecs import ABSENT
 from gateway.protocol.paths import Route
+from policy.request import AnswerLength
 
 BLOCK_BYTES = 512
 FINE_BYTES = 4096
 LONG_BYTES = 32 * 1024
 MAX_BYTES = 64 * 1024 * 1024
 BYTES_A_TOKEN = 4.0
-OUTPUT_TOKENS = 128.0
-# The last hundred answers or so speak.
-GAIN = 0.02
 
 
 def _boundaries() -> tuple[int, ...]:
@@ -50,12 +48,11 @@ class PromptHash(NamedTuple):
 class BytesPerToken:
     """How many bytes of JSON make a token of one model, and how many tokens an answer has."""
 
-    __slots__ = ("_answers", "bytes_a_token", "output_tokens")
+    __slots__ = ("answers", "bytes_a_token")
 
     def __init__(self) -> None:
-        self._answers = 0
+        self.answers = AnswerLength()
         self.bytes_a_token = BYTES_A_TOKEN
-        self.output_tokens = OUTPUT_TOKENS
 
     def learn(
         self, estimated_tokens: int, prompt_tokens: int, output_tokens: int, depths: Sequence[int] = ()
@@ -65,14 +62,11 @@ class BytesPerToken:
         Those tell by which density it was estimated: while answers are on their way it changes, and a
         correction of it that each of them made would be made many times over.
         """
-        self._answers += 1
-        gain = max(GAIN, 1.0 / self._answers)
+        gain = self.answers.learn(output_tokens)
         if depths and prompt_tokens > 0 and estimated_tokens not in (0, prompt_tokens):
             then = BOUNDARIES[len(depths) - 1] / max(depths[-1], 1)
             found = min(max(then * estimated_tokens / prompt_tokens, 0.5), 32.0)
             self.bytes_a_token += gain * (found - self.bytes_a_token)
-        if output_tokens > 0:
-            self.output_tokens += gain * (output_tokens - self.output_tokens)
 
     def read(self, seed: int, parts: Sequence[memoryview], limit: int | None, choices: int) -> PromptHash:
         """The fingerprint of a prompt whose ``parts`` an engine reads in this order.
@@ -84,7 +78,7 @@ class BytesPerToken:
         tokens = size / self.bytes_a_token
         if len(parts) == 1 and (ids := token_ids(parts[0])):
             tokens = float(ids)
-        output = int(self.output_tokens) if limit is None else min(limit, int(self.output_tokens))
+        output = int(self.answers.mean) if limit is None else min(limit, int(self.answers.mean))
         count = bisect_right(BOUNDARIES, size) if seed else 0
         depths: tuple[int, ...] = ()
         prefix: tuple[int, ...] = ()

@@ -1,195 +1,190 @@
-"""A model's queue in one worker with the places in it, and what its counters hear of other workers."""
+"""Drives the dispatcher of one model on the event loop: its timer, its futures and its metrics."""
 
 from __future__ import annotations
 
 import asyncio
-import math
-from collections import Counter as Counts
-from collections.abc import Iterator
-from itertools import islice
+from collections.abc import Callable, Set
 
+from gateway.protocol.errors import Refused
+from gateway.queue.model_pool import ModelPool, SharedPeers
+from gateway.queue.rejections import refused_by
 from gateway.routing.fleet import ServedModel
 from gateway.routing.replica import ReplicaHandle, UnseenPrefill
-from gateway.routing.shared_memory import SharedCounts
-from policy.admission.fairness import has_fair_share
-from policy.admission.queue import Admitted, Queue, Waiting
-from policy.admission.reserved_slots import ReservedSlots
-from policy.hashing import hash_name
+from gateway.telemetry.queue_metrics import QueueCounters
+from policy.admission import dispatcher as dispatching
+from policy.admission.dispatcher import Dispatcher
+from policy.admission.retry import AttemptOutcome, Cause, Rejection
 from policy.request import Request
-from policy.routing.router import CostEstimate
+from policy.routing.replica_health import ReplicaHealth
 
-# A slot that is left to others is theirs for so long: they look for one every 20 ms.
-LEFT_S = 0.1
-LEFT_EVERY_S = 1.0
-# How far down the order a slot that is kept free is offered.
-MOST_WALKED = 512
+# News of replicas that change nothing come by the hundred each second; they are acted on at most so often.
+REST_S = 0.004
+# The timer's clock has a coarser tick than a deadline, and may fire a hair early.
+TIMER_TICK_S = 0.002
+_COUNTED_ON_ARRIVAL = frozenset({Cause.LATE, Cause.FULL, Cause.DEADLINE})
 
 
-class Ticket:
-    """A request's place in the queue of its model.
+class Ticket(dispatching.Ticket[ReplicaHandle]):
+    """A request's ticket in this worker; :meth:`wait` is ``enter`` for a task."""
 
-    ``entered`` once it was found to fit: what is sent back later is not asked again. ``quote`` is what
-    was predicted for the replica that it was sent to last, ``pending`` its uncached prompt tokens there
-    until its first token (``ahead`` where that will not be seen), ``news`` the hashes that were new
-    there; ``foreseen_s`` how long it was to wait.
-    """
+    __slots__ = ("_granted", "_queue", "_unseen")
 
-    __slots__ = (
-        "ahead", "began", "entered", "foreseen_s", "granted", "line", "news", "pending", "quote",
-        "request", "served",
-    )  # fmt: skip
+    def __init__(self, queue: ModelQueue, request: Request) -> None:
+        super().__init__(queue.dispatcher, request)
+        self._queue = queue
+        self._granted: asyncio.Future[None] | None = None
+        self._unseen: UnseenPrefill | None = None
 
-    def __init__(self, served: ServedModel, request: Request, line: ModelQueue) -> None:
-        self.served = served
-        self.request = request
-        self.line = line
-        self.entered = False
-        self.quote: CostEstimate | None = None
-        self.pending = 0
-        self.ahead: UnseenPrefill | None = None
-        self.news: tuple[int, ...] = ()
-        self.foreseen_s: float | None = None
-        self.granted: asyncio.Future[ReplicaHandle] | None = None
-        self.began: Admitted | None = None
+    @property
+    def served(self) -> ServedModel:
+        """The model that it is for."""
+        return self._queue.served
+
+    async def wait(self) -> ReplicaHandle:
+        """The replica to send the request to, with its slot taken.
+
+        Waits if need be, after an attempt in its old place and uncharged. Raises
+        :class:`gateway.protocol.errors.Refused` if the request is rejected.
+        """
+        queue = self._queue
+        self.enter(queue.clock())
+        if self.queued:
+            self._granted = asyncio.get_running_loop().create_future()
+            queue.arm()
+            try:
+                await self._granted
+            except asyncio.CancelledError:
+                self.leave(queue.clock())
+                raise
+        elif self.rejection is not None:
+            queue.count(self.rejection, waited=False)
+        if self.rejection is not None:
+            raise self.refused()
+        assert self.replica is not None
+        return self.replica
+
+    def refused(self, upstream: Refused | None = None) -> Refused:
+        """The answer to its client, once it is rejected; ``upstream`` is that of the last replica."""
+        assert self.rejection is not None
+        queued = len(self.dispatcher.queue)
+        return refused_by(self.rejection, self.served, self.request.adapter, queued, upstream)
+
+    def is_abandoned(self) -> bool:
+        return self._granted is None or self._granted.done()
+
+    def resolve(self) -> None:
+        """Wake the task that waits."""
+        if self._granted is not None and not self._granted.done():
+            self._granted.set_result(None)
+
+    def began(self, at: float, *, streams: bool = True) -> None:
+        """Without a stream the first token is not seen: the prefill counts as over when it is predicted to
+        be."""
+        super().began(at, streams=streams)
+        if not streams and self.pending and self.replica is not None and self.quote is not None:
+            self._unseen = self.replica.foresee(self.pending, at + self.quote.total)
+            self.pending = 0
+
+    def end(
+        self, at: float, outcome: AttemptOutcome, tokens: tuple[int, int] | None = None, *,
+        gap_s: float = 0.0, adapter_failed: bool = False,
+    ) -> None:  # fmt: skip
+        if self._unseen is not None and self.replica is not None:
+            self.replica.over(self._unseen)
+            self._unseen = None
+        super().end(at, outcome, tokens, gap_s=gap_s, adapter_failed=adapter_failed)
 
 
 class ModelQueue:
-    """A model's queue in this worker, and what wakes it. ``runs`` are the adapters at work by replica.
-
-    ``shared`` is what the workers of this host tell each other.
-    """
-
-    __slots__ = (
-        "_begun", "_key", "_left_at", "_shared", "places", "pump", "queue", "reserve", "rested_at", "runs",
-        "served", "timer",
-    )  # fmt: skip
+    """One model's queue in this worker."""
 
     def __init__(
-        self, served: ServedModel, queue: Queue, reserve: ReservedSlots, shared: SharedCounts
+        self,
+        pool: ModelPool,
+        health: ReplicaHealth,
+        meter: QueueCounters,
+        weight: Callable[[str], float],
+        peers: SharedPeers | None,
     ) -> None:
-        self._shared = shared
-        self._key = hash_name(f"waits for {served.name}")
-        self._left_at = -math.inf
-        self._begun = -1
-        self.served = served
-        self.queue = queue
-        self.reserve = reserve
-        self.places: dict[int, Ticket] = {}
-        self.runs: dict[str, Counts[str]] = {}
-        self.timer: asyncio.TimerHandle | None = None
-        self.pump: asyncio.Handle | None = None
-        self.rested_at = 0.0
-
-    @property
-    def up(self) -> bool:
-        """Whether any replica would serve, had it room."""
-        return any(link.admissible or link.full for link in self.served.links)
-
-    @property
-    def oldest(self) -> float | None:
-        """When the one came that waits the longest."""
-        return min((request.arrived for request in self.queue.waiting.values()), default=None)
-
-    @property
-    def has_room(self) -> bool:
-        """Whether any replica takes one more by its bound."""
-        return any(
-            link.admissible and (not link.bound or link.in_flight < link.bound) for link in self.served.links
+        self.served = pool.served
+        self.dispatcher: Dispatcher[ReplicaHandle] = Dispatcher(
+            pool, health, weight=weight, peers=peers, resolved=self._resolved, changed=self._changed
         )
+        self._meter = meter
+        self._loop = asyncio.get_running_loop()
+        self.clock = self._loop.time
+        self._timer: asyncio.TimerHandle | None = None
+        self._offering: asyncio.Handle | None = None
 
-    def waits(self, place: Ticket) -> None:
-        """``place`` waits here, which the other workers of this host are told."""
-        self.places[place.request.ticket] = place
-        self._shared.begin(self._key, 0)
+    def news(self) -> None:
+        """A replica has news: offer free slots to those that wait, if any may be free."""
+        if self.dispatcher.waiting and self.clock() - self.dispatcher.idle_since >= REST_S:
+            self._offer_soon()
 
-    def waits_no_more(self, place: Ticket) -> None:
-        """Whether or not it did."""
-        if self.places.pop(place.request.ticket, None) is not None:
-            self._shared.end(self._key)
+    def dismiss(self) -> None:
+        """No replica is up and none is starting: reject all that wait."""
+        self.dispatcher.dismiss(self.clock())
+        self._publish()
 
-    def is_theirs(self, at: float) -> bool:
-        """Whether the next slot is left to those who wait in other workers of this host.
+    def give_up(self, adapters: Set[str]) -> None:
+        """Reject the waiting requests for those of ``adapters`` that no replica can load."""
+        self.dispatcher.give_up(adapters, self.clock())
+        self._publish()
 
-        Not for long, nor again soon: they may have no use for it.
-        """
-        if self._shared.alone or not (theirs := self._shared.others(self._key)[0]):
-            return False
-        running = sum([link.mine for link in self.served.links])
-        elsewhere, begun = self._elsewhere()
-        if not has_fair_share(running, len(self.queue), elsewhere, theirs, was_last=begun == self._begun):
-            return False
-        if at - self._left_at > LEFT_EVERY_S:
-            self._left_at = at
-        return at - self._left_at < LEFT_S
+    def count(self, rejection: Rejection, *, waited: bool) -> None:
+        """Count a rejection by the queue; retries that are given up are not the queue's."""
+        cause = rejection.cause
+        if cause is Cause.DISPLACED:
+            self._meter.displaced += 1
+        elif cause in _COUNTED_ON_ARRIVAL or (waited and cause is not Cause.RETRIES_SPENT):
+            self._meter.refused[rejection.refusal] += 1
 
-    def took(self) -> None:
-        """A slot was taken here, which only matters where somebody else waits for one."""
-        if not self._shared.alone and self._shared.others(self._key)[0]:
-            self._begun = self._elsewhere()[1]
+    def arm(self) -> None:
+        """Have the timer fire when the dispatcher is due."""
+        at = self.dispatcher.due_at(self.clock())
+        if self._timer is not None:
+            if self._timer.when() <= at:
+                return
+            self._timer.cancel()
+            self._timer = None
+        if self.dispatcher.waiting:
+            self._timer = self._loop.call_at(at, self._wake)
 
-    def _elsewhere(self) -> tuple[int, int]:
-        """How many requests run that other workers of this host sent, and how many they ever sent."""
-        counts = [self._shared.others(link.view.key) for link in self.served.links]
-        return sum([count[0] for count in counts]), sum([count[2] for count in counts])
+    def _resolved(self, ticket: dispatching.Ticket[ReplicaHandle]) -> None:
+        assert isinstance(ticket, Ticket)
+        if ticket.rejection is None:
+            waited_s = self.clock() - ticket.request.arrived
+            self._meter.waited_for(waited_s, ticket.expected_wait_s)
+        else:
+            self.count(ticket.rejection, waited=True)
+        ticket.resolve()
 
-    def joins(self, adapter: str, link: ReplicaHandle) -> None:
-        """A request for ``adapter`` runs on ``link``."""
-        self.runs.setdefault(link.id, Counts())[adapter] += 1
+    def _changed(self) -> None:
+        self._publish()
+        self._offer_soon()
 
-    def leaves(self, adapter: str, link: ReplicaHandle) -> None:
-        """It runs there no more."""
-        running = self.runs[link.id]
-        running[adapter] -= 1
-        if not running[adapter]:
-            del running[adapter]
-        if not running:
-            del self.runs[link.id]
+    def _offer_soon(self) -> None:
+        # Requests that end in one step of an engine free their slots together: choose for all of them.
+        if self._offering is None:
+            self._offering = self._loop.call_soon(self._offer)
 
-    def kept_from(self, tenant: str) -> int:
-        """How many slots of each replica the tenant leaves to others; -1 if it gets none at present."""
-        if not self.reserve.contended:
-            return 0
-        free = links = 0
-        for link in self.served.links:
-            if link.admissible:
-                if not link.bound:
-                    return 0
-                links += 1
-                free += max(0, link.bound - link.in_flight)
-        return self.reserve.kept_from(tenant, free, links)
+    def _offer(self) -> None:
+        self._offering = None
+        self.dispatcher.offer(self.clock())
+        self._publish()
 
-    def keeps_for(self, tenant: str) -> bool:
-        """Whether a slot is free that was kept for such as ``tenant``, whoever else waits."""
-        return self.reserve.contended and self.has_room and self.kept_from(tenant) == 0
+    def _publish(self) -> None:
+        """Publish how much waits."""
+        queue, meter = self.dispatcher.queue, self._meter
+        for priority in meter.depth:
+            meter.depth[priority] = queue.depth(priority)
+        meter.size = queue.size
 
-    def granted(self) -> Iterator[Waiting]:
-        """Those that wait, in order, without the tenants that have to leave the last slots to others."""
-        denied: set[str] = set()
-        for turn in islice(self.queue.walk(), MOST_WALKED):
-            tenant = turn.request.tenant
-            if tenant not in denied:
-                if self.kept_from(tenant) >= 0:
-                    yield turn
-                else:  # what is handed out leaves less room, never more
-                    denied.add(tenant)
-
-
-class QueuePort:
-    """The workers of this host as the counters of one model see them."""
-
-    def __init__(self, shared: SharedCounts, model: str) -> None:
-        self._shared = shared
-        self._model = model
-        self._keys: dict[str, int] = {}
-
-    def served(self, tenant: str, tokens: int) -> None:
-        self._shared.served(self._keys.get(tenant) or self._key(tenant), tokens)
-
-    def others(self, tenant: str) -> int:
-        if self._shared.alone:
-            return 0
-        return self._shared.served_by_others(self._keys.get(tenant) or self._key(tenant))
-
-    def _key(self, tenant: str) -> int:
-        key = self._keys[tenant] = hash_name(f"{self._model} {tenant}")
-        return key
+    def _wake(self) -> None:
+        self._timer = None
+        at = self.clock()
+        self.dispatcher.expire(at + TIMER_TICK_S)
+        self.dispatcher.queue.hear_peers()
+        self.dispatcher.offer(at)
+        self._publish()
+        self.arm()

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import httpx
 import msgspec
 
-from gateway.routing.ejection import is_own_fault
+from gateway.http.client import is_local_fault
 from gateway.routing.fleet import FleetView, external_replica
 from policy.config.deployment import Deployment, ModelSpec
 from policy.types import EngineKind, Replica
@@ -86,7 +86,7 @@ class ExternalPoller:
                 listed = msgspec.json.decode(answer.content, type=_Models).data
         except (httpx.HTTPError, ValueError, RecursionError) as error:  # no answer, or one that is not JSON
             # What this machine lacks says nothing of the server: it is as it was.
-            ready = is_own_fault(error) and self._view.hears(model, base)
+            ready = is_local_fault(error) and self._view.hears(model, base)
         adapters = tuple(entry.id for entry in listed if entry.parent is not None)
         own = next((entry for entry in listed if entry.id == model), None)
         replica = external_replica(model, base, ready=ready, adapters=adapters, at=self._clock())

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from typing import Literal
 
-from gateway.routing.ejection import ReplicaHealth
-from gateway.routing.replica import ReplicaHandle
+from gateway.routing.replica import NO_EVENTS, FleetEvents, ReplicaHandle
 from gateway.routing.shared_memory import LOCAL, SharedCounts
-from gateway.telemetry.metrics import Metrics, ModelCounters
+from gateway.telemetry.metrics import Metrics
 from policy.config.deployment import Deployment, Eject, Retry
+from policy.routing.replica_health import HealthCounters, ReplicaHealth
 from policy.types import EMPTY_FLEET, EngineKind, Fleet, Load, Replica, ReplicaPhase, Runner
 
 # A controller that was just started may not have heard of every replica yet.
@@ -37,7 +37,7 @@ class ServedModel:
 
     def __init__(self, name: str, health: ReplicaHealth | None = None) -> None:
         self.name = name
-        self.health = health or ReplicaHealth(ModelCounters(name), lambda: 0.5)
+        self.health = health or ReplicaHealth(HealthCounters(), lambda: 0.5)
         self.runner = Runner.GENERATE
         self.engine = EngineKind.VLLM
         self.created = 0
@@ -92,14 +92,7 @@ class ServedModel:
 
 
 class FleetView:
-    """The models by name.
-
-    ``on_capacity`` is told whenever a replica of a model may take more, ``on_hopeless`` when it is in
-    vain to wait for one, ``on_prefixes`` the hashes that came to a replica (by its key) from anywhere,
-    ``on_forget`` that its cache is gone, ``on_adapters`` which adapters it has loaded and which it could not,
-    ``on_refused`` the adapters of a model that some replica could not load lately. ``draw`` spreads the
-    probes of many workers.
-    """
+    """The models by name. ``draw`` yields random numbers in [0, 1), which spread the probes of workers."""
 
     def __init__(
         self,
@@ -107,7 +100,9 @@ class FleetView:
         metrics: Metrics,
         shared: SharedCounts = LOCAL,
         draw: Callable[[], float] = lambda: 0.5,
+        events: FleetEvents = NO_EVENTS,
     ) -> None:
+        self._events = events
         self._secret = secret
         self._shared = shared
         self._draw = draw
@@ -120,14 +115,6 @@ class FleetView:
         self.source: Source = "none"
         self.seen_at: float | None = None
         self._epoch_began = 0.0
-        self.on_capacity: Callable[[str], None] = lambda model: None
-        self.on_hopeless: Callable[[str], None] = lambda model: None
-        self.on_prefixes: Callable[[str, int, Sequence[int]], None] = lambda model, key, hashes: None
-        self.on_forget: Callable[[str, int], None] = lambda model, key: None
-        self.on_adapters: Callable[[str, int, Set[str], Set[str]], None] = lambda model, key, has, cannot: (
-            None
-        )
-        self.on_refused: Callable[[str, Set[str]], None] = lambda model, adapters: None
 
     @property
     def models(self) -> list[ServedModel]:
@@ -157,7 +144,7 @@ class FleetView:
             served.runner, served.engine = spec.runner, spec.engine
         self._drop_unknown()
         for served in self._served.values():
-            served.health.follow(self._eject, self._retry)
+            served.health.configure(self._eject, self._retry)
             for link in served.links:
                 link.pool.connect_timeout_s = self._connect_timeout_s
 
@@ -245,7 +232,7 @@ class FleetView:
         served = self._served.get(name)
         if served is None:
             served = ServedModel(name, ReplicaHealth(self._metrics.model(name), self._draw))
-            served.health.follow(self._eject, self._retry)
+            served.health.configure(self._eject, self._retry)
             self._served[name] = served
         return served
 
@@ -269,34 +256,29 @@ class FleetView:
             kept.append(link)
         for link in links.values():
             link.close()
-            self.on_forget(served.name, link.view.key)
         served.links = kept
         self.news(served)
 
     def _open(self, served: ServedModel, replica: Replica) -> ReplicaHandle:
         external = served.engine is EngineKind.EXTERNAL
         secret = None if external else self._secret
-        link = ReplicaHandle(replica, self._connect_timeout_s, secret, self._shared, served.health)
-        link.on_renewed = lambda link: self.on_forget(served.name, link.view.key)
-        link.on_prefixes = lambda link, hashes: self.on_prefixes(served.name, link.view.key, hashes)
-        link.on_adapters = lambda link: self._hear_adapters(served, link)
+        link = ReplicaHandle(
+            replica, self._connect_timeout_s, secret, self._shared, served.health, events=self._events
+        )
         if secret is not None:
             link.subscribe(secret, lambda _: self.news(served))
         return link
 
-    def _hear_adapters(self, served: ServedModel, link: ReplicaHandle) -> None:
-        residency = link.residency
-        refused = residency.refusing
-        self.on_adapters(served.name, link.view.key, residency.loaded, refused)
-        if refused:
-            self.on_refused(served.name, refused)
-
     def news(self, served: ServedModel) -> None:
-        """Something changed at a replica of ``served``: say so, and let who waits have what there is."""
+        """Something changed at a replica of ``served``, which may have room for requests that wait."""
         up = sum(link.admissible or link.full for link in served.links)
         self._metrics.model(served.name).replicas_up = up
         if up:
-            self.on_capacity(served.name)
+            self._events.news(served.name)
+
+    def unavailable(self, served: ServedModel) -> None:
+        """No replica of ``served`` is up and none is starting."""
+        self._events.unavailable(served.name)
 
     def describe(self) -> dict[str, object]:
         """The snapshot with its age, and each replica as this worker sees it."""

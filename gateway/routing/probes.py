@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import httpx
 
-from gateway.routing.ejection import is_own_fault
+from gateway.http.client import is_local_fault
 from gateway.routing.fleet import FleetView, ServedModel
 from gateway.routing.replica import STALE_S, ReplicaHandle
 from gateway.telemetry.metrics import Metrics
@@ -76,11 +76,11 @@ class Probes:
             for state in BreakerState:
                 meter.breakers[state] = states[state]
             if served.hopeless(at):
-                self._fleet.on_hopeless(served.name)
+                self._fleet.unavailable(served)
 
     def _eject(self, served: ServedModel, link: ReplicaHandle, at: float) -> None:
         """It holds our requests and moves none: who has had no byte of an answer goes elsewhere."""
-        ejected = served.health.silent(link.breaker, at)
+        ejected = served.health.stalled(link.breaker, at)
         if ejected or (not link.admissible and any(other.admissible for other in served.links)):
             for relay in tuple(link.relays):
                 if not relay.committed:
@@ -131,7 +131,7 @@ class Probes:
                     link.url + path, json={"model": link.model, **body}, timeout=timeout_s
                 )
             except httpx.HTTPError as error:
-                return AttemptResult.NOTHING if is_own_fault(error) else AttemptResult.BAD
+                return AttemptResult.NOTHING if is_local_fault(error) else AttemptResult.BAD
             if answer.status_code == httpx.codes.OK:
                 return AttemptResult.GOOD
             if answer.headers.get(REFUSAL_HEADER, Refusal.REPLICA_LOST) != Refusal.REPLICA_LOST:

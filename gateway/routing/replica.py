@@ -1,26 +1,24 @@
-"""A prefill whose end nobody sees, and when it is taken to be over.
+"""One replica as this worker knows it: its connections, its load and its standing.
 
-What this worker knows of each replica, from the replica itself.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from math import inf
 from time import monotonic
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from gateway.http.client import ConnectionPool
 from gateway.http.ndjson import NdjsonStream
-from gateway.routing.ejection import ReplicaHealth
 from gateway.routing.loaded_adapters import LoadedAdapters
 from gateway.routing.shared_memory import LOCAL, SharedCounts
-from gateway.telemetry.metrics import ModelCounters
 from policy.errors import Refusal
 from policy.hashing import hash_name
-from policy.routing.outlier_ejection import AttemptResult, BreakerState, Watchdog
+from policy.routing.outlier_ejection import BreakerState, Watchdog
+from policy.routing.replica_health import HealthCounters, ReplicaHealth
 from policy.routing.router import Candidate
 from policy.types import Replica, ReplicaPhase
 from policy.wire.headers import SECRET_HEADER
@@ -30,8 +28,36 @@ if TYPE_CHECKING:
     from gateway.delivery.relay import Relay
 
 
+# A load stream that sends nothing for so long, three lines, is stale.
+STALE_S = 3.0
+
+
+def _ignore(*_: object) -> None:
+    """Nobody listens."""
+
+
+class FleetEvents(NamedTuple):
+    """What the owners of other state are told of replicas; each function takes the model's name first.
+
+    ``news``: a replica may take more requests. ``unavailable``: no replica is up and none is starting.
+    ``prefixes``: the replica with this key was sent prompts with these hashes, by any gateway. ``forgotten``:
+    its cache is empty. ``adapters``: those that it has loaded, and those that it could not load.
+    ``unloadable``: adapters that a replica could not load lately.
+    """
+
+    news: Callable[[str], None] = _ignore
+    unavailable: Callable[[str], None] = _ignore
+    prefixes: Callable[[str, int, Sequence[int]], None] = _ignore
+    forgotten: Callable[[str, int], None] = _ignore
+    adapters: Callable[[str, int, Set[str], Set[str]], None] = _ignore
+    unloadable: Callable[[str, Set[str]], None] = _ignore
+
+
+NO_EVENTS = FleetEvents()
+
+
 class UnseenPrefill:
-    """Prompt tokens that are taken to be computed at ``at``, an instant of loop time; 0 once they were."""
+    """A prefill whose end is not seen: ``tokens`` are assumed computed at ``at`` (loop time), 0 after it."""
 
     __slots__ = ("at", "tokens")
 
@@ -40,19 +66,15 @@ class UnseenPrefill:
         self.at = at
 
 
-# Three lines that did not come.
-STALE_S = 3.0
-
-
 class ReplicaHandle:
-    """One replica as seen from one worker: its connections, its own count and what we sent since.
+    """One replica as seen from one worker: its connections, its reported load and what was sent since.
 
-    ``answering`` is whether the replica itself can be heard, ``open`` whether it takes requests by
-    its own word; both follow the stream of its load, or a probe where there is none (external).
-    What becomes of requests moves ``breaker``, through ``health``. ``relays`` are the attempts of
-    this worker that run there. ``residency`` is what requests for adapters find there. ``silent`` is whether
-    its load stream hangs, ``lost_at`` since when it is not answering, ``probe_at`` when it may be probed
-    again; instants are loop time.
+    ``answering`` is whether the replica can be reached, ``open`` whether it reports that it takes requests,
+    ``full`` whether it refused one for lack of room; all follow its load stream, or a probe where there is
+    none (external). The results of attempts move ``breaker``, through ``health``. ``relays`` are the attempts
+    of this worker that run there. ``residency`` are its adapters. ``silent`` is whether its load stream
+    hangs, ``lost_at`` since when it is not answering, ``probe_at`` when it may be probed again; instants are
+    loop time.
     """
 
     def __init__(
@@ -62,6 +84,8 @@ class ReplicaHandle:
         secret: str | None,
         shared: SharedCounts = LOCAL,
         health: ReplicaHealth | None = None,
+        *,
+        events: FleetEvents = NO_EVENTS,
     ) -> None:
         self.id = replica.id
         self.label = replica.id.encode()
@@ -74,7 +98,7 @@ class ReplicaHandle:
             self.constant_head += f"{SECRET_HEADER}: {secret}\r\n".encode()
         # Ours say themselves what they have loaded, and how they came by it.
         self.residency = LoadedAdapters(replica.adapters if secret is None else (), loads=secret is not None)
-        self.health = health or ReplicaHealth(ModelCounters(replica.model), lambda: 0.5)
+        self.health = health or ReplicaHealth(HealthCounters(), lambda: 0.5)
         self.breaker = self.health.ejections.join()
         self.relays: set[Relay] = set()
         self.answering = False
@@ -86,9 +110,7 @@ class ReplicaHandle:
         self.probe_at = 0.0
         self.view = Candidate(replica.id, hash_name(replica.id), bound=replica.load.bound)
         self.mine = 0
-        self.on_renewed: Callable[[ReplicaHandle], None] = lambda link: None
-        self.on_prefixes: Callable[[ReplicaHandle, Sequence[int]], None] = lambda link, hashes: None
-        self.on_adapters: Callable[[ReplicaHandle], None] = lambda link: None
+        self._events = events
         self._pending = 0
         self._begun = 0
         self._elsewhere = 0
@@ -99,7 +121,6 @@ class ReplicaHandle:
         self.lone = False
         self._tokens = 0
         self._restarted = False
-        self._probe = False
         self._shared = shared
         self._watchdog = Watchdog()
         self._feed: NdjsonStream | None = None
@@ -145,8 +166,11 @@ class ReplicaHandle:
         view.begun = self._begun + begun
         return view
 
-    def begin(self, tokens: int = 0) -> None:
-        """A request with ``tokens`` uncached prompt tokens goes there."""
+    def begin(self, tokens: int = 0) -> bool:
+        """Take a slot for a request with ``tokens`` uncached prompt tokens.
+
+        Returns whether the request is the probe that a half-open breaker waits for.
+        """
         self.mine += 1
         view = self.view
         view.in_flight += 1
@@ -155,19 +179,13 @@ class ReplicaHandle:
         self._pending += tokens
         self._begun += 1
         self._shared.begin(self.view.key, tokens)
-        if self.breaker.state is BreakerState.HALF_OPEN and self.breaker.take_probe():
-            self._probe = True
+        return self.breaker.state is BreakerState.HALF_OPEN and self.breaker.take_probe()
 
-    def probe(self) -> bool:
-        """Whether the request that was sent there is the one that its breaker waits for; said once."""
-        probe, self._probe = self._probe, False
-        return probe
-
-    def first_token(self, tokens: int) -> None:
+    def first_token(self, tokens: int, at: float) -> None:
         """The prefill of such a request is over: its first token came, or it ended without one."""
         self._pending -= tokens
         self.view.pending_tokens -= tokens
-        self.view.turned_at = monotonic()
+        self.view.turned_at = at
         self._shared.first_token(self.view.key, tokens)
 
     def foresee(self, tokens: int, at: float) -> UnseenPrefill:
@@ -183,7 +201,7 @@ class ReplicaHandle:
     def over(self, ahead: UnseenPrefill) -> None:
         """Its time has come, or its request has ended, which may be long before that."""
         if ahead.tokens:
-            self.first_token(ahead.tokens)
+            self.first_token(ahead.tokens, monotonic())
             ahead.tokens = 0
         foreseen = self._foreseen
         while foreseen and not foreseen[0].tokens:
@@ -194,9 +212,6 @@ class ReplicaHandle:
         """A request of this worker ended there."""
         self.mine -= 1
         self.view.in_flight -= 1
-        if self._probe:  # it left before anyone asked
-            self._probe = False
-            self.breaker.probed(AttemptResult.NOTHING, 0.0, 0.0)
         self._shared.end(self.view.key)
 
     def count(self, line: bytes, at: float) -> None:
@@ -205,8 +220,8 @@ class ReplicaHandle:
         What it says can only add what other hosts have there to what this one knows exactly. A count
         that its guard cannot have admitted, or a part of a cache that is none, is not believed.
         """
-        said = LOAD_LINE.decode(line)
-        load = said.load
+        report = LOAD_LINE.decode(line)
+        load = report.load
         in_flight, pending, _ = self._shared.others(self.view.key)
         bound = max(0, load.bound)
         believed = load.in_flight if not bound or load.in_flight <= 2 * bound else 0
@@ -217,23 +232,23 @@ class ReplicaHandle:
         self._pending_elsewhere = max(0, load.pending_tokens - self._pending - pending)
         self.view.bound = bound
         self.view.kv_used = load.kv_used if 0.0 <= load.kv_used <= 1.0 else 0.0
-        if said.timing is not None:
-            self.view.timing = said.timing
+        if report.timing is not None:
+            self.view.timing = report.timing
         if self._restarted:
             self._restarted = False
             if load.tokens < self._tokens:  # it counts from its start
                 self.renewed(at)
         self._tokens = load.tokens
-        if self.residency.told(said.adapters, said.refused):
-            self.on_adapters(self)
-        self.open = said.state is ReplicaPhase.READY
+        if self.residency.told(report.adapters, report.refused):
+            self._adapters_changed()
+        self.open = report.state is ReplicaPhase.READY
         self.full = False
         self.silent = False
         self.heard_at = at
         self.heard(at, True)
         self.look()
-        if said.prefixes:
-            self.on_prefixes(self, said.prefixes)
+        if report.prefixes:
+            self._events.prefixes(self.model, self.view.key, report.prefixes)
 
     def become(self, replica: Replica, at: float) -> None:
         """The fleet says something new of it."""
@@ -248,7 +263,7 @@ class ReplicaHandle:
         """Another process is behind it, with an empty cache and nothing on its conscience."""
         self.breaker.renew(at)
         self.residency.forget()
-        self.on_renewed(self)
+        self._events.forgotten(self.model, self.view.key)
 
     def heard(self, at: float, answering: bool) -> None:
         """Whether the replica could be heard just now."""
@@ -258,7 +273,7 @@ class ReplicaHandle:
                 self.breaker.heard()
             else:
                 self.lost_at = at
-                self.health.lost(self.breaker, at)
+                self.health.disconnected(self.breaker, at)
         self._reach()
 
     def refused(self, reason: Refusal) -> None:
@@ -272,7 +287,13 @@ class ReplicaHandle:
     def cannot_load(self, adapter: str) -> None:
         """The replica began nothing of a request since it could not load its ``adapter``."""
         self.residency.failed(adapter)
-        self.on_adapters(self)
+        self._adapters_changed()
+
+    def _adapters_changed(self) -> None:
+        refused = self.residency.refusing
+        self._events.adapters(self.model, self.view.key, self.residency.loaded, refused)
+        if refused:
+            self._events.unloadable(self.model, refused)
 
     def stuck_s(self, at: float) -> float:
         """For how many seconds it has moved none of the requests that it should have moved.
@@ -331,7 +352,8 @@ class ReplicaHandle:
         self._following = asyncio.create_task(self._feed.run())
 
     def close(self) -> None:
-        """No more requests; those in flight go on on their own connections."""
+        """Send no more requests; those in flight continue on their own connections."""
+        self._events.forgotten(self.model, self.view.key)
         self.answering = False
         self.health.ejections.leave(self.breaker)
         if self._following is not None:

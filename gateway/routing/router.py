@@ -1,4 +1,4 @@
-"""From a waiting request to a link: the shell around the pure router, one for each model."""
+"""The routers of all models in one worker, with what workers report to each other and the last decisions."""
 
 from __future__ import annotations
 
@@ -7,26 +7,21 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from gateway.protocol.prompt_hash import BytesPerToken, adapter_key
-from gateway.routing.replica import ReplicaHandle
 from gateway.routing.shared_memory import LOCAL, SharedCounts
 from gateway.telemetry.metrics import Metrics
 from policy.config.deployment import Deployment
-from policy.engine.step_table import step_table_of
 from policy.errors import TargetError
 from policy.hashing import hash_name
 from policy.request import Request
-from policy.routing.outlier_ejection import BreakerState
-from policy.routing.router import CostEstimate, Decision, Router, Settings
+from policy.routing.router import Candidate, CostEstimate, Decision, Router, Settings
 from policy.routing.settings import settings_of
 
-if TYPE_CHECKING:
-    from gateway.routing.fleet import ServedModel
-
+# How many decisions are kept for explanations.
 KEPT = 512
 
 
@@ -53,58 +48,27 @@ class ModelRouters:
         self._kept: deque[tuple[float, Request, Decision]] = deque(maxlen=KEPT)
         self._clock = asyncio.get_running_loop().time
 
-    def choose(
-        self, served: ServedModel, request: Request, kept: int = 0
-    ) -> tuple[ReplicaHandle, CostEstimate] | None:
-        """Where ``request`` would go now, or ``None`` when it must wait here.
-
-        ``kept`` slots of each replica are not for it.
-        """
-        links = []
-        for link in served.links:
-            breaker = link.breaker
-            # Link.admissible, as far as it goes for one in good standing
-            good = breaker.reachable and breaker.state is BreakerState.CLOSED and not link.full
-            if good or link.admissible:
-                links.append(link)
-        if request.adapter:
-            links = [link for link in links if link.serves(request.adapter)]
-        if request.avoid:
-            links = [link for link in links if link.id not in request.avoid] or links
-        if kept:
-            links = [link for link in links if link.bound - link.in_flight > kept]
-        now = self._clock()
-        router = self._of(served.name)
-        if self._shared.alone:
-            due = time.monotonic()
-            views = [link.view if link.lone and due < link.due_at else link.look() for link in links]
-        else:
-            self._hear(now)
-            views = [link.look() for link in links]
-        decision = router.choose(request, views, now, self._rng.random())
+    def choose(self, request: Request, candidates: list[Candidate], at: float) -> CostEstimate | None:
+        """Where ``request`` would go now, or ``None`` when it should wait."""
+        router = self._of(request.model)
+        if not self._shared.alone:
+            self._read_news(at)
+        decision = router.choose(request, candidates, at, self._rng.random())
         chosen = decision.chosen
         if chosen is None:
             return None
-        if len(self._fresh) >= KEPT:  # of quotes that nobody took up
+        if len(self._fresh) >= KEPT:  # estimates that nobody acted on
             self._fresh.clear()
         self._fresh[id(chosen)] = decision
-        return links[views.index(chosen.candidate)], chosen
+        return chosen
 
-    def stays_s(self, served: ServedModel, request: Request) -> float:
-        """How long such a request runs, by the engine model, on a replica that takes no more.
+    def service_s(self, request: Request, candidates: list[Candidate]) -> float:
+        """How long such a request runs on the fullest of ``candidates``, by the performance model."""
+        return self._of(request.model).service_s(request, candidates)
 
-        Be that for its seats or for the pace: so beside as many as run there now.
-        """
-        views = [link.view for link in served.links if link.admissible or link.full]
-        if not views:
-            return 0.0
-        view = max(views, key=lambda view: view.in_flight)
-        pace = step_table_of(view.timing, self._of(served.name).settings.assumed)
-        return pace.stays_s(request, view.in_flight)
-
-    def began(self, request: Request, quote: CostEstimate) -> tuple[int, ...]:
-        """``request`` was sent to the candidate of ``quote``; the hashes that are news there."""
-        news = self._routers[request.model].began(request, quote.candidate, self._clock())
+    def began(self, request: Request, quote: CostEstimate, at: float) -> tuple[int, ...]:
+        """``request`` was sent to the candidate of ``quote``; returns the hashes that are new there."""
+        news = self._routers[request.model].began(request, quote.candidate, at)
         if news:
             self._shared.publish(self._keys[request.model], quote.candidate.key, news)
         decision = self._fresh.pop(id(quote), None)
@@ -112,10 +76,10 @@ class ModelRouters:
             self._kept.append((time.time(), request, decision))
         return news
 
-    def timed(self, request: Request, quote: CostEstimate, ttft_s: float) -> None:
-        """Its first token came ``ttft_s`` after it was sent."""
+    def timed(self, request: Request, quote: CostEstimate, ttft_s: float, at: float) -> None:
+        """Its first token came ``ttft_s`` seconds after it was sent."""
         self._metrics.model(request.model).predicted(quote.total, ttft_s)
-        self._of(request.model).timed(request, quote, ttft_s, self._clock())
+        self._of(request.model).timed(request, quote, ttft_s, at)
 
     def paced(self, model: str, quote: CostEstimate, gap_s: float) -> None:
         """An answer ended where ``quote`` sent it; its tokens were ``gap_s`` seconds apart on average."""
@@ -159,7 +123,7 @@ class ModelRouters:
                 return msgspec.json.encode(_described(*kept))
         return b"{}"
 
-    def _hear(self, now: float) -> None:
+    def _read_news(self, now: float) -> None:
         for model_key, replica_key, hashes in self._shared.news():
             router = self._by_key.get(model_key)
             if router is not None:

@@ -21,6 +21,7 @@ from gateway.protocol.usage import Usage
 from gateway.telemetry.adapter_metrics import AdapterMetrics
 from gateway.telemetry.prometheus import MergedHistogram, MetricFamilies
 from gateway.telemetry.queue_metrics import QueueMetrics
+from policy.routing.replica_health import HealthCounters
 from policy.signals.counters import WorkerCounters
 from policy.stats.histogram import HistogramCounter
 
@@ -46,17 +47,18 @@ ERRORS = (
 PARTS = (0.01, 0.02, 0.05, 0.075, 0.1, 0.125, 0.15, 0.175, 0.2, 0.25, 0.3, 0.4, 0.5, 0.75, 1.0, 2.0, 5.0)
 
 
-class ModelCounters:
+class ModelCounters(HealthCounters):
     """The numbers of one model in this worker since they were last published; ``totals`` since it started."""
 
     __slots__ = (
         "attempts", "breakers", "cached_tokens", "coalesced_calls", "coalesced_requests",
-        "completion_tokens", "e2e", "ejections", "in_flight", "itl", "model", "probes", "prompt_tokens",
-        "queue_wait", "replicas_up", "requests", "retries", "streams", "totals", "ttft",
+        "completion_tokens", "e2e", "in_flight", "itl", "model", "prompt_tokens",
+        "queue_wait", "replicas_up", "requests", "streams", "totals", "ttft",
         "ttft_error", "ttft_error_part",
     )  # fmt: skip
 
     def __init__(self, model: str) -> None:
+        super().__init__()
         self.model = model
         self.requests: Counts[tuple[str, str]] = Counts()
         self.attempts: Counts[str] = Counts()
@@ -64,9 +66,6 @@ class ModelCounters:
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.completion_tokens = 0
-        self.ejections: Counts[str] = Counts()
-        self.retries: Counts[str] = Counts()
-        self.probes: Counts[str] = Counts()
         self.breakers: Counts[str] = Counts()
         self.coalesced_calls = 0
         self.coalesced_requests = 0

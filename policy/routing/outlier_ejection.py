@@ -8,7 +8,6 @@ probe (linkerd); retries bounded by a share of the requests (Finagle, linkerd).
 
 from __future__ import annotations
 
-import errno
 from enum import StrEnum
 
 from policy.config.deployment import Eject, Retry
@@ -20,11 +19,6 @@ MIN_VOLUME = 20
 FLAPS = 3
 # Workers that ejected a replica together do not probe it together.
 JITTER = 0.2
-
-# Of a connection that could not be made these say that this machine, not the replica, is at its end.
-OWN_FAULTS = frozenset(
-    {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL, errno.ENOSPC, errno.EDQUOT}
-)
 
 
 class BreakerState(StrEnum):

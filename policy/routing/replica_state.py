@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from policy.engine.model import Timing
 from policy.engine.step_table import StepTable, step_table_of
+from policy.request import ASSUMED_OUTPUT_TOKENS
 from policy.routing.affinity import Share, Slots
 from policy.routing.prediction_error import PredictionError
 from policy.routing.prefix_index import PrefixIndex
 
 # Loading a LoRA adapter of rank 16 from a local disk; measured once one was loaded.
 ASSUMED_LOAD_S = 0.25
-# How long an answer is, where it matters when a seat falls free.
-ASSUMED_OUTPUT_TOKENS = 128.0
 
 
 class ReplicaState:

@@ -14,7 +14,7 @@ from heapq import nsmallest
 from typing import NamedTuple
 
 from policy.engine.model import Timing
-from policy.engine.step_table import GENERIC
+from policy.engine.step_table import GENERIC, step_table_of
 from policy.hashing import rendezvous
 from policy.request import Request
 from policy.routing.affinity import (
@@ -288,6 +288,16 @@ class Router:
         running = candidate.in_flight + 1
         step = site.pace.step_s(running, candidate.kv_used * site.pace.kv_tokens, running)
         self._gaps.learn(step, gap_s)
+
+    def service_s(self, request: Request, candidates: Sequence[Candidate]) -> float:
+        """How long ``request`` runs on the fullest of ``candidates``, in seconds; 0 without any.
+
+        Beside as many as run there now: those are as many as its sequences or the ITL SLO allow.
+        """
+        if not candidates:
+            return 0.0
+        fullest = max(candidates, key=lambda candidate: candidate.in_flight)
+        return step_table_of(fullest.timing, self.settings.assumed).stays_s(request, fullest.in_flight)
 
     def _was_gone(self, request: Request, quote: CostEstimate, site: ReplicaState, ttft_s: float) -> bool:
         """Whether what was believed cached was not: it shows where a whole prefill takes twice as long."""

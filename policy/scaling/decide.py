@@ -18,6 +18,7 @@ import msgspec
 from policy.config.deployment import Budget
 from policy.engine.capacity import Capability, capability
 from policy.engine.model import Workload
+from policy.request import ASSUMED_OUTPUT_TOKENS
 from policy.scaling.budget import Allocation, Claim, allocate, alone, attainable, each, held, spare
 from policy.scaling.guardrails import GuardrailTrace, allowed, asked, eased, override_in_force
 from policy.scaling.mode_selection import Candidate, Verdict, evaluate, expected, expected_peak
@@ -27,7 +28,6 @@ from policy.signals.types import Demand
 
 # What requests are taken to be like until one has ended: a question with some context, and a short answer.
 ASSUMED_INPUT_TOKENS = 512.0
-ASSUMED_OUTPUT_TOKENS = 128.0
 # Of what a lower priority has in use nothing is taken before more was lacking for so long, for a count or a
 # switch: what is drained for a wish of one moment takes a start to come back.
 STARVED_S = 10.0

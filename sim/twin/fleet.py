@@ -16,13 +16,15 @@ from policy.engine.model import Timing
 from policy.engine.profiles import shipped
 from policy.hashing import hash_name
 from policy.routing.cost import Candidate
+from policy.routing.outlier_ejection import Breaker
+from policy.routing.replica_health import HealthCounters, ReplicaHealth
 from policy.scaling.rollout import Layer, LayerKey
 from policy.scaling.start_times import StartTime, StartTimes
 from policy.scaling.view import Supply
 from policy.types import Load, Replica, ReplicaPhase, StartPath
 from policy.wire.heartbeat import Heartbeat
 from policy.wire.reports import EngineReport
-from sim.twin.engine import Engine
+from sim.twin.engine import Engine, Job
 from sim.twin.record import Span
 from sim.twin.scenario import Scenario
 
@@ -42,6 +44,7 @@ class TwinReplica:
     """
 
     __slots__ = (
+        "breaker",
         "engine",
         "key",
         "leave_by",
@@ -54,7 +57,8 @@ class TwinReplica:
         "view",
     )
 
-    def __init__(self, key: LayerKey, span: Span, engine: Engine, view: Candidate) -> None:
+    def __init__(self, key: LayerKey, span: Span, engine: Engine, view: Candidate, breaker: Breaker) -> None:
+        self.breaker = breaker
         self.key = key
         self.span = span
         self.engine = engine
@@ -67,11 +71,29 @@ class TwinReplica:
         # Of the one event that is due for its engine; another makes it void.
         self.version = 0
 
+    def begin(self, tokens: int) -> bool:
+        """A request with ``tokens`` uncached prompt tokens goes there; none of them is a probe."""
+        view = self.view
+        view.in_flight += 1
+        view.pending_tokens += tokens
+        view.begun += 1
+        return False
+
+    def first_token(self, tokens: int, at: float) -> None:
+        """The prefill of such a request is over."""
+        self.view.pending_tokens -= tokens
+        self.view.turned_at = at
+
+    def end(self) -> None:
+        """A request is there no more."""
+        self.view.in_flight -= 1
+
 
 class Fleet:
     """One model's replicas. ``serving`` take requests, ``views`` are those as the router sees them.
 
     ``wake`` asks for an event of a replica at an instant: that its engine has news, it is ready or is cut.
+    ``lost`` is called with a replica that is there no more.
     """
 
     def __init__(
@@ -80,14 +102,17 @@ class Fleet:
         world: Scenario,
         spans: list[Span],
         rng: random.Random,
+        *,
         wake: Callable[[float, str, TwinReplica, int], None],
+        lost: Callable[[TwinReplica], None],
     ) -> None:
         self.spec = spec
         self.serving: list[TwinReplica] = []
         self.views: list[Candidate] = []
         self.starts = StartTimes()
         self.adapter_loads = self.preemptions = 0
-        self.lost: Callable[[TwinReplica], None] = lambda runner: None
+        self.health = ReplicaHealth(HealthCounters(), lambda: 0.5)
+        self._lost = lost
         self._world = world
         self._spans = spans
         self._rng = rng
@@ -151,10 +176,9 @@ class Fleet:
         self._changed()
         return True
 
-    def submit(self, runner: TwinReplica, place: TwinTicket, at: float) -> None:
+    def submit(self, runner: TwinReplica, place: TwinTicket, job: Job, at: float) -> None:
         """A request goes there; raises :class:`ValueError` if it could never fit."""
-        assert place.job is not None
-        runner.engine.submit(place.job, at)
+        runner.engine.submit(job, at)
         runner.places[place.number] = place
         self.watch(runner)
 
@@ -296,7 +320,7 @@ class Fleet:
         )
         name = f"{key.model}-{key.shape}-{number}"
         view = Candidate(name, hash_name(name), bound=shape.max_in_flight, timing=timing)
-        runner = TwinReplica(key, span, engine, view)
+        runner = TwinReplica(key, span, engine, view, self.health.ejections.join())
         self._all.append(runner)
         return runner
 
@@ -317,7 +341,9 @@ class Fleet:
         self._all.remove(runner)
         self.starts.note(self._replica(runner, at), at)
         self._changed()
-        self.lost(runner)
+        runner.breaker.reachable = False
+        self.health.ejections.leave(runner.breaker)
+        self._lost(runner)
 
     def close(self, at: float) -> None:
         """The run is over: write down what those did that are still there."""

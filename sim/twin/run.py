@@ -14,6 +14,7 @@ import math
 import random
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 
 from policy.admission.spend_cap import SpendCap, cost
 from policy.config.deployment import Budget, Deployment, ModelSpec, Shape
@@ -83,9 +84,9 @@ class _Run:
         self._addressing = ModelNames([spec.name for spec in deployment.models])
         for spec in deployment.models:
             starts, routes = (random.Random(streams.getrandbits(64)) for _ in range(2))  # noqa: S311
-            fleet = Fleet(spec, world, self._spans, starts, self._push)
-            desk = TwinGateway(spec, deployment, fleet, routes, self._over)
-            fleet.lost = desk.gone
+            fleet = Fleet(spec, world, self._spans, starts, wake=self._push, lost=self._lost)
+            elsewhere = partial(self._queued_elsewhere, spec.name)
+            desk = TwinGateway(spec, deployment, fleet, routes, over=self._over, queued_elsewhere=elsewhere)
             self._fleets[spec.name] = fleet
             self._desks[spec.name] = desk
             self._ledgers[spec.name] = RequestLog(spec.control.slo)
@@ -224,6 +225,12 @@ class _Run:
         if desk.queued:
             self._look(model, desk, at)
 
+    def _lost(self, runner: TwinReplica) -> None:
+        self._desks[runner.key.model].gone(runner)
+
+    def _queued_elsewhere(self, model: str) -> int:
+        return sum([desk.queued_bytes for name, desk in self._desks.items() if name != model])
+
     def _pace(self, runner: TwinReplica, at: float) -> None:
         """Have it be as slow as its stretches say: the factors of those that overlap multiply."""
         factor = math.prod(self._world.slow[i].factor for i in self._slow[runner])
@@ -254,7 +261,7 @@ class _Run:
 
     def _look(self, model: str, desk: TwinGateway, at: float) -> None:
         """Have the queue looked at when it is due."""
-        due = desk.due_at(at)
+        due = desk.dispatcher.due_at(at)
         if due < self._looks.get(model, math.inf):
             self._looks[model] = due
             self._push(due, "look", model, 0)
@@ -284,7 +291,9 @@ class _Run:
         """Gateways and replicas tell how they are, and whoever's turn it is decides."""
         self._number += 1
         reports = {
-            name: desk.totals.report(in_flight=desk.in_flight, queued=desk.queued, oldest_s=desk.oldest_s(at))
+            name: desk.totals.report(
+                in_flight=desk.in_flight, queued=desk.queued, oldest_s=desk.dispatcher.oldest_s(at)
+            )
             for name, desk in self._desks.items()
         }
         report = GatewayReport(worker="twin", number=self._number, since_s=at, models=reports)

@@ -17,7 +17,7 @@ from gateway.control.reporter import Reporter, ReportSender
 from gateway.protocol.paths import ROUTES
 from gateway.protocol.usage import Usage
 from gateway.queue.admission import Admission
-from gateway.routing.fleet import FleetView, ServedModel
+from gateway.routing.fleet import ServedModel
 from gateway.routing.router import ModelRouters
 from gateway.telemetry.log import Log
 from gateway.telemetry.metrics import Metrics, ModelCounters
@@ -67,7 +67,6 @@ class Site:
         self.metrics = Metrics()
         self.deployment = Deployment(models=(ModelSpec(name="m"), ModelSpec(name="other"), EXTERNAL))
         self.admission = Admission(
-            FleetView("", self.metrics),
             self.metrics,
             ModelRouters(random.Random(1)),  # noqa: S311 - ties, not secrets
             lambda: self.deployment,
@@ -88,7 +87,7 @@ class Site:
         now = self.clock()
         request = Request("m", arrived=now, deadline=now + wait_s)
         self.metrics.model("m").arrive()
-        return asyncio.create_task(self.admission.admit(self.admission.arrive(self.served, request)))
+        return asyncio.create_task(self.admission.ticket(self.served, request).wait())
 
     @property
     def instants(self) -> list[float]:

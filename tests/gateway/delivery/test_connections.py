@@ -12,13 +12,14 @@ import pytest
 from starlette.types import Message
 
 from gateway.call import Call
-from gateway.delivery.relay import MAX_HELD, Relay, Verdict
+from gateway.delivery.relay import MAX_HELD, Relay
 from gateway.http.client import ClientConnection, ConnectionPool
 from gateway.http.exchange import SENT
 from gateway.protocol.paths import ROUTES
 from gateway.protocol.sse import ChatTail
 from gateway.protocol.usage import Usage
 from gateway.telemetry.metrics import Metrics
+from policy.admission.retry import AttemptOutcome
 
 BODY = b'{"choices":[]}'
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(BODY)
@@ -92,7 +93,7 @@ class Line:
 
     async def ask(
         self, send: Callable[[Message], Awaitable[None]], body: Sequence[bytes | memoryview] = ()
-    ) -> asyncio.Task[Verdict]:
+    ) -> asyncio.Task[AttemptOutcome]:
         """Begin a request on the pooled connection."""
         connection = self.pool.take()
         assert connection is self.connection
@@ -124,8 +125,8 @@ async def test_a_client_slow_to_take_the_last_byte_holds_up_nobody_else(line: Li
     line.answer()
     second = await line.ask(quick.send)
     line.answer()
-    assert await second is Verdict.SERVED
-    assert await first is Verdict.SERVED
+    assert await second is AttemptOutcome.SERVED
+    assert await first is AttemptOutcome.SERVED
     slow.read_on()
 
 
@@ -142,7 +143,7 @@ async def test_a_client_that_catches_up_does_not_let_go_what_another_holds(line:
     second_client.read_on()
     await asyncio.sleep(0.01)
     line.answer(LONG[-2:])
-    assert await second is Verdict.SERVED
+    assert await second is AttemptOutcome.SERVED
 
 
 async def test_leaving_after_the_whole_answer_came_cuts_nobody_else(line: Line) -> None:
@@ -153,7 +154,7 @@ async def test_leaving_after_the_whole_answer_came_cuts_nobody_else(line: Line) 
     await asyncio.wait([first])
     assert not line.wire.closed
     line.answer()
-    assert await second is Verdict.SERVED
+    assert await second is AttemptOutcome.SERVED
 
 
 async def test_leaving_before_the_whole_answer_came_closes_the_connection(line: Line) -> None:
@@ -189,7 +190,7 @@ async def test_what_a_call_held_is_freed_with_it(line: Line) -> None:
     try:
         asked = await line.ask(client.send)
         line.answer()
-        assert await asked is Verdict.SERVED
+        assert await asked is AttemptOutcome.SERVED
         del client, asked, line.call, line.relay
         assert held() is None
     finally:
@@ -203,13 +204,13 @@ async def test_a_kept_connection_is_read(line: Line) -> None:
     line.connection.data_received(LONG[-2:])  # what a transport had read before it was held back
     assert line.wire.reading
     assert line.pool.take() is line.connection
-    assert await asked is Verdict.SERVED
+    assert await asked is AttemptOutcome.SERVED
 
 
 async def test_silence_before_the_answer_can_be_repeated_elsewhere(line: Line) -> None:
     asked = await line.ask(Client().send)
     line.relay.expire(3.0)
-    assert await asked is Verdict.SILENT
+    assert await asked is AttemptOutcome.SILENT
     assert line.wire.closed
     assert line.relay.refused is not None
     assert line.relay.refused.status == 504
@@ -226,7 +227,7 @@ async def test_silence_within_a_stream_is_told(line: Line) -> None:
     line.answer(STREAM_HEAD + b'f\r\ndata: {"x":1}\n\n\r\n')
     assert line.relay.begun
     line.relay.expire(3.0)
-    assert await asked is Verdict.BROKEN
+    assert await asked is AttemptOutcome.BROKEN
     assert b'"upstream_silent"' in said[-1]
     assert line.wire.closed
 
@@ -241,7 +242,7 @@ async def test_a_client_that_holds_its_replica_back_is_no_silence(line: Line) ->
     await asyncio.sleep(0)
     assert not line.relay.stirred()
     line.answer(LONG[-2:])
-    assert await asked is Verdict.SERVED
+    assert await asked is AttemptOutcome.SERVED
     assert line.relay.stirred()
 
 
@@ -266,7 +267,7 @@ async def test_an_answer_500_for_an_adapter_is_the_requests_fault(line: Line) ->
     asked = await line.ask(Client().send)
     body = b'{"error":{"message":"LoRA rank 64 is greater than max_lora_rank 16.","code":500}}'
     line.answer(b"HTTP/1.1 500 X\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
-    assert await asked is Verdict.REJECTED
+    assert await asked is AttemptOutcome.REJECTED
     assert line.relay.refused is not None
     assert (line.relay.refused.status, line.relay.refused.code) == (400, "adapter_failed")
     assert line.pool.take() is line.connection
@@ -279,7 +280,7 @@ async def test_what_follows_the_last_word_is_cut(line: Line) -> None:
     line.answer(STREAM_HEAD + b"%x\r\n%b\r\n" % (len(last), last))
     assert not asked.done()
     line.answer(b"1\r\nx\r\n")
-    assert await asked is Verdict.SERVED
+    assert await asked is AttemptOutcome.SERVED
     assert line.wire.closed
 
 
@@ -289,4 +290,4 @@ async def test_a_body_in_parts_is_sent_in_order(line: Line, large: bool) -> None
     asked = await line.ask(Client().send, parts)
     assert line.wire.written == b"head" + b"".join(parts)
     line.answer()
-    assert await asked is Verdict.SERVED
+    assert await asked is AttemptOutcome.SERVED

@@ -124,7 +124,7 @@ def test_lengths_are_learned_from_what_engines_count() -> None:
         estimate = density.read(SEED, [text], None, 1)
         density.learn(estimate.prompt_tokens, 1000, 40, estimate.depths)
     assert density.read(SEED, [text], None, 1).prompt_tokens == pytest.approx(1000, rel=0.02)
-    assert density.output_tokens == pytest.approx(40, rel=0.02)
+    assert density.answers.mean == pytest.approx(40, rel=0.02)
 
 
 @given(

@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 
 from gateway.protocol.errors import Refused
-from gateway.queue.admission import Admission, Ticket
-from gateway.routing.fleet import FleetView, ServedModel
+from gateway.queue.admission import Admission
+from gateway.queue.model_queue import Ticket
+from gateway.routing.fleet import ServedModel
 from gateway.routing.replica import ReplicaHandle
 from gateway.routing.router import ModelRouters
 from gateway.routing.shared_memory import LOCAL, SharedCounts, SharedRows
 from gateway.telemetry.metrics import Metrics
+from policy.admission.retry import AttemptOutcome
 from policy.config.control import ControlConfig, SloConfig
 from policy.config.deployment import Deployment, GatewayConfig, ModelSpec
 from policy.errors import Refusal
@@ -48,7 +50,6 @@ class Hall:
             gateway=GatewayConfig(max_queue=max_queue, max_queue_bytes=MAX_BYTES),
         )
         self.admission = Admission(
-            FleetView("", self.metrics),
             self.metrics,
             ModelRouters(random.Random(1)),  # noqa: S311 - ties, not secrets
             lambda: deployment,
@@ -77,17 +78,17 @@ class Hall:
     def arrive(self, served: ServedModel, size: int = 1, **more: Any) -> Ticket:
         now = asyncio.get_running_loop().time()
         request = Request(served.name, size=size, **{"arrived": now, "deadline": now + WAIT_S, **more})
-        return self.admission.arrive(served, request)
+        return self.admission.ticket(served, request)
 
     async def ask(self, place: Ticket) -> asyncio.Task[ReplicaHandle]:
-        asked = asyncio.create_task(self.admission.admit(place))
+        asked = asyncio.create_task(place.wait())
         await settled()
         return asked
 
     async def fill(self, served: ServedModel, **more: Any) -> Ticket:
         """A request that has a slot."""
         place = self.arrive(served, **more)
-        await self.admission.admit(place)
+        await place.wait()
         return place
 
     def depth(self, priority: Priority = Priority.STANDARD) -> int:
@@ -98,6 +99,11 @@ async def settled() -> None:
     """Let everything run that can run without waiting."""
     for _ in range(4):
         await asyncio.sleep(0)
+
+
+def end(ticket: Ticket, outcome: AttemptOutcome = AttemptOutcome.SERVED, *tokens: int) -> None:
+    counted = (tokens[0], tokens[1]) if tokens else None
+    ticket.end(asyncio.get_running_loop().time(), outcome, counted)
 
 
 async def leave(*asked: asyncio.Task[ReplicaHandle]) -> None:
@@ -113,14 +119,14 @@ async def test_whoever_was_sent_back_needs_no_room_in_the_queue() -> None:
     first = await hall.fill(hall.alpha)
     later = await hall.ask(hall.arrive(hall.alpha))
     link.refused(Refusal.BUSY)
-    hall.admission.release(first, link, whole=False)
+    end(first, AttemptOutcome.REFUSED)
     again = await hall.ask(first)
     assert not again.done()
     with pytest.raises(Refused, match="already wait"):
-        await hall.admission.admit(hall.arrive(hall.alpha))
+        await hall.arrive(hall.alpha).wait()
     link.full = False
     await asyncio.sleep(0.005)  # its word is heard at most every few milliseconds
-    hall.admission.pump("alpha")
+    hall.admission.news("alpha")
     assert await again is link
     assert not later.done()
     await leave(later)
@@ -133,7 +139,7 @@ async def test_the_bytes_that_wait_are_bounded_over_all_models() -> None:
     waits = await hall.ask(hall.arrive(hall.alpha, MAX_BYTES - 10))
     fits = await hall.ask(hall.arrive(hall.beta, 10))
     with pytest.raises(Refused) as refused:
-        await hall.admission.admit(hall.arrive(hall.beta, 1))
+        await hall.arrive(hall.beta, 1).wait()
     assert refused.value.reason is Refusal.QUEUE_FULL
     assert hall.metrics.queues.model("beta").refused[Refusal.QUEUE_FULL] == 1
     await leave(waits)
@@ -144,10 +150,9 @@ async def test_the_bytes_that_wait_are_bounded_over_all_models() -> None:
 
 async def test_what_a_replica_took_waits_no_more() -> None:
     hall = Hall()
-    link = hall.alpha.links[0]
     first = await hall.fill(hall.alpha)
     waits = await hall.ask(hall.arrive(hall.alpha, MAX_BYTES))
-    hall.admission.release(first, link)
+    end(first)
     await waits
     next_one = await hall.ask(hall.arrive(hall.alpha, MAX_BYTES))
     assert not next_one.done()
@@ -158,10 +163,10 @@ async def test_whoever_was_sent_back_needs_no_room_for_its_bytes() -> None:
     hall = Hall()
     link = hall.alpha.links[0]
     first = hall.arrive(hall.alpha, MAX_BYTES)
-    await hall.admission.admit(first)
+    await first.wait()
     later = await hall.ask(hall.arrive(hall.alpha, MAX_BYTES))
     link.refused(Refusal.BUSY)
-    hall.admission.release(first, link, whole=False)
+    end(first, AttemptOutcome.REFUSED)
     again = await hall.ask(first)
     assert not again.done()
     await leave(again, later)
@@ -177,12 +182,11 @@ async def test_one_body_over_the_bound_waits_where_nothing_else_does() -> None:
 
 async def test_the_slots_that_free_together_go_to_the_first_in_the_fair_order() -> None:
     hall = Hall(bound=2)
-    link = hall.alpha.links[0]
     holders = [await hall.fill(hall.alpha, tenant="loud", prompt_tokens=10) for _ in range(2)]
     loud = [await hall.ask(hall.arrive(hall.alpha, tenant="loud", prompt_tokens=10)) for _ in range(4)]
     quiet = await hall.ask(hall.arrive(hall.alpha, tenant="quiet", prompt_tokens=10))
     for holder in holders:
-        hall.admission.release(holder, link)
+        end(holder)
     await settled()
     assert quiet.done()
     assert [one.done() for one in loud] == [True, False, False, False]
@@ -201,12 +205,11 @@ async def test_the_last_slots_are_kept_for_who_has_less_than_its_share() -> None
 
 async def test_slots_that_free_together_are_not_all_for_the_loud() -> None:
     hall = Hall(bound=6)
-    link = hall.alpha.links[0]
     holders = [await hall.fill(hall.alpha, tenant=tenant) for tenant in ("quiet", *["loud"] * 3)]
     loud = [await hall.ask(hall.arrive(hall.alpha, tenant="loud")) for _ in range(6)]
     assert not any(one.done() for one in loud)
     for holder in holders:
-        hall.admission.release(holder, link)
+        end(holder)
     await settled()
     assert sum(one.done() for one in loud) == 4
     await leave(*loud[4:])
@@ -218,7 +221,7 @@ async def test_whoever_leaves_as_it_is_admitted_gives_the_slot_back() -> None:
     first = await hall.fill(hall.alpha)
     leaves = await hall.ask(hall.arrive(hall.alpha))
     next_one = await hall.ask(hall.arrive(hall.alpha))
-    hall.admission.release(first, link)
+    end(first)
     await asyncio.sleep(0)  # granted, but not told yet
     await leave(leaves)
     assert await next_one is link
@@ -245,7 +248,7 @@ async def test_what_can_be_shed_waits_no_longer_than_was_promised() -> None:
     await hall.fill(hall.alpha)
     standard = await hall.ask(hall.arrive(hall.alpha))
     with pytest.raises(Refused) as refused:
-        await hall.admission.admit(hall.arrive(hall.alpha, priority=Priority.SHEDDABLE))
+        await hall.arrive(hall.alpha, priority=Priority.SHEDDABLE).wait()
     assert refused.value.reason is Refusal.DEADLINE
     assert not standard.done()
     await leave(standard)
@@ -259,7 +262,7 @@ async def test_what_can_be_shed_waits_for_a_start_as_long_as_it_would() -> None:
     await asyncio.sleep(0.03)
     assert not asked.done()
     hall.alpha.links.append(hall.beta.links[0])
-    hall.admission.pump("alpha")
+    hall.admission.news("alpha")
     assert await asked is hall.beta.links[0]
 
 
@@ -267,11 +270,10 @@ async def test_who_waits_for_a_model_at_zero_waits_to_its_deadline() -> None:
     hall = Hall()
     hall.alpha.links.clear()
     hall.alpha.down = hall.alpha.asleep = True
-    asleep: list[str] = []
-    hall.admission.on_asleep = asleep.append
     now = asyncio.get_running_loop().time()
     asked = await hall.ask(hall.arrive(hall.alpha, deadline=now + 0.02))
-    assert (asked.done(), asleep) == (False, ["alpha"])
+    await asyncio.wait_for(hall.admission.sleeping.wait(), 1)
+    assert not asked.done()
     with pytest.raises(Refused) as refused:
         await asked
     assert refused.value.reason is Refusal.NO_REPLICA
@@ -280,35 +282,42 @@ async def test_who_waits_for_a_model_at_zero_waits_to_its_deadline() -> None:
 
 async def test_who_could_not_be_served_in_time_is_refused_before_it_waits() -> None:
     hall = Hall()
-    link = hall.alpha.links[0]
     first = await hall.fill(hall.alpha)
     await asyncio.sleep(0.02)
-    hall.admission.release(first, link)
+    end(first)
     await hall.fill(hall.alpha)
     waits = await hall.ask(hall.arrive(hall.alpha))
     now = asyncio.get_running_loop().time()
     late = hall.arrive(hall.alpha, deadline=now + 0.005)
     with pytest.raises(Refused) as refused:
-        await hall.admission.admit(late)
+        await late.wait()
     assert (refused.value.reason, refused.value.status) == (Refusal.OVERLOADED, 503)
     assert refused.value.retry_after_s == 1
     await leave(waits)
 
 
-async def test_what_was_refused_is_uncharged_and_what_was_served_costs_the_truth() -> None:
-    hall = Hall(weight=lambda tenant: 2.0)
-    link = hall.alpha.links[0]
-    place = await hall.fill(hall.alpha, tenant="a", prompt_tokens=100)
-    tenant = place.began.charge.tenant  # type: ignore[union-attr, attr-defined]
-    hall.admission.settle(place, 10, 20)
-    assert tenant.counter == 30.0
-    hall.admission.release(place, link)
-    refused = await hall.fill(hall.alpha, tenant="a", prompt_tokens=100)
-    assert tenant.counter == 130.0
-    hall.admission.release(refused, link, whole=False)
-    await hall.admission.admit(refused)
-    assert tenant.counter == 130.0
-    assert tenant.running == 1
+@pytest.mark.parametrize(
+    ("outcome", "tokens", "first"),
+    [
+        (AttemptOutcome.REFUSED, (), True),
+        (AttemptOutcome.SERVED, (1, 1), True),
+        (AttemptOutcome.SERVED, (), False),
+        (AttemptOutcome.SERVED, (400, 400), False),
+    ],
+    ids=["refused: uncharged", "cheaper than estimated", "estimate", "as the engine counted"],
+)
+async def test_a_tenant_is_charged_what_its_requests_cost(
+    outcome: AttemptOutcome, tokens: tuple[int, ...], *, first: bool
+) -> None:
+    hall = Hall()
+    end(await hall.fill(hall.alpha, tenant="b", prompt_tokens=100))
+    end(await hall.fill(hall.alpha, tenant="a", prompt_tokens=500), outcome, *tokens)
+    holder = await hall.fill(hall.alpha, tenant="c")
+    waits = [await hall.ask(hall.arrive(hall.alpha, tenant=tenant)) for tenant in "ba"]
+    end(holder)
+    await settled()
+    assert [task.done() for task in waits] == [not first, first]
+    await leave(waits[not first])
 
 
 async def test_time_alone_may_make_room() -> None:
@@ -340,14 +349,14 @@ async def test_a_slot_goes_to_the_worker_with_less_than_its_part(rows: tuple[Sha
     for row in rows:
         row.beat()
     # The worker in which it ended is the first to know, and has one that still runs.
-    one.admission.release(running[0], one.alpha.links[0])
+    end(running[0])
     await asyncio.wait({*there, *waiting}, return_when=asyncio.FIRST_COMPLETED)
     assert [task.done() for task in there] == [True, False]
     assert not any(task.done() for task in waiting)
     # Now each has one.
     for row in rows:
         row.beat()
-    one.admission.release(running[1], one.alpha.links[0])
+    end(running[1])
     await asyncio.wait({*waiting, there[1]}, return_when=asyncio.FIRST_COMPLETED)
     assert waiting[0].done()
     assert not there[1].done()
@@ -360,7 +369,7 @@ async def test_who_has_no_use_for_a_slot_keeps_nobody_from_it(rows: tuple[Shared
     rows[1].begin(hash_name("waits for alpha"), 0)
     rows[0].beat()
     waits = await hall.ask(hall.arrive(hall.alpha))
-    hall.admission.release(running[0], hall.alpha.links[0])
+    end(running[0])
     await settled()
     assert not waits.done()
     assert await waits is hall.alpha.links[0]

@@ -10,7 +10,7 @@ import pytest
 
 from gateway.control.fleet_feed import worth_keeping
 from gateway.routing.fleet import RESTART_S, SETTLE_S, WORD_S, FleetView
-from gateway.routing.replica import STALE_S, ReplicaHandle
+from gateway.routing.replica import NO_EVENTS, STALE_S, FleetEvents, ReplicaHandle
 from gateway.telemetry.metrics import Metrics
 from policy.routing.outlier_ejection import AttemptResult
 from policy.types import EngineKind, Fleet, Load, Model, Replica, ReplicaPhase, Runner
@@ -108,8 +108,8 @@ def test_an_empty_fleet_of_a_controller_that_just_started_is_not_kept() -> None:
     assert worth_keeping(fleet(2.0), fleet(1.0))
 
 
-def link(replica: Replica | None = None) -> ReplicaHandle:
-    made = ReplicaHandle(replica or fleet(1.0, "one").replicas[0], 1.0, None)
+def link(replica: Replica | None = None, events: FleetEvents = NO_EVENTS) -> ReplicaHandle:
+    made = ReplicaHandle(replica or fleet(1.0, "one").replicas[0], 1.0, None, events=events)
     made.count(READY, 0.0)
     return made
 
@@ -128,7 +128,7 @@ def test_what_is_there_is_known_whatever_the_replica_says() -> None:
         assert 0.0 <= one.view.kv_used <= 1.0
     one.count(line(in_flight=5, pending_tokens=400), 2.0)
     assert (one.in_flight, one.look().pending_tokens) == (5, 400)
-    one.first_token(100)
+    one.first_token(100, 2.0)
     one.end()
     assert (one.in_flight, one.look().pending_tokens) == (4, 300)
 
@@ -146,26 +146,24 @@ def test_what_was_said_long_ago_counts_no_more() -> None:
 
 def test_another_process_has_an_empty_cache_and_no_past() -> None:
     replica = fleet(1.0, "one").replicas[0]
-    one = link(replica)
+    forgotten: list[int] = []
+    one = link(replica, FleetEvents(forgotten=lambda model, key: forgotten.append(key)))
     for _ in range(4):
-        one.health.tell(one.breaker, AttemptResult.BAD, 0.0)
-    renewed: list[ReplicaHandle] = []
-    one.on_renewed = renewed.append
+        one.health.record(one.breaker, AttemptResult.BAD, 0.0)
     one.become(msgspec.structs.replace(replica, adapters=("sql",)), 1.0)
-    assert renewed == []
+    assert forgotten == []
     one.become(msgspec.structs.replace(replica, incarnation=1), 1.0)
     one.become(msgspec.structs.replace(replica, incarnation=1, pid=7), 1.0)
-    assert renewed == [one, one]
+    assert forgotten == [one.view.key, one.view.key]
     assert one.breaker.streak == 0
 
 
 def test_prefixes_that_came_from_elsewhere_are_passed_on() -> None:
-    one = link()
-    heard: list[tuple[int, ...]] = []
-    one.on_prefixes = lambda link, hashes: heard.append(tuple(hashes))
+    prefixes: list[tuple[int, ...]] = []
+    one = link(events=FleetEvents(prefixes=lambda model, key, hashes: prefixes.append(tuple(hashes))))
     one.count(b'{"state":"ready","load":{"at":1},"prefixes":[18446744073709551615,1]}', 1.0)
     one.count(READY, 2.0)
-    assert heard == [(2**64 - 1, 1)]
+    assert prefixes == [(2**64 - 1, 1)]
 
 
 def test_the_one_request_that_probes_is_told_apart() -> None:
@@ -173,19 +171,17 @@ def test_the_one_request_that_probes_is_told_apart() -> None:
     other.health.ejections.leave(other.breaker)
     one.health.ejections.breakers.append(other.breaker)  # so that something else serves
     for _ in range(5):
-        one.health.tell(one.breaker, AttemptResult.BAD, 0.0)
+        one.health.record(one.breaker, AttemptResult.BAD, 0.0)
     assert not one.admissible
     one.breaker.half_open()
     assert one.admissible
-    one.begin()
+    assert one.begin()
     assert not one.admissible
     one.end()
+    one.breaker.probed(AttemptResult.NOTHING, 0.0, 0.0)
     assert one.admissible
-    one.begin()
-    assert one.probe()
-    assert not one.probe()
-    one.end()
-    assert not one.admissible
+    assert one.begin()
+    assert not one.begin()
 
 
 @pytest.mark.parametrize(

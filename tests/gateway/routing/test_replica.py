@@ -35,7 +35,7 @@ async def test_a_prefill_that_nobody_will_see_end_is_over_when_that_was_foreseen
     replica.foresee(100, now - 1.0)
     ahead = replica.foresee(20, now + 3600.0)
     assert replica.look().pending_tokens == others.others(hash_name("r"))[1] == 23
-    replica.first_token(3)
+    replica.first_token(3, now)
     assert replica.look().pending_tokens == 20
     for _ in range(2):  # its request has ended before, and is over once
         replica.over(ahead)

@@ -131,8 +131,8 @@ def test_what_cannot_be_published_of_a_dropped_name_is_published_the_next_time(
 
 
 def test_the_names_are_the_catalogs() -> None:
-    metrics, view = Metrics(), CatalogView(lambda: 0)
-    view.on_names = metrics.adapters.follow
+    metrics = Metrics()
+    view = CatalogView(lambda: 0, metrics.adapters.follow)
     for names in (("a",), ("b",)):
         aliases = [msgspec.convert(alias(name, "0" * 64), Alias) for name in names]
         view.take(Catalog(epoch=1.0, version=1, aliases=tuple(aliases)))

@@ -1,0 +1,418 @@
+"""The dispatcher of one model: admits, orders, retries and rejects requests. Read this file first.
+
+The gateway and the simulator both drive it, so that they decide alike. It is pure: instants are arguments
+(seconds of one monotonic clock), the replicas are a :class:`ReplicaPool`, and what follows from a decision is
+reported by callbacks. A ticket and the queue that it waits in are one state machine.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Container, Iterator, Set
+from itertools import islice
+from typing import Generic, TypeVar
+
+from policy.admission.dispatch import FreeSlots, dispatch
+from policy.admission.fairness import FairQueue, Peers
+from policy.admission.queue import Admitted, Queue, Waiting
+from policy.admission.replica_pool import Replica, ReplicaPool
+from policy.admission.reserved_slots import ReservedSlots
+from policy.admission.retry import RESULTS, AttemptOutcome, Cause, Rejection, RetryState
+from policy.errors import Refusal
+from policy.request import Request
+from policy.routing.outlier_ejection import AttemptResult
+from policy.routing.replica_health import ReplicaHealth
+from policy.routing.router import Candidate, CostEstimate
+from policy.routing.settings import START_SHARE
+from policy.types import Priority
+
+# How many waiting requests, in order, are considered when slots are free.
+MAX_CONSIDERED = 512
+# While a request waits and a replica is ready, the passing of time alone may change what the router predicts.
+OFFER_EVERY_S = 0.02
+# Priorities whose wait is bounded by the SLO; the others wait until their deadline.
+_BOUND_BY_SLO = frozenset({Priority.STANDARD, Priority.SHEDDABLE})
+
+
+R = TypeVar("R", bound=Replica)
+
+
+class Ticket(Generic[R]):
+    """The life of one request from its arrival to its last attempt.
+
+    ``enter`` asks for a slot, ``began`` reports that the request was sent to :attr:`replica`, ``first`` its
+    first token, ``end`` how the attempt ended. After ``enter`` the ticket has a replica, or a rejection, or
+    waits (:attr:`queued`), after which the dispatcher's ``resolved`` is called once. After ``end`` it has a
+    rejection, or may ``enter`` again: it then takes its old place in the queue, uncharged.
+
+    ``pending`` are its uncached prompt tokens at the replica until the first token, ``new_hashes`` the prefix
+    hashes that are new there, ``quote`` the router's estimate, ``expected_wait_s`` the predicted wait.
+    """
+
+    __slots__ = (
+        "_admitted", "_counted", "_entered", "_probe", "_retries", "_sent_at", "dispatcher",
+        "expected_wait_s", "new_hashes", "pending", "quote", "rejection", "replica", "request",
+    )  # fmt: skip
+
+    def __init__(self, dispatcher: Dispatcher[R], request: Request) -> None:
+        self.dispatcher = dispatcher
+        self.request = request
+        self.replica: R | None = None
+        self.rejection: Rejection | None = None
+        self.quote: CostEstimate | None = None
+        self.pending = 0
+        self.new_hashes: tuple[int, ...] = ()
+        self.expected_wait_s: float | None = None
+        self._admitted: Admitted | None = None
+        self._counted = self._entered = self._probe = False
+        self._retries = RetryState()
+        self._sent_at: float | None = None
+        request.ticket = dispatcher.queue.ticket()
+        dispatcher.reserved.came(request.tenant, request.arrived)
+
+    @property
+    def queued(self) -> bool:
+        """Whether it waits for a replica."""
+        return self.request.ticket in self.dispatcher.waiting
+
+    def is_abandoned(self) -> bool:
+        """Whether its client has left while it waits, so that it must not be given a slot."""
+        return False
+
+    def enter(self, at: float) -> None:
+        """Take a slot, wait for one, or be rejected."""
+        owner, request = self.dispatcher, self.request
+        pool = owner.pool
+        self.replica = self.rejection = None
+        if not self._counted:
+            self._counted = True
+            owner.health.request(at)
+        if pool.unavailable(at):
+            self.rejection = Rejection(Cause.UNAVAILABLE, Refusal.NO_REPLICA)
+        elif request.adapter and pool.cannot_load(request.adapter):
+            self.rejection = Rejection(Cause.ADAPTER, Refusal.ADAPTER_FAILED)
+        elif not owner.waiting and not pool.yields(0, at) and owner.choose(self, at):
+            self._entered = True
+            owner.take_slot(self, at)
+            self._admit(at)
+        elif request.deadline <= at:
+            self.rejection = owner.expired()
+        else:
+            self._enqueue(at)
+
+    def began(self, at: float, *, streams: bool = True) -> None:
+        """The request was sent to :attr:`replica`; only one that ``streams`` shows its first token."""
+        self._sent_at = at if streams else None
+
+    def first(self, at: float) -> None:
+        """The first token of the answer came."""
+        self._prefilled(at)
+        if self._sent_at is not None:
+            assert self.quote is not None
+            self.dispatcher.pool.timed(self.request, self.quote, at - self._sent_at, at)
+
+    def end(
+        self, at: float, outcome: AttemptOutcome, tokens: tuple[int, int] | None = None, *,
+        gap_s: float = 0.0, adapter_failed: bool = False,
+    ) -> None:  # fmt: skip
+        """The attempt ended.
+
+        ``tokens`` are those of prompt and answer, where the engine counted them; ``gap_s`` is the mean
+        inter-token gap of a complete stream; ``adapter_failed`` is whether the replica refused the request
+        since it could not load its adapter.
+        """
+        assert self.replica is not None and self.quote is not None
+        health, breaker = self.dispatcher.health, self.replica.breaker
+        result = RESULTS.get(outcome, AttemptResult.NOTHING)
+        if self._probe:
+            self._probe = False
+            health.probed(breaker, result, at)
+        else:
+            health.record(breaker, result, at)
+        self._release(at, whole=outcome is AttemptOutcome.SERVED)
+        pool = self.dispatcher.pool
+        if tokens is not None:
+            if self._admitted is not None:
+                self.dispatcher.queue.settle(self._admitted, tokens[0] + tokens[1])
+            pool.counted(self.request, tokens[0], tokens[1])
+        if outcome is AttemptOutcome.SERVED:
+            if gap_s:
+                pool.paced(self.quote, gap_s)
+        elif outcome is not AttemptOutcome.BROKEN and outcome is not AttemptOutcome.LEFT:
+            self.rejection = self._retries.after(
+                outcome, self.request, at, replica=self.quote.candidate.id, breaker=breaker, pool=pool,
+                health=health, adapter_failed=adapter_failed,
+            )  # fmt: skip
+            if self.rejection is None:
+                self._uncharge()
+
+    def leave(self, at: float) -> None:
+        """The client left before it was told of a slot: stop waiting, or give the slot back."""
+        if self.replica is not None:
+            self._give_back(at)
+        elif self.dispatcher.withdraw(self, at):
+            self.dispatcher.changed()
+
+    def _admit(self, at: float) -> None:
+        """It has taken a slot: charge it, and if it is a move, check whether it may be made."""
+        assert self.replica is not None
+        self._admitted = self.dispatcher.queue.begin(self.request, at)
+        if not self._retries.may_move(self.replica.breaker, self.dispatcher.health, at):
+            self._give_back(at)
+            self.rejection = Rejection(Cause.RETRIES_SPENT, Refusal.NO_REPLICA)
+
+    def _enqueue(self, at: float) -> None:
+        """Wait, or be rejected on arrival; a request that a replica sent back finds room in any case."""
+        owner, request = self.dispatcher, self.request
+        pool, queue = owner.pool, owner.queue
+        queue.serve(at, ready=pool.ready)
+        if self._entered:
+            queue.put_back(request, at)
+        else:
+            patience_s, slo_s = math.inf, pool.ttft_slo_s
+            if slo_s is not None and request.priority in _BOUND_BY_SLO:
+                patience_s = START_SHARE * slo_s
+                # The SLO is of replicas that serve: a start takes its time however few requests come.
+                if request.priority is Priority.SHEDDABLE and not pool.down:
+                    request.deadline = min(request.deadline, request.arrived + slo_s)
+            if queue.unsure:
+                queue.expect(pool.service_s(request))
+            verdict = queue.enter(
+                request,
+                pool.bounds(request, len(queue)),
+                at,
+                patience_s=patience_s,
+                full=not owner.has_room(),
+                kept=owner.keeps_slot_for(request.tenant),
+            )
+            for displaced in verdict.displaced:
+                owner.reject(displaced, Rejection(Cause.DISPLACED, Refusal.QUEUE_FULL, verdict.retry_after_s))
+            if verdict.refusal is not None:
+                cause = Cause.LATE if verdict.refusal is Refusal.OVERLOADED else Cause.FULL
+                self.rejection = Rejection(cause, verdict.refusal, verdict.retry_after_s)
+                return
+            self._entered = True
+            self.expected_wait_s = verdict.wait_s
+        owner.waiting[request.ticket] = self
+        pool.queued(1)
+        owner.changed()
+
+    def _prefilled(self, at: float) -> None:
+        if self.pending:
+            assert self.replica is not None
+            self.replica.first_token(self.pending, at)
+            self.pending = 0
+
+    def _give_back(self, at: float) -> None:
+        """Free a slot in which nothing was begun."""
+        assert self.replica is not None
+        if self._probe:
+            self._probe = False
+            self.replica.breaker.probed(AttemptResult.NOTHING, at, 0.0)
+        self._release(at, whole=False)
+        self._uncharge()
+        self.replica = None
+
+    def _release(self, at: float, *, whole: bool) -> None:
+        assert self.replica is not None and self.quote is not None
+        self._prefilled(at)
+        self.replica.end()
+        owner, request = self.dispatcher, self.request
+        if request.adapter:
+            owner.adapter_ended(request.adapter, self.quote.candidate)
+        if self._admitted is not None and self._admitted.running:
+            owner.queue.ended(self._admitted, at, whole=whole)
+            owner.reserved.ended(request.tenant)
+        if owner.waiting:
+            owner.changed()
+
+    def _uncharge(self) -> None:
+        if self._admitted is not None:
+            self.dispatcher.queue.settle(self._admitted, 0)
+            self._admitted = None
+
+
+class Dispatcher(Generic[R]):
+    """One model's queue and the tickets that wait in it.
+
+    ``resolved`` is called with a ticket that waited and now has a replica or a rejection. ``changed`` is
+    called when requests began or ceased to wait, or a slot fell free that one may take: :meth:`offer` is then
+    due, best after all events of the same instant. ``weight`` is a tenant's share of the model, ``peers``
+    what other workers of this host served.
+    """
+
+    def __init__(
+        self,
+        pool: ReplicaPool[R],
+        health: ReplicaHealth,
+        *,
+        weight: Callable[[str], float],
+        peers: Peers | None = None,
+        resolved: Callable[[Ticket[R]], None],
+        changed: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.pool = pool
+        self.health = health
+        self.queue = Queue(lambda: FairQueue(weight, peers))
+        self.reserved = ReservedSlots(weight)
+        self.waiting: dict[int, Ticket[R]] = {}
+        self.changed = changed
+        self.idle_since = 0.0
+        self._resolved = resolved
+        self._adapters: dict[str, Counter[str]] = {}
+
+    def oldest_s(self, at: float) -> float:
+        """How long the oldest waiting request has waited, in seconds; 0 if none waits."""
+        return max([at - request.arrived for request in self.queue.waiting.values()], default=0.0)
+
+    def due_at(self, at: float) -> float:
+        """When :meth:`expire` and :meth:`offer` are due at the latest if nothing else happens."""
+        deadline = self.queue.next_deadline()
+        if deadline is None:
+            return math.inf
+        return min(deadline, at + OFFER_EVERY_S) if self.queue.ready else deadline
+
+    def offer(self, at: float) -> None:
+        """Give free slots to waiting requests."""
+        queue, pool = self.queue, self.pool
+        queue.serve(at, ready=pool.ready)
+        if not queue or not self.has_room() or pool.yields(len(queue), at):
+            return
+        waiting = self.waiting
+
+        def quote(request: Request) -> CostEstimate | None:
+            ticket = waiting[request.ticket]
+            if ticket.is_abandoned() or not self.has_room() or not self.choose(ticket, at):
+                return None
+            return ticket.quote
+
+        def could(request: Request, candidate: Candidate) -> bool:
+            return not request.adapter or pool.serves(candidate, request.adapter)
+
+        def adapters(candidate: Candidate) -> Container[str]:
+            return {"", *self._adapters.get(candidate.id, ())}
+
+        picks = []
+        for pick in dispatch(self._in_order(), FreeSlots(quote, could, adapters)):
+            self.take_slot(waiting[pick.request.ticket], at)
+            picks.append(pick)
+        for pick in picks:
+            ticket = waiting.pop(pick.request.ticket)
+            ticket._admit(at)
+            for passed in pick.passed:
+                queue.pass_by(passed)
+            self._settle(ticket)
+        if not picks:
+            self.idle_since = at
+
+    def expire(self, at: float) -> None:
+        """Reject the waiting requests whose deadline has passed."""
+        for request in self.queue.expire(at):
+            self.reject(request, self.expired())
+
+    def dismiss(self, at: float) -> None:
+        """Reject all that wait: no replica is up and none is starting."""
+        for ticket in tuple(self.waiting.values()):
+            self.queue.remove(ticket.request, at)
+            self.reject(ticket.request, Rejection(Cause.UNAVAILABLE, Refusal.NO_REPLICA))
+
+    def give_up(self, adapters: Set[str], at: float) -> None:
+        """Reject the waiting requests for those of ``adapters`` that no replica can load."""
+        for ticket in tuple(self.waiting.values()):
+            request = ticket.request
+            if request.adapter in adapters and self.pool.cannot_load(request.adapter):
+                self.queue.remove(request, at)
+                self.reject(request, Rejection(Cause.ADAPTER, Refusal.ADAPTER_FAILED))
+
+    def withdraw(self, ticket: Ticket[R], at: float) -> bool:
+        """Take a ticket out of the queue; returns whether it waited."""
+        if self.waiting.pop(ticket.request.ticket, None) is None:
+            return False
+        self.queue.remove(ticket.request, at)
+        self.pool.queued(-1)
+        return True
+
+    def reject(self, request: Request, rejection: Rejection) -> None:
+        """A request that was taken out of the queue is rejected."""
+        ticket = self.waiting.pop(request.ticket)
+        ticket.rejection = rejection
+        self._settle(ticket)
+
+    def expired(self) -> Rejection:
+        """The rejection of a request whose deadline has passed."""
+        refusal = Refusal.DEADLINE if self.pool.candidates() else Refusal.NO_REPLICA
+        return Rejection(Cause.DEADLINE, refusal)
+
+    def choose(self, ticket: Ticket[R], at: float) -> bool:
+        """Have the router choose a replica for the ticket; returns whether it did."""
+        pool, request = self.pool, ticket.request
+        candidates = pool.candidates()
+        kept = self._kept_from(request.tenant, candidates)
+        if kept < 0:
+            return False
+        if request.adapter:
+            candidates = [each for each in candidates if pool.serves(each, request.adapter)]
+        if request.avoid:  # a last resort
+            candidates = [each for each in candidates if each.id not in request.avoid] or candidates
+        if kept:
+            candidates = [each for each in candidates if each.bound - each.in_flight > kept]
+        ticket.quote = pool.choose(request, candidates, at)
+        return ticket.quote is not None
+
+    def take_slot(self, ticket: Ticket[R], at: float) -> None:
+        """Take a slot of the chosen replica, at once: the next choice depends on it."""
+        quote, request = ticket.quote, ticket.request
+        assert quote is not None
+        replica = ticket.replica = self.pool.replica(quote.candidate)
+        ticket.pending = quote.uncached
+        ticket.new_hashes = self.pool.sent(request, quote, at)
+        ticket._probe = replica.begin(quote.uncached)
+        self.reserved.began(request.tenant)
+        if request.adapter:
+            self._adapters.setdefault(quote.candidate.id, Counter())[request.adapter] += 1
+
+    def adapter_ended(self, adapter: str, candidate: Candidate) -> None:
+        """A request for ``adapter`` no longer runs there."""
+        running = self._adapters[candidate.id]
+        running[adapter] -= 1
+        if not running[adapter]:
+            del running[adapter]
+        if not running:
+            del self._adapters[candidate.id]
+
+    def has_room(self) -> bool:
+        """Whether any replica takes one more request within its bound."""
+        return any(not each.bound or each.in_flight < each.bound for each in self.pool.candidates())
+
+    def keeps_slot_for(self, tenant: str) -> bool:
+        """Whether a slot is free that is reserved for tenants below their share, such as ``tenant``."""
+        if not self.reserved.contended or not self.has_room():
+            return False
+        return self._kept_from(tenant, self.pool.candidates()) == 0
+
+    def _kept_from(self, tenant: str, candidates: list[Candidate]) -> int:
+        """How many slots of each replica the tenant leaves to others; -1 if it gets none at present."""
+        if not self.reserved.contended:
+            return 0
+        free = 0
+        for each in candidates:
+            if not each.bound:
+                return 0
+            free += max(0, each.bound - each.in_flight)
+        return self.reserved.kept_from(tenant, free, len(candidates))
+
+    def _in_order(self) -> Iterator[Waiting]:
+        """Waiting requests in order, without those of tenants that leave the last slots to others."""
+        denied: set[str] = set()
+        for waiting in islice(self.queue.walk(), MAX_CONSIDERED):
+            tenant = waiting.request.tenant
+            if tenant not in denied:
+                if self._kept_from(tenant, self.pool.candidates()) >= 0:
+                    yield waiting
+                else:  # slots that are taken leave less room, never more
+                    denied.add(tenant)
+
+    def _settle(self, ticket: Ticket[R]) -> None:
+        self.pool.queued(-1)
+        self._resolved(ticket)

@@ -1,0 +1,87 @@
+"""The replicas of one model as the dispatcher uses them: the port of the gateway and of the simulator."""
+
+from __future__ import annotations
+
+from typing import Protocol, TypeVar
+
+from policy.admission.queue import Bounds
+from policy.request import Request
+from policy.routing.outlier_ejection import Breaker
+from policy.routing.router import Candidate, CostEstimate
+
+
+class Replica(Protocol):
+    """A replica as a ticket uses it."""
+
+    breaker: Breaker
+
+    def begin(self, tokens: int) -> bool:
+        """Take a slot for a request with ``tokens`` uncached prompt tokens; returns whether it is the probe
+        that a half-open breaker waits for."""
+
+    def first_token(self, tokens: int, at: float) -> None:
+        """The prefill of such a request is over."""
+
+    def end(self) -> None:
+        """Free the slot."""
+
+
+R_co = TypeVar("R_co", bound=Replica, covariant=True)
+
+
+class ReplicaPool(Protocol[R_co]):
+    """The replicas of one model with their router: what a dispatcher asks of the process that it runs in."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether any replica serves requests, even if it has no room now."""
+
+    @property
+    def down(self) -> bool:
+        """Whether the fleet has no replica of the model that is ready."""
+
+    @property
+    def ttft_slo_s(self) -> float | None:
+        """The TTFT SLO of the model in seconds."""
+
+    def bounds(self, request: Request, queued: int) -> Bounds:
+        """How much may wait for the model when ``request`` comes while ``queued`` others wait."""
+
+    def candidates(self) -> list[Candidate]:
+        """The replicas to which a request may be sent now, whether or not they have room, as they are now."""
+
+    def replica(self, candidate: Candidate) -> R_co:
+        """The replica that ``candidate`` describes."""
+
+    def serves(self, candidate: Candidate, adapter: str) -> bool:
+        """Whether the candidate can serve requests for ``adapter``."""
+
+    def choose(self, request: Request, candidates: list[Candidate], at: float) -> CostEstimate | None:
+        """The router's choice, ``None`` if the request should wait."""
+
+    def unavailable(self, at: float) -> bool:
+        """Whether no replica is up and none is starting, so that waiting is useless."""
+
+    def cannot_load(self, adapter: str) -> bool:
+        """Whether every replica that is up has failed to load ``adapter``."""
+
+    def service_s(self, request: Request) -> float:
+        """How long the request would run on the fullest replica, by the performance model."""
+
+    def sent(self, request: Request, quote: CostEstimate, at: float) -> tuple[int, ...]:
+        """The request goes to ``quote.candidate``; returns the prefix hashes that are new there."""
+
+    def timed(self, request: Request, quote: CostEstimate, ttft_s: float, at: float) -> None:
+        """Its first token came ``ttft_s`` seconds after it was sent."""
+
+    def paced(self, quote: CostEstimate, gap_s: float) -> None:
+        """An answer ended whose tokens were ``gap_s`` seconds apart on average."""
+
+    def counted(self, request: Request, prompt_tokens: int, output_tokens: int) -> None:
+        """The engine counted the tokens of the request and its answer."""
+
+    def queued(self, change: int) -> None:
+        """So many requests more (or fewer) wait here, for other workers to see."""
+
+    def yields(self, queued: int, at: float) -> bool:
+        """Whether the next slot is left to requests that wait in other workers; ``queued`` wait here."""
