@@ -1,6 +1,4 @@
-"""One replica as this worker knows it: its connections, its load and its standing.
-
-"""
+"""One replica as this worker knows it: its connections, its load and its standing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The desk turns away what engines would: requests that are longer than the context of their replica."""
+"""What becomes of requests that their replica cannot hold, or under which it crashes."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from sim.arrival import Arrival
 from sim.planning.demand import met_alone
 from sim.twin.record import Outcome
 from sim.twin.run import simulate
+from sim.twin.scenario import Crash, Scenario
 
 # Of the profile: 2048 tokens of context, and 23,296 of KV cache.
 PROFILE = "cpu-smollm2-135m"
@@ -68,3 +69,26 @@ def test_what_is_longer_than_the_context_is_met_by_no_count() -> None:
     asked = [Arrival(0.0, 900, 100), Arrival(1.0, 901, 100), Arrival(2.0, 10, 10), Arrival(3.0, 1500, 1)]
     assert met_alone(asked, timing.model, timing.limits, SloConfig(), most) == 0.5
     assert met_alone(asked, timing.model, timing.limits, SloConfig(), None) == 1.0
+
+
+def test_what_had_no_first_token_when_its_replica_crashed_is_moved_for_free() -> None:
+    model = {
+        "name": "m",
+        "engine": "sim",
+        "sim": {"profile": "l4-8b"},
+        "shapes": {"small": {"gpus": 1, "max_in_flight": 256}},
+        "modes": {"multi-replica": {"shape": "small", "replicas": {"min": 2, "max": 2}}},
+        "control": {"policy": "static", "assumed_start_s": 30},
+    }
+    deployment = {"models": [model], "budget": {"gpus": 2}, "gateway": {"queue_timeout_s": 300}}
+    # One request each two seconds, which allow nine retries on the budget, then a burst of long prompts.
+    trace = [Arrival(2.0 * i, 200, 20) for i in range(100)]
+    trace += [Arrival(199.9 + 0.001 * i, 2000, 50) for i in range(40)]
+    record = simulate(
+        parse(deployment),
+        {"m": make(choose("policy", "static"))},
+        sorted(trace),
+        world=Scenario(crashes=(Crash(at=200.2),)),
+        seed=1,
+    )
+    assert set(record.requests["m"].outcome.tolist()) == {Outcome.SERVED}

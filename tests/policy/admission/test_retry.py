@@ -1,0 +1,132 @@
+"""The retry rule: what is tried again after an attempt, at whose cost, and when it is given up."""
+
+from __future__ import annotations
+
+import pytest
+
+from policy.admission.queue import Bounds
+from policy.admission.retry import AttemptOutcome, Cause, Replica, RetryState
+from policy.config.deployment import Eject, Retry
+from policy.request import Request
+from policy.routing.outlier_ejection import AttemptResult, Breaker
+from policy.routing.replica_health import HealthCounters, ReplicaHealth
+from policy.routing.router import Candidate, CostEstimate
+
+SERVED, BROKEN, REJECTED, REFUSED, FAILED, LOST, SILENT, STALE, UNREACHABLE, LEFT = AttemptOutcome
+
+
+class Pool:
+    """Replicas that nobody has to reach."""
+
+    ready, down, ttft_slo_s = True, False, None
+
+    def __init__(self, replicas: int) -> None:
+        self._candidates = [Candidate(f"r{i}", i) for i in range(replicas)]
+
+    def candidates(self) -> list[Candidate]:
+        return self._candidates
+
+    def serves(self, candidate: Candidate, adapter: str) -> bool:
+        return True
+
+    def bounds(self, request: Request, queued: int) -> Bounds: ...
+    def replica(self, candidate: Candidate) -> Replica: ...
+    def choose(self, request: Request, candidates: list[Candidate], at: float) -> CostEstimate | None: ...
+    def unavailable(self, at: float) -> bool: ...
+    def cannot_load(self, adapter: str) -> bool: ...
+    def service_s(self, request: Request) -> float: ...
+    def sent(self, request: Request, quote: CostEstimate, at: float) -> tuple[int, ...]: ...
+    def timed(self, request: Request, quote: CostEstimate, ttft_s: float, at: float) -> None: ...
+    def paced(self, quote: CostEstimate, gap_s: float) -> None: ...
+    def counted(self, request: Request, prompt_tokens: int, output_tokens: int) -> None: ...
+    def queued(self, change: int) -> None: ...
+    def yields(self, queued: int, at: float) -> bool: ...
+
+
+class Attempts:
+    """Attempts of one request on ``replicas`` in turn, with a budget of ``retries`` for all."""
+
+    def __init__(self, replicas: int, retries: int) -> None:
+        self.health = ReplicaHealth(HealthCounters(), lambda: 0.5)
+        self.health.configure(Eject(failures=2), Retry(budget=0.0, at_least=retries))
+        self.breakers = [self.health.ejections.join() for _ in range(replicas)]
+        self.pool = Pool(replicas)
+        self.request = Request("m")
+        self.state = RetryState()
+
+    def after(self, outcome: AttemptOutcome, on: int, *, adapter: bool = False) -> Cause | None:
+        rejection = self.state.after(
+            outcome, self.request, 0.0, replica=f"r{on}", breaker=self.breakers[on],
+            pool=self.pool, health=self.health, adapter_failed=adapter,
+        )  # fmt: skip
+        return None if rejection is None else rejection.cause
+
+    def may_move(self, to: Breaker) -> bool:
+        return self.state.may_move(to, self.health, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "replicas", "retries", "cause", "counted"),
+    [
+        ([REFUSED] * 5, 2, 0, None, {}),
+        ([REJECTED], 2, 9, Cause.REJECTED, {}),
+        ([FAILED], 2, 1, None, {"allowed": 1}),
+        ([FAILED], 2, 0, Cause.FAILED, {"over_budget": 1}),
+        ([FAILED], 1, 1, Cause.FAILED, {}),
+        ([FAILED, FAILED], 3, 9, Cause.FAILED, {"allowed": 1}),
+        ([SILENT], 2, 1, None, {"allowed": 1}),
+        ([STALE], 2, 1, None, {"allowed": 1}),
+        ([LOST], 2, 0, None, {"free": 1}),
+        ([LOST], 1, 0, None, {"free": 1}),
+        ([LOST, LOST], 3, 9, Cause.FAILED, {"free": 1}),
+        ([FAILED, LOST], 3, 9, Cause.FAILED, {"allowed": 1}),
+        ([UNREACHABLE], 2, 0, None, {"free": 1}),
+        ([UNREACHABLE, UNREACHABLE], 3, 9, Cause.RETRIES_SPENT, {"free": 1}),
+        ([UNREACHABLE, LOST], 3, 0, None, {"free": 2}),
+    ],
+)
+def test_what_follows_from_attempts(
+    outcomes: list[AttemptOutcome], replicas: int, retries: int, cause: Cause | None, counted: dict[str, int]
+) -> None:
+    attempts = Attempts(replicas, retries)
+    found = None
+    for i, outcome in enumerate(outcomes):
+        found = attempts.after(outcome, i % replicas)
+        if found is None:
+            assert attempts.may_move(attempts.breakers[(i + 1) % replicas])
+    assert found == cause
+    assert attempts.health.counters.retries == counted
+
+
+@pytest.mark.parametrize(("retries", "moved"), [(0, False), (1, True)])
+def test_a_move_to_a_replica_that_failed_others_is_charged(retries: int, *, moved: bool) -> None:
+    attempts = Attempts(2, retries)
+    attempts.health.record(attempts.breakers[1], AttemptResult.BAD, 0.0)
+    assert attempts.after(LOST, 0) is None
+    assert attempts.may_move(attempts.breakers[1]) is moved
+    assert attempts.health.counters.retries == {"allowed" if moved else "over_budget": 1}
+    assert attempts.may_move(attempts.breakers[1])  # it is asked once for each move
+
+
+def test_a_replica_that_was_ejected_for_its_silence_counts_as_dead() -> None:
+    attempts = Attempts(3, 0)
+    attempts.health.stalled(attempts.breakers[0], 0.0)
+    assert attempts.after(SILENT, 0) is None
+    assert attempts.may_move(attempts.breakers[1])
+    assert attempts.health.counters.retries == {"free": 1}
+
+
+def test_an_adapter_that_two_replicas_cannot_load_is_given_up() -> None:
+    attempts = Attempts(3, 9)
+    assert attempts.after(REFUSED, 0, adapter=True) is None
+    assert attempts.after(REFUSED, 1, adapter=True) is Cause.ADAPTER
+
+
+def test_where_all_replicas_fail_no_retry_is_advised_elsewhere() -> None:
+    attempts = Attempts(2, 9)
+    for breaker in attempts.breakers:
+        for _ in range(2):
+            attempts.health.record(breaker, AttemptResult.BAD, 0.0)
+    attempts.request.begun = 1
+    assert attempts.after(FAILED, 0) is Cause.RETRIES_SPENT
+    assert attempts.after(LOST, 0) is Cause.FAILED
