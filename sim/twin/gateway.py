@@ -19,7 +19,8 @@ from policy.request import AnswerLength, Request
 from policy.routing.router import Candidate, CostEstimate, Router
 from policy.routing.settings import settings_of
 from policy.signals.counters import WorkerCounters
-from sim.arrival import BLOCK_TOKENS, Arrival
+from policy.wire.capture import BLOCK_TOKENS
+from sim.arrival import Arrival
 from sim.twin.engine import Job
 from sim.twin.fleet import Fleet, TwinReplica
 from sim.twin.record import Outcome
