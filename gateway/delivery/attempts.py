@@ -21,33 +21,10 @@ from policy.errors import Refusal
 from policy.types import EngineKind, Runner
 from policy.wire.headers import PREFILL_HEADER, PREFIX_HEADER
 
-<<<<<<< HEAD
-# A connection that cannot be made, and a request that was begun, are tried elsewhere once.
-MAX_CONNECTS = 2
-MAX_BEGUN = 2
-# An adapter that could not be loaded is tried elsewhere once.
-MAX_LOADS = 2
-# Hashes that other hosts are told of through the replica: 17 bytes of its request's head each.
-MAX_NEWS = 64
-
-_PREFILL, _PREFIX = PREFILL_HEADER.encode(), PREFIX_HEADER.encode()
-
-_SIGNS = {
-    Verdict.SERVED: AttemptResult.GOOD,
-    Verdict.BROKEN: AttemptResult.BAD,
-    Verdict.REJECTED: AttemptResult.NOTHING,
-    Verdict.REFUSED: AttemptResult.NOTHING,
-    Verdict.FAILED: AttemptResult.BAD,
-    Verdict.LOST: AttemptResult.BAD,
-    Verdict.STALE: AttemptResult.NOTHING,
-    Verdict.SILENT: AttemptResult.BAD,
-    Verdict.UNREACHABLE: AttemptResult.BAD,
-    Verdict.LEFT: AttemptResult.NOTHING,
-}
-=======
 # Prefix hashes that a request's head carries for other hosts, 17 bytes each.
 MAX_NEW_HASHES = 64
->>>>>>> 538f37e (Let one dispatcher admit, order, retry and reject for the gateway and the simulator)
+
+_PREFILL, _PREFIX = PREFILL_HEADER.encode(), PREFIX_HEADER.encode()
 
 
 class Attempts:
@@ -166,24 +143,13 @@ class Attempts:
             call.upstream_id,
             self._outgoing.size,
         )
-<<<<<<< HEAD
-        place = self._place
-        if place.served.engine is not EngineKind.EXTERNAL:
-            head += b"%b: %d\r\n" % (_PREFILL, place.pending)
-            if call.adapter is not None:
-                head += call.adapter.header
-            if place.news:
-                news = b",".join([b"%x" % value for value in place.news[:MAX_NEWS]])
-                head += b"%b: %b\r\n" % (_PREFIX, news)
-=======
         if not self._is_external:
-            head += b"x-tidegate-prefill: %d\r\n" % self._ticket.pending
+            head += b"%b: %d\r\n" % (_PREFILL, self._ticket.pending)
             if call.adapter is not None:
                 head += call.adapter.header
             if hashes := self._ticket.new_hashes:
                 listed = b",".join([b"%x" % value for value in hashes[:MAX_NEW_HASHES]])
-                head += b"x-tidegate-prefix: %b\r\n" % listed
->>>>>>> 538f37e (Let one dispatcher admit, order, retry and reject for the gateway and the simulator)
+                head += b"%b: %b\r\n" % (_PREFIX, listed)
         for name in (b"accept", b"anthropic-version"):
             if (value := call.headers.get(name)) is not None and value.isascii() and b"\n" not in value:
                 head += b"%b: %b\r\n" % (name, value)
