@@ -28,6 +28,7 @@ from gateway.routing.shared_memory import BEAT_EVERY_S, SharedCounts, SharedRows
 from gateway.telemetry.log import LibraryHandler, Log
 from gateway.telemetry.metrics import Metrics
 from policy.config.deployment import Deployment
+from policy.wire.controller import SIGNALS
 from store.api_keys import salt_secret
 from store.state_dir import StateDir
 
@@ -80,7 +81,7 @@ async def work(state: StateDir, client_fd: int, admin_fd: int, worker: int, *, c
         shared=shared,
         captures=state.captures,
     )
-    post = ReportSender(lambda: document.deployment.cluster.controller, "/signals", state.secret(), log)
+    post = ReportSender(lambda: document.deployment.cluster.controller, SIGNALS, state.secret(), log)
     reporter = Reporter(gateway.metrics, gateway.admission, lambda: document.deployment, post.send)
     background: dict[str, asyncio.Task[None]] = {}
 

@@ -1,4 +1,4 @@
-"""Requests, statuses and lines of the controller's HTTP API, for its server and its clients."""
+"""Statuses and logged decisions in the controller's HTTP API, for its server and its clients."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import msgspec
 
 from policy.engine.capacity import Capability
 from policy.scaling.situation import Decision, Override, Situation
-from policy.wire.catalog import Alias
 
 
 class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,38 +73,3 @@ class ControllerStatus(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     models: tuple[ModelStatus, ...]
     events: tuple[str, ...] = ()
-
-
-class AddRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An adapter to add; without a ``model`` on the only one that takes any.
-
-    Without ``tenants`` those who may see the name stay the same: of a new one everybody; none at all are
-    everybody. A misspelt key is refused: without its tenants an adapter would be everybody's.
-    """
-
-    name: str
-    source: str
-    model: str | None = None
-    tenants: tuple[str, ...] | None = None
-
-
-class Problem(msgspec.Struct, frozen=True, kw_only=True):
-    """An error on its way: ``type`` is its class, ``code`` an :class:`policy.errors.AdapterRefused`'s."""
-
-    type: str
-    message: str
-    code: str = ""
-
-
-class AddLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One line of the answer to an add: how far a ``step`` is, ``done`` of ``total`` if that is known.
-
-    The last one has what the name stands for, once that is durable, or an error.
-    """
-
-    step: str = ""
-    message: str = ""
-    done: int = 0
-    total: int | None = None
-    alias: Alias | None = None
-    error: Problem | None = None

@@ -8,7 +8,8 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from policy.errors import AdapterRefused, AdapterUnknown, ConfigError, TidegateError
+from policy.errors import TidegateError
+from policy.wire.controller import problem_of, status_of
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -23,16 +24,6 @@ def error_answer(status: int, kind: str, message: str) -> Response:
     return json_answer({"error": {"type": kind, "message": message}}, status)
 
 
-def problem_of(error: TidegateError) -> dict[str, object]:
-    """What is told of ``error``."""
-    body: dict[str, object] = {"type": type(error).__name__, "message": str(error)}
-    if isinstance(error, ConfigError):
-        body |= {"path": error.path, "value": error.value, "expected": error.expected}
-    if isinstance(error, AdapterRefused):
-        body["code"] = error.code
-    return body
-
-
 def refusing(handler: Handler) -> Handler:
     """Answer refusals as 400, 404 or 409 and undecodable bodies as 400, with what the caller can act on."""
 
@@ -40,15 +31,9 @@ def refusing(handler: Handler) -> Handler:
         try:
             return await handler(request)
         except TidegateError as error:
-            return json_answer({"error": problem_of(error)}, _status_of(error))
+            return json_answer({"error": problem_of(error)}, status_of(error))
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             # msgspec raises the second for text that is not UTF-8.
             return error_answer(400, "BadRequest", str(error))
 
     return wrapped
-
-
-def _status_of(error: TidegateError) -> int:
-    if isinstance(error, AdapterRefused):
-        return 400
-    return 404 if isinstance(error, AdapterUnknown) else 409

@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 from fastapi import APIRouter, Depends, Request, Response
 
-from gateway.api.controller_proxy import adapter_path
 from gateway.api.dependencies import GatewayServices, same_site
 from gateway.api.responses import JsonResponse, NdjsonResponse
 from gateway.protocol.errors import Refused
+from policy.wire.controller import ADAPTERS, adapter_path
 
 router = APIRouter(prefix="/admin/adapters")
 _SAME_SITE = [Depends(same_site)]
@@ -20,7 +20,7 @@ _SAME_SITE = [Depends(same_site)]
 @router.get("", summary="Adapters: versions, where they are loaded, and how they are used")
 async def adapters(services: GatewayServices) -> JsonResponse:
     """The controller's status of all adapters."""
-    return JsonResponse(await services.controller.ask("GET", "/adapters"))
+    return JsonResponse(await services.controller.ask("GET", ADAPTERS))
 
 
 @router.post(
@@ -30,7 +30,7 @@ async def adapters(services: GatewayServices) -> JsonResponse:
 )
 async def add(services: GatewayServices, request: Request) -> Response:
     """The new alias; or lines of progress, of which the last has the alias or an error."""
-    lines = services.controller.lines("/adapters", await request.body(), "alias")
+    lines = services.controller.lines(ADAPTERS, await request.body(), "alias")
     if NdjsonResponse.media_type not in request.headers.get("accept", ""):
         return JsonResponse([line async for line in lines][-1])
     first = await anext(lines)  # what is refused at once has its own status

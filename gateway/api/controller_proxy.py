@@ -1,26 +1,15 @@
-"""The controller, asked by the admin port on an operator's behalf; its errors in our ports' envelope.
+"""The controller's HTTP API, called by the admin port for an operator; errors in the gateway's envelope.
 
-``param`` is where the value stands that an error is about, as far as the controller says it. Status and code
-follow from the error's class, whatever status the controller gave it:
-
-    AdapterRefused      400 its own code: why the adapter was not admitted (``rank``, ``not_finite``, ...)
-    ConfigError         400 ``bad_value``: a value of the request that is never allowed
-    BadRequest          400 ``bad_request``: a body that is no such request
-    AdapterUnknown      404 ``adapter_not_found``
-    TargetError         409 ``not_allowed``: what the state of things does not allow now
-    Unreachable         503 ``unreachable``: its database does not answer, or it is ending
-    PreconditionFailed  503 ``precondition_failed``: something on its machine is in the way, as a full disk
-    any other           502 ``controller_failed``
-
-An error that carries a code of its own is told by that one. A controller that does not answer at all is 503
-``controller_unreachable``, a deployment that has none 409 ``no_controller``.
+The table in :mod:`policy.wire.controller` has the status and code of each error. An error that has a code of
+its own keeps it; ``param`` is the path of the value that the error is about, if the controller names one. A
+controller that does not answer is 503 ``controller_unreachable``, a deployment without one 409
+``no_controller``.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 from typing import Any
-from urllib.parse import quote, urlencode
 
 import httpx
 import msgspec
@@ -28,25 +17,16 @@ import msgspec
 from gateway.protocol.errors import Refused
 from policy.config.deployment import Deployment
 from policy.errors import Refusal
+from policy.wire.controller import ADMIN_ERRORS, OTHER_ERROR
 from policy.wire.headers import SECRET_HEADER
 
-# An add that goes on says so once a second.
+# An add reports its progress once a second.
 SILENT_S = 30.0
 CONNECT_S = 2.0
-# By the class of a controller's error, where it names no code of its own.
-_ERRORS = {
-    "AdapterRefused": (400, "refused"),
-    "ConfigError": (400, "bad_value"),
-    "BadRequest": (400, "bad_request"),
-    "AdapterUnknown": (404, "adapter_not_found"),
-    "TargetError": (409, "not_allowed"),
-    "Unreachable": (503, "unreachable"),
-    "PreconditionFailed": (503, "precondition_failed"),
-}
 
 
 class ControllerProxy:
-    """What of the controller's HTTP API the admin port hands on. ``deployment`` says where it is."""
+    """A client of the controller, whose address is in the current ``deployment``."""
 
     def __init__(self, secret: str, deployment: Callable[[], Deployment]) -> None:
         self._secret = secret
@@ -54,20 +34,20 @@ class ControllerProxy:
         self._http: httpx.AsyncClient | None = None
 
     async def ask(self, method: str, path: str, body: bytes = b"") -> bytes:
-        """The body of a good answer; raises :class:`gateway.protocol.errors.Refused` for any other."""
+        """The body of a 200 answer; raises :class:`gateway.protocol.errors.Refused` for any other."""
         http, url = self._client(), self._url(path)
         try:
             answer = await http.request(method, url, content=body)
         except httpx.HTTPError as error:
-            raise self._away(type(error).__name__) from error
+            raise self._unreachable(type(error).__name__) from error
         if answer.status_code != 200:
             raise _refusal(answer.content)
         return answer.content
 
     async def lines(self, path: str, body: bytes, end: str) -> AsyncIterator[dict[str, Any]]:
-        """The lines of an answer that reports progress, of which the last one has the member ``end``.
+        """The lines of an answer that reports progress; the last one has the member ``end``.
 
-        Raises :class:`gateway.protocol.errors.Refused` in its place, and where the controller goes meanwhile.
+        Raises :class:`gateway.protocol.errors.Refused` for an error line, and when the controller goes away.
         """
         http, url = self._client(), self._url(path)
         try:
@@ -78,15 +58,15 @@ class ControllerProxy:
                 async for data in answer.aiter_bytes():
                     *lines, rest = (rest + data).split(b"\n")
                     for line in lines:
-                        said = msgspec.json.decode(line, type=dict[str, Any])
-                        if "error" in said:
+                        members = msgspec.json.decode(line, type=dict[str, Any])
+                        if "error" in members:
                             raise _refusal(line)
-                        yield said
-                        if end in said:
+                        yield members
+                        if end in members:
                             return
         except (httpx.HTTPError, msgspec.DecodeError) as error:
-            raise self._away(type(error).__name__) from error
-        raise self._away("its answer has no end")
+            raise self._unreachable(type(error).__name__) from error
+        raise self._unreachable("its answer has no end")
 
     def _url(self, path: str) -> str:
         deployment = self._deployment()
@@ -100,7 +80,7 @@ class ControllerProxy:
         return f"http://{deployment.cluster.controller}{path}"
 
     def _client(self) -> httpx.AsyncClient:
-        """One for all: to make it reads certificates, for as long as many requests take."""
+        """One client for all calls: making one reads certificates, which takes as long as many requests."""
         if self._http is None:
             self._http = httpx.AsyncClient(
                 headers={SECRET_HEADER: self._secret, "content-type": "application/json"},
@@ -110,39 +90,27 @@ class ControllerProxy:
             )
         return self._http
 
-    def _away(self, why: str) -> Refused:
+    def _unreachable(self, why: str) -> Refused:
         address = self._deployment().cluster.controller
         return Refused(
             Refusal.NO_REPLICA,
-            f"The controller at {address} does not answer ({why}); what it was asked for may be done"
-            " nevertheless.",
+            f"The controller at {address} does not answer ({why}); the operation may still be carried out.",
             code="controller_unreachable",
         )
 
 
-def adapter_path(model: str, name: str, change: str = "") -> str:
-    """The controller's path for an adapter, or for a ``change`` of it."""
-    return f"/adapters/{quote(model, safe='')}/{quote(name, safe='')}{'/' + change if change else ''}"
-
-
-def decisions_path(**asked: str | float | None) -> str:
-    """The controller's path for what it decided, of the kind that is asked for."""
-    given = {name: value for name, value in asked.items() if value is not None}
-    return "/decisions" + (f"?{urlencode(given)}" if given else "")
-
-
 def _refusal(body: bytes) -> Refused:
-    """A controller's error, as it stands in an answer or in the last line of one."""
+    """The error in an answer of the controller, or in the last line of one."""
     try:
-        said: dict[str, Any] = msgspec.json.decode(body)["error"]
-        kind, message = str(said["type"]), str(said["message"])
+        problem: dict[str, Any] = msgspec.json.decode(body)["error"]
+        kind, message = str(problem["type"]), str(problem["message"])
     except (ValueError, LookupError, TypeError):
-        said, kind, message = {}, "", "The controller answered what nobody understands."
-    status, code = _ERRORS.get(kind, (502, "controller_failed"))
+        problem, kind, message = {}, "", "The controller's answer cannot be decoded."
+    status, code = ADMIN_ERRORS.get(kind, OTHER_ERROR)
     return Refused(
         Refusal.UPSTREAM_FAILED if status >= 500 else Refusal.BAD_REQUEST,
         message,
-        param=str(said.get("path") or "") or None,
+        param=str(problem.get("path") or "") or None,
         status=status,
-        code=str(said.get("code") or code),
+        code=str(problem.get("code") or code),
     )

@@ -6,9 +6,9 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query
 
-from gateway.api.controller_proxy import decisions_path
 from gateway.api.dependencies import GatewayServices
 from gateway.api.responses import JsonResponse
+from policy.wire.controller import DECISIONS, with_query
 
 router = APIRouter()
 
@@ -21,5 +21,5 @@ async def decisions(
     at: Annotated[float | None, Query(ge=0, allow_inf_nan=False, description="Unix seconds.")] = None,
 ) -> JsonResponse:
     """Newest first."""
-    path = decisions_path(model=model, last=last, at=at)
+    path = with_query(DECISIONS, model=model, last=last, at=at)
     return JsonResponse(await services.controller.ask("GET", path))

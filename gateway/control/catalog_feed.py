@@ -10,6 +10,7 @@ from gateway.http.ndjson import NdjsonStream
 from gateway.intake.adapter_catalog import CatalogView
 from gateway.telemetry.log import Log
 from policy.wire.catalog import Alias, Catalog
+from policy.wire.controller import ADAPTERS_STREAM
 from store.state_dir import StateDir, write_atomic
 
 SAVE_EVERY_S = 1.0
@@ -53,7 +54,7 @@ class CatalogFeed:
         self._aliases: dict[bytes, Alias] = {}
         self.feed = NdjsonStream(
             f"http://{address}",
-            "/adapters/stream",
+            ADAPTERS_STREAM,
             state.secret(),
             connect_timeout_s,
             on_line=self._on_line,

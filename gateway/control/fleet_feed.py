@@ -10,6 +10,7 @@ from gateway.http.ndjson import NdjsonStream
 from gateway.routing.fleet import FleetView
 from gateway.telemetry.log import Log
 from policy.types import Fleet
+from policy.wire.controller import FLEET_STREAM
 from store.state_dir import StateDir
 
 SAVE_EVERY_S = 1.0
@@ -40,7 +41,7 @@ class FleetFeed:
         self._clock = asyncio.get_running_loop().time
         self.feed = NdjsonStream(
             f"http://{address}",
-            "/fleet/stream",
+            FLEET_STREAM,
             state.secret(),
             connect_timeout_s,
             on_line=self._on_line,

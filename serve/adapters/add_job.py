@@ -8,8 +8,8 @@ from collections.abc import Mapping
 
 from policy.errors import AdapterRefused, TargetError, TidegateError
 from policy.wire.catalog import Alias
+from policy.wire.controller import AddLine, Problem
 from serve.adapters.store_port import ImportedAdapter
-from serve.controller_api import AddLine, Problem
 from store.progress import Progress
 
 # A base model and a name on it.

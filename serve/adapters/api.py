@@ -12,10 +12,10 @@ from starlette.routing import Route
 
 from policy.errors import AdapterUnknown
 from policy.wire.catalog import DIGEST
+from policy.wire.controller import ADAPTERS, ADAPTERS_STREAM, AddLine, AddRequest
 from serve.adapters.add_job import AddJob
 from serve.adapters.controller import AdapterController
 from serve.adapters.library import AdapterLibrary
-from serve.controller_api import AddLine, AddRequest
 from serve.responses import json_answer, refusing
 
 HEARTBEAT_S = 1.0
@@ -59,12 +59,12 @@ def routes(adapters: AdapterController) -> list[Route]:
             raise AdapterUnknown(f"there is no adapter with the digest {digest[:64]!r}")
         return StreamingResponse(pieces, media_type="application/x-tar")
 
-    key = "/adapters/{model:path}/{name}"
+    key = f"{ADAPTERS}/{{model:path}}/{{name}}"
     return [
-        Route("/adapters", refusing(status)),
-        Route("/adapters", refusing(add), methods=["POST"]),
-        Route("/adapters/stream", stream),
-        Route("/adapters/blobs/{digest}", refusing(blob)),
+        Route(ADAPTERS, refusing(status)),
+        Route(ADAPTERS, refusing(add), methods=["POST"]),
+        Route(ADAPTERS_STREAM, stream),
+        Route(f"{ADAPTERS}/blobs/{{digest}}", refusing(blob)),
         Route(f"{key}/split", refusing(split), methods=["POST"]),
         Route(f"{key}/rollback", refusing(rollback), methods=["POST"]),
         Route(key, refusing(remove), methods=["DELETE"]),

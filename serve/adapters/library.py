@@ -14,11 +14,11 @@ from policy.config.deployment import Deployment, ModelSpec
 from policy.errors import AdapterUnknown, TargetError, TidegateError, Unreachable
 from policy.stats.backoff import Backoff
 from policy.wire.catalog import Alias
+from policy.wire.controller import AddRequest
 from serve.adapters.add_job import AddJob, Key
 from serve.adapters.catalog import CatalogPublisher
 from serve.adapters.request_checks import check_add, weights_by_number
 from serve.adapters.store_port import AdapterStore, ImportedAdapter
-from serve.controller_api import AddRequest
 from serve.threads import run_in_thread
 from store.progress import Progress
 

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 
 from policy.errors import AdapterRefused, ConfigError
 from policy.wire.catalog import NAME
-from serve.controller_api import AddRequest
+from policy.wire.controller import AddRequest
 
 _VERSION = re.compile(r"v([1-9][0-9]{0,8})")
 

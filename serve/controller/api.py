@@ -17,6 +17,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from policy.config.section import Seconds
+from policy.wire.controller import DECISIONS, FLEET, FLEET_STREAM, REPLICAS, SIGNALS, STATUS, STEPS
 from policy.wire.headers import SECRET_HEADER
 from policy.wire.heartbeat import Heartbeat
 from policy.wire.reports import GatewayReport
@@ -129,13 +130,13 @@ def build_app(controller: Controller, secret: str) -> Starlette:
     return Starlette(
         routes=[
             Route("/livez", livez),
-            Route("/fleet", fleet),
-            Route("/fleet/stream", stream),
-            Route("/status", status),
-            Route("/decisions", refusing(decisions)),
-            Route("/steps", refusing(steps)),
-            Route("/replicas", refusing(beat), methods=["POST"]),
-            Route("/signals", refusing(signals), methods=["POST"]),
+            Route(FLEET, fleet),
+            Route(FLEET_STREAM, stream),
+            Route(STATUS, status),
+            Route(DECISIONS, refusing(decisions)),
+            Route(STEPS, refusing(steps)),
+            Route(REPLICAS, refusing(beat), methods=["POST"]),
+            Route(SIGNALS, refusing(signals), methods=["POST"]),
             Route("/scale", refusing(scale), methods=["POST"]),
             Route("/mode", refusing(mode), methods=["POST"]),
             Route("/apply", refusing(apply), methods=["POST"]),

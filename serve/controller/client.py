@@ -4,28 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
-from urllib.parse import quote, urlencode
 
 import httpx
 import msgspec
 
-from policy.errors import (
-    AdapterRefused,
-    AdapterUnknown,
-    ConfigError,
-    ModelUnavailable,
-    PreconditionFailed,
-    SwitchRefused,
-    TargetError,
-    TidegateError,
-    Unreachable,
-)
+from policy.errors import TidegateError, Unreachable
 from policy.types import Fleet
 from policy.wire.catalog import Alias
+from policy.wire.controller import (
+    ADAPTERS,
+    DECISIONS,
+    FLEET,
+    STATUS,
+    STEPS,
+    AddLine,
+    AddRequest,
+    adapter_path,
+    error_of,
+    with_query,
+)
 from policy.wire.headers import SECRET_HEADER
 from serve.adapters.status import AdaptersStatus
 from serve.autoscaler.step_feed import StepLine
-from serve.controller_api import AddLine, AddRequest, ControllerStatus, LoggedDecision, ModelStatus, Problem
+from serve.controller_api import ControllerStatus, LoggedDecision, ModelStatus
 
 T = TypeVar("T")
 
@@ -52,11 +53,11 @@ class ControllerClient:
 
     def fleet(self) -> Fleet:
         """The current snapshot."""
-        return self._call("GET", "/fleet", None, Fleet)
+        return self._call("GET", FLEET, None, Fleet)
 
     def status(self) -> ControllerStatus:
         """What each model is doing."""
-        return self._call("GET", "/status", None, ControllerStatus)
+        return self._call("GET", STATUS, None, ControllerStatus)
 
     def scale(self, model: str, replicas: int | None, for_s: float | None = None) -> ModelStatus:
         """Set the count of the model's current mode by hand, ``None`` to let the policy decide again.
@@ -78,9 +79,8 @@ class ControllerClient:
         self, model: str | None = None, last: int = 1, at: float | None = None
     ) -> tuple[LoggedDecision, ...]:
         """The ``last`` decisions, newest first: of one ``model``, up to the instant ``at`` (Unix seconds)."""
-        given = {"model": model, "last": last, "at": at}
-        query = urlencode({key: value for key, value in given.items() if value is not None})
-        return self._call("GET", f"/decisions?{query}", None, tuple[LoggedDecision, ...])
+        path = with_query(DECISIONS, model=model, last=last, at=at)
+        return self._call("GET", path, None, tuple[LoggedDecision, ...])
 
     def steps(self, model: str) -> Iterator[StepLine]:
         """What the engines of ``model`` tell of their steps from when the first comes, which says nothing.
@@ -89,9 +89,7 @@ class ControllerClient:
         :class:`policy.errors.TargetError` for a model that is none.
         """
         try:
-            with self._http.stream(
-                "GET", f"/steps?{urlencode({'model': model})}", timeout=SILENT_S
-            ) as answer:
+            with self._http.stream("GET", with_query(STEPS, model=model), timeout=SILENT_S) as answer:
                 if answer.status_code != 200:
                     answer.read()
                     raise _refusal(answer)
@@ -106,7 +104,7 @@ class ControllerClient:
 
     def adapters(self) -> AdaptersStatus:
         """Which adapters there are, where they live and how they are used."""
-        return self._call("GET", "/adapters", None, AdaptersStatus)
+        return self._call("GET", ADAPTERS, None, AdaptersStatus)
 
     def add_adapter(self, wanted: AddRequest, progress: Callable[[AddLine], None]) -> Alias:
         """Add or replace an adapter; returns what its name stands for once that is durable.
@@ -115,7 +113,7 @@ class ControllerClient:
         """
         try:
             with self._http.stream(
-                "POST", "/adapters", content=msgspec.json.encode(wanted), timeout=SILENT_S
+                "POST", ADAPTERS, content=msgspec.json.encode(wanted), timeout=SILENT_S
             ) as answer:
                 if answer.status_code != 200:
                     answer.read()
@@ -123,7 +121,7 @@ class ControllerClient:
                 for raw in _lines(answer.iter_bytes()):
                     line = msgspec.json.decode(raw, type=AddLine)
                     if line.error is not None:
-                        raise _error(line.error)
+                        raise error_of(msgspec.structs.asdict(line.error))
                     if line.alias is not None:
                         return line.alias
                     progress(line)
@@ -136,15 +134,15 @@ class ControllerClient:
 
     def remove_adapter(self, model: str, name: str) -> None:
         """Take a name away: requests for it are 404 from now on."""
-        self._call("DELETE", _adapter_path(model, name), None, dict[str, Any])
+        self._call("DELETE", adapter_path(model, name), None, dict[str, Any])
 
     def split_adapter(self, model: str, name: str, weights: dict[str, float]) -> Alias:
         """Let a name stand for several of its versions, called ``v1`` and so on, by weight."""
-        return self._call("POST", f"{_adapter_path(model, name)}/split", weights, Alias)
+        return self._call("POST", adapter_path(model, name, "split"), weights, Alias)
 
     def rollback_adapter(self, model: str, name: str) -> Alias:
         """Let a name stand for what it stood for before."""
-        return self._call("POST", f"{_adapter_path(model, name)}/rollback", None, Alias)
+        return self._call("POST", adapter_path(model, name, "rollback"), None, Alias)
 
     def _call(self, method: str, path: str, body: object, kind: type[T]) -> T:
         try:
@@ -166,25 +164,8 @@ def _lines(pieces: Iterable[bytes]) -> Iterator[bytes]:
         yield from lines
 
 
-def _adapter_path(model: str, name: str) -> str:
-    return f"/adapters/{quote(model, safe='')}/{quote(name, safe='')}"
-
-
-def _refusal(answer: httpx.Response) -> Exception:
+def _refusal(answer: httpx.Response) -> TidegateError:
     try:
-        body: dict[str, Any] = answer.json()["error"]
+        return error_of(answer.json()["error"])
     except (ValueError, KeyError):
         return Unreachable(f"the controller answered {answer.status_code}: {answer.text[:200]}")
-    if body["type"] == "ConfigError":
-        return ConfigError(body["path"], body["value"], body["expected"])
-    return _error(msgspec.convert(body, Problem))
-
-
-def _error(problem: Problem) -> Exception:
-    if problem.type == "AdapterRefused":
-        return AdapterRefused(problem.code, problem.message)
-    kinds: dict[str, type[TidegateError]] = {
-        kind.__name__: kind
-        for kind in (TargetError, SwitchRefused, AdapterUnknown, ModelUnavailable, PreconditionFailed)
-    }
-    return kinds.get(problem.type, Unreachable)(problem.message)

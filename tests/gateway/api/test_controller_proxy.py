@@ -15,7 +15,7 @@ from gateway.api.controller_proxy import ControllerProxy
 from policy.config.deployment import Cluster, Deployment, ModelSpec
 from policy.errors import ConfigError, TargetError
 from policy.types import EngineKind
-from serve.responses import problem_of
+from policy.wire.controller import problem_of
 from tests.gateway.fake_replica import SECRET, Exchange, FakeController
 
 NDJSON = {"accept": "application/x-ndjson"}

@@ -23,10 +23,10 @@ import httpx
 import pytest
 
 from policy.errors import TidegateError, Unreachable
+from policy.wire.controller import AddRequest
 from policy.wire.headers import SECRET_HEADER
 from serve.adapters.status import AdapterStatus
 from serve.controller.client import ControllerClient
-from serve.controller_api import AddRequest
 from store.adapters import FILES
 from store.manifest import Entry, content_digest
 from store.state_dir import StateDir

@@ -13,6 +13,7 @@ import pytest
 from policy.errors import AdapterRefused, AdapterUnknown, ConfigError, TargetError, Unreachable
 from policy.types import Load, Replica, ReplicaPhase
 from policy.wire.catalog import Alias, Catalog, Version
+from policy.wire.controller import AddLine, AddRequest
 from policy.wire.headers import SECRET_HEADER
 from policy.wire.heartbeat import AdapterRef, AdapterUse, Heartbeat, Orders
 from serve.adapters import api
@@ -22,7 +23,6 @@ from serve.adapters.status import AdapterOverview, AdaptersStatus, AdapterState,
 from serve.adapters.usage import AdapterDemand
 from serve.controller.api import build_app
 from serve.controller.client import ControllerClient
-from serve.controller_api import AddLine, AddRequest
 from tests.serve.fake_shelf import digest_of, unreachable
 from tests.serve.plane import Plane
 from tests.serve.sim_documents import document, sim_model

@@ -12,9 +12,9 @@ import pytest
 
 from policy.errors import AdapterRefused, AdapterUnknown
 from policy.wire.catalog import Alias
+from policy.wire.controller import AddRequest
 from serve.adapters.declared import RETRY, DeclaredAdapters
 from serve.adapters.library import AdapterLibrary
-from serve.controller_api import AddRequest
 from store.state_dir import StateDir
 from tests.serve.fake_shelf import FakeShelf, digest_of, unreachable
 from tests.serve.sim_documents import deployment, sim_model

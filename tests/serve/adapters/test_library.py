@@ -13,9 +13,9 @@ import pytest
 from policy.errors import AdapterRefused, AdapterUnknown, ConfigError, TargetError
 from policy.stats.backoff import Backoff
 from policy.wire.catalog import Alias, Catalog
+from policy.wire.controller import AddRequest
 from serve.adapters.add_job import AddJob
 from serve.adapters.library import ADDS_AT_ONCE, AdapterLibrary
-from serve.controller_api import AddRequest
 from store.progress import Progress
 from tests.serve.fake_shelf import FakeShelf, digest_of
 from tests.serve.sim_documents import deployment, sim_model

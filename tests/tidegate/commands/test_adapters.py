@@ -17,8 +17,8 @@ from click.testing import CliRunner, Result
 
 from policy.errors import AdapterUnknown, ConfigError
 from policy.wire.catalog import Alias, Version
+from policy.wire.controller import AddLine, AddRequest
 from serve.adapters.status import AdaptersStatus, AdapterState, AdapterStatus, RefusedBy, VersionStatus
-from serve.controller_api import AddLine, AddRequest
 from tests.ports import free_ports
 from tests.store.adapters.making import files, write
 from tests.tidegate.conftest import Site, until

@@ -13,8 +13,8 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from policy.wire.controller import AddLine
 from serve.adapters.status import AdaptersStatus, AdapterState, AdapterStatus, VersionStatus
-from serve.controller_api import AddLine
 from tidegate.commands.fleet.status_tables import age
 
 _COLORS = {
@@ -116,7 +116,7 @@ def _table(*columns: str) -> Table:
 
 
 class AddProgress:
-    """Shows each :class:`serve.controller_api.AddLine` that it is called with; with ``quiet`` none."""
+    """Shows each :class:`policy.wire.controller.AddLine` that it is called with; with ``quiet`` none."""
 
     def __init__(self, name: str, *, quiet: bool) -> None:
         self._quiet = quiet

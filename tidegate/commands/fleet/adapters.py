@@ -11,8 +11,8 @@ import msgspec
 
 from policy.errors import AdapterUnknown, ConfigError
 from policy.wire.catalog import NAME, Alias
+from policy.wire.controller import AddRequest
 from serve.adapters.status import AdaptersStatus, AdapterStatus
-from serve.controller_api import AddRequest
 from store.state_dir import StateDir
 from tidegate.commands.fleet.adapter_output import AddProgress, history, overview
 from tidegate.commands.fleet.scale_mode import controller_client
