@@ -4,11 +4,11 @@
 #   docker run --init --shm-size 2g -p 127.0.0.1:8080:8080 \
 #     -v "$PWD/deployments/smollm2-cpu.yaml:/etc/tidegate/deployment.yaml:ro" tidegate:cpu
 #
-# In the image TIDEGATE_GATEWAY_HOST is 0.0.0.0, in place of the deployment's gateway.host: a published port
-# leads to the container's own address. The admin port stays inside.
+# TIDEGATE_GATEWAY_HOST=0.0.0.0 overrides the deployment's gateway.host, because a published port needs the
+# container's own address. The admin port is not published.
 ARG PYTHON_IMAGE=python:3.11.14-slim-bookworm
 
-# What both have: a user without privileges, and the directories that outlive a container.
+# Base of both: an unprivileged user, and the directories of the volumes.
 FROM ${PYTHON_IMAGE} AS base
 ENV PATH=/opt/tidegate/bin:$PATH \
     PYTHONUNBUFFERED=1 \
@@ -17,7 +17,7 @@ ENV PATH=/opt/tidegate/bin:$PATH \
     TIDEGATE_STATE_DIR=/var/lib/tidegate \
     TIDEGATE_GATEWAY_HOST=0.0.0.0 \
     TIDEGATE_ADMIN=http://127.0.0.1:8081
-# Torch and Triton compile kernels at run time, which needs a compiler; Debian's point release pins it.
+# Torch and Triton compile kernels at run time and need a compiler; Debian's point release pins its version.
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install --no-install-recommends -y gcc g++ libnuma1 \
@@ -28,7 +28,7 @@ RUN apt-get update \
     && python -m venv /opt/tidegate
 WORKDIR /src
 
-# Dependencies come before the sources, so that a change of code does not install them again.
+# Dependencies before sources, so that a code change does not reinstall them.
 FROM base AS cpu-packages
 COPY requirements/cpu.txt requirements/
 RUN pip install --no-cache-dir --no-deps --index-url https://download.pytorch.org/whl/cpu \
@@ -48,7 +48,7 @@ COPY serve serve
 COPY sim sim
 COPY tidegate tidegate
 RUN pip install --no-cache-dir --no-deps --no-build-isolation .
-# From what was installed, not from here.
+# Compile the installed package, not the sources here.
 WORKDIR /
 RUN python -m store.compiled
 
@@ -61,7 +61,7 @@ COPY serve serve
 COPY sim sim
 COPY tidegate tidegate
 RUN pip install --no-cache-dir --no-deps --no-build-isolation .
-# From what was installed, not from here.
+# Compile the installed package, not the sources here.
 WORKDIR /
 RUN python -m store.compiled
 
@@ -79,7 +79,7 @@ HEALTHCHECK --interval=10s --timeout=5s --start-period=60s --retries=3 \
 ENTRYPOINT ["tidegate"]
 CMD ["run", "/etc/tidegate/deployment.yaml"]
 
-# Last, so that it is what a build without --target makes.
+# Last, so that it is the default target.
 FROM base AS cpu
 COPY --from=cpu-build /opt/tidegate /opt/tidegate
 WORKDIR /var/lib/tidegate

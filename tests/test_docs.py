@@ -1,9 +1,12 @@
-"""What the documents show works: YAML that parses, commands that exist, links that lead somewhere."""
+"""The docs are true: YAML parses, commands exist, links and paths resolve, and the words are the field's."""
 
 from __future__ import annotations
 
 import re
 import shlex
+import textwrap
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
@@ -16,22 +19,102 @@ from tidegate.cli import group
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-_BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+EXAMPLES = [ROOT / "Dockerfile", *sorted((ROOT / "deployments").rglob("*.yaml"))]
+_BLOCK = re.compile(r"^( *)```(\w*)\n(.*?)^\1```", re.DOTALL | re.MULTILINE)
 _COMMAND = re.compile(r"^(?:\.venv/bin/)?tidegate\s+(.*)$", re.MULTILINE)
-_LINK = re.compile(r"\]\((?!https?://)([^)#]+)")
+_LINK = re.compile(r"\]\((?!https?://)([^)#]*)(?:#([^)]*))?\)")
+_HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
+_PATH = re.compile(
+    r"`((?:policy|gateway|serve|sim|store|tidegate|loadtests|tests|docs|deployments|scripts)/[\w./-]+)`"
+)
+
+# Idioms that readers outside the project do not understand, each with the plain words for it.
+BANNED = {
+    r"what may stand there": "Type and range",
+    r"\| without it \|": "Default",
+    r"\| its own \|": "see `SECTION`",
+    r"\| asks for \|": "Scales on",
+    r"\| take it \|": "Use when",
+    r"\bof the chance in it\b": "random seed",
+    r"\bby other chance\b": "seeds",
+    r"\bso many times\b": "multiply by a factor",
+    r"\bfor so long\b": "duration",
+    r"\bby hand until\b": "manual override",
+    r"\bset by hand\b": "manual override",
+    r"\bpromise[sd]?\b": "SLO; predicted saving",
+    r"\bthe objectives?\b": "the SLO",
+    r"\bforeseen\b": "forecast",
+    r"\bleft alone\b": "ejected",
+    r"\bturned away\b": "rejected",
+    r"\bthe twin\b": "the simulator",
+    r"\ba bed\b|\bthe bed\b": "shared GPU group",
+    r"\bthe house\b|\bthe rooms\b": "packages",
+    r"\bold figures\b|\bfigures are\b": "metrics",
+    r"\bis told of\b|\btold 0\.": "reported",
+    r"\bwhoever\b|\bwho waits\b": "a request that waits",
+    r"\bturns? out no further\b": "forecast quantile",
+    r"\bis kept in hand\b|\bkeeps? that much in hand\b": "headroom",
+    r"\btakes nobody\b|\bin which nobody\b": "no replica",
+    r"\bis no term\b|\bfor its term\b|--for TERM": "duration",
+    r"\[PART\]": "[PROCESS]",
+    r"\bgoes by the\b": "uses",
+    r"\bonly these kinds\b": "GPU types",
+}
+_IDIOM = re.compile("|".join(f"(?:{idiom})" for idiom in BANNED), re.IGNORECASE)
 
 
 def blocks(page: Path, *languages: str) -> list[str]:
     """The fenced blocks of ``page`` in one of ``languages``."""
-    return [body for language, body in _BLOCK.findall(page.read_text()) if language in languages]
+    return [
+        textwrap.dedent(body)
+        for _, language, body in _BLOCK.findall(page.read_text())
+        if language in languages
+    ]
 
 
-def understood(words: list[str]) -> None:
-    """Have the command line's own parser read ``words``; raises ``click.UsageError`` where it does not."""
+def parse_command(words: list[str]) -> None:
+    """Parse ``words`` as the command line does; raises ``click.UsageError`` if they are wrong."""
     with click.Context(group, info_name="tidegate") as context:
         name, command, rest = group.resolve_command(context, words)
         assert command is not None
         command.make_context(name, rest, parent=context).close()
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub makes of the headings of ``page``."""
+    seen: Counter[str] = Counter()
+    found = set()
+    for heading in _HEADING.findall(_BLOCK.sub("", page.read_text())):
+        slug = re.sub(r"[^\w\- ]", "", re.sub(r"\[(.*?)\]\(.*?\)", r"\1", heading).strip().lower()).replace(
+            " ", "-"
+        )
+        found.add(f"{slug}-{seen[slug]}" if seen[slug] else slug)
+        seen[slug] += 1
+    return found
+
+
+def idioms(text: str) -> list[str]:
+    """The banned idioms in ``text``, across line ends."""
+    return _IDIOM.findall(re.sub(r"\s+", " ", text))
+
+
+def help_texts(command: click.Command, context: click.Context, path: str) -> Iterator[tuple[str, str]]:
+    """The help of ``command`` and of all commands below it."""
+    yield path, command.get_help(context)
+    if isinstance(command, click.Group):
+        for name in command.list_commands(context):
+            below = command.get_command(context, name)
+            assert below is not None
+            with click.Context(below, info_name=name, parent=context) as inner:
+                yield from help_texts(below, inner, f"{path} {name}")
+
+
+def every_help() -> dict[str, str]:
+    with click.Context(group, info_name="tidegate") as context:
+        return dict(help_texts(group, context, "tidegate"))
+
+
+HELP = every_help()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -45,54 +128,86 @@ def test_yaml_of_whole_documents_is_accepted(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_commands_are_written_as_they_are_parsed(
-    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_commands_parse(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for block in blocks(page, "", "sh", "bash", "console"):
         for command in _COMMAND.findall(block):
             words = shlex.split(command, comments=True)
-            # Only what the document calls a file: whether it exists is the reader's matter.
+            # Some options require a file that exists.
             for file in (
                 tmp_path / word for word in words if word.endswith((".yaml", ".json", ".jsonl", ".csv"))
             ):
                 file.parent.mkdir(parents=True, exist_ok=True)
                 file.touch()
-            understood(words)
+            parse_command(words)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_make_targets_exist(page: Path) -> None:
-    for block in blocks(page, "", "sh", "bash", "console"):
-        for target in re.findall(r"^make ([a-z-]+)", block, re.MULTILINE):
-            assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE), target
+    for target in re.findall(r"(?:^|`)make ([a-z-]+)", page.read_text(), re.MULTILINE):
+        assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE), target
 
 
 @pytest.mark.parametrize(
     "command", ["scale smollm2 two", "logs -x", "mode smollm2 huge", "nothing", "up a b"]
 )
-def test_a_command_that_is_wrong_is_found(command: str) -> None:
+def test_a_wrong_command_is_found(command: str) -> None:
     with pytest.raises(click.UsageError):
-        understood(command.split())
+        parse_command(command.split())
 
 
-def test_the_rooms_of_the_house_are_what_the_architecture_says() -> None:
+def test_the_package_table_of_the_architecture_is_true() -> None:
     page = (ROOT / "docs" / "architecture.md").read_text()
-    rooms = re.findall(r"^\| `(\w+)/` \| (.*?) \|(.*?)\|$", page, re.MULTILINE)
-    assert len(rooms) == 6
-    for folder, purpose, first in rooms:
+    packages = re.findall(r"^\| `(\w+)/` \| [^|]* \|((?: `[\w/]+`,?)+) \|$", page, re.MULTILINE)
+    assert [package for package, _ in packages] == ["policy", "gateway", "serve", "sim", "store", "tidegate"]
+    for package, first in packages:
         modules = {
-            str(path.relative_to(ROOT / folder).with_suffix("")) for path in (ROOT / folder).rglob("*.py")
+            str(path.relative_to(ROOT / package).with_suffix("")) for path in (ROOT / package).rglob("*.py")
         }
-        assert set(re.findall(r"`([\w/]+)`", first)) <= modules, folder
-        # A folder without a module is said to be one.
-        assert ("holds nothing but its import contract" in purpose) == (not modules), folder
+        assert set(re.findall(r"`([\w/]+)`", first)) <= modules, package
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_somewhere(page: Path) -> None:
-    for link in _LINK.findall(page.read_text()):
-        assert (page.parent / link).exists(), f"{page.name}: {link}"
+def test_links_and_anchors_resolve(page: Path) -> None:
+    for link, anchor in _LINK.findall(page.read_text()):
+        target = page.parent / link if link else page
+        assert target.exists(), f"{page.name}: {link}"
+        assert not anchor or anchor in anchors(target), f"{page.name}: {link}#{anchor}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_paths_exist(page: Path) -> None:
+    missing = [path for path in _PATH.findall(page.read_text()) if not (ROOT / path).exists()]
+    assert missing == []
+
+
+@pytest.mark.parametrize("page", [*PAGES, *EXAMPLES], ids=lambda page: page.name)
+def test_docs_use_the_words_of_the_field(page: Path) -> None:
+    assert idioms(page.read_text()) == []
+
+
+@pytest.mark.parametrize("command", HELP)
+def test_help_uses_the_words_of_the_field(command: str) -> None:
+    assert idioms(HELP[command]) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("| key | what may stand\nthere | without it |", 2),
+        ("--for TERM  Hold it for so long.", 2),
+        ("The SLO is a TTFT of 1 s at p95.", 0),
+    ],
+)
+def test_idioms_are_found_across_lines(text: str, count: int) -> None:
+    assert len(idioms(text)) == count
+
+
+@pytest.mark.parametrize("page", PAGES[2:], ids=lambda page: page.name)
+def test_a_page_starts_with_a_question_or_a_decision(page: Path) -> None:
+    first, _, rest = page.read_text().partition("\n\n")
+    assert re.fullmatch(r"# (\d+\. .+|.+\?)", first)
+    assert rest.lstrip()[0] not in "#|`"
 
 
 def test_the_changelog_has_the_current_version_open() -> None:
