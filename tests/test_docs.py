@@ -28,9 +28,6 @@ _PATH = re.compile(
     r"`((?:policy|gateway|serve|sim|store|tidegate|loadtests|tests|docs|deployments|scripts)/[\w./-]+)`"
 )
 
-# What programs print is shown as it is.
-_OUTPUT = re.compile(r"^ *```(?:text)?\n.*?^ *```", re.DOTALL | re.MULTILINE)
-
 # Idioms that readers outside the project do not understand, each with the plain words for it.
 BANNED = {
     r"what may stand there": "Type and range",
@@ -73,6 +70,11 @@ def blocks(page: Path, *languages: str) -> list[str]:
         for _, language, body in _BLOCK.findall(page.read_text())
         if language in languages
     ]
+
+
+def prose(page: Path) -> str:
+    """The text of ``page`` without the output of programs, which is shown as it is printed."""
+    return _BLOCK.sub(lambda block: "" if block[2] in ("", "text") else block[0], page.read_text())
 
 
 def parse_command(words: list[str]) -> None:
@@ -186,7 +188,7 @@ def test_paths_exist(page: Path) -> None:
 
 @pytest.mark.parametrize("page", [*PAGES, *EXAMPLES], ids=lambda page: page.name)
 def test_docs_use_the_words_of_the_field(page: Path) -> None:
-    assert idioms(_OUTPUT.sub("", page.read_text())) == []
+    assert idioms(prose(page)) == []
 
 
 @pytest.mark.parametrize("command", HELP)
