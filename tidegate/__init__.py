@@ -1,1 +1,1 @@
-"""The command line and the supervisor: they compose the gateway, the replicas and the state."""
+"""The command line and the supervisor, which start and connect the other packages. Read first: `cli`."""

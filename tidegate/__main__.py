@@ -1,4 +1,4 @@
-"""``python -m tidegate``: what the supervisor is started as."""
+"""``python -m tidegate``, the command line of the supervisor process."""
 
 from tidegate.cli import main
 

@@ -1,4 +1,4 @@
-"""The command ``tidegate``: names, global options, and errors as one line instead of a traceback."""
+"""The command ``tidegate``: its commands, global options, and one-line errors instead of tracebacks."""
 
 from __future__ import annotations
 
@@ -14,45 +14,39 @@ from policy.errors import TidegateError
 from store.state_dir import StateDir, default_root
 from tidegate.exit_codes import MEANINGS, Exit, exit_of
 
-# Where each command lives. A module is imported when its command runs, so that `--help` and `up`
-# do not pay for httpx and rich.
+# The module and the summary of each command. A module is imported when its command runs, so that `--help`
+# and `up` do not import httpx and rich.
 _COMMANDS = {
-    "up": ("deployment.up_run_down", "Start detached, and return when every model answers."),
-    "run": ("deployment.up_run_down", "Run in the foreground until SIGINT or SIGTERM."),
-    "down": ("deployment.up_run_down", "Stop what was started, and nothing else."),
+    "up": ("deployment.up_run_down", "Start a deployment in the background; return when it is ready."),
+    "run": ("deployment.up_run_down", "Run a deployment in the foreground until SIGINT or SIGTERM."),
+    "down": ("deployment.up_run_down", "Stop the deployment."),
     "status": ("fleet.status", "Show processes, models and replicas."),
-    "logs": ("deployment.logs", "Print the log of one part, or of all."),
-    "explain": ("fleet.explain", "Say why a model has the replicas that it has."),
-    "scale": (
-        "fleet.scale_mode",
-        "Set how many replicas a model has in its current mode, or let load decide.",
-    ),
-    "mode": (
-        "fleet.scale_mode",
-        "Switch a model between single-large and multi-replica, or let load decide.",
-    ),
+    "logs": ("deployment.logs", "Print the logs of processes."),
+    "explain": ("fleet.explain", "Explain a model's replica count: SLO, metrics, policy, limits."),
+    "scale": ("fleet.scale_mode", "Override a model's replica count, or end the override."),
+    "mode": ("fleet.scale_mode", "Override a model's mode (topology), or end the override."),
     "adapters": ("fleet.adapters", "Show, add, replace, split, roll back or remove LoRA adapters."),
-    "check": ("deployment.check_apply", "Validate a deployment document."),
-    "apply": ("deployment.check_apply", "Show what a document would change, and apply it."),
-    "keys": ("deployment.keys", "Make API keys for tenants."),
-    "simulate": ("simulation.simulate", "Replay a trace on a deployment before anything runs."),
-    "replay": ("simulation.replay", "Replay a trace against an endpoint, or capture what a gateway serves."),
+    "check": ("deployment.check_apply", "Validate a deployment spec."),
+    "apply": ("deployment.check_apply", "Show what a deployment spec would change, and apply it."),
+    "keys": ("deployment.keys", "Create API keys for tenants."),
+    "simulate": ("simulation.simulate", "Replay a trace on a simulated deployment."),
+    "replay": (
+        "simulation.replay",
+        "Replay a trace against an endpoint, or capture live traffic as a trace.",
+    ),
     "calibrate": (
         "simulation.calibrate",
-        "Fit an engine model to live replicas, or hold the twin against a replay.",
+        "Fit a performance model to live replicas, or check the simulator against a replay.",
     ),
-    "plan": (
-        "simulation.plan",
-        "Find the fewest devices that meet the objective, now and as the load grows.",
-    ),
-    "bench": ("simulation.bench", "Measure policies on the simulated engine, beside others."),
+    "plan": ("simulation.plan", "Find the fewest GPUs that meet the SLO, now and as the load grows."),
+    "bench": ("simulation.bench", "Compare policies on simulated replicas."),
 }
 
 _EPILOG = "Exit codes: " + "; ".join(f"{code.value} {text}" for code, text in MEANINGS.items()) + "."
 
 
 class _LazyGroup(click.Group):
-    """A group that knows its commands' names and one-line helps without importing them."""
+    """A group that lists its commands without importing them."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_COMMANDS)
@@ -70,13 +64,13 @@ class _LazyGroup(click.Group):
             formatter.write_dl([(name, text) for name, (_, text) in _COMMANDS.items()])
 
 
-def _version(ctx: click.Context, _parameter: click.Parameter, wanted: bool) -> None:
-    if not wanted:
+def _version(ctx: click.Context, _parameter: click.Parameter, requested: bool) -> None:
+    if not requested:
         return
     try:
         click.echo(f"tidegate {importlib.metadata.version('tidegate')}")
     except importlib.metadata.PackageNotFoundError:
-        click.echo("tidegate, a checkout that is not installed")
+        click.echo("tidegate (not installed, running from a checkout)")
     ctx.exit()
 
 
@@ -85,7 +79,7 @@ def _version(ctx: click.Context, _parameter: click.Parameter, wanted: bool) -> N
     "--state-dir",
     type=click.Path(file_okay=False, path_type=Path),
     envvar="TIDEGATE_STATE_DIR",
-    help="Where secrets, process ids and logs are kept; one directory per deployment.",
+    help="Directory for the secret, process ids, logs and decisions; one per deployment.",
 )
 @click.option(
     "--version", is_flag=True, is_eager=True, expose_value=False, callback=_version, help="Show the version."
@@ -97,22 +91,22 @@ def group(ctx: click.Context, state_dir: Path | None) -> None:
 
 
 def main() -> None:
-    """The entry point; every expected failure is one message on standard error and an exit code."""
+    """The entry point; an expected failure is a message on standard error and an exit code."""
     try:
         group(standalone_mode=False, prog_name="tidegate")
-    except click.exceptions.Exit as done:
-        sys.exit(done.exit_code)
+    except click.exceptions.Exit as exit_:
+        sys.exit(exit_.exit_code)
     except click.exceptions.Abort:
         sys.exit(Exit.INTERRUPTED)
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
     except BrokenPipeError:
-        # The reader went away (`tidegate logs | head`); nothing is left to say to it.
+        # The reader has exited, as in `tidegate logs | head`.
         sys.stderr.close()
         sys.exit(Exit.OK)
     except msgspec.MsgspecError as error:
-        click.echo(f"tidegate: an answer or a state file of another version of Tidegate: {error}", err=True)
+        click.echo(f"tidegate: a response or state file of another Tidegate version: {error}", err=True)
         sys.exit(Exit.FAILED)
     except (TidegateError, OSError) as error:
         click.echo(f"tidegate: {error}", err=True)

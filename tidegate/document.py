@@ -1,4 +1,4 @@
-"""Read a deployment document: YAML to a checked :class:`policy.config.deployment.Deployment`."""
+"""Read a deployment spec: YAML to a checked :class:`policy.config.deployment.Deployment`."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from policy.errors import ConfigError
 from serve.autoscaler.custom_policy import beside
 from store.yaml_file import read_yaml
 
-# Where to listen is a matter of where it runs: inside a container loopback reaches nobody.
+# Listening addresses depend on the environment: loopback inside a container is unreachable.
 _HOSTS = {"host": "TIDEGATE_GATEWAY_HOST", "admin_host": "TIDEGATE_ADMIN_HOST"}
 
 
 @dataclass(frozen=True)
 class Document:
-    """A document with its paths made absolute: ``raw`` is what is stored and sent on."""
+    """A deployment spec with absolute paths; ``raw`` is what is stored and sent to the controller."""
 
     raw: dict[str, Any]
     deployment: Deployment
@@ -32,16 +32,15 @@ class Document:
 def load(path: Path, *, ray: bool = True) -> Document:
     """Read and check the YAML (or JSON) file at ``path``.
 
-    Relative model paths, token files and key files are taken from the file's folder, and a calibrated engine
-    model is read from its file, which no other machine needs then. ``RAY_ADDRESS`` takes
-    the place of ``cluster.address: local`` (where ``ray`` will be used at all),
-    ``TIDEGATE_GATEWAY_HOST`` and ``TIDEGATE_ADMIN_HOST`` that of ``gateway.host`` and
+    Relative paths are relative to the file's folder, and a calibrated performance model is embedded, so that
+    other machines do not need its file. ``RAY_ADDRESS`` replaces ``cluster.address: local`` if ``ray`` is
+    used; ``TIDEGATE_GATEWAY_HOST`` and ``TIDEGATE_ADMIN_HOST`` replace ``gateway.host`` and
     ``gateway.admin_host``. Raises :class:`policy.errors.ConfigError`.
     """
     path = path.resolve()
     raw = read_yaml(path, "models")
     _embed_model_files(raw, path.parent)
-    parse(raw)  # types are right from here on
+    parse(raw)  # from here on the types are valid
     _absolute_paths(raw, path.parent)
     address = os.environ.get("RAY_ADDRESS") if ray else None
     if address and raw.get("cluster", {}).get("address", "local") == "local":
@@ -53,12 +52,12 @@ def load(path: Path, *, ray: bool = True) -> Document:
 
 
 def _embed_model_files(raw: dict[str, Any], folder: Path) -> None:
-    """Put the content of a calibrated engine model where its file is named, by ``.json`` as no profile is."""
+    """Replace the file name of a calibrated performance model (``*.json``) by the file's content."""
     models = raw.get("models")
     for i, model in enumerate(models if isinstance(models, list) else []):
-        named = model.get("profile") if isinstance(model, Mapping) else None
-        if isinstance(named, str) and named.endswith(".json"):
-            path = (folder / Path(named).expanduser()).resolve()
+        profile = model.get("profile") if isinstance(model, Mapping) else None
+        if isinstance(profile, str) and profile.endswith(".json"):
+            path = (folder / Path(profile).expanduser()).resolve()
             model["profile"] = _model_file(path, f"models[{i}].profile")
 
 
@@ -91,17 +90,21 @@ def _absolute_paths(raw: dict[str, Any], folder: Path) -> None:
 
 
 def _absolute_adapters(model: dict[str, Any], folder: Path) -> None:
-    """Whether anything is there is said by who fetches it: the document stands without an adapter of its."""
+    """Existence is not checked here: a missing adapter does not make the deployment spec invalid."""
     for entry in (model.get("adapters") or {}).get("sources", []):
         versions = entry.get("versions", {}).values()
-        for where, key in ((entry, "path"), (entry, "source"), *((each, "source") for each in versions)):
-            named = where.get(key, "")
-            if named and "://" not in named and not named.startswith("hf:"):
-                where[key] = str((folder / Path(named).expanduser()).resolve())
+        for where, key in (
+            (entry, "path"),
+            (entry, "source"),
+            *((version, "source") for version in versions),
+        ):
+            source = where.get(key, "")
+            if source and "://" not in source and not source.startswith("hf:"):
+                where[key] = str((folder / Path(source).expanduser()).resolve())
 
 
 def _absolute_policies(model: dict[str, Any], folder: Path) -> None:
-    """A policy that lies beside the document is found wherever the controller runs on this machine."""
+    """A custom policy beside the file gets an absolute path, as the controller runs in another folder."""
     control = model.get("control", {})
     for key in ("policy", "shadow"):
         if control.get(key) is not None:
@@ -117,9 +120,9 @@ def _absolute_file(entry: dict[str, Any], key: str, prefix: str, folder: Path) -
 
 
 def _local(source: str, folder: Path) -> Path | None:
-    """The directory that ``source`` names, or ``None`` for a package or a Hugging Face id.
+    """The directory of ``source``, or ``None`` for a package or a Hugging Face id.
 
-    ``ORG/NAME`` is a path only where that folder exists beside the document.
+    ``ORG/NAME`` is a path only if that folder exists beside the file.
     """
     if source.startswith("package:"):
         return None

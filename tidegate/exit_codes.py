@@ -1,4 +1,4 @@
-"""What an exit code means, and which error ends in which."""
+"""Exit codes: their meanings, and the code of each error."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ MEANINGS = {
     Exit.OK: "ok",
     Exit.FAILED: "failed",
     Exit.USAGE: "usage error",
-    Exit.INVALID: "invalid deployment document, workload or trace",
+    Exit.INVALID: "invalid deployment spec, workload or trace",
     Exit.NOT_RUNNING: "nothing is running, or it does not answer",
-    Exit.REFUSED: "refused: target, switch, adapter, or a change that needs down and up",
-    Exit.PRECONDITION: "precondition: port taken, too little memory, foreign Ray",
-    Exit.INACCURATE: "calibrated, but further off than is good; the file is written",
+    Exit.REFUSED: "refused: replica count, mode switch, adapter, or a change that needs down and up",
+    Exit.PRECONDITION: "precondition not met: port in use, too little memory, another Ray cluster",
+    Exit.INACCURATE: "calibration written, but its error is high",
     Exit.INTERRUPTED: "interrupted",
 }
 
@@ -55,5 +55,5 @@ _BY_ERROR: tuple[tuple[type[Exception], Exit], ...] = (
 
 
 def exit_of(error: BaseException) -> Exit:
-    """The exit code that says what kind of failure ``error`` is."""
+    """The exit code for ``error``."""
     return next((code for kind, code in _BY_ERROR if isinstance(error, kind)), Exit.FAILED)

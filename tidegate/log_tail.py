@@ -1,4 +1,4 @@
-"""Read log files from their end, and go on reading while they grow and rotate."""
+"""Read log files from their end, and follow them as they grow and rotate."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def tail(path: Path, lines: int, max_bytes: int = 1024 * 1024) -> list[str]:
-    """The last ``lines`` lines within the last ``max_bytes``; none for a file that is not there."""
+    """The last ``lines`` lines within the last ``max_bytes``; none for a missing file."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, 2)
@@ -19,24 +19,24 @@ def tail(path: Path, lines: int, max_bytes: int = 1024 * 1024) -> list[str]:
 
 
 class Follower:
-    """Lines added to ``path`` from now on (``whole``: from its start), across rotations."""
+    """Lines added to ``path`` from now on, or from its start if ``whole``, across rotations."""
 
     def __init__(self, path: Path, *, whole: bool = False) -> None:
         self._path = path
         self._file = path.open("rb")
         if not whole:
             self._file.seek(0, 2)
-        self._rest = b""
+        self._partial = b""
 
     def lines(self) -> list[str]:
-        """What was added since the last call."""
-        data = self._rest + self._file.read()
+        """The lines added since the last call."""
+        data = self._partial + self._file.read()
         if self._rotated():
             self._file.close()
             self._file = self._path.open("rb")
             data += self._file.read()
-        *whole, self._rest = data.split(b"\n")
-        return [line.decode(errors="replace") for line in whole]
+        *complete, self._partial = data.split(b"\n")
+        return [line.decode(errors="replace") for line in complete]
 
     def close(self) -> None:
         """Close the file."""

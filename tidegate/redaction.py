@@ -1,4 +1,4 @@
-"""Values that are not shown: variables named like secrets, digests of keys whole, and passwords in URLs."""
+"""Removes secrets from values that are shown: secret variables, key digests, and passwords in URLs."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from store.adapters.fetch_job import redacted
 
 _SECRETS = ("token", "key", "secret", "password")
 _MASK = "***"
-# Enough to tell two keys apart.
+# Enough to distinguish two keys.
 _DIGEST_SHOWN = 8
 _PASSWORD = re.compile(r"(?<=://)[^/?#]*@")
 
 
 def redact(value: Any, path: str = "") -> Any:
-    """``value``, which stands at the dotted ``path`` of a document, without the secrets in it."""
+    """``value`` without secrets; ``path`` is its dotted path in the deployment spec."""
     if isinstance(value, Mapping):
         return {key: redact(inner, f"{path}.{key}") for key, inner in value.items()}
     if isinstance(value, list | tuple):

@@ -1,1 +1,1 @@
-"""One module per group of commands; each is imported only when one of its commands runs."""
+"""The commands of the command line. Read first: `options`."""

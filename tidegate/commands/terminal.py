@@ -1,22 +1,19 @@
-"""Where tables are printed.
-
-Progress on standard error: a bar that goes when the work is done; nothing moves where none is seen.
-
-Arguments and options that several commands have."""
+"""Output to a terminal or a pipe: tables and JSON on standard output, progress on standard error."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import click
+import msgspec
 from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
-# A pipe has no width of its own; a table needs about this much to stay on single lines.
+# A pipe has no width; most tables need about this many columns to keep each row on one line.
 _PIPE_COLUMNS = 140
 
 
@@ -25,24 +22,48 @@ def console() -> Console:
     return Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else _PIPE_COLUMNS)
 
 
-def moving(width: int, how_far: ProgressColumn) -> Progress:
-    """A bar after so many characters of text, then ``how_far`` it is, and since when."""
-    return Progress(
-        TextColumn(f"{{task.description:<{width}}}"),
-        BarColumn(),
-        how_far,
-        TimeElapsedColumn(),
-        console=Console(stderr=True),
-        transient=True,
-        disable=not sys.stderr.isatty(),
-    )
+def print_json(value: object) -> None:
+    """Print ``value`` as one line of JSON."""
+    click.echo(msgspec.json.encode(value).decode())
+
+
+def warn(text: str) -> None:
+    """Print a line on standard error."""
+    click.echo(text, err=True)
+
+
+def table(*columns: str, title: str | None = None) -> Table:
+    """An empty table without borders; a leading ``>`` aligns a column right."""
+    made = Table(title=title, title_justify="left", box=None, header_style="bold", pad_edge=False)
+    for name in columns:
+        right = name.startswith(">")
+        made.add_column(name.removeprefix(">"), justify="right" if right else "left", overflow="fold")
+    return made
 
 
 class Bar:
-    """Shows ``bar`` while it is entered; what a command knows of its work is what it adds."""
+    """Progress on standard error: one bar per task on a terminal, otherwise one line per task or step.
 
-    def __init__(self, bar: Progress) -> None:
-        self._bar = bar
+    ``amount`` formats the position of a task and ``unit`` names it. The bars disappear at the end.
+    """
+
+    def __init__(self, unit: str, amount: Callable[[float], str] = "{:.0f}".format) -> None:
+        self._unit = unit
+        self._amount = amount
+        self._tasks: dict[str, TaskID] = {}
+        self._advanced: dict[str, int] = {}
+        self._running: dict[str, float] = {}
+        self._finished: set[str] = set()
+        self._step = ""
+        self._bar = Progress(
+            TextColumn("{task.description:<16}", markup=False),
+            BarColumn(),
+            TextColumn("{task.fields[position]}", markup=False),
+            TimeElapsedColumn(),
+            console=Console(stderr=True),
+            transient=True,
+            disable=not sys.stderr.isatty(),
+        )
 
     def __enter__(self) -> Self:
         self._bar.start()
@@ -52,24 +73,52 @@ class Bar:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._bar.stop()
+        for task in list(self._running) if error is None else ():
+            self._finish(task)
 
     def note(self, text: str) -> None:
-        """Say something above the bar."""
+        """Print a line above the bars."""
         if self._bar.disable:
-            click.echo(text, err=True)
+            warn(text)
         else:
             self._bar.console.print(text, markup=False, highlight=False)
 
+    def update(
+        self, done: float, total: float | None, *, task: str = "", step: str = "", text: str = ""
+    ) -> None:
+        """``task`` has come to ``done`` of ``total`` (``None``: unknown), and now runs ``step``.
 
-# A file that is there.
-FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+        ``text`` describes the step. Without a terminal a line is printed when a step begins, or, for tasks
+        without steps, when the task ends.
+        """
+        text = text or step or task
+        if self._bar.disable:
+            self._print(done, total, task, step, text)
+            return
+        if task not in self._tasks:
+            self._tasks[task] = self._bar.add_task(text, total=total, position="")
+        if step != self._step:
+            self._bar.reset(self._tasks[task], total=total)
+            self._step = step
+        position = "" if total is None else f"{self._amount(min(done, total))} of {self._amount(total)}"
+        position = f"{position} {self._unit}".strip()
+        self._bar.update(self._tasks[task], description=text, completed=done, total=total, position=position)
 
+    def advance(self, total: float, *, task: str = "") -> None:
+        """One more of ``total`` units of ``task`` is done."""
+        self._advanced[task] = self._advanced.get(task, 0) + 1
+        self.update(self._advanced[task], total, task=task)
 
-def trace_option(*, required: bool) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """``--trace``."""
-    return click.option(
-        "--trace",
-        required=required,
-        type=FILE,
-        help="A trace as it was published or captured, or a workload in YAML.",
-    )
+    def _print(self, done: float, total: float | None, task: str, step: str, text: str) -> None:
+        if step:
+            if step != self._step:
+                warn(text)
+            self._step = step
+        elif total is not None and task not in self._finished:
+            self._running[task] = total
+            if done >= total:
+                self._finish(task)
+
+    def _finish(self, task: str) -> None:
+        self._finished.add(task)
+        warn(f"{task}: {self._amount(self._running.pop(task))} {self._unit}")

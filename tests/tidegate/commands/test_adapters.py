@@ -24,7 +24,7 @@ from tests.store.adapters.making import files, write
 from tests.tidegate.conftest import Site, until
 from tidegate.cli import group
 from tidegate.commands.fleet import adapters as module
-from tidegate.commands.fleet.adapter_output import AddProgress
+from tidegate.commands.fleet.adapter_output import add_progress
 from tidegate.supervisor.children import ROOT
 
 DIGEST = {1: "a" * 64, 2: "b" * 64}
@@ -107,7 +107,7 @@ def test_the_table_has_a_row_for_each_version_that_is_served(run: Run) -> None:
     away = adapter(name="law", state=AdapterState.FETCHING, note="no route", versions=(), split=())
     lines = run(Controller(split, away)).output.splitlines()
     assert [" ".join(line.split()) for line in lines] == [
-        "name version rank size lives on requests/s hit rate last used state",
+        "name version rank size loaded on requests/s hit rate last used state",
         "sql v1@aaaaaaaaaaaa 0.95 8 1.5 MB r1, r2 and 1 more 2.50 90% 3.0 s ago partial",
         "sql v2@bbbbbbbbbbbb 0.05 8 1.5 MB - - - - partial",
         "law - - - no route - - - fetching",
@@ -129,8 +129,8 @@ def test_show_says_where_versions_come_from_and_who_refuses_them(run: Run) -> No
     assert "acme" in shown
     assert "1 min 40 s ago" in shown
     assert "v1 is refused by r1: base_model: why" in shown
-    assert f"v2 is planned so: {why}" in " ".join(shown.split())
-    assert "v1 is planned" not in shown
+    assert f"placement of v2: {why}" in " ".join(shown.split())
+    assert "placement of v1" not in shown
     assert json.loads(run(Controller(found), "show", "sql", "--json").output)["tenants"] == ["acme"]
 
 
@@ -145,7 +145,7 @@ def test_a_local_source_is_made_absolute_and_its_steps_are_told(
         AddRequest(name="sql", source=str(tmp_path / "sql"), tenants=("acme", "bits")),
     ]
     assert [line.split()[0] for line in done.output.splitlines()] == ["fetch", "check", "sql"]
-    assert done.output.endswith("sql on m stands for v2 (bbbbbbbbbbbb).\n")
+    assert done.output.endswith("sql on m serves v2 (bbbbbbbbbbbb).\n")
 
 
 def test_a_name_is_widened_to_everybody(run: Run) -> None:
@@ -161,10 +161,10 @@ def test_a_terminal_has_a_bar(run: Run, monkeypatch: pytest.MonkeyPatch) -> None
 
     terminal = Terminal()
     monkeypatch.setattr("sys.stderr", terminal)
-    with AddProgress("sql", quiet=False) as progress:
+    with add_progress("sql", quiet=False) as progress:
         progress(AddLine(step="fetch", message="copying it", done=50, total=100))
     assert "copying it" in terminal.getvalue()
-    assert "50%" in terminal.getvalue()
+    assert "50 B of 100 B" in terminal.getvalue()
 
 
 @pytest.mark.parametrize("source", ["https://host/a.zip", "hf:org/name@main", "s3://bucket/key"])
@@ -226,8 +226,8 @@ def test_an_unknown_name_says_which_there_are(run: Run) -> None:
 def test_split_and_rollback_say_what_the_name_stands_for(run: Run) -> None:
     controller = Controller(adapter())
     done = run(controller, "split", "sql", "v1=95", "v2=5")
-    assert done.output == "sql on m stands for 0.95 of v1 (aaaaaaaaaaaa), 0.05 of v2 (bbbbbbbbbbbb).\n"
-    assert run(controller, "rollback", "sql").output == "sql on m stands for v1 (aaaaaaaaaaaa).\n"
+    assert done.output == "sql on m serves 0.95 of v1 (aaaaaaaaaaaa), 0.05 of v2 (bbbbbbbbbbbb).\n"
+    assert run(controller, "rollback", "sql").output == "sql on m serves v1 (aaaaaaaaaaaa).\n"
     assert controller.asked == [("m", "sql", {"v1": 95.0, "v2": 5.0}), ("m", "sql")]
 
 
@@ -272,7 +272,7 @@ def test_adapters_of_a_deployment_from_their_add_to_their_end(sim: Site) -> None
 
     code, out, err = sim.tidegate("adapters", "add", "sql", os.fspath(sim.folder / "sql"))
     assert (code, err) == (0, "")
-    assert "sql on sim stands for v1" in out
+    assert "sql on sim serves v1" in out
     first = until(lambda: (name := ask(sim, "sql")).startswith("sql@") and name, "the first version")
     again = tell(sim, "add", "sql", os.fspath(sim.folder / "sql-2"))
     second = f"sql@{again['versions'][1]['digest'][:12]}"

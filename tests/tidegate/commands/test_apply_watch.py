@@ -109,7 +109,7 @@ def test_a_bad_save_is_refused_and_the_next_good_one_applied(desk: Desk, content
     done = desk.watch(lambda: desk.write(content), now_good)
     assert done.exit_code == 0, done.output
     assert said in done.stderr
-    assert "What ran keeps running." in done.stderr
+    assert "The running deployment is unchanged." in done.stderr
     assert desk.timeout_s == 4
 
 
@@ -208,7 +208,7 @@ def test_a_save_is_in_force_while_it_runs(site: Site) -> None:
             found: float = json.loads(stored.read_bytes())["gateway"]["queue_timeout_s"]
             return found == timeout_s
 
-        while "Nothing changes." not in process.stdout.readline():
+        while "No changes." not in process.stdout.readline():
             assert process.poll() is None
         site.file.write_text("models: [")
         site.write(queue_timeout_s=7)

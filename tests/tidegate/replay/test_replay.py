@@ -99,7 +99,7 @@ def test_when_nothing_is_served_it_fails_and_says_why(endpoint: Endpoint, tmp_pa
     result = run(path, "--url", endpoint.url)
     assert result.exit_code == Exit.FAILED
     assert "1 failed with status 404" in result.stdout
-    assert "The first failure: The model `none` does not exist." in result.stdout
+    assert "First failure: The model `none` does not exist." in result.stdout
 
 
 def test_ctrl_c_ends_it_with_what_was_measured(endpoint: Endpoint, tmp_path: Path) -> None:
@@ -119,15 +119,15 @@ def test_ctrl_c_ends_it_with_what_was_measured(endpoint: Endpoint, tmp_path: Pat
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ((), "either a TRACE to replay or --capture FILE"),
-        (("T", "--capture", "x"), "either a TRACE to replay or --capture FILE"),
-        (("T", "--for", "9s"), "--for is of --capture"),
-        (("T", "--url", "ftp://x"), "no URL"),
-        (("T", "--from-s", "5", "--to-s", "5"), "expected more than --from-s 5"),
-        (("T", "--from-s", "5"), "no request lies in what is to be replayed"),
+        ((), "give either a TRACE to replay or --capture FILE"),
+        (("T", "--capture", "x"), "give either a TRACE to replay or --capture FILE"),
+        (("T", "--for", "9s"), "--for is only for --capture"),
+        (("T", "--url", "ftp://x"), "is not a URL"),
+        (("T", "--from-s", "5", "--to-s", "5"), "is not after --from-s 5"),
+        (("T", "--from-s", "5"), "no requests in the selected part"),
         (("T", "--record", "/nowhere/rows"), "expected a file in a folder that exists"),
-        (("--capture", "T"), "expected no such file yet"),
-        (("--capture", "P"), "P.part: expected no such file yet"),
+        (("--capture", "T"), "the file exists already"),
+        (("--capture", "P"), "P.part: the file exists already"),
     ],
 )
 def test_a_refusal_names_what_is_wrong(tmp_path: Path, words: tuple[str, ...], said: str) -> None:
@@ -176,7 +176,7 @@ def test_a_capture_is_a_trace(admin: str, tmp_path: Path, monkeypatch: pytest.Mo
     path = tmp_path / "own.jsonl"
     result = run("--capture", path, "--admin-url", admin, "--json")
     assert result.exit_code == Exit.FAILED  # it was not ended here
-    assert "the gateway ended the capture" in result.stderr and "3 more were lost" in result.stderr
+    assert "the gateway ended the capture" in result.stderr and "3 more requests were lost" in result.stderr
     assert json.loads(result.stdout) == {"file": str(path), "requests": 2, "lost": 3, "whole": False}
     assert [arrival.at for arrival in open_trace(path)] == [0.0, 5.0]
     assert [path.name for path in tmp_path.iterdir()] == ["own.jsonl"]
@@ -196,7 +196,7 @@ def test_ctrl_c_ends_a_capture_well(admin: str, tmp_path: Path, monkeypatch: pyt
     path = tmp_path / "own.jsonl"
     result = run("--capture", path, "--admin-url", admin)
     assert result.exit_code == 0, result.output
-    assert f"1 requests are in {path}" in result.stdout
+    assert f"1 request written to {path}" in result.stdout
     assert [arrival.input_tokens for arrival in open_trace(path)] == [5]
 
 

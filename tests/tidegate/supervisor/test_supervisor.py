@@ -78,7 +78,7 @@ def test_up_with_another_document_is_refused_and_changes_nothing(site: Site) -> 
     site.write(queue_timeout_s=7)
     code, _, err = site.tidegate("up", str(site.file))
     assert code == 5
-    assert "with another document" in err
+    assert "with another deployment spec" in err
     assert f"tidegate apply {site.file}" in err
     assert (site.workers(), (site.state / "deployment.json").read_bytes()) == before
 
@@ -86,7 +86,7 @@ def test_up_with_another_document_is_refused_and_changes_nothing(site: Site) -> 
 def test_without_a_file_up_takes_what_was_applied_last(site: Site) -> None:
     code, _, err = site.tidegate("up")
     assert code == 2
-    assert "no document was applied" in err
+    assert "no deployment spec was applied" in err
     site.tidegate("up", str(site.file))
     site.tidegate("down")
     assert site.tidegate("up")[0] == 0
@@ -165,7 +165,7 @@ def test_ctrl_c_during_up_ends_what_was_started(site: Site) -> None:
 def test_a_signal_ends_the_foreground_run_in_order(site: Site, number: signal.Signals) -> None:
     process = site.popen("up", "--foreground", str(site.file))
     assert process.stdout is not None
-    while "Tidegate answers" not in process.stdout.readline():
+    while "Tidegate is ready" not in process.stdout.readline():
         assert process.poll() is None
     process.send_signal(number)
     with process:
@@ -179,16 +179,16 @@ def test_apply_is_whole_or_not_at_all(site: Site) -> None:
     site.tidegate("up", str(site.file))
     stored = site.state / "deployment.json"
     before = stored.read_bytes()
-    assert site.tidegate("apply", "--dry-run", str(site.file))[1] == "Nothing changes.\n"
+    assert site.tidegate("apply", "--dry-run", str(site.file))[1] == "No changes.\n"
     written = stored.stat().st_ino
     # It is sent all the same: it tries again what failed.
-    assert site.tidegate("apply", str(site.file))[1] == "Nothing changes.\n"
+    assert site.tidegate("apply", str(site.file))[1] == "No changes.\n"
     assert stored.stat().st_ino != written
 
     site.write(queue_timeout_s=7, port=site.port + 1)
     code, out, err = site.tidegate("apply", str(site.file))
     assert code == 5
-    assert "needs down and up" in out
+    assert "only after down and up" in out
     assert f"gateway.port: got {site.port + 1}, expected {site.port}" in err
     assert stored.read_bytes() == before
 

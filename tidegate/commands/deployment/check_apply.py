@@ -1,6 +1,4 @@
-"""When a file is saved.
-
-``check`` and ``apply``."""
+"""``check`` and ``apply``."""
 
 from __future__ import annotations
 
@@ -13,7 +11,6 @@ from typing import Any
 
 import click
 import msgspec
-from rich.table import Table
 
 from policy.config.deployment import ModelSpec
 from policy.document.diff import Change, Effect, diff
@@ -23,32 +20,40 @@ from policy.scaling.policies.registry import choose
 from serve.autoscaler.policies import policies_for, policies_of
 from store.state_dir import StateDir
 from tidegate import document as documents
-from tidegate.commands.terminal import console
+from tidegate.commands.options import as_json, file_argument
+from tidegate.commands.terminal import console, print_json, table, warn
+from tidegate.commands.units import latency
 from tidegate.exit_codes import Exit
 from tidegate.redaction import redact
 from tidegate.supervisor.socket import SupervisorClient
 
-# Two looks that agree make a save: an editor writes in pieces, or puts another file in its place.
 POLL_S = 0.2
+
+_EFFECTS = {
+    Effect.LIVE: "immediately",
+    Effect.NEW_GENERATION: "new revision: its replicas are ready before the old ones drain",
+    Effect.RESTART: "only after down and up",
+}
 
 
 def file_changes(path: Path, sleep: Callable[[float], None] = time.sleep) -> Iterator[None]:
-    """Yield once for the file as it is, and again whenever it was saved and came to rest.
+    """Yield once for the file as it is, and again after each save.
 
-    It is looked at rather than subscribed to, which works on every file system and through a renamed file.
+    Two equal polls in a row make a save, because editors write in pieces or replace the file. Polling works
+    on every file system and through renames.
     """
-    told = seen = None
+    reported = previous = None
     while True:
-        now = _signature(path)
-        if now is not None and now == seen and now != told:
-            told = now
+        current = _signature(path)
+        if current is not None and current == previous and current != reported:
+            reported = current
             yield
-        seen = now
+        previous = current
         sleep(POLL_S)
 
 
 def _signature(path: Path) -> tuple[int, int, int] | None:
-    """What another content has another of; ``None`` while there is no file."""
+    """Changes with the file's content; ``None`` while there is no file."""
     try:
         stat = path.stat()
     except OSError:
@@ -56,145 +61,125 @@ def _signature(path: Path) -> tuple[int, int, int] | None:
     return stat.st_mtime_ns, stat.st_ino, stat.st_size
 
 
-_EFFECTS = {
-    Effect.LIVE: "at once",
-    Effect.NEW_GENERATION: "new generation: made ready before the old drains",
-    Effect.RESTART: "needs down and up",
-}
-
-_file = click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-
-_as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-
-
-@click.command(help="Validate FILE; a refusal names the path, the value and what was expected.")
-@_file
-@_as_json
+@click.command(help="Validate FILE. An error names the path, the value and what was expected.")
+@file_argument
+@as_json
 @click.pass_obj
 def check(_state: StateDir, file: Path, as_json: bool) -> None:
     try:
         deployment = documents.load(file).deployment
-        deciders = {spec.name: _decider(spec) for spec in deployment.models}
+        scaling = {spec.name: _scaling(spec) for spec in deployment.models}
     except ConfigError as error:
         if not as_json:
             raise
-        _print({"ok": False, "path": error.path, "value": error.value, "expected": error.expected})
+        print_json({"ok": False, "path": error.path, "value": error.value, "expected": error.expected})
         sys.exit(Exit.INVALID)
     models = [
-        {"name": spec.name, "engine": spec.engine, "mode": spec.first_mode, "decides": deciders[spec.name]}
+        {"name": spec.name, "engine": spec.engine, "mode": spec.first_mode, "decides": scaling[spec.name]}
         for spec in deployment.models
     ]
     if as_json:
-        _print({"ok": True, "models": models})
+        print_json({"ok": True, "models": models})
         return
     for model in models:
-        first = f", {model['mode']} first" if model["mode"] else ""
+        first = f", starts in {model['mode']}" if model["mode"] else ""
         click.echo(f"{model['name']}: engine {model['engine']}{first}; {model['decides']}")
     click.echo(f"{file} is valid.")
 
 
-def _decider(spec: ModelSpec) -> str:
-    """What would decide, within which bounds; raises :class:`ConfigError` where it cannot be made."""
+def _scaling(spec: ModelSpec) -> str:
+    """The policy that scales a model, its bounds and its SLO; raises :class:`ConfigError` if invalid."""
     if not spec.modes:
-        return "nothing to decide"
-    ranges = {name: (mode.bounds.min, mode.bounds.max) for name, mode in spec.modes.items()}
+        return "not scaled: external servers"
     bounds = " or ".join(
-        f"{name} x {least}" if least == most else f"{name} x {least} to {most}"
-        for name, (least, most) in ranges.items()
+        f"{name} x {mode.bounds.min}"
+        + (f" to {mode.bounds.max}" if mode.bounds.max > mode.bounds.min else "")
+        for name, mode in spec.modes.items()
     )
     chosen = policies_of(spec)
-    policies_for(spec.name, chosen, lambda event: click.echo(event, err=True))
+    policies_for(spec.name, chosen, warn)
     control = spec.control
-    verb = "decides"
+    scaled = f"scaled by {choose('', chosen.live).label}: {bounds}"
     if control.guard.dry_run:
         asleep = any(not mode.bounds.min for mode in spec.modes.values())
-        verb = f"would decide (guard.dry_run{': at zero it is not woken either' if asleep else ''})"
-    shadow = f", {choose('', chosen.shadow).label} beside it" if chosen.shadow is not None else ""
-    promised = [
-        f"{name} p95 {limit:g} s"
+        scaled += f" (guard.dry_run: decisions are only logged{'; no wake from zero' if asleep else ''})"
+    if chosen.shadow is not None:
+        scaled += f"; shadow policy {choose('', chosen.shadow).label}"
+    slo = [
+        f"{name} p95 {latency(limit)}"
         for name, limit in (("TTFT", control.slo.ttft_p95_s), ("ITL", control.slo.itl_p95_s))
         if limit is not None
     ]
-    promise = f" for {', '.join(promised)}" if promised else ""
-    return f"{choose('', chosen.live).label} {verb}{shadow}: {bounds}{promise}"
+    return f"{scaled}; SLO: {', '.join(slo)}" if slo else scaled
 
 
-@click.command(
-    help="Show what FILE would change in the running deployment, and apply it whole or not at all."
-)
-@_file
+@click.command(help="Show what FILE would change in the running deployment, and apply all of it or nothing.")
+@file_argument
 @click.option("--dry-run", is_flag=True, help="Only show the changes.")
-@click.option("--watch", is_flag=True, help="Do it again whenever FILE is saved, until Ctrl-C.")
-@_as_json
+@click.option("--watch", is_flag=True, help="Apply FILE again after each save, until Ctrl-C.")
+@as_json
 @click.pass_obj
 def apply(state: StateDir, file: Path, dry_run: bool, watch: bool, as_json: bool) -> None:
     client = SupervisorClient(state)
     if watch:
-        client.status()  # nothing is watched for nobody
+        client.status()  # fails if nothing is running
         _watch(client, file, dry_run, as_json)
-    elif not _applied(client, file, dry_run, as_json):
+    elif not _apply(client, file, dry_run, as_json):
         sys.exit(Exit.REFUSED)
 
 
 def _watch(client: SupervisorClient, file: Path, dry_run: bool, as_json: bool) -> None:
-    """Apply each save; what is refused is said, and what ran keeps running."""
+    """Apply each save; after a refused one the running deployment stays as it is."""
     with contextlib.suppress(KeyboardInterrupt):
         for _ in file_changes(file):
             if not as_json:
                 click.echo(f"{time.strftime('%H:%M:%S')} {file}")
             try:
-                applied = _applied(client, file, dry_run, as_json)
+                applied = _apply(client, file, dry_run, as_json)
             except TidegateError as error:
                 applied = False
-                click.echo(f"tidegate: {error}", err=True)
+                warn(f"tidegate: {error}")
             if not applied:
-                click.echo("What ran keeps running.", err=True)
+                warn("The running deployment is unchanged.")
 
 
-def _applied(client: SupervisorClient, file: Path, dry_run: bool, as_json: bool) -> bool:
-    """Show what changes, and apply it; returns whether nothing of it was refused."""
+def _apply(client: SupervisorClient, file: Path, dry_run: bool, as_json: bool) -> bool:
+    """Show the changes and apply them; returns whether none was refused."""
     document = documents.load(file)
     changes = diff(parse(client.status().document), document.deployment)
     refused = [change for change in changes if change.effect is Effect.RESTART]
-    # Also without a change: what failed is tried again, and weights in a directory are looked at again.
+    # Sent without changes too: the controller then retries what failed and reads weight directories again.
     applied = not refused and not dry_run
     if not as_json:
-        _table(changes)
+        _print_changes(changes)
     if applied:
         client.apply(document.raw)
     if as_json:
-        shown = [{**msgspec.to_builtins(change), **_masked(change)} for change in changes]
-        _print({"applied": applied, "changes": shown})
+        masked = [{**msgspec.to_builtins(change), **_masked(change)} for change in changes]
+        print_json({"applied": applied, "changes": masked})
     elif applied and changes:
         click.echo("Applied.")
     for change in refused:
         before, after = _masked(change).values()
-        click.echo(
-            f"tidegate: {change.path}: got {after!r}, expected {before!r} (or down and up: {change.why})",
-            err=True,
-        )
+        warn(f"tidegate: {change.path}: got {after!r}, expected {before!r} (or down and up: {change.why})")
     return not refused
 
 
-def _table(changes: tuple[Change, ...]) -> None:
+def _print_changes(changes: tuple[Change, ...]) -> None:
     if not changes:
-        click.echo("Nothing changes.")
+        click.echo("No changes.")
         return
-    table = Table("path", "before", "after", "takes effect", box=None, header_style="bold")
+    rows = table("path", "before", "after", "takes effect")
     for change in changes:
         before, after = _masked(change).values()
-        table.add_row(change.path, _text(before), _text(after), _EFFECTS[change.effect])
-    console().print(table)
+        rows.add_row(change.path, _text(before), _text(after), _EFFECTS[change.effect])
+    console().print(rows)
 
 
 def _masked(change: Change) -> dict[str, Any]:
-    """Before and after, as they may be shown."""
+    """The values before and after without secrets."""
     return {"before": redact(change.before, change.path), "after": redact(change.after, change.path)}
 
 
 def _text(value: object) -> str:
     return "-" if value is None else value if isinstance(value, str) else msgspec.json.encode(value).decode()
-
-
-def _print(value: object) -> None:
-    click.echo(msgspec.json.encode(value).decode())

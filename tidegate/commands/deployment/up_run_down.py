@@ -1,6 +1,4 @@
-"""What ``up`` prints: progress while it starts, and how to ask the first question.
-
-``up``, ``run`` and ``down``."""
+"""``up``, ``run`` and ``down``: start and stop a deployment, with its progress."""
 
 from __future__ import annotations
 
@@ -25,6 +23,8 @@ from store.log_file import RotatingLog
 from store.process import find
 from store.state_dir import StateDir
 from tidegate import document as documents
+from tidegate.commands.options import FILE, file_argument
+from tidegate.commands.terminal import warn
 from tidegate.exit_codes import Exit
 from tidegate.supervisor.children import ROOT
 from tidegate.supervisor.cleanup import remove_leftovers
@@ -33,10 +33,20 @@ from tidegate.supervisor.readiness import endpoint
 from tidegate.supervisor.socket import SupervisorClient
 
 _QUESTION = "What is the capital of France?"
+_POLL_S = 0.02
+# Between the supervisor's last event and its exit.
+_EXIT_S = 5.0
+
+_no_ray = click.option("--no-ray", is_flag=True, help="Run replicas as child processes, without Ray.")
+_timeout = click.option(
+    "--timeout-s",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Seconds until ready; default: the largest control.start_timeout_s of the models.",
+)
 
 
 class EventPrinter:
-    """Events as lines; on a terminal the line of a step that goes on is written over."""
+    """Prints each event as a line; on a terminal a step in progress overwrites its own line."""
 
     def __init__(self) -> None:
         self._terminal = sys.stdout.isatty()
@@ -47,29 +57,29 @@ class EventPrinter:
         step = f"{event.step:<12}"
         if event.kind == "step":
             done = "" if event.fraction is None else f" {event.fraction:.0%}"
-            self._line(f"  {step}{event.message}{done}", stays=not self._terminal)
+            self._line(f"  {step}{event.message}{done}", final=not self._terminal)
         elif event.kind == "done":
-            self._line(f"{click.style('✓', fg='green')} {step}{event.message}", stays=True)
+            self._line(f"{click.style('✓', fg='green')} {step}{event.message}", final=True)
         elif event.kind == "ended":
-            self._line(f"  ended {event.step} ({event.message})", stays=True)
+            self._line(f"  ended {event.step} ({event.message})", final=True)
         elif event.kind == "failed":
-            self._line("", stays=False)
-            click.echo(f"tidegate: {event.message}", err=True)
+            self._line("", final=False)
+            warn(f"tidegate: {event.message}")
         elif event.kind != "ready":
-            self._line(f"  {event.message}", stays=True)
+            self._line(f"  {event.message}", final=True)
 
-    def _line(self, text: str, *, stays: bool) -> None:
+    def _line(self, text: str, *, final: bool) -> None:
         if self._open:
             click.echo("\r\x1b[K", nl=False)
-        click.echo(text[:200] if not stays else text, nl=stays)
-        self._open = not stays and bool(text)
+        click.echo(text[:200] if not final else text, nl=final)
+        self._open = not final and bool(text)
 
 
 def welcome(deployment: Deployment) -> str:
-    """A ``curl`` and a Python snippet that can be pasted."""
+    """A first request with ``curl`` and in Python, ready to paste."""
     base = endpoint(deployment.gateway.host, deployment.gateway.port)
     spec = next((spec for spec in deployment.models if spec.runner is Runner.GENERATE), None)
-    head = f"\nTidegate answers at {base}/v1\n"
+    head = f"\nTidegate is ready at {base}/v1\n"
     if spec is None:
         return head
     body = {
@@ -96,31 +106,17 @@ print(answer.choices[0].message.content)
 """
 
 
-_CONNECT_S = 0.02
-
-_LAST_S = 5.0
-
-_file = click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path), required=False)
-
-_no_ray = click.option("--no-ray", is_flag=True, help="Run replicas as child processes of this machine.")
-
-_timeout = click.option(
-    "--timeout-s",
-    type=click.FloatRange(min=0, min_open=True),
-    help="Seconds to become ready in; default: the models' control.start_timeout_s.",
-)
-
-
 @click.command(
-    help="Start FILE detached, and return when every model answers.\n\nWithout FILE: what was applied last."
+    help="Start FILE in the background, and return when every model is ready."
+    "\n\nWithout FILE: the deployment spec that was applied last."
 )
-@_file
-@click.option("--foreground", is_flag=True, help="The same as `tidegate run`.")
+@click.argument("file", type=FILE, required=False)
+@click.option("--foreground", is_flag=True, help="Same as `tidegate run`.")
 @_no_ray
 @_timeout
 @click.pass_obj
 def up(state: StateDir, file: Path | None, foreground: bool, no_ray: bool, timeout_s: float | None) -> None:
-    path = _chosen(state, file)
+    path = _spec_path(state, file)
     document = documents.load(path, ray=not no_ray)
     if foreground:
         sys.exit(_run(state, document, no_ray, timeout_s))
@@ -130,8 +126,8 @@ def up(state: StateDir, file: Path | None, foreground: bool, no_ray: bool, timeo
     except Unreachable:
         sys.exit(_start_detached(state, path, document, no_ray, timeout_s))
     if parse(running.document) != document.deployment:
-        click.echo(f"tidegate: it is already running at {running.endpoint} with another document", err=True)
-        click.echo(f"To change it while it runs: tidegate apply {path}", err=True)
+        warn(f"tidegate: already running at {running.endpoint} with another deployment spec")
+        warn(f"To change the running deployment: tidegate apply {path}")
         sys.exit(Exit.REFUSED)
     if running.phase == "ready":
         click.echo(f"Tidegate is already running at {running.endpoint}.")
@@ -140,7 +136,7 @@ def up(state: StateDir, file: Path | None, foreground: bool, no_ray: bool, timeo
 
 
 @click.command(help="Run FILE in the foreground until SIGINT or SIGTERM (systemd, containers).")
-@click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@file_argument
 @_no_ray
 @_timeout
 @click.pass_obj
@@ -148,7 +144,7 @@ def run(state: StateDir, file: Path, no_ray: bool, timeout_s: float | None) -> N
     sys.exit(_run(state, documents.load(file, ray=not no_ray), no_ray, timeout_s))
 
 
-@click.command(help="Stop what `up` or `run` started, and nothing else; harmless when nothing runs.")
+@click.command(help="Stop what `up` or `run` started, and nothing else. No error when nothing is running.")
 @click.pass_obj
 def down(state: StateDir) -> None:
     printer = EventPrinter()
@@ -158,29 +154,29 @@ def down(state: StateDir) -> None:
         for event in client.stop():
             printer(event)
             if event.kind in ("stopped", "failed"):
-                _wait_for_end(supervisor)
-                # A start that has failed is not a stop that has.
+                _wait_for_exit(supervisor)
+                # A start that failed meanwhile does not make the stop fail.
                 sys.exit(event.exit_code if event.kind == "stopped" else Exit.OK)
     except Unreachable:
         pass
-    # It does not answer: it was killed, or it hangs. What it left is ended, and nothing else.
+    # No supervisor answers: it was killed, or it hangs. Only the processes that it recorded are ended.
     if not remove_leftovers(state, click.echo):
         click.echo("Nothing is running.")
 
 
-def _wait_for_end(pid: int) -> None:
-    """Its last words are said; what is left of it takes milliseconds."""
-    deadline = time.monotonic() + _LAST_S
+def _wait_for_exit(pid: int) -> None:
+    """Wait for the supervisor, which has sent its last event and exits within milliseconds."""
+    deadline = time.monotonic() + _EXIT_S
     while time.monotonic() < deadline and find(pid) is not None:
-        time.sleep(_CONNECT_S)
+        time.sleep(_POLL_S)
 
 
-def _chosen(state: StateDir, file: Path | None) -> Path:
+def _spec_path(state: StateDir, file: Path | None) -> Path:
     if file is not None:
         return file.resolve()
     if not state.deployment_path.exists():
         raise click.UsageError(
-            "no document was applied before: name one, such as deployments/smollm2-cpu.yaml"
+            "no deployment spec was applied before: name one, such as deployments/smollm2-cpu.yaml"
         )
     return state.deployment_path
 
@@ -196,9 +192,9 @@ def _run(state: StateDir, document: documents.Document, no_ray: bool, timeout_s:
 
     def echo(event: Event) -> None:
         printer(event)
-        words = " ".join(word for word in (event.kind, event.step, event.message) if word)
+        text = " ".join(filter(None, (event.kind, event.step, event.message)))
         with contextlib.suppress(OSError):
-            log.write(f"{datetime.now().astimezone().isoformat(timespec='milliseconds')} {words}\n".encode())
+            log.write(f"{datetime.now().astimezone().isoformat(timespec='milliseconds')} {text}\n".encode())
         if event.kind == "ready":
             click.echo(welcome(document.deployment))
 
@@ -212,13 +208,13 @@ def _run(state: StateDir, document: documents.Document, no_ray: bool, timeout_s:
 def _start_detached(
     state: StateDir, path: Path, document: documents.Document, no_ray: bool, timeout_s: float | None
 ) -> int:
-    """Start ``tidegate run`` in a session of its own and follow it; Ctrl-C stops what it started."""
+    """Start ``tidegate run`` in a new session and follow its events; Ctrl-C stops it."""
     state.ensure()
     options = ["--no-ray"] if no_ray else []
     options += ["--timeout-s", str(timeout_s)] if timeout_s else []
-    # Its events go to its log by themselves; what breaks before there is one comes out here.
-    last_words = state.logs / "supervisor.err"
-    with last_words.open("wb") as err:
+    # For errors before the supervisor has a log.
+    errors = state.logs / "supervisor.err"
+    with errors.open("wb") as err:
         process = subprocess.Popen(
             [sys.executable, "-m", "tidegate", "--state-dir", str(state.root), "run", str(path), *options],
             stdin=subprocess.DEVNULL,
@@ -232,14 +228,14 @@ def _start_detached(
     try:
         code = _watch(_events(client, process), document)
     except KeyboardInterrupt:
-        click.echo("interrupted: ending what was started", err=True)
+        warn("interrupted: stopping what was started")
         process.terminate()
         process.wait()
         return Exit.INTERRUPTED
     except Unreachable:
-        # It ended before it could be asked; its own words are there.
+        # The supervisor exited before its socket answered.
         code = process.wait()
-        click.echo(last_words.read_text(errors="replace").rstrip(), err=True)
+        warn(errors.read_text(errors="replace").rstrip())
         return code or Exit.FAILED
     if code:
         process.wait()
@@ -248,16 +244,16 @@ def _start_detached(
 
 def _events(client: SupervisorClient, process: subprocess.Popen[bytes]) -> Iterator[Event]:
     while True:
-        seen = False
+        connected = False
         try:
             for event in client.follow():
-                seen = True
+                connected = True
                 yield event
             return
         except Unreachable:
-            if seen or process.poll() is not None:
+            if connected or process.poll() is not None:
                 raise
-        time.sleep(_CONNECT_S)
+        time.sleep(_POLL_S)
 
 
 def _watch(events: Iterator[Event], document: documents.Document) -> int:

@@ -1,1 +1,1 @@
-"""Fleet."""
+"""Commands for a running deployment's models, replicas and adapters. Read first: `status`."""

@@ -1,21 +1,18 @@
-"""The tables of ``tidegate adapters``.
-
-How far the adding of an adapter is: a bar on a terminal, a line for each step elsewhere."""
+"""The tables of ``tidegate adapters``, and the progress of adding an adapter."""
 
 from __future__ import annotations
 
-import sys
-from types import TracebackType
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
-import click
-from rich.console import Console, Group, RenderableType
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from policy.wire.controller import AddLine
 from serve.adapters.status import AdaptersStatus, AdapterState, AdapterStatus, VersionStatus
-from tidegate.commands.fleet.status_tables import age
+from tidegate.commands.terminal import Bar, table
+from tidegate.commands.units import age, size
 
 _COLORS = {
     AdapterState.READY: "green",
@@ -24,42 +21,49 @@ _COLORS = {
     AdapterState.FAILED: "red",
 }
 
-# Replicas that are named in one row; of more their number is said.
-_NAMED = 2
+# Replicas that a cell names; the others are counted.
+_NAMED_REPLICAS = 2
 
 
 def overview(status: AdaptersStatus) -> Table:
-    """One row for each version that a name stands for; with several base models they are told too."""
+    """One row for each version that a name serves; with several base models they have a column."""
     several = len(status.models) > 1
-    columns = ["name", "version", "rank", "size", "lives on", "requests/s", "hit rate", "last used", "state"]
-    table = _table(*(["model"] if several else []), *columns)
+    rows = table(
+        *(["model"] if several else []),
+        *("name", "version", ">rank", ">size", "loaded on", ">requests/s", ">hit rate", "last used", "state"),
+    )
     for adapter in status.adapters:
-        live = [version for version in adapter.versions if version.share]
-        for row in map(list, [_row(adapter, version, status.at) for version in live] or [_absent(adapter)]):
-            table.add_row(*([adapter.model] if several else []), *row)
-    return table
+        served = [_row(adapter, version, status.at) for version in adapter.versions if version.share]
+        for row in served or [_missing(adapter)]:
+            rows.add_row(*([adapter.model] if several else []), *row)
+    return rows
 
 
 def history(adapter: AdapterStatus, at: float) -> RenderableType:
-    """The versions of one name that are kept, newest first, and what the plan and replicas say of them."""
-    head = _table("model", "tenants", "state", "note")
-    tenants = ", ".join(adapter.tenants) or "everybody"
-    head.add_row(adapter.model, tenants, _state(adapter), Text(adapter.note, style="dim"))
-    versions = _table("version", "share", "digest", "rank", "size", "added", "lives on", "source")
-    for version in reversed(adapter.versions):
+    """The stored versions of one name, newest first, with their placement and the refusals of replicas."""
+    head = table("model", "tenants", "state", "note")
+    head.add_row(
+        adapter.model,
+        ", ".join(adapter.tenants) or "all",
+        _state(adapter),
+        Text(adapter.note, style="dim"),
+    )
+    versions = table("version", ">share", "digest", ">rank", ">size", "added", "loaded on", "source")
+    newest_first = adapter.versions[::-1]
+    for version in newest_first:
         versions.add_row(
             f"v{version.number}",
             f"{version.share:.4g}" if version.share else "-",
             version.digest[:12],
             str(version.rank),
-            _size(version.size),
+            size(version.size),
             f"{age(at - version.at)} ago",
-            _places(version),
+            _loaded_on(version),
             version.source,
         )
-    plans = [
-        Text(f"v{version.number} is planned so: {version.why}", style="dim")
-        for version in reversed(adapter.versions)
+    placements = [
+        Text(f"placement of v{version.number}: {version.why}", style="dim")
+        for version in newest_first
         if version.why
     ]
     refusals = [
@@ -67,7 +71,19 @@ def history(adapter: AdapterStatus, at: float) -> RenderableType:
         for version in adapter.versions
         for refusal in version.refused
     ]
-    return Group(head, Text(), versions, *plans, *refusals)
+    return Group(head, Text(), versions, *placements, *refusals)
+
+
+@contextmanager
+def add_progress(name: str, *, quiet: bool) -> Iterator[Callable[[AddLine], None]]:
+    """Shows each :class:`policy.wire.controller.AddLine` that the yielded function is called with."""
+    if quiet:
+        yield lambda line: None
+        return
+    with Bar("", size) as bar:
+        yield lambda line: bar.update(
+            line.done, line.total, task=name, step=line.step, text=f"{line.step:<12}{line.message}"
+        )
 
 
 def _row(adapter: AdapterStatus, version: VersionStatus, at: float) -> tuple[RenderableType, ...]:
@@ -76,8 +92,8 @@ def _row(adapter: AdapterStatus, version: VersionStatus, at: float) -> tuple[Ren
         Text(adapter.name, style="bold"),
         f"v{version.number}@{version.digest[:12]}{share}",
         str(version.rank),
-        _size(version.size),
-        _places(version),
+        size(version.size),
+        _loaded_on(version),
         f"{version.requests_per_s:.2f}" if version.requests_per_s >= 0.005 else "-",
         "-" if version.hit_rate is None else f"{version.hit_rate:.0%}",
         "-" if version.last_used is None else f"{age(at - version.last_used)} ago",
@@ -85,74 +101,16 @@ def _row(adapter: AdapterStatus, version: VersionStatus, at: float) -> tuple[Ren
     )
 
 
-def _absent(adapter: AdapterStatus) -> tuple[RenderableType, ...]:
-    """One that is not there yet, and why."""
+def _missing(adapter: AdapterStatus) -> tuple[RenderableType, ...]:
+    """A name without a version yet, and why."""
     return (Text(adapter.name, style="bold"), *("-",) * 3, Text(adapter.note), *("-",) * 3, _state(adapter))
 
 
-def _places(version: VersionStatus) -> str:
-    named = ", ".join(version.loaded[:_NAMED])
-    more = len(version.loaded) - _NAMED
+def _loaded_on(version: VersionStatus) -> str:
+    named = ", ".join(version.loaded[:_NAMED_REPLICAS])
+    more = len(version.loaded) - _NAMED_REPLICAS
     return f"{named} and {more} more" if more > 0 else named or "-"
 
 
 def _state(adapter: AdapterStatus) -> Text:
     return Text(str(adapter.state), style=_COLORS[adapter.state])
-
-
-def _size(size: int) -> str:
-    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if size >= factor:
-            return f"{size / factor:.1f} {unit}"
-    return f"{size} B"
-
-
-def _table(*columns: str) -> Table:
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for column in columns:
-        right = column in ("rank", "size", "requests/s", "hit rate", "share")
-        table.add_column(column, justify="right" if right else "left", overflow="fold")
-    return table
-
-
-class AddProgress:
-    """Shows each :class:`policy.wire.controller.AddLine` that it is called with; with ``quiet`` none."""
-
-    def __init__(self, name: str, *, quiet: bool) -> None:
-        self._quiet = quiet
-        self._step = ""
-        self._bar: Progress | None = None
-        if not quiet and sys.stderr.isatty():
-            self._bar = Progress(
-                TextColumn("{task.fields[step]}"),
-                BarColumn(),
-                TaskProgressColumn(),
-                TimeRemainingColumn(),
-                TextColumn("{task.description}", markup=False),
-                console=Console(stderr=True, highlight=False),
-                transient=True,
-            )
-            self._task = self._bar.add_task(name, total=None, step="")
-
-    def __enter__(self) -> AddProgress:
-        if self._bar is not None:
-            self._bar.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-    def __call__(self, line: AddLine) -> None:
-        """Show ``line``."""
-        if self._bar is not None:
-            if line.step != self._step:
-                self._bar.reset(self._task, total=None)
-            self._bar.update(
-                self._task, description=line.message, completed=line.done, total=line.total, step=line.step
-            )
-        elif not self._quiet and line.step != self._step:
-            click.echo(f"  {line.step:<12}{line.message}")
-        self._step = line.step

@@ -1,94 +1,124 @@
-"""``explain``."""
+"""``explain``: the decisions on a model, from the controller or, if it does not answer, from its log."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import click
-import msgspec
 
-from policy.scaling.situation import Decision
-from serve.controller.client import ControllerClient
+from policy.errors import Unreachable
+from serve.autoscaler.journal import Journal
 from serve.controller_api import LoggedDecision
 from store.state_dir import StateDir
-from tidegate.commands.durations import clock, moment
-from tidegate.commands.fleet.explain_view import Aftermath, render_decision
-from tidegate.commands.fleet.scale_mode import controller_client
-from tidegate.commands.terminal import console
+from tidegate.commands.clients import controller_client, stored_deployment
+from tidegate.commands.fleet.explain_view import Aftermath, render_decision, verdict
+from tidegate.commands.options import as_json
+from tidegate.commands.terminal import console, print_json, warn
+from tidegate.commands.units import clock, moment
 from tidegate.exit_codes import Exit
 
-# How many decisions back a change is looked for.
-LOOKED_AT = 200
-# Of decisions that are alike one a minute is logged: so long after one comes the next.
+# Decisions that are searched for the last change.
+SEARCHED = 200
+# The log holds at least one decision a minute, so the one after an instant follows within this time.
 NEXT_S = 61.0
 
 
-@click.command(
-    help="Say why MODEL has the replicas that it has: what was seen, what each policy asked for, what clipped"
-    " it.\n\nWithout an option: the decision that changed something last, and the present one."
-)
-@click.argument("model", required=False)
-@click.option("--last", type=click.IntRange(1, LOOKED_AT), metavar="N", help="The last N decisions.")
-@click.option("--at", metavar="TIME", type=moment, help="As of then: 12:03, 12:03:20, ISO, or '5m ago'.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-@click.pass_obj
-def explain(state: StateDir, model: str | None, last: int | None, at: float | None, as_json: bool) -> None:
-    if last is not None and at is not None:
-        raise click.UsageError("--last counts from now: it goes without --at")
-    client = controller_client(state)
-    names = [model] if model else [each.name for each in client.status().models]
-    found = {name: _chosen(client, name, last, at) for name in names}
-    chosen = [told for some in found.values() for told in some]
-    if as_json:
-        click.echo(msgspec.json.encode({"decisions": [told.logged for told in chosen]}).decode())
-    else:
-        _print(chosen, time.time())
-    if lacking := [name for name, some in found.items() if not some]:
-        when = "" if at is None else f" from before {clock(at, time.time())}"
-        click.echo(f"tidegate: no decision on {', '.join(lacking)}{when} is known", err=True)
-        sys.exit(Exit.FAILED)
+class DecisionLog(NamedTuple):
+    """The decisions of a deployment.
+
+    ``read(model, last, at)`` returns the ``last`` decisions up to the instant ``at``, newest first;
+    ``goals`` has what each model is to reach now, by name, and ``None`` where no controller says.
+    """
+
+    goals: Mapping[str, Aftermath | None]
+    read: Callable[[str, int, float | None], Sequence[LoggedDecision]]
 
 
-class _Told(NamedTuple):
-    """A decision, and what was aimed for after it, which shows whether it was carried out."""
+class _Shown(NamedTuple):
+    """A decision, and the goal after it, which shows whether it was applied."""
 
     logged: LoggedDecision
     after: Aftermath | None
 
 
-def _chosen(client: ControllerClient, model: str, last: int | None, at: float | None) -> list[_Told]:
+@click.command(
+    help="Explain the replica count of MODEL: whether it meets its SLO, the metrics, what each policy asked"
+    " for, and what limited it.\n\nWithout an option: the last change and the present decision. Reads the"
+    " decision log of the state directory if no controller answers."
+)
+@click.argument("model", required=False)
+@click.option("--last", type=click.IntRange(1, SEARCHED), metavar="N", help="The last N decisions.")
+@click.option(
+    "--at", metavar="TIME", type=moment,
+    help="Decision in force at TIME: 12:03, 12:03:20, an ISO timestamp, or '5m ago'.",
+)  # fmt: skip
+@as_json
+@click.pass_obj
+def explain(state: StateDir, model: str | None, last: int | None, at: float | None, as_json: bool) -> None:
+    if last is not None and at is not None:
+        raise click.UsageError("--last counts back from now: use it without --at")
+    log = _open(state)
+    decisions = {name: _select(log, name, last, at) for name in ([model] if model else log.goals)}
+    if as_json:
+        print_json({"decisions": [shown.logged for some in decisions.values() for shown in some]})
+    else:
+        _print([some for some in decisions.values() if some], time.time())
+    if missing := [name for name, some in decisions.items() if not some]:
+        when = "" if at is None else f" before {clock(at, time.time())}"
+        warn(f"tidegate: no decision on {', '.join(missing)}{when} is known")
+        sys.exit(Exit.FAILED)
+
+
+def _open(state: StateDir) -> DecisionLog:
+    """The controller's decisions, or those in the log file if no controller answers."""
+    client = controller_client(state)
+    try:
+        models = client.status().models
+    except Unreachable:
+        if not state.decisions_path.exists():
+            raise
+    else:
+        goals = {each.name: Aftermath(each.mode, each.target, each.phase, each.barred) for each in models}
+        return DecisionLog(goals, client.decisions)
+    warn(f"The controller does not answer. Decisions are read from {state.decisions_path}.")
+    deployment = stored_deployment(state)
+    journal = Journal(state.decisions_path)
+    return DecisionLog(
+        {spec.name: None for spec in deployment.models if spec.modes},
+        lambda model, last, at: journal.read(last, at, deployment.model(model).name),
+    )
+
+
+def _select(log: DecisionLog, model: str, last: int | None, at: float | None) -> list[_Shown]:
     """The decisions to explain, oldest first."""
     until = None if at is None else at + NEXT_S
-    found = client.decisions(model, last=LOOKED_AT if last is None else last, at=until)
-    newest = _aimed(client, model) if at is None else None
-    told = [
-        _Told(each, _before(found[i - 1].decision) if i else newest)
-        for i, each in enumerate(found)
+    decisions = log.read(model, SEARCHED if last is None else last, until)
+    newest = log.goals.get(model) if at is None else None
+    shown = [
+        _Shown(each, _goal_at(decisions[i - 1]) if i else newest)
+        for i, each in enumerate(decisions)
         if at is None or each.decision.at <= at
     ]
     if last is None:
-        change = next((each for each in told if each.logged.decision.changes), None)
-        told = told[:1] if change is None or change is told[0] else [told[0], change]
-    return told[::-1]
+        change = next((each for each in shown if each.logged.decision.changes), None)
+        shown = shown[:1] if change is None or change is shown[0] else [shown[0], change]
+    return shown[::-1]
 
 
-def _before(decision: Decision) -> Aftermath:
-    """What was aimed for when the next decision was made."""
-    return Aftermath(decision.was_mode, decision.was_count)
+def _goal_at(following: LoggedDecision) -> Aftermath:
+    """The goal when the ``following`` decision was made."""
+    return Aftermath(following.decision.was_mode, following.decision.was_count)
 
 
-def _aimed(client: ControllerClient, model: str) -> Aftermath | None:
-    """What is aimed for now."""
-    now = next((each for each in client.status().models if each.name == model), None)
-    return Aftermath(now.mode, now.target, now.phase, now.barred) if now is not None else None
-
-
-def _print(chosen: Sequence[_Told], now: float) -> None:
+def _print(models: Sequence[Sequence[_Shown]], now: float) -> None:
     out = console()
-    for i, told in enumerate(chosen):
+    for i, decisions in enumerate(models):
         if i:
             out.print()
-        out.print(render_decision(told.logged, told.after, now))
+        out.print(verdict(decisions[-1].logged, now))
+        for shown in decisions:
+            out.print()
+            out.print(render_decision(shown.logged, shown.after, now))

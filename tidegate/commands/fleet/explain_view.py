@@ -1,7 +1,8 @@
-"""One decision on one screen: what was seen, what was asked for, what clipped it, and what it came to."""
+"""One decision as text: the verdict, the metrics, the policy's proposal, its limits and the outcome."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
@@ -12,25 +13,35 @@ from rich.text import Text
 
 from policy.config.control import SloConfig
 from policy.engine.capacity import Capability
-from policy.scaling.situation import Decision, Limit, ModeForecast, Situation
+from policy.scaling.guardrails import override_in_force
+from policy.scaling.situation import Decision, Guardrail, Limit, ModeForecast, Override, Situation
 from policy.scaling.view import Proposal, Supply
 from policy.signals.types import Demand, LatencyQuantiles, ReplicaSample
 from serve.controller_api import LoggedDecision
-from tidegate.commands.durations import clock
-from tidegate.commands.fleet.status_tables import age, describe_switch_block, rate
+from tidegate.commands.fleet.status import describe_switch_block
+from tidegate.commands.terminal import table
+from tidegate.commands.units import age, clock, latency, plural, rate
 
 _LABEL = 9
-# Of the engine model's error and of figures' age: past these a reader should look twice.
+# Highlighted above these: the relative error of the performance model, and step time over its prediction.
 _BAD_ERROR = 0.2
 _SLOW = 1.2
-# Phases of a model whose aim was not reached yet.
-_ON_THE_WAY = ("starting", "switching", "giving way")
+# Phases of a model that has not reached its goal yet.
+_IN_PROGRESS = ("starting", "switching", "giving way")
+_LIMITED = {
+    Guardrail.OVERRIDE: "overridden to",
+    Guardrail.STALENESS: "kept at",
+    Guardrail.MIN_HEALTHY: "kept at",
+    Guardrail.BUDGET: "capped at",
+    Guardrail.STEP: "limited to",
+    Guardrail.HOLD: "kept at",
+}
 
 
 class Aftermath(NamedTuple):
-    """What was aimed for after a decision, and what was on the way there (a phase of the controller).
+    """The goal after a decision, and the controller's ``phase`` on the way there.
 
-    Of the newest also which modes failed and are ``barred``, until when.
+    ``barred`` are modes that failed, with the Unix time before which no switch to them is tried.
     """
 
     mode: str
@@ -39,8 +50,87 @@ class Aftermath(NamedTuple):
     barred: Mapping[str, float] = MappingProxyType({})
 
 
+def verdict(logged: LoggedDecision, now: float) -> Text:
+    """Whether the model meets its SLO, and what was decided, in one line."""
+    situation, decision = logged.situation, logged.decision
+    state, style = _state(situation, now)
+    text = Text.assemble((decision.model, "bold"), "  ", (state, style), f"; {_scaling(situation, decision)}")
+    if decision.short:
+        text.append(f"; {_unserved(situation, decision)}")
+    if decision.dry_run:
+        text.append(" (dry run: not applied)")
+    return text
+
+
+def _state(situation: Situation, now: float) -> tuple[str, str]:
+    """The state of a model and its color."""
+    if (override := override_in_force(situation)) is not None:
+        return f"Manual override: {_override(override, now)}", "yellow"
+    demand, slo = situation.signals.demand, situation.slo
+    if demand is None:
+        return "No metrics: no gateway has reported yet", "yellow"
+    if not (demand.queued or demand.arrivals.last_60_s or demand.concurrency.last_20_s):
+        return f"Idle: no requests in {age(demand.idle_s)}", ""
+    if slo.ttft_p95_s is None and slo.itl_p95_s is None:
+        return f"No SLO set: {rate(demand.arrivals.last_20_s)} requests", ""
+    measured = [
+        (name, quantiles.p95, limit)
+        for name, quantiles, limit in (
+            ("TTFT", demand.ttft, slo.ttft_p95_s),
+            ("ITL", demand.itl, slo.itl_p95_s),
+        )
+        if quantiles is not None and limit is not None
+    ]
+    if not measured:
+        return "SLO not measured yet", ""
+    if missed := [each for each in measured if each[1] > each[2]]:
+        return f"SLO missed: {', '.join(_compared(*each, '>') for each in missed)}", "red"
+    if demand.met.both < slo.attainment:
+        share, target = _share(demand.met.both), _share(slo.attainment)
+        return f"SLO missed: {share} of requests within the latency targets < {target}", "red"
+    return f"SLO met: {', '.join(_compared(*each, '<=') for each in measured)}", "green"
+
+
+def _compared(name: str, measured_s: float, limit_s: float, sign: str) -> str:
+    measured, limit = latency(measured_s), latency(limit_s)
+    if measured == limit and measured_s > limit_s:  # equal after rounding
+        measured = f"{measured_s * 1000:.1f} ms" if measured_s < 1 else f"{measured_s:.3f} s"
+    return f"{name} p95 {measured} {sign} {limit}"
+
+
+def _scaling(situation: Situation, decision: Decision) -> str:
+    """What the decision does, and what limited it."""
+    count = decision.count
+    if decision.mode != decision.was_mode:
+        return f"switches from {decision.was_mode} x {decision.was_count} to {decision.mode} x {count}"
+    terms = decision.proposal.terms.values()
+    desired = max(decision.proposal.count, math.ceil(max(terms, default=0.0) - 1e-9))
+    most = next((option.most for option in situation.rungs if option.mode == decision.mode), count)
+    if desired > decision.proposal.count and decision.proposal.count < most:
+        # Not the mode's maximum: the policy chose the count itself.
+        desired = decision.proposal.count
+    if desired != count:
+        rule = decision.clips[-1].rule if decision.clips else None
+        limited = _LIMITED[rule] if rule is not None else "capped at"
+        reason = str(rule) if rule is not None else f"the maximum of {decision.mode}"
+        return f"wants {plural(desired, 'replica')}, {limited} {count} ({reason})"
+    if decision.changes:
+        return f"scales from {decision.was_count} to {plural(count, 'replica')}"
+    return f"keeps {plural(count, 'replica')}"
+
+
+def _unserved(situation: Situation, decision: Decision) -> str:
+    where = "go to fallback providers" if situation.overflow else "exceed the capacity"
+    return f"{rate(decision.short)} {where}"
+
+
+def _override(override: Override, now: float) -> str:
+    what = override.mode if override.count is None else f"{override.mode} x {override.count}"
+    return what if override.until is None else f"{what} until {clock(override.until, now)}"
+
+
 def render_decision(logged: LoggedDecision, after: Aftermath | None, now: float) -> RenderableType:
-    """The whole of one decision; ``after`` is what came then, if it is known, and ``now`` when it is read."""
+    """One decision; ``after`` is the goal that followed, if known, and ``now`` the reader's Unix time."""
     decision = logged.decision
     rows = Table.grid(padding=(0, 2, 0, 0))
     rows.add_column(style="dim", width=_LABEL, no_wrap=True)
@@ -54,11 +144,11 @@ def render_decision(logged: LoggedDecision, after: Aftermath | None, now: float)
 def _headline(decision: Decision, now: float) -> Text:
     before = f"{decision.was_mode} x {decision.was_count}"
     if not decision.changes:
-        what = Text(f"{before}, as before")
+        change = Text(f"{before}, unchanged")
     else:
-        what = Text(f"{before} -> {decision.mode} x {decision.count}", style="bold green")
+        change = Text(f"{before} -> {decision.mode} x {decision.count}", style="bold green")
     when = f"  {clock(decision.at, now)} ({age(now - decision.at)} ago)  "
-    return Text.assemble((decision.model, "bold"), when, what)
+    return Text.assemble((decision.model, "bold"), when, change)
 
 
 def _sections(
@@ -72,214 +162,202 @@ def _sections(
     if signals.demand is not None:
         yield "latency", _latency(signals.demand, slo)
         yield "requests", _lengths(signals.demand)
-    yield "supply", _supply(situation.supply, _lead_s(situation))
+    yield "supply", _supply(situation.supply, _start_up_s(situation))
     if signals.replicas:
         yield "replicas", *_replicas(signals.replicas, situation.guard.stale_s)
-    yield "capacity", _capability(decision.capability, decision.was_mode, slo)
+    yield "capacity", _capacity(decision.capability, decision.was_mode, slo)
     yield "policy", *_proposal(decision.proposal)
-    yield "rules", *(_clips(decision.clips) or ("none changed that",))
+    yield "limits", *(_limits(decision.clips) or ("none applied",))
     if len(decision.outlooks) > 1:
-        yield "modes", _outlooks(decision)
+        yield "modes", _modes(decision)
     if after is not None and after.barred:
-        yield "barred", *(describe_switch_block(mode, until, now) for mode, until in after.barred.items())
+        yield "blocked", *(describe_switch_block(mode, until, now) for mode, until in after.barred.items())
     if others := _others(decision):
         yield "others", *others
 
 
 def _outcome(logged: LoggedDecision, after: Aftermath | None, now: float) -> Text:
     situation, decision = logged.situation, logged.decision
-    said = Text()
+    text = Text()
     if decision.dry_run and decision.changes:
-        said.append("not carried out (control.guard.dry_run)", style="yellow")
+        text.append("not applied (control.guard.dry_run)", style="yellow")
     elif not decision.changes:
-        said.append("nothing to do")
+        text.append("no change")
     elif after is None:
-        said.append("what came of it is not known")
+        text.append("unknown")
     elif (after.mode, after.replicas) == (decision.mode, decision.count):
-        on_its_way = after.phase in _ON_THE_WAY
-        said.append(f"on its way ({after.phase})" if on_its_way else "carried out")
+        text.append(f"in progress ({after.phase})" if after.phase in _IN_PROGRESS else "applied")
     else:
-        said.append("not carried out; `tidegate status --json` has the events", style="yellow")
+        text.append("not applied; see the events in `tidegate status --json`", style="yellow")
     if decision.gain is not None:
-        said.append(f"; the switch promises to cost {decision.gain:.0%} less", style="green")
-    if (came := logged.outcome) is not None:
-        less = f"{abs(came.measured):.0%} {'more' if came.measured < 0 else 'less'}"
-        said.append(
-            f", and was measured to cost {less}: {came.met_before:.1%} within the objective before,"
-            f" {came.met:.1%} since",
-            style="green" if came.measured > 0 else "yellow",
+        text.append(f"; predicted saving of the switch: {decision.gain:.0%} of the cost", style="green")
+    if (review := logged.outcome) is not None:
+        text.append(
+            f", measured: {review.measured:.0%}; {_share(review.met_before)} of requests within the SLO"
+            f" before, {_share(review.met)} since",
+            style="green" if review.measured > 0 else "yellow",
         )
     if (override := situation.override) is not None:
-        until = f"until {clock(override.until, now)}" if override.until is not None else "until taken back"
-        what = override.mode if override.count is None else f"{override.mode} x {override.count}"
-        said.append(f"; by hand: {what} {until}", style="yellow")
+        text.append(f"; manual override: {_override(override, now)}", style="yellow")
     if decision.short:
-        where = "left to upstreams" if situation.overflow else "left unserved"
-        said.append(f"; {rate(decision.short)} are {where}", style="yellow")
-    return said
+        text.append(f"; {_unserved(situation, decision)}", style="yellow")
+    return text
 
 
 def _demand(demand: Demand | None, stale_s: float) -> Iterable[Text]:
     if demand is None:
-        yield Text("no gateway has told anything yet", style="yellow")
+        yield Text("no gateway has reported yet", style="yellow")
         return
     arrivals = demand.arrivals
     yield Text(
-        f"{rate(arrivals.last_20_s)} arrive over 20 s, {rate(arrivals.last_60_s)} over 60 s;"
-        f" {rate(demand.refused.last_20_s)} refused; {demand.concurrency.last_20_s:.1f} at once"
+        f"{rate(arrivals.last_20_s)} arrivals over 20 s, {rate(arrivals.last_60_s)} over 60 s;"
+        f" {rate(demand.refused.last_20_s)} rejected; {demand.concurrency.last_20_s:.1f} concurrent requests"
     )
-    queue = f"{demand.queued} queued"
-    queue += f", the oldest for {age(demand.oldest_s)}; " if demand.queued else "; "
-    idle = f"nobody has asked for {age(demand.idle_s)}; " if not arrivals.last_20_s else ""
-    yield Text.assemble(queue, idle, _aged(demand.age_s, stale_s))
+    queue = f"{demand.queued} queued" + (f", oldest {age(demand.oldest_s)}; " if demand.queued else "; ")
+    idle = f"no requests in {age(demand.idle_s)}; " if not arrivals.last_20_s else ""
+    yield Text.assemble(queue, idle, _updated(demand.age_s, stale_s))
 
 
 def _latency(demand: Demand, slo: SloConfig) -> Text:
-    said = Text.assemble(
+    text = Text.assemble(
         _quantile("TTFT", demand.ttft, slo.ttft_p95_s), "; ", _quantile("ITL", demand.itl, slo.itl_p95_s)
     )
     if slo.ttft_p95_s or slo.itl_p95_s:
-        good = demand.met.both >= slo.attainment
-        said.append("; ")
-        said.append(f"{demand.met.both:.1%}", style="" if good else "red")
-        said.append(f" within both (promised {slo.attainment * 100:.4g}%)")
-    return said
+        text.append("; ")
+        text.append(_share(demand.met.both), style="" if demand.met.both >= slo.attainment else "red")
+        text.append(f" of requests within the SLO (target {slo.attainment * 100:.4g}%)")
+    return text
 
 
-def _quantile(name: str, measured: LatencyQuantiles | None, promised_s: float | None) -> Text:
-    said = Text(f"{name} p95 ")
+def _quantile(name: str, measured: LatencyQuantiles | None, slo_s: float | None) -> Text:
+    text = Text(f"{name} p95 ")
     if measured is None:
-        said.append("not measured")
+        text.append("not measured")
     else:
-        missed = promised_s is not None and measured.p95 > promised_s
-        said.append(_span(measured.p95), style="red" if missed else "")
-    if promised_s is not None:
-        said.append(f" (promised {_span(promised_s)})")
-    return said
+        text.append(latency(measured.p95), style="red" if slo_s is not None and measured.p95 > slo_s else "")
+    if slo_s is not None:
+        text.append(f" (SLO {latency(slo_s)})")
+    return text
 
 
 def _lengths(demand: Demand) -> str:
     if not demand.input_tokens and not demand.output_tokens:
-        return "none has ended in ten minutes"
-    cached = f"{demand.hit:.0%} of them cached"
-    return f"{demand.input_tokens:.0f} tokens in, {cached}, {demand.output_tokens:.0f} out"
+        return "none has ended in the last 10 min"
+    return (
+        f"mean {demand.input_tokens:.0f} input tokens ({demand.hit:.0%} cached),"
+        f" {demand.output_tokens:.0f} output tokens"
+    )
 
 
-def _supply(supply: Supply, lead_s: float) -> Text:
-    said = Text(f"{supply.serving} of {supply.wanted} serving")
+def _supply(supply: Supply, start_up_s: float) -> Text:
+    text = Text(f"{supply.serving} of {supply.wanted} desired replicas ready")
     if supply.starting_s:
         ready = ", ".join(age(each) for each in sorted(supply.starting_s))
-        said.append(f"; {len(supply.starting_s)} starting, ready in {ready}")
+        text.append(f"; {len(supply.starting_s)} starting, ready in {ready}")
     if supply.draining:
-        said.append(f"; {supply.draining} leaving")
-    said.append(f"; a start takes {age(lead_s)}")
+        text.append(f"; {supply.draining} draining")
+    text.append(f"; start-up time {age(start_up_s)}")
     if supply.failures:
-        said.append(f"; {supply.failures} starts failed in a row", style="red")
-    return said
+        text.append(f"; {supply.failures} starts failed in a row", style="red")
+    return text
 
 
-def _lead_s(situation: Situation) -> float:
-    return next((rung.lead_s for rung in situation.rungs if rung.mode == situation.mode), 0.0)
+def _start_up_s(situation: Situation) -> float:
+    return next((option.lead_s for option in situation.rungs if option.mode == situation.mode), 0.0)
 
 
 def _replicas(replicas: Sequence[ReplicaSample], stale_s: float) -> Iterable[Text]:
     running, waiting = sum(each.running for each in replicas), sum(each.waiting for each in replicas)
     deferred = sum(each.deferred for each in replicas)
     preempted = sum(each.preempted_per_s for each in replicas)
-    said = Text(f"KV {_spread([each.kv_used for each in replicas], '{:.0%}')}; {running} run, {waiting} wait")
+    kv_used = sorted(each.kv_used for each in replicas)
+    low, high = f"{kv_used[0]:.0%}", f"{kv_used[-1]:.0%}"
+    text = Text(
+        f"KV cache {low if low == high else f'{low} to {high}'} used; {running} running, {waiting} waiting"
+    )
     if deferred:
-        said.append(f", {deferred} of them for an adapter's slot", style="yellow")
+        text.append(f" ({deferred} for an adapter slot)", style="yellow")
     if preempted:
-        said.append(f"; {rate(preempted)} lost their KV", style="yellow")
-    said.append("; ")
-    said.append(_aged(max(each.age_s for each in replicas), stale_s))
-    yield said
-    slow = [each for each in replicas if each.slowness >= _SLOW or each.throttled]
-    for each in slow:
-        why = f" ({each.throttled})" if each.throttled else ""
-        yield Text(
-            f"{each.id} takes {each.slowness:.2f} times as long as its model says{why}", style="yellow"
-        )
+        text.append(f"; {rate(preempted)} preempted", style="yellow")
+    yield Text.assemble(text, "; ", _updated(max(each.age_s for each in replicas), stale_s))
+    for each in replicas:
+        if each.slowness >= _SLOW or each.throttled:
+            why = f" ({each.throttled})" if each.throttled else ""
+            yield Text(f"{each.id}: steps take {each.slowness:.2f}x the predicted time{why}", style="yellow")
     watts = [each.watts for each in replicas if each.watts is not None]
     celsius = [each.celsius for each in replicas if each.celsius is not None]
     if watts:
-        hottest = f", the hottest card has {max(celsius):.0f} C" if celsius else ""
-        yield Text(f"{sum(watts):.0f} W together{hottest}")
+        hottest = f", hottest GPU {max(celsius):.0f} °C" if celsius else ""
+        yield Text(f"power {sum(watts):.0f} W{hottest}")
 
 
-def _capability(capability: Capability, mode: str, slo: SloConfig) -> Text:
-    promised = slo.ttft_p95_s is not None or slo.itl_p95_s is not None
-    if promised and not capability.mu:
-        takes = f"one replica of {mode} cannot meet the objective; {rate(capability.mu_max)} at most"
-    elif promised:
-        takes = f"one replica of {mode} takes {rate(capability.mu)} within the objective,"
-        takes += f" {rate(capability.mu_max)} at most"
+def _capacity(capability: Capability, mode: str, slo: SloConfig) -> Text:
+    if slo.ttft_p95_s is None and slo.itl_p95_s is None:
+        capacity = f"{rate(capability.mu)} per replica of {mode}"
+    elif capability.mu:
+        capacity = (
+            f"{rate(capability.mu)} per replica of {mode} within the SLO, max {rate(capability.mu_max)}"
+        )
     else:
-        takes = f"one replica of {mode} takes {rate(capability.mu)}"
-    said = Text(takes + "; ")
+        capacity = f"a replica of {mode} cannot meet the SLO, max {rate(capability.mu_max)}"
+    text = Text(capacity + "; ")
     if capability.version:
-        said.append(f"engine model v{capability.version}")
-        said.append(f" errs {capability.error:.0%}", style="yellow" if capability.error > _BAD_ERROR else "")
+        text.append(f"performance model v{capability.version}, ")
+        text.append(f"error {capability.error:.0%}", style="yellow" if capability.error > _BAD_ERROR else "")
     else:
-        said.append("engine model as shipped", style="yellow")
-    return said
+        text.append("performance model not calibrated", style="yellow")
+    return text
 
 
 def _proposal(proposal: Proposal) -> Iterable[str]:
-    yield f"asks for {proposal.count}: {proposal.reason}"
+    yield f"desired replicas {proposal.count}: {proposal.reason}"
     if proposal.terms:
-        yield "in replicas: " + ", ".join(f"{name} {value:.2f}" for name, value in proposal.terms.items())
+        terms = ", ".join(f"{name} {value:.2f}" for name, value in proposal.terms.items())
+        yield f"terms, in replicas: {terms}"
     if proposal.forecast is not None:
-        high = f", {rate(proposal.forecast_high)} at most" if proposal.forecast_high is not None else ""
-        yield f"expects {rate(proposal.forecast)}{high}, when a start begun now is ready"
+        high = f", upper bound {rate(proposal.forecast_high)}" if proposal.forecast_high is not None else ""
+        yield f"forecast {rate(proposal.forecast)}{high}, for when a replica started now is ready"
 
 
-def _clips(clips: Sequence[Limit]) -> tuple[Text, ...]:
+def _limits(limits: Sequence[Limit]) -> tuple[Text, ...]:
     return tuple(
-        Text.assemble((f"{clip.rule}", "bold"), f" {clip.was} -> {clip.now}: {clip.why}") for clip in clips
+        Text.assemble((str(limit.rule), "bold"), f" {limit.was} -> {limit.now}: {limit.why}")
+        for limit in limits
     )
 
 
-def _outlooks(decision: Decision) -> Table:
-    table = Table(box=None, header_style="dim", pad_edge=False, padding=(0, 2, 0, 0))
-    for column in ("mode", "replicas", "cost", "met", "TTFT p95", "ITL p95"):
-        table.add_column(column, justify="left" if column == "mode" else "right", no_wrap=True)
-    table.add_column("")
-    for outlook in decision.outlooks:
-        table.add_row(*_outlook(outlook, taken=outlook.mode == decision.mode))
-    return table
+def _modes(decision: Decision) -> Table:
+    rows = table("mode", ">replicas", ">cost", ">within SLO", ">TTFT p95", ">ITL p95", "note")
+    for forecast in decision.outlooks:
+        rows.add_row(*_mode(forecast, selected=forecast.mode == decision.mode))
+    return rows
 
 
-def _outlook(outlook: ModeForecast, *, taken: bool) -> tuple[RenderableType, ...]:
+def _mode(forecast: ModeForecast, *, selected: bool) -> tuple[RenderableType, ...]:
     return (
-        Text(outlook.mode, style="bold" if taken else ""),
-        str(outlook.count),
-        f"{outlook.cost:.2f}",
-        f"{outlook.met:.0%}",
-        "-" if outlook.ttft_s is None else _span(outlook.ttft_s),
-        "-" if outlook.itl_s is None else _span(outlook.itl_s),
-        Text(outlook.why, style="dim"),
+        Text(forecast.mode, style="bold" if selected else ""),
+        str(forecast.count),
+        f"{forecast.cost:.2f}",
+        f"{forecast.met:.0%}",
+        "-" if forecast.ttft_s is None else latency(forecast.ttft_s),
+        "-" if forecast.itl_s is None else latency(forecast.itl_s),
+        Text(forecast.why, style="dim"),
     )
 
 
 def _others(decision: Decision) -> list[str]:
-    said = []
+    lines = []
     if (shadow := decision.shadow) is not None:
-        said.append(f"the shadow would ask for {shadow.count}: {shadow.reason}")
+        lines.append(f"shadow policy: desired replicas {shadow.count}: {shadow.reason}")
     if decision.others:
-        said.append(", ".join(f"{name} {count}" for name, count in sorted(decision.others.items())))
-    return said
+        counts = ", ".join(f"{name} {count}" for name, count in sorted(decision.others.items()))
+        lines.append(f"desired replicas: {counts}")
+    return lines
 
 
-def _aged(age_s: float, stale_s: float) -> Text:
-    return Text(f"told {age(age_s)} ago", style="red" if age_s > stale_s else "dim")
+def _updated(age_s: float, stale_s: float) -> Text:
+    return Text(f"updated {age(age_s)} ago", style="red" if age_s > stale_s else "dim")
 
 
-def _spread(values: Sequence[float], form: str) -> str:
-    low, high = form.format(min(values)), form.format(max(values))
-    return low if low == high else f"{low} to {high}"
-
-
-def _span(seconds: float) -> str:
-    """A latency: short ones in milliseconds."""
-    return f"{seconds * 1000:.0f} ms" if seconds < 1 else f"{seconds:.2f} s"
+def _share(fraction: float) -> str:
+    return f"{fraction:.1%}"

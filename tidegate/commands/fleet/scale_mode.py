@@ -1,4 +1,4 @@
-"""``scale`` and ``mode``."""
+"""``scale`` and ``mode``: manual overrides."""
 
 from __future__ import annotations
 
@@ -6,49 +6,49 @@ import sys
 import time
 
 import click
-import msgspec
 
 from policy.config.deployment import MODES
-from policy.document.parse import parse
-from policy.errors import TargetError, Unreachable
+from policy.errors import TargetError
 from serve.controller.client import ControllerClient
 from serve.controller_api import ModelStatus
 from store.state_dir import StateDir
-from tidegate.commands.durations import clock, duration
+from tidegate.commands.clients import controller_client
+from tidegate.commands.options import as_json
+from tidegate.commands.terminal import print_json, warn
+from tidegate.commands.units import clock, duration
 from tidegate.exit_codes import Exit
 
 AUTO = "auto"
 _POLL_S = 0.25
 
-_wait = click.option("--wait", is_flag=True, help="Return when the model is there, or has been rolled back.")
-_term = click.option(
+_wait = click.option("--wait", is_flag=True, help="Return once the change is complete or rolled back.")
+_duration = click.option(
     "--for",
     "for_s",
-    metavar="TERM",
+    metavar="DURATION",
     type=duration,
-    help="For so long, such as 90s, 30m or 2h; else until `auto`.",
+    help="End the override after e.g. 90s, 30m or 2h; default: until `auto`.",
 )
-_as_json = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 
 
 def _count(text: str) -> int | str:
-    """A number of replicas, or ``auto``."""
+    """A replica count, or ``auto``."""
     if text == AUTO:
         return text
     if not text.isdecimal():
-        raise click.BadParameter(f"{text!r} is neither a number of replicas nor {AUTO!r}")
+        raise click.BadParameter(f"{text!r} is neither a replica count nor {AUTO!r}")
     return int(text)
 
 
 @click.command(
-    help="Set how many replicas MODEL has in its current mode to N, within the mode's bounds."
-    "\n\nLoad does not change it meanwhile; `auto` lets load decide again."
+    help="Override the replica count of MODEL in its current mode, within the mode's bounds."
+    "\n\nThe scaling policy takes over again with `auto`, or after --for DURATION."
 )
 @click.argument("model")
 @click.argument("replicas", metavar="N|auto", type=_count)
-@_term
+@_duration
 @_wait
-@_as_json
+@as_json
 @click.pass_obj
 def scale(
     state: StateDir,
@@ -59,89 +59,74 @@ def scale(
     wait: bool,
     as_json: bool,
 ) -> None:
-    _no_term_of_auto(replicas, for_s)
+    _check_duration(replicas, for_s)
     client = controller_client(state)
     status = client.scale(model, replicas if isinstance(replicas, int) else None, for_s)
     now = _settled(client, status) if wait else status
-    _report(now, status, as_json, _by_hand("scale", status, replicas, for_s))
+    _report(now, status, as_json, _describe_override("scale", status, replicas, for_s))
 
 
 @click.command(
-    help="Switch MODEL to the other mode; no stream is cut. Refused when requests would starve."
-    "\n\nLoad does not change it meanwhile; `auto` lets load decide again."
+    help="Switch MODEL to another mode without cutting a stream. Refused if queued requests would time out."
+    "\n\nThe scaling policy takes over again with `auto`, or after --for DURATION."
 )
 @click.argument("model")
 @click.argument("name", metavar="MODE|auto", type=click.Choice((*MODES, AUTO)))
-@_term
+@_duration
 @_wait
-@_as_json
+@as_json
 @click.pass_obj
 def mode(state: StateDir, *, model: str, name: str, for_s: float | None, wait: bool, as_json: bool) -> None:
-    _no_term_of_auto(name, for_s)
+    _check_duration(name, for_s)
     client = controller_client(state)
     status = client.mode(model, None if name == AUTO else name, for_s)
     now = _settled(client, status) if wait else status
-    _report(now, status, as_json, _by_hand("mode", status, name, for_s))
+    _report(now, status, as_json, _describe_override("mode", status, name, for_s))
 
 
-def _no_term_of_auto(wanted: int | str, for_s: float | None) -> None:
+def _check_duration(wanted: int | str, for_s: float | None) -> None:
     if wanted == AUTO and for_s is not None:
-        raise click.UsageError("--for is how long something set by hand holds: it goes without 'auto'")
+        raise click.UsageError("--for is the duration of an override: leave it out with 'auto'")
 
 
-def _by_hand(command: str, status: ModelStatus, wanted: int | str, for_s: float | None) -> str:
-    """Until when it holds, and how to go back before."""
-    other = "mode" if command == "scale" else "scale"
+def _describe_override(command: str, status: ModelStatus, wanted: int | str, for_s: float | None) -> str:
+    """Until when the override lasts, and the command that ends it."""
+    name = status.name
     if wanted != AUTO:
-        back = f"`tidegate {command} {status.name} {AUTO}` lets load decide"
-        if for_s is None:
-            return f"Set by hand: {back} again."
-        now = time.time()
-        return f"Set by hand until {clock(now + for_s, now)}: {back} sooner."
+        until = "" if for_s is None else f" until {clock(time.time() + for_s, time.time())}"
+        return f"Manual override{until}; end it with `tidegate {command} {name} {AUTO}`."
     if status.override is not None:
-        return (
-            f"Load decides once `tidegate {other} {status.name} {AUTO}` takes back what is still set by hand."
-        )
-    return "Load decides."
-
-
-def controller_client(state: StateDir) -> ControllerClient:
-    """A client of the running deployment's controller; raises ``Unreachable`` where there is none."""
-    raw = state.load(state.deployment_path, dict[str, object])
-    if raw is None:
-        raise Unreachable(f"nothing was ever started on {state.root}")
-    deployment = parse(raw)
-    if not deployment.needs_controller:
-        raise TargetError("every model is external: Tidegate deploys no replicas here")
-    return ControllerClient(deployment.cluster.controller, state.secret())
+        other = "mode" if command == "scale" else "scale"
+        return f"Another manual override remains; end it with `tidegate {other} {name} {AUTO}`."
+    return f"The scaling policy decides on {name}."
 
 
 def _settled(client: ControllerClient, wanted: ModelStatus) -> ModelStatus:
-    """The model's status once nothing moves any more; whatever ends a start bounds the wait."""
+    """The model's status once it is steady, or its goal has changed; a start's timeout bounds the wait."""
     while True:
         now = next((model for model in client.status().models if model.name == wanted.name), None)
         if now is None:
-            raise TargetError(f"{wanted.name} was removed meanwhile")
-        if now.phase in ("steady", "idle") or _aim(now) != _aim(wanted):
+            raise TargetError(f"{wanted.name} was removed from the deployment")
+        if now.phase in ("steady", "idle") or _goal(now) != _goal(wanted):
             return now
         time.sleep(_POLL_S)
 
 
-def _aim(status: ModelStatus) -> tuple[str, int]:
+def _goal(status: ModelStatus) -> tuple[str, int]:
     return status.mode, status.target
 
 
-def _report(status: ModelStatus, wanted: ModelStatus, as_json: bool, by_hand: str) -> None:
+def _report(status: ModelStatus, wanted: ModelStatus, as_json: bool, override: str) -> None:
+    reached = _goal(status) == _goal(wanted)
     if as_json:
-        click.echo(msgspec.json.encode(status).decode())
+        print_json(status)
     else:
         note = f" ({status.note})" if status.note else ""
         click.echo(
             f"{status.name}: {status.mode}, {status.ready} of {status.target} ready, {status.phase}{note}"
         )
-    reached = _aim(status) == _aim(wanted)
-    if reached and not as_json:
-        click.echo(by_hand)
+        if reached:
+            click.echo(override)
     if not reached:
-        click.echo(f"tidegate: {status.name} did not reach {wanted.mode} x {wanted.target}", err=True)
+        warn(f"tidegate: {status.name} did not reach {wanted.mode} x {wanted.target}")
         sys.exit(Exit.FAILED)

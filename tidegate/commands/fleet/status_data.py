@@ -1,4 +1,4 @@
-"""What there is to show: gathered from the supervisor, the controller and the gateways."""
+"""What ``status`` shows: gathered from the supervisor, the controller and the gateways."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tidegate.redaction import redact
 from tidegate.supervisor.socket import SupervisorClient, SupervisorStatus
 
 
-class _Seen(msgspec.Struct, frozen=True):
-    """A server as one gateway worker sees it."""
+class _AdminReplica(msgspec.Struct, frozen=True):
+    """A replica or external server as one gateway worker sees it."""
 
     id: str
     model: str
@@ -29,30 +29,30 @@ class _Seen(msgspec.Struct, frozen=True):
 
 
 class _AdminFleet(msgspec.Struct, frozen=True):
-    """What of ``/admin/fleet`` is shown."""
+    """The part of ``/admin/fleet`` that is shown."""
 
     fleet: Fleet
-    replicas: tuple[_Seen, ...] = ()
+    replicas: tuple[_AdminReplica, ...] = ()
 
-    def whole(self, at: float) -> Fleet:
-        """The fleet, with the servers that no controller knows."""
+    def with_external(self, at: float) -> Fleet:
+        """The fleet with the external servers, which the controller does not know."""
         known = {replica.id for replica in self.fleet.replicas}
         external = tuple(
             Replica(
-                id=seen.id, model=seen.model, shape="", generation=0, state=seen.state, url=seen.url,
-                load=Load(at=at, in_flight=seen.in_flight, bound=seen.bound),
+                id=server.id, model=server.model, shape="", generation=0, state=server.state, url=server.url,
+                load=Load(at=at, in_flight=server.in_flight, bound=server.bound),
             )
-            for seen in self.replicas
-            if seen.id not in known
+            for server in self.replicas
+            if server.id not in known
         )  # fmt: skip
         fleet = msgspec.structs.replace(self.fleet, replicas=self.fleet.replicas + external)
         return fleet if known else msgspec.structs.replace(fleet, at=at)
 
 
 class StatusData(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything there is to show; ``fleet_age_s`` says how old the replicas' part is.
+    """A deployment's status; ``fleet_age_s`` is the age of the replicas' part.
 
-    The supervisor's document is without its secrets.
+    The supervisor's deployment spec has no secrets.
     """
 
     state_dir: str
@@ -66,7 +66,7 @@ class StatusData(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def gather(state: StateDir, at: float) -> StatusData:
-    """Ask everyone; who does not answer is replaced by what was last known."""
+    """Query every process; the last known state stands in for one that does not answer."""
     try:
         supervisor = SupervisorClient(state).status()
     except Unreachable:
@@ -77,39 +77,40 @@ def gather(state: StateDir, at: float) -> StatusData:
     deployment = parse(supervisor.document)
     models: tuple[ModelStatus, ...] = ()
     events: tuple[str, ...] = ()
-    fleet, word = None, "none: every model is external"
+    fleet, controller = None, "none: every model is external"
     if deployment.needs_controller:
         client = ControllerClient(deployment.cluster.controller, state.secret(), timeout_s=3.0)
         try:
             answer, fleet = client.status(), client.fleet()
-            models, events, word = answer.models, answer.events, f"{answer.actuator}, pid {answer.pid}"
+            models, events = answer.models, answer.events
+            controller = f"{answer.actuator}, pid {answer.pid}"
         except Unreachable:
-            word = "does not answer"
+            controller = "does not answer"
     if fleet is None:
         fleet = _known_fleet(state, supervisor, at)
     return StatusData(
         state_dir=str(state.root),
         at=at,
         supervisor=msgspec.structs.replace(supervisor, document=redact(supervisor.document)),
-        models=models or _guessed(deployment, fleet),
+        models=models or _last_known(deployment, fleet),
         fleet=fleet,
         fleet_age_s=max(0.0, at - fleet.at) if fleet.at else 0.0,
-        controller=word,
+        controller=controller,
         events=events,
     )
 
 
 def _known_fleet(state: StateDir, supervisor: SupervisorStatus, at: float) -> Fleet:
-    """What a gateway knows, else what one last wrote down."""
+    """The fleet of a gateway, or else the one that a gateway stored last."""
     try:
         with urllib.request.urlopen(f"{supervisor.admin}/admin/fleet", timeout=2.0) as answer:  # noqa: S310 - ours
-            return msgspec.json.decode(answer.read(), type=_AdminFleet).whole(at)
+            return msgspec.json.decode(answer.read(), type=_AdminFleet).with_external(at)
     except (OSError, msgspec.MsgspecError):
         return state.load(state.fleet_path, Fleet) or EMPTY_FLEET
 
 
-def _guessed(deployment: Deployment, fleet: Fleet) -> tuple[ModelStatus, ...]:
-    """Models as the fleet last showed them, with no controller to say what they are doing."""
+def _last_known(deployment: Deployment, fleet: Fleet) -> tuple[ModelStatus, ...]:
+    """Models as in the fleet last published, without the controller's view of their phase."""
     known = {model.name: model for model in fleet.models}
     rows = []
     for spec in deployment.models:

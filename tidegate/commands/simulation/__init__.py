@@ -1,1 +1,1 @@
-"""Simulation."""
+"""Commands that simulate, plan, benchmark, replay and calibrate. Read first: `simulate`."""

@@ -1,42 +1,29 @@
-"""``bench``."""
+"""``bench``, and ``bench adapters``."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import click
-import msgspec
-from rich.progress import MofNCompleteColumn
 from rich.table import Table
 
 from sim.benchmarks.adapters.benchmark import NAMES, Comparison, Fleet, compare_seeds, traffic
 from sim.benchmarks.adapters.event_loop import RunOutcome
 from sim.charts.bars import Panel, bars
+from tidegate.commands.options import Real, as_json, plot_option, seed_option
 from tidegate.commands.simulation.bench_modes import modes
 from tidegate.commands.simulation.bench_policies import policies
-from tidegate.commands.terminal import Bar, console, moving
+from tidegate.commands.terminal import Bar, console, print_json, table
 
-# The load that no replica should have more of, in units of the mean.
+# The router's bound on a replica's load, in units of the mean load.
 BOUND = 1.25
 
 
-class Real(click.FloatRange):
-    """A finite number within a range."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        found = float(super().convert(value, param, ctx))
-        if not math.isfinite(found):
-            self.fail(f"{value} is not in the range {self._describe_range()}.", param, ctx)
-        return found
-
-
-@click.group(help="Measure policies on the simulated engine, beside others.")
+@click.group(help="Compare policies on simulated replicas.")
 def bench() -> None:
-    """The group; nothing needs to run."""
+    """The group; no deployment has to run."""
 
 
 bench.add_command(policies)
@@ -44,23 +31,52 @@ bench.add_command(modes)
 
 
 @bench.command(
-    help="Play requests for many LoRA adapters against a simulated fleet: with Tidegate's router and "
-    "placement, with the least loaded replica, and with Ray Serve's multiplexing rule."
+    help="Simulate requests for many LoRA adapters with Tidegate's router and placement, with least-loaded "
+    "routing, and with Ray Serve's model multiplexing."
 )
-@click.option("--adapters", type=click.IntRange(1, 100_000), default=1000, help="How many there are.")
-@click.option("--replicas", type=click.IntRange(1, 256), default=4, help="How many replicas serve them.")
-@click.option("--slots", type=click.IntRange(1, 4096), default=8, help="Adapters that one replica holds.")
 @click.option(
-    "--exponent", type=Real(0, 10), default=1.0, help="Of Zipf's law: the k-th is asked for k**-N as often."
+    "--adapters", type=click.IntRange(1, 100_000), default=1000, show_default=True, help="Number of adapters."
 )
-@click.option("--rate", type=Real(0.001, 100_000), default=100.0, help="Requests per second of the fleet.")
 @click.option(
-    "--together", type=Real(1, 100), default=1.5, help="Requests for one adapter at once, on average."
+    "--replicas", type=click.IntRange(1, 256), default=4, show_default=True, help="Number of replicas."
 )
-@click.option("--requests", type=click.IntRange(1, 1_000_000), default=12_000, help="How many are played.")
-@click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=1, help="Random seed.")
-@click.option("--seeds", type=click.IntRange(1, 1000), default=1, help="Number of seeds, from --seed on.")
-@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="Write a plot there, as SVG.")
+@click.option(
+    "--slots", type=click.IntRange(1, 4096), default=8, show_default=True, help="Adapter slots per replica."
+)
+@click.option(
+    "--exponent",
+    type=Real(0, 10),
+    default=1.0,
+    show_default=True,
+    help="Zipf exponent N: adapter k has popularity k**-N.",
+)
+@click.option(
+    "--rate",
+    type=Real(0.001, 100_000),
+    default=100.0,
+    show_default=True,
+    help="Requests per second, in total.",
+)
+@click.option(
+    "--together",
+    type=Real(1, 100),
+    default=1.5,
+    show_default=True,
+    help="Mean size of a burst for one adapter.",
+)
+@click.option(
+    "--requests",
+    type=click.IntRange(1, 1_000_000),
+    default=12_000,
+    show_default=True,
+    help="Number of requests.",
+)
+@seed_option(default=1)
+@click.option(
+    "--seeds", type=click.IntRange(1, 1000), default=1, show_default=True,
+    help="Number of seeds, from --seed on.",
+)  # fmt: skip
+@plot_option("a chart")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per seed.")
 def adapters(
     *,
@@ -76,66 +92,52 @@ def adapters(
     plot: Path | None,
     as_json: bool,
 ) -> None:
-    if plot is not None and not plot.absolute().parent.is_dir():
-        raise click.BadParameter(f"{plot}: expected a file in a folder that exists", param_hint="--plot")
-    asked = traffic(
+    load = traffic(
         adapters=adapters, exponent=exponent, rate=rate, requests=requests, together=together, seed=seed
     )
-    with _Bar(requests) as bar:
-        found = compare_seeds(asked, Fleet(replicas, slots), seeds, bar)
-    title = f"{adapters} adapters, Zipf {exponent:g}, {replicas} x {slots} slots, {rate:g} requests/s"
-    title += f" in calls of {together:g}" + (f", {seeds} seeds" if seeds > 1 else "")
+    with Bar("requests") as bar:
+        comparisons = compare_seeds(
+            load, Fleet(replicas, slots), seeds, lambda name, sent: bar.update(sent, requests, task=name)
+        )
+    title = f"{adapters} adapters, Zipf exponent {exponent:g}, {replicas} replicas x {slots} slots, "
+    title += f"{rate:g} requests/s in bursts of {together:g}" + (f", {seeds} seeds" if seeds > 1 else "")
     if plot is not None:
-        plot.write_text(_plot(title, found, requests), encoding="utf-8")
+        plot.write_text(_plot(title, comparisons, requests), encoding="utf-8")
     if as_json:
-        for each in found:
-            click.echo(msgspec.json.encode(each).decode())
+        for comparison in comparisons:
+            print_json(comparison)
     else:
-        console().print(_table(title, found, requests))
+        console().print(_table(title, comparisons, requests))
         if plot is not None:
-            click.echo(f"The plot is in {plot}")
+            click.echo(f"Chart written to {plot}")
 
 
-class _Bar(Bar):
-    """How far each policy is, on standard error: a bar on a terminal, a line for each policy elsewhere."""
-
-    def __init__(self, requests: int) -> None:
-        self._requests = requests
-        super().__init__(moving(16, MofNCompleteColumn()))
-        self._tasks = {name: self._bar.add_task(name, total=requests) for name in NAMES}
-
-    def __call__(self, name: str, sent: int) -> None:
-        self._bar.update(self._tasks[name], completed=sent)
-        if self._bar.disable and sent == self._requests:
-            click.echo(f"{name}: {sent} requests", err=True)
-
-
-def _mean(found: Sequence[Comparison], value: Callable[[RunOutcome], float]) -> list[float]:
+def _means(comparisons: Sequence[Comparison], value: Callable[[RunOutcome], float]) -> list[float]:
     """The mean over the seeds, for each policy."""
-    return [fmean(value(each.policies[name]) for each in found) for name in NAMES]
+    return [fmean(value(each.policies[name]) for each in comparisons) for name in NAMES]
 
 
-def _table(title: str, found: Sequence[Comparison], requests: int) -> Table:
-    table = Table(title=title, title_justify="left", box=None, header_style="bold", pad_edge=False)
-    table.add_column("policy")
-    for column in ("loads", "per request", "TTFT p95 ms", "load max/mean", "moves a minute"):
-        table.add_column(column, justify="right")
+def _table(title: str, comparisons: Sequence[Comparison], requests: int) -> Table:
+    rows = table(
+        *("policy", ">adapter loads", ">loads/request", ">TTFT p95", ">load max/mean", ">moves/min"),
+        title=title,
+    )
     columns = (
-        [f"{value:.0f}" for value in _mean(found, lambda each: each.loads)],
-        [f"{value:.3f}" for value in _mean(found, lambda each: each.loads / requests)],
-        [f"{value:.1f}" for value in _mean(found, lambda each: 1e3 * each.ttft_p95_s)],
-        [f"{value:.2f}" for value in _mean(found, lambda each: each.load_max_over_mean)],
-        [f"{value:.0f}" for value in _mean(found, lambda each: each.moves_per_min)],
+        [f"{mean:.0f}" for mean in _means(comparisons, lambda run: run.loads)],
+        [f"{mean:.3f}" for mean in _means(comparisons, lambda run: run.loads / requests)],
+        [f"{mean:.1f} ms" for mean in _means(comparisons, lambda run: 1e3 * run.ttft_p95_s)],
+        [f"{mean:.2f}" for mean in _means(comparisons, lambda run: run.load_max_over_mean)],
+        [f"{mean:.0f}" for mean in _means(comparisons, lambda run: run.moves_per_min)],
     )
     for row in zip(NAMES, *columns, strict=True):
-        table.add_row(*row)
-    return table
+        rows.add_row(*row)
+    return rows
 
 
-def _plot(title: str, found: Sequence[Comparison], requests: int) -> str:
+def _plot(title: str, comparisons: Sequence[Comparison], requests: int) -> str:
     panels = (
-        Panel("loads of adapters per request", _mean(found, lambda each: each.loads / requests)),
-        Panel("TTFT p95, ms", _mean(found, lambda each: 1e3 * each.ttft_p95_s)),
-        Panel("load, max/mean", _mean(found, lambda each: each.load_max_over_mean), BOUND),
+        Panel("adapter loads per request", _means(comparisons, lambda run: run.loads / requests)),
+        Panel("TTFT p95, ms", _means(comparisons, lambda run: 1e3 * run.ttft_p95_s)),
+        Panel("load, max/mean", _means(comparisons, lambda run: run.load_max_over_mean), BOUND),
     )
     return bars(title, [name.replace("_", " ") for name in NAMES], panels)

@@ -1,4 +1,4 @@
-"""The policies that a simulation compares: those of the document, or others in their place."""
+"""The policies that a simulation compares: those of the deployment spec, or others instead."""
 
 from __future__ import annotations
 
@@ -19,38 +19,36 @@ from sim.results.comparison import PolicyEntry
 
 
 def simulated_policy(deployment: Deployment) -> Deployment:
-    """The deployment without models that Tidegate does not deploy; raises :class:`ConfigError` if all are."""
+    """The deployment without external models; raises :class:`ConfigError` if there is no other."""
     models = tuple(spec for spec in deployment.models if spec.engine is not EngineKind.EXTERNAL)
     if not models:
-        found = deployment.models[0]
+        first = deployment.models[0]
         raise ConfigError(
-            f"models[{found.name}].engine",
-            found.engine.value,
-            "vllm or sim: of other servers nothing is known",
+            f"models[{first.name}].engine", first.engine.value, "vllm or sim: external servers have no model"
         )
     return msgspec.structs.replace(deployment, models=models)
 
 
 def choices(option: str, text: str) -> list[Choice]:
-    """The policies in ``text``, divided by commas: names, or names with parameters in braces.
+    """The policies in ``text``, separated by commas: names, or names with parameters in braces.
 
     Raises :class:`policy.errors.ConfigError`.
     """
-    expected = "policies as in the document, such as predictive, or 'predictive: {quantile: 0.95}'"
+    expected = "policies as in the deployment spec, such as predictive, or 'predictive: {quantile: 0.95}'"
     try:
-        found = yaml.safe_load(f"[{text}]")
+        values = yaml.safe_load(f"[{text}]")
     except yaml.YAMLError:
         raise ConfigError(option, text, expected) from None
-    if not isinstance(found, list) or not found:
+    if not isinstance(values, list) or not values:
         raise ConfigError(option, text, expected)
-    return [_checked(option, each) for each in found]
+    return [_checked(option, each) for each in values]
 
 
 def _checked(option: str, raw: object) -> Choice:
     choice = beside(raw, Path.cwd()) if isinstance(raw, dict) else raw
     if not isinstance(choice, str | dict):
         raise ConfigError(option, raw, "the name of a policy")
-    if choice != CUSTOM:  # without a class it is the one of the document
+    if choice != CUSTOM:  # without a class: the one of the deployment spec
         choose(option, choice)
     return choice
 
@@ -58,39 +56,39 @@ def _checked(option: str, raw: object) -> Choice:
 def policy_entries(
     deployment: Deployment, given: Sequence[Choice], event: Callable[[str], None]
 ) -> list[PolicyEntry]:
-    """One for each of the choices ``given``, or the document as it is.
+    """One entry for each of the choices ``given``, or for the deployment spec as it is.
 
-    A bare name that a model's document has parameters for keeps them. ``event`` is told what a user's policy
-    does wrong. Raises :class:`policy.errors.ConfigError`.
+    A name without parameters keeps those that a model's spec has for it. ``event`` receives messages about
+    failures of a custom policy. Raises :class:`policy.errors.ConfigError`.
     """
     if not given:
         labels = dict.fromkeys(_chosen(spec).label for spec in deployment.models)
-        return [_contender("+".join(_short(label) for label in labels), deployment, event)]
-    found: list[PolicyEntry] = []
+        return [_entry("+".join(_short(label) for label in labels), deployment, event)]
+    entries: list[PolicyEntry] = []
     for choice in given:
         models = tuple(_with(spec, choice) for spec in deployment.models)
         name = _short(choose("--policy", models[0].control.policy).label)
-        if any(name == each.name for each in found) and isinstance(choice, dict):
+        if any(name == entry.name for entry in entries) and isinstance(choice, dict):
             name += " " + msgspec.json.encode(next(iter(choice.values()))).decode()
-        if any(name == each.name for each in found):
+        if any(name == entry.name for entry in entries):
             raise ConfigError("--compare", name, "each policy once")
-        found.append(_contender(name, msgspec.structs.replace(deployment, models=models), event))
-    return found
+        entries.append(_entry(name, msgspec.structs.replace(deployment, models=models), event))
+    return entries
 
 
 def _with(spec: ModelSpec, choice: Choice) -> ModelSpec:
-    written = spec.control.policy
-    if isinstance(choice, str) and isinstance(written, dict) and choice in written:
+    configured = spec.control.policy
+    if isinstance(choice, str) and isinstance(configured, dict) and choice in configured:
         return spec
     control = msgspec.structs.replace(spec.control, policy=choice)
     return msgspec.structs.replace(spec, control=control)
 
 
-def _contender(name: str, deployment: Deployment, event: Callable[[str], None]) -> PolicyEntry:
-    return PolicyEntry(name, deployment, {spec.name: _made(spec, event) for spec in deployment.models})
+def _entry(name: str, deployment: Deployment, event: Callable[[str], None]) -> PolicyEntry:
+    return PolicyEntry(name, deployment, {spec.name: _policy(spec, event) for spec in deployment.models})
 
 
-def _made(spec: ModelSpec, event: Callable[[str], None]) -> Policy:
+def _policy(spec: ModelSpec, event: Callable[[str], None]) -> Policy:
     chosen = _chosen(spec)
     if chosen.name == CUSTOM:
         return GuardedPolicy(load(chosen, _path(spec)), event)

@@ -1,8 +1,7 @@
-"""``simulate``."""
+"""``simulate``: replay a trace on a simulated deployment."""
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -11,8 +10,6 @@ from types import TracebackType
 
 import click
 import msgspec
-from rich.progress import TaskID, TextColumn
-from rich.table import Table
 
 from policy.engine.profiles import max_request_tokens
 from policy.errors import ConfigError, TargetError
@@ -32,37 +29,48 @@ from sim.workload.traces.open import notes, opened
 from sim.workload.transforms import slice_trace
 from store.state_dir import StateDir
 from tidegate import document as documents
-from tidegate.commands.simulation.bench import Real
+from tidegate.commands.options import (
+    FILE,
+    OutputFile,
+    as_json,
+    file_argument,
+    rate_option,
+    seed_option,
+    slice_options,
+    trace_option,
+)
 from tidegate.commands.simulation.policy_options import choices, policy_entries, simulated_policy
-from tidegate.commands.terminal import FILE, Bar, console, moving, trace_option
-
-_OUT = click.Path(dir_okay=False, path_type=Path)
+from tidegate.commands.terminal import Bar, console, print_json, table, warn
 
 
 @click.command(
-    help="Replay a trace on the deployment in FILE before anything runs: the policies of production decide, "
-    "on replicas that an engine model times."
+    help="Replay a trace on a simulation of the deployment in FILE. The scaling policies and the router are "
+    "those of production; a performance model gives the step times of the replicas."
 )
-@click.argument("file", type=FILE)
+@file_argument
 @trace_option(required=True)
 @click.option(
-    "--policy",
-    "policies",
-    multiple=True,
-    metavar="POLICY",
-    help="Instead of the document's; several times too.",
-)
+    "--policy", "policies", multiple=True, metavar="POLICY",
+    help="Scaling policy instead of the one in FILE, repeatable.",
+)  # fmt: skip
 @click.option("--compare", "several", metavar="A,B,C", help="Several policies, on the same arrivals.")
-@click.option("--rate", type=Real(1e-6, 1e6), default=1.0, help="So many times as many requests per second.")
-@click.option("--from-s", type=Real(0, 1e9), default=0.0, help="Begin so many seconds into the trace.")
-@click.option("--to-s", type=Real(0, 1e9), help="End so many seconds into the trace.")
-@click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, help="Of the chance in it.")
-@click.option("--world", "world_file", type=FILE,
-              help="A YAML file: how long starts take, and what goes wrong.")  # fmt: skip
-@click.option("--no-oracle", is_flag=True, help="Leave out the bounds, which take the time of a few runs.")
-@click.option("--report", type=_OUT, help="Write charts there, as one HTML file.")
-@click.option("--log", type=_OUT, help="Write every decision that changed anything there, as lines of JSON.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@rate_option
+@slice_options
+@seed_option()
+@click.option(
+    "--world",
+    "world_file",
+    type=FILE,
+    help="Fault scenario in YAML: start-up times and failures of replicas.",
+)
+@click.option(
+    "--no-oracle", is_flag=True, help="Skip the lower bound and the offline optimum, which are slow."
+)
+@click.option("--report", type=OutputFile(), help="Write charts to this file, as HTML.")
+@click.option(
+    "--log", type=OutputFile(), help="Write each decision that changed something, as lines of JSON."
+)
+@as_json
 @click.pass_obj
 def simulate(
     _state: StateDir,
@@ -81,17 +89,10 @@ def simulate(
     log: Path | None,
     as_json: bool,
 ) -> None:
-    for option, out in (("--report", report), ("--log", log)):
-        if out is not None and not out.absolute().parent.is_dir():
-            raise click.BadParameter(f"{out}: expected a file in a folder that exists", param_hint=option)
-        if out is not None and not os.access(out if out.exists() else out.absolute().parent, os.W_OK):
-            raise click.BadParameter(f"{out}: expected a file that can be written", param_hint=option)
-    if to_s is not None and to_s <= from_s:
-        raise click.BadParameter(f"{to_s:g} is not after --from-s {from_s:g}", param_hint="--to-s")
     deployment = simulated_policy(documents.load(file, ray=False).deployment)
     given = [each for text in policies for each in choices("--policy", text)]
     given += choices("--compare", several) if several is not None else []
-    compared = policy_entries(deployment, given, lambda event: click.echo(event, err=True))
+    compared = policy_entries(deployment, given, warn)
     world = (
         EARTH if world_file is None else scenario_of(world_file, [spec.name for spec in deployment.models])
     )
@@ -99,107 +100,83 @@ def simulate(
     def arrivals() -> Iterator[Arrival]:
         return slice_trace(arrivals_of(trace, seed, rate), from_s, to_s)
 
-    addressing = ModelNames([spec.name for spec in deployment.models])
-    most = {
+    model_names = ModelNames([spec.name for spec in deployment.models])
+    max_tokens = {
         spec.name: max(max_request_tokens(spec, shape) or sys.maxsize for shape in spec.shapes.values())
         for spec in deployment.models
     }
     with opened() as traces:
-        surveyed = survey(arrivals(), addressing, most)
+        surveyed = survey(arrivals(), model_names, max_tokens)
     for note in notes(traces):
-        click.echo(note, err=True)
+        warn(note)
     if not surveyed.loads:
-        raise ConfigError(str(trace), "no request", "a request at least, in the part that is replayed")
-    if others := addressing.said():
-        click.echo(others, err=True)
+        raise ConfigError(str(trace), "no request", "at least one request in the selected part")
+    if others := model_names.said():
+        warn(others)
     for spec in deployment.models:
         load = surveyed.loads.get(spec.name)
         if load is not None and load.adapted and spec.adapters is None:
-            asked = f"{load.adapted} of {load.requests} requests ask for adapters"
-            click.echo(f"{spec.name}: {asked}, and fail: the document has no section 'adapters'", err=True)
+            share = f"{load.adapted} of {load.requests} requests name an adapter"
+            warn(f"{spec.name}: {share} and fail: the model has no section 'adapters'")
         if load is not None and load.too_long:
-            asked = f"{load.too_long} of {load.requests} requests have more tokens with their answers"
-            click.echo(f"{spec.name}: {asked} than max_model_len, {most[spec.name]}, and fail", err=True)
-    with _Bars(surveyed.ends_at) as bars, _Log(log) as logged:
-        bounds = Bounds(why="not asked for")
+            share = f"{load.too_long} of {load.requests} requests exceed max_model_len"
+            warn(f"{spec.name}: {share} ({max_tokens[spec.name]} tokens with their answers) and fail")
+    ends_at = surveyed.ends_at
+    with Bar("simulated", clock) as bar, _DecisionFile(log) as decisions:
+        bounds = Bounds(why="not computed")
         if not no_oracle:
             try:
-                bounds = bounds_of(deployment, arrivals, surveyed, world, seed=seed, said=bars.note)
+                bounds = bounds_of(deployment, arrivals, surveyed, world, seed=seed, said=bar.note)
             except TargetError as error:
                 bounds = Bounds(why=str(error))
-        found = compare(
+        comparison = compare(
             compared,
             arrivals,
-            lambda document, live, asked, said: run(document, live, asked, world=world, seed=seed, said=said),
+            lambda spec, live, asked, progress: run(spec, live, asked, world=world, seed=seed, said=progress),
             trace=trace.name,
             seed=seed,
             bounds=bounds,
-            said=bars,
-            kept=logged,
+            said=lambda name, at: bar.update(at, ends_at, task=name),
+            kept=decisions,
         )
-    # What took so long to find is printed before anything that may fail.
+    # Printed before the files are written: the result of a long run is not lost to a full disk.
     if as_json:
-        click.echo(msgspec.json.encode(found.plain()).decode())
+        print_json(comparison.plain())
     else:
-        _print(found)
+        _print(comparison)
     if report is not None:
         try:
-            report.write_text(page(found), encoding="utf-8")
+            report.write_text(page(comparison), encoding="utf-8")
         except OSError as error:
             raise click.ClickException(f"{report}: {error.strerror}: the report is not written") from None
         if not as_json:
-            click.echo(f"The report is in {report}")
-    if logged.error is not None:
-        raise click.ClickException(f"{log}: {logged.error.strerror}: not all decisions are written")
+            click.echo(f"Report written to {report}")
+    if decisions.error is not None:
+        raise click.ClickException(f"{log}: {decisions.error.strerror}: not all decisions are written")
 
 
-class _Bars(Bar):
-    """How far each policy is in simulated time, on standard error: bars, or a line each where none moves."""
+class _DecisionFile:
+    """Writes the decisions of each policy as lines of JSON, if there is a path.
 
-    def __init__(self, ends_at: float) -> None:
-        self._ends_at = ends_at
-        self._tasks: dict[str, TaskID] = {}
-        self._done: set[str] = set()
-        super().__init__(moving(24, TextColumn("{task.fields[now]} of {task.fields[end]}")))
-
-    def __call__(self, name: str, at: float) -> None:
-        """``name`` has come as far as the instant ``at``."""
-        if self._bar.disable:
-            # It goes on until the last request has ended.
-            if at >= self._ends_at and name not in self._done:
-                self._done.add(name)
-                click.echo(f"{name}: {clock(self._ends_at)} of the trace are simulated", err=True)
-            return
-        if name not in self._tasks:
-            self._tasks[name] = self._bar.add_task(
-                name, total=self._ends_at, now=clock(0.0), end=clock(self._ends_at)
-            )
-        at = min(at, self._ends_at)
-        self._bar.update(self._tasks[name], completed=at, now=clock(at))
-
-
-class _Log:
-    """The decisions of each policy as lines of JSON, if anybody wants them.
-
-    A run goes on without its log, so that what it finds is printed; ``error`` is why lines are missing.
+    An I/O error does not stop the simulation; it is kept in ``error``.
     """
 
     def __init__(self, path: Path | None) -> None:
         self.error: OSError | None = None
         self._file = None if path is None else path.open("wb")
 
-    def __enter__(self) -> _Log:
+    def __enter__(self) -> _DecisionFile:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._file is not None:
-            with suppress(OSError):  # of what was written before, which is told
+            with suppress(OSError):  # reported by the flush of each record
                 self._file.close()
 
     def __call__(self, name: str, record: Record) -> None:
-        """Write those of ``record``."""
+        """Write the decisions of ``record``."""
         if self._file is None or self.error is not None:
             return
         try:
@@ -211,12 +188,9 @@ class _Log:
             self.error = error
 
 
-def _print(found: PolicyComparison) -> None:
-    click.echo(f"{found.trace}, seed {found.seed}; {told(found.bounds)}")
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    table.add_column("")
-    for each in found.runs:
-        table.add_column(each.name, justify="right")
-    for row in figures(found.bounds):
-        table.add_row(row.heading, *(row.shown(each.summary) for each in found.runs))
-    console().print(table)
+def _print(comparison: PolicyComparison) -> None:
+    click.echo(f"{comparison.trace}, seed {comparison.seed}; {told(comparison.bounds)}")
+    rows = table("metric", *(f">{each.name}" for each in comparison.runs))
+    for row in figures(comparison.bounds):
+        rows.add_row(row.heading, *(row.shown(each.summary) for each in comparison.runs))
+    console().print(rows)

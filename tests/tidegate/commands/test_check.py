@@ -62,38 +62,43 @@ def test_every_shipped_deployment_says_what_would_decide(path: Path) -> None:
     assert last == f"{path} is valid."
     for line, spec in zip(models, load(path).deployment.models, strict=True):
         assert line.startswith(f"{spec.name}: engine {spec.engine}")
-        assert ("nothing to decide" in line) == (not spec.modes)
+        assert ("not scaled" in line) == (not spec.modes)
 
 
 BOUNDS = "multi-replica x 1 to 4 or single-large x 1"
 
 
 @pytest.mark.parametrize(
-    ("control", "said"),
+    ("control", "scaling"),
     [
-        ({}, f"predictive decides: {BOUNDS}"),
-        ({"policy": "static"}, f"static decides: {BOUNDS}"),
-        ({"policy": {"target_tracking": {"metric": "queue"}}}, f"target_tracking decides: {BOUNDS}"),
-        ({"shadow": "panic_window"}, f"predictive decides, panic_window beside it: {BOUNDS}"),
-        ({"guard": {"dry_run": True}}, f"predictive would decide (guard.dry_run): {BOUNDS}"),
+        ({}, f"scaled by predictive: {BOUNDS}"),
+        ({"policy": "static"}, f"scaled by static: {BOUNDS}"),
+        ({"policy": {"target_tracking": {"metric": "queue"}}}, f"scaled by target_tracking: {BOUNDS}"),
+        ({"shadow": "panic_window"}, f"scaled by predictive: {BOUNDS}; shadow policy panic_window"),
+        (
+            {"guard": {"dry_run": True}},
+            f"scaled by predictive: {BOUNDS} (guard.dry_run: decisions are only logged)",
+        ),
         (
             {"slo": {"ttft_p95_s": 1, "itl_p95_s": 0.05}},
-            f"predictive decides: {BOUNDS} for TTFT p95 1 s, ITL p95 0.05 s",
+            f"scaled by predictive: {BOUNDS}; SLO: TTFT p95 1.00 s, ITL p95 50 ms",
         ),
     ],
 )
-def test_a_line_says_who_decides_within_what(tmp_path: Path, control: dict[str, Any], said: str) -> None:
+def test_a_line_has_the_policy_the_bounds_and_the_slo(
+    tmp_path: Path, control: dict[str, Any], scaling: str
+) -> None:
     line, _ = check(write(tmp_path, **control)).output.splitlines()
-    assert line == f"m: engine sim, multi-replica first; {said}"
+    assert line == f"m: engine sim, starts in multi-replica; {scaling}"
     (model,) = json.loads(check(write(tmp_path, **control), "--json").output)["models"]
-    assert model["decides"] == said
+    assert model["decides"] == scaling
 
 
-def test_a_dry_run_says_that_it_wakes_nobody(tmp_path: Path) -> None:
+def test_a_dry_run_does_not_wake_a_model(tmp_path: Path) -> None:
     path = write(tmp_path, guard={"dry_run": True})
     path.write_text(path.read_text().replace('"min": 1', '"min": 0'))
     line, _ = check(path).output.splitlines()
-    assert "predictive would decide (guard.dry_run: at zero it is not woken either): " in line
+    assert "(guard.dry_run: decisions are only logged; no wake from zero)" in line
 
 
 @pytest.mark.parametrize("where", ["mine:Mine", "mine.py:Mine"])
@@ -159,4 +164,5 @@ def test_a_policy_that_the_pages_show_is_one(tmp_path: Path, code: str, where: s
     (tmp_path / f"{module}.py").write_text(code)
     done = check(write(tmp_path, policy=yaml.safe_load(written)))
     assert done.exit_code == 0, done.output
-    assert f"{name} decides" in done.output
+    assert "scaled by " in done.output
+    assert f"{name}: " in done.output

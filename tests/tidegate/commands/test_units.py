@@ -1,4 +1,4 @@
-"""Times as people write them, read as they mean them."""
+"""Durations and instants as users type them, and the formats of tables."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import time
 from collections.abc import Iterator
 from datetime import datetime
 
+import click
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidegate.commands.durations import clock, instant, parse_duration
+from tidegate.commands.units import age, clock, duration, instant, latency, parse_duration, rate, size
 
 
 @pytest.fixture(autouse=True)
@@ -30,26 +31,22 @@ def at(text: str) -> float:
 @pytest.mark.parametrize(
     ("text", "seconds"),
     [
-        ("90s", 90),
-        ("30m", 1800),
-        ("30min", 1800),
-        ("2h", 7200),
-        ("1h30m", 5400),
-        ("1d", 86_400),
-        ("0.5h", 1800),
+        *(("90s", 90), ("30m", 1800), ("30min", 1800), ("2h", 7200), ("1h30m", 5400), ("1d", 86_400)),
+        *(("0.5h", 1800), ("", 0), ("30", 0), ("m", 0), ("30x", 0), ("30m later", 0), ("-5m", 0), ("0s", 0)),
+        ("1h30", 0),
     ],
 )
-def test_a_term_is_a_number_with_a_unit(text: str, seconds: float) -> None:
+def test_duration(text: str, seconds: float) -> None:
     assert parse_duration(text) == seconds
 
 
-@pytest.mark.parametrize("text", ["", "30", "m", "30x", "30m later", "-5m", "0s", "1h30"])
-def test_what_is_no_term(text: str) -> None:
-    assert not parse_duration(text)
+def test_an_invalid_duration_shows_examples() -> None:
+    with pytest.raises(click.BadParameter, match="invalid duration '5': use e\\.g\\. 90s"):
+        duration("5")
 
 
 @given(st.integers(1, 99), st.integers(1, 59), st.integers(1, 59))
-def test_parts_of_a_term_add_up(hours: int, minutes: int, seconds: int) -> None:
+def test_parts_of_a_duration_add_up(hours: int, minutes: int, seconds: int) -> None:
     assert parse_duration(f"{hours}h{minutes}m{seconds}s") == hours * 3600 + minutes * 60 + seconds
 
 
@@ -62,9 +59,9 @@ NOW = "2026-07-10T14:30:10"
         ("12:03", "2026-07-10T12:03:59.999"),
         ("9:05", "2026-07-10T09:05:59.999"),
         ("12:03:20", "2026-07-10T12:03:20.999"),
-        # The minute that is not over yet ends now.
+        # The present minute ends now.
         ("14:30", NOW),
-        # Later than now is yesterday's.
+        # A later time of day is yesterday's.
         ("14:31", "2026-07-09T14:31:59.999"),
         ("2026-07-08T12:03", "2026-07-08T12:03:59.999"),
         ("2026-07-08 12:03", "2026-07-08T12:03:59.999"),
@@ -78,26 +75,32 @@ NOW = "2026-07-10T14:30:10"
         ("now", NOW),
     ],
 )
-def test_an_instant_is_the_end_of_what_is_named(text: str, moment: str) -> None:
+def test_an_instant_is_the_end_of_its_minute_or_second(text: str, moment: str) -> None:
     assert instant(text, at(NOW)) == pytest.approx(at(moment), abs=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("text", "why"),
-    [
-        ("noon", "is no time"),
-        ("25:00", "is no time"),
-        ("12:3", "is no time"),
-        ("ago", "is no time"),
-        ("5 ago", "is no time"),
-        ("2026-07-11T12:03", "yet to come"),
-    ],
-)
-def test_what_is_no_instant(text: str, why: str) -> None:
-    with pytest.raises(ValueError, match=why):
+@pytest.mark.parametrize("text", ["noon", "25:00", "12:3", "ago", "5 ago", "2026-07-11T12:03"])
+def test_invalid_and_future_instants(text: str) -> None:
+    with pytest.raises(
+        ValueError, match="in the future" if text[0] == "2" and "T" in text else "invalid time"
+    ):
         instant(text, at(NOW))
 
 
 def test_an_instant_of_another_day_has_its_date() -> None:
     assert clock(at("2026-07-10T12:03:20"), at(NOW)) == "12:03:20"
     assert clock(at("2026-07-09T12:03:20"), at(NOW)) == "2026-07-09 12:03:20"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        *((age(9.94), "9.9 s"), (age(59), "59 s"), (age(61), "1 min 1 s"), (age(3661), "1 h 1 min")),
+        *((age(90_000), "1 d 1 h"), (age(-1), "0.0 s")),
+        *((rate(1.2345), "1.23/s"), (rate(12.345), "12.3/s")),
+        *((latency(0.0411), "41 ms"), (latency(0.9996), "1.00 s"), (latency(1.318), "1.32 s")),
+        *((size(900), "900 B"), (size(1_500_000), "1.5 MB"), (size(2e9), "2.0 GB")),
+    ],
+)
+def test_formats_round_and_have_units(text: str, expected: str) -> None:
+    assert text == expected

@@ -33,7 +33,11 @@ def test_a_table_and_a_plot(tmp_path: Path) -> None:
     plot = tmp_path / "adapters.svg"
     result = run(*SMALL, "--plot", str(plot))
     assert result.exit_code == 0 and str(plot) in result.stdout.replace("\n", "")
-    for words in ("30 adapters, Zipf 1, 2 x 4 slots, 50 requests/s", "serve_multiplex", "TTFT p95 ms"):
+    for words in (
+        "30 adapters, Zipf exponent 1, 2 replicas x 4 slots, 50 requests/s",
+        "serve_multiplex",
+        "TTFT p95",
+    ):
         assert words in result.stdout
     assert plot.read_text().startswith("<svg") and "serve multiplex" in plot.read_text()
 

@@ -71,13 +71,13 @@ def test_tables_say_what_each_number_rests_on(document: Path) -> None:
     assert result.exit_code == 0, result.output
     for words in (
         "chat, 4 requests/s, cv 1, seed 0",
-        "Fewest of each, the best first by cost",
-        "1 replica of 1 x h100, and 1 spare",
-        "When to add what",
-        "Owning less, and buying the rest elsewhere",
-        "J a token",
+        "Fewest GPUs of each type, best first by cost",
+        "1 replica with 1 x h100 each, and 1 spare",
+        "Purchase schedule",
+        "Fewer replicas, with spillover to a fallback provider",
+        "J per input or output token",
         "BTU/h",
-        "each way",
+        "in each direction",
         "assumed: as described",
         "assumed: data sheets: 700 W a card",
     ):
@@ -89,14 +89,14 @@ def test_an_objective_that_nothing_meets_is_said(document: Path) -> None:
     document.write_text(DOCUMENT.replace("0.03", "0.0001"))
     result = run(document, "--rps", "2", *SMALL, "--most", "20")
     assert result.exit_code == 0 and "none up to 20" in result.stdout
-    assert "the best first by devices" in result.stdout
-    assert "No count of any kind meets the objective." in result.stdout
+    assert "best first by number of GPUs" in result.stdout
+    assert "No replica count up to 20 of any GPU type meets the SLO." in result.stdout
 
 
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ((), "Give either --trace, or --rps"),
+        ((), "give either --trace, or --rps"),
         (("--rps", "0"), "--rps"),
         (("--rps", "2", "--kinds", "b300"), "--kinds: got 'b300'"),
         (("--rps", "2", "--shapes", "one"), "--shapes"),
@@ -132,4 +132,4 @@ def test_what_is_odd_about_a_trace_is_told(document: Path, tmp_path: Path) -> No
     trace.write_text(TRACE.removesuffix("0\n"))
     result = run(document, "--trace", str(trace), "--price", "none=1")
     assert "azure.csv:101: the last line has no line end" in result.stderr
-    assert "names no kind that is planned" in result.stderr
+    assert "names no GPU type that is considered" in result.stderr
