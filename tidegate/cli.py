@@ -26,8 +26,8 @@ _COMMANDS = {
     "scale": ("fleet.scale_mode", "Override a model's replica count, or end the override."),
     "mode": ("fleet.scale_mode", "Override a model's mode (topology), or end the override."),
     "adapters": ("fleet.adapters", "Show, add, replace, split, roll back or remove LoRA adapters."),
-    "check": ("deployment.check_apply", "Validate a deployment spec."),
-    "apply": ("deployment.check_apply", "Show what a deployment spec would change, and apply it."),
+    "check": ("deployment.check_apply", "Validate a deployment file."),
+    "apply": ("deployment.check_apply", "Show what a deployment file would change, and apply it."),
     "keys": ("deployment.keys", "Create API keys for tenants."),
     "simulate": ("simulation.simulate", "Replay a trace on a simulated deployment."),
     "replay": (
@@ -36,7 +36,7 @@ _COMMANDS = {
     ),
     "calibrate": (
         "simulation.calibrate",
-        "Fit a performance model to live replicas, or check the simulator against a replay.",
+        "Fit a engine model to live replicas, or check the simulator against a replay.",
     ),
     "plan": ("simulation.plan", "Find the fewest GPUs that meet the SLO, now and as the load grows."),
     "bench": ("simulation.bench", "Compare policies on simulated replicas."),

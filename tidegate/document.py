@@ -1,4 +1,4 @@
-"""Read a deployment spec: YAML to a checked :class:`policy.config.deployment.Deployment`."""
+"""Read a deployment file: YAML to a checked :class:`policy.config.deployment.Deployment`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _HOSTS = {"host": "TIDEGATE_GATEWAY_HOST", "admin_host": "TIDEGATE_ADMIN_HOST"}
 
 @dataclass(frozen=True)
 class Document:
-    """A deployment spec with absolute paths; ``raw`` is what is stored and sent to the controller."""
+    """A deployment file with absolute paths; ``raw`` is what is stored and sent to the controller."""
 
     raw: dict[str, Any]
     deployment: Deployment
@@ -32,7 +32,7 @@ class Document:
 def load(path: Path, *, ray: bool = True) -> Document:
     """Read and check the YAML (or JSON) file at ``path``.
 
-    Relative paths are relative to the file's folder, and a calibrated performance model is embedded, so that
+    Relative paths are relative to the file's folder, and a calibrated engine model is embedded, so that
     other machines do not need its file. ``RAY_ADDRESS`` replaces ``cluster.address: local`` if ``ray`` is
     used; ``TIDEGATE_GATEWAY_HOST`` and ``TIDEGATE_ADMIN_HOST`` replace ``gateway.host`` and
     ``gateway.admin_host``. Raises :class:`policy.errors.ConfigError`.
@@ -52,7 +52,7 @@ def load(path: Path, *, ray: bool = True) -> Document:
 
 
 def _embed_model_files(raw: dict[str, Any], folder: Path) -> None:
-    """Replace the file name of a calibrated performance model (``*.json``) by the file's content."""
+    """Replace the file name of a calibrated engine model (``*.json``) by the file's content."""
     models = raw.get("models")
     for i, model in enumerate(models if isinstance(models, list) else []):
         profile = model.get("profile") if isinstance(model, Mapping) else None
@@ -90,7 +90,7 @@ def _absolute_paths(raw: dict[str, Any], folder: Path) -> None:
 
 
 def _absolute_adapters(model: dict[str, Any], folder: Path) -> None:
-    """Existence is not checked here: a missing adapter does not make the deployment spec invalid."""
+    """Existence is not checked here: a missing adapter does not make the deployment file invalid."""
     for entry in (model.get("adapters") or {}).get("sources", []):
         versions = entry.get("versions", {}).values()
         for where, key in (

@@ -34,7 +34,7 @@ MEANINGS = {
     Exit.OK: "ok",
     Exit.FAILED: "failed",
     Exit.USAGE: "usage error",
-    Exit.INVALID: "invalid deployment spec, workload or trace",
+    Exit.INVALID: "invalid deployment file, workload or trace",
     Exit.NOT_RUNNING: "nothing is running, or it does not answer",
     Exit.REFUSED: "refused: replica count, mode switch, adapter, or a change that needs down and up",
     Exit.PRECONDITION: "precondition not met: port in use, too little memory, another Ray cluster",

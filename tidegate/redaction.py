@@ -16,7 +16,7 @@ _PASSWORD = re.compile(r"(?<=://)[^/?#]*@")
 
 
 def redact(value: Any, path: str = "") -> Any:
-    """``value`` without secrets; ``path`` is its dotted path in the deployment spec."""
+    """``value`` without secrets; ``path`` is its dotted path in the deployment file."""
     if isinstance(value, Mapping):
         return {key: redact(inner, f"{path}.{key}") for key, inner in value.items()}
     if isinstance(value, list | tuple):

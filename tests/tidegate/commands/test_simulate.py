@@ -247,7 +247,7 @@ def test_requests_that_are_too_long_are_told_and_fail(site: Path) -> None:
     [
         (("--policy", "predictve"), "did you mean 'predictive'?"),
         (("--policy", "predictive: {quantile: 2}"), "quantile: got 2, expected"),
-        (("--policy", "{"), "--policy: got '{', expected policies as in the deployment spec"),
+        (("--policy", "{"), "--policy: got '{', expected policies as in the deployment file"),
         (("--policy", "3"), "--policy: got 3, expected the name of a policy"),
         (("--compare", ""), "--compare: got '', expected policies"),
         (("--compare", "static,static"), "got 'static', expected each policy once"),

@@ -78,7 +78,7 @@ def test_up_with_another_document_is_refused_and_changes_nothing(site: Site) -> 
     site.write(queue_timeout_s=7)
     code, _, err = site.tidegate("up", str(site.file))
     assert code == 5
-    assert "with another deployment spec" in err
+    assert "with another deployment file" in err
     assert f"tidegate apply {site.file}" in err
     assert (site.workers(), (site.state / "deployment.json").read_bytes()) == before
 
@@ -86,7 +86,7 @@ def test_up_with_another_document_is_refused_and_changes_nothing(site: Site) -> 
 def test_without_a_file_up_takes_what_was_applied_last(site: Site) -> None:
     code, _, err = site.tidegate("up")
     assert code == 2
-    assert "no deployment spec was applied" in err
+    assert "no deployment file was applied" in err
     site.tidegate("up", str(site.file))
     site.tidegate("down")
     assert site.tidegate("up")[0] == 0

@@ -13,10 +13,10 @@ from tidegate.commands.terminal import print_json
 
 @click.group(help="Create API keys for tenants.")
 def keys() -> None:
-    """The group; the rights of a key are written in the deployment spec."""
+    """The group; the rights of a key are written in the deployment file."""
 
 
-@keys.command(help="Print a new key for tenant NAME once, with the lines to add to the deployment spec.")
+@keys.command(help="Print a new key for tenant NAME once, with the lines to add to the deployment file.")
 @click.argument("name")
 @as_json
 def new(name: str, as_json: bool) -> None:
@@ -28,5 +28,5 @@ def new(name: str, as_json: bool) -> None:
         print_json({"name": name, "key": key, "sha256": digest})
         return
     click.echo(f"The key of {name}, shown only now:\n\n  {key}\n")
-    click.echo("Add this to the deployment spec, then run `tidegate apply FILE`:\n")
+    click.echo("Add this to the deployment file, then run `tidegate apply FILE`:\n")
     click.echo(f"tenants:\n  - name: {name}\n    keys_sha256:\n      - {digest}")

@@ -108,7 +108,7 @@ print(answer.choices[0].message.content)
 
 @click.command(
     help="Start FILE in the background, and return when every model is ready."
-    "\n\nWithout FILE: the deployment spec that was applied last."
+    "\n\nWithout FILE: the deployment file that was applied last."
 )
 @click.argument("file", type=FILE, required=False)
 @click.option("--foreground", is_flag=True, help="Same as `tidegate run`.")
@@ -126,7 +126,7 @@ def up(state: StateDir, file: Path | None, foreground: bool, no_ray: bool, timeo
     except Unreachable:
         sys.exit(_start_detached(state, path, document, no_ray, timeout_s))
     if parse(running.document) != document.deployment:
-        warn(f"tidegate: already running at {running.endpoint} with another deployment spec")
+        warn(f"tidegate: already running at {running.endpoint} with another deployment file")
         warn(f"To change the running deployment: tidegate apply {path}")
         sys.exit(Exit.REFUSED)
     if running.phase == "ready":
@@ -176,7 +176,7 @@ def _spec_path(state: StateDir, file: Path | None) -> Path:
         return file.resolve()
     if not state.deployment_path.exists():
         raise click.UsageError(
-            "no deployment spec was applied before: name one, such as deployments/smollm2-cpu.yaml"
+            "no deployment file was applied before: name one, such as deployments/smollm2-cpu.yaml"
         )
     return state.deployment_path
 

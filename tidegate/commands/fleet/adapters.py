@@ -98,7 +98,7 @@ def add(  # noqa: PLR0917 - click passes them by name
         try:
             alias = client.add_adapter(request, progress)
         except ConfigError as error:
-            # The value comes from the command line, not from a deployment spec.
+            # The value comes from the command line, not from a deployment file.
             hint = "--tenant" if error.path == "tenants" else error.path
             raise click.BadParameter(
                 f"got {error.value!r}, expected {error.expected}", param_hint=hint

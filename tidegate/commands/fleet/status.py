@@ -147,7 +147,7 @@ def _capacity(capability: Capability | None) -> str:
 
 def _replicas(view: StatusData) -> Table:
     rows = table(
-        *("replica", "spec", ">revision", "state", ">load", ">running/waiting", ">KV cache", ">updated"),
+        *("replica", "shape", ">revision", "state", ">load", ">running/waiting", ">KV cache", ">updated"),
         *("node", "url", ">pid"),
     )
     for replica in sorted(view.fleet.replicas, key=lambda replica: replica.id):

@@ -52,7 +52,7 @@ class _AdminFleet(msgspec.Struct, frozen=True):
 class StatusData(msgspec.Struct, frozen=True, kw_only=True):
     """A deployment's status; ``fleet_age_s`` is the age of the replicas' part.
 
-    The supervisor's deployment spec has no secrets.
+    The supervisor's deployment file has no secrets.
     """
 
     state_dir: str

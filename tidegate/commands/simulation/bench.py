@@ -12,7 +12,7 @@ from rich.table import Table
 from sim.benchmarks.adapters.benchmark import NAMES, Comparison, Fleet, compare_seeds, traffic
 from sim.benchmarks.adapters.event_loop import RunOutcome
 from sim.charts.bars import Panel, bars
-from tidegate.commands.options import Real, as_json, plot_option, seed_option
+from tidegate.commands.options import Real, plot_option, seed_option
 from tidegate.commands.simulation.bench_modes import modes
 from tidegate.commands.simulation.bench_policies import policies
 from tidegate.commands.terminal import Bar, console, print_json, table

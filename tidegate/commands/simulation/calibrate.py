@@ -1,4 +1,4 @@
-"""``calibrate``: fit a performance model to live replicas, or compare a replay with the simulator."""
+"""``calibrate``: fit a engine model to live replicas, or compare a replay with the simulator."""
 
 from __future__ import annotations
 
@@ -36,23 +36,23 @@ from tidegate.supervisor.readiness import endpoint
 
 
 @click.command(
-    help="Run load on the replicas of MODEL for a few minutes, fit a performance model to their step times, "
+    help="Run load on the replicas of MODEL for a few minutes, fit a engine model to their step times, "
     "and write it with its error on held-out load points. Name the file as the model's `profile` in the "
-    "deployment spec.\n\nWith --check, compare a replay recorded by `tidegate replay --record` with the "
+    "deployment file.\n\nWith --check, compare a replay recorded by `tidegate replay --record` with the "
     "simulator."
 )
 @click.argument("model")
 @click.option("--url", type=Url(), help="Gateway URL; default: that of the running deployment.")
 @key_option
 @click.option("--minutes", type=Real(0.1, 60), default=3.0, show_default=True, help="Duration of the load.")
-@click.option("--shape", help="Replica spec that must be serving; a calibration is for one replica spec.")
+@click.option("--shape", help="Shape that must be serving; a calibration is for one shape.")
 @click.option("--out", type=OutputFile(), help="File to write; default: MODEL-SHAPE.json.")
 @seed_option()
 @click.option("--check", "record", type=FILE, help="Recorded replay to compare; runs no load.")
-@click.option("--profile", type=FILE, help="With --check: the calibrated performance model.")
+@click.option("--profile", type=FILE, help="With --check: the calibrated engine model.")
 @click.option(
     "-f", "--file", "document", type=FILE,
-    help="With --check: the deployment spec; default: that of the running deployment.",
+    help="With --check: the deployment file; default: that of the running deployment.",
 )  # fmt: skip
 @plot_option("a chart of the quantiles that --check compares")
 @as_json
@@ -76,7 +76,7 @@ def calibrate(
     if record is None and (profile or document or plot) is not None:
         raise click.UsageError("--profile, --file and --plot need --check")
     if record is not None and profile is None:
-        raise click.UsageError("--check needs the calibrated performance model: --profile FILE")
+        raise click.UsageError("--check needs the calibrated engine model: --profile FILE")
     if record is not None and profile is not None:
         deployment = (
             stored_deployment(state) if document is None else documents.load(document, ray=False).deployment
@@ -110,7 +110,7 @@ def calibrate(
     else:
         console().print(_points(fitted))
         click.echo(_describe(fitted))
-        click.echo(f"Written to {path}. Name it as `profile` of the model in the deployment spec.")
+        click.echo(f"Written to {path}. Name it as `profile` of the model in the deployment file.")
     if fitted.note:
         warn(f"tidegate: {fitted.note}")
         sys.exit(Exit.INACCURATE)
@@ -120,7 +120,7 @@ def _points(file: ModelFile) -> Table:
     rows = table(
         *(">clients", ">input tokens", ">output tokens", ">requests", ">steps"),
         *(">ITL p50", ">predicted", ">TTFT p90", ">predicted", "use"),
-        title=f"{file.model}, replica spec {file.shape}",
+        title=f"{file.model}, shape {file.shape}",
     )
     for point in sorted(file.points, key=lambda each: (each.input_tokens, each.concurrency)):
         cells = []

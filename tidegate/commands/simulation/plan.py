@@ -79,7 +79,7 @@ def _degree(text: str) -> int:
     show_default=True,
     help="Simulated time of a described load.",
 )
-@click.option("--model", help="Model of the deployment spec; default: the first.")
+@click.option("--model", help="Model of the deployment file; default: the first.")
 @click.option("--kinds", metavar="A,B", help="GPU types to consider, e.g. h100,l4.")
 @click.option(
     "--shapes", type=Listed("1,2", _degree, "numbers of GPUs up to 64"), help="GPUs per replica to consider."
@@ -92,7 +92,7 @@ def _degree(text: str) -> int:
     "--price", "prices", multiple=True, metavar="TYPE=N", help="Cost of a GPU of this type per hour."
 )
 @click.option("--upstream-price", type=_PRICES, help="Cost of a million tokens at a fallback provider; "
-              "default: that of the deployment spec.")  # fmt: skip
+              "default: that of the deployment file.")  # fmt: skip
 @click.option(
     "--growth-per-month", type=_Percent(0.1, 1000), help="Growth in percent, for a purchase schedule."
 )

@@ -1,4 +1,4 @@
-"""The policies that a simulation compares: those of the deployment spec, or others instead."""
+"""The policies that a simulation compares: those of the deployment file, or others instead."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def choices(option: str, text: str) -> list[Choice]:
 
     Raises :class:`policy.errors.ConfigError`.
     """
-    expected = "policies as in the deployment spec, such as predictive, or 'predictive: {quantile: 0.95}'"
+    expected = "policies as in the deployment file, such as predictive, or 'predictive: {quantile: 0.95}'"
     try:
         values = yaml.safe_load(f"[{text}]")
     except yaml.YAMLError:
@@ -48,7 +48,7 @@ def _checked(option: str, raw: object) -> Choice:
     choice = beside(raw, Path.cwd()) if isinstance(raw, dict) else raw
     if not isinstance(choice, str | dict):
         raise ConfigError(option, raw, "the name of a policy")
-    if choice != CUSTOM:  # without a class: the one of the deployment spec
+    if choice != CUSTOM:  # without a class: the one of the deployment file
         choose(option, choice)
     return choice
 
@@ -56,7 +56,7 @@ def _checked(option: str, raw: object) -> Choice:
 def policy_entries(
     deployment: Deployment, given: Sequence[Choice], event: Callable[[str], None]
 ) -> list[PolicyEntry]:
-    """One entry for each of the choices ``given``, or for the deployment spec as it is.
+    """One entry for each of the choices ``given``, or for the deployment file as it is.
 
     A name without parameters keeps those that a model's spec has for it. ``event`` receives messages about
     failures of a custom policy. Raises :class:`policy.errors.ConfigError`.
