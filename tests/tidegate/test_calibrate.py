@@ -82,7 +82,7 @@ def test_the_engine_is_found_and_the_twin_agrees_with_a_replay(sim: Site, tmp_pa
     assert (compared["live"], compared["twin"]) == (16, 16)
     assert set(compared["quantiles"]) == {"ttft", "itl", "e2e"}
     assert abs(compared["quantiles"]["itl"]["p50"]["error"]) < 0.25
-    assert plot.read_text().startswith("<svg")
+    assert "<svg" in plot.read_text()
 
     code, _, err = sim.tidegate("calibrate", "sim", "--shape", "large")
     assert code == 5

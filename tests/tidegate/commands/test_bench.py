@@ -39,7 +39,7 @@ def test_a_table_and_a_plot(tmp_path: Path) -> None:
         "TTFT p95",
     ):
         assert words in result.stdout
-    assert plot.read_text().startswith("<svg") and "serve multiplex" in plot.read_text()
+    assert "<svg" in plot.read_text() and "serve multiplex" in plot.read_text()
 
 
 @pytest.mark.parametrize(

@@ -202,7 +202,7 @@ LIMITS = (
         ("replicas", {}, None, "KV cache 62% to 71% used; 26 running, 3 waiting; updated 0.5 s ago"),
         ("replicas", {}, ODD, "sim-small-1: steps take 1.50x the predicted time (hw_thermal)"),
         ("replicas", {}, ODD, "power 300 W, hottest GPU 88 °C"),
-        ("capacity", {}, None, "3.40/s per replica of multi-replica within the SLO, max 5.10/s; performance"),
+        ("capacity", {}, None, "3.40/s per replica of multi-replica within the SLO, max 5.10/s; engine"),
         ("capacity", {}, None, "engine model v3, error 6%"),
         ("capacity", {"capability": Capability(mu=0.0, mu_max=5.0)}, None, "cannot meet the SLO, max 5.00/s"),
         ("capacity", {"capability": Capability(mu=4.0, mu_max=5.0)}, BLIND, "4.00/s per replica of"),
