@@ -36,7 +36,7 @@ _COMMANDS = {
     ),
     "calibrate": (
         "simulation.calibrate",
-        "Fit a engine model to live replicas, or check the simulator against a replay.",
+        "Fit a performance model to live replicas, or check the simulator against a replay.",
     ),
     "plan": ("simulation.plan", "Find the fewest GPUs that meet the SLO, now and as the load grows."),
     "bench": ("simulation.bench", "Compare policies on simulated replicas."),

@@ -32,7 +32,7 @@ class Document:
 def load(path: Path, *, ray: bool = True) -> Document:
     """Read and check the YAML (or JSON) file at ``path``.
 
-    Relative paths are relative to the file's folder, and a calibrated engine model is embedded, so that
+    Relative paths are relative to the file's folder, and a calibrated performance model is embedded, so that
     other machines do not need its file. ``RAY_ADDRESS`` replaces ``cluster.address: local`` if ``ray`` is
     used; ``TIDEGATE_GATEWAY_HOST`` and ``TIDEGATE_ADMIN_HOST`` replace ``gateway.host`` and
     ``gateway.admin_host``. Raises :class:`policy.errors.ConfigError`.
@@ -52,7 +52,7 @@ def load(path: Path, *, ray: bool = True) -> Document:
 
 
 def _embed_model_files(raw: dict[str, Any], folder: Path) -> None:
-    """Replace the file name of a calibrated engine model (``*.json``) by the file's content."""
+    """Replace the file name of a calibrated performance model (``*.json``) by the file's content."""
     models = raw.get("models")
     for i, model in enumerate(models if isinstance(models, list) else []):
         profile = model.get("profile") if isinstance(model, Mapping) else None

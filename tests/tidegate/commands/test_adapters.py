@@ -308,7 +308,7 @@ def test_adapters_of_a_deployment_from_their_add_to_their_end(sim: Site) -> None
     code, out, _ = sim.tidegate("apply", str(sim.file))
     assert code == 0
     assert "models[sim].adapters.sources[law]" in out
-    assert "new generation" not in out
+    assert "new revision" not in out
     until(lambda: ask(sim, "law") == "404", "the adapter that left the document")
     assert [replica["pid"] for replica in sim.status()["fleet"]["replicas"]] == pids
 

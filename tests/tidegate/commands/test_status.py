@@ -73,7 +73,7 @@ def test_scaling(over: dict[str, Any], row: str) -> None:
 
 def test_models_show_desired_and_ready_replicas() -> None:
     lines = [" ".join(line) for line in shown(model(), model("e", phase="external", target=0, decided_by=""))]
-    assert "model engine mode generation desired/ready phase note" in lines
+    assert "model engine mode revision desired/ready phase note" in lines
     assert "sim sim multi-replica 1 4/2 starting" in lines
     assert any("-/2 external" in line for line in lines)
     assert not any("scaled by" in " ".join(line) for line in shown(model(decided_by="")))

@@ -31,7 +31,7 @@ POLL_S = 0.2
 
 _EFFECTS = {
     Effect.LIVE: "immediately",
-    Effect.NEW_GENERATION: "new generation: ready before the old one drains",
+    Effect.NEW_GENERATION: "new revision: ready before the old one drains",
     Effect.RESTART: "only after down and up",
 }
 

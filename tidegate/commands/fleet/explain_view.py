@@ -23,7 +23,7 @@ from tidegate.commands.terminal import table
 from tidegate.commands.units import age, clock, latency, plural, rate
 
 _LABEL = 9
-# Highlighted above these: the relative error of the engine model, and step time over its prediction.
+# Highlighted above these: the relative error of the performance model, and step time over its prediction.
 _BAD_ERROR = 0.2
 _SLOW = 1.2
 # Phases of a model that has not reached its goal yet.
@@ -302,10 +302,10 @@ def _capacity(capability: Capability, mode: str, slo: SloConfig) -> Text:
         capacity = f"a replica of {mode} cannot meet the SLO, max {rate(capability.mu_max)}"
     text = Text(capacity + "; ")
     if capability.version:
-        text.append(f"engine model v{capability.version}, ")
+        text.append(f"performance model v{capability.version}, ")
         text.append(f"error {capability.error:.0%}", style="yellow" if capability.error > _BAD_ERROR else "")
     else:
-        text.append("engine model not calibrated", style="yellow")
+        text.append("performance model not calibrated", style="yellow")
     return text
 
 

@@ -92,7 +92,7 @@ def _processes(processes: tuple[ProcessStatus, ...]) -> Table:
 
 
 def _models(models: tuple[ModelStatus, ...]) -> Table:
-    rows = table("model", "engine", "mode", ">generation", ">desired/ready", "phase", "note")
+    rows = table("model", "engine", "mode", ">revision", ">desired/ready", "phase", "note")
     for model in models:
         rows.add_row(
             Text(model.name, style="bold"),
@@ -147,7 +147,7 @@ def _capacity(capability: Capability | None) -> str:
 
 def _replicas(view: StatusData) -> Table:
     rows = table(
-        *("replica", "shape", ">generation", "state", ">load", ">running/waiting", ">KV cache", ">updated"),
+        *("replica", "shape", ">revision", "state", ">load", ">running/waiting", ">KV cache", ">updated"),
         *("node", "url", ">pid"),
     )
     for replica in sorted(view.fleet.replicas, key=lambda replica: replica.id):

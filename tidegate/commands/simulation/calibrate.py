@@ -1,4 +1,4 @@
-"""``calibrate``: fit a engine model to live replicas, or compare a replay with the simulator."""
+"""``calibrate``: fit a performance model to live replicas, or compare a replay with the simulator."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from tidegate.supervisor.readiness import endpoint
 
 
 @click.command(
-    help="Run load on the replicas of MODEL for a few minutes, fit a engine model to their step times, "
+    help="Run load on the replicas of MODEL for a few minutes, fit a performance model to their step times, "
     "and write it with its error on held-out load points. Name the file as the model's `profile` in the "
     "deployment file.\n\nWith --check, compare a replay recorded by `tidegate replay --record` with the "
     "simulator."
@@ -49,7 +49,7 @@ from tidegate.supervisor.readiness import endpoint
 @click.option("--out", type=OutputFile(), help="File to write; default: MODEL-SHAPE.json.")
 @seed_option()
 @click.option("--check", "record", type=FILE, help="Recorded replay to compare; runs no load.")
-@click.option("--profile", type=FILE, help="With --check: the calibrated engine model.")
+@click.option("--profile", type=FILE, help="With --check: the calibrated performance model.")
 @click.option(
     "-f", "--file", "document", type=FILE,
     help="With --check: the deployment file; default: that of the running deployment.",
@@ -76,7 +76,7 @@ def calibrate(
     if record is None and (profile or document or plot) is not None:
         raise click.UsageError("--profile, --file and --plot need --check")
     if record is not None and profile is None:
-        raise click.UsageError("--check needs the calibrated engine model: --profile FILE")
+        raise click.UsageError("--check needs the calibrated performance model: --profile FILE")
     if record is not None and profile is not None:
         deployment = (
             stored_deployment(state) if document is None else documents.load(document, ray=False).deployment

@@ -45,7 +45,7 @@ from tidegate.commands.terminal import Bar, console, print_json, table, warn
 
 @click.command(
     help="Replay a trace on a simulation of the deployment in FILE. The scaling policies and the router are "
-    "those of production; a engine model gives the step times of the replicas."
+    "those of production; a performance model gives the step times of the replicas."
 )
 @file_argument
 @trace_option(required=True)
