@@ -17,9 +17,8 @@ import uvloop
 from starlette.types import ASGIApp
 
 from gateway.app import Gateway
-from gateway.control.catalog_feed import CatalogFeed
+from gateway.control.controller_feed import ControllerFeed, catalog_feed, fleet_feed
 from gateway.control.document import FollowedDeployment
-from gateway.control.fleet_feed import FleetFeed
 from gateway.control.reporter import Reporter, ReportSender
 from gateway.http.server import Server
 from gateway.routing.external import ExternalPoller
@@ -28,6 +27,8 @@ from gateway.routing.shared_memory import BEAT_EVERY_S, SharedCounts, SharedRows
 from gateway.telemetry.log import LibraryHandler, Log
 from gateway.telemetry.metrics import Metrics
 from policy.config.deployment import Deployment
+from policy.types import Fleet
+from policy.wire.catalog import Catalog
 from policy.wire.controller import SIGNALS
 from store.api_keys import salt_secret
 from store.state_dir import StateDir
@@ -94,7 +95,7 @@ async def work(state: StateDir, client_fd: int, admin_fd: int, worker: int, *, c
             start("reports", reporter.run())
             for name, source in _sources(deployment, state, gateway, log).items():
                 source.start_from_disk()
-                start(name, source.feed.run())
+                start(name, source.stream.run())
                 if worker == 0:
                     start(f"{name}_file", source.keep_on_disk())
 
@@ -152,12 +153,12 @@ def _upkeep(
 
 def _sources(
     deployment: Deployment, state: StateDir, gateway: Gateway, log: Log
-) -> dict[str, FleetFeed | CatalogFeed]:
-    """What is followed of the controller."""
+) -> dict[str, ControllerFeed[Fleet] | ControllerFeed[Catalog]]:
+    """The controller's documents, by the name of the task that follows each."""
     address, timeout_s = deployment.cluster.controller, deployment.gateway.connect_timeout_s
     return {
-        "controller": FleetFeed(address, state, gateway.fleet, log, connect_timeout_s=timeout_s),
-        "catalog": CatalogFeed(address, state, gateway.catalog, log, connect_timeout_s=timeout_s),
+        "controller": fleet_feed(address, state, gateway.fleet, log, connect_timeout_s=timeout_s),
+        "catalog": catalog_feed(address, state, gateway.catalog, log, connect_timeout_s=timeout_s),
     }
 
 

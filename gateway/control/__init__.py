@@ -1,1 +1,1 @@
-"""Control."""
+"""The gateway's exchange with the controller: documents in, reports out. Read first: `controller_feed`."""

@@ -110,7 +110,9 @@ class CatalogView:
         self._index()
 
     def take(self, catalog: Catalog) -> None:
-        """Follow the controller; what did not change keeps its entry."""
+        """Replace the catalog; aliases that did not change keep their entry."""
+        if catalog is self.catalog:
+            return
         former = self._entries
         entries: dict[tuple[str, str], Entry] = {}
         for alias in catalog.aliases:

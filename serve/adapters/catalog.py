@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterable
 
 import msgspec
 
 from policy.wire.catalog import Alias, Catalog
+from serve.state.revision import Revision
 
 Key = tuple[str, str]
 
@@ -17,8 +17,7 @@ class CatalogPublisher:
 
     def __init__(self, epoch: float) -> None:
         self._epoch = epoch
-        self._version = 1
-        self._changed = asyncio.Event()
+        self.revision = Revision()
         self._aliases: dict[Key, Alias] = {}
         self._line: tuple[int, bytes] = (0, b"")
         self.models: tuple[str, ...] = ()
@@ -26,24 +25,24 @@ class CatalogPublisher:
     def serve(self, models: Iterable[str]) -> None:
         """Tell of these models from now on."""
         self.models = tuple(models)
-        self._bump()
+        self.revision.bump()
 
     def fill(self, aliases: Iterable[Alias]) -> None:
         """These are all that there are."""
         self._aliases = {(alias.model, alias.name): alias for alias in aliases}
-        self._bump()
+        self.revision.bump()
 
     def put(self, alias: Alias) -> None:
         """A name stands for something now; what is no change is no new version."""
         key = (alias.model, alias.name)
         if self._aliases.get(key) != alias:
             self._aliases[key] = alias
-            self._bump()
+            self.revision.bump()
 
     def drop(self, key: Key) -> None:
         """A name is gone."""
         self._aliases.pop(key, None)
-        self._bump()
+        self.revision.bump()
 
     def get(self, key: Key) -> Alias | None:
         """What one name stands for, served or not."""
@@ -55,27 +54,8 @@ class CatalogPublisher:
 
     def line(self) -> tuple[int, bytes]:
         """The version of the catalog, and the catalog as a line of JSON."""
-        if self._line[0] != self._version:
+        if self._line[0] != self.revision.number:
             aliases = tuple(alias for alias in self._aliases.values() if alias.model in self.models)
-            catalog = Catalog(epoch=self._epoch, version=self._version, aliases=aliases)
-            self._line = (self._version, msgspec.json.encode(catalog) + b"\n")
+            catalog = Catalog(epoch=self._epoch, version=self.revision.number, aliases=aliases)
+            self._line = (self.revision.number, msgspec.json.encode(catalog) + b"\n")
         return self._line
-
-    async def changed(self) -> None:
-        """Return at the next change."""
-        await self._changed.wait()
-
-    async def wait(self, version: int, timeout_s: float) -> None:
-        """Return when the catalog is past ``version``, or after ``timeout_s``."""
-        if self._version > version:
-            return
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._changed.wait()
-        except TimeoutError:
-            return
-
-    def _bump(self) -> None:
-        self._version += 1
-        self._changed.set()
-        self._changed = asyncio.Event()

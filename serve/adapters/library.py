@@ -68,7 +68,7 @@ class AdapterLibrary:
         failures = 0
         while not self._opened.is_set():
             if not self._specs:
-                await self._published.changed()
+                await self._published.revision.changed()
                 continue
             try:
                 self._shelf, found = await run_in_thread(self._first_look, "adapters-open")
@@ -121,7 +121,7 @@ class AdapterLibrary:
 
     async def wait(self, version: int, timeout_s: float) -> None:
         """Return when the catalog is past ``version``, or after ``timeout_s``."""
-        await self._published.wait(version, timeout_s)
+        await self._published.revision.past(version, timeout_s)
 
     # What people ask for.
 

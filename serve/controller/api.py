@@ -163,4 +163,4 @@ async def _snapshots(controller: Controller) -> AsyncIterator[bytes]:
         fleet = controller.fleet()
         yield msgspec.json.encode(fleet) + b"\n"
         await asyncio.sleep(COALESCE_S)
-        await controller.registry.wait(fleet.version, HEARTBEAT_S - COALESCE_S)
+        await controller.registry.revision.past(fleet.version, HEARTBEAT_S - COALESCE_S)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from policy.scaling.rollout import LayerKey
 from policy.types import Fleet, Model, Replica, ReplicaPhase
+from serve.state.revision import Revision
 
 # Hosts beat twice a second. A silent one is asked directly before it is given up, so that a busy
 # machine does not empty the fleet.
@@ -26,10 +26,9 @@ class ReplicaRegistry:
 
     def __init__(self, epoch: float) -> None:
         self._epoch = epoch
-        self._version = 1
+        self.revision = Revision()
         self._entries: dict[str, _Entry] = {}
         self._models: tuple[Model, ...] = ()
-        self._changed = asyncio.Event()
 
     def put(self, replica: Replica, now: float) -> bool:
         """Take a heartbeat; returns whether more than its load, and what it has loaded, changed."""
@@ -39,7 +38,7 @@ class ReplicaRegistry:
         self._entries[replica.id] = _Entry(replica, now)
         if old is not None and _identity(old.replica) == _identity(replica):
             return False
-        self._bump()
+        self.revision.bump()
         return True
 
     def silent(self, now: float) -> list[Replica]:
@@ -60,7 +59,7 @@ class ReplicaRegistry:
         new = tuple(models)
         if new != self._models:
             self._models = new
-            self._bump()
+            self.revision.bump()
 
     def of(self, key: LayerKey) -> list[Replica]:
         """The replicas of one layer."""
@@ -79,28 +78,15 @@ class ReplicaRegistry:
     def fleet(self, now: float) -> Fleet:
         """The snapshot of this instant, loads included."""
         replicas = tuple(sorted((e.replica for e in self._entries.values()), key=lambda r: r.id))
-        return Fleet(epoch=self._epoch, version=self._version, at=now, models=self._models, replicas=replicas)
-
-    async def wait(self, version: int, timeout_s: float) -> None:
-        """Return when the version is past ``version``, or after ``timeout_s``."""
-        if self._version > version:
-            return
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._changed.wait()
-        except TimeoutError:
-            return
+        return Fleet(
+            epoch=self._epoch, version=self.revision.number, at=now, models=self._models, replicas=replicas
+        )
 
     def _remove(self, replica: str) -> bool:
         if self._entries.pop(replica, None) is None:
             return False
-        self._bump()
+        self.revision.bump()
         return True
-
-    def _bump(self) -> None:
-        self._version += 1
-        self._changed.set()
-        self._changed = asyncio.Event()
 
 
 def _identity(replica: Replica) -> tuple[object, ...]:

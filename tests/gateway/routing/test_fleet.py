@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import msgspec
 import pytest
 
-from gateway.control.fleet_feed import worth_keeping
+from gateway.control.controller_feed import fleet_replaces
 from gateway.routing.fleet import RESTART_S, SETTLE_S, WORD_S, FleetView
 from gateway.routing.replica import NO_EVENTS, STALE_S, FleetEvents, ReplicaHandle
 from gateway.telemetry.metrics import Metrics
@@ -100,12 +100,11 @@ async def test_a_model_that_is_gone_takes_its_replicas_with_it(view: View) -> No
 
 def test_an_empty_fleet_of_a_controller_that_just_started_is_not_kept() -> None:
     good = fleet(1.0, "one", "two", version=7)
-    assert worth_keeping(good, None)
-    assert not worth_keeping(good, good)
-    assert not worth_keeping(fleet(2.0), good)
-    assert worth_keeping(fleet(2.0, "two"), good)
-    assert worth_keeping(fleet(1.0, version=8), good)
-    assert worth_keeping(fleet(2.0), fleet(1.0))
+    assert not fleet_replaces(good, good)
+    assert not fleet_replaces(fleet(2.0), good)
+    assert fleet_replaces(fleet(2.0, "two"), good)
+    assert fleet_replaces(fleet(1.0, version=8), good)
+    assert fleet_replaces(fleet(2.0), fleet(1.0))
 
 
 def link(replica: Replica | None = None, events: FleetEvents = NO_EVENTS) -> ReplicaHandle:

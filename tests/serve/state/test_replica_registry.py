@@ -126,11 +126,11 @@ def test_a_restarted_controller_supersedes_its_predecessor() -> None:
 
 async def test_waiting_ends_with_the_next_version(registry: ReplicaRegistry) -> None:
     seen = version(registry)
-    waiting = asyncio.ensure_future(registry.wait(seen, 3600.0))
+    waiting = asyncio.ensure_future(registry.revision.past(seen, 3600.0))
     await asyncio.sleep(0)
     assert not waiting.done()
     registry.put(replica(), now=0.0)
     await waiting
     # One that is behind does not wait, and one that waits in vain comes back.
-    await registry.wait(seen, 3600.0)
-    await registry.wait(version(registry), 0.0)
+    await registry.revision.past(seen, 3600.0)
+    await registry.revision.past(version(registry), 0.0)

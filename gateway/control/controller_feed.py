@@ -1,0 +1,216 @@
+"""The documents that the controller streams, fleet and adapter catalog, with their last copies on disk."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Generic, Protocol, TypeVar
+
+import msgspec
+
+from gateway.http.ndjson import NdjsonStream
+from gateway.intake.adapter_catalog import CatalogView
+from gateway.routing.fleet import FleetView
+from gateway.telemetry.log import Log
+from policy.types import Fleet
+from policy.wire.catalog import Alias, Catalog
+from policy.wire.controller import ADAPTERS_STREAM, FLEET_STREAM
+from store.state_dir import StateDir, write_atomic
+
+SAVE_EVERY_S = 1.0
+
+
+class Versioned(Protocol):
+    """``epoch`` is the start of the controller that wrote it; ``version`` orders within an epoch."""
+
+    @property
+    def epoch(self) -> float: ...
+    @property
+    def version(self) -> int: ...
+
+
+D = TypeVar("D", bound=Versioned)
+
+
+class ControllerFeed(Generic[D]):
+    """One document: followed while the controller answers, read from ``file`` until it does.
+
+    The first document of a connection is always taken, since the controller is the authority even when its
+    clock went back; after it, older ones are ignored. ``take`` gets each document and whether it is from
+    disk; ``replaces`` decides whether a document is saved in place of the one that is on disk.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        stream: tuple[str, str],
+        file: Path,
+        secret: str,
+        log: Log,
+        *,
+        decode: Callable[[bytes], D],
+        take: Callable[[D, bool], None],
+        replaces: Callable[[D, D], bool],
+        connect_timeout_s: float,
+    ) -> None:
+        self._name = name
+        self._file = file
+        self._log = log
+        self._decode = decode
+        self._take = take
+        self._replaces = replaces
+        self._connected = False
+        self._last: tuple[D, bytes] | None = None
+        self._on_disk: D | None = None
+        address, path = stream
+        self.stream = NdjsonStream(
+            f"http://{address}",
+            path,
+            secret,
+            connect_timeout_s,
+            on_line=self.receive,
+            on_down=self.disconnected,
+        )
+
+    def start_from_disk(self) -> None:
+        """Take the last document from disk, if there is one, until the controller answers."""
+        if self._last is not None:
+            return
+        try:
+            document = self._decode(self._file.read_bytes())
+        except FileNotFoundError:
+            return
+        except ValueError:
+            self._log.warning(f"{self._name}_file_unreadable")
+            return
+        self._on_disk = document
+        self._take(document, True)
+
+    async def keep_on_disk(self) -> None:
+        """Save new versions, at most one a second, until cancelled; one worker of a host does."""
+        while True:
+            await asyncio.sleep(SAVE_EVERY_S)
+            if self._last is None:
+                continue
+            document, line = self._last
+            if self._on_disk is not None and not self._replaces(document, self._on_disk):
+                continue
+            try:
+                await asyncio.to_thread(write_atomic, self._file, line, 0o600)
+                self._on_disk = document
+            except OSError as error:
+                self._log.warning(f"{self._name}_not_saved", error=type(error).__name__)
+
+    def receive(self, line: bytes) -> None:
+        """Take a line of the stream."""
+        try:
+            document = self._decode(line)
+        except ValueError:
+            self._log.warning(f"{self._name}_line_unreadable")
+            return
+        last = self._last
+        if self._connected and last is not None and _order(document) < _order(last[0]):
+            return
+        if not self._connected:
+            self._connected = True
+            self._log.info(f"{self._name}_connected", epoch=document.epoch, version=document.version)
+        self._last = (document, line)
+        self._take(document, False)
+
+    def disconnected(self) -> None:
+        """The stream broke; the document stays in force."""
+        if self._connected:
+            self._connected = False
+            self._log.warning(f"{self._name}_disconnected")
+
+
+def _order(document: Versioned) -> tuple[float, int]:
+    return document.epoch, document.version
+
+
+def fleet_feed(
+    address: str, state: StateDir, view: FleetView, log: Log, *, connect_timeout_s: float
+) -> ControllerFeed[Fleet]:
+    """The fleet's snapshots, into ``view``."""
+    clock = asyncio.get_running_loop().time
+
+    def take(fleet: Fleet, from_disk: bool) -> None:
+        view.take(fleet, "disk" if from_disk else "controller", clock())
+
+    return ControllerFeed(
+        "fleet",
+        (address, FLEET_STREAM),
+        state.fleet_path,
+        state.secret(),
+        log,
+        decode=msgspec.json.Decoder(Fleet).decode,
+        take=take,
+        replaces=fleet_replaces,
+        connect_timeout_s=connect_timeout_s,
+    )
+
+
+def fleet_replaces(fleet: Fleet, saved: Fleet) -> bool:
+    """Whether ``fleet`` is saved in place of ``saved``.
+
+    A controller that has just started knows no replica until their hosts have reported: its empty fleet
+    means nothing. Only a controller that had replicas itself can say that there are none left.
+    """
+    if _order(fleet) == _order(saved):
+        return False
+    return bool(fleet.replicas) or not saved.replicas or fleet.epoch == saved.epoch
+
+
+def catalog_feed(
+    address: str, state: StateDir, view: CatalogView, log: Log, *, connect_timeout_s: float
+) -> ControllerFeed[Catalog]:
+    """The adapter catalog, into ``view``."""
+    return ControllerFeed(
+        "catalog",
+        (address, ADAPTERS_STREAM),
+        state.catalog_path,
+        state.secret(),
+        log,
+        decode=CatalogDecoder().decode,
+        take=lambda catalog, _: view.take(catalog),
+        replaces=lambda catalog, saved: _order(catalog) != _order(saved),
+        connect_timeout_s=connect_timeout_s,
+    )
+
+
+class _RawCatalog(msgspec.Struct):
+    """A catalog whose aliases are not decoded yet."""
+
+    epoch: float
+    version: int
+    aliases: tuple[msgspec.Raw, ...] = ()
+
+
+class CatalogDecoder:
+    """Decodes the aliases that changed since the catalog before.
+
+    Of thousands of aliases one changes at a time. To decode all of them would take tens of milliseconds, in
+    which no stream moves. A line that repeats the one before is the same object.
+    """
+
+    def __init__(self) -> None:
+        self._raw = msgspec.json.Decoder(_RawCatalog)
+        self._alias = msgspec.json.Decoder(Alias)
+        self._line: bytes | None = None
+        self._catalog = Catalog(epoch=0.0, version=0)
+        self.aliases: dict[bytes, Alias] = {}
+
+    def decode(self, line: bytes) -> Catalog:
+        """The catalog in ``line``; raises ``ValueError`` if it is none."""
+        if line != self._line:
+            raw = self._raw.decode(line)
+            former = self.aliases
+            self.aliases = {
+                alias: former.get(alias) or self._alias.decode(alias) for alias in map(bytes, raw.aliases)
+            }
+            self._catalog = Catalog(
+                epoch=raw.epoch, version=raw.version, aliases=tuple(self.aliases.values())
+            )
+            self._line = line
+        return self._catalog
