@@ -12,7 +12,7 @@ from locust.runners import MasterRunner, WorkerRunner
 
 from loadtests import gateway_metrics, report, web_page
 from loadtests.gateway_metrics import Key, Row
-from loadtests.http_client import Connection, Gone
+from loadtests.http_client import Connection
 from loadtests.slo import Ledger
 from loadtests.users import ModelUser, RequestFailed, first_model, objective
 
@@ -98,7 +98,7 @@ class Run:
                 self._model = options.model or first_model(connection)
             with Connection(options.admin_url) as connection:
                 return gateway_metrics.settled(lambda: self._scrape(connection))
-        except (OSError, Gone, RequestFailed, ValueError) as error:
+        except (OSError, RequestFailed, ValueError) as error:
             self._why_not = f"{options.admin_url}: {error}"
             return Counter()
 

@@ -10,10 +10,10 @@ from typing import Any
 import msgspec
 from locust import User, constant
 
-from loadtests.http_client import Connection, Gone
+from loadtests.http_client import Connection
 from loadtests.options import prompt
 from loadtests.slo import Objective, Outcome
-from loadtests.stream_reader import Reading, Stream
+from tidegate.replay.stream_reader import StreamTimings
 
 # A server that is down is not asked thousands of times a second.
 PAUSE_S = 0.2
@@ -71,7 +71,7 @@ class ModelUser(User):  # type: ignore[misc] # locust ships no types that strict
         began = perf_counter()
         try:
             outcome = self._stream(name, raw, aborts) if streamed else self._whole(name, raw, aborts)
-        except (OSError, Gone) as error:
+        except OSError as error:
             outcome = Outcome(name, perf_counter() - began, error=f"{type(error).__name__}: {error}")
             time.sleep(PAUSE_S)
         self._report(outcome)
@@ -86,60 +86,56 @@ class ModelUser(User):  # type: ignore[misc] # locust ships no types that strict
         return prompt(self._options.prompt_tokens, self._rng)
 
     def _stream(self, name: str, raw: bytes, aborts: bool) -> Outcome:
-        said = Stream()
+        timings = StreamTimings()
         connection = self._connection
-        refusal = bytearray()
         leave_after = self._rng.randint(1, max(1, self._options.max_tokens // 2)) if aborts else 0
 
         def sink(data: bytes, at: float) -> bool:
-            new = said.first_at is None
-            said.feed(data, at)
-            if said.first_at is None:
-                refusal.extend(data)
-            elif new:
-                self._first(name, said.first_at - connection.began)
-            return not leave_after or said.events < leave_after
+            new = timings.first_event_at is None
+            timings.feed(data, at)
+            if new and timings.first_event_at is not None:
+                self._first(name, timings.first_event_at - connection.began)
+            return not leave_after or timings.events < leave_after
 
         answer = connection.post(self.path, raw, sink)
-        if answer.status != 200:
-            said.take(bytes(refusal))
+        timings.end(answer.status)
+        first_at = timings.first_event_at
         return Outcome(
             name,
-            answer.ended - connection.began,
-            ttft_s=said.first_at - connection.began if said.first_at is not None else None,
-            itl_s=said.mean_itl_s(),
-            gaps=tuple(said.gaps),
-            prompt_tokens=said.prompt_tokens,
-            tokens=said.tokens,
-            error=_error(answer.status, said) if answer.complete else "",
+            connection.ended - connection.began,
+            ttft_s=first_at - connection.began if first_at is not None else None,
+            itl_s=timings.itl_s() or 0.0,
+            gaps=tuple(timings.gaps),
+            prompt_tokens=timings.input_tokens,
+            tokens=timings.output_tokens,
+            error=_error(answer.status, timings) if answer.complete else "",
             aborted=not answer.complete,
         )
 
     def _whole(self, name: str, raw: bytes, aborts: bool) -> Outcome:
-        said = Reading()
+        timings = StreamTimings()
         body = bytearray()
 
         def sink(data: bytes, at: float) -> bool:
             body.extend(data)
             return True
 
-        began = perf_counter()
-        if aborts:
-            try:
-                answer = self._connection.post(
-                    self.path, raw, sink, timeout_s=self._rng.uniform(0.001, self._options.slo_ttft_s)
-                )
-            except TimeoutError:
-                return Outcome(name, perf_counter() - began, aborted=True)
-        else:
-            answer = self._connection.post(self.path, raw, sink)
-        said.take(bytes(body))
+        connection, began = self._connection, perf_counter()
+        leave_s = {"timeout_s": self._rng.uniform(0.001, self._options.slo_ttft_s)} if aborts else {}
+        try:
+            answer = connection.post(self.path, raw, sink, **leave_s)
+        except TimeoutError:
+            if not aborts:
+                raise
+            return Outcome(name, perf_counter() - began, aborted=True)
+        timings.take(bytes(body), connection.ended)
+        timings.end(answer.status)
         return Outcome(
             name,
-            answer.ended - self._connection.began,
-            prompt_tokens=said.prompt_tokens,
-            tokens=said.tokens,
-            error=_error(answer.status, said),
+            connection.ended - connection.began,
+            prompt_tokens=timings.input_tokens,
+            tokens=timings.output_tokens,
+            error=_error(answer.status, timings),
         )
 
     def _first(self, name: str, ttft_s: float) -> None:
@@ -187,7 +183,5 @@ class CompletionUser(ModelUser):
         return {"prompt": self._prompt()}
 
 
-def _error(status: int, said: Reading) -> str:
-    if status != 200:
-        return f"{status}: {said.error or 'no message'}"
-    return said.error or ("" if said.finish_reason else "the answer ended without a finish_reason")
+def _error(status: int, timings: StreamTimings) -> str:
+    return timings.error if status == 200 else f"{status}: {timings.error}"

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Literal, cast
 
-import httptools
+from tidegate.replay.http_message import Response
 
 Outcome = Literal["ok", "status", "differs", "told", "cut", "refused"]
 MAX_OPEN = 4096
@@ -48,7 +48,7 @@ class Connection(asyncio.Protocol):
 
     def __init__(self, load: Load) -> None:
         self._load = load
-        self._parser: httptools.HttpResponseParser | None = None
+        self._response = Response(self._feed)
         self.busy = False
         self.transport: asyncio.Transport
 
@@ -65,47 +65,36 @@ class Connection(asyncio.Protocol):
         self.busy = True
         self._due = due
         self._last = 0.0
-        self._status = 0
         self._parts: list[bytes] = []
-        self._complete = False
-        self._parser = httptools.HttpResponseParser(self)
+        self._response = Response(self._feed)
         self.transport.write(request)
 
     def data_received(self, data: bytes) -> None:
-        assert self._parser is not None
         now = perf_counter()
-        before = len(self._parts)
-        self._parser.feed_data(data)
-        if len(self._parts) > before:
-            if self._last:
-                self._load.result.itl.append(now - self._last)
-            else:
-                self._load.result.ttft.append(now - self._due)
-            self._last = now
-        if self._complete:
+        response = self._response
+        response.read(data, now)
+        if response.complete:
             self._load.result.e2e.append(now - self._due)
-            if not self._keep:
+            if not response.keep_alive:
                 self.transport.close()
                 self._load.lost(self)
-            self._end(self._verdict())
+            self._end(self._verdict(response.status))
 
-    def on_body(self, data: bytes) -> None:
+    def _feed(self, data: bytes, at: float) -> None:
+        if self._last:
+            self._load.result.itl.append(at - self._last)
+        else:
+            self._load.result.ttft.append(at - self._due)
+        self._last = at
         self._parts.append(data)
 
-    def on_message_complete(self) -> None:
-        assert self._parser is not None
-        self._complete = True
-        self._status = self._parser.get_status_code()
-        # Afterwards the parser is ready for the next message and no longer knows.
-        self._keep = self._parser.should_keep_alive()
-
-    def _verdict(self) -> Outcome:
+    def _verdict(self, status: int) -> Outcome:
         body = b"".join(self._parts)
-        if self._status == 200 and body == self._load.expected:
+        if status == 200 and body == self._load.expected:
             return "ok"
         self._load.result.e2e.pop()
-        self._load.result.sample = f"{self._status} {body[-300:]!r}"
-        if self._status != 200:
+        self._load.result.sample = f"{status} {body[-300:]!r}"
+        if status != 200:
             return "status"
         return "told" if b'"error"' in body[-2048:] else "differs"
 

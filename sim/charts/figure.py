@@ -157,7 +157,8 @@ def to_svg(figure: Figure) -> str:
     out = io.StringIO()
     nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
     figure.savefig(out, format="svg", facecolor=figure.get_facecolor(), metadata=nothing)
-    text = re.sub(r' transform="rotate\(-0 [^"]*\)"', "", out.getvalue())
+    text = out.getvalue()
+    text = re.sub(r' transform="rotate\(-0 [^"]*\)"', "", text[text.index("<svg") :])
     return re.sub(r' (?:d|x|y)="[^"]*"', lambda found: _shortened(found[0]), text)
 
 

@@ -1,33 +1,31 @@
-"""Kept HTTP/1.1 connections that say when each read came.
+"""A pool of HTTP/1.1 connections that gives the instant of each read.
 
-A protocol of asyncio over httptools and not httpx: what a client does for each event of each stream decides
-how many it can keep pace with, and the moment of a read is taken as it is read, not when a task has its turn.
+An asyncio protocol over httptools and not httpx: the work per event of each stream bounds how many streams a
+client can keep pace with, and an instant must be that of the read, not that of a task's next turn.
 """
 
 from __future__ import annotations
 
 import asyncio
-import ssl
 from time import perf_counter
 from typing import Protocol, cast
-from urllib.parse import urlsplit
 
-import httptools
+from tidegate.replay.http_message import Origin, Response
 
 CONNECT_TIMEOUT_S = 10.0
-# Silence that nothing breaks any more; an engine's queue may be long.
+# Silence after which a request fails; an engine's queue may be long.
 SILENT_AFTER_S = 600.0
 
 
 class Sink(Protocol):
-    """Who hears an answer. Moments are seconds of ``perf_counter``."""
+    """Receives a response. Instants are seconds of ``perf_counter``."""
 
     def sent(self, at: float) -> None:
-        """The request was written at this moment: making a connection is no part of its time."""
+        """The request was written at ``at``: connecting is no part of its time."""
         ...
 
     def feed(self, data: bytes, at: float) -> None:
-        """A read at this moment brought these bytes of the body."""
+        """A read at ``at`` brought these bytes of the body."""
         ...
 
 
@@ -51,12 +49,9 @@ class Connection(asyncio.Protocol):
         self.begun = False
         self.keeps = True
         self._transport: asyncio.Transport | None = None
-        self._parser: httptools.HttpResponseParser | None = None
-        self._sink: Sink | None = None
+        self._response: Response | None = None
         self._answer: asyncio.Future[int] | None = None
-        self._heard_at = 0.0
-        self._at = 0.0
-        self._delimited = self._to_the_end = False
+        self._read_at = 0.0
 
     @property
     def open(self) -> bool:
@@ -64,16 +59,14 @@ class Connection(asyncio.Protocol):
         return self.keeps and self._transport is not None and not self._transport.is_closing()
 
     async def exchange(self, request: bytes, sink: Sink) -> int:
-        """Send and hear the answer out; its status. Raises ``OSError`` when the connection breaks."""
+        """Send a request and read its answer; its status. Raises ``OSError`` when the connection breaks."""
         assert self._transport is not None
         loop = asyncio.get_running_loop()
-        self._answer, self._sink, self.begun = loop.create_future(), sink, False
-        self._parser = httptools.HttpResponseParser(self)
-        self._delimited = self._to_the_end = False
-        self._heard_at = perf_counter()
-        sink.sent(self._heard_at)
+        self._answer, self._response, self.begun = loop.create_future(), Response(sink.feed), False
+        self._read_at = perf_counter()
+        sink.sent(self._read_at)
         self._transport.write(request)
-        watch = loop.call_later(SILENT_AFTER_S, self._look)
+        watch = loop.call_later(SILENT_AFTER_S, self._check_silence)
         try:
             return await self._answer
         except asyncio.CancelledError:
@@ -81,26 +74,33 @@ class Connection(asyncio.Protocol):
             raise
         finally:
             watch.cancel()
-            self._answer = self._sink = None
+            self._answer = self._response = None
             self.used = True
 
     def abort(self) -> None:
-        """Hang up."""
+        """Close it at once."""
         self.keeps = False
         if self._transport is not None:
             self._transport.abort()
 
-    def _look(self) -> None:
-        quiet_s = perf_counter() - self._heard_at
+    def _check_silence(self) -> None:
+        quiet_s = perf_counter() - self._read_at
         if quiet_s >= SILENT_AFTER_S:
             self._fail(TimeoutError(f"silent for {quiet_s:.0f} s"))
         elif self._answer is not None:
-            asyncio.get_running_loop().call_later(SILENT_AFTER_S - quiet_s, self._look)
+            asyncio.get_running_loop().call_later(SILENT_AFTER_S - quiet_s, self._check_silence)
 
     def _fail(self, error: BaseException) -> None:
         self.abort()
         if self._answer is not None and not self._answer.done():
             self._answer.set_exception(error)
+
+    def _end(self, response: Response) -> None:
+        self.keeps = response.keep_alive
+        if not self.keeps and self._transport is not None:
+            self._transport.close()
+        if self._answer is not None and not self._answer.done():
+            self._answer.set_result(response.status)
 
     # asyncio's protocol
 
@@ -108,80 +108,50 @@ class Connection(asyncio.Protocol):
         self._transport = cast("asyncio.Transport", transport)  # uvloop's own is none by its bases
 
     def data_received(self, data: bytes) -> None:
-        self._at = self._heard_at = perf_counter()
+        self._read_at = perf_counter()
         self.begun = True
-        if self._parser is None or self._answer is None:
-            self.abort()  # nobody has asked
+        response = self._response
+        if response is None:
+            self.abort()  # there is no request
             return
         try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserCallbackError as error:
-            self._fail(error.__context__ or error)  # whoever hears it refuses what it hears
-        except httptools.HttpParserError as error:
-            self._fail(OSError(f"no answer of HTTP: {error}"))
+            response.read(data, self._read_at)
+        except Exception as error:  # noqa: BLE001 - also what the sink raises is the answer's failure
+            self._fail(error)
+            return
+        if response.complete:
+            self._end(response)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.keeps = False
-        if exc is None and self._to_the_end:
-            self.on_message_complete()
-        self._fail(ConnectionResetError("the connection was closed before the answer was complete"))
-
-    # the parser's
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        """Called with each header; without one of these an answer ends with its connection."""
-        if name.lower() in (b"content-length", b"transfer-encoding"):
-            self._delimited = True
-
-    def on_headers_complete(self) -> None:
-        """Called when the body may begin."""
-        self._to_the_end = not self._delimited
-
-    def on_body(self, data: bytes) -> None:
-        """Called with the body bytes of the read at hand."""
-        if self._sink is not None:
-            self._sink.feed(data, self._at)
-
-    def on_message_complete(self) -> None:
-        """Called at the end of the answer."""
-        assert self._parser is not None
-        self.keeps = self._parser.should_keep_alive()
-        if not self.keeps and self._transport is not None:
-            self._transport.close()
-        if self._answer is not None and not self._answer.done():
-            self._answer.set_result(self._parser.get_status_code())
+        if self._response is None:
+            return
+        try:
+            self._response.close()
+        except ConnectionResetError as error:
+            self._fail(error)
+        else:
+            self._end(self._response)
 
 
 class Pool:
     """Connections to one endpoint, as many as there are requests in flight."""
 
     def __init__(self, url: str, key: str = "") -> None:
-        """``url`` is http or https; its path goes before each request's. Raises ``ValueError``."""
-        split = urlsplit(url)
-        if split.scheme not in ("http", "https") or split.hostname is None:
-            raise ValueError(f"{url!r} is no URL: expected such as http://127.0.0.1:8080")
-        self._tls = ssl.create_default_context() if split.scheme == "https" else None
-        self._host = split.hostname
-        self._port = split.port or (443 if self._tls else 80)
-        self._prefix = split.path.rstrip("/").removesuffix("/v1")
-        self._constant = f"host: {split.netloc.rpartition('@')[2]}\r\n"
-        if key:
-            self._constant += f"authorization: Bearer {key}\r\n"
+        """See :class:`Origin`."""
+        self._origin = Origin(url, key)
         self._idle: list[Connection] = []
-        self._post = f"content-type: application/json\r\n{self._constant}"
 
     async def get(self, path: str, sink: Sink) -> int:
         """The status of a GET, whose body goes to ``sink`` as it comes."""
-        head = f"GET {self._prefix}{path} HTTP/1.1\r\n{self._constant}\r\n"
-        return await self._exchange(head.encode(), sink)
+        return await self._exchange(self._origin.get(path), sink)
 
     async def post(self, path: str, body: bytes, sink: Sink) -> int:
         """The status of a POST of JSON, whose answer goes to ``sink`` as it comes."""
-        head = f"POST {self._prefix}{path} HTTP/1.1\r\n{self._post}content-length: {len(body)}\r\n\r\n"
-        return await self._exchange(head.encode() + body, sink)
+        return await self._exchange(self._origin.post(path, body), sink)
 
     def close(self) -> None:
-        """Hang up those that nobody uses."""
+        """Close the idle connections."""
         for connection in self._idle:
             connection.abort()
         self._idle.clear()
@@ -208,7 +178,7 @@ class Pool:
         return None
 
     async def _connect(self) -> Connection:
-        loop = asyncio.get_running_loop()
+        loop, origin = asyncio.get_running_loop(), self._origin
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
-            _, connection = await loop.create_connection(Connection, self._host, self._port, ssl=self._tls)
+            _, connection = await loop.create_connection(Connection, origin.host, origin.port, ssl=origin.tls)
         return connection

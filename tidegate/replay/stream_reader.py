@@ -1,4 +1,4 @@
-"""What a streamed answer says, and when: its first event, its last token, and what it cost."""
+"""Timings of an answer of OpenAI's API: its first event, its last token, its gaps and its usage."""
 
 from __future__ import annotations
 
@@ -33,40 +33,54 @@ _MAX_READ = 16 * 1024
 
 
 class StreamTimings:
-    """One answer as it comes; moments are seconds of one clock, ``None`` for what has not come.
+    """One answer as it is read; instants are seconds of one clock, ``None`` for what has not come.
 
-    ``input_tokens`` and ``output_tokens`` are 0 until the endpoint has counted them, ``events`` those that
-    have a choice. ``error`` is what went wrong, empty so far.
+    ``events`` are server-sent events, of which ``chunks`` have a choice: ``first_at`` is the instant of the
+    first chunk, ``first_event_at`` that of the first event. ``gaps`` are the seconds between reads that
+    brought events, as the gateway counts them: events of one read share its instant. ``input_tokens`` and
+    ``output_tokens`` are 0 until the endpoint has counted them. ``error`` is what went wrong, empty so far.
     """
 
     def __init__(self) -> None:
         self.sent_at: float | None = None
+        self.first_event_at: float | None = None
         self.first_at: float | None = None
         self.finished_at: float | None = None
         self.ended_at = 0.0
-        self.events = 0
+        self.events = self.chunks = 0
+        self.gaps: list[float] = []
         self.input_tokens = self.output_tokens = self.cached_tokens = 0
         self.error = ""
+        self._last_at = 0.0
         self._rest = self._start = b""
 
     def sent(self, at: float) -> None:
-        """The request was written at the moment ``at``."""
+        """The request was written at ``at``."""
         self.sent_at = at
 
     def feed(self, data: bytes, at: float) -> None:
-        """Take what one read brought at the moment ``at``."""
+        """Take what one read brought at ``at``."""
         self.ended_at = at
         if not self.events and len(self._start) < _MAX_READ:
             self._start += data
+        before = self.events
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
             if line.startswith(b"data:"):
+                self.events += 1
                 payload = line[5:].strip()
                 if payload != b"[DONE]":
-                    self._take(payload, at)
+                    self.take(payload, at)
+        if self.events == before:
+            return
+        if self.first_event_at is None:
+            self.first_event_at = at
+        else:
+            self.gaps.append(at - self._last_at)
+        self._last_at = at
 
     def end(self, status: int) -> None:
-        """The answer is over: see what is missing."""
+        """The answer is over: note what is missing."""
         if self.error:
             return
         if status != 200:
@@ -77,25 +91,26 @@ class StreamTimings:
             shown = self._start[:_MAX_SHOWN].decode(errors="replace").strip()
             self.error = _message(said) or shown or f"status {status}"
         elif self.finished_at is None:
-            self.error = "the stream ended without a finish_reason"
+            self.error = "the answer ended without a finish_reason"
 
     def itl_s(self) -> float | None:
-        """Seconds for each token after the first; without usage, events stand for tokens."""
-        tokens = self.output_tokens or self.events
+        """Seconds per token after the first; without usage, chunks stand for tokens."""
+        tokens = self.output_tokens or self.chunks
         if self.first_at is None or self.finished_at is None or tokens < 2:
             return None
         return (self.finished_at - self.first_at) / (tokens - 1)
 
-    def _take(self, payload: bytes, at: float) -> None:
+    def take(self, payload: bytes, at: float) -> None:
+        """Read one object of OpenAI's API: a chunk, a whole answer or an error envelope."""
         try:
             said = _decoder.decode(payload)
         except msgspec.MsgspecError as error:
-            self.error = self.error or f"an event of another API: {error}"
+            self.error = self.error or f"not an answer of this API: {error}"
             return
         if said.error is not None:
             self.error = self.error or _message(said.error)
         for choice in said.choices:
-            self.events += 1
+            self.chunks += 1
             if self.first_at is None:
                 self.first_at = at
             if choice.finish_reason is not None and self.finished_at is None:

@@ -23,42 +23,74 @@ LAST = b"data: " + json.dumps({"choices": [], "usage": USAGE}).encode() + b"\n\n
 WHOLE = event() + event() + b": a comment\n\n" + event("length") + LAST
 
 
-@settings(max_examples=25)
-@given(st.lists(st.integers(0, len(WHOLE)), max_size=8))
+@settings(max_examples=40)
+@given(st.lists(st.integers(1, len(WHOLE)), max_size=12))
 def test_pieces_make_no_difference(cuts: list[int]) -> None:
-    reading = StreamTimings()
-    edges = [0, *sorted(cuts), len(WHOLE)]
-    for begin, end in pairwise(edges):
-        reading.feed(WHOLE[begin:end], float(end))
-    reading.end(200)
-    assert reading.error == "" and reading.events == 3
-    assert (reading.input_tokens, reading.output_tokens, reading.cached_tokens) == (90, 5, 64)
-    assert reading.first_at is not None and reading.finished_at is not None
-    assert len(event()) <= reading.first_at <= reading.finished_at <= reading.ended_at == len(WHOLE)
+    timings = StreamTimings()
+    edges = [0, *sorted(set(cuts) - {len(WHOLE)}), len(WHOLE)]
+    for at, (begin, end) in enumerate(pairwise(edges), 1):
+        timings.feed(WHOLE[begin:end], float(at))
+    timings.end(200)
+    assert (timings.error, timings.events, timings.chunks) == ("", 5, 3)
+    assert (timings.input_tokens, timings.output_tokens, timings.cached_tokens) == (90, 5, 64)
+    assert timings.first_at is not None and timings.finished_at is not None
+    assert timings.first_event_at is not None
+    assert timings.first_event_at == timings.first_at <= timings.finished_at <= timings.ended_at
+    # The blank line after the last event may come in a read of its own.
+    last = next(at for at, end in enumerate(edges[1:], 1) if end >= len(WHOLE) - 1)
+    assert timings.first_event_at + sum(timings.gaps) == last
 
 
 def test_the_gap_is_by_the_tokens_after_the_first() -> None:
-    reading = StreamTimings()
-    reading.feed(event(), 10.0)
-    reading.feed(event("stop"), 12.0)
-    assert reading.itl_s() == 2.0  # two events, and nothing else to go by
-    reading.feed(LAST, 13.0)
-    assert reading.itl_s() == 0.5
-    assert reading.ended_at == 13.0
+    timings = StreamTimings()
+    timings.feed(event(), 10.0)
+    timings.feed(event("stop"), 12.0)
+    assert timings.itl_s() == 2.0  # without usage, by chunks
+    timings.feed(LAST, 13.0)
+    assert timings.itl_s() == 0.5
+    assert (timings.ended_at, timings.gaps) == (13.0, [2.0, 1.0])
+
+
+def test_half_an_event_and_a_comment_are_not_a_first_event() -> None:
+    timings = StreamTimings()
+    timings.feed(b": waiting\n\n" + event()[:20], 1.0)
+    assert timings.first_event_at is None
+    timings.feed(event()[20:], 2.0)
+    assert (timings.first_event_at, timings.first_at, timings.gaps) == (2.0, 2.0, [])
+
+
+def test_lines_may_end_in_carriage_returns() -> None:
+    timings = StreamTimings()
+    timings.feed(WHOLE.replace(b"\n", b"\r\n"), 1.0)
+    assert (timings.finished_at, timings.output_tokens) == (1.0, 5)
+
+
+def test_an_error_is_an_event_and_no_chunk() -> None:
+    timings = StreamTimings()
+    timings.feed(b'data: {"error": "plain"}\n\n', 1.0)
+    assert (timings.first_event_at, timings.first_at, timings.error) == (1.0, None, "plain")
+
+
+def test_a_whole_answer_has_its_usage() -> None:
+    timings = StreamTimings()
+    body = b'{"choices":[{"finish_reason":"length"}],"usage":{"prompt_tokens":5,"completion_tokens":9}}'
+    timings.take(body, 1.0)
+    timings.end(200)
+    assert (timings.error, timings.input_tokens, timings.output_tokens) == ("", 5, 9)
 
 
 def test_a_single_token_has_no_gap() -> None:
-    reading = StreamTimings()
-    reading.feed(event("stop"), 10.0)
-    assert reading.itl_s() is None
+    timings = StreamTimings()
+    timings.feed(event("stop"), 10.0)
+    assert timings.itl_s() is None
 
 
 @pytest.mark.parametrize(
     ("status", "body", "error"),
     [
-        (200, event(), "the stream ended without a finish_reason"),
+        (200, event(), "the answer ended without a finish_reason"),
         (200, b'data: {"error": {"message": "lost", "code": 500}}\n\n', "lost"),
-        (200, b"data: [1]\n\n", "an event of another API"),
+        (200, b"data: [1]\n\n", "not an answer of this API"),
         (429, b'{"error": {"message": "the queue\\nis full"}}', "the queue\nis full"),
         (503, b"<html>\nno\n</html>", "<html>\nno\n</html>"),
         (502, b"", "status 502"),
@@ -66,7 +98,7 @@ def test_a_single_token_has_no_gap() -> None:
     ],
 )
 def test_what_is_no_whole_answer_says_why(status: int, body: bytes, error: str) -> None:
-    reading = StreamTimings()
-    reading.feed(body, 1.0)
-    reading.end(status)
-    assert reading.error.startswith(error)
+    timings = StreamTimings()
+    timings.feed(body, 1.0)
+    timings.end(status)
+    assert timings.error.startswith(error)
