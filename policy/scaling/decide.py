@@ -22,7 +22,7 @@ from policy.request import ASSUMED_OUTPUT_TOKENS
 from policy.scaling.budget import Allocation, Claim, allocate, alone, attainable, each, held, spare
 from policy.scaling.guardrails import GuardrailTrace, allowed, asked, eased, override_in_force
 from policy.scaling.mode_selection import Candidate, Verdict, evaluate, expected, expected_peak
-from policy.scaling.situation import Decision, Memory, ModeForecast, ModeOption, Situation
+from policy.scaling.situation import Decision, Limit, Memory, ModeForecast, ModeOption, Situation
 from policy.scaling.view import Policy, Proposal, View
 from policy.signals.types import Demand
 
@@ -130,7 +130,7 @@ class _Proposal:
             reach=attainable(situation.model, wants, budget),
             alone=alone(situation.model, wants, budget),
             spare=spare(wants.values(), budget),
-            fixed="the policy leaves the mode to you" if self.proposal.fixed else "",
+            fixed="the policy does not change modes" if self.proposal.fixed else "",
         )
         self.verdict = evaluate(situation, prospect)
         hand, found = override_in_force(situation), self.verdict.to
@@ -138,7 +138,7 @@ class _Proposal:
             self._set_out(next(seen for seen in self.verdict.outlooks if seen.mode == hand.mode))
         elif found is not None and hand is not None:
             self.notes.append(
-                f"{found.mode} would cost {self.verdict.gain:.0%} less, the mode was set by hand"
+                f"{found.mode} would cost {self.verdict.gain:.0%} less, but the mode is set manually"
             )
         elif found is not None and situation.count and self.course.count:
             self._set_out(found)
@@ -158,11 +158,11 @@ class _Proposal:
     def stay(self, granted: int) -> None:
         """Put the switch off, of which so much would be granted; a dry run claims nothing for it."""
         assert self.to is not None
-        said = f"{self.to.mode} has to wait: it needs {self.course.count}, the budget leaves {granted}"
+        said = f"switch to {self.to.mode} waits: it needs {self.course.count}, the budget leaves {granted}"
         if not self.situation.guard.dry_run or self.course.by_hand:
             self.lacks = Allocation().plus(each(self.to), self.course.count)
             if self._long(self.situation.memory.waits_since):
-                said += ", and a lower priority makes way"
+                said += ", so lower priorities are scaled down"
         self.notes.append(said)
         self.to = None
         self.course = asked(self.situation, self.rung, self.proposal.count)
@@ -217,19 +217,39 @@ class _Proposal:
         return max(0.0, self.foreseen - min(granted, rung.most) * (able.mu or able.mu_max))
 
     def _reason(self, rung: ModeOption, by_load: bool, short: float) -> str:
-        said = [self.proposal.reason]
+        proposal = self.proposal
+        said = [f"wants {proposal.count}: {proposal.reason}"]
         if by_load:
-            said = [f"{rung.mode} promises to cost {self.verdict.gain:.0%} less than {self.rung.mode}"]
+            said = [f"{rung.mode} is predicted to cost {self.verdict.gain:.0%} less than {self.rung.mode}"]
         elif self.to is not None:
-            said = [f"{rung.mode} was set by hand"]
-        said += [f"{clip.rule} {clip.was} -> {clip.now}: {clip.why}" for clip in self.course.clips]
+            said = [f"{rung.mode} is set manually"]
+        said = [*slo_misses(self.situation), *said]
+        said += [f"{self._limited(clip)} by {clip.rule}: {clip.why}" for clip in self.course.clips]
         said += self.notes
         if self.course.asleep and self.course.asleep not in said[-1]:
             said.append(self.course.asleep)
         if short:
-            upstreams = ", which upstreams may take" if self.situation.overflow else ""
-            said.append(f"{short:.2f} req/s are too many{upstreams}")
+            spillover = ", may spill over to upstreams" if self.situation.overflow else ""
+            said.append(f"{short:.2f} req/s over capacity{spillover}")
         return "; ".join(said)
+
+    def _limited(self, limit: Limit) -> str:
+        if limit.now < limit.was:
+            return f"capped at {limit.now}"
+        return f"{'kept at' if limit.now == self.situation.count else 'raised to'} {limit.now}"
+
+
+def slo_misses(situation: Situation) -> list[str]:
+    """The SLO targets that the last minute missed, with what was measured."""
+    demand, slo = situation.signals.demand, situation.slo
+    if demand is None:
+        return []
+    measured = (("TTFT", demand.ttft, slo.ttft_p95_s), ("ITL", demand.itl, slo.itl_p95_s))
+    return [
+        f"SLO missed: {name} p95 {seen.p95 * 1e3:.0f} ms > {target_s * 1e3:.0f} ms"
+        for name, seen, target_s in measured
+        if seen is not None and target_s is not None and seen.p95 > target_s
+    ]
 
 
 def _still_switches(situation: Situation) -> bool:

@@ -57,13 +57,13 @@ def metrics_stale(situation: Situation) -> str:
     """Why nothing may be taken away on what the signals say, or an empty string."""
     demand, stale_s = situation.signals.demand, situation.guard.stale_s
     if demand is None:
-        return "no gateway has told anything"
+        return "no gateway has reported"
     if demand.age_s > stale_s:
-        return f"the demand is {demand.age_s:.1f} s old, guard.stale_s is {stale_s:g}"
+        return f"demand metrics are {demand.age_s:.1f} s old, guard.stale_s is {stale_s:g} s"
     fresh = sum(figures.age_s <= stale_s for figures in situation.signals.replicas)
     if fresh < situation.supply.serving:
         silent = situation.supply.serving - fresh
-        return f"{silent} of {situation.supply.serving} serving replicas told nothing for {stale_s:g} s"
+        return f"{silent} of {situation.supply.serving} serving replicas have not reported for {stale_s:g} s"
     return ""
 
 
@@ -73,12 +73,12 @@ def unsettled(situation: Situation) -> str:
     A start that fails is not waited for: it may never end.
     """
     if situation.leaving:
-        return f"replicas of {', '.join(sorted(situation.leaving))} have not left yet"
+        return f"replicas of {', '.join(sorted(situation.leaving))} still drain"
     if situation.supply.failures:
         return ""
     if situation.supply.starting_s:
         return f"{len(situation.supply.starting_s)} starting"
-    return "" if situation.settled else "what was decided before is not reached yet"
+    return "" if situation.settled else "the last decision is not carried out yet"
 
 
 def asleep(situation: Situation, rung: ModeOption) -> str:
@@ -89,7 +89,7 @@ def asleep(situation: Situation, rung: ModeOption) -> str:
     if demand is None or metrics_stale(situation):
         # No data is no reason to wake either, but somebody who waits is.
         waits = demand is not None and demand.queued > 0
-        return "" if situation.count or waits else f"none was there, and {metrics_stale(situation)}"
+        return "" if situation.count or waits else f"no replica runs, and {metrics_stale(situation)}"
     busy = sum(figures.running + figures.waiting for figures in situation.signals.replicas)
     if demand.queued or busy or demand.concurrency.last_6_s > NOBODY:
         return ""
@@ -103,8 +103,8 @@ def asleep(situation: Situation, rung: ModeOption) -> str:
     if likely > scale.standby:
         return ""
     return (
-        f"nobody has asked for {demand.idle_s:.0f} s, and within the {rung.lead_s:.0f} s of a start"
-        f" somebody will with a probability of {likely:.2f}"
+        f"no request for {demand.idle_s:.0f} s; the probability of one within the start-up time"
+        f" ({rung.lead_s:.0f} s) is {likely:.2f}"
     )
 
 
@@ -118,10 +118,8 @@ def asked(situation: Situation, rung: ModeOption, proposed: int) -> GuardrailTra
     hand = override_in_force(situation)
     if hand is not None and hand.count is not None and hand.mode == rung.mode:
         course.by_hand = True
-        term = (
-            "until it is taken back" if hand.until is None else f"for {hand.until - situation.at:.0f} s more"
-        )
-        course.turn(Guardrail.OVERRIDE, hand.count, f"set by hand {term}")
+        term = "until cleared" if hand.until is None else f"for {hand.until - situation.at:.0f} s more"
+        course.turn(Guardrail.OVERRIDE, hand.count, f"set manually {term}")
     unseen = "" if course.by_hand else metrics_stale(situation)
     if unseen:
         course.turn(Guardrail.STALENESS, max(course.count, there), unseen)
@@ -134,7 +132,7 @@ def asked(situation: Situation, rung: ModeOption, proposed: int) -> GuardrailTra
         course.floor, why = _healthy(situation, rung, course)
         course.turn(Guardrail.MIN_HEALTHY, max(course.count, course.floor), why)
     course.enough = course.count
-    course.turn(Guardrail.BUDGET, min(course.count, rung.most), f"{rung.mode} may have {rung.most}")
+    course.turn(Guardrail.BUDGET, min(course.count, rung.most), f"{rung.mode} has at most {rung.most}")
     if not course.by_hand and (unseen or unsettled(situation)):
         course.floor = max(course.floor, min(there, course.count))
     return course
@@ -154,12 +152,12 @@ def allowed(course: GuardrailTrace, situation: Situation, rung: ModeOption, gran
     scale, failures = situation.scale, situation.supply.failures
     up = max(1, math.ceil(scale.max_step_up * was - ROUNDING))
     if course.count > was + up:
-        course.turn(Guardrail.STEP, was + up, f"at most {up} more at once")
+        course.turn(Guardrail.STEP, was + up, f"at most {up} more per decision")
     if course.count > was > 0 and failures >= MAX_FAILURES:
         course.turn(Guardrail.STEP, was, f"{failures} starts in a row failed")
     down = max(1, math.floor(scale.max_step_down * was + ROUNDING))
     if course.count < was - down:
-        course.turn(Guardrail.STEP, was - down, f"at most {down} fewer at once")
+        course.turn(Guardrail.STEP, was - down, f"at most {down} fewer per decision")
     if course.count < min(was, most):
         kept, why = _held(course, situation, rung)
         course.turn(Guardrail.HOLD, max(course.count, min(kept, most)), why)
@@ -186,9 +184,9 @@ def _healthy(situation: Situation, rung: ModeOption, course: GuardrailTrace) -> 
     demand, scale = situation.signals.demand, situation.scale
     queued = demand.queued if demand is not None else 0
     return max(
-        (int(queued > 0 and situation.count == 0), f"{queued} wait, and none is there"),
+        (int(queued > 0 and situation.count == 0), f"{queued} queued and no replica"),
         (min(max(scale.min_healthy, 1), rung.most), f"scale.min_healthy is {scale.min_healthy}"),
-        (rung.least, f"{rung.mode} has {rung.least} at least"),
+        (rung.least, f"{rung.mode} has at least {rung.least}"),
         key=lambda pair: pair[0],
     )
 
@@ -203,4 +201,6 @@ def _held(course: GuardrailTrace, situation: Situation, rung: ModeOption) -> tup
     lows = eased(course, situation)
     long = [count for count, since in lows.items() if situation.at - since >= hold_s]
     shown = situation.at - lows.get(course.enough, situation.at)
-    return min(long, default=situation.count), f"{course.enough} enough for {shown:.0f} of {hold_s:g} s"
+    return min(
+        long, default=situation.count
+    ), f"{course.enough} enough for {shown:.0f} of {hold_s:g} s (scale.hold_s)"

@@ -123,7 +123,7 @@ def evaluate(situation: Situation, prospect: Candidate) -> Verdict:
         why = outlook.why
         gain = 1 - outlook.cost / here.cost if here.cost else 0.0
         if mode == situation.mode:
-            why = why or "the mode that there is"
+            why = why or "the current mode"
         elif prospect.fixed or unseen:
             why = why or prospect.fixed or unseen
         elif not why:
@@ -166,7 +166,7 @@ def _outlook(
         mode=rung.mode, count=max(least, min(most, situation.count)), cost=whole * WORST, met=0.0
     )
     if not is_known(rung):
-        return msgspec.structs.replace(unknown, why="nothing is known of how fast it is")
+        return msgspec.structs.replace(unknown, why="its speed is unknown (no engine model)")
     if most < max(1, least):
         return msgspec.structs.replace(unknown, why="the budget has no room for it")
     # Where the objective cannot be met at all, as many as keep up: the same that a policy would ask for.
@@ -250,13 +250,15 @@ def _objection(
     """Why the switch is not made now, or an empty string."""
     at, switching, switched_at = situation.at, situation.switching, situation.memory.switched_at
     if since is None:
-        return f"less than mode.gain, {switching.gain:.0%}"
+        return f"below mode.gain = {switching.gain:.0%}"
     if at - since < switching.confirm_s:
-        return f"so for {at - since:.0f} of {switching.confirm_s:g} s"
+        return f"confirmed for {at - since:.0f} of {switching.confirm_s:g} s (mode.confirm_s)"
     lasted_s = math.inf if switched_at is None else at - switched_at
     if lasted_s < switching.dwell_s:
         return f"the mode changed {lasted_s:.0f} s ago, mode.dwell_s is {switching.dwell_s:g}"
-    if waits := unsettled(situation) or ("a scale-down ends first" if situation.supply.draining else ""):
+    if waits := unsettled(situation) or (
+        "waits for a scale-down to end" if situation.supply.draining else ""
+    ):
         return waits
     new = _rung(situation, there.mode)
     dwell_s = max(switching.dwell_s, min(at - since, LONGEST_DWELL_S))
@@ -265,7 +267,7 @@ def _objection(
     missed = WORST * whole_of(situation, prospect) if prospect.rate else 0.0
     spent = there.cost * new.lead_s + missed * new.gap_s
     if gained <= spent:
-        return f"over {dwell_s:.0f} s it saves {gained:.0f}, and the switch costs {spent:.0f}"
+        return f"saves {gained:.0f} in {dwell_s:.0f} s, less than the {spent:.0f} that the switch costs"
     return _interrupted(situation, prospect, here, there)
 
 
@@ -328,7 +330,9 @@ def _interrupted(situation: Situation, prospect: Candidate, here: ModeForecast, 
     waits_s = lasts_s * (1 - carried / rate)
     if waits_s <= situation.queue_s and (new.gap_s or here.ttft_s is None):
         return ""
-    return f"{carried:.2f} of {rate:.2f} req/s can be carried meanwhile: the others wait for {waits_s:.0f} s"
+    return (
+        f"{carried:.2f} of {rate:.2f} req/s can be served during the switch: others wait for {waits_s:.0f} s"
+    )
 
 
 def _rung(situation: Situation, mode: str) -> ModeOption:

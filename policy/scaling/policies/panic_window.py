@@ -60,7 +60,7 @@ class PanicWindow:
         demand = view.signals.demand
         panic = decode_state(memory, PanicWindowState)
         if demand is None:
-            return blind(view, encode_state(panic), "no gateway has told anything")
+            return blind(view, encode_state(panic), "no gateway has reported")
         ready = max(1, view.supply.serving)
         stable = per_replica(is_usable(demand.concurrency.last_60_s), self._target)
         short = per_replica(is_usable(demand.concurrency.last_6_s), self._target)
@@ -72,16 +72,16 @@ class PanicWindow:
             panic = None
         if panic is None:
             count = within(view, self._paced(stable, ready))
-            said = f"{demand.concurrency.last_60_s:.4g} requests at once over a minute"
-            return Proposal(count=count, reason=f"{said}, {self._target:.4g} for each", terms=terms)
+            said = f"{demand.concurrency.last_60_s:.4g} concurrent requests over 60 s"
+            return Proposal(count=count, reason=f"{said}, target {self._target:.4g} per replica", terms=terms)
         wanted = max(self._paced(stable, ready), self._paced(short, ready), view.count)
         if wanted > panic.most:
             panic = PanicWindowState(view.at, wanted)
         count = within(view, panic.most)
-        said = f"a panic: {demand.concurrency.last_6_s:.4g} requests at once over six seconds"
+        said = f"panic: {demand.concurrency.last_6_s:.4g} concurrent requests over 6 s"
         return Proposal(
             count=count,
-            reason=f"{said}, {self._target:.4g} for each of {ready} ready",
+            reason=f"{said}, target {self._target:.4g} for each of {ready} ready replicas",
             terms=terms,
             memory=encode_state(panic),
         )

@@ -98,7 +98,7 @@ class Predictive:
         demand = view.signals.demand
         before = decode_state(memory, PredictiveState)
         if demand is None:
-            return blind(view, encode_state(before), "no gateway has told anything")
+            return blind(view, encode_state(before), "no gateway has reported")
         series, forecast, high = self._foreseen(view, demand, None if before is None else before.series)
         k2 = {} if before is None else before.k2
         mode = view.mode
@@ -110,7 +110,7 @@ class Predictive:
         left = msgspec.structs.replace(left, proof=observe_capacity(proof, view, mu))
         full = saturation(view, k2.get(mode), queued=False)
         if not mu and full is None:
-            return blind(view, encode_state(left), "what a replica can do is not known")
+            return blind(view, encode_state(left), "the capacity of a replica is unknown")
         terms = {
             "forecast": per_replica(high, mu),
             "recent": per_replica(self._parameters.margin * is_usable(demand.arrivals.last_20_s), mu),
@@ -130,7 +130,7 @@ class Predictive:
             left = msgspec.structs.replace(left, reluctance=rising(reluctance))
         return Proposal(
             count=within(view, self._changed(view, need, reluctance.spare)),
-            reason=_said(most, terms[most], view, high) + (f", {demand.queued} wait" if behind else ""),
+            reason=_said(most, terms[most], view, high) + (f", {demand.queued} queued" if behind else ""),
             terms=terms,
             forecast=forecast,
             forecast_high=high,
@@ -222,11 +222,11 @@ def _late(view: View, demand: Demand) -> bool:
 def _said(most: str, replicas: float, view: View, high: float) -> str:
     """One short sentence on the term that asks for the most."""
     if not replicas:
-        return "nobody asks"
+        return "no requests"
     need = f"need {replicas:.3g} replicas"
     return {
-        "forecast": f"up to {high:.3g} requests/s are expected in {view.lead_s:.0f} s and {need}",
-        "recent": f"the requests of the last 20 s {need}",
-        "tokens": f"the tokens in the KV caches {need}",
-        "late": f"first tokens come late and {need}",
+        "forecast": f"up to {high:.3g} req/s forecast in {view.lead_s:.0f} s {need}",
+        "recent": f"requests of the last 20 s {need}",
+        "tokens": f"tokens in KV caches {need}",
+        "late": f"late first tokens {need}",
     }[most]

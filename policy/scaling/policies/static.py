@@ -24,7 +24,7 @@ class Static:
         """The same count whatever is measured; so it needs no figures either."""
         wanted = view.count if self._replicas is None else self._replicas
         count = max(view.least, min(wanted, view.most))
-        reason = f"{wanted} as it is" if self._replicas is None else f"{wanted} as written"
+        reason = f"{wanted} as now" if self._replicas is None else f"{wanted} configured"
         if count != wanted:
-            reason += f", {count} as the mode bounds it"
+            reason += f", {count} within the bounds of the mode"
         return Proposal(count=count, reason=reason, terms={"replicas": float(wanted)}, fixed=True)

@@ -65,15 +65,15 @@ class TargetTracking:
         """So many that the metric would be at its target."""
         demand = view.signals.demand
         if demand is None:
-            return blind(view, None, "no gateway has told anything")
+            return blind(view, None, "no gateway has reported")
         target = self._target_of(view)
         if view.count == 0 and asked(view):
-            return Proposal(count=within(view, 1), reason="somebody asks, and there is none")
+            return Proposal(count=within(view, 1), reason="requests arrive and there is no replica")
         if self._metric in (Metric.CONCURRENCY, Metric.QUEUE):
             return self._by_total(view, self._total(view, demand), target)
         told = self._told(view, demand)
         if not told:
-            return blind(view, None, f"no replica tells its {self._metric}")
+            return blind(view, None, f"no replica reports {self._metric}")
         return self._by_each(view, told, target)
 
     def _target_of(self, view: View) -> float:
@@ -109,7 +109,7 @@ class TargetTracking:
         if view.count and abs(needed / view.count - 1.0) <= self._tolerance:
             return self._near(view, total / view.count, target, terms)
         count = within(view, whole(needed))
-        said = f"{self._metric} is {total:.4g}, and each takes {target:.4g}"
+        said = f"{self._metric} is {total:.4g}, target {target:.4g} per replica"
         return Proposal(count=count, reason=said, terms=terms)
 
     def _by_each(self, view: View, told: list[float], target: float) -> Proposal:
@@ -134,9 +134,9 @@ class TargetTracking:
         count = whole(needed)
         if (count - view.count) * direction < 0:
             return self._near(view, mean, target, terms)
-        said = f"{self._metric} is {mean:.4g} at each of {len(told)}, and shall be {target:.4g}"
+        said = f"{self._metric} is {mean:.4g} on average over {len(told)}, target {target:.4g}"
         return Proposal(count=within(view, count), reason=said, terms=terms)
 
     def _near(self, view: View, mean: float, target: float, terms: dict[str, float]) -> Proposal:
-        said = f"{self._metric} is {mean:.4g} of each, near enough to {target:.4g}"
+        said = f"{self._metric} is {mean:.4g} on average, close enough to the target {target:.4g}"
         return Proposal(count=within(view, view.count), reason=said, terms=terms)

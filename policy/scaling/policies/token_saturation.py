@@ -68,7 +68,7 @@ class SaturationState(msgspec.Struct, frozen=True):
 def saturation(
     view: View, k2: float | None, kv: float = 0.8, *, queued: bool = True
 ) -> SaturationState | None:
-    """The tokens in use, and those of who waits; ``None`` where the KV cache's size is not known.
+    """The tokens in use, and those of who waits; ``None`` where the size of the KV cache is unknown.
 
     Without ``queued`` only those count that wait in an engine.
     """
@@ -120,7 +120,7 @@ class TokenSaturation:
         full = saturation(view, k2, self._parameters.kv)
         if full is None:
             heard = view.signals.demand is not None
-            why = "the KV cache's size is not known" if heard else "no gateway has told anything"
+            why = "the size of the KV cache is unknown" if heard else "no gateway has reported"
             return blind(view, encode_state(before), why)
         seen = SaturationSample(remembered(seen.k2, view.mode, learned(view, k2, self._parameters.queue)))
         up = full.replicas / self._parameters.scale_up
@@ -130,7 +130,7 @@ class TokenSaturation:
             count = whole(up)
         elif down < view.supply.serving and not view.supply.starting_s:
             count = whole(down)
-        said = f"{full.demand:.0f} tokens are in use or wait, and a replica takes {full.each:.0f}"
+        said = f"{full.demand:.0f} tokens in use or queued, {full.each:.0f} per replica"
         return Proposal(
             count=within(view, count),
             reason=said,

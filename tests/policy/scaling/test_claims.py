@@ -75,13 +75,13 @@ def test_a_lower_priority_makes_way_for_a_switch_that_lasts(gpus: int, low: int,
         assert made["low"].count >= 1
         assert replayed(given, play.budget, minds) == made
     high, lows = play.decisions("high"), play.decisions("low")
-    waited = next(each for each in high if "has to wait" in each.reason)
+    waited = next(each for each in high if "waits: it needs" in each.reason)
     shrank = next(each for each in lows if each.count < low)
     switched = next(each for each in high if each.mode != each.was_mode)
     # Hysteresis comes first, then what a count has to wait for as well, and then the others' streams.
     assert waited.at - NOON >= RISE + 60
     assert shrank.at == waited.at + STARVED_S
-    assert "a lower priority makes way" in next(each.reason for each in high if each.at == shrank.at)
+    assert "lower priorities are scaled down" in next(each.reason for each in high if each.at == shrank.at)
     assert shrank.at < switched.at <= shrank.at + 25
     assert (switched.mode, switched.count) == (SMALL.mode, 8)
     assert all(each.mode == SMALL.mode for each in high if each.at >= switched.at)
@@ -89,7 +89,7 @@ def test_a_lower_priority_makes_way_for_a_switch_that_lasts(gpus: int, low: int,
 
 
 def test_a_switch_that_is_wanted_for_a_moment_takes_nothing() -> None:
-    play = until(shared(12, 6), lambda high, low: "has to wait" in high.reason)
+    play = until(shared(12, 6), lambda high, low: "waits: it needs" in high.reason)
     assert play.models[0].memory.waits_since is not None
     play.run(play.at + 120)
     assert {each.count for each in play.decisions("low")} == {6}
@@ -206,6 +206,6 @@ def test_what_can_be_carried_meanwhile_counts_what_will_have_made_way() -> None:
     assert (now.to and now.to.mode, now.early) == (large.mode, False)
     later = seen(alone=4.0, spare=0.0)
     assert (later.to and later.to.mode, later.early, later.gain) == (large.mode, True, now.gain)
-    assert "can be carried meanwhile" in later.outlooks[1].why
+    assert "can be served during the switch" in later.outlooks[1].why
     # Nobody of a lower priority holds anything: what is lacking cannot be had.
     assert seen(alone=4.0, spare=0.0, reach=4.0).to is None

@@ -327,8 +327,8 @@ def test_a_decision_says_what_led_to_it() -> None:
     given = situation(rate=6.0, count=1)
     decision, _ = decide(given, ModelPolicies(Proportional()), Budget(gpus=4))
     assert decision.reason == (
-        "6.00 req/s of 0.96 each; budget 7 -> 4: the budget leaves 4; step 4 -> 2: at most 1 more at once;"
-        " 2.16 req/s are too many"
+        "wants 7: 6.00 req/s of 0.96 each; capped at 4 by budget: the budget leaves 4;"
+        " capped at 2 by step: at most 1 more per decision; 2.16 req/s over capacity"
     )
     assert decision.changes and (decision.was_count, decision.count) == (1, 2)
     assert decision.outlooks == ()

@@ -52,7 +52,7 @@ def test_what_is_set_by_hand_goes_before_policies_steps_holds_and_signals() -> N
     given = situation(count=6, signals=Signals(), override=by_hand(1))
     decision, memory = decide(given, 6)
     assert (decision.count, clips(decision)) == (1, [("override", 6, 1)])
-    assert decision.clips[0].why == "set by hand until it is taken back"
+    assert decision.clips[0].why == "set manually until cleared"
     # The end of a term is no reason to fall: holding begins anew.
     assert memory.low_since == {}
 
@@ -99,9 +99,9 @@ def test_a_mode_set_by_hand_leaves_the_count_to_the_policy() -> None:
 @pytest.mark.parametrize(
     ("signals", "why"),
     [
-        (Signals(), "no gateway has told anything"),
-        (Signals(demand=demand(1.0, age_s=15.1), replicas=figures(4)), "the demand is 15.1 s old"),
-        (Signals(demand=demand(1.0), replicas=figures(3)), "1 of 4 serving replicas told nothing"),
+        (Signals(), "no gateway has reported"),
+        (Signals(demand=demand(1.0, age_s=15.1), replicas=figures(4)), "demand metrics are 15.1 s old"),
+        (Signals(demand=demand(1.0), replicas=figures(3)), "1 of 4 serving replicas have not reported"),
         (Signals(demand=demand(1.0), replicas=figures(4, age_s=16.0)), "4 of 4 serving replicas"),
     ],
 )
@@ -157,7 +157,7 @@ def idle(seconds: float, count: int = 1, **changes: Any) -> Situation:
 def test_after_so_long_without_a_request_there_is_none() -> None:
     decision = decide(idle(300.0), 1)[0]
     assert (decision.count, clips(decision)) == (0, [("min_healthy", 1, 0)])
-    assert "nobody has asked for 300 s" in decision.clips[0].why
+    assert "no request for 300 s" in decision.clips[0].why
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_who_waits_wakes_a_model_at_once_whatever_the_policy_says() -> None:
     given = idle(0.0, count=0, queued=2, arrivals=rates(0.1))
     decision = decide(given, 0)[0]
     assert (decision.count, clips(decision)) == (1, [("min_healthy", 0, 1)])
-    assert decision.clips[0].why == "2 wait, and none is there"
+    assert decision.clips[0].why == "2 queued and no replica"
 
 
 @pytest.mark.parametrize(
@@ -217,7 +217,7 @@ def test_a_budget_bounds_and_says_what_is_short() -> None:
     decision, memory = decide(given, 4, Budget(gpus=3))
     assert (decision.count, clips(decision)) == (3, [("budget", 4, 3)])
     assert decision.short == pytest.approx(6.0 - 3 * decision.capability.mu)
-    assert "3.12 req/s are too many, which upstreams may take" in decision.reason
+    assert "3.12 req/s over capacity, may spill over to upstreams" in decision.reason
     assert memory.starved_since == NOON
     later = msgspec.structs.replace(given, at=NOON + 5, memory=memory)
     assert decide(later, 4, Budget(gpus=3))[1].starved_since == NOON
@@ -304,7 +304,7 @@ def test_a_count_falls_to_what_was_enough_for_the_whole_hold() -> None:
     given = situation(count=6, scale=ScaleConfig(max_step_down=1.0), memory=Memory(low_since=lows))
     decision, memory = decide(given, 1)
     assert (decision.count, clips(decision)) == (3, [("hold", 1, 3)])
-    assert decision.clips[0].why == "1 enough for 20 of 60 s"
+    assert decision.clips[0].why == "1 enough for 20 of 60 s (scale.hold_s)"
     assert memory.low_since == lows
 
 
@@ -331,8 +331,8 @@ def test_auto_is_a_minute_or_the_time_of_a_start(hold_s: Any, lead_s: float, hel
     ("changes", "count", "why"),
     [
         ({"supply": Supply(wanted=4, serving=3, starting_s=(9.0,))}, 4, "1 starting"),
-        ({"settled": False}, 4, "what was decided before is not reached yet"),
-        ({"leaving": {"single-large": 1}, "settled": False}, 4, "replicas of single-large have not left"),
+        ({"settled": False}, 4, "the last decision is not carried out yet"),
+        ({"leaving": {"single-large": 1}, "settled": False}, 4, "replicas of single-large still drain"),
         ({"supply": Supply(wanted=4, serving=3, starting_s=(9.0,), failures=1), "settled": False}, 2, ""),
         ({"supply": Supply(wanted=4, serving=3, failures=5), "leaving": {"single-large": 1}}, 4, "replicas"),
     ],

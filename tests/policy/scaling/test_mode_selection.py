@@ -170,10 +170,10 @@ def test_even_a_lone_request_has_to_be_in_time() -> None:
 def test_what_nothing_is_known_of_is_not_compared(model: Any) -> None:
     unknown = msgspec.structs.replace(SMALL, timing=msgspec.structs.replace(SMALL.timing, model=model))
     found, why = verdict(confirmed(large(rungs=(LARGE, unknown)), SMALL.mode))
-    assert (found.to, why) == (None, "nothing is known of how fast it is")
+    assert (found.to, why) == (None, "its speed is unknown (no engine model)")
     there = large(mode=SMALL.mode, rungs=(LARGE, unknown))
     found, why = verdict(confirmed(there, LARGE.mode), 2.0)
-    assert found.to is None and "multi-replica: nothing is known" in why
+    assert found.to is None and "multi-replica: its speed is unknown" in why
 
 
 @given(
@@ -193,7 +193,7 @@ def test_more_load_never_costs_less(one: float, other: float, slo: SloConfig) ->
 
 def test_a_gain_has_to_last_before_it_is_believed() -> None:
     found, why = verdict(large(), spare=Allocation(gpus=8))
-    assert found.to is None and "so for 0 of 60 s" in why
+    assert found.to is None and "confirmed for 0 of 60 s" in why
     assert found.better_since == {SMALL.mode: NOON}
     found, why = verdict(confirmed(large(), SMALL.mode, 59.9))
     assert found.to is None and found.better_since == {SMALL.mode: NOON - 59.9}
@@ -208,7 +208,7 @@ def test_a_gain_that_is_too_small_is_forgotten() -> None:
     given = confirmed(large(switching=ModeSwitchConfig(gain=0.5)), SMALL.mode, 600)
     found, why = verdict(given, 2.0)
     assert (found.to, found.better_since) == (None, {})
-    assert why.endswith("less than mode.gain, 50%")
+    assert why.endswith("below mode.gain = 50%")
 
 
 def test_the_last_switch_has_to_be_long_ago() -> None:
@@ -220,10 +220,10 @@ def test_the_last_switch_has_to_be_long_ago() -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"settled": False}, "what was decided before is not reached yet"),
-        ({"leaving": {SMALL.mode: 1}}, "replicas of multi-replica have not left yet"),
-        ({"supply": Supply(wanted=1, serving=1, draining=1)}, "a scale-down ends first"),
-        ({"signals": Signals()}, "no gateway has told anything"),
+        ({"settled": False}, "the last decision is not carried out yet"),
+        ({"leaving": {SMALL.mode: 1}}, "replicas of multi-replica still drain"),
+        ({"supply": Supply(wanted=1, serving=1, draining=1)}, "waits for a scale-down to end"),
+        ({"signals": Signals()}, "no gateway has reported"),
     ],
 )
 def test_nothing_else_may_be_under_way_or_unseen(changes: dict[str, Any], said: str) -> None:
@@ -240,8 +240,8 @@ def test_a_start_that_takes_long_has_to_be_worth_it() -> None:
     slow = msgspec.structs.replace(SMALL, lead_s=600.0)
     there = large(rungs=(LARGE, slow), slo=SloConfig(ttft_p95_s=10.0))
     found, why = verdict(confirmed(there, SMALL.mode), 2.0)
-    assert found.to is None and "over 300 s it saves 300, and the switch costs 1800" in why
-    # What was better for half an hour is expected to be so for another.
+    assert found.to is None and "saves 300 in 300 s, less than the 1800 that the switch costs" in why
+    # What was better for half an hour is expected to be confirmed for another.
     assert verdict(confirmed(there, SMALL.mode, 1801), 2.0)[0].to is not None
 
 
@@ -254,11 +254,12 @@ def test_where_nobody_serves_meanwhile_the_queue_has_to_hold_it() -> None:
     impatient = msgspec.structs.replace(there, queue_s=99.0)
     found, why = verdict(impatient, 2.0, spare=Allocation())
     assert (
-        found.to is None and "0.00 of 2.00 req/s can be carried meanwhile: the others wait for 100 s" in why
+        found.to is None
+        and "0.00 of 2.00 req/s can be served during the switch: others wait for 100 s" in why
     )
     # What a gap costs is weighed, too: for a minute or two it is not worth one.
     shortly = msgspec.structs.replace(there, memory=Memory(better_since={LARGE.mode: NOON - 60}))
-    assert "and the switch costs" in verdict(shortly, 2.0, spare=Allocation())[1]
+    assert "that the switch costs" in verdict(shortly, 2.0, spare=Allocation())[1]
 
 
 def test_half_of_those_that_serve_have_to_do_meanwhile() -> None:
@@ -272,7 +273,7 @@ def test_half_of_those_that_serve_have_to_do_meanwhile() -> None:
     )
     edge = capability(SMALL.timing, workload_of(demand(1.0)), plain).mu_max
     found, why = verdict(there, 5.0, spare=Allocation())
-    assert found.to is None and f"{0.9 * 2 * edge:.2f} of 5.00 req/s can be carried meanwhile" in why
+    assert found.to is None and f"{0.9 * 2 * edge:.2f} of 5.00 req/s can be served during the switch" in why
     assert verdict(there, 5.0, spare=Allocation(gpus=4))[0].to is not None
 
 
@@ -281,7 +282,7 @@ def test_who_cannot_keep_up_may_let_requests_wait_while_that_changes() -> None:
     assert verdict(there, 7.5, spare=Allocation(gpus=4))[0].to is not None
     hurried = msgspec.structs.replace(there, queue_s=5.0)
     found, why = verdict(hurried, 7.5, spare=Allocation(gpus=4))
-    assert found.to is None and "can be carried meanwhile" in why
+    assert found.to is None and "can be served during the switch" in why
 
 
 def test_what_may_come_while_a_switch_lasts_is_not_what_the_policy_foresees() -> None:
@@ -302,7 +303,7 @@ def test_what_may_come_while_a_switch_lasts_is_not_what_the_policy_foresees() ->
     supply = Supply(wanted=8, serving=8)
     decision, _ = decided(msgspec.structs.replace(there, signals=signals, supply=supply), 8, Budget(gpus=8))
     why = next(seen.why for seen in decision.outlooks if seen.mode == LARGE.mode)
-    assert f"0.00 of {likely(rising, 100.0, 0.95):.2f} req/s can be carried meanwhile" in why
+    assert f"0.00 of {likely(rising, 100.0, 0.95):.2f} req/s can be served during the switch" in why
 
 
 def test_of_several_the_best_is_chosen() -> None:
@@ -334,7 +335,7 @@ def test_a_switch_says_what_it_promises_and_begins_its_own_memory() -> None:
     decision, memory = decided(overloaded(), budget=Budget(gpus=12))
     assert (decision.was_mode, decision.mode, decision.count) == (LARGE.mode, SMALL.mode, 8)
     assert decision.gain is not None and decision.gain > 0.15
-    assert decision.reason == f"multi-replica promises to cost {decision.gain:.0%} less than single-large"
+    assert decision.reason == f"multi-replica is predicted to cost {decision.gain:.0%} less than single-large"
     assert (memory.switched_at, memory.better_since, memory.low_since) == (NOON, {}, {})
 
 
@@ -365,7 +366,7 @@ def test_a_mode_that_was_set_by_hand_is_kept() -> None:
     pinned = Override(mode=LARGE.mode)
     decision, _ = decided(overloaded(override=pinned))
     assert (decision.mode, decision.gain) == (LARGE.mode, None)
-    assert "multi-replica would cost" in decision.reason and "was set by hand" in decision.reason
+    assert "multi-replica would cost" in decision.reason and "mode is set manually" in decision.reason
 
 
 def test_a_mode_that_is_set_by_hand_is_taken_at_once_with_what_it_needs() -> None:
@@ -398,7 +399,7 @@ def test_a_policy_that_leaves_the_count_to_others_leaves_the_mode_to_them() -> N
     decision, memory = decide_all({given.model: given}, Budget(gpus=12), minds)[given.model]
     assert (decision.mode, decision.gain, memory.better_since) == (LARGE.mode, None, {})
     other = next(seen for seen in decision.outlooks if seen.mode == SMALL.mode)
-    assert (other.count, other.why) == (8, "the policy leaves the mode to you")
+    assert (other.count, other.why) == (8, "the policy does not change modes")
     by_hand = msgspec.structs.replace(given, override=Override(mode=SMALL.mode))
     decision, _ = decide_all({given.model: by_hand}, Budget(gpus=12), minds)[given.model]
     assert decision.mode == SMALL.mode
@@ -422,7 +423,7 @@ def test_a_mode_set_by_hand_for_which_there_is_no_room_is_not_taken() -> None:
     there = situation(count=2, rungs=BOTH, signals=signals, override=Override(mode=LARGE.mode))
     decision, _ = decided(there, 2, Budget(gpus=3))
     assert (decision.mode, decision.count) == (SMALL.mode, 2)
-    assert "single-large has to wait: it needs 1, the budget leaves 0" in decision.reason
+    assert "switch to single-large waits: it needs 1, the budget leaves 0" in decision.reason
 
 
 def test_a_switch_is_made_whole_or_not_at_all() -> None:
@@ -435,7 +436,7 @@ def test_a_switch_is_made_whole_or_not_at_all() -> None:
     made = decide_all(situations, Budget(gpus=12), minds)
     decision, memory = made["chat"]
     assert decision.mode == LARGE.mode
-    assert "multi-replica has to wait: it needs 8, the budget leaves 6" in decision.reason
+    assert "switch to multi-replica waits: it needs 8, the budget leaves 6" in decision.reason
     assert memory.better_since == {SMALL.mode: NOON - 60}
 
 

@@ -92,7 +92,7 @@ def test_a_backlog_asks_for_more_unless_it_clears_before_a_start_is_over() -> No
     assert (calm.count, clears.count, stays.count) == (3, 3, 4)
     assert "queue" not in clears.terms
     assert stays.terms["queue"] == pytest.approx((120 - 60) / 15.0 / 4.0)
-    assert stays.reason.endswith(", 120 wait")
+    assert stays.reason.endswith(", 120 queued")
 
 
 def test_nobody_is_started_for_who_will_have_given_up() -> None:
@@ -185,7 +185,7 @@ def test_full_caches_ask_on_their_own() -> None:
     figures = replicas(3, kv_used=0.8)
     seen = decide(demand(1.0), memory=steady(1.0), count=3, figures=figures)
     assert seen.count == 4
-    assert seen.reason == "the tokens in the KV caches need 3.53 replicas"
+    assert seen.reason == "tokens in KV caches need 3.53 replicas"
 
 
 @pytest.mark.parametrize(
@@ -213,7 +213,7 @@ def test_a_slow_replica_counts_for_less(slowness: float, mu: float) -> None:
 def test_without_a_model_of_the_engine_the_caches_still_count() -> None:
     nothing = Capability(mu=0.0, mu_max=0.0)
     unknown = decide(demand(50.0), capability=nothing, count=3)
-    assert (unknown.count, unknown.reason) == (3, "what a replica can do is not known")
+    assert (unknown.count, unknown.reason) == (3, "the capacity of a replica is unknown")
     assert unknown.memory is not None
     known = decide(
         demand(50.0),
@@ -227,7 +227,7 @@ def test_without_a_model_of_the_engine_the_caches_still_count() -> None:
 def test_who_is_deserted_needs_nobody_and_who_is_asked_one() -> None:
     memory = steady(8.0)
     gone = decide(demand(0.0), memory=memory, count=2, least=0)
-    assert (gone.count, gone.forecast, gone.reason) == (0, 0.0, "nobody asks")
+    assert (gone.count, gone.forecast, gone.reason) == (0, 0.0, "no requests")
     assert decide(demand(0.0, concurrency=1.0), memory=None, count=1, least=0).count == 1
     assert decide(demand(0.0, queued=1), memory=None, count=0, least=0).count == 1
     assert decide(demand(0.0), memory=memory, count=2, least=1).count == 1
@@ -250,6 +250,6 @@ def test_its_memory_is_small_and_its_reasons_are_sentences() -> None:
     assert len(msgspec.json.encode(memory)) < 1200
     assert memory["series"]["at"] == START - 5.0
     found = decide(demand(30.0), memory=memory)
-    assert found.reason == "the requests of the last 20 s need 7.95 replicas"
+    assert found.reason == "requests of the last 20 s need 7.95 replicas"
     rising = decide(demand(30.0), memory=None, lead_s=45.0)
-    assert rising.reason == "up to 36 requests/s are expected in 45 s and need 9 replicas"
+    assert rising.reason == "up to 36 req/s forecast in 45 s need 9 replicas"

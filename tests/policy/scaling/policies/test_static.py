@@ -11,12 +11,12 @@ from tests.policy.scaling.views import demand, view
 @pytest.mark.parametrize(
     ("replicas", "count", "proposed", "said"),
     [
-        (None, 3, 3, "3 as it is"),
-        (None, 0, 1, "1 as the mode bounds it"),
-        (None, 9, 5, "5 as the mode bounds it"),
-        (4, 1, 4, "4 as written"),
-        (7, 1, 5, "7 as written, 5 as the mode bounds it"),
-        (0, 3, 1, "0 as written, 1 as the mode bounds it"),
+        (None, 3, 3, "3 as now"),
+        (None, 0, 1, "1 within the bounds of the mode"),
+        (None, 9, 5, "5 within the bounds of the mode"),
+        (4, 1, 4, "4 configured"),
+        (7, 1, 5, "7 configured, 5 within the bounds of the mode"),
+        (0, 3, 1, "0 configured, 1 within the bounds of the mode"),
     ],
 )
 def test_it_keeps_what_there_is_or_what_was_written(

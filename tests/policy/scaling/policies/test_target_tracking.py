@@ -76,7 +76,7 @@ def test_who_says_nothing_counts_against_the_change(used: float, silent: int, co
 
 def test_no_replica_tells_anything_and_nothing_changes() -> None:
     proposal = tracking(Metric.TOKENS_PER_S).decide(view(demand(50.0), count=3, figures=()), None)
-    assert (proposal.count, proposal.reason) == (3, "no replica tells its tokens_per_s")
+    assert (proposal.count, proposal.reason) == (3, "no replica reports tokens_per_s")
     nothing = tracking(Metric.TTFT_P95).decide(view(demand(50.0), count=3), None)
     assert nothing.count == 3
 

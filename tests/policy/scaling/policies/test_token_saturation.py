@@ -71,4 +71,4 @@ def test_without_the_size_of_the_cache_nothing_changes() -> None:
     unknown = Capability(mu=4.0, mu_max=5.0)
     proposal = POLICY.decide(view(demand(900.0, queued=900), capability=unknown), {"k2": {"other": 1.0}})
     assert (proposal.count, proposal.memory) == (2, {"k2": {"other": 1.0}})
-    assert proposal.reason == "the KV cache's size is not known"
+    assert proposal.reason == "the size of the KV cache is unknown"
