@@ -1,1 +1,4 @@
-"""The data plane: OpenAI's HTTP API, admission, routing and relay to the replicas."""
+"""The data plane: OpenAI's HTTP API, admission, routing and relay to the replicas.
+
+Read first: `app`.
+"""

@@ -1,1 +1,4 @@
-"""Loadtests."""
+"""Load tests with locust, and benchmarks of the gateway.
+
+Read first: `locustfile`.
+"""

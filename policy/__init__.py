@@ -1,1 +1,4 @@
-"""Pure decisions: synchronous code over immutable values, no clock, no I/O."""
+"""Pure decisions: synchronous code over immutable values, without clock or I/O.
+
+Read first: `types`.
+"""

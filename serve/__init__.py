@@ -1,1 +1,4 @@
-"""The control plane: replicas on Ray Serve, the actuator and the controller."""
+"""The control plane: the controller, and replicas on Ray Serve or on this machine.
+
+Read first: `controller`.
+"""

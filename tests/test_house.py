@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import tomllib
 from collections import Counter
 from pathlib import Path
@@ -17,6 +18,8 @@ MAX_LINES = 400
 # A longer module's docstring has this, and the reason after it.
 REASON = f"over {MAX_LINES} lines: "
 MAX_MODULES = 15
+# A package's docstring says more than its name.
+MIN_WORDS = 4
 MEANINGLESS = {"util", "utils", "common", "helper", "helpers", "manager", "managers", "misc"}
 
 
@@ -49,6 +52,15 @@ def test_a_folder_holds_a_limited_number_of_modules() -> None:
 def test_every_folder_with_modules_is_a_package() -> None:
     folders = {module.parent for module in MODULES}
     assert [str(folder) for folder in sorted(folders) if folder / "__init__.py" not in MODULES] == []
+
+
+@pytest.mark.parametrize("init", [module for module in MODULES if module.name == "__init__.py"], ids=str)
+def test_a_package_says_what_it_is_and_what_to_read_first(init: Path) -> None:
+    docstring = ast.get_docstring(ast.parse((ROOT / init).read_text())) or ""
+    assert len(docstring.splitlines()[0].split()) >= MIN_WORDS
+    for name in re.findall(r"^Read first: `(\w+)`", docstring, re.MULTILINE):
+        folder = ROOT / init.parent
+        assert (folder / f"{name}.py").exists() or (folder / name / "__init__.py").exists(), name
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -1,1 +1,4 @@
-"""Delivery."""
+"""Attempts on replicas: relay of the response, retries, timeouts, spillover.
+
+Read first: `attempts`.
+"""

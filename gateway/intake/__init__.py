@@ -1,1 +1,4 @@
-"""Intake."""
+"""What a request is for: tenant, model, adapter version, and its cost in tokens.
+
+Read first: `resolve`.
+"""

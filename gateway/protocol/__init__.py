@@ -1,1 +1,4 @@
-"""Protocol."""
+"""Bodies, paths, errors and SSE of the OpenAI and Anthropic APIs.
+
+Read first: `paths`.
+"""

@@ -1,1 +1,4 @@
-"""Queue."""
+"""Queues of waiting requests: admission, coalescing and rejections.
+
+Read first: `admission`.
+"""

@@ -1,1 +1,4 @@
-"""Telemetry."""
+"""Metrics, access log and capture of what a gateway worker serves.
+
+Read first: `metrics`.
+"""

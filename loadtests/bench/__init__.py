@@ -1,1 +1,4 @@
-"""Bench."""
+"""Benchmark of the gateway, side by side with other gateways.
+
+Read first: `gateway`.
+"""

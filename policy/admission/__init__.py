@@ -1,1 +1,4 @@
-"""Admission."""
+"""Which request is dispatched, waits or is rejected: queues, fairness, deadlines, spend caps.
+
+Read first: `queue`.
+"""

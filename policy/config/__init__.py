@@ -1,1 +1,4 @@
-"""Config."""
+"""The sections of the deployment file as frozen structures.
+
+Read first: `deployment`.
+"""

@@ -1,1 +1,4 @@
-"""Document."""
+"""Parsing of the deployment file: validation, cross-checks and the difference of two files.
+
+Read first: `parse`.
+"""

@@ -1,1 +1,4 @@
-"""Engine."""
+"""The engine model: step times, capacity within the SLO, calibration, and the step scheduler.
+
+Read first: `model`.
+"""

@@ -1,1 +1,4 @@
-"""Placement."""
+"""Assignment of LoRA adapters to replicas.
+
+Read first: `plan`.
+"""

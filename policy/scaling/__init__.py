@@ -1,1 +1,4 @@
-"""Policies: how many replicas a model needs, each in one file."""
+"""How many replicas a model has, and in which mode: guardrails, budgets, rollout.
+
+Read first: `decide`.
+"""

@@ -1,1 +1,4 @@
-"""Signals."""
+"""Metrics of gateways and replicas, aggregated over windows with their ages.
+
+Read first: `aggregator`.
+"""

@@ -1,1 +1,4 @@
-"""Wire."""
+"""Formats and header names that two processes share.
+
+Read first: `heartbeat`.
+"""

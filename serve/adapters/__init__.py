@@ -1,1 +1,4 @@
-"""Adapters."""
+"""LoRA adapters in the controller: import jobs, names, catalog, placement.
+
+Read first: `library`.
+"""

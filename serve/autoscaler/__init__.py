@@ -1,1 +1,4 @@
-"""Autoscaler."""
+"""Scaling rounds: situations in, decisions out, logged and carried out.
+
+Read first: `autoscaler`.
+"""

@@ -1,1 +1,4 @@
-"""Controller."""
+"""The controller process and its HTTP API.
+
+Read first: `controller`.
+"""

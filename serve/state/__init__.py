@@ -1,1 +1,4 @@
-"""State."""
+"""Targets, registry and observed state of all replicas.
+
+Read first: `targets`.
+"""

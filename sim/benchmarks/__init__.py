@@ -1,1 +1,4 @@
-"""Benchmarks."""
+"""Benchmarks in the simulator: policies, modes and adapter placement.
+
+Read first: `modes`.
+"""

@@ -1,1 +1,4 @@
-"""Charts."""
+"""Charts and HTML pages of simulation results.
+
+Read first: `page`.
+"""

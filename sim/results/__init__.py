@@ -1,1 +1,4 @@
-"""Results."""
+"""Scores, series and summaries of simulation runs.
+
+Read first: `summary`.
+"""

@@ -1,1 +1,4 @@
-"""Workload."""
+"""Workloads: streams of arrivals from traces and generators.
+
+Read first: `file`.
+"""

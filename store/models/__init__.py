@@ -1,1 +1,4 @@
-"""Models."""
+"""Model weights: fetched, prepared once into the cache, and verified by digest.
+
+Read first: `prepare`.
+"""

@@ -1,1 +1,4 @@
-"""Replay."""
+"""Open-loop replay of a trace against an endpoint, and capture of live traffic.
+
+Read first: `run`.
+"""

@@ -1,1 +1,4 @@
-"""Policies."""
+"""Scaling policies compared with the offline optimum on traces.
+
+Read first: `run`.
+"""

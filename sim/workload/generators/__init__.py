@@ -1,1 +1,4 @@
-"""Generators."""
+"""Generated arrivals, lengths, conversations and adapter popularity.
+
+Read first: `generate`.
+"""

@@ -1,1 +1,4 @@
-"""Traces."""
+"""Readers of published and captured traces.
+
+Read first: `open`.
+"""
