@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
 
 from policy.config.deployment import Deployment, ModelSpec
-from policy.errors import AdapterUnknown, TargetError, TidegateError, Unreachable
+from policy.errors import AdapterRefused, AdapterUnknown, ConfigError, TargetError, TidegateError, Unreachable
 from policy.stats.backoff import Backoff
-from policy.wire.catalog import Alias
+from policy.wire.catalog import NAME, Alias
 from policy.wire.controller import AddRequest
 from serve.adapters.add_job import AddJob, Key
 from serve.adapters.catalog import CatalogPublisher
-from serve.adapters.request_checks import check_add, weights_by_number
 from serve.adapters.store_port import AdapterStore, ImportedAdapter
 from serve.threads import run_in_thread
 from store.progress import Progress
@@ -33,6 +33,7 @@ RETRY = Backoff(1.0, 60.0)
 PATIENCE_S = 5.0
 
 Event = Callable[[str], None]
+_VERSION = re.compile(r"v([1-9][0-9]{0,8})")
 
 
 class AdapterLibrary:
@@ -129,7 +130,7 @@ class AdapterLibrary:
         """Begin to add or replace an adapter.
 
         Raises :class:`TargetError` where no model, or not that one, takes adapters, and as
-        :func:`serve.adapters.request_checks.check_add` does.
+        :func:`check_add` does.
         """
         model = self._model(wanted.model)
         check_add(wanted, self._names, self._tenants)
@@ -285,3 +286,33 @@ class AdapterLibrary:
 
 def _unknown(key: Key) -> AdapterUnknown:
     return AdapterUnknown(f"there is no adapter {key[1][:200]!r} on {key[0][:200]!r}")
+
+
+def check_add(request: AddRequest, models: Collection[str], tenants: Collection[str]) -> None:
+    """Validate a request to add an adapter, given the deployment's ``models`` and ``tenants``.
+
+    Raises :class:`AdapterRefused` for an invalid name, and :class:`ConfigError` for any other invalid value.
+    """
+    if NAME.fullmatch(request.name) is None:
+        expected = f"expected a name that matches {NAME.pattern}"
+        raise AdapterRefused("name", f"name: got {request.name[:200]!r}, {expected}")
+    if request.name in models:
+        raise AdapterRefused("name", f"name: got {request.name!r}, expected a name that no model has")
+    if not request.source:
+        raise ConfigError("source", request.source, "a path, https://, hf:ORG/NAME or another URL")
+    for tenant in request.tenants or ():
+        if tenant not in tenants:
+            known = ", ".join(tenants) or "none, for the document has no tenants"
+            raise ConfigError("tenants", tenant, f"one of the document's tenants: {known}")
+
+
+def weights_by_number(weights: Mapping[str, float]) -> dict[int, float]:
+    """The weights by version number, from keys such as ``v1``; raises :class:`ConfigError` if invalid."""
+    numbers = {}
+    for version, weight in weights.items():
+        if (match := _VERSION.fullmatch(version)) is None or not 0 <= weight < float("inf"):
+            raise ConfigError("split", {version: weight}, "versions such as v1, each with a weight from 0")
+        numbers[int(match[1])] = weight
+    if not any(numbers.values()):
+        raise ConfigError("split", dict(weights), "at least one weight above 0")
+    return numbers

@@ -1,1 +1,1 @@
-"""Engines: child processes that turn requests into tokens behind the guard."""
+"""Engines: child processes that generate tokens, each behind a guard. Read first: `port`."""

@@ -13,7 +13,7 @@ from serve.engine.port import EngineSpec
 async def run_canary(url: str, spec: EngineSpec, timeout_s: float) -> None:
     """Send the canary to ``url``; raises :class:`policy.errors.EngineFailed` when it gets no answer."""
     headers = {SECRET_HEADER: spec.secret, CANARY_HEADER: "1"}
-    said = ""
+    reason = ""
     async with httpx.AsyncClient(base_url=url, headers=headers, timeout=timeout_s, trust_env=False) as client:
         for path, body in CANARIES[spec.runner]:
             try:
@@ -22,5 +22,5 @@ async def run_canary(url: str, spec: EngineSpec, timeout_s: float) -> None:
                 raise EngineFailed(f"the canary got no answer from {path}: {error!r}") from error
             if answer.status_code == httpx.codes.OK:
                 return
-            said = f"{path} answered {answer.status_code}: {answer.text[:300]}"
-    raise EngineFailed(f"the canary failed: {said}")
+            reason = f"{path} answered {answer.status_code}: {answer.text[:300]}"
+    raise EngineFailed(f"the canary failed: {reason}")

@@ -1,4 +1,4 @@
-"""The guard: the only way into an engine's app. It checks, counts, refuses and drains."""
+"""The guard: the only way into an engine's app. It authenticates, counts, refuses and drains requests."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ _ADAPTER = re.compile(f"({NAME.pattern})@({DIGEST.pattern})")
 
 # A load line is sent at least this often, so that a reader can tell an idle replica from a dead one.
 HEARTBEAT_S = 1.0
-# Prefixes that are remembered for the next line; who joins later hears of so many.
+# Prefixes kept for load lines; a new reader of the stream receives at most this many.
 MAX_NEWS = 512
-# A request that came less than this ago may not have reached the engine's own count.
+# A request that arrived less than this ago may not be in the engine's own count yet.
 ON_ITS_WAY_S = 0.05
 
 
 class Guard:
     """ASGI middleware that owns a replica's in-flight count.
 
-    The count is the truth the gateways route on: it is incremented before the engine's app sees a
-    request and decremented when the app is done with it, whatever ended it.
+    Gateways route by this count. It is incremented before the engine's app sees a request and decremented
+    when the app has finished it, however it ended.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Guard:
         self._in_flight = 0
         self._emptied = asyncio.Event()
         self._serving: set[asyncio.Task[Any]] = set()
-        # Announced prefills of requests that have had no byte of their answer, with their arrival.
+        # Prefill estimates of requests whose answer has not started, with their arrival.
         self._prefills: dict[_Answer, tuple[int, float]] = {}
         self._news: deque[int] = deque(maxlen=MAX_NEWS)
         self._newsworthy = 0
@@ -79,7 +79,7 @@ class Guard:
         self._notify()
 
     def reopen(self) -> None:
-        """Serve again: what drained was only to sleep, and is wanted before it did."""
+        """Serve again after a drain that was only meant to end in sleep."""
         if self._state is ReplicaPhase.DRAINING:
             self._state = ReplicaPhase.READY
             self._notify()
@@ -91,12 +91,12 @@ class Guard:
             await self._emptied.wait()
 
     def cut(self) -> None:
-        """End every request that is in flight: their time is over."""
+        """Cancel every request that is in flight: the drain timeout has passed."""
         for task in self._serving:
             task.cancel()
 
     def line(self) -> LoadLine:
-        """The load of this instant."""
+        """The current load."""
         stats = self._engine.stats()
         load = Load(
             at=self._clock(),
@@ -116,7 +116,7 @@ class Guard:
         )
 
     async def lines(self) -> AsyncIterator[LoadLine]:
-        """One line now, one after each change, and one per :data:`HEARTBEAT_S` at least."""
+        """A load line now, one after each change, and at least one per :data:`HEARTBEAT_S`."""
         while True:
             changed = self._changed
             yield self.line()
@@ -150,7 +150,7 @@ class Guard:
 
     def _refusal(self, canary: bool) -> Refusal | None:
         if self._engine.dead and self._state is ReplicaPhase.READY:
-            # The process ends within a moment; until then nobody else should come.
+            # The process is about to end; until then no other request should be sent here.
             self.become(ReplicaPhase.STARTING)
         if self._state is ReplicaPhase.STARTING:
             return None if canary else Refusal.STARTING
@@ -185,7 +185,7 @@ class Guard:
             self._notify()
 
     async def _adapted(self, scope: Scope, receive: Receive, answer: _Answer, wanted: bytes) -> None:
-        """Serve a request with the adapter that it needs, which stays loaded for as long."""
+        """Serve a request with its adapter, which stays loaded until the request ends."""
         found = _ADAPTER.fullmatch(wanted.decode("latin-1"))
         if found is None:
             await _answer(answer, 400, Refusal.BAD_REQUEST, "the header names no version of an adapter")
@@ -203,9 +203,9 @@ class Guard:
             claim.release()
 
     async def _arrived(self, arrival: asyncio.Future[float], inbox: _Inbox, answer: _Answer) -> bool:
-        """Wait for the adapter; returns whether the request goes on: it may be refused, its client leave."""
+        """Wait for the adapter; whether the request goes on: it may be refused or cancelled."""
         tokens, _ = self._prefills[answer]
-        # As long as it waits it has not reached the engine's own count.
+        # While it waits it is not in the engine's own count.
         self._prefills[answer] = (tokens, math.inf)
         listening = asyncio.ensure_future(inbox.left())
         either: set[asyncio.Future[Any]] = {arrival, listening}
@@ -228,15 +228,15 @@ class Guard:
         return True
 
     def _answered(self, answer: _Answer) -> None:
-        """The first byte of ``answer``: its prompt is computed."""
+        """The first byte of ``answer`` was sent, so its prompt is computed."""
         if self._prefills.pop(answer, None) is not None:
             self._notify()
 
     def _pending(self, prefilling: int) -> int:
-        """Prompt tokens ahead of who comes now.
+        """Prompt tokens to compute before a request that arrives now: the lower of two estimates.
 
-        An answer that is not streamed has its first byte with its last, long after its prompt was
-        computed; that the engine's own count knows, which in turn may hold cached tokens.
+        The guard's own counts too much for answers that are not streamed, whose first byte comes with the
+        last. The engine's count may include tokens that are cached.
         """
         recent = self._clock() - ON_ITS_WAY_S
         announced = sum(tokens for tokens, _ in self._prefills.values())
@@ -244,7 +244,7 @@ class Guard:
         return min(announced, prefilling + on_its_way)
 
     def _news_since(self, count: int) -> tuple[int, ...]:
-        """Prefixes that came since there had been ``count``, as far as they are remembered."""
+        """The prefixes after the first ``count``, as far as they are kept."""
         new = min(self._newsworthy - count, len(self._news))
         return tuple(self._news)[-new:] if new else ()
 
@@ -257,13 +257,13 @@ class Guard:
         gone = asyncio.ensure_future(receive())
         await _start(send, 200, [(b"content-type", b"application/x-ndjson")])
         try:
-            told = 0
+            reported = 0
             timing: Timing | None = self._engine.timing()
             async for line in self.lines():
                 if gone.done():
                     return
-                news = msgspec.structs.replace(line, timing=timing, prefixes=self._news_since(told))
-                told, timing = self._newsworthy, None
+                news = msgspec.structs.replace(line, timing=timing, prefixes=self._news_since(reported))
+                reported, timing = self._newsworthy, None
                 body = msgspec.json.encode(news) + b"\n"
                 await send({"type": "http.response.body", "body": body, "more_body": True})
         finally:
@@ -271,10 +271,10 @@ class Guard:
 
 
 class _Answer:
-    """Holds back the head of an answer until its first byte, and says so when there will be none.
+    """Holds back the head of an answer until its first byte; if there is none, answers that it never began.
 
-    An engine that dies makes its app answer 500, or 200 and an error: the gateway could not tell a
-    request that never began from one that is wrong.
+    When an engine dies its app answers 500, or 200 with an error. From these the gateway could not tell a
+    request that never began, which it may retry, from an invalid one.
     """
 
     def __init__(self, engine: Engine, send: Send, answered: Callable[[_Answer], None]) -> None:
@@ -302,7 +302,7 @@ class _Answer:
 
 
 class _Inbox:
-    """A request's messages, listened to while the app does not, with none lost."""
+    """A request's messages, buffered so that a disconnect is seen while the app does not receive."""
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
@@ -312,7 +312,7 @@ class _Inbox:
         return self._heard.popleft() if self._heard else await self._receive()
 
     async def left(self) -> None:
-        """Return when the client has left."""
+        """Return when the client has disconnected."""
         while not self._heard or self._heard[-1]["type"] != "http.disconnect":
             self._heard.append(await self._receive())
 
@@ -322,7 +322,7 @@ def _tokens(value: bytes) -> int:
 
 
 def _hashes(value: bytes) -> list[int]:
-    """The hashes in hex that ``value`` lists; none of them when one is no hash."""
+    """The hexadecimal hashes listed in ``value``; none if one of them is invalid."""
     try:
         hashes = [int(part, 16) for part in value.split(b",")] if value else []
     except ValueError:

@@ -1,4 +1,4 @@
-"""What an engine runs on, in a few words: for whoever reads later what was measured on it."""
+"""A short description of the hardware that an engine runs on, stored with its measurements."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CPUINFO = Path("/proc/cpuinfo")
 def describe_machine(
     spec: EngineSpec, environment: Mapping[str, str] = os.environ, cpuinfo: Path = CPUINFO
 ) -> str:
-    """The cards or cores of the engine that ``spec`` describes."""
+    """The GPUs or cores of the engine that ``spec`` describes."""
     if spec.kind is EngineKind.SIM:
         return f"simulated: {spec.sim.profile} at {spec.sim.speed:g} times its speed"
     if spec.cpus:
@@ -37,7 +37,7 @@ def _cpu(cpuinfo: Path) -> str:
 
 
 def _card(count: int, environment: Mapping[str, str]) -> str:
-    """The first card's name, as all of a replica are alike; without NVML nobody knows it."""
+    """The name of the first GPU, as all of a replica are alike; unknown without NVML."""
     try:
         nvml = importlib.import_module("pynvml")
     except ImportError:

@@ -1,9 +1,9 @@
-"""An engine's process: it builds the engine, guards its port, and tells the host how it is.
+"""The engine process: it builds the engine, serves it behind the guard, and reports to its host.
 
-Standard input is the lifeline: its first line is the :class:`serve.engine.port.EngineSpec`, later lines are
-commands (``drain``, ``sleep`` with the seconds to drain, ``wake``, and ``hold`` with a JSON list of
-:class:`policy.wire.heartbeat.AdapterRef`), and its end means that the host is gone, so the whole process
-group ends. Events go to the descriptor given with ``--events`` as JSON lines.
+The first line of standard input is the :class:`serve.engine.port.EngineSpec`. Later lines are commands:
+``drain``, ``sleep`` with the seconds to drain, ``wake``, and ``hold`` with a JSON list of
+:class:`policy.wire.heartbeat.AdapterRef`. End of file means that the host is gone: the whole process group
+is killed. Events are JSON lines on the file descriptor ``--events``.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ from store.state_dir import listen
 MODULES = {EngineKind.VLLM: "serve.engine.vllm", EngineKind.SIM: "serve.engine.sim"}
 CHECK_S = 0.25
 REPORT_S = 0.1
-# Adapters that load no faster than this keep no replica from traffic.
+# A replica becomes ready after this many seconds even if planned adapters are not loaded yet.
 HOLD_S = 60.0
-# Of a line on standard input: a replica may be told of some thousand adapters.
+# Maximum bytes of a line on standard input: a `hold` may list thousands of adapters.
 MAX_LINE = 1 << 24
 
 log = logging.getLogger("tidegate.engine")
@@ -53,8 +53,8 @@ log = logging.getLogger("tidegate.engine")
 class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One line from the engine to its host.
 
-    ``line`` is its load, ``uses`` what was done with adapters since the last line, ``engine`` the steps since
-    then and totals since it started, ``failed`` its last words.
+    ``line`` is its load, ``uses`` the adapter usage since the last line, ``engine`` the steps since then and
+    totals since the start, ``failed`` the error that ended it.
     """
 
     url: str = ""
@@ -73,13 +73,13 @@ class Events:
         self._descriptor = descriptor
 
     def send(self, event: Event) -> None:
-        """Write one line; a host that is gone is noticed at the lifeline, not here."""
+        """Write one line. A host that is gone is detected on standard input, not here."""
         with contextlib.suppress(BrokenPipeError):
             os.write(self._descriptor, msgspec.json.encode(event) + b"\n")
 
 
 class Progress:
-    """Notices an engine that holds requests but steps no more."""
+    """Detects an engine that has requests but makes no steps."""
 
     def __init__(self, timeout_s: float, now: float) -> None:
         self._timeout_s = timeout_s
@@ -109,7 +109,7 @@ async def _lifeline(
             rest.sleep(float(given))
         elif command == b"wake":
             rest.wake()
-    # The host is gone and nobody else would end the engine's own processes.
+    # The host is gone, so the engine's own processes must be killed here.
     os.killpg(0, signal.SIGKILL)
 
 
@@ -127,19 +127,19 @@ async def _report(
 ) -> None:
     async for line in guard.lines():
         stats = engine.stats()
-        told = EngineReport(
+        report = EngineReport(
             preempted=stats.preempted,
             deferred=stats.deferred,
             steps=engine.take_steps(),
             timing=engine.timing(),
             hardware=runs_on,
         )
-        events.send(Event(line=line, uses=adapters.uses(), engine=told))
+        events.send(Event(line=line, uses=adapters.uses(), engine=report))
         await asyncio.sleep(REPORT_S)
 
 
 async def _prepare(url: str, spec: EngineSpec, adapters: AdapterLoader) -> None:
-    """Everything that traffic waits for: an answer to the canary, and the adapters that it needs."""
+    """Prepare for traffic: the canary must be answered and the planned adapters loaded."""
     await canary.run_canary(url, spec, spec.progress_timeout_s)
     try:
         async with asyncio.timeout(HOLD_S):
@@ -202,7 +202,7 @@ async def _main(descriptor: int) -> None:
     try:
         await run(spec, reader, events)
     except Exception as error:
-        # Whatever an engine raises, its last words are what the operator needs.
+        # Report any error to the host: the operator needs it.
         events.send(Event(failed=f"{type(error).__name__}: {error}"[:2000]))
         raise
 
@@ -215,7 +215,7 @@ def main() -> None:
         uvloop.run(_main(parser.parse_args().events))
     except BaseException:
         traceback.print_exc()
-        # The engine's own processes are in this group, and none may outlive it.
+        # The engine's own processes are in this group and must not outlive it.
         os.killpg(0, signal.SIGKILL)
         raise
     # Threads that an engine leaves behind must not keep a stopped replica alive.

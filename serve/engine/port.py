@@ -1,4 +1,4 @@
-"""The engine port: what a replica host needs of an engine, whatever makes the tokens."""
+"""The engine port: what a replica host needs of any engine, real or simulated."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ ALLOWED = frozenset(
 
 
 class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything an engine process is told, as one JSON line on its standard input.
+    """The specification of an engine process, sent as one JSON line on its standard input.
 
-    ``host`` is the address to listen on, ``bound`` how many requests the guard admits at once,
-    ``weights`` a local directory (empty for the simulated engine), ``cpus`` the cores of a shape
-    without GPUs. ``adapter_slots`` of 0 serves no adapters; else they are of ``max_rank`` at most, and lie by
-    digest in one of the directories ``blobs`` or are pulled from the ``controller`` into the last of them.
-    Those of ``hold`` are loaded before the first request; no files of more than ``max_bytes`` are pulled.
-    One that ``sleeps`` shares its GPUs with others.
+    ``host`` is the address to listen on, ``bound`` the maximum number of concurrent requests, ``weights`` a
+    local directory (empty for the simulated engine), ``cpus`` the cores of a shape without GPUs. With
+    ``adapter_slots`` of 0 no adapters are served; otherwise of rank ``max_rank`` at most. Their files are
+    found by digest in the directories ``blobs``, or pulled from the ``controller`` into the last of them, up
+    to ``max_bytes``. Adapters of ``hold`` are loaded before the first request. An engine that ``sleeps``
+    shares its GPUs with others.
     """
 
     kind: EngineKind
@@ -74,11 +74,11 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
-    """The engine's own counts; ``steps`` and scheduled ``tokens`` are totals that never fall.
+    """The engine's own counts. ``steps``, scheduled ``tokens`` and ``preempted`` are totals since its start.
 
-    ``prefilling`` is at most how many prompt tokens are not computed of requests that had no token yet.
-    ``preempted`` is a total too, of requests that lost their KV; ``deferred`` of those that wait were
-    passed over, as for an adapter that no slot is free for.
+    ``prefilling`` is an upper bound of the prompt tokens still to compute for requests without an output
+    token. ``deferred`` counts the waiting requests that the scheduler passed over, for example because their
+    adapter has no slot.
     """
 
     running: int = 0
@@ -98,15 +98,15 @@ class Engine(Protocol):
     max_model_len: int | None
 
     def stats(self) -> EngineStats:
-        """Counts of this instant, without blocking."""
+        """The current counts; does not block."""
         ...
 
     def take_steps(self) -> tuple[StepSample, ...]:
-        """What its steps took since the last call, without blocking."""
+        """Step times since the last call; does not block."""
         ...
 
     def timing(self) -> Timing:
-        """What bounds its steps, and how long they take if that is known."""
+        """The limits of its steps, and the latency model if one is known."""
         ...
 
     def adapters(self) -> tuple[str, ...]:
@@ -119,23 +119,23 @@ class Engine(Protocol):
         ...
 
     async def load(self, name: str, path: Path) -> None:
-        """Load the adapter in the directory ``path``, which is never changed, and serve it as ``name``.
+        """Load the adapter in the directory ``path``, whose files never change, and serve it as ``name``.
 
-        There must be a free slot; one that is served already is loaded if the engine has lost it. Raises
-        :class:`policy.errors.AdapterRefused`, after which nothing changed, and
+        A slot must be free. An adapter that is already served is loaded again if the engine has evicted it.
+        Raises :class:`policy.errors.AdapterRefused`, after which nothing has changed, and
         :class:`policy.errors.EngineFailed`.
         """
         ...
 
     async def unload(self, name: str) -> None:
-        """Serve ``name`` no more and free its slot once no request uses it; one not loaded is none.
+        """Stop serving ``name`` and free its slot once no request uses it; no effect if it is not loaded.
 
         Raises :class:`policy.errors.EngineFailed`.
         """
         ...
 
     async def loaded(self) -> frozenset[str]:
-        """Names of what takes a slot in truth: an engine may evict by itself.
+        """Names of the adapters that occupy slots now; an engine may evict by itself.
 
         Raises :class:`policy.errors.EngineFailed`.
         """
@@ -143,11 +143,11 @@ class Engine(Protocol):
 
     @property
     def can_sleep(self) -> bool:
-        """Whether it was made to sleep."""
+        """Whether it was built with sleep mode."""
         ...
 
     async def sleep(self) -> None:
-        """Return when nothing runs and its GPUs are free for others; what runs is never ended by it.
+        """Return when no request runs and its GPU memory is free. Running requests are not cancelled.
 
         Until :meth:`wake` no request may come, and no adapter may be loaded or unloaded. Raises
         :class:`policy.errors.EngineFailed`.
@@ -155,7 +155,7 @@ class Engine(Protocol):
         ...
 
     async def wake(self) -> None:
-        """Return when it serves again, with its weights and its adapters, and nothing cached.
+        """Return when it serves again, with weights and adapters, and an empty cache.
 
         Raises :class:`policy.errors.EngineFailed`.
         """
@@ -163,13 +163,13 @@ class Engine(Protocol):
 
     @property
     def dead(self) -> bool:
-        """Whether it is known to make no more tokens; cheap enough to ask for every request."""
+        """Whether it has failed for good; cheap enough to check for every request."""
         ...
 
     async def check(self) -> None:
-        """Raise :class:`policy.errors.EngineFailed` when the engine can make no more tokens."""
+        """Raise :class:`policy.errors.EngineFailed` if the engine has failed for good."""
         ...
 
     async def close(self) -> None:
-        """Free what it holds."""
+        """Release its resources."""
         ...

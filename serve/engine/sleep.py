@@ -1,4 +1,4 @@
-"""An engine's sleep: drain, free the GPUs, and on the way back a real answer before any traffic."""
+"""Sleep mode of an engine: drain and free the GPUs; after waking answer the canary before any traffic."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ log = logging.getLogger("tidegate.engine")
 
 
 class SleepControl:
-    """Moves one engine that is ready between waking and sleeping, as it was told last.
+    """Puts one ready engine to sleep and wakes it, by the last command.
 
-    ``warm`` asks it for a real answer. Neither way may take the engine itself longer than ``timeout_s``: one
-    that is stuck holds GPUs that others wait for, so it fails.
+    ``warm`` sends it a canary. Sleeping and waking may take the engine ``timeout_s`` each; after that it
+    fails, because a stuck engine holds GPUs that others wait for.
     """
 
     def __init__(
@@ -39,27 +39,27 @@ class SleepControl:
         self._drain_s: float | None = None
         self._asleep = False
         self._left = False
-        self._told = asyncio.Event()
+        self._commanded = asyncio.Event()
 
     def sleep(self, drain_s: float) -> None:
-        """Sleep once the requests in flight are done, at most ``drain_s`` from now; the rest are cut."""
+        """Sleep when no request is in flight. After ``drain_s`` seconds the remaining ones are cancelled."""
         self._drain_s = drain_s
-        self._told.set()
+        self._commanded.set()
 
     def wake(self) -> None:
-        """Be awake; one that only drains for its sleep serves on at once."""
+        """Wake up; an engine that is still draining serves again at once."""
         self._drain_s = None
-        self._told.set()
+        self._commanded.set()
 
     def leave(self) -> None:
-        """The engine drains for good, and need not fall asleep for it."""
+        """The engine drains for good; it does not go to sleep."""
         self._left = True
 
     async def run(self) -> None:
-        """Do as told until cancelled; raises :class:`policy.errors.EngineFailed`."""
+        """Carry out commands until cancelled; raises :class:`policy.errors.EngineFailed`."""
         while True:
-            await self._told.wait()
-            self._told.clear()
+            await self._commanded.wait()
+            self._commanded.clear()
             if self._left:
                 continue
             if self._drain_s is not None and not self._asleep:
@@ -69,13 +69,13 @@ class SleepControl:
 
     async def _fall_asleep(self, drain_s: float) -> None:
         self._guard.become(ReplicaPhase.DRAINING)
-        told = asyncio.create_task(self._told.wait())
+        commanded = asyncio.create_task(self._commanded.wait())
         emptied = asyncio.create_task(self._guard.emptied())
         try:
-            await asyncio.wait({told, emptied}, timeout=drain_s, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({commanded, emptied}, timeout=drain_s, return_when=asyncio.FIRST_COMPLETED)
             if self._left:
                 return
-            if told.done():
+            if commanded.done():
                 if self._drain_s is None:
                     self._guard.reopen()
                 return
@@ -84,9 +84,9 @@ class SleepControl:
                 self._guard.cut()
                 await self._in_time(self._guard.emptied(), "end its requests")
         finally:
-            told.cancel()
+            commanded.cancel()
             emptied.cancel()
-        # Until it wakes nothing is loaded: there is no memory to load it to.
+        # No adapter may be loaded until it wakes: there is no GPU memory for it.
         await self._adapters.engine.acquire()
         await self._in_time(self._engine.sleep(), "fall asleep")
         self._asleep = True

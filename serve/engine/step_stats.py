@@ -1,4 +1,4 @@
-"""What the steps of an engine took, gathered until somebody asks."""
+"""Step times of an engine, collected until they are reported."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import msgspec
 from policy.engine.step_samples import StepSample, pool_steps
 from policy.wire.reports import EngineReport
 
-# Samples of one report: with so many a heartbeat stays below 2 KB.
+# Maximum samples of a report: keeps a heartbeat below 2 KB.
 MOST = 16
-# An engine that nobody asks pools what it has now and then.
+# Steps are pooled after this many, in case nothing takes the reports.
 _POOL_AT = 512
 
 
 class StepStats:
-    """Real steps, with the gaps left out in which the engine had nothing to do.
+    """Measured steps, without the gaps in which the engine was idle.
 
-    A step is timed from the end of the one before, as an engine has no other time between two.
+    A step is timed from the end of the one before.
     """
 
     def __init__(self) -> None:
@@ -35,17 +35,17 @@ class StepStats:
         self._ended = at if goes_on else None
 
     def broken(self) -> None:
-        """Something else than a step takes the engine's time: the one that ends next is not told."""
+        """The engine does something other than a step: discard the time of the step that ends next."""
         self._ended = None
 
     def take(self) -> tuple[StepSample, ...]:
-        """The steps since the last call, those that were alike together."""
+        """The steps since the last call, similar ones pooled."""
         taken, self._taken = self._taken, []
         return tuple(_short(sample) for sample in pool_steps(taken, MOST))
 
 
 def merge(one: EngineReport | None, other: EngineReport | None) -> EngineReport | None:
-    """What two reports of one engine say, ``other`` the newer."""
+    """The sum of two reports of one engine, of which ``other`` is the newer."""
     if one is None or other is None:
         return one or other
     steps = tuple(_short(sample) for sample in pool_steps((*one.steps, *other.steps), MOST))
@@ -53,7 +53,7 @@ def merge(one: EngineReport | None, other: EngineReport | None) -> EngineReport 
 
 
 def _short(sample: StepSample) -> StepSample:
-    """With as many digits as are known."""
+    """Rounded to the significant digits."""
     return StepSample(
         sample.count,
         round(sample.tokens, 1),

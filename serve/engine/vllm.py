@@ -33,16 +33,16 @@ from policy.errors import AdapterRefused, EngineFailed
 from serve.engine.port import ASGIApp, EngineSpec, EngineStats
 from serve.engine.step_stats import StepStats
 
-# How often the end of the last request that uses an adapter is looked for.
+# Poll interval while the last request of an adapter ends.
 LEAVING_S = 0.01
-# How often a core that rests looks for the worker's answer, where it is not woken by it.
+# Poll interval of an idle core for the worker's answer, in case it is not woken.
 LOOK_MS = 2
 
 
 class StepLogger(StatLoggerBase):  # type: ignore[misc]  # vLLM ships no types
-    """What every engine step reports, kept as the latest counts.
+    """vLLM's stat logger: keeps the latest counts of the engine's steps.
 
-    Handed to ``AsyncLLM`` rather than scraped: it sees each step, so it shows token progress.
+    ``AsyncLLM`` calls it in every step, so token progress is visible at once, unlike scraped metrics.
     """
 
     def __init__(
@@ -79,30 +79,31 @@ class StepLogger(StatLoggerBase):  # type: ignore[misc]  # vLLM ships no types
         )
 
     def _timed(self, stats: Any, kv_before: float, goes_on: bool) -> int:
-        """Note what the step took; returns how many tokens were scheduled in it.
+        """Record the step time; the tokens scheduled in the step.
 
-        The number of new tokens would not do: a chunk of a prompt makes none.
+        These are not the new tokens: a chunk of a prompt produces none.
         """
         details, stats.iteration_details = stats.iteration_details, None  # or vLLM logs a line of it
         if details is None:
             return 0
         tokens = int(details.num_ctx_tokens + details.num_generation_tokens)
         capacity = self._config.cache_config.kv_cache_size_tokens or 0
-        # What was in KV during the step: who has finished has given its part back.
+        # KV use during the step: finished requests have released theirs by now.
         held = max(kv_before * capacity + tokens, stats.kv_cache_usage * capacity)
         requests = details.num_ctx_requests + details.num_generation_requests
         self.took.ended(self._clock(), tokens, held, requests, goes_on=goes_on)
         return tokens
 
     def log_engine_initialized(self) -> None:
-        """vLLM's hook after start-up; there is nothing to keep of it."""
+        """vLLM's hook after start-up; unused."""
 
 
 class SleepingExecutor(MultiprocExecutor):  # type: ignore[misc]  # vLLM ships no types
-    """vLLM's executor for CPUs, but that its engine core rests while the worker computes.
+    """vLLM's executor for CPUs, except that its engine core sleeps while the worker computes.
 
-    vLLM's own looks for the answer without a pause, on cores that compute, too: on two cores steps of one
-    request took 67 ms with it and 61 without, those of a dozen 128 and 103. No argument of vLLM changes that.
+    vLLM's own executor busy-waits for the answer on cores that also compute. On two cores a step with one
+    request took 67 ms with busy-waiting and 61 ms without, with twelve requests 128 and 103 ms. vLLM has no
+    argument to change that.
     """
 
     def _init_executor(self) -> None:
@@ -110,7 +111,7 @@ class SleepingExecutor(MultiprocExecutor):  # type: ignore[misc]  # vLLM ships n
         for queue in self.response_mqs:
             condition = queue._spin_condition
             condition.busy_loop_s = 0.0
-            # Now and then nobody is woken: vLLM itself looks again after some seconds.
+            # A wake-up is sometimes lost; vLLM itself polls again after some seconds.
             condition.wait = partial(_rest, condition.wait)
 
 
@@ -127,15 +128,15 @@ class VLLMEngine:
         self._llm = llm
         self._steps = steps
         self._models = app.state.openai_serving_models  # type: ignore[attr-defined]
-        # What the operator named in its arguments is always there, beside the slots.
+        # Adapters named in the engine arguments are always loaded, in addition to the slots.
         self._static = frozenset(self._models.lora_requests)
         lora = llm.vllm_config.lora_config if managed else None
-        # Beyond either bound vLLM evicts by itself.
+        # Beyond either limit vLLM evicts by itself.
         self._slots = 0 if lora is None else min(lora.max_loras, lora.max_cpu_loras) - len(self._static)
 
     def stats(self) -> EngineStats:
         latest = self._steps.latest
-        # A core that hangs while idle never reports the requests that come then; its front end counts them.
+        # A core that hangs while idle does not report new requests, but its front end counts them.
         unseen = self._llm.get_num_unfinished_requests() - latest.running
         return msgspec.structs.replace(
             latest,
@@ -164,11 +165,11 @@ class VLLMEngine:
         return self._slots
 
     async def load(self, name: str, path: Path) -> None:
-        # The id is never used again, so that no request can mean another adapter by it.
+        # Ids are never reused, so that no request can get another adapter.
         request = self._models.lora_requests.get(name) or LoRARequest(
             lora_name=name, lora_int_id=self._models.lora_id_counter.inc(1), lora_path=str(path)
         )
-        # A load stands between two steps, and belongs to neither.
+        # A load takes place between two steps and is part of neither.
         self._steps.took.broken()
         try:
             if not await self._llm.add_lora(request):
@@ -176,19 +177,19 @@ class VLLMEngine:
         except EngineDeadError as error:
             raise EngineFailed(f"vLLM's engine died: {error}") from error
         except Exception as error:
-            # Of its workers some may have loaded it.
+            # Some of its workers may have loaded it.
             await self._remove(request.lora_int_id)
             raise AdapterRefused("engine_refused", f"vLLM: {error}"[:500]) from error
         finally:
             self._steps.took.broken()
-        # From here on vLLM's app resolves the name.
+        # From now on vLLM's app resolves the name.
         self._models.lora_requests[name] = request
 
     async def unload(self, name: str) -> None:
         if name in self._static or (request := self._models.lora_requests.pop(name, None)) is None:
             return
-        # vLLM would read it from its files again, within a step, for a request that it still runs: one whose
-        # client has left may be aborted a moment later than its answer ends.
+        # vLLM would reload it from its files, within a step, for a request that still runs: a request whose
+        # client disconnected may be aborted later than its answer ends.
         states = self._llm.output_processor.request_states
         while any(state.lora_name == name for state in states.values()):  # noqa: ASYNC110 - vLLM has no event
             await asyncio.sleep(LEAVING_S)
@@ -217,7 +218,7 @@ class VLLMEngine:
         return bool(self._llm.model_config.enable_sleep_mode)
 
     async def sleep(self) -> None:
-        # The weights go to the host's memory, the KV cache is given up. vLLM's own default ends what runs.
+        # Level 1: weights move to host memory, the KV cache is dropped. By default vLLM aborts requests.
         try:
             await self._llm.sleep(level=1, mode="wait")
         except Exception as error:
@@ -245,10 +246,10 @@ class VLLMEngine:
 
 
 def arguments(spec: EngineSpec) -> Any:
-    """vLLM's parsed arguments for ``spec``; raises :class:`EngineFailed` with vLLM's own words.
+    """vLLM's parsed arguments for ``spec``; raises :class:`EngineFailed` with vLLM's message.
 
-    The arguments pass through vLLM's own parser as a command line would, so what it refuses there
-    is refused here, and nested configurations become the objects that it expects.
+    The arguments pass through vLLM's own command-line parser, so the same values are refused, and nested
+    configurations become the objects that it expects.
     """
     parser = make_arg_parser(FlexibleArgumentParser())
 
@@ -261,19 +262,19 @@ def arguments(spec: EngineSpec) -> Any:
         "served_model_name": spec.model,
         "tensor_parallel_size": spec.tensor_parallel,
         "runner": str(spec.runner),
-        # How much of a prompt was cached is what a router learns from.
+        # Routers learn from the cached tokens of each prompt.
         "enable_prompt_tokens_details": True,
-        # Prompts are the clients' own, and the gateway counts requests: neither belongs in a log.
+        # Prompts are private and must not be logged; the gateway counts requests.
         "enable_log_requests": False,
-        # Each step tells how many tokens of which kind were scheduled in it.
+        # Needed for the tokens scheduled in each step.
         "enable_logging_iteration_details": True,
         "disable_uvicorn_access_log": True,
     }
     if spec.sleeps:
         owned["enable_sleep_mode"] = True
     if spec.adapter_slots:
-        # With as many in memory as in slots vLLM has nothing to evict: it would read what it evicted from its
-        # files again, within a step, and die if they are gone.
+        # With as many adapters in host memory as slots vLLM never evicts one. It would reload an evicted
+        # one from its files, within a step, and fail if they are gone.
         static = spec.engine_args.get("lora_modules") or []
         owned |= {
             "enable_lora": True,
@@ -316,6 +317,6 @@ async def create(spec: EngineSpec) -> VLLMEngine:
     tasks = await llm.get_supported_tasks()
     app = build_app(args, supported_tasks=tasks, model_config=llm.model_config)
     await init_app_state(llm, app.state, args, tasks)
-    # vLLM's error handler reaches for the server to stop it when the engine dies; ours ends by itself.
+    # vLLM's error handler stops the server when the engine dies; this server ends by itself.
     app.state.server = types.SimpleNamespace()
     return VLLMEngine(llm, app, loggers[0], managed=spec.adapter_slots > 0)

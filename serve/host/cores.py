@@ -1,4 +1,4 @@
-"""Which CPU cores a replica computes on: the least claimed ones of its node."""
+"""CPU core assignment: a replica gets the cores of its node with the fewest other claims."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from store.state_dir import private_directory
 
 
 class CoreSet(msgspec.Struct, frozen=True):
-    """Cores taken by the process ``pid`` that started at ``created``."""
+    """Cores claimed by the process ``pid`` that started at ``created``."""
 
     pid: int
     created: float
@@ -25,7 +25,7 @@ class CoreSet(msgspec.Struct, frozen=True):
 
 @contextmanager
 def _claims(path: Path) -> Iterator[list[CoreSet]]:
-    """The live claims of this node under a lock; what the caller leaves in the list is kept."""
+    """The claims of this node's live processes, under a lock. The list is stored when the block ends."""
     with path.open("a+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         file.seek(0)
@@ -46,10 +46,10 @@ def _alive(claim: CoreSet) -> bool:
 
 
 def claim_cores(path: Path, count: int, cores: tuple[int, ...] | None = None) -> tuple[int, ...]:
-    """Take ``count`` of this node's cores for the calling process, until it ends.
+    """Claim ``count`` of this node's cores for the calling process, until it ends.
 
-    Cores may be claimed more than once: while a mode is switched, the old and the new shape share
-    them. The least claimed ones are taken first, so replicas of one mode do not overlap.
+    Cores may be claimed more than once: during a mode switch the old and the new shape share them. The cores
+    with the fewest claims come first, so replicas of one mode do not overlap.
     """
     available = cores if cores is not None else tuple(sorted(os.sched_getaffinity(0)))
     with _claims(path) as live:

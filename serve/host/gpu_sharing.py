@@ -1,8 +1,8 @@
-"""A bed: one host of several engines on the same GPUs, of which those of one shape at most are awake.
+"""Host of a shared GPU group: several engines on the same GPUs, of which one shape at most is awake.
 
-It holds the GPUs of the largest shape. The engines of every shape are made at boot, the ones that nobody
-wants first: each answers, falls asleep, is woken once to know how long that takes, and sleeps. From then on
-the controller says how many of each shape shall be awake, and an engine wakes when no other uses its GPUs.
+The host owns the GPUs of the largest shape. At boot it starts the engines of every shape, those that are not
+wanted first: each answers the canary, goes to sleep, and is woken once to measure the wake time. From then on
+the controller decides how many engines of each shape are awake; an engine wakes when no other uses its GPUs.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from policy.errors import EngineFailed
 from serve.host.host import HostSpec, ReplicaHost
 from serve.host.sleeping_host import SleepingHost
 
-# How long a bed waits for the controller's first word before it makes engines in any order.
+# How long the host waits for the controller's first orders before it starts engines in any order.
 FIRST_WORD_S = 5.0
-# When all engines that are wanted failed, the controller goes back to what served before, which takes it a
-# moment; where it has nothing to go back to, a fresh host may do better.
+# When all wanted engines have failed, the controller has this long to return to the shape that served
+# before. After that the host is replaced.
 LOST_S = 30.0
 
 
 class SharedGpuHost:
-    """Runs the engines, each with a replica id, a heartbeat, a port and a process of its own."""
+    """Runs the engines, each with its own replica id, heartbeat, port and process."""
 
     def __init__(self, spec: HostSpec, plan: Plan, *, replica: str, address: str, node: str) -> None:
         self.spec = spec
@@ -40,7 +40,7 @@ class SharedGpuHost:
                 replica=_name(spec, shape, unique, index if count > 1 else None),
                 address=address,
                 node=node,
-                bed=self,
+                group=self,
             )
             for shape, count in plan.engines.items()
             for index in range(count)
@@ -54,16 +54,16 @@ class SharedGpuHost:
 
     @property
     def replicas(self) -> tuple[ReplicaHost, ...]:
-        """What of it beats."""
+        """The replicas that send heartbeats."""
         return self._sleepers
 
     @property
     def booting(self) -> bool:
-        """Whether there are engines that were not tried yet."""
+        """Whether some engines have not been started yet."""
         return any(not sleeper.tried for sleeper in self._sleepers)
 
     def order(self, awake: Mapping[str, int]) -> None:
-        """Have so many engines of each shape awake: those that are, then the first that did not fail."""
+        """Set how many engines of each shape are awake: those that are come first, failed ones last."""
         self._ordered.set()
         self._awake = dict(awake)
         chosen: set[SleepingHost] = set()
@@ -74,9 +74,9 @@ class SharedGpuHost:
         if any(sleeper.wanted != (sleeper in chosen) for sleeper in self._sleepers):
             for sleeper in self._sleepers:
                 sleeper.want(sleeper in chosen)
-            self.stir()
+            self.notify()
 
-    def beside(self, sleeper: SleepingHost) -> list[SleepingHost]:
+    def neighbours(self, sleeper: SleepingHost) -> list[SleepingHost]:
         """The engines that share a GPU with this one."""
         return [
             other
@@ -85,17 +85,17 @@ class SharedGpuHost:
         ]
 
     def may_start(self, sleeper: SleepingHost) -> bool:
-        """Whether the engine may be made now, which takes its GPUs."""
-        beside = self.beside(sleeper)
-        if self._leaving or not self._may_boot or any(other.using for other in beside):
+        """Whether the engine may be started now; a start occupies its GPUs."""
+        neighbours = self.neighbours(sleeper)
+        if self._leaving or not self._may_boot or any(other.using for other in neighbours):
             return False
         if sleeper.wanted:
             # Last, so that it can stay awake.
-            return all(other.tried or other.wanted for other in beside)
+            return all(other.tried or other.wanted for other in neighbours)
         return not sleeper.tried
 
-    def stir(self) -> None:
-        """Something changed: let every engine do what it may do now."""
+    def notify(self) -> None:
+        """Something changed: let every engine take its next step."""
         for sleeper in self._sleepers:
             sleeper.steer()
         wanted = [sleeper for sleeper in self._sleepers if sleeper.wanted]
@@ -110,24 +110,24 @@ class SharedGpuHost:
         await self._changed.wait()
 
     async def start(self) -> None:
-        """Return when an engine that is wanted serves, or all are asleep as they should be.
+        """Return when a wanted engine serves, or all are asleep if none is wanted.
 
-        Raises :class:`EngineFailed` when it is of no use.
+        Raises :class:`EngineFailed` when no wanted engine could be started.
         """
-        self._minding = asyncio.create_task(self._mind())
+        self._minding = asyncio.create_task(self._supervise())
         for sleeper in self._sleepers:
             sleeper.begin()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FIRST_WORD_S):
                 await self._ordered.wait()
         self._may_boot = True
-        self.stir()
+        self.notify()
         waits = {asyncio.create_task(self._settled.wait()), asyncio.create_task(self.lost.wait())}
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         for each in waits:
             each.cancel()
         if self.lost.is_set():
-            raise EngineFailed(next((s.reason for s in self._sleepers if s.reason), "the bed was lost"))
+            raise EngineFailed(next((s.reason for s in self._sleepers if s.reason), "the group was lost"))
 
     async def drain(self, timeout_s: float) -> None:
         """Refuse new requests at once, and return when none is in flight or after ``timeout_s``."""
@@ -141,13 +141,13 @@ class SharedGpuHost:
             self._minding.cancel()
         await asyncio.gather(*(sleeper.stop() for sleeper in self._sleepers))
 
-    async def _mind(self) -> None:
-        """Try again what failed while others serve; a bed of which nothing serves that is wanted is lost."""
+    async def _supervise(self) -> None:
+        """Retry failed engines while others serve; give the host up when no wanted engine serves."""
         useless = False
         while True:
             await asyncio.sleep(LOST_S)
             self.order(self._awake)
-            self.stir()
+            self.notify()
             wanted = [sleeper for sleeper in self._sleepers if sleeper.wanted]
             failed = [sleeper for sleeper in wanted if sleeper.failed]
             if useless and failed and len(failed) == len(wanted):
@@ -162,7 +162,7 @@ Host = ReplicaHost | SharedGpuHost
 
 
 def host_of(spec: HostSpec, *, replica: str, address: str, node: str) -> Host:
-    """What runs ``spec``: a host of one engine, or the bed of its model."""
+    """The host for ``spec``: of one engine, or of the model's shared GPU group."""
     plan = gpu_group_of(spec.model)
     if plan is None:
         return ReplicaHost(spec, replica=replica, address=address, node=node)

@@ -1,6 +1,6 @@
-"""The replica host: it owns a replica's resources and keeps its engine, a child process, alive.
+"""The replica host: it owns a replica's resources and supervises its engine, a child process.
 
-This module is over 400 lines: start, watch and end of an engine share one state.
+Over 400 lines, because start, supervision and end of an engine share one state.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from serve.engine.main import Event
 from serve.engine.port import EngineSpec
 from serve.engine.step_stats import merge
 from serve.gpu_metrics import devices, watch
-from serve.host import cores, page_cache
+from serve.host import cores
 from serve.host.versions import Versions
-from serve.host.weights import Weights, prepare_verified
+from serve.host.weights import Weights, prepare_verified, record_read, was_read_before
 from store.adapters.blobs import node_cache
 from store.log_file import RotatingLog
 from store.process import end_child
@@ -37,16 +37,16 @@ from store.state_dir import StateDir, default_root, private_directory
 
 KILL_AFTER_S = 10.0
 RESTART_BACKOFF = Backoff(0.2, 10.0, factor=4.0)
-# What an engine said just before it died is still in the pipe then.
+# How long to read the pipe of a dead engine for its last output.
 LAST_WORDS_S = 0.2
 
 
 class HostSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """What a host is told when it is made: one shape of one generation of one model.
+    """The specification of a host: one shape of one revision of a model.
 
-    ``weights`` are the generation's, ``None`` for an engine that has none.
-    ``state_dir`` is a path of the head, for logs where this node can make it. ``loopback`` says that
-    the whole fleet is this machine, so nothing needs to listen elsewhere. ``versions`` are the head's.
+    ``weights`` are those of the revision, ``None`` for an engine without weights. ``state_dir`` is a path on
+    the head node, used for logs if this node can create it. With ``loopback`` the whole fleet is on this
+    machine, so that only loopback is listened on. ``versions`` are the head's.
     """
 
     model: ModelSpec
@@ -61,10 +61,10 @@ class HostSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReplicaHost:
-    """Runs one engine and restarts it in place with backoff.
+    """Runs one engine and restarts it in place with back-off.
 
-    ``changed`` is set whenever :meth:`snapshot` has changed in more than its load, ``lost`` once
-    the engine failed too often in a row, or left as it was told, and the host should be replaced.
+    ``changed`` is set whenever more than the load of :meth:`snapshot` has changed. ``lost`` is set once the
+    host should be replaced: the engine failed too often in a row, or was ordered to leave.
     """
 
     def __init__(self, spec: HostSpec, *, replica: str, address: str, node: str) -> None:
@@ -103,11 +103,11 @@ class ReplicaHost:
 
     @property
     def replicas(self) -> tuple[ReplicaHost, ...]:
-        """What of it beats: itself, for it has one engine."""
+        """The replicas that send heartbeats: itself."""
         return (self,)
 
     def snapshot(self) -> Replica:
-        """The replica as it is now."""
+        """The current state of the replica."""
         return Replica(
             id=self._replica,
             model=self.spec.model.name,
@@ -128,33 +128,33 @@ class ReplicaHost:
         )
 
     def obey(self, orders: Orders) -> None:
-        """Have the engine do what the controller wants; one that starts later is told first of all."""
+        """Pass the controller's orders to the engine; one that starts later receives them first."""
         if orders.leave and self._leaving is None:
             self._leaving = asyncio.create_task(self._leave(orders.leave))
         if orders.hold is None or orders.hold == self._hold:
             return
         self._hold = orders.hold
-        self._tell(b"hold " + msgspec.json.encode(self._hold))
+        self._command(b"hold " + msgspec.json.encode(self._hold))
 
     def take_uses(self) -> tuple[AdapterUse, ...]:
-        """What the engine did with adapters since the last call, oldest first."""
+        """The adapter usage since the last call, oldest first."""
         uses, self._uses = (*self._uses, *self._waiting), []
         return uses
 
     def take_engine(self) -> EngineReport | None:
-        """What the engine told of its steps since the last call, and its totals; ``None`` if nothing."""
-        told, self._engine = self._engine, None
-        return told
+        """The engine's step times since the last call and its totals; ``None`` if there are none."""
+        report, self._engine = self._engine, None
+        return report
 
     async def start(self) -> None:
-        """Return when the engine is ready; raises :class:`EngineFailed` when it keeps failing."""
+        """Return when the engine is ready; raises :class:`EngineFailed` after too many failures in a row."""
         self.begin()
         await self._settled.wait()
         if self._state is not ReplicaPhase.READY:
             raise EngineFailed(self._reason)
 
     def begin(self) -> None:
-        """Start the engine, and go on without waiting for it."""
+        """Start the engine without waiting for it."""
         self._watching = asyncio.create_task(self._watch_cards())
         self._task = asyncio.create_task(self._keep_alive())
         self._task.add_done_callback(self._ended)
@@ -179,27 +179,27 @@ class ReplicaHost:
         for task in (self._watching, self._leaving):
             if task is not None:
                 task.cancel()
-        # Said only now, for what a stopped replica held may be given to another; and why a host
-        # gave up outlasts it, for that may be all that the controller hears.
+        # Only now, because the resources of a stopped replica may be given to another. The reason why a
+        # host gave up is kept: it may be all that the controller receives.
         self._become(ReplicaPhase.STOPPED, self._reason if self.lost.is_set() else "stopped")
         self._log.close()
 
     async def _leave(self, why: str) -> None:
-        """Drain, and have the host replaced."""
+        """Drain, and let the host be replaced."""
         await self.drain(self.spec.model.control.mode.drain_timeout_s, why)
         self.lost.set()
 
-    def _tell(self, command: bytes) -> None:
-        """Say a line to the engine, if there is one."""
+    def _command(self, command: bytes) -> None:
+        """Send a command line to the engine, if there is one."""
         process = self._process
         if process is not None and process.returncode is None and process.stdin is not None:
             process.stdin.write(command + b"\n")
 
-    async def _turn(self) -> None:
-        """Return when the engine may be started: at once where nobody else uses its cards."""
+    async def _await_gpus(self) -> None:
+        """Return when the engine may be started: at once, as no other engine uses its GPUs."""
 
     async def _give_up(self) -> bool:
-        """It failed too often in a row; returns whether that is all, or it is to be tried again."""
+        """The engine failed too often in a row; whether the host gives up instead of trying again."""
         self.lost.set()
         return True
 
@@ -210,14 +210,14 @@ class ReplicaHost:
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
-            # Nobody watches the engine any more: a fresh host must.
+            # The engine is no longer supervised, so the host must be replaced.
             self._become(ReplicaPhase.STARTING, repr(error))
             self.lost.set()
         self._settled.set()
 
     async def _keep_alive(self) -> None:
         while True:
-            await self._turn()
+            await self._await_gpus()
             self._ready_at = None
             try:
                 await self._run_engine(time.monotonic())
@@ -227,7 +227,7 @@ class ReplicaHost:
             if self._state is ReplicaPhase.DRAINING:
                 self._drained.set()
                 return
-            # Loading is no life: a start that is slow and fails is one of a row of failures.
+            # Time before ready does not count: a slow start that fails is another failure of the row.
             lived_s = 0.0 if self._ready_at is None else time.monotonic() - self._ready_at
             self._failures = failures_after(self._failures, lived_s, STABLE_S)
             self._url = ""
@@ -242,7 +242,7 @@ class ReplicaHost:
     async def _run_engine(self, began: float) -> None:
         model, shape = self.spec.model, self.spec.model.shapes[self.spec.shape]
         if (weights := self.spec.weights) is not None:
-            known = await asyncio.to_thread(page_cache.was_read_before, weights.digest)
+            known = await asyncio.to_thread(was_read_before, weights.digest)
             self._start_path = StartPath.CACHED if known else StartPath.COLD
             prepared = await asyncio.to_thread(
                 prepare_verified, weights, token_file=model.token_file, progress=self._log_progress
@@ -279,7 +279,7 @@ class ReplicaHost:
             pump.cancel()
 
     async def _listen(self, read: int, began: float) -> str:
-        """Follow the engine's events until its pipe closes; returns its last words."""
+        """Follow the engine's events until its pipe closes; the error that it reported last."""
         reader = asyncio.StreamReader(limit=1 << 20)
         loop = asyncio.get_running_loop()
         transport, _ = await loop.connect_read_pipe(
@@ -292,15 +292,17 @@ class ReplicaHost:
         try:
             while True:
                 line = asyncio.create_task(reader.readline())
-                # The engine's own children may hold the pipe open after it died: its end counts.
+                # The engine's children may hold the pipe open after it died, so its exit counts.
                 await asyncio.wait(
-                    {line, ended}, return_when=asyncio.FIRST_COMPLETED, timeout=self._patience_s
+                    {line, ended}, return_when=asyncio.FIRST_COMPLETED, timeout=self._silence_timeout_s
                 )
                 if not line.done():
                     await asyncio.wait({line}, timeout=LAST_WORDS_S)
                 if not line.done():
                     line.cancel()
-                    silent = "" if ended.done() else f"the engine was silent for {self._patience_s:g} s"
+                    silent = (
+                        "" if ended.done() else f"the engine was silent for {self._silence_timeout_s:g} s"
+                    )
                     return failed or silent
                 if not line.result().endswith(b"\n"):
                     return failed
@@ -310,8 +312,8 @@ class ReplicaHost:
             transport.close()
 
     @property
-    def _patience_s(self) -> float | None:
-        """How long an engine may say nothing: once it listens, it reports every second."""
+    def _silence_timeout_s(self) -> float | None:
+        """How long an engine may be silent, in seconds: once it listens, it reports every second."""
         return self.spec.model.control.progress_timeout_s if self._url else None
 
     def _take(self, event: Event, began: float) -> str:
@@ -320,7 +322,7 @@ class ReplicaHost:
             self._max_model_len = event.max_model_len
             self._start_s = time.monotonic() - began
             if self.spec.weights is not None:
-                page_cache.record_read(self.spec.weights.digest)
+                record_read(self.spec.weights.digest)
         if event.line is not None:
             self._load = event.line.load
             self._adapters = event.line.adapters
@@ -330,7 +332,7 @@ class ReplicaHost:
                 self._settled.set()
             elif self._drains_for_good(event.line.state) and not self._load.in_flight:
                 self._drained.set()
-            # How many wait is as true as the last line, also if nothing else is new.
+            # Waiting counts are as current as the last line, even if nothing else changed.
             self._waiting = tuple(
                 AdapterUse(name=use.name, digest=use.digest, waiting=use.waiting)
                 for use in event.uses
@@ -338,7 +340,7 @@ class ReplicaHost:
             )
         if event.engine is not None:
             if event.engine.preempted < self._preempted:
-                # An engine that was restarted counts from nothing again.
+                # Totals of a restarted engine start at zero.
                 self._preempted_before += self._preempted
             self._preempted = event.engine.preempted
             total = self._preempted_before + self._preempted
@@ -347,9 +349,9 @@ class ReplicaHost:
         return event.failed
 
     def _drains_for_good(self, does: ReplicaPhase) -> bool:
-        """Whether the engine does what :meth:`drain` told it; one that sleeps has nothing to drain."""
-        told = self._state is ReplicaPhase.DRAINING
-        return told and does in (ReplicaPhase.DRAINING, ReplicaPhase.ASLEEP)
+        """Whether the engine drains for good; one that sleeps has nothing to drain."""
+        draining = self._state is ReplicaPhase.DRAINING
+        return draining and does in (ReplicaPhase.DRAINING, ReplicaPhase.ASLEEP)
 
     def _engine_spec(self) -> EngineSpec:
         model, shape = self.spec.model, self.spec.model.shapes[self.spec.shape]
@@ -373,7 +375,7 @@ class ReplicaHost:
             adapter_slots=0 if adapters is None else adapters.slots_per_replica,
             max_rank=0 if adapters is None else adapters.max_rank,
             max_bytes=0 if adapters is None else adapters.max_bytes,
-            # The head's own are a path of the head, which other nodes have not and pull from.
+            # The head's directory exists on the head only; other nodes pull from it.
             blobs=(str(StateDir(Path(self.spec.state_dir)).adapters), str(node_cache())),
             controller=self.spec.controller,
             hold=self._hold,
@@ -381,7 +383,7 @@ class ReplicaHost:
 
     def _log_progress(self, progress: Progress) -> None:
         if progress.fraction is not None or progress.step not in ("fetch", "verify"):
-            # Something is made or downloaded, or another process that does so is waited for.
+            # A download or build, or the wait for another process that does it.
             self._start_path = StartPath.COLD
         self._log.write(f"{progress.step}: {progress.message}\n".encode())
 
@@ -393,14 +395,14 @@ class ReplicaHost:
         await watch(devices(gpus, self._environment()), tell)
 
     def _environment(self) -> dict[str, str]:
-        # Ray narrows a worker's threads and metrics; neither is the engine's.
+        # Ray limits its workers' threads and metrics; the engine must not inherit that.
         env = {k: v for k, v in os.environ.items() if k not in _NOT_INHERITED}
         env |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "PYTHONUNBUFFERED": "1"}
         if self._cores:
             env["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, self._cores))
-            # While a mode is switched two engines share cores, and threads that spin at each barrier for
-            # one that waits for its turn made 154 s of a model's initialisation. A spin this short costs
-            # nothing alone (28 tok/s against 26 by default and 23 without any).
+            # During a mode switch two engines share cores. With OpenMP's default spinning at barriers the
+            # initialisation of a model took 154 s. This short spin costs nothing without contention
+            # (28 tok/s, against 26 by default and 23 without spinning).
             env["GOMP_SPINCOUNT"] = "10000"
         return env | self.spec.model.env
 
@@ -417,7 +419,7 @@ _NOT_INHERITED = frozenset(
 
 
 def _log_of(root: Path, name: str) -> RotatingLog:
-    """The log below ``root``, or on a node that cannot make it below the user's own directory there."""
+    """The log below ``root``, or below the user's own directory on a node that cannot create that."""
     try:
         return RotatingLog(StateDir(root).logs / name)
     except OSError:

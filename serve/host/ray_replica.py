@@ -1,4 +1,4 @@
-"""The replica host as a Ray Serve replica: Serve owns its life, clients never reach it through Ray."""
+"""The replica host as a Ray Serve replica. Serve starts and stops it; clients do not reach it through Ray."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class _Sender(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RayHost:
-    """Holds the resources that Ray granted and lends them to one engine, or to those of a bed in turns."""
+    """Holds the resources granted by Ray, for one engine or for those of a shared GPU group."""
 
     def __init__(self, encoded: bytes) -> None:
         refuse_other(msgspec.json.decode(encoded, type=_Sender).versions, installed())
@@ -40,23 +40,22 @@ class RayHost:
         self._started: asyncio.Task[None] | None = None
 
     async def check_health(self) -> None:
-        """Serve's probe; its first call, before the replica is running, waits for the engine.
+        """Serve's health check. The first call waits until the engine is ready.
 
-        Serve tells a replica that starts from one that runs by this call, and stops those that do
-        not run first.
+        Serve considers a replica as starting until this call returns, and stops starting ones first.
         """
         if self._started is None:
             self._beating = asyncio.create_task(beat_all(self._host.replicas))
             self._started = asyncio.create_task(self._host.start())
         await asyncio.shield(self._started)
         if self._host.lost.is_set():
-            raise EngineFailed("the engine failed too often in a row, or left as it was told")
+            raise EngineFailed("the engine failed too often in a row, or was ordered to leave")
 
     async def __call__(self) -> None:
-        """Nothing: a replica is reached on its own port."""
+        """Unused: a replica is reached on its own port."""
 
     async def __del__(self) -> None:
-        """Serve awaits this while the replica stops: drain, then end the engine."""
+        """Serve awaits this when the replica stops: drain, then end the engine."""
         await self._host.drain(self._drain_s)
         await self._host.stop()
         if self._beating is not None:

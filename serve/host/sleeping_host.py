@@ -1,4 +1,4 @@
-"""A replica host in a bed: its engine sleeps and wakes, and takes turns with those on its GPUs."""
+"""A replica host in a shared GPU group: its engine sleeps and wakes, one at a time on each GPU."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from serve.host.host import HostSpec, ReplicaHost
 
 
 class GpuGroupPort(Protocol):
-    """What an engine in a bed knows of it; see :class:`serve.host.gpu_sharing.SharedGpuHost`."""
+    """The GPU group as its engines see it; see :class:`serve.host.gpu_sharing.SharedGpuHost`."""
 
     lost: asyncio.Event
 
     @property
     def booting(self) -> bool:
-        """Whether engines are made for the first time."""
+        """Whether some engines have not been started yet."""
         ...
 
     def order(self, awake: dict[str, int]) -> None:
-        """Have so many engines of each shape awake."""
+        """Set how many engines of each shape are awake."""
         ...
 
-    def beside(self, sleeper: SleepingHost) -> list[SleepingHost]:
-        """Those that share its GPUs."""
+    def neighbours(self, sleeper: SleepingHost) -> list[SleepingHost]:
+        """The engines that share its GPUs."""
         ...
 
     def may_start(self, sleeper: SleepingHost) -> bool:
-        """Whether it may be made now."""
+        """Whether it may be started now."""
         ...
 
-    def stir(self) -> None:
+    def notify(self) -> None:
         """Something changed."""
         ...
 
@@ -49,10 +49,10 @@ class GpuGroupPort(Protocol):
 
 
 class SleepingHost(ReplicaHost):
-    """One engine of a bed. ``using`` is whether it has memory on its GPUs, or will at once.
+    """One engine of a GPU group. ``using`` is whether it has memory on its GPUs, or is about to.
 
-    ``tried`` is whether it was made once, or failed to be; ``failed`` that it did so often in a row and is
-    left alone until it is wanted anew.
+    ``tried`` is whether a start has succeeded or failed. ``failed`` is whether it failed too often in a row;
+    it is not started again until it is wanted anew.
     """
 
     def __init__(
@@ -64,44 +64,44 @@ class SleepingHost(ReplicaHost):
         replica: str,
         address: str,
         node: str,
-        bed: GpuGroupPort,
+        group: GpuGroupPort,
     ) -> None:
         super().__init__(
             msgspec.structs.replace(spec, shape=shape), replica=replica, address=address, node=node
         )
         self.cards = cards
-        self.lost = bed.lost
+        self.lost = group.lost
         self.wanted = self.using = self.tried = self.failed = False
-        self._bed = bed
-        # What the engine says it does, and what it was told last.
-        self._does: ReplicaPhase | None = None
-        self._told_sleep = self._served = False
+        self._group = group
+        # The state that the engine reported, and the last command sent to it.
+        self._engine_phase: ReplicaPhase | None = None
+        self._ordered_asleep = self._served = False
         self._woken_at: float | None = None
         self._wake_s: float | None = None
         self._again = asyncio.Event()
 
     @property
     def serving(self) -> bool:
-        """Whether it takes requests and shall."""
-        return self._said() is ReplicaPhase.READY
+        """Whether it is wanted and takes requests."""
+        return self._phase() is ReplicaPhase.READY
 
     @property
     def reason(self) -> str:
-        """Why it does not, if it failed."""
+        """Why it does not serve, if it failed."""
         return self._reason
 
     def snapshot(self) -> Replica:
-        """The replica as it is now: what is not wanted is asleep, also where its engine is yet to be made."""
-        return msgspec.structs.replace(super().snapshot(), state=self._said(), wake_s=self._wake_s)
+        """The current state of the replica; one that is not wanted is asleep, even before its first start."""
+        return msgspec.structs.replace(super().snapshot(), state=self._phase(), wake_s=self._wake_s)
 
     def obey(self, orders: Orders) -> None:
-        """Take what the controller wants of this engine, and of the bed."""
+        """Take the controller's orders for this engine and for the group."""
         super().obey(orders)
         if orders.awake is not None:
-            self._bed.order(orders.awake)
+            self._group.order(orders.awake)
 
     def want(self, wanted: bool) -> None:
-        """Be awake, or not; the bed stirs after it has told all."""
+        """Set whether it should be awake; takes effect when the group calls :meth:`steer`."""
         if wanted != self.wanted:
             self.wanted = wanted
             if wanted:
@@ -110,77 +110,82 @@ class SleepingHost(ReplicaHost):
             self.changed.set()
 
     def retry(self) -> None:
-        """Try again to make what failed."""
+        """Start a failed engine again."""
         self._again.set()
 
     def steer(self) -> None:
-        """Tell the engine to sleep or to wake, as far as it is made and may."""
-        if self._state is ReplicaPhase.STARTING and self.using and not self.wanted and not self._bed.booting:
-            # It would only be made to sleep, and others wait for its GPUs.
+        """Send the engine to sleep or wake it, if it is started and allowed to."""
+        if (
+            self._state is ReplicaPhase.STARTING
+            and self.using
+            and not self.wanted
+            and not self._group.booting
+        ):
+            # It would only be started to sleep, while others wait for its GPUs.
             self._kill()
         if self._state is not ReplicaPhase.READY:
             return
-        # How long a wake takes is found out before the first request.
+        # The wake time is measured before the first request.
         known = self._wake_s is not None
-        asleep = self._does is ReplicaPhase.ASLEEP
-        if self._told_sleep and self.wanted and known and not (asleep and self._blocked):
+        asleep = self._engine_phase is ReplicaPhase.ASLEEP
+        if self._ordered_asleep and self.wanted and known and not (asleep and self._blocked):
             self._wake()
-        elif not self._told_sleep and self._woken_at is None and not (self.wanted and known):
+        elif not self._ordered_asleep and self._woken_at is None and not (self.wanted and known):
             drain_s = self.spec.model.control.mode.drain_timeout_s if self._served else 0.0
-            self._told_sleep = True
-            self._tell(f"sleep {drain_s}".encode())
+            self._ordered_asleep = True
+            self._command(f"sleep {drain_s}".encode())
         if self.serving:
             self._served = self.tried = True
 
     @property
     def _blocked(self) -> bool:
-        return any(other.using for other in self._bed.beside(self))
+        return any(other.using for other in self._group.neighbours(self))
 
     def _wake(self) -> None:
         self.using = True
-        self._told_sleep = False
-        if self._does is ReplicaPhase.ASLEEP:
+        self._ordered_asleep = False
+        if self._engine_phase is ReplicaPhase.ASLEEP:
             self._woken_at = time.monotonic()
-        self._tell(b"wake")
+        self._command(b"wake")
 
-    def _said(self) -> ReplicaPhase:
+    def _phase(self) -> ReplicaPhase:
         if self._state in (ReplicaPhase.DRAINING, ReplicaPhase.STOPPED):
             return self._state
         if self._state is ReplicaPhase.READY and not self.wanted and self._served:
             return ReplicaPhase.DRAINING
         if not self.wanted:
             return ReplicaPhase.ASLEEP
-        serves = self._state is ReplicaPhase.READY and self._does is ReplicaPhase.READY
-        return ReplicaPhase.READY if serves and not self._told_sleep else ReplicaPhase.STARTING
+        serves = self._state is ReplicaPhase.READY and self._engine_phase is ReplicaPhase.READY
+        return ReplicaPhase.READY if serves and not self._ordered_asleep else ReplicaPhase.STARTING
 
     def _take(self, event: Event, began: float) -> str:
         failed = super()._take(event, began)
-        if event.line is not None and event.line.state is not self._does:
-            self._now_does(event.line.state)
+        if event.line is not None and event.line.state is not self._engine_phase:
+            self._engine_changed(event.line.state)
         return failed
 
-    def _now_does(self, state: ReplicaPhase) -> None:
-        self._does = state
+    def _engine_changed(self, state: ReplicaPhase) -> None:
+        self._engine_phase = state
         if state is ReplicaPhase.READY and self._woken_at is not None:
-            took_s = time.monotonic() - self._woken_at
+            elapsed_s = time.monotonic() - self._woken_at
             if self._wake_s is not None:
-                self._start_s, self._start_path = took_s, StartPath.SLEEPING
-            self._wake_s, self._woken_at = took_s, None
+                self._start_s, self._start_path = elapsed_s, StartPath.SLEEPING
+            self._wake_s, self._woken_at = elapsed_s, None
         elif state is ReplicaPhase.ASLEEP:
             self._served = False
-            if not self._told_sleep:
-                # It was told to wake while it fell asleep, and does so now.
+            if not self._ordered_asleep:
+                # It was ordered to wake while it went to sleep, and wakes now.
                 self._woken_at = time.monotonic()
             elif self._wake_s is None:
                 self._wake()
             else:
                 self.using, self.tried = False, True
         self.changed.set()
-        self._bed.stir()
+        self._group.notify()
 
-    async def _turn(self) -> None:
-        while not self._bed.may_start(self):
-            await self._bed.changed()
+    async def _await_gpus(self) -> None:
+        while not self._group.may_start(self):
+            await self._group.changed()
         self.using = True
         self._start_path = StartPath.CACHED
 
@@ -193,9 +198,9 @@ class SleepingHost(ReplicaHost):
             await super()._run_engine(began)
         finally:
             late.cancel()
-            self.using = self._told_sleep = self._served = False
+            self.using = self._ordered_asleep = self._served = False
             self.tried = True
-            self._does = self._woken_at = None
+            self._engine_phase = self._woken_at = None
 
     async def _keep_alive(self) -> None:
         try:
@@ -206,7 +211,7 @@ class SleepingHost(ReplicaHost):
     async def _give_up(self) -> bool:
         self.failed = True
         self._again.clear()
-        self._bed.stir()
+        self._group.notify()
         await self._again.wait()
         self.failed = False
         self._failures = 0
@@ -215,10 +220,10 @@ class SleepingHost(ReplicaHost):
     def _become(self, state: ReplicaPhase, reason: str = "") -> None:
         super()._become(state, reason)
         if state is not ReplicaPhase.STOPPED:
-            self._bed.stir()
+            self._group.notify()
 
     def _kill_late(self) -> None:
-        """A start that takes too long keeps its GPUs from others."""
+        """Kill a start that takes too long, because it occupies GPUs that others wait for."""
         if self._state is ReplicaPhase.STARTING:
             self._kill()
 

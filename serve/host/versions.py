@@ -1,4 +1,4 @@
-"""Which Tidegate, Python and engine a node has: nodes that differ from the head are refused."""
+"""Versions of Tidegate, Python and vLLM on a node; a node that differs from the head is refused."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def installed() -> Versions:
 
 
 def refuse_other(head: Versions, node: Versions) -> None:
-    """Raise :class:`policy.errors.EngineFailed` naming both when ``node`` is not like ``head``.
+    """Raise :class:`policy.errors.EngineFailed`, with both versions, if ``node`` differs from ``head``.
 
-    A head without GPUs needs no engine, so a missing one is no difference.
+    An engine that is missing on the head is no difference: a head without GPUs needs none.
     """
     engines_differ = head.vllm and node.vllm and head.vllm != node.vllm
     if engines_differ or (head.tidegate, head.python) != (node.tidegate, node.python):
@@ -45,7 +45,7 @@ def refuse_other(head: Versions, node: Versions) -> None:
 
 def _version(distribution: str) -> str:
     try:
-        # The CPU build's wheels carry a local part, which is no other engine.
+        # Wheels of the CPU build have a local version part, which does not matter here.
         return metadata.version(distribution).partition("+")[0]
     except metadata.PackageNotFoundError:
         return ""

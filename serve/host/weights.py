@@ -1,9 +1,11 @@
-"""Which weights a generation is made of: found out once, off the event loop, and named to its hosts."""
+"""Weights of a revision: resolved once by the controller, then verified on every node."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 
@@ -12,13 +14,14 @@ from policy.errors import EngineFailed, ModelUnavailable
 from policy.stats.backoff import Backoff
 from store.models.prepare import Origin, origin, prepare
 from store.progress import Prepared, Report
+from store.state_dir import own_directory, private_directory
 
 # Seconds until a failed attempt is followed by another, doubled each time.
 RETRY = Backoff(1.0, 60.0)
 
 
 class Weights(msgspec.Struct, frozen=True, kw_only=True):
-    """What hosts prepare: ``source``, of the hub by its commit, and the ``digest`` of the content."""
+    """The weights that hosts prepare: ``source`` (a commit, if on the hub) and their ``digest``."""
 
     origin: Origin
     source: str
@@ -26,16 +29,16 @@ class Weights(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def short(self) -> str:
-        """What the digest of a layer carries of it."""
+        """The short form that the digest of a layer includes."""
         return self.digest[:8]
 
 
 def prepare_verified(weights: Weights, *, token_file: str | None, progress: Report) -> Prepared:
-    """The weights on this node; blocks.
+    """Prepare the weights on this node; blocks.
 
-    Raises :class:`policy.errors.ModelUnavailable`, and :class:`policy.errors.EngineFailed` when this
-    node has others. Directories are not compared: their digest is over modification times, which
-    differ from copy to copy.
+    Raises :class:`policy.errors.ModelUnavailable`, and :class:`policy.errors.EngineFailed` if this node has
+    different weights. Directories are not compared: their digest covers modification times, which differ
+    between copies.
     """
     prepared = prepare(weights.source, token_file=token_file, progress=progress)
     if weights.origin is not Origin.DIRECTORY and prepared.digest != weights.digest:
@@ -47,7 +50,7 @@ def prepare_verified(weights: Weights, *, token_file: str | None, progress: Repo
 
 
 class Resolver:
-    """Finds out weights in threads, one per model; ``done`` is called whenever one comes to its end."""
+    """Resolves weights in one thread per model; ``done`` is called whenever a thread ends."""
 
     def __init__(self, monotonic: Callable[[], float], done: Callable[[], None]) -> None:
         self._monotonic = monotonic
@@ -57,7 +60,7 @@ class Resolver:
         self._retry_at: dict[str, float] = {}
 
     def weights(self, spec: ModelSpec) -> Weights | None:
-        """The weights of ``spec``; ``None`` while they are being found out, or wait for another attempt.
+        """The weights of ``spec``; ``None`` while they are being resolved or wait for a retry.
 
         Raises :class:`policy.errors.ModelUnavailable` once for each attempt that failed.
         """
@@ -84,7 +87,7 @@ class Resolver:
         return found
 
     def forget(self, model: str) -> None:
-        """Begin anew: what was begun may be out of date, and earlier failures hold nothing back."""
+        """Discard results and failures of a model, so that its weights are resolved again."""
         _, task = self._running.pop(model, (None, None))
         if task is not None:
             task.cancel()
@@ -95,6 +98,24 @@ class Resolver:
 def _resolve(spec: ModelSpec) -> Weights:
     kind = origin(spec.source)
     prepared = prepare(spec.source, token_file=spec.token_file, progress=lambda _: None)
-    # A branch of the hub moves on; every replica of a generation is of the same commit.
+    # Branches move; all replicas of a revision use the same commit.
     pinned = f"{spec.source.partition('@')[0]}@{prepared.digest}" if kind is Origin.HUB else spec.source
     return Weights(origin=kind, source=pinned, digest=prepared.digest)
+
+
+def was_read_before(digest: str) -> bool:
+    """Whether these weights were loaded on this node since boot, so that they may be in its page cache."""
+    try:
+        return (_directory() / digest).exists()
+    except OSError:
+        return False
+
+
+def record_read(digest: str) -> None:
+    """Record that an engine with these weights became ready on this node."""
+    with contextlib.suppress(OSError):
+        (_directory() / digest).touch()
+
+
+def _directory() -> Path:
+    return own_directory(private_directory() / "started")

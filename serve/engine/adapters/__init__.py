@@ -1,1 +1,1 @@
-"""Adapters."""
+"""LoRA adapters of one engine: their files, slots and loads. Read first: `loader`."""

@@ -1,4 +1,4 @@
-"""An adapter's files on this machine: found by digest or pulled from the controller, and read once."""
+"""Adapter files on this machine: found by digest, or pulled from the controller."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from policy.errors import AdapterRefused
 from policy.wire.headers import SECRET_HEADER
 from store.adapters.blobs import Blobs
 
-# Of one pull: the controller answers within it, and no pause between two pieces is longer.
+# Read timeout of a pull: for the first byte, and between two blocks.
 PULL_TIMEOUT_S = 30.0
-# Pulls at once; what is found on this machine waits for none of them.
+# Maximum concurrent pulls. Files found on this machine do not wait for them.
 PULLS = 4
 BLOCK_BYTES = 4 * 1024 * 1024
 
 
 class AdapterFileCache:
-    """Looks in ``roots`` in order, and pulls what is in none of them into the last one.
+    """Looks in the directories ``roots`` in order; files found in none are pulled into the last one.
 
-    ``controller`` is the address of who has everything (empty: nobody), ``max_bytes`` the most that is taken.
+    ``controller`` is the address to pull from (empty: none), ``max_bytes`` the size limit of a pull.
     """
 
     def __init__(self, roots: Sequence[Path], *, controller: str, secret: str, max_bytes: int) -> None:
@@ -42,19 +42,19 @@ class AdapterFileCache:
             async with self._pulls:
                 return await asyncio.to_thread(self._pull, digest)
         except httpx.HTTPStatusError as error:
-            said = f"the controller answers {error.response.status_code} to who asks for {digest[:12]}"
+            reason = f"the controller answered {error.response.status_code} to a request for {digest[:12]}"
             if error.response.status_code == 404:
-                said = f"the controller has no files of {digest[:12]}"
-            raise AdapterRefused("files_missing", said) from error
+                reason = f"the controller has no files of {digest[:12]}"
+            raise AdapterRefused("files_missing", reason) from error
         except httpx.HTTPError as error:
-            said = f"the controller does not answer with the files of {digest[:12]}"
-            raise AdapterRefused("files_missing", said) from error
+            reason = f"the files of {digest[:12]} could not be pulled from the controller"
+            raise AdapterRefused("files_missing", reason) from error
         except OSError as error:
-            said = f"the files of {digest[:12]} cannot be kept here: {error.strerror or error}"
-            raise AdapterRefused("files_missing", said) from error
+            reason = f"the files of {digest[:12]} cannot be stored here: {error.strerror or error}"
+            raise AdapterRefused("files_missing", reason) from error
 
     async def warm(self, path: Path) -> None:
-        """Read every file, so that an engine which reads them between two steps finds them in memory.
+        """Read every file into the page cache, so that the engine's load between two steps is short.
 
         Raises :class:`policy.errors.AdapterRefused`.
         """
@@ -64,7 +64,7 @@ class AdapterFileCache:
             raise AdapterRefused("files_missing", f"{path.name} cannot be read: {error}") from error
 
     def _find(self, digest: str) -> Path | None:
-        # A root that is not there is another node's.
+        # A directory that does not exist belongs to another node.
         stores = (self._store(root) for root in self._roots if root.is_dir())
         return next((path for store in stores if (path := store.path(digest)) is not None), None)
 

@@ -1,4 +1,4 @@
-"""The simulated engine: vLLM's HTTP surface, timed by the engine model, the same text every time."""
+"""The simulated engine: vLLM's HTTP API with timing from the latency model and deterministic text."""
 
 from serve.engine.sim.engine import create
 

@@ -1,4 +1,4 @@
-"""The simulated engine's HTTP surface: vLLM's routes for its runner, and no others."""
+"""The simulated engine's HTTP app: vLLM's routes for its runner, and no others."""
 
 from __future__ import annotations
 

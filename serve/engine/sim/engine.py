@@ -72,7 +72,7 @@ class SimEngine:
         self._sleeps, self._wake_s = spec.sleeps, spec.sim.wake_s or 0.0
         self._slots = spec.adapter_slots
         self._load_s = spec.sim.adapter_load_s
-        # The service reads them: what is not here is no model.
+        # The service serves exactly these as models.
         self._adapters = dict(args.lora_modules)
         self._static = frozenset(args.lora_modules)
         self.max_model_len: int | None = length
@@ -147,8 +147,8 @@ class SimEngine:
 async def create(spec: EngineSpec) -> SimEngine:
     """Start the engine that ``spec`` describes, after ``spec.sim.start_s`` seconds of cold start.
 
-    Raises :class:`policy.errors.ConfigError` for an unknown profile and one whose weights do not
-    fit, :class:`policy.errors.EngineFailed` for engine arguments that make no engine.
+    Raises :class:`policy.errors.ConfigError` for an unknown profile or one whose weights do not fit, and
+    :class:`policy.errors.EngineFailed` for invalid engine arguments.
     """
     await asyncio.sleep(spec.sim.start_s)
     return SimEngine(spec, time.time)

@@ -1,4 +1,4 @@
-"""What the simulated engine's endpoints share: bodies in, errors and events out, clients that leave."""
+"""HTTP parts of the simulated engine's endpoints: bodies, errors, events and disconnects."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ async def on_http_exception(_: Request, error: Exception) -> Response:
 
 
 async def read(request: Request, decoder: msgspec.json.Decoder[T]) -> T:
-    """The decoded body; raises a 400 that says what is wrong and where."""
+    """The decoded body; raises a 400 that names the invalid field."""
     raw = await request.body()
     try:
         return decoder.decode(raw)
@@ -79,7 +79,7 @@ def event(body: object, name: str = "") -> bytes:
 
 @contextlib.asynccontextmanager
 async def attended(receive: Receive, leave: Callable[[], None]) -> AsyncIterator[None]:
-    """Call ``leave`` when the client goes while the block runs, and when the block is left."""
+    """Call ``leave`` when the client disconnects while the block runs, and when the block ends."""
 
     async def watch() -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -121,7 +121,7 @@ class EventStream(Response):
             except Aborted:
                 return
             except EngineFailed as error:
-                # As vLLM: an error event, and then [DONE] all the same.
+                # As vLLM: an error event, then [DONE].
                 data = event(ApiError(500, str(error)).body) + DONE
                 await send({"type": "http.response.body", "body": data, "more_body": True})
         await send({"type": "http.response.body", "body": b""})

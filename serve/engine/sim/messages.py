@@ -17,7 +17,7 @@ from serve.engine.sim.step_loop import Generation
 
 
 class MessagesRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The body of a message; ``max_tokens`` is required, as Anthropic does."""
+    """The body of a message; ``max_tokens`` is required, as in Anthropic's API."""
 
     model: str
     messages: Annotated[list[Message], Meta(min_length=1)]
@@ -32,7 +32,7 @@ _TYPES = {400: "invalid_request_error", 404: "not_found_error"}
 
 
 async def messages(service: Service, request: Request) -> Response:
-    """A message, streamed or whole."""
+    """A message, as a stream or as a whole."""
     body = await read(request, _DECODER)
     try:
         return await _messages(service, request, body)

@@ -1,4 +1,4 @@
-"""vLLM's Prometheus metrics, of the simulated engine: same names, labels and buckets."""
+"""Prometheus metrics of the simulated engine, with vLLM's names, labels and buckets."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """``POST /v1/embeddings``, ``/v1/score`` and ``/v1/rerank`` of the simulated engine.
 
-A text's vector is the sum of its tokens' fixed vectors, at unit length, so texts that share words
-are near each other.
+The vector of a text is the normalized sum of fixed vectors of its tokens, so texts that share words are
+similar.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ DIMENSIONS = 64
 
 
 class EmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The body of an embedding; ``dimensions`` keeps the first so many."""
+    """The body of an embedding; ``dimensions`` truncates the vectors."""
 
     model: str | None = None
     input: Prompts
@@ -37,7 +37,7 @@ class EmbeddingRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ScoreRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Two texts, one against several, or pairs."""
+    """The body of a score: two texts, one against several, or pairs."""
 
     model: str | None = None
     text_1: str | list[str]
@@ -45,7 +45,7 @@ class ScoreRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RerankRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """A query and what to order by it; ``top_n`` of 0 keeps all."""
+    """The body of a rerank: a query and the documents to order; ``top_n`` of 0 keeps all."""
 
     model: str | None = None
     query: str

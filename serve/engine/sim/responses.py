@@ -1,4 +1,4 @@
-"""``POST /v1/responses`` of the simulated engine: text in, text out, OpenAI's event types."""
+"""``POST /v1/responses`` of the simulated engine: text only, with OpenAI's event types."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ _DECODER = msgspec.json.Decoder(ResponsesRequest)
 
 
 async def responses(service: Service, request: Request) -> Response:
-    """A response, streamed or whole."""
+    """A response, as a stream or as a whole."""
     body = await read(request, _DECODER)
     adapter = service.resolve(body.model)
     for param in ("previous_response_id", "background"):
         if getattr(body, param):
-            raise ApiError(400, f"{param} needs a store of responses, which this engine has not", param)
+            raise ApiError(400, f"{param} needs a store of responses, which this engine does not have", param)
     generation = service.generate(
         [template(_messages(body))], adapter=adapter, seed=None, max_tokens=body.max_output_tokens
     )
@@ -86,7 +86,7 @@ class _Answer:
         }
 
     def finished(self) -> dict[str, Any]:
-        """The whole response; a length that ended it makes it incomplete."""
+        """The whole response; it is incomplete if the token limit ended it."""
         cut = self._output.finish_reason == "length"
         prompt, written = len(self._generation.prompts[0].tokens), len(self._output.deltas)
         return {
@@ -104,7 +104,7 @@ class _Answer:
         }
 
     async def events(self) -> AsyncIterator[bytes]:
-        """The stream; as vLLM's it ends with response.completed, incomplete ones too."""
+        """The events of the stream. As in vLLM the last is response.completed, also if it is incomplete."""
         numbers = itertools.count()
 
         def say(kind: str, **fields: Any) -> bytes:

@@ -1,4 +1,4 @@
-"""From a request's parameters to a generation in the step loop: what every endpoint goes through."""
+"""The service that all endpoints use: it turns request parameters into a generation in the step loop."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from serve.engine.sim.text import Output, Prompt, natural_length, seed_of, write
 
 
 class Service:
-    """One engine as its endpoints see it; ``clock`` gives Unix seconds for ``created`` fields."""
+    """One engine for its endpoints; ``clock`` gives Unix seconds for ``created`` fields."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class Service:
         self._names = itertools.count()
 
     def now(self) -> int:
-        """Unix seconds, whole as in ``created``."""
+        """Whole Unix seconds, for ``created``."""
         return int(self._clock())
 
     def resolve(self, model: str | None) -> str:
@@ -67,9 +67,9 @@ class Service:
     ) -> Generation:
         """Start ``n`` choices of each prompt; choice i of prompt j has index ``j n + i``.
 
-        With ``max_tokens`` an answer has exactly so many tokens unless a stop sequence ends it;
-        without, it has a length of its own, or runs to the end of the context with ``ignore_eos``.
-        Raises a 400 when a prompt leaves no room in the context.
+        With ``max_tokens`` an answer has exactly that many tokens unless a stop sequence ends it. Without it
+        the length is drawn from the seed, or the answer fills the context with ``ignore_eos``. Raises a 400
+        when a prompt leaves no room in the context.
         """
         outputs = []
         for prompt in prompts:
@@ -82,13 +82,13 @@ class Service:
         return self._submit([prompt for prompt in prompts for _ in range(n)], outputs, (adapter, salt))
 
     def encode(self, prompts: Sequence[Prompt], *, adapter: str) -> Generation:
-        """Run the prompts through the engine without writing anything: a prefill, and one token."""
+        """Compute the prompts without output text: a prefill and one token each."""
         for prompt in prompts:
             self._room(prompt)
         return self._submit(prompts, [Output([""], "stop")] * len(prompts), (adapter, None))
 
     def abort(self, generation: Generation) -> None:
-        """Free what ``generation`` holds; harmless when it has ended."""
+        """Abort ``generation``; no effect if it has ended."""
         self._loop.abort(generation)
 
     def _room(self, prompt: Prompt) -> int:
@@ -111,5 +111,5 @@ class Service:
 
 
 def request_id(request: Request, prefix: str) -> str:
-    """The id of the answer: the caller's ``x-request-id`` after ``prefix``, else a random one."""
+    """The id of the answer: ``prefix`` and the request's ``x-request-id``, or a random id."""
     return f"{prefix}-{request.headers.get('x-request-id') or uuid.uuid4().hex}"

@@ -1,4 +1,4 @@
-"""The simulated engine's heart: a task that steps the scheduler and hands out tokens on time."""
+"""The step loop of the simulated engine: a task that steps the scheduler and delivers tokens on time."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from serve.engine.sim.metrics import Metrics
 from serve.engine.sim.text import Output, Prompt
 from serve.engine.step_stats import StepStats
 
-# A process that was held up catches up at most this much; more would come out as one burst.
+# A loop that is late catches up at most this much, so that tokens do not come in one burst.
 MAX_LAG_S = 0.25
-# How often the end of the last request is looked for by who waits for it.
+# Poll interval while waiting for the last request to end.
 IDLE_S = 0.01
 
 
 class Aborted(Exception):
-    """The request was dropped because its client left."""
+    """The request was aborted because its client disconnected."""
 
 
 class Generation:
-    """One HTTP request in the engine: its choices, and the tokens that are ready.
+    """One HTTP request in the engine: its choices and the tokens that are ready.
 
     ``prompts`` and ``outputs`` run in parallel, one of each per choice; ``cached`` are the prompt tokens of
     each that were in the prefix cache, known from its first token on.
@@ -47,11 +47,11 @@ class Generation:
 
     @property
     def done(self) -> bool:
-        """Whether it ended, however it ended."""
+        """Whether it has ended, successfully or not."""
         return self._done.is_set()
 
     def put(self, choice: int, position: int) -> None:
-        """Token ``position`` of ``choice`` is there."""
+        """Token ``position`` of ``choice`` was generated."""
         self._ready.append((choice, position))
         self._more.set()
         if position + 1 == len(self.outputs[choice].deltas):
@@ -60,20 +60,20 @@ class Generation:
                 self._done.set()
 
     def fail(self, error: Exception) -> None:
-        """End it: whoever waits for it gets ``error``."""
+        """End it: callers that wait for it get ``error``."""
         if not self.done:
             self._error = error
             self._done.set()
             self._more.set()
 
     async def finish(self) -> None:
-        """Return when every choice is whole; raises :class:`Aborted` or EngineFailed."""
+        """Return when every choice is complete; raises :class:`Aborted` or EngineFailed."""
         await self._done.wait()
         if self._error is not None:
             raise self._error
 
     async def tokens(self) -> AsyncIterator[tuple[int, int]]:
-        """(choice, position) of each token as it is made; raises as :meth:`finish` does."""
+        """(choice, position) of each token when it is generated; raises as :meth:`finish`."""
         while True:
             while self._ready and self._error is None:
                 yield self._ready.popleft()
@@ -97,9 +97,9 @@ class _Live:
 
 
 class StepLoop:
-    """Owns the scheduler. ``speed`` is how many modelled seconds pass in a real one.
+    """Owns the scheduler. ``speed`` is the number of modelled seconds per real second.
 
-    ``took`` has what its steps took in real ones.
+    ``took`` holds the step times in real seconds.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class StepLoop:
         )
 
     def stats(self) -> EngineStats:
-        """Counts of this instant; a request whose last token is in the running step still runs."""
+        """The current counts; a request whose last token is in the running step still runs."""
         waiting = self._scheduler.waiting
         return EngineStats(
             running=len(self._live) - waiting,
@@ -149,7 +149,7 @@ class StepLoop:
         """Raise :class:`policy.errors.EngineFailed` when the step task has ended."""
         if self.ended:
             error = None if self._task.cancelled() else self._task.exception()
-            raise EngineFailed(f"the simulated engine steps no more: {error!r}")
+            raise EngineFailed(f"the step loop of the simulated engine has ended: {error!r}")
 
     def submit(self, generation: Generation, salt: Hashable) -> None:
         """Queue all choices. Prompts with different salts share no blocks of the prefix cache.
@@ -167,19 +167,19 @@ class StepLoop:
         self._work.set()
 
     def abort(self, generation: Generation) -> None:
-        """Free every slot of ``generation`` at once; harmless when it has ended."""
+        """Remove every choice of ``generation`` at once; no effect if it has ended."""
         if generation.done:
             return
         generation.fail(Aborted())
         for choice in range(len(generation.outputs)):
             name = f"{generation.name}-{choice}"
-            # A choice whose last token waits for the step's end is only here any more.
+            # The scheduler no longer has a choice whose last token waits for the end of the step.
             self._scheduler.abort(name)
             if self._live.pop(name, None) is not None:
                 self._metrics.success("abort")
 
     async def hold_up(self, duration_s: float) -> None:
-        """Keep the loop for ``duration_s`` modelled seconds between two steps, as what it does beside them.
+        """Block the loop for ``duration_s`` modelled seconds between two steps, for work other than steps.
 
         Raises EngineFailed when the engine is dead.
         """
@@ -197,7 +197,7 @@ class StepLoop:
         self.check()
 
     async def close(self) -> None:
-        """End the task; requests that are left fail, and what ended it before is :meth:`check`'s to say."""
+        """End the task; remaining requests fail. :meth:`check` reports an error that ended it before."""
         self._task.cancel()
         await asyncio.wait([self._task])
 
@@ -229,17 +229,17 @@ class StepLoop:
                 result = self._scheduler.step()
                 due = await self._pass(due, result.duration_s)
                 self._deliver(result)
-                # What was in KV during the step: who has finished has given its part back. The loop's own
-                # clock knows milliseconds alone.
+                # KV use during the step: finished requests have released theirs by now. The loop's
+                # clock has a resolution of milliseconds only.
                 kv_tokens = max(held + result.scheduled, result.kv_used)
                 self.took.ended(
                     time.perf_counter(), result.scheduled, kv_tokens, result.running, goes_on=bool(self._live)
                 )
 
     async def _pass(self, due: float, duration_s: float) -> float:
-        """Let modelled seconds pass; returns when they were due to end.
+        """Sleep for modelled seconds after ``due``; the instant when they were due to end.
 
-        Sleeping until then, and not for the duration, keeps the pace over many steps.
+        Sleeping until an instant, not for a duration, keeps the pace over many steps.
         """
         due = max(due + duration_s / self._speed, self._loop.time() - MAX_LAG_S)
         await asyncio.sleep(max(0.0, due - self._loop.time()))

@@ -1,8 +1,8 @@
 """Text and tokens without a model: a reversible pseudo-tokenizer and a seeded stream of words.
 
-A token is a word or a piece of one with the space before it, at most six bytes of UTF-8, which
-makes about four characters a token in English. Its id is its bytes as a number with a leading 1,
-so no vocabulary is kept and any text comes back as it was.
+A token is a word or a part of one with the space before it, at most six bytes of UTF-8: about four
+characters in English. Its id is its bytes as a number with a leading 1, so that no vocabulary is needed and
+detokenizing is exact.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def token_id(token: bytes) -> int:
 
 
 def token_bytes(number: int) -> bytes:
-    """The token with that id; raises :class:`ValueError` when it is the id of none."""
+    """The token with that id; raises :class:`ValueError` for an invalid id."""
     size = (number.bit_length() - 1) // 8
     if number < 0 or not 1 <= size <= 6 or number >> (8 * size) != 1:
         raise ValueError(f"Token id {number} is out of vocabulary")
@@ -45,7 +45,7 @@ def token_bytes(number: int) -> bytes:
 
 @dataclass(slots=True, frozen=True)
 class Prompt:
-    """A prompt as its tokens (or foreign token ids) and the bytes that seed its answer."""
+    """A prompt: its tokens (or token ids of another tokenizer) and the bytes that seed its answer."""
 
     tokens: Sequence[bytes | int]
     digest: bytes
@@ -61,9 +61,9 @@ class Prompt:
 
 @dataclass(slots=True, frozen=True)
 class Output:
-    """What a choice will say: one delta of text per token, and why it ends.
+    """The text of a choice, one delta per token, and its finish reason.
 
-    ``stop`` is the stop sequence that ended it; the text ends before it, so the deltas of its
+    ``stop`` is the stop sequence that ended it. The text ends before the stop sequence, so the deltas of the
     last tokens may be empty.
     """
 
@@ -77,20 +77,20 @@ class Output:
 
 
 def seed_of(*parts: object, prompt: Prompt) -> int:
-    """64 bits that depend on every part and on the prompt."""
-    told = repr(parts).encode()
-    return int.from_bytes(hashlib.blake2b(told + prompt.digest, digest_size=8).digest())
+    """A 64-bit seed that depends on every part and on the prompt."""
+    data = repr(parts).encode()
+    return int.from_bytes(hashlib.blake2b(data + prompt.digest, digest_size=8).digest())
 
 
 def natural_length(seed: int) -> int:
-    """How many tokens an answer has when nothing bounds it: 16 to 256."""
+    """The length of an answer without a limit: 16 to 256 tokens."""
     return 16 + seed % 241
 
 
 def write(seed: int, tokens: int, *, ends: bool, stops: Sequence[str] = ()) -> Output:
     """An answer of ``tokens`` tokens, or fewer when one of ``stops`` appears in it.
 
-    ``ends`` says that the length is its own, so that it finishes with ``stop`` and not ``length``.
+    With ``ends`` the finish reason is ``stop``, otherwise ``length``.
     """
     deltas = [" " + _WORDS[mix(seed + index) % len(_WORDS)] for index in range(tokens)]
     deltas[0] = deltas[0][1:]

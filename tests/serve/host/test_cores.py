@@ -43,8 +43,8 @@ def test_more_than_there_are_is_all_there_are(path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_process_that_ended_holds_nothing(path: Path) -> None:
-    code = "import sys; from pathlib import Path; from serve.cores import claim\n"
-    code += "print(claim(Path(sys.argv[1]), 2, (0, 1)))"
+    code = "import sys; from pathlib import Path; from serve.host.cores import claim_cores\n"
+    code += "print(claim_cores(Path(sys.argv[1]), 2, (0, 1)))"
     command = [sys.executable, "-c", code, str(path)]
     ended = subprocess.run(command, check=True, capture_output=True, text=True)
     assert ended.stdout.strip() == "(0, 1)"

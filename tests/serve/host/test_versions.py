@@ -53,7 +53,7 @@ def test_a_host_on_ray_asks_before_it_reads_the_rest() -> None:
     )
     told = {**msgspec.to_builtins(spec), "model": "of another form"}
     # In a process of its own: tests that join a cluster load Ray later than this one.
-    code = f"from serve.ray_host import RayHost; RayHost({msgspec.json.encode(told)!r})"
+    code = f"from serve.host.ray_replica import RayHost; RayHost({msgspec.json.encode(told)!r})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "EngineFailed: this node has Tidegate" in done.stderr
     assert "the head has Tidegate 9.9" in done.stderr

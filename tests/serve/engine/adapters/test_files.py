@@ -102,9 +102,9 @@ async def test_what_is_not_here_is_pulled_once_into_the_last(make: Make, tmp_pat
     [
         ("nobody", "there are no files of DIGEST on this machine"),
         ("unknown", "the controller has no files of 000000000000"),
-        ("secret", "the controller answers 401 to who asks for DIGEST"),
-        ("away", "the controller does not answer with the files of DIGEST"),
-        ("full", "the files of DIGEST cannot be kept here: Not a directory"),
+        ("secret", "the controller answered 401 to a request for DIGEST"),
+        ("away", "the files of DIGEST could not be pulled from the controller"),
+        ("full", "the files of DIGEST cannot be stored here: Not a directory"),
         ("large", ""),
     ],
 )
