@@ -1,4 +1,4 @@
-"""The controller as a process of this machine, without Ray: ``python -m serve.local --state DIR``."""
+"""A controller without Ray: ``python -m serve.controller.local_process --state DIR``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Turn a GGUF file into a float32 Hugging Face directory; runs as a child process, ``python -m store.gguf``.
+"""Turn a GGUF file into a float32 Hugging Face directory, as the process ``python -m store.models.gguf``.
 
 The child owns PyTorch and transformers, so that a process that only wants a path never imports
 them, and its memory (about four bytes a parameter, twice) is gone when it ends.

@@ -26,7 +26,7 @@ WITHIN_S = 60.0
 
 
 class Live(Stand):
-    """A stand whose replicas are engines of ``serve.local``, which signals kill, stop and continue.
+    """A stand whose replicas are processes of a real local controller, which signals kill, stop and continue.
 
     A token takes a simulated engine about 3 ms divided by ``speed``.
     """
@@ -56,7 +56,7 @@ class Live(Stand):
         return self.address
 
     async def start_controller(self) -> None:
-        """Start ``serve.local`` and return once it answers; hosts that live are found again."""
+        """Start the controller and return once it answers; hosts that live are found again."""
         self.write_secret()
         self.write_document()
         with (self.root / "controller.log").open("ab") as log:

@@ -90,7 +90,7 @@ def sent(data: bytes) -> Answer:
         pytest.param(faults.breaking(tokens(3), reset=False), "stream_broken", b"", id="8 FIN"),
         pytest.param(faults.breaking(tokens(3), reset=True), "stream_broken", b"", id="9 RST"),
         pytest.param(sent(tokens(3)), "stream_broken", b"", id="10 a clean end without a finish reason"),
-        pytest.param(sent(tokens(3) + FINISH[:20]), "stream_broken", FINISH[:20], id="10 half an event"),
+        pytest.param(sent(tokens(3) + FINISH[:20]), "stream_broken", b"", id="10 half an event"),
         pytest.param(sent(tokens(3) + DONE), "stream_broken", DONE, id="11 done without a finish reason"),
         pytest.param(sent(tokens(3) + ERROR + DONE), "the engine is unwell", DONE, id="12 an error, done"),
         pytest.param(sent(tokens(3) + HALF + FINISH + DONE), "stream_broken", HALF, id="13 half JSON"),

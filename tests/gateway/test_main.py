@@ -13,7 +13,7 @@ from gateway.main import YOUNGEST, collect_seldom
 # The pages that a process has touched anew, for a hundred bodies that are made and freed in turn.
 FAULTS = """
 import resource
-from gateway.heap import keep_freed_memory
+from gateway.main import keep_freed_memory
 KEEP
 def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -58,7 +58,7 @@ def test_a_transaction_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_processes_that_open_it_at_once_and_write(tmp_path: Path) -> None:
     script = (
-        "import sys; from store.database import Database; from store.adapters.records import next_revision\n"
+        "import sys; from store.database import Database; from store.adapters.rows import next_revision\n"
         "database = Database(sys.argv[1])\n"
         "for _ in range(20):\n"
         "    with database.writing() as connection:\n"

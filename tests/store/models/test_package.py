@@ -191,7 +191,7 @@ def test_pip_fetches_the_newest_wheel_or_the_one_that_is_named(
 
 RUN = """
 import sys
-from store.packages import prepare_package
+from store.models.package import prepare_package
 def report(progress):
     print(progress.step, flush=True)
 print(prepare_package("toy-model", report=report, convert=tuple(sys.argv[1:])).path.name, flush=True)
