@@ -58,7 +58,7 @@ def test_every_folder_with_modules_is_a_package() -> None:
 def test_a_package_says_what_it_is_and_what_to_read_first(init: Path) -> None:
     docstring = ast.get_docstring(ast.parse((ROOT / init).read_text())) or ""
     assert len(docstring.splitlines()[0].split()) >= MIN_WORDS
-    for name in re.findall(r"^Read first: `(\w+)`", docstring, re.MULTILINE):
+    for name in re.findall(r"Read first: `(\w+)`", docstring):
         folder = ROOT / init.parent
         assert (folder / f"{name}.py").exists() or (folder / name / "__init__.py").exists(), name
 
