@@ -1,12 +1,11 @@
-"""A scaling policy of one's own: so many replicas by day and by night, and more while requests wait.
+"""A custom scaling policy: one replica count by day, another by night, and more while requests are queued.
 
     control:
       policy:
         custom: {class: "custom_policy:ByTheClock", day: 4, night: 1}
 
-It is made once for each model, with what stands beside ``class`` as keyword arguments; one that does not fit
-is refused by a ``ValueError``. What ``decide`` answers is checked like any policy's: budgets, steps and holds
-are not its business.
+One instance is created per model. The other keys beside ``class`` are its keyword arguments; the constructor
+rejects invalid ones with a ``ValueError``. Guardrails (budgets, step limits, scale-down delay) follow after it.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from policy.scaling.view import Proposal, View
 class ByTheClock:
     """``day`` replicas from ``opens`` to ``closes`` o'clock (UTC), else ``night``.
 
-    And one more for each ``patience_s`` that requests wait on end.
+    One replica is added for each ``patience_s`` seconds for which requests have been queued without a break.
     """
 
     def __init__(
@@ -36,9 +35,9 @@ class ByTheClock:
         self._patience_s = patience_s
 
     def decide(self, view: View, memory: Any) -> Proposal:
-        """A function of its arguments alone: the time is ``view.at``, what it must keep is ``memory``.
+        """A pure function: the time is ``view.at``, the state is ``memory``.
 
-        Here that is since when requests wait: ``None``, or an instant.
+        The state is the time since which requests have been queued, or ``None``.
         """
         hour = view.at % 86_400 // 3600
         count = self._day if self._opens <= hour < self._closes else self._night

@@ -2,7 +2,7 @@
 
     python docs/examples/train_adapter.py OUT [--steps N]
 
-It learns to answer as a pirate would. OUT is made, with the two files that `tidegate adapters add` takes.
+It learns to answer like a pirate. OUT is created with the two files that `tidegate adapters add` needs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LESSONS = {
 
 
 def main() -> None:
-    """Train, say how the loss falls, and save."""
+    """Train, print the loss, and save."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -35,7 +35,7 @@ def main() -> None:
     options = parser.parse_args()
 
     torch.manual_seed(0)
-    directory = prepare(options.source, token_file=None, progress=lambda said: None).path
+    directory = prepare(options.source, token_file=None, progress=lambda message: None).path
     tokenizer = AutoTokenizer.from_pretrained(directory)
     model = get_peft_model(
         AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32),
