@@ -5,7 +5,7 @@
         custom: {class: "custom_policy:ByTheClock", day: 4, night: 1}
 
 One instance is created per model. The other keys beside ``class`` are its keyword arguments; the constructor
-rejects invalid ones with a ``ValueError``. Guardrails (budgets, step limits, scale-down delay) follow after it.
+rejects invalid ones with a ``ValueError``. Guardrails (budgets, step limits, ``hold_s``) come after it.
 """
 
 from __future__ import annotations
