@@ -22,12 +22,11 @@ from policy.routing.affinity import (
     CROWDED,
     CROWDED_BY_COPIES,
     LEAN,
-    LEAN_NEW,
     SLACK,
-    WINDOW,
     Balance,
     Popularity,
     Recent,
+    Share,
     balance_of,
     crowd_price,
 )
@@ -127,58 +126,13 @@ class Router:
         self._measured = 0
         self._hash_tokens = 128.0
 
-    # Calls within a choice cost more than what they compute: this and _quotes are long for that alone.
-    def choose(  # noqa: PLR0915
-        self, request: Request, candidates: Sequence[Candidate], at: float, draw: float
-    ) -> Decision:
-        """The best of ``candidates``; equals are chosen between by ``draw`` in [0, 1)."""
-        pairs = []
-        slow: list[tuple[Candidate, ReplicaState]] = []
-        sites, worth, itl_s = self._sites, self._popular.worth, self.settings.itl_s
-        # Nobody waits for the pace longer than the answer would take at it: more come then than it allows.
-        paced = itl_s < math.inf and at - request.arrived < request.output_tokens * itl_s
-        total = weights = homes = 0.0
-        least_due = math.inf
-        # policy.affinity.balance_of, written out; as is Router._site for a replica that was just seen
-        for candidate in candidates:
-            site = sites.get(candidate.key)
-            if site is None or site.timing is not candidate.timing or at - site.seen_at > ABSENT_S:
-                site = self._site(candidate, at)
-            else:
-                site.seen_at = at
-                count = candidate.in_flight
-                if (
-                    count != site.in_flight
-                    or candidate.pending_tokens != site.pending
-                    or candidate.kv_used != site.kv_used
-                ):
-                    site.count(count, candidate.pending_tokens, candidate.kv_used)
-            share = site.share
-            if candidate.begun != share.seen:
-                share.take(candidate.begun)
-            load, weight = share.load, share.weight
-            total += load
-            weights += weight
-            homes += share.homes
-            share.due = due = (load + worth * share.homes) / weight
-            least_due = due if due < least_due else least_due
-            if (bound := candidate.bound) and candidate.in_flight >= bound:
-                continue
-            if paced and candidate.in_flight and not self._keeps_pace(candidate, site):
-                if not self._could_keep_pace(site):
-                    slow.append((candidate, site))
-                continue
-            pairs.append((candidate, site))
-        if slow and self._are_slow(candidates, at):
-            pairs += slow
+    def choose(self, request: Request, candidates: Sequence[Candidate], at: float, draw: float) -> Decision:
+        """The best of ``candidates``; ties are broken by ``draw`` in [0, 1)."""
+        sites = [self._candidate(candidate, at) for candidate in candidates]
+        pairs = self._with_room(request, candidates, sites, at)
         if not pairs:
             return Decision(None, (), NO_ROOM)
-        if total > WINDOW * len(candidates):
-            balance = balance_of([self._site(candidate, at).share for candidate in candidates], worth)
-        else:
-            fair = (total + worth * homes) / weights
-            unit = LEAN_NEW / fair if fair > 0.0 else 0.0
-            balance = _tuple(Balance, (total / weights, least_due, unit, homes / weights))
+        balance = balance_of([site.share for site in sites], self._popular.worth)
         if len(pairs) > MOST_QUOTES:
             pairs = self._shortlist(request, pairs, at)
         rows, costs, held = self._quotes(request, pairs, balance, at)
@@ -328,6 +282,38 @@ class Router:
             site.count(count, pending, kv_used)
         return site
 
+    def _candidate(self, candidate: Candidate, at: float) -> ReplicaState:
+        """The state of a candidate, with the requests that it was sent since it was last one."""
+        site = self._site(candidate, at)
+        if candidate.begun != site.share.seen:
+            site.share.take(candidate.begun)
+        return site
+
+    def _with_room(
+        self, request: Request, candidates: Sequence[Candidate], sites: list[ReplicaState], at: float
+    ) -> list[tuple[Candidate, ReplicaState]]:
+        """The candidates that take one more request within their bound and the ITL SLO.
+
+        The SLO holds a request back no longer than its answer would take at it, and not where no candidate
+        keeps it even for one request alone.
+        """
+        itl_s = self.settings.itl_s
+        paced = itl_s < math.inf and at - request.arrived < request.output_tokens * itl_s
+        pairs: list[tuple[Candidate, ReplicaState]] = []
+        slow: list[tuple[Candidate, ReplicaState]] = []
+        for i, candidate in enumerate(candidates):
+            site = sites[i]
+            if candidate.bound and candidate.in_flight >= candidate.bound:
+                continue
+            if paced and candidate.in_flight and not self._keeps_pace(candidate, site):
+                if not self._could_keep_pace(site):
+                    slow.append((candidate, site))
+                continue
+            pairs.append((candidate, site))
+        if slow and not any(self._could_keep_pace(site) for site in sites):
+            pairs += slow
+        return pairs
+
     def _open(self, key: int, timing: Timing | None) -> ReplicaState:
         if len(self._sites) >= MAX_SITES:
             del self._sites[next(iter(self._sites))]
@@ -367,10 +353,6 @@ class Router:
     def _could_keep_pace(self, site: ReplicaState) -> bool:
         """Whether steps are as short as promised with one alone."""
         return self._gaps.factor * site.pace.step_s(1.0, 0.0, 1.0) <= self.settings.itl_s
-
-    def _are_slow(self, candidates: Sequence[Candidate], at: float) -> bool:
-        """Whether nobody keeps the pace: who waits is served no better for it then."""
-        return not any(self._could_keep_pace(self._site(candidate, at)) for candidate in candidates)
 
     def _shortlist(
         self, request: Request, pairs: list[tuple[Candidate, ReplicaState]], at: float
@@ -479,21 +461,29 @@ class Router:
                     burden += COPY * own
                     if share.homes > 1.0 + homes:
                         burden += unit * crowd_price(share, homes, CROWDED_BY_COPIES)
-            elif (fair := share.weight * mean) > 0.0:
-                over = share.load / fair - 1.0
-                # Nearly all have no more than their share: Balance.share_price, as far as that. Adapters that
-                # live nowhere even the load at no cost, before one that lives there has to leave.
-                if over <= (UNEVEN if resident else SLACK):
-                    burden += unit * LEAN * over
-                else:
-                    leverage = self._popular.share(anchor) * len(pairs) if anchor else 0.0
-                    burden += unit * balance.share_price(share, leverage)
+            else:
+                burden += unit * self._share_price(share, balance, anchor, len(pairs), resident=resident)
             costs.append(waits + own_s + loads + presses + burden)
             before = len(site.loads)
             if loads:
                 before += 1
             rows.append((candidate, waits, own_s, loads, presses, burden, uncached, modelled, age, before))
         return rows, costs, deepest > 0
+
+    def _share_price(
+        self, share: Share, balance: Balance, anchor: int, candidates: int, *, resident: bool
+    ) -> float:
+        """:meth:`Balance.share_price`, by how much traffic ``anchor`` brings.
+
+        An adapter that has no home yet evens the load at no cost, before one that has one must leave it.
+        """
+        fair = share.weight * balance.load
+        if fair <= 0.0:
+            return 0.0
+        over = share.load / fair - 1.0
+        if over <= (UNEVEN if resident else SLACK):
+            return LEAN * over
+        return balance.share_price(share, self._popular.share(anchor) * candidates if anchor else 0.0)
 
     def _eviction(self, key: int, site: ReplicaState) -> float:
         """The reload of the adapter that a load pushes out, as likely as it is asked for again."""
