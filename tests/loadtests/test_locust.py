@@ -114,6 +114,7 @@ def test_an_objective_that_is_missed_is_an_exit_code(deployment: Deployment) -> 
     assert "0.000 of the requests met the objective; 0.5 was asked for" in ran.stderr
 
 
+@pytest.mark.long
 def test_processes_that_share_the_load_report_once_and_in_full(deployment: Deployment) -> None:
     prefix = deployment.folder / "shared"
     load = ["-u", "4", "-r", "4", "-t", "3s", "--processes", "2", "--max-tokens", "8", "--abort-share", "0.3"]
@@ -126,6 +127,7 @@ def test_processes_that_share_the_load_report_once_and_in_full(deployment: Deplo
         assert compared[quantity]["users"] == compared[quantity]["gateway"], ran.stdout
 
 
+@pytest.mark.long
 def test_a_model_that_does_not_exist_is_a_failure_with_its_message(deployment: Deployment) -> None:
     ran = deployment.locust("-u", "1", "-t", "8s", "--model", "nobody")
     assert ran.returncode == 1

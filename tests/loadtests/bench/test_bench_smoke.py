@@ -24,6 +24,7 @@ def bench(*options: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.long
 @pytest.mark.process
 def test_every_part_measures_tidegate(tmp_path: Path) -> None:
     ran = bench(

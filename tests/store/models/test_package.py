@@ -177,6 +177,7 @@ def wheel(folder: Path, version: str, content: bytes) -> None:
         archive.writestr(f"{info}/RECORD", "")
 
 
+@pytest.mark.long
 @pytest.mark.process
 def test_pip_fetches_the_newest_wheel_or_the_one_that_is_named(
     cache: Path, converter: Converter, index: Path

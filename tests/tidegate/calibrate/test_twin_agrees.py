@@ -23,7 +23,7 @@ from tidegate.calibrate.twin_check import check, recorded_run
 from tidegate.document import load
 from tidegate.supervisor.children import ROOT
 
-pytestmark = pytest.mark.process
+pytestmark = [pytest.mark.process, pytest.mark.long]
 
 # Prompts of half a second, so that what the way to the engine takes is little beside it.
 WORKLOAD = """

@@ -318,6 +318,7 @@ def test_adapters_of_a_deployment_from_their_add_to_their_end(sim: Site) -> None
     assert (code, "NAME: got 'sql'" in err) == (5, True)
 
 
+@pytest.mark.long
 @pytest.mark.process
 def test_a_replica_that_starts_has_its_share_before_anybody_asks_it(sim: Site) -> None:
     names = [f"a{i}" for i in range(4)]
@@ -338,6 +339,7 @@ def test_a_replica_that_starts_has_its_share_before_anybody_asks_it(sim: Site) -
     until(lambda: second in homes("loaded"), "what was planned is loaded")
 
 
+@pytest.mark.long
 @pytest.mark.process
 def test_what_was_removed_of_the_document_comes_with_the_next_start_and_not_before(sim: Site) -> None:
     until(lambda: ask(sim, "law").startswith("law@"), "the adapter of the document")

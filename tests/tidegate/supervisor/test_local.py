@@ -128,6 +128,7 @@ def elastic(site: Site) -> None:
     site.file.write_text(json.dumps(document))
 
 
+@pytest.mark.long
 def test_an_orderly_stop_forgets_targets_and_a_crash_keeps_them(site: Site) -> None:
     elastic(site)
     up = ("up", str(site.file), "--no-ray", "--timeout-s", "150")
