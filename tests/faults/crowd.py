@@ -90,7 +90,8 @@ class Crowd:
         async def client() -> None:
             nonlocal served
             while self._loop.time() < end:
-                served += (await self.ask()).served and self._loop.time() < end
+                visit = await self.ask()
+                served += visit.served and self._loop.time() < end
 
         await asyncio.gather(*(client() for _ in range(clients)))
         return served / seconds
