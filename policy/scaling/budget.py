@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import reduce
 from typing import NamedTuple
 
 from policy.config.deployment import Budget
@@ -140,12 +141,16 @@ def allocate(wants: Sequence[Claim], budget: Budget) -> dict[str, int]:
         left = total(budget)
         for want in ranked:
             left = left.plus(want.each, -shares[want.model])
+    claims = []
     for level in levels:
         left = _filled(level, _kept, shares, left)
         left = _filled([want for want in level if want.starved], lambda want: want.asked, shares, left)
-        left = _claimed(level, shares, left)
-    for level in levels:
-        left = _filled(level, lambda want: want.asked, shares, left)
+        claims.append(_claimed(level, shares, left))
+        left = left.plus(claims[-1], -1)
+    for index, level in enumerate(levels):
+        # Claims bind lower priorities alone.
+        kept = reduce(Allocation.plus, claims[index:])
+        left = _filled(level, lambda want: want.asked, shares, left.plus(kept)).plus(kept, -1)
 
     free = total(budget)
     for want in ranked:
@@ -177,15 +182,17 @@ def _filled(
 
 
 def _claimed(level: Sequence[Claim], shares: Mapping[str, int], left: Allocation) -> Allocation:
-    """What is left beside what those of one priority claim beyond their shares.
+    """What those of one priority claim beyond their shares, of what is ``left``.
 
-    Of what can only be had in part nothing is taken: nobody would have any use of it.
+    A claim that can only be had in part is not kept: nobody would have any use of it.
     """
+    claimed = Allocation()
     for want in level:
         beyond = want.claim.plus(want.each, -shares[want.model]).most(Allocation())
-        if all(mine <= there + ROUNDING for mine, there in zip(beyond, left, strict=True) if mine > 0):
-            left = left.plus(beyond, -1)
-    return left
+        room = left.plus(claimed, -1)
+        if all(mine <= there + ROUNDING for mine, there in zip(beyond, room, strict=True) if mine > 0):
+            claimed = claimed.plus(beyond)
+    return claimed
 
 
 def _granted(want: Claim, share: int, free: Allocation) -> tuple[int, Allocation]:

@@ -132,6 +132,11 @@ def test_a_claim_takes_only_of_lower_priorities(given: tuple[list[Claim], Budget
             assert after[each.model] == before[each.model]
 
 
+def test_a_claim_holds_back_neither_its_model_nor_equals() -> None:
+    claims = want("claims", 1, claim=Allocation(gpus=2))
+    assert allocate([claims, want("equal", 1)], Budget(gpus=2)) == {"claims": 1, "equal": 1}
+
+
 def test_what_a_switch_claims_is_kept_from_lower_priorities_whole_or_not_at_all() -> None:
     low = want("low", 6, now=6, floor=2, priority=-1)
     equal = want("equal", 1, now=1)
