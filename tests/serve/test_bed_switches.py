@@ -12,8 +12,6 @@ from policy.wire.heartbeat import Heartbeat
 from tests.serve.memory_actuator import MemoryCluster
 from tests.serve.plane import LARGE, NEW_SMALL, READY, SMALL, Plane
 from tests.serve.sim_documents import document, sim_model
-from tests.serve.test_switches import HIGH, LOW, SCARCE, Switch
-from tests.serve.test_switches import written as by_load
 
 ASLEEP, DRAINING, STARTING = ReplicaPhase.ASLEEP, ReplicaPhase.DRAINING, ReplicaPhase.STARTING
 NEW_LARGE = LayerKey("m", "large", 2)
@@ -242,25 +240,3 @@ async def test_orders_are_told_to_every_engine_of_the_bed_and_to_no_other(plane:
         load=next(iter(plane.cluster.replicas.values())).load,
     )
     assert plane.controller.beat(Heartbeat(replica=stranger)).awake is None
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kills", [False, True])
-async def test_load_switches_where_the_queue_holds_a_wake_and_not_a_start(plane: Plane, kills: bool) -> None:
-    made = by_load(SCARCE, assumed_start_s=30) | {"gateway": {"queue_timeout_s": 20}}
-    made["models"][0]["sim"]["wake_s"] = 1.0
-    await plane.up(made)
-    switch = Switch(plane)
-    await switch.run(LOW, 10)
-    engines = set(plane.cluster.replicas)
-    plane.cluster.slow = True
-    switch.kills = kills
-    await switch.run(HIGH, 90)
-    assert plane.counts(READY) == {SMALL: 4}
-    await switch.run(LOW, 150)
-    assert plane.counts(READY) == {LARGE: 1}
-    assert set(plane.cluster.replicas) == engines
-    (now,) = plane.controller.autoscaler.journal.read(1)
-    (other,) = (rung for rung in now.situation.rungs if rung.mode == "multi-replica")
-    # As measured: the wake, and the beats that tell of it.
-    assert WAKE_S <= other.gap_s == other.lead_s < 5.0

@@ -28,8 +28,6 @@ from tests.policy.control_play import (
     LARGE,
     NOON,
     SMALL,
-    Model,
-    Play,
     Wants,
     demand,
     figures,
@@ -438,19 +436,3 @@ def test_a_switch_is_made_whole_or_not_at_all() -> None:
     assert decision.mode == LARGE.mode
     assert "switch to multi-replica waits: it needs 8, the budget leaves 6" in decision.reason
     assert memory.better_since == {SMALL.mode: NOON - 60}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("gpus", [8, 12])
-def test_load_alone_switches_there_and_back(gpus: int) -> None:
-    """Two requests a second, 7.5 for 25 minutes, two again."""
-    model = Model("chat", lambda t: 7.5 if 300 <= t < 1800 else 2.0, rungs=BOTH, slo=QUICK)
-    play = Play(model, budget=Budget(gpus=gpus)).run(2700)
-    switches = [each for each in play.decisions("chat") if each.mode != each.was_mode]
-    assert [(each.was_mode, each.mode) for each in switches] == [
-        (LARGE.mode, SMALL.mode),
-        (SMALL.mode, LARGE.mode),
-    ]
-    assert 300 + 60 <= switches[0].at - NOON <= 300 + 90
-    assert 1800 + 60 <= switches[1].at - NOON <= 1800 + 120
-    assert model.mode == LARGE.mode and play.taken("gpus") == 4

@@ -1,0 +1,371 @@
+"""The planner: what a switch may hold, must keep and always reaches; when an aim is reached, and when not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from policy.scaling.rollout import (
+    CPU_OVERCOMMIT,
+    MAX_FAILURES,
+    Footprint,
+    Goal,
+    Layer,
+    LayerKey,
+    fits,
+    needs_gap,
+    reached,
+    step,
+    verdict,
+)
+
+LARGE, SMALL = LayerKey("m", "large", 1), LayerKey("m", "small", 1)
+NEW_LARGE, NEW_SMALL = LayerKey("m", "large", 2), LayerKey("m", "small", 2)
+KEYS = (LARGE, SMALL, NEW_LARGE, NEW_SMALL)
+ENOUGH_TICKS = 400
+
+
+def gpu_shapes(large: int, small: int) -> dict[LayerKey, Footprint]:
+    return {key: Footprint(gpus=large if key.shape == "large" else small) for key in KEYS}
+
+
+def cpu_shapes(large: int, small: int) -> dict[LayerKey, Footprint]:
+    return {key: Footprint(cpus=large if key.shape == "large" else small) for key in KEYS}
+
+
+@dataclass
+class Played:
+    """A replica and the ticks until its state changes."""
+
+    state: str
+    ticks: int
+
+
+@dataclass
+class Cluster:
+    """Layers of one model; ``timeline`` holds the counts asked for, each time they changed.
+
+    ``fail`` is the chance that a start fails once and is tried again in place.
+    """
+
+    goal: Goal
+    footprints: Mapping[LayerKey, Footprint]
+    gpus: int | None = None
+    cpus: int | None = None
+    random: Random = field(default_factory=lambda: Random(0))  # noqa: S311 - chance, not secrecy
+    fail: float = 0.0
+    wanted: dict[LayerKey, int] = field(default_factory=dict)
+    replicas: dict[LayerKey, list[Played]] = field(default_factory=dict)
+    timeline: list[dict[str, int]] = field(default_factory=list)
+
+    def run(self, **counts: int) -> Cluster:
+        """Let ``counts`` replicas of each shape, all of them ready, be what there is."""
+        for key in self.footprints:
+            count = counts.get(_name(key), 0)
+            if count:
+                self.wanted[key] = count
+                self.replicas[key] = [Played("ready", 0) for _ in range(count)]
+        return self
+
+    def layers(self) -> dict[LayerKey, Layer]:
+        """What a controller would observe."""
+        return {
+            key: Layer(
+                wanted=wanted,
+                starting=self._count(key, "starting"),
+                ready=self._count(key, "ready"),
+                draining=self._count(key, "draining"),
+            )
+            for key, wanted in self.wanted.items()
+        }
+
+    def tick(self) -> None:
+        """One step of the plan, then one tick of every replica."""
+        counts = step(self.goal, self.layers(), self.footprints, self.gpus, self.cpus)
+        for key, count in counts.items():
+            self._ask(key, count)
+        said = {_name(key): count for key, count in self.wanted.items()}
+        if not self.timeline or self.timeline[-1] != said:
+            self.timeline.append(said)
+        for key, replicas in self.replicas.items():
+            for replica in replicas:
+                self._age(replica)
+            self.replicas[key] = [replica for replica in replicas if replica.state != "gone"]
+
+    def ready(self) -> int:
+        """Ready replicas of all layers."""
+        return sum(self._count(key, "ready") for key in self.replicas)
+
+    def used(self, resource: str) -> int:
+        """What all replicas hold, draining ones included."""
+        return sum(
+            len(replicas) * getattr(self.footprints[key], resource) for key, replicas in self.replicas.items()
+        )
+
+    def reached(self) -> bool:
+        """Whether the goal is all there is."""
+        alone = all(not replicas for key, replicas in self.replicas.items() if key != self.goal.key)
+        own = self.replicas.get(self.goal.key, [])
+        return alone and len(own) == self._count(self.goal.key, "ready") == self.goal.count
+
+    def _ask(self, key: LayerKey, count: int) -> None:
+        replicas = self.replicas.setdefault(key, [])
+        staying = [replica for replica in replicas if replica.state != "draining"]
+        self.wanted[key] = count
+        replicas += [Played("starting", self.random.randint(1, 4)) for _ in range(count - len(staying))]
+        # Which ones leave is not the plan's to choose.
+        for replica in self.random.sample(staying, max(0, len(staying) - count)):
+            replica.state, replica.ticks = "draining", self.random.randint(1, 4)
+
+    def _age(self, replica: Played) -> None:
+        if replica.state == "ready":
+            return
+        replica.ticks -= 1
+        if replica.ticks > 0:
+            return
+        if replica.state == "draining":
+            replica.state = "gone"
+        elif self.random.random() < self.fail:
+            replica.ticks = self.random.randint(1, 4)
+        else:
+            replica.state = "ready"
+
+    def _count(self, key: LayerKey, state: str) -> int:
+        return sum(replica.state == state for replica in self.replicas.get(key, []))
+
+
+def _name(key: LayerKey) -> str:
+    return key.shape if key.generation == 1 else f"{key.shape}{key.generation}"
+
+
+@st.composite
+def clusters(draw: st.DrawFn) -> Cluster:
+    """Something that runs within its budget, and a goal that fits the budget by itself."""
+    shapes = draw(st.sampled_from([gpu_shapes, cpu_shapes]))
+    large, small = draw(st.integers(1, 4)), draw(st.integers(1, 2))
+    footprints = shapes(large, small)
+    budget = draw(st.integers(max(large, small), 8))
+    each = {key: max(shape.gpus, shape.cpus) for key, shape in footprints.items()}
+    left, counts = budget, {}
+    for key, name in zip(KEYS, ("large", "small", "large2", "small2"), strict=True):
+        counts[name] = draw(st.integers(0, left // each[key]))
+        left -= counts[name] * each[key]
+    key = draw(st.sampled_from(KEYS))
+    count = draw(st.integers(0, budget // each[key]))
+    goal = Goal(
+        key=key,
+        count=count,
+        min_healthy=min(draw(st.integers(0, 3)), count),
+        gap=draw(st.booleans()),
+    )
+    return Cluster(
+        goal,
+        footprints,
+        gpus=budget if shapes is gpu_shapes else None,
+        cpus=budget if shapes is cpu_shapes else None,
+        random=draw(st.randoms(use_true_random=False)),
+        fail=draw(st.sampled_from([0.0, 0.0, 0.5])),
+    ).run(**counts)
+
+
+@given(clusters())
+def test_a_switch_keeps_its_promises_at_every_tick(cluster: Cluster) -> None:
+    floor = 0 if cluster.goal.gap else min(cluster.goal.min_healthy, cluster.ready())
+    starves = needs_gap(cluster.goal, cluster.layers(), cluster.footprints, cluster.gpus, cluster.cpus)
+    for _ in range(ENOUGH_TICKS):
+        cluster.tick()
+        assert cluster.gpus is None or cluster.used("gpus") <= cluster.gpus
+        assert cluster.cpus is None or cluster.used("cpus") <= CPU_OVERCOMMIT * cluster.cpus
+        assert cluster.ready() >= floor
+        if cluster.reached():
+            break
+    if cluster.goal.gap or not starves:
+        assert cluster.reached()
+    if cluster.reached():
+        assert cluster.cpus is None or cluster.used("cpus") <= cluster.cpus
+
+
+@pytest.mark.slow
+@given(clusters())
+def test_a_goal_that_was_reached_stays(cluster: Cluster) -> None:
+    for _ in range(ENOUGH_TICKS):
+        cluster.tick()
+    seen = len(cluster.timeline)
+    before = cluster.reached()
+    for _ in range(5):
+        cluster.tick()
+    assert len(cluster.timeline) == seen
+    assert cluster.reached() == before
+
+
+@given(clusters())
+def test_a_step_only_depends_on_what_is_observed(cluster: Cluster) -> None:
+    """So a controller that was restarted in the middle of a switch goes on with it."""
+    for _ in range(4):
+        layers = cluster.layers()
+        first = step(cluster.goal, layers, cluster.footprints, cluster.gpus, cluster.cpus)
+        assert step(cluster.goal, layers, cluster.footprints, cluster.gpus, cluster.cpus) == first
+        assert set(first) == {*layers, cluster.goal.key}
+        cluster.tick()
+
+
+TIMELINES = {
+    "eight small ones stop for a large one where a gap is allowed": (
+        Goal(key=LARGE, count=1, gap=True), gpu_shapes(8, 1), {"gpus": 8}, {"small": 8},
+        [{"small": 0, "large": 0}, {"small": 0, "large": 1}],
+    ),
+    "eight small ones roll by halves to two of four GPUs": (
+        Goal(key=LARGE, count=2), gpu_shapes(4, 1), {"gpus": 8}, {"small": 8},
+        [
+            {"small": 4, "large": 0},
+            {"small": 4, "large": 1},
+            {"small": 0, "large": 1},
+            {"small": 0, "large": 2},
+        ],
+    ),
+    "spare GPUs: make before break": (
+        Goal(key=LARGE, count=1), gpu_shapes(8, 1), {"gpus": 16}, {"small": 8},
+        [{"small": 8, "large": 1}, {"small": 0, "large": 1}],
+    ),
+    "many healthy replicas are kept by giving up fewer than half": (
+        Goal(key=NEW_SMALL, count=4, min_healthy=3), gpu_shapes(4, 1), {"gpus": 4}, {"small": 4},
+        [{"small": 3, "small2": 0}, {"small": 3, "small2": 1}],
+    ),
+    "cores are overcommitted during the switch": (
+        Goal(key=SMALL, count=2), cpu_shapes(2, 1), {"cpus": 2}, {"large": 1},
+        [{"large": 1, "small": 2}, {"large": 0, "small": 2}],
+    ),
+}  # fmt: skip
+
+
+def timeline(cluster: Cluster) -> list[dict[str, int]]:
+    while not cluster.reached():
+        cluster.tick()
+        assert len(cluster.timeline) < ENOUGH_TICKS
+    return cluster.timeline
+
+
+@pytest.mark.parametrize("name", TIMELINES)
+def test_a_switch_takes_these_steps(name: str) -> None:
+    goal, shapes, budget, running, steps = TIMELINES[name]
+    assert timeline(Cluster(goal, shapes, **budget).run(**running))[: len(steps)] == steps
+
+
+def test_without_a_gap_eight_small_ones_stay() -> None:
+    cluster = Cluster(Goal(key=LARGE, count=1), gpu_shapes(8, 1), gpus=8).run(small=8)
+    for _ in range(50):
+        cluster.tick()
+    assert cluster.timeline == [{"small": 8, "large": 0}]
+    assert cluster.ready() == 8
+
+
+def test_a_new_generation_of_the_same_shape_rolls_over_scarce_gpus() -> None:
+    cluster = Cluster(Goal(key=NEW_SMALL, count=8), gpu_shapes(8, 1), gpus=8).run(small=8)
+    old = [counts["small"] for counts in timeline(cluster)]
+    assert [count for count in range(8, -1, -1) if count in old] == [4, 2, 1, 0]
+    assert old == sorted(old, reverse=True)
+
+
+def test_of_two_old_layers_one_gives_way() -> None:
+    cluster = Cluster(Goal(key=LARGE, count=1), gpu_shapes(1, 1), gpus=2).run(small=1, small2=1)
+    assert sum(timeline(cluster)[0].values()) == 1
+
+
+ONE_STEP = {
+    "cores are not overcommitted by one layer alone": (
+        Goal(key=SMALL, count=4), {SMALL: Layer(wanted=1, ready=1)}, cpu_shapes(2, 1), (None, 2), {SMALL: 2},
+    ),
+    "a scale-down waits while others drain": (
+        Goal(key=SMALL, count=2),
+        {SMALL: Layer(wanted=4, ready=4), LARGE: Layer(wanted=0, draining=1)},
+        gpu_shapes(4, 1), (8, None), {SMALL: 4, LARGE: 0},
+    ),
+    "a scale-down once the others are gone": (
+        Goal(key=SMALL, count=2),
+        {SMALL: Layer(wanted=4, ready=4), LARGE: Layer(wanted=0)},
+        gpu_shapes(4, 1), (8, None), {SMALL: 2, LARGE: 0},
+    ),
+    "a scale-up waits for the GPUs of its own draining replica": (
+        Goal(key=SMALL, count=2), {SMALL: Layer(wanted=1, ready=1, draining=1)},
+        gpu_shapes(4, 1), (2, None), {SMALL: 1},
+    ),
+    "what fails to start gives way although nothing is healthy": (
+        Goal(key=NEW_SMALL, count=1), {SMALL: Layer(wanted=1, starting=1, failures=2)},
+        gpu_shapes(4, 1), (1, None), {SMALL: 0, NEW_SMALL: 0},
+    ),
+    "a replica that has not reported yet is kept": (
+        Goal(key=NEW_SMALL, count=1), {SMALL: Layer(wanted=1)},
+        gpu_shapes(4, 1), (1, None), {SMALL: 1, NEW_SMALL: 0},
+    ),
+    "nothing is given up where that makes no room": (
+        Goal(key=LARGE, count=1, gap=True), {SMALL: Layer(wanted=2, ready=2)},
+        gpu_shapes(4, 1), (2, None), {SMALL: 2, LARGE: 0},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ONE_STEP)
+def test_one_step(name: str) -> None:
+    goal, layers, shapes, room, counts = ONE_STEP[name]
+    assert step(goal, layers, shapes, *room) == counts
+
+
+def test_room_without_a_bound_is_unbounded() -> None:
+    assert fits(None, 8) > 1000
+    assert fits(3, 0) > 1000
+    assert (fits(7, 2), fits(-4, 2)) == (3, 0)
+
+
+@pytest.mark.parametrize(("ready", "expected"), [(1, False), (2, True), (3, True)])
+def test_an_aim_is_reached_by_ready_replicas(ready: int, expected: bool) -> None:
+    assert reached(2, Layer(wanted=2, starting=2, ready=ready)) is expected
+
+
+@pytest.mark.parametrize(
+    ("layer", "elapsed_s", "said"),
+    [
+        (Layer(wanted=1, starting=1), 1.0, ""),
+        (Layer(wanted=1, starting=1, failures=MAX_FAILURES - 1), 1.0, ""),
+        (Layer(wanted=1, failures=MAX_FAILURES), 1.0, "3 starts in a row failed"),
+        (Layer(wanted=1, broken=True), 1.0, "the cluster gave up starting it"),
+        (Layer(wanted=1, starting=1), 61.0, "not ready after 61 s"),
+        (Layer(wanted=2, ready=1, failures=MAX_FAILURES, broken=True), 59.0, ""),
+        (Layer(wanted=2, ready=1), 61.0, "not ready after 61 s"),
+    ],
+)
+def test_a_verdict_says_why(layer: Layer, elapsed_s: float, said: str) -> None:
+    assert verdict(layer, elapsed_s, start_timeout_s=60.0) == said
+
+
+@pytest.mark.parametrize(
+    ("gpus", "min_healthy", "gap"),
+    [(8, 1, True), (15, 1, False), (8, 0, False), (16, 1, False), (None, 1, False)],
+)
+def test_a_large_replica_over_all_gpus_needs_a_gap(gpus: int | None, min_healthy: int, gap: bool) -> None:
+    goal = Goal(key=LARGE, count=1, min_healthy=min_healthy)
+    layers = {SMALL: Layer(wanted=8, ready=8)}
+    assert needs_gap(goal, layers, gpu_shapes(8, 1), gpus, None) is gap
+
+
+def test_cpus_need_no_gap() -> None:
+    layers = {SMALL: Layer(wanted=2, ready=2)}
+    assert not needs_gap(Goal(key=LARGE, count=1), layers, cpu_shapes(2, 1), None, 2)
+
+
+def test_what_already_fails_to_serve_needs_no_gap_to_be_replaced() -> None:
+    new = LayerKey("m", "large", 2)
+    layers = {LARGE: Layer(wanted=1, starting=1, failures=2)}
+    footprints = gpu_shapes(8, 1) | {new: Footprint(gpus=8)}
+    assert not needs_gap(Goal(key=new, count=1), layers, footprints, 8, None)
+    assert needs_gap(Goal(key=new, count=1), {LARGE: Layer(wanted=1, ready=1)}, footprints, 8, None)
+    assert needs_gap(Goal(key=new, count=1), {LARGE: Layer(wanted=1)}, footprints, 8, None)
+
+
+def test_a_switch_in_progress_is_judged_from_where_it_is() -> None:
+    layers = {SMALL: Layer(wanted=1, ready=1), LARGE: Layer(wanted=1, ready=1)}
+    assert not needs_gap(Goal(key=LARGE, count=1), layers, gpu_shapes(8, 1), 9, None)
