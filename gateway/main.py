@@ -1,6 +1,4 @@
-"""How this process asks the system for memory, and how often it looks for garbage.
-
-A gateway worker's process: how it is told what to serve, and what is set up before it imports anything.
+"""The process of a gateway worker: its command line, memory and garbage collector settings.
 
 ``python -m gateway.main --state DIR --fd N --admin-fd M --worker I``; the supervisor binds both
 sockets, so that a worker can be replaced without closing the port."""

@@ -64,7 +64,7 @@ async def work(state: StateDir, client_fd: int, admin_fd: int, worker: int, *, c
     """Serve until SIGTERM or SIGINT, then drain."""
     loop = asyncio.get_running_loop()
     if not isinstance(loop, uvloop.Loop):
-        raise RuntimeError("the gateway runs on uvloop alone")
+        raise RuntimeError("the gateway runs on uvloop only")
     log = Log(worker)
     logging.getLogger("uvicorn").addHandler(LibraryHandler(log))
     logging.getLogger("asyncio").addHandler(LibraryHandler(log))
@@ -136,7 +136,7 @@ async def work(state: StateDir, client_fd: int, admin_fd: int, worker: int, *, c
 def _upkeep(
     gateway: Gateway, document: FollowedDeployment, state: StateDir, shared: SharedCounts, log: Log
 ) -> dict[str, Coroutine[Any, Any, None]]:
-    """What goes on beside the requests, with or without a controller."""
+    """Background tasks, with or without a controller."""
 
     def current() -> Deployment:
         return document.deployment

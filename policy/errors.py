@@ -1,16 +1,16 @@
 """Every error that Tidegate raises on purpose.
 
 TidegateError
-  ConfigError         a document says something impossible: path, value, what was expected
+  ConfigError         an invalid value in a config: path, value, what was expected
   TraceError          a line of a trace that is not what its format says
   TargetError         a target that a model's modes or the budget do not allow
-  SwitchRefused       a mode switch that would break a promise, with the reason
+  SwitchRefused       a mode switch that would miss the SLO, with the reason
   ModelUnavailable    weights that cannot be prepared
   AdapterRefused      an adapter that no replica may see, with the cause as a code
-  AdapterUnknown      a name or version of an adapter that there is not
+  AdapterUnknown      an adapter name or version that does not exist
   EngineFailed        an engine that did not start, or that died
   ActuatorFailed      the cluster refused or did not answer
-  Unreachable         a part of Tidegate that does not answer
+  Unreachable         a process of Tidegate that does not answer
   PreconditionFailed  something on this machine is in the way: a port, memory, another Ray
 
 ``Refusal`` is the closed vocabulary of why a request is not served; the gateway's edge alone
@@ -27,7 +27,7 @@ class TidegateError(Exception):
 
 
 class ConfigError(TidegateError):
-    """``path`` (dotted, as in the YAML) holds ``value``, and ``expected`` says what may stand there."""
+    """``path`` (dotted, as in the YAML) holds ``value``, and ``expected`` describes the valid values."""
 
     def __init__(self, path: str, value: object, expected: str) -> None:
         self.path = path
@@ -68,7 +68,7 @@ class AdapterRefused(TidegateError):
 
 
 class AdapterUnknown(TidegateError):
-    """There is no adapter of this name, or no such version of it."""
+    """No adapter has this name, or it has no such version."""
 
 
 class EngineFailed(TidegateError):

@@ -1,4 +1,4 @@
-"""What the decisions know of one request: all that admission, batching and routing may look at."""
+"""The request as decisions see it: all that admission, batching and routing may use."""
 
 from __future__ import annotations
 
@@ -88,5 +88,5 @@ class Request:
 
     @property
     def tokens(self) -> int:
-        """What it is expected to cost an engine: prompt and output tokens."""
+        """The tokens that it is expected to cost an engine: prompt and output."""
         return self.prompt_tokens + self.output_tokens

@@ -29,7 +29,7 @@ class Runner(StrEnum):
 class ReplicaPhase(StrEnum):
     """The life of a replica; traffic goes to ``READY`` alone.
 
-    ``ASLEEP`` is one whose GPUs another one of its bed may use: it is woken rather than started.
+    ``ASLEEP`` replicas left their GPUs to another of their shared GPU group; they are woken, not started.
     """
 
     STARTING = "starting"
@@ -40,7 +40,7 @@ class ReplicaPhase(StrEnum):
 
 
 class Priority(StrEnum):
-    """Classes of requests, the most important first; a tenant's key decides, never a request.
+    """Priorities of requests, the highest first; the tenant's key decides, never the request.
 
     ``SHEDDABLE`` is turned away first when there is too much, ``BATCH`` runs in what is left over.
     """
@@ -52,7 +52,7 @@ class Priority(StrEnum):
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
-    """What a replica counted itself, at ``at``.
+    """The load of a replica at ``at``, as it counted it itself.
 
     ``in_flight`` counts requests inside the guard, ``bound`` is how many it admits;
     ``running`` and ``waiting`` are the engine's own split of them, ``kv_used`` the fraction of
@@ -112,7 +112,7 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Model(msgspec.Struct, frozen=True, kw_only=True):
-    """What clients name in ``model``, and what is wanted of it."""
+    """A model that clients name in ``model``, and its desired state."""
 
     name: str
     engine: EngineKind

@@ -1,9 +1,7 @@
-"""What this worker counted of each model, told to the controller.
+"""Reports to the controller: the totals that this worker counted per model.
 
-Once a second, and at once when a request comes for a model that has no replica: it waits until one has
-started. All are totals, so what a controller that was away did not hear it hears the next time.
-
-A message to the controller over a connection of our own, which is kept for the next."""
+A report is sent once a second, and at once when a request arrives for a model without replicas, which has to
+be started. Reports contain totals, so a controller that missed one learns all from the next."""
 
 from __future__ import annotations
 
@@ -25,14 +23,14 @@ from policy.wire.reports import GatewayReport, ModelReport
 
 EVERY_S = 1.0
 
-# Requests that come together wake a model by one report.
+# Requests that arrive together wake a model by one report.
 COALESCE_S = 0.05
 
 Send = Callable[[bytes], Awaitable[None]]
 
 
 class Reporter:
-    """One worker's. ``send`` posts a report, whatever becomes of it."""
+    """Reports of one worker. ``send`` posts a report; it may be lost."""
 
     def __init__(
         self,
@@ -52,22 +50,22 @@ class Reporter:
         self._left = False
 
     async def run(self) -> None:
-        """Tell until cancelled."""
+        """Report until cancelled."""
         due = self._clock()
         while True:
             self._admission.sleeping.clear()
-            await self._tell()
+            await self._report()
             due = max(due + EVERY_S, self._clock())
             while await self._woken_before(due):
                 await asyncio.sleep(COALESCE_S)
-                await self._tell()
+                await self._report()
 
     async def leave(self) -> None:
-        """Tell the last, and nothing after it."""
-        await self._tell(last=True)
+        """Send the last report, and none after it."""
+        await self._report(last=True)
 
     def report(self, *, last: bool = False) -> GatewayReport:
-        """All that was counted until now."""
+        """The totals up to now."""
         self._number += 1
         deployment = self._deployment()
         return GatewayReport(
@@ -82,7 +80,7 @@ class Reporter:
             last=last,
         )
 
-    async def _tell(self, *, last: bool = False) -> None:
+    async def _report(self, *, last: bool = False) -> None:
         if not self._left:
             self._left = last
             await self._send(msgspec.json.encode(self.report(last=last)))
@@ -104,14 +102,14 @@ class Reporter:
         )
 
 
-# An answer that takes longer is no longer waited for.
-PATIENCE_S = 2.0
+# The longest wait for an answer.
+ANSWER_TIMEOUT_S = 2.0
 
 
 class ReportSender:
-    """Messages to one path of the controller; ``address`` says where it is.
+    """Posts messages to one path of the controller, whose current address is ``address()``.
 
-    One that does not come through is lost, and said in the log once until one does.
+    A message that fails is lost; the log says so once, until one succeeds.
     """
 
     def __init__(self, address: Callable[[], str], path: str, secret: str, log: Log) -> None:
@@ -124,10 +122,10 @@ class ReportSender:
         self._lost = False
 
     async def send(self, body: bytes) -> None:
-        """Send ``body``, and wait until it was taken or is lost."""
+        """Send ``body``, and wait until it is received or lost."""
         status = 0
         try:
-            async with asyncio.timeout(PATIENCE_S):
+            async with asyncio.timeout(ANSWER_TIMEOUT_S):
                 status = await self._exchange(body)
         except OSError:  # TimeoutError is one
             pass
@@ -137,33 +135,33 @@ class ReportSender:
         self._lost = lost
 
     def close(self) -> None:
-        """Keep no connection."""
+        """Close the pooled connection."""
         if self._pool is not None:
             self._pool.close()
 
     async def _exchange(self, body: bytes) -> int:
-        """The status of the answer, 0 if there is none; a kept connection may turn out dead, once."""
+        """The status of the answer, 0 without one. If the pooled connection is dead, it is replaced once."""
         pool = self._reach()
         head = (
             f"POST {self._path} HTTP/1.1\r\nhost: {pool.host_header.decode()}\r\n"
             f"{SECRET_HEADER}: {self._secret}\r\ncontent-type: application/json\r\n"
             f"content-length: {len(body)}\r\n\r\n"
         ).encode()
-        kept = pool.take()
-        if kept is not None and (status := await _Answer(kept).to(head, body)):
+        pooled = pool.take()
+        if pooled is not None and (status := await _Exchange(pooled).to(head, body)):
             return status
-        return await _Answer(await pool.connect()).to(head, body)
+        return await _Exchange(await pool.connect()).to(head, body)
 
     def _reach(self) -> ConnectionPool:
-        """Connections to where the controller is now."""
+        """Connections to the controller's current address."""
         url = f"http://{self._address()}"
         if self._pool is None or url != self._url:
             self.close()
-            self._pool, self._url = ConnectionPool(url, PATIENCE_S, max_idle=1), url
+            self._pool, self._url = ConnectionPool(url, ANSWER_TIMEOUT_S, max_idle=1), url
         return self._pool
 
 
-class _Answer:
+class _Exchange:
     """The sink of one exchange."""
 
     def __init__(self, connection: ClientConnection) -> None:
@@ -172,7 +170,7 @@ class _Answer:
         self._ended: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     async def to(self, head: bytes, body: bytes) -> int:
-        """The status of the answer to this request, 0 where the connection died."""
+        """The status of the answer to this request, 0 if the connection died."""
         try:
             self._connection.send(self, head, body)
             return await self._ended
@@ -190,7 +188,7 @@ class _Answer:
             self._end(self._status)
 
     def on_chunk(self, data: bytes, framed: bytes) -> None:
-        """What it says besides does not matter."""
+        """Ignore the body."""
 
     def on_lost(self, *, begun: bool) -> None:
         self._end(0)

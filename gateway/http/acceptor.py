@@ -1,4 +1,4 @@
-"""Takes connections off a listening socket that several workers share, one at a time.
+"""Accepts connections from a listening socket that several workers share, one at a time.
 
 uvloop's own server takes all that wait, whoever else could; and an error of accept() other than one of
 a missing descriptor that libuv could make good closes it for ever, without a word.
@@ -40,7 +40,7 @@ class Acceptor:
         loop.add_reader(sock, self._accept)
 
     def close(self) -> None:
-        """Accept nothing more; what was accepted goes on. Closing again does nothing."""
+        """Stop accepting; accepted connections go on. Closing again does nothing."""
         if self._sock.fileno() < 0:
             return
         if self._resting is not None:
@@ -68,7 +68,7 @@ class Acceptor:
             client.close()
 
     def _let_go(self) -> None:
-        """Take the connection that waits longest in the reserve's place, and close it."""
+        """Accept the oldest waiting connection with the reserve descriptor, and close it."""
         taken = False
         if self._spare.give():
             try:

@@ -27,7 +27,7 @@ LOCAL_FAULTS = frozenset(
 
 
 class Sink(Protocol):
-    """Who takes a response. No call comes after ``complete`` or ``on_lost``."""
+    """The receiver of a response. No call follows ``complete`` or ``on_lost``."""
 
     def on_head(self, status: int, headers: dict[bytes, bytes]) -> None:
         """The head; header names are lower case, of a repeated one the last counts."""
@@ -111,24 +111,24 @@ class ClientConnection:
             self._transport.writelines(parts)
 
     def pause(self, sink: Sink) -> None:
-        """Stop reading: the client does not keep up."""
+        """Stop reading: the client reads too slowly."""
         if self._sink is sink and self.alive:
             assert self._transport is not None
             self._paused = True
             self._transport.pause_reading()
 
     def resume(self, sink: Sink) -> None:
-        """Read on."""
+        """Resume reading."""
         if self._sink is sink:
             self._read_on()
 
     def abort(self, sink: Sink) -> None:
-        """Close at once: the replica sees its client gone and frees the slot."""
+        """Close at once: the replica sees the disconnect and frees the slot."""
         if self._sink is sink:
             self.kill()
 
     def kill(self) -> None:
-        """Close at once, whomever it serves; no sink is told."""
+        """Close at once without a call to the sink."""
         self._sink = None
         if self._transport is not None:
             self._transport.abort()
@@ -277,7 +277,7 @@ class ConnectionPool:
         self.reads = 0
 
     def take(self) -> ClientConnection | None:
-        """The idle connection that was used last, if there is one."""
+        """The most recently used idle connection, if there is one."""
         while self._idle:
             connection = self._idle.pop()
             if connection.alive:
@@ -304,12 +304,12 @@ class ConnectionPool:
             self._idle.append(connection)
 
     def discard(self, connection: ClientConnection) -> None:
-        """``connection`` is gone."""
+        """Forget ``connection``, which is closed."""
         if connection in self._idle:
             self._idle.remove(connection)
 
     def close(self) -> None:
-        """Close what is idle and keep nothing more; what is in flight goes on."""
+        """Close idle connections and pool no more; requests in flight go on."""
         self._closed = True
         idle, self._idle = self._idle, []
         for connection in idle:

@@ -1,4 +1,4 @@
-"""One client connection: requests are parsed as they come and served one after the other.
+"""A client connection: requests are parsed as they arrive and served in order.
 
 A body is collected as a list and joined once. What comes after the head of a request with a known
 length goes around the parser, which would copy it.
@@ -107,12 +107,12 @@ class ServerConnection:
         return self._active is None and not self._reading and not self.ended
 
     def cancel(self) -> None:
-        """Cut short what is served; its client is still told."""
+        """Cancel the request that is served; its client still gets an error."""
         if self._active is not None and self._active.task is not None:
             self._active.task.cancel()
 
     def end(self) -> None:
-        """Close once everything was written, if the client takes it."""
+        """Close once everything is written, if the client reads it."""
         self.ended = True
         self._unsent = 0
         self.deadline = self._server.now + self._server.times.stalled_s
@@ -123,7 +123,7 @@ class ServerConnection:
         self._transport.abort()
 
     def sweep(self, now: float) -> None:
-        """End the connection if its time is up; ``now`` is the server's clock."""
+        """Close the connection if a timeout has passed; ``now`` is the server's clock."""
         if self.sent is not SENT or self.ended:
             # A reader that is slow is waited for, one that takes nothing is not.
             unsent = self._transport.get_write_buffer_size()
@@ -408,7 +408,7 @@ def _head_too_large() -> Refused:
 
 @lru_cache(maxsize=256)
 def _scope(url: bytes, method: bytes, http_1_1: bool) -> Scope:
-    """What requests of one first line have in common; raises ``ValueError`` for a target that is none."""
+    """The ASGI scope's part of the request line; raises ``ValueError`` for a target that is none."""
     try:
         # What its stub calls bytes is None where the target has no such part.
         parsed: Any = httptools.parse_url(url)

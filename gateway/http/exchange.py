@@ -42,7 +42,7 @@ def request_ids(given: bytes | None) -> tuple[bytes, bytes]:
 
 
 class _Sent:
-    """Awaiting it takes no turn of the loop."""
+    """An awaitable that is done already: awaiting it does not yield to the loop."""
 
     __slots__ = ()
 
@@ -64,7 +64,7 @@ class _ResponseWriter(Protocol):
         ...
 
     def write(self, data: bytes) -> None:
-        """Hand bytes to the client's connection, if there still is one."""
+        """Write bytes to the client's connection, if it is open."""
         ...
 
     def general_header(self) -> bytes:
@@ -76,7 +76,7 @@ class _ResponseWriter(Protocol):
         ...
 
     def abort(self) -> None:
-        """Close at once, so that a cut does not look like an end."""
+        """Close at once, so that an aborted answer does not look complete."""
         ...
 
 
@@ -162,13 +162,13 @@ class Exchange:
         return self.send({"type": "http.response.body", "body": body, "more_body": True})
 
     def end(self) -> None:
-        """Whoever served it is done with it, whether it was answered or not."""
+        """The task that served it has ended, whether it answered or not."""
         self.task = None
         if not (self.done or self.left):
             self._line.abort()
 
     def leave(self) -> None:
-        """The client is gone: whoever serves it is cancelled."""
+        """The client disconnected: cancel the task that serves it."""
         if self.done:
             return
         self.left = True

@@ -1,4 +1,4 @@
-"""Follow an endless NDJSON stream of ours, line by line, through every break of it."""
+"""A client of an endless NDJSON stream that reconnects, with back-off, whenever it breaks."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class NdjsonStream:
         self._ended = asyncio.Event()
 
     def retry_now(self) -> None:
-        """Something changed: do not wait for the rest of the back-off."""
+        """Skip the rest of the back-off."""
         self._wake.set()
 
     async def run(self) -> None:
@@ -70,7 +70,7 @@ class NdjsonStream:
                 self._connection.abort(self)
 
     async def _follow(self) -> bool:
-        """One connection to its end; whether it brought a line."""
+        """Follow one connection to its end; whether it delivered a line."""
         self.silent = False
         try:
             self._connection = await self._pool.connect()

@@ -1,4 +1,4 @@
-"""A descriptor that is kept for the moment when there are no others."""
+"""A file descriptor in reserve, for when the process has reached its limit."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ class ReserveDescriptor:
         self.keep()
 
     def keep(self) -> None:
-        """Take one if there is one; else the next call does."""
+        """Reserve a descriptor, if one is available; otherwise a later call does."""
         if self._fd is None:
             with contextlib.suppress(OSError):
                 self._fd = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
 
     def give(self) -> bool:
-        """Free it for what needs one now; whether there was one."""
+        """Free the descriptor; returns whether there was one."""
         if self._fd is None:
             return False
         os.close(self._fd)

@@ -1,4 +1,4 @@
-"""The client port's server: accepts, serves raw ASGI in one task a request, sweeps, and drains.
+"""The client port's server: accepts connections, runs the ASGI app in a task per request, times out, drains.
 
 uvicorn stays for the admin port. Here it would copy a body once for each of its reads, and wait for
 each chunk of an answer in a task.
@@ -30,7 +30,7 @@ MAX_DESCRIPTORS = 65_536
 
 
 class ServerTimeouts(NamedTuple):
-    """How long a client may take, in seconds, each as precise as the sweep.
+    """Timeouts of a client connection, in seconds; they are checked by the sweep.
 
     ``idle_s`` between requests, ``head_s`` from a head's first byte to its last, ``body_s`` from there
     to the end of the body, ``stalled_s`` without taking a byte of its answer, ``linger_s`` to finish
@@ -85,7 +85,7 @@ class Server:
         self._listening = Acceptor(self._loop, sock, lambda: ServerConnection(self))
 
     async def drain(self, timeout_s: float) -> None:
-        """Accept nothing more, give what is in flight ``timeout_s``, then cut it short with a word."""
+        """Stop accepting, give requests in flight ``timeout_s``, then answer them with an error."""
         assert self._listening is not None
         self.draining = True
         self._listening.close()
@@ -112,7 +112,7 @@ class Server:
     # the connections' side
 
     def admit(self, connection: ServerConnection) -> bool:
-        """Whether one connection more can be served."""
+        """Whether one more connection can be served."""
         if len(self._connections) < self.max_connections:
             self._connections.add(connection)
             return True
@@ -121,11 +121,11 @@ class Server:
 
     @property
     def crowded(self) -> bool:
-        """Whether so many are turned away that they cannot be let go gently."""
+        """Whether too many are being turned away to close them gracefully."""
         return len(self._turned_away) > SPARE_DESCRIPTORS // 2
 
     def lost(self, connection: ServerConnection) -> None:
-        """A connection is gone."""
+        """Forget a closed connection."""
         self._connections.discard(connection)
         self._turned_away.discard(connection)
         if self.draining and not self._connections:

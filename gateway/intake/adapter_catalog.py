@@ -1,4 +1,4 @@
-"""The adapters that requests may name: one dictionary, made anew when the catalog or the document changes.
+"""The adapters that requests may name: an index, rebuilt when the catalog or the deployment changes.
 
 A name is looked up once, when its request arrives; the version that it stood for then stays with the request.
 """
@@ -19,7 +19,7 @@ EMPTY = Catalog(epoch=0.0, version=0)
 
 
 class Adapter:
-    """A version of an adapter as requests go to it.
+    """A version of an adapter, as requests use it.
 
     ``served`` is what engines and answers call it, ``header`` the line of a request's head that tells a
     replica of ours what to load.
@@ -36,7 +36,7 @@ class Adapter:
 
 
 class Entry:
-    """An alias as requests find it; ``main`` is the version that most of them are given."""
+    """An alias, as requests find it; ``main`` is the version with the largest weight."""
 
     __slots__ = ("_only", "_tenants", "_versions", "alias", "main")
 
@@ -48,11 +48,11 @@ class Entry:
         self._only = self._of(self.main) if len(given) == 1 else None
 
     def shows(self, account: TenantAccount) -> bool:
-        """Whether there is such an adapter for ``account``; for an admin there is every one."""
+        """Whether ``account`` may see the adapter; an admin sees all."""
         return not self._tenants or account.name in self._tenants or account.admin
 
     def pick(self, account: TenantAccount, session: bytes | None, draw: Callable[[], int]) -> Adapter:
-        """The version for this client: the same one for a session, else for a tenant, else by ``draw``."""
+        """The version for this client: stable per session, else per tenant, else drawn by ``draw``."""
         if self._only is not None:
             return self._only
         name = account.name
@@ -60,7 +60,7 @@ class Entry:
         return self._of(self.alias.pick(key))
 
     def pinned(self, digest: str) -> Adapter | None:
-        """The version whose digest begins so, if it is one alone."""
+        """The version whose digest begins with ``digest``, if exactly one does."""
         version = self.alias.pinned(digest)
         if version is None:
             return None
@@ -102,7 +102,7 @@ class CatalogView:
         self.changed = 0
 
     def read(self, deployment: Deployment) -> None:
-        """Take the order of the document's models; servers that are not ours load nothing for us."""
+        """Take the order of the deployment's models; external servers load no adapters of ours."""
         models = deployment.models
         self._places = {spec.name: place for place, spec in enumerate(models)}
         self._foreign = frozenset(spec.name for spec in models if spec.engine is EngineKind.EXTERNAL)
@@ -120,7 +120,7 @@ class CatalogView:
             entry = former.get(key)
             if entry is not None and (entry.alias is alias or entry.alias == alias):
                 entries[key] = entry
-            elif given := _given(alias):
+            elif given := _weights(alias):
                 entries[key] = Entry(alias, given)
         self._entries = entries
         self.catalog = catalog
@@ -129,7 +129,7 @@ class CatalogView:
         self._index()
 
     def resolve(self, name: str, account: TenantAccount, session: bytes | None) -> Adapter | None:
-        """What ``name`` stands for, for this client; ``None`` also where it may not know of it."""
+        """The adapter version for ``name`` and this client; ``None`` also if the client may not see it."""
         found = self.find(name, account)
         if found is None:
             return None
@@ -137,7 +137,7 @@ class CatalogView:
         return entry.pick(account, session, self._draw) if pinned is None else pinned
 
     def find(self, name: str, account: TenantAccount) -> tuple[Entry, Adapter | None] | None:
-        """What ``name`` is of, with the version if it pins one; ``None`` too where ``account`` sees none."""
+        """The entry of ``name``, and the version if it pins one; ``None`` if ``account`` sees none."""
         entries = self._names.get(name)
         if entries is not None:
             for entry in entries:
@@ -153,11 +153,11 @@ class CatalogView:
         return None
 
     def visible(self, account: TenantAccount) -> list[Entry]:
-        """The adapters that ``account`` may know of, in the order of the document's models."""
+        """The adapters that ``account`` may see, in the order of the deployment's models."""
         return [entry for entry in self._order if entry.shows(account)]
 
     def views(self, account: TenantAccount) -> frozenset[tuple[str, ...]]:
-        """Which lists of tenants ``account`` is on: who is on the same ones sees the same."""
+        """The tenant lists that ``account`` is on: accounts on the same lists see the same adapters."""
         return frozenset([names for names in self._lists if account.admin or account.name in names])
 
     def _index(self) -> None:
@@ -174,7 +174,7 @@ class CatalogView:
         self.changed += 1
 
 
-def _given(alias: Alias) -> dict[Version, float]:
-    """The versions that requests for ``alias`` are given, with their weights."""
+def _weights(alias: Alias) -> dict[Version, float]:
+    """The versions of ``alias`` that receive requests, with their weights."""
     kept = [(alias.version(number), weight) for number, weight in alias.split if weight > 0]
     return {version: weight for version, weight in kept if version is not None}

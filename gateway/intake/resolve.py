@@ -1,4 +1,4 @@
-"""What is made of a request when it arrives: the model it names, and what the decisions may know of it."""
+"""Resolve an arriving request: its model, its adapter, and the features that decisions use."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from policy.types import Runner
 
 
 class RequestResolver:
-    """The way in of one worker."""
+    """The resolver of one worker."""
 
     def __init__(self, fleet: FleetView, catalog: CatalogView, routes: ModelRouters) -> None:
         self._fleet = fleet
@@ -29,9 +29,9 @@ class RequestResolver:
     def take(
         self, call: Call, account: TenantAccount, body: Body, raw: bytes, *, patience_s: float
     ) -> tuple[ServedModel, Request]:
-        """Who is to serve ``call``, and what it looks like to admission and routing.
+        """The model that serves ``call``, and the request as admission and routing see it.
 
-        ``patience_s`` is how long it may wait for a replica, if its client does not say less. Raises
+        ``patience_s`` is the longest wait for a replica, unless the client sets a shorter one. Raises
         :class:`gateway.protocol.errors.Refused` for a model that is not served, or not on this route.
         """
         served, adapter = self._resolve(call, body.model, account)
@@ -76,7 +76,7 @@ class RequestResolver:
         return served, adapter
 
     def _adapter(self, call: Call, name: str, account: TenantAccount) -> tuple[ServedModel, str]:
-        """One that its client may not know of is answered as one that there is not, in every word."""
+        """The adapter; one that the client may not see is answered exactly like one that does not exist."""
         adapter = self._catalog.resolve(name, account, call.headers.get(b"x-session-id"))
         if adapter is not None and (served := self._fleet.get(adapter.model)) is not None:
             call.adapter = adapter
@@ -85,5 +85,5 @@ class RequestResolver:
         if listed is not None:
             return listed
         if self._catalog.wanted and not self._catalog.known:
-            raise Refused(Refusal.STARTING, "The gateway does not know yet which adapters there are.")
+            raise Refused(Refusal.STARTING, "The gateway has not received the adapter catalog yet.")
         raise unknown(name)

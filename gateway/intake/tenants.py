@@ -1,4 +1,4 @@
-"""Who a request is from: its key, looked up by digest, decides tenant, weight and class."""
+"""Tenants: the API key of a request, looked up by digest, decides its tenant, weight and priority."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from policy.errors import Refusal
 from policy.types import Priority
 from store.api_keys import salt_of
 
-_MISSING = "This server wants an API key: send it as 'Authorization: Bearer KEY' or as 'x-api-key'."
+_MISSING = "This server requires an API key: send it as 'Authorization: Bearer KEY' or as 'x-api-key'."
 _WRONG = "The API key is not valid."
 
 
 class TenantAccount:
-    """A tenant as this worker serves it, from the first document that names it to the last.
+    """A tenant in this worker, from the first deployment that names it to the last.
 
-    ``salt`` is what engines keep its cached prefixes apart by, as a JSON string, empty without
+    ``salt`` isolates its prefix cache in the engines, as a JSON string; empty without
     tenants. ``in_flight`` counts its requests here, ``prompt_tokens`` and ``output_tokens`` what was
     served to it.
     """
@@ -41,14 +41,14 @@ class TenantAccount:
         self.output_tokens = 0
 
     def read(self, tenant: Tenant) -> None:
-        """Take what the document says of it now."""
+        """Take its settings from the deployment."""
         self.weight, self.priority, self.admin = tenant.weight, tenant.priority, tenant.admin
 
 
 class Tenants:
-    """The accounts of the document in force; without tenants in it everyone is the anonymous one.
+    """The accounts of the current deployment; without tenants every request is the anonymous one's.
 
-    ``salt_secret`` makes the cache salts; ``own_key`` is Tidegate's own, which asks as nobody. A key is
+    ``salt_secret`` makes the cache salts; ``own_key`` is Tidegate's own, which is nobody's. A key is
     digested anew for each request: that costs less than a microsecond, keeps no key in memory, and a
     revoked one ends with the document that named it.
     """
@@ -61,7 +61,7 @@ class Tenants:
         self._by_digest: dict[bytes, TenantAccount] = {}
 
     def read(self, deployment: Deployment) -> None:
-        """Take the tenants of the document; what they have in flight goes on."""
+        """Take the tenants of the deployment; requests in flight go on."""
         self._anonymous.priority = deployment.gateway.priority
         accounts: dict[str, TenantAccount] = {}
         digests = {self._own: self._anonymous} if deployment.tenants else {}
@@ -75,8 +75,7 @@ class Tenants:
         self._by_name, self._by_digest = accounts, digests
 
     def of(self, headers: Mapping[bytes, bytes]) -> TenantAccount:
-        """Whose request this is; raises :class:`gateway.protocol.errors.Refused` without a key that is in
-        force."""
+        """The account of a request; raises :class:`gateway.protocol.errors.Refused` without a valid key."""
         if not self._by_digest:
             return self._anonymous
         key = headers.get(b"authorization")
@@ -93,26 +92,26 @@ class Tenants:
         return account
 
     def weight(self, name: str) -> float:
-        """The share of the tenant called ``name``; one that is gone keeps the common one to its end."""
+        """The weight of the tenant called ``name``; 1 for one that was removed."""
         account = self._by_name.get(name)
         return 1.0 if account is None else account.weight
 
     def salt(self, name: str) -> bytes:
-        """What engines keep the caches of the tenant called ``name`` apart by, as a JSON string.
+        """The prefix cache salt of the tenant called ``name``, as a JSON string.
 
-        One that has just been taken out of the document keeps its own to the end of its last request.
+        A tenant that was removed keeps its salt to the end of its last request.
         """
         account = self._by_name.get(name)
         return self._salt(name) if account is None and name else (account or self._anonymous).salt
 
     def served(self, name: str, usage: Usage) -> None:
-        """Count what an answer to the tenant called ``name`` has cost."""
+        """Count the tokens of an answer to the tenant called ``name``."""
         account = self._by_name.get(name, self._anonymous)
         account.prompt_tokens += usage.prompt
         account.output_tokens += usage.completion
 
     def describe(self) -> list[dict[str, Any]]:
-        """Every account with its counts in this worker, and nothing of its keys."""
+        """Every account with its counts in this worker, without its keys."""
         accounts = self._by_name.values() if self._by_digest else (self._anonymous,)
         return [
             {

@@ -1,4 +1,4 @@
-"""Requests cut so that they fit into one upstream call, and its answer cut so that each has its own.
+"""Join several requests into one upstream call, and split its answer.
 
 Inputs travel as the bytes that came: what is joined are slices of the bodies, never decoded texts.
 """
@@ -39,19 +39,19 @@ class SubRequest:
 
     @property
     def count(self) -> int:
-        """How many items its answer has."""
+        """The number of items in its answer."""
         return len(self.inputs[0])
 
     @property
     def size(self) -> int:
-        """Bytes of its inputs: by them its part of the prompt tokens is reckoned."""
+        """Bytes of its inputs, by which prompt tokens are attributed to it."""
         return sum(len(piece) for pieces in self.inputs for piece in pieces)
 
 
 def sub_request_of(
     route: Route, body: Body, raw: bytes, tenant: str, bounds: Coalesce, *, adapter: str = ""
 ) -> SubRequest | None:
-    """What ``raw`` could share, or ``None`` when it has to travel alone.
+    """The inputs of ``raw`` that can share a call, or ``None`` if it cannot share one.
 
     Shared are embeddings, scores of pairs, and completions of a list of prompts, whole answers of one
     choice each, with fewer inputs than ``bounds.max_inputs`` of at most ``bounds.max_input_bytes``.
@@ -90,7 +90,7 @@ def join(together: Sequence[SubRequest]) -> bytes:
 
 
 def split(answer: bytes, together: Sequence[SubRequest], id_: bytes, ids: Sequence[bytes]) -> list[bytes]:
-    """The answer of each of ``together`` out of the one to them all, in their order.
+    """The answers of ``together``, in order, from the answer to the joined call.
 
     Items keep their order and count from 0 again. Where the answer's id holds the call's ``id_``, each
     gets its own of ``ids`` in its place. Engines report one usage for the whole call: prompt tokens are
@@ -111,12 +111,12 @@ def split(answer: bytes, together: Sequence[SubRequest], id_: bytes, ids: Sequen
     whole_id = msgspec.json.decode(fields["id"], type=str) if "id" in fields else ""
     answers = []
     for place, own in enumerate(cut):
-        said: dict[str, Any] = {**fields, key: own}
+        own_answer: dict[str, Any] = {**fields, key: own}
         if whole_id:
-            said["id"] = whole_id.replace(id_.decode(), ids[place].decode())
+            own_answer["id"] = whole_id.replace(id_.decode(), ids[place].decode())
         if usages is not None:
-            said["usage"] = usages[place]
-        answers.append(msgspec.json.encode(said))
+            own_answer["usage"] = usages[place]
+        answers.append(msgspec.json.encode(own_answer))
     return answers
 
 
@@ -164,18 +164,18 @@ def _renumbered(fields: dict[str, Raw], index: int) -> bytes:
 def _usages(
     value: Raw, together: Sequence[SubRequest], cut: Sequence[Sequence[Raw]]
 ) -> list[dict[str, int]] | None:
-    said = msgspec.json.decode(value, type=dict[str, Any] | None)
-    if said is None:
+    usage = msgspec.json.decode(value, type=dict[str, Any] | None)
+    if usage is None:
         return None
     weights = {
         "prompt_tokens": [share.size for share in together],
         "completion_tokens": [sum(len(bytes(item)) for item in own) for own in cut],
     }
     parts = {
-        name: can_share(said[name], weights[name]) for name in weights if isinstance(said.get(name), int)
+        name: can_share(usage[name], weights[name]) for name in weights if isinstance(usage.get(name), int)
     }
     usages = [{name: part[place] for name, part in parts.items()} for place in range(len(together))]
-    total = said.get("total_tokens")
+    total = usage.get("total_tokens")
     if isinstance(total, int):
         counted = [sum(usage.values()) for usage in usages]
         for usage, part in zip(usages, can_share(total, counted), strict=True):

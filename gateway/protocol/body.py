@@ -1,4 +1,4 @@
-"""What the gateway reads of a request's body: one decode, few fields, and what it refuses."""
+"""Decode the few fields of a request's body that the gateway uses, and refuse what it does not allow."""
 
 from __future__ import annotations
 

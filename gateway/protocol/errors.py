@@ -1,4 +1,4 @@
-"""How a refusal reads on the wire: one table from reasons to HTTP, and the two envelopes."""
+"""Refusals on the wire: one table from reasons to HTTP, and the two error envelopes."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ _ANTHROPIC = {
     503: "overloaded_error",
 }
 
-# The fleet's own word that it has no room in time; what a replica says of a request is not among them.
+# The fleet has no capacity in time; errors that a replica reports about a request are not among them.
 NO_ROOM = frozenset({Refusal.QUEUE_FULL, Refusal.OVERLOADED, Refusal.DEADLINE, Refusal.NO_REPLICA})
 
 # The names of an engine's own classes, which stand for the branches of a union.
@@ -73,7 +73,7 @@ _NOT_LOADED = re.compile(
 
 
 class Refused(TidegateError):
-    """A request that is not served, with all that its answer says.
+    """A request that is not served, with the contents of its answer.
 
     ``status``, ``code`` and ``retry_after_s`` override the table where more is known; the last is
     rounded up to a whole second, at least 1 and at most :data:`MAX_RETRY_AFTER_S`.
@@ -118,7 +118,7 @@ class Refused(TidegateError):
         return msgspec.json.encode({"error": error})
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """What the answer's head says beside its type and length."""
+        """The headers of the answer, without its length."""
         headers = [(b"content-type", b"application/json")]
         if self.retry_after_s is not None:
             headers.append((b"retry-after", str(self.retry_after_s).encode()))
@@ -136,7 +136,7 @@ def _type_of(status: int) -> str:
 
 
 def unknown(model: str) -> Refused:
-    """There is no model or adapter of this name, for whoever asks."""
+    """There is no model or adapter of this name, or the caller may not see it."""
     return Refused(Refusal.UNKNOWN_MODEL, f"The model '{model[:128]}' does not exist.", param="model")
 
 

@@ -1,4 +1,4 @@
-"""What routing and admission may know of a prompt: hashes of its beginnings, and how long it is."""
+"""Prompt features for routing and admission: prefix hashes and estimated token counts."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class PromptHash(NamedTuple):
 
 
 class BytesPerToken:
-    """How many bytes of JSON make a token of one model, and how many tokens an answer has."""
+    """Running estimates of one model: bytes of JSON per token, and tokens per answer."""
 
     __slots__ = ("answers", "bytes_a_token")
 
@@ -91,7 +91,7 @@ class BytesPerToken:
 
 
 def parts_of(body: Body, route: Route, raw: bytes) -> list[memoryview]:
-    """What an engine reads of ``body``, in the order of a chat template, as slices of the body.
+    """The parts of ``body`` that an engine reads, in the order of a chat template, as slices.
 
     A route whose prompt is no one field has the whole body for it.
     """
@@ -118,7 +118,7 @@ def grid_of(seed: int, body: Body, route: Route, raw: bytes, *, most: int) -> tu
 
 @lru_cache(maxsize=4096)
 def seed_of(model: str, adapter: str, salt: str) -> int:
-    """What every hash of a prompt depends on: KV of another model, adapter or tenant is never shared."""
+    """The seed of a prompt's hashes: KV is not shared between models, adapters or tenants."""
     return xxhash.xxh3_64_intdigest(f"{model}\0{adapter}\0{salt}".encode())
 
 

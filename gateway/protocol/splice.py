@@ -1,4 +1,4 @@
-"""Edit a JSON object at offsets: what is not edited stays the bytes that came, and is not copied.
+"""Edit a JSON object at offsets: unedited parts keep their bytes and are not copied.
 
 A member that is absent goes in behind the opening brace; one that is there has its value replaced
 where the decoder found it, so that the same name in a nested object or a text is never hit.
@@ -54,7 +54,7 @@ def set_member(raw: bytes, name: str, value: Raw, text: bytes) -> Edit:
 
 
 def set_model(raw: bytes, name: str) -> Edit:
-    """Name another model in a request's body."""
+    """Replace the model in a request's body."""
     return Edit(*locate(raw, NAMED.decode(raw).model), msgspec.json.encode(name))
 
 
@@ -65,10 +65,10 @@ def force_usage(raw: bytes, stream_options: Raw) -> Edit | None:
     """
     options: dict[str, Any] = {}
     if stream_options is not ABSENT:
-        said = msgspec.json.decode(stream_options)
-        if isinstance(said, dict):
-            options = said
-        elif said is not None:
+        decoded = msgspec.json.decode(stream_options)
+        if isinstance(decoded, dict):
+            options = decoded
+        elif decoded is not None:
             return None  # the engine will say what is wrong with it
     if options.get("include_usage"):
         return None
@@ -116,7 +116,7 @@ class UpstreamBody(NamedTuple):
 
 
 def upstream_body(route: Route, body: Body, raw: bytes, salt: bytes, adapter: str = "") -> UpstreamBody:
-    """``raw`` with the tenant's cache ``salt`` (a JSON string, or nothing), whatever the client said of it.
+    """``raw`` with the tenant's cache ``salt`` (a JSON string, or nothing) in place of the client's.
 
     ``model`` becomes the ``adapter``'s name at the replicas, if there is one. Without usage at its end a
     stream would count for nothing in fairness, predictions and budgets.

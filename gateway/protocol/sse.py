@@ -25,11 +25,11 @@ _RETURN = ord("\r")
 
 
 class Tail:
-    """One stream. ``finished`` once it has said all it must, ``failed`` once it said an error.
+    """One stream. ``finished`` once its last event has come, ``failed`` once it contained an error.
 
     ``closed`` once nothing more may follow. ``error`` is the payload of the upstream's error event,
     empty until there is one. ``events`` counts those with a payload up to the one that finishes the
-    answer, ``usage`` is what the engine said of it. This base class knows no last word: any clean end
+    answer, ``usage`` is what the engine reported for it. This base class knows no last event: any clean end
     is a good one.
     """
 
@@ -46,7 +46,7 @@ class Tail:
         self._held = bytearray()
 
     def feed(self, data: bytes) -> bytes:
-        """Take what came; returns the whole events that may go to the client now.
+        """Take received bytes; returns the whole events that may go to the client now.
 
         An event is held until its blank line came: a client can do nothing with a part of one, and
         an error event written after half an event would be read as its continuation.
@@ -63,7 +63,7 @@ class Tail:
         return self._feed_many(data)
 
     def end(self, *, clean: bool) -> Refused | None:
-        """The upstream has ended: what must still be said to the client, if anything."""
+        """The upstream has ended: the error to send to the client, if any."""
         self._held.clear()
         if self.failed or (self.finished and (clean or self.closed)):
             return None
@@ -130,17 +130,17 @@ class Tail:
 
     def _read(self, event: bytes, payload: bytes) -> bytes:
         """As :meth:`_pass`, of a payload that is text; raises ``ValueError`` if it is no JSON."""
-        said = typed.decode(payload)
-        if said.type == "error" or said.error != NULL:
+        decoded = typed.decode(payload)
+        if decoded.type == "error" or decoded.error != NULL:
             return self._fail(payload)
-        self._count(said)
-        if said.type in self._last_words:
+        self._count(decoded)
+        if decoded.type in self._last_words:
             self.finished = True
         return event
 
-    def _count(self, said: Typed) -> None:
-        if said.usage != NULL:
-            self.usage = read_usage(said.usage) or self.usage
+    def _count(self, decoded: Typed) -> None:
+        if decoded.usage != NULL:
+            self.usage = read_usage(decoded.usage) or self.usage
 
     def _fail(self, payload: bytes) -> bytes:
         """The upstream's error event, in our envelope."""
@@ -168,17 +168,17 @@ class ChatTail(Tail):
         self._finished: set[int] = set()
 
     def _read(self, event: bytes, payload: bytes) -> bytes:
-        said = chunk.decode(payload)
-        choices = said.choices
+        decoded = chunk.decode(payload)
+        choices = decoded.choices
         if choices:
             for choice in choices:
                 if choice.finish_reason is not None:
                     self._finished.add(choice.index)
                     self.finished = len(self._finished) >= self._choices
-        elif said.error is not NULL and said.error != NULL:
+        elif decoded.error is not NULL and decoded.error != NULL:
             return self._fail(payload)
-        if said.usage is not NULL and said.usage != NULL:
-            self.usage = read_usage(said.usage) or self.usage
+        if decoded.usage is not NULL and decoded.usage != NULL:
+            self.usage = read_usage(decoded.usage) or self.usage
             if self._strip_usage and not choices:
                 return b""
         return event
@@ -193,7 +193,7 @@ class ResponsesTail(Tail):
         super().__init__(("response.completed", "response.incomplete", "response.failed"))
 
     def error_event(self, refused: Refused) -> bytes:
-        said = {
+        event = {
             "type": "error",
             "code": refused.code,
             "message": refused.message,
@@ -205,12 +205,12 @@ class ResponsesTail(Tail):
                 "code": refused.code,
             },
         }
-        return b"event: error\ndata: " + msgspec.json.encode(said) + b"\n\n"
+        return b"event: error\ndata: " + msgspec.json.encode(event) + b"\n\n"
 
-    def _count(self, said: Typed) -> None:
-        if said.type in self._last_words:
-            self.usage = usage_inside(said.response)
-            self.failed = said.type == "response.failed"
+    def _count(self, decoded: Typed) -> None:
+        if decoded.type in self._last_words:
+            self.usage = usage_inside(decoded.response)
+            self.failed = decoded.type == "response.failed"
 
 
 class MessagesTail(Tail):
@@ -224,8 +224,10 @@ class MessagesTail(Tail):
     def error_event(self, refused: Refused) -> bytes:
         return b"event: error\ndata: " + refused.body(anthropic=True) + b"\n\n"
 
-    def _count(self, said: Typed) -> None:
-        found = usage_inside(said.message) if said.type == "message_start" else read_usage(said.usage)
+    def _count(self, decoded: Typed) -> None:
+        found = (
+            usage_inside(decoded.message) if decoded.type == "message_start" else read_usage(decoded.usage)
+        )
         if found is not None:
             before = self.usage or Usage()
             self.usage = Usage(found.prompt or before.prompt, found.cached or before.cached, found.completion)

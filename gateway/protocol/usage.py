@@ -1,4 +1,4 @@
-"""How many tokens an answer cost, as the engine itself counted them.
+"""The token counts of an answer, as reported by the engine.
 
 A stream says it in one of its last events, a whole answer near its end. Where an answer was cut
 short, what was seen of it stands in.
@@ -38,28 +38,28 @@ _scanner = json.JSONDecoder()
 def read_usage(raw: bytes | Raw) -> Usage | None:
     """The usage object ``raw``; ``None`` if it is none or not understood."""
     try:
-        said = counts.decode(raw)
+        decoded = counts.decode(raw)
     except (ValueError, RecursionError):
         return None
-    details = said.prompt_tokens_details or said.input_tokens_details
-    cached = (details.cached_tokens if details is not None else said.cache_read_input_tokens) or 0
-    prompt = said.prompt_tokens
+    details = decoded.prompt_tokens_details or decoded.input_tokens_details
+    cached = (details.cached_tokens if details is not None else decoded.cache_read_input_tokens) or 0
+    prompt = decoded.prompt_tokens
     if prompt is None:
-        if said.input_tokens is None and said.output_tokens is None:
+        if decoded.input_tokens is None and decoded.output_tokens is None:
             return None
         # Anthropic counts what was read from or written to a cache apart from the input.
-        prompt = said.input_tokens or 0
-        prompt += (said.cache_read_input_tokens or 0) + (said.cache_creation_input_tokens or 0)
-    return Usage(prompt, cached, said.completion_tokens or said.output_tokens or 0)
+        prompt = decoded.input_tokens or 0
+        prompt += (decoded.cache_read_input_tokens or 0) + (decoded.cache_creation_input_tokens or 0)
+    return Usage(prompt, cached, decoded.completion_tokens or decoded.output_tokens or 0)
 
 
 def usage_inside(raw: bytes | Raw) -> Usage | None:
     """The usage of an object that holds one under ``usage``."""
     try:
-        said = answer.decode(raw)
+        decoded = answer.decode(raw)
     except (ValueError, RecursionError):
         return None
-    return None if said.usage is NULL or said.usage == NULL else read_usage(said.usage)
+    return None if decoded.usage is NULL or decoded.usage == NULL else read_usage(decoded.usage)
 
 
 def usage_of_answer(end: bytes) -> Usage | None:

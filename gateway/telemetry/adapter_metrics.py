@@ -1,4 +1,4 @@
-"""What is measured of each adapter: by its name, which the catalog gives and no client can make up.
+"""Metrics per adapter, by the names of the catalog: a client cannot add label values.
 
 The number of label values is bounded twice. At most :data:`MOST` adapters of a worker have numbers of their
 own at a time; a name that the catalog drops frees its place and is counted no more. What was published of it
@@ -32,7 +32,7 @@ SECONDS = (0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0)
 
 
 class AdapterCounters:
-    """The numbers of one adapter in this worker since they were last published."""
+    """The counts of one adapter in this worker since they were last published."""
 
     __slots__ = ("cached_tokens", "completion_tokens", "news", "prompt_tokens", "requests", "ttft")
 
@@ -45,7 +45,7 @@ class AdapterCounters:
         self.news = False
 
     def count(self, call: Call, began: float) -> None:
-        """Count a call that began at this instant, whatever became of it."""
+        """Count a call that began at this instant, whatever its outcome."""
         self.news = True
         self.requests[call.outcome] += 1
         first_at = call.first_byte_at
@@ -53,7 +53,7 @@ class AdapterCounters:
             self.ttft.add(first_at - began)
 
     def count_tokens(self, usage: Usage) -> None:
-        """Count what an answer cost."""
+        """Count the tokens of an answer."""
         self.news = True
         self.prompt_tokens += usage.prompt
         self.cached_tokens += usage.cached
@@ -61,7 +61,7 @@ class AdapterCounters:
 
 
 class AdapterMetrics:
-    """The meters of at most :data:`MOST` adapters, with one for all others of each model, as published."""
+    """The published counters of at most :data:`MOST` adapters, and one per model for all its others."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._names: Collection[tuple[str, str]] = ()
@@ -87,7 +87,7 @@ class AdapterMetrics:
         )
 
     def follow(self, names: Collection[tuple[str, str]]) -> None:
-        """Take the models and names of the catalog; those that it dropped leave their places."""
+        """Take the models and names of the catalog; names that it dropped free their places."""
         self._names = names
         for key in [key for key in self._meters if key not in names]:
             self._leaving.append((key, self._meters.pop(key)))
@@ -111,7 +111,7 @@ class AdapterMetrics:
         return meter
 
     def publish(self) -> None:
-        """Merge what was counted into the shared metrics."""
+        """Merge the counts into the shared metrics."""
         while self._leaving:
             (model, name), meter = self._leaving[-1]
             self._publish(model, name, meter)

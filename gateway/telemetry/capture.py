@@ -1,4 +1,4 @@
-"""What a worker tells of the requests that it served to whoever captures them: numbers, never text.
+"""A worker's side of a capture: it sends numbers about served requests, never text, to subscribers.
 
 A listener is a datagram socket in a directory that all workers of a host look into, so that one who
 listens at any worker's admin port hears them all. While the directory is empty a request costs one
@@ -32,7 +32,7 @@ MAX_KEPT = 10_000
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True):
-    """A request that has ended, between workers. ``at`` is its arrival by the host's monotonic clock, in s.
+    """A request that has ended, as sent between workers. ``at`` is its arrival by the host's monotonic clock.
 
     ``grid`` are hashes of the beginnings of its prompt, one each
     :data:`gateway.protocol.prompt_hash.BLOCK_BYTES`. ``session`` is a hash, 0 for none.
@@ -57,7 +57,7 @@ class CaptureBatch(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Listener:
-    """One that hears this worker: what waits for it, and how much did not fit."""
+    """A subscriber: the rows that wait for it, and how many did not fit."""
 
     __slots__ = ("kept", "lost", "path")
 
@@ -68,7 +68,7 @@ class _Listener:
 
 
 class Capture:
-    """One worker's side. ``listened`` is whether anybody hears it, ``place`` where listeners are."""
+    """Sends the rows of one worker. ``listened``: there are subscribers; ``place`` is their directory."""
 
     def __init__(self, place: Path) -> None:
         self.listened = False
@@ -79,7 +79,7 @@ class Capture:
         self._closed = False
 
     def ended(self, call: Call, request: Request, body: Body, raw: bytes, began: float) -> None:
-        """Tell of an answer that was generated: whole, or as far as its client stayed for it.
+        """Record a generated answer: whole, or up to the point where its client left.
 
         ``began`` is its arrival by ``time.monotonic``. What was refused has no lengths to tell.
         """
@@ -105,14 +105,14 @@ class Capture:
                 listener.lost += 1
 
     async def run(self) -> None:
-        """Look for listeners, and send them what they have not heard."""
+        """Look for subscribers and send them new rows, until closed."""
         while not self._closed:
             await asyncio.sleep(LOOK_EVERY_S)
             self.look()
             self.flush()
 
     def look(self) -> None:
-        """See who listens now."""
+        """Find the current subscribers."""
         if self._closed:
             return
         try:
@@ -127,11 +127,11 @@ class Capture:
             self.listened = bool(names)
 
     def flush(self) -> None:
-        """Send what waits, as far as its listeners take it."""
+        """Send waiting rows, as far as the subscribers' sockets take them."""
         for name, listener in list(self._listeners.items()):
             try:
                 while listener.kept:
-                    rows = _parcel(listener.kept)
+                    rows = _batch(listener.kept)
                     self._socket.sendto(
                         _encode(CaptureBatch(os.getpid(), listener.lost, rows)), listener.path
                     )
@@ -148,7 +148,7 @@ class Capture:
                 continue
 
     def close(self) -> None:
-        """Send what is left, and be heard no more."""
+        """Send the remaining rows and stop."""
         self.flush()
         self._listeners.clear()
         self.listened = False
@@ -156,8 +156,8 @@ class Capture:
         self._socket.close()
 
 
-def _parcel(kept: deque[Row]) -> list[Row]:
-    """As many of the first as go into a datagram."""
+def _batch(kept: deque[Row]) -> list[Row]:
+    """The first rows, as many as fit into a datagram."""
     rows: list[Row] = []
     hashes = 0
     for row in kept:

@@ -1,4 +1,4 @@
-"""A listener: what all workers of the host tell of their requests, as the lines of a capture."""
+"""A subscriber: rows from all workers of the host, as the lines of a capture."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from policy.wire.capture import BLOCK_TOKENS, HEADER, CaptureLine, DroppedRows
 from store.state_dir import own_directory
 
 # Until every worker has looked for listeners.
-HEARD_AFTER_S = 2 * LOOK_EVERY_S
+SETTLE_S = 2 * LOOK_EVERY_S
 MAX_DATAGRAM = 256 * 1024
 # A client that reads slower than this many lines behind the workers holds them back.
 MAX_LINES = 10_000
 
 
 class Pseudonyms:
-    """Hides which prompts and sessions were meant, and cuts prompts into blocks of tokens.
+    """Keys the hashes of prompts and sessions with a secret, and cuts prompts into blocks of tokens.
 
     ``density`` says how many bytes make a token of a model. It is asked once: blocks that moved with what a
     worker learns would be of equal prompts and differ.
@@ -38,7 +38,7 @@ class Pseudonyms:
         self._densities: dict[str, float] = {}
 
     def line(self, row: Row, started: float) -> CaptureLine:
-        """What is told of ``row`` to one who listens since ``started``."""
+        """The line for ``row`` in a capture that began at ``started``."""
         return CaptureLine(
             round(row.at - started, 6),
             row.input_tokens,
@@ -64,65 +64,65 @@ class Pseudonyms:
         )
 
     def _hidden(self, number: int, value: int) -> int:
-        """53 bits, which every reader of JSON has exactly."""
-        said = number.to_bytes(4) + value.to_bytes(8)
-        return (int.from_bytes(hashlib.blake2b(said, digest_size=8, key=self._key).digest()) >> 11) or 1
+        """A keyed hash of 53 bits, which every JSON reader holds exactly."""
+        encoded = number.to_bytes(4) + value.to_bytes(8)
+        return (int.from_bytes(hashlib.blake2b(encoded, digest_size=8, key=self._key).digest()) >> 11) or 1
 
 
 class Subscribers:
-    """Those who capture at one worker. ``place`` is where all workers look for them."""
+    """The subscribers at one worker. ``place`` is the directory in which all workers look for them."""
 
     def __init__(self, place: Path, density: Callable[[str], float]) -> None:
         self._place = place
         self._density = density
-        self._open: set[_Ear] = set()
+        self._open: set[_Subscription] = set()
 
     async def lines(self) -> AsyncIterator[bytes]:
-        """A header, then a line for each request that comes after it, when it has ended."""
+        """A header, then a line for each request that arrives after it, when it has ended."""
         own_directory(self._place)
-        veil = Pseudonyms(self._density, secrets.token_bytes(32))
-        ear = _Ear(self._place / f"{secrets.token_hex(6)}{SUFFIX}")
-        self._open.add(ear)
+        pseudonyms = Pseudonyms(self._density, secrets.token_bytes(32))
+        subscription = _Subscription(self._place / f"{secrets.token_hex(6)}{SUFFIX}")
+        self._open.add(subscription)
         lost = 0
         try:
-            await asyncio.sleep(HEARD_AFTER_S)
+            await asyncio.sleep(SETTLE_S)
             started = monotonic()
             yield _encode(HEADER) + b"\n"
-            while (parcels := await ear.heard()) is not None:
+            while (batches := await subscription.received()) is not None:
                 lines = [
-                    _encode(veil.line(row, started))
-                    for parcel in parcels
-                    for row in parcel.rows
+                    _encode(pseudonyms.line(row, started))
+                    for batch in batches
+                    for row in batch.rows
                     if row.at >= started
                 ]
-                if ear.lost != lost:
-                    lost = ear.lost
+                if subscription.lost != lost:
+                    lost = subscription.lost
                     lines.append(_encode(DroppedRows(lost)))
                 if lines:
                     yield b"\n".join(lines) + b"\n"
         finally:
-            self._open.discard(ear)
-            ear.close()
+            self._open.discard(subscription)
+            subscription.close()
 
     def close(self) -> None:
-        """End all captures with what was heard."""
-        for ear in self._open:
-            ear.hang_up()
+        """End all captures after the rows that were received."""
+        for subscription in self._open:
+            subscription.end()
 
 
-class _Ear:
-    """A listener's socket, and what it has heard and not told yet."""
+class _Subscription:
+    """A subscriber's socket, and the batches that it has received and not passed on yet."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.setblocking(False)
         self._loop = asyncio.get_running_loop()
-        self._parcels: list[CaptureBatch] = []
+        self._batches: list[CaptureBatch] = []
         self._rows = 0
         self._lost: dict[int, int] = {}
         self._over = self._reading = False
-        self._stirred = asyncio.Event()
+        self._arrived = asyncio.Event()
         try:
             self._socket.bind(str(path))
             self._listen()
@@ -132,31 +132,31 @@ class _Ear:
 
     @property
     def lost(self) -> int:
-        """Requests that workers could not tell it."""
+        """Requests that workers could not send."""
         return sum(self._lost.values())
 
-    async def heard(self) -> Sequence[CaptureBatch] | None:
-        """What came since the last call, ``None`` when nothing will come any more."""
-        while not self._parcels:
+    async def received(self) -> Sequence[CaptureBatch] | None:
+        """The batches since the last call; ``None`` when no more will come."""
+        while not self._batches:
             if self._over:
                 return None
-            self._stirred.clear()
-            await self._stirred.wait()
-        parcels, self._parcels = self._parcels, []
+            self._arrived.clear()
+            await self._arrived.wait()
+        batches, self._batches = self._batches, []
         self._rows = 0
         self._listen()
-        return parcels
+        return batches
 
-    def hang_up(self) -> None:
-        """Hear what is there, and nothing more."""
+    def end(self) -> None:
+        """Read what has arrived, and end."""
         if not self._over:
             self._read()
             self._over = True
-            self._stirred.set()
+            self._arrived.set()
 
     def close(self) -> None:
-        """Leave: workers send no more."""
-        self._deafen()
+        """Remove the socket: workers stop sending to it."""
+        self._pause()
         self._over = True
         self._socket.close()
         self._path.unlink(missing_ok=True)
@@ -166,7 +166,7 @@ class _Ear:
             self._loop.add_reader(self._socket.fileno(), self._read)
             self._reading = True
 
-    def _deafen(self) -> None:
+    def _pause(self) -> None:
         if self._reading:
             self._loop.remove_reader(self._socket.fileno())
             self._reading = False
@@ -174,12 +174,12 @@ class _Ear:
     def _read(self) -> None:
         with contextlib.suppress(BlockingIOError):
             while self._rows < MAX_LINES:
-                parcel = _decode(self._socket.recv(MAX_DATAGRAM))
-                self._parcels.append(parcel)
-                self._rows += len(parcel.rows)
-                self._lost[parcel.pid] = parcel.lost
-                self._stirred.set()
-            self._deafen()  # until these have been told
+                batch = _decode(self._socket.recv(MAX_DATAGRAM))
+                self._batches.append(batch)
+                self._rows += len(batch.rows)
+                self._lost[batch.pid] = batch.lost
+                self._arrived.set()
+            self._pause()  # until these have been passed on
 
 
 _encode = msgspec.json.Encoder().encode

@@ -1,4 +1,4 @@
-"""What the gateway measures, kept in plain numbers on the hot path and published twice a second.
+"""The gateway's metrics: plain numbers on the hot path, published twice a second.
 
 A labelled increment of a multiprocess metric costs several microseconds and a stream has hundreds
 of chunks, so a worker adds up locally and merges into its shared files on a timer. Labels come from
@@ -48,7 +48,7 @@ PARTS = (0.01, 0.02, 0.05, 0.075, 0.1, 0.125, 0.15, 0.175, 0.2, 0.25, 0.3, 0.4, 
 
 
 class ModelCounters(HealthCounters):
-    """The numbers of one model in this worker since they were last published; ``totals`` since it started."""
+    """The counts of one model in this worker since they were last published; ``totals`` since it started."""
 
     __slots__ = (
         "attempts", "breakers", "cached_tokens", "coalesced_calls", "coalesced_requests",
@@ -80,12 +80,12 @@ class ModelCounters(HealthCounters):
         self.totals = WorkerCounters()
 
     def arrive(self) -> None:
-        """Count a call for the model that came just now."""
+        """Count the arrival of a call for the model."""
         self.in_flight += 1
         self.totals.arrived += 1
 
     def count(self, call: Call, began: float, ended: float) -> None:
-        """Count a call that began and ended at these instants, whatever became of it."""
+        """Count a call that began and ended at these instants, whatever its outcome."""
         self.requests[call.route.path, call.outcome] += 1
         if self.model:
             self.queue_wait.add(call.queued_s)
@@ -108,19 +108,19 @@ class ModelCounters(HealthCounters):
             self.totals.refused += 1
 
     def predicted(self, predicted_s: float, actual_s: float) -> None:
-        """Count how far a router was from the time to a first token, both in seconds."""
+        """Count the error of a predicted time to first token; both in seconds."""
         self.ttft_error.add(predicted_s - actual_s)
         if actual_s > 0.0:
             self.ttft_error_part.add(abs(predicted_s - actual_s) / actual_s)
 
     def count_tokens(self, usage: Usage) -> None:
-        """Count what an answer cost."""
+        """Count the tokens of an answer."""
         self.prompt_tokens += usage.prompt
         self.cached_tokens += usage.cached
         self.completion_tokens += usage.completion
 
     def served_stream(self, ttft_s: float, mean_gap_s: float, own: bool = True) -> None:
-        """Count a served stream where both of its latencies fall."""
+        """Count a served stream in the buckets of both of its latencies."""
         self.streams[_edge(SECONDS, ttft_s), _edge(GAPS, mean_gap_s)] += 1
         if own:
             self.totals.judge(ttft_s, mean_gap_s)
@@ -201,7 +201,7 @@ class Metrics:
         return meter
 
     def publish(self) -> None:
-        """Merge what was counted into the shared metrics; what cannot be is merged the next time.
+        """Merge the counts into the shared metrics; what cannot be merged is merged the next time.
 
         Their files are mapped anew when they grow, for which a descriptor is kept.
         """

@@ -1,6 +1,4 @@
-"""Counts and levels as they are published: all of one registry, and named alike.
-
-Observations that are added up in plain numbers and merged into a published histogram now and then."""
+"""Prometheus metric families of one registry, and a histogram that takes counts in bulk."""
 
 from __future__ import annotations
 
@@ -18,18 +16,18 @@ class MetricFamilies:
         self._registry = registry
 
     def counter(self, name: str, text: str, *labels: str) -> Counter:
-        """Something that only grows, added over all workers."""
+        """A counter, summed over all workers."""
         return Counter(f"tidegate_{name}", text, labels, registry=self._registry)
 
     def gauge(
         self, name: str, text: str, *labels: str, over: Literal["livesum", "livemin", "livemax"] = "livesum"
     ) -> Gauge:
-        """Something that is at a level now; ``over`` says what is made of those of the live workers."""
+        """A gauge; ``over`` is how the live workers' values are combined."""
         return Gauge(f"tidegate_{name}", text, labels, registry=self._registry, multiprocess_mode=over)
 
 
 class MergedHistogram(Histogram):
-    """A histogram that takes a whole tally at once."""
+    """A histogram that takes the counts of many observations at once."""
 
     def merge(self, tally: HistogramCounter) -> None:
         """Add ``tally`` and empty it."""

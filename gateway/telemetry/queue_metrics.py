@@ -1,4 +1,4 @@
-"""What is measured of the queues: who waits, who was turned away, and how well waits were foreseen."""
+"""Metrics of the queues: depth, rejections, and the error of predicted waits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from policy.types import Priority
 
 
 class QueueCounters:
-    """One model's queue in this worker: counts since they were last published, and who waits now.
+    """One model's queue in this worker: counts since they were last published, and the present depth.
 
     ``foreseen`` sums, over those that waited, the seconds by which the prediction was long or short.
     """
@@ -27,7 +27,7 @@ class QueueCounters:
         self.foreseen: dict[str, float] = {"long": 0.0, "short": 0.0}
 
     def waited_for(self, seconds: float, foreseen_s: float | None) -> None:
-        """One waited so long, and was told at first that it would be ``foreseen_s``."""
+        """Count a wait, and the error of ``foreseen_s``, the wait predicted at its arrival."""
         if foreseen_s is not None:
             self.waited += 1
             error = foreseen_s - seconds
@@ -35,7 +35,7 @@ class QueueCounters:
 
 
 class QueueMetrics:
-    """The meters of all models and their published form."""
+    """The counters of all models and their published form."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._meters: dict[str, QueueCounters] = {}
@@ -61,7 +61,7 @@ class QueueMetrics:
         return meter
 
     def publish(self) -> None:
-        """Merge what was counted into the shared metrics."""
+        """Merge the counts into the shared metrics."""
         for model, meter in self._meters.items():
             for priority, depth in meter.depth.items():
                 self._depth.labels(model, priority).set(depth)

@@ -1,4 +1,4 @@
-"""The smallest real request: what a replica answers before it is trusted, at its start and after a fault."""
+"""Canary requests: the smallest real requests, to check a replica at its start and after a fault."""
 
 from __future__ import annotations
 

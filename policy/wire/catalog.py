@@ -1,4 +1,4 @@
-"""Which adapters there are: names, the versions that they stand for, and who may see them.
+"""The adapter catalog: names, their versions, and the tenants that may see them.
 
 A name is an alias: requests that arrive are given one of its versions by weight, the same one for the same
 client, and keep it whatever the alias stands for by then. What engines call a version carries its digest, so
@@ -20,7 +20,7 @@ DIGITS = 12
 
 
 class Version(msgspec.Struct, frozen=True, kw_only=True):
-    """What an adapter was at some time, immutable.
+    """An immutable version of an adapter.
 
     ``number`` counts the versions of its name from 1 (people write ``v1``), ``digest`` is the sha256 of its
     content in hex, ``size`` the bytes of its files, ``source`` where it came from, ``at`` its admission.
@@ -79,5 +79,5 @@ class Catalog(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def served_name(name: str, digest: str) -> str:
-    """What engines, answers and residency call a version: ``NAME@DIGEST``, the digest shortened."""
+    """The name of a version in engines and answers: ``NAME@DIGEST``, the digest shortened."""
     return f"{name}@{digest[:DIGITS]}"

@@ -1,4 +1,4 @@
-"""What gateways and replicas tell the controller: totals that only grow, so that none is lost between two."""
+"""Reports of gateways and replicas to the controller: totals, so that a lost report loses no counts."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class ModelReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 class GatewayReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What one gateway worker tells, once a second, and at once when a request waits for a model at zero.
+    """The report of one gateway worker, once a second, and at once when a request waits for a model at zero.
 
     ``worker`` is unique to the life of one process, ``number`` grows with each report of it. It has counted
     for ``since_s`` seconds; after the ``last`` one it ends.
@@ -56,7 +56,7 @@ class GatewayReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What an engine tells of itself.
+    """The report of an engine.
 
     ``preempted`` counts requests that lost their KV since its host started, ``deferred`` those that are
     passed over now, as for an adapter that no slot is free for; ``steps`` are those since the last report.

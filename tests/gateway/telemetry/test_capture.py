@@ -89,7 +89,7 @@ class Site:
 @pytest.fixture
 async def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Site]:
     """No worker has to be waited for."""
-    monkeypatch.setattr(capture_stream, "HEARD_AFTER_S", 0.0)
+    monkeypatch.setattr(capture_stream, "SETTLE_S", 0.0)
     site = Site(tmp_path / "captures")
     yield site
     for worker in site.workers:
@@ -171,13 +171,13 @@ async def test_who_reads_too_slowly_is_told_how_much_was_lost(
 async def test_a_listener_takes_no_more_than_it_has_told(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capture_stream, "MAX_LINES", 1)
     await site.listen()
-    (ear,) = site.listeners._open
+    (subscription,) = site.listeners._open
     for number in range(1, 4):
         tell(site.workers[0], usage=Usage(number, 0, 1))
         site.flush()
-    while not ear._parcels:  # noqa: ASYNC110 - a socket has no event
+    while not subscription._batches:  # noqa: ASYNC110 - a socket has no event
         await asyncio.sleep(0)
-    assert len(ear._parcels) == 1 and not ear._reading  # the others wait in the socket
+    assert len(subscription._batches) == 1 and not subscription._reading  # the others wait in the socket
     assert [line["input_tokens"] for line in await heard(site.lines, 3)] == [1, 2, 3]
 
 
