@@ -2,7 +2,7 @@
 
 The gateway and the simulator both drive it, so that they decide alike. It is pure: instants are arguments
 (seconds of one monotonic clock), the replicas are a :class:`ReplicaPool`, and what follows from a decision is
-reported by callbacks. A ticket and the queue that it waits in are one state machine.
+reported by callbacks. Over 400 lines, because a ticket and the queue that it waits in are one state machine.
 """
 
 from __future__ import annotations
