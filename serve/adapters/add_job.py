@@ -1,4 +1,4 @@
-"""One adapter that is being added: what was asked for, and how far it is."""
+"""The job of adding one adapter: its sources, progress and outcome."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from store.progress import Progress
 
 # A base model and a name on it.
 Key = tuple[str, str]
-# All that is no path; of the others it is not this machine alone that says how long they take.
+# Every source that is not a path on this machine.
 _REMOTE = re.compile(r"(?!file:|local:)[A-Za-z][A-Za-z0-9+.-]*://|hf:")
 
 
@@ -24,12 +24,11 @@ def is_remote(source: str) -> bool:
 
 
 class AddJob:
-    """``parts`` are sources with their weights; ``tenants`` of ``None`` stay as they are.
+    """``parts`` are sources with their weights; ``tenants`` of ``None`` keeps those of the name.
 
-    It goes on whether or not anybody watches. Threads report to it; the event loop reads ``line``. Sources
-    that are ``known`` are fetched again only if what came of them is gone. Once ``revoked`` it comes to
-    nothing: its name was removed meanwhile. Whoever waits is told at once, and its work ends when it reports
-    next.
+    The job continues whether or not a client watches it. Worker threads report progress; the event loop reads
+    ``line``. Sources that are ``known`` are fetched again only if their files are gone. A job is ``revoked``
+    when its name is removed: its watchers get the error at once, and its thread ends at its next report.
     """
 
     def __init__(
@@ -46,7 +45,7 @@ class AddJob:
         self.tenants = tenants
         self.known = known or {}
         self.declared = declared
-        self._moving = AddLine(step="wait", message="waiting for its turn")
+        self._moving = AddLine(step="wait", message="waiting for other imports")
         self._ended: AddLine | None = None
         self.error: TidegateError | None = None
         self.revoked = False
@@ -54,43 +53,43 @@ class AddJob:
 
     @property
     def line(self) -> AddLine:
-        """How far it is, or what came of it: a thread that still reports then changes nothing."""
+        """The progress, or the outcome; later reports of a thread do not change the outcome."""
         return self._ended or self._moving
 
     @property
     def remote(self) -> bool:
-        """Whether any of it is fetched from another machine."""
+        """Whether any source is on another machine."""
         return any(is_remote(source) for source, _ in self.parts)
 
     def report(self, progress: Progress) -> None:
-        """How far it is; from any thread. Raises :class:`TargetError` once it is revoked."""
+        """Report progress, from any thread; raises :class:`TargetError` once the job is revoked."""
         self.check()
         part = progress.fraction
         done, total = (0, None) if part is None else (round(100 * part), 100)
         self._moving = AddLine(step=progress.step, message=progress.message, done=done, total=total)
 
     def succeed(self, alias: Alias) -> None:
-        """It is durable."""
+        """The adapter is stored durably."""
         self._end(AddLine(alias=alias))
 
     def fail(self, error: TidegateError) -> None:
-        """Nothing was changed."""
+        """The job failed and changed nothing."""
         self.error = self.error or error
         code = error.code if isinstance(error, AdapterRefused) else ""
         self._end(AddLine(error=Problem(type=type(error).__name__, message=str(error), code=code)))
 
     def revoke(self) -> None:
-        """Its name is removed."""
+        """The name was removed."""
         self.revoked = True
         self.fail(self._removed())
 
     def check(self) -> None:
-        """Raises :class:`TargetError` once it is revoked."""
+        """Raise :class:`TargetError` if the job is revoked."""
         if self.revoked:
             raise self._removed()
 
     async def ended(self, timeout_s: float) -> bool:
-        """Whether it came to its end, within ``timeout_s``."""
+        """Wait at most ``timeout_s`` seconds for the end; whether it has ended."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self.done.wait()
@@ -99,7 +98,7 @@ class AddJob:
         return True
 
     def _end(self, line: AddLine) -> None:
-        """Only the first end is one: who waits was told of that."""
+        """Record the outcome; only the first one counts."""
         if self._ended is None:
             self._ended = line
             self.done.set()

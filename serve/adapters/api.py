@@ -1,4 +1,4 @@
-"""The part of the controller's HTTP API that is about adapters."""
+"""The adapter routes of the controller's HTTP API."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from serve.adapters.library import AdapterLibrary
 from serve.responses import json_answer, refusing
 
 HEARTBEAT_S = 1.0
-# A burst of changes is one catalog.
+# Changes within this many seconds are sent as one catalog.
 COALESCE_S = 0.05
-# Between two lines of progress.
+# Minimum interval between two lines of progress.
 PROGRESS_S = 0.1
 NDJSON = "application/x-ndjson"
 
 
 def routes(adapters: AdapterController) -> list[Route]:
-    """Its paths; a model's name may have a slash in it."""
+    """The routes. A model's name may contain slashes."""
     library = adapters.library
 
     async def status(request: Request) -> Response:
@@ -76,7 +76,7 @@ def _key(request: Request) -> tuple[str, str]:
 
 
 async def catalogs(library: AdapterLibrary) -> AsyncIterator[bytes]:
-    """One line now, one after each change, and one a second at least; none before the records were read."""
+    """A catalog line now, after each change, and at least once a second; none before the records are read."""
     while True:
         version, line = await library.line()
         yield line
@@ -85,7 +85,7 @@ async def catalogs(library: AdapterLibrary) -> AsyncIterator[bytes]:
 
 
 async def _progress(adding: AddJob) -> AsyncIterator[bytes]:
-    """How far ``adding`` is, again once a second when it does not move, and what came of it."""
+    """The progress of ``adding``, repeated once a second without a change, and its outcome."""
     loop = asyncio.get_running_loop()
     said, until = AddLine(), 0.0
     while not await adding.ended(PROGRESS_S):

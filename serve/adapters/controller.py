@@ -1,4 +1,4 @@
-"""The controller's part that is about adapters: which there are, how they are used, and what lives where."""
+"""The adapter part of the controller: which adapters exist, how they are used, and where they are placed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CLEAR_S = 60.0
 
 
 class AdapterController:
-    """Composes them. ``slots`` says how many adapters a replica can have loaded at once."""
+    """Composition root. ``slots`` gives the number of adapter slots of a replica."""
 
     def __init__(
         self,
@@ -48,28 +48,28 @@ class AdapterController:
         self._event = event
         self._demand = AdapterDemand()
         self._placing = AdapterPlacement(self._demand, slots)
-        self._stirred = asyncio.Event()
+        self._changed = asyncio.Event()
         self.library = AdapterLibrary(shelf, epoch, event)
         self.declaring = DeclaredAdapters(self.library, state, monotonic)
 
     def declare(self, deployment: Deployment, *, applied: bool) -> None:
-        """Take the document; one that was ``applied`` just now has its sources looked at again."""
+        """Set the deployment; if it was just ``applied``, its adapter sources are checked for changes."""
         self.library.declare(deployment)
         self.declaring.declare(deployment, applied=applied)
-        self._stirred.set()
+        self._changed.set()
 
     def beat(self, beat: Heartbeat) -> Orders:
-        """Take what a replica, which the registry knows, did with adapters; returns what it should hold."""
+        """Record the adapter usage of a registered replica; the adapters that are planned for it."""
         now = self._monotonic()
         self._demand.note(beat, now)
         replica = beat.replica
         if replica.model in self.library.models and self._placing.lacks(replica):
-            # One that starts is told at once: it loads before it takes traffic.
+            # A starting replica gets its plan at once, so that it can load adapters before traffic.
             self._plan(replica.model, now)
         return self._placing.orders(replica.id)
 
     def place(self) -> None:
-        """Make the plans that are due."""
+        """Make the placement plans that are due."""
         now = self._monotonic()
         due = [model for model in self.library.models if self._placing.due(model, now)]
         if due:
@@ -80,7 +80,7 @@ class AdapterController:
             self._plan(model, now)
 
     def status(self) -> AdaptersStatus:
-        """What there is to say of each adapter."""
+        """The status of all adapters."""
         now, wall = self._monotonic(), self._wall()
         adapters: dict[tuple[str, str], AdapterStatus] = {}
         troubles, fetching = self.declaring.troubles, self.library.fetching()
@@ -104,11 +104,11 @@ class AdapterController:
         return AdaptersStatus(at=wall, models=self.library.models, adapters=shown)
 
     async def run(self) -> None:
-        """Bring about what is declared and clear away what nobody names, until cancelled."""
+        """Reconcile declared adapters and delete unused files, until cancelled."""
         clear_at = self._monotonic() + CLEAR_S
         await self.library.open()
         while True:
-            self._stirred.clear()
+            self._changed.clear()
             try:
                 await self.declaring.step()
                 if self._monotonic() >= clear_at:
@@ -117,11 +117,11 @@ class AdapterController:
             except (TidegateError, OSError) as error:
                 self._event(f"adapters: {error}")
             except Exception:
-                # Whatever it is, what is there must be kept up, and models must be served.
+                # An unforeseen error must not stop the loop: existing adapters must be kept available.
                 log.exception("adapters")
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(STEP_S):
-                    await self._stirred.wait()
+                    await self._changed.wait()
 
     def _plan(self, model: str, now: float) -> None:
         self._placing.plan(model, self._replicas(model), self.library.aliases(model), now)
@@ -133,7 +133,7 @@ class AdapterController:
         return self._registry.fleet(self._wall()).replicas
 
     def _in_use(self) -> set[str]:
-        """Serving names of what replicas have or were told to have."""
+        """Serving names of the adapters that replicas have loaded or that are planned for them."""
         loaded = {name for replica in self._fleet() for name in replica.adapters}
         holds = self._placing.holds.values()
         return loaded | {served_name(each.name, each.digest) for hold in holds for each in hold}

@@ -1,4 +1,4 @@
-"""Brings about the adapters that the document declares, and takes away those that it declares no more."""
+"""Reconciles the adapters of the deployment file: adds declared ones, removes those no longer declared."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from serve.adapters.store_port import ImportedAdapter
 from serve.threads import run_in_thread
 from store.state_dir import StateDir
 
-# Between attempts to get one; doubled after each.
+# Delays between attempts to add an adapter.
 RETRY = Backoff(5.0, 300.0)
 
 
 class DeclarationError(NamedTuple):
-    """Why one is not there: ``refused`` for what it is, or not reached; tried again at ``retry_at``."""
+    """Why a declared adapter is missing: ``refused`` or unreachable; the next attempt is at ``retry_at``."""
 
     reason: str
     refused: bool
@@ -31,11 +31,11 @@ class DeclarationError(NamedTuple):
 
 
 class DeclaredAdapters:
-    """Compares what is declared with what is there, whenever :meth:`step` is called.
+    """Compares the declared adapters with the existing ones whenever :meth:`step` is called.
 
-    What people did since to a name that is declared stays as it is until the document says something else of
-    it. Which ones they removed is kept in the state directory. While nothing is kept there the document is
-    one that somebody starts, which is as good as applied.
+    Changes that users make to a declared name through the API stay until the deployment file declares
+    something else for it. Names that users removed are stored in the state directory. If nothing is stored
+    there, this is the first start, which counts as an apply.
     """
 
     def __init__(self, library: AdapterLibrary, state: StateDir, monotonic: Callable[[], float]) -> None:
@@ -54,7 +54,7 @@ class DeclaredAdapters:
         self.troubles: dict[Key, DeclarationError] = {}
 
     def declare(self, deployment: Deployment, *, applied: bool) -> None:
-        """Take a document. One that was ``applied`` by somebody just now has everything looked at again."""
+        """Set the deployment; if it was just ``applied``, every declared adapter is checked again."""
         self._wanted = {
             (spec.name, source.name): source
             for spec in deployment.models
@@ -68,9 +68,9 @@ class DeclaredAdapters:
             self._forget_removed()
 
     async def remove(self, key: Key) -> None:
-        """Remove a name because somebody asked for it; raises :class:`AdapterUnknown`.
+        """Remove a name at a user's request; raises :class:`AdapterUnknown`.
 
-        From then on the name is theirs, until the document is applied again.
+        A declared name stays removed until the deployment file is applied again.
         """
         await self._library.read()
         ours = key in self._wanted and key not in self._removed
@@ -81,14 +81,14 @@ class DeclaredAdapters:
         try:
             await self._library.remove(key)
         except AdapterUnknown:
-            # One that has not come yet will not, then.
+            # A declared adapter that was not added yet is not added any more.
             if not ours:
                 raise
         if self._made is not None:
             self._made.discard(key)
 
     async def step(self) -> None:
-        """Begin what is missing, see to what has ended, and remove what is declared no more."""
+        """Start missing jobs, handle ended ones, and remove names that are no longer declared."""
         if self._made is None:
             self._made = await self._library.declared()
         for key, (source, adding) in list(self._running.items()):
@@ -116,7 +116,7 @@ class DeclaredAdapters:
         alias = self._library.alias(key)
         if alias is None:
             return True
-        return self._done.get(key) != self._wanted[key] and not self._is_so(self._wanted[key], alias)
+        return self._done.get(key) != self._wanted[key] and not self._matches(self._wanted[key], alias)
 
     def _begin(self, key: Key, stamps: dict[str, int]) -> None:
         entry, alias = self._wanted[key], self._library.alias(key)
@@ -124,7 +124,7 @@ class DeclaredAdapters:
         parts = _parts(entry)
         taken = {version.source: version for version in alias.versions} if alias else {}
         for source, _ in parts:
-            version = taken.get(self._library.told(source))
+            version = taken.get(self._library.redacted(source))
             if version is not None and not (
                 key in self._again and stamps.get(source) != self._stamps.get(source)
             ):
@@ -152,10 +152,10 @@ class DeclaredAdapters:
     def _sources(self, keys: Iterable[Key]) -> set[str]:
         return {source for key in keys for source, _ in _parts(self._wanted[key])}
 
-    def _is_so(self, entry: AdapterSource, alias: Alias) -> bool:
-        """Whether ``alias`` stands for what the entry says already."""
+    def _matches(self, entry: AdapterSource, alias: Alias) -> bool:
+        """Whether ``alias`` already matches the declaration."""
         numbers = {version.source: version.number for version in alias.versions}
-        parts = [(numbers.get(self._library.told(source), 0), weight) for source, weight in _parts(entry)]
+        parts = [(numbers.get(self._library.redacted(source), 0), weight) for source, weight in _parts(entry)]
         split = sorted(part for part in parts if part[1])
         return split == list(alias.split) and set(entry.tenants) == set(alias.tenants)
 
@@ -167,14 +167,14 @@ class DeclaredAdapters:
 
 
 def _parts(entry: AdapterSource) -> tuple[tuple[str, float], ...]:
-    """The sources of an entry with their weights."""
+    """The sources of a declaration, with their weights."""
     if entry.versions:
         return tuple((version.source, version.weight) for version in entry.versions.values())
     return ((entry.source or entry.path, 1.0),)
 
 
 def _stamps(sources: Iterable[str]) -> dict[str, int]:
-    """A number for what lies at each path now, which changes when that does."""
+    """A fingerprint of the files at each path; it changes when they change."""
     return {source: _stamp(Path(source)) for source in sources if not is_remote(source)}
 
 

@@ -1,6 +1,6 @@
-"""The controller's adapters: adds them, publishes what names stand for, and clears away what nobody names.
+"""The adapter library of the controller: adds adapters, publishes the catalog, deletes unused files.
 
-What is published or acknowledged is durable, and what is recorded lies in its place.
+What is published or acknowledged is durable. Files are stored before a record names them.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from store.progress import Progress
 
 log = logging.getLogger("tidegate.adapters")
 
-# Those from other machines, and as many from this one: a slow server holds up none of these.
+# Maximum concurrent imports from other machines, and again from this one: slow servers delay only the first.
 ADDS_AT_ONCE = 4
-# What nobody names is kept for so long: a replica may just be pulling it, a gateway may not know yet.
+# Unused files are kept this long: a replica may be pulling them, or a gateway may have an older catalog.
 GRACE_S = 600.0
 RETRY = Backoff(1.0, 60.0)
-# Somebody who asks waits so long for a controller that is just starting.
+# How long a request waits for a controller that is starting, in seconds.
 PATIENCE_S = 5.0
 
 Event = Callable[[str], None]
@@ -37,9 +37,9 @@ _VERSION = re.compile(r"v([1-9][0-9]{0,8})")
 
 
 class AdapterLibrary:
-    """Which adapters there are; for one event loop, its slow work is done in threads.
+    """The adapters of all models; for one event loop, with blocking work in threads.
 
-    ``shelf`` is made when a model takes adapters, and until then costs nothing.
+    The store is made by ``shelf`` when the first model has an `adapters` section.
     """
 
     def __init__(self, shelf: Callable[[], AdapterStore], epoch: float, event: Event) -> None:
@@ -52,20 +52,20 @@ class AdapterLibrary:
         self._tenants: tuple[str, ...] = ()
         self._opened = asyncio.Event()
         self._turns: defaultdict[Key, asyncio.Lock] = defaultdict(asyncio.Lock)
-        # By whether they are remote.
+        # One for remote sources, one for local ones.
         self._few = {remote: asyncio.Semaphore(ADDS_AT_ONCE) for remote in (False, True)}
         self._writing = asyncio.Lock()
         self._adding: dict[AddJob, asyncio.Task[None]] = {}
 
     def declare(self, deployment: Deployment) -> None:
-        """Take from a document which models take adapters, and who there is to see them."""
+        """Set the models with an `adapters` section, and the tenants."""
         self._names = frozenset(spec.name for spec in deployment.models)
         self._specs = {spec.name: spec for spec in deployment.models if spec.adapters and spec.modes}
         self._tenants = tuple(tenant.name for tenant in deployment.tenants)
         self._published.serve(self._specs)
 
     async def open(self) -> None:
-        """Return once the records are read, which is when there is a model that takes adapters."""
+        """Return once the records are read; they are read when a model has an `adapters` section."""
         failures = 0
         while not self._opened.is_set():
             if not self._specs:
@@ -82,7 +82,7 @@ class AdapterLibrary:
             self._opened.set()
 
     async def read(self) -> None:
-        """Return once the records are read, if any are needed; raises :class:`Unreachable` after a while."""
+        """Return once the records are read, if needed; may raise :class:`Unreachable`."""
         if self._specs:
             try:
                 async with asyncio.timeout(PATIENCE_S):
@@ -92,30 +92,30 @@ class AdapterLibrary:
 
     @property
     def models(self) -> tuple[str, ...]:
-        """The models that take adapters."""
+        """The models with an `adapters` section."""
         return self._published.models
 
     def aliases(self, model: str) -> list[Alias]:
-        """What the names on ``model`` stand for."""
+        """The aliases on ``model``."""
         return self._published.of(model)
 
     def alias(self, key: Key) -> Alias | None:
-        """What one name stands for."""
+        """The alias of one name, if there is one."""
         return self._published.get(key)
 
     def adding(self) -> tuple[AddJob, ...]:
-        """What is being added now, or waits for its turn."""
+        """The jobs that run or wait."""
         return tuple(self._adding)
 
     def fetching(self) -> dict[Key, str]:
-        """How far each name is that somebody waits for; of several for one name the first."""
+        """A progress message for each name that is being added; for several jobs of one name, the first."""
         waited_for = [adding for adding in self._adding if not adding.done.is_set()]
         return {adding.key: adding.line.message for adding in reversed(waited_for)}
 
-    # What is published.
+    # Published catalog.
 
     async def line(self) -> tuple[int, bytes]:
-        """The version of the catalog and the catalog as a line of JSON, once there is anything to say."""
+        """The version of the catalog and the catalog as a JSON line, once the records are read."""
         while self._specs and not self._opened.is_set():
             await self._opened.wait()
         return self._published.line()
@@ -124,44 +124,43 @@ class AdapterLibrary:
         """Return when the catalog is past ``version``, or after ``timeout_s``."""
         await self._published.revision.past(version, timeout_s)
 
-    # What people ask for.
+    # Requests of users.
 
     def add(self, wanted: AddRequest) -> AddJob:
         """Begin to add or replace an adapter.
 
-        Raises :class:`TargetError` where no model, or not that one, takes adapters, and as
-        :func:`check_add` does.
+        Raises :class:`TargetError` if the model has no `adapters` section, and as :func:`check_add`.
         """
         model = self._model(wanted.model)
         check_add(wanted, self._names, self._tenants)
         return self.begin(AddJob((model, wanted.name), ((wanted.source, 1.0),), wanted.tenants))
 
     def begin(self, adding: AddJob) -> AddJob:
-        """Begin to add what was checked."""
+        """Start a job that was checked."""
         self._adding[adding] = task = asyncio.create_task(self._add(adding))
         task.add_done_callback(lambda _: self._left(adding))
         return adding
 
     async def split(self, key: Key, weights: Mapping[str, float]) -> Alias:
-        """Let a name stand for the versions ``v1`` and so on by weight.
+        """Split a name over the versions ``v1`` and so on, by weight.
 
-        Raises :class:`AdapterUnknown` for a name that there is not, :class:`TargetError` for such a version,
-        :class:`policy.errors.ConfigError` for weights that are none.
+        Raises :class:`AdapterUnknown` for an unknown name, :class:`TargetError` for an unknown version, and
+        :class:`policy.errors.ConfigError` for invalid weights.
         """
         await self._known(key)
         numbers = weights_by_number(weights)
         return await self._write(lambda: self._shelf.split(*key, numbers))
 
     async def rollback(self, key: Key) -> Alias:
-        """Let a name stand for what it stood for before.
+        """Return a name to its former split.
 
-        Raises :class:`AdapterUnknown`, and :class:`TargetError` where there was nothing before.
+        Raises :class:`AdapterUnknown`, and :class:`TargetError` if there is no former split.
         """
         await self._known(key)
         return await self._write(lambda: self._shelf.rollback(*key))
 
     async def remove(self, key: Key) -> None:
-        """Forget a name, also what is on its way to it; raises :class:`AdapterUnknown` if there is none."""
+        """Remove a name and revoke its jobs; raises :class:`AdapterUnknown` if there is none."""
         await self.read()
         async with self._writing:
             coming = [each for each in self._adding if each.key == key and not each.done.is_set()]
@@ -174,25 +173,25 @@ class AdapterLibrary:
                 adding.revoke()
         log.info("adapter %s on %s: removed", key[1], key[0])
 
-    def told(self, source: str) -> str:
-        """``source`` as versions record it."""
-        return self._shelf.told(source)
+    def redacted(self, source: str) -> str:
+        """``source`` as it is recorded, without secrets."""
+        return self._shelf.redacted(source)
 
     async def declared(self) -> set[Key]:
-        """The names that a document brought."""
+        """The names that the deployment file declared."""
         return await run_in_thread(self._shelf.declared, "adapters-read")
 
     async def tar(self, digest: str) -> Iterator[bytes] | None:
-        """The files of a version, for other nodes; ``None`` where there is none."""
+        """The files of a version as a tar, for other nodes; ``None`` if there are none."""
         await self.read()
         if not self._opened.is_set():
             return None
         return await run_in_thread(lambda: self._shelf.tar(digest), "adapters-read")
 
     async def clear(self, in_use: Collection[str]) -> None:
-        """Delete what no record names, and no replica has or should have by the serving names ``in_use``.
+        """Delete files that no record names and that are not among the serving names ``in_use``.
 
-        Not while something is added: that may be about to name what nobody does yet.
+        Nothing is deleted while a job runs, as it may be about to name files that are unused so far.
         """
         async with self._writing:
             if not self._adding and self._opened.is_set():
@@ -209,7 +208,7 @@ class AdapterLibrary:
         try:
             async with self._turns[adding.key], self._few[adding.remote]:
                 adding.check()
-                # What is being cleared away was chosen before this began.
+                # The files to delete were chosen before this job started.
                 async with self._writing:
                     pass
                 alias = await self._carried_out(adding)
@@ -253,7 +252,7 @@ class AdapterLibrary:
         return self._shelf.take(spec, source, adding.report)
 
     async def _write(self, change: Callable[[], Alias], adding: AddJob | None = None) -> Alias:
-        """Carry out one transaction and publish what came of it, in the order of the transactions."""
+        """Carry out one transaction and publish its result, in the order of the transactions."""
         async with self._writing:
             if adding is not None:
                 adding.check()
@@ -267,7 +266,7 @@ class AdapterLibrary:
             self._turns.pop(adding.key, None)
 
     def _model(self, model: str | None) -> str:
-        """The model that is meant; raises :class:`TargetError` where that takes no adapters."""
+        """The model to use; raises :class:`TargetError` if it has no `adapters` section."""
         if not self._specs:
             raise TargetError("no model takes adapters: expected one with an `adapters` section")
         known = ", ".join(self._specs)

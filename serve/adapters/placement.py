@@ -1,4 +1,4 @@
-"""From what is asked for to what each replica should hold: a plan of each model, anew every few seconds."""
+"""Adapter placement: from the demand, a plan for each model every few seconds."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from policy.wire.catalog import Alias, served_name
 from policy.wire.heartbeat import AdapterRef, Orders
 from serve.adapters.usage import AdapterDemand, Usage
 
-# What a load is taken to last before any was measured.
+# Assumed seconds of a load before one was measured.
 LOAD_S = 0.25
 
 Slots = Callable[[Replica], int]
 
 
 class AdapterPlacement:
-    """The last plan of each model, and what follows of it for each replica.
+    """The current plan of each model.
 
-    ``slots`` says how many adapters a replica can have loaded at once.
+    ``slots`` gives the number of adapter slots of a replica.
     """
 
     def __init__(self, demand: AdapterDemand, slots: Slots) -> None:
         self._demand = demand
         self._slots = slots
         self._plans: dict[str, Plan] = {}
-        # Of each replica that was looked at; ``None`` while nothing is known of what is asked for.
+        # The planned adapters of each replica; ``None`` while the demand is unknown.
         self._holds: dict[str, tuple[AdapterRef, ...] | None] = {}
         self._planned_at: dict[str, float] = {}
 
     def due(self, model: str, at: float) -> bool:
-        """Whether the last plan of ``model`` is old."""
+        """Whether a new plan of ``model`` is due."""
         return at - self._planned_at.get(model, float("-inf")) >= PLAN_PERIOD_S
 
     def plan(self, model: str, replicas: Iterable[Replica], aliases: Iterable[Alias], at: float) -> None:
-        """Plan for the ``replicas`` and ``aliases`` of ``model``."""
+        """Make a plan for the ``replicas`` and ``aliases`` of ``model``."""
         self._planned_at[model] = at
         hosts = [self._host(replica, at) for replica in replicas if _takes(replica)]
         known = {
@@ -48,7 +48,7 @@ class AdapterPlacement:
         demands = [demand for alias in aliases for demand in self._demands(alias, at)]
         last = self._plans.get(model, placement.EMPTY)
         if not last.homes and not any(demand.expected or demand.waiting for demand in demands):
-            # A controller that was restarted must not have everything unloaded.
+            # After a restart of the controller the replicas keep what they have until there is demand.
             for host in hosts:
                 self._holds.setdefault(host.id, None)
             return
@@ -65,20 +65,20 @@ class AdapterPlacement:
         self._holds = {replica: hold for replica, hold in self._holds.items() if replica in kept}
 
     def lacks(self, replica: Replica) -> bool:
-        """Whether this replica should be in the plan, and was not there when that was made."""
+        """Whether this replica belongs in the plan but joined after it was made."""
         return _takes(replica) and replica.id not in self._holds
 
     def orders(self, replica: str) -> Orders:
-        """What to tell a replica."""
+        """The orders for a replica."""
         return Orders(hold=self._holds.get(replica))
 
     @property
     def holds(self) -> Mapping[str, tuple[AdapterRef, ...]]:
-        """What each replica should hold."""
+        """The adapters planned for each replica."""
         return {replica: hold or () for replica, hold in self._holds.items()}
 
     def why(self, model: str, served: str) -> str:
-        """Why a version lives where it does."""
+        """The reason for the placement of a version."""
         return self._plans.get(model, placement.EMPTY).explain(served)
 
     def _host(self, replica: Replica, at: float) -> Host:
@@ -93,7 +93,7 @@ class AdapterPlacement:
         )
 
     def _demands(self, alias: Alias, at: float) -> Iterable[placement.Demand]:
-        """The demand for each version; a name that stands for others now will be asked for those."""
+        """The demand for each version. The forecast follows the current split of the name."""
         usages: dict[int, Usage] = {}
         for version in alias.versions:
             wanted = AdapterRef(name=alias.name, digest=version.digest)

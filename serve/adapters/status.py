@@ -1,4 +1,4 @@
-"""What the controller says of its adapters: which there are, where they live, how they are used."""
+"""The status of adapters: versions, placement and usage."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from serve.adapters.usage import AdapterDemand
 
 
 class AdapterState(StrEnum):
-    """``READY`` is loaded somewhere or can be, ``PARTIAL`` refused by some replicas, ``FAILED`` by all.
+    """``READY`` can be loaded, ``PARTIAL`` was refused by some replicas, ``FAILED`` by all.
 
-    ``FETCHING`` is one that was declared or asked for and is not there yet. Whether it is loaded at this
-    instant says nothing of it: replicas load and unload all the time.
+    ``FETCHING`` adapters are being imported. Whether an adapter is loaded at the moment does not matter:
+    replicas load and unload on demand.
     """
 
     READY = "ready"
@@ -28,7 +28,7 @@ class AdapterState(StrEnum):
 
 
 class RefusedBy(msgspec.Struct, frozen=True, kw_only=True):
-    """A replica that could not load a version, and why, as it said ``at``."""
+    """A replica that could not load a version, with its reason, reported ``at``."""
 
     replica: str
     reason: str
@@ -36,11 +36,11 @@ class RefusedBy(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class VersionStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One version: its record, its ``share`` of the name's requests (0..1), where it is, and how it is used.
+    """One version: its record, its ``share`` of the name's requests (0..1), its placement and usage.
 
-    ``served`` is what engines call it. ``loaded`` and ``planned`` name replicas, and the plan says ``why``.
-    ``load_s`` is how long a load takes, ``hit_rate`` the fraction of requests that found it loaded; ``None``
-    before any.
+    ``served`` is its serving name. ``loaded`` and ``planned`` are ids of replicas, ``why`` the reason of the
+    plan. ``load_s`` is the mean duration of a load, ``hit_rate`` the fraction of requests that found it
+    loaded; ``None`` before the first.
     """
 
     number: int
@@ -63,7 +63,7 @@ class VersionStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AdapterStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """One name on a base model; ``note`` says what somebody should know, such as why it is not there."""
+    """One name on a base model; ``note`` explains its state, for example why it is missing."""
 
     model: str
     name: str
@@ -79,7 +79,7 @@ class AdapterStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AdaptersStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """All adapters at the instant ``at``, and the ``models`` that take any."""
+    """All adapters at the instant ``at``, and the ``models`` with an `adapters` section."""
 
     at: float
     models: tuple[str, ...]
@@ -87,9 +87,9 @@ class AdaptersStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AdapterOverview:
-    """The ``replicas`` of one model, and what each of them should hold.
+    """The ``replicas`` of one model and their planned adapters.
 
-    The instant ``at`` of the clock by which demand is counted is ``wall`` in Unix seconds.
+    ``at`` is now by the monotonic clock of the demand, ``wall`` the same instant in Unix seconds.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class AdapterOverview:
             share=share,
             loaded=tuple(replica.id for replica in self._replicas if served in replica.adapters),
             planned=planned,
-            # A plan says nothing of what nobody asks for.
+            # A version without demand is not in the plan.
             why=self._placing.why(alias.model, served) if planned or usage.rate else "",
             refused=tuple(
                 RefusedBy(replica=id_, reason=failures[id_].reason, at=failures[id_].at + self._ahead_s)
@@ -162,7 +162,7 @@ class AdapterOverview:
         )
 
     def _state(self, versions: Sequence[VersionStatus]) -> AdapterState:
-        """By refusals alone; a name whose versions fare differently is as well off as some requests."""
+        """The state by refusals alone; a name whose versions differ is partial."""
         refusals = [len(version.refused) for version in versions]
         if not any(refusals):
             return AdapterState.READY

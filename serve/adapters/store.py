@@ -1,4 +1,4 @@
-"""The shelf of a real deployment: files by digest in the state directory, records in the database."""
+"""The adapter store: files by digest in the state directory, records in the database."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from policy.config.deployment import Adapters, ModelSpec
 from policy.types import EngineKind
 from policy.wire.catalog import DIGITS, Alias
 from serve.adapters.store_port import ImportedAdapter
+from store.adapters import fetch_job
 from store.adapters.base_model import BaseModel
 from store.adapters.blobs import Blobs
-from store.adapters.fetch_job import redacted
 from store.adapters.import_adapter import ImportLimits, import_adapter
 from store.adapters.names import API, DOCUMENT, AdapterNames, NewVersion
 from store.adapters.validate import AdapterFacts, ValidationLimits
@@ -20,13 +20,12 @@ from store.models.prepare import prepare
 from store.progress import Report
 from store.state_dir import StateDir
 
-# The weights of a base model are verified before they are read, which takes seconds for a large one.
+# How long a base model is cached: verifying its weights takes seconds for a large one.
 BASE_S = 600.0
 
 
 class LocalAdapterStore:
-    """Opens its database and folder when they are first used; see
-    :class:`serve.adapters.store_port.AdapterStore`."""
+    """The :class:`serve.adapters.store_port.AdapterStore` on disk; opens database and folder at first use."""
 
     def __init__(self, state: StateDir, url: str) -> None:
         self._state = state
@@ -43,8 +42,8 @@ class LocalAdapterStore:
     def declared(self) -> set[tuple[str, str]]:
         return self._records.declared()
 
-    def told(self, source: str) -> str:
-        return redacted(source)
+    def redacted(self, source: str) -> str:
+        return fetch_job.redacted(source)
 
     def take(self, spec: ModelSpec, source: str, report: Report) -> ImportedAdapter:
         rules = spec.adapters or Adapters()
@@ -109,7 +108,7 @@ class LocalAdapterStore:
             return self._blobs
 
     def _base(self, spec: ModelSpec, report: Report) -> BaseModel | None:
-        """What adapters of ``spec`` are compared with; the simulated engine has no weights."""
+        """The base model to validate adapters against; ``None`` for the simulated engine."""
         if spec.engine is EngineKind.SIM:
             return None
         key = (spec.source, spec.token_file)

@@ -1,4 +1,4 @@
-"""The port between the controller and its adapters: where they are fetched, admitted, recorded and kept."""
+"""The adapter store port of the controller: import, records and files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from store.progress import Report
 
 
 class ImportedAdapter(NamedTuple):
-    """An adapter that lies under its ``digest``: ``size`` in bytes, ``source`` as it is told and recorded."""
+    """An adapter that is stored under its ``digest``: ``size`` in bytes, ``source`` without secrets."""
 
     digest: str
     rank: int
@@ -20,29 +20,29 @@ class ImportedAdapter(NamedTuple):
 
 
 class AdapterStore(Protocol):
-    """Every call blocks, and may be made from any thread; raises :class:`policy.errors.TidegateError`."""
+    """Every call blocks, may come from any thread, and may raise :class:`policy.errors.TidegateError`."""
 
     def aliases(self) -> tuple[Alias, ...]:
-        """All names that were ever recorded and not removed."""
+        """The aliases of all names."""
         ...
 
     def declared(self) -> set[tuple[str, str]]:
-        """Model and name of those that a document brought."""
+        """Model and name of the aliases that the deployment file declared."""
         ...
 
-    def told(self, source: str) -> str:
-        """``source`` as it may be told and recorded, without what may be a secret in it."""
+    def redacted(self, source: str) -> str:
+        """``source`` without parts that may be secret, for messages and records."""
         ...
 
     def take(self, spec: ModelSpec, source: str, report: Report) -> ImportedAdapter:
-        """Fetch the adapter in ``source``, admit it for the model and put it in its place.
+        """Fetch the adapter at ``source``, validate it for the model and store it.
 
-        Raises :class:`policy.errors.AdapterRefused`. The same source may be taken again at any time.
+        Raises :class:`policy.errors.AdapterRefused`. The same source may be imported again at any time.
         """
         ...
 
     def holds(self, digest: str) -> bool:
-        """Whether the files of this content are in their place."""
+        """Whether the files of this digest are stored."""
         ...
 
     def put(
@@ -53,36 +53,36 @@ class AdapterStore(Protocol):
         *,
         declared: bool,
     ) -> Alias:
-        """Let a name, by model and name, stand for ``parts`` by weight; durable when it returns.
+        """Set the versions of a name (``key``: model, name) and their weights; durable when it returns.
 
-        ``tenants`` of ``None`` leaves them as they are. A content that is among its versions keeps its
-        number, and what was ``declared`` before is no change.
+        ``tenants`` of ``None`` keeps those of the name. A digest that is among its versions keeps its number.
+        The same declaration again (``declared``) changes nothing.
         """
         ...
 
     def split(self, model: str, name: str, weights: Mapping[int, float]) -> Alias:
-        """Let ``name`` stand for the versions with these numbers; durable when it returns.
+        """Split ``name`` over the versions with these numbers; durable when it returns.
 
-        Raises :class:`policy.errors.AdapterUnknown`, and :class:`policy.errors.TargetError` for a version
-        that it does not have.
+        Raises :class:`policy.errors.AdapterUnknown`, and :class:`policy.errors.TargetError` for an unknown
+        version.
         """
         ...
 
     def rollback(self, model: str, name: str) -> Alias:
-        """Let ``name`` stand for what it stood for before; raises as :meth:`split` where that is nothing."""
+        """Return ``name`` to its former split; raises as :meth:`split` if there is none."""
         ...
 
     def remove(self, model: str, name: str) -> None:
-        """Forget ``name``; raises :class:`policy.errors.AdapterUnknown`."""
+        """Remove ``name``; raises :class:`policy.errors.AdapterUnknown`."""
         ...
 
     def tar(self, digest: str) -> Iterator[bytes] | None:
-        """The files of a version as a tar, piece by piece; ``None`` where there is none."""
+        """The files of a version as a tar, in blocks; ``None`` if there are none."""
         ...
 
     def clear(self, in_use: Collection[str], older_s: float) -> list[str]:
-        """Delete what no name had for ``older_s`` and is not in use; returns the digests of what went.
+        """Delete files that no name used for ``older_s`` seconds and that are not in use; their digests.
 
-        ``in_use`` are serving names, which carry the beginning of a digest.
+        ``in_use`` are serving names, which contain the beginning of a digest.
         """
         ...

@@ -1,8 +1,7 @@
-"""What adapters are asked for: rates, loads and failures, from what replicas say with their heartbeats.
+"""Adapter demand: request rates, loads and failures, from the heartbeats of replicas.
 
-Counts age exponentially: one halves in a half-life, so that a steady stream of one a second adds up to
-``half-life / ln 2``, and the rate is the sum divided by that. Nothing here grows with the number of names
-that were ever asked for.
+Counts decay exponentially (:class:`policy.stats.decay.DecayingCount`). Memory is bounded, whatever the number
+of names that were ever requested.
 """
 
 from __future__ import annotations
@@ -17,18 +16,18 @@ from policy.types import Replica, ReplicaPhase
 from policy.wire.catalog import served_name
 from policy.wire.heartbeat import AdapterRef, AdapterUse, Heartbeat
 
-# A rise is believed once so many requests of the last seconds show it: fewer are as likely to be chance.
+# A rise counts once this many recent requests show it; fewer may be chance.
 QUICK_HALF_LIFE_S = 10.0
 QUICK_AT_LEAST = 8.0
-# Versions that are remembered; who was asked for longest ago is forgotten first.
+# Versions with counts; beyond that the one requested longest ago is dropped.
 MAX_VERSIONS = 20_000
-# So long the plan leaves a replica alone whose load failed; not for ever, for a disk may have been full.
+# How long a version is not planned on a replica that failed to load it. The cause may be temporary.
 REFUSING_S = 300.0
-# So much longer it is told: the plan, the load and its heartbeat follow, and what fails again never was well.
+# How much longer the failure is shown: until the next plan, load and heartbeat can confirm or clear it.
 AGAIN_S = 60.0
-# An engine says every second who waits for a slot; what it said holds for a little longer.
+# Engines report waiting requests every second; a report is valid for a little longer.
 WAITS_S = 2.5
-# Failures that are remembered of one replica.
+# Maximum failures kept of one replica.
 MAX_FAILURES = 1024
 MAX_REASON = 500
 
@@ -36,11 +35,11 @@ Key = tuple[str, AdapterRef]
 
 
 class Usage(NamedTuple):
-    """How one version is used: ``rate`` in requests per second, and ``rising`` to what, 0 if it does not.
+    """The usage of one version: ``rate`` in requests per second; ``rising`` is the rate of a rise, else 0.
 
-    ``hit_rate`` is the fraction of requests that found it loaded, ``loads`` counts those of all replicas,
-    ``load_s`` is how long one took on average, ``service_s`` how long a request had it, ``last_used`` the
-    instant of the last one; ``None`` where there was none. ``waiting`` are requests that wait for a slot.
+    ``hit_rate`` is the fraction of requests that found it loaded, ``loads`` counts the loads of all replicas,
+    ``load_s`` is their mean duration, ``service_s`` the mean time that a request used it, ``last_used`` the
+    instant of the last request; ``None`` before the first. ``waiting`` requests wait for a slot.
     """
 
     rate: float = 0.0
@@ -54,7 +53,7 @@ class Usage(NamedTuple):
 
 
 class Failure(NamedTuple):
-    """Why a replica could not load a version, and when it said so."""
+    """The reason why a replica could not load a version, and when it was reported."""
 
     reason: str
     at: float
@@ -100,7 +99,7 @@ class _Counts:
 
 
 class AdapterDemand:
-    """What was asked for lately; each call is given the instant ``at``, in seconds, which never goes back."""
+    """Recent demand of all versions. Each call gets the instant ``at`` in seconds, which never goes back."""
 
     def __init__(self) -> None:
         self._counts: OrderedDict[Key, _Counts] = OrderedDict()
@@ -109,7 +108,7 @@ class AdapterDemand:
         self._incarnations: dict[str, int] = {}
 
     def note(self, beat: Heartbeat, at: float) -> None:
-        """Take what a replica did since it last said so."""
+        """Add the heartbeat of a replica."""
         replica = beat.replica
         uses = {AdapterRef(name=use.name, digest=use.digest): use for use in beat.uses}
         for wanted, use in uses.items():
@@ -118,36 +117,36 @@ class AdapterDemand:
             self._forget(replica.id)
             return
         if self._incarnations.get(replica.id) != replica.incarnation:
-            # Another engine: what the one before it could not do says nothing of it.
+            # A new engine: failures of the one before do not apply to it.
             self._forget(replica.id)
             self._incarnations[replica.id] = replica.incarnation
         waiting = self._waiting.setdefault(replica.id, {})
         waiting |= {wanted: (use.waiting, at) for wanted, use in uses.items()}
         self._waiting[replica.id] = {
-            w: said for w, said in waiting.items() if said[0] and at - said[1] < WAITS_S
+            w: report for w, report in waiting.items() if report[0] and at - report[1] < WAITS_S
         }
         self._judge(replica, uses, at)
 
     def keep(self, replicas: Collection[str]) -> None:
-        """Forget what replicas did that are none of these."""
+        """Drop the state of all replicas but these."""
         for gone in self._incarnations.keys() - set(replicas):
             self._forget(gone)
 
     def usage(self, model: str, wanted: AdapterRef, at: float) -> Usage:
-        """How the version is used."""
+        """The usage of the version."""
         counts = self._counts.get((model, wanted))
         if counts is None:
             return Usage()
-        said = [waiting[wanted] for waiting in self._waiting.values() if wanted in waiting]
-        return counts.usage(at, sum(count for count, since in said if at - since < WAITS_S))
+        reports = [waiting[wanted] for waiting in self._waiting.values() if wanted in waiting]
+        return counts.usage(at, sum(count for count, since in reports if at - since < WAITS_S))
 
     def failures(self, wanted: AdapterRef) -> dict[str, Failure]:
-        """By replica, why it could not load the version when it last tried, which was not long ago."""
+        """Recent failures to load the version, by replica."""
         found = ((replica, failed.get(wanted)) for replica, failed in self._failures.items())
         return {replica: failure for replica, failure in found if failure is not None}
 
     def refusing(self, replica: str, at: float) -> frozenset[AdapterRef]:
-        """The versions that ``replica`` could not load less than :data:`REFUSING_S` ago."""
+        """The versions that ``replica`` failed to load less than :data:`REFUSING_S` ago."""
         failed = self._failures.get(replica, {})
         return frozenset(wanted for wanted, failure in failed.items() if at - failure.at < REFUSING_S)
 
@@ -174,7 +173,7 @@ class AdapterDemand:
                     del failed[next(iter(failed))]
             elif use.loads:
                 failed.pop(wanted, None)
-        # What it said of a load may be lost; that it has loaded it is said again and again.
+        # A report of a load may be lost, but the loaded adapters are in every heartbeat.
         loaded = set(replica.adapters) if failed else set()
         for wanted in [each for each in failed if served_name(each.name, each.digest) in loaded]:
             del failed[wanted]

@@ -1,7 +1,7 @@
-"""Adapters out of zip and tar archives, of which nothing is believed.
+"""Unpack adapters from zip and tar archives. Archives are untrusted input.
 
-No byte is decompressed beyond the limit whatever headers say, no name becomes a path, and an archive that
-holds a link, a device or a name that leads out of it is refused whole. Its first bytes say what it is.
+Nothing is decompressed beyond the size limit, whatever the headers say. Member names are never used as paths.
+An archive with a link, a device or a name outside of it is refused. The first bytes determine its type.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from store.adapters import FILES
 from store.adapters.validate import check_names
 
 MAX_MEMBERS = 1000
-# Of a zip's list of members; of what tar says of one of its, and of all: names, not content.
+# Limits in bytes of a zip's directory, of one tar header, and of all tar headers.
 MAX_LIST_BYTES = 4 * 1024 * 1024
 MAX_HEADER_BYTES = 64 * 1024
 MAX_HEADERS_BYTES = 8 * 1024 * 1024
 BLOCK_BYTES = 1024 * 1024
-# What the standard library raises of archives that are broken, or made to break it.
+# Errors that the standard library raises for broken or malicious archives.
 _BROKEN = (
     zipfile.BadZipFile, tarfile.TarError, gzip.BadGzipFile, zlib.error, struct.error, ValueError,
     OverflowError, NotImplementedError, RecursionError,
 )  # fmt: skip
-# Others decompress without a bound on what one call gives.
+# Other methods decompress without a bound on the output of one call.
 _METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 
 
 class _Member(NamedTuple):
-    """A regular file of an archive and what reads its ``size`` bytes, block by block."""
+    """A regular file of an archive, and a reader of its ``size`` bytes in blocks."""
 
     path: PurePosixPath
     size: int
@@ -49,8 +49,8 @@ def unpack(
 ) -> None:
     """Copy the adapter in the archive ``file`` into the empty directory ``into``.
 
-    It lies in the archive itself or in one folder of it. Raises :class:`policy.errors.AdapterRefused`:
-    ``archive``, ``path``, ``too_large``, ``truncated``, ``pickle`` and ``not_an_adapter``. ``tell`` is told
+    Its files are at the top of the archive or in one folder. Raises :class:`policy.errors.AdapterRefused`:
+    ``archive``, ``path``, ``too_large``, ``truncated``, ``pickle`` and ``not_an_adapter``. ``tell`` receives
     the fraction of the archive that was read.
     """
     size = file.seek(0, io.SEEK_END) or 1
@@ -104,7 +104,7 @@ def _of_zip(file: BinaryIO) -> Iterator[_Member]:
         for info in archive.infolist():
             is_folder = info.filename.endswith("/")
             path = _safe(info.orig_filename, is_folder)
-            # Its upper half is the mode where the archive was made on a system that has such.
+            # The upper 16 bits are the Unix mode, if the archive has one.
             kind = stat.S_IFMT(info.external_attr >> 16)
             if kind not in (0, stat.S_IFREG, stat.S_IFDIR):
                 raise AdapterRefused("path", f"the archive has {str(path)!r:.100}, which is no regular file")
@@ -118,7 +118,7 @@ def _of_zip(file: BinaryIO) -> Iterator[_Member]:
 
 
 def _unzipped(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> Iterator[bytes]:
-    """No more bytes than the header says: the module stops there, and then compares the checksum."""
+    """Read at most the size in the header; the module stops there and compares the checksum."""
     with archive.open(info) as member:
         while block := member.read(BLOCK_BYTES):
             yield block
@@ -135,7 +135,7 @@ def _of_tar(file: BinaryIO | gzip.GzipFile, max_bytes: int) -> Iterator[_Member]
             if info.isdir():
                 continue
             yield _Member(path, info.size, lambda info=info: _untarred(file, info))  # type: ignore[misc]
-    if isinstance(file, gzip.GzipFile):  # its checksum is at the end
+    if isinstance(file, gzip.GzipFile):  # the checksum is at the end
         while file.tell() < end and file.read(BLOCK_BYTES):
             pass
 
@@ -152,7 +152,7 @@ def _untarred(file: BinaryIO | gzip.GzipFile, info: tarfile.TarInfo) -> Iterator
 
 
 def _safe(name: str, is_folder: bool) -> PurePosixPath:
-    """``name`` as a path that stays inside of the archive."""
+    """``name`` as a path inside of the archive; refuses others."""
     path = PurePosixPath(name)
     odd = "\\" in name or not name.isprintable() or not (path.parts or is_folder)
     if odd or path.is_absolute() or ".." in path.parts:
@@ -161,7 +161,7 @@ def _safe(name: str, is_folder: bool) -> PurePosixPath:
 
 
 def _folder(found: Iterable[PurePosixPath]) -> PurePosixPath:
-    """Where the adapter is: the archive itself, or the one folder in it that has files of one."""
+    """The folder of the adapter: the top of the archive, or the only folder with adapter files."""
     paths = list(found)
     top = PurePosixPath()
     if any(path.parent == top and path.name in FILES for path in paths):
@@ -175,10 +175,10 @@ def _folder(found: Iterable[PurePosixPath]) -> PurePosixPath:
 
 
 class _Guarded:
-    """``file`` for modules that believe what headers say: bounded in how far and how much they read of it.
+    """Limits how the standard library's archive modules, which trust headers, read ``file``.
 
-    ``end`` is as far as they may go, ``most`` what they may read at once and ``budget`` in all, until the
-    archive is :meth:`open` and only members are read.
+    ``end`` is the last offset that may be read, ``most`` the size limit of one read, and ``budget`` the limit
+    of all reads until the archive is :meth:`open` and only members are read.
     """
 
     def __init__(self, file: BinaryIO | gzip.GzipFile, end: int, most: int, budget: int) -> None:
@@ -188,7 +188,7 @@ class _Guarded:
         self._budget: float = budget
 
     def open(self) -> None:
-        """From here on there is no budget for all, only for each read."""
+        """The directory is read: from now on only single reads are limited."""
         self._budget = float("inf")
 
     def read(self, size: int = -1) -> bytes:
@@ -215,4 +215,4 @@ class _Guarded:
         return True
 
     def close(self) -> None:
-        """Whoever opened the file closes it."""
+        """Does nothing: the owner of the file closes it."""

@@ -1,4 +1,4 @@
-"""What of a base model adapters are compared with: its linear modules and their shapes."""
+"""The linear modules of a base model and their shapes, which adapters are validated against."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from policy.errors import AdapterRefused
 from store.adapters.tensors import Tensor, tensors
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.\d+\..*")
-# Weights that are packed, several numbers in one: their shapes say nothing of the module's.
+# Packed (quantized) weights: their shapes differ from the module's.
 _PACKED_NAMES = (".qweight", ".weight_packed")
 _PACKED_TYPES = frozenset({"U8", "I32", "F4"})
 
-# [outputs, inputs]; None where the checkpoint does not tell.
+# [outputs, inputs]; None if unknown from the checkpoint.
 Shape = tuple[int, int] | None
 
 
 class BaseModel:
-    """The linear modules of a base model by the names of its checkpoint, and their shapes."""
+    """The linear modules of a base model by their names in the checkpoint, with shapes."""
 
     def __init__(self, shapes: Mapping[str, Shape]) -> None:
         self._linear = shapes
-        # A checkpoint may call the trunk otherwise than the model's classes do; its layers are called alike.
-        # Those of two towers of one model are, too, so several shapes may stand behind one name.
+        # Prefixes of names may differ between checkpoint and model classes; names within layers do not.
+        # Two towers of a model share those names, so one name may have several shapes.
         self._tails: dict[str, set[Shape]] = {}
         self._endings: set[str] = set()
         for name, shape in shapes.items():
@@ -35,7 +35,7 @@ class BaseModel:
 
     @classmethod
     def of(cls, directory: Path) -> BaseModel:
-        """The model in ``directory``, of which the headers of ``*.safetensors`` are read.
+        """Read the model in ``directory`` from the headers of its ``*.safetensors``.
 
         Raises :class:`policy.errors.AdapterRefused` with the code ``base_model`` if they cannot be.
         """
@@ -53,18 +53,18 @@ class BaseModel:
         return cls(shapes)
 
     def shapes(self, module: str) -> tuple[Shape, ...]:
-        """The shapes that a module of this name may have, none where there is no such."""
+        """The possible shapes of the module with this name; none if there is no such module."""
         if module in self._linear:
             return (self._linear[module],)
         return tuple(self._tails.get(_tail(module), ()))
 
     def has(self, ending: str) -> bool:
-        """Whether the name of a linear module is this, or ends so after a dot."""
+        """Whether the name of a linear module is ``ending``, or ends with it after a dot."""
         return ending in self._endings or _tail(ending) in self._tails
 
 
 def _module(name: str, tensor: Tensor) -> tuple[str, Shape]:
-    """The linear module whose weight the tensor is, and its shape; no name for any other tensor."""
+    """The linear module of a weight tensor, and its shape; an empty name for other tensors."""
     for ending in _PACKED_NAMES:
         if name.endswith(ending):
             return name.removesuffix(ending), None

@@ -1,4 +1,4 @@
-"""Adapters by digest: a directory each that is there whole or not at all, and never changes."""
+"""Adapter files by digest: one immutable directory each, published atomically."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from store.tar_stream import pack, unpack
 
 _LOG = logging.getLogger(__name__)
 _WORK = ".work-"
-# A download that nobody took up again for so long is not kept for anybody.
+# Partial downloads that were not resumed for this long are deleted.
 KEPT_S = 7 * 86_400.0
 
 
@@ -32,9 +32,9 @@ def node_cache() -> Path:
 
 
 class Blobs:
-    """The adapters that are stored under ``root``, for any number of threads and processes of one machine.
+    """The adapters stored under ``root``; safe for all threads and processes of one machine.
 
-    Every method blocks, some for as long as it takes to read a whole adapter.
+    Every method blocks; some read a whole adapter.
     """
 
     def __init__(self, root: Path, clock: Callable[[], float] = time.time) -> None:
@@ -46,7 +46,7 @@ class Blobs:
         self._clear()
 
     def path(self, digest: str) -> Path | None:
-        """The directory of the adapter, checked once per process; ``None`` where it is not, or not whole."""
+        """The directory of the adapter, verified once per process; ``None`` if incomplete."""
         if DIGEST.fullmatch(digest) is None:
             return None
         path = self._root / digest
@@ -62,9 +62,9 @@ class Blobs:
         return path
 
     def publish(self, part: Path, digest: str) -> Path:
-        """Give the sealed directory ``part``, inside of :meth:`work`, its place; what is there already stays.
+        """Move the sealed directory ``part``, from :meth:`work`, into place; an existing adapter stays.
 
-        Raises ``ValueError`` when it is not sealed as ``digest``, and ``OSError``.
+        Raises ``ValueError`` if it is not sealed with ``digest``, and ``OSError``.
         """
         manifest = read(part)
         if manifest is None or manifest.digest != digest or DIGEST.fullmatch(digest) is None:
@@ -74,12 +74,12 @@ class Blobs:
             if self.path(digest) is None:
                 publish(part, final)
                 self._verified.add(digest)
-            # Whoever collects what no record names sees by it that one may be about to.
+            # The deletion of unused files sees by this time that a record may be about to name it.
             os.utime(final)
         return final
 
     def seal(self, part: Path, source: str) -> str:
-        """Make ``part`` ready for :meth:`publish`, forced to disk; returns its digest. Raises ``OSError``."""
+        """Write the manifest of ``part`` and sync it to disk; its digest. Raises ``OSError``."""
         manifest = Manifest(source=source, files=entries(part))
         for name in manifest.files:
             (part / name).chmod(0o444)
@@ -87,20 +87,20 @@ class Blobs:
         return manifest.digest
 
     def digests(self) -> set[str]:
-        """What is there, verified or not."""
+        """The stored digests, verified or not."""
         return {path.name for path in self._root.iterdir() if DIGEST.fullmatch(path.name)}
 
     def age_s(self, digest: str) -> float:
-        """Seconds since it was published, also if it was there already; endless if it is not there."""
+        """Seconds since it was last published; infinite if it is not stored."""
         try:
             return self._clock() - (self._root / digest).stat().st_mtime
         except FileNotFoundError:
             return float("inf")
 
     def remove(self, digest: str, older_s: float = 0.0) -> bool:
-        """Take the adapter away if it was published at least ``older_s`` ago; returns whether it is gone.
+        """Delete the adapter if it was last published at least ``older_s`` ago; whether it was deleted.
 
-        An engine that reads it keeps the pages that it has.
+        An engine that has mapped the files keeps them.
         """
         if DIGEST.fullmatch(digest) is None:
             return False
@@ -115,7 +115,7 @@ class Blobs:
         return True
 
     def tar(self, digest: str) -> Iterator[bytes]:
-        """The files as a tar stream for :meth:`take_tar`; raises ``KeyError`` where they are not."""
+        """The files as a tar stream for :meth:`take_tar`; raises ``KeyError`` if they are not stored."""
         path = self.path(digest)
         manifest = None if path is None else read(path)
         if path is None or manifest is None:
@@ -123,9 +123,9 @@ class Blobs:
         return pack(path, manifest.files)
 
     def take_tar(self, chunks: Iterable[bytes], digest: str, max_bytes: int) -> Path:
-        """Store what :meth:`tar` sent, of at most ``max_bytes``, under ``digest``, which it must have.
+        """Store a stream of :meth:`tar` of at most ``max_bytes`` under ``digest``, which is verified.
 
-        Raises :class:`policy.errors.AdapterRefused`, ``changed`` when it has another digest, and ``OSError``.
+        Raises :class:`policy.errors.AdapterRefused` (``changed`` for another digest) and ``OSError``.
         """
         with self.work() as work:
             part = work / "adapter"
@@ -138,7 +138,7 @@ class Blobs:
 
     @contextmanager
     def work(self) -> Iterator[Path]:
-        """A private directory beside the adapters; it goes in the end, also when this process is killed."""
+        """A private temporary directory beside the adapters, deleted at the end or by a later process."""
         with self._locked():
             path = Path(tempfile.mkdtemp(prefix=_WORK, dir=self._root))
             held = os.open(path, os.O_RDONLY)
@@ -151,10 +151,9 @@ class Blobs:
 
     @contextmanager
     def parts(self, source: str) -> Iterator[Path]:
-        """A directory for what was fetched of ``source``, which outlives this process, for one at a time.
+        """A directory for partial downloads of ``source``, which outlives this process; one user at a time.
 
-        It goes when all went well, or what came is refused; it stays with what came of a source that could
-        not be reached any more.
+        It is deleted after success or refusal, and kept if the source became unreachable.
         """
         path = self._parts / hashlib.sha256(source.encode()).hexdigest()
         held = _hold(path)
@@ -170,7 +169,7 @@ class Blobs:
             os.close(held)
 
     def _clear(self) -> None:
-        """Take away what processes left that were killed, and downloads that nobody took up again."""
+        """Delete directories of killed processes, and abandoned downloads."""
         before = self._clock() - KEPT_S
         with self._locked():
             for path in self._root.glob(f"{_WORK}*"):
@@ -181,7 +180,7 @@ class Blobs:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Against other threads and processes, while names change."""
+        """Lock out other threads and processes while directories are renamed."""
         held = os.open(self._root / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
         try:
             fcntl.flock(held, fcntl.LOCK_EX)
@@ -191,7 +190,7 @@ class Blobs:
 
 
 def _hold(path: Path) -> int:
-    """A descriptor that holds the directory ``path`` against all others who ask so; they wait."""
+    """A descriptor with an exclusive lock on the directory ``path``."""
     while True:
         path.mkdir(mode=0o700, exist_ok=True)
         try:
@@ -202,7 +201,7 @@ def _hold(path: Path) -> int:
         try:
             if os.path.samestat(os.fstat(held), path.stat()):
                 return held
-        except FileNotFoundError:  # whoever held it has taken it away
+        except FileNotFoundError:  # the former holder has deleted it
             pass
         os.close(held)
 

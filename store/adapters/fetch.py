@@ -1,6 +1,6 @@
-"""Where adapters come from: a path, the web, the Hugging Face hub, or an object store.
+"""Fetch an adapter from a path, the web, the Hugging Face hub, or an object store.
 
-What is fetched lies in a private directory: the two files of an adapter, regular ones, and nothing else.
+The result is a private directory with the two regular files of an adapter and nothing else.
 """
 
 from __future__ import annotations
@@ -47,6 +47,6 @@ def _absolute(job: FetchJob, text: str) -> Path:
         raise job.unreachable(error) from error
     if not path.is_absolute():
         raise job.unreachable(
-            "expected an absolute path, a URL or hf:ORG/NAME: who fetches it is in another directory"
+            "expected an absolute path, a URL or hf:ORG/NAME: the controller runs in another directory"
         )
     return path

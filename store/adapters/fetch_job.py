@@ -1,4 +1,4 @@
-"""What shall be fetched, where to, and how much of it at most."""
+"""A fetch job: the source of an adapter, the target directory and the limits."""
 
 from __future__ import annotations
 
@@ -14,11 +14,10 @@ _URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*://)(?:[^/?#]*@)?(?P<place
 
 
 class FetchJob(NamedTuple):
-    """``source`` as the user wrote it, and the directories of :class:`store.adapters.blobs.Blobs` to fetch it
-    with.
+    """``source`` as the user wrote it, and directories of :class:`store.adapters.blobs.Blobs`.
 
-    ``into`` is empty and private. ``parts`` outlives this process, for what takes long. ``token_file`` may
-    hold a Hugging Face token.
+    ``into`` is the target, empty and private. ``parts`` is for partial downloads and outlives this process.
+    ``token_file`` may contain a Hugging Face token.
     """
 
     source: str
@@ -30,11 +29,11 @@ class FetchJob(NamedTuple):
 
     @property
     def shown(self) -> str:
-        """The source without what may be a secret in it."""
+        """The source without parts that may be secret."""
         return redacted(self.source)
 
     def progress(self, step: str, message: str) -> Callable[[float], None]:
-        """What reports each whole percent of a step, from fractions."""
+        """A function that takes fractions and reports each whole percent of a step."""
         last = -1
 
         def percent(fraction: float) -> None:
@@ -46,17 +45,17 @@ class FetchJob(NamedTuple):
         return percent
 
     def unreachable(self, why: object) -> AdapterRefused:
-        """The refusal of a source that cannot be read, which may yet be."""
+        """The error for a source that cannot be read now; a retry may succeed."""
         return AdapterRefused("source_unreachable", f"{self.shown} cannot be fetched: {why!s:.300}")
 
     def too_large(self, size: int) -> AdapterRefused:
-        """The refusal of a source with ``size`` bytes or more."""
+        """The error for a source with ``size`` bytes or more."""
         return AdapterRefused(
             "too_large", f"{self.shown} has {size} bytes or more; expected at most {self.max_bytes}"
         )
 
 
 def redacted(source: str) -> str:
-    """``source`` as it may be told and recorded: names and passwords, and signed parameters, are left out."""
+    """``source`` without user names, passwords and signed parameters, for messages and records."""
     match = _URL.match(source)
     return f"{match['scheme']}{match['place']}" if match else source

@@ -1,4 +1,4 @@
-"""Adapters from a directory or an archive of the head, which must not change while they are copied."""
+"""Adapters from a directory or an archive on the head node, which must not change during the copy."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def fetch(job: FetchJob, path: Path) -> None:
 
 
 def _copy_files(job: FetchJob, folder: Path, tell: Callable[[float], None]) -> None:
-    """Both are open before the first is copied: they belong together."""
+    """Open both files before the first is copied, so that they belong together."""
     config, weights = FILES
     with _opened(folder / config) as (first, small), _opened(folder / weights) as (second, large):
         whole = small + large
@@ -48,7 +48,7 @@ def _copy_files(job: FetchJob, folder: Path, tell: Callable[[float], None]) -> N
         done = 0
         for source, size, name in ((first, small, config), (second, large, weights)):
             with (job.into / name).open("xb") as target:
-                # One byte more than it had shows that it grows.
+                # Reading one byte more than its size shows whether it grows.
                 while block := source.read(min(BLOCK_BYTES, size + 1 - target.tell())):
                     target.write(block)
                     done += len(block)
@@ -57,15 +57,15 @@ def _copy_files(job: FetchJob, folder: Path, tell: Callable[[float], None]) -> N
 
 @contextmanager
 def _opened(path: Path) -> Iterator[tuple[BinaryIO, int]]:
-    """The regular file ``path`` and its size in bytes, which is the same in the end, as is the file."""
+    """The regular file ``path`` and its size in bytes; refused if either changes meanwhile."""
     before = path.lstat()
     if not stat.S_ISREG(before.st_mode):
         what = "a link" if stat.S_ISLNK(before.st_mode) else "no regular file"
         raise AdapterRefused("path", f"{path.name} is {what}; expected a regular file")
-    # A link may lead anywhere, and the open of a pipe would wait for whoever writes it.
+    # A link may lead anywhere, and opening a pipe would block until there is a writer.
     with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
         yield file, before.st_size
-        # What was opened is what was looked at, and it still stands there.
+        # The opened file must be the one that was checked, and still be in place.
         if not _identity(before) == _identity(os.fstat(file.fileno())) == _identity(path.lstat()):
             raise AdapterRefused(
                 "changed", f"{path.name} changed while it was copied; add it once it is whole"

@@ -1,4 +1,4 @@
-"""Adapters from the Hugging Face hub: the two files of one commit, and nothing else of the repository."""
+"""Adapters from the Hugging Face hub: the two files of one commit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SCHEME = "hf:"
 
 
 def fetch(job: FetchJob) -> None:
-    """Download from ``hf:ORG/NAME[@REVISION]``; what came before a break is not fetched again.
+    """Download from ``hf:ORG/NAME[@REVISION]``; an interrupted download is resumed.
 
     Raises :class:`policy.errors.AdapterRefused`: ``source_unreachable``, ``too_large``, ``pickle`` and
     ``not_an_adapter``.
@@ -36,7 +36,7 @@ def fetch(job: FetchJob) -> None:
         whole = sum(sizes[file] for file in FILES)
         if whole > job.max_bytes:
             raise job.too_large(whole)
-        # By the commit: the branch may move between the two files.
+        # By commit, because the branch may move between the two files.
         huggingface_hub.snapshot_download(
             match["repo"],
             revision=info.sha,
@@ -47,9 +47,9 @@ def fetch(job: FetchJob) -> None:
         )
     except AdapterRefused:
         raise
-    except Exception as error:  # the hub's client and its backends each raise a tree of their own
+    except Exception as error:  # the hub's client and its backends have their own exceptions
         text = explain(name, token is not None, error)
         raise job.unreachable(text.replace(token, "***") if token else text) from error
     for file in FILES:
-        # The hub may say one size and send another; what is admitted is measured again.
+        # The hub's sizes may be wrong; the files are measured again when they are validated.
         (job.parts / file).rename(job.into / file)

@@ -1,4 +1,4 @@
-"""Adapters from object stores and whatever else fsspec reads: a prefix with the two files, or an archive."""
+"""Adapters from object stores, by fsspec: a prefix with the two files, or an archive."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from store.adapters.partial_download import PartialDownload
 from store.adapters.validate import check_names
 
 BLOCK_BYTES = 4 * 1024 * 1024
-# What changes with an object's content, by the names that drivers give it, the most exact first.
+# Properties that change with an object's content, by drivers' names, the most exact first.
 _MARKS = ("etag", "md5hash", "versionid", "generation", "mtime", "lastmodified", "updated", "created")
 
 
 def fetch(job: FetchJob) -> None:
     """Download from ``s3://...``, ``gs://...`` or any other URL of fsspec's.
 
-    Credentials are those of the machine, as its drivers find them. Raises
+    Drivers find the machine's credentials themselves. Raises
     :class:`policy.errors.AdapterRefused`: ``source_unreachable``, also where the driver is not installed,
     ``changed``, ``too_large``, and those of :func:`store.adapters.archive.unpack`.
     """
@@ -35,7 +35,7 @@ def fetch(job: FetchJob) -> None:
         # Such as "Install s3fs to access S3".
         said = known_implementations.get(protocol, {}).get("err", error)
         raise job.unreachable(f"{said}; `pip install 'tidegate[s3]'` does for s3://") from error
-    except Exception as error:  # each driver raises a tree of its own
+    except Exception as error:  # each driver has its own exceptions
         raise job.unreachable(error) from error
     try:
         if not system.isfile(path):
@@ -64,7 +64,7 @@ def _take_folder(job: FetchJob, system: Any, path: str) -> None:
 
 
 def _take(job: FetchJob, system: Any, path: str, name: str) -> PartialDownload:
-    """Copy one object, from where a download of the same one was broken off."""
+    """Copy one object; resumes an interrupted download of the same content."""
     part = PartialDownload(job, name)
     size, mark = before = _identity(system, path)
     if part.validator != mark or not mark:
@@ -85,7 +85,7 @@ def _take(job: FetchJob, system: Any, path: str, name: str) -> PartialDownload:
 
 
 def _identity(system: Any, path: str) -> tuple[int, str]:
-    """The bytes of an object, 0 if unknown, and by what the store would tell it from another."""
+    """The size of an object (0 if unknown), and a mark that changes with its content."""
     system.invalidate_cache()
     said = {key.lower().replace("_", ""): value for key, value in system.info(path).items()}
     mark = next((f"{key} {said[key]}" for key in _MARKS if said.get(key)), "")

@@ -1,4 +1,4 @@
-"""Adapters from an archive on the web, where a broken download goes on if the archive is still the same."""
+"""Adapters from an archive on the web; an interrupted download is resumed if the archive is unchanged."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from store.adapters.partial_download import PartialDownload
 
 CONNECT_S = 10.0
 SILENT_S = 30.0
-# Attempts in a row that bring too little, and the waits between them.
+# Maximum attempts in a row with too little progress, and the delays between them.
 TRIES = 4
 RETRY = Backoff(0.5)
-# In bytes per second, over so long: a server that sends less would be waited for for days.
+# Minimum rate in bytes/s over this many seconds; slower servers would take days.
 LEAST_RATE = 4096.0
 PACE_S = 60.0
 _RANGE = re.compile(r"bytes (?P<first>\d+)-\d+/(?P<whole>\d+)")
@@ -29,13 +29,13 @@ def fetch(
 ) -> None:
     """Download and unpack the archive at ``http(s)://...``; raises :class:`policy.errors.AdapterRefused`.
 
-    Its codes are ``source_unreachable``, also of what comes too slowly, ``too_large``, and those of
+    Its codes are ``source_unreachable`` (also for slow servers), ``too_large``, and those of
     :func:`store.adapters.archive.unpack`.
     """
     part = PartialDownload(job, "archive")
     timeout = httpx.Timeout(SILENT_S, connect=CONNECT_S)
     tries = 0
-    # Where the tries were last counted from, and when.
+    # Size and instant at which the attempts were last reset.
     before, since = part.size, clock()
     try:
         with httpx.Client(timeout=timeout, follow_redirects=True, max_redirects=5) as client:
@@ -57,12 +57,12 @@ def fetch(
 
 
 class _Busy(Exception):
-    """An answer that another try may better."""
+    """A failure that a retry may fix."""
 
 
 def _take(job: FetchJob, client: httpx.Client, part: PartialDownload, clock: Callable[[], float]) -> None:
-    """Ask once for what is missing, and append it."""
-    # Its bytes as they lie there: an archive is compressed by itself.
+    """Request the missing bytes once and append them."""
+    # No content encoding: an archive is already compressed.
     headers = {"accept-encoding": "identity"}
     if part.validator:
         headers |= {"range": f"bytes={part.size}-", "if-range": part.validator}
@@ -71,7 +71,7 @@ def _take(job: FetchJob, client: httpx.Client, part: PartialDownload, clock: Cal
             raise job.unreachable("it leads from https to http")
         if answer.status_code == 416:
             if answer.headers.get("content-range") == f"bytes */{part.size}":
-                return  # all of it came before this process was there
+                return  # complete before this process started
             part.begin("")
             raise _Busy("the server does not go on with what is here")
         if answer.status_code in (408, 429) or answer.status_code >= 500:
@@ -81,7 +81,7 @@ def _take(job: FetchJob, client: httpx.Client, part: PartialDownload, clock: Cal
             raise job.too_large(whole)
         tell = job.progress("fetch", f"downloading {job.shown}")
         had, since = part.size, clock()
-        for block in answer.iter_raw():  # as it comes: what is waiting to be a larger block would be lost
+        for block in answer.iter_raw():  # as it arrives: a buffered block would be lost on a break
             part.append(block)
             if (passed_s := clock() - since) >= PACE_S:
                 if part.size - had < LEAST_RATE * passed_s:
@@ -97,7 +97,7 @@ def _take(job: FetchJob, client: httpx.Client, part: PartialDownload, clock: Cal
 
 
 def _whole(job: FetchJob, answer: httpx.Response, part: PartialDownload) -> int:
-    """The bytes of the whole archive, 0 if unknown; ``part`` is emptied unless the answer goes on with it."""
+    """The size of the archive (0 if unknown); empties ``part`` unless the answer continues it."""
     if answer.status_code == 206:
         match = _RANGE.fullmatch(answer.headers.get("content-range", ""))
         if match is None or int(match["first"]) != part.size:
@@ -107,7 +107,7 @@ def _whole(job: FetchJob, answer: httpx.Response, part: PartialDownload) -> int:
     if answer.status_code != 200:
         raise job.unreachable(f"the server answers {answer.status_code}")
     etag = answer.headers.get("etag", "")
-    # A weak one is kept by changes that do not matter to readers of text.
+    # A weak etag may stay equal when bytes change.
     part.begin(answer.headers.get("last-modified", "") if etag.startswith("W/") or not etag else etag)
     length = answer.headers.get("content-length", "")
     return int(length) if length.isdigit() else 0

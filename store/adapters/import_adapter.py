@@ -1,7 +1,7 @@
-"""The way in: an adapter is fetched, admitted, and stored under its digest, before any record names it.
+"""Import of an adapter: fetch, validate, and store under its digest, before any record names it.
 
-Killed at any moment it leaves nothing half done: what is recorded was stored before, and what was stored
-without being recorded is an unused digest.
+It can be killed at any moment: records only name stored files, and a stored adapter without a record is
+deleted later as unused.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from store.progress import Progress, Report
 
 
 class ImportLimits(NamedTuple):
-    """What an adapter must be for its model, as :func:`store.adapters.validate.validate` has it.
+    """The requirements of a model on its adapters; see :func:`store.adapters.validate.validate`.
 
     ``token_file`` may hold a Hugging Face token.
     """
@@ -30,10 +30,10 @@ class ImportLimits(NamedTuple):
 
 
 def import_adapter(blobs: Blobs, source: str, terms: ImportLimits, report: Report) -> NewVersion:
-    """Bring the adapter at ``source`` into ``blobs``; blocks until it is there.
+    """Import the adapter at ``source`` into ``blobs``; blocks until it is stored.
 
-    Raises :class:`policy.errors.AdapterRefused` for what is not admitted, and
-    :class:`policy.errors.PreconditionFailed` when nothing can be stored here.
+    Raises :class:`policy.errors.AdapterRefused` for an invalid adapter, and
+    :class:`policy.errors.PreconditionFailed` if nothing can be stored here.
     """
     try:
         with blobs.work() as work, blobs.parts(source) as parts:

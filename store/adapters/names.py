@@ -1,6 +1,6 @@
-"""Which names adapters have and what those stand for.
+"""Adapter names: the aliases and their versions, splits and histories, in the database.
 
-Every change is one transaction: it is there whole or not at all.
+Every change is one transaction.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from store.database import Database
 
 DOCUMENT = "document"
 API = "api"
-# What a name keeps for pinning and going back.
+# How many versions and former splits a name keeps, for pinning and rollback.
 KEPT_VERSIONS = 16
 KEPT_HISTORY = 16
 
 
 class NewVersion(NamedTuple):
-    """A stored adapter that a name shall stand for, with its share if there are several."""
+    """A stored adapter to assign to a name, with its weight if there are several."""
 
     digest: str
     facts: AdapterFacts
@@ -46,7 +46,7 @@ class NewVersion(NamedTuple):
 
 
 class _Declared(msgspec.Struct, frozen=True, kw_only=True):
-    """What the document said of a name: digests with their weights, and tenants if it said any of them."""
+    """The declaration of a name: digests with their weights, and tenants if declared."""
 
     content: tuple[tuple[str, float], ...]
     tenants: tuple[str, ...] | None
@@ -55,7 +55,7 @@ class _Declared(msgspec.Struct, frozen=True, kw_only=True):
 class AdapterNames:
     """The aliases of all models in the database at ``url``; for any number of threads and processes.
 
-    Everything raises :class:`policy.errors.Unreachable` when the database does not answer.
+    Every method raises :class:`policy.errors.Unreachable` if the database does not answer.
     """
 
     def __init__(self, url: str, clock: Callable[[], float] = time.time) -> None:
@@ -64,22 +64,22 @@ class AdapterNames:
         self._clock = clock
 
     def close(self) -> None:
-        """Let go of the database."""
+        """Close the database."""
         self._database.close()
 
     def catalog(self, epoch: float, version: int) -> Catalog:
-        """All aliases at this instant."""
+        """All aliases now."""
         with self._database.reading() as connection:
             found = load(connection)
         return Catalog(epoch=epoch, version=version, aliases=tuple(record.alias for record in found))
 
     def revision(self) -> int:
-        """Grows with every change of any name."""
+        """A number that grows with every change of any name."""
         with self._database.reading() as connection:
             return revision(connection)
 
     def declared(self) -> set[tuple[str, str]]:
-        """Model and name of the aliases that the document declared."""
+        """Model and name of the aliases that the deployment file declared."""
         with self._database.reading() as connection:
             return {
                 (record.alias.model, record.alias.name)
@@ -98,7 +98,7 @@ class AdapterNames:
         tenants: Collection[str] | None = None,
         origin: str = API,
     ) -> Alias:
-        """Let the name stand for this adapter alone; see :meth:`put`."""
+        """Assign this adapter alone to the name; see :meth:`put`."""
         return self.put(model, name, [NewVersion(digest, facts, source)], tenants=tenants, origin=origin)
 
     def put(
@@ -110,13 +110,12 @@ class AdapterNames:
         tenants: Collection[str] | None = None,
         origin: str = API,
     ) -> Alias:
-        """Let the name stand for ``candidates`` by their weights; a new one if there was none.
+        """Assign ``candidates`` by their weights to the name, which is created if it is new.
 
-        A digest that the name has already keeps its number. ``tenants`` of ``None`` leaves them as they are.
-        What changes nothing is no change; nor is it when the document declares the content, or the tenants,
-        that it declared last, so that a restart does not undo what was done since. Raises
-        :class:`policy.errors.AdapterRefused` (``name``) and :class:`policy.errors.TargetError` for weights
-        that are none.
+        A digest that the name already has keeps its number. ``tenants`` of ``None`` keeps the tenants. If the
+        deployment file declares the same content, or tenants, as the last time, these are not changed: a
+        restart must not undo later changes by users. Raises :class:`policy.errors.AdapterRefused` (``name``),
+        and :class:`policy.errors.TargetError` for invalid weights.
         """
         check_name(name)
         if not candidates or not all(DIGEST.fullmatch(each.digest) for each in candidates):
@@ -142,10 +141,10 @@ class AdapterNames:
             return self._keep(connection, before, after)
 
     def split(self, model: str, name: str, weights: Mapping[int, float]) -> Alias:
-        """Let the name stand for several of its versions, by number; 0 leaves one out.
+        """Split the name over its versions, by number; 0 leaves one out.
 
-        Raises :class:`policy.errors.AdapterUnknown`, and :class:`policy.errors.TargetError` for a number that
-        it does not have or weights that are none.
+        Raises :class:`policy.errors.AdapterUnknown`, and :class:`policy.errors.TargetError` for an unknown
+        number or invalid weights.
         """
         with self._database.writing() as connection:
             before = _known(connection, model, name)
@@ -156,20 +155,19 @@ class AdapterNames:
             return self._keep(connection, before, _standing_for(before, _weighed(weights)))
 
     def rollback(self, model: str, name: str) -> Alias:
-        """Let the name stand for what it stood for before; twice goes further back.
+        """Return the name to its former split; a second call goes further back.
 
-        Raises :class:`policy.errors.AdapterUnknown`, and :class:`policy.errors.TargetError` where there is
-        nothing before.
+        Raises :class:`policy.errors.AdapterUnknown`, and :class:`policy.errors.TargetError` if there is none.
         """
         with self._database.writing() as connection:
             before = _known(connection, model, name)
             if not before.history:
-                raise TargetError(f"{name} stands for the first that it stood for, or the first that is kept")
+                raise TargetError(f"{name} has no former split to return to")
             alias = msgspec.structs.replace(before.alias, split=before.history[-1])
             return self._keep(connection, before, before._replace(alias=alias, history=before.history[:-1]))
 
     def remove(self, model: str, name: str) -> None:
-        """Forget the name and its versions; raises :class:`policy.errors.AdapterUnknown`."""
+        """Remove the name and its versions; raises :class:`policy.errors.AdapterUnknown`."""
         with self._database.writing() as connection:
             before = _known(connection, model, name)
             erase(connection, model, name)
@@ -177,7 +175,7 @@ class AdapterNames:
             retire(connection, (version.digest for version in before.alias.versions), self._clock())
 
     def unused_digests(self, stored: Collection[str], older_s: float) -> set[str]:
-        """Those of ``stored`` that no version has, nor had in the last ``older_s`` seconds."""
+        """Those of ``stored`` that no version uses or used in the last ``older_s`` seconds."""
         before = self._clock() - older_s
         with self._database.writing() as connection:
             connection.execute(delete(retired).where(retired.c.at < before))
@@ -196,9 +194,9 @@ class AdapterNames:
 
 
 def check_name(name: str) -> None:
-    """Raises :class:`policy.errors.AdapterRefused` (``name``) for one that no adapter can have."""
+    """Raise :class:`policy.errors.AdapterRefused` (``name``) for an invalid adapter name."""
     if NAME.fullmatch(name) is None:
-        raise AdapterRefused("name", f"{name!r:.100} is no name of an adapter; expected {NAME.pattern}")
+        raise AdapterRefused("name", f"{name!r:.100} is not a valid adapter name; expected {NAME.pattern}")
 
 
 def _find(connection: Connection, model: str, name: str) -> AdapterRow | None:
@@ -215,7 +213,7 @@ def _known(connection: Connection, model: str, name: str) -> AdapterRow:
 def _numbered(
     kept: tuple[Version, ...], candidates: Sequence[NewVersion], at: float
 ) -> tuple[tuple[Version, ...], tuple[tuple[int, float], ...]]:
-    """The versions with those of ``candidates`` that are new, and the shares of all candidates."""
+    """The versions including new ``candidates``, and the weights of all candidates by number."""
     by_digest = {version.digest: version for version in kept}
     weights: dict[int, float] = {}
     for digest, facts, source, weight in candidates:
@@ -240,12 +238,12 @@ def _weighed(weights: Mapping[int, float]) -> tuple[tuple[int, float], ...]:
 def _standing_for(
     before: AdapterRow, split: tuple[tuple[int, float], ...], kept: tuple[Version, ...] | None = None
 ) -> AdapterRow:
-    """``before`` with another split, and what it was until now in its history."""
+    """``before`` with another split; the current one is added to its history."""
     found = before.alias.versions if kept is None else kept
     if split == before.alias.split:
         return before._replace(alias=msgspec.structs.replace(before.alias, versions=found))
     past = (*before.history, before.alias.split)[-KEPT_HISTORY:]
-    # What is served stays, what was until now, and the latest; a past that names what goes is forgotten.
+    # Keep the versions of this split, of the last one, and the latest; drop history that needs others.
     served = {number for number, _ in (*split, *past[-1])}
     latest = [version.number for version in found if version.number not in served]
     stay = served | set(latest[max(0, len(found) - KEPT_VERSIONS) :])

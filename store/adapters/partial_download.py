@@ -1,4 +1,4 @@
-"""A file that is fetched little by little: what is there outlives the process, and is gone on with."""
+"""A partial download, which outlives the process and is resumed."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ from store.state_dir import write_atomic
 
 
 class PartialDownload:
-    """The file ``name`` of an job's ``parts``, with what tells whether its source is still the same."""
+    """The file ``name`` in the ``parts`` of a job, with a validator of its source."""
 
     def __init__(self, job: FetchJob, name: str) -> None:
         self._job = job
-        self._said = job.parts / f"{name}.validator"
+        self._validator_path = job.parts / f"{name}.validator"
         self.path = job.parts / f"{name}.part"
         self.path.touch(mode=0o600)
         self.size = self.path.stat().st_size
 
     @property
     def validator(self) -> str:
-        """What the source said of itself when the first byte of this came; empty if nothing can go on."""
-        return self._said.read_text() if self.size and self._said.exists() else ""
+        """The source's validator (etag or date) at the first byte; empty if it cannot be resumed."""
+        return self._validator_path.read_text() if self.size and self._validator_path.exists() else ""
 
     def begin(self, validator: str) -> None:
-        """Throw away what is there, of a source that says ``validator`` of itself."""
-        self._said.unlink(missing_ok=True)
+        """Start again, with the current ``validator`` of the source."""
+        self._validator_path.unlink(missing_ok=True)
         with self.path.open("wb"):
             self.size = 0
         if validator:
-            write_atomic(self._said, validator.encode())
+            write_atomic(self._validator_path, validator.encode())
 
     def append(self, block: bytes) -> None:
-        """Write what comes next; raises :class:`policy.errors.AdapterRefused` (``too_large``)."""
+        """Append a block; raises :class:`policy.errors.AdapterRefused` (``too_large``)."""
         self.size += len(block)
         if self.size > self._job.max_bytes:
             raise self._job.too_large(self.size)

@@ -53,7 +53,7 @@ class FakeShelf:
         self._answer()
         return set(self.made)
 
-    def told(self, source: str) -> str:
+    def redacted(self, source: str) -> str:
         return source
 
     def take(self, spec: ModelSpec, source: str, report: Report) -> ImportedAdapter:

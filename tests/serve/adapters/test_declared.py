@@ -262,7 +262,7 @@ async def test_a_source_that_changes_while_it_is_fetched_is_fetched_too(desk: De
     desk._declare((source(),), applied=False)
     await desk.library.open()
     await desk.declaring.step()
-    assert desk.library.fetching() == {SQL: "waiting for its turn"}
+    assert desk.library.fetching() == {SQL: "waiting for other imports"}
     desk._declare((source(at="hf:org/b"),), applied=True)
     desk.shelf.gate.set()
     await desk.settle()

@@ -95,7 +95,7 @@ async def test_adds_of_one_name_take_turns_and_others_do_not_wait(
     while len(shelf.took) < 2:  # noqa: ASYNC110 - the threads have no event
         await asyncio.sleep(0.001)
     assert sorted(shelf.took) == ["/a", "/c"]
-    assert second.line.message == "waiting for its turn"
+    assert second.line.message == "waiting for other imports"
     assert (first.line.done, first.line.total, first.line.step) == (50, 100, "fetch")
     shelf.gate.set()
     await asyncio.gather(ended(first), ended(second), ended(other))
@@ -286,7 +286,7 @@ async def test_slow_servers_hold_up_nothing_of_this_machine(
     assert set(shelf.took[ADDS_AT_ONCE:]) == {"/a", "file:///b"}
     assert library.fetching() == {
         **{("m", f"a{i}"): f"https://h/{i}" for i in range(ADDS_AT_ONCE)},
-        ("m", f"a{ADDS_AT_ONCE}"): "waiting for its turn",
+        ("m", f"a{ADDS_AT_ONCE}"): "waiting for other imports",
         ("m", "sql"): "/a",
         ("m", "law"): "file:///b",
     }
