@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import io
 import random
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
 import msgspec
@@ -60,6 +61,16 @@ def ended(
     meter.count(call, 10.0, 10.0 + e2e_s)
 
 
+def in_virtual_time(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+    """A test whose seconds pass at once."""
+
+    @functools.wraps(test)
+    def run() -> None:
+        play(test)
+
+    return run
+
+
 class Site:
     """A reporter over a worker's admission, and a controller that hears it ``late_s`` seconds late."""
 
@@ -102,7 +113,8 @@ class Site:
         await asyncio.gather(*asked, self.running, return_exceptions=True)
 
 
-async def count() -> None:
+@in_virtual_time
+async def test_each_end_counts_once_in_its_kinds() -> None:
     site = Site()
     meter = site.metrics.model("m")
     meter.totals.promise(SLO)
@@ -127,11 +139,8 @@ async def count() -> None:
     await site.close()
 
 
-def test_each_end_counts_once_in_its_kinds() -> None:
-    play(count)
-
-
-async def others() -> None:
+@in_virtual_time
+async def test_what_replicas_did_not_answer_only_came() -> None:
     site = Site()
     meter = site.metrics.model("m")
     usage = Usage(prompt=100, cached=0, completion=20)
@@ -144,11 +153,8 @@ async def others() -> None:
     await site.close()
 
 
-def test_what_replicas_did_not_answer_only_came() -> None:
-    play(others)
-
-
-async def judge() -> None:
+@in_virtual_time
+async def test_a_stream_is_judged_by_what_is_promised_as_it_ends() -> None:
     site = Site()
     meter = site.metrics.model("m")
     ended(meter, ttft_s=50.0, gap_s=5.0)
@@ -161,11 +167,8 @@ async def judge() -> None:
     await site.close()
 
 
-def test_a_stream_is_judged_by_what_is_promised_as_it_ends() -> None:
-    play(judge)
-
-
-async def each_second() -> None:
+@in_virtual_time
+async def test_a_worker_tells_every_second_of_the_models_that_the_controller_has() -> None:
     site = Site()
     await asyncio.sleep(3.5)
     assert site.instants == [0.0, 1.0, 2.0, 3.0]
@@ -178,11 +181,8 @@ async def each_second() -> None:
     await site.close()
 
 
-def test_a_worker_tells_every_second_of_the_models_that_the_controller_has() -> None:
-    play(each_second)
-
-
-async def wakes() -> None:
+@in_virtual_time
+async def test_who_asks_for_a_model_without_a_replica_is_told_of_at_once() -> None:
     site = Site()
     site.served.down = site.served.asleep = True
     await asyncio.sleep(0.3)
@@ -205,11 +205,8 @@ async def wakes() -> None:
     await site.close(*asked)
 
 
-def test_who_asks_for_a_model_without_a_replica_is_told_of_at_once() -> None:
-    play(wakes)
-
-
-async def away() -> None:
+@in_virtual_time
+async def test_a_controller_that_is_away_is_told_all_the_next_time() -> None:
     site = Site(late_s=2.0)  # as long as one waits for a controller that does not answer
     site.served.asleep = True
     await asyncio.sleep(0.5)
@@ -220,11 +217,8 @@ async def away() -> None:
     await site.close(asked)
 
 
-def test_a_controller_that_is_away_is_told_all_the_next_time() -> None:
-    play(away)
-
-
-async def goodbye() -> None:
+@in_virtual_time
+async def test_the_last_report_is_the_last() -> None:
     site = Site(late_s=0.1)
     await asyncio.sleep(1.05)  # in the middle of a report
     ended(site.metrics.model("m"))
@@ -236,11 +230,8 @@ async def goodbye() -> None:
     await site.close()
 
 
-def test_the_last_report_is_the_last() -> None:
-    play(goodbye)
-
-
-async def waits() -> None:
+@in_virtual_time
+async def test_who_waits_is_told_with_the_time_of_the_oldest() -> None:
     site = Site()
     site.served.down = site.served.asleep = True
     first = site.ask(wait_s=30.0)
@@ -252,10 +243,6 @@ async def waits() -> None:
     assert first.done() and not second.done()
     assert (site.report().queued, site.report().oldest_s) == (1, pytest.approx(21.0))
     await site.close(first, second)
-
-
-def test_who_waits_is_told_with_the_time_of_the_oldest() -> None:
-    play(waits)
 
 
 # To the controller and back.
