@@ -136,12 +136,12 @@ class Ledger:
 
     def take(self) -> dict[str, Any]:
         """What was counted since the last time, as plain data for another process."""
-        said = {name: asdict(tally) for name, tally in self.tallies.items()}
+        sums_by_name = {name: asdict(tally) for name, tally in self.tallies.items()}
         self.tallies.clear()
-        return said
+        return sums_by_name
 
-    def put(self, said: Mapping[str, Any], at: float) -> None:
+    def put(self, sums_by_name: Mapping[str, Any], at: float) -> None:
         """Add what another process took; it came ``at`` by this process's clock."""
-        for name, sums in said.items():
+        for name, sums in sums_by_name.items():
             self.of(name).merge(Tally(**sums))
             self.ended_at = max(self.ended_at, at)

@@ -25,8 +25,11 @@ def extend(web_ui: Any, ledger: Ledger) -> None:
 
     def add_rows(response: Response) -> Response:
         if request.path == "/stats/requests" and response.is_json:
-            said = {**response.get_json(), "extended_stats": [{"key": TAB, "data": report.rows(ledger)}]}
-            response.set_data(web_ui.app.json.dumps(said))
+            statistics = {
+                **response.get_json(),
+                "extended_stats": [{"key": TAB, "data": report.rows(ledger)}],
+            }
+            response.set_data(web_ui.app.json.dumps(statistics))
         return response
 
     def as_csv() -> Response:

@@ -1,1 +1,1 @@
-"""The offline shell: where the production policies are run on a trace instead of on a cluster."""
+"""The simulator: the policies that are deployed, run on a trace in virtual time. Read first: `twin.run`."""

@@ -26,8 +26,8 @@ class Figure(msgspec.Struct, frozen=True):
 
     def text(self, digits: int = 0, scale: float = 1.0) -> str:
         """``median (low-high)``, times ``scale``."""
-        said = self.times(scale)
-        middle, low, high = (f"{each:.{digits}f}" for each in (said.median, said.low, said.high))
+        scaled = self.times(scale)
+        middle, low, high = (f"{each:.{digits}f}" for each in (scaled.median, scaled.low, scaled.high))
         return middle if low == high else f"{middle} ({low}-{high})"
 
 

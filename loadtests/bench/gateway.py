@@ -140,7 +140,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 say(f"{part} failed: {error}")
                 failed = True
                 continue
-            said = report.Part(
+            results = report.Part(
                 part=part,
                 at=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
                 command="python -m loadtests.bench.gateway " + " ".join(argv or sys.argv[1:]),
@@ -150,7 +150,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 rounds=plan.rounds,
                 results=msgspec.to_builtins(results),
             )
-            (plan.out / f"{part}.json").write_bytes(msgspec.json.format(msgspec.json.encode(said)))
+            (plan.out / f"{part}.json").write_bytes(msgspec.json.format(msgspec.json.encode(results)))
     report.write(plan.out)
     sys.stdout.write((plan.out / "table.md").read_text())
     return int(failed)

@@ -78,24 +78,24 @@ def cost(results: Any) -> str:
 
 def latency(results: Any) -> str:
     """Part 2."""
-    said = msgspec.convert(results, Latencies)
+    measured = msgspec.convert(results, Latencies)
     text = (
-        f"Streams of {said.chunks} chunks; 100 % are the {said.capacity:.0f} streams/s that a core carries "
-        f"with {said.slowest}.\n\n"
+        f"Streams of {measured.chunks} chunks; 100 % are the {measured.capacity:.0f} streams/s that a core "
+        f"carries with {measured.slowest}.\n\n"
     )
     head = ["system"]
-    for level in said.cells:
+    for level in measured.cells:
         head += [f"TTFT p50 at {level}", "p99", "ITL p99"]
-    names = list(dict.fromkeys(name for cells in said.cells.values() for name in cells))
+    names = list(dict.fromkeys(name for cells in measured.cells.values() for name in cells))
     rows = []
     for name in names:
         row = [name]
-        for cells in said.cells.values():
+        for cells in measured.cells.values():
             each = cells[name]
             row += [each.added_p50.text(2, 1e3), each.added_p99.text(1, 1e3), each.itl_p99.text(1, 1e3)]
         rows.append(row)
     bare = ["no gateway"]
-    for figure in said.itl_direct_p99.values():
+    for figure in measured.itl_direct_p99.values():
         bare += ["", "", figure.text(1, 1e3)]
     return text + table(head, [*rows, bare])
 
@@ -148,7 +148,7 @@ def failing(results: Any) -> str:
 
 def soak(results: Any) -> str:
     """Part 5."""
-    said = msgspec.convert(results, Soak)
+    measured = msgspec.convert(results, Soak)
     return table(
         [
             "requests",
@@ -160,10 +160,10 @@ def soak(results: Any) -> str:
         ],
         [
             [
-                str(said.requests[-1]),
-                *(f"{said.memory[i] / 2**20:.1f}" for i in (0, len(said.memory) // 4, -1)),
-                f"{said.bytes_per_request:.2f}",
-                f"{said.cpu_us:.0f}",
+                str(measured.requests[-1]),
+                *(f"{measured.memory[i] / 2**20:.1f}" for i in (0, len(measured.memory) // 4, -1)),
+                f"{measured.bytes_per_request:.2f}",
+                f"{measured.cpu_us:.0f}",
             ]
         ],
     )
@@ -208,12 +208,12 @@ PLOTS: dict[str, Callable[[Any], str]] = {"cost": _cost_plot, "routing": _routin
 def write(folder: Path) -> None:
     """``table.md`` and the plots, from the parts' files in ``folder``."""
     text = ""
-    for name, (title, tell) in PARTS.items():
+    for name, (title, render) in PARTS.items():
         path = folder / f"{name}.json"
         if not path.exists():
             continue
         part = msgspec.json.decode(path.read_bytes(), type=Part)
-        text += f"### {title}\n\n{tell(part.results)}\n"
+        text += f"### {title}\n\n{render(part.results)}\n"
         versions = ", ".join(f"{what} {version}" for what, version in part.versions.items())
         text += f"`{part.command}`, {part.at}, {part.machine}, {part.rounds} rounds; {versions}."
         if part.left_out:

@@ -170,8 +170,8 @@ async def _serve(ports: list[int]) -> None:
                 chosen.kill()
             if order.revive:
                 await chosen.revive()
-            said: list[Counts] = [server.replica.counts() for server in servers]
-            writer.write(msgspec.json.encode(said) + b"\n")
+            counts: list[Counts] = [server.replica.counts() for server in servers]
+            writer.write(msgspec.json.encode(counts) + b"\n")
         writer.close()
 
     listening = await asyncio.start_server(control, "127.0.0.1", 0, limit=1 << 24)

@@ -22,7 +22,7 @@ def _event(data: bytes) -> bytes:
 
 
 def _chunk(choices: list[dict[str, Any]], **more: object) -> bytes:
-    said = {
+    answer = {
         "id": "chatcmpl-0123456789abcdef",
         "object": "chat.completion.chunk",
         "created": 1700000000,
@@ -30,7 +30,7 @@ def _chunk(choices: list[dict[str, Any]], **more: object) -> bytes:
         "choices": choices,
         **more,
     }
-    return json.dumps(said, separators=(",", ":")).encode()
+    return json.dumps(answer, separators=(",", ":")).encode()
 
 
 def _choice(text: str, finish: str | None) -> list[dict[str, Any]]:
@@ -107,5 +107,5 @@ def rendered(body: bytes) -> bytes:
     """Token ids of a chat, as vllm-router's cache-aware policy asks for them: four bytes make one."""
     text = body[body.find(b'"messages"') :]
     tokens = memoryview(text[: len(text) // 4 * 4]).cast("I").tolist()
-    said = {"request_id": "r", "model": "alpha", "token_ids": tokens, "sampling_params": {}}
-    return json_answer(msgspec.json.encode(said))
+    answer = {"request_id": "r", "model": "alpha", "token_ids": tokens, "sampling_params": {}}
+    return json_answer(msgspec.json.encode(answer))

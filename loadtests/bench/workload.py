@@ -37,8 +37,8 @@ def words(chars: int, seed: int) -> str:
 
 def chat(content: str, *, model: str = "alpha", stream: bool = False) -> bytes:
     """The JSON of a chat."""
-    said: dict[str, object] = {"model": model, "messages": [{"role": "user", "content": content}]}
-    return json.dumps({**said, "stream": True} if stream else said).encode()
+    body: dict[str, object] = {"model": model, "messages": [{"role": "user", "content": content}]}
+    return json.dumps({**body, "stream": True} if stream else body).encode()
 
 
 class Sized:

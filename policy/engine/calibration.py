@@ -23,7 +23,7 @@ from policy.stats.quantiles import nearest_rank
 
 # Samples of a region that are kept, and how many it needs to be heard.
 KEPT = 9
-HEARD = 3
+MIN_SAMPLES = 3
 REGIONS = 40
 # Of so many samples one is held out, of which the last are kept. By the golden ratio: reports are sorted, and
 # by a count it would be the same region of each where they are that long, which were never fitted then.
@@ -150,7 +150,7 @@ class Calibration:
 
     def _fit(self) -> bool:
         state = self.state
-        heard = [place for place in state.places if len(place.samples) >= HEARD]
+        heard = [place for place in state.places if len(place.samples) >= MIN_SAMPLES]
         if not heard:
             return False
         self._shift(heard)

@@ -83,8 +83,8 @@ def _alternate(points: Sequence[StepSample], start: Vector, held: Vector, units:
 
 
 def _residual(row: Vector, at: Vector, point: StepSample) -> float:
-    told = sum(a * b for a, b in zip(row, at, strict=True))
-    return abs(told / point.seconds - 1.0)
+    predicted = sum(a * b for a, b in zip(row, at, strict=True))
+    return abs(predicted / point.seconds - 1.0)
 
 
 def _loss(points: Sequence[StepSample], at: Vector, held: Vector, units: Vector, p: float) -> float:

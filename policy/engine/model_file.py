@@ -96,7 +96,7 @@ class ModelFile(Section, frozen=True):
     note: str = ""
 
     @property
-    def said(self) -> str:
+    def description(self) -> str:
         """It in a few words."""
         return f"calibrated on {self.model}, shape {self.shape}, at {self.at}"
 
@@ -129,4 +129,4 @@ def describe(given: str | Mapping[str, Any] | None) -> str | None:
     """A profile of a document in a few words: a name, or what a model file says of itself."""
     if given is None or isinstance(given, str):
         return given
-    return model_file(given, "profile").said
+    return model_file(given, "profile").description

@@ -17,7 +17,7 @@ REPLICAS = 32
 REGIONS = 24
 KEPT = 3
 # A replica is compared from so many samples on, for as long as others told of no more than so many each.
-HEARD = 3
+MIN_SAMPLES = 3
 LATELY = 48
 # Replicas that differ by less than this part are alike.
 ALIKE = 0.2
@@ -31,12 +31,17 @@ class StepReport(msgspec.Struct, kw_only=True):
     seen: int = 0
 
 
-def reports_of(told: dict[str, StepReport], replica: str, samples: Sequence[StepSample], seen: int) -> None:
-    """Keep what ``replica`` told, and let go of those that have told nothing for long; "" is nobody's."""
+def reports_of(
+    reports: dict[str, StepReport], replica: str, samples: Sequence[StepSample], seen: int
+) -> None:
+    """Keep the samples that ``replica`` reports, and drop replicas that have not reported for long.
+
+    The replica "" is that of samples whose origin is unknown.
+    """
     if not replica or not samples:
         return
-    own = told.pop(replica, None) or StepReport(regions=[], seconds=[])
-    told[replica] = own
+    own = reports.pop(replica, None) or StepReport(regions=[], seconds=[])
+    reports[replica] = own
     own.seen = seen
     for sample in samples:
         key = step_class(sample.tokens, sample.kv_tokens, sample.running)
@@ -48,24 +53,26 @@ def reports_of(told: dict[str, StepReport], replica: str, samples: Sequence[Step
         own.regions.append(key)
         own.seconds.append([*before, sample.seconds][-KEPT:])
         del own.regions[:-REGIONS], own.seconds[:-REGIONS]
-    while len(told) > REPLICAS or seen - told[next(iter(told))].seen > LATELY * len(told):
-        del told[next(iter(told))]
+    while len(reports) > REPLICAS or seen - reports[next(iter(reports))].seen > LATELY * len(reports):
+        del reports[next(iter(reports))]
 
 
-def slowdown(told: Mapping[str, StepReport], replica: str) -> float:
+def slowdown(reports: Mapping[str, StepReport], replica: str) -> float:
     """How many times as long as those of its peers the steps of ``replica`` take; 1 where that is not known.
 
     A peer in the middle is what they are compared to, and of two the faster: what holds an engine up makes
     it slower.
     """
-    own = told.get(replica)
+    own = reports.get(replica)
     if own is None:
         return 1.0
-    found, heard = [], 0
+    found, samples_seen = [], 0
     for key, seconds in zip(own.regions, own.seconds, strict=True):
-        all_of_it = [each.seconds[each.regions.index(key)] for each in told.values() if key in each.regions]
+        all_of_it = [
+            each.seconds[each.regions.index(key)] for each in reports.values() if key in each.regions
+        ]
         if len(all_of_it) > 1:
             found.append(median(seconds) / median_low(map(median, all_of_it)))
-            heard += min(map(len, all_of_it))
-    factor = median(found) if heard >= HEARD else 1.0
+            samples_seen += min(map(len, all_of_it))
+    factor = median(found) if samples_seen >= MIN_SAMPLES else 1.0
     return 1.0 if 1.0 / (1.0 + ALIKE) < factor < 1.0 + ALIKE else factor

@@ -210,7 +210,7 @@ def _calibrated(given: Mapping[str, Any], where: str) -> Profile:
         kv_tokens=file.limits.kv_tokens,
         kv_degree=file.degree,
         memory=None if prior is None else prior.memory,
-        source=file.said,
+        source=file.description,
         assumed=False,
     )
 

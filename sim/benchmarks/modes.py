@@ -109,25 +109,25 @@ def compare(
     arrivals: Callable[[int], Iterable[Arrival]],
     play: Play,
     seeds: Sequence[int],
-    said: Callable[[str, float], None] = lambda name, at: None,
+    progress: Callable[[str, float], None] = lambda name, at: None,
 ) -> ModeBenchmark:
     """Play the ``arrivals`` of each seed to ``ours``, whose mode follows the load, and to its modes alone.
 
-    ``said`` hears how far each is in simulated seconds, over all seeds. Raises
+    ``progress`` hears how far each is in simulated seconds, over all seeds. Raises
     :class:`policy.errors.ConfigError` as :func:`fixed_mode` does.
     """
     trials: dict[str, list[Trial]] = {}
     for contender in (ours._replace(name=BY_LOAD), *fixed_mode(ours.deployment)):
         past = 0.0
         for seed in seeds:
-            record = play(contender, arrivals(seed), seed, partial(_further, said, contender.name, past))
+            record = play(contender, arrivals(seed), seed, partial(_further, progress, contender.name, past))
             past += record.ends_at
             trials.setdefault(contender.name, []).append(_trial(record))
     return ModeBenchmark(tuple(seeds), {name: tuple(row) for name, row in trials.items()})
 
 
-def _further(said: Callable[[str, float], None], name: str, past: float, at: float) -> None:
-    said(name, past + at)
+def _further(progress: Callable[[str, float], None], name: str, past: float, at: float) -> None:
+    progress(name, past + at)
 
 
 def _alone(deployment: Deployment, spec: ModelSpec, name: str) -> PolicyEntry:

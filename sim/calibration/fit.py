@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from policy.engine.calibration import HEARD, KNEES, median, slowness
+from policy.engine.calibration import KNEES, MIN_SAMPLES, median, slowness
 from policy.engine.least_squares import fit, fit_scaled, with_knee
 from policy.engine.model import EngineModel, Limits
 from policy.engine.model_file import Errors, Measure, PointResult
@@ -112,8 +112,8 @@ def _loads(samples: Sequence[StepSample], prior: EngineModel) -> list[StepSample
         if sample.tokens > 0.0 and sample.seconds > 0.0:
             key = step_class(sample.tokens, sample.kv_tokens, sample.running)
             places.setdefault(key, []).append(sample)
-    heard = [place for place in places.values() if sum(sample.count for sample in place) >= HEARD]
-    return [median(place, prior) for place in heard]
+    known = [place for place in places.values() if sum(sample.count for sample in place) >= MIN_SAMPLES]
+    return [median(place, prior) for place in known]
 
 
 def _path_s(seen: Sequence[Observation], model: EngineModel, limits: Limits) -> float:
@@ -121,14 +121,14 @@ def _path_s(seen: Sequence[Observation], model: EngineModel, limits: Limits) -> 
     beside = []
     for each in seen:
         if each.point.concurrency == 1 and not each.point.held and each.latencies:
-            told = closed_loop(model, limits, each.point, each.seconds)
-            if told:
-                beside.append(interpolated([one.ttft_s for one in each.latencies], 0.5) - told[0].ttft_s)
+            predicted = closed_loop(model, limits, each.point, each.seconds)
+            if predicted:
+                beside.append(interpolated([one.ttft_s for one in each.latencies], 0.5) - predicted[0].ttft_s)
     return max(0.0, interpolated(beside, 0.5)) if beside else 0.0
 
 
 def _result(each: Observation, model: EngineModel, limits: Limits, path_s: float) -> PointResult:
-    told = closed_loop(model, limits, each.point, each.seconds, path_s)
+    predicted = closed_loop(model, limits, each.point, each.seconds, path_s)
     return PointResult(
         concurrency=each.point.concurrency,
         input_tokens=each.point.input_tokens,
@@ -137,9 +137,9 @@ def _result(each: Observation, model: EngineModel, limits: Limits, path_s: float
         seconds=round(each.seconds, 3),
         requests=len(each.latencies),
         steps=each.steps,
-        itl_p50=_measure([one.itl_s for one in each.latencies], [one.itl_s for one in told], 0.5),
-        ttft_p50=_measure([one.ttft_s for one in each.latencies], [one.ttft_s for one in told], 0.5),
-        ttft_p90=_measure([one.ttft_s for one in each.latencies], [one.ttft_s for one in told], 0.9),
+        itl_p50=_measure([one.itl_s for one in each.latencies], [one.itl_s for one in predicted], 0.5),
+        ttft_p50=_measure([one.ttft_s for one in each.latencies], [one.ttft_s for one in predicted], 0.5),
+        ttft_p90=_measure([one.ttft_s for one in each.latencies], [one.ttft_s for one in predicted], 0.9),
     )
 
 
@@ -178,7 +178,7 @@ def _note(error: Errors) -> str:
     )
 
 
-def _measure(live: Sequence[float], told: Sequence[float], part: float) -> Measure | None:
-    if not live or not told:
+def _measure(live: Sequence[float], predicted: Sequence[float], part: float) -> Measure | None:
+    if not live or not predicted:
         return None
-    return Measure(measured=interpolated(live, part), predicted=interpolated(told, part))
+    return Measure(measured=interpolated(live, part), predicted=interpolated(predicted, part))

@@ -35,7 +35,7 @@ class Point(NamedTuple):
     held: bool = False
 
     @property
-    def said(self) -> str:
+    def description(self) -> str:
         """It in a few words."""
         clients = "1 client" if self.concurrency == 1 else f"{self.concurrency} clients"
         return f"{clients}, {self.input_tokens} tokens in, {self.output_tokens} out"

@@ -13,7 +13,7 @@ import numpy as np
 from policy.config.control import SloConfig
 from sim.charts.chart import LEFT, MODES, RIGHT, WIDTH, Chart, Line, common_span, draw, hovered
 from sim.charts.style import SCRIPT, STYLE
-from sim.charts.table import figures, told
+from sim.charts.table import describe_bounds, figures
 from sim.results.comparison import PolicyComparison
 from sim.results.series import ChartData, Series
 
@@ -38,7 +38,7 @@ def page(study: PolicyComparison) -> str:
             '<meta name="viewport" content="width=device-width, initial-scale=1"/>',
             f"<title>{escape(title)}</title><style>{STYLE}</style></head><body>",
             f"<h1>{escape(title)}</h1>",
-            f'<p class="faint">Simulated, seed {study.seed}; {escape(told(study.bounds))}.</p>',
+            f'<p class="faint">Simulated, seed {study.seed}; {escape(describe_bounds(study.bounds))}.</p>',
             '<p class="faint">Point at a chart, or use the arrow keys on it: all charts tell that instant. '
             "With Shift the keys go to the next decision.</p>",
             _table(study),

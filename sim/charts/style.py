@@ -51,10 +51,10 @@ rect.mode3 { fill: var(--m3); }
 
 # One instant for all charts: the pointer, a finger, or the arrow keys on a chart that has the focus.
 SCRIPT = """
-const said = JSON.parse(document.getElementById("values").textContent);
+const data = JSON.parse(document.getElementById("values").textContent);
 const charts = [...document.querySelectorAll("svg.chart")];
 const tip = document.getElementById("tip");
-const [LEFT, RIGHT, WIDTH] = said.frame;
+const [LEFT, RIGHT, WIDTH] = data.frame;
 const NEAR = 7;
 let shown = null;
 const clock = t => [Math.floor(t / 3600), Math.floor(t / 60) % 60, Math.floor(t) % 60]
@@ -87,18 +87,18 @@ function point(chart, t, left, top) {
     const line = other.querySelector(".cursor");
     line.setAttribute("x1", x(other, t)); line.setAttribute("x2", x(other, t)); other.classList.add("on");
     const cells = other.nextElementSibling.querySelectorAll("b");
-    said.charts[other.id].lines.forEach((each, i) => { cells[i].textContent = value(each, t) ?? "-"; });
+    data.charts[other.id].lines.forEach((each, i) => { cells[i].textContent = value(each, t) ?? "-"; });
   });
-  const { unit, lines, stays } = said.charts[chart.id];
+  const { unit, lines, stays } = data.charts[chart.id];
   const stay = stays.filter(([start]) => t >= start).pop();
-  const told = lines.map(each => each.name + "  " + (value(each, t) ?? "-") + (unit ? " " + unit : ""));
+  const rows = lines.map(each => each.name + "  " + (value(each, t) ?? "-") + (unit ? " " + unit : ""));
   const off = mark => Math.abs(x(chart, at(mark)) - x(chart, t));
   const near = marks(chart).filter(mark => NEAR >= off(mark)).sort((a, b) => off(a) - off(b))[0];
   document.querySelectorAll(".near").forEach(mark => mark.classList.remove("near"));
   if (near) { near.classList.add("near"); }
   show([
     clock(t) + "  " + chart.closest("section").getAttribute("aria-label"),
-    ...(stay ? ["mode  " + stay[1]] : []), ...told, ...(near ? ["", near.getAttribute("aria-label")] : []),
+    ...(stay ? ["mode  " + stay[1]] : []), ...rows, ...(near ? ["", near.getAttribute("aria-label")] : []),
   ].join("\\n"), left, top);
 }
 charts.forEach(chart => {
@@ -124,7 +124,7 @@ charts.forEach(chart => {
     const box = chart.getBoundingClientRect();
     point(chart, t, box.left + x(chart, t) * box.width / WIDTH, box.bottom - 14);
   });
-  // Without this script the browser shows a title by itself; with it that would be told twice.
+  // Without this script the browser shows a title by itself; with it the text would be shown twice.
   chart.querySelectorAll("title").forEach(title => {
     title.parentNode.setAttribute("aria-label", title.textContent);
     title.remove();

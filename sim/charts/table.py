@@ -58,7 +58,7 @@ def figures(bounds: Bounds) -> tuple[Figure, ...]:
     return rows if achievable else tuple(row for row in rows if not row.heading.startswith("over the"))
 
 
-def told(bounds: Bounds) -> str:
+def describe_bounds(bounds: Bounds) -> str:
     """The bounds in a line."""
     if bounds.lower_gpu_hours is None or bounds.achievable_gpu_hours is None:
         return f"no bounds: {bounds.why}"

@@ -1,1 +1,1 @@
-"""What scaling would cost if the future were known: a bound that nothing beats, and a plan to run."""
+"""The offline optimum: a lower bound of the GPU time of any scaling policy. Read first: `bounds`."""

@@ -59,9 +59,9 @@ def bounds_of(
     world: Scenario,
     *,
     seed: int = 0,
-    said: Callable[[str], None] = lambda text: None,
+    progress: Callable[[str], None] = lambda text: None,
 ) -> Bounds:
-    """The bounds of all models together; ``said`` is told what is tried, which takes the time of a few runs.
+    """The bounds of all models together, for the time of a few runs; ``progress`` gets what is tried.
 
     The achievable plan keeps to one mode. Raises :class:`policy.errors.TargetError`, with the reason, where
     no plan keeps what is promised.
@@ -72,7 +72,7 @@ def bounds_of(
             held_s = bed.gpus * surveyed.ends_at
             lower, achievable = lower + held_s, achievable + held_s
         elif load := surveyed.loads.get(spec.name):
-            oracle = _Oracle(deployment, spec, arrivals, load, surveyed.ends_at, world, seed, said)
+            oracle = _Oracle(deployment, spec, arrivals, load, surveyed.ends_at, world, seed, progress)
             modes = oracle.modes()
             achievable += oracle.planned_s(modes)
             lower += oracle.least_s(modes)
@@ -100,7 +100,7 @@ class _Oracle:
     ends_at: float
     world: Scenario
     seed: int
-    said: Callable[[str], None]
+    progress: Callable[[str], None]
 
     def modes(self) -> list[_Mode]:
         """The modes in which requests are within the objective at some rate; one at least."""
@@ -111,7 +111,7 @@ class _Oracle:
             most = mode.bounds.max
             if room is not None:
                 most = min(most, room // max(1, shape.gpus or shape.cpus))
-            self.said(f"{self.spec.name}: what a replica of {name} attains")
+            self.progress(f"{self.spec.name}: what a replica of {name} attains")
             try:
                 rate = attained_rate(
                     self.deployment, self.spec, name, arrivals=self._mine, load=self.load, seed=self.seed
@@ -151,7 +151,7 @@ class _Oracle:
         best = math.inf
         for at_least, mode in sorted(planned):
             if at_least < best:
-                self.said(f"{self.spec.name}: what a clairvoyant takes in {mode.name}")
+                self.progress(f"{self.spec.name}: what a clairvoyant takes in {mode.name}")
                 best = min(best, self._held_s(mode))
         if best == math.inf:
             raise TargetError(

@@ -1,1 +1,1 @@
-"""Planning of capacity: the fewest devices that meet the objective, judged in the twin."""
+"""Capacity planning: the fewest GPUs that meet the SLO, found by simulation. Read first: `plan`."""

@@ -65,7 +65,7 @@ class Outage(msgspec.Struct, frozen=True, kw_only=True):
 class Trials:
     """Runs of one model's load on fleets of fixed sizes. Each is run once, however often it is asked for.
 
-    ``said`` hears what is tried and how far it has come, in seconds of the load and of how many.
+    ``progress`` hears what is tried and how far it has come, in seconds of the load and of how many.
     """
 
     def __init__(
@@ -76,14 +76,14 @@ class Trials:
         demand: Demand,
         *,
         seed: int,
-        said: Callable[[str, float, float], None],
+        progress: Callable[[str, float, float], None],
     ) -> None:
         self._deployment = deployment
         self.spec = spec
         self._arrivals = arrivals
         self.demand = demand
         self._seed = seed
-        self._said = said
+        self._progress = progress
         self._tried: dict[tuple[str, int, float], TrialResult] = {}
 
     def tried(self, candidate: Candidate, count: int, factor: float = 1.0) -> TrialResult:
@@ -197,14 +197,14 @@ class Trials:
             what += f", load x {factor:g}"
         if upstreams:
             what += f", {candidate.shape.max_in_flight} at once"
-        self._said(what, 0.0, ends_at)
+        self._progress(what, 0.0, ends_at)
         return simulate(
             fixed,
             {model.name: Static(StaticParameters())},
             self._arrivals(factor),
             world=world,
             seed=self._seed,
-            said=lambda at: self._said(what, at, ends_at),
+            progress=lambda at: self._progress(what, at, ends_at),
         )
 
 

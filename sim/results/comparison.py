@@ -70,17 +70,17 @@ def compare(
     trace: str,
     seed: int,
     bounds: Bounds,
-    said: Callable[[str, float], None] = lambda name, at: None,
+    progress: Callable[[str, float], None] = lambda name, at: None,
     kept: Callable[[str, Record], None] = lambda name, record: None,
 ) -> PolicyComparison:
     """Run each of ``contenders`` on ``arrivals``, which must be the same at each call.
 
-    ``said`` hears how far each is in simulated seconds, ``kept`` is given each whole record, of which only
-    what the report draws stays in memory.
+    ``progress`` gets how far each is in simulated seconds, ``kept`` each whole record, of which only what the
+    report draws stays in memory.
     """
     runs = []
     for name, deployment, policies in contenders:
-        record = play(deployment, policies, arrivals(), partial(said, name))
+        record = play(deployment, policies, arrivals(), partial(progress, name))
         kept(name, record)
         runs.append(PolicyRun(name, summarise(record, bounds.lower_gpu_hours), chart_data(record)))
     objectives = {spec.name: spec.control.slo for spec in contenders[0].deployment.models}

@@ -16,8 +16,8 @@ WINDOWS = 480
 # A 99th percentile needs more requests than a mean does.
 LATENCY_WINDOWS = 120
 MARKS = 160
-# Of decisions that fall on one mark so many are told whole.
-TOLD = 4
+# Decisions of one mark that are shown in full.
+MAX_DECISIONS = 4
 QUANTILES = (0.5, 0.9, 0.99)
 
 
@@ -163,10 +163,10 @@ def _marks(decisions: Sequence[tuple[float, Decision]], end: float) -> tuple[Ann
         together.setdefault(min(MARKS - 1, int(at * MARKS / end)), []).append((at, decision))
     marks = []
     for each in together.values():
-        told = [decisions_of(at, decision) for at, decision in each[:TOLD]]
-        if len(each) > TOLD:
-            told.append(f"and {len(each) - TOLD} more until {clock(each[-1][0])}")
-        marks.append(Annotation(each[0][0], "\n".join(told)))
+        lines = [decisions_of(at, decision) for at, decision in each[:MAX_DECISIONS]]
+        if len(each) > MAX_DECISIONS:
+            lines.append(f"and {len(each) - MAX_DECISIONS} more until {clock(each[-1][0])}")
+        marks.append(Annotation(each[0][0], "\n".join(lines)))
     return tuple(marks)
 
 

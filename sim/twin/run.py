@@ -42,8 +42,8 @@ from sim.workload.model_names import ModelNames
 # How often gateways and replicas tell how they are, and how much of a trace says what was there before it.
 TELL_S = 1.0
 OPENING_S = 60.0
-# How often progress is said.
-SAID_EVERY_S = 10.0
+# How often progress is progress.
+PROGRESS_EVERY_S = 10.0
 
 
 def simulate(
@@ -53,15 +53,15 @@ def simulate(
     *,
     world: Scenario = EARTH,
     seed: int = 0,
-    said: Callable[[float], None] | None = None,
+    progress: Callable[[float], None] | None = None,
 ) -> Record:
     """Replay ``trace`` on ``deployment``, scaled by ``policies`` (by model), until all have ended.
 
     The fleet begins with what the first minute of the trace needs, or with the count that a policy keeps
-    whatever comes. ``said`` is told how far it has come, in seconds of the trace. Of a deployment of several
-    models the trace has to name them: raises :class:`policy.errors.ConfigError` for one that is not there.
+    whatever comes. ``progress`` gets how far it has come, in seconds of the trace. Where a deployment has
+    several models the trace must name them: raises :class:`policy.errors.ConfigError` for an unknown one.
     """
-    return _Run(deployment, policies, world, seed).play(trace, said or (lambda at: None))
+    return _Run(deployment, policies, world, seed).play(trace, progress or (lambda at: None))
 
 
 class _Run:
@@ -105,7 +105,7 @@ class _Run:
         self._slow: defaultdict[TwinReplica, list[int]] = defaultdict(list)
         self._open = 0
 
-    def play(self, trace: Iterable[Arrival], said: Callable[[float], None]) -> Record:
+    def play(self, trace: Iterable[Arrival], progress: Callable[[float], None]) -> Record:
         arrivals = self._opened(iter(trace))
         upcoming = next(arrivals, None)
         for crash in self._world.crashes:
@@ -115,7 +115,7 @@ class _Run:
         self._push(TELL_S, "tell", "", 0)
         for name in self._placings:
             self._push(HEARTBEAT_PERIOD_S, "beat", name, 1)
-        said_at = at = 0.0
+        progress_at = at = 0.0
         events = self._events
         while upcoming is not None or self._open:
             due = events[0][0]
@@ -126,10 +126,10 @@ class _Run:
             else:
                 at, _, kind, subject, detail = heapq.heappop(events)
                 self._handle(kind, subject, detail, at)
-            if at - said_at >= SAID_EVERY_S:
-                said_at = at
-                said(at)
-        said(at)
+            if at - progress_at >= PROGRESS_EVERY_S:
+                progress_at = at
+                progress(at)
+        progress(at)
         return self._closed(at)
 
     @property

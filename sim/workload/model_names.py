@@ -33,7 +33,7 @@ class ModelNames:
             self.others.add(name)
         return self._names[0]
 
-    def said(self) -> str:
+    def description(self) -> str:
         """What to tell about requests that named the only model otherwise; empty if none did."""
         if not self.others:
             return ""

@@ -194,10 +194,10 @@ class CalibrationRun:
         points, point_s = self._planned(model, hearing.limits or subject.limits, left_s)
         seen: list[Observation] = []
         for number, point in enumerate(points):
-            self._progress(number, len(points), point.said)
+            self._progress(number, len(points), point.description)
             driven = await driver.drive(point, subject.replicas, asyncio.sleep(point_s))
             if driven.refused:
-                self._warn(f"{point.said}: {driven.refused}")
+                self._warn(f"{point.description}: {driven.refused}")
             await self._settled()
             seen.append(Observation(driven.point, driven.seconds, hearing.take(), driven.latencies))
         self._progress(len(points), len(points), "")

@@ -67,7 +67,7 @@ class LoadDriver:
             if not client.cancelled():
                 client.result()  # what no endpoint can cause
         if refused and not ended:
-            raise PreconditionFailed(f"{point.said}: every request failed: {refused[0]}")
+            raise PreconditionFailed(f"{point.description}: every request failed: {refused[0]}")
         counted = [reading.input_tokens for reading in ended if reading.input_tokens]
         if counted:
             point = point._replace(input_tokens=round(float(np.median(counted))))

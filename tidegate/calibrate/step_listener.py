@@ -57,8 +57,8 @@ class StepListener:
 
     def _listen(self) -> None:
         try:
-            for told in self._client.steps(self._model):
-                self._hear(told)
+            for line in self._client.steps(self._model):
+                self._take(line)
                 self._listening.set()
                 if self._left.is_set():
                     return
@@ -67,12 +67,12 @@ class StepListener:
         finally:
             self._listening.set()
 
-    def _hear(self, told: StepLine) -> None:
-        if told.engine is None:
+    def _take(self, line: StepLine) -> None:
+        if line.engine is None:
             return
         with self._lock:
-            self._samples += told.engine.steps
-            self.shapes.add(told.shape)
-            self.hardware = told.engine.hardware
-            if told.engine.timing is not None:
-                self.limits = told.engine.timing.limits
+            self._samples += line.engine.steps
+            self.shapes.add(line.shape)
+            self.hardware = line.engine.hardware
+            if line.engine.timing is not None:
+                self.limits = line.engine.timing.limits

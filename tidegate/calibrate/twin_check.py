@@ -56,12 +56,12 @@ def check(
     policies: Mapping[str, Policy],
     rows: Sequence[ReplayRow],
     path_s: float,
-    said: Callable[[float], None],
+    progress: Callable[[float], None],
 ) -> Check:
     """Replay ``rows`` in the twin of the only model of ``deployment``.
 
     To the twin's latencies the way of ``path_s`` seconds is added that it knows nothing of: from a client to
-    the engine and back. ``said`` is told how far it has come, in seconds.
+    the engine and back. ``progress`` is told how far it has come, in seconds.
     """
     model = deployment.models[0].name
     start = rows[0].at
@@ -75,7 +75,7 @@ def check(
         )
         for row in rows
     ]
-    requests = simulate(deployment, policies, trace, said=said).requests[model]
+    requests = simulate(deployment, policies, trace, progress=progress).requests[model]
     served = requests.outcome == Outcome.SERVED
     twin = Measured(
         served=int(served.sum()),

@@ -56,15 +56,15 @@ class CaptureFile:
 
     def _take(self, line: bytes) -> None:
         try:
-            said = _decode(line)
+            row = _decode(line)
         except msgspec.MsgspecError:
             raise CaptureRefused(f"no line of a capture: {line[:200].decode(errors='replace')}") from None
         if not self.header:
-            if said.tidegate != "capture":
+            if row.tidegate != "capture":
                 raise CaptureRefused(f"no capture: it begins with {line[:200].decode(errors='replace')}")
             self.header = line
-        elif said.lost:
-            self.lost = said.lost
+        elif row.lost:
+            self.lost = row.lost
             return
         else:
             self.requests += 1
@@ -102,5 +102,5 @@ def _instants(lines: IO[bytes]) -> Iterator[tuple[float, bytes]]:
     return ((_decode(line).at, line) for line in lines if line.endswith(b"\n"))
 
 
-def _instant(told: tuple[float, bytes]) -> float:
-    return told[0]
+def _instant(entry: tuple[float, bytes]) -> float:
+    return entry[0]

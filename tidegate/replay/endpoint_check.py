@@ -55,19 +55,19 @@ async def probe(pool: Pool, asking: RequestFormat, seed: int) -> tuple[RequestFo
     """
     prompts = Prompts(seed)
     short = Arrival(at=0.0, input_tokens=_SHORT, output_tokens=1)
-    status, said = await _ask(pool, asking, prompts.text(short, -1))
+    status, first = await _ask(pool, asking, prompts.text(short, -1))
     if status == 400 and asking.exact:
         asking = replace(asking, exact=False)
-        status, said = await _ask(pool, asking, prompts.text(short, -1))
-    if said.error:
-        raise EndpointRefused(f"{asking.path} answered {status}: {said.error}")
-    if not said.input_tokens:
+        status, first = await _ask(pool, asking, prompts.text(short, -1))
+    if first.error:
+        raise EndpointRefused(f"{asking.path} answered {status}: {first.error}")
+    if not first.input_tokens:
         return asking, Fit()
     _, longer = await _ask(pool, asking, prompts.text(short._replace(input_tokens=_LONG), -2))
-    if longer.input_tokens <= said.input_tokens:
+    if longer.input_tokens <= first.input_tokens:
         return asking, Fit()
-    per_word = (longer.input_tokens - said.input_tokens) / (_LONG - _SHORT)
-    return asking, Fit(max(said.input_tokens - per_word * _SHORT, 0.0), per_word)
+    per_word = (longer.input_tokens - first.input_tokens) / (_LONG - _SHORT)
+    return asking, Fit(max(first.input_tokens - per_word * _SHORT, 0.0), per_word)
 
 
 async def _ask(pool: Pool, asking: RequestFormat, prompt: str) -> tuple[int, StreamTimings]:

@@ -38,16 +38,16 @@ class RequestFormat:
 
     def body(self, name: str, prompt: str, output_tokens: int) -> bytes:
         """The request for ``output_tokens`` tokens of the model called ``name``."""
-        said: dict[str, object] = {
+        body: dict[str, object] = {
             "model": name,
             "max_tokens": output_tokens,
             "stream": True,
             "stream_options": {"include_usage": True},
         }
         if self.chat:
-            said["messages"] = [{"role": "user", "content": prompt}]
+            body["messages"] = [{"role": "user", "content": prompt}]
         else:
-            said["prompt"] = prompt
+            body["prompt"] = prompt
         if self.exact:
-            said |= {"ignore_eos": True, "min_tokens": output_tokens}
-        return _encode(said)
+            body |= {"ignore_eos": True, "min_tokens": output_tokens}
+        return _encode(body)

@@ -85,11 +85,11 @@ class StreamTimings:
             return
         if status != 200:
             try:  # an error is one object, and no event
-                said = _decoder.decode(self._start).error
+                answer = _decoder.decode(self._start).error
             except msgspec.MsgspecError:
-                said = None
+                answer = None
             shown = self._start[:_MAX_SHOWN].decode(errors="replace").strip()
-            self.error = _message(said) or shown or f"status {status}"
+            self.error = _message(answer) or shown or f"status {status}"
         elif self.finished_at is None:
             self.error = "the answer ended without a finish_reason"
 
@@ -103,19 +103,19 @@ class StreamTimings:
     def take(self, payload: bytes, at: float) -> None:
         """Read one object of OpenAI's API: a chunk, a whole answer or an error envelope."""
         try:
-            said = _decoder.decode(payload)
+            answer = _decoder.decode(payload)
         except msgspec.MsgspecError as error:
             self.error = self.error or f"not an answer of this API: {error}"
             return
-        if said.error is not None:
-            self.error = self.error or _message(said.error)
-        for choice in said.choices:
+        if answer.error is not None:
+            self.error = self.error or _message(answer.error)
+        for choice in answer.choices:
             self.chunks += 1
             if self.first_at is None:
                 self.first_at = at
             if choice.finish_reason is not None and self.finished_at is None:
                 self.finished_at = at
-        if (usage := said.usage) is not None:
+        if (usage := answer.usage) is not None:
             self.input_tokens, self.output_tokens = usage.prompt_tokens, usage.completion_tokens
             if (details := usage.prompt_tokens_details) is not None:
                 self.cached_tokens = details.cached_tokens or 0

@@ -1,1 +1,1 @@
-"""The parts of the gateway benchmark: cost, latency, routing, adapters, failing, soak."""
+"""The parts of the benchmark: cost, latency, routing, failures and memory."""

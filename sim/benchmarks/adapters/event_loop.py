@@ -18,7 +18,7 @@ from sim.twin.engine import Job, Kind
 # From the choice of a replica to its queue, and from its first token to the gateway.
 HOP_S = 0.0005
 # Requests between two words of progress.
-SAID_EACH = 250
+PROGRESS_EACH = 250
 
 
 class RunOutcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,9 +44,9 @@ def run_events(
     equipment: ReplicaSetup,
     requests: Sequence[Arrival],
     replicas: int,
-    said: Callable[[int], None] = lambda sent: None,
+    progress: Callable[[int], None] = lambda sent: None,
 ) -> RunOutcome:
-    """Send ``requests``, in the order of arrival, where ``policy`` says; ``said`` hears how many are sent."""
+    """Route ``requests``, in order of arrival, by ``policy``; ``progress`` gets how many were sent."""
     there = [equipment.engine(policy.slot_rules) for _ in range(replicas)]
     counts = [0] * replicas
     order = itertools.count()
@@ -54,8 +54,8 @@ def run_events(
     where: dict[int, int] = {}
     ttft: list[float] = []
     reaches = 0.0
-    # Of each replica what it had loaded when that was last told, and which of its events is not void.
-    told, valid = [0] * replicas, [0] * replicas
+    # Of each replica what it had loaded when that was last loaded, and which of its events is not void.
+    loaded, valid = [0] * replicas, [0] * replicas
 
     def push(at: float, due: _Due, number: int, version: int = 0) -> None:
         heapq.heappush(events, (at, next(order), due, number, version))
@@ -67,8 +67,8 @@ def run_events(
                 push(event.at + HOP_S, _Due.FIRST, event.number)
             else:
                 policy.in_flight[where.pop(event.number)] -= 1
-        if there[i].adapter_changes != told[i]:
-            told[i] = there[i].adapter_changes
+        if there[i].adapter_changes != loaded[i]:
+            loaded[i] = there[i].adapter_changes
             policy.changed(i, at)
         valid[i] += 1
         if (news_at := there[i].next_at()) < math.inf:
@@ -92,8 +92,8 @@ def run_events(
             push(reaches, _Due.REACHES, number)
             if number + 1 < len(requests):
                 push(requests[number + 1].at, _Due.COMES, number + 1)
-            if not (number + 1) % SAID_EACH or number + 1 == len(requests):
-                said(number + 1)
+            if not (number + 1) % PROGRESS_EACH or number + 1 == len(requests):
+                progress(number + 1)
         elif due is _Due.REACHES:
             i, arrival = where[number], requests[number]
             counts[i] += 1

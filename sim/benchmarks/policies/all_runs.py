@@ -36,7 +36,7 @@ def trials(
                 found.append(Trial(ground, size.factor, lead_s, seed, PLAN, f"{mu:.4g} requests/s", mu=mu))
             for name in names:
                 for choice in parameter_steps(name, size, each):
-                    found.append(Trial(ground, size.factor, lead_s, seed, name, said(choice), choice))
+                    found.append(Trial(ground, size.factor, lead_s, seed, name, describe(choice), choice))
     return found
 
 
@@ -46,7 +46,7 @@ def parameter_steps(name: str, size: ReplicaSize, each: int = 1) -> list[Choice]
     return list(settings[SHIPPED % each :: each])
 
 
-def said(choice: Choice) -> str:
+def describe(choice: Choice) -> str:
     """A setting as a table names it."""
     parameters = {} if isinstance(choice, str) else next(iter(choice.values()))
     return ", ".join(

@@ -49,7 +49,7 @@ class _Talk:
     number: int
     system: int
     adapter: str
-    said: int
+    tokens: int
     left: int
     fresh: bool = True
 
@@ -57,7 +57,7 @@ class _Talk:
 class ConversationState:
     """The turns of all conversations in order, drawn by ``rng``.
 
-    ``heard`` and ``answered`` draw the tokens of what is said and of its answer, ``adapter`` the adapter of a
+    ``question`` and ``answered`` draw the tokens of a question and its answer, ``adapter`` the adapter of a
     conversation. What is kept are the conversations that go on.
     """
 
@@ -65,13 +65,13 @@ class ConversationState:
         self,
         spec: Conversations,
         rng: random.Random,
-        heard: Callable[[], int],
+        question: Callable[[], int],
         answered: Callable[[], int],
         adapter: Callable[[], str],
     ) -> None:
         self._spec = spec
         self._rng = rng
-        self._heard = heard
+        self._question = question
         self._answered = answered
         self._adapter = adapter
         self._weights = zipf_weights(spec.systems, 1.0)
@@ -105,15 +105,15 @@ class ConversationState:
 
     def _turn(self, at: float, talk: _Talk) -> Arrival | None:
         """The next turn; ``None`` where there is no room for it. A first one is cut to fit instead."""
-        heard, answer, room = self._heard(), self._answered(), self._spec.max_tokens - talk.said
+        question, answer, room = self._question(), self._answered(), self._spec.max_tokens - talk.tokens
         if talk.fresh:
             answer = min(answer, room - 1)
-            heard = min(heard, room - answer)
+            question = min(question, room - answer)
             talk.fresh = False
-        if heard + answer > room:
+        if question + answer > room:
             return None
-        prompt = talk.said + heard
-        talk.said = prompt + answer
+        prompt = talk.tokens + question
+        talk.tokens = prompt + answer
         return Arrival(
             at=at,
             input_tokens=prompt,

@@ -44,7 +44,7 @@ def generate(
     What is drawn has a stream of its own: another length moves no arrival.
     """
     at = arrival_times(spec.arrivals, _stream(seed, "arrivals"), until_s)
-    heard = sample_length(
+    question = sample_length(
         spec.input_tokens,
         _stream(seed, "input"),
         lambda path: (each.input_tokens for each in trace(path)),
@@ -57,8 +57,8 @@ def generate(
     adapter = sample_adapter(spec.adapters, _stream(seed, "adapters"))
     if spec.conversations is not None:
         rng = _stream(seed, "conversations")
-        return ConversationState(spec.conversations, rng, heard, answered, adapter).turns(at)
-    return (Arrival(each, heard(), answered(), adapter=adapter()) for each in at)
+        return ConversationState(spec.conversations, rng, question, answered, adapter).turns(at)
+    return (Arrival(each, question(), answered(), adapter=adapter()) for each in at)
 
 
 def _stream(seed: str, name: str) -> random.Random:

@@ -36,16 +36,16 @@ class OpenTrace(Iterator[Arrival]):
 
     def notes(self) -> list[str]:
         """What a person should know of the part that was read."""
-        said = []
+        notes = []
         name, number = self._lines.path.name, self._lines.number
         if self.skipped:
             rows = self.taken + self.skipped
-            said.append(f"{name}: {self.skipped} of {rows} rows are failed requests, left out")
+            notes.append(f"{name}: {self.skipped} of {rows} rows are failed requests, left out")
         if self._lines.unended and self._ends_in_number:
-            said.append(
+            notes.append(
                 f"{name}:{number}: the last line has no line end, as the others have: the file may be cut off"
             )
-        return said
+        return notes
 
     def _detected(self, lines: Lines) -> tuple[str, Iterator[Arrival]]:
         first = next(lines, None)

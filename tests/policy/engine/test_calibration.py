@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policy.engine.calibration import FIT_EVERY, HEARD, REGIONS, Calibration, State, slowness
+from policy.engine.calibration import FIT_EVERY, MIN_SAMPLES, REGIONS, Calibration, State, slowness
 from policy.engine.least_squares import fit, ridge_fit
 from policy.engine.model import EngineModel
 from policy.engine.outliers import KEPT, REPLICAS, StepReport, reports_of, slowdown
@@ -226,7 +226,7 @@ def test_too_few_load_points_change_one_factor_and_say_so() -> None:
 
 def test_before_a_region_is_heard_nothing_is_said_of_it() -> None:
     calibration = Calibration(CPU[0])
-    calibration.take([StepSample(1, 2.0**i, 1.0, 1.0, 5.0) for i in range(HEARD - 1)])
+    calibration.take([StepSample(1, 2.0**i, 1.0, 1.0, 5.0) for i in range(MIN_SAMPLES - 1)])
     assert calibration.current.model == CPU[0]
     assert not calibration.take([StepSample(0, 1.0, 1.0, 1.0, 1.0), StepSample(1, 1.0, 1.0, 1.0, 0.0)])
 

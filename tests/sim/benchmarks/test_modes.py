@@ -65,7 +65,7 @@ def arrivals(seed: int) -> Iterator[Arrival]:
 def played(
     contender: PolicyEntry, asked: Iterable[Arrival], seed: int, said: Callable[[float], None]
 ) -> Record:
-    return simulate(contender.deployment, contender.policies, asked, seed=seed, said=said)
+    return simulate(contender.deployment, contender.policies, asked, seed=seed, progress=said)
 
 
 def test_a_mode_alone_has_all_its_replicas_and_nobody_changes_them() -> None:

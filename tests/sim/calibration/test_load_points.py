@@ -100,5 +100,5 @@ def test_clients_beside_each_other_stay_within_what_is_promised() -> None:
 
 
 def test_a_point_says_what_it_is() -> None:
-    assert Point(1, 16, 64).said == "1 client, 16 tokens in, 64 out"
-    assert Point(2, 16, 64).said == "2 clients, 16 tokens in, 64 out"
+    assert Point(1, 16, 64).description == "1 client, 16 tokens in, 64 out"
+    assert Point(2, 16, 64).description == "2 clients, 16 tokens in, 64 out"

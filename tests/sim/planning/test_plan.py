@@ -48,7 +48,7 @@ def trials(document: Deployment, arrivals: Arrivals) -> Trials:
         arrivals,
         demand_of(arrivals(1.0), "trace"),
         seed=3,
-        said=lambda what, at, ends_at: None,
+        progress=lambda what, at, ends_at: None,
     )
 
 
@@ -110,7 +110,7 @@ def test_a_kind_that_is_too_slow_for_a_request_alone_is_not_tried() -> None:
         arrivals,
         demand,
         seed=0,
-        said=lambda what, at, ends_at: said.append(what),
+        progress=lambda what, at, ends_at: said.append(what),
     )
     (card,) = candidates(document.models[0], ["l4"], [1])
     assert fewest_of(tried, card, 1000) is None and not said

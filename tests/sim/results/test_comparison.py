@@ -62,7 +62,7 @@ def test_each_gets_the_same_arrivals_and_its_own_policies() -> None:
         trace="t.csv",
         seed=7,
         bounds=Bounds(lower_gpu_hours=0.5, achievable_gpu_hours=0.6),
-        said=lambda name, at: heard.append((name, at)),
+        progress=lambda name, at: heard.append((name, at)),
         kept=kept.__setitem__,
     )
     assert [(policies, asked) for policies, asked in played] == [

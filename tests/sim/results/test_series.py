@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from sim.results.series import LATENCY_WINDOWS, MARKS, TOLD, WINDOWS, chart_data, clock, decisions_of
+from sim.results.series import LATENCY_WINDOWS, MARKS, MAX_DECISIONS, WINDOWS, chart_data, clock, decisions_of
 from sim.twin.record import Record
 from tests.sim.records import NAN, STEP, decision, moment, record, requests
 
@@ -33,7 +33,7 @@ def test_a_long_run_keeps_its_peaks() -> None:
     table = requests(np.arange(0.0, 1e5, 1.0), np.full(100_000, 0.1))
     (found,) = chart_data(Record(ends_at=1e5, requests={"m": table}, moments=moments, decisions=decisions))
     assert len(found.queued) == WINDOWS and np.max(found.queued) == 77
-    assert len(found.marks) == MARKS and found.marks[1].text.count("reason") == TOLD
+    assert len(found.marks) == MARKS and found.marks[1].text.count("reason") == MAX_DECISIONS
     assert "and 121 more until" in found.marks[1].text
     assert np.all(found.wanted == 3)
 

@@ -281,7 +281,7 @@ def test_an_upstream_takes_what_is_turned_away_while_the_money_lasts() -> None:
 
 def test_progress_is_said() -> None:
     said: list[float] = []
-    run(deployment(), arrivals(0.5, 60.0), said=said.append)
+    run(deployment(), arrivals(0.5, 60.0), progress=said.append)
     assert said == sorted(said) and len(said) > 4
 
 

@@ -65,7 +65,7 @@ def modes(*, file: Path, trace: Path, seeds: int, seed: int, plot: Path | None, 
 def _simulate(
     entry: PolicyEntry, arrivals: Iterable[Arrival], seed: int, progress: Callable[[float], None]
 ) -> Record:
-    return simulate(entry.deployment, entry.policies, arrivals, seed=seed, said=progress)
+    return simulate(entry.deployment, entry.policies, arrivals, seed=seed, progress=progress)
 
 
 def _table(benchmark: ModeBenchmark) -> Table:

@@ -157,7 +157,7 @@ def _check(
             simulated, entry.policies, rows, file.path_s, lambda at: bar.update(at, ends_at, task="simulator")
         )
     if plot is not None:
-        title = f"{model}: {record.name}, live and simulated ({file.said})"
+        title = f"{model}: {record.name}, live and simulated ({file.description})"
         plot.write_text(curves(title, result.live.seconds, result.twin.seconds), encoding="utf-8")
     if as_json:
         print_json(result.compared)

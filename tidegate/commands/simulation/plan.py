@@ -162,7 +162,7 @@ def plan(
         demand = demand_of(arrivals(1.0), str(trace or file))
     for note in notes(traces):
         warn(note)
-    if others := model_names.said():
+    if others := model_names.description():
         warn(others)
     tries = 0
     with Bar("simulated", clock) as bar:
@@ -185,7 +185,7 @@ def plan(
             described=trace is None,
         )
         load = str(trace.name) if trace is not None else f"{rps:g} requests/s, cv {cv:g}"
-        trials = Trials(deployment, spec, arrivals, demand, seed=seed, said=progress)
+        trials = Trials(deployment, spec, arrivals, demand, seed=seed, progress=progress)
         plan = make_plan(trials, options, request, load=load, seed=seed)
     if as_json:
         print_json(plan)

@@ -15,7 +15,7 @@ from policy.engine.profiles import max_request_tokens
 from policy.errors import ConfigError, TargetError
 from sim.arrival import Arrival
 from sim.charts.page import page
-from sim.charts.table import figures, told
+from sim.charts.table import describe_bounds, figures
 from sim.oracle.bounds import Bounds, bounds_of
 from sim.results.comparison import PolicyComparison, compare
 from sim.results.series import clock
@@ -111,7 +111,7 @@ def simulate(
         warn(note)
     if not surveyed.loads:
         raise ConfigError(str(trace), "no request", "at least one request in the selected part")
-    if others := model_names.said():
+    if others := model_names.description():
         warn(others)
     for spec in deployment.models:
         load = surveyed.loads.get(spec.name)
@@ -126,17 +126,19 @@ def simulate(
         bounds = Bounds(why="not computed")
         if not no_oracle:
             try:
-                bounds = bounds_of(deployment, arrivals, surveyed, world, seed=seed, said=bar.note)
+                bounds = bounds_of(deployment, arrivals, surveyed, world, seed=seed, progress=bar.note)
             except TargetError as error:
                 bounds = Bounds(why=str(error))
         comparison = compare(
             compared,
             arrivals,
-            lambda spec, live, asked, progress: run(spec, live, asked, world=world, seed=seed, said=progress),
+            lambda spec, live, asked, progress: run(
+                spec, live, asked, world=world, seed=seed, progress=progress
+            ),
             trace=trace.name,
             seed=seed,
             bounds=bounds,
-            said=lambda name, at: bar.update(at, ends_at, task=name),
+            progress=lambda name, at: bar.update(at, ends_at, task=name),
             kept=decisions,
         )
     # Printed before the files are written: the result of a long run is not lost to a full disk.
@@ -189,7 +191,7 @@ class _DecisionFile:
 
 
 def _print(comparison: PolicyComparison) -> None:
-    click.echo(f"{comparison.trace}, seed {comparison.seed}; {told(comparison.bounds)}")
+    click.echo(f"{comparison.trace}, seed {comparison.seed}; {describe_bounds(comparison.bounds)}")
     rows = table("metric", *(f">{each.name}" for each in comparison.runs))
     for row in figures(comparison.bounds):
         rows.add_row(row.heading, *(row.shown(each.summary) for each in comparison.runs))

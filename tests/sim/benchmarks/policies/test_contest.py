@@ -10,7 +10,7 @@ import pytest
 
 from policy.scaling.policies.predictive import PredictiveParameters
 from policy.scaling.policies.registry import choose
-from sim.benchmarks.policies.all_runs import PLANNED, parameter_steps, run_all, said, trials
+from sim.benchmarks.policies.all_runs import PLANNED, describe, parameter_steps, run_all, trials
 from sim.benchmarks.policies.chart import chart
 from sim.benchmarks.policies.ranking import rank
 from sim.benchmarks.policies.run import PLAN, Trial, TrialResult, run_trial
@@ -60,8 +60,8 @@ def test_all_run_on_the_same_arrivals_and_the_shipped_setting_is_among_them(tmp_
     for settings in (parameter_steps("predictive", SIZE), quick):
         assert PredictiveParameters() in [choose("policy", choice).parameters for choice in settings]
     assert len(quick) < len(parameter_steps("predictive", SIZE))
-    assert said("static") == ""
-    assert said({"static": {"replicas": 3}}) == "replicas 3"
+    assert describe("static") == ""
+    assert describe({"static": {"replicas": 3}}) == "replicas 3"
 
 
 def lap(
