@@ -16,10 +16,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from gateway.api.application import admin_app, client_app
 from gateway.api.controller_proxy import ControllerProxy
 from gateway.api.dependencies import Services
-from gateway.api.health import Readiness
-from gateway.api.models import ModelList
+from gateway.api.model_list import ModelList
 from gateway.call import Call
 from gateway.control.document import FollowedDeployment
+from gateway.control.readiness import Readiness
 from gateway.delivery.attempts import Attempts
 from gateway.delivery.overflow import Overflow
 from gateway.delivery.timeouts import IdleTimeouts

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 from urllib.parse import urlsplit
 
 from fastapi import Depends, Request
 from fastapi.security import APIKeyHeader, HTTPBearer
 
+from gateway.api.controller_proxy import ControllerProxy
+from gateway.api.model_list import ModelList
+from gateway.control.readiness import Readiness
 from gateway.intake.tenants import TenantAccount, Tenants
 from gateway.protocol.errors import Refused
 from gateway.routing.fleet import FleetView
 from gateway.routing.router import ModelRouters
 from gateway.telemetry.metrics import Metrics
 from policy.errors import Refusal
-
-if TYPE_CHECKING:
-    from gateway.api.controller_proxy import ControllerProxy
-    from gateway.api.health import Readiness
-    from gateway.api.models import ModelList
 
 # They put the two kinds of keys into the schema; the key itself is checked in one place, by `Tenants`.
 _BEARER = Depends(HTTPBearer(scheme_name="bearer", auto_error=False))

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.api.models import KEPT, ModelList
+from gateway.api.model_list import KEPT, ModelList
 from gateway.intake.adapter_catalog import CatalogView
 from gateway.intake.tenants import TenantAccount
 from gateway.routing.fleet import FleetView, external_replica

@@ -1,0 +1,105 @@
+"""The bodies of `/v1/models`: base models, then the adapters that a tenant may see, in OpenAI's format."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from gateway.intake.adapter_catalog import CatalogView, Entry
+from gateway.intake.tenants import TenantAccount
+from gateway.routing.fleet import FleetView, ServedModel
+
+# Encoded lists of adapters kept, one per set of tenants that see the same; each may have thousands of cards.
+KEPT = 16
+
+_View = frozenset[tuple[str, ...]]
+
+
+class ModelList:
+    """The bodies of ``/v1/models``; the adapters' part is encoded once per catalog and set of tenants."""
+
+    def __init__(self, fleet: FleetView, catalog: CatalogView) -> None:
+        self._fleet = fleet
+        self._catalog = catalog
+        self._made: dict[_View, bytes] = {}
+        self._made_of: object = None
+
+    def all(self, account: TenantAccount) -> bytes:
+        """Every model and adapter that ``account`` may name."""
+        cards = [card for served in self._fleet.models for card in _served_cards(served)]
+        parts = [msgspec.json.encode(card) for card in cards]
+        if adapters := self._adapters(account):
+            parts.append(adapters)
+        return b'{"object":"list","data":[' + b",".join(parts) + b"]}"
+
+    def one(self, name: str, account: TenantAccount) -> bytes | None:
+        """The model or adapter that a request with this ``model`` would be served by."""
+        if (served := self._fleet.get(name)) is not None:
+            return msgspec.json.encode(_served_cards(served)[0])
+        if (found := self._catalog.find(name, account)) is not None:
+            entry, pinned = found
+            base = self._fleet.get(entry.alias.model)
+            if base is not None:
+                digest = entry.main.digest if pinned is None else pinned.digest
+                return msgspec.json.encode(_card(name, entry, base, digest))
+        if (listed := self._fleet.listing(name)) is not None:
+            return msgspec.json.encode(_listed_card(name, listed[0]))
+        return None
+
+    def _adapters(self, account: TenantAccount) -> bytes:
+        """The cards of the catalog's adapters with commas between them."""
+        bases = [(served.name, served.max_model_len) for served in self._fleet.models]
+        made_of = (self._catalog.changed, bases)
+        if made_of != self._made_of or len(self._made) >= KEPT:
+            self._made_of = made_of
+            self._made.clear()
+        view = self._catalog.views(account)
+        made = self._made.get(view)
+        if made is None:
+            made = self._made[view] = b",".join(self._cards(account))
+        return made
+
+    def _cards(self, account: TenantAccount) -> list[bytes]:
+        taken = {served.name for served in self._fleet.models}
+        cards = []
+        for entry in self._catalog.visible(account):
+            base = self._fleet.get(entry.alias.model)
+            if base is None:
+                continue
+            name = entry.alias.name
+            if name in taken:  # by a model, or by the first of several adapters of one name
+                name = f"{base.name}:{name}"
+            taken.add(name)
+            cards.append(msgspec.json.encode(_card(name, entry, base, entry.main.digest)))
+        return cards
+
+
+def _card(name: str, entry: Entry, base: ServedModel, digest: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": int(entry.alias.at),
+        "owned_by": "tidegate",
+        "root": digest,
+        "max_model_len": base.max_model_len,
+        "parent": base.name,
+    }
+
+
+def _served_cards(served: ServedModel) -> list[dict[str, Any]]:
+    """A model, and the adapters that its servers list where they are not ours."""
+    own = {**_listed_card(served.name, served), "parent": None}
+    return [own, *(_listed_card(name, served) for name in served.listed)]
+
+
+def _listed_card(name: str, served: ServedModel) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": served.created,
+        "owned_by": "tidegate",
+        "root": served.name,
+        "max_model_len": served.max_model_len,
+        "parent": served.name,
+    }
