@@ -1,1 +1,1 @@
-"""What must last: the state directory, secrets and prepared models."""
+"""Persistence: the state directory, secrets, prepared models, adapters, the database. Read first: `state_dir`."""

@@ -1,1 +1,1 @@
-"""Actuators: what makes and ends replicas, on Ray Serve or on this machine."""
+"""Actuators, which start and stop replicas on Ray Serve or on this machine. Read first: `port`."""

@@ -1,4 +1,4 @@
-"""LoRA adapters: fetched, admitted, kept by digest, and named."""
+"""LoRA adapters: fetched, validated, stored by digest, and named. Read first: `import_adapter`."""
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"

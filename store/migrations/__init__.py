@@ -1,1 +1,1 @@
-"""How the database became what it is, step by step; run by :mod:`store.database` at every start."""
+"""Migrations of the database schema, applied by :mod:`store.database` when it is opened."""

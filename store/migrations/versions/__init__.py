@@ -1,1 +1,1 @@
-"""The steps, each in one module, in the order that ``down_revision`` gives."""
+"""The migrations, one module each, ordered by ``down_revision``."""
