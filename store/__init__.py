@@ -1,1 +1,1 @@
-"""Persistence: the state directory, secrets, prepared models, adapters, the database. Read first: `state_dir`."""
+"""Persistence: state directory, secrets, prepared models, adapters, database. Read first: `state_dir`."""
