@@ -1,4 +1,4 @@
-"""Child processes: started, logged, recorded, restarted with backoff, and ended in order."""
+"""Child processes: started, logged, recorded, restarted with back-off, and stopped."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from tidegate.log_tail import tail
 from tidegate.supervisor import parent_death
 from tidegate.supervisor.process_record import ProcessRecord
 
-# Children import our packages from here, so that a checkout runs without being installed.
+# The working directory of children, so that a checkout runs without being installed.
 ROOT = Path(__file__).resolve().parents[2]
 _LINE_BYTES = 1024 * 1024
-# Between SIGTERM and SIGKILL for what runs once.
+# Between SIGTERM and SIGKILL for a process that runs once.
 _GRACE_S = 10.0
 BACKOFF = Backoff(0.1, 10.0)
-# A process that ran this long (seconds) and ends starts a new row of failures.
+# After a run of this many seconds the back-off starts over.
 STABLE_S = 30.0
 
 
 @dataclass(frozen=True)
 class ProcessSpec:
-    """What to run: ``fds`` are inherited, ``env`` is the whole environment."""
+    """A process to start: ``fds`` are inherited, ``env`` is the whole environment."""
 
     name: str
     argv: tuple[str, ...]
@@ -42,11 +42,11 @@ class ProcessSpec:
 
 @dataclass
 class Child:
-    """A part that is kept running until :meth:`stop`. ``on_exit`` gets the pid of each that ended."""
+    """A process that is restarted until :meth:`stop`. ``on_exit`` gets the pid of each one that exited."""
 
-    part: ProcessSpec
+    spec: ProcessSpec
     state: StateDir
-    ledger: ProcessRecord
+    record: ProcessRecord
     note: Callable[[str], None]
     on_exit: Callable[[int], None] = lambda pid: None
     before_restart: Callable[[], Awaitable[None]] | None = None
@@ -60,15 +60,15 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """The pid of the running process, 0 between two lives."""
+        """The pid of the running process, 0 between two runs."""
         return self._process.pid if self._process and self._process.returncode is None else 0
 
     def start(self) -> None:
-        """Begin to keep it running."""
-        self._task = asyncio.create_task(self._keep())
+        """Start the process, and restart it when it exits."""
+        self._task = asyncio.create_task(self._run())
 
     async def stop(self, grace_s: float) -> None:
-        """SIGTERM, and SIGKILL after ``grace_s``; returns when it is gone."""
+        """SIGTERM, and SIGKILL after ``grace_s``; returns when it has exited."""
         if self._task is None:
             return
         self._stopping.set()
@@ -79,22 +79,22 @@ class Child:
         await self._task
 
     def kill(self) -> None:
-        """SIGKILL now; :meth:`stop` is on its way already."""
+        """SIGKILL now, during a :meth:`stop`."""
         self._send(signal.SIGKILL)
 
-    async def _keep(self) -> None:
+    async def _run(self) -> None:
         loop = asyncio.get_running_loop()
-        log = RotatingLog(self.state.logs / f"{self.part.name}.log")
+        log = RotatingLog(self.state.logs / f"{self.spec.name}.log")
         try:
             while not self._stopping.is_set():
                 began = loop.time()
                 self.started_at = began
-                await self._live(log)
+                await self._run_once(log)
                 if self._stopping.is_set():
                     return
                 self.failures = failures_after(self.failures, loop.time() - began, STABLE_S)
                 delay = BACKOFF.delay_s(self.failures)
-                self.note(f"{self.part.name} ended ({_how(self.exit_code)}); again in {delay:.1f} s")
+                self.note(f"{self.spec.name} exited ({_status(self.exit_code)}); restart in {delay:.1f} s")
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._stopping.wait(), delay)
                     return
@@ -104,19 +104,19 @@ class Child:
         finally:
             log.close()
 
-    async def _live(self, log: RotatingLog) -> None:
+    async def _run_once(self, log: RotatingLog) -> None:
         try:
-            self._process = await spawn(self.part, self.ledger, stderr=asyncio.subprocess.STDOUT)
+            self._process = await spawn(self.spec, self.record, stderr=asyncio.subprocess.STDOUT)
         except OSError as error:
             self.exit_code = None
-            self.note(f"{self.part.name} cannot be started: {error}")
+            self.note(f"{self.spec.name} cannot be started: {error}")
             return
         if self._stopping.is_set():
             self._send(signal.SIGTERM)
         assert self._process.stdout is not None
         pump = asyncio.create_task(log.pump(self._process.stdout))
         self.exit_code = await self._process.wait()
-        # A grandchild may hold the pipe's other end for as long as it lives.
+        # A grandchild may keep the other end of the pipe open.
         await asyncio.wait({pump}, timeout=0.5)
         pump.cancel()
         await asyncio.gather(pump, return_exceptions=True)
@@ -128,14 +128,14 @@ class Child:
                 os.kill(self.pid, number)
 
 
-async def spawn(part: ProcessSpec, ledger: ProcessRecord, *, stderr: int) -> asyncio.subprocess.Process:
-    """Start ``part`` in a session of its own, tied to this process's life, and record it."""
-    # stdout is a pipe: the file behind it is rotated by the one process that writes it.
+async def spawn(spec: ProcessSpec, record: ProcessRecord, *, stderr: int) -> asyncio.subprocess.Process:
+    """Start ``spec`` in a new session that ends when this process dies, and record it."""
+    # stdout is a pipe, because only the process that writes a log file can rotate it.
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-I", "-S", parent_death.__file__, str(os.getpid())),
-        *part.argv,
-        env=dict(part.env),
-        pass_fds=part.fds,
+        *spec.argv,
+        env=dict(spec.env),
+        pass_fds=spec.fds,
         cwd=ROOT,
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
@@ -144,23 +144,23 @@ async def spawn(part: ProcessSpec, ledger: ProcessRecord, *, stderr: int) -> asy
         limit=_LINE_BYTES,
     )
     try:
-        ledger.add(part.name, process.pid)
+        record.add(spec.name, process.pid)
     except OSError:
-        # What cannot be recorded could not be ended later.
+        # Without a record it could not be ended later.
         process.kill()
         raise
     return process
 
 
 async def run_once(
-    part: ProcessSpec, state: StateDir, ledger: ProcessRecord, on_line: Callable[[bytes], None]
+    spec: ProcessSpec, state: StateDir, record: ProcessRecord, on_line: Callable[[bytes], None]
 ) -> int:
-    """Run ``part`` to its end, each line of its output to ``on_line``; returns the exit status.
+    """Run ``spec`` to its end, each line of its output to ``on_line``; returns the exit status.
 
-    Cancelled, it ends the process first. Its standard error goes to the part's log.
+    Cancelled, it ends the process first. Its standard error goes to the process's log.
     """
-    log = RotatingLog(state.logs / f"{part.name}.log")
-    process = await spawn(part, ledger, stderr=asyncio.subprocess.PIPE)
+    log = RotatingLog(state.logs / f"{spec.name}.log")
+    process = await spawn(spec, record, stderr=asyncio.subprocess.PIPE)
     assert process.stdout is not None
     assert process.stderr is not None
     pump = asyncio.create_task(log.pump(process.stderr))
@@ -178,24 +178,24 @@ async def run_once(
         log.close()
 
 
-def check_alive(children: Iterable[Child], most: int = 3) -> None:
-    """Raise :class:`policy.errors.EngineFailed` with the log's end for a child that keeps failing."""
+def check_alive(children: Iterable[Child], max_failures: int = 3) -> None:
+    """Raise :class:`policy.errors.EngineFailed` with the end of the log of a child that keeps failing."""
     for child in children:
-        if child.failures >= most and not child.pid:
+        if child.failures >= max_failures and not child.pid:
             raise EngineFailed(
-                f"{child.part.name} ended {child.failures} times ({_how(child.exit_code)})"
-                + log_end(child.state, child.part.name)
+                f"{child.spec.name} exited {child.failures} times ({_status(child.exit_code)})"
+                + log_end(child.state, child.spec.name)
             )
 
 
 def log_end(state: StateDir, pattern: str, lines: int = 15) -> str:
-    """The end of the newest log called ``pattern``, to be put under a message."""
+    """The end of the newest log that matches ``pattern``, to append to a message."""
     logs = sorted(state.logs.glob(f"{pattern}.log"), key=lambda path: path.stat().st_mtime)
     last = tail(logs[-1], lines) if logs else []
     return "".join(f"\n  {logs[-1].stem} | {line}" for line in last)
 
 
-def _how(exit_code: int | None) -> str:
+def _status(exit_code: int | None) -> str:
     if exit_code is None:
         return "not started"
     if exit_code < 0:

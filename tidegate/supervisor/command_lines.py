@@ -1,4 +1,4 @@
-"""The command lines of everything that the supervisor starts."""
+"""The command lines of the processes that the supervisor starts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from serve.cluster import head_command
 from store.state_dir import StateDir
 from tidegate.supervisor.children import ProcessSpec
 
-# Inherited, it would divert an engine's own metrics into the gateway's files.
+# Not inherited by engines: their metrics would go to the gateway's files.
 _METRICS = "PROMETHEUS_MULTIPROC_DIR"
 LOCAL_CONTROLLER = "controller"
 
@@ -49,13 +49,13 @@ def local_controller(state: StateDir) -> ProcessSpec:
 
 
 def ray_head(deployment: Deployment, state: StateDir) -> ProcessSpec:
-    """A Ray head of our own, in the foreground of the child."""
+    """A Ray head of this deployment, in the foreground."""
     argv, env = head_command(deployment, state)
     return ProcessSpec(name="ray", argv=tuple(argv), env=_environment(**env))
 
 
 def cluster(state: StateDir, verb: str) -> ProcessSpec:
-    """``start`` makes sure that the controller actor exists, ``stop`` deletes what is ours."""
+    """``start`` makes sure that the controller actor exists, ``stop`` deletes our applications."""
     return ProcessSpec(
         name="cluster", argv=_python("serve.cluster", verb, "--state", str(state.root)), env=_environment()
     )

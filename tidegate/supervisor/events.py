@@ -1,4 +1,4 @@
-"""What the supervisor is doing, as events that any number of listeners follow from the beginning."""
+"""Events of the supervisor's start and stop, which any number of listeners follow."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import msgspec
 STEPS = ("environment", "model", "ray", "replica", "gateway")
 Kind = Literal["step", "done", "ready", "note", "failed", "stopping", "ended", "stopped"]
 
-# After these nothing follows that a listener of a start (or of a stop) waits for.
+# The last events of a start and of a stop.
 _LAST_OF_START = frozenset({"ready", "failed", "stopped"})
 _LAST_OF_STOP = frozenset({"failed", "stopped"})
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One thing that happened; ``fraction`` says how far a step is, ``exit_code`` why it failed."""
+    """One event; ``fraction`` is the progress of a step, ``exit_code`` that of a failure."""
 
     kind: Kind
     step: str = ""
@@ -28,7 +28,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Progress:
-    """The events of one supervisor: kept, and handed to every follower."""
+    """The events of one supervisor, stored and passed to every follower."""
 
     def __init__(self, echo: Callable[[Event], None]) -> None:
         self._echo = echo
@@ -36,14 +36,14 @@ class Progress:
         self._followers: set[asyncio.Queue[Event]] = set()
 
     def emit(self, event: Event) -> None:
-        """Add an event and tell every follower."""
+        """Add an event."""
         self._history.append(event)
         self._echo(event)
         for queue in self._followers:
             queue.put_nowait(event)
 
     def step(self, step: str, message: str, fraction: float | None = None) -> None:
-        """A step goes on; a message that says nothing new is dropped."""
+        """Progress of a step; a repeated message is dropped."""
         event = Event(kind="step", step=step, message=message, fraction=fraction)
         if not self._history or self._history[-1] != event:
             self.emit(event)
@@ -53,7 +53,7 @@ class Progress:
         self.emit(Event(kind="done", step=step, message=message))
 
     async def follow(self, *, stop: bool) -> AsyncIterator[Event]:
-        """Events until the start is over; with ``stop``, those from now on until all has ended."""
+        """Events until the end of the start; with ``stop``, from now on until the end of the stop."""
         queue: asyncio.Queue[Event] = asyncio.Queue()
         if not stop:
             for event in self._history:

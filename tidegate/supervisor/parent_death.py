@@ -1,7 +1,7 @@
-"""Become another program that is told to end when the supervisor dies, however it dies.
+"""Execute a program that receives SIGTERM when its parent, the supervisor, dies.
 
-Run as a script, before the program's own interpreter starts: a hook between fork and exec would
-run Python in a process whose other threads are gone. Arguments: the parent's pid, then the program.
+Run as a script before the program: a hook between fork and exec would run Python in a process whose other
+threads are gone. Arguments: the parent's pid, then the program.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    """Bind this process's life to its parent's, then exec."""
+    """Ask the kernel for the signal, then exec."""
     parent, program = int(sys.argv[1]), sys.argv[2:]
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
     if os.getppid() != parent:
-        # It died before the line was tied.
+        # The parent died before the call.
         sys.exit(1)
     os.execvp(program[0], program)  # noqa: S606 - the supervisor's own command line
 

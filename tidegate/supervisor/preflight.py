@@ -1,4 +1,4 @@
-"""What must be true of this machine before anything starts: free ports, memory, no foreign Ray."""
+"""Preconditions of a start on this machine: free ports, enough memory, no other Ray cluster."""
 
 from __future__ import annotations
 
@@ -16,25 +16,24 @@ from policy.types import EngineKind
 from store.state_dir import listen
 
 _GIB = 1024**3
-# A CPU engine with its imports and its host; measured 3.7 GiB whole with 0.5 GiB of weights
-# and a KV cache of 1 GiB.
+# A CPU engine and its host process; 3.7 GiB were measured with 0.5 GiB of weights and a 1 GiB KV cache.
 _ENGINE_BYTES = 2 * _GIB
 _WEIGHTS_FACTOR = 1.5
 _RAY_PROCESSES = ("gcs_server", "raylet")
 
 
 def bind(path: str, host: str, port: int) -> socket.socket:
-    """A listening socket, or :class:`policy.errors.PreconditionFailed` that names who has the port."""
+    """A listening socket; raises :class:`policy.errors.PreconditionFailed` with the process on the port."""
     try:
         return listen(host, port)
     except OSError as error:
         raise PreconditionFailed(f"{path} {host}:{port}: {_why(port, error)}") from None
 
 
-def check_ports(wanted: Mapping[str, tuple[str, int]]) -> list[str]:
-    """What is wrong with each wanted address (by its path in the document); empty when all are free."""
+def check_ports(addresses: Mapping[str, tuple[str, int]]) -> list[str]:
+    """Errors of the addresses, by their path in the deployment file, that are not free."""
     problems = []
-    for path, (host, port) in wanted.items():
+    for path, (host, port) in addresses.items():
         try:
             bind(path, host, port).close()
         except PreconditionFailed as error:
@@ -43,38 +42,38 @@ def check_ports(wanted: Mapping[str, tuple[str, int]]) -> list[str]:
 
 
 def internal_ports(deployment: Deployment, *, ray: bool) -> dict[str, tuple[str, int]]:
-    """The addresses, beside the gateway's, that will be listened on by this machine."""
+    """The listening addresses of this machine besides the gateway's."""
     cluster = deployment.cluster
     if not deployment.needs_controller or (ray and cluster.address != "local"):
         return {}
     host, _, port = cluster.controller.rpartition(":")
     ports = {"cluster.controller": (host, int(port))}
     if ray:
-        # The head's GCS binds every interface whatever address it is given.
+        # The GCS binds every interface regardless of its address option.
         ports["cluster.gcs_port"] = ("0.0.0.0", cluster.gcs_port)
         ports["cluster.dashboard_port"] = ("127.0.0.1", cluster.dashboard_port)
     return ports
 
 
 def foreign_ray(ours: Collection[int]) -> str | None:
-    """A Ray that runs on this machine and is not ours, with how to join it instead."""
-    found = {
+    """An error for a Ray cluster of others on this machine, with instructions to join it; or ``None``."""
+    others = {
         process.info["name"]: process
         for process in psutil.process_iter(["name"])
         if process.info["name"] in _RAY_PROCESSES and process.pid not in ours
     }
-    if not found:
+    if not others:
         return None
-    processes = ", ".join(f"{name} (pid {process.pid})" for name, process in sorted(found.items()))
-    address = _gcs_address(found["raylet"]) if "raylet" in found else None
+    processes = ", ".join(f"{name} (pid {process.pid})" for name, process in sorted(others.items()))
+    address = _gcs_address(others["raylet"]) if "raylet" in others else None
     return (
-        f"another Ray cluster runs on this machine: {processes}; to join it set "
-        f"RAY_ADDRESS={address or 'HOST:PORT'} (or cluster.address in the document), or start with --no-ray"
+        f"another Ray cluster runs on this machine: {processes}; to join it set RAY_ADDRESS="
+        f"{address or 'HOST:PORT'} (or cluster.address in the deployment file), or start with --no-ray"
     )
 
 
 def memory_problem(deployment: Deployment, weights: Mapping[str, int], available: int) -> str | None:
-    """Whether the first replicas on CPUs fit ``available`` bytes; ``weights`` holds bytes by model.
+    """An error if the first CPU replicas do not fit in ``available`` bytes; ``weights`` has bytes by model.
 
     Per replica: 1.5 times the weights, the KV cache (``VLLM_CPU_KVCACHE_SPACE``, in GiB), 2 GiB.
     """
@@ -100,7 +99,7 @@ def memory_problem(deployment: Deployment, weights: Mapping[str, int], available
 
 
 def available_memory() -> int:
-    """Bytes that new processes may take: the machine's, or the control group's if that is less."""
+    """Bytes available to new processes: the machine's, or the control group's if lower."""
     available = psutil.virtual_memory().available
     group = Path("/sys/fs/cgroup")
     try:
@@ -111,7 +110,7 @@ def available_memory() -> int:
         return available
     if limit == "max":
         return available
-    # Cached files count as used, and are given up under pressure.
+    # The page cache counts as used, but is reclaimed under memory pressure.
     return min(available, max(0, int(limit) - used + int(stats.get("inactive_file", 0))))
 
 
@@ -143,11 +142,11 @@ def _why(port: int, error: OSError) -> str:
     owner = _owner(port) if error.errno == errno.EADDRINUSE else None
     if owner is None:
         return error.strerror or str(error)
-    return f"the port is taken by {owner.name()} (pid {owner.pid}); stop it, or choose another port"
+    return f"the port is in use by {owner.name()} (pid {owner.pid}); stop it, or choose another port"
 
 
 def _owner(port: int) -> psutil.Process | None:
-    """Who listens on ``port``; unknown for another user's process."""
+    """The process that listens on ``port``; ``None`` for another user's process."""
     try:
         for connection in psutil.net_connections(kind="tcp"):
             local = connection.laddr
@@ -161,7 +160,7 @@ def _owner(port: int) -> psutil.Process | None:
 
 
 def _gcs_address(raylet: psutil.Process) -> str | None:
-    """The cluster that a raylet belongs to, from its command line."""
+    """The cluster address on a raylet's command line."""
     flag = "--gcs-address="
     try:
         arguments = raylet.cmdline()

@@ -1,7 +1,11 @@
-"""The processes that were started: recorded before they are relied on, ended by record alone."""
+"""The processes that were started: recorded on disk, so that a later supervisor or `down` can end them."""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import os
+import sys
 from collections.abc import Callable, Iterable
 
 import msgspec
@@ -10,28 +14,33 @@ import psutil
 from store.process import end_all, find, started_at
 from store.state_dir import StateDir
 
-# How long a process whose supervisor died has between SIGTERM and SIGKILL.
+_PR_SET_CHILD_SUBREAPER = 36
+# Between SIGTERM and SIGKILL for a process whose supervisor died.
 ORPHAN_GRACE_S = 5.0
 
 
 class RecordedProcess(msgspec.Struct, frozen=True, kw_only=True):
-    """A process of ours; ``created_at`` tells it from a later one with the same pid."""
+    """A process of ours; ``created_at`` distinguishes it from a later one with the same pid."""
 
     name: str
     pid: int
     created_at: float
 
+    def __str__(self) -> str:
+        return f"{self.name} (pid {self.pid})"
+
     def process(self) -> psutil.Process | None:
-        """The process, while it lives."""
+        """The process, while it runs."""
         return find(self.pid, self.created_at)
 
 
 class ProcessRecord:
     """The file of recorded processes of one state directory."""
 
-    def __init__(self, state: StateDir) -> None:
+    def __init__(self, state: StateDir, grace_s: float = ORPHAN_GRACE_S) -> None:
         self._state = state
-        # Who started these waits for them, too.
+        self._grace_s = grace_s
+        # Children of this process that something here waits for.
         self.started: set[int] = set()
         self._entries = {
             entry.pid: entry for entry in state.load(state.processes_path, list[RecordedProcess]) or []
@@ -43,33 +52,55 @@ class ProcessRecord:
         return tuple(self._entries.values())
 
     def living(self) -> tuple[RecordedProcess, ...]:
-        """Those that still run."""
+        """The recorded processes that run."""
         return tuple(entry for entry in self._entries.values() if entry.process() is not None)
 
     def add(self, name: str, pid: int) -> None:
-        """Record a process that was just started; one that is gone already is not recorded."""
+        """Record a process that was just started, unless it has exited already."""
         self.started.add(pid)
         if (created_at := started_at(pid)) is None:
             return
         self._entries[pid] = RecordedProcess(name=name, pid=pid, created_at=created_at)
         self._save()
 
-    def adopt(self, processes: Iterable[psutil.Process]) -> None:
-        """Record descendants that are not yet recorded, and forget the dead; saved when it changed."""
+    def snapshot(self) -> None:
+        """Record this process and all its descendants, and forget those that have exited."""
+        self.collect_orphans()
+        this = psutil.Process()
         before = dict(self._entries)
         self._entries = {entry.pid: entry for entry in self.living()}
-        for process in processes:
+        for process in (this, *this.children(recursive=True)):
             if process.pid in self._entries:
                 continue
-            try:
-                entry = RecordedProcess(
-                    name=process.name(), pid=process.pid, created_at=process.create_time()
-                )
-            except psutil.NoSuchProcess:
-                continue
-            self._entries[process.pid] = entry
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if process.status() != psutil.STATUS_ZOMBIE:
+                    self._entries[process.pid] = RecordedProcess(
+                        name=process.name(), pid=process.pid, created_at=process.create_time()
+                    )
         if self._entries != before:
             self._save()
+
+    def collect_orphans(self) -> None:
+        """Reap adopted processes that have exited; a process in ``started`` is left to what waits for it."""
+        with contextlib.suppress(ChildProcessError):
+            while exited := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                if exited.si_pid in self.started:
+                    return
+                os.waitpid(exited.si_pid, os.WNOHANG)
+
+    def end(
+        self, entries: Iterable[RecordedProcess], ended: Callable[[RecordedProcess], None]
+    ) -> tuple[RecordedProcess, ...]:
+        """SIGTERM, and SIGKILL after the grace time; returns those that still run. Blocks meanwhile.
+
+        ``ended`` is called with each of the others.
+        """
+        processes = {entry: process for entry in entries if (process := entry.process()) is not None}
+        running = end_all(processes.values(), self._grace_s)
+        for entry, process in processes.items():
+            if process not in running:
+                ended(entry)
+        return tuple(entry for entry, process in processes.items() if process in running)
 
     def clear(self) -> None:
         """Forget everything."""
@@ -80,13 +111,7 @@ class ProcessRecord:
         self._state.save(self._state.processes_path, list(self._entries.values()))
 
 
-def end(
-    entries: Iterable[RecordedProcess], *, grace_s: float, tell: Callable[[RecordedProcess], None]
-) -> tuple[RecordedProcess, ...]:
-    """SIGTERM, and SIGKILL after ``grace_s``; returns those that still run. ``tell`` names the others."""
-    found = {entry: process for entry in entries if (process := entry.process()) is not None}
-    running = end_all(found.values(), grace_s)
-    for entry, process in found.items():
-        if process not in running:
-            tell(entry)
-    return tuple(entry for entry, process in found.items() if process in running)
+def adopt_orphans() -> None:
+    """Become the parent of descendants whose parent exits, such as the Ray head's detached daemons."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)

@@ -1,4 +1,4 @@
-"""Whether replicas and the gateway answer yet: small blocking calls, made in a thread."""
+"""Whether replicas and the gateway are ready, by short blocking calls."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from policy.errors import EngineFailed
 from policy.types import EngineKind, Fleet, ReplicaPhase, Runner
 
 _POLL_S = 2.0
-# A first request may wait for a long step of a busy engine.
+# A first request can wait for a long engine step.
 _REQUEST_S = 60.0
 _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}
 
 
 def reachable(host: str) -> str:
-    """An address to call a listener on ``host`` at: a wildcard is not one."""
+    """The address to connect to for a listener on ``host``, which may be a wildcard."""
     return _WILDCARDS.get(host, host)
 
 
@@ -30,18 +30,18 @@ def endpoint(host: str, port: int) -> str:
 
 
 def idle(deployment: Deployment, fleet: Fleet) -> frozenset[str]:
-    """The models of ours of which the controller wants no replica."""
+    """The models with 0 desired replicas."""
     targets = {model.name: model.target for model in fleet.models}
-    ours = (spec.name for spec in deployment.models if spec.engine is not EngineKind.EXTERNAL)
-    return frozenset(name for name in ours if targets.get(name) == 0)
+    deployed = (spec.name for spec in deployment.models if spec.engine is not EngineKind.EXTERNAL)
+    return frozenset(name for name in deployed if targets.get(name) == 0)
 
 
 def waiting_for(deployment: Deployment, fleet: Fleet) -> list[str]:
-    """What each model of ours that is not idle lacks until one replica is ready; empty when nothing."""
-    lacking = []
-    unwanted = idle(deployment, fleet)
+    """Models that need a ready replica and have none, with the states of their replicas."""
+    missing = []
+    idle_models = idle(deployment, fleet)
     for spec in deployment.models:
-        if spec.engine is EngineKind.EXTERNAL or spec.name in unwanted:
+        if spec.engine is EngineKind.EXTERNAL or spec.name in idle_models:
             continue
         replicas = [replica for replica in fleet.replicas if replica.model == spec.name]
         if any(replica.state is ReplicaPhase.READY for replica in replicas):
@@ -49,14 +49,14 @@ def waiting_for(deployment: Deployment, fleet: Fleet) -> list[str]:
         notes = [replica.reason for replica in replicas if replica.reason]
         notes += [model.note for model in fleet.models if model.name == spec.name and model.note]
         states = ", ".join(f"{replica.id} {replica.state}" for replica in replicas) or "no replica yet"
-        lacking.append(f"{spec.name}: {states}" + (f" ({notes[0]})" if notes else ""))
-    return lacking
+        missing.append(f"{spec.name}: {states}" + (f" ({notes[0]})" if notes else ""))
+    return missing
 
 
-def gateway_lacks(deployment: Deployment, key: str) -> str | None:
-    """What the gateway lacks: that it is ready and lists every model; ``None`` when nothing.
+def gateway_missing(deployment: Deployment, key: str) -> str | None:
+    """Why the gateway is not ready, or ``None``: it must be healthy and list every model.
 
-    ``key`` is the one that it takes from us.
+    ``key`` is the API key for the request.
     """
     gateway = deployment.gateway
     status, body = _call(gateway.admin_host, gateway.admin_port, "GET", "/readyz")
@@ -64,17 +64,17 @@ def gateway_lacks(deployment: Deployment, key: str) -> str | None:
         return f"not ready yet ({body.decode(errors='replace').strip()[:200] or status})"
     status, body = _call(gateway.host, gateway.port, "GET", "/v1/models", key=key)
     listed = {model["id"] for model in msgspec.json.decode(body)["data"]} if status == 200 else set()
-    missing = [spec.name for spec in deployment.models if spec.name not in listed]
-    return f"models not listed yet: {', '.join(missing)}" if missing else None
+    unlisted = [spec.name for spec in deployment.models if spec.name not in listed]
+    return f"models not listed yet: {', '.join(unlisted)}" if unlisted else None
 
 
-def answers(deployment: Deployment, unwanted: Collection[str], key: str) -> None:
-    """One token from each text model of ours but the ``unwanted``; raises ``EngineFailed``."""
+def answers(deployment: Deployment, idle_models: Collection[str], key: str) -> None:
+    """Generate one token with each text model except the ``idle_models``; raises ``EngineFailed``."""
     gateway = deployment.gateway
     for spec in deployment.models:
         if spec.engine is EngineKind.EXTERNAL or spec.runner is not Runner.GENERATE:
             continue
-        if spec.name in unwanted:
+        if spec.name in idle_models:
             continue
         body = {"model": spec.name, "prompt": "Hello", "max_tokens": 1}
         status, answer = _call(
@@ -95,7 +95,7 @@ def _call(
     key: str = "",
     timeout_s: float = _POLL_S,
 ) -> tuple[int, bytes]:
-    """Status and body; status 0 with the reason when nobody answers."""
+    """Status and body; status 0 with the error if there is no answer."""
     connection = http.client.HTTPConnection(reachable(host), port, timeout=timeout_s)
     try:
         payload = None if body is None else msgspec.json.encode(body)

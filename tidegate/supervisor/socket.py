@@ -1,4 +1,4 @@
-"""The supervisor's unix socket: one JSON request a line, answered by lines of JSON."""
+"""The supervisor's Unix socket: a request is one line of JSON, an answer is lines of JSON."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _ANSWER_S = 30.0
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
-    """``follow`` and ``stop`` are answered by events, ``status`` and ``apply`` by one status."""
+    """``follow`` and ``stop`` are answered with events, ``status`` and ``apply`` with one status."""
 
     command: Literal["status", "follow", "stop", "apply"]
     document: Any = None
 
 
 class ProcessStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A child; ``pid`` 0 means between two lives."""
+    """A child process; ``pid`` is 0 between two runs."""
 
     name: str
     pid: int
@@ -37,7 +37,7 @@ class ProcessStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SupervisorStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """The supervisor's own view; ``since`` is in Unix seconds."""
+    """The supervisor's state; ``since`` is its start in Unix seconds."""
 
     pid: int
     since: float
@@ -50,7 +50,7 @@ class SupervisorStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True):
-    """An error on its way to the other side; the last three are a ``ConfigError``'s."""
+    """An error as JSON; the last three fields are those of a ``ConfigError``."""
 
     kind: str
     message: str
@@ -59,7 +59,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
     expected: str = ""
 
     def error(self) -> TidegateError:
-        """The error it was."""
+        """The exception."""
         if self.kind == "ConfigError":
             return ConfigError(self.path, self.value, self.expected)
         kinds: dict[str, type[TidegateError]] = {
@@ -69,7 +69,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def problem_of(error: TidegateError) -> Problem:
-    """``error``, ready to be sent."""
+    """``error`` as JSON."""
     if isinstance(error, ConfigError):
         return Problem(
             kind="ConfigError",
@@ -82,7 +82,7 @@ def problem_of(error: TidegateError) -> Problem:
 
 
 class Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One line of an answer: exactly one of the three."""
+    """One line of an answer, with exactly one of the fields."""
 
     event: Event | None = None
     status: SupervisorStatus | None = None
@@ -90,7 +90,7 @@ class Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Commands(Protocol):
-    """What the supervisor does when asked."""
+    """The supervisor's side of the socket."""
 
     def status(self) -> SupervisorStatus: ...
     def follow(self, *, stop: bool) -> AsyncIterator[Event]: ...
@@ -99,7 +99,7 @@ class Commands(Protocol):
 
 
 async def serve(path: Path, commands: Commands) -> asyncio.Server:
-    """Listen at ``path``, for this user alone."""
+    """Listen at ``path``, which only this user can open."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(ConnectionError):
@@ -115,7 +115,7 @@ async def serve(path: Path, commands: Commands) -> asyncio.Server:
             finally:
                 writer.close()
 
-    path.unlink(missing_ok=True)  # noqa: ASYNC240 - once, before anyone is served
+    path.unlink(missing_ok=True)  # noqa: ASYNC240 - once, before the first client
     mask = os.umask(0o177)
     try:
         return await asyncio.start_unix_server(answer, path, limit=_LINE_BYTES)
@@ -143,26 +143,26 @@ class SupervisorClient:
         self._state = state
 
     def status(self) -> SupervisorStatus:
-        """The supervisor's view."""
+        """The supervisor's state."""
         return self._one(Request(command="status"), _ANSWER_S)
 
     def apply(self, document: object, timeout_s: float = 120.0) -> SupervisorStatus:
-        """Replace the deployment, whole or not at all; the supervisor's refusal as the error it is."""
+        """Replace the deployment, whole or not at all; raises the supervisor's error."""
         return self._one(Request(command="apply", document=document), timeout_s)
 
     def follow(self) -> Iterator[Event]:
-        """Every event from the start on, until it is ready or has failed."""
+        """The events of the start, until it is ready or has failed."""
         return self._events(Request(command="follow"))
 
     def stop(self) -> Iterator[Event]:
-        """Ask for the orderly stop; its events until the supervisor is gone."""
+        """Request an orderly stop; its events until the supervisor exits."""
         return self._events(Request(command="stop"))
 
     def _one(self, request: Request, timeout_s: float) -> SupervisorStatus:
         for line in self._lines(request, timeout_s):
             if line.status is not None:
                 return line.status
-        raise Unreachable("the supervisor ended before it answered")
+        raise Unreachable("the supervisor exited before it answered")
 
     def _events(self, request: Request) -> Iterator[Event]:
         # No timeout: the kernel closes the socket of a supervisor that dies.

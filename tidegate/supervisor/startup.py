@@ -1,8 +1,9 @@
-"""The start, step by step: environment, model, ray, replica, gateway."""
+"""The steps of a start: environment, model, ray, replica, gateway."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -20,17 +21,17 @@ from store.state_dir import StateDir
 from tidegate.supervisor import command_lines, preflight, readiness
 from tidegate.supervisor.children import Child, ProcessSpec, check_alive, log_end, run_once
 from tidegate.supervisor.events import Event, Progress
-from tidegate.supervisor.process_record import ORPHAN_GRACE_S, ProcessRecord, end
+from tidegate.supervisor.process_record import ProcessRecord
 
 _POLL_S = 0.25
 _GATEWAY_POLL_S = 0.05
 _RETRY_S = 5.0
-# Which logs say why a step does not come to its end.
+# The logs whose ends are shown when a step fails.
 _LOGS = {"ray": ("ray",), "replica": ("controller", "replica-*"), "gateway": ("gateway-*",)}
 
 
 class _ToolLine(msgspec.Struct, frozen=True, kw_only=True):
-    """A line of progress of a tool that we run."""
+    """A line of progress of a tool."""
 
     step: str = ""
     message: str = ""
@@ -41,16 +42,15 @@ class _ToolLine(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass
 class Startup:
-    """What one start needs, and what it has started so far, for whoever must end it."""
+    """What one start needs, and what it has started so far."""
 
     deployment: Deployment
     state: StateDir
-    ledger: ProcessRecord
+    record: ProcessRecord
     progress: Progress
     ray: bool
     timeout_s: float
     child: Callable[[ProcessSpec], Child]
-    snapshot: Callable[[], None]
     controller_client: Callable[[], ControllerClient]
     sockets: list[socket.socket] = field(default_factory=list)
     workers: list[Child] = field(default_factory=list)
@@ -61,10 +61,10 @@ class Startup:
     _recovery: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
-        """All steps; raises a :class:`policy.errors.TidegateError` that says which part failed."""
+        """Run all steps; raises a :class:`policy.errors.TidegateError` that names the process that failed."""
         self._environment()
         await self._models()
-        # The gateway starts beside Ray: its imports cost seconds, and requests may queue already.
+        # The gateway starts before Ray: its imports take seconds, and it can queue requests.
         self._gateway_workers()
         if self.deployment.needs_controller:
             await (self._ray() if self.ray else self._local())
@@ -73,9 +73,8 @@ class Startup:
 
     @property
     def children(self) -> list[Child]:
-        """Everything that is kept running."""
-        rest = [child for child in (self.controller, self.head) if child is not None]
-        return self.workers + rest
+        """The child processes."""
+        return self.workers + [child for child in (self.controller, self.head) if child is not None]
 
     def _environment(self) -> None:
         gateway = self.deployment.gateway
@@ -89,7 +88,7 @@ class Startup:
             except PreconditionFailed as error:
                 problems.append(str(error))
         if self.ray and self.deployment.needs_controller and self.deployment.cluster.address == "local":
-            ours = {entry.pid for entry in self.ledger.living()}
+            ours = {entry.pid for entry in self.record.living()}
             if (foreign := preflight.foreign_ray(ours)) is not None:
                 problems.append(foreign)
         available = preflight.available_memory()
@@ -111,22 +110,16 @@ class Startup:
                 path = await self._prepare(spec.name)
                 sizes[spec.name] = preflight.weights_bytes(path)
                 self.progress.done("model", f"{spec.name}: {sizes[spec.name] / 1024**3:.2f} GiB at {path}")
-        # Only now is the size of a fetched model known.
+        # The size of a fetched model is known only now.
         problem = preflight.memory_problem(self.deployment, sizes, preflight.available_memory())
         if sizes and problem is not None:
             raise PreconditionFailed(problem)
 
     async def _prepare(self, model: str) -> Path:
         self.progress.step("model", f"{model}: preparing")
-        last = _ToolLine()
-
-        def relay(line: bytes) -> None:
-            nonlocal last
-            last = _tool_line(line) or last
-            if last.message:
-                self.progress.step("model", f"{model}: {last.message}", last.fraction)
-
-        code = await run_once(command_lines.prepare_model(self.state, model), self.state, self.ledger, relay)
+        code, last = await self._run_tool(
+            command_lines.prepare_model(self.state, model), "model", f"{model}: "
+        )
         if code or not last.path:
             why = last.error or f"preparation ended with status {code}{log_end(self.state, 'models')}"
             raise ModelUnavailable(f"{model}: {why}")
@@ -161,44 +154,49 @@ class Startup:
         writer.close()
         return None
 
-    async def start_controller(self) -> None:
-        """Make sure that the controller actor exists; harmless when it does."""
-        self.joined = True
+    async def _run_tool(self, tool: ProcessSpec, step: str, prefix: str = "") -> tuple[int, _ToolLine]:
+        """Run a tool to its end and show its progress; returns its exit status and its last line."""
         last = _ToolLine()
 
         def relay(line: bytes) -> None:
             nonlocal last
-            last = _tool_line(line) or last
+            with contextlib.suppress(msgspec.MsgspecError):  # other output is in the tool's log
+                last = msgspec.json.decode(line, type=_ToolLine)
             if last.message:
-                self.progress.step("ray", last.message, last.fraction)
+                self.progress.step(step, prefix + last.message, last.fraction)
 
-        code = await run_once(command_lines.cluster(self.state, "start"), self.state, self.ledger, relay)
+        return await run_once(tool, self.state, self.record, relay), last
+
+    async def start_controller(self) -> None:
+        """Make sure that the controller actor exists."""
+        self.joined = True
+        code, last = await self._run_tool(command_lines.cluster(self.state, "start"), "ray")
         if code:
             why = last.error or f"exit status {code}"
             raise EngineFailed(f"the controller did not start: {why}{log_end(self.state, 'cluster')}")
 
     async def _recover_head(self) -> None:
-        """A head that was killed leaves daemons on its ports, and a new one has no controller."""
-        self.snapshot()
-        left = [entry for entry in self.ledger.living() if entry.pid not in self.ledger.started]
-        await asyncio.to_thread(end, left, grace_s=ORPHAN_GRACE_S, tell=lambda entry: None)
+        """End the daemons that a killed head left on its ports, and start a controller on the new head."""
+        self.record.snapshot()
+        left = [entry for entry in self.record.living() if entry.pid not in self.record.started]
+        await asyncio.to_thread(self.record.end, left, lambda entry: None)
         self.stop_recovering()
-        self._recovery = asyncio.create_task(self._controller_again())
+        self._recovery = asyncio.create_task(self._restore_controller())
 
-    async def _controller_again(self) -> None:
+    async def _restore_controller(self) -> None:
         while True:
             try:
                 await self._until("ray", self._head_listens)
                 await self.start_controller()
             except TidegateError as error:
-                self.progress.emit(Event(kind="note", message=f"the controller is still away: {error}"))
+                self.progress.emit(Event(kind="note", message=f"the controller is not back yet: {error}"))
                 await asyncio.sleep(_RETRY_S)
             else:
                 self.progress.emit(Event(kind="note", message="the controller is back"))
                 return
 
     def stop_recovering(self) -> None:
-        """The end is near, or another head died."""
+        """Cancel a recovery: the supervisor stops, or another head died."""
         if self._recovery is not None:
             self._recovery.cancel()
 
@@ -207,23 +205,23 @@ class Startup:
         self.controller.start()
 
     async def _replicas(self) -> None:
-        await self._until("replica", self._replicas_lack, *self.children)
-        but = f", but {', '.join(sorted(self._idle))}, whose target is 0" if self._idle else ""
-        self.progress.done("replica", f"every model has a ready replica{but}")
+        await self._until("replica", self._missing_replicas, *self.children)
+        idle = f", except {', '.join(sorted(self._idle))} (0 desired replicas)" if self._idle else ""
+        self.progress.done("replica", f"every model has a ready replica{idle}")
 
-    async def _replicas_lack(self) -> str | None:
+    async def _missing_replicas(self) -> str | None:
         try:
             fleet = await asyncio.to_thread(lambda: self.controller_client().fleet())
         except Unreachable:
             fleet = EMPTY_FLEET
-        lacking = readiness.waiting_for(self.deployment, fleet)
-        if fleet is EMPTY_FLEET and lacking:
+        missing = readiness.waiting_for(self.deployment, fleet)
+        if fleet is EMPTY_FLEET and missing:
             return "waiting for the controller"
         self._idle = readiness.idle(self.deployment, fleet)
-        return "; ".join(lacking) or None
+        return "; ".join(missing) or None
 
     def _events(self) -> list[str]:
-        """What the controller did last, where its log is Ray's."""
+        """The controller's last events; on Ray its log is not in the state directory."""
         try:
             return [f"\n  {event}" for event in self.controller_client().status().events[-10:]]
         except Unreachable:
@@ -232,35 +230,27 @@ class Startup:
     async def _gateway(self) -> None:
         key = own_key(self.state.secret())
 
-        async def lacks() -> str | None:
-            return await asyncio.to_thread(readiness.gateway_lacks, self.deployment, key)
+        async def check() -> str | None:
+            return await asyncio.to_thread(readiness.gateway_missing, self.deployment, key)
 
-        await self._until("gateway", lacks, *self.children, poll_s=_GATEWAY_POLL_S)
+        await self._until("gateway", check, *self.children, poll_s=_GATEWAY_POLL_S)
         await asyncio.to_thread(readiness.answers, self.deployment, self._idle, key)
         gateway = self.deployment.gateway
         self.progress.done("gateway", readiness.endpoint(gateway.host, gateway.port))
 
     async def _until(
-        self, step: str, lacks: Callable[[], Awaitable[str | None]], *needed: Child, poll_s: float = _POLL_S
+        self, step: str, check: Callable[[], Awaitable[str | None]], *needed: Child, poll_s: float = _POLL_S
     ) -> None:
-        """Poll until nothing lacks; give up on a child that keeps failing, or at the deadline."""
+        """Poll until nothing is missing; fails at the deadline, or when a child keeps failing."""
         clock = asyncio.get_running_loop().time
         deadline = clock() + self.timeout_s
-        while (lacking := await lacks()) is not None:
-            self.progress.step(step, lacking)
+        while (missing := await check()) is not None:
+            self.progress.step(step, missing)
             check_alive(needed)
             if clock() >= deadline:
                 ends = [log_end(self.state, pattern) for pattern in _LOGS[step]]
                 ends += await asyncio.to_thread(self._events) if step == "replica" else []
                 raise EngineFailed(
-                    f"{step}: not ready after {self.timeout_s:.0f} s: {lacking}{''.join(ends)}"
+                    f"{step}: not ready after {self.timeout_s:.0f} s: {missing}{''.join(ends)}"
                 )
             await asyncio.sleep(poll_s)
-
-
-def _tool_line(line: bytes) -> _ToolLine | None:
-    """A tool's line of JSON; anything else it prints is in its log."""
-    try:
-        return msgspec.json.decode(line, type=_ToolLine)
-    except msgspec.MsgspecError:
-        return None

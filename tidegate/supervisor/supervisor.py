@@ -1,4 +1,4 @@
-"""The supervisor: starts the parts, watches them, answers on its socket, and ends them in order."""
+"""The supervisor: starts the processes of a deployment, watches them, serves its socket, and stops them."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from serve.controller.client import ControllerClient
 from store.state_dir import StateDir
 from tidegate.document import Document
 from tidegate.exit_codes import Exit, exit_of
-from tidegate.supervisor import command_lines, readiness, reaper, socket
+from tidegate.supervisor import command_lines, readiness, socket
 from tidegate.supervisor.children import Child, ProcessSpec, log_end, run_once
 from tidegate.supervisor.cleanup import CLUSTER_STOP_S, forget_targets
 from tidegate.supervisor.events import Event, Progress
-from tidegate.supervisor.process_record import ORPHAN_GRACE_S, ProcessRecord, RecordedProcess, end
+from tidegate.supervisor.process_record import ProcessRecord, RecordedProcess, adopt_orphans
 from tidegate.supervisor.startup import Startup
 
 _SNAPSHOT_S = 2.0
@@ -46,32 +46,33 @@ class Supervisor:
         self._stopping = asyncio.Event()
         self._applying = asyncio.Lock()
         self._phase: Literal["starting", "ready", "stopping"] = "starting"
-        self._ledger = ProcessRecord(state)
+        self._record = ProcessRecord(state)
         self._actuator: Literal["ray", "local", "external"] = (
             "external" if not deployment.needs_controller else "ray" if ray else "local"
         )
         self._start = Startup(
             deployment=deployment,
             state=state,
-            ledger=self._ledger,
+            record=self._record,
             progress=progress,
             ray=ray,
             timeout_s=timeout_s or max(spec.control.start_timeout_s for spec in deployment.models),
             child=self._child,
-            snapshot=self._snapshot,
             controller_client=self._controller,
         )
 
     async def run(self) -> int:
-        """Start, keep running until a signal or ``stop``, end everything; returns the exit code."""
+        """Start, run until a signal or ``stop``, stop all processes; returns the exit code."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._signalled)
-        reaper.adopt_orphans()
-        # Later than at once: a child that ends while it is being started is asyncio's to collect.
-        loop.add_signal_handler(signal.SIGCHLD, lambda: loop.call_later(_COLLECT_S, self._collect_orphans))
+        adopt_orphans()
+        # With a delay, because asyncio must collect a child that exits while it is being started.
+        loop.add_signal_handler(
+            signal.SIGCHLD, lambda: loop.call_later(_COLLECT_S, self._record.collect_orphans)
+        )
         server = await socket.serve(self._state.socket_path, self)
-        snapshots = asyncio.create_task(self._keep_ledger())
+        snapshots = asyncio.create_task(self._keep_record())
         failure: TidegateError | None = None
         try:
             await self._until_stopped()
@@ -80,7 +81,7 @@ class Supervisor:
         except OSError as error:
             failure = EngineFailed(str(error))
         self._phase = "stopping"
-        self._progress.emit(Event(kind="stopping", message="ending what was started"))
+        self._progress.emit(Event(kind="stopping", message="stopping all processes"))
         complete = await self._end()
         snapshots.cancel()
         if failure is None:
@@ -88,17 +89,17 @@ class Supervisor:
         else:
             self._progress.emit(Event(kind="failed", message=str(failure), exit_code=exit_of(failure)))
         server.close()
-        # Followers read their last event before the process goes.
+        # Followers read the last event before this process exits.
         await asyncio.sleep(0.05)
         self._state.socket_path.unlink(missing_ok=True)
         if failure is not None:
             return exit_of(failure)
         return Exit.OK if complete else Exit.FAILED
 
-    # What the socket asks for.
+    # Commands of the socket.
 
     def status(self) -> socket.SupervisorStatus:
-        """Phase, addresses and children."""
+        """Phase, addresses and child processes."""
         gateway = self._deployment.gateway
         now = asyncio.get_running_loop().time()
         return socket.SupervisorStatus(
@@ -111,7 +112,7 @@ class Supervisor:
             document=self._raw,
             processes=tuple(
                 socket.ProcessStatus(
-                    name=child.part.name,
+                    name=child.spec.name,
                     pid=child.pid,
                     restarts=child.restarts,
                     up_s=now - child.started_at if child.pid else 0.0,
@@ -125,17 +126,17 @@ class Supervisor:
         return self._progress.follow(stop=stop)
 
     def request_stop(self) -> None:
-        """Begin the orderly stop."""
+        """Start the orderly stop."""
         self._stopping.set()
 
     async def apply(self, document: object) -> None:
-        """Replace the deployment, whole or not at all.
+        """Apply all of a deployment file or nothing.
 
-        Raises :class:`policy.errors.ConfigError` for a document that is wrong or that changes what
-        only a new start can change, and what the controller raises.
+        Raises :class:`policy.errors.ConfigError` for an invalid file and for changes that need a restart, and
+        the controller's errors.
         """
         deployment = parse(document)
-        # One at a time: the file, the controller and what the next is compared with stay the same.
+        # One at a time, so that the stored file, the controller and the next comparison agree.
         async with self._applying:
             for change in diff(self._deployment, deployment):
                 if change.effect is Effect.RESTART:
@@ -146,11 +147,11 @@ class Supervisor:
                 raise EngineFailed(f"the deployment is {self._phase}; apply when it is ready")
             if deployment.needs_controller:
                 await asyncio.to_thread(self._controller(_APPLY_S).apply, document)
-            # The gateway's workers read this file again when it changes.
+            # Gateway workers read this file when it changes.
             self._state.save(self._state.deployment_path, document)
             self._raw = document
             self._deployment = deployment
-        self._note("applied a new document")
+        self._note("applied a new deployment file")
 
     # Life.
 
@@ -158,7 +159,7 @@ class Supervisor:
         await self._clean_up_after_predecessor()
         self._state.secret()
         self._state.save(self._state.deployment_path, self._raw)
-        # Who starts a document applies it: it has all its adapters again.
+        # A start applies the whole file, including adapters that were removed by command.
         self._state.removed_path.unlink(missing_ok=True)
         shutil.rmtree(self._state.metrics_dir, ignore_errors=True)
         self._state.metrics_dir.mkdir(mode=0o700)
@@ -175,9 +176,9 @@ class Supervisor:
         await stopped
 
     async def _end(self) -> bool:
-        """Workers drain, then the controller and its replicas, then the Ray head, then what is left.
+        """Stop the gateway workers (with drain), the controller and its replicas, the Ray head, and the rest.
 
-        Returns whether nothing is left; otherwise the record stays for `down`.
+        Returns whether all have exited; otherwise the record is kept for `down`.
         """
         start = self._start
         start.stop_recovering()
@@ -193,95 +194,75 @@ class Supervisor:
             await self._end_child(start.head, _HEAD_GRACE_S)
         left: tuple[RecordedProcess, ...] = ()
         while remaining := self._remaining(left):
-            left += await asyncio.to_thread(end, remaining, grace_s=ORPHAN_GRACE_S, tell=self._tell_ended)
+            left += await asyncio.to_thread(self._record.end, remaining, self._report_ended)
         if left:
-            names = ", ".join(f"{entry.name} (pid {entry.pid})" for entry in left)
-            self._note(f"these do not end: {names}")
+            self._note(f"these processes do not exit: {', '.join(map(str, left))}")
         if left or not left_cluster:
             return False
-        self._ledger.clear()
+        self._record.clear()
         forget_targets(self._state)
         return True
 
     async def _leave_cluster(self, replicas_s: float) -> bool:
-        """Delete what is ours there; a head of our own takes it along anyway."""
+        """Delete our applications there; those on our own head end with it."""
         code: int | None = None
         with contextlib.suppress(TimeoutError, TidegateError):
             async with asyncio.timeout(CLUSTER_STOP_S + replicas_s):
                 stop = command_lines.cluster(self._state, "stop")
-                code = await run_once(stop, self._state, self._ledger, lambda line: None)
+                code = await run_once(stop, self._state, self._record, lambda line: None)
         address = self._deployment.cluster.address
         if code == 0 or address == "local":
             return True
-        self._note(f"the Ray cluster at {address} keeps what is ours{log_end(self._state, 'cluster')}")
+        self._note(f"cannot clean up the Ray cluster at {address}{log_end(self._state, 'cluster')}")
         return False
 
     async def _end_child(self, child: Child, grace_s: float) -> None:
         pid = child.pid
         await child.stop(grace_s)
         if pid:
-            self._progress.emit(Event(kind="ended", step=child.part.name, message=f"pid {pid}"))
+            self._progress.emit(Event(kind="ended", step=child.spec.name, message=f"pid {pid}"))
 
-    def _remaining(self, hopeless: tuple[RecordedProcess, ...]) -> list[RecordedProcess]:
-        self._snapshot()
-        return [
-            entry for entry in self._ledger.living() if entry.pid != os.getpid() and entry not in hopeless
-        ]
+    def _remaining(self, left: tuple[RecordedProcess, ...]) -> list[RecordedProcess]:
+        self._record.snapshot()
+        return [entry for entry in self._record.living() if entry.pid != os.getpid() and entry not in left]
 
-    def _tell_ended(self, entry: RecordedProcess) -> None:
+    def _report_ended(self, entry: RecordedProcess) -> None:
         self._progress.emit(Event(kind="ended", step=entry.name, message=f"pid {entry.pid}"))
 
     def _signalled(self) -> None:
         if self._stopping.is_set():
-            # Asked twice: whoever asks does not want to wait for the drain.
+            # A second signal skips the drain.
             for child in self._start.children:
                 child.kill()
         self._stopping.set()
 
     async def _clean_up_after_predecessor(self) -> None:
-        """A supervisor that was killed left a record; its processes would hold our ports."""
-        living = self._ledger.living()
-        left = await asyncio.to_thread(end, living, grace_s=ORPHAN_GRACE_S, tell=self._tell_ended)
+        """End the recorded processes of a supervisor that was killed: they would hold our ports."""
+        left = await asyncio.to_thread(self._record.end, self._record.living(), self._report_ended)
         for entry in left:
-            self._note(f"{entry.name} (pid {entry.pid}) of an earlier run does not end")
-        self._ledger.clear()
-        self._ledger.add("supervisor", os.getpid())
+            self._note(f"{entry} of an earlier run does not exit")
+        self._record.clear()
+        self._record.add("supervisor", os.getpid())
 
     # Watching.
 
-    def _child(self, part: ProcessSpec) -> Child:
-        return Child(part, self._state, self._ledger, note=self._note, on_exit=self._forget_metrics)
+    def _child(self, spec: ProcessSpec) -> Child:
+        return Child(spec, self._state, self._record, note=self._note, on_exit=self._forget_metrics)
 
     def _note(self, message: str) -> None:
         self._progress.emit(Event(kind="note", message=message))
 
     def _forget_metrics(self, pid: int) -> None:
-        # Gauges of live processes would count a dead worker for ever; counters stay and add up.
+        # Gauges of live processes would include the dead worker; counters are kept and summed.
         for path in self._state.metrics_dir.glob(f"gauge_live*_{pid}.db"):
             path.unlink(missing_ok=True)
 
-    async def _keep_ledger(self) -> None:
+    async def _keep_record(self) -> None:
         while True:
-            # A full disk keeps the last record; the next snapshot writes it whole.
+            # On a full disk the last record stays; the next snapshot writes a complete one.
             with contextlib.suppress(OSError):
-                self._snapshot()
+                self._record.snapshot()
             await asyncio.sleep(_SNAPSHOT_S)
-
-    def _snapshot(self) -> None:
-        """Record every descendant."""
-        self._collect_orphans()
-        me = psutil.Process()
-        living = []
-        for process in me.children(recursive=True):
-            try:
-                if process.status() != psutil.STATUS_ZOMBIE:
-                    living.append(process)
-            except psutil.NoSuchProcess:
-                continue
-        self._ledger.adopt([me, *living])
-
-    def _collect_orphans(self) -> None:
-        reaper.collect_orphans(self._ledger.started)
 
     def _controller(self, timeout_s: float = 2.0) -> ControllerClient:
         return ControllerClient(
@@ -291,6 +272,6 @@ class Supervisor:
 
 def _stopped(complete: bool) -> Event:
     if complete:
-        return Event(kind="stopped", message="nothing is left running")
-    message = "not everything has ended: run `tidegate down` again"
+        return Event(kind="stopped", message="all processes have stopped")
+    message = "not all processes have stopped: run `tidegate down` again"
     return Event(kind="stopped", message=message, exit_code=Exit.FAILED)

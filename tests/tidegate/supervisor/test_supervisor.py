@@ -7,13 +7,19 @@ import json
 import os
 import signal
 import socket
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from store.process import find
+from tests.ports import free_ports
 from tests.tidegate.conftest import Site, until
+from tidegate.cli import group
+from tidegate.exit_codes import exit_of
 
-pytestmark = pytest.mark.process
+process = pytest.mark.process
 
 
 def get(port: int, path: str) -> int:
@@ -32,68 +38,118 @@ def supervisor_pid(site: Site) -> int:
     return pid
 
 
-def test_up_status_down(site: Site) -> None:
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory, upstream: str) -> Iterator[Site]:
+    """A deployment that these tests share; each leaves the document and the workers as they were."""
+    port, admin_port = free_ports(2)
+    site = Site(tmp_path_factory.mktemp("running"), port, admin_port, upstream)
+    site.write()
     code, out, err = site.tidegate("up", str(site.file))
     assert (code, err) == (0, "")
     assert f"http://127.0.0.1:{site.port}/v1/chat/completions" in out
     assert "What is the capital of France?" in out
+    yield site
+    site.tidegate("down")
+    assert site.pids() == []
 
-    status = site.status()
+
+@process
+def test_status_shows_processes_models_and_replicas(running: Site) -> None:
+    status = running.status()
     assert status["supervisor"]["phase"] == "ready"
     assert [entry["name"] for entry in status["supervisor"]["processes"]] == ["gateway-0", "gateway-1"]
     assert [(model["name"], model["phase"]) for model in status["models"]] == [("m", "external")]
-    assert [replica["url"] for replica in status["fleet"]["replicas"]] == [site.upstream]
-    assert get(site.port, "/v1/models") == 200
-    code, table, _ = site.tidegate("status")
-    assert code == 0
-    assert "gateway-1" in table
+    assert [replica["url"] for replica in status["fleet"]["replicas"]] == [running.upstream]
+    assert get(running.port, "/v1/models") == 200
+    code, table, _ = running.tidegate("status")
+    assert (code, "gateway-1" in table) == (0, True)
 
+
+@process
+def test_a_second_start_changes_nothing(running: Site) -> None:
+    before = (running.workers(), (running.state / "deployment.json").read_bytes())
+    code, out, _ = running.tidegate("up", str(running.file))
+    assert (code, f"already running at http://127.0.0.1:{running.port}" in out) == (0, True)
+    # The same settings, one of them written out: the same deployment.
+    running.write(queue_timeout_s=60)
+    assert running.tidegate("up", str(running.file))[0] == 0
+    code, _, err = running.tidegate("run", str(running.file))
+    assert (code, "already runs" in err) == (6, True)
+    running.write(queue_timeout_s=7)
+    code, _, err = running.tidegate("up", str(running.file))
+    assert (code, "with another deployment file" in err) == (5, True)
+    assert f"tidegate apply {running.file}" in err
+    running.write()
+    assert (running.workers(), (running.state / "deployment.json").read_bytes()) == before
+
+
+@process
+def test_logs_and_refusals_of_a_running_deployment(running: Site) -> None:
+    code, out, _ = running.tidegate("logs", "supervisor", "-n", "1000")
+    assert (code, "ready" in out) == (0, True)
+    assert "gateway-0" in running.tidegate("logs")[1]
+    code, _, err = running.tidegate("logs", "nobody")
+    assert (code, "gateway-0" in err) == (2, True)
+    code, _, err = running.tidegate("scale", "m", "2")
+    assert (code, "external" in err) == (5, True)
+
+
+@process
+def test_a_worker_that_dies_comes_back_and_the_port_stays(running: Site) -> None:
+    before = running.workers()
+    os.kill(before["gateway-0"], signal.SIGKILL)
+    assert get(running.port, "/v1/models") == 200
+    until(lambda: running.workers()["gateway-0"] not in (0, before["gateway-0"]), "a new gateway-0")
+    restarts = {entry["name"]: entry["restarts"] for entry in running.status()["supervisor"]["processes"]}
+    assert restarts == {"gateway-0": 1, "gateway-1": 0}
+    assert running.workers()["gateway-1"] == before["gateway-1"]
+
+
+@process
+def test_apply_is_whole_or_not_at_all(running: Site) -> None:
+    stored = running.state / "deployment.json"
+    before = stored.read_bytes()
+    assert running.tidegate("apply", "--dry-run", str(running.file))[1] == "No changes.\n"
+    written = stored.stat().st_ino
+    # Sent without changes too: the controller retries what failed.
+    assert running.tidegate("apply", str(running.file))[1] == "No changes.\n"
+    assert stored.stat().st_ino != written
+
+    running.write(queue_timeout_s=7, port=running.port + 1)
+    code, out, err = running.tidegate("apply", str(running.file))
+    assert (code, "only after down and up" in out) == (5, True)
+    assert f"gateway.port: got {running.port + 1}, expected {running.port}" in err
+    assert stored.read_bytes() == before
+
+    running.write(queue_timeout_s=7)
+    code, out, _ = running.tidegate("apply", str(running.file), "--dry-run", "--json")
+    (change,) = json.loads(out)["changes"]
+    assert (change["path"], change["after"], change["effect"]) == ("gateway.queue_timeout_s", 7.0, "live")
+    assert stored.read_bytes() == before
+
+    code, out, _ = running.tidegate("apply", str(running.file))
+    assert (code, "Applied." in out) == (0, True)
+    assert json.loads(stored.read_bytes())["gateway"]["queue_timeout_s"] == 7
+    running.write()
+    assert running.tidegate("apply", str(running.file))[0] == 0
+
+
+@process
+def test_down_stops_everything_and_up_without_a_file_starts_it_again(site: Site) -> None:
+    code, _, err = site.tidegate("up")
+    assert (code, "no deployment file was applied" in err) == (2, True)
+    site.tidegate("up", str(site.file))
     code, out, _ = site.tidegate("down")
-    assert code == 0
-    assert "ended gateway-0" in out
+    assert (code, "ended gateway-0" in out) == (0, True)
     assert site.pids() == []
     socket.create_server(("127.0.0.1", site.port)).close()
-    code, out, _ = site.tidegate("down")
-    assert (code, out) == (0, "Nothing is running.\n")
-
-
-def test_up_twice_is_harmless(site: Site) -> None:
-    site.tidegate("up", str(site.file))
-    before = site.workers()
-    code, out, _ = site.tidegate("up", str(site.file))
-    assert code == 0
-    assert f"already running at http://127.0.0.1:{site.port}" in out
-    # The same settings, one of them written out: the same deployment.
-    site.write(queue_timeout_s=60)
-    assert site.tidegate("up", str(site.file))[0] == 0
-    code, _, err = site.tidegate("run", str(site.file))
-    assert code == 6
-    assert "already runs" in err
-    assert site.workers() == before
-
-
-def test_up_with_another_document_is_refused_and_changes_nothing(site: Site) -> None:
-    site.tidegate("up", str(site.file))
-    before = (site.workers(), (site.state / "deployment.json").read_bytes())
-    site.write(queue_timeout_s=7)
-    code, _, err = site.tidegate("up", str(site.file))
-    assert code == 5
-    assert "with another deployment file" in err
-    assert f"tidegate apply {site.file}" in err
-    assert (site.workers(), (site.state / "deployment.json").read_bytes()) == before
-
-
-def test_without_a_file_up_takes_what_was_applied_last(site: Site) -> None:
-    code, _, err = site.tidegate("up")
-    assert code == 2
-    assert "no deployment file was applied" in err
-    site.tidegate("up", str(site.file))
-    site.tidegate("down")
+    assert site.tidegate("down")[:2] == (0, "Nothing is running.\n")
     assert site.tidegate("up")[0] == 0
 
 
+@process
 @pytest.mark.parametrize("path", ["gateway.port", "gateway.admin_port"])
-def test_a_port_in_use_is_said_before_anything_starts(site: Site, path: str) -> None:
+def test_a_port_in_use_is_reported_before_anything_starts(site: Site, path: str) -> None:
     port = site.port if path == "gateway.port" else site.admin_port
     with socket.create_server(("127.0.0.1", port)):
         code, _, err = site.tidegate("up", str(site.file))
@@ -105,25 +161,7 @@ def test_a_port_in_use_is_said_before_anything_starts(site: Site, path: str) -> 
     assert site.pids() == []
 
 
-def test_a_document_that_is_wrong_starts_nothing(site: Site) -> None:
-    site.write(port="x")
-    code, _, err = site.tidegate("up", str(site.file))
-    assert code == 3
-    assert err.startswith("tidegate: gateway.port: got 'x', expected int")
-    assert not site.state.exists()
-
-
-def test_a_worker_that_dies_comes_back_and_the_port_stays(site: Site) -> None:
-    site.tidegate("up", str(site.file))
-    before = site.workers()
-    os.kill(before["gateway-0"], signal.SIGKILL)
-    assert get(site.port, "/v1/models") == 200
-    until(lambda: site.workers()["gateway-0"] not in (0, before["gateway-0"]), "a new gateway-0")
-    restarts = {entry["name"]: entry["restarts"] for entry in site.status()["supervisor"]["processes"]}
-    assert restarts == {"gateway-0": 1, "gateway-1": 0}
-    assert site.workers()["gateway-1"] == before["gateway-1"]
-
-
+@process
 @pytest.mark.parametrize("command", ["down", "up"])
 def test_a_killed_supervisor_leaves_no_worker(site: Site, command: str) -> None:
     site.tidegate("up", str(site.file))
@@ -134,118 +172,67 @@ def test_a_killed_supervisor_leaves_no_worker(site: Site, command: str) -> None:
     assert (site.status()["supervisor"] is None) == (command == "down")
 
 
-def test_what_outlives_its_supervisor_is_ended_by_record(site: Site) -> None:
+@process
+def test_processes_that_outlive_their_supervisor_are_ended_by_record(site: Site) -> None:
     site.tidegate("up", str(site.file))
     workers = site.workers()
-    # Stopped processes do not act on the signal that their supervisor's death sends.
+    # Stopped processes do not act on the signal of their supervisor's death.
     for pid in workers.values():
         os.kill(pid, signal.SIGSTOP)
     os.kill(supervisor_pid(site), signal.SIGKILL)
-    for pid in workers.values():
-        assert find(pid) is not None
+    assert all(find(pid) for pid in workers.values())
     code, out, _ = site.tidegate("up", str(site.file))
     assert code == 0
     assert all(f"pid {pid}" in out for pid in workers.values())
     assert not any(find(pid) for pid in workers.values())
 
 
+@process
 def test_ctrl_c_during_up_ends_what_was_started(site: Site) -> None:
     site.write(workers=3)
-    process = site.popen("up", str(site.file))
+    started = site.popen("up", str(site.file))
     until(lambda: list((site.state / "logs").glob("gateway-*")), "the first worker")
-    process.send_signal(signal.SIGINT)
-    with process:
-        _, err = process.communicate(timeout=120)
-    assert process.returncode == 130
-    assert "interrupted" in err
+    started.send_signal(signal.SIGINT)
+    with started:
+        _, err = started.communicate(timeout=120)
+    assert (started.returncode, "interrupted" in err) == (130, True)
     assert site.pids() == []
 
 
+@process
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_foreground_run_in_order(site: Site, number: signal.Signals) -> None:
-    process = site.popen("up", "--foreground", str(site.file))
-    assert process.stdout is not None
-    while "Tidegate is ready" not in process.stdout.readline():
-        assert process.poll() is None
-    process.send_signal(number)
-    with process:
-        out, err = process.communicate(timeout=120)
-    assert (process.returncode, err) == (0, "")
-    assert "nothing is left running" in out
+    started = site.popen("up", "--foreground", str(site.file))
+    assert started.stdout is not None
+    while "Tidegate is ready" not in started.stdout.readline():
+        assert started.poll() is None
+    started.send_signal(number)
+    with started:
+        out, err = started.communicate(timeout=120)
+    assert (started.returncode, err) == (0, "")
+    assert "all processes have stopped" in out
     assert site.pids() == []
-
-
-def test_apply_is_whole_or_not_at_all(site: Site) -> None:
-    site.tidegate("up", str(site.file))
-    stored = site.state / "deployment.json"
-    before = stored.read_bytes()
-    assert site.tidegate("apply", "--dry-run", str(site.file))[1] == "No changes.\n"
-    written = stored.stat().st_ino
-    # It is sent all the same: it tries again what failed.
-    assert site.tidegate("apply", str(site.file))[1] == "No changes.\n"
-    assert stored.stat().st_ino != written
-
-    site.write(queue_timeout_s=7, port=site.port + 1)
-    code, out, err = site.tidegate("apply", str(site.file))
-    assert code == 5
-    assert "only after down and up" in out
-    assert f"gateway.port: got {site.port + 1}, expected {site.port}" in err
-    assert stored.read_bytes() == before
-
-    site.write(queue_timeout_s=7)
-    code, out, _ = site.tidegate("apply", str(site.file), "--dry-run", "--json")
-    (change,) = json.loads(out)["changes"]
-    assert (change["path"], change["after"], change["effect"]) == ("gateway.queue_timeout_s", 7.0, "live")
-    assert stored.read_bytes() == before
-
-    code, out, _ = site.tidegate("apply", str(site.file))
-    assert code == 0
-    assert "Applied." in out
-    assert json.loads(stored.read_bytes())["gateway"]["queue_timeout_s"] == 7
-
-
-def test_logs_are_kept_by_part(site: Site) -> None:
-    site.tidegate("up", str(site.file))
-    code, out, _ = site.tidegate("logs", "supervisor", "-n", "1")
-    assert code == 0
-    assert "ready" in out
-    code, out, _ = site.tidegate("logs")
-    assert "gateway-0" in out
-    code, _, err = site.tidegate("logs", "nobody")
-    assert code == 2
-    assert "gateway-0" in err
 
 
 @pytest.mark.parametrize(
     ("command", "code"),
     [
-        (("status",), 4),
-        (("logs",), 4),
-        (("scale", "m", "1"), 4),
-        (("mode", "m", "single-large"), 4),
-        (("down",), 0),
-        (("scale", "m", "many"), 2),
-        (("mode", "m", "enormous"), 2),
-        (("up", "/nowhere.yaml"), 2),
+        *(("status", 4), ("logs", 4), ("scale m 1", 4), ("mode m single-large", 4), ("down", 0)),
+        *(("scale m many", 2), ("mode m enormous", 2), ("up /nowhere.yaml", 2)),
     ],
-    ids=lambda value: " ".join(value) if isinstance(value, tuple) else str(value),
 )
-def test_commands_without_a_deployment_say_so(site: Site, command: tuple[str, ...], code: int) -> None:
-    answer, _, err = site.tidegate(*command)
-    assert answer == code
-    assert "Traceback" not in err
+def test_exit_codes_without_a_deployment(tmp_path: Path, command: str, code: int) -> None:
+    result = CliRunner().invoke(group, ["--state-dir", str(tmp_path), *command.split()])
+    failure = result.exception
+    assert (exit_of(failure) if isinstance(failure, Exception) else result.exit_code) == code
 
 
-def test_external_models_have_no_replicas_to_scale(site: Site) -> None:
-    site.tidegate("up", str(site.file))
-    code, _, err = site.tidegate("scale", "m", "2")
-    assert code == 5
-    assert "external" in err
-
-
-def test_check_says_what_is_wrong(site: Site) -> None:
-    assert site.tidegate("check", str(site.file))[0] == 0
+def test_an_invalid_file_starts_nothing(tmp_path: Path) -> None:
+    site = Site(tmp_path, 1, 2, "http://127.0.0.1:3")
+    site.write(port="x")
+    result = CliRunner().invoke(group, ["--state-dir", str(site.state), "up", str(site.file), "--no-ray"])
+    assert str(result.exception).startswith("gateway.port: got 'x', expected int")
+    assert not site.state.exists()
     site.write(worker=3)
-    code, out, _ = site.tidegate("check", str(site.file), "--json")
-    assert code == 3
-    assert json.loads(out)["path"] == "gateway.worker"
+    result = CliRunner().invoke(group, ["check", str(site.file), "--json"])
+    assert (result.exit_code, json.loads(result.output)["path"]) == (3, "gateway.worker")

@@ -1,0 +1,33 @@
+"""Events that listeners follow, from the beginning or from a stop on."""
+
+from __future__ import annotations
+
+import asyncio
+
+from tidegate.supervisor.events import Event, Progress
+
+
+async def test_a_late_follower_gets_all_events() -> None:
+    echoed: list[Event] = []
+    progress = Progress(echoed.append)
+    progress.step("model", "half", 0.5)
+    progress.step("model", "half", 0.5)
+    progress.done("model", "there")
+    progress.emit(Event(kind="ready"))
+    received = [event async for event in progress.follow(stop=False)]
+    assert [event.kind for event in received] == ["step", "done", "ready"]
+    assert received == echoed
+
+
+async def test_a_follower_of_the_stop_gets_its_events_only() -> None:
+    progress = Progress(lambda event: None)
+    progress.emit(Event(kind="ready"))
+
+    async def follow() -> list[str]:
+        return [event.kind async for event in progress.follow(stop=True)]
+
+    following = asyncio.create_task(follow())
+    await asyncio.sleep(0)
+    progress.emit(Event(kind="ended", step="gateway-0"))
+    progress.emit(Event(kind="stopped"))
+    assert await following == ["ended", "stopped"]

@@ -1,0 +1,71 @@
+"""The record of started processes: it survives its writer, and only what it lists is ended."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from store.state_dir import StateDir
+from tidegate.supervisor.process_record import ProcessRecord, RecordedProcess
+
+SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
+
+
+@pytest.fixture
+def processes() -> Iterator[tuple[subprocess.Popen[bytes], subprocess.Popen[bytes]]]:
+    pair = (subprocess.Popen(SLEEP), subprocess.Popen(SLEEP))
+    yield pair
+    for process in pair:
+        process.kill()
+        process.wait()
+
+
+Pair = tuple[subprocess.Popen[bytes], subprocess.Popen[bytes]]
+
+
+def test_only_recorded_processes_are_ended(tmp_path: Path, processes: Pair) -> None:
+    recorded, other = processes
+    ProcessRecord(StateDir(tmp_path)).add("sleeper", recorded.pid)
+    record = ProcessRecord(StateDir(tmp_path))
+    ended: list[RecordedProcess] = []
+    assert record.end(record.living(), ended.append) == ()
+    assert [str(entry) for entry in ended] == [f"sleeper (pid {recorded.pid})"]
+    assert other.poll() is None
+
+
+def test_a_process_with_a_recycled_pid_is_not_ended(tmp_path: Path, processes: Pair) -> None:
+    started = psutil.Process(processes[0].pid).create_time()
+    earlier = RecordedProcess(name="sleeper", pid=processes[0].pid, created_at=started - 3600)
+    ended: list[RecordedProcess] = []
+    assert ProcessRecord(StateDir(tmp_path)).end([earlier], ended.append) == ()
+    assert ended == []
+    assert processes[0].poll() is None
+
+
+def test_a_process_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
+    code = "import signal,time; signal.signal(15, signal.SIG_IGN); print(1, flush=True); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        record = ProcessRecord(StateDir(tmp_path), grace_s=0.05)
+        record.add("deaf", process.pid)
+        assert record.end(record.entries, lambda entry: None) == ()
+        assert record.living() == ()
+
+
+def test_a_snapshot_records_descendants_and_forgets_the_dead(tmp_path: Path, processes: Pair) -> None:
+    state = StateDir(tmp_path)
+    record = ProcessRecord(state)
+    first, second = processes
+    record.started.update((first.pid, second.pid))
+    record.snapshot()
+    assert {first.pid, second.pid} <= {entry.pid for entry in ProcessRecord(state).entries}
+    first.kill()
+    first.wait()
+    record.snapshot()
+    assert first.pid not in {entry.pid for entry in ProcessRecord(state).entries}

