@@ -97,6 +97,15 @@ key_option = click.option(
 )
 
 
+def number_option(name: str, number: click.ParamType[Any], default: float | None, note: str) -> Decorator:
+    """An option with a numeric default that the help shows; its parameter has the last name of ``name``."""
+    *flags, parameter = name.split()
+    return click.option(
+        *(flags or (parameter,)), *((parameter,) if flags else ()), type=number, default=default,
+        show_default=default is not None, help=note,
+    )  # fmt: skip
+
+
 def plot_option(content: str) -> Decorator:
     """``--plot FILE``."""
     return click.option("--plot", type=OutputFile(), help=f"Write {content} to this file, as SVG.")
@@ -104,10 +113,7 @@ def plot_option(content: str) -> Decorator:
 
 def seed_option(default: int | None = 0, note: str = "") -> Decorator:
     """``--seed``."""
-    return click.option(
-        "--seed", type=click.IntRange(0, 2**63 - 1), default=default, show_default=default is not None,
-        help=f"Random seed{note}.",
-    )  # fmt: skip
+    return number_option("--seed", click.IntRange(0, 2**63 - 1), default, f"Random seed{note}.")
 
 
 def trace_option(*, required: bool) -> Decorator:
@@ -119,10 +125,8 @@ def trace_option(*, required: bool) -> Decorator:
 
 def rate_option(command: Callable[..., Any]) -> Callable[..., Any]:
     """``--rate``."""
-    return click.option(
-        "--rate", type=Real(1e-6, 1e6), default=1.0, show_default=True,
-        help="Multiply the request rate by this factor.",
-    )(command)  # fmt: skip
+    note = "Multiply the request rate by this factor."
+    return number_option("--rate", Real(1e-6, 1e6), 1.0, note)(command)
 
 
 def slice_options(command: Callable[..., Any]) -> Callable[..., Any]:

@@ -77,69 +77,54 @@ FAST = {"ttft": quantiles(0.32), "itl": quantiles(0.041), "met": Shares(ttft=1.0
 QUIET = {"arrivals": rates(0.0, 0.0), "concurrency": rates(0.0, 0.0), "queued": 0}
 
 
+def wants(count: int, now: int, rule: Guardrail | None = None, **over: Any) -> Decision:
+    """A decision whose policy wants ``count`` replicas; with a ``rule``, that rule makes it ``now``."""
+    limits = () if rule is None else (Limit(rule=rule, was=count, now=now, why=""),)
+    fields = {"proposal": Proposal(count=count, reason=""), "count": now, "was_count": now, "clips": limits}
+    return decision(**fields | over)
+
+
 @pytest.mark.parametrize(
     ("seen", "made", "line"),
     [
         (
-            with_demand(ttft=None, itl=quantiles(0.111)),
-            decision(
-                proposal=Proposal(count=7, reason=""),
-                count=6,
-                was_count=6,
-                clips=(Limit(rule=Guardrail.BUDGET, was=7, now=6, why="6 GPUs"),),
-            ),
+            with_demand(ttft=None, itl=quantiles(0.111)), wants(7, 6, Guardrail.BUDGET),
             "SLO missed: ITL p95 111 ms > 50 ms; wants 7 replicas, capped at 6 (budget)",
         ),
         (
-            with_demand(),
-            decision(
-                proposal=Proposal(count=6, reason="", terms={"forecast": 6.4}), count=6, was_count=6, clips=()
-            ),
-            "SLO missed: TTFT p95 1.32 s > 1.00 s; wants 7 replicas, capped at 6 (the maximum of",
+            with_demand(), wants(6, 6, proposal=Proposal(count=6, reason="", terms={"forecast": 6.4})),
+            "TTFT p95 1.32 s > 1.00 s; wants 7 replicas, capped at 6 (the maximum of multi-replica)",
         ),
         (
-            with_demand(ttft=quantiles(1.0001), itl=quantiles(0.0502)),
-            decision(),
-            "SLO missed: TTFT p95 1.000 s > 1.00 s, ITL p95 50.2 ms > 50 ms; wants 6 replicas, limited to 4"
-            " (step)",
+            with_demand(ttft=quantiles(1.0001), itl=quantiles(0.0502)), wants(6, 4, Guardrail.STEP),
+            "TTFT p95 1.000 s > 1.00 s, ITL p95 50.2 ms > 50 ms; wants 6 replicas, limited to 4 (step)",
         ),
         (
-            with_demand(**FAST),
-            unchanged(proposal=Proposal(count=4, reason="")),
+            with_demand(**FAST), wants(4, 4),
             "SLO met: TTFT p95 320 ms <= 1.00 s, ITL p95 41 ms <= 50 ms; keeps 4 replicas",
         ),
         (
-            with_demand(**FAST | {"met": Shares(both=0.97)}),
-            decision(proposal=Proposal(count=4, reason=""), clips=(), dry_run=True),
+            with_demand(**FAST | {"met": Shares(both=0.97)}), wants(4, 4, was_count=2, dry_run=True),
             "SLO missed: 97.0% of requests within the latency targets < 99.0%; scales from 2 to 4 replicas"
             " (dry run: not applied)",
         ),
         (
-            with_demand(**FAST),
-            decision(mode="single-large", count=1, short=1.8),
-            "ITL p95 41 ms <= 50 ms; switches from multi-replica x 2 to single-large x 1; 1.80/s exceed the"
-            " capacity",
+            with_demand(**FAST), decision(mode="single-large", count=1, short=1.8),
+            "<= 50 ms; switches from multi-replica x 2 to single-large x 1; 1.80/s exceed the capacity",
         ),
         (
-            with_demand(**QUIET, idle_s=303.0),
-            decision(
-                proposal=Proposal(count=1, reason=""),
-                count=0,
-                was_count=1,
-                clips=(Limit(rule=Guardrail.MIN_HEALTHY, was=1, now=0, why="idle"),),
-            ),
+            with_demand(**QUIET, idle_s=303.0), wants(1, 0, Guardrail.MIN_HEALTHY),
             "Idle: no requests in 5 min 3 s; wants 1 replica, kept at 0 (min_healthy)",
         ),
         (
-            situation(override=OVERRIDE),
-            unchanged(proposal=Proposal(count=4, reason="")),
+            situation(override=OVERRIDE), wants(4, 4),
             f"Manual override: multi-replica x 3 until {clock(2800.0, NOW)}; keeps 4 replicas",
         ),
         (situation(signals=Signals()), unchanged(), "No metrics: no gateway has reported yet"),
         (situation(slo=SloConfig()), unchanged(), "No SLO set: 11.8/s requests"),
         (with_demand(ttft=None, itl=None), unchanged(), "SLO not measured yet"),
     ],
-)
+)  # fmt: skip
 def test_the_verdict(seen: Situation, made: Decision, line: str) -> None:
     text = verdict(LoggedDecision(situation=seen, decision=made), NOW).plain
     assert text.startswith("sim  ")

@@ -12,7 +12,7 @@ from rich.table import Table
 from sim.benchmarks.adapters.benchmark import NAMES, Comparison, Fleet, compare_seeds, traffic
 from sim.benchmarks.adapters.event_loop import RunOutcome
 from sim.charts.bars import Panel, bars
-from tidegate.commands.options import Real, plot_option, seed_option
+from tidegate.commands.options import Real, number_option, plot_option, seed_option
 from tidegate.commands.simulation.bench_modes import modes
 from tidegate.commands.simulation.bench_policies import policies
 from tidegate.commands.terminal import Bar, console, print_json, table
@@ -34,48 +34,15 @@ bench.add_command(modes)
     help="Simulate requests for many LoRA adapters with Tidegate's router and placement, with least-loaded "
     "routing, and with Ray Serve's model multiplexing."
 )
-@click.option(
-    "--adapters", type=click.IntRange(1, 100_000), default=1000, show_default=True, help="Number of adapters."
-)
-@click.option(
-    "--replicas", type=click.IntRange(1, 256), default=4, show_default=True, help="Number of replicas."
-)
-@click.option(
-    "--slots", type=click.IntRange(1, 4096), default=8, show_default=True, help="Adapter slots per replica."
-)
-@click.option(
-    "--exponent",
-    type=Real(0, 10),
-    default=1.0,
-    show_default=True,
-    help="Zipf exponent N: adapter k has popularity k**-N.",
-)
-@click.option(
-    "--rate",
-    type=Real(0.001, 100_000),
-    default=100.0,
-    show_default=True,
-    help="Requests per second, in total.",
-)
-@click.option(
-    "--together",
-    type=Real(1, 100),
-    default=1.5,
-    show_default=True,
-    help="Mean size of a burst for one adapter.",
-)
-@click.option(
-    "--requests",
-    type=click.IntRange(1, 1_000_000),
-    default=12_000,
-    show_default=True,
-    help="Number of requests.",
-)
+@number_option("--adapters", click.IntRange(1, 100_000), 1000, "Number of adapters.")
+@number_option("--replicas", click.IntRange(1, 256), 4, "Number of replicas.")
+@number_option("--slots", click.IntRange(1, 4096), 8, "Adapter slots per replica.")
+@number_option("--exponent", Real(0, 10), 1.0, "Zipf exponent N: adapter k has popularity k**-N.")
+@number_option("--rate", Real(0.001, 100_000), 100.0, "Requests per second, in total.")
+@number_option("--together", Real(1, 100), 1.5, "Mean size of a burst for one adapter.")
+@number_option("--requests", click.IntRange(1, 1_000_000), 12_000, "Number of requests.")
 @seed_option(default=1)
-@click.option(
-    "--seeds", type=click.IntRange(1, 1000), default=1, show_default=True,
-    help="Number of seeds, from --seed on.",
-)  # fmt: skip
+@number_option("--seeds", click.IntRange(1, 1000), 1, "Number of seeds, from --seed on.")
 @plot_option("a chart")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object per seed.")
 def adapters(

@@ -29,6 +29,7 @@ from tidegate.commands.options import (
     as_json,
     file_argument,
     number_between,
+    number_option,
     rate_option,
     seed_option,
     slice_options,
@@ -61,24 +62,16 @@ def _degree(text: str) -> int:
 @trace_option(required=False)
 @rate_option
 @slice_options
-@click.option("--rps", type=Real(1e-3, 1e5), help="Requests per second, without a trace.")
-@click.option(
-    "--input", "inputs", type=Real(1, 1e6), default=1000.0, show_default=True, help="Mean input tokens."
+@number_option("--rps", Real(1e-3, 1e5), None, "Requests per second, without a trace.")
+@number_option("--input inputs", Real(1, 1e6), 1000.0, "Mean input tokens.")
+@number_option("--output outputs", Real(1, 1e6), 200.0, "Mean output tokens.")
+@number_option(
+    "--cv",
+    Real(0, 20),
+    1.0,
+    "Variation coefficient of the time between requests: 1 is Poisson, more is bursty.",
 )
-@click.option(
-    "--output", "outputs", type=Real(1, 1e6), default=200.0, show_default=True, help="Mean output tokens."
-)
-@click.option(
-    "--cv", type=Real(0, 20), default=1.0, show_default=True,
-    help="Coefficient of variation of the time between requests: 1 is Poisson, above 1 is bursty.",
-)  # fmt: skip
-@click.option(
-    "--minutes",
-    type=Real(1, 1440),
-    default=10.0,
-    show_default=True,
-    help="Simulated time of a described load.",
-)
+@number_option("--minutes", Real(1, 1440), 10.0, "Simulated time of a described load.")
 @click.option("--model", help="Model of the deployment file; default: the first.")
 @click.option("--kinds", metavar="A,B", help="GPU types to consider, e.g. h100,l4.")
 @click.option(
@@ -93,22 +86,10 @@ def _degree(text: str) -> int:
 )
 @click.option("--upstream-price", type=_PRICES, help="Cost of a million tokens at a fallback provider; "
               "default: that of the deployment file.")  # fmt: skip
-@click.option(
-    "--growth-per-month", type=_Percent(0.1, 1000), help="Growth in percent, for a purchase schedule."
-)
-@click.option(
-    "--module", type=click.IntRange(1, 4096), default=8, show_default=True, help="GPUs per purchase unit."
-)
-@click.option(
-    "--lead-weeks",
-    type=Real(0, 520),
-    default=8.0,
-    show_default=True,
-    help="Weeks from an order to operation.",
-)
-@click.option(
-    "--most", type=click.IntRange(1, 4096), default=1024, show_default=True, help="Maximum replica count."
-)
+@number_option("--growth-per-month", _Percent(0.1, 1000), None, "Growth in percent, for a purchase schedule.")
+@number_option("--module", click.IntRange(1, 4096), 8, "GPUs per purchase unit.")
+@number_option("--lead-weeks", Real(0, 520), 8.0, "Weeks from an order to operation.")
+@number_option("--most", click.IntRange(1, 4096), 1024, "Maximum replica count.")
 @seed_option()
 @as_json
 @click.pass_obj
