@@ -37,7 +37,7 @@ def up(site: Site) -> str:
 
 @pytest.fixture(scope="module")
 def sim(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    """A deployment that these tests share; `down` ends all of it, and its decisions can still be explained."""
+    """A deployment that these tests share; after `down` its decisions can still be explained."""
     port, admin_port = free_ports(2)
     site = Site(tmp_path_factory.mktemp("sim"), port, admin_port, upstream="")
     write(site)

@@ -69,7 +69,7 @@ def _degree(text: str) -> int:
     "--cv",
     Real(0, 20),
     1.0,
-    "Variation coefficient of the time between requests: 1 is Poisson, more is bursty.",
+    "Variation coefficient of the time between requests: 1 is Poisson, above is bursty.",
 )
 @number_option("--minutes", Real(1, 1440), 10.0, "Simulated time of a described load.")
 @click.option("--model", help="Model of the deployment file; default: the first.")
