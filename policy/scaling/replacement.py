@@ -52,7 +52,7 @@ class Condition(NamedTuple):
 
 
 def observe(before: GpuHealth | None, told: PowerReport | None, at: float) -> GpuHealth:
-    """The pulse after a report; an error of a card stays until its replica has left."""
+    """The health after a report; an error of a card stays until its replica has left."""
     if told is None:
         return before or GpuHealth(at)
     lasting = before is not None and at - before.heard <= UNHEARD_S
@@ -63,12 +63,16 @@ def observe(before: GpuHealth | None, told: PowerReport | None, at: float) -> Gp
     return GpuHealth(at, slowed, *(before[2:] if before is not None else ()))
 
 
-def condition(pulse: GpuHealth, at: float) -> Condition | None:
+def condition(health: GpuHealth, at: float) -> Condition | None:
     """What ails a replica, if anything."""
-    if pulse.xid:
-        return Condition(f"XID {pulse.xid}" + (f" on {pulse.card}" if pulse.card else ""), fatal=True)
-    if pulse.slowed is not None and pulse.heard - pulse.slowed >= SLOWED_S and at - pulse.heard <= UNHEARD_S:
-        return Condition(f"slowed by hardware for {SLOWED_S:.0f} s", fatal=False)
+    if health.xid:
+        return Condition(f"XID {health.xid}" + (f" on {health.card}" if health.card else ""), fatal=True)
+    if (
+        health.slowed is not None
+        and health.heard - health.slowed >= SLOWED_S
+        and at - health.heard <= UNHEARD_S
+    ):
+        return Condition(f"throttled by hardware for {SLOWED_S:.0f} s", fatal=False)
     return None
 
 
@@ -120,102 +124,104 @@ class ReplacementPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def step(
-    before: ReplacementPlan, seats: Sequence[Slot], ward: ReplacementState, at: float
+    before: ReplacementPlan, slots: Sequence[Slot], state: ReplacementState, at: float
 ) -> ReplacementPlan:
     """The next step of the replacement, or the first of another."""
     if before.replica and before.told is None:
-        before = _worst(before, seats, at)
+        before = _worst(before, slots, at)
     if before.replica and before.told is None:
-        before = _succeeded(before, seats, ward, at)
+        before = _succeeded(before, slots, state, at)
     elif before.replica:
-        before = _parted(before, seats, ward, at)
-    return before if before.replica else _chosen(before, seats, ward, at)
+        before = _removed(before, slots, state, at)
+    return before if before.replica else _chosen(before, slots, state, at)
 
 
-def _worst(care: ReplacementPlan, seats: Sequence[Slot], at: float) -> ReplacementPlan:
+def _worst(plan: ReplacementPlan, slots: Sequence[Slot], at: float) -> ReplacementPlan:
     """Have the successor of one that is only slow take the place of one whose card failed."""
-    fatal = {s.id: s.ailment.why for s in seats if s.ready and s.ailment is not None and s.ailment.fatal}
-    if not fatal or care.replica in fatal:
-        return care
+    fatal = {s.id: s.ailment.why for s in slots if s.ready and s.ailment is not None and s.ailment.fatal}
+    if not fatal or plan.replica in fatal:
+        return plan
     replica = min(fatal)
     return msgspec.structs.replace(
-        care, replica=replica, why=fatal[replica], begun=at, note=_replaced(replica, fatal[replica])
+        plan, replica=replica, why=fatal[replica], begun=at, note=_replaced(replica, fatal[replica])
     )
 
 
 def _chosen(
-    before: ReplacementPlan, seats: Sequence[Slot], ward: ReplacementState, at: float
+    before: ReplacementPlan, slots: Sequence[Slot], state: ReplacementState, at: float
 ) -> ReplacementPlan:
     """Begin with the worst of those that ail, if any may leave."""
-    ill = sorted((not s.ailment.fatal, s.id, s.ailment) for s in seats if s.ready and s.ailment is not None)
+    unhealthy = sorted(
+        (not s.ailment.fatal, s.id, s.ailment) for s in slots if s.ready and s.ailment is not None
+    )
     # Whoever came has been well for as long again as was waited for it.
     forgotten = before.row and at >= before.pause + PAUSE.delay_s(before.row)
-    if not ill:
+    if not unhealthy:
         return (
             ReplacementPlan()
             if forgotten or not before.row
             else ReplacementPlan(row=before.row, pause=before.pause)
         )
     row, pause = (0, 0.0) if forgotten else (before.row, before.pause)
-    _, replica, found = ill[0]
+    _, replica, found = unhealthy[0]
     rests = ReplacementPlan(row=row, pause=pause)
     said = f"{replica}: {found.why}"
     if row and at < pause:
-        again = f"{row} in a row were replaced: the next in {pause - at:.0f} s"
+        again = f"{row} replaced in a row: the next in {pause - at:.0f} s"
         return msgspec.structs.replace(rests, note=f"{said}; {again}")
-    if ward.busy and not found.fatal:
-        return msgspec.structs.replace(rests, note=f"{said}; it is replaced when {ward.busy}")
-    more = ward.room and not ward.busy
+    if state.busy and not found.fatal:
+        return msgspec.structs.replace(rests, note=f"{said}; it is replaced when {state.busy}")
+    more = state.room and not state.busy
     begun = msgspec.structs.replace(
         rests, replica=replica, why=found.why, begun=at, more=more, note=_replaced(replica, found.why)
     )
     if more:
-        return _succeeded(begun, seats, ward, at)
-    if found.fatal or _others(replica, seats) >= max(1, ward.healthy):
+        return _succeeded(begun, slots, state, at)
+    if found.fatal or _others(replica, slots) >= max(1, state.healthy):
         return msgspec.structs.replace(begun, told=at)
-    return msgspec.structs.replace(rests, note=f"{said}; it stays: too few others serve")
+    return msgspec.structs.replace(rests, note=f"{said}; kept: too few other replicas serve")
 
 
 def _succeeded(
-    care: ReplacementPlan, seats: Sequence[Slot], ward: ReplacementState, at: float
+    plan: ReplacementPlan, slots: Sequence[Slot], state: ReplacementState, at: float
 ) -> ReplacementPlan:
     """Let it leave once its successor is there; one with a fatal error only until others are enough."""
-    seat = next((seat for seat in seats if seat.id == care.replica), None)
-    if seat is None or seat.ailment is None:
+    slot = next((slot for slot in slots if slot.id == plan.replica), None)
+    if slot is None or slot.ailment is None:
         # It recovered, or something else ended it.
-        return ReplacementPlan(row=care.row, pause=care.pause)
-    others, late = _others(care.replica, seats), at - care.begun >= ward.start_s
-    enough = max(1, ward.healthy) if seat.ailment.fatal else ward.aimed
-    if others >= enough or not seat.ready or (late and seat.ailment.fatal):
-        return msgspec.structs.replace(care, told=at)
+        return ReplacementPlan(row=plan.row, pause=plan.pause)
+    others, late = _others(plan.replica, slots), at - plan.begun >= state.start_s
+    enough = max(1, state.healthy) if slot.ailment.fatal else state.aimed
+    if others >= enough or not slot.ready or (late and slot.ailment.fatal):
+        return msgspec.structs.replace(plan, told=at)
     # Where no successor can be had, a slow one is better than none.
-    return _ended(care, at) if late else care
+    return _ended(plan, at) if late else plan
 
 
-def _parted(
-    care: ReplacementPlan, seats: Sequence[Slot], ward: ReplacementState, at: float
+def _removed(
+    plan: ReplacementPlan, slots: Sequence[Slot], state: ReplacementState, at: float
 ) -> ReplacementPlan:
     """Wait until it is gone, and as long as it takes others to see that."""
-    assert care.told is not None
-    if care.gone is not None:
-        return _ended(care, care.gone) if at - care.gone >= PARTING_S else care
-    if all(seat.id != care.replica for seat in seats):
-        return msgspec.structs.replace(care, gone=at)
-    return _ended(care, at) if at - care.told >= ward.drain_s + LATE_S else care
+    assert plan.told is not None
+    if plan.gone is not None:
+        return _ended(plan, plan.gone) if at - plan.gone >= PARTING_S else plan
+    if all(slot.id != plan.replica for slot in slots):
+        return msgspec.structs.replace(plan, gone=at)
+    return _ended(plan, at) if at - plan.told >= state.drain_s + LATE_S else plan
 
 
 def _replaced(replica: str, why: str) -> str:
     return f"{replica}: {why}; it is being replaced"
 
 
-def _ended(care: ReplacementPlan, at: float) -> ReplacementPlan:
-    row = care.row + 1
+def _ended(plan: ReplacementPlan, at: float) -> ReplacementPlan:
+    row = plan.row + 1
     return ReplacementPlan(row=row, pause=at + PAUSE.delay_s(row))
 
 
-def _others(replica: str, seats: Sequence[Slot]) -> int:
+def _others(replica: str, slots: Sequence[Slot]) -> int:
     """How many others serve that can be trusted."""
     return sum(
-        seat.ready and seat.id != replica and not (seat.ailment is not None and seat.ailment.fatal)
-        for seat in seats
+        slot.ready and slot.id != replica and not (slot.ailment is not None and slot.ailment.fatal)
+        for slot in slots
     )

@@ -16,12 +16,12 @@ from serve.autoscaler.custom_policy import GuardedPolicy, load
 from serve.autoscaler.journal import Policies
 from serve.state.targets import wanted_models
 
-# Leaves the count as it is.
+# Keeps the replica count.
 STAY = "static"
 
 
 class PolicySet:
-    """Made anew only where the document says something else. What a user's policy does wrong is an event."""
+    """Policies are made again only where the configuration changed. Errors of a user's policy are events."""
 
     def __init__(self, event: Callable[[str], None]) -> None:
         self._event = event
@@ -29,54 +29,54 @@ class PolicySet:
         self._prepared: dict[str, tuple[Policies, ModelPolicies]] = {}
 
     def prepare(self, deployment: Deployment) -> None:
-        """Make those of ``deployment``; raises :class:`policy.errors.ConfigError`."""
-        self._prepared = {spec.name: self._of(spec) for spec in wanted_models(deployment)}
+        """Make the policies of ``deployment``; raises :class:`policy.errors.ConfigError`."""
+        self._prepared = {spec.name: self._make(spec) for spec in wanted_models(deployment)}
 
     def ready(self, deployment: Deployment) -> None:
-        """Make what is not known yet of ``deployment``; raises :class:`policy.errors.ConfigError`."""
+        """Make the missing policies of ``deployment``; raises :class:`policy.errors.ConfigError`."""
         self._prepared = {
-            spec.name: self._known(spec) or self._of(spec) for spec in wanted_models(deployment)
+            spec.name: self._known(spec) or self._make(spec) for spec in wanted_models(deployment)
         }
 
     def adopt(self) -> None:
-        """Take those that are ready for those that decide."""
+        """Let the policies that are ready decide from now on."""
         self._made, self._prepared = self._prepared, {}
 
-    def take_up(self, deployment: Deployment) -> None:
-        """Make those of a document that was applied once; for one that is no longer to be had counts stay.
+    def restore(self, deployment: Deployment) -> None:
+        """Make the policies of a deployment that was applied before; a missing one keeps replica counts.
 
-        Safety and whoever waits for a model at zero are heard all the same.
+        Guardrails, and waking a model at zero, work all the same.
         """
         for spec in wanted_models(deployment):
             try:
-                self._made[spec.name] = self._of(spec)
+                self._made[spec.name] = self._make(spec)
             except ConfigError as error:
                 self._event(f"{spec.name}: {STAY} decides instead: {error}")
                 stays = msgspec.structs.replace(spec.control, policy=STAY, shadow=None)
-                self._made[spec.name] = self._of(msgspec.structs.replace(spec, control=stays))
+                self._made[spec.name] = self._make(msgspec.structs.replace(spec, control=stays))
 
     def _known(self, spec: ModelSpec) -> tuple[Policies, ModelPolicies] | None:
         known = (self._prepared.get(spec.name), self._made.get(spec.name))
         chosen = policies_of(spec)
         return next((each for each in known if each is not None and each[0] == chosen), None)
 
-    def _of(self, spec: ModelSpec) -> tuple[Policies, ModelPolicies]:
+    def _make(self, spec: ModelSpec) -> tuple[Policies, ModelPolicies]:
         chosen = policies_of(spec)
         return chosen, policies_for(spec.name, chosen, self._event)
 
     def __contains__(self, model: str) -> bool:
         return model in self._made
 
-    def mind(self, model: str) -> ModelPolicies:
-        """Who decides for ``model``."""
+    def of(self, model: str) -> ModelPolicies:
+        """The policies of ``model``."""
         return self._made[model][1]
 
-    def policies(self, model: str) -> Policies:
-        """What the document says of them."""
+    def chosen(self, model: str) -> Policies:
+        """Which policies the deployment configures for ``model``."""
         return self._made[model][0]
 
     def name(self, model: str) -> str:
-        """The live policy's name, and of a user's own its class."""
+        """The name of the live policy; of a user's policy that of its class."""
         if model not in self._made:
             return "nobody"
         label = choose(_path(model, "policy"), self._made[model][0].live).label
@@ -84,7 +84,7 @@ class PolicySet:
 
 
 def policies_of(spec: ModelSpec) -> Policies:
-    """The policies that the document names, and the built-in ones beside them."""
+    """The configured policies, and the built-in ones for comparison."""
     control = spec.control
     live = choose(_path(spec.name, "policy"), control.policy).name
     return Policies(
@@ -97,7 +97,7 @@ def policies_for(model: str, chosen: Policies, event: Callable[[str], None]) -> 
     return ModelPolicies(
         live=_made(_path(model, "policy"), chosen.live, event),
         shadow=None if chosen.shadow is None else _made(_path(model, "shadow"), chosen.shadow, event),
-        # One that is only asked for comparison must not keep the live one from deciding.
+        # A policy for comparison must not keep the live one from deciding.
         others={name: GuardedPolicy(make(choose("", name)), event) for name in chosen.others},
     )
 

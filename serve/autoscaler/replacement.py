@@ -1,4 +1,4 @@
-"""Which replicas leave because of their cards: what they tell, and what is done about it."""
+"""Replaces replicas whose GPUs fail or are throttled."""
 
 from __future__ import annotations
 
@@ -23,95 +23,95 @@ from serve.state.targets import Target
 
 
 class ReplicaReplacement:
-    """One for all models; ``now`` are the seconds of the clock that never goes back.
+    """One for all models; ``now`` returns seconds of a clock that never goes back.
 
-    A controller that comes back learns of errors again with the first beats, and of what is slow in a minute.
+    A restarted controller learns of GPU errors with the first heartbeats, and of throttling within a minute.
     """
 
     def __init__(
         self,
         registry: ReplicaRegistry,
-        observation: ObservedState,
+        observed: ObservedState,
         now: Callable[[], float],
         event: Callable[[str], None],
     ) -> None:
         self._registry = registry
-        self._observation = observation
+        self._observed = observed
         self._now = now
         self._event = event
-        self._pulses: dict[str, GpuHealth] = {}
-        self._cares: dict[str, ReplacementPlan] = {}
+        self._health: dict[str, GpuHealth] = {}
+        self._plans: dict[str, ReplacementPlan] = {}
 
     def beat(self, beat: Heartbeat) -> None:
-        """A replica tells how its cards are."""
+        """Take the GPU state that a replica reports."""
         replica, at = beat.replica, self._now()
         if replica.state is ReplicaPhase.STOPPED:
-            self._pulses.pop(replica.id, None)
+            self._health.pop(replica.id, None)
         elif beat.power is not None:
-            if replica.id not in self._pulses:
-                heard = self._pulses.items()
-                self._pulses = {name: pulse for name, pulse in heard if at - pulse.heard <= UNHEARD_S}
-            self._pulses[replica.id] = observe(self._pulses.get(replica.id), beat.power, at)
+            if replica.id not in self._health:
+                recent = self._health.items()
+                self._health = {name: health for name, health in recent if at - health.heard <= UNHEARD_S}
+            self._health[replica.id] = observe(self._health.get(replica.id), beat.power, at)
 
     def leave(self, replica: Replica) -> str:
-        """Why the replica has to leave, or an empty string."""
-        care = self._cares.get(replica.model)
-        return care.why if care is not None and care.leaves == replica.id else ""
+        """Why the replica has to drain, or an empty string."""
+        plan = self._plans.get(replica.model)
+        return plan.why if plan is not None and plan.leaves == replica.id else ""
 
     def note(self, model: str) -> str:
-        """What people should know of the model's cards."""
-        return self._cares[model].note if model in self._cares else ""
+        """A note for operators about the GPUs of the model, or an empty string."""
+        return self._plans[model].note if model in self._plans else ""
 
     def look(self, target: Target, has_room: Callable[[], bool]) -> int:
-        """Take the next step; returns how many replicas are wanted beside those aimed for."""
+        """Take the next step; returns how many replicas are needed on top of the desired count."""
         model, at = target.spec.name, self._now()
-        before, seats = self._cares.get(model, ReplacementPlan()), self._seats(target, at)
-        if before == ReplacementPlan() and not any(seat.ailment for seat in seats):
+        before, slots = self._plans.get(model, ReplacementPlan()), self._slots(target, at)
+        if before == ReplacementPlan() and not any(slot.ailment for slot in slots):
             return 0
         bed = gpu_group_of(target.spec)
         if not target.aim.count or (bed is not None and target.aim.shape in bed.engines):
-            after = ReplacementPlan(note=_in_bed(seats) if target.aim.count else "")
+            after = ReplacementPlan(note=_in_bed(slots) if target.aim.count else "")
         else:
-            after = step(before, seats, self._ward(target, before, has_room), at)
-        self._cares[model] = after
-        self._tell(model, before, after)
+            after = step(before, slots, self._state(target, before, has_room), at)
+        self._plans[model] = after
+        self._announce(model, before, after)
         return int(after.more)
 
-    def _seats(self, target: Target, at: float) -> list[Slot]:
+    def _slots(self, target: Target, at: float) -> list[Slot]:
         found = []
         for replica in self._registry.of(target.key()):
-            pulse = self._pulses.get(replica.id)
-            ails = None if pulse is None else condition(pulse, at)
-            found.append(Slot(replica.id, replica.state is ReplicaPhase.READY, ails))
+            health = self._health.get(replica.id)
+            condition_now = None if health is None else condition(health, at)
+            found.append(Slot(replica.id, replica.state is ReplicaPhase.READY, condition_now))
         return found
 
-    def _ward(
+    def _state(
         self, target: Target, before: ReplacementPlan, has_room: Callable[[], bool]
     ) -> ReplacementState:
-        control, layers = target.spec.control, self._observation.layers(target.spec.name)
+        control, layers = target.spec.control, self._observed.layers(target.spec.name)
         others = any(layer.occupied for key, layer in layers.items() if key != target.key())
         return ReplacementState(
             aimed=target.aim.count,
             healthy=min(control.scale.min_healthy, target.aim.count),
-            # Asked for only where something begins: it takes a look at every model.
+            # Checked only where a replacement begins: it looks at every model.
             room=not before.replica and has_room(),
             busy="the switch is over" if others else "",
             start_s=control.start_timeout_s,
             drain_s=control.mode.drain_timeout_s,
         )
 
-    def _tell(self, model: str, before: ReplacementPlan, after: ReplacementPlan) -> None:
+    def _announce(self, model: str, before: ReplacementPlan, after: ReplacementPlan) -> None:
         if after.replica and after.replica != before.replica:
-            how = ", after a successor for which there is room" if after.more else ""
+            how = " after an extra replica is ready" if after.more else ""
             self._event(f"{model}: {after.replica} is replaced{how}: {after.why}")
         if after.leaves and not before.leaves:
-            self._event(f"{model}: {after.replica} has to leave: {after.why}")
+            self._event(f"{model}: {after.replica} drains: {after.why}")
         if not after.replica and after.note and after.note.partition(";")[0] != before.note.partition(";")[0]:
             self._event(f"{model}: {after.note}")
 
 
-def _in_bed(seats: list[Slot]) -> str:
-    ill = next((seat for seat in seats if seat.ailment is not None), None)
-    if ill is None or ill.ailment is None:
+def _in_bed(slots: list[Slot]) -> str:
+    worst = next((slot for slot in slots if slot.ailment is not None), None)
+    if worst is None or worst.ailment is None:
         return ""
-    return f"{ill.id}: {ill.ailment.why}; it stays: the GPUs of a bed are not exchanged"
+    return f"{worst.id}: {worst.ailment.why}; kept: replicas of a shared GPU group are not replaced"

@@ -1,4 +1,4 @@
-"""From targets, observation and signals to the situation of a model: all that a decision may depend on."""
+"""Builds the situation of each model, all that a decision may depend on, from targets and observations."""
 
 from __future__ import annotations
 
@@ -24,34 +24,34 @@ from serve.autoscaler.calibration import CalibrationStore
 from serve.state.observed import ObservedState
 from serve.state.targets import Target, Targets
 
-# Of the cards of a replica, the 95th percentile over so many looks counts against a budget of watts.
+# The 95th percentile of the power of a replica's GPUs over this many samples counts against the budget.
 LOOKS = 120
 PART = 0.95
 
 
 class SituationBuilder:
-    """Composes them; ``now`` are the seconds of the clock that never goes back."""
+    """One for all models; ``now`` returns seconds of a clock that never goes back."""
 
     def __init__(
         self,
         targets: Targets,
-        observation: ObservedState,
+        observed: ObservedState,
         calibrations: CalibrationStore,
-        gathering: SignalAggregator,
+        aggregator: SignalAggregator,
         now: Callable[[], float],
     ) -> None:
         self._targets = targets
-        self._observation = observation
+        self._observed = observed
         self._calibrations = calibrations
-        self._gathering = gathering
+        self._aggregator = aggregator
         self._now = now
         self._watts: dict[tuple[str, str], deque[float]] = {}
-        self._told: dict[LayerKey, Timing] = {}
+        self._reported: dict[LayerKey, Timing] = {}
 
     def situation(self, model: str, deployment: Deployment, memory: Memory, at: float) -> Situation:
-        """What is known of ``model`` at the instant ``at``."""
+        """The situation of ``model`` at ``at`` (Unix seconds)."""
         target = self._targets.get(model)
-        seen = self._observation.model(target, deployment.budget)
+        seen = self._observed.model(target, deployment.budget)
         rungs = tuple(
             seen.option(mode, self._facts(target, mode, deployment.budget))
             for mode in target.spec.modes
@@ -60,19 +60,19 @@ class SituationBuilder:
         here = next(rung for rung in rungs if rung.mode == target.aim.mode)
         key, speed = target.key(), here.timing.model
         signals = signals_of(
-            self._gathering.signals(model, self._now()),
-            self._observation.ids(key),
+            self._aggregator.signals(model, self._now()),
+            self._observed.ids(key),
             lambda replica: self._calibrations.slowness(replica, speed, self._now()),
         )
         self._note_watts(target, signals)
-        supply = self._observation.supply(key, here.lead_s, self._now())
+        supply = self._observed.supply(key, here.lead_s, self._now())
         return seen.situation(
             deployment, rungs, supply, signals,
             at=at, settled=target.settled, memory=memory, override=target.override(at),
         )  # fmt: skip
 
     def note(self, beat: Heartbeat) -> None:
-        """Learn from a replica what bounds it, and how long its steps take."""
+        """Learn the limits and step times that a replica reports."""
         replica = beat.replica
         if replica.model not in self._targets.names():
             return
@@ -81,42 +81,42 @@ class SituationBuilder:
         if spec is None or replica.shape not in spec.shapes:
             return
         if beat.engine is not None and beat.engine.timing is not None:
-            self._told[LayerKey(replica.model, replica.shape, replica.generation)] = beat.engine.timing
+            self._reported[LayerKey(replica.model, replica.shape, replica.generation)] = beat.engine.timing
         prior = self._timing(spec, replica.shape, replica.generation).model
         assert prior is not None
         crowded = not spec.shapes[replica.shape].gpus and self._others_start(replica)
-        # Engines of a generation that leaves may be others: each would undo what was learned of the other.
+        # Engines of a leaving revision may differ: each would undo what was learned from the other.
         learns = not crowded and replica.generation == target.aim.generation
         self._calibrations.take(beat, spec, prior, self._now(), learns=learns)
 
     def _others_start(self, replica: Replica) -> bool:
-        """Whether replicas start, or of another layer run, beside it: on cores they take what is its own."""
+        """Whether other replicas start or other layers run, which slow it down where it runs on cores."""
         own = LayerKey(replica.model, replica.shape, replica.generation)
-        layers = self._observation.layers(replica.model)
+        layers = self._observed.layers(replica.model)
         return any(layer.starting or (layer.occupied and key != own) for key, layer in layers.items())
 
     def beside(self, models: Iterable[str], deployment: Deployment, at: float) -> Allocation:
-        """What the budget leaves beside all that ``models`` hold."""
+        """What ``models`` leave of the budget."""
         left = total(deployment.budget)
         for model in models:
             left = left.plus(held(self.situation(model, deployment, Memory(), at)), -1)
         return left
 
     def takes(self, target: Target, budget: Budget) -> Allocation:
-        """What one replica of the aim takes."""
+        """What one replica of the desired mode takes of the budget."""
         shape = target.spec.shapes[target.aim.shape]
         watts = self._needs(target, target.aim.shape, budget)
         return Allocation(shape.gpus, shape.cpus, watts, price_of(shape, budget))
 
     def _timing(self, spec: ModelSpec, shape: str, generation: int) -> Timing:
-        """What replicas of a shape tell of themselves, and where they are silent what they shipped with."""
+        """The engine model and limits that replicas of a shape report, else those of its profile."""
         timing = shipped(spec, spec.shapes[shape])
-        told = self._told.get(LayerKey(spec.name, shape, generation))
-        if told is None:
+        reported = self._reported.get(LayerKey(spec.name, shape, generation))
+        if reported is None:
             return timing
-        seats = min(told.limits.max_num_seqs, spec.shapes[shape].max_in_flight)
-        limits = msgspec.structs.replace(told.limits, max_num_seqs=seats)
-        return Timing(limits=limits, model=told.model or timing.model)
+        seats = min(reported.limits.max_num_seqs, spec.shapes[shape].max_in_flight)
+        limits = msgspec.structs.replace(reported.limits, max_num_seqs=seats)
+        return Timing(limits=limits, model=reported.model or timing.model)
 
     def _facts(self, target: Target, mode: str, budget: Budget) -> ReplicaFacts:
         spec, name = target.spec, target.spec.modes[mode].shape
@@ -126,38 +126,38 @@ class SituationBuilder:
         return ReplicaFacts(
             timing=msgspec.structs.replace(timing, model=None if known is None else known.model),
             watts=self._needs(target, name, budget),
-            lead_s=self._observation.lead_s(key, spec.control.assumed_start_s),
+            lead_s=self._observed.lead_s(key, spec.control.assumed_start_s),
             version=0 if known is None else known.version,
             error=0.0 if known is None else known.error,
         )
 
     def _known(self, target: Target, shape: str, prior: EngineModel | None) -> Fit | None:
-        """The engine model of a shape as far as it is known: measured, or assumed.
+        """The engine model of a shape: measured where possible, else assumed.
 
-        On cores one that does not serve now is assumed, at the pace of the one that does: what was measured
-        in another hour is of who else used them then, and modes are compared by what each would be in this.
+        On cores, the correction that was measured on the running shape applies to an idle shape too: its old
+        measurement reflects old contention, and modes are compared under the present one.
         """
         spec = target.spec
         fit = self._calibrations.fitted(spec, shape)
         if prior is None:
             return fit
         assumed = self._calibrations.assumed(spec, shape, prior)
-        elsewhere = shape != target.aim.shape and not spec.shapes[shape].gpus
-        if assumed is not None and (fit is None or (elsewhere and prior != GENERIC.model)):
+        idle = shape != target.aim.shape and not spec.shapes[shape].gpus
+        if assumed is not None and (fit is None or (idle and prior != GENERIC.model)):
             return Fit(model=assumed)
         return fit or Fit(model=prior)
 
     def _note_watts(self, target: Target, signals: Signals) -> None:
-        told = [each.watts for each in signals.replicas if each.watts is not None]
-        if told:
+        watts = [each.watts for each in signals.replicas if each.watts is not None]
+        if watts:
             key = (target.spec.name, target.aim.shape)
-            self._watts.setdefault(key, deque(maxlen=LOOKS)).append(max(told))
+            self._watts.setdefault(key, deque(maxlen=LOOKS)).append(max(watts))
 
     def _needs(self, target: Target, shape: str, budget: Budget) -> float:
-        """Watts of one replica: its cards as measured, else as assumed, and its cores as assumed."""
+        """Watts of one replica: its GPUs as measured, else as assumed, and its cores as assumed."""
         made = target.spec.shapes[shape]
         measured = self._watts.get((target.spec.name, shape))
-        cards = made.gpus * budget.gpu_watts
+        gpus = made.gpus * budget.gpu_watts
         if measured:
-            cards = sorted(measured)[int(PART * (len(measured) - 1))]
-        return cards + made.cpus * budget.cpu_watts
+            gpus = sorted(measured)[int(PART * (len(measured) - 1))]
+        return gpus + made.cpus * budget.cpu_watts

@@ -1,4 +1,4 @@
-"""What a switch of mode by load promised, and what came of it: both by the cost of the mode as measured."""
+"""The predicted saving of a mode switch made by load, compared with the measured one."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from policy.scaling.situation import Decision, Situation
 from serve.controller_api import SwitchOutcome
 from serve.state.targets import ExpectedGain
 
-# After it is there its requests fill the minute over which latencies are measured.
+# Latencies are measured over a minute, which must be one after the switch.
 MEASURED_S = 75.0
 
 
 def expected_gain(decision: Decision, situation: Situation) -> ExpectedGain | None:
-    """The promise of a switch that ``decision`` makes by load; ``None`` where nothing can be measured."""
+    """The predicted saving of the switch that ``decision`` makes; ``None`` without measurements."""
     measured = measured_cost(situation)
     if decision.gain is None or measured is None or decision.mode == decision.was_mode:
         return None
@@ -25,14 +25,14 @@ def expected_gain(decision: Decision, situation: Situation) -> ExpectedGain | No
 
 
 def due(promise: ExpectedGain, settled: bool, at: float) -> tuple[ExpectedGain, bool]:
-    """The promise with when its replicas were there, and whether it can be judged by now."""
+    """``promise`` with when its replicas were ready, and whether it can be reviewed by now."""
     if promise.settled_at is None:
         return (msgspec.structs.replace(promise, settled_at=at) if settled else promise), False
     return promise, at - promise.settled_at >= MEASURED_S
 
 
 def outcome(promise: ExpectedGain, situation: Situation) -> SwitchOutcome | None:
-    """What came of it, or ``None`` where nobody asks any more."""
+    """The measured saving, or ``None`` where requests no longer arrive."""
     measured = measured_cost(situation)
     if measured is None or promise.cost <= 0:
         return None

@@ -158,7 +158,7 @@ async def _lines(values: AsyncIterator[object]) -> AsyncIterator[bytes]:
 
 
 async def _snapshots(controller: Controller) -> AsyncIterator[bytes]:
-    await controller.heard()
+    await controller.wait_for_reports()
     while True:
         fleet = controller.fleet()
         yield msgspec.json.encode(fleet) + b"\n"

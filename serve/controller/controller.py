@@ -1,7 +1,7 @@
-"""The controller: sources -> observed layers -> policy step -> actuator, once a tick.
+"""The controller: observed layers -> planner step -> actuator, once a tick.
 
-The composition root of the control plane; read this first. It keeps nothing that it could not
-rebuild: targets come from the state directory, layers from the actuator, replicas from heartbeats.
+The composition root of the control plane. All its state can be rebuilt: targets from the state directory,
+layers from the actuator, replicas from heartbeats.
 This module is over 400 lines: it composes the parts of the control plane.
 """
 
@@ -46,14 +46,14 @@ from store.state_dir import StateDir
 log = logging.getLogger("tidegate.controller")
 
 TICK_S = 0.2
-# Four beats of a replica host: until then a controller that was restarted has heard of nobody.
-HEARING_S = 2.0
+# Four heartbeat intervals: until then a restarted controller does not know the running replicas.
+LISTEN_S = 2.0
 RETRY_S = 1.0
 EVENTS_KEPT = 100
 
 
 class Controller:
-    """Holds targets and the fleet, and steers the one towards the other."""
+    """Holds the targets and the observed fleet, and moves the fleet towards the targets."""
 
     def __init__(
         self,
@@ -71,25 +71,23 @@ class Controller:
         self._wall = wall
         self._monotonic = monotonic
         self._epoch = wall()
-        self._hear_until = monotonic() + HEARING_S
-        self._heard_all = asyncio.Event()
+        self._listen_until = monotonic() + LISTEN_S
+        self._all_reported = asyncio.Event()
         self._targets = Targets(state)
-        self._keeps = True
+        self._saves = True
         self.registry = ReplicaRegistry(self._epoch)
-        self.gathering = SignalAggregator()
-        self.listeners = StepSubscribers()
-        self._observation = ObservedState(self.registry, self._targets)
+        self.aggregator = SignalAggregator()
+        self.subscribers = StepSubscribers()
+        self._observed = ObservedState(self.registry, self._targets)
         self._events: deque[str] = deque(maxlen=EVENTS_KEPT)
-        self._repairing = ReplicaReplacement(self.registry, self._observation, monotonic, self._event)
+        self._replacement = ReplicaReplacement(self.registry, self._observed, monotonic, self._event)
         self._wake = asyncio.Event()
-        self._weighing = GenerationWeights(
-            self._observation, Resolver(monotonic, self._wake.set), self._event
-        )
+        self._weights = GenerationWeights(self._observed, Resolver(monotonic, self._wake.set), self._event)
         self._deployment = parse(state.load(state.deployment_path, dict[str, object]))
         self.autoscaler = Autoscaler(
-            state, self._targets, self._observation, self.gathering,
+            state, self._targets, self._observed, self.aggregator,
             now=monotonic, epoch=self._epoch - monotonic(),
-            steer=self._steer, wake=self._wake.set, event=self._event,
+            set_target=self._set_target, wake=self._wake.set, event=self._event,
         )  # fmt: skip
         self.adapters = AdapterController(
             shelf, self.registry, state, self._epoch,
@@ -100,20 +98,20 @@ class Controller:
     # What the HTTP API calls.
 
     def fleet(self) -> Fleet:
-        """The snapshot of this instant."""
+        """The fleet now."""
         return self.registry.fleet(self._wall())
 
-    async def heard(self) -> None:
-        """Return once the replicas that run had the time to beat.
+    async def wait_for_reports(self) -> None:
+        """Return once running replicas have had the time to send a heartbeat.
 
-        Before that a snapshot of a controller that was restarted would take them from the gateways.
+        A snapshot of a restarted controller before that would remove them from the gateways.
         """
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(HEARING_S):
-                await self._heard_all.wait()
+            async with asyncio.timeout(LISTEN_S):
+                await self._all_reported.wait()
 
     def status(self) -> ControllerStatus:
-        """What each model is doing."""
+        """The status of each model."""
         return ControllerStatus(
             actuator=self._actuator.name,
             epoch=self._epoch,
@@ -123,38 +121,38 @@ class Controller:
         )
 
     def beat(self, beat: Heartbeat) -> Orders:
-        """Take a heartbeat of a replica host; returns what it should do."""
+        """Take a heartbeat of a replica host; returns its orders."""
         replica = beat.replica
-        self._observation.note(replica, self._monotonic())
-        self.gathering.take_beat(beat, self._monotonic())
+        self._observed.note(replica, self._monotonic())
+        self.aggregator.take_beat(beat, self._monotonic())
         self.autoscaler.beat(beat)
-        self._repairing.beat(beat)
-        self.listeners.tell(beat)
+        self._replacement.beat(beat)
+        self.subscribers.tell(beat)
         if self.registry.put(replica, self._monotonic()):
             self._event(f"{replica.id}: {replica.state}" + (f" ({replica.reason})" if replica.reason else ""))
             self._wake.set()
-            if self._observation.lacks(LayerKey(replica.model, replica.shape, replica.generation)):
-                self.autoscaler.stir(replica.model)
-        orders, leave = self.adapters.beat(beat), self._repairing.leave(replica)
+            if self._observed.lacks(LayerKey(replica.model, replica.shape, replica.generation)):
+                self.autoscaler.decide_soon(replica.model)
+        orders, leave = self.adapters.beat(beat), self._replacement.leave(replica)
         return msgspec.structs.replace(orders, awake=self._actuator.awake(replica), leave=leave)
 
     def signals(self, report: GatewayReport) -> None:
-        """Take what a gateway worker counted."""
-        self.gathering.take(report, self._monotonic())
-        self.autoscaler.heard(report)
+        """Take the counts that a gateway worker reports."""
+        self.aggregator.take(report, self._monotonic())
+        self.autoscaler.take_report(report)
 
     def steps(self, model: str) -> AsyncIterator[StepLine]:
-        """What the engines of ``model`` tell of their steps from now on; raises :class:`TargetError`."""
-        return self.listeners.listen(self._target(model).spec.name)
+        """Step reports of the engines of ``model`` from now on; raises :class:`TargetError`."""
+        return self.subscribers.listen(self._target(model).spec.name)
 
     def scale(self, model: str, replicas: int | None, for_s: float | None = None) -> ModelStatus:
-        """Set the count of the current mode by hand, or (``None``) let its policy decide again.
+        """Override the replica count of the current mode, or (``None``) let the policy decide again.
 
-        For ``for_s`` seconds, or until it is taken back. Raises :class:`TargetError` outside its bounds.
+        For ``for_s`` seconds, or until cleared. Raises :class:`TargetError` outside its bounds.
         """
         target = self._target(model)
         if replicas is None:
-            self._steer(model, msgspec.structs.replace(target, set_count=None))
+            self._set_target(model, msgspec.structs.replace(target, set_count=None))
         else:
             bounds = target.bounds
             if not bounds.min <= replicas <= bounds.max:
@@ -166,45 +164,45 @@ class Controller:
             aim = msgspec.structs.replace(target.aim, count=replicas)
             chosen = Override(mode=aim.mode, count=replicas, until=self._until(for_s))
             toward = target.toward(aim, self.autoscaler.at, gap=target.gap) if aim != target.aim else target
-            self._steer(model, msgspec.structs.replace(toward, set_count=chosen))
-        self.autoscaler.stir(model, urgent=True)
+            self._set_target(model, msgspec.structs.replace(toward, set_count=chosen))
+        self.autoscaler.decide_soon(model, urgent=True)
         return self._model_status(model)
 
     def mode(self, model: str, mode: str | None, for_s: float | None = None) -> ModelStatus:
-        """Switch to ``mode`` at its lowest count by hand, or (``None``) let load decide again.
+        """Override the mode (at its lowest count), or (``None``) let load decide again.
 
-        For ``for_s`` seconds, or until it is taken back. Raises :class:`SwitchRefused` when it would starve,
-        or does not fit the budget.
+        For ``for_s`` seconds, or until cleared. Raises :class:`SwitchRefused` where requests would wait too
+        long, or the budget has no room.
         """
         target = self._target(model)
         if mode is None:
-            self._steer(model, msgspec.structs.replace(target, set_mode=None))
+            self._set_target(model, msgspec.structs.replace(target, set_mode=None))
         elif mode not in target.spec.modes:
             raise TargetError(f"{model}: mode {mode!r}, expected one of {', '.join(target.spec.modes)}")
         else:
             chosen = Override(mode=mode, until=self._until(for_s))
             if mode != target.aim.mode:
                 target = target.toward(target.in_mode(mode), self.autoscaler.at)
-                self.autoscaler.check_afford(target, self._deployment)
-                gap = self._observation.check_gap(target, self._deployment)
-                # A count is one of a mode: what was set for the other says nothing of this one.
+                self.autoscaler.check_budget(target, self._deployment)
+                gap = self._observed.check_gap(target, self._deployment)
+                # A count that was set for the other mode does not apply to this one.
                 target = msgspec.structs.replace(target, gap=gap, set_count=None)
-            self._steer(model, msgspec.structs.replace(target, set_mode=chosen))
-        self.autoscaler.stir(model, urgent=True)
+            self._set_target(model, msgspec.structs.replace(target, set_mode=chosen))
+        self.autoscaler.decide_soon(model, urgent=True)
         return self._model_status(model)
 
     def prepare(self, document: dict[str, object]) -> None:
-        """Do what of :meth:`apply` may take long and changes nothing; not for an event loop.
+        """The slow part of :meth:`apply`, which changes nothing; not for an event loop.
 
         Raises :class:`ConfigError`.
         """
         self.autoscaler.prepare(parse(document))
 
     def apply(self, document: dict[str, object]) -> ControllerStatus:
-        """Take a new deployment document, whole or not at all.
+        """Apply a new deployment, whole or not at all.
 
-        Raises :class:`ConfigError` for a document that is none, and :class:`SwitchRefused` for a new
-        generation that would starve the queue.
+        Raises :class:`ConfigError` for an invalid one, and :class:`SwitchRefused` for a new revision during
+        whose start requests would wait too long.
         """
         deployment = parse(document)
         self.autoscaler.ready(deployment)
@@ -213,10 +211,10 @@ class Controller:
         self.autoscaler.adopt(deployment)
         self._deployment = deployment
         for name, target in steered.items():
-            # What failed is tried again: somebody may have seen to it. What goes on goes on with its note.
+            # Failed modes are tried again: the cause may be fixed. A running switch keeps its note.
             note = "" if target.settled else target.note
-            self._steer(name, msgspec.structs.replace(target, barred={}, note=note))
-            self._weighing.look_again(name)
+            self._set_target(name, msgspec.structs.replace(target, barred={}, note=note))
+            self._weights.look_again(name)
         self.adapters.declare(deployment, applied=True)
         self._event("a new deployment was applied")
         return self.status()
@@ -224,7 +222,7 @@ class Controller:
     # The loop.
 
     async def run(self) -> None:
-        """Tick until cancelled."""
+        """Run ticks until cancelled."""
         await self.rebuild()
         probing = asyncio.create_task(
             probe_silent(self.registry, self._state.secret(), self._lost, self._monotonic)
@@ -235,7 +233,7 @@ class Controller:
                 try:
                     await self.tick()
                 except (TidegateError, OSError) as error:
-                    # Of a full disk the second: what runs is kept up as well as it can be.
+                    # OSError: a full disk must not stop the control loop.
                     self._event(str(error))
                     await asyncio.sleep(RETRY_S)
                 with contextlib.suppress(TimeoutError):
@@ -247,11 +245,11 @@ class Controller:
             adapting.cancel()
 
     async def rebuild(self) -> None:
-        """Take up what a predecessor left: counts and generations from the actuator's layers."""
-        self._observation.held = await self._patient_layers()
-        await self.autoscaler.take_up(self._deployment)
+        """Restore counts and revisions from the actuator's layers."""
+        self._observed.held = await self._layers_once_known()
+        await self.autoscaler.restore(self._deployment)
         now = self.autoscaler.at
-        held = self._observation.held
+        held = self._observed.held
         for name in self._targets.names():
             running = {key.generation for key in held if key.model == name}
             self._targets.put(name, self._targets.get(name).resting(running))
@@ -260,13 +258,13 @@ class Controller:
                 target = found_target(spec, held, now) or first_target(spec, held, now)
                 self._targets.put(spec.name, target)
             elif digest(spec) != self._targets.get(spec.name).rejected:
-                # What was rolled back is tried again only when it is applied again.
+                # A rolled back revision is tried again only when it is applied again.
                 try:
-                    self._steer(spec.name, self._adopted(spec, self._deployment))
+                    self._set_target(spec.name, self._adopted(spec, self._deployment))
                 except SwitchRefused as refused:
                     self._event(str(refused))
 
-    async def _patient_layers(self) -> Mapping[LayerKey, Held]:
+    async def _layers_once_known(self) -> Mapping[LayerKey, Held]:
         while True:
             try:
                 return await self._actuator.layers()
@@ -275,69 +273,69 @@ class Controller:
                 await asyncio.sleep(RETRY_S)
 
     async def tick(self) -> None:
-        """Observe, and take one step for each model.
+        """Observe, decide, and take one step for each model.
 
         Raises the first :class:`TidegateError` or ``OSError``, after the other models had their step.
         """
-        self._keep_targets()
-        self._observation.held = await self._actuator.layers()
+        self._save_targets()
+        self._observed.held = await self._actuator.layers()
         errors: list[Exception] = []
-        if self._heard():
+        if self._has_listened():
             await self.autoscaler.tick(self._deployment)
             for name in self._targets.names():
                 try:
                     await self._tick_model(name)
                 except (TidegateError, OSError) as error:
                     errors.append(error)
-        self.registry.set_models(models(self._targets, self._observation, self.registry))
+        self.registry.set_models(models(self._targets, self._observed, self.registry))
         self.adapters.place()
         if errors:
             raise errors[0]
 
-    def _heard(self) -> bool:
-        """Whether replicas that run had the time to say so: no data means no action."""
-        if self._observation.unheard() and self._monotonic() < self._hear_until:
+    def _has_listened(self) -> bool:
+        """Whether running replicas had the time to report: without data nothing is changed."""
+        if self._observed.unheard() and self._monotonic() < self._listen_until:
             return False
-        self._hear_until = 0.0
-        self._heard_all.set()
+        self._listen_until = 0.0
+        self._all_reported.set()
         return True
 
     async def _tick_model(self, name: str) -> None:
-        target = self._weighed(name, self._judge(name, self._targets.get(name)))
-        layers = self._observation.layers(name)
+        target = self._with_weights(name, self._judge(name, self._targets.get(name)))
+        layers = self._observed.layers(name)
         wanted = self._wanted(name)
         counts = {key: layer.wanted if wanted else 0 for key, layer in layers.items()}
-        # Nothing gives way to a generation of which it is not known whether it can be had.
+        # Nothing is scaled down for a revision whose weights are not known to exist.
         if wanted and target.weighed:
-            extra = self._repairing.look(target, lambda: self.autoscaler.has_room(target, self._deployment))
-            model = self._observation.model(target, self._deployment.budget)
+            extra = self._replacement.look(target, lambda: self.autoscaler.has_room(target, self._deployment))
+            model = self._observed.model(target, self._deployment.budget)
             counts = step(model.goal(extra), model.layers, model.footprints, *model.room())
         for key, count in counts.items():
             await self._actuate(target, key, count)
         await self._sweep(name, layers)
 
     async def _actuate(self, target: Target, key: LayerKey, count: int) -> None:
-        held = self._observation.held.get(key)
+        held = self._observed.held.get(key)
         if held is None and count:
             spec, weights = target.specs[key.generation], target.weights.get(key.generation)
             made_of = digest(spec, key.shape) + (weights.short if weights else "")
-            self._event(f"{key.model}: deploy {_said_layer(key)} with {count}")
-            self._observation.starts.asked(key, count, self._monotonic())
+            self._event(f"{key.model}: deploy {_describe(key)} with {count}")
+            self._observed.starts.asked(key, count, self._monotonic())
             await self._actuator.deploy(key, spec, weights, made_of, count)
         elif held is not None and held.wanted != count:
-            self._event(f"{key.model}: {_said_layer(key)}: {held.wanted} -> {count}")
-            self._observation.starts.asked(key, count - held.wanted, self._monotonic())
+            self._event(f"{key.model}: {_describe(key)}: {held.wanted} -> {count}")
+            self._observed.starts.asked(key, count - held.wanted, self._monotonic())
             await self._actuator.scale(key, count)
 
     async def _sweep(self, name: str, layers: Mapping[LayerKey, Layer]) -> None:
-        """End layers that serve nobody and never will, and forget their configuration.
+        """Delete layers that are no longer used, and forget their configuration.
 
-        The target is asked for again after each call of the actuator: it may have been set meanwhile.
+        The target is read again after each call of the actuator: it may have changed meanwhile.
         """
         for key, layer in layers.items():
             left = not self._wanted(name) or not self._targets.get(name).keeps(key)
-            if left and not layer.occupied and key in self._observation.held:
-                self._event(f"{name}: delete {_said_layer(key)}")
+            if left and not layer.occupied and key in self._observed.held:
+                self._event(f"{name}: delete {_describe(key)}")
                 await self._actuator.delete(key)
         if not self._wanted(name) and not layers:
             self._targets.drop(name)
@@ -347,28 +345,28 @@ class Controller:
             self._targets.put(name, pruned)
 
     def _judge(self, name: str, target: Target) -> Target:
-        """Settle an aim that was reached; go back from one that failed."""
+        """Settle a target that was reached; roll back one that failed."""
         if target.settled:
             return target
-        layer = self._observation.layer(target.key())
+        layer = self._observed.layer(target.key())
         if reached(target.aim.count, layer):
             target = target.reached()
-            self._steer(name, target)
+            self._set_target(name, target)
         elif target.fallback is not None:
             timeout_s = target.spec.control.start_timeout_s
             if failed := verdict(layer, self.autoscaler.at - target.since, timeout_s):
-                reason = self._observation.reason(target.key()) or failed
+                reason = self._observed.reason(target.key()) or failed
                 target = target.back(f"rolled back from {target.aim}: {reason}", self.autoscaler.at)
                 self._event(f"{name}: {target.note}")
-                self._steer(name, target)
-                self.autoscaler.stir(name)
+                self._set_target(name, target)
+                self.autoscaler.decide_soon(name)
         return target
 
-    def _weighed(self, name: str, target: Target) -> Target:
-        """Find out of which weights the aim's generation is made."""
-        taken = self._weighing.look(target, self._deployment, self.autoscaler.at)
+    def _with_weights(self, name: str, target: Target) -> Target:
+        """Resolve the weights of the desired revision."""
+        taken = self._weights.look(target, self._deployment, self.autoscaler.at)
         if taken != target:
-            self._steer(name, taken)
+            self._set_target(name, taken)
         return taken
 
     def _adopted(self, spec: ModelSpec, deployment: Deployment) -> Target:
@@ -378,44 +376,44 @@ class Controller:
         """
         now = self.autoscaler.at
         if spec.name not in self._targets.names():
-            return first_target(spec, self._observation.held, now)
+            return first_target(spec, self._observed.held, now)
         target = self._targets.get(spec.name)
         adopting = target.adopting(spec, now)
         same = adopting.key() == target.key()
-        gap = target.gap if same else self._observation.check_gap(adopting, deployment)
+        gap = target.gap if same else self._observed.check_gap(adopting, deployment)
         return msgspec.structs.replace(adopting, gap=gap)
 
     def _wanted(self, model: str) -> bool:
         return any(spec.name == model for spec in wanted_models(self._deployment))
 
     def _target(self, model: str) -> Target:
-        """What may be steered; raises :class:`TargetError` for a model that is none or that leaves."""
+        """The target of a model; raises :class:`TargetError` for one that is unknown or being removed."""
         target = self._targets.get(model)
         if not self._wanted(model):
-            raise TargetError(f"{model} is no longer in the deployment; its replicas are leaving")
+            raise TargetError(f"{model} is no longer in the deployment; its replicas drain")
         return target
 
-    def _steer(self, model: str, target: Target) -> None:
+    def _set_target(self, model: str, target: Target) -> None:
         aimed = self._targets.get(model).aim if model in self._targets.names() else None
         self._targets.put(model, target)
         if aimed != target.aim:
-            # A new aim is judged by its own starts.
-            self._observation.forgive(target.key())
+            # Earlier start failures do not count against a new target.
+            self._observed.forgive(target.key())
             self._event(f"{model}: target {target.aim}")
         self._wake.set()
 
-    def _keep_targets(self) -> None:
-        """Save what a full disk did not take; that it did not is said once."""
+    def _save_targets(self) -> None:
+        """Save targets again that could not be saved; the failure is reported once."""
         if not self._targets.unsaved:
-            self._keeps = True
+            self._saves = True
             return
-        if self._keeps:
-            self._event(f"targets hold, and cannot be kept for a restart: {self._targets.unsaved}")
+        if self._saves:
+            self._event(f"targets apply, but cannot be saved for a restart: {self._targets.unsaved}")
         self._targets.save()
-        self._keeps = False
+        self._saves = False
 
     def _adapter_slots(self, replica: Replica) -> int:
-        """How many adapters a replica can have loaded at once, as its generation was built."""
+        """How many adapters a replica can load at once, by its revision."""
         if replica.model not in self._targets.names():
             return 0
         spec = self._targets.get(replica.model).specs.get(replica.generation)
@@ -423,14 +421,14 @@ class Controller:
 
     def _lost(self, replica: Replica) -> None:
         self._event(f"{replica.id}: gone")
-        self.autoscaler.stir(replica.model)
+        self.autoscaler.decide_soon(replica.model)
 
     def _until(self, for_s: float | None) -> float | None:
         return None if for_s is None else self.autoscaler.at + for_s
 
     def _model_status(self, name: str) -> ModelStatus:
-        status = model_status(name, self._targets, self._observation, self.autoscaler)
-        said = "; ".join(note for note in (status.note, self._repairing.note(name)) if note)
+        status = model_status(name, self._targets, self._observed, self.autoscaler)
+        said = "; ".join(note for note in (status.note, self._replacement.note(name)) if note)
         return msgspec.structs.replace(status, note=said)
 
     def _event(self, text: str) -> None:
@@ -439,5 +437,5 @@ class Controller:
             self._events.append(f"{time.strftime('%H:%M:%S', time.localtime(self._wall()))} {text}")
 
 
-def _said_layer(key: LayerKey) -> str:
+def _describe(key: LayerKey) -> str:
     return f"{key.shape} of generation {key.generation}"

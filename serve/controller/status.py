@@ -43,7 +43,7 @@ def model_status(
     at = autoscaler.at
     barred = {mode: each.until for mode, each in target.barred.items() if each.until > at}
     status = msgspec.structs.replace(
-        status, decided_by=autoscaler.who(name), override=target.override(at), barred=barred
+        status, decided_by=autoscaler.decided_by(name), override=target.override(at), barred=barred
     )
     if decision is None:
         return status

@@ -21,8 +21,8 @@ class GenerationWeights:
     new generation once it is applied again: only the controller's own copy is looked at.
     """
 
-    def __init__(self, observation: ObservedState, resolver: Resolver, event: Callable[[str], None]) -> None:
-        self._observation = observation
+    def __init__(self, observed: ObservedState, resolver: Resolver, event: Callable[[str], None]) -> None:
+        self._observed = observed
         self._resolver = resolver
         self._event = event
         self._applied: set[str] = set()
@@ -47,7 +47,7 @@ class GenerationWeights:
         except ModelUnavailable as error:
             self._event(f"{name}: {error}")
             if not again:
-                self._observation.cannot_start(target.key(), str(error))
+                self._observed.cannot_start(target.key(), str(error))
             return target
         if found is None:
             return target
@@ -55,7 +55,7 @@ class GenerationWeights:
         others_run = self._others_run(target, known, found)
         taken = target.weighing(found, now, others_run=others_run)
         try:
-            gap = self._observation.check_gap(taken, deployment) if others_run else taken.gap
+            gap = self._observed.check_gap(taken, deployment) if others_run else taken.gap
         except SwitchRefused as refused:
             self._event(str(refused))
             return target
@@ -66,5 +66,5 @@ class GenerationWeights:
         if known is not None:
             return known != found
         # A controller that lost its memory finds only what the layers carry.
-        running = self._observation.digests(target.spec.name, target.aim.generation)
+        running = self._observed.digests(target.spec.name, target.aim.generation)
         return not all(digest.endswith(found.short) for digest in running)

@@ -66,11 +66,11 @@ class TwinController:
         deployment: Deployment,
         fleets: Mapping[str, Fleet],
         policies: Mapping[str, Policy],
-        gathering: SignalAggregator,
+        aggregator: SignalAggregator,
     ) -> None:
         self._deployment = deployment
-        self._gathering = gathering
-        self._minds = {name: ModelPolicies(live=policy) for name, policy in policies.items()}
+        self._aggregator = aggregator
+        self._policies = {name: ModelPolicies(live=policy) for name, policy in policies.items()}
         self.courses = {spec.name: SwitchCourse(spec, fleets[spec.name]) for spec in deployment.models}
         self._schedule = DecisionSchedule(0.0)
         self._ticks_s = {spec.name: spec.control.tick_s for spec in deployment.models}
@@ -111,7 +111,7 @@ class TwinController:
             capability=Capability(mu=0.0, mu_max=0.0),
             lead_s=spec.control.assumed_start_s,
         )
-        proposal = self._minds[spec.name].live.decide(view, None)
+        proposal = self._policies[spec.name].live.decide(view, None)
         return max(proposal.count, spec.control.scale.min_healthy) if proposal.fixed else None
 
     def due(self, at: float, urgent: frozenset[str] = frozenset()) -> frozenset[str]:
@@ -122,7 +122,7 @@ class TwinController:
     def decide(self, models: frozenset[str], at: float) -> None:
         """Decide for ``models``, and set out for what was decided."""
         situations = {name: self._situation(name, at) for name in sorted(models)}
-        decided = decide_all(situations, self._deployment.budget, self._minds)
+        decided = decide_all(situations, self._deployment.budget, self._policies)
         for name, (decision, memory) in decided.items():
             course = self.courses[name]
             before = course.memory
@@ -188,7 +188,7 @@ class TwinController:
         rungs = tuple(model.option(mode, self._facts(course, mode)) for mode in course.spec.modes)
         here = next(rung for rung in rungs if rung.mode == course.mode)
         mine = {runner.view.id for runner in fleet if runner.key == course.key}
-        signals = signals_of(self._gathering.signals(name, at), mine, fleet.slowness)
+        signals = signals_of(self._aggregator.signals(name, at), mine, fleet.slowness)
         supply = fleet.supply(course.key, here.lead_s, at)
         return model.situation(
             self._deployment, rungs, supply, signals, at=at, settled=course.settled, memory=course.memory

@@ -75,7 +75,7 @@ class _Run:
         self._events: list[tuple[float, int, str, TwinReplica | str, int]] = []
         self._order = itertools.count()
         self._spans: list[Span] = []
-        self._gathering = SignalAggregator()
+        self._aggregator = SignalAggregator()
         self._number = 0
         streams = random.Random(seed)  # noqa: S311 - reproducible, not secret
         self._fleets: dict[str, Fleet] = {}
@@ -95,7 +95,7 @@ class _Run:
             for spec in deployment.models
             if spec.adapters is not None
         }
-        self._steering = TwinController(deployment, self._fleets, policies, self._gathering)
+        self._steering = TwinController(deployment, self._fleets, policies, self._aggregator)
         self._purses = {upstream.name: SpendCap(upstream.cost_cap_per_h) for upstream in deployment.upstreams}
         self._record = Record(ends_at=0.0, requests={})
         self._recent: dict[str, deque[tuple[float, bool]]] = {name: deque() for name in self._desks}
@@ -297,10 +297,10 @@ class _Run:
             for name, desk in self._desks.items()
         }
         report = GatewayReport(worker="twin", number=self._number, since_s=at, models=reports)
-        self._gathering.take(report, at)
+        self._aggregator.take(report, at)
         for fleet in self._fleets.values():
             for beat in fleet.beats(at):
-                self._gathering.take_beat(beat, at)
+                self._aggregator.take_beat(beat, at)
         self._steering.act(at)
         due = self._steering.due(at)
         if due:

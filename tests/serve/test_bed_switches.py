@@ -77,15 +77,15 @@ async def test_what_a_switch_costs_is_a_wake(plane: Plane) -> None:
     plane.controller.mode("m", "multi-replica")
     await plane.ticks()
     assert plane.counts(READY) == {SMALL: 2}
-    observation = plane.controller._observation
-    assert observation.start_s(LARGE, 60.0) == observation.lead_s(LARGE, 60.0) == WAKE_S
+    observed = plane.controller._observed
+    assert observed.start_s(LARGE, 60.0) == observed.lead_s(LARGE, 60.0) == WAKE_S
     plane.controller.mode("m", "multi-replica")
     await plane.ticks()
     (now,) = plane.controller.autoscaler.journal.read(1)
     rungs = now.situation.rungs
     assert {rung.mode: (rung.lead_s, rung.gap_s) for rung in rungs}["single-large"] == (WAKE_S, WAKE_S)
     # Of another generation there is no engine to wake.
-    assert observation.start_s(NEW_LARGE, 60.0) == 60.0
+    assert observed.start_s(NEW_LARGE, 60.0) == 60.0
 
 
 async def until_phase(plane: Plane, phase: str) -> None:

@@ -127,4 +127,4 @@ def test_a_replica_with_an_xid_ends_its_stream_and_is_replaced(local: Local, tmp
     assert after[other.id].pid == other.pid and after[other.id].incarnation == 0
     status = local.client.status()
     assert status.models[0].target == 2
-    assert any(f"{failed.id} has to leave: XID 79 on GPU 0" in event for event in status.events)
+    assert any(f"{failed.id} drains: XID 79 on GPU 0" in event for event in status.events)

@@ -131,9 +131,9 @@ async def test_what_was_promised_is_compared_with_what_came(plane: Plane) -> Non
     (event,) = [
         event
         for event in plane.controller.status().events
-        if "gain promised" in event and "measured" in event
+        if "predicted saving" in event and "measured" in event
     ]
-    assert f"gain promised {found.promised:.0%}, measured {found.measured:.0%}" in event
+    assert f"predicted saving {found.promised:.0%}, measured {found.measured:.0%}" in event
     # Its decision is told with it, and no other.
     told = plane.controller.autoscaler.journal.read(500)
     assert [(each.decision.mode, each.outcome) for each in told if each.outcome] == [("multi-replica", found)]

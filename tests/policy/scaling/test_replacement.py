@@ -23,7 +23,7 @@ from policy.scaling.replacement import (
 )
 from policy.wire.reports import PowerReport
 
-XID, SLOW = Condition("XID 79 on GPU 3", fatal=True), Condition("slowed by hardware for 60 s", fatal=False)
+XID, SLOW = Condition("XID 79 on GPU 3", fatal=True), Condition("throttled by hardware for 60 s", fatal=False)
 
 
 def pulse(*reasons: tuple[float, int]) -> GpuHealth:
@@ -134,7 +134,7 @@ def test_with_room_a_slow_one_leaves_when_its_successor_serves(count: int) -> No
     floor.ills["r0"] = SLOW
     floor.run(10)
     assert (floor.left, floor.care.more) == ([], True)
-    assert "slowed by hardware for 60 s; it is being replaced" in floor.care.note
+    assert "throttled by hardware for 60 s; it is being replaced" in floor.care.note
     floor.run(60)
     assert floor.left == [(20.0, "r0")]
     assert floor.fewest == count
@@ -149,7 +149,7 @@ def test_without_room_it_leaves_only_while_enough_others_serve() -> None:
         floor.run(100)
         assert bool(floor.left) == leaves
         assert floor.fewest == (2 if leaves else 3)
-    assert "it stays: too few others serve" in floor.care.note
+    assert "kept: too few other replicas serve" in floor.care.note
     alone = Floor(count=1, room=False, healthy=0)
     alone.ills["r0"] = SLOW
     assert alone.run(1000).left == []
@@ -183,7 +183,7 @@ def test_a_slow_one_whose_successor_does_not_come_stays() -> None:
     floor.ills["r0"] = SLOW
     floor.run(130)
     assert floor.left == []
-    assert not floor.care.more and "1 in a row were replaced: the next in" in floor.care.note
+    assert not floor.care.more and "1 replaced in a row: the next in" in floor.care.note
 
 
 def test_one_that_recovers_stays() -> None:
@@ -224,7 +224,7 @@ def test_the_same_bad_card_again_and_again_is_tried_more_and_more_seldom() -> No
     assert gaps[:5] == sorted(gaps[:5]) and gaps[0] >= 60
     assert gaps[-1] == pytest.approx(PAUSE.max_s, abs=60)
     assert len(times) < 20
-    assert "in a row were replaced: the next in" in floor.care.note
+    assert "replaced in a row: the next in" in floor.care.note
     assert floor.fewest == 1
 
 

@@ -64,7 +64,7 @@ async def test_status_says_who_decides_and_why(plane: Plane, tmp_path: Path) -> 
     await plane.up(document(model(tmp_path)))
     await Traffic(plane).run(12, m=2.0)
     said = status(plane)
-    assert (said.decided_by, said.reason) == ("by_rate.py:ByRate", "2.0/s")
+    assert (said.decided_by, said.reason) == ("by_rate.py:ByRate", "wants 2: 2.0/s")
     assert said.forecast == pytest.approx(2.0)
     assert said.capability is not None
     assert said.capability.mu_max > 0
@@ -173,7 +173,7 @@ async def test_a_new_policy_decides_at_once_and_restarts_nothing(plane: Plane, t
     assert status(plane).decided_by == "static"
     (now,) = logged(plane)
     assert now.decision.shadow is not None
-    assert now.decision.shadow.reason == "1 as it is"
+    assert now.decision.shadow.reason == "1 as now"
     assert "static" not in now.decision.others
     # Ticks follow the new document as well.
     plane.controller.apply(document(model(tmp_path, control={"tick_s": 1})))
@@ -226,9 +226,9 @@ async def test_a_full_disk_keeps_nobody_from_being_decided_on(
         disk.setattr(StateDir, "save", full)
         traffic.rates |= {"m": 3.0, "other": 2.0}
         await traffic.run(10)
-        said = [event for event in plane.controller.status().events if "cannot be kept" in event]
+        said = [event for event in plane.controller.status().events if "cannot be saved" in event]
         assert [event.partition(": ")[0].partition(" ")[2] for event in said] == [
-            "targets hold, and cannot be kept for a restart"
+            "targets apply, but cannot be saved for a restart"
         ]
         assert plane.counts(READY) == {SMALL: 3, LayerKey("other", "small", 1): 2}
     await traffic.run(1)
@@ -491,8 +491,8 @@ async def test_others_have_their_turn_between_models(
     await Traffic(plane).run(8, m=1.0, n=1.0, o=1.0)
     turns = 0
     seen = []
-    surveying = plane.controller.autoscaler._surveying
-    situation = surveying.situation
+    builder = plane.controller.autoscaler._situations
+    situation = builder.situation
 
     async def beats() -> None:
         nonlocal turns
@@ -504,7 +504,7 @@ async def test_others_have_their_turn_between_models(
         seen.append(turns)
         return situation(*given)
 
-    monkeypatch.setattr(surveying, "situation", surveyed)
+    monkeypatch.setattr(builder, "situation", surveyed)
     beating = asyncio.create_task(beats())
     while not seen:
         await plane.ticks(1)

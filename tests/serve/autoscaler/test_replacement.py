@@ -53,13 +53,13 @@ async def test_a_slow_one_leaves_after_a_minute_once_its_successor_serves(plane:
     # One starts beside them, and nobody has to go for it yet.
     assert plane.counts(READY) == {SMALL: 2}
     assert plane.counts(ReplicaPhase.STARTING) == {SMALL: 1}
-    assert f"{first}: slowed by hardware for 60 s; it is being replaced" in note(plane)
+    assert f"{first}: throttled by hardware for 60 s; it is being replaced" in note(plane)
     plane.cluster.ready()
     await seconds(plane, 1)
     (leaving,) = plane.cluster.of(SMALL, ReplicaPhase.DRAINING)
     # Gateways see why, and send it nothing any more.
     told = next(r for r in plane.controller.fleet().replicas if r.id == first)
-    assert (leaving.id, told.state, told.reason) == (first, "draining", "slowed by hardware for 60 s")
+    assert (leaving.id, told.state, told.reason) == (first, "draining", "throttled by hardware for 60 s")
     assert plane.counts(READY) == {SMALL: 2}
     plane.cluster.drained()
     await seconds(plane, 5)
@@ -71,9 +71,9 @@ async def test_a_slow_one_leaves_after_a_minute_once_its_successor_serves(plane:
     assert plane.counts() == {SMALL: 2}
     assert plane.phase() == "steady"
     events = "\n".join(plane.controller.status().events)
-    why = f"m: {first} is replaced, after a successor for which there is room: slowed by hardware for 60 s"
+    why = f"m: {first} is replaced after an extra replica is ready: throttled by hardware for 60 s"
     assert why in events
-    assert f"m: {first} has to leave: slowed by hardware for 60 s" in events
+    assert f"m: {first} drains: throttled by hardware for 60 s" in events
 
 
 async def test_no_software_cap_and_no_error_of_a_program_has_anybody_leave(plane: Plane) -> None:
@@ -108,7 +108,7 @@ async def test_the_last_one_without_room_leaves_only_for_an_error(
     plane.cards[only] = card
     await seconds(plane, 90)
     assert plane.counts(READY) == ({} if leaves else {SMALL: 1})
-    assert ("it stays: too few others serve" in note(plane)) != leaves
+    assert ("kept: too few other replicas serve" in note(plane)) != leaves
 
 
 async def test_min_healthy_keeps_a_slow_one_that_nothing_can_replace_first(plane: Plane) -> None:
@@ -116,7 +116,7 @@ async def test_min_healthy_keeps_a_slow_one_that_nothing_can_replace_first(plane
     plane.cards[first] = SLOW
     await seconds(plane, 90)
     assert plane.counts(READY) == {SMALL: 2}
-    assert "it stays: too few others serve" in note(plane)
+    assert "kept: too few other replicas serve" in note(plane)
 
 
 async def test_who_lands_on_the_same_card_is_not_replaced_for_ever(plane: Plane) -> None:
@@ -129,7 +129,7 @@ async def test_who_lands_on_the_same_card_is_not_replaced_for_ever(plane: Plane)
         await seconds(plane, 1)
         assert plane.counts()[SMALL] <= 2
     assert 3 <= len(seen) <= 12
-    assert "XID 79 on GPU 3; " in note(plane) and "in a row were replaced: the next in" in note(plane)
+    assert "XID 79 on GPU 3; " in note(plane) and "replaced in a row: the next in" in note(plane)
     assert plane.counts(READY) == {SMALL: 1}
 
 

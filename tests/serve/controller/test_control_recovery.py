@@ -10,7 +10,7 @@ import pytest
 from policy.errors import ActuatorFailed
 from policy.scaling.rollout import LayerKey
 from serve.controller import controller
-from serve.controller.controller import HEARING_S
+from serve.controller.controller import LISTEN_S
 from tests.serve.memory_actuator import MemoryActuator
 from tests.serve.plane import LARGE, NEW_SMALL, READY, SMALL, Plane
 from tests.serve.sim_documents import document, sim_model
@@ -110,7 +110,7 @@ async def test_replicas_that_stay_silent_are_not_waited_for_forever(plane: Plane
     plane.controller.scale("m", 2)
     await plane.controller.tick()
     assert plane.cluster.held[SMALL].wanted == 1
-    plane.now += HEARING_S
+    plane.now += LISTEN_S
     await plane.controller.tick()
     assert plane.cluster.held[SMALL].wanted == 2
 

@@ -1,4 +1,4 @@
-"""What gateways and replicas tell reaches the gathering, by the clock that nobody sets."""
+"""What gateways and replicas tell reaches the aggregator, by the clock that nobody sets."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ async def test_what_gateways_count_is_gathered(plane: Plane, served: httpx.Async
         )
         answer = await served.post("/signals", content=msgspec.json.encode(report))
         assert (answer.status_code, answer.json()) == (200, {"ok": True})
-    demand = plane.controller.gathering.signals("m", plane.controller._monotonic() + 2.0).demand
+    demand = plane.controller.aggregator.signals("m", plane.controller._monotonic() + 2.0).demand
     assert demand is not None
     assert demand.arrivals.last_6_s == pytest.approx(4.0)
     assert demand.age_s == 2.0
@@ -56,5 +56,5 @@ async def test_what_engines_and_cards_tell_comes_with_the_beat(
     )
     beat = Heartbeat(replica=replica, engine=EngineReport(deferred=2), power=PowerReport(watts=250.0))
     assert (await served.post("/replicas", content=msgspec.json.encode(beat))).status_code == 200
-    (seen,) = plane.controller.gathering.signals("m", plane.controller._monotonic() + 1.0).replicas
+    (seen,) = plane.controller.aggregator.signals("m", plane.controller._monotonic() + 1.0).replicas
     assert (seen.running, seen.deferred, seen.watts, seen.age_s) == (3, 2, 250.0, 1.0)
