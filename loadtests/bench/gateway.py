@@ -21,8 +21,7 @@ import uvloop
 
 from loadtests.bench import report
 from loadtests.bench.parts import cost, failing, latency, routing, soak
-from loadtests.bench.plan import Plan
-from loadtests.bench.progress import say
+from loadtests.bench.plan import Plan, log
 from loadtests.bench.systems import PEERS, System, available
 from loadtests.bench.upstream_process import Mock, mock
 
@@ -125,7 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     wanted = [name for name in given.systems.split(",") if name]
     systems, left_out = chosen(wanted, given.peers_dir, [int(each) for each in given.workers.split(",")])
     for name, reason in left_out.items():
-        say(f"left out: {name}: {reason}")
+        log(f"left out: {name}: {reason}")
     if not systems:
         parser.error("nothing to measure")
     plan.out.mkdir(parents=True, exist_ok=True)
@@ -137,7 +136,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             try:
                 results = uvloop.run(run(part, systems, upstream, plan, missing))
             except RuntimeError as error:
-                say(f"{part} failed: {error}")
+                log(f"{part} failed: {error}")
                 failed = True
                 continue
             results = report.Part(

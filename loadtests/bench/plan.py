@@ -1,15 +1,18 @@
-"""What a run is asked to measure, with sizes that a smoke test can make small."""
+"""The sizes of a run of the benchmark, which a smoke test makes small, and its progress lines."""
 
 from __future__ import annotations
 
+import sys
+import time
 from pathlib import Path
 
 import msgspec
 
+_BEGAN = time.monotonic()
+
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """The knobs of a run. ``scale`` multiplies every number of requests; ``cell_s`` is the length of
-    one cell of the latency part; ``cores`` are the gateway's and the others'."""
+    """``scale`` multiplies every number of requests; ``cell_s`` is the duration of a latency cell."""
 
     rounds: int = 5
     scale: float = 1.0
@@ -24,3 +27,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     def count(self, requests: int) -> int:
         """That many requests at this scale."""
         return max(8, round(requests * self.scale))
+
+
+def log(line: str) -> None:
+    """Write one line of progress to standard error, with the seconds since the start."""
+    sys.stderr.write(f"[{time.monotonic() - _BEGAN:6.0f} s] {line}\n")
+    sys.stderr.flush()

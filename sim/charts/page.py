@@ -107,7 +107,7 @@ def _charts(picture: ChartData, slo: SloConfig, models: int) -> Sequence[Chart]:
             line("ready", "a", picture.ready, steps=True, filled=True),
             line("starting", "b", picture.starting, steps=True),
             line("draining", "c", picture.draining, steps=True),
-            line("wanted", "d", picture.wanted, steps=True),
+            line("desired", "d", picture.wanted, steps=True),
             stays=picture.stays,
             marks=picture.marks,
             whole=True,
@@ -125,7 +125,7 @@ def _charts(picture: ChartData, slo: SloConfig, models: int) -> Sequence[Chart]:
         ),
         chart(
             "met",
-            "Within the objectives",
+            "Within the SLO",
             "% of the last minute",
             line("met", "a", 100 * picture.met, filled=True),
             limit=100 * slo.attainment,
@@ -152,7 +152,7 @@ def _legend(chart: Chart) -> str:
     if chart.limit is not None:
         entries.append(
             '<li><svg viewBox="0 0 22 8" aria-hidden="true"><path class="limit" d="M0,4 22,4"/></svg>'
-            f"promised {chart.limit:g} {escape(chart.unit)}</li>"
+            f"SLO {chart.limit:g} {escape(chart.unit)}</li>"
         )
     entries += [
         '<li><svg viewBox="0 0 22 8" aria-hidden="true">'

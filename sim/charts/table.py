@@ -1,4 +1,4 @@
-"""The table of a comparison: which figures of a summary people compare, under which heading."""
+"""The table of a comparison: the rows of a summary and their headings."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def seconds(value: float | None) -> str:
 
 
 def percent(value: float | None) -> str:
-    """A part of 1, with the digits that 99.9 % needs."""
+    """A fraction as a percentage, with the digits that 99.9 % needs."""
     return "-" if value is None else f"{100 * value:.2f}%"
 
 
 def figures(bounds: Bounds) -> tuple[Figure, ...]:
-    """The rows, those of the oracle where there is one."""
+    """The rows, with those of the offline optimum where it was computed."""
     achievable = bounds.achievable_gpu_hours
     rows = (
         Figure("attainment", lambda s: percent(s.attainment)),
@@ -59,11 +59,11 @@ def figures(bounds: Bounds) -> tuple[Figure, ...]:
 
 
 def describe_bounds(bounds: Bounds) -> str:
-    """The bounds in a line."""
+    """The bounds of the offline optimum in one line."""
     if bounds.lower_gpu_hours is None or bounds.achievable_gpu_hours is None:
         return f"no bounds: {bounds.why}"
     return (
-        f"oracle: at least {bounds.lower_gpu_hours:.3f} GPU-hours, "
+        f"offline optimum: at least {bounds.lower_gpu_hours:.3f} GPU-hours, "
         f"{bounds.achievable_gpu_hours:.3f} by a clairvoyant plan"
     )
 

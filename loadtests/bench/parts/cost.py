@@ -10,8 +10,7 @@ import msgspec
 
 from loadtests.bench.client import Load, Result
 from loadtests.bench.figures import Figure
-from loadtests.bench.plan import Plan
-from loadtests.bench.progress import say
+from loadtests.bench.plan import Plan, log
 from loadtests.bench.replica import Setting
 from loadtests.bench.systems import Running, System, running
 from loadtests.bench.upstream_answers import BODY, stream_body
@@ -57,7 +56,7 @@ async def measure(systems: Sequence[System], upstream: Mock, plan: Plan) -> dict
         started = []
         for system in systems:
             started.append(stack.enter_context(running(system, upstream.urls, plan.gateway_cores)))
-            say(f"cost: {system.name} is ready after {started[-1].cold_start_s:.2f} s")
+            log(f"cost: {system.name} is ready after {started[-1].cold_start_s:.2f} s")
         for turn in range(-1, plan.rounds):  # the first is to warm up, and counts for nothing
             for each in started:
                 found: dict[str, float] = {}
@@ -75,7 +74,7 @@ async def measure(systems: Sequence[System], upstream: Mock, plan: Plan) -> dict
                     for name, value in found.items():
                         rounds.setdefault(each.system.name, {}).setdefault(name, []).append(value)
                     shown = " ".join(f"{name} {value:.0f}" for name, value in found.items())
-                    say(f"cost {turn + 1}/{plan.rounds} {each.system.name}: {shown}")
+                    log(f"cost {turn + 1}/{plan.rounds} {each.system.name}: {shown}")
         return {
             each.system.name: Cost(
                 small_us=Figure.of(rounds[each.system.name]["small"]),

@@ -11,8 +11,7 @@ import msgspec
 
 from loadtests.bench.client import Load, paced
 from loadtests.bench.figures import Figure
-from loadtests.bench.plan import Plan
-from loadtests.bench.progress import say
+from loadtests.bench.plan import Plan, log
 from loadtests.bench.replica import Setting
 from loadtests.bench.systems import System, running
 from loadtests.bench.upstream import Order
@@ -70,7 +69,7 @@ async def measure(systems: Sequence[System], upstream: Mock, plan: Plan) -> dict
                 }
                 rounds.setdefault(scene, {}).setdefault(system.name, []).append(found)
                 outcomes.setdefault((scene, system.name), Counter()).update(wrong)
-                say(
+                log(
                     f"failing {turn + 1}/{plan.rounds}, {scene}, {system.name}: {dict(wrong)} of {len(due)}, "
                     f"TTFT p50 {1e3 * found['p50']:.0f} p99 {1e3 * found['p99']:.0f} ms"
                 )

@@ -11,8 +11,7 @@ import msgspec
 from loadtests.bench.client import Load, Result, paced
 from loadtests.bench.figures import Figure
 from loadtests.bench.parts.cost import check
-from loadtests.bench.plan import Plan
-from loadtests.bench.progress import say
+from loadtests.bench.plan import Plan, log
 from loadtests.bench.replica import Setting
 from loadtests.bench.systems import Running, System, running
 from loadtests.bench.upstream_answers import stream_body
@@ -64,7 +63,7 @@ async def measure(systems: Sequence[System], upstream: Mock, plan: Plan) -> Late
                 before = each.tree.cpu_s()
                 check(await Load(each.port, request, expected).open(due), each.system.name)
                 capacities[each.system.name] = len(due) / (each.tree.cpu_s() - before)
-            say(f"latency: {each.system.name} carries {capacities[each.system.name]:.0f} streams/s a core")
+            log(f"latency: {each.system.name} carries {capacities[each.system.name]:.0f} streams/s a core")
         of_peers = {each.name: capacities[each.name] for each in systems if not each.ours} or capacities
         slowest = min(of_peers, key=lambda name: of_peers[name])
         capacity = of_peers[slowest]
@@ -97,7 +96,7 @@ async def measure(systems: Sequence[System], upstream: Mock, plan: Plan) -> Late
                     for name, value in values.items():
                         cells.setdefault(name, []).append(value)
                     shown = " ".join(f"{name} {1e3 * v:.2f}" for name, v in values.items() if name != "cpu")
-                    say(f"latency {turn + 1}/{plan.rounds} at {level} {each.system.name}: {shown} ms")
+                    log(f"latency {turn + 1}/{plan.rounds} at {level} {each.system.name}: {shown} ms")
     return Latencies(
         slowest=slowest,
         capacity=capacity,

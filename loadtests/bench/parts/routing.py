@@ -12,8 +12,7 @@ import msgspec
 from loadtests.bench.client import Load, Result
 from loadtests.bench.figures import Figure
 from loadtests.bench.parts.cost import check
-from loadtests.bench.plan import Plan
-from loadtests.bench.progress import say
+from loadtests.bench.plan import Plan, log
 from loadtests.bench.replica import CHARS_PER_TOKEN, Counts, Setting
 from loadtests.bench.systems import System, running
 from loadtests.bench.upstream_answers import adapter_name, stream_body
@@ -188,7 +187,7 @@ async def measure(
                     one = await _run(scene, system, upstream, plan, turn)
                 except RuntimeError as error:
                     left_out[system.name] = f"{scene.name}: {error}"
-                    say(f"left out from now on: {system.name}: {error}")
+                    log(f"left out from now on: {system.name}: {error}")
                     continue
                 by_system.setdefault(system.name, []).append(one)
                 _tell(f"routing {turn + 1}/{plan.rounds}, {scene.name}, {system.name}", one)
@@ -214,7 +213,7 @@ async def _run(scene: Scene, system: System, upstream: Mock, plan: Plan, turn: i
 
 
 def _tell(what: str, one: Seen) -> None:
-    say(
+    log(
         f"{what}: home {one.home:.3f} pairs {one.pairs} cold {one.cold} (least {one.least}) "
         f"loads {one.loads} max/mean {one.balance:.2f} TTFT mean {1e3 * one.mean:.1f} "
         f"p50 {1e3 * one.p50:.1f} p99 {1e3 * one.p99:.1f} ms"

@@ -9,8 +9,7 @@ import msgspec
 from loadtests.bench.client import Load
 from loadtests.bench.figures import slope
 from loadtests.bench.parts.cost import check
-from loadtests.bench.plan import Plan
-from loadtests.bench.progress import say
+from loadtests.bench.plan import Plan, log
 from loadtests.bench.replica import Setting
 from loadtests.bench.systems import Running, System, running
 from loadtests.bench.upstream_answers import BODY
@@ -47,7 +46,7 @@ async def _soak(each: Running, plan: Plan) -> Soak:
         requests.append(requests[-1] + batch)
         memory.append(each.tree.memory())
         if len(memory) % 10 == 1:
-            say(f"soak {requests[-1]}/{plan.soak}: {memory[-1] / 2**20:.1f} MiB")
+            log(f"soak {requests[-1]}/{plan.soak}: {memory[-1] / 2**20:.1f} MiB")
         await asyncio.sleep(0)
     settled = len(memory) // 4
     return Soak(

@@ -8,8 +8,7 @@ from datetime import UTC, datetime, timedelta
 from functools import lru_cache
 
 from sim.arrival import Arrival
-from sim.workload.traces.from_zero import Elapsed
-from sim.workload.traces.reader import Table
+from sim.workload.traces.reader import Elapsed, Table
 
 COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 

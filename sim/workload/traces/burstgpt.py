@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterator
 from hashlib import blake2b
 
 from sim.arrival import Arrival
-from sim.workload.traces.from_zero import Elapsed
-from sim.workload.traces.reader import Table
+from sim.workload.traces.reader import Elapsed, Table
 
 # The third file adds "Session ID" and "Elapsed time".
 COLUMNS = ("Timestamp", "Model", "Request tokens", "Response tokens")

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 from policy.wire.capture import CaptureLine
 from sim.arrival import Arrival
-from sim.workload.traces.from_zero import Elapsed
-from sim.workload.traces.reader import Objects
+from sim.workload.traces.reader import Elapsed, Objects
 
 
 def read(objects: Objects[CaptureLine]) -> Iterator[Arrival]:

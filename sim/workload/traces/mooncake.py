@@ -10,8 +10,7 @@ from msgspec import Meta
 
 from policy.wire.capture import Hash, Tokens
 from sim.arrival import Arrival
-from sim.workload.traces.from_zero import Elapsed
-from sim.workload.traces.reader import Objects
+from sim.workload.traces.reader import Elapsed, Objects
 
 
 class MooncakeLine(msgspec.Struct, frozen=True):

@@ -142,6 +142,7 @@ class Table:
 
 
 T = TypeVar("T")
+Instant = TypeVar("Instant", int, float)
 
 
 class Objects(Generic[T]):
@@ -171,3 +172,26 @@ class Objects(Generic[T]):
             expected = f"at most {most}, one for each {BLOCK_TOKENS} of {input_tokens} tokens"
             raise self.lines.refused(f"{len(hashes)} hashes", expected)
         return hashes
+
+
+class Elapsed(Generic[Instant]):
+    """Counts from the first instant, in a unit of which a second has ``per_s``.
+
+    Raises :class:`policy.errors.TraceError` for an instant before the last one. Whole units stay exact: two
+    instants that differ are never rounded past one another.
+    """
+
+    def __init__(self, lines: Lines, per_s: int) -> None:
+        self._lines = lines
+        self._per_s = per_s
+        self._first: Instant | None = None
+        self._last: Instant | None = None
+
+    def since(self, instant: Instant, shown: object) -> float:
+        """Seconds from the first instant to ``instant``, which is written as ``shown``."""
+        if self._first is None or self._last is None:
+            self._first = instant
+        elif instant < self._last:
+            raise self._lines.refused(shown, "an instant that is not before that of the line above")
+        self._last = instant
+        return (instant - self._first) / self._per_s

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from sim.arrival import Arrival
-from sim.workload.traces.from_zero import Elapsed
-from sim.workload.traces.reader import Table
+from sim.workload.traces.reader import Elapsed, Table
 
 # Before them stands "request_id", after them "reason_ratio" for models that reason.
 COLUMNS = ("timestamp", "input_tokens", "output_tokens")

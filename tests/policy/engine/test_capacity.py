@@ -97,48 +97,32 @@ def test_it_foresees_what_the_scheduler_does(case: Case, part: float) -> None:
     assert said.utilisation == pytest.approx(part)
 
 
+# Prompts that take several steps hold few seats and are not waited for twice; of prompts of one step every
+# step has some, beside which few requests decode or none.
+SHORT_ANSWERS = (
+    *(
+        (name, 1, prompt, 1, 0.2)
+        for name, prompt in (("sim-small", 100), ("sim-small", 500), ("h100-8b", 1000))
+    ),
+    ("cpu-smollm2-135m", 1, 100, 1, 0.2),
+    ("h100-8b", 1, 4000, 1, 0.2),
+    *(("sim-small", 1, 500, output, 0.25) for output in (2, 3)),
+    ("cpu-smollm2-135m", 1, 100, 2, 0.25),
+    *(("sim-small", 1, prompt, output, 0.25) for prompt, output in ((3000, 2), (8000, 2), (3000, 5))),
+    ("h100-8b", 1, 20_000, 2, 0.25),
+)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("part", [0.2, 0.5, 0.8])
-@pytest.mark.parametrize(
-    ("name", "prompt", "output"),
-    [("sim-small", 3000, 2), ("sim-small", 8000, 2), ("sim-small", 3000, 5), ("h100-8b", 20_000, 2)],
-)
-def test_short_answers_to_long_prompts_wait_in_one_row(
-    name: str, prompt: int, output: int, part: float
+@pytest.mark.parametrize(("name", "degree", "prompt", "output", "within"), SHORT_ANSWERS)
+def test_short_answers_have_the_ttft_of_the_scheduler(
+    name: str, degree: int, prompt: int, output: int, within: float, *, part: float
 ) -> None:
-    """Prompts that take several steps hold few seats, and are not waited for twice."""
-    case: Case = (name, 1, prompt, output, {})
+    case: Case = (name, degree, prompt, output, {})
     lam = part * capability(timing(case), workload(case), NOTHING).mu_max
-    found, said = simulated(case, lam, 1000), latency_at(timing(case), workload(case, lam), NOTHING)
-    assert said.ttft_p95_s == pytest.approx(found.ttft_p95_s, rel=0.25)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("part", [0.1, 0.2, 0.5, 0.8])
-@pytest.mark.parametrize(
-    ("name", "prompt", "output", "within"),
-    [
-        ("sim-small", 100, 1, 0.2),
-        ("sim-small", 500, 1, 0.2),
-        ("sim-small", 1500, 1, 0.2),
-        ("cpu-smollm2-135m", 100, 1, 0.2),
-        ("h100-8b", 300, 1, 0.2),
-        ("h100-8b", 1000, 1, 0.2),
-        ("h100-8b", 4000, 1, 0.2),
-        ("sim-small", 500, 2, 0.25),
-        ("sim-small", 500, 3, 0.25),
-        ("h100-8b", 1000, 2, 0.25),
-        ("cpu-smollm2-135m", 100, 2, 0.25),
-    ],
-)
-def test_answers_of_a_token_come_with_those_that_came_in_the_same_step(
-    name: str, prompt: int, output: int, within: float, part: float
-) -> None:
-    """Prompts of one step, of which every step has some: what decodes beside them is few or nobody."""
-    case: Case = (name, 1, prompt, output, {})
-    lam = part * capability(timing(case), workload(case), NOTHING).mu_max
-    found, said = simulated(case, lam, 2500), latency_at(timing(case), workload(case, lam), NOTHING)
-    assert said.ttft_p95_s == pytest.approx(found.ttft_p95_s, rel=within)
+    found, expected = simulated(case, lam, 2500), latency_at(timing(case), workload(case, lam), NOTHING)
+    assert expected.ttft_p95_s == pytest.approx(found.ttft_p95_s, rel=within)
 
 
 @pytest.mark.slow

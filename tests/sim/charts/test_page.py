@@ -22,7 +22,7 @@ BOUNDS = Bounds(lower_gpu_hours=0.8, achievable_gpu_hours=0.9)
 CHARTS = ("Load", "Replicas and mode", "Time to first token", "Inter-token latency", "Queue", "Within")
 SERIES = (
     ["arrivals"],
-    ["ready", "starting", "draining", "wanted"],
+    ["ready", "starting", "draining", "desired"],
     ["p99", "p90", "p50"],
     ["p99", "p90", "p50"],
     ["queued in the gateway", "running"],
@@ -71,8 +71,8 @@ def test_there_is_a_column_for_each_policy_and_every_series_in_it(text: str) -> 
         legends = ["".join(entry.itertext()) for entry in section.findall("ul/li")]
         expected = [list(names) for names in SERIES]
         expected[1] += ["multi-replica", "single-large"]
-        expected[2].append("promised 1.5 s")
-        expected[5].append("promised 99 % of the last minute")
+        expected[2].append("SLO 1.5 s")
+        expected[5].append("SLO 99 % of the last minute")
         assert legends == [entry for each in expected for entry in each]
 
 

@@ -152,7 +152,7 @@ def test_pointing_at_a_decision_tells_what_was_decided_and_why(
     for above in (0, 40):
         browser.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y - above)
         told = tip(browser)
-        assert "policy 2" in told and "mode  multi-replica" in told and "wanted" in told
+        assert "policy 2" in told and "mode  multi-replica" in told and "desired" in told
         assert "multi-replica x 1 → multi-replica x 2: up to 3 requests/s <are> expected" in told
         assert "step: 5 → 2, at most doubled" in told
     values = browser.evaluate("[...document.querySelectorAll('section .legend b')].map(b => b.textContent)")
