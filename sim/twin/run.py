@@ -2,8 +2,8 @@
 
 One queue of events in virtual time. A request: arrival -> gateway (admission, routing) -> replica's engine ->
 first token -> last token. A decision: reports of gateways and replicas -> signals -> policies, guardrails,
-modes -> counts -> replicas that start and drain. All randomness comes from ``seed``: the same arguments give the
-same record. Over 400 lines, because it composes the parts of the simulator.
+modes -> counts -> replicas that start and drain. All randomness comes from ``seed``: equal arguments
+give equal records. Over 400 lines, because it composes the parts of the simulator.
 """
 
 from __future__ import annotations
