@@ -59,12 +59,18 @@ async def test_what_is_replayed_through_a_gateway_is_captured_as_it_was(tmp_path
         finally:
             await stack.close()
     in_order(part, path)
-    found = [arrival for arrival in open_trace(path) if arrival.output_tokens > 1]
+    # Each has its own number of tokens, by which they are compared: a busy machine sends some out of order.
+    found = sorted((arrival for arrival in open_trace(path) if arrival.output_tokens > 1), key=tokens)
+    trace.sort(key=tokens)
     assert [arrival[1:3] for arrival in found] == [arrival[1:3] for arrival in trace]
     for (one, told), (other, also) in itertools.combinations(zip(trace, found, strict=True), 2):
         # Where a block ends is reckoned from bytes: within one of them.
         assert abs(_shared(one, other) - _shared(told, also)) <= 1
         assert bool(_shared(one, other)) == bool(_shared(told, also))
+
+
+def tokens(arrival: Arrival) -> tuple[int, int]:
+    return arrival.input_tokens, arrival.output_tokens
 
 
 async def _serves(stack: Stack) -> bool:

@@ -157,7 +157,9 @@ async def test_c_the_controller_is_killed_and_adapters_are_served_on(live: Live,
     await live.start_controller()
     await live.settle(REPLICAS)
     assert (await live.ask("never-used", max_tokens=2)).json["model"] == other
-    assert {one["name"] for one in (await live.admin.get("/admin/adapters")).json()["adapters"]} >= {
-        "kept",
-        "never-used",
-    }
+
+    async def known() -> bool:
+        adapters = (await live.admin.get("/admin/adapters")).json().get("adapters", [])
+        return {one["name"] for one in adapters} >= {"kept", "never-used"}
+
+    await until(known, "the new controller knows them")

@@ -13,8 +13,8 @@ import pytest
 import pytest_asyncio
 
 from tests.faults.crowd import Visit, quantile
+from tests.faults.live import Live
 from tests.faults.site import crowd, opened
-from tests.gateway.worker import Stack
 
 pytestmark = [pytest.mark.process, pytest.mark.long]
 KEYS = {"loud": "tg-loud", "quiet": "tg-quiet"}
@@ -23,16 +23,16 @@ WORDS = {"quiet": 500, "loud": 80}
 
 
 @pytest_asyncio.fixture
-async def stack(tmp_path: Path) -> AsyncIterator[Stack]:
-    async with opened(tmp_path, ttft_s=1.0, keys=KEYS) as stack:
-        yield stack
+async def live(tmp_path: Path) -> AsyncIterator[Live]:
+    async with opened(tmp_path, ttft_s=1.0, keys=KEYS) as live:
+        yield live
 
 
-async def test_54_ten_to_one_of_demand_is_one_to_one_of_service(stack: Stack) -> None:
+async def test_54_ten_to_one_of_demand_is_one_to_one_of_service(live: Live) -> None:
     seconds = 60.0
     quiet, loud = await asyncio.gather(
-        crowd(stack, 1).open_loop(14, seconds, key=KEYS["quiet"], retries=0),
-        crowd(stack, 3).open_loop(140, seconds, key=KEYS["loud"], retries=0),
+        crowd(live, 1).open_loop(14, seconds, key=KEYS["quiet"], retries=0),
+        crowd(live, 3).open_loop(140, seconds, key=KEYS["loud"], retries=0),
     )
     start = quiet[0].asked_at
     one, other = (
@@ -42,16 +42,16 @@ async def test_54_ten_to_one_of_demand_is_one_to_one_of_service(stack: Stack) ->
     assert (one + other) ** 2 / (2 * (one**2 + other**2)) >= 0.95  # Jain's index
 
 
-async def test_54_a_loud_tenant_costs_a_quiet_one_little_latency(stack: Stack) -> None:
+async def test_54_a_loud_tenant_costs_a_quiet_one_little_latency(live: Live) -> None:
     """The quiet tenant asks at the same instants alone and beside the loud one."""
     seconds = 120.0
 
     def quiet() -> Awaitable[list[Visit]]:
-        return crowd(stack, 2).open_loop(1.5, seconds, key=KEYS["quiet"], words=WORDS["quiet"])
+        return crowd(live, 2).open_loop(1.5, seconds, key=KEYS["quiet"], words=WORDS["quiet"])
 
     alone = await quiet()
     beside, _ = await asyncio.gather(
-        quiet(), crowd(stack).open_loop(24, seconds, key=KEYS["loud"], words=WORDS["loud"])
+        quiet(), crowd(live).open_loop(24, seconds, key=KEYS["loud"], words=WORDS["loud"])
     )
     assert all(visit.served for visit in beside)
     for q in (0.5, 0.75, 0.95):

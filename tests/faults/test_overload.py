@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from tests.faults.crowd import Visit, quantile
+from tests.faults.live import MODEL
 from tests.faults.site import REPLICAS, SLOTS, crowd, opened
 
 pytestmark = [pytest.mark.process, pytest.mark.long, pytest.mark.timeout(900)]
@@ -45,14 +46,14 @@ class Phase:
 
 
 async def test_multiples_of_the_highest_rate_within_the_slo(tmp_path: Path) -> None:
-    async with opened(tmp_path, ttft_s=TTFT_S) as stack:
-        clients = crowd(stack)
+    async with opened(tmp_path, ttft_s=TTFT_S) as live:
+        clients = crowd(live)
 
         async def phase(rate: float, seconds: float) -> Phase:
             return Phase(await clients.open_loop(rate, seconds), seconds)
 
         async def counted(name: str, **labels: str) -> float:
-            return await stack.metric(f"tidegate_{name}_total", model="alpha", **labels)
+            return await live.metric(f"tidegate_{name}_total", model=MODEL, **labels)
 
         capacity = 0.7 * await clients.closed_loop(REPLICAS * SLOTS, 10.0)
         while (await phase(1.05 * capacity, 20.0)).kept >= 0.95:
@@ -62,7 +63,7 @@ async def test_multiples_of_the_highest_rate_within_the_slo(tmp_path: Path) -> N
         for times, seconds in RATES:
             attempts, ok = await counted("upstream_attempts"), await counted("requests", outcome="ok")
             phases.append(await phase(times * capacity, seconds))
-            memory.append(psutil.Process(stack.workers[0].pid).memory_info().rss)
+            memory.append(psutil.Process(live.workers[0].pid).memory_info().rss)
             attempts = await counted("upstream_attempts") - attempts
             assert attempts <= 1.2 * (await counted("requests", outcome="ok") - ok)
         normal, worst, after = phases[0], phases[3], phases[4]

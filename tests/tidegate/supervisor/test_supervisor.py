@@ -16,6 +16,7 @@ from click.testing import CliRunner
 from store.process import find
 from tests.ports import free_ports
 from tests.tidegate.conftest import Site, until
+from tests.tidegate.supervisor.test_local import write as write_sim
 from tidegate.cli import group
 from tidegate.exit_codes import exit_of
 
@@ -189,8 +190,8 @@ def test_processes_that_outlive_their_supervisor_are_ended_by_record(site: Site)
 
 @process
 def test_ctrl_c_during_up_ends_what_was_started(site: Site) -> None:
-    site.write(workers=3)
-    started = site.popen("up", str(site.file))
+    write_sim(site, start_s=600)  # it is never ready, however late the signal arrives
+    started = site.popen("up", str(site.file), "--no-ray")
     until(lambda: list((site.state / "logs").glob("gateway-*")), "the first worker")
     started.send_signal(signal.SIGINT)
     with started:
