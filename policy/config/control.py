@@ -1,4 +1,4 @@
-"""The section ``control`` of a model: what it is promised, and who decides how many replicas, within what."""
+"""The section ``control`` of a model: SLO, scaling policy and limits."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ Choice = str | dict[str, Any]
 
 
 class SloConfig(Section, frozen=True):
-    """The service level that requests of a model are promised, in seconds at the 95th percentile.
+    """The SLO of a model: latency targets in seconds at the 95th percentile; ``None`` for no target.
 
-    ``ttft_p95_s`` bounds how long a replica may have a request wait, beyond which the gateway keeps it, and
-    how long that may be predicted to last before a request of a common class is refused.
-    ``itl_p95_s`` bounds how many a replica runs at once, until one has waited as long as its answer would
-    take at it. ``None`` promises nothing. ``attainment`` is the fraction of requests that shall be within
-    both.
+    ``ttft_p95_s`` (time to first token): a request that would start later than half of it on a replica waits
+    in the gateway; one of priority standard or sheddable that is predicted to wait longer than that there is
+    rejected. ``itl_p95_s`` (inter-token latency) limits the concurrent requests of a replica, except for a
+    request that has waited as long as its answer would take. ``attainment`` is the fraction of requests that
+    must meet both.
     """
 
     ttft_p95_s: Seconds | None = None
@@ -28,13 +28,13 @@ class SloConfig(Section, frozen=True):
 
 
 class ScaleConfig(Section, frozen=True):
-    """How fast a count may change, and what must stay.
+    """Limits of scaling.
 
-    A decision adds at most ``max_step_up`` times the count that there is (one at least), and takes at most
-    ``max_step_down`` of it. A replica is given up after it was not needed for ``hold_s``, of which ``auto``
-    is the longer of a minute and the time that a replica needs to start. ``min_healthy`` replicas stay ready
-    while anything changes. After ``zero_after_s`` without a request a model whose mode allows it has none;
-    while one is likelier than ``standby`` within the time of a start, one is kept.
+    A decision adds at most ``max_step_up`` times the current replica count (min. 1) and removes at most the
+    fraction ``max_step_down`` of it. A replica is removed after it was not needed for ``hold_s``; ``auto`` is
+    the longer of a minute and the start-up time. ``min_healthy`` replicas stay ready during changes. A model
+    whose mode allows zero replicas has none after ``zero_after_s`` without a request, unless a request within
+    the start-up time is more probable than ``standby``.
     """
 
     max_step_up: Annotated[float, Meta(gt=0, le=100)] = 1.0
@@ -46,11 +46,11 @@ class ScaleConfig(Section, frozen=True):
 
 
 class ModeSwitchConfig(Section, frozen=True):
-    """When the mode is switched, and how a replica leaves.
+    """When the mode is switched, and how replicas drain.
 
-    A switch must promise to cost ``gain`` less for ``confirm_s`` on end, and the last one be ``dwell_s``
-    ago. In-flight requests of a replica that leaves, or falls asleep, get ``drain_timeout_s`` to finish.
-    With ``sleep`` at ``auto`` the engines of modes that share their GPUs sleep there in turns.
+    A switch needs a predicted saving of ``gain`` for ``confirm_s`` without interruption, at least ``dwell_s``
+    after the last switch. In-flight requests of a replica that terminates or goes to sleep have
+    ``drain_timeout_s`` to finish. With ``sleep`` at ``auto``, modes that share GPUs use vLLM's sleep mode.
     """
 
     gain: Annotated[float, Meta(gt=0, lt=1)] = 0.15
@@ -61,21 +61,21 @@ class ModeSwitchConfig(Section, frozen=True):
 
 
 class GuardConfig(Section, frozen=True):
-    """What keeps a decision from harm: figures older than ``stale_s`` take nothing away.
+    """Safety limits: with metrics older than ``stale_s`` nothing is scaled down.
 
-    With ``dry_run`` decisions are made, logged and explained, and not carried out.
+    With ``dry_run`` decisions are made, logged and explained, but not carried out.
     """
 
-    # Gateways and replicas tell how they are once a second, and may miss it: so below that nothing is fresh.
+    # Gateways and replicas report once a second and may miss one; a lower limit would make all metrics stale.
     stale_s: Annotated[float, Meta(ge=3, le=86_400)] = 15.0
     dry_run: bool = False
 
 
 class ControlConfig(Section, frozen=True):
-    """What bounds a change of count or mode, and what is promised meanwhile.
+    """Scaling of one model: SLO, policy and limits.
 
-    A decision is made every ``tick_s`` by ``policy``; ``shadow`` decides beside it, and is only compared.
-    ``assumed_start_s`` stands in for the measured start-to-ready time of a shape that never ran.
+    ``policy`` decides every ``tick_s``; ``shadow`` is evaluated for comparison only. ``assumed_start_s`` is
+    used as start-up time of a shape that never ran.
     """
 
     tick_s: Annotated[float, Meta(ge=0.2, le=300)] = 5.0

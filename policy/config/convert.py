@@ -1,4 +1,4 @@
-"""Plain values into structures, and msgspec's refusals as path, value and expectation."""
+"""Conversion of plain values into structures; errors name path, value and expectation."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _AT = re.compile(r"^(?P<what>.*?)(?: - at `\$(?P<path>.*)`)?$", re.DOTALL)
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<key>.*)`")
 _MISSING = re.compile(r"Object missing required field `(?P<key>.*)`")
 _ENUM = re.compile(r"Invalid enum value")
-# Where keys and their digests stand, and what their names have in them.
+# Sections and names of values that may be secret.
 _GUARDED = re.compile(r"(?:tenants|upstreams)\b")
 _SECRET = re.compile(r"key|secret|token|password", re.IGNORECASE)
 
 
 def convert_values(within: Mapping[str, Any], key: str, kind: type[Any], prefix: str) -> None:
-    """Check each value of the mapping ``within[key]`` on its own: msgspec's path does not name the key.
+    """Check each value of the mapping ``within[key]`` separately, because msgspec's path omits the key.
 
-    ``prefix`` is where ``within`` stands. Raises :class:`policy.errors.ConfigError`.
+    ``prefix`` is the path of ``within``. Raises :class:`policy.errors.ConfigError`.
     """
     values = within.get(key)
     if isinstance(values, Mapping):
@@ -35,7 +35,7 @@ def convert_values(within: Mapping[str, Any], key: str, kind: type[Any], prefix:
 
 
 def convert(raw: object, kind: type[T], prefix: str) -> T:
-    """``raw``, which stands at ``prefix``, as a ``kind``; raises :class:`policy.errors.ConfigError`."""
+    """``raw``, at the path ``prefix``, as a ``kind``; raises :class:`policy.errors.ConfigError`."""
     try:
         return msgspec.convert(raw, kind)
     except msgspec.ValidationError as error:
@@ -78,7 +78,7 @@ def _value_at(raw: Any, path: str) -> Any:
 
 
 def _type_at(kind: Any, path: str) -> inspect.Type:
-    """The declared type under ``path``; unions yield their structured member."""
+    """The declared type at ``path``; of a union, its struct."""
     info = _plain(inspect.type_info(kind))
     for step in _steps(path):
         if step.isdigit() and isinstance(info, inspect.VarTupleType):
@@ -107,7 +107,7 @@ def _members_at(kind: Any, path: str) -> list[str]:
 
 
 def display(path: str, value: object) -> object:
-    """``value`` as a refusal may tell it: no key, not even one written in a wrong place."""
+    """``value`` for an error message, with anything that may be a secret masked."""
     if value is None or _GUARDED.match(path) is None:
         return value
     if isinstance(value, Mapping | list) or _SECRET.search(path) is not None or path.endswith("]"):

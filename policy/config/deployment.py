@@ -1,6 +1,6 @@
-"""The deployment document as frozen structures: what it may say.
+"""The deployment file as frozen structures.
 
-:func:`policy.document.parse.parse` makes a :class:`Deployment` of the decoded YAML, or refuses it.
+:func:`policy.document.parse.parse` makes a :class:`Deployment` of the decoded YAML.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ENTRY_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,63}")
 SHAPE_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,31}")
 MODES = ("single-large", "multi-replica")
 
-# What Tidegate sets itself: the guard owns the port and the secret, the shape owns the cards.
+# Arguments that Tidegate sets: the guard owns the port and the secret, the shape owns the GPUs.
 OWNED_ENGINE_ARGS = frozenset(
     {
         "model", "tokenizer", "served_model_name", "host", "port", "uds", "api_key", "root_path",
@@ -28,7 +28,7 @@ OWNED_ENGINE_ARGS = frozenset(
         "hf_token", "data_parallel_size", "enable_server_load_tracking", "allowed_origins",
     }
 )  # fmt: skip
-# Development routes and unauthenticated loading, or metrics diverted from the engine's own port.
+# Development routes, unauthenticated loading, or metrics on another port.
 FORBIDDEN_ENV = frozenset(
     {
         "VLLM_SERVER_DEV_MODE",
@@ -47,7 +47,7 @@ Scalar = str | int | float | bool | None
 
 
 class Shape(Section, frozen=True):
-    """How a replica is built: whole GPUs or CPU cores, and engine arguments on top of the model's."""
+    """The specification of a replica: whole GPUs or CPU cores, and engine arguments added to the model's."""
 
     gpus: Annotated[int, Meta(ge=0, le=64)] = 0
     cpus: Annotated[int, Meta(ge=0, le=1024)] = 0
@@ -57,31 +57,31 @@ class Shape(Section, frozen=True):
 
 
 class Replicas(Section, frozen=True):
-    """The counts that a mode may have; ``min`` is what it starts with."""
+    """The bounds of a mode's replica count; it starts with ``min``."""
 
     min: Count = 1
     max: Positive = 1
 
 
 class Mode(Section, frozen=True):
-    """A shape and how many of it."""
+    """A deployment mode: a shape and its replica bounds."""
 
     shape: str
     replicas: Positive | Replicas = 1
 
     @property
     def bounds(self) -> Replicas:
-        """The counts this mode may have, a plain number read as exactly that many."""
+        """The replica bounds; a plain number means exactly that many."""
         if isinstance(self.replicas, Replicas):
             return self.replicas
         return Replicas(min=self.replicas, max=self.replicas)
 
 
 class Sim(Section, frozen=True):
-    """The simulated engine: which engine-model profile times it, how much faster than real time.
+    """The simulated engine: the profile of its engine model, and its speed relative to real time.
 
-    ``adapter_load_s`` are the modelled seconds that the load of an adapter holds its steps up. It can sleep
-    if ``wake_s`` says how long it takes to wake, in seconds as ``start_s``.
+    ``adapter_load_s`` is how long the load of an adapter blocks its steps, in modelled seconds. The engine
+    has sleep mode if ``wake_s`` is set: the wake time, in real seconds as ``start_s``.
     """
 
     profile: str = "cpu-smollm2-135m"
@@ -93,17 +93,17 @@ class Sim(Section, frozen=True):
 
 
 class AdapterVersion(Section, frozen=True):
-    """One of several versions that a name stands for at once, by ``weight``."""
+    """One of several versions of a name, with its ``weight``."""
 
     source: str
     weight: Annotated[float, Meta(ge=0, le=1e6)] = 1.0
 
 
 class AdapterSource(Section, frozen=True):
-    """An adapter of the document: ``path`` on the head, or ``source`` anywhere, or several ``versions``.
+    """A declared adapter: a ``path`` on the head node, a ``source``, or several ``versions``.
 
-    ``source`` is a path, ``https://`` (an archive), ``hf:ORG/NAME[@REVISION]`` or any URL of fsspec's, such
-    as ``s3://``. ``tenants`` are those who may use it, everybody if there are none.
+    ``source`` is a path, ``https://`` (an archive), ``hf:ORG/NAME[@REVISION]`` or any fsspec URL, such as
+    ``s3://``. Only ``tenants`` may use it; empty means all.
     """
 
     name: str
@@ -114,10 +114,10 @@ class AdapterSource(Section, frozen=True):
 
 
 class Adapters(Section, frozen=True):
-    """LoRA adapters on the model, served by name; without the section the engine loads none.
+    """LoRA adapters of the model, served by name; without the section engines load none.
 
-    ``slots_per_replica`` is how many one replica has loaded at once, ``max_rank`` the largest rank that it
-    takes, ``max_bytes`` how large the files of one may be.
+    ``slots_per_replica`` is the number of adapters that a replica has loaded at once, ``max_rank`` the
+    largest rank, ``max_bytes`` the size limit of one adapter's files.
     """
 
     slots_per_replica: Annotated[int, Meta(ge=1, le=4096)] = 8
@@ -127,11 +127,11 @@ class Adapters(Section, frozen=True):
 
 
 class ModelSpec(Section, frozen=True):
-    """One model: where its weights come from, its engine, its shapes and modes.
+    """One model: source of its weights, engine, shapes and modes.
 
-    ``profile`` names the engine model that predicts its replicas until they tell or show better, or is the
-    content of a file that was calibrated (:mod:`policy.engine.model_file`). Where a budget is short the model
-    with the larger ``priority`` gets what it needs first.
+    ``profile`` is the initial engine model, until measurements replace it: a name, or the content of a
+    calibration file (:mod:`policy.engine.model_file`). When a budget is short, models with higher
+    ``priority`` are served first.
     """
 
     name: str
@@ -153,20 +153,20 @@ class ModelSpec(Section, frozen=True):
 
     @property
     def timed_by(self) -> str | dict[str, Any] | None:
-        """What times its engines until they show better: ``profile``, or what simulated ones imitate."""
+        """The initial engine model: ``profile``, or the profile of simulated engines."""
         return self.profile or (self.sim.profile if self.engine is EngineKind.SIM else None)
 
     @property
     def first_mode(self) -> str:
-        """The mode to start in: ``mode``, else the first that is written."""
+        """The mode to start in: ``mode``, otherwise the first one in the file."""
         return self.mode or next(iter(self.modes), "")
 
 
 class Budget(Section, frozen=True):
-    """What all models share; ``None`` leaves a resource unbounded.
+    """Limits shared by all models; ``None`` for no limit.
 
-    ``watts`` and ``cost_per_h`` (in any one currency) bound what replicas take, a card or core of which is
-    taken to need ``gpu_watts`` or ``cpu_watts`` until it was measured, and to cost ``gpu_cost_per_h`` or
+    ``watts`` and ``cost_per_h`` (in one currency) limit the sum over replicas. A GPU or core is assumed to
+    draw ``gpu_watts`` or ``cpu_watts`` until it was measured, and costs ``gpu_cost_per_h`` or
     ``cpu_cost_per_h``.
     """
 
@@ -181,9 +181,9 @@ class Budget(Section, frozen=True):
 
 
 class Cluster(Section, frozen=True):
-    """Where Ray is and where the controller listens.
+    """The Ray cluster, and where the controller listens.
 
-    ``address: local`` starts a Ray head of our own at ``node_ip``; anything else joins that cluster.
+    ``address: local`` starts a Ray head at ``node_ip``; any other address joins that cluster.
     """
 
     address: str = "local"
@@ -194,9 +194,9 @@ class Cluster(Section, frozen=True):
 
 
 class Coalesce(Section, frozen=True):
-    """Short inputs of concurrent requests go upstream as one call: after ``window_s``, or once full.
+    """Coalescing: short inputs of concurrent requests are sent as one call, after ``window_s`` or once full.
 
-    A window of 0 switches it off; who is alone never waits.
+    A window of 0 switches it off. A single request never waits.
     """
 
     window_s: Annotated[float, Meta(ge=0, le=1)] = 0.002
@@ -205,7 +205,7 @@ class Coalesce(Section, frozen=True):
 
 
 class Eject(Section, frozen=True):
-    """When a replica leaves rotation, and for how long.
+    """Ejection: when a replica leaves rotation, and for how long.
 
     After ``failures`` in a row, or when its success rate over ``window_s`` falls below
     ``success_rate``; for ``base_s`` times the ejections in a row, at most ``max_s``; never more than
@@ -221,7 +221,7 @@ class Eject(Section, frozen=True):
 
 
 class Retry(Section, frozen=True):
-    """How many retries there may be: ``budget`` of the requests in ``window_s``, at least ``at_least``."""
+    """The retry budget: the fraction ``budget`` of the requests in ``window_s``, min. ``at_least``."""
 
     budget: Annotated[float, Meta(ge=0, le=1)] = 0.2
     at_least: Count = 3
@@ -231,8 +231,8 @@ class Retry(Section, frozen=True):
 class GatewayConfig(Section, frozen=True):
     """The data plane: where it listens and how long it waits.
 
-    ``priority`` is the class of all requests where there are no tenants. ``queue_timeout_s`` is the deadline
-    of a request that names none. ``first_token_timeout_s`` and
+    ``priority`` is that of all requests without tenants. ``queue_timeout_s`` is the default deadline of a
+    request. ``first_token_timeout_s`` and
     ``inter_token_timeout_s`` bound the silence of a replica before and after a stream's first event,
     ``answer_timeout_s`` the time to a whole answer, ``progress_timeout_s`` how long a replica may
     have requests and move none of them.
@@ -260,9 +260,9 @@ class GatewayConfig(Section, frozen=True):
 
 
 class Tenant(Section, frozen=True):
-    """Who a key belongs to: ``keys_sha256`` are the SHA-256 digests of its keys, in hex.
+    """A client with its own API keys: ``keys_sha256`` are their SHA-256 digests in hex.
 
-    ``weight`` is its share where tenants compete, ``admin`` lets it ask why a route was taken.
+    ``weight`` is its share when tenants compete; ``admin`` allows it to ask for the reasons of routing.
     """
 
     name: str
@@ -273,17 +273,17 @@ class Tenant(Section, frozen=True):
 
 
 class Price(Section, frozen=True):
-    """Money for a million tokens, in any one currency."""
+    """Prices per million tokens, in one currency."""
 
     input: Annotated[float, Meta(ge=0)]
     output: Annotated[float, Meta(ge=0)]
 
 
 class Upstream(Section, frozen=True):
-    """An OpenAI-compatible endpoint that takes over what the fleet cannot serve in time.
+    """A fallback provider: an OpenAI-compatible endpoint for requests beyond capacity.
 
-    ``models`` maps our names to theirs; ``key_file`` holds the key; ``cost_cap_per_h`` is what may
-    be spent in an hour, in the currency of ``price``.
+    ``models`` maps model names to the provider's, ``key_file`` contains the API key, ``cost_cap_per_h`` is the
+    spending limit per hour in the currency of ``price``.
     """
 
     name: str
@@ -295,9 +295,9 @@ class Upstream(Section, frozen=True):
 
 
 class Deployment(Section, frozen=True):
-    """The whole document.
+    """The whole deployment file.
 
-    ``store`` is the database: ``sqlite:///PATH`` or ``postgresql://...``; if empty, in the state directory.
+    ``store`` is the database: ``sqlite:///PATH`` or ``postgresql://...``; empty for the state directory.
     """
 
     models: Annotated[tuple[ModelSpec, ...], Meta(min_length=1)]
@@ -310,7 +310,7 @@ class Deployment(Section, frozen=True):
 
     @property
     def needs_controller(self) -> bool:
-        """Whether any model is one that Tidegate deploys itself."""
+        """Whether Tidegate deploys any model itself, rather than using external servers."""
         return any(model.engine is not EngineKind.EXTERNAL for model in self.models)
 
     def model(self, name: str) -> ModelSpec:

@@ -1,4 +1,4 @@
-"""What makes an engine: which changes of a model's configuration need a new generation of replicas."""
+"""Generations: which changes of a model's configuration need new engines."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from policy.types import EngineKind
 
 
 def engine_inputs(spec: ModelSpec) -> dict[str, Any]:
-    """What every engine of the model is made of and told when it starts, by the document's own keys.
+    """The configuration that is fixed when an engine starts, by the keys of the deployment file.
 
-    ``token_file`` only fetches the weights. The timeouts are a host's for life: it drains and
-    watches its engine by them, and Serve waits for its end. Of adapters an engine is made to hold so many of
-    such a rank and size; which ones there are it is told while it runs. Engines of a bed are made to sleep.
+    ``token_file`` is left out: it only fetches weights. The timeouts are fixed for the life of a host. Of
+    adapters only slots, rank and size limits are fixed. Engines of a shared GPU group are built with sleep
+    mode.
     """
     source = "sim" if spec.engine is EngineKind.SIM else "source"
     whole = msgspec.to_builtins(spec)
@@ -28,8 +28,8 @@ def engine_inputs(spec: ModelSpec) -> dict[str, Any]:
         "mode": {"drain_timeout_s": control["mode"]["drain_timeout_s"]},
         "progress_timeout_s": control["progress_timeout_s"],
     }
-    if (bed := gpu_group_of(spec)) is not None:
-        made["control"]["mode"]["sleep"] = list(bed.engines)
+    if (group := gpu_group_of(spec)) is not None:
+        made["control"]["mode"]["sleep"] = list(group.engines)
     if spec.adapters is not None:
         made["adapters"] = {
             key: whole["adapters"][key] for key in ("slots_per_replica", "max_rank", "max_bytes")
@@ -38,31 +38,31 @@ def engine_inputs(spec: ModelSpec) -> dict[str, Any]:
 
 
 def used_shapes(spec: ModelSpec) -> dict[str, Shape]:
-    """The shapes that a mode names: no engine is made of the others."""
+    """The shapes that modes use; no engine has any other shape."""
     used = {mode.shape for mode in spec.modes.values()}
     return {name: shape for name, shape in spec.shapes.items() if name in used}
 
 
 def built_shapes(spec: ModelSpec, before: Mapping[str, Shape]) -> ModelSpec:
-    """``spec`` with the shapes that its generation is built of: those in use, and those of ``before``.
+    """``spec`` with the shapes of its generation: those in use, and those of ``before``.
 
-    Replicas of a shape that is used no longer may still run, so what it was is kept.
+    Replicas of a shape that is no longer used may still run, so it is kept.
     """
     return msgspec.structs.replace(spec, shapes={**before, **used_shapes(spec)})
 
 
 def changed_shapes(built: Mapping[str, Shape], spec: ModelSpec) -> set[str]:
-    """The shapes that ``spec`` would build otherwise than ``built`` says; one of them alone is no change."""
+    """The shapes that differ between ``spec`` and ``built``; a new shape is no change."""
     return {name for name, shape in used_shapes(spec).items() if built.get(name, shape) != shape}
 
 
 def same_engines(built: ModelSpec, spec: ModelSpec) -> bool:
-    """Whether the engines that were built from ``built``, of each of its shapes, are those of ``spec``."""
+    """Whether engines built from ``built`` are equal to those of ``spec``, for every shape."""
     return engine_inputs(built) == engine_inputs(spec) and not changed_shapes(built.shapes, spec)
 
 
 def digest(spec: ModelSpec, shape: str = "") -> str:
-    """Eight hex digits over what makes the engines of ``shape``, or of every shape that is used."""
+    """Eight hex digits that identify the engine inputs of ``shape``, or of all used shapes."""
     shapes = {shape: spec.shapes[shape]} if shape else used_shapes(spec)
     data = msgspec.json.encode((engine_inputs(spec), shapes), order="deterministic")
     return hashlib.sha256(data).hexdigest()[:8]

@@ -1,4 +1,4 @@
-"""Which shapes of a model share GPUs and sleep in turns, so that a switch costs a wake and no start."""
+"""Shared GPU groups: shapes of a model on the same GPUs, so that a mode switch is a wake-up, not a start."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from policy.types import EngineKind
 
 
 class GpuGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """The GPUs of the largest shape and the engines on them; those of one GPU are never awake together.
+    """The GPUs of the largest shape and its engines; those on the same GPU are never awake together.
 
-    ``engines`` is how many there are of each shape, the largest shape first; ``gpus`` and ``cpus`` are what
-    all of it takes, however many are awake.
+    ``engines`` is the number of engines of each shape, the largest shape first; ``gpus`` and ``cpus`` are the
+    resources of the group.
     """
 
     engines: dict[str, int]
@@ -21,19 +21,19 @@ class GpuGroup(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def shape(self) -> str:
-        """The largest shape, which is the one that the bed is asked of the cluster as."""
+        """The largest shape; the group requests its resources."""
         return next(iter(self.engines))
 
 
 def gpu_group_of(spec: ModelSpec) -> GpuGroup | None:
-    """The bed that every generation of ``spec`` has one of; ``None`` where engines start and stop.
+    """The GPU group of each generation of ``spec``; ``None`` if engines start and stop instead.
 
-    Its engines must be able to sleep, its modes have different shapes, all of GPUs, which divide those of the
-    largest, and no mode may need more than that has: what a mode has beside it would have to be started.
+    Requirements: engines with sleep mode; modes with different shapes, all with GPUs whose number divides
+    that of the largest; no mode needs more GPUs than the largest shape has.
     """
     if spec.control.mode.sleep == "never" or not _can_sleep(spec):
         return None
-    # Of a generation that leaves not all shapes may be known any more.
+    # An old generation may have shapes that are no longer known.
     known = (mode.shape for mode in spec.modes.values() if mode.shape in spec.shapes)
     shapes = {name: spec.shapes[name] for name in known}
     ordered = sorted(shapes, key=lambda name: (-shapes[name].gpus, name))
@@ -50,7 +50,7 @@ def gpu_group_of(spec: ModelSpec) -> GpuGroup | None:
 
 
 def cards(shape: Shape, index: int) -> range:
-    """Which of the GPUs of a bed its engine ``index`` of ``shape`` uses."""
+    """The GPUs of the group that engine ``index`` of ``shape`` uses."""
     return range(index * shape.gpus, (index + 1) * shape.gpus)
 
 

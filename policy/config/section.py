@@ -1,4 +1,4 @@
-"""What the sections of the deployment document are made of."""
+"""Base types of the sections of the deployment file."""
 
 from __future__ import annotations
 
@@ -14,4 +14,4 @@ Fraction = Annotated[float, Meta(ge=0, le=1)]
 
 
 class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A mapping of the YAML: keyword fields, unknown keys refused."""
+    """A YAML mapping; unknown keys are refused."""

@@ -1,4 +1,4 @@
-"""What a model's section ``adapters`` may say beyond its types."""
+"""Checks of a model's section ``adapters`` beyond its types."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SOURCE = "a path, http(s)://, hf:ORG/NAME[@REVISION], s3:// or another URL of f
 
 
 def convert_versions(model: Mapping[str, Any], prefix: str) -> None:
-    """Check each version of the raw ``model``, which stands at ``prefix``, on its own, so that it is named.
+    """Check each version in the raw ``model`` at the path ``prefix`` separately, so that errors name it.
 
     Raises :class:`policy.errors.ConfigError`.
     """
@@ -31,7 +31,7 @@ def convert_versions(model: Mapping[str, Any], prefix: str) -> None:
 
 
 def check_adapters(path: str, spec: ModelSpec, models: Collection[str], tenants: Collection[str]) -> None:
-    """The section of the model at ``path``, in a document with ``models`` and ``tenants``.
+    """Check the section of the model at ``path``, given the file's ``models`` and ``tenants``.
 
     Raises :class:`policy.errors.ConfigError`.
     """

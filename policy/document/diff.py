@@ -1,4 +1,4 @@
-"""What changes between two deployments, and what each change takes."""
+"""The differences between two deployments, and the effect of each."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _Named = Tenant | Upstream | AdapterSource
 
 
 class Effect(StrEnum):
-    """What a change takes: nothing, new replicas made ready before the old drain, or down and up."""
+    """The effect of a change: none, a new generation beside the old one, or a restart."""
 
     LIVE = "live"
     NEW_GENERATION = "new_generation"
@@ -25,7 +25,7 @@ class Effect(StrEnum):
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
-    """One value that differs; ``None`` where it is absent. Entries are named: ``models[NAME].key``."""
+    """One value that differs; ``None`` if absent. Paths name entries: ``models[NAME].key``."""
 
     path: str
     before: Any
@@ -34,12 +34,12 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     why: str = ""
 
 
-# What the running processes were started with.
+# Fixed when the processes start.
 _SOCKETS = frozenset({"host", "port", "admin_host", "admin_port", "workers"})
 
 
 def diff(old: Deployment, new: Deployment) -> tuple[Change, ...]:
-    """Every leaf that differs, in the order of the document; empty when nothing does."""
+    """Every value that differs, in the order of the file."""
     return tuple(_changes(old, new))
 
 
@@ -60,7 +60,7 @@ def _changes(old: Deployment, new: Deployment) -> Iterator[Change]:
 def _models(old: Deployment, new: Deployment) -> Iterator[Change]:
     before = {spec.name: spec for spec in old.models}
     after = {spec.name: spec for spec in new.models}
-    # Without a model of our own no controller runs, so the first (and the last) takes a new start.
+    # Without a deployed model no controller runs, so the first and the last one need a restart.
     cluster = old.needs_controller != new.needs_controller
     for name in [*before, *(name for name in after if name not in before)]:
         one, other = before.get(name), after.get(name)
@@ -78,7 +78,7 @@ def _models(old: Deployment, new: Deployment) -> Iterator[Change]:
 
 
 def _named(section: str, old: Sequence[_Named], new: Sequence[_Named]) -> Iterator[Change]:
-    """What differs in a list of entries with names, whose order says nothing; all of it is live."""
+    """Differences of a list of named entries, whose order does not matter; all are live."""
     before = {entry.name: _plain(entry) for entry in old}
     after = {entry.name: _plain(entry) for entry in new}
     for name in [*before, *(name for name in after if name not in before)]:
@@ -96,9 +96,9 @@ def _sources(spec: ModelSpec) -> tuple[AdapterSource, ...]:
 
 
 def _engine(spec: ModelSpec) -> Any:
-    """The model without the adapters that are declared on it, which are entries with names.
+    """The model without its declared adapters, which are compared by name.
 
-    A calibrated engine model is told in a few words.
+    A calibrated engine model is shortened for display.
     """
     plain = _plain(spec)
     plain["profile"] = describe(spec.profile)
@@ -121,7 +121,7 @@ def _restarted(path: str, before: Any, after: Any) -> Change:
 
 
 def _rebuilt(one: ModelSpec, other: ModelSpec) -> tuple[str, ...]:
-    """Where the two differ in what the running engines are made of; empty when these can stay."""
+    """Differences that need new engines; empty if the running ones can stay."""
     model = f"models[{one.name}]"
     made = [path for path, _, _ in _leaves(model, engine_inputs(one), engine_inputs(other))]
     shapes = [f"{model}.shapes.{shape}" for shape in changed_shapes(used_shapes(one), other)]
@@ -140,7 +140,7 @@ def _section_effect(path: str) -> tuple[Effect, str]:
 
 
 def _leaves(path: str, one: Any, other: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Where two plain values differ: mappings key by key, everything else whole."""
+    """Differences of two plain values: mappings by key, everything else as a whole."""
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         for key in [*one, *(key for key in other if key not in one)]:
             yield from _leaves(f"{path}.{key}", one.get(key), other.get(key))

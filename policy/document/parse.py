@@ -1,6 +1,4 @@
-"""What a model's section ``control`` may say beyond its types.
-
-From a decoded YAML document to a :class:`policy.config.deployment.Deployment`, or a refusal that helps."""
+"""Parse the deployment file: decoded YAML into a checked :class:`policy.config.deployment.Deployment`."""
 
 from __future__ import annotations
 
@@ -34,7 +32,7 @@ from policy.types import EngineKind
 
 
 def check_control(path: str, control: ControlConfig) -> None:
-    """The section at ``path``; raises :class:`policy.errors.ConfigError`."""
+    """Check the section ``control`` beyond its types; raises :class:`policy.errors.ConfigError`."""
     choose(f"{path}.policy", control.policy)
     if control.shadow is not None:
         choose(f"{path}.shadow", control.shadow)
@@ -48,10 +46,9 @@ _VISIBLE = re.compile(r"[!-~]+")
 def parse(document: object) -> Deployment:
     """Decode and check a whole document.
 
-    Raises :class:`policy.errors.ConfigError` for unknown keys, wrong types, values out of range,
-    modes that name no shape, shapes that do not fit the budget, a controller that other nodes cannot
-    reach, keys that two tenants share, and upstreams for models that there are not. Nothing is
-    half-parsed.
+    Raises :class:`policy.errors.ConfigError` for unknown keys, wrong types, values out of range, modes of
+    unknown shapes, shapes that do not fit the budget, a controller that other nodes cannot reach, keys shared
+    by two tenants, and fallback providers for unknown models.
     """
     if not isinstance(document, Mapping):
         raise ConfigError("$", document, "a mapping with the key 'models'")
@@ -175,7 +172,7 @@ def _check_mode(path: str, name: str, mode: Mode, spec: ModelSpec, deployment: D
 
 
 def _check_affordable(spec: ModelSpec, budget: Budget) -> None:
-    """Whether watts and money are enough for what some mode has at least: nobody would ever serve."""
+    """Refuse power or cost budgets that are too small for the minimum of every mode."""
     for key, gpu, cpu in (
         ("watts", budget.gpu_watts, budget.cpu_watts),
         ("cost_per_h", budget.gpu_cost_per_h, budget.cpu_cost_per_h),
@@ -238,7 +235,7 @@ def _check_store(store: str) -> None:
     embedded = scheme == "sqlite" and len(rest) > 1 and rest.startswith("/") and "?" not in rest
     served = scheme in ("postgresql", "postgres", "postgresql+psycopg") and _VISIBLE.fullmatch(rest)
     if store and not (colon and (embedded or served)):
-        # What stands before an @ is a password.
+        # The part before the @ may contain a password.
         raise ConfigError(
             "store", "***" if "@" in store else store, "sqlite:///PATH or postgresql://HOST/NAME"
         )
@@ -252,7 +249,7 @@ def _check_tenants(tenants: tuple[Tenant, ...]) -> None:
         for j, digest in enumerate(tenant.keys_sha256):
             path = f"tenants[{i}].keys_sha256[{j}]"
             if not _DIGEST.fullmatch(digest):
-                # It may be the key itself: what was written is not told.
+                # The value may be the key itself, so it is not shown.
                 raise ConfigError(
                     path, "***", "64 hex digits in lower case, as `tidegate keys new` prints them"
                 )
@@ -294,5 +291,5 @@ def _check_url(path: str, url: str) -> None:
         port_is_good = False
     good = parts.scheme in ("http", "https") and parts.hostname and port_is_good and _VISIBLE.fullmatch(url)
     if not good or parts.query or parts.fragment or "@" in parts.netloc:
-        shown = "***" if "@" in parts.netloc else url  # what stands before the @ is a password
+        shown = "***" if "@" in parts.netloc else url  # the part before the @ may contain a password
         raise ConfigError(path, shown, "http(s)://HOST[:PORT][/PATH], as in https://api.example.com/v1")

@@ -1,11 +1,11 @@
-"""Which adapter lives where: the rule of a plan that is computed anew every few seconds.
+"""Adapter placement: a plan of which adapter version is kept on which replicas, computed every few seconds.
 
-Slots go to the versions whose reloads would cost most: requests per second times seconds of a load. Each gets
-one home, more where one cannot carry it: those that claim it most by weighted rendezvous, unless they have
-their share of the load (rendezvous hashing with bounded load: Mirrokni, Thorup and Zadimoghaddam, 2018). What
-has a home keeps it, so a plan that is computed from its own outcome moves nothing.
+Slots go to the versions with the highest cost of reloading: requests per second times seconds of a load.
+Each version is assigned to one replica, or to more if one cannot serve it: the first choices by weighted
+rendezvous hashing, unless they have their share of the load (hashing with bounded loads: Mirrokni, Thorup and
+Zadimoghaddam, 2018). Existing assignments stay, so a plan computed from its own result moves nothing.
 
-:func:`plan` is the rule in five steps; each is a method of the draft below it, in the same order.
+:func:`plan` has five steps, which are methods of :class:`_Draft` in the same order.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ __all__ = [
 
 # How often a plan is made, in seconds.
 PLAN_PERIOD_S = 5.0
-# Slots that may be missing for what is loaded on demand, and by which fewer must be enough before they are.
+# Tolerated shortage of slots for loads on demand, and the margin required before their number falls.
 SHORT, MARGIN = 0.25, 0.25
 
 
 def plan(
     hosts: Iterable[Host], demands: Iterable[Demand], last: Plan, at: float, bounds: Bounds | None = None
 ) -> Plan:
-    """The plan at ``at``, in seconds, after ``last``: the same arguments give the same plan.
+    """The plan at ``at`` (seconds) after ``last``; deterministic.
 
-    Without any replica everything stays planned as it was, for those that come back.
+    Without replicas the last plan stays, for replicas that return.
     """
     listed = sorted((host for host in hosts if host.slots), key=lambda host: host.id)
     if not listed:
@@ -60,7 +60,7 @@ def plan(
 
 
 class _Draft:
-    """A plan in the making: the steps of :func:`plan`, in their order."""
+    """A plan under construction: the steps of :func:`plan`, in their order."""
 
     def __init__(self, hosts: Sequence[Host], last: Plan, at: float, bounds: Bounds) -> None:
         self._hosts = {host.id: host for host in hosts}
@@ -69,7 +69,7 @@ class _Draft:
         self._room: dict[str, int] = {}
         self._load = dict.fromkeys(self._hosts, 0.0)
         self._seats = sum(host.seats for host in hosts)
-        # Requests per second and seat: of all that is asked for, and of what has slots.
+        # Requests per second and seat: of all demand, and of the versions with slots.
         self._whole = self._fair = 0.0
         self._asked: set[str] = set()
         self._chosen: dict[str, Demand] = {}
@@ -78,7 +78,7 @@ class _Draft:
         self._free = bounds.free
 
     def choose(self, demands: Sequence[Demand]) -> list[Demand]:
-        """Those that get slots, the most valuable first; who has one keeps it until another is worth more."""
+        """The demands that get slots, the most valuable first, with hysteresis for existing ones."""
         self._asked = {demand.name for demand in demands}
         self._whole = sum(demand.expected for demand in demands) / self._seats
         ordered = sorted(demands, key=self._worth)
@@ -98,9 +98,10 @@ class _Draft:
         return chosen
 
     def _spare(self, ordered: Sequence[Demand]) -> None:
-        """Leave slots to what will be loaded on demand: as many as its requests take at once, at most half.
+        """Reserve slots for loads on demand: as many as those requests use at once, at most half.
 
-        By Little's law that is their rate times the seconds that one keeps a slot, and a deviation, its root.
+        By Little's law that is their rate times the seconds that one occupies a slot, plus one standard
+        deviation (its square root).
         """
         takes = [demand.expected * (demand.load_s + demand.service_s) for demand in ordered]
         slots = [host.slots for host in self._hosts.values()]
@@ -108,14 +109,14 @@ class _Draft:
             held = sum(max(1, count - free) for count in slots)
             rest = sum(takes[held:]) / len(slots)
             self._free = free
-            # A number that was enough is given up only for one that is so by a margin.
+            # The number falls only if the lower one is enough by a margin.
             margin = MARGIN if free < self._last.free else 0.0
             if rest + math.sqrt(rest) + margin <= free + SHORT:
                 break
         self._room = {host.id: max(1, host.slots - self._free) for host in self._hosts.values()}
 
     def keep(self, demand: Demand) -> None:
-        """It stays where it lives, as far as there is room and so many homes are wanted."""
+        """Keep its assignments, as far as there is room and as many are wanted."""
         before, home = self._before.get(demand.name), self._homes[demand.name]
         if before is not None:
             stays = [host for host in before.hosts if self._takes(host, demand)]
@@ -123,7 +124,7 @@ class _Draft:
                 self._give(demand, host, Reason.KEPT, home.moved_at)
 
     def settle(self, demand: Demand) -> None:
-        """The homes that it lacks: only if it may move, or its replicas are gone."""
+        """Add the assignments that it lacks, if it may move or its replicas are gone."""
         while len(self._homes[demand.name].hosts) < self._homes[demand.name].degree:
             home = self._homes[demand.name]
             free = [host for host in self._hosts.values() if self._takes(host.id, demand)]
@@ -135,7 +136,7 @@ class _Draft:
             self._give(demand, host.id, why, None if before is None else self._at)
 
     def fill(self) -> None:
-        """Slots that those who were to have them cannot use go to the next."""
+        """Give slots that are left to the next demands."""
         for demand in self._left:
             if not any(self._room.values()):
                 return
@@ -143,7 +144,7 @@ class _Draft:
             self.settle(demand)
 
     def even(self) -> None:
-        """While a replica has more load than the bound, move something away, or exchange it for less."""
+        """While a replica exceeds the load bound, move a version away or exchange it."""
         self._load = dict.fromkeys(self._hosts, 0.0)
         for home in self._homes.values():
             for host in home.hosts:
@@ -160,7 +161,7 @@ class _Draft:
                 self._move(less, other, most)
 
     def plan(self) -> Plan:
-        """What came of it."""
+        """The finished plan."""
         homes: list[Assignment] = []
         moves: list[Move] = []
         for home in sorted(self._homes.values(), key=lambda home: (-home.value, home.name)):
@@ -193,7 +194,7 @@ class _Draft:
         return -gain * demand.value, demand.name
 
     def _enter(self, demand: Demand) -> None:
-        """It is to have homes: how many, by what it takes and by whether requests wait."""
+        """Give it slots; their number follows from its load and from waiting requests."""
         bounds, at, before = self._bounds, self._at, self._before.get(demand.name)
         seats = self._seats / len(self._hosts)
         degree = max(1, math.ceil(demand.expected * demand.service_s / (bounds.busy * seats)))
@@ -223,7 +224,7 @@ class _Draft:
         )
 
     def _rests(self, home: Assignment) -> bool:
-        """Whether it moved too lately to move again."""
+        """Whether its last move is too recent for another one."""
         return home.moved_at is not None and self._at - home.moved_at < self._bounds.move_s
 
     def _takes(self, host: str, demand: Demand) -> bool:
@@ -234,20 +235,20 @@ class _Draft:
         )
 
     def _best(self, demand: Demand, free: Sequence[Host]) -> tuple[Host, Reason]:
-        """The one of ``free`` to live at, and why."""
+        """The best replica of ``free`` for it, and the reason."""
 
         def claim(host: Host) -> float:
             return rendezvous(demand.key, host.key, host.seats)
 
         share = demand.expected / self._homes[demand.name].degree
-        # What alone is more than the bound may live where nothing else does.
+        # A version that exceeds the bound alone may go to a replica without others.
         most = self._bounds.load * self._fair
         within = [h for h in free if self._load[h.id] + share <= max(most * h.seats, share)]
         if not within:
             return min(free, key=lambda host: (self._per_seat(host.id), -claim(host))), Reason.LEAST
         if resident := [host for host in within if demand.name in host.resident]:
             return max(resident, key=claim), Reason.RESIDENT
-        # Engines pad all that they run to the largest rank among it. Where load is low, claims matter less.
+        # Engines pad a batch to its largest rank, so similar ranks go together where load is low.
         light = [host for host in within if self._per_seat(host.id) < self._fair] or within
         first = max(light, key=claim)
         best = max(light, key=lambda host: (-self._padding(host, demand.rank), claim(host)))
@@ -256,12 +257,12 @@ class _Draft:
         return best, Reason.CLAIMED if best is max(self._hosts.values(), key=claim) else Reason.BOUNDED
 
     def _padding(self, host: Host, rank: int) -> int:
-        """How far ``rank`` is from the largest that lives there."""
+        """The distance of ``rank`` from the largest rank on the replica."""
         ranks = [self._chosen[home.name].rank for home in self._homes.values() if host.id in home.hosts]
         return abs(rank - max(ranks)) if ranks else 0
 
     def _exchanges(self, most: str) -> Iterator[tuple[float, int, str, str, str]]:
-        """What may leave ``most``: the larger load per seat after it, the version, where to, what for."""
+        """Moves away from ``most``: the higher load per seat after it, version, target, version back."""
         for name in self._movable(most):
             for other in self._hosts:
                 if self._room[other] > 0:
@@ -282,7 +283,7 @@ class _Draft:
         return there is not None and host not in self._homes[name].hosts and name not in there.refused
 
     def _share(self, name: str) -> float:
-        """Requests per second that each of its homes gets."""
+        """Requests per second for each of its replicas."""
         return self._chosen[name].expected / len(self._homes[name].hosts)
 
     def _per_seat(self, host: str) -> float:
@@ -291,7 +292,7 @@ class _Draft:
     def _give(self, demand: Demand, host: str, why: Reason, moved_at: float | None) -> None:
         home = self._homes[demand.name]
         self._homes[demand.name] = msgspec.structs.replace(
-            home, hosts=(*home.hosts, host), why=_said(why, demand), moved_at=moved_at
+            home, hosts=(*home.hosts, host), why=_reason(why, demand), moved_at=moved_at
         )
         self._room[host] -= 1
         self._load[host] += demand.expected / home.degree
@@ -299,13 +300,13 @@ class _Draft:
     def _move(self, name: str, source: str, target: str) -> None:
         home = self._homes[name]
         hosts = tuple(target if host == source else host for host in home.hosts)
-        said = _said(Reason.EVENED, self._chosen[name])
-        self._homes[name] = msgspec.structs.replace(home, hosts=hosts, why=said, moved_at=self._at)
+        why = _reason(Reason.EVENED, self._chosen[name])
+        self._homes[name] = msgspec.structs.replace(home, hosts=hosts, why=why, moved_at=self._at)
         self._room[source] += 1
         self._room[target] -= 1
         self._load[source] -= self._share(name)
         self._load[target] += self._share(name)
 
 
-def _said(why: Reason, demand: Demand) -> str:
+def _reason(why: Reason, demand: Demand) -> str:
     return f"{why}; {demand.expected:.3g} requests/s times {demand.load_s:.3g} s of a load"

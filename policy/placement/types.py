@@ -1,4 +1,4 @@
-"""What a plan of placement is made from, and what it says: replicas, demands, bounds, homes and moves."""
+"""Types of a placement plan: replicas, demands, bounds, assignments and moves."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import msgspec
 
 
 class Reason(StrEnum):
-    """Why a version lives where it does, or does not."""
+    """The reason for an assignment, a move, or the absence of one."""
 
     KEPT = "lives there already"
     RESIDENT = "is loaded there already"
@@ -25,11 +25,10 @@ class Reason(StrEnum):
 
 
 class Host(msgspec.Struct, frozen=True, kw_only=True):
-    """A replica that is ready or starting; ``key`` is the 64-bit hash by which gateways know it.
+    """A ready or starting replica; ``key`` is its 64-bit hash for rendezvous hashing.
 
-    ``slots`` is how many adapters it can have loaded, ``seats`` how many requests it runs at once (more than
-    0), by which it is also weighed against others. ``resident`` are the versions loaded there, ``refused``
-    those that it cannot load.
+    ``slots`` is its number of adapter slots, ``seats`` its maximum number of concurrent requests (more than
+    0) and its weight. ``resident`` are the loaded versions, ``refused`` those that it cannot load.
     """
 
     id: str
@@ -41,11 +40,11 @@ class Host(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Demand(msgspec.Struct, frozen=True, kw_only=True):
-    """What one version is asked for; ``name`` is its serving name, ``key`` any 64-bit hash of that.
+    """The demand for one version; ``name`` is its serving name, ``key`` a 64-bit hash of it.
 
-    ``rate`` is in requests per second, ``forecast`` what that is expected to be when a load begun now is of
-    use. A load takes ``load_s`` seconds, and a request stays ``service_s`` seconds in a seat (0: not known).
-    ``waiting`` are requests that wait for a slot now.
+    ``rate`` is in requests per second, ``forecast`` the rate expected once a load that starts now is done. A
+    load takes ``load_s`` seconds, a request occupies a seat for ``service_s`` seconds (0: unknown).
+    ``waiting`` requests wait for a slot now.
     """
 
     name: str
@@ -59,24 +58,24 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def expected(self) -> float:
-        """Requests per second to make room for: those that come, or more if more are foreseen."""
+        """Requests per second to plan for: the higher of rate and forecast."""
         return max(self.rate, self.forecast)
 
     @property
     def value(self) -> float:
-        """Seconds of loading per second that a slot for it saves."""
+        """Seconds of loading per second that a slot saves."""
         return self.expected * self.load_s
 
 
 class Bounds(msgspec.Struct, frozen=True, kw_only=True):
-    """What a plan keeps to. Durations are seconds.
+    """Parameters of a plan. Durations are seconds.
 
-    ``load`` is the most that a replica may be given, in units of the mean. One home is enough for requests
-    that take the part ``busy`` of its seats; a version has ``copies`` homes at most (0: as many as there are
-    replicas), one more each time that requests wait for a slot for ``waits_s``, one fewer after ``spare_s``
-    in which fewer would have been enough. Between two moves of it pass ``move_s``. ``free`` slots of each
-    replica at least are left to what is loaded on demand. Who has a slot keeps it until another is worth
-    ``gain`` times as much.
+    ``load`` is the load bound of a replica, in units of the mean. A version gets one more replica for each
+    fraction ``busy`` of a replica's seats that its requests occupy, at most ``copies`` (0: all replicas). It
+    gets another one each time that requests wait for a slot for ``waits_s``, and loses one after ``spare_s``
+    in which fewer would have been enough. At least ``move_s`` pass between two moves of a version. At least
+    ``free`` slots of each replica are reserved for loads on demand. A version loses its slot only to one with
+    ``gain`` times its value.
     """
 
     load: float = 1.25
@@ -90,12 +89,12 @@ class Bounds(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Assignment(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a version lives and ``why``; ``value`` as in :class:`Demand`.
+    """The replicas (``hosts``) of a version and the reason ``why``; ``value`` as in :class:`Demand`.
 
-    ``degree`` is how many homes it should have. Instants are ``None`` where nothing of the kind is so:
-    ``moved_at`` when it last got another home or lost its only one, ``waits_since`` since when requests
-    wait for a slot, ``spare_since`` since when fewer homes would do. One without ``hosts`` lost its slot
-    lately, and gets none before it may move again.
+    ``degree`` is the desired number of replicas. ``moved_at`` is the instant of the last move,
+    ``waits_since`` since when requests wait for a slot, ``spare_since`` since when fewer replicas would be
+    enough; ``None`` if not so. A version without ``hosts`` lost its slot and gets none before it may move
+    again.
     """
 
     name: str
@@ -109,7 +108,7 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Move(msgspec.Struct, frozen=True, kw_only=True):
-    """A change since the plan before; ``source`` is empty for a new home, ``target`` for one given up."""
+    """A change since the last plan; ``source`` is empty for a new replica, ``target`` for a removed one."""
 
     name: str
     source: str
@@ -118,10 +117,10 @@ class Move(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """``homes`` in the order of value; ``hold`` is what each replica should keep, the most valuable first.
+    """The assignments ``homes`` by value, and the same by replica: ``hold``, the most valuable first.
 
-    ``load`` is what each is given of the requests for what lives somewhere, in units of its fair share, and
-    ``free`` how many slots of each are left to what is loaded on demand.
+    ``load`` is the load of each replica from planned versions, in units of its fair share; ``free`` the slots
+    of each replica that are reserved for loads on demand.
     """
 
     at: float = 0.0
@@ -132,7 +131,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     free: int = 0
 
     def explain(self, name: str) -> str:
-        """Why the version ``name`` lives where it does."""
+        """The reason for the placement of the version ``name``."""
         found = next((home for home in self.homes if home.name == name), None)
         return found.why if found is not None else Reason.ON_DEMAND
 

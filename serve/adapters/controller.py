@@ -48,7 +48,7 @@ class AdapterController:
         self._event = event
         self._demand = AdapterDemand()
         self._placing = AdapterPlacement(self._demand, slots)
-        self._changed = asyncio.Event()
+        self.changed = asyncio.Event()
         self.library = AdapterLibrary(shelf, epoch, event)
         self.declaring = DeclaredAdapters(self.library, state, monotonic)
 
@@ -56,7 +56,7 @@ class AdapterController:
         """Set the deployment; if it was just ``applied``, its adapter sources are checked for changes."""
         self.library.declare(deployment)
         self.declaring.declare(deployment, applied=applied)
-        self._changed.set()
+        self.changed.set()
 
     def beat(self, beat: Heartbeat) -> Orders:
         """Record the adapter usage of a registered replica; the adapters that are planned for it."""
@@ -108,7 +108,7 @@ class AdapterController:
         clear_at = self._monotonic() + CLEAR_S
         await self.library.open()
         while True:
-            self._changed.clear()
+            self.changed.clear()
             try:
                 await self.declaring.step()
                 if self._monotonic() >= clear_at:
@@ -121,7 +121,7 @@ class AdapterController:
                 log.exception("adapters")
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(STEP_S):
-                    await self._changed.wait()
+                    await self.changed.wait()
 
     def _plan(self, model: str, now: float) -> None:
         self._placing.plan(model, self._replicas(model), self.library.aliases(model), now)

@@ -294,7 +294,7 @@ async def test_a_source_that_cannot_be_had_is_shown_with_its_reason(plane: Plane
     adapters = plane.controller.adapters
     running = asyncio.create_task(adapters.run())
     while len(adapters.declaring.troubles) < 2 or not adapters.library.aliases("m"):
-        adapters._stirred.set()
+        adapters.changed.set()
         await asyncio.sleep(0.001)
     shown = {each.name: (each.state, each.note) for each in adapters.status().adapters}
     assert shown == {
