@@ -282,7 +282,7 @@ class Price(Section, frozen=True):
 class Upstream(Section, frozen=True):
     """A fallback provider: an OpenAI-compatible endpoint for requests beyond capacity.
 
-    ``models`` maps model names to the provider's, ``key_file`` contains the API key, ``cost_cap_per_h`` is the
+    ``models`` maps model names to the provider's, ``key_file`` contains the key, ``cost_cap_per_h`` is the
     spending limit per hour in the currency of ``price``.
     """
 
