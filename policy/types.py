@@ -58,7 +58,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     ``running`` and ``waiting`` are the engine's own split of them, ``kv_used`` the fraction of
     its KV cache in use. ``tokens`` counts scheduled tokens since the engine started.
     ``pending_tokens`` are the prompt tokens, as the gateways announced them, of requests that have
-    not had their first byte: the prefill that is ahead of whoever comes now.
+    not had their first byte: the prefill ahead of a request that arrives now.
     """
 
     at: float

@@ -1,4 +1,4 @@
-"""The deployment document in the state directory, read again when it changes."""
+"""The deployment in the state directory, read again when its file changes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LOOK_EVERY_S = 0.5
 
 
 class FollowedDeployment:
-    """What is deployed. A document that cannot be read leaves the last good one in force."""
+    """The current deployment. A document that cannot be read leaves the last good one in force."""
 
     def __init__(self, state: StateDir, log: Log) -> None:
         self._path = state.deployment_path

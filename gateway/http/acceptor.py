@@ -1,7 +1,7 @@
 """Accepts connections from a listening socket that several workers share, one at a time.
 
-uvloop's own server takes all that wait, whoever else could; and an error of accept() other than one of
-a missing descriptor that libuv could make good closes it for ever, without a word.
+uvloop's own server accepts all that wait, although other workers could. It also closes for good, without an
+error, after any failure of accept() but a missing descriptor that libuv can replace.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 from gateway.http.reserve_descriptor import ReserveDescriptor
 
-# The machine has no more of something: whoever waits is let go, and what is served now goes on.
+# The machine is out of some resource: waiting clients are closed, and those being served go on.
 _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 # Nothing can be taken, not even to be let go: the loop would ask without end.
 REST_S = 0.05

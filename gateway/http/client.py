@@ -175,7 +175,7 @@ class ClientConnection:
             sink.on_data(body, complete=False)
 
     def eof_received(self) -> None:
-        """It closes, which is told next."""
+        """Called before the connection closes."""
 
     def pause_writing(self) -> None:
         """A request is written once, whole."""

@@ -47,7 +47,7 @@ class ServerTimeouts(NamedTuple):
 class Server:
     """All connections of the client port. ``now`` is the loop's time at the last sweep.
 
-    ``max_body_bytes`` is asked for each request; ``on_refused`` is told what never reached the app.
+    ``max_body_bytes`` is called for each request, ``on_refused`` with each refusal before the app.
     """
 
     def __init__(

@@ -50,7 +50,7 @@ class Tenants:
 
     ``salt_secret`` makes the cache salts; ``own_key`` is Tidegate's own, which is nobody's. A key is
     digested anew for each request: that costs less than a microsecond, keeps no key in memory, and a
-    revoked one ends with the document that named it.
+    revoked key ends with the deployment that named it.
     """
 
     def __init__(self, salt_secret: bytes, own_key: str) -> None:

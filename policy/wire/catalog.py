@@ -1,7 +1,7 @@
 """The adapter catalog: names, their versions, and the tenants that may see them.
 
 A name is an alias: requests that arrive are given one of its versions by weight, the same one for the same
-client, and keep it whatever the alias stands for by then. What engines call a version carries its digest, so
+client, and keep it when the alias changes. What engines call a version carries its digest, so
 that nothing which was cached for another is ever used for it.
 """
 
@@ -35,7 +35,7 @@ class Version(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Alias(msgspec.Struct, frozen=True, kw_only=True):
-    """A name on a base ``model``, and what it stands for: ``split``, (number, weight) of some ``versions``.
+    """A name on a base ``model``, and its versions in use: ``split``, (number, weight) of some ``versions``.
 
     ``revision`` grows with each change. ``tenants`` are those who may see it, everybody if there are none.
     """
