@@ -14,7 +14,7 @@ from msgspec import Raw
 
 from gateway.protocol.body import Body
 from gateway.protocol.paths import Route
-from policy.admission.coalescing import can_share
+from policy.admission.coalescing import apportion
 from policy.config.deployment import Coalesce
 
 _fields_of = msgspec.json.Decoder(dict[str, Raw])
@@ -172,12 +172,12 @@ def _usages(
         "completion_tokens": [sum(len(bytes(item)) for item in own) for own in cut],
     }
     parts = {
-        name: can_share(usage[name], weights[name]) for name in weights if isinstance(usage.get(name), int)
+        name: apportion(usage[name], weights[name]) for name in weights if isinstance(usage.get(name), int)
     }
     usages = [{name: part[place] for name, part in parts.items()} for place in range(len(together))]
     total = usage.get("total_tokens")
     if isinstance(total, int):
         counted = [sum(usage.values()) for usage in usages]
-        for usage, part in zip(usages, can_share(total, counted), strict=True):
+        for usage, part in zip(usages, apportion(total, counted), strict=True):
             usage["total_tokens"] = part
     return usages

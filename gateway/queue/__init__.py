@@ -1,4 +1,4 @@
-"""Queues of waiting requests: admission, coalescing and rejections.
+"""Drives the dispatcher of each model on the event loop: queues, coalescing and rejections.
 
 Read first: `admission`.
 """

@@ -1,4 +1,4 @@
 """Which request is dispatched, waits or is rejected: queues, fairness, deadlines, spend caps.
 
-Read first: `queue`.
+Read first: `dispatcher`.
 """

@@ -1,8 +1,8 @@
-"""When requests that can share one upstream call leave together.
+"""Coalescing of requests that can share one upstream call.
 
-Nagle's idea (RFC 896) with a bound: who is alone leaves at once; while a call of its group is under way
-a request waits for others, until the window ends, until the batch is full, or until the last call under
-way has returned, whichever comes first.
+Nagle's algorithm (RFC 896) with a bound: a request of an idle group leaves at once; while a call of its group
+is in progress it waits for others, until the window ends, the batch is full, or the last call in progress has
+returned, whichever comes first.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True, eq=False)
 class Batch(Generic[T]):
-    """Members that leave as one call, with ``inputs`` of them in all; waiting ones leave at ``due``."""
+    """Members of one call, with ``inputs`` of them in all; a waiting batch leaves at ``due``."""
 
     group: Hashable
     due: float
@@ -33,8 +33,8 @@ class _Group(Generic[T]):
 class Windows(Generic[T]):
     """The groups of one gateway worker. Times are seconds of one monotonic clock.
 
-    A group is what its members have in common; it is remembered while a call of it is under way or
-    waits. Every batch that is handed out must be ended by :meth:`ended`.
+    A group is what its members have in common; it is kept while a call of it is in progress or waits. Every
+    batch that is returned must be ended by :meth:`ended`.
     """
 
     def __init__(self) -> None:
@@ -49,9 +49,9 @@ class Windows(Generic[T]):
     def arrive(
         self, group: Hashable, member: T, inputs: int, at: float, *, window_s: float, most: int
     ) -> list[Batch[T]]:
-        """``member`` comes with ``inputs``; what leaves now, in order, with or without it.
+        """Add ``member`` with ``inputs``; returns the batches that leave now, in order.
 
-        ``most`` bounds the inputs of a batch; a member with more of them is no member.
+        ``most`` bounds the inputs of a batch, and of a member.
         """
         found = self._groups.get(group)
         if found is None:
@@ -70,7 +70,7 @@ class Windows(Generic[T]):
         return leaving
 
     def withdraw(self, group: Hashable, member: T) -> bool:
-        """``member`` has gone; whether it was still waiting (and takes its inputs with it)."""
+        """Take out ``member``; returns whether it still waited."""
         found = self._groups.get(group)
         if found is None or found.waiting is None or member not in found.waiting.members:
             return False
@@ -87,7 +87,7 @@ class Windows(Generic[T]):
         return [self._leave(self._groups[batch.group]) for batch in over]
 
     def ended(self, batch: Batch[T]) -> Batch[T] | None:
-        """The call of ``batch`` has returned; the batch that need wait no longer, if there is one."""
+        """The call of ``batch`` has returned; returns the batch that leaves now, if any."""
         found = self._groups[batch.group]
         found.under_way -= 1
         if found.under_way:
@@ -105,11 +105,11 @@ class Windows(Generic[T]):
         return batch
 
 
-def can_share(total: int, weights: list[int]) -> list[int]:
-    """``total`` in whole parts in proportion to ``weights``, which sum to it exactly.
+def apportion(total: int, weights: list[int]) -> list[int]:
+    """``total`` in whole parts in proportion to ``weights``; they sum to it exactly.
 
-    Hamilton's method: everyone gets the whole part of its quota, the largest remainders one more each;
-    of equal remainders the first. Weights that are all 0 count as equal.
+    Hamilton's method: each gets the whole part of its quota, the largest remainders get one more; of equal
+    remainders the first. Weights that are all 0 count as equal.
     """
     whole = sum(weights)
     if not whole:

@@ -1,4 +1,4 @@
-"""What a queue asks of the order in which it serves: the seam for another one (docs/extending.md)."""
+"""The queueing discipline: the port for another order of service (docs/extending.md)."""
 
 from __future__ import annotations
 
@@ -11,46 +11,46 @@ Charge = TypeVar("Charge")
 
 
 class QueueOrder(NamedTuple):
-    """A request, and the ``tag`` of its turn: turns go by growing tags, in weighted tokens served."""
+    """A request and its virtual start ``tag`` in weighted tokens; requests are served in order of tags."""
 
     request: Request
     tag: float
 
 
 class Discipline(Protocol[Charge]):
-    """The order among the requests of one priority class. ``tokens`` are expected of those that wait.
+    """The order among the requests of one priority. ``tokens`` is the expected cost of those that wait.
 
-    ``Charge`` is its receipt for what it charged, which nobody else reads.
+    ``Charge`` is an opaque receipt for what was charged.
     """
 
     tokens: int
 
     def __len__(self) -> int:
-        """How many wait."""
+        """How many requests wait."""
 
     def add(self, request: Request, *, returned: bool) -> None:
-        """It waits; ``returned`` if a replica sent it back, which spares it from :meth:`spare`."""
+        """Queue it; ``returned`` if a replica sent it back, which protects it from :meth:`spare`."""
 
     def remove(self, request: Request) -> None:
-        """It waits no more."""
+        """Take it out of the queue."""
 
     def walk(self) -> Iterator[QueueOrder]:
-        """All that wait, in the order in which they would be served; nothing may change meanwhile."""
+        """All waiting requests in the order of service; the queue must not change meanwhile."""
 
     def charge(self, request: Request) -> Charge:
-        """It begins, having waited or not; what waited was removed before."""
+        """Charge a request that begins; one that waited was removed before."""
 
     def settle(self, charge: Charge, tokens: int) -> None:
-        """It cost ``tokens`` in truth; 0 takes all back. May be said again."""
+        """Correct the charge to ``tokens``; 0 takes it back. May be called again."""
 
     def ended(self, charge: Charge) -> None:
-        """It runs no more."""
+        """The request no longer runs."""
 
     def ahead(self, newcomer: Request) -> float:
-        """About how many tokens of this class would be served before ``newcomer``."""
+        """About how many tokens of this priority would be served before ``newcomer``."""
 
     def hear(self) -> None:
-        """Take note of what others than this queue serve, if it counts that; said now and then."""
+        """Count what other workers serve, if the discipline does so; called regularly."""
 
     def spare(self, newcomer: Request | None) -> Request | None:
-        """Who makes room for ``newcomer`` of this class, or for one of a better class (``None``)."""
+        """The request that makes room for ``newcomer`` of this priority, or of a higher one (``None``)."""

@@ -1,4 +1,4 @@
-"""Which waiting requests go now that there is room, and where: like with like, nobody passed for long."""
+"""Batched dispatch: waiting requests of one adapter or prefix go to the same replica, within fair order."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from policy.admission.queue import Waiting
 from policy.request import Request
 from policy.routing.router import Candidate, CostEstimate
 
-# How far down the order companions are looked for.
+# How many waiting requests are searched for companions.
 WINDOW = 32
-# How many may be found to have no place before the rest is left for later: to ask costs time.
+# How many requests may find no replica before the rest is left for later: each choice costs time.
 MOST_MISSES = 4
-# A request is passed so often by ones that a replica could have had later.
+# How often a request may be passed by later ones at a replica that could have served it.
 MOST_PASSED = 8
-# How far in weighted tokens a turn may be anticipated: some requests of common size.
+# How much earlier than in fair order a request may go, in weighted tokens: some requests of common size.
 QUANTUM = 8192.0
 
 
 class Assignment(NamedTuple):
-    """``request`` goes to ``quote.candidate``, before those in ``passed``, which it could have taken too."""
+    """``request`` goes to ``quote.candidate``, before those in ``passed``, which it could have served too."""
 
     request: Request
     quote: CostEstimate
@@ -29,10 +29,10 @@ class Assignment(NamedTuple):
 
 
 class FreeSlots(NamedTuple):
-    """What the choice asks of the replicas.
+    """What dispatch asks of the replicas.
 
-    ``quote`` is where a request would go now, if anywhere, given all picks so far. ``could`` is whether
-    a replica might ever serve a request, room aside. ``runs`` are the adapters of what runs on one.
+    ``quote`` is where a request would go now, if anywhere, given all assignments so far. ``could`` is whether
+    a replica can serve a request at all, room aside. ``runs`` are the adapters in use on one.
     """
 
     quote: Callable[[Request], CostEstimate | None]
@@ -41,13 +41,13 @@ class FreeSlots(NamedTuple):
 
 
 def dispatch(order: Iterator[Waiting], room: FreeSlots) -> Iterator[Assignment]:
-    """Picks from ``order``, the fair one; whoever iterates begins each pick before asking for the next.
+    """Assignments in the fair ``order``; the caller takes each slot before it asks for the next assignment.
 
-    The first that any replica can take goes. While the replica it went to has room, those of the next
-    :data:`WINDOW` follow it there that share its adapter and first prefix, then those of an adapter that
-    runs there; then the next in order is the first. Whoever is passed by another on the way to a replica
-    that could have served it is passed :data:`MOST_PASSED` times, and by none whose turn is more than
-    :data:`QUANTUM` later or whose class is less important.
+    The first request that any replica can take goes. While that replica has room, companions among the next
+    :data:`WINDOW` requests follow it: first those that share its adapter and first prefix, then those of an
+    adapter in use there. Then the next in order is the first. A request is passed by others at a replica that
+    could have served it at most :data:`MOST_PASSED` times, and by none whose turn is more than
+    :data:`QUANTUM` later or whose priority is lower.
     """
     window = _Window(order, room)
     misses = 0
@@ -62,7 +62,7 @@ def dispatch(order: Iterator[Waiting], room: FreeSlots) -> Iterator[Assignment]:
 
 
 class _Waiter:
-    """One of the window, ``gone`` once picked."""
+    """One of the window, ``gone`` once assigned."""
 
     __slots__ = ("gone", "passed", "request", "tag")
 
@@ -72,7 +72,7 @@ class _Waiter:
 
 
 class _Window:
-    """The part of the order that was looked at, grown when it is needed: mostly there is room for one."""
+    """The part of the order that was read so far; mostly one request is enough."""
 
     def __init__(self, order: Iterator[Waiting], room: FreeSlots) -> None:
         self._order = order
@@ -81,7 +81,7 @@ class _Window:
         self._tried = 0
 
     def next(self) -> _Waiter | None:
-        """The next in order that was neither picked nor tried."""
+        """The next in order that was neither assigned nor tried."""
         while self._tried < WINDOW:
             if self._tried == len(self._waiters):
                 self._grow(1)
@@ -94,7 +94,7 @@ class _Window:
         return None
 
     def pick(self, waiter: _Waiter, quote: CostEstimate) -> Assignment | None:
-        """``waiter`` as picked, unless it would pass somebody who must not be passed."""
+        """The assignment of ``waiter``, unless it would pass a request that must not be passed."""
         passed = []
         for other in self._waiters:
             if other is waiter:
@@ -113,7 +113,7 @@ class _Window:
         return Assignment(waiter.request, quote, tuple(other.request for other in passed))
 
     def companions(self, first: _Waiter, candidate: Candidate) -> Iterator[Assignment]:
-        """Those that go with ``first`` for as long as ``candidate`` is where they would go."""
+        """The companions of ``first``, as long as the router sends them to ``candidate``."""
         if candidate.bound and candidate.in_flight >= candidate.bound:
             return
         self._grow(WINDOW)

@@ -1,4 +1,4 @@
-"""How fast a queue drains: tokens that began per second while somebody waited, and when slots fall free."""
+"""The service rate of a queue: tokens begun per second while requests waited, and when slots fall free."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ from itertools import islice
 
 from policy.types import Priority
 
-# The memory, in seconds of busy time and in stays of a request. Long enough to hold some dozens of requests
-# on a few slots, short enough to follow a fleet that grows. While those that run may still run, that nobody
-# began says nothing.
+# The memory, in seconds of busy time and in service times of a request. Long enough to hold some dozens of
+# requests on a few slots, short enough to follow a fleet that grows. Within one service time it says nothing
+# that no request began.
 MEMORY_S = 5.0
 MEMORY_STAYS = 3.0
-# What the estimate from requests in flight counts for, as if measured for so much of the memory.
+# The weight of the estimate from requests in flight, as a fraction of the memory.
 PRIOR = 0.33
-# Some of the rate is left to a class even if better ones took all of it lately.
+# The least fraction of the rate that a priority is predicted to get.
 LEAST_SHARE = 0.05
-# Of those in flight so many are looked at one by one; behind them all ends come evenly.
+# So many requests in flight are considered one by one; later ends are assumed to come evenly.
 MOST_LOOKED_AT = 128
 RANK = {priority: rank for rank, priority in enumerate(Priority)}
 
 
 class ServiceRate:
-    """Decayed sums of what began while somebody waited, by class.
+    """Decayed sums of the tokens that began while requests waited, by priority.
 
-    Before there was such a time, and a little afterwards, the rate follows from Little's law: tokens in
-    flight over the mean time that one stays; ``unsure`` is whether that is unknown as well.
+    Before requests waited, and a little afterwards, the rate follows from Little's law: tokens in flight over
+    the mean service time; ``unsure`` is whether that is unknown as well.
     """
 
     def __init__(self) -> None:
@@ -38,7 +38,7 @@ class ServiceRate:
         self.unsure = True
 
     def busy(self, at: float, *, waits: bool) -> None:
-        """Whether somebody waits from ``at`` on, where a replica is there to serve."""
+        """Whether requests wait from ``at`` on while a replica is up."""
         if self._since is not None and at > self._since:
             memory_s = self._memory_s()
             kept = math.exp(-(at - self._since) / memory_s)
@@ -47,7 +47,7 @@ class ServiceRate:
         self._since = at if waits else None
 
     def expect(self, stays_s: float) -> None:
-        """Nobody has ended yet; by the engine model one will, so long after it began."""
+        """No request has ended yet; the performance model predicts this service time."""
         self._stays = stays_s
 
     def began(self, ticket: int, tokens: int, priority: Priority, at: float, *, waited: bool) -> None:
@@ -67,7 +67,7 @@ class ServiceRate:
             self.unsure = False
 
     def rate(self, priority: Priority) -> float | None:
-        """Tokens per second that are left to a class by those before it; ``None`` while unknown."""
+        """Tokens per second that higher priorities leave to ``priority``; ``None`` while unknown."""
         began, busy_s = sum(self._began), self._busy_s
         better = sum(self._began[: RANK[priority]])
         if self._stays and self._in_flight > 0:
@@ -82,10 +82,10 @@ class ServiceRate:
         return max(MEMORY_S, MEMORY_STAYS * self._stays)
 
     def free_s(self, ahead: float, at: float) -> float:
-        """Seconds until a slot falls free that those ``ahead`` (in tokens) leave, if all stay as is usual.
+        """Seconds until a slot falls free for a request with ``ahead`` tokens before it; 0 while unknown.
 
-        Requests that began together end together: that is when there is a slot, whatever the rate.
-        Those that stay longer than usual may end at any time. 0 while nobody knows.
+        All are assumed to have the mean service time: requests that began together end together, and that is
+        when there is a slot, whatever the rate. Those that run longer may end at any time.
         """
         if not self._stays:
             return 0.0

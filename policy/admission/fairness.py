@@ -12,19 +12,19 @@ from policy.admission.ordered_set import OrderedSet
 from policy.admission.virtual_counters import VirtualCounter, VirtualCounters
 from policy.request import Request
 
-# Idle ones beyond these are forgotten; a tenant's adapters are bounded apart from other tenants'.
+# Idle tenants beyond these are forgotten; the adapters of each tenant are bounded separately.
 MOST_TENANTS = 4096
 MOST_ADAPTERS = 256
 
 
 class Peers(Protocol):
-    """What the workers of this host charge, in tokens: each writes its own and reads the others'."""
+    """The tokens that the workers of this host charge: each writes its own and reads those of the others."""
 
     def served(self, tenant: str, tokens: int) -> None:
-        """This worker charged ``tokens`` more to ``tenant``; negative when it takes some back."""
+        """This worker charged ``tokens`` more to ``tenant``; negative for a correction."""
 
     def others(self, tenant: str) -> int:
-        """All that the others charged to ``tenant`` so far."""
+        """The total that the others have charged to ``tenant``."""
 
 
 class _Adapter(VirtualCounter):
@@ -40,7 +40,7 @@ class _Adapter(VirtualCounter):
 class _Tenant(VirtualCounter):
     """A tenant's adapters, and those of its requests that may be displaced, the youngest last.
 
-    ``seen`` is what others had charged it when that was last added to its counter here.
+    ``seen`` is the others' charge that its counter here includes.
     """
 
     __slots__ = ("adapters", "seen", "young")
@@ -63,11 +63,11 @@ class _Charge:
 
 
 class FairQueue:
-    """A :class:`policy.admission.discipline.Discipline`: least served tenant first, and in it the least
-    served adapter.
+    """A :class:`policy.admission.discipline.Discipline`: the least served tenant first, and of its adapters
+    the least served.
 
-    ``weight`` is a tenant's share, looked up whenever it begins to wait. ``peers`` adds to a tenant
-    that waits what other workers serve it meanwhile.
+    ``weight`` is a tenant's share, read when it begins to wait. ``peers`` adds to a waiting tenant what other
+    workers serve it meanwhile.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class FairQueue:
             charge.adapter.running -= 1
 
     def ahead(self, newcomer: Request) -> float:
-        """Its own backlog at its share of the rate, and what the others are behind it; at most all."""
+        """Its own backlog at its share of the rate, and what the others are owed; at most all that waits."""
         tenants = self._tenants
         tenant = tenants.find(newcomer.tenant)
         if tenant is None:
@@ -147,7 +147,7 @@ class FairQueue:
         return min(self.tokens, owed + tenant.tokens * (tenant.weight + others) / tenant.weight)
 
     def spare(self, newcomer: Request | None) -> Request | None:
-        """The youngest of the tenant with the longest backlog for its weight, if that is another's."""
+        """The youngest request of the tenant with the longest backlog for its weight, if that is another."""
         bar = 0.0
         if newcomer is not None:
             own = self._tenants.flow(newcomer.tenant)
@@ -160,13 +160,13 @@ class FairQueue:
         return None
 
     def hear(self) -> None:
-        """Add what the other workers served meanwhile to the tenants that wait here."""
+        """Add what other workers served meanwhile to the tenants that wait here."""
         if self._peers is not None:
             for tenant, _ in list(self._tenants.waiting):
                 self._hear(tenant, self._peers)
 
     def _hear(self, tenant: _Tenant, peers: Peers) -> None:
-        # Of a tenant that does not wait here nothing is owed to those that do: it is not heard of.
+        # Only tenants that wait here are compared, so the others' charges do not matter for the rest.
         now = peers.others(tenant.name)
         if now != tenant.seen:
             self._tenants.correct(tenant, now - tenant.seen)
@@ -184,7 +184,7 @@ class FairQueue:
 
 
 def cost(request: Request) -> int:
-    """What a request is charged in tokens: never nothing, or it would go unseen."""
+    """The charge for a request in tokens, at least 1."""
     tokens = request.prompt_tokens + request.output_tokens
     return tokens if tokens > 1 else 1
 
@@ -201,7 +201,7 @@ def _of_adapter(adapter: _Adapter) -> Iterator[Request]:
 
 
 def _by_turns(counters: VirtualCounters[F], of: Callable[[F], Iterator[Request]]) -> Iterator[QueueOrder]:
-    """The requests of all flows that wait, in the order of serving each where its flow then stands."""
+    """The waiting requests of all flows in the order in which they would be served."""
     fresh = iter(counters.waiting)
     begun: list[tuple[float, int, F, Iterator[Request]]] = []
     flow = next(fresh, None)
@@ -223,10 +223,11 @@ def _by_turns(counters: VirtualCounters[F], of: Callable[[F], Iterator[Request]]
 def has_fair_share(
     running: int, waiting: int, theirs_running: int, theirs_waiting: int, *, was_last: bool = False
 ) -> bool:
-    """Whether a worker leaves the next slot to those who wait for one in the others of its host.
+    """Whether a worker leaves the next slot to requests that wait in other workers of its host.
 
-    Slots belong to requests, wherever they came in; but whoever frees one is the first to know, and with a
-    few slots would have all of them for ever. Where nobody runs, it ``was_last`` who took one.
+    Slots are shared by all requests, whichever worker they came to; but the worker that frees one is the
+    first to know, and with few slots would keep them all. ``was_last`` is whether it took the last slot,
+    which decides where no request of the others runs.
     """
     if not theirs_waiting:
         return False

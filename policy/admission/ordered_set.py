@@ -11,10 +11,10 @@ _Entry = tuple[float, int, int, T]
 
 
 class OrderedSet(Generic[T]):
-    """Least key first, ties by ``then``, then by who was put first; each operation is O(log n), amortised.
+    """Least key first, ties by ``then``, then in order of insertion; operations are O(log n), amortised.
 
-    A heap whose outdated entries are skipped when they surface, and swept once they are most of it.
-    An entry is current while its put is its member's last; ``puts`` is that of each member.
+    A heap whose outdated entries are skipped when they surface, and removed once they are most of it. An
+    entry is current while it is its member's last; ``puts`` numbers the last entry of each member.
     """
 
     __slots__ = ("_heap", "_puts", "puts")
@@ -31,7 +31,7 @@ class OrderedSet(Generic[T]):
         return member in self.puts
 
     def put(self, member: T, key: float, then: int = 0) -> None:
-        """Rank ``member`` by ``key``, whatever it was ranked by before."""
+        """Add ``member`` with ``key``, or change its key."""
         self._puts += 1
         self.puts[member] = self._puts
         heappush(self._heap, (key, then, self._puts, member))
@@ -39,7 +39,7 @@ class OrderedSet(Generic[T]):
             self._heap = sorted(entry for entry in self._heap if self.puts.get(entry[3]) == entry[2])
 
     def drop(self, member: T) -> bool:
-        """Rank it no more; whether it was."""
+        """Remove it; returns whether it was in the set."""
         if self.puts.pop(member, None) is None:
             return False
         if not self.puts:
@@ -57,9 +57,9 @@ class OrderedSet(Generic[T]):
         return None
 
     def __iter__(self) -> Iterator[tuple[T, float]]:
-        """Members with their keys in order, each in O(log n); nothing may change meanwhile."""
+        """Members with their keys in order, each in O(log n); the set must not change meanwhile."""
         heap, current = self._heap, self.puts
-        # A heap's entry is followed by none but its two children, so those seen bound what is next.
+        # The next entry is a child of one that was visited.
         ahead = [(heap[0], 0)] if heap else []
         while ahead:
             entry, at = heappop(ahead)

@@ -1,4 +1,4 @@
-"""The queue of one model in one worker: who waits, who is sent away, and who is next."""
+"""The queue of one model in one worker: order, bounds, predicted waits and rejections on arrival."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from policy.request import Request
 from policy.types import Priority
 
 MAX_RETRY_AFTER_S = 120
-# A newcomer may displace so many: more small ones than that are not worth one large.
+# How many waiting requests one newcomer may displace: more small ones are not worth one large.
 MOST_DISPLACED = 16
-# A tenant's last fifty who came to a full house say how many are turned away. Where that is nearly all, the
-# others wait half as long as they might: no slot runs empty for it, and by longer waits no more are served.
+# The rejected fraction of a tenant's requests is a mean over about the last fifty. Where it is nearly 1, the
+# others wait half as long as they might: slots stay busy, and longer waits would serve no more requests.
 CROWD_GAIN = 0.02
 CROWDED = 0.5
 MOST_CROWDS = 1024
 
 
 class Bounds(NamedTuple):
-    """How many requests and how many of their bytes may wait."""
+    """The most requests and bytes that may wait."""
 
     requests: int
     size: int
 
 
 class Verdict(NamedTuple):
-    """What becomes of a newcomer: it waits, unless ``refusal`` says why not.
+    """Whether a newcomer waits; if not, ``refusal`` says why.
 
-    ``wait_s`` is how long it is expected to wait, ``None`` while nobody knows. ``retry_after_s`` is when
-    it may fit, 1..120; the same holds for those ``displaced`` by it, who wait no more.
+    ``wait_s`` is the expected wait, ``None`` while it is unknown. ``retry_after_s`` is when it may fit, 1 to
+    120 seconds; the same holds for the ``displaced``, which no longer wait.
     """
 
     refusal: Refusal | None
@@ -46,11 +46,9 @@ class Verdict(NamedTuple):
 
 
 class Waiting(NamedTuple):
-    """A request that waits, at its turn: ``tag`` as in :class:`policy.admission.discipline.QueueOrder`,
-    within its
-    class.
+    """A waiting request in order; ``tag`` as in :class:`policy.admission.discipline.QueueOrder`.
 
-    ``passed`` counts those that came after it and were served by a replica that could have had it.
+    ``passed`` counts later requests that a replica was given which could have served this one.
     """
 
     request: Request
@@ -59,7 +57,7 @@ class Waiting(NamedTuple):
 
 
 class Admitted:
-    """A request that began, until it :meth:`Queue.ended`."""
+    """A request that was sent to a replica, until :meth:`Queue.ended`."""
 
     __slots__ = ("charge", "request", "running")
 
@@ -70,12 +68,11 @@ class Admitted:
 
 
 class Queue:
-    """Requests by priority class, strictly; within a class by its discipline; within a flow by ticket.
+    """Requests in strict order of priority; within a priority by its discipline; within a flow by ticket.
 
-    Instants are seconds of one monotonic clock. ``waiting`` are those that wait, by ticket, ``size`` their
-    bytes. ``ready`` is whether any replica is up: while none is, what waits says nothing of how fast it
-    would be served.
-    All operations are O(log n), amortised.
+    Instants are seconds of one monotonic clock. ``waiting`` are the requests by ticket, ``size`` their bytes.
+    ``ready`` is whether any replica is up: while none is, the service rate is not measured. All operations
+    are O(log n), amortised.
     """
 
     def __init__(self, discipline: Callable[[], Discipline[Any]]) -> None:
@@ -98,7 +95,7 @@ class Queue:
         return request.ticket in self.waiting
 
     def depth(self, priority: Priority) -> int:
-        """How many of a class wait."""
+        """How many requests of a priority wait."""
         return len(self._classes[priority])
 
     def ticket(self) -> int:
@@ -116,16 +113,15 @@ class Queue:
         full: bool = False,
         kept: bool = False,
     ) -> Verdict:
-        """A request that was never in the queue waits, or is refused at once.
+        """Queue a request that was never in the queue, or reject it at once.
 
-        It is refused as ``overloaded`` when it could not be served before its deadline, or would wait
-        longer than ``patience_s``, or half of that where most are turned away: until a slot falls free,
-        where all are ``full``, or by the rate. The rate is not held against one before whom nobody
-        stands: somebody must be tried, or a rate that was bad once would never be measured again.
-        Nothing is against one for whom a slot was ``kept``. Beyond ``bounds`` they are
-        refused as ``queue_full``, unless somebody of a less important class, or of the same class and a
-        tenant with a longer backlog, makes room. A request that is larger than all bytes may be waits
-        alone.
+        It is rejected as ``overloaded`` if it is predicted to miss its deadline or to wait longer than
+        ``patience_s`` (half of that where most requests are rejected). The wait is predicted from when a slot
+        falls free, where all replicas are ``full``, and from the service rate. The rate does not count
+        against the first in the queue: one must be tried, or a bad rate would never be measured again. A
+        request for which a slot was ``kept`` is not rejected so. Beyond ``bounds`` it is rejected as
+        ``queue_full``, unless a request of a lower priority, or of the same priority and a tenant with a
+        longer backlog, makes room. A request that is larger than the limit in bytes may wait alone.
         """
         wait_s, late_s = None, 0.0
         if self.ready and not kept:
@@ -151,11 +147,11 @@ class Queue:
         return Verdict(None, wait_s, self._retry_full(newcomer), tuple(displaced))
 
     def put_back(self, request: Request, at: float) -> None:
-        """A replica did not take it: it stands in its old place, however full the queue has become."""
+        """A replica did not take it: it returns to its old place, however full the queue has become."""
         self._put(request, at, returned=True)
 
     def remove(self, request: Request, at: float) -> bool:
-        """It waits no more; whether it did."""
+        """Take it out of the queue; returns whether it waited."""
         if self.waiting.pop(request.ticket, None) is None:
             return False
         self._classes[request.priority].remove(request)
@@ -167,7 +163,7 @@ class Queue:
         return True
 
     def begin(self, request: Request, at: float) -> Admitted:
-        """It goes to a replica now, having waited or not, and is charged what it is expected to cost."""
+        """It goes to a replica now, having waited or not, and is charged its expected cost."""
         waited = request.ticket in self.waiting
         if waited:
             self._learn(request, at)
@@ -177,18 +173,18 @@ class Queue:
         return Admitted(request, self._classes[request.priority].charge(request))
 
     def settle(self, began: Admitted, tokens: int) -> None:
-        """It cost ``tokens`` in truth; 0 takes back what was charged."""
+        """Correct its charge to ``tokens``; 0 takes it back."""
         self._classes[began.request.priority].settle(began.charge, tokens)
 
     def ended(self, began: Admitted, at: float, *, whole: bool) -> None:
-        """It runs no more; ``whole`` if it was served to its end. Said again it does nothing."""
+        """It no longer runs; ``whole`` if it was served to its end. A second call does nothing."""
         if began.running:
             began.running = False
             self._drain.ended(began.request.ticket, at, whole=whole)
             self._classes[began.request.priority].ended(began.charge)
 
     def walk(self) -> Iterator[Waiting]:
-        """All that wait, in their order; nothing may change meanwhile."""
+        """All waiting requests in order; the queue must not change meanwhile."""
         passed = self._passed
         for queue in self._classes.values():
             if len(queue):
@@ -196,20 +192,20 @@ class Queue:
                     yield Waiting(request, tag, passed.get(request.ticket, 0))
 
     def pass_by(self, request: Request) -> None:
-        """Another went before ``request`` to a replica that could have had it."""
+        """A later request went to a replica that could have served ``request``."""
         self._passed[request.ticket] = self._passed.get(request.ticket, 0) + 1
 
     @property
     def unsure(self) -> bool:
-        """Whether nobody has ended yet, so that nobody knows how long one stays."""
+        """Whether no request has ended yet, so that service times are unknown."""
         return self._drain.unsure
 
     def expect(self, stays_s: float) -> None:
-        """One that begins is expected to end after so many seconds, while that is :attr:`unsure`."""
+        """Assume a service time in seconds, while :attr:`unsure`."""
         self._drain.expect(stays_s)
 
     def expire(self, at: float) -> list[Request]:
-        """Remove and return all whose deadline is not after ``at``, earliest first."""
+        """Remove and return the requests whose deadline has passed, earliest first."""
         expired: list[Request] = []
         while (first := self._deadlines.least()) is not None and first[1] <= at:
             self._learn(first[0], at)
@@ -218,12 +214,12 @@ class Queue:
         return expired
 
     def next_deadline(self) -> float | None:
-        """The earliest deadline of those that wait."""
+        """The earliest deadline of a waiting request."""
         first = self._deadlines.least()
         return None if first is None else first[1]
 
     def hear_peers(self) -> None:
-        """Count what other workers served; to be called now and then while somebody waits."""
+        """Count what other workers served; to be called regularly while requests wait."""
         for queue in self._classes.values():
             if len(queue):
                 queue.hear()
@@ -237,18 +233,18 @@ class Queue:
     def _foresee(
         self, newcomer: Request, at: float, patience_s: float, *, full: bool
     ) -> tuple[float | None, float]:
-        """How long it would wait, ``None`` while nobody knows, and by how much that may be too long."""
+        """The predicted wait, ``None`` while unknown, and by how many seconds it may be too long."""
         rate = self._drain.rate(newcomer.priority)
         if rate is None:
             return None, 0.0
         ahead = self._ahead(newcomer)
         free_s = self._drain.free_s(ahead, at) if full else 0.0
-        # The next place is free after half of the time between two, on average.
+        # On average, half of the time between two free slots passes until the next one.
         wait_s = max(free_s, (ahead + cost(newcomer) / 2) / rate)
         left_s = newcomer.deadline - at
-        if not ahead:  # were the slack held against the first, nobody might wait, and show that it is smaller
+        if not ahead:  # with the margin no request might wait, and show that it is too large
             return wait_s, (1.0 + LEAST) * free_s - min(patience_s, left_s)
-        # A promise is of the usual, but a deadline of the worst.
+        # The SLO is of the usual wait, the deadline of the worst.
         return wait_s, max(wait_s - patience_s, wait_s + self._foresight.slack_s(wait_s) - left_s)
 
     def _ahead(self, newcomer: Request) -> float:
@@ -257,7 +253,7 @@ class Queue:
         return better + self._classes[newcomer.priority].ahead(newcomer)
 
     def _learn(self, request: Request, at: float) -> None:
-        """Its wait ends: was it foreseen?"""
+        """Its wait ends: learn the error of the prediction."""
         if (foreseen := self._foreseen.get(request.ticket)) is not None:
             self._foresight.learn(foreseen[1], at - foreseen[0])
 
@@ -276,7 +272,7 @@ class Queue:
         return len(self.waiting) < bounds.requests and self.size + request.size <= bounds.size
 
     def _spare(self, newcomer: Request) -> Request | None:
-        """Who of the least important class has to make room."""
+        """The request of the lowest priority that has to make room, if any."""
         for priority in reversed(Priority):
             if _before(priority, newcomer):
                 break
@@ -286,7 +282,7 @@ class Queue:
         return None
 
     def _retry_full(self, newcomer: Request) -> int:
-        """A full queue has room again once it has served one more of the size."""
+        """Seconds until a full queue has served as much as the newcomer needs."""
         rate = self._drain.rate(newcomer.priority)
         return retry_after(cost(newcomer) / rate if rate else 1.0)
 
@@ -296,5 +292,5 @@ def _before(priority: Priority, newcomer: Request) -> bool:
 
 
 def retry_after(seconds: float) -> int:
-    """``seconds`` as Retry-After says them: whole, 1..120."""
+    """``seconds`` as a Retry-After value: whole, 1 to 120."""
     return math.ceil(max(1.0, min(float(MAX_RETRY_AFTER_S), seconds)))

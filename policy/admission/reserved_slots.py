@@ -1,4 +1,4 @@
-"""Slots that are kept free for tenants with less than their share, so that they need not wait for one."""
+"""Slots reserved for tenants below their share, so that these need not wait for one."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import math
 from collections import Counter
 from collections.abc import Callable
 
-# Who sent nothing for so long shares nothing.
+# A tenant is active for so long after its last request.
 ACTIVE_S = 10.0
-# One slot is kept and one more in so many. One alone is taken by the first of two that come together: of
-# eight slots of 0.4 s each, the second waited 57 ms in the mean, and was 11 % of two a second.
+# One slot is reserved, and one more in so many. With one alone, the second of two requests that come together
+# waited 57 ms in the mean on eight slots of 0.4 s each; of two requests a second these were 11 %.
 ONE_IN = 16
 
 
@@ -18,9 +18,9 @@ class ReservedSlots:
 
     ``contended`` is whether more than one of them was active lately.
 
-    Fair order alone has a quiet tenant wait until a loud one's request ends, which may take longer than
-    its own prefill. While two or more are active, one with more than its share of what runs leaves
-    the last slots to the others.
+    In fair order alone a quiet tenant waits until a request of a loud one ends, which may take longer than
+    its own prefill. While two or more are active, a tenant that runs more than its share leaves the last
+    slots to the others.
     """
 
     def __init__(self, weight: Callable[[str], float]) -> None:
@@ -43,7 +43,7 @@ class ReservedSlots:
         self._running[tenant] += 1
 
     def ended(self, tenant: str) -> None:
-        """It runs no more."""
+        """A request of ``tenant`` no longer runs."""
         self._running[tenant] -= 1
         if not self._running[tenant]:
             del self._running[tenant]
@@ -51,8 +51,8 @@ class ReservedSlots:
     def kept_from(self, tenant: str, free: int, replicas: int) -> int:
         """How many of the ``free`` slots ``tenant`` leaves on each replica; -1 if it may take none.
 
-        Those that are kept are spread: two that come together would wait for each other's prompts where
-        they found them on one replica.
+        They are spread over the replicas: on one replica, two requests that come together would wait for each
+        other's prompts.
         """
         if not self.contended:
             return 0

@@ -1,4 +1,4 @@
-"""How much money may still be spent in an hour: reserved before a request, settled by what it used."""
+"""A spend cap per hour: money is reserved before a request and settled by its usage."""
 
 from __future__ import annotations
 
@@ -7,31 +7,32 @@ from dataclasses import dataclass
 from policy.config.deployment import Price
 
 HOUR_S = 3600.0
-# Money comes back a slot at a time, an hour after the slot has ended.
+# The hour is counted in slots: what was spent in one is forgotten an hour after its end.
 SLOTS = 60
 _SLOT_S = HOUR_S / SLOTS
 _TOKENS_PER_PRICE = 1_000_000
 
 
 def cost(price: Price, prompt_tokens: int, output_tokens: int) -> float:
-    """What so many tokens cost, in the currency of ``price``."""
+    """The cost of so many tokens, in the currency of ``price``."""
     return (price.input * prompt_tokens + price.output * output_tokens) / _TOKENS_PER_PRICE
 
 
 @dataclass(slots=True, eq=False)
 class Reservation:
-    """Money that is set aside for one request until it is settled."""
+    """Money reserved for one request until it is settled."""
 
     amount: float
     settled: bool = False
 
 
 class SpendCap:
-    """What one worker may spend at one upstream: at most ``cap`` in any hour, what is held included.
+    """The spending of one worker at one fallback provider: at most ``cap`` in any hour, reservations
+    included.
 
-    A bucket that refills evenly would let twice its size out in an hour that begins with a full one;
-    this one counts what was spent in the last hour. More than ``cap`` leaves only when requests use
-    more than was held for them, by that difference. Instants are seconds of one monotonic clock.
+    A token bucket would allow twice its size in an hour that begins with a full bucket; this counts the
+    spending of the last hour. The cap is exceeded only by what requests use beyond their reservations.
+    Instants are seconds of one monotonic clock.
     """
 
     def __init__(self, cap: float) -> None:
@@ -41,19 +42,19 @@ class SpendCap:
         self._spent = [0.0] * (SLOTS + 1)
 
     def spent(self, at: float) -> float:
-        """What was spent in the hour before ``at``, to the slot."""
+        """The spending in the hour before ``at``, to the slot."""
         self._advance(at)
         return sum(self._spent)
 
     def hold(self, amount: float, at: float) -> Reservation | None:
-        """Set ``amount`` aside; ``None`` when that would pass the cap."""
+        """Reserve ``amount``; ``None`` when that would exceed the cap."""
         if self.spent(at) + self.held + amount > self.cap:
             return None
         self.held += amount
         return Reservation(amount)
 
     def settle(self, hold: Reservation, amount: float, at: float) -> None:
-        """``hold`` has become ``amount``; settling again changes nothing."""
+        """Replace the reservation by the spent ``amount``; a second call does nothing."""
         if hold.settled:
             return
         hold.settled = True

@@ -1,4 +1,4 @@
-"""Virtual token counters of those who share one capacity: the least served is next.
+"""Virtual token counters of flows that share one capacity: the least served is next.
 
 Sheng et al., "Fairness in Serving Large Language Models", arXiv 2401.00588. A counter holds the tokens
 that a flow was served, divided by its weight. A flow that comes back after a pause is lifted to the
@@ -14,11 +14,11 @@ from policy.admission.ordered_set import OrderedSet
 
 
 class VirtualCounter:
-    """One that shares. ``tokens`` of it wait, from ``ticket`` on; ``running`` requests of it run.
+    """One flow. ``tokens`` of it wait, the oldest with ``ticket``; ``running`` requests of it run.
 
-    ``floor`` is where ``counter`` was last lifted to; nothing that is given back takes it below.
-    ``back`` is what was given back since it last waited, which the next lift leaves to it: else a
-    flow that waits for each answer before it asks again would lose all that was charged too much.
+    ``floor`` is where ``counter`` was last lifted to; refunds do not take it below. ``back`` is what was
+    refunded since it last waited, which the next lift leaves to it: otherwise a flow that waits for each
+    answer before its next request would lose its refunds.
     """
 
     __slots__ = ("back", "counter", "floor", "name", "running", "ticket", "tokens", "weight")
@@ -51,7 +51,7 @@ class VirtualCounters(Generic[F]):
 
     @property
     def level(self) -> float:
-        """The counter that a newcomer starts from."""
+        """The counter that a new flow starts from."""
         least = self.waiting.least() if self.waiting.puts else None
         return self._served if least is None else least[1]
 
@@ -60,7 +60,7 @@ class VirtualCounters(Generic[F]):
         return self._flows.get(name)
 
     def flow(self, name: str) -> F:
-        """The flow, made at the level of those that wait if it is new."""
+        """The flow; a new one starts at the level of those that wait."""
         flow = self._flows.get(name)
         if flow is None:
             if len(self._flows) >= self._most:
@@ -70,7 +70,7 @@ class VirtualCounters(Generic[F]):
         return flow
 
     def join(self, flow: F, ticket: int) -> None:
-        """``ticket`` of it waits: the flow is ranked, and lifted if it was away."""
+        """A request with ``ticket`` waits: rank the flow, and lift it if it was idle."""
         if flow not in self.waiting:
             self.lift(flow)
             self.weight += flow.weight
@@ -80,19 +80,19 @@ class VirtualCounters(Generic[F]):
         self.waiting.put(flow, flow.counter, ticket)
 
     def leave(self, flow: F) -> None:
-        """It has nothing waiting any more."""
+        """None of its requests waits any more."""
         if self.waiting.drop(flow):
             self.weight = self.weight - flow.weight if len(self.waiting) else 0.0
 
     def lift(self, flow: F) -> None:
-        """It was away: what the others were served meanwhile is not owed to it."""
+        """It was idle: it is not owed what the others were served meanwhile."""
         level = self.level - flow.back
         flow.back = 0.0
         flow.counter = max(flow.counter, level)
         flow.floor = max(flow.floor, min(level, flow.counter))
 
     def begin(self, name: str, tokens: int) -> F:
-        """A request of the flow of that name runs, and is charged ``tokens``; it is lifted if it was away."""
+        """A request of the named flow begins and is charged ``tokens``; a flow that was idle is lifted."""
         flow = self._flows.get(name)
         if flow is None:
             flow = self.flow(name)
@@ -100,7 +100,7 @@ class VirtualCounters(Generic[F]):
         if not flow.tokens:
             if waiting:
                 self.lift(flow)
-            else:  # lifted to what is served, written out: so it is with nearly every request
+            else:  # the common case of :meth:`lift`, to the tokens served so far
                 counter, level = flow.counter, self._served - flow.back
                 flow.back = 0.0
                 flow.counter = counter = level if level > counter else counter
@@ -113,7 +113,7 @@ class VirtualCounters(Generic[F]):
         return flow
 
     def correct(self, flow: F, tokens: int) -> None:
-        """It was charged ``tokens`` too few; too many if negative."""
+        """It was charged ``tokens`` too little, or too much if negative."""
         before = flow.counter
         flow.counter = max(before + tokens / flow.weight, flow.floor)
         if flow in self.waiting.puts:
@@ -122,7 +122,7 @@ class VirtualCounters(Generic[F]):
             flow.back += before - flow.counter
 
     def _forget(self) -> None:
-        """Drop half of ``most``: idle flows, those first that are behind, to which a lift gives all back."""
+        """Drop idle flows, half of ``most``, the least served first: a lift restores those."""
         idle = [flow for flow in self._flows.values() if not flow.running and flow not in self.waiting]
         idle.sort(key=lambda flow: flow.counter)
         for flow in idle[: max(1, self._most // 2)]:

@@ -1,19 +1,19 @@
-"""How much longer than foreseen a wait may be, learned from those that were."""
+"""A margin for predicted waits: the largest recent error."""
 
 from __future__ import annotations
 
-# As many waits are remembered, and as many again: about one in a hundred is longer than any of them was.
+# One to two blocks of waits are remembered: about one wait in a hundred exceeds them all.
 BLOCK = 64
-# However well they were foreseen, one may be longer by such a part of it: some may yet come that were not.
+# The least margin, as a fraction of the predicted wait: requests of others may still come.
 LEAST = 0.1
 
 
 class WaitMargin:
-    """The largest error of the last waits that were foreseen, from above, in seconds.
+    """The largest recent excess of a wait over its prediction, in seconds.
 
-    Slots that free in groups, shares that change and rates that fall are all in it. Whatever the errors
-    are distributed like, and a machine that stood still once is forgotten with its block, where a
-    quantile that is tracked in small steps would take hundreds of waits to come down again.
+    Slots that free in groups, shares that change and rates that fall are all in it. It assumes no
+    distribution, and an outlier is forgotten with its block, where a quantile that is tracked in small steps
+    would take hundreds of waits to come down.
     """
 
     def __init__(self) -> None:
@@ -22,11 +22,11 @@ class WaitMargin:
         self._before_s = 0.0
 
     def slack_s(self, foreseen_s: float) -> float:
-        """How much longer a wait that is foreseen may get."""
+        """The margin for a wait of this prediction."""
         return max(self._most_s, self._before_s, LEAST * foreseen_s)
 
     def learn(self, foreseen_s: float, waited_s: float) -> None:
-        """A wait that was foreseen; of one that was given up, so far."""
+        """A wait ended, ``waited_s`` after a prediction of ``foreseen_s``."""
         if self._count == BLOCK:
             self._before_s, self._most_s, self._count = self._most_s, 0.0, 0
         self._count += 1

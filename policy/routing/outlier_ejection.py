@@ -1,9 +1,9 @@
-"""Which replicas are trusted with requests, and how often a request may be tried again.
+"""Circuit breakers, outlier ejection and the retry budget.
 
-A breaker for each replica opens by itself and is closed by a probe alone. What trusted proxies use:
-ejection after a row of failures or by the success rate of a window, for a base time times the count of
-ejections, of at most half of the replicas and never the last (Envoy); one state machine with a single
-probe (linkerd); retries bounded by a share of the requests (Finagle, linkerd).
+Each replica has a breaker, which only a probe closes. A replica is ejected after consecutive failures or by
+the success rate of a window, for a base time multiplied by the number of ejections; at most half of the
+replicas are ejected and never the last (Envoy). One probe passes at a time (linkerd). Retries are bounded by a
+fraction of the requests (Finagle, linkerd).
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from enum import StrEnum
 from policy.config.deployment import Eject, Retry
 from policy.stats.windows import RecentCounts
 
-# Fewer answers in a window say nothing of a rate: 3 failures of 4 happen to a replica of 85 %.
+# The least answers in a window for a success rate: 3 failures of 4 happen at a rate of 85 %.
 MIN_VOLUME = 20
-# A process that goes away once was restarted or moved; one that does so thrice in a window flaps.
+# Disconnections in a window from which on a replica flaps; one or two are restarts.
 FLAPS = 3
-# Workers that ejected a replica together do not probe it together.
+# The spread of the probes of several workers that ejected a replica together.
 JITTER = 0.2
 
 
 class BreakerState(StrEnum):
-    """Of a breaker: requests pass, none do, or one does."""
+    """Of a breaker: requests pass, none pass, or one probe passes."""
 
     CLOSED = "closed"
     OPEN = "open"
@@ -30,11 +30,11 @@ class BreakerState(StrEnum):
 
 
 class AttemptResult(StrEnum):
-    """What an attempt says of its replica.
+    """What an attempt says of the health of its replica.
 
-    ``BAD`` are refused and broken connections, broken streams, silence and 5xx. ``NOTHING`` are 4xx,
-    errors of an adapter, what a replica refuses by its own rules, clients that left, and faults of
-    this machine. That an answer was slow is no sign: slowness costs a replica its share in routing.
+    ``BAD`` are refused and broken connections, broken streams, silence and 5xx. ``NOTHING`` are 4xx, errors of an
+    adapter, refusals by the replica's admission, clients that left, and faults of this machine. Slow answers are
+    not ``BAD``: they cost a replica its share in routing.
     """
 
     GOOD = "good"
@@ -43,10 +43,10 @@ class AttemptResult(StrEnum):
 
 
 class Breaker:
-    """Whether one replica is trusted. ``streak`` are its failures in a row.
+    """The circuit breaker of one replica. ``streak`` counts its consecutive failures.
 
-    ``reachable`` is whether the replica can be heard at all, which others decide; a replica that
-    cannot be is no reason to keep another. All instants are seconds of one monotonic clock.
+    ``reachable`` is set from outside; an unreachable replica does not count as a reason to eject another. All
+    instants are seconds of one monotonic clock.
     """
 
     __slots__ = (
@@ -75,7 +75,7 @@ class Breaker:
         self._losses = RecentCounts(limits.window_s)
 
     def failing(self, at: float) -> bool:
-        """Whether what it did lately would open it."""
+        """Whether its recent results would open it."""
         if self.streak >= self.limits.failures:
             return True
         recent = self._recent
@@ -86,7 +86,7 @@ class Breaker:
         return volume >= MIN_VOLUME and recent.first < self.limits.success_rate * volume
 
     def note(self, sign: AttemptResult, at: float) -> None:
-        """Take an attempt's sign."""
+        """Take the result of an attempt."""
         if sign is AttemptResult.GOOD:
             self.streak = 0
             self._recent.add(at, 1, 0)
@@ -113,7 +113,7 @@ class Breaker:
         self.probing = False
 
     def due(self, at: float) -> bool:
-        """Whether it is open and may be probed."""
+        """Whether it is open and a probe is due."""
         return self.state is BreakerState.OPEN and at >= self._until
 
     def half_open(self) -> None:
@@ -123,14 +123,14 @@ class Breaker:
             self.probing = False
 
     def take_probe(self) -> bool:
-        """Become the probe: true for one caller, until it says how that went."""
+        """Claim the probe: true for one caller, until its result is reported."""
         if self.state is not BreakerState.HALF_OPEN or self.probing:
             return False
         self.probing = True
         return True
 
     def probed(self, sign: AttemptResult, at: float, draw: float) -> None:
-        """How the probe went; one that says nothing leaves its place to the next."""
+        """Take the result of the probe; after one without a result the next may be claimed."""
         if self.state is not BreakerState.HALF_OPEN or not self.probing:
             return
         self.probing = False
@@ -142,19 +142,19 @@ class Breaker:
             self.open(at, draw)
 
     def lost(self, at: float) -> bool:
-        """The replica cannot be heard any more; whether that has become a habit."""
+        """The replica has become unreachable; returns whether it flaps."""
         self._losses.add(at, 1, 0)
         return self._losses.first >= FLAPS
 
     def heard(self) -> None:
-        """It can be heard again: what failed while it went away says nothing of what came back."""
+        """It is reachable again: failures from before are forgotten."""
         if self.state is BreakerState.CLOSED:
             self._forget()
 
     def renew(self, at: float) -> None:
-        """The process behind it is a new one: what the old one did counts no more.
+        """Its process was replaced: results from before are forgotten.
 
-        It may be probed at once, unless it was out before and its processes come and go.
+        It may be probed at once, unless it was ejected repeatedly.
         """
         self._forget()
         if self.state is BreakerState.OPEN and self._count <= 1:
@@ -166,7 +166,7 @@ class Breaker:
 
 
 class OutlierEjection:
-    """The breakers of one model: how many may be open, and what passes when none is closed."""
+    """The breakers of one model: how many may be open, and what is admitted when none is closed."""
 
     __slots__ = ("breakers", "limits")
 
@@ -175,7 +175,7 @@ class OutlierEjection:
         self.breakers: list[Breaker] = []
 
     def follow(self, limits: Eject) -> None:
-        """Other limits from now on."""
+        """Apply other limits."""
         self.limits = limits
         for breaker in self.breakers:
             breaker.limits = limits
@@ -187,7 +187,7 @@ class OutlierEjection:
         return breaker
 
     def leave(self, breaker: Breaker) -> None:
-        """Its replica is gone."""
+        """Remove the breaker of a replica that is gone."""
         self.breakers.remove(breaker)
 
     @property
@@ -196,16 +196,16 @@ class OutlierEjection:
         return sum(breaker.state is not BreakerState.CLOSED for breaker in self.breakers)
 
     def note(self, breaker: Breaker, sign: AttemptResult, at: float, draw: float) -> bool:
-        """Take an attempt's sign; whether that ejected its replica."""
+        """Take the result of an attempt; returns whether that ejected the replica."""
         breaker.note(sign, at)
         return sign is AttemptResult.BAD and breaker.failing(at) and self.eject(breaker, at, draw)
 
     def lost(self, breaker: Breaker, at: float, draw: float) -> bool:
-        """Its replica cannot be heard any more; whether that ejected it, for it was so too often."""
+        """Its replica has become unreachable; returns whether it was ejected for flapping."""
         return breaker.lost(at) and self.eject(breaker, at, draw)
 
     def eject(self, breaker: Breaker, at: float, draw: float) -> bool:
-        """Open ``breaker`` unless too many are, or it is the last that can serve."""
+        """Open ``breaker`` unless too many are open, or its replica is the last that can serve."""
         if breaker.state is not BreakerState.CLOSED:
             return False
         if self.ejected + 1 > self.limits.max_fraction * len(self.breakers):
@@ -216,7 +216,7 @@ class OutlierEjection:
         return True
 
     def admits(self, breaker: Breaker) -> bool:
-        """Whether a request may go there: closed, or the probe, or anyone where nothing else is left."""
+        """Whether a request may go there: the breaker is closed, or free for a probe, or no replica can serve."""
         if breaker.state is BreakerState.CLOSED:
             return True
         if breaker.state is BreakerState.HALF_OPEN and not breaker.probing:
@@ -224,7 +224,7 @@ class OutlierEjection:
         return not any(map(_serves, self.breakers))
 
     def all_fail(self, at: float) -> bool:
-        """Whether every replica that can be reached is out, or would be."""
+        """Whether every reachable replica is ejected, or would be."""
         return not any(_serves(breaker) and not breaker.failing(at) for breaker in self.breakers)
 
 
@@ -233,7 +233,7 @@ def _serves(breaker: Breaker) -> bool:
 
 
 class RetryBudget:
-    """Retries of one model: a share of the requests in a window, and at least a few."""
+    """The retry budget of one model: a fraction of the requests in a window, with a minimum."""
 
     __slots__ = ("_recent", "limits")
 
@@ -242,11 +242,11 @@ class RetryBudget:
         self._recent = RecentCounts(limits.window_s)
 
     def request(self, at: float) -> None:
-        """A new request came."""
+        """Count a new request."""
         self._recent.add(at, 1, 0)
 
     def take(self, at: float) -> bool:
-        """Whether one more retry fits; it is counted if so."""
+        """Whether one more retry fits the budget, to which it is then charged."""
         recent = self._recent
         recent.advance(at)
         if recent.second + 1 > max(self.limits.at_least, self.limits.budget * recent.first):
@@ -256,7 +256,7 @@ class RetryBudget:
 
 
 class Watchdog:
-    """Finds a replica that holds requests and moves none of them."""
+    """Detects a replica that holds requests and makes no progress."""
 
     __slots__ = ("_mark", "_since")
 
@@ -265,7 +265,7 @@ class Watchdog:
         self._since: float | None = None
 
     def stuck_s(self, held: int, mark: object, at: float) -> float:
-        """Seconds for which it has held requests while ``mark``, which changes with progress, stood still."""
+        """Seconds for which it has held requests while ``mark``, which changes with progress, was the same."""
         if not held:
             self._since = None
             return 0.0

@@ -1,4 +1,4 @@
-"""What a router knows and believes of one replica."""
+"""The state of one replica in the router: its speed, cache contents and share of the traffic."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Which replica takes a request: the one that is predicted to give it its first token soonest.
+"""The router: a request goes to the replica with the least predicted TTFT plus cost to others.
 
-The prediction is :mod:`policy.routing.cost`'s; here it is weighed against what each choice costs others.
+The prediction is in :mod:`policy.routing.cost`.
 
 This module is over 400 lines: a choice, its start and what is learned from it share one state.
 """
@@ -80,25 +80,25 @@ AWAY = "away from what is cached, which would take longer or has more than its s
 HOME = "a home for a new prefix"
 SOONEST = "least predicted time to first token"
 
-# How many candidates are quoted; of more than that, a shortlist.
+# How many candidates are estimated; more are reduced to a shortlist.
 MOST_QUOTES = 8
 MAX_SITES = 1024
-# A replica that was no candidate for so long owes nothing for that time.
+# A replica that was no candidate for so long is lifted to the mean load of the others.
 ABSENT_S = 5.0
-# What the replica of a session's last request may be slower, in seconds.
+# How much slower the replica of a session's last request may be, in seconds.
 SESSION_S = 0.01
 SPAN = 4096
-# From this factor on a replica is due less of the traffic, not only what is dear to wait for.
+# From this prediction error on a replica gets a smaller share of the traffic.
 SLOW = 1.5
 EVICTION = 1.0
 # What a request for an adapter costs elsewhere than at the first of those that have it, in loads: one copy
 # more takes a slot for as long as it is asked for there.
 COPIES = 2.0
-# So many of those used longest ago are looked at for the one that goes, which is asked for least.
+# The eviction candidate is the least popular of so many least recently used adapters.
 VICTIMS = 8
-# How far beyond the mean a replica's load may be before what is loaded there goes elsewhere.
+# How far beyond the mean a replica's load may be before requests for its adapters go elsewhere.
 UNEVEN = 0.15
-# One late first token says little of loads: much may have come before it that nobody foresaw.
+# The weight of one first token in the mean adapter load time.
 LOAD_GAIN = 0.1
 # With each request for an adapter a load is taken to last more nearly what it does elsewhere: who is taken
 # to be slow gets none, and could not show that it is not.
@@ -158,7 +158,7 @@ class Router:
         return _tuple(Decision, (chosen, rows, reason))
 
     def began(self, request: Request, candidate: Candidate, at: float) -> tuple[int, ...]:
-        """``request`` was sent there; returns the hashes that are news to other gateways."""
+        """``request`` was sent there; returns the hashes that are new, for other gateways."""
         site = self._site(candidate, at)
         if not candidate.pending_tokens:  # it turns to this one with its next step
             candidate.turned_at = at + 0.5 * site.step_s if candidate.in_flight else at
@@ -190,7 +190,7 @@ class Router:
         return news
 
     def learned(self, hashes: Sequence[int], key: int, at: float) -> None:
-        """Another gateway says that the replica with ``key`` has these prefixes and adapters."""
+        """Another gateway reports that the replica with ``key`` has these prefixes and adapters."""
         site = self._sites.get(key) or self._open(key, None)
         # A replica tells what this worker sent there, too.
         prefix = [value for value in hashes if not value & 1 and value not in site.held]
@@ -205,7 +205,7 @@ class Router:
                 site.slots.use(value)
 
     def holds(self, loaded: Sequence[int], refused: Sequence[int], key: int) -> None:
-        """The replica with ``key`` says which adapters it has loaded, and which it could not load lately."""
+        """The replica with ``key`` reports which adapters it has loaded, and which it could not load."""
         site = self._sites.get(key) or self._open(key, None)
         site.slots.told(loaded, refused)
 
@@ -254,7 +254,7 @@ class Router:
         return step_table_of(fullest.timing, self.settings.assumed).stays_s(request, fullest.in_flight)
 
     def _was_gone(self, request: Request, quote: CostEstimate, site: ReplicaState, ttft_s: float) -> bool:
-        """Whether what was believed cached was not: it shows where a whole prefill takes twice as long."""
+        """Whether a prefix assumed cached was not: visible where a full prefill takes twice as long."""
         whole = site.pace.prefill_s(request.prompt_tokens, 0.0, 0) - site.pace.prefill_s(
             quote.uncached, 0.0, 0
         )
@@ -321,7 +321,7 @@ class Router:
         return site
 
     def _level(self, site: ReplicaState, at: float) -> None:
-        """Lift the load of a replica that came, or came back, to the mean of those that were there."""
+        """Lift the load of a replica that is new, or back, to the mean of the others."""
         present = [
             other.share
             for other in self._sites.values()
@@ -334,7 +334,7 @@ class Router:
             site.share.homes = max(site.share.homes, part * sum(share.homes for share in present))
 
     def _relieve(self, prefix: Sequence[int], taker: ReplicaState, at: float) -> None:
-        """What has a home got another: the first can now give away a part of it."""
+        """A prefix with a home got a second one, which can take over a part of its traffic."""
         first = prefix[0]
         for site in self._sites.values():
             held = site.held
@@ -345,19 +345,19 @@ class Router:
                 site.share.takers = [*site.share.takers[-3:], (taker.share, part)]
 
     def _keeps_pace(self, candidate: Candidate, site: ReplicaState) -> bool:
-        """Whether steps stay as short as promised with one more running."""
+        """Whether steps stay within the ITL SLO with one more running."""
         running = candidate.in_flight + 1
         step = site.pace.step_s(running, candidate.kv_used * site.pace.kv_tokens, running)
         return self._gaps.factor * step <= self.settings.itl_s
 
     def _could_keep_pace(self, site: ReplicaState) -> bool:
-        """Whether steps are as short as promised with one alone."""
+        """Whether steps are within the ITL SLO with one request alone."""
         return self._gaps.factor * site.pace.step_s(1.0, 0.0, 1.0) <= self.settings.itl_s
 
     def _shortlist(
         self, request: Request, pairs: list[tuple[Candidate, ReplicaState]], at: float
     ) -> list[tuple[Candidate, ReplicaState]]:
-        """Those that hold most of it, the least loaded, and those that everybody would call its home."""
+        """The replicas that hold most of its prefix, the least loaded, and its homes by rendezvous hashing."""
         best = nsmallest(4, pairs, key=lambda pair: (pair[0].pending_tokens, pair[0].in_flight))
         item = request.prefix[0] if request.prefix else request.adapter_key
         if item:
@@ -377,7 +377,7 @@ class Router:
     def _quotes(  # noqa: PLR0915
         self, request: Request, pairs: list[tuple[Candidate, ReplicaState]], balance: Balance, at: float
     ) -> tuple[list[_Row], list[float], bool]:
-        """What each would cost the request, that with what it would cost others, and whether any holds it."""
+        """The estimates of each candidate, their total costs, and whether any holds the prefix."""
         prefix, key, prompt = request.prefix, request.adapter_key, max(request.prompt_tokens, 1)
         first = prefix[0] if prefix else 0
         line = self._line
@@ -486,14 +486,14 @@ class Router:
         return balance.share_price(share, self._popular.share(anchor) * candidates if anchor else 0.0)
 
     def _eviction(self, key: int, site: ReplicaState) -> float:
-        """The reload of the adapter that a load pushes out, as likely as it is asked for again."""
+        """The expected cost of the reload of the adapter that a load would evict."""
         if len(site.slots) < site.slots.count:
             return 0.0
         wanted = min([self._popular.of(victim) for victim in site.slots.oldest(VICTIMS)])
         return site.load_s * EVICTION * wanted / (wanted + self._popular.of(key) + 1.0)
 
     def _among(self, request: Request, rows: list[_Row], costs: list[float], draw: float) -> _Row:
-        """One of equals, or the replica of the session's last request if it is hardly worse."""
+        """One of equal candidates, or the replica of the session's last request if it is hardly slower."""
         if request.session and (last := self._sessions.get(request.session)) is not None:
             costs = [
                 cost - SESSION_S if row[0].key == last else cost

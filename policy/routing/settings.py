@@ -1,4 +1,4 @@
-"""What a model's section of the document means to the router."""
+"""Router settings from a model's section of the deployment."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from policy.engine.step_table import GENERIC
 from policy.errors import ConfigError
 from policy.routing.router import Settings
 
-# Half of a promised time to the first token may pass before a replica turns to a request; the other half
-# is for its own prefill.
+# The fraction of the TTFT SLO that may pass before a replica starts on a request; the rest is for its prefill.
 START_SHARE = 0.5
 _DEGREES = (1, 2, 4, 8)
 
 
 def settings_of(spec: ModelSpec) -> Settings:
-    """How requests to ``spec`` are routed."""
+    """The router settings of ``spec``."""
     slo = spec.control.slo
     return Settings(
         assumed=_assumed(spec),

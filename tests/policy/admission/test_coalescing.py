@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from policy.admission.coalescing import Batch, Windows, can_share
+from policy.admission.coalescing import Batch, Windows, apportion
 
 WINDOW_S = 0.002
 MOST = 8
@@ -149,7 +149,7 @@ TestCoalescingLaws = CoalescingLaws.TestCase
 
 @given(st.integers(0, 10**6), st.lists(st.integers(0, 1000), min_size=1, max_size=20))
 def test_shares_are_whole_and_sum_exactly(total: int, weights: list[int]) -> None:
-    parts = can_share(total, weights)
+    parts = apportion(total, weights)
     assert sum(parts) == total
     even = weights if any(weights) else [1] * len(weights)
     for part, weight in zip(parts, even, strict=True):
@@ -158,7 +158,7 @@ def test_shares_are_whole_and_sum_exactly(total: int, weights: list[int]) -> Non
 
 
 def test_shares_go_to_the_largest_remainders() -> None:
-    assert can_share(10, [1, 1, 1]) == [4, 3, 3]
-    assert can_share(7, [30, 20, 50]) == [2, 1, 4]
-    assert can_share(3, [0, 0]) == [2, 1]
-    assert can_share(0, [5]) == [0]
+    assert apportion(10, [1, 1, 1]) == [4, 3, 3]
+    assert apportion(7, [30, 20, 50]) == [2, 1, 4]
+    assert apportion(3, [0, 0]) == [2, 1]
+    assert apportion(0, [5]) == [0]
