@@ -108,7 +108,7 @@ class Gateway:
         self.admin: ASGIApp = admin_app(services)
 
     def read(self, deployment: Deployment) -> None:
-        """Take a new document: who may ask, what is served, and who takes over."""
+        """Apply a new deployment: tenants, models, adapters, fallback providers."""
         self._limits = deployment.gateway
         self.tenants.read(deployment)
         self.fleet.read_document(deployment)
@@ -118,17 +118,17 @@ class Gateway:
             self.metrics.model(spec.name).totals.promise(spec.control.slo)
 
     def end_captures(self) -> None:
-        """Tell those who capture what they have not heard yet, and let them go."""
+        """Send capture subscribers the rows that are left, and close their streams."""
         self.capture.close()
         self.listeners.close()
 
     def close(self) -> None:
-        """Close what is open to replicas, and publish the last counts."""
+        """Close connections to replicas, and publish the last counts."""
         self.fleet.close()
         self.metrics.publish()
 
     async def serve(self, route: Route, scope: Scope, receive: Receive, send: Send) -> None:
-        """The pipeline: one call from its first byte to its last, counted whatever becomes of it."""
+        """The pipeline: one call from its first byte to its last, counted in any case."""
         began = monotonic()
         call = Call(route, scope, receive, send, self.deadlines)
         meter = self._no_model
@@ -192,5 +192,5 @@ class Gateway:
                     self.metrics.adapters.of(adapter.model, adapter.name).count_tokens(usage)
 
     def count_refused(self, refused: Refused) -> None:
-        """Count a request that was refused before it could be read."""
+        """Count a request that was rejected before it could be read."""
         self._no_model.requests["", refused.reason] += 1

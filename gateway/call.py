@@ -1,4 +1,4 @@
-"""One client's request: its headers and body, its answer, and whether the client still listens."""
+"""One client's request: its headers, body and answer."""
 
 from __future__ import annotations
 
@@ -100,17 +100,17 @@ class Call:
 
     @property
     def left(self) -> bool:
-        """Whether the client is gone; whoever serves it was cancelled then."""
+        """Whether the client has disconnected; the task that serves it is then cancelled."""
         return self.exchange is not None and self.exchange.left
 
     @property
     def mean_gap_s(self) -> float:
-        """The mean gap between the events of a stream; 0 of an answer that had no two."""
+        """The mean gap between the events of a stream in seconds; 0 with fewer than two."""
         first_at = self.first_byte_at
         return (self.last_event_at - first_at) / (self.events - 1) if first_at and self.events > 1 else 0.0
 
     async def read(self) -> bytes:
-        """The body, which the server has read whole."""
+        """The complete body."""
         message = await self._receive()
         if message["type"] == "http.disconnect":
             raise asyncio.CancelledError
@@ -118,7 +118,7 @@ class Call:
         return body
 
     def timeout_s(self, default: float) -> float:
-        """How long the client would wait for a replica: its header if that is shorter."""
+        """How long the request may wait for a replica: its header's value if that is shorter."""
         raw = self.headers.get(b"x-request-timeout-s")
         if raw is None:
             return default
@@ -135,7 +135,7 @@ class Call:
         return min(default, wanted)
 
     def head(self, status: int, headers: list[tuple[bytes, bytes]]) -> Message:
-        """The start of the answer, with the id of the request."""
+        """The head of the answer, with the request id."""
         headers.append((b"x-request-id", self.request_id))
         if self.explain is not None:
             headers.append((_EXPLAIN, self.explain()))
@@ -144,7 +144,7 @@ class Call:
         return {"type": "http.response.start", "status": status, "headers": headers}
 
     async def answer(self, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
-        """Send a whole answer."""
+        """Send a complete answer."""
         self.started = self.answered = True
         headers.append((b"content-length", str(len(body)).encode()))
         await self.send(self.head(status, headers))

@@ -1,4 +1,4 @@
-"""What the fleet cannot serve in time goes to an endpoint that others run, while the money lasts."""
+"""Spillover: requests that the fleet cannot serve in time go to a fallback provider, within a spend cap."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _RESULTS = {
     AttemptOutcome.REJECTED: AttemptResult.NOTHING,
     AttemptOutcome.REFUSED: AttemptResult.NOTHING,
 }
-# It may have been at work for us when we heard the last of it, and bill it.
+# Outcomes after which the provider may have done work and may bill it.
 _MAY_BE_BILLED = frozenset(
     {AttemptOutcome.SERVED, AttemptOutcome.BROKEN, AttemptOutcome.LOST, AttemptOutcome.SILENT}
 )
 
 
 class Overflow:
-    """The upstreams of one worker, in the order of the document."""
+    """The fallback providers of one worker, in the order of the deployment."""
 
     def __init__(self, metrics: Metrics, log: Log, rng: random.Random) -> None:
         self._metrics = metrics
@@ -46,7 +46,7 @@ class Overflow:
         self._clock = asyncio.get_running_loop().time
 
     def read(self, deployment: Deployment) -> None:
-        """Take the document's upstreams; what one of them has cost this hour stays counted."""
+        """Apply the deployment's providers; their spending of this hour stays counted."""
         known = {endpoint.upstream.name: endpoint for endpoint in self._endpoints}
         endpoints = []
         for upstream in deployment.upstreams:
@@ -67,7 +67,7 @@ class Overflow:
         self._starts_s = {spec.name: spec.control.assumed_start_s for spec in deployment.models}
 
     def backs(self, request: Request) -> bool:
-        """Whether an upstream may serve it, or an adapter on its model, instead of the fleet."""
+        """Whether a provider may serve it, or an adapter on its model, instead of the fleet."""
         return request.model in self._backed
 
     def name_of(self, request: Request, body: Body) -> str:
@@ -120,7 +120,7 @@ class Overflow:
         return self._clock() + start_s >= request.deadline
 
     async def _serve(self, call: Call, request: Request, name: str, body: Body, raw: bytes) -> bool:
-        """Whether an upstream that lists ``name`` answered, or began to."""
+        """Whether a provider that lists ``name`` answered, or began to."""
         before = call.replica
         for endpoint in self._endpoints:
             if not endpoint.serves(call.route, name) or not endpoint.has_key:
@@ -155,7 +155,7 @@ class Overflow:
     async def _attempt(
         self, endpoint: OverflowEndpoint, call: Call, name: str, body: Body, raw: bytes
     ) -> tuple[AttemptOutcome, AttemptResult]:
-        """Try one upstream; a kept connection that turns out dead is replaced once, silently."""
+        """Try one provider; a kept connection that turns out to be closed is replaced once."""
         call.replica, call.elsewhere = endpoint.label, True
         sent = endpoint.outgoing(call.route, name, body, raw)
         head = endpoint.head(call, sent.size)
@@ -175,7 +175,7 @@ class Overflow:
 
 
 def _sign(outcome: AttemptOutcome, refused: Refused | None) -> AttemptResult:
-    """What an attempt says of an upstream; one that has enough of us is left alone for a while."""
+    """What an attempt says of a provider; one that limits the rate is ejected for a while."""
     if outcome is AttemptOutcome.REJECTED and refused is not None and refused.status == 429:
         return AttemptResult.BAD
     return _RESULTS.get(outcome, AttemptResult.BAD)

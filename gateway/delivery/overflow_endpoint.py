@@ -1,4 +1,4 @@
-"""An upstream as one worker uses it: its key, its connections, its breaker and its purse."""
+"""One fallback provider in one worker: its key, connections, breaker and spend cap."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from policy.request import Request
 from policy.routing.outlier_ejection import AttemptResult, Breaker, BreakerState
 from policy.types import Runner
 
-# What an OpenAI-compatible endpoint can be expected to serve.
+# Routes that an OpenAI-compatible endpoint serves.
 PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/responses"})
-# Held for an answer that its request does not bound.
+# Reserved output tokens for an answer that its request does not bound.
 ASSUMED_OUTPUT_TOKENS = 1024
-# Of a token of English, on the low side: more is held than is likely used.
+# Of English text, on the low side: more is reserved than is likely used.
 BYTES_PER_TOKEN = 3
 
 _WORD = re.compile(rb"[!-~]+")
@@ -61,24 +61,24 @@ class OverflowEndpoint:
         self.read(upstream, deployment)
 
     def read(self, upstream: Upstream, deployment: Deployment) -> None:
-        """Take what the document says, the URL aside."""
+        """Apply the deployment's settings, except the URL."""
         self.upstream = upstream
         self.pool.connect_timeout_s = deployment.gateway.connect_timeout_s
         self.breaker.limits = deployment.gateway.eject
         self.purse.cap = upstream.cost_cap_per_h / deployment.gateway.workers
 
     def serves(self, route: Route, name: str) -> bool:
-        """Whether such a request for the model or adapter called ``name`` could go there at all."""
+        """Whether it serves such requests for the model or adapter ``name``."""
         return route.path in PATHS and name in self.upstream.models
 
     def open(self, at: float) -> bool:
-        """Whether its breaker lets a request pass now: one that is due for a probe lets one."""
+        """Whether its breaker admits a request now; one that is due for a probe admits one."""
         if self.breaker.due(at):
             self.breaker.half_open()
         return self.breaker.state is BreakerState.CLOSED or self.breaker.take_probe()
 
     def note(self, sign: AttemptResult, at: float, draw: float) -> None:
-        """What an attempt says of it."""
+        """Take the result of an attempt."""
         if self.breaker.state is BreakerState.CLOSED:
             self.breaker.note(sign, at)
             if sign is AttemptResult.BAD and self.breaker.failing(at):
@@ -87,7 +87,7 @@ class OverflowEndpoint:
             self.breaker.probed(sign, at, draw)
 
     def hold(self, request: Request, route: Route, body: Body, at: float) -> Reservation | None:
-        """Money for the most that the request is likely to use; ``None`` when the cap forbids it."""
+        """Reserve what the request may cost; ``None`` when the spend cap forbids it."""
         prompt = request.prompt_tokens or request.size // BYTES_PER_TOKEN
         output = 0
         if route.runner is Runner.GENERATE:
@@ -96,15 +96,15 @@ class OverflowEndpoint:
         return self.purse.hold(cost(self.upstream.price, prompt, output), at)
 
     def bill(self, hold: Reservation, usage: Usage | None) -> float:
-        """What an answer has cost: by its usage, or all that was held where nobody knows."""
+        """The cost of an answer by its usage; without usage, all that was reserved."""
         if usage is None:
             return hold.amount
         spent = cost(self.upstream.price, usage.prompt, usage.completion)
-        # Of an answer that was cut the prompt is not known; that it was read is.
+        # The usage of a cut answer lacks the prompt, which was read.
         return spent if usage.exact else max(spent, hold.amount)
 
     def head(self, call: Call, size: int) -> bytes:
-        """The request's head: the upstream's own key, and nothing of ours or of the client's keys."""
+        """The request's head, with the provider's key and without Tidegate's or the client's keys."""
         head = b"POST %b%b HTTP/1.1\r\nhost: %b\r\ncontent-type: application/json\r\n" % (
             self._base,
             call.route.path.removeprefix("/v1").encode(),
@@ -135,7 +135,7 @@ class OverflowEndpoint:
 
     @property
     def has_key(self) -> bool:
-        """Whether the key can be sent, if it takes one: what is in its file now."""
+        """Whether the key file, if there is one, holds a usable key now."""
         path = self.upstream.key_file
         if path is None:
             self._key = b""
@@ -148,7 +148,7 @@ class OverflowEndpoint:
             changed, self._key = 0, b""
             why = type(error).__name__
         else:
-            # What is no word would end the header or the request.
+            # Other characters could end the header or the request.
             why = "" if _WORD.fullmatch(self._key) else "not one word of ASCII"
         if changed != self._key_changed and why:
             self._log.error("upstream_key_unusable", upstream=self.upstream.name, error=why)

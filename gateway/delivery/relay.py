@@ -118,7 +118,7 @@ class Relay:
         except asyncio.CancelledError:
             self._connection.abort(self)
             if self._committed and self._stream and not (call.left or call.answered):
-                # The drain has run out of time: a cut must not look like an end.
+                # The drain timeout has passed: a cut stream must not look complete.
                 self._say_last(Refused(Refusal.SHUTTING_DOWN, "The gateway is shutting down."))
             raise
         finally:
@@ -130,15 +130,15 @@ class Relay:
 
     @property
     def held_back(self) -> bool:
-        """Whether it is not read, for the client does not keep up."""
+        """Whether reading is paused since the client does not keep up."""
         return self._holds
 
     @property
     def committed(self) -> bool:
-        """Whether the client has heard of an answer, so that there can be no other."""
+        """Whether the client was sent a part of an answer, so that there is no retry."""
         return self._committed
 
-    # the deadlines' attempt
+    # WatchedAttempt
 
     def stirred(self) -> bool:
         """Whether bytes came since the last call, or could not since the client is slow."""
@@ -146,7 +146,7 @@ class Relay:
         return heard or self._holds
 
     def expire(self, waited_s: float) -> None:
-        """The replica was silent for ``waited_s`` seconds: give it up."""
+        """The replica was silent for ``waited_s`` seconds: end the attempt."""
         if self.done.done():
             return
         if self._tail.closed:
@@ -162,7 +162,7 @@ class Relay:
             self._say_last(refused)
         self._settle(AttemptOutcome.BROKEN)
 
-    # the connection's sink
+    # Sink
 
     def on_head(self, status: int, headers: dict[bytes, bytes]) -> None:
         self._status = status
@@ -202,7 +202,7 @@ class Relay:
         except Exception as error:  # noqa: BLE001 - whatever breaks here, the call must end
             self._fail(error)
 
-    # what each kind of answer needs
+    # by kind of answer
 
     def _lose(self, begun: bool) -> None:
         if self._committed:
@@ -250,7 +250,8 @@ class Relay:
             now = monotonic()
             if not self._committed:
                 if tail.error and (refused := self._rejection()) is not None:
-                    # vLLM opens the stream before it has checked all; nothing was said to the client yet.
+                    # vLLM opens the stream before it has validated the request; nothing was sent to the
+                    # client yet.
                     self._connection.abort(self)
                     self.refused = refused
                     self._settle(AttemptOutcome.REJECTED)
@@ -281,13 +282,13 @@ class Relay:
             self._cut()
 
     def _cut(self) -> None:
-        """Everything was said, and the upstream still goes on."""
+        """The answer is complete, and the upstream sends more."""
         self._connection.abort(self)
         self._end_stream(clean=True)
         self._settle(AttemptOutcome.SERVED if self._ended_well() else AttemptOutcome.BROKEN)
 
     def _rejection(self) -> Refused | None:
-        """What a stream's first event says, if it is the request's own fault."""
+        """The error in a stream's first event, if it is the request's own fault."""
         if (refused := adapter_failure(self._tail.error)) is not None:
             return refused
         status = rejection_status(self._tail.error)
@@ -316,7 +317,7 @@ class Relay:
         self._put({"type": "http.response.body", "body": self._tail.error_event(refused)})
 
     def _put(self, message: Message) -> None:
-        """Hand bytes to the client; one that does not keep up holds the replica back."""
+        """Send to the client; a slow client pauses reading from the replica."""
         sent = self._send(message)
         if sent is not SENT:
             self._hold(sent)
@@ -344,7 +345,7 @@ class Relay:
         return self._stream and not self._tail.failed
 
     def _account(self) -> None:
-        """What the answer cost, as far as it came."""
+        """Count the tokens of the answer, as far as it came."""
         tail = self._tail
         usage = tail.usage if self._stream else usage_of_answer(self._end)
         self._call.events = tail.events
@@ -364,7 +365,7 @@ class Relay:
             self.reason = _REASONS.get(reason, Refusal.BUSY)
             if self.reason is Refusal.ADAPTER_FAILED:
                 self.refused = Refused(self.reason, cause_of(said))
-            # An engine that died under the request charges it as a lost connection would.
+            # An engine that died under the request counts as a lost connection.
             self._settle(
                 AttemptOutcome.LOST if self.reason is Refusal.REPLICA_LOST else AttemptOutcome.REFUSED
             )
@@ -399,7 +400,7 @@ def _is_json(data: bytes) -> bool:
     return True
 
 
-# Looks at the whole and makes nothing of it: a microsecond for 2 KB.
+# Checks the syntax without building objects: a microsecond for 2 KB.
 _any = msgspec.json.Decoder(msgspec.Raw)
 _REASONS = {
     str(reason).encode(): reason

@@ -1,4 +1,4 @@
-"""How long a replica may be silent: one sweep over all attempts of a worker, no timer for any of them."""
+"""Idle timeouts of replicas: one periodic sweep over all attempts of a worker."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Limits(Protocol):
 
 
 class WatchedAttempt(Protocol):
-    """What is watched. ``streams`` is whether a stream was asked for, ``begun`` once its first event came.
+    """An attempt under a timeout. ``streams``: a stream was requested; ``begun``: its first event came.
 
     ``stirred`` tells once whether any byte came since it was asked last, or none could since the
     client is slow; ``quiet_since`` belongs to the sweep. Instants are seconds of ``time.monotonic``.
@@ -34,7 +34,7 @@ class WatchedAttempt(Protocol):
     quiet_since: float
 
     def stirred(self) -> bool:
-        """Whether there was a sign of life since the last call."""
+        """Whether any byte came since the last call."""
         ...
 
     def expire(self, waited_s: float) -> None:
@@ -55,7 +55,7 @@ class IdleTimeouts:
         self._attempts: set[WatchedAttempt] = set()
 
     def watch(self, attempt: WatchedAttempt) -> None:
-        """Bound ``attempt`` from now on."""
+        """Apply timeouts to ``attempt`` from now on."""
         self._attempts.add(attempt)
 
     def unwatch(self, attempt: WatchedAttempt) -> None:
@@ -73,7 +73,7 @@ class IdleTimeouts:
             self.sweep(monotonic())
 
     def sweep(self, now: float) -> None:
-        """End what has been silent for too long."""
+        """End the attempts that were silent for too long."""
         limits = self._limits()
         first_s, next_s = limits.first_token_timeout_s, limits.inter_token_timeout_s
         answer_s = limits.answer_timeout_s

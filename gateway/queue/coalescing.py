@@ -1,4 +1,4 @@
-"""Concurrent requests with short inputs as one upstream call, which walks the pipeline like any other."""
+"""Coalescing: concurrent requests with short inputs are served by one upstream call."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from policy.wire.headers import REPLICA_HEADER
 
 # The timer's clock has a coarser tick than a window, and may fire a hair early.
 _TICK_S = 0.001
-# Of the two replicas that may begin a request, a shared call counts as one.
+# A shared call counts as one of the two attempts that may begin a request.
 _ONE_TRY = 1
 _REPLICA = REPLICA_HEADER.encode()
 
@@ -45,7 +45,7 @@ Deliver = Callable[[Call, ServedModel, Request, bodies.Body, bytes], Awaitable[N
 
 
 class Coalescer:
-    """The windows of one worker. ``deliver`` serves one call or raises what its client is to be told."""
+    """The coalescing windows of one worker. ``deliver`` serves one call or raises its refusal."""
 
     def __init__(self, deliver: Deliver, metrics: Metrics) -> None:
         self._deliver = deliver
@@ -65,7 +65,7 @@ class Coalescer:
         *,
         bounds: Coalesce,
     ) -> None:
-        """Have ``call`` delivered, together with others of its kind where it can be."""
+        """Deliver ``call``, together with others of its kind where possible."""
         alone = partial(self._deliver, call, served, request, body, raw)
         share = sub_request_of(call.route, body, raw, request.tenant, bounds, adapter=request.adapter)
         if share is None:
@@ -83,7 +83,7 @@ class Coalescer:
         bounds: Coalesce,
         alone: Callable[[], Awaitable[None]],
     ) -> None:
-        """Answer ``call`` out of a shared call, or by ``alone`` where it has no company.
+        """Answer ``call`` from a shared call, or by ``alone`` if it is the only one.
 
         A shared call that is refused or fails says nothing about any one of its members: each is then
         delivered by itself, and gets the answer or the error that is its own.
@@ -121,7 +121,7 @@ class Coalescer:
             task = self._calls[batch] = asyncio.create_task(
                 self._share(list(batch.members)), name="coalesced"
             )
-            # A task that is cancelled before it ran runs no handler of its own.
+            # A task that is cancelled before it starts runs no handler of its own.
             task.add_done_callback(partial(self._returned, batch))
             return
         (member,) = batch.members
@@ -131,7 +131,7 @@ class Coalescer:
             member.turn.set_result(batch)
 
     async def _share(self, members: Sequence[_Member]) -> Sequence[bytes | None]:
-        """What each is answered, or ``None`` for all when the call to them all went wrong."""
+        """The answer to each, or ``None`` for all when the shared call failed."""
         request = _together(members)
         try:
             return await self._ask(members, request)
@@ -150,7 +150,7 @@ class Coalescer:
         self._end(batch)
 
     async def _ask(self, members: Sequence[_Member], request: Request) -> list[bytes]:
-        """One answer each; raises whatever goes wrong with the call to them all."""
+        """One answer each; raises whatever goes wrong with the shared call."""
         first = members[0]
         shares = [member.share for member in members]
         raw = join(shares)
@@ -171,7 +171,7 @@ class Coalescer:
         return answers
 
     def _withdraw(self, member: _Member) -> None:
-        """A client has left: out of the window, or out of the call, which ends when nobody is left in it."""
+        """A client has left: remove it; a shared call without clients is cancelled."""
         if self._windows.withdraw(member.share.group, member):
             return
         if not member.turn.cancelled() and isinstance(batch := member.turn.result(), Batch):
@@ -198,7 +198,7 @@ class Coalescer:
 
 
 class _Inbox:
-    """The client of a shared call: it waits, and collects the answer."""
+    """The client side of a shared call, which collects the answer."""
 
     def __init__(self) -> None:
         self._status = 0
@@ -217,14 +217,14 @@ class _Inbox:
         return SENT
 
     def answer(self) -> bytes:
-        """The body of a good and whole answer; raises ``ValueError`` for any other."""
+        """The body of a complete answer of status 200; raises ``ValueError`` for any other."""
         if self._status != 200 or not self._complete:
             raise ValueError(f"the shared call ended with status {self._status}")
         return b"".join(self._parts)
 
 
 def _together(members: Sequence[_Member]) -> Request:
-    """What the shared call is to admission and routing: the sum of its members, as urgent as the first due.
+    """The shared call for admission and routing: the sum of its members, with the earliest deadline.
 
     Its prefix is what all of theirs begin with. One replica alone may begin it in vain: the next that
     begins any of them by itself is then its second.

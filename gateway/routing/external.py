@@ -1,4 +1,4 @@
-"""Ask the servers that Tidegate does not deploy whether they answer and what they serve."""
+"""Polls external servers: whether they answer and what they serve."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from policy.types import EngineKind, Replica
 
 PROBE_EVERY_S = 2.0
 PROBE_TIMEOUT_S = 2.0
-# One that answers requests is only asked what is new there.
+# How often a server that answers requests is asked for its models.
 LIST_EVERY_S = 10.0
 
 
@@ -33,8 +33,8 @@ class _Models(msgspec.Struct):
     data: list[_Listed] = []
 
 
-class _Said(NamedTuple):
-    """What a server last said of itself, when, and how often it had been heard by then."""
+class _Answer(NamedTuple):
+    """The last answer of a server, when it came, and how many reads had come by then."""
 
     replica: Replica
     max_model_len: int | None
@@ -43,13 +43,13 @@ class _Said(NamedTuple):
 
 
 class ExternalPoller:
-    """Probes every URL of every external model. No secret of ours goes to servers that are not ours."""
+    """Probes every URL of every external model, without any of Tidegate's secrets."""
 
     def __init__(self, view: FleetView, deployment: Callable[[], Deployment]) -> None:
         self._view = view
         self._deployment = deployment
         self._clock = asyncio.get_running_loop().time
-        self._said: dict[tuple[str, str], _Said] = {}
+        self._answers: dict[tuple[str, str], _Answer] = {}
 
     async def run(self) -> None:
         """Probe until cancelled."""
@@ -74,9 +74,9 @@ class ExternalPoller:
     async def _probe(self, client: httpx.AsyncClient, model: str, url: str) -> tuple[Replica, int | None]:
         base = url.rstrip("/").removesuffix("/v1")
         at, reads = self._clock(), self._view.reads(model, base)
-        last = self._said.get((model, base))
+        last = self._answers.get((model, base))
         if last is not None and reads > last.reads and at < last.at + LIST_EVERY_S:
-            self._said[model, base] = last._replace(reads=reads)
+            self._answers[model, base] = last._replace(reads=reads)
             return last.replica, last.max_model_len
         listed: list[_Listed] = []
         try:
@@ -85,14 +85,14 @@ class ExternalPoller:
             if ready:
                 listed = msgspec.json.decode(answer.content, type=_Models).data
         except (httpx.HTTPError, ValueError, RecursionError) as error:  # no answer, or one that is not JSON
-            # What this machine lacks says nothing of the server: it is as it was.
+            # A lack of resources on this machine says nothing of the server.
             ready = is_local_fault(error) and self._view.hears(model, base)
         adapters = tuple(entry.id for entry in listed if entry.parent is not None)
         own = next((entry for entry in listed if entry.id == model), None)
         replica = external_replica(model, base, ready=ready, adapters=adapters, at=self._clock())
         length = None if own is None else own.max_model_len
         if ready:
-            self._said[model, base] = _Said(replica, length, at, reads)
+            self._answers[model, base] = _Answer(replica, length, at, reads)
         else:
-            self._said.pop((model, base), None)
+            self._answers.pop((model, base), None)
         return replica, length

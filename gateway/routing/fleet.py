@@ -1,4 +1,4 @@
-"""Which models and replicas there are, from the newest word that reached this worker."""
+"""The models and replicas that this worker knows, from the newest snapshot that it received."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from policy.config.deployment import Deployment, Eject, Retry
 from policy.routing.replica_health import HealthCounters, ReplicaHealth
 from policy.types import EMPTY_FLEET, EngineKind, Fleet, Load, Replica, ReplicaPhase, Runner
 
-# A controller that was just started may not have heard of every replica yet.
+# A controller that has just started may not know every replica yet.
 SETTLE_S = 2.0
 
 Source = Literal["none", "disk", "controller"]
 
 
-# So long may a replica that went away be one that its host starts again, unless the fleet says so anyway.
+# For so long a replica that is unreachable may be one that its host restarts.
 RESTART_S = 10.0
-# The fleet's word comes twice a second; an older one says nothing of what is starting now.
+# Snapshots come twice a second; an older one does not tell what is starting now.
 WORD_S = 5.0
-# Adapters that could not be loaded are few, or something is wrong that has one cause.
+# The most adapters whose cause of failure is kept.
 MOST_CAUSES = 256
 
 
 class ServedModel:
-    """A model as this worker serves it: what the deployment says of it and its replicas.
+    """A model as this worker serves it: its settings and its replicas.
 
     ``coming`` is whether the fleet starts replicas of it, or has none by intent; ``down`` whether it has none
     that serves, ``asleep`` whether it starts none besides. ``start_s`` is how long replicas took to start, as
@@ -50,7 +50,7 @@ class ServedModel:
         self.causes: dict[str, str] = {}
 
     def hopeless(self, at: float) -> bool:
-        """Whether to wait for a replica is in vain: none can be heard, and none is on its way.
+        """Whether waiting for a replica is useless: none is reachable and none is starting.
 
         A model that is scaled to zero, one whose replicas start, and one that nobody has looked at
         yet are worth waiting for; ``at`` is loop time.
@@ -68,19 +68,19 @@ class ServedModel:
 
     @property
     def listed(self) -> list[str]:
-        """Adapters that its servers list, where they are not ours."""
+        """The adapters that its servers list, of an external model."""
         if self.engine is not EngineKind.EXTERNAL:
             return []
         return sorted({name for link in self.links for name in link.residency.loaded})
 
     def caused(self, adapter: str, cause: str) -> None:
-        """A replica could not load ``adapter``, for this ``cause``."""
+        """A replica could not load ``adapter`` because of ``cause``."""
         if len(self.causes) >= MOST_CAUSES:
             self.causes.clear()
         self.causes[adapter] = cause
 
     def cannot_load(self, adapter: str) -> bool:
-        """Whether replicas refuse ``adapter`` and none is up that does not."""
+        """Whether every replica that is up has failed to load ``adapter``."""
         refused = False
         for link in self.links:
             if link.residency.loads:
@@ -118,7 +118,7 @@ class FleetView:
 
     @property
     def models(self) -> list[ServedModel]:
-        """All models, in the order of the document."""
+        """All models, in the order of the deployment."""
         return list(self._served.values())
 
     def get(self, name: str) -> ServedModel | None:
@@ -126,7 +126,7 @@ class FleetView:
         return self._served.get(name)
 
     def listing(self, name: str) -> tuple[ServedModel, str] | None:
-        """The model whose servers, which are not ours, list an adapter so, or as ``BASE:NAME``; its name."""
+        """The external model whose servers list ``name`` or ``BASE:NAME``, and its name."""
         for served in self._served.values():
             if served.engine is EngineKind.EXTERNAL:
                 for own in (name, name.removeprefix(served.name + ":")):
@@ -135,7 +135,7 @@ class FleetView:
         return None
 
     def read_document(self, deployment: Deployment) -> None:
-        """Take the models of the deployment document; what is no longer in it is dropped."""
+        """Apply the models of the deployment; those that are no longer in it are dropped."""
         self._connect_timeout_s = deployment.gateway.connect_timeout_s
         self._eject, self._retry = deployment.gateway.eject, deployment.gateway.retry
         self._documented = frozenset(spec.name for spec in deployment.models)
@@ -168,7 +168,7 @@ class FleetView:
             served.coming = _coming(states, model.target)
             served.down = ReplicaPhase.READY not in states
             served.asleep = served.down and ReplicaPhase.STARTING not in states
-            # What sleeps is only woken.
+            # A sleeping replica is woken, not started.
             starts_s = [replica.start_s if replica.wake_s is None else replica.wake_s for replica in mine]
             measured_s = [start_s for start_s in starts_s if start_s is not None]
             served.start_s = max(measured_s, default=served.start_s)
@@ -195,12 +195,12 @@ class FleetView:
             self._link(served, replicas, at)
 
     def hears(self, model: str, url: str) -> bool:
-        """Whether the server of ``model`` at ``url`` answered when it was last asked."""
+        """Whether the server of ``model`` at ``url`` answered the last probe."""
         link = self._at(model, url)
         return link is not None and link.answering
 
     def reads(self, model: str, url: str) -> int:
-        """How often the server of ``model`` at ``url`` was heard, 0 if it does not serve well."""
+        """How many reads came from the server of ``model`` at ``url``; 0 if it is failing."""
         link = self._at(model, url)
         return link.pool.reads if link is not None and link.answering and not link.breaker.streak else 0
 
@@ -317,7 +317,7 @@ def _coming(states: Sequence[ReplicaPhase], target: int) -> bool:
 
 
 def external_replica(model: str, url: str, *, ready: bool, adapters: tuple[str, ...], at: float) -> Replica:
-    """A server that Tidegate does not deploy, in the fleet's words."""
+    """A server that Tidegate does not deploy, as a :class:`policy.types.Replica`."""
     return Replica(
         id=url.removeprefix("http://"),
         model=model,

@@ -1,16 +1,16 @@
-"""Which adapters one replica has loaded, and which it could not load lately, from its own word."""
+"""The adapters that one replica has loaded, and those that it could not load lately."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from time import monotonic
 
-# So long is one that failed here not asked for again, unless the replica's own list says so by then.
+# An adapter that failed to load is not requested again for so long.
 FAILED_S = 2.0
 
 
 class LoadedAdapters:
-    """What requests for adapters find at one replica.
+    """The adapters of one replica.
 
     One that ``loads`` serves whatever it is asked for but ``refused``: what it says that it could not load
     lately. Another serves what it lists alone. ``loaded`` is what it lists.
@@ -38,14 +38,14 @@ class LoadedAdapters:
 
     @property
     def refusing(self) -> frozenset[str]:
-        """What it could not load lately, by its own list and by what requests found."""
+        """Adapters that it could not load lately, by its own list and by refused requests."""
         if not self._failed:
             return self.refused
         now = monotonic()
         return self.refused | {name for name, until in self._failed.items() if until > now}
 
     def told(self, loaded: Sequence[str], refused: Sequence[str]) -> bool:
-        """The replica lists what it has loaded and what it could not load; whether that is news."""
+        """Take the replica's lists of loaded and failed adapters; returns whether they changed."""
         if loaded == self._listed and refused == self._refused:
             return False
         self._listed, self._refused = loaded, refused
@@ -53,13 +53,13 @@ class LoadedAdapters:
         return True
 
     def failed(self, adapter: str) -> None:
-        """It could not load ``adapter`` just now; its next list may be older than that."""
+        """It could not load ``adapter`` just now; its next list may be older than this."""
         now = monotonic()
         self._failed = {name: until for name, until in self._failed.items() if until > now}
         self._failed[adapter] = now + FAILED_S
 
     def forget(self) -> None:
-        """Another process is behind it, which has loaded nothing that it has not listed."""
+        """Its process was replaced: only what it lists from now on is loaded."""
         self.loaded = self.refused = frozenset()
         self._listed = self._refused = ()
         self._failed.clear()

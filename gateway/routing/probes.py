@@ -1,4 +1,4 @@
-"""Watch what replicas do with our requests, and bring back those that are out of rotation.
+"""Eject replicas that make no progress, and probe those that are out of rotation.
 
 A replica of ours is probed with a canary, a request of one token. A server that is not ours gets no
 request that no client sent: when it answers the question what it serves, one real request is let
@@ -25,12 +25,12 @@ from policy.wire.canary import CANARIES
 from policy.wire.headers import REFUSAL_HEADER, SECRET_HEADER
 
 SWEEP_S = 0.25
-# A probe that said nothing is sent again after this, as is one to a replica whose load stream hangs.
+# A probe without a result is repeated after this, as is one to a replica whose load stream hangs.
 AGAIN_S = 1.0
 
 
 class Probes:
-    """The watchdog's sweep over all links of this worker, and the probes that it starts."""
+    """The periodic sweep over all replicas of this worker, and the probes that it starts."""
 
     def __init__(
         self, fleet: FleetView, metrics: Metrics, deployment: Callable[[], Deployment], secret: str
@@ -44,7 +44,7 @@ class Probes:
 
     async def run(self) -> None:
         """Sweep until cancelled."""
-        # A connection that is kept would not be seen to close until the next canary.
+        # Kept connections could be closed unnoticed until the next probe.
         limits = httpx.Limits(max_keepalive_connections=0)
         headers = {SECRET_HEADER: self._secret}
         async with httpx.AsyncClient(headers=headers, limits=limits, trust_env=False) as client:
@@ -61,7 +61,7 @@ class Probes:
         for served in self._fleet.models:
             for link in served.links:
                 link.age(at)
-                # Nothing on any connection of it is a partition, or a process that stands still.
+                # Silence on all of its connections is a partition, or a process that is stopped.
                 patience_s = min(STALE_S, timeout_s) if link.stale(at) else timeout_s
                 if link.stuck_s(at) >= patience_s:
                     self._eject(served, link, at)
@@ -79,7 +79,7 @@ class Probes:
                 self._fleet.unavailable(served)
 
     def _eject(self, served: ServedModel, link: ReplicaHandle, at: float) -> None:
-        """It holds our requests and moves none: who has had no byte of an answer goes elsewhere."""
+        """It holds requests and makes no progress: those without any answer are moved."""
         ejected = served.health.stalled(link.breaker, at)
         if ejected or (not link.admissible and any(other.admissible for other in served.links)):
             for relay in tuple(link.relays):
@@ -115,7 +115,7 @@ class Probes:
     def _heard(self, served: ServedModel, link: ReplicaHandle, sign: AttemptResult) -> None:
         at = self._clock()
         back = served.health.probed(link.breaker, sign, at)
-        # Its load stream hangs, but it works: what is there is then counted here alone.
+        # Its load stream hangs, but it works: only requests counted here are known.
         if sign is AttemptResult.GOOD and link.silent:
             link.heard(at, True)
         if back:
@@ -124,7 +124,7 @@ class Probes:
     async def _sing(
         self, client: httpx.AsyncClient, served: ServedModel, link: ReplicaHandle, timeout_s: float
     ) -> AttemptResult:
-        """Send the canary: good if it is answered, no sign if the replica is only full or starting."""
+        """Send the canary: good if answered, no result if the replica is only full or starting."""
         for path, body in CANARIES[served.runner]:
             try:
                 answer = await client.post(

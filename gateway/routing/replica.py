@@ -31,11 +31,11 @@ STALE_S = 3.0
 
 
 def _ignore(*_: object) -> None:
-    """Nobody listens."""
+    """The event has no listener."""
 
 
 class FleetEvents(NamedTuple):
-    """What the owners of other state are told of replicas; each function takes the model's name first.
+    """Events of replicas and their listeners, whose first argument is the model's name.
 
     ``news``: a replica may take more requests. ``unavailable``: no replica is up and none is starting.
     ``prefixes``: the replica with this key was sent prompts with these hashes, by any gateway. ``forgotten``:
@@ -94,7 +94,7 @@ class ReplicaHandle:
         self.constant_head = b"host: " + self.pool.host_header + b"\r\ncontent-type: application/json\r\n"
         if secret is not None:
             self.constant_head += f"{SECRET_HEADER}: {secret}\r\n".encode()
-        # Ours say themselves what they have loaded, and how they came by it.
+        # Tidegate's replicas report their adapters themselves.
         self.residency = LoadedAdapters(replica.adapters if secret is None else (), loads=secret is not None)
         self.health = health or ReplicaHealth(HealthCounters(), lambda: 0.5)
         self.breaker = self.health.ejections.join()
@@ -141,7 +141,7 @@ class ReplicaHandle:
 
     @property
     def in_flight(self) -> int:
-        """What this host's workers have there, and what other hosts had by the replica's last count."""
+        """Requests of this host's workers, and those of other hosts by the replica's last report."""
         return self._elsewhere + self.mine + self._shared.others(self.view.key)[0]
 
     @property
@@ -150,7 +150,7 @@ class ReplicaHandle:
         return self.view.bound
 
     def look(self) -> Candidate:
-        """The view of this instant, with what this host's other workers have there.
+        """The current view, with the requests of this host's other workers.
 
         While there are none it stays true by itself (``lone``), until ``due_at``.
         """
@@ -187,7 +187,7 @@ class ReplicaHandle:
         self._shared.first_token(self.view.key, tokens)
 
     def foresee(self, tokens: int, at: float) -> UnseenPrefill:
-        """The prefill of such a request, whose first token nobody will see, will be over at ``at``.
+        """Assume that the prefill of a request without a visible first token is over at ``at``.
 
         Otherwise the prompts of answers that come whole would count as ahead until their last token.
         """
@@ -197,7 +197,7 @@ class ReplicaHandle:
         return ahead
 
     def over(self, ahead: UnseenPrefill) -> None:
-        """Its time has come, or its request has ended, which may be long before that."""
+        """Such a prefill is over: its time has come, or its request has ended."""
         if ahead.tokens:
             self.first_token(ahead.tokens, monotonic())
             ahead.tokens = 0
@@ -249,7 +249,7 @@ class ReplicaHandle:
             self._events.prefixes(self.model, self.view.key, report.prefixes)
 
     def become(self, replica: Replica, at: float) -> None:
-        """The fleet says something new of it."""
+        """Apply a new snapshot of it."""
         was, self.replica = self.replica, replica
         if (was.incarnation, was.pid) != (replica.incarnation, replica.pid):
             self.renewed(at)
@@ -258,13 +258,13 @@ class ReplicaHandle:
             self._feed.retry_now()
 
     def renewed(self, at: float) -> None:
-        """Another process is behind it, with an empty cache and nothing on its conscience."""
+        """Its process was replaced: cache and failures are forgotten."""
         self.breaker.renew(at)
         self.residency.forget()
         self._events.forgotten(self.model, self.view.key)
 
     def heard(self, at: float, answering: bool) -> None:
-        """Whether the replica could be heard just now."""
+        """Take note of whether the replica is reachable."""
         if answering != self.answering:
             self.answering = answering
             if answering:
@@ -275,7 +275,7 @@ class ReplicaHandle:
         self._reach()
 
     def refused(self, reason: Refusal) -> None:
-        """The replica did not take a request; what it says next decides again."""
+        """The replica refused a request; its next report decides again."""
         if reason is Refusal.BUSY:
             self.full = True
         else:
@@ -283,7 +283,7 @@ class ReplicaHandle:
             self._reach()
 
     def cannot_load(self, adapter: str) -> None:
-        """The replica began nothing of a request since it could not load its ``adapter``."""
+        """The replica refused a request since it could not load its ``adapter``."""
         self.residency.failed(adapter)
         self._adapters_changed()
 
@@ -294,7 +294,7 @@ class ReplicaHandle:
             self._events.unloadable(self.model, refused)
 
     def stuck_s(self, at: float) -> float:
-        """For how many seconds it has moved none of the requests that it should have moved.
+        """For how many seconds it has made no progress on requests that it holds.
 
         Those whose clients do not read are not its to move. Of a server that does not tell its tokens
         only streams must move while it can be heard: a long answer that does not stream is silent until
@@ -305,11 +305,11 @@ class ReplicaHandle:
         return self._watchdog.stuck_s(held, (self.pool.reads, self._tokens), at)
 
     def stale(self, at: float) -> bool:
-        """Whether its load stream has said nothing for longer than it ever should."""
+        """Whether its last load report is older than :data:`STALE_S`."""
         return self.heard_at is not None and at - self.heard_at > STALE_S
 
     def age(self, at: float) -> None:
-        """Let what it said long ago count no more: what this host has there it knows by itself."""
+        """Drop a stale report; this host's own requests are counted here in any case."""
         if self.stale(at):
             self._elsewhere = self._pending_elsewhere = 0
             self.view.kv_used = 0.0
@@ -319,7 +319,7 @@ class ReplicaHandle:
         self.breaker.reachable = self.answering and self.open and self.replica.state is ReplicaPhase.READY
 
     def subscribe(self, secret: str, on_change: Callable[[ReplicaHandle], None]) -> None:
-        """Follow the replica's own count until :meth:`close`."""
+        """Follow the replica's load stream until :meth:`close`."""
         loop = asyncio.get_running_loop()
 
         def on_line(line: bytes) -> None:
@@ -334,7 +334,7 @@ class ReplicaHandle:
             self.silent = self._feed.silent
             self._restarted = True
             at = loop.time()
-            # Who moves our requests lives, whatever has become of its load stream.
+            # A replica that makes progress is alive, whatever has become of its load stream.
             if self.answering and not (self.silent and self.mine and self.stuck_s(at) < STALE_S):
                 self.heard(at, False)
                 on_change(self)

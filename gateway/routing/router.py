@@ -91,24 +91,24 @@ class ModelRouters:
         density.learn(request.prompt_tokens, prompt_tokens, output_tokens, request.depths)
 
     def density(self, model: str) -> BytesPerToken:
-        """How long prompts and answers of ``model`` are."""
+        """The estimates of prompt and answer lengths of ``model``."""
         density = self._densities.get(model)
         if density is None:
             density = self._densities[model] = BytesPerToken()
         return density
 
     def heard(self, model: str, key: int, hashes: Sequence[int]) -> None:
-        """The replica with ``key`` says which prefixes were sent to it, by whichever gateway."""
+        """The replica with ``key`` reports the prefixes that any gateway sent to it."""
         self._of(model).learned(hashes, key, self._clock())
 
     def holds(self, model: str, key: int, loaded: Iterable[str], refused: Iterable[str]) -> None:
-        """The replica with ``key`` says which adapters it has ``loaded``, and which it could not load."""
+        """The replica with ``key`` reports the adapters that it has loaded and could not load."""
         self._of(model).holds(
             [adapter_key(model, name) for name in loaded], [adapter_key(model, name) for name in refused], key
         )
 
     def forget(self, model: str, key: int) -> None:
-        """The replica with ``key`` is gone, or started anew."""
+        """The replica with ``key`` is gone or was restarted."""
         self._of(model).forget(key)
 
     def describe(self, count: int) -> list[dict[str, Any]]:
@@ -144,7 +144,7 @@ class ModelRouters:
 
 
 def _settings(deployment: Deployment | None, model: str) -> Settings:
-    """What the document says of routing to ``model``; nothing of a model that it does not name."""
+    """The routing settings of ``model``; defaults for one that the deployment does not name."""
     try:
         return Settings() if deployment is None else settings_of(deployment.model(model))
     except TargetError:  # the controller still has it
