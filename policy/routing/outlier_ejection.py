@@ -2,8 +2,8 @@
 
 Each replica has a breaker, which only a probe closes. A replica is ejected after consecutive failures or by
 the success rate of a window, for a base time multiplied by the number of ejections; at most half of the
-replicas are ejected and never the last (Envoy). One probe passes at a time (linkerd). Retries are bounded by a
-fraction of the requests (Finagle, linkerd).
+replicas are ejected and never the last (Envoy). One probe passes at a time (linkerd). Retries are bounded by
+a fraction of the requests (Finagle, linkerd).
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class BreakerState(StrEnum):
 class AttemptResult(StrEnum):
     """What an attempt says of the health of its replica.
 
-    ``BAD`` are refused and broken connections, broken streams, silence and 5xx. ``NOTHING`` are 4xx, errors of an
-    adapter, refusals by the replica's admission, clients that left, and faults of this machine. Slow answers are
-    not ``BAD``: they cost a replica its share in routing.
+    ``BAD`` are refused and broken connections, broken streams, silence and 5xx. ``NOTHING`` are 4xx, errors
+    of an adapter, refusals by the replica's admission, clients that left, and faults of this machine. Slow
+    answers are not ``BAD``: they cost a replica its share in routing.
     """
 
     GOOD = "good"
@@ -216,7 +216,7 @@ class OutlierEjection:
         return True
 
     def admits(self, breaker: Breaker) -> bool:
-        """Whether a request may go there: the breaker is closed, or free for a probe, or no replica can serve."""
+        """Whether a request may go there: closed, free for a probe, or no replica can serve."""
         if breaker.state is BreakerState.CLOSED:
             return True
         if breaker.state is BreakerState.HALF_OPEN and not breaker.probing:
@@ -265,7 +265,7 @@ class Watchdog:
         self._since: float | None = None
 
     def stuck_s(self, held: int, mark: object, at: float) -> float:
-        """Seconds for which it has held requests while ``mark``, which changes with progress, was the same."""
+        """Seconds for which it has held requests while ``mark``, a sign of progress, was the same."""
         if not held:
             self._since = None
             return 0.0

@@ -357,7 +357,7 @@ class Router:
     def _shortlist(
         self, request: Request, pairs: list[tuple[Candidate, ReplicaState]], at: float
     ) -> list[tuple[Candidate, ReplicaState]]:
-        """The replicas that hold most of its prefix, the least loaded, and its homes by rendezvous hashing."""
+        """Those that hold most of its prefix, the least loaded, and its homes by rendezvous hashing."""
         best = nsmallest(4, pairs, key=lambda pair: (pair[0].pending_tokens, pair[0].in_flight))
         item = request.prefix[0] if request.prefix else request.adapter_key
         if item:

@@ -11,7 +11,8 @@ from policy.engine.step_table import GENERIC
 from policy.errors import ConfigError
 from policy.routing.router import Settings
 
-# The fraction of the TTFT SLO that may pass before a replica starts on a request; the rest is for its prefill.
+# The fraction of the TTFT SLO that may pass before a replica starts on a request; the rest is for its
+# prefill.
 START_SHARE = 0.5
 _DEGREES = (1, 2, 4, 8)
 
