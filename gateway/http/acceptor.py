@@ -16,15 +16,15 @@ from gateway.http.reserve_descriptor import ReserveDescriptor
 
 # The machine is out of some resource: waiting clients are closed, and those being served go on.
 _EXHAUSTED = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
-# Nothing can be taken, not even to be let go: the loop would ask without end.
+# Pause when no connection can be accepted even to close it; without it the loop would spin.
 REST_S = 0.05
 
 
 class Acceptor:
     """Accepts on ``sock``, which is listening already, and makes a protocol for each connection.
 
-    A descriptor is kept in reserve: without any, a connection can still be taken and closed, so that its
-    client hears of it at once and not after a timeout of its own.
+    One descriptor is kept in reserve: when there are no others, a connection can still be accepted and
+    closed, so that its client sees the error immediately and not after a timeout.
     """
 
     def __init__(
@@ -53,9 +53,9 @@ class Acceptor:
     def _accept(self) -> None:
         try:
             client, _ = self._sock.accept()
-        except OSError as error:  # mostly: another worker was faster, or the client is gone again
+        except OSError as error:  # usually another worker was faster, or the client has disconnected
             if error.errno in _EXHAUSTED:
-                self._let_go()
+                self._reject()
             return
         task = self._loop.create_task(self._open(client), name="accept")
         self._opening.add(task)
@@ -67,18 +67,18 @@ class Acceptor:
         except OSError:  # it was reset before it could be served
             client.close()
 
-    def _let_go(self) -> None:
+    def _reject(self) -> None:
         """Accept the oldest waiting connection with the reserve descriptor, and close it."""
-        taken = False
+        rejected = False
         if self._spare.give():
             try:
                 client, _ = self._sock.accept()
                 client.close()
-                taken = True
+                rejected = True
             except OSError:
                 pass
         self._spare.keep()
-        if not taken:
+        if not rejected:
             self._loop.remove_reader(self._sock)
             self._resting = self._loop.call_later(REST_S, self._wake)
 

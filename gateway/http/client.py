@@ -1,4 +1,4 @@
-"""Our own HTTP/1.1 client: pooled keep-alive connections on uvloop, parsed by httptools.
+"""HTTP/1.1 client: pooled keep-alive connections on uvloop, parsed by httptools.
 
 Callbacks instead of futures per chunk: what arrives goes to the client in the same turn of the
 loop. httpx costs 3 ms a request, which is the whole budget twenty times over.
@@ -18,9 +18,9 @@ import httptools
 
 MAX_IDLE = 256
 MAX_BUFFERED_WRITE = 64 * 1024
-# Digits of a chunk's size: a read is never as large.
+# Maximum digits of a chunk size; no read is that large.
 MAX_SIZE_LINE = 7
-# A connection that fails with one of these says that this machine, not the server, is out of something.
+# Errors of connect() that mean that this machine, not the server, lacks a resource.
 LOCAL_FAULTS = frozenset(
     {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS, errno.EADDRNOTAVAIL, errno.ENOSPC, errno.EDQUOT}
 )
@@ -30,7 +30,7 @@ class Sink(Protocol):
     """The receiver of a response. No call follows ``complete`` or ``on_lost``."""
 
     def on_head(self, status: int, headers: dict[bytes, bytes]) -> None:
-        """The head; header names are lower case, of a repeated one the last counts."""
+        """The head; header names are lower case, the last one of repeated headers is used."""
         ...
 
     def on_data(self, data: bytes, *, complete: bool) -> None:
@@ -38,11 +38,11 @@ class Sink(Protocol):
         ...
 
     def on_chunk(self, data: bytes, framed: bytes) -> None:
-        """As :meth:`on_data` of a read that was one chunk; ``framed`` is the chunk as it came."""
+        """:meth:`on_data` for a read that is exactly one chunk; ``framed`` is the raw chunk."""
         ...
 
     def on_lost(self, *, begun: bool) -> None:
-        """The connection died; ``begun`` tells whether any byte of a response had come."""
+        """The connection broke; ``begun`` is whether any byte of a response had arrived."""
         ...
 
 
@@ -96,7 +96,7 @@ class ClientConnection:
         return self._transport is not None and not self._transport.is_closing()
 
     def send(self, sink: Sink, head: bytes, body: bytes | Sequence[bytes | memoryview]) -> None:
-        """Write a request in one call of the system; its response goes to ``sink``.
+        """Write a request in one system call; its response goes to ``sink``.
 
         A body that is large, or comes in several buffers, is not copied.
         """
@@ -123,12 +123,12 @@ class ClientConnection:
             self._read_on()
 
     def abort(self, sink: Sink) -> None:
-        """Close at once: the replica sees the disconnect and frees the slot."""
+        """Close immediately: the replica sees the disconnect and frees the slot."""
         if self._sink is sink:
             self.kill()
 
     def kill(self) -> None:
-        """Close at once without a call to the sink."""
+        """Close immediately, without a call to the sink."""
         self._sink = None
         if self._transport is not None:
             self._transport.abort()
@@ -144,12 +144,12 @@ class ClientConnection:
 
     def data_received(self, data: bytes) -> None:
         sink = self._taker()
-        if sink is None:  # bytes that nobody asked for
+        if sink is None:  # unsolicited bytes
             self.kill()
             return
         self.begun = self.heard = True
         self._pool.reads += 1
-        # An engine writes each event as a chunk, which needs no parser to be known and no other frame.
+        # An engine writes each event as one chunk, which is recognized without the parser and relayed as is.
         if self._between and (chunk := encode_chunk(data)) is not None:
             sink.on_chunk(chunk, data)
             return
@@ -158,10 +158,10 @@ class ClientConnection:
         except (httptools.HttpParserError, httptools.HttpParserUpgrade):
             self._fail()
             return
-        # Else the parser may hold the beginning of the next chunk's size.
+        # Otherwise the parser may hold the beginning of the next chunk size.
         self._between = self._between and data[-2:] == b"\r\n"
         sink = self._taker()
-        if sink is None:  # it gave up on the head
+        if sink is None:  # the sink aborted on the head
             return
         if self._complete:
             chunks = self._chunks
@@ -178,7 +178,7 @@ class ClientConnection:
         """Called before the connection closes."""
 
     def pause_writing(self) -> None:
-        """A request is written once, whole."""
+        """Nothing to do: a request is written in one call."""
 
     def resume_writing(self) -> None:
         """As above."""
@@ -194,7 +194,7 @@ class ClientConnection:
             sink.on_lost(begun=self.begun)
 
     def _taker(self) -> Sink | None:
-        """Its sink; by a call, since a type checker thinks that the parser changes nothing."""
+        """The sink, read by a call: a type checker assumes that the parser changes no attribute."""
         return self._sink
 
     # httptools callbacks
@@ -259,7 +259,7 @@ class ClientConnection:
 
 
 class ConnectionPool:
-    """Connections to one server, by TLS and with its certificate verified if its URL is https.
+    """Connections to one server, with TLS and a verified certificate if its URL is https.
 
     ``reads`` counts how often any of them brought bytes.
     """
@@ -285,7 +285,7 @@ class ConnectionPool:
         return None
 
     async def connect(self) -> ClientConnection:
-        """A fresh connection; raises ``OSError`` (``TimeoutError`` is one) when there is none."""
+        """A new connection; raises ``OSError``, which includes ``TimeoutError``."""
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(self.connect_timeout_s):
             _, connection = await loop.create_connection(
@@ -309,7 +309,7 @@ class ConnectionPool:
             self._idle.remove(connection)
 
     def close(self) -> None:
-        """Close idle connections and pool no more; requests in flight go on."""
+        """Close idle connections and keep no more; requests in flight continue."""
         self._closed = True
         idle, self._idle = self._idle, []
         for connection in idle:
@@ -317,7 +317,7 @@ class ConnectionPool:
 
 
 def encode_chunk(data: bytes) -> bytes | None:
-    """What ``data`` carries if it is one whole chunk without extensions, and not the last one."""
+    """The content of ``data`` if it is exactly one chunk, without extensions and not the last."""
     size = at = 0
     for digit in data[:MAX_SIZE_LINE]:
         if 48 <= digit <= 57:
@@ -333,7 +333,7 @@ def encode_chunk(data: bytes) -> bytes | None:
 
 
 def is_local_fault(error: BaseException | None) -> bool:
-    """Whether the root cause of ``error`` is that this machine is out of something."""
+    """Whether the root cause of ``error`` is a resource that this machine lacks."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in LOCAL_FAULTS:
             return True

@@ -1,7 +1,7 @@
 """A client connection: requests are parsed as they arrive and served in order.
 
-A body is collected as a list and joined once. What comes after the head of a request with a known
-length goes around the parser, which would copy it.
+A body is collected as a list and joined once. A body of known length bypasses the parser, which would copy
+it.
 
 This module is over 400 lines: the phase of a connection decides what each read, response and timeout means.
 """
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
 
 MAX_HEAD_BYTES = 32 * 1024
 MAX_HEADERS = 100
-# Chunk sizes, extensions and trailers: what a body of single bytes needs three times over.
+# Overhead of chunk sizes, extensions and trailers per body byte; three times that of single-byte chunks.
 MAX_FRAMING_RATIO = 16
-# What is read and thrown away of a request that was refused: closing on a client that still sends
-# would reset the connection and lose the answer.
+# Bytes of a rejected request that are read and discarded: closing while the client still sends would reset
+# the connection and lose the response.
 MAX_DISCARDED = 64 * 1024 * 1024
-# Requests that may be read ahead of the one that is served; beyond them the client waits.
+# Pipelined requests that are read ahead of the current one; then reading pauses.
 MAX_AHEAD = 16
 MAX_AHEAD_BYTES = 1024 * 1024
 _ASGI = {"version": "3.0", "spec_version": "2.3"}
@@ -41,10 +41,10 @@ _NEVER = float("inf")
 
 
 class ServerConnection:
-    """A connection of the client port. ``sent`` is a future while the client does not keep up.
+    """A connection of the client port. ``sent`` is a future while the client reads too slowly.
 
-    It is a protocol of asyncio's and inherits nothing, as machine code cannot.
-    ``deadline`` is when the server ends it, on the server's clock; never while it is served.
+    It implements asyncio's protocol without inheriting, because a compiled class cannot inherit from it.
+    ``deadline`` is when the server closes it, on the server's clock; never while a request is served.
     """
 
     __slots__ = (
@@ -107,25 +107,25 @@ class ServerConnection:
         return self._active is None and not self._reading and not self.ended
 
     def cancel(self) -> None:
-        """Cancel the request that is served; its client still gets an error."""
+        """Cancel the current request; its client gets an error response."""
         if self._active is not None and self._active.task is not None:
             self._active.task.cancel()
 
     def end(self) -> None:
-        """Close once everything is written, if the client reads it."""
+        """Close when everything is written, or when the client stops reading."""
         self.ended = True
         self._unsent = 0
         self.deadline = self._server.now + self._server.times.stalled_s
         self._transport.close()
 
     def abort(self) -> None:
-        """Close at once."""
+        """Close immediately."""
         self._transport.abort()
 
     def sweep(self, now: float) -> None:
         """Close the connection if a timeout has passed; ``now`` is the server's clock."""
         if self.sent is not SENT or self.ended:
-            # A reader that is slow is waited for, one that takes nothing is not.
+            # A slow client gets more time, a stalled one does not.
             unsent = self._transport.get_write_buffer_size()
             if unsent != self._unsent:
                 self._unsent = unsent
@@ -172,7 +172,7 @@ class ServerConnection:
                 self._next()
 
     def eof_received(self) -> None:
-        """A client that sends no more is done."""
+        """The client sends no more: the connection closes."""
 
     def data_received(self, data: bytes) -> None:
         if self.ended or self._fault() is not None:
@@ -202,7 +202,7 @@ class ServerConnection:
                 self._refuse(_head_too_large())
 
     def _fault(self) -> Refused | None:
-        """What was found wrong; by a call, since a type checker thinks that the parser changes nothing."""
+        """The refusal, read by a call: a type checker assumes that the parser changes no attribute."""
         return self._refused
 
     # httptools callbacks
@@ -217,7 +217,7 @@ class ServerConnection:
         self._url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if not self._head_done:  # trailers say nothing here
+        if not self._head_done:  # trailers are ignored
             self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
@@ -263,15 +263,15 @@ class ServerConnection:
     # reading
 
     def _stay(self, rest: bytes) -> None:
-        """Serve a request that offers another protocol (h2c, as some clients always do) in this one.
+        """Serve a request that offers an upgrade (some clients always offer h2c) as HTTP/1.1.
 
-        The parser leaves after such a head; ``rest`` is what came after it.
+        The parser stops after such a head; ``rest`` is the data after it.
         """
         self._parser = httptools.HttpRequestParser(self)
         if self._refused is not None:
             self._refuse(self._refused)
         elif any(name == b"transfer-encoding" for name, _ in self._headers):
-            self._refuse(Refused(Refusal.BAD_REQUEST, "This port speaks HTTP/1.1 alone."))
+            self._refuse(Refused(Refusal.BAD_REQUEST, "This port only speaks HTTP/1.1."))
         elif self._body_left:
             if rest:
                 self.data_received(rest)
@@ -281,9 +281,9 @@ class ServerConnection:
                 self.data_received(rest)
 
     def _take_body(self, data: bytes) -> bytes | None:
-        """Bytes of a body of known length; returns what belongs to the next request, if any came.
+        """Add data to a body of known length; returns the data of the next request, if any.
 
-        The parser has seen the body up to the end of the read that held the head.
+        The parser has handled the body up to the end of the read that contained the head.
         """
         left = self._body_left - self._size
         over = None
@@ -364,7 +364,7 @@ class ServerConnection:
             self._go_on()
 
     def _go_on(self) -> None:
-        """Tell a client that asked first that it may send its body, once its turn has come."""
+        """Send 100 Continue to a client that expects it, when its request is the current one."""
         if self._continue and self._active is None and self._reading:
             self._continue = False
             self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -382,7 +382,7 @@ class ServerConnection:
         return Refused(Refusal.TOO_LARGE, f"The body is larger than {self._server.max_body_bytes()} bytes.")
 
     def _refuse(self, refused: Refused) -> None:
-        """Answer what cannot be served once its turn has come, and close when the client is done sending."""
+        """Send an error response when the request is the current one; close when the client stops sending."""
         self._refused = refused
         if self.ended or self._active is not None or self._ahead:
             return
@@ -408,9 +408,9 @@ def _head_too_large() -> Refused:
 
 @lru_cache(maxsize=256)
 def _scope(url: bytes, method: bytes, http_1_1: bool) -> Scope:
-    """The ASGI scope's part of the request line; raises ``ValueError`` for a target that is none."""
+    """The part of the ASGI scope from the request line; raises ``ValueError`` for an invalid target."""
     try:
-        # What its stub calls bytes is None where the target has no such part.
+        # Typed as bytes in the stub, but None for a part that the target does not have.
         parsed: Any = httptools.parse_url(url)
     except httptools.HttpParserInvalidURLError as error:
         raise ValueError from error

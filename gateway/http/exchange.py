@@ -1,7 +1,7 @@
-"""One request on a client connection and its answer, as ASGI sees them.
+"""One request on a client connection and its response, as an ASGI exchange.
 
-``send`` writes to the transport at once: what it returns is already done unless the client reads too
-slowly. A caller that is no coroutine can thus relay from a callback and needs no task to wait in.
+``send`` writes to the transport immediately; its awaitable is already done unless the client reads too
+slowly. So a callback can relay data without a task.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _COUNT = itertools.count(1)
 
 
 def request_ids(given: bytes | None) -> tuple[bytes, bytes]:
-    """The id that the client sees and the one that a replica sees.
+    """The request id for the client and the one for the replica.
 
-    The replica's is always unique: engines key their requests by it, and two clients may send the same.
+    The replica's id is always unique: engines key requests by it, and two clients may send the same one.
     """
     unique = b"%s-%x" % (_PREFIX, next(_COUNT))
     if given is not None and _VALID_ID.fullmatch(given):
@@ -54,13 +54,13 @@ SENT: Awaitable[None] = _Sent()
 
 
 class _ResponseWriter(Protocol):
-    """The connection that an exchange answers on. ``sent`` is :data:`SENT` or a future to wait for."""
+    """The connection that an exchange responds on. ``sent`` is :data:`SENT` or a future to wait for."""
 
     sent: Awaitable[None]
 
     @property
     def leaving(self) -> bool:
-        """Whether this is the last answer that it takes."""
+        """Whether this is the last response on the connection."""
         ...
 
     def write(self, data: bytes) -> None:
@@ -68,23 +68,23 @@ class _ResponseWriter(Protocol):
         ...
 
     def general_header(self) -> bytes:
-        """Header lines that every answer has."""
+        """The header lines of every response."""
         ...
 
     def answered(self, exchange: Exchange) -> None:
-        """The last byte of the answer was handed over."""
+        """The last byte of the response was written."""
         ...
 
     def abort(self) -> None:
-        """Close at once, so that an aborted answer does not look complete."""
+        """Close immediately, so that an aborted response does not look complete."""
         ...
 
 
 class Exchange:
-    """A request that was read whole. ``left`` once its client went before the answer was complete.
+    """A complete request. ``left`` is set when its client disconnects before the response is complete.
 
-    ``keep`` says whether the connection can take another request after this one. ``done`` once the
-    last byte was handed over, ``started`` once the first one was.
+    ``keep`` is whether the connection stays open for another request. ``started`` and ``done`` are set when
+    the first and the last byte of the response are written.
     """
 
     __slots__ = (
@@ -119,7 +119,7 @@ class Exchange:
         self.task: asyncio.Task[None] | None = None
 
     async def receive(self) -> Message:
-        """The whole body, then a disconnect once the answer is complete or the client gone."""
+        """The complete body, then a disconnect when the response is complete or the client has gone."""
         if self._body is not None:
             body, self._body = self._body, None
             return {"type": "http.request", "body": body, "more_body": False}
@@ -130,7 +130,7 @@ class Exchange:
         return {"type": "http.disconnect"}
 
     def send(self, message: Message) -> Awaitable[None]:
-        """Write what the message says; :data:`SENT`, or a future while the client is too slow."""
+        """Write a message; returns :data:`SENT`, or a future while the client reads too slowly."""
         if message["type"] == "http.response.start":
             self._head = message
             return SENT
@@ -152,9 +152,9 @@ class Exchange:
         return self._line.sent
 
     def pass_on(self, body: bytes, framed: bytes | None) -> Awaitable[None]:
-        """As :meth:`send` of a part of the body that others follow, without a message to say so.
+        """:meth:`send` for a part of the body that is not the last, without building a message.
 
-        ``framed`` is ``body`` as a chunk of HTTP/1.1, where there is such.
+        ``framed`` is ``body`` as a chunk of HTTP/1.1, if available.
         """
         if self._chunked and not (self.done or self.left):
             self._line.write(framed or b"%x\r\n%b\r\n" % (len(body), body))
@@ -162,13 +162,13 @@ class Exchange:
         return self.send({"type": "http.response.body", "body": body, "more_body": True})
 
     def end(self) -> None:
-        """The task that served it has ended, whether it answered or not."""
+        """The task of the request has ended, with or without a complete response."""
         self.task = None
         if not (self.done or self.left):
             self._line.abort()
 
     def leave(self) -> None:
-        """The client disconnected: cancel the task that serves it."""
+        """The client disconnected: cancel the task of the request."""
         if self.done:
             return
         self.left = True
@@ -177,7 +177,7 @@ class Exchange:
             self.task.cancel()
 
     def _begin(self, body: bytes, more: bool) -> None:
-        """The head, with as much of the body as there is, in one write."""
+        """Write the head and the first part of the body in one call."""
         assert self._head is not None
         self.started = True
         status: int = self._head["status"]

@@ -10,16 +10,16 @@ from policy.wire.headers import SECRET_HEADER
 
 FIRST_RETRY_S = 0.05
 LAST_RETRY_S = 1.0
-# A line comes at least once a second; a part that is silent for longer than this is stuck.
+# Senders write a line at least once a second; a sender that is silent for longer is stuck.
 SILENCE_S = 5.0
 MAX_LINE_BYTES = 16 * 1024 * 1024
 
 
 class NdjsonStream:
-    """A subscription. ``on_line`` gets each whole line in the turn of the loop in which it came.
+    """A subscription. ``on_line`` gets each complete line in the loop iteration in which it arrives.
 
-    ``on_down`` is called whenever the stream is not there: refused, broken, silent, or not 200;
-    ``silent`` then says whether the other side took the connection and said nothing.
+    ``on_down`` is called when the stream is unavailable: refused, broken, silent, or not 200; ``silent`` is
+    then whether the server accepted the connection and sent nothing.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class NdjsonStream:
                 self._connection.abort(self)
 
     async def _follow(self) -> bool:
-        """Follow one connection to its end; whether it delivered a line."""
+        """Follow one connection to its end; returns whether it delivered a line."""
         self.silent = False
         try:
             self._connection = await self._pool.connect()
@@ -92,7 +92,7 @@ class NdjsonStream:
         self._connection.abort(self)
         return self._lines > 0
 
-    # the connection's sink
+    # Sink of the connection
 
     def on_head(self, status: int, headers: dict[bytes, bytes]) -> None:
         if status != 200 and self._connection is not None:
@@ -101,7 +101,7 @@ class NdjsonStream:
 
     def on_data(self, data: bytes, *, complete: bool) -> None:
         *lines, rest = data.split(b"\n")
-        if lines and self._parts:  # joined once: a long line comes in many reads
+        if lines and self._parts:  # joined once: a long line arrives in many reads
             lines[0] = b"".join((*self._parts, lines[0]))
             self._parts, self._size = [], 0
         for line in lines:

@@ -1,4 +1,4 @@
-"""A file descriptor in reserve, for when the process has reached its limit."""
+"""A reserved file descriptor, for when the process has reached its limit."""
 
 from __future__ import annotations
 

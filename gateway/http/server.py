@@ -1,7 +1,7 @@
 """The client port's server: accepts connections, runs the ASGI app in a task per request, times out, drains.
 
-uvicorn stays for the admin port. Here it would copy a body once for each of its reads, and wait for
-each chunk of an answer in a task.
+uvicorn serves the admin port. On this port it would copy a body once per read, and await each chunk of a
+response in a task.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from gateway.http.exchange import Exchange
 from gateway.protocol.errors import Refused
 
 SWEEP_EVERY_S = 1.0
-LAST_WORDS_S = 1.0
-# Each client may need a connection to a replica beside its own; the rest is for files and the admin port.
+FINAL_GRACE_S = 1.0
+# For files and the admin port; all other descriptors are shared by clients and their replica connections.
 SPARE_DESCRIPTORS = 64
 MAX_DESCRIPTORS = 65_536
 
@@ -32,9 +32,8 @@ MAX_DESCRIPTORS = 65_536
 class ServerTimeouts(NamedTuple):
     """Timeouts of a client connection, in seconds; they are checked by the sweep.
 
-    ``idle_s`` between requests, ``head_s`` from a head's first byte to its last, ``body_s`` from there
-    to the end of the body, ``stalled_s`` without taking a byte of its answer, ``linger_s`` to finish
-    sending what was refused.
+    ``idle_s`` between requests, ``head_s`` for a request head, ``body_s`` for a body, ``stalled_s`` without
+    progress of the response, ``linger_s`` for the client to finish sending a rejected request.
     """
 
     idle_s: float = 75.0
@@ -61,7 +60,7 @@ class Server:
     ) -> None:
         loop = asyncio.get_running_loop()
         if not isinstance(loop, uvloop.Loop):
-            raise RuntimeError("the gateway runs on uvloop alone")
+            raise RuntimeError("the gateway runs only on uvloop")
         self._app = app
         self._loop = loop
         self.max_body_bytes = max_body_bytes
@@ -72,7 +71,7 @@ class Server:
         self.now = loop.time()
         self.date_line = b""
         self._connections: set[ServerConnection] = set()
-        self._turned_away: set[ServerConnection] = set()
+        self._rejected: set[ServerConnection] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._sweep_every_s = min(SWEEP_EVERY_S, min(times) / 4)
         self._listening: Acceptor | None = None
@@ -92,15 +91,15 @@ class Server:
         for connection in list(self._connections):
             if connection.idle:
                 connection.end()
-        # A client that is slow to take its last bytes gets the drain's time as well.
+        # A client that reads its last bytes slowly has the same time.
         await self._all_lost(timeout_s)
         for connection in list(self._connections):
             connection.cancel()
         if self._tasks:
-            await asyncio.wait(self._tasks, timeout=LAST_WORDS_S)
+            await asyncio.wait(self._tasks, timeout=FINAL_GRACE_S)
         for connection in list(self._connections):
             connection.end()
-        await self._all_lost(LAST_WORDS_S)
+        await self._all_lost(FINAL_GRACE_S)
         if self._timer is not None:
             self._timer.cancel()
 
@@ -109,25 +108,25 @@ class Server:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._empty.wait(), timeout_s)
 
-    # the connections' side
+    # Called by connections
 
     def admit(self, connection: ServerConnection) -> bool:
         """Whether one more connection can be served."""
         if len(self._connections) < self.max_connections:
             self._connections.add(connection)
             return True
-        self._turned_away.add(connection)
+        self._rejected.add(connection)
         return False
 
     @property
     def crowded(self) -> bool:
-        """Whether too many are being turned away to close them gracefully."""
-        return len(self._turned_away) > SPARE_DESCRIPTORS // 2
+        """Whether too many connections are being rejected to close them gracefully."""
+        return len(self._rejected) > SPARE_DESCRIPTORS // 2
 
     def lost(self, connection: ServerConnection) -> None:
         """Forget a closed connection."""
         self._connections.discard(connection)
-        self._turned_away.discard(connection)
+        self._rejected.discard(connection)
         if self.draining and not self._connections:
             self._empty.set()
 
@@ -141,7 +140,7 @@ class Server:
         try:
             await self._app(scope, exchange.receive, exchange.send)
         except asyncio.CancelledError:
-            pass  # the client left, or the drain has run out of time
+            pass  # the client disconnected, or the drain timed out
         finally:
             if exchange.task is not None:
                 self._tasks.discard(exchange.task)
@@ -150,13 +149,13 @@ class Server:
     def _sweep(self) -> None:
         self.now = now = self._loop.time()
         self.date_line = b"date: %b\r\n" % formatdate(usegmt=True).encode()
-        for connection in [*self._connections, *self._turned_away]:
+        for connection in [*self._connections, *self._rejected]:
             connection.sweep(now)
         self._timer = self._loop.call_later(self._sweep_every_s, self._sweep)
 
 
 def allow_connections() -> None:
-    """Raise this process's limit of descriptors as far as it may, up to :data:`MAX_DESCRIPTORS`.
+    """Raise this process's descriptor limit to the hard limit, up to :data:`MAX_DESCRIPTORS`.
 
     The usual soft limit of 1024 is meant for programs that use ``select``.
     """
@@ -166,6 +165,6 @@ def allow_connections() -> None:
 
 
 def connections_within_limit() -> int:
-    """How many clients this process can hold, by its limit of descriptors."""
+    """The number of client connections within the descriptor limit."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return max(1, (soft - SPARE_DESCRIPTORS) // 2)
