@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import copy
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from tests.e2e.stack import ROOT, Stack, eventually
+from tests.e2e.stack import ROOT, Stack, eventually, running
 from tests.e2e.traffic import PATIENCE_S
 
 CHAT = "smollm2"
@@ -40,14 +38,9 @@ def stack() -> Iterator[Stack]:
     del chat["control"]["slo"]
     # On a busy machine an engine may need minutes to start, and what is asked meanwhile waits for it.
     document["gateway"]["queue_timeout_s"] = PATIENCE_S
-    with tempfile.TemporaryDirectory(prefix="tg-") as folder:
-        stack = Stack(Path(folder), document)
-        try:
-            stack.up()
-            assert stack.run("mode", CHAT, "single-large").returncode == 0
-            yield stack
-        finally:
-            stack.down()
+    with running(document) as stack:
+        assert stack.run("mode", CHAT, "single-large").returncode == 0
+        yield stack
 
 
 @contextmanager

@@ -7,8 +7,10 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -142,6 +144,19 @@ class Stack:
         """GET a replica's own port."""
         headers = {"x-tidegate-secret": self.state.secret()} if secret else {}
         return self.http.get(f"{replica.url}{path}", headers=headers)
+
+
+@contextmanager
+def running(document: dict[str, Any]) -> Iterator[Stack]:
+    """A deployment of ``document``, started, and stopped in the end."""
+    # Ray puts unix sockets below its directory, and their paths are short.
+    with tempfile.TemporaryDirectory(prefix="tg-") as folder:
+        stack = Stack(Path(folder), document)
+        try:
+            stack.up()
+            yield stack
+        finally:
+            stack.down()
 
 
 def eventually(condition: Callable[[], bool], timeout_s: float, said: Callable[[], str] = lambda: "") -> None:

@@ -14,7 +14,7 @@ import yaml
 
 from policy.engine.model_file import ModelFile, model_file
 from tests.e2e.conftest import CHAT
-from tests.e2e.stack import ROOT, Stack
+from tests.e2e.stack import ROOT, Stack, running
 
 pytestmark = [
     pytest.mark.vllm,
@@ -41,19 +41,15 @@ BOUNDS = {
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+def alone() -> Iterator[Stack]:
     """The shipped CPU deployment as one large replica: no other shape and no other model uses its cores."""
     document = yaml.safe_load((ROOT / "deployments" / "smollm2-cpu.yaml").read_text())
     (model,) = document["models"]
     model["modes"] = {"single-large": model["modes"]["single-large"]}
     # Load points are heavier than what keeps the objective.
     model["control"] = {"policy": "static"}
-    stack = Stack(tmp_path_factory.mktemp("alone"), document)
-    try:
-        stack.up()
+    with running(document) as stack:
         yield stack
-    finally:
-        stack.down()
 
 
 @pytest.fixture(scope="module")

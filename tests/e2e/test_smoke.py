@@ -6,7 +6,6 @@ The tests run in the order of this file: a second replica starts while the first
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ import yaml
 from tests.e2e.adapters import make, tell
 from tests.e2e.conftest import CHAT
 from tests.e2e.first_question import ask
-from tests.e2e.stack import ROOT, Stack, eventually
+from tests.e2e.stack import ROOT, Stack, eventually, running
 from tests.e2e.traffic import PATIENCE_S, Traffic
 
 pytestmark = [pytest.mark.smoke, pytest.mark.timeout(600, func_only=True)]
@@ -44,13 +43,8 @@ def stack() -> Iterator[Stack]:
     model["modes"] = {"multi-replica": model["modes"]["multi-replica"]}
     model["control"] |= {"policy": "static", "slo": {}}
     document["gateway"] |= {"queue_timeout_s": PATIENCE_S, "workers": 1}
-    with tempfile.TemporaryDirectory(prefix="tg-") as folder:
-        stack = Stack(Path(folder), document)
-        try:
-            stack.up()
-            yield stack
-        finally:
-            stack.down()
+    with running(document) as stack:
+        yield stack
 
 
 @pytest.fixture(scope="module")
