@@ -24,7 +24,7 @@ OPS = st.sampled_from([*STEERED, *BEFALLS])
 pytestmark = pytest.mark.slow
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @example(["small", "apply", "revert", "ready", "four", "apply"], 2 * GPUS)
 @given(st.lists(OPS, max_size=30), st.sampled_from([GPUS, 2 * GPUS, None]))
 def test_it_gets_where_it_is_told_to(ops: list[str], gpus: int | None) -> None:

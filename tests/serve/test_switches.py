@@ -216,7 +216,7 @@ async def test_a_controller_that_is_killed_all_the_time_gets_there_and_back(plan
 
 
 @pytest.mark.parametrize("gpus", [ROOMY, SCARCE])
-@pytest.mark.parametrize("kills", [False, True])
+@pytest.mark.parametrize("kills", [False, pytest.param(True, marks=pytest.mark.long)])
 async def test_a_mode_that_does_not_start_is_left_and_tried_again_later_and_later(
     plane: Plane, gpus: int, kills: bool
 ) -> None:

@@ -74,9 +74,10 @@ def test_without_a_build_the_sources_run(tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.slow
 def test_what_cannot_be_compiled_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for package, names in compiled.MODULES.items():
-        (tmp_path / package).mkdir()
         for name in names:
-            (tmp_path / package / f"{name}.py").write_text("x: int = 'no number'\n")
+            module = tmp_path / package / f"{name}.py"
+            module.parent.mkdir(parents=True, exist_ok=True)
+            module.write_text("x: int = 'no number'\n")
     for package in compiled._READ:
         (tmp_path / package).mkdir()
     monkeypatch.setattr(compiled, "ROOT", tmp_path)
