@@ -25,7 +25,7 @@ def add(parser: Any, **_: object) -> None:
     option("--abort-share", 0.0, "Fraction of requests whose client leaves before the end")
     option("--slo-ttft-s", 1.0, "Objective: time to the first token in seconds")
     option("--slo-itl-s", 0.1, "Objective: mean time per token after the first in seconds")
-    option("--slo-attainment", 0.0, "Exit code 1 if a smaller fraction of requests meets the objective")
+    option("--slo-attainment", 0.0, "Exit code 1 if a smaller fraction of requests meets the SLO")
     option("--api-key", "", "Sent as a bearer token if not empty", is_secret=True)
     option("--admin-url", "http://127.0.0.1:8081", "The gateway's admin port, to compare; not asked if empty")
     parser.set_defaults(stop_timeout=STOP_TIMEOUT_S)

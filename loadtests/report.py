@@ -72,7 +72,7 @@ def show(ledger: Ledger, objective: Objective, compared: Sequence[Row], why_not:
     """Print the tables; ``why_not`` says what kept the gateway's side away."""
     console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else PLAIN_WIDTH)
     limits = f"TTFT <= {objective.ttft_s:g} s and mean ITL <= {objective.itl_s:g} s"
-    title = f"Service level objective: {limits}, over {ledger.seconds:.1f} s"
+    title = f"SLO: {limits}, over {ledger.seconds:.1f} s"
     _print(console, title, COLUMNS.values(), (row.values() for row in rows(ledger)))
     if why_not:
         console.print(f"No comparison with the gateway: {why_not}", markup=False)

@@ -85,7 +85,7 @@ class Run:
         if not total.requests:
             self._fail("no request has ended")
         elif total.attainment < wanted:
-            self._fail(f"{total.attainment:.3f} of the requests met the objective; {wanted:g} was asked for")
+            self._fail(f"{total.attainment:.3f} of the requests met the SLO; {wanted:g} was asked for")
 
     def _gateway(self) -> Counter[Key]:
         """The gateway's samples, or none and the reason why."""

@@ -1,4 +1,4 @@
-"""Which requests met the objective, and the sums behind every mean and rate of a run."""
+"""SLO attainment of a run, and the sums behind its means and rates."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ class Tally:
 
     @property
     def attainment(self) -> float:
-        """The fraction of requests that met the objective, 0 without requests; failures did not."""
+        """The fraction of requests that met the SLO, 0 without requests; failures did not."""
         return self.met / self.requests if self.requests else 0.0
 
 

@@ -1,4 +1,4 @@
-"""The tab of the objective in locust's web page, and its CSV."""
+"""The SLO tab of locust's web page, and its CSV."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Arrival(NamedTuple):
-    """One request: it comes ``at`` so many seconds after the trace begins, and asks for so many tokens.
+    """One request: ``at`` in seconds after the start of the trace, and its tokens.
 
     ``blocks`` are hashes of the prompt in blocks of :data:`policy.wire.capture.BLOCK_TOKENS` tokens, of which
     each stands for all before it too; empty where nothing is shared. ``model`` is empty where there is but

@@ -1,4 +1,4 @@
-"""What is computed from measurements: medians with their ranges, slopes. Pure."""
+"""Figures of measurements: medians with their ranges, and slopes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A replica as the routing benchmark imagines it: prefix cache, adapter slots, bounded prefill. Pure.
+"""A simulated replica of the routing benchmark: prefix cache, adapter slots and bounded prefill.
 
 Time comes in as an argument, so that what the upstream plays on sockets is tested without them.
 """

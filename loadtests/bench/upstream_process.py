@@ -1,4 +1,4 @@
-"""The upstream process of a run: started, told how to behave, asked what it saw, stopped."""
+"""The process of the simulated replicas: start, configure, read its counts, stop."""
 
 from __future__ import annotations
 

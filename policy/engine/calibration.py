@@ -21,7 +21,7 @@ from policy.engine.outliers import StepReport, reports_of, slowdown
 from policy.engine.step_samples import Region, StepSample, step_class
 from policy.stats.quantiles import nearest_rank
 
-# Samples of a region that are kept, and how many it needs to be heard.
+# Samples of a region that are kept, and how many it needs to be used.
 KEPT = 9
 MIN_SAMPLES = 3
 REGIONS = 40
@@ -32,7 +32,7 @@ GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0
 HELD = 64
 # Samples between two fits.
 FIT_EVERY = 24
-# Regions, and the range of scheduled tokens over them, from which all coefficients can be told.
+# Regions, and the range of scheduled tokens over them, that identify all coefficients.
 ENOUGH_REGIONS = 5
 ENOUGH_RANGE = 4.0
 # Beside where the last fit ended each begins with one of these, in turn, for there may be a better one.
@@ -109,11 +109,11 @@ class Calibration:
         return [sample for place in recent for sample in place.samples]
 
     def take(self, samples: Iterable[StepSample], replica: str = "") -> bool:
-        """Learn from ``samples`` that ``replica`` told of; whether the model has changed by it."""
+        """Learn from the ``samples`` of ``replica``; returns whether the model has changed."""
         return self.take_all([(replica, samples)])
 
     def take_all(self, told: Iterable[tuple[str, Iterable[StepSample]]]) -> bool:
-        """The same of what several replicas told, with one fit at the end, which is what takes long."""
+        """Learn from several replicas, with one fit at the end (the fit takes the time)."""
         for replica, samples in told:
             self._hear(replica, samples)
         state = self.state

@@ -1,4 +1,4 @@
-"""What one replica can do: the latencies to expect at a rate, and the largest rate within an objective."""
+"""Capacity of one replica: the latencies to expect at a rate, and the highest rate within an SLO."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from policy.config.control import SloConfig
 from policy.engine.model import Timing, Workload
 from policy.engine.queueing import QueueingModel
 
-# Of the rate at which a replica no longer keeps up, what it is given at most: beyond, queues grow for long.
+# Highest utilisation that is planned for: beyond it queues grow for long.
 FULL = 0.85
 
-# The rate within an objective is found to this part of it.
+# Relative precision of the highest rate within an SLO.
 _PRECISION = 1e-3
 
 # The utilisation of a replica that can do nothing: the log has no infinity.
@@ -23,7 +23,7 @@ _OVER = 1e6
 class Capability(msgspec.Struct, frozen=True, kw_only=True):
     """What one replica of a shape can do with requests like those of late.
 
-    ``mu`` requests per second within the objective (0: it cannot meet it at all), ``mu_max`` without one.
+    ``mu`` requests per second within the SLO (0: it cannot meet it at all), ``mu_max`` without one.
     ``kv_tokens`` and ``seats`` bound what runs at once (0: not known). ``itl_s`` and ``ttft_s`` are the 95th
     percentiles that it would show alone at ``mu``. ``error`` is the relative error of the engine model, of
     which it is ``version`` (0: as shipped, never fitted).
@@ -44,7 +44,7 @@ class ExpectedLatency(msgspec.Struct, frozen=True, kw_only=True):
 
     ``itl_p95_s`` is of the mean gap of each stream, as gateways judge it; ``gap_p95_s`` of single gaps, which
     is that of a step with a prompt in it once one gap in twenty has one. ``met`` is the part of the requests
-    within both objectives, ``utilisation`` the rate over that at which the replica no longer keeps up.
+    within both targets, ``utilisation`` the rate over that at which the replica no longer keeps up.
     """
 
     ttft_p95_s: float | None

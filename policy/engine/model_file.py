@@ -1,4 +1,4 @@
-"""The file of a calibrated engine model: what was fitted, to what, and how far it may be trusted."""
+"""The file of a calibrated engine model: coefficients, the measured load points and the error."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Measure(Section, frozen=True):
 
     @property
     def error(self) -> float:
-        """How far the prediction is off, as a part of what was measured."""
+        """The relative error of the prediction."""
         return abs(self.predicted / self.measured - 1.0) if self.measured else 0.0
 
 

@@ -1,4 +1,6 @@
-"""Which replicas of a shape are slower than the others at the same load, which no engine model is to learn.
+"""Detection of replicas that are slower than others of their shape at the same load.
+
+Their steps must not change the engine model.
 
 Steps are compared within a region of load only, so that no model is needed, and none is at fault.
 """

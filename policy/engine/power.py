@@ -1,4 +1,4 @@
-"""What devices draw: watts by how busy they are, heat, and joules a token, until a card tells its own."""
+"""Power of GPUs and CPUs: watts by utilisation, heat and joules per token, where no counter measures them."""
 
 from __future__ import annotations
 
@@ -78,10 +78,10 @@ def power_model_of(kind: str, peak_w: float) -> PowerModel:
 
 
 def btu_per_h(watts: float) -> float:
-    """The heat to be taken away where so many watts are drawn, in BTU per hour."""
+    """The heat of a power draw, in BTU per hour."""
     return watts * BTU_PER_WH
 
 
 def joules_per_token(watts: float, tokens_per_s: float) -> float | None:
-    """Joules a token where so many watts make so many tokens per second; ``None`` where none are made."""
+    """Joules per token; ``None`` at 0 tokens per second."""
     return watts / tokens_per_s if tokens_per_s > 0.0 else None

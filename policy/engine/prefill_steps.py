@@ -39,7 +39,7 @@ def prompt_steps(step: Step, prompt: float, batch: float, lam: float) -> tuple[f
     own = lasts(1.0 + lam * found)
     grows = lasts(2.0 + lam * found) - own
     variance = (mean * mean + 3.0 * spread) / 3.0 - rest * rest + grows * grows * lam * (found + lam * spread)
-    # What comes to an idle engine waits for nobody.
+    # A request to an idle engine does not wait.
     busy = mean / (mean + idle / lam) if lam > 0.0 else 0.0
     variance = busy * (max(variance, 0.0) + (1.0 - busy) * (rest + own - alone) ** 2)
     full = min(lam * longest / most, _FULLEST)

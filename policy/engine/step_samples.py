@@ -1,4 +1,4 @@
-"""Steps of an engine that were alike are told, and kept, as one: regions of load by powers of two."""
+"""Samples of engine steps, pooled by regions of load (powers of two)."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ class StepTable:
         return seconds
 
     def stays_s(self, request: Request, in_flight: int) -> float:
-        """Seconds for which ``request`` runs beside so many others, or as many as have seats."""
+        """Seconds for which ``request`` runs beside a number of others, at most the batch size."""
         running = max(1, min(in_flight, self.seats))
         kv = min(running * request.tokens, self.kv_tokens) if self.kv_tokens else 0
         step = self.step_s(running, kv, running)
@@ -83,7 +83,7 @@ class StepTable:
 
 
 def step_table_of(timing: Timing | None, assumed: Timing) -> StepTable:
-    """The pace of a replica that said ``timing``; what it left out is taken from ``assumed``."""
+    """The pace of a replica that reported ``timing``; ``assumed`` fills what it left out."""
     if timing is None:
         return StepTable(assumed)
     if timing.model is None:

@@ -1,6 +1,4 @@
-"""Durations counted in buckets that are the same everywhere, so that histograms of many workers merge.
-
-Observations that are added up in plain numbers, by bucket."""
+"""Histograms of durations with fixed buckets, so that those of many workers can be added."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ def bucket_of(seconds: float) -> int:
 
 
 def quantile(counts: Sequence[float], part: float) -> float | None:
-    """The duration in seconds that ``part`` (0..1) of those counted do not exceed; ``None`` of none."""
+    """The quantile ``part`` (0..1) in seconds, interpolated within its bucket; ``None`` without counts."""
     total = sum(counts)
     if not total:
         return None
@@ -36,7 +34,7 @@ def quantile(counts: Sequence[float], part: float) -> float | None:
 
 
 def fraction_within(counts: Sequence[float], limit_s: float) -> float:
-    """How many of those counted took at most ``limit_s``; a part of the bucket that it falls into."""
+    """How many observations are at most ``limit_s``, interpolated within its bucket."""
     last = bucket_of(limit_s)
     whole = float(sum(counts[:last]))
     if last >= len(counts) or last == len(BOUNDS):

@@ -1,6 +1,4 @@
-"""Counts of many kinds by the second, over the last so many seconds.
-
-Counts of what happened lately, in constant space and time."""
+"""Counts over sliding windows, in constant space and time."""
 
 from __future__ import annotations
 
@@ -11,18 +9,18 @@ Count = tuple[int, float]
 
 
 class RateBins:
-    """A ring of ``seconds`` bins, each with one count of each of ``kinds`` kinds."""
+    """Counts of ``kinds`` kinds of events per second, over the last ``seconds`` seconds."""
 
     __slots__ = ("_kinds", "_newest", "_rows")
 
     def __init__(self, seconds: int, kinds: int) -> None:
         self._kinds = kinds
-        # A window of so many seconds begins and ends within one.
+        # A window begins and ends within a second.
         self._rows = [[0.0] * kinds for _ in range(seconds + 1)]
         self._newest: int | None = None
 
     def spread(self, begin: float, end: float, counts: Sequence[Count]) -> None:
-        """Count so much of each kind, evenly from ``begin`` to ``end``; what is too old is left out."""
+        """Add ``counts`` (kind, amount), spread evenly from ``begin`` to ``end``; older bins are dropped."""
         rows, newest = self._rows, self._reach(floor(end))
         length = end - begin
         first = max(floor(begin), newest - len(rows) + 1)
@@ -34,9 +32,9 @@ class RateBins:
                 row[kind] += part * count
 
     def sums(self, begin: float, end: float) -> list[float]:
-        """What was counted of each kind from ``begin`` on, up to the second of ``end``.
+        """The sum of each kind from ``begin`` to ``end``.
 
-        A bin that ``begin`` falls into counts in part, the one of ``end`` whole: nothing is known after it.
+        The bin of ``begin`` counts in proportion, that of ``end`` in full.
         """
         if self._newest is None:
             return [0.0] * self._kinds
@@ -51,9 +49,9 @@ class RateBins:
         return [sum(counts) for counts in zip(*within, strict=True)]
 
     def latest_s(self, end: float, kind: int, enough: float, least_s: float, most_s: float) -> float:
-        """How long before ``end`` the least window begins in which ``enough`` of ``kind`` were counted.
+        """The shortest window before ``end`` with at least ``enough`` events of ``kind``.
 
-        At least ``least_s`` seconds, and ``most_s`` where there were fewer.
+        Between ``least_s`` and ``most_s`` seconds.
         """
         if self._newest is None:
             return most_s
@@ -66,7 +64,7 @@ class RateBins:
         return most_s
 
     def _reach(self, second: int) -> int:
-        """Have a bin for ``second``; returns the newest that there is."""
+        """Clear the bins up to ``second``; returns the newest second."""
         newest = self._newest
         if newest is None or second > newest:
             gone = len(self._rows) if newest is None else min(len(self._rows), second - newest)
@@ -89,7 +87,7 @@ class RecentCounts:
         self.clear()
 
     def clear(self) -> None:
-        """As if nothing had happened."""
+        """Forget all events."""
         self._now = 0
         self._firsts = [0] * SLOTS
         self._seconds = [0] * SLOTS
@@ -108,7 +106,7 @@ class RecentCounts:
         self._now = now
 
     def add(self, at: float, first: int, second: int) -> None:
-        """Count so many of each kind at ``at``."""
+        """Count events of both kinds at ``at``."""
         if int(at / self._slot_s) > self._now:
             self.advance(at)
         place = self._now % SLOTS

@@ -29,7 +29,7 @@ BY_LOAD = "by_load"
 # What came in such a window is one point of a curve.
 WINDOW_S = 60.0
 
-# Runs one contender by a seed; it is told simulated seconds as they pass.
+# Runs one contender with a seed; the callback gets the simulated seconds as they pass.
 Play = Callable[[PolicyEntry, Iterable[Arrival], int, Callable[[float], None]], Record]
 
 
@@ -54,7 +54,7 @@ class ModeResult(msgspec.Struct, frozen=True, kw_only=True):
 class Trial:
     """One contender by one seed, which lasted until ``ends_at``.
 
-    ``curve`` are the requests per second within the objective, by the window of :data:`WINDOW_S` in which
+    ``curve`` are the requests per second within the SLO, by the window of :data:`WINDOW_S` in which
     they came; ``stays`` the modes it was in.
     """
 
@@ -113,7 +113,7 @@ def compare(
 ) -> ModeBenchmark:
     """Play the ``arrivals`` of each seed to ``ours``, whose mode follows the load, and to its modes alone.
 
-    ``progress`` hears how far each is in simulated seconds, over all seeds. Raises
+    ``progress`` gets how far each is in simulated seconds, over all seeds. Raises
     :class:`policy.errors.ConfigError` as :func:`fixed_mode` does.
     """
     trials: dict[str, list[Trial]] = {}

@@ -1,4 +1,4 @@
-"""What clients of an engine in virtual time see, each sending its next request when its last has ended."""
+"""Closed-loop clients of a simulated engine: each sends its next request when its last has ended."""
 
 from __future__ import annotations
 

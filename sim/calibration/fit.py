@@ -1,4 +1,4 @@
-"""From what was seen at load points to an engine model, and how far it is off where it was not fitted."""
+"""Fit of an engine model to measured load points, and its error at those that were held out."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def _fit(loads: Sequence[StepSample], prior: EngineModel) -> EngineModel:
 
 
 def _loads(samples: Sequence[StepSample], prior: EngineModel) -> list[StepSample]:
-    """What each region of load takes: the one in its middle, for stalls are no rule."""
+    """The median sample of each region of load: stalls must not count."""
     places: dict[Region, list[StepSample]] = {}
     for sample in samples:
         if sample.tokens > 0.0 and sample.seconds > 0.0:

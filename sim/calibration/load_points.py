@@ -1,4 +1,4 @@
-"""Which load points tell the coefficients of an engine apart, within a few minutes."""
+"""Load points that identify the coefficients of an engine within a few minutes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Point(NamedTuple):
 
 
 class PlannedPoints(NamedTuple):
-    """Load points in the order in which they are driven, each for so many seconds."""
+    """Load points in the order in which they are driven, each for a number of seconds."""
 
     points: list[Point]
     point_s: float
@@ -115,7 +115,7 @@ def _point(model: EngineModel, limits: Limits, clients: int, length: int, point_
 
 
 def _thinned(points: list[Point], most: int) -> list[Point]:
-    """At most so many of them, evenly, with the first and the last."""
+    """At most a number of them, evenly spaced, with the first and the last."""
     if len(points) <= most:
         return points
     return [points[round(i * (len(points) - 1) / (most - 1))] for i in range(most)]

@@ -1,4 +1,4 @@
-"""What was live and what the twin says beside each other, quantile by quantile."""
+"""Quantiles that were measured live beside those of the simulator."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Pair(msgspec.Struct, frozen=True):
 
 
 class Compared(msgspec.Struct, frozen=True, kw_only=True):
-    """Quantiles by measure and name, over so many requests that were served ``live`` and in the ``twin``."""
+    """Quantiles by measure and name, and the numbers of requests served ``live`` and in the ``twin``."""
 
     live: int
     twin: int

@@ -63,7 +63,7 @@ def _table(study: PolicyComparison) -> str:
 
 
 def _columns(study: PolicyComparison) -> tuple[list[str], dict[str, Any]]:
-    """The markup of each column, and what is to be said of an instant by the id of its chart."""
+    """The markup of each column, and the values that the page shows of an instant, by the chart's id."""
     drawn = [picture for run in study.runs for picture in run.pictures]
     modes = tuple(dict.fromkeys(stay.mode for picture in drawn for stay in picture.stays))
     charts = [

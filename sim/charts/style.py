@@ -1,4 +1,4 @@
-"""How the report looks, in light and dark, and what it does under the pointer."""
+"""The style sheet of the report, in light and dark, and the script that shows values at the pointer."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def bounds_of(
     """The bounds of all models together, for the time of a few runs; ``progress`` gets what is tried.
 
     The achievable plan keeps to one mode. Raises :class:`policy.errors.TargetError`, with the reason, where
-    no plan keeps what is promised.
+    no plan meets the SLO.
     """
     lower = achievable = 0.0
     for spec in deployment.models:
@@ -80,7 +80,7 @@ def bounds_of(
 
 
 class _Mode(NamedTuple):
-    """A mode as the oracle sees it: what one replica attains, and how many devices it takes."""
+    """A mode of the offline optimum: the capacity of one replica, and its devices."""
 
     name: str
     rate: float
@@ -103,7 +103,7 @@ class _Oracle:
     progress: Callable[[str], None]
 
     def modes(self) -> list[_Mode]:
-        """The modes in which requests are within the objective at some rate; one at least."""
+        """The modes in which requests are within the SLO at some rate; one at least."""
         found = []
         for name, mode in self.spec.modes.items():
             shape, budget = self.spec.shapes[mode.shape], self.deployment.budget
@@ -122,7 +122,7 @@ class _Oracle:
             found.append(_Mode(name, rate, devices_of(self.deployment, shape), least, most))
         found = [each for each in found if each.rate > 0 and each.devices]
         if not found:
-            raise TargetError(f"{self.spec.name}: requests miss the objective at any rate, in every mode")
+            raise TargetError(f"{self.spec.name}: requests miss the SLO at any rate, in every mode")
         return found
 
     def least_s(self, modes: list[_Mode]) -> float:
@@ -172,7 +172,7 @@ class _Oracle:
         return math.inf
 
     def _attained(self, mode: str, plan: Plan) -> float:
-        """Of the requests those within the objective when the plan is run."""
+        """Of the requests those within the SLO when the plan is run."""
         control = msgspec.structs.replace(
             self.spec.control,
             scale=_FREE,

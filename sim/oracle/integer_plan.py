@@ -20,7 +20,7 @@ from sim.twin.record import Floats, Ints
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """From each of the instants ``at`` (seconds) on there are so many replicas, those that start included.
+    """The number of replicas from each of the instants ``at`` (seconds) on, those that start included.
 
     The first instant is 0. ``replica_s`` are the seconds of all replicas until ``ends_at``, leads included.
     """
@@ -46,7 +46,7 @@ class Plan:
 
 
 def plan_layers(needs: Ints, bin_s: float, lead_s: float) -> Plan:
-    """The cheapest plan in which so many replicas are ready in each bin of ``bin_s`` seconds."""
+    """The cheapest plan in which the needed replicas are ready in each bin of ``bin_s`` seconds."""
     changes: Counter[float] = Counter({0.0: 0})
     for layer in range(1, int(needs.max()) + 1):
         for begins, ends in _stays(needs >= layer, bin_s, lead_s):

@@ -1,4 +1,4 @@
-"""What the oracle is asked: so many requests at each time, and replicas of which each takes so many.
+"""The problem of the offline optimum: the demand over time, and the capacity per replica.
 
 Idealised: requests are divisible and alike, a replica takes ``mu`` of them in a second and is ready exactly
 ``lead_s`` after it was started. Devices are held from the start of a replica to its stop, which is at once. A
@@ -22,7 +22,7 @@ ROUNDING = 1e-9
 class Problem:
     """``demand`` requests come in each bin of ``bin_s`` seconds; one replica takes ``mu`` in a second.
 
-    ``mu`` is what a replica attains within the objectives (:mod:`sim.oracle.replica_capacity`). A start takes
+    ``mu`` is what a replica attains within the SLO (:mod:`sim.oracle.replica_capacity`). A start takes
     ``lead_s`` seconds. All but ``1 - attainment`` of the requests must be served, each within ``wait_s``
     seconds, rounded down to whole bins, of the bin in which it came; who still waits at the end is served
     after it. There are ``least`` to ``most`` replicas at any time, and no bound above with ``None``. Raises

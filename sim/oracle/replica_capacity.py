@@ -1,4 +1,4 @@
-"""What one replica attains: the highest rate at which enough requests are within the objectives, as tried.
+"""Capacity of one replica by simulation: the highest rate at which enough requests are within the SLO.
 
 The engine model's ``mu`` is one of means, which hide that requests come in bursts and differ in length. A
 plan made with it would miss what it promises. So the oracle's is found by trying rates on a fleet of a fixed
@@ -100,18 +100,18 @@ def attained_rate(
     load: Load,
     seed: int,
 ) -> float:
-    """Requests per second of one replica at which as many are within the objective as are promised.
+    """Requests per second of one replica at which as many are within the SLO as are promised.
 
     ``arrivals`` are those of the model, of which some are sent at random instants. Of a model that is
     promised nothing it is the rate at which a replica no longer keeps up, by the engine model. Raises
-    :class:`ValueError` where requests miss the objective at any rate.
+    :class:`ValueError` where requests miss the SLO at any rate.
     """
     shape, slo = spec.shapes[spec.modes[mode].shape], spec.control.slo
     timing = shipped(spec, shape)
     assert timing.model is not None
     sample = _sample(arrivals, load)
     if met_alone(sample, timing.model, timing.limits, slo, max_request_tokens(spec, shape)) < slo.attainment:
-        raise ValueError(f"fewer than {slo.attainment:g} of the requests would be within the objective alone")
+        raise ValueError(f"fewer than {slo.attainment:g} of the requests would be within the SLO alone")
     edge = capability(timing, _means(sample, load, timing.limits), slo).mu_max
     if slo.ttft_p95_s is None and slo.itl_p95_s is None:
         return edge

@@ -1,4 +1,4 @@
-"""A plan that holds what it promises when it is run, not only in the fluid.
+"""Verification of a plan: it must meet the SLO when it is simulated, not only in the fluid model.
 
 What the fluid leaves and what a replica misses at ``mu`` add up, so a plan that spends the whole allowance in
 the fluid misses more than it may. So the fluid gets a part of it, as large as the twin's runs bear.
@@ -19,7 +19,7 @@ PRECISION = 0.0005
 
 @dataclass(frozen=True, slots=True)
 class VerifiedPlan:
-    """A ``plan`` whose run attained what is promised; ``fluid`` is the fraction that its fluid serves."""
+    """A ``plan`` whose run met the SLO; ``fluid`` is the fraction of requests that the fluid model serves."""
 
     plan: Plan
     attained: float

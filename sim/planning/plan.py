@@ -157,7 +157,7 @@ def _peak_w(candidate: Candidate, ask: PlanRequest) -> float:
 
 
 def _overflow(trials: Trials, best: Candidate, count: int, price: Price, ask: PlanRequest) -> list[Overflow]:
-    """From all that the load needs down to none of it, where what is kept is within the objective."""
+    """From all that the load needs down to none of it, where what is kept is within the SLO."""
     at_once = trials.tried(best, count).streams // count + 1
     rows = sorted({round(count * part / (_ROWS - 1)) for part in range(_ROWS)}, reverse=True)
     found = []

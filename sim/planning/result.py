@@ -78,7 +78,7 @@ class Power(msgspec.Struct, frozen=True, kw_only=True):
 class Overflow(msgspec.Struct, frozen=True, kw_only=True):
     """``replicas`` owned, and an upstream for the rest; ``total_per_h`` is known where both prices are.
 
-    What the replicas keep is within the objective with the bound of requests at once that ``bought`` has.
+    What the replicas keep is within the SLO with the bound of requests at once that ``bought`` has.
     """
 
     replicas: int

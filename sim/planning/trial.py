@@ -26,7 +26,7 @@ CRASH_AFTER_S = 10.0
 class TrialResult(msgspec.Struct, frozen=True, kw_only=True):
     """What came of one run.
 
-    ``attainment`` is the part of the requests within the objective. ``busy`` is the part of the time that a
+    ``attainment`` is the part of the requests within the SLO. ``busy`` is the part of the time that a
     replica had steps to run, ``tokens_per_s`` are of prompts and answers together; ``streams`` is the most
     requests that were open at once.
     """
@@ -42,7 +42,7 @@ class TrialResult(msgspec.Struct, frozen=True, kw_only=True):
 class OverflowResult(msgspec.Struct, frozen=True, kw_only=True):
     """What an upstream took of one run: the part of the requests, tokens per hour, and what these cost in it.
 
-    ``served_within`` is the part within the objective of those that the fleet kept, of which a replica had
+    ``served_within`` is the part within the SLO of those that the fleet kept, of which a replica had
     ``bound`` at once, at most.
     """
 
@@ -94,11 +94,11 @@ class Trials:
         return self._tried[key]
 
     def meets(self, candidate: Candidate, count: int, factor: float = 1.0) -> bool:
-        """Whether as many requests are within the objective as are promised."""
+        """Whether as many requests are within the SLO as are promised."""
         return self.tried(candidate, count, factor).attainment >= self.spec.control.slo.attainment
 
     def could(self, candidate: Candidate) -> bool:
-        """Whether any count could: whether requests would be within the objective if each were alone."""
+        """Whether any count could: whether requests would be within the SLO if each were alone."""
         timing = self._timing(candidate)
         assert timing.model is not None
         slo, most = self.spec.control.slo, max_request_tokens(candidate.of(self.spec, 1), candidate.shape)
@@ -125,7 +125,7 @@ class Trials:
     def overflow(self, candidate: Candidate, count: int, price: Price, guess: int) -> OverflowResult | None:
         """``count`` replicas, with an upstream of that price for what they turn away.
 
-        Replicas that are full turn requests away, so their bound is what keeps the rest within the objective:
+        Replicas that are full turn requests away, so their bound is what keeps the rest within the SLO:
         it is the largest that does, looked for near ``guess``, and at most the document's. ``None`` where no
         bound does.
         """

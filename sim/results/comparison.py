@@ -18,7 +18,7 @@ from sim.results.series import ChartData, chart_data
 from sim.results.summary import Summary, summarise
 from sim.twin.record import Record
 
-# Runs one policy; it is told simulated seconds as they pass.
+# Runs one policy; the callback gets the simulated seconds as they pass.
 Play = Callable[[Deployment, Mapping[str, Policy], Iterable[Arrival], Callable[[float], None]], Record]
 
 

@@ -18,7 +18,7 @@ WINDOW_S = 30.0
 class Score(msgspec.Struct, frozen=True, kw_only=True):
     """What a policy made of one run, or of a part of it.
 
-    ``attainment`` is the fraction of all ``requests`` that were served within the objectives, those that
+    ``attainment`` is the fraction of all ``requests`` that were served within the SLO, those that
     ``failed`` (refused, expired or broken) among them; ``goodput_rps`` is how many of those there were in a
     second, ``goodput_per_gpu_hour`` in an hour of one GPU. Quantiles, in seconds, are of the requests that
     were served, ITL by request; NaN where there were none. ``gpu_hours`` count starts and drains, and cores

@@ -1,4 +1,4 @@
-"""What the report shows of one model under one policy, in few enough points to draw."""
+"""Chart data of one model under one policy, reduced to as many points as a chart is wide."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from sim.twin.record import HOUR_S, LOST, Floats, Outcome, Record, finite_quanti
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
     """One policy on one trace, of all its models together.
 
-    ``attainment`` is the part of all ``requests`` that were served within the objectives of their model,
+    ``attainment`` is the part of all ``requests`` that were served within the SLO of their model,
     ``goodput_rps`` how many of those there were in a second of the run. ``failed`` are those that nobody
     answered: ``refused`` ones, those that ``expired`` in the queue, and those that broke off. Quantiles are
     over the requests that have the figure, in seconds; ITL is each request's mean. ``gpu_hours`` are of cores

@@ -1,4 +1,4 @@
-"""What a run of the twin leaves: every request, every replica's life, and what was decided when."""
+"""The record of a simulation: requests, replicas and decisions."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Requests:
 
     Instants and durations are in seconds. ``queued_s`` is the wait in the gateway. ``ttft_s``, ``e2e_s`` and
     ``itl_s`` (the mean gap of its stream) are NaN where there was no such token. ``replica`` is the number of
-    its :class:`Span`, -1 for none. ``met`` is whether it was served within the objectives of its model.
+    its :class:`Span`, -1 for none. ``met`` is whether it was served within the SLO of its model.
     """
 
     at: Floats
@@ -97,7 +97,7 @@ class Span:
 class Moment:
     """One model at a tick: requests per second since the last one, what there is, and what is aimed for.
 
-    ``met`` is the part of the requests of the last minute within the objectives.
+    ``met`` is the part of the requests of the last minute within the SLO.
     """
 
     at: float

@@ -50,7 +50,7 @@ class RequestLog:
         return row
 
     def over(self, row: int, place: TwinTicket, outcome: Outcome, at: float) -> bool:
-        """It has ended, one way or another; whether within the objective."""
+        """It has ended, one way or another; whether within the SLO."""
         self._outcome[row] = outcome
         came = place.request.arrived
         self._queued[row] = (at if place.sent_at is None else place.sent_at) - came

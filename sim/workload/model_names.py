@@ -34,7 +34,7 @@ class ModelNames:
         return self._names[0]
 
     def description(self) -> str:
-        """What to tell about requests that named the only model otherwise; empty if none did."""
+        """A note about requests that named the only model otherwise; empty if none did."""
         if not self.others:
             return ""
         return f"{self._names[0]}: takes the requests for {', '.join(sorted(self.others))}, as the only model"

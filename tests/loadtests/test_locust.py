@@ -79,7 +79,7 @@ def test_users_and_gateway_agree(deployment: Deployment) -> None:
         # Every option of the requests at its default.
         ran = deployment.locust("-u", "8", "-r", "8", "-t", "10s", "--csv", str(prefix))
         assert ran.returncode == 0, ran.stdout + ran.stderr
-        assert "Service level objective: TTFT <= 1 s and mean ITL <= 0.1 s" in ran.stdout
+        assert "SLO: TTFT <= 1 s and mean ITL <= 0.1 s" in ran.stdout
 
         every = rows(prefix.with_name(f"{prefix.name}_slo.csv"))["all"]
         assert int(every["Requests"]) >= 8
@@ -111,7 +111,7 @@ def test_an_objective_that_is_missed_is_an_exit_code(deployment: Deployment) -> 
     limits = ["--slo-ttft-s", "0.001", "--slo-attainment", "0.5", "--stream-share", "1"]
     ran = deployment.locust("-u", "2", "-t", "8s", "--max-tokens", "4", *limits)
     assert ran.returncode == 1
-    assert "0.000 of the requests met the objective; 0.5 was asked for" in ran.stderr
+    assert "0.000 of the requests met the SLO; 0.5 was asked for" in ran.stderr
 
 
 @pytest.mark.long

@@ -1,4 +1,4 @@
-"""The accounts of a run: what met the objective, what is summed, and what the gateway says of it."""
+"""The accounts of a run: what met the SLO, what is summed, and what the gateway says of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the engines of a model tell the controller, heard by a thread while clients drive them."""
+"""Step samples of a model's engines, read from the controller by a thread while clients drive them."""
 
 from __future__ import annotations
 

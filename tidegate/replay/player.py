@@ -1,4 +1,4 @@
-"""The open loop: each request is sent at its instant of the trace, whatever the endpoint does."""
+"""Open-loop replay: each request is sent at its time in the trace, whatever the endpoint does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The benchmark of adapters: one traffic, one fleet, three policies, and what each made of it."""
+"""The benchmark of adapters: three policies on the same arrivals and replicas."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ LOAD_S = 0.02
 
 
 class Fleet(NamedTuple):
-    """So many replicas, each of so many slots for adapters."""
+    """The number of replicas, and of adapter slots of each."""
 
     replicas: int
     slots: int
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of each policy, by name."""
+    """The outcome of each policy, by name."""
 
     policies: dict[str, RunOutcome]
 
@@ -52,7 +52,7 @@ NAMES = tuple(_POLICIES)
 def traffic(
     *, adapters: int, exponent: float, rate: float, requests: int, together: float, seed: int
 ) -> Traffic:
-    """What the benchmark asks for; see :class:`sim.workload.generators.popularity.Traffic`."""
+    """The arrivals of the benchmark; see :class:`sim.workload.generators.popularity.Traffic`."""
     return Traffic(adapters, exponent, rate, requests, together, PROMPT_TOKENS, OUTPUT_TOKENS, seed)
 
 

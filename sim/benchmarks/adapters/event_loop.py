@@ -1,4 +1,4 @@
-"""Plays requests against replicas under one policy in virtual time: one seed, one outcome."""
+"""The event loop of the adapter benchmark: requests on simulated replicas under one policy."""
 
 from __future__ import annotations
 

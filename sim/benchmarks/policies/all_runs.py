@@ -60,7 +60,7 @@ def run_all(
     processes: int | None = None,
     ended: Callable[[TrialResult], None] = lambda lap: None,
 ) -> list[TrialResult]:
-    """Run all of them; ``ended`` is told each as it ends. The order is that of ``field``."""
+    """Run all of them; ``ended`` gets each as it ends. The order is that of ``field``."""
     field = list(field)
     found: dict[int, TrialResult] = {}
     with ProcessPoolExecutor(processes or os.cpu_count(), mp_context=get_context("spawn")) as pool:

@@ -1,4 +1,4 @@
-"""How policies stand after a contest: what each takes for what is promised, beside the plan and the bound."""
+"""The ranking of policies: the GPU time of each at the SLO, beside the offline plan and the lower bound."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class RankingTable(NamedTuple):
 
 
 def rank(laps: Sequence[TrialResult]) -> RankingTable:
-    """The table of all ``laps``. Raises :class:`ValueError` where no plan kept the promise."""
+    """The table of all ``laps``. Raises :class:`ValueError` where no plan met the SLO."""
     oracles, standings = [], []
     for lead_s in dict.fromkeys(lap.heat.lead_s for lap in laps):
         here = [lap for lap in laps if lap.heat.lead_s == lead_s]
@@ -82,7 +82,7 @@ def rank(laps: Sequence[TrialResult]) -> RankingTable:
 
 
 def _oracle(laps: Sequence[TrialResult]) -> OracleCosts:
-    """The cheapest plan that keeps the promise in the twin, averaged over the seeds."""
+    """The cheapest plan that meets the SLO in the simulator, averaged over the seeds."""
     promised = laps[0].heat.ground.attainment
     found = []
     for setting in dict.fromkeys(lap.heat.setting for lap in laps):

@@ -73,7 +73,7 @@ def run_trial(heat: Trial) -> TrialResult:
 
 
 def problem(ground: Setup, arrivals: Iterable[Arrival], mu: float, lead_s: float, *, since: float) -> Problem:
-    """What the oracle is asked of a run from ``since`` on, when a replica takes ``mu`` in a second."""
+    """The problem of the offline optimum from ``since`` on, at ``mu`` requests per second per replica."""
     until = ground.stretch.until
     at = np.array([arrival.at for arrival in arrivals])
     return Problem(

@@ -1,4 +1,4 @@
-"""What a contest needs to know beforehand: what a replica takes, what it shows then, and how much load."""
+"""Sizing of the benchmark: the capacity per replica, its metrics at that rate, and the load."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from sim.workload.survey import survey
 # Of replicas, on average: integrality hides everything where a plan has few of them.
 AIM = 10.0
 _PRECISION = 0.01
-# A fleet that never changes is tried with so many times as many.
+# Factors of the replica count that static fleets are run with.
 LEAST, MOST_OF = 0.8, 1.8
 
 

@@ -1,4 +1,4 @@
-"""Conversations: each turn's prompt is all that was said before, and begins as those of others do."""
+"""Conversations: the prompt of each turn is its whole history, after a shared system prompt."""
 
 from __future__ import annotations
 

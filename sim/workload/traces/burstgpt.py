@@ -14,7 +14,7 @@ _SESSION = "Session ID"
 
 
 def read(table: Table, skipped: Callable[[], None]) -> Iterator[Arrival]:
-    """The requests that were answered: no response tokens are a failure, of which ``skipped`` hears.
+    """The requests that were answered: without response tokens they failed, and ``skipped`` is called.
 
     The first instant is that of the first request, whether it failed or not.
     """

@@ -93,7 +93,7 @@ def test_one_mode_or_several_models_are_no_comparison() -> None:
 
 
 def test_each_seed_is_judged_beside_the_mode_that_was_better_by_it() -> None:
-    # Requests within the objective, by contender and seed, of as many a minute for a minute.
+    # Requests within the SLO, by contender and seed, of as many a minute for a minute.
     counts = {BY_LOAD: (120, 60), LONG: (100, 20), SHORT: (60, 50)}
     asked: list[tuple[str, int]] = []
     heard: list[tuple[str, float]] = []

@@ -66,7 +66,7 @@ def test_slow_engines_are_tried_for_so_long_at_most(
 
 
 def test_what_no_replica_holds_is_refused_without_a_run(runs: list[Record]) -> None:
-    with pytest.raises(ValueError, match="would be within the objective alone"):
+    with pytest.raises(ValueError, match="would be within the SLO alone"):
         rate([GIANT])
     assert not runs
 

@@ -111,7 +111,7 @@ def test_too_few_replicas_are_refused() -> None:
 def test_what_no_replica_keeps_at_any_rate_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(replica_capacity, "REQUESTS", 50)
     monkeypatch.setattr(replica_capacity, "LASTS_S", 1.0)
-    with pytest.raises(TargetError, match="miss the objective at any rate, in every mode"):
+    with pytest.raises(TargetError, match="miss the SLO at any rate, in every mode"):
         _bounds(deployment(slo={"ttft_p95_s": 0.001}))
 
 
