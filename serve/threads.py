@@ -1,4 +1,4 @@
-"""Blocking work off the event loop, in threads that hold nobody up who ends the process."""
+"""Blocking work off the event loop, in threads that do not delay the end of the process."""
 
 from __future__ import annotations
 

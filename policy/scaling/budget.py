@@ -1,4 +1,4 @@
-"""How many replicas each model gets of what all of them share: GPUs, cores, watts and money."""
+"""Divides the shared budget (GPUs, cores, watts, money) among models."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from policy.config.deployment import Budget
 from policy.scaling.rollout import CPU_OVERCOMMIT
 from policy.scaling.situation import ModeOption, Situation
 
-# As many as anybody may ask for: what takes nothing is bounded by its mode alone.
+# The count that fits where a replica takes nothing: only its mode bounds it.
 UNBOUNDED = 1 << 30
-# Watts and prices are sums of fractions; a billionth of a replica too little is enough.
+# Watts and prices are sums of fractions: a billionth of a replica may be missing.
 ROUNDING = 1e-9
 
 
 class Allocation(NamedTuple):
-    """An amount of each thing that a budget bounds; infinite where it bounds nothing."""
+    """An amount of each budgeted resource; infinite where it is unbounded."""
 
     gpus: float = 0.0
     cpus: float = 0.0
@@ -26,11 +26,11 @@ class Allocation(NamedTuple):
     cost_per_h: float = 0.0
 
     def plus(self, other: Allocation, times: float = 1.0) -> Allocation:
-        """Both together, the other so many times."""
+        """This plus ``times`` the other."""
         return Allocation(*(mine + times * its for mine, its in zip(self, other, strict=True)))
 
     def most(self, other: Allocation) -> Allocation:
-        """The larger of both, of each thing."""
+        """The larger of both, per resource."""
         return Allocation(*(max(pair) for pair in zip(self, other, strict=True)))
 
     def holds(self, each: Allocation) -> int:
@@ -65,7 +65,7 @@ class Claim(NamedTuple):
 
 
 def total(budget: Budget) -> Allocation:
-    """All that there is."""
+    """The whole budget."""
     bounds = (budget.gpus, budget.cpus, budget.watts, budget.cost_per_h)
     return Allocation(*(math.inf if bound is None else float(bound) for bound in bounds))
 
@@ -89,7 +89,7 @@ def held(situation: Situation) -> Allocation:
 
 
 def spare(wants: Iterable[Claim], budget: Budget) -> Allocation:
-    """What nobody holds, with cores as often as a switch may claim them."""
+    """What is free, with cores as often as a switch may overcommit them."""
     bounds = total(budget)
     left = bounds._replace(cpus=bounds.cpus * CPU_OVERCOMMIT)
     for want in wants:
@@ -98,7 +98,7 @@ def spare(wants: Iterable[Claim], budget: Budget) -> Allocation:
 
 
 def alone(model: str, wants: Mapping[str, Claim], budget: Budget) -> Allocation:
-    """What ``model`` could hold in all while nobody makes way for it."""
+    """What ``model`` could hold while no other model is scaled down for it."""
     left = total(budget)
     for want in wants.values():
         if want.model != model:
@@ -107,7 +107,7 @@ def alone(model: str, wants: Mapping[str, Claim], budget: Budget) -> Allocation:
 
 
 def attainable(model: str, wants: Mapping[str, Claim], budget: Budget) -> Allocation:
-    """What ``model`` could hold in all: those of a lower priority would make way, down to their floors."""
+    """What ``model`` could hold if models of lower priority were scaled down to their floors."""
     left = total(budget)
     for want in wants.values():
         if want.model != model:
@@ -162,7 +162,7 @@ def allocate(wants: Sequence[Claim], budget: Budget) -> dict[str, int]:
 
 
 def _kept(want: Claim) -> int:
-    """How much of what is asked for is there already."""
+    """How many of the requested replicas exist already."""
     return min(want.asked, want.held.holds(want.each) if want.replaces else want.now)
 
 
@@ -196,7 +196,7 @@ def _claimed(level: Sequence[Claim], shares: Mapping[str, int], left: Allocation
 
 
 def _granted(want: Claim, share: int, free: Allocation) -> tuple[int, Allocation]:
-    """How much of its share a model gets now, and what is free then."""
+    """How many replicas of its share a model gets now, and what is free then."""
     if want.replaces:
         grant = min(share, free.plus(want.held).holds(want.each))
         return grant, free.plus(want.held).plus(want.held.most(Allocation().plus(want.each, grant)), -1)

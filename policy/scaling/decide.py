@@ -1,4 +1,4 @@
-"""What shall be, and why: one pure function from situations to decisions, for all models at once.
+"""One pure function from situations to decisions, for all models at once.
 
 Every policy proposes; :mod:`policy.scaling.guardrails` turns the live one's count into what is asked of the
 budgets; :mod:`policy.scaling.mode_selection` says whether another mode is worth a switch;
@@ -26,16 +26,16 @@ from policy.scaling.situation import Decision, Limit, Memory, ModeForecast, Mode
 from policy.scaling.view import Policy, Proposal, View
 from policy.signals.types import Demand
 
-# What requests are taken to be like until one has ended: a question with some context, and a short answer.
+# The assumed lengths of requests until one has ended: a question with context, and a short answer.
 ASSUMED_INPUT_TOKENS = 512.0
-# Of what a lower priority has in use nothing is taken before more was lacking for so long, for a count or a
-# switch: what is drained for a wish of one moment takes a start to come back.
+# How long a count or a switch must lack resources before a lower priority is scaled down for it: a replica
+# that is drained for a short peak takes a whole start to come back.
 STARVED_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class ModelPolicies:
-    """The policies of one model: the ``live`` one decides, the ``shadow`` and the ``others`` only say."""
+    """The policies of one model: ``live`` decides, ``shadow`` and ``others`` are only compared."""
 
     live: Policy
     shadow: Policy | None = None
@@ -45,7 +45,7 @@ class ModelPolicies:
 def decide_all(
     situations: Mapping[str, Situation], budget: Budget, minds: Mapping[str, ModelPolicies]
 ) -> dict[str, tuple[Decision, Memory]]:
-    """Decide for every model; what each leaves to the next decision stands beside it.
+    """The decision of every model, with the memory that it leaves to the next.
 
     The budget is divided among the models that are given: all that share it have to be.
     """
@@ -58,7 +58,7 @@ def decide_all(
 
 
 def workload_of(demand: Demand | None) -> Workload:
-    """What requests are like, by those that ended of late; the rate is left open."""
+    """The mean request, by those that ended recently; the rate is left open."""
     if demand is None or demand.input_tokens <= 0:
         return Workload(lam=0.0, input_tokens=ASSUMED_INPUT_TOKENS, output_tokens=ASSUMED_OUTPUT_TOKENS)
     # The last prompt token is always computed, and the first token of an answer with it.
@@ -72,7 +72,7 @@ def workload_of(demand: Demand | None) -> Workload:
 
 @dataclass(slots=True)
 class _Proposal:
-    """One model on the way to its decision."""
+    """The decision of one model in the making."""
 
     situation: Situation
     rung: ModeOption
@@ -84,13 +84,13 @@ class _Proposal:
     course: GuardrailTrace
     verdict: Verdict = Verdict()  # noqa: RUF009 - never changed
     to: ModeOption | None = None
-    # What a switch that was put off takes in all.
+    # What a postponed switch needs in all.
     lacks: Allocation | None = None
     notes: list[str] = field(default_factory=list)
 
     @property
     def foreseen(self) -> float:
-        """Requests per second that are expected, or those that came of late."""
+        """The forecast rate in requests per second, else the recent one."""
         demand, proposal = self.situation.signals.demand, self.proposal
         if demand is None:
             return 0.0
@@ -118,7 +118,7 @@ class _Proposal:
         return since is not None and self.situation.at - since >= STARVED_S
 
     def compare(self, wants: Mapping[str, Claim], budget: Budget) -> None:
-        """Look at the other modes, and set out for one that is worth it or was set by hand."""
+        """Compare modes, and choose one that is worth a switch or is set manually."""
         situation = self.situation
         if len(situation.rungs) < 2:
             return
@@ -148,7 +148,7 @@ class _Proposal:
         self.course = asked(self.situation, self.to, outlook.count)
 
     def is_cut(self, grants: Mapping[str, int]) -> bool:
-        """Whether it would switch to fewer replicas than make that worth it, to none by hand, or early."""
+        """Whether the budget grants too little for the switch, or it waits for lower priorities."""
         if self.to is None:
             return False
         by_hand = override_in_force(self.situation) is not None
@@ -156,7 +156,7 @@ class _Proposal:
         return grants[self.situation.model] < needed or (self.verdict.early and not by_hand)
 
     def stay(self, granted: int) -> None:
-        """Put the switch off, of which so much would be granted; a dry run claims nothing for it."""
+        """Postpone the switch, for which ``granted`` replicas fit; a dry run claims nothing for it."""
         assert self.to is not None
         said = f"switch to {self.to.mode} waits: it needs {self.course.count}, the budget leaves {granted}"
         if not self.situation.guard.dry_run or self.course.by_hand:
@@ -168,7 +168,7 @@ class _Proposal:
         self.course = asked(self.situation, self.rung, self.proposal.count)
 
     def conclude(self, granted: int) -> tuple[Decision, Memory]:
-        """The decision with so many replicas granted, and what it leaves to the next."""
+        """The decision with ``granted`` replicas, and the memory for the next."""
         situation, course, rung = self.situation, self.course, self.to or self.rung
         allowed(course, situation, rung, granted)
         by_load = self.to is not None and override_in_force(situation) is None
@@ -190,11 +190,11 @@ class _Proposal:
             shadow=self.shadow,
             others={name: proposal.count for name, proposal in self.others.items()},
             short=short,
-            # What somebody sets by hand is meant, and only safety may lessen it.
+            # A manual override applies in a dry run too.
             dry_run=situation.guard.dry_run and not course.by_hand,
         )
         before = situation.memory
-        # What is not carried out has changed nothing.
+        # A dry run changes nothing.
         switched = self.to is not None and not situation.guard.dry_run
         memory = Memory(
             at=situation.at,
@@ -210,7 +210,7 @@ class _Proposal:
         return decision, memory
 
     def _short(self, rung: ModeOption, granted: int) -> float:
-        """Requests per second that could be served if there were more of what is shared."""
+        """Requests per second that the budget and the bounds leave unserved."""
         course, able = self.course, self.capabilities[rung.mode]
         if course.by_hand or (granted >= course.enough and rung.most > course.enough):
             return 0.0
@@ -253,7 +253,7 @@ def slo_misses(situation: Situation) -> list[str]:
 
 
 def _still_switches(situation: Situation) -> bool:
-    """Whether the last switch is not done: until then nothing can be said of the mode, and nothing dwells."""
+    """Whether the last switch is still under way: mode.dwell_s counts from its end."""
     memory = situation.memory
     if memory.switched_at is None or situation.settled or situation.supply.failures:
         return False
@@ -265,7 +265,7 @@ def _since(earlier: float | None, at: float) -> float:
 
 
 def _remembered(situation: Situation) -> Memory:
-    """What is left of the memory: of a time when nobody decided nothing is known.
+    """The memory without what is outdated: nothing is known of a time without decisions.
 
     Instants that are still to come are of a clock that was set back while no controller ran: policies would
     see no observation as newer than those, and every term would last until then.
@@ -283,7 +283,7 @@ def _remembered(situation: Situation) -> Memory:
 
 
 def _think(situation: Situation, mind: ModelPolicies) -> _Proposal:
-    """What the policies propose, and what the model may ask of the budgets."""
+    """What the policies propose, and what the model asks of the budget."""
     situation = msgspec.structs.replace(situation, memory=_remembered(situation))
     workload = workload_of(situation.signals.demand)
     rung = next(rung for rung in situation.rungs if rung.mode == situation.mode)
@@ -323,7 +323,7 @@ def _think(situation: Situation, mind: ModelPolicies) -> _Proposal:
 
 
 def _allotted(thoughts: Mapping[str, _Proposal], budget: Budget) -> dict[str, int]:
-    """The counts that the budget leaves; a switch that would not get all that it needs is put off."""
+    """The counts that the budget grants; a switch that cannot get all it needs is postponed."""
     while True:
         grants = allocate([thought.want() for thought in thoughts.values()], budget)
         cut = [thought for thought in thoughts.values() if thought.is_cut(grants)]

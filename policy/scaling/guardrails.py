@@ -17,7 +17,7 @@ from policy.scaling.situation import Guardrail, Limit, ModeOption, Override, Sit
 HOLD_S = 60.0
 # A product such as 0.1 * 30 may come out a rounding error above 3.
 ROUNDING = 1e-9
-# A level that is a mean of counts is nobody below this.
+# A mean level below this counts as zero.
 NOBODY = 1e-6
 
 
@@ -46,7 +46,7 @@ class GuardrailTrace:
 
 
 def override_in_force(situation: Situation) -> Override | None:
-    """What somebody set by hand, while its term lasts and there is such a mode."""
+    """The manual override in force, if its mode exists."""
     hand = situation.override
     if hand is None or (hand.until is not None and situation.at >= hand.until):
         return None
@@ -54,7 +54,7 @@ def override_in_force(situation: Situation) -> Override | None:
 
 
 def metrics_stale(situation: Situation) -> str:
-    """Why nothing may be taken away on what the signals say, or an empty string."""
+    """Why signals are too old to scale down on, or an empty string."""
     demand, stale_s = situation.signals.demand, situation.guard.stale_s
     if demand is None:
         return "no gateway has reported"
@@ -68,7 +68,7 @@ def metrics_stale(situation: Situation) -> str:
 
 
 def unsettled(situation: Situation) -> str:
-    """Why nothing may fall before something else has happened, or an empty string.
+    """What has to end before a scale-down, or an empty string.
 
     A start that fails is not waited for: it may never end.
     """
@@ -82,22 +82,22 @@ def unsettled(situation: Situation) -> str:
 
 
 def asleep(situation: Situation, rung: ModeOption) -> str:
-    """Why the model has no replicas now, or an empty string if it should have some."""
+    """Why the model is scaled to zero, or an empty string if it should have replicas."""
     scale, demand = situation.scale, situation.signals.demand
     if scale.zero_after_s is None or rung.least:
         return ""
     if demand is None or metrics_stale(situation):
-        # No data is no reason to wake either, but somebody who waits is.
+        # Missing data is no reason to wake a model, a queued request is.
         waits = demand is not None and demand.queued > 0
         return "" if situation.count or waits else f"no replica runs, and {metrics_stale(situation)}"
     busy = sum(figures.running + figures.waiting for figures in situation.signals.replicas)
     if demand.queued or busy or demand.concurrency.last_6_s > NOBODY:
         return ""
-    # Who sleeps already is not woken by a gateway that began to count anew.
+    # A restarted gateway, which counts from zero again, does not wake a model.
     asks = demand.arrivals.last_60_s > NOBODY or situation.count > 0
     if asks and demand.idle_s < scale.zero_after_s:
         return ""
-    # Whoever came more often than once in the time that nobody has come for would have come.
+    # The rate is at most one request in the time without any.
     rate = min(demand.arrivals.last_600_s, 1 / max(demand.idle_s, 1.0))
     likely = -math.expm1(-rate * rung.lead_s)
     if likely > scale.standby:
@@ -144,7 +144,7 @@ def allowed(course: GuardrailTrace, situation: Situation, rung: ModeOption, gran
     The last two are about a count of today, which another mode does not have.
     """
     was = situation.count
-    # What others are to have instead is not held.
+    # Replicas whose resources go to others are not held.
     most = granted if granted < course.count else was
     course.turn(Guardrail.BUDGET, min(course.count, granted), f"the budget leaves {granted}")
     if course.by_hand or rung.mode != situation.mode:
@@ -178,7 +178,7 @@ def eased(course: GuardrailTrace, situation: Situation) -> dict[int, float]:
 
 
 def _healthy(situation: Situation, rung: ModeOption, course: GuardrailTrace) -> tuple[int, str]:
-    """The fewest that there may be, and why."""
+    """The minimum count, and why."""
     if course.by_hand and course.count == 0 == rung.least:
         return 0, ""
     demand, scale = situation.signals.demand, situation.scale
@@ -192,7 +192,7 @@ def _healthy(situation: Situation, rung: ModeOption, course: GuardrailTrace) -> 
 
 
 def _held(course: GuardrailTrace, situation: Situation, rung: ModeOption) -> tuple[int, str]:
-    """The count that is kept, and why."""
+    """The count that hold_s keeps, and why."""
     waits = unsettled(situation)
     if waits:
         return situation.count, waits

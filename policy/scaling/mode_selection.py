@@ -1,4 +1,4 @@
-"""Which mode: what each rung promises with the count that it needs, and when one is worth a switch.
+"""Which mode: the predicted cost of each with the replica count that it needs, and when to switch.
 
 A rung that meets the objective costs the GPUs (or cores, or money, where prices are given) of the replicas it
 needs. One that misses it costs the largest footprint of any rung, times one and what it misses: so more than
@@ -27,18 +27,18 @@ from policy.scaling.situation import ModeForecast, ModeOption, Situation
 
 # The percentile of the latencies that an SLO bounds.
 PERCENTILE = 0.95
-# A prediction is no more precise than this, and at the edge of what meets an objective it may be either.
+# The precision of a prediction: within this factor of a target the SLO counts as met.
 PRECISION = 1.01
-# The engine model may be off by more than this: then less of it is not what helps.
+# The largest error of the engine model that is corrected for.
 MOST_ERROR = 0.5
-# A latency or a rate that is 16 times (two to the fourth) what it may be is as bad as any more.
+# A latency or a rate of 16 times (two to the fourth) its target costs the most.
 CLIP = 4.0
 WORST = 2.0 + 2 * CLIP
-# How fast a queue should be gone, where it is weighed against a rate.
+# The time to clear a queue, where it is added to a rate.
 DRAIN_S = 60.0
-# In how many of all switches no more comes than is counted on.
+# The quantile of arrivals during a switch that replicas have to carry.
 DURING = 0.95
-# How much of what serves during a switch the forecast may take.
+# The usable fraction of the capacity during a switch.
 RESIDUAL = 0.9
 # What has promised a gain for some time is expected to do so as long again, up to an hour: so who waits until
 # a switch pays loses at most as much again as who knew.
@@ -46,7 +46,7 @@ LONGEST_DWELL_S = 3600.0
 
 
 class Candidate(NamedTuple):
-    """What a comparison of modes is made of.
+    """The inputs of a comparison of modes.
 
     ``rate`` requests per second are expected, of ``workload``, and while a switch of so many seconds lasts no
     more than ``during`` says in 19 of 20. ``reach`` is what the model could hold in all, ``alone`` while
@@ -96,7 +96,7 @@ def expected_peak(situation: Situation, able: Capability, seconds: float) -> flo
 
 
 def forecasts(situation: Situation, prospect: Candidate) -> dict[str, ModeForecast]:
-    """What each rung promises, by mode, with as many replicas as it needs and the budget could give."""
+    """The forecast of each mode, with the replicas that it needs and the budget allows."""
     whole, price = whole_of(situation, prospect), _price(situation.rungs)
     return {
         rung.mode: _outlook(situation, rung, prospect, price[rung.mode], whole) for rung in situation.rungs
@@ -104,13 +104,13 @@ def forecasts(situation: Situation, prospect: Candidate) -> dict[str, ModeForeca
 
 
 def whole_of(situation: Situation, prospect: Candidate) -> float:
-    """The largest footprint that any rung may have, in the unit of its price."""
+    """The cost of the largest footprint of any mode."""
     price = _price(situation.rungs)
     return max(price[rung.mode] * max(1, _most(rung, prospect)) for rung in situation.rungs)
 
 
 def evaluate(situation: Situation, prospect: Candidate) -> Verdict:
-    """The comparison of all rungs, and the switch that it asks for, if any."""
+    """Compare all modes; the verdict has the switch to make, if any."""
     seen = forecasts(situation, prospect)
     here = seen[situation.mode]
     known = [outlook for outlook in seen.values() if not outlook.why]
@@ -143,7 +143,7 @@ def evaluate(situation: Situation, prospect: Candidate) -> Verdict:
 
 
 def _price(rungs: tuple[ModeOption, ...]) -> dict[str, float]:
-    """What a replica of each rung costs, all in one unit."""
+    """The cost of one replica of each mode, all in one unit."""
     for cost in ("cost_per_h", "gpus", "cpus"):
         prices = {rung.mode: float(getattr(rung, cost)) for rung in rungs}
         if all(prices.values()) or (cost == "gpus" and any(prices.values())):
@@ -152,14 +152,14 @@ def _price(rungs: tuple[ModeOption, ...]) -> dict[str, float]:
 
 
 def _most(rung: ModeOption, prospect: Candidate) -> int:
-    """How many there may be of it, by its mode and by the budget."""
+    """The maximum count, by the mode and the budget."""
     return min(rung.most, prospect.reach.holds(each(rung)))
 
 
 def _outlook(
     situation: Situation, rung: ModeOption, prospect: Candidate, price: float, whole: float
 ) -> ModeForecast:
-    """What one rung promises, at that ``price`` for each replica."""
+    """The forecast of one mode, at ``price`` per replica."""
     able, rate, most = prospect.capabilities[rung.mode], prospect.rate, _most(rung, prospect)
     least = max(rung.least, min(situation.scale.min_healthy, rung.most), int(rate > 0))
     unknown = ModeForecast(
@@ -192,7 +192,7 @@ def is_known(rung: ModeOption) -> bool:
 
 
 def _missed(slo: SloConfig, found: ExpectedLatency) -> float:
-    """By how much an objective is missed; 0 where it is met."""
+    """By how much the SLO is missed; 0 where it is met."""
     if found.ttft_p95_s is None or found.itl_p95_s is None:
         return WORST * min(max(1.0, found.utilisation), 2**CLIP) - 1
     bounds = [(found.ttft_p95_s, slo.ttft_p95_s), (found.itl_p95_s, slo.itl_p95_s)]
@@ -289,7 +289,7 @@ def _freed(
 
 
 def _less(later: float, now: float) -> float:
-    """What comes to it; nothing to what is unbounded."""
+    """What is added; 0 where it is unbounded."""
     return later - now if later < math.inf else 0.0
 
 
@@ -305,7 +305,7 @@ def _leaves_a_gap(situation: Situation, old: ModeOption, new: ModeOption, room: 
 
 
 def _interrupted(situation: Situation, prospect: Candidate, here: ModeForecast, there: ModeForecast) -> str:
-    """What would go unserved during the switch, or an empty string.
+    """Why requests would be unserved during the switch, or an empty string.
 
     Where the present mode keeps up, what serves meanwhile has to as well. Where it does not, requests wait in
     any case: so they may then, while the queue can hold them. The rate is what may come until the new ones

@@ -15,7 +15,7 @@ from policy.signals.types import Signals
 
 
 class Guardrail(StrEnum):
-    """What changes the count that a policy asks for, in the order in which they are applied."""
+    """The rules that limit the count of a policy, in the order in which they apply."""
 
     OVERRIDE = "override"
     STALENESS = "staleness"
@@ -49,7 +49,7 @@ class ModeOption(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Override(msgspec.Struct, frozen=True, kw_only=True):
-    """What somebody set by hand, ``until`` an instant or until it is taken back: a mode, maybe its count."""
+    """A manual override of the mode, maybe with a count, ``until`` an instant or until cleared."""
 
     mode: str
     count: int | None = None

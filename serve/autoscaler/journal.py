@@ -1,4 +1,4 @@
-"""The log of decisions: what was known, what was decided, and what came of it, one JSON object a line.
+"""The decision journal: situations, decisions and outcomes of switches, one JSON object per line.
 
 A round can be decided again, bit for bit: :func:`replayed`. Most change nothing, so of those that are like
 the last one only one a minute is written; each has its memories, so it stands alone.
@@ -26,14 +26,14 @@ from store.log_file import KEPT, MAX_BYTES, RotatingLog
 log = logging.getLogger("tidegate.controller")
 
 EVERY_S = 60.0
-# Lines that wait for a disk which does not take them.
+# Lines kept in memory while the disk takes none.
 MAX_PENDING = 1024
-# Read at once: a whole file would keep the event loop, which runs beside, from its turn.
+# Bytes read at once: reading a whole file would delay the event loop.
 BLOCK = 256 * 1024
 
 
 class Policies(msgspec.Struct, frozen=True, kw_only=True):
-    """Who decided, by what the document says, and which others were asked, by name."""
+    """The configured policies, and by name the others that were evaluated for comparison."""
 
     live: Choice
     shadow: Choice | None = None
@@ -41,7 +41,7 @@ class Policies(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DecisionRound(msgspec.Struct, frozen=True, kw_only=True, tag="round"):
-    """What was decided together at the instant ``at``, by whom, of what, within which budget."""
+    """What was decided together at ``at``: by which policies, of which situations, within which budget."""
 
     at: float
     policies: dict[str, Policies]
@@ -66,7 +66,7 @@ class Journal:
         self._lost = 0
 
     def put(self, line: Line) -> None:
-        """Log it, unless it is a round in which nothing is new; never waits for the disk."""
+        """Append a line, unless it is a round without news; never waits for the disk."""
         if isinstance(line, DecisionRound) and not self._is_new(line):
             return
         with self._lock:
@@ -93,7 +93,7 @@ class Journal:
         return list(islice(heapq.merge(newest, self._written(at, model), key=_at, reverse=True), last))
 
     def _written(self, at: float | None, model: str | None) -> Iterator[LoggedDecision]:
-        # What came of a decision is written after it, so it is read before.
+        # The outcome of a decision is written after it, so it is read first.
         came: dict[tuple[str, float], SwitchOutcome] = {}
         for line in self.lines():
             if isinstance(line, SwitchOutcome):
@@ -108,7 +108,7 @@ class Journal:
                         )
 
     def lines(self) -> Iterator[Line]:
-        """All that is written, newest first; what a crash left half or another version wrote is left out."""
+        """All lines on disk, newest first, without incomplete ones and those of another version."""
         paths = [self._path, *(self._path.with_name(f"{self._path.name}.{i}") for i in range(1, KEPT + 1))]
         for path in paths:
             with contextlib.suppress(FileNotFoundError):
@@ -117,12 +117,12 @@ class Journal:
                         yield msgspec.json.decode(raw, type=Line)
 
     def forget(self, model: str) -> None:
-        """Hold nothing unwritten of ``model``, which is gone."""
+        """Forget unwritten decisions of ``model``, which was removed."""
         self._shown.pop(model, None)
         self._skipped.pop(model, None)
 
     def flush(self) -> None:
-        """Return once all is written that was logged until now."""
+        """Return once all lines so far are on disk."""
         if (writer := self._writer) is not None:
             writer.join()
 
@@ -166,18 +166,18 @@ class Journal:
 
 
 def replayed(made: DecisionRound, minds: Mapping[str, ModelPolicies]) -> dict[str, Decision]:
-    """The decisions made again; ``minds`` are made anew of the policies that were configured then."""
+    """Decide again; ``minds`` are new instances of the policies that were configured then."""
     decided = decide_all(made.situations, made.budget, minds)
     return {model: decision for model, (decision, _) in decided.items()}
 
 
 def forgotten(situation: Situation) -> Situation:
-    """Without its memory, which is for policies and not for readers."""
+    """The situation without its memory, which is for policies and not for readers."""
     return msgspec.structs.replace(situation, memory=Memory())
 
 
 def _gist(decision: Decision) -> object:
-    """What of a decision is worth a line of its own when it is another."""
+    """The parts of a decision whose change is worth a line in the journal."""
     shadow = decision.shadow.count if decision.shadow is not None else None
     clips = tuple((clip.rule, clip.now) for clip in decision.clips)
     return decision.mode, decision.count, decision.proposal.count, clips, shadow, decision.dry_run
@@ -188,7 +188,7 @@ def _at(logged: LoggedDecision) -> float:
 
 
 def _backwards(path: Path) -> Iterator[bytes]:
-    """The lines of a file, the last one first."""
+    """The lines of a file, last first."""
     with path.open("rb") as file:
         left, rest = file.seek(0, 2), b""
         while left:
@@ -201,7 +201,7 @@ def _backwards(path: Path) -> Iterator[bytes]:
 
 
 def _ends_a_line(path: Path) -> bool:
-    """Whether nobody was killed while writing the last one."""
+    """Whether the last line is complete."""
     with path.open("rb") as file:
         if not file.seek(0, 2):
             return True

@@ -1,4 +1,4 @@
-"""Who listens to what the engines of a model tell of their steps, while they calibrate."""
+"""Streams the step reports of a model's engines to subscribers, for calibration."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from policy.types import ReplicaPhase
 from policy.wire.heartbeat import Heartbeat
 from policy.wire.reports import EngineReport
 
-# Of reports that a listener is too slow for, the oldest are dropped: this is minutes of a large fleet.
+# A slow subscriber loses the oldest reports beyond this: minutes of a large fleet.
 MOST = 4096
-# A listener hears something at least so often, so that it knows who answers, and who has gone is noticed.
+# Without reports an empty line is sent this often, so that both ends notice a broken connection.
 SILENT_S = 1.0
 
 
 class StepLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What the engine of one ready replica told at once; without a ``replica`` nobody told anything."""
+    """One report of the engine of a ready replica; without a ``replica`` an empty line."""
 
     replica: str = ""
     shape: str = ""
@@ -27,7 +27,7 @@ class StepLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class StepSubscribers:
-    """Reports of engines go to whoever listens at that moment, and nowhere else."""
+    """Passes step reports on to the present subscribers; nothing is kept."""
 
     def __init__(self) -> None:
         self._queues: list[tuple[str, asyncio.Queue[StepLine]]] = []
@@ -35,24 +35,24 @@ class StepSubscribers:
     def tell(self, beat: Heartbeat) -> None:
         """Pass a heartbeat on."""
         replica = beat.replica
-        if self.deaf or beat.engine is None or replica.state is not ReplicaPhase.READY:
+        if self.idle or beat.engine is None or replica.state is not ReplicaPhase.READY:
             return
-        told = StepLine(
+        line = StepLine(
             replica=replica.id, shape=replica.shape, generation=replica.generation, engine=beat.engine
         )
         for model, queue in self._queues:
             if model == replica.model:
                 if queue.full():
                     queue.get_nowait()
-                queue.put_nowait(told)
+                queue.put_nowait(line)
 
     @property
-    def deaf(self) -> bool:
-        """Whether nobody listens."""
+    def idle(self) -> bool:
+        """Whether there is no subscriber."""
         return not self._queues
 
     async def listen(self, model: str, silent_s: float = SILENT_S) -> AsyncGenerator[StepLine, None]:
-        """All that the replicas of ``model`` tell from now on, and now and then that there was nothing."""
+        """The step reports of the replicas of ``model`` from now on, and empty lines in between."""
         queue: asyncio.Queue[StepLine] = asyncio.Queue(MOST)
         entry = (model, queue)
         self._queues.append(entry)
@@ -61,9 +61,9 @@ class StepSubscribers:
             while True:
                 try:
                     async with asyncio.timeout(silent_s):
-                        told = await queue.get()
+                        line = await queue.get()
                 except TimeoutError:
-                    told = StepLine()
-                yield told
+                    line = StepLine()
+                yield line
         finally:
             self._queues.remove(entry)

@@ -1,4 +1,4 @@
-"""What the controller says of its models, to gateways and to people."""
+"""The status of models, for gateways and for operators."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From targets to weighed targets: of which weights a generation is made, and when that makes a new one."""
+"""Resolves the weights of a revision, and makes a new revision where they changed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class GenerationWeights:
         self._applied: set[str] = set()
 
     def look_again(self, model: str) -> None:
-        """The model was applied: what is being found out may be out of date."""
+        """The model was applied again: a resolution under way may be out of date."""
         self._resolver.forget(model)
         self._applied.add(model)
 
@@ -65,6 +65,6 @@ class GenerationWeights:
         """Whether replicas of the aim's generation are made of other weights than ``found``."""
         if known is not None:
             return known != found
-        # A controller that lost its memory finds only what the layers carry.
+        # A controller that lost its memory knows only the digests of the layers.
         running = self._observed.digests(target.spec.name, target.aim.generation)
         return not all(digest.endswith(found.short) for digest in running)

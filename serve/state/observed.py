@@ -1,4 +1,4 @@
-"""What is observed: the actuator's layers joined with the replicas' heartbeats."""
+"""The observed state: the actuator's layers joined with the replicas' heartbeats."""
 
 from __future__ import annotations
 
@@ -40,19 +40,18 @@ class ObservedState:
         """Learn from a heartbeat how long a start took, or why it failed."""
         key = LayerKey(replica.model, replica.shape, replica.generation)
         if self.starts.note(replica, at):
-            # That others of the layer serve on says nothing of one that keeps failing.
+            # Only a new success clears failures: other replicas of the layer may serve all the while.
             self._failed.pop(key, None)
         if replica.state is ReplicaPhase.READY:
             if replica.start_s is not None and replica.start_path is not StartPath.SLEEPING:
                 self._start_s[key] = replica.start_s
         elif replica.state is ReplicaPhase.ASLEEP:
-            # Whatever failed, it is tried anew when it is wanted.
+            # An engine that sleeps is started again when it is needed.
             return
         elif replica.failures and (
             replica.state is ReplicaPhase.STARTING or replica.failures >= MAX_FAILURES
         ):
-            # Kept past the replica: a host that failed too often is gone before the next tick, and
-            # its last beat may be the only one that says so.
+            # Kept after the replica is gone: the last heartbeat of a failing host may be the only report.
             self._failed[key] = _Failed(failures=replica.failures, reason=replica.reason)
 
     def cannot_start(self, key: LayerKey, reason: str) -> None:
@@ -61,7 +60,7 @@ class ObservedState:
         self._failed[key] = _Failed(failures=before + 1, reason=reason)
 
     def forgive(self, key: LayerKey) -> None:
-        """Judge the layer by what comes next, not by earlier failures."""
+        """Forget earlier start failures of the layer."""
         self._failed.pop(key, None)
 
     def start_s(self, key: LayerKey, assumed_s: float) -> float:
@@ -84,7 +83,7 @@ class ObservedState:
         return key in self.held and self.held[key].sleeps
 
     def lacks(self, key: LayerKey) -> bool:
-        """Whether a replica of the layer is gone that was not given up."""
+        """Whether a replica of the layer is missing that was not scaled down."""
         layer = self.layer(key)
         return layer.starting + layer.ready < layer.wanted
 
@@ -116,7 +115,7 @@ class ObservedState:
         return self.starts.supply(self.layer(key), starting, lead_s, at)
 
     def digests(self, model: str, generation: int) -> set[str]:
-        """Of which configurations and weights the held layers of a generation are."""
+        """The digests (configuration and weights) of the held layers of a revision."""
         return {
             held.digest
             for key, held in self.held.items()
@@ -129,7 +128,7 @@ class ObservedState:
         return {key: self.layer(key) for key in keys}
 
     def reason(self, key: LayerKey) -> str:
-        """What is wrong with the layer, in the engine's words or the cluster's."""
+        """The error of the layer as the engine or the cluster reports it."""
         if (failed := self._failed.get(key)) is not None:
             return failed.reason
         held = self.held.get(key)

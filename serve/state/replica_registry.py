@@ -1,4 +1,4 @@
-"""Which replicas there are: built from their heartbeats, and from nothing else."""
+"""The replicas that exist, built from their heartbeats alone."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from policy.scaling.rollout import LayerKey
 from policy.types import Fleet, Model, Replica, ReplicaPhase
 from serve.state.revision import Revision
 
-# Hosts beat twice a second. A silent one is asked directly before it is given up, so that a busy
-# machine does not empty the fleet.
+# Hosts send two heartbeats a second. A silent one is probed before it is removed, so that a busy machine
+# does not empty the fleet.
 SILENT_S = 1.2
 GONE_S = 10.0
 
@@ -22,7 +22,7 @@ class _Entry:
 
 
 class ReplicaRegistry:
-    """The replicas that beat, and the fleet snapshot that is made of them."""
+    """The replicas that send heartbeats, and the fleet snapshot made of them."""
 
     def __init__(self, epoch: float) -> None:
         self._epoch = epoch
@@ -55,7 +55,7 @@ class ReplicaRegistry:
         return False
 
     def set_models(self, models: Iterable[Model]) -> None:
-        """Replace what is said of the models."""
+        """Replace the descriptions of the models."""
         new = tuple(models)
         if new != self._models:
             self._models = new

@@ -1,4 +1,4 @@
-"""What is wanted of each model: mode, count and generation, kept across restarts."""
+"""The desired state of each model (mode, replica count, revision), kept across restarts."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from store.state_dir import StateDir
 
 log = logging.getLogger("tidegate.controller")
 
-# How long load does not switch to a mode that failed to start; doubled with each time in a row.
+# How long load does not switch to a mode that failed to start.
 BLOCK_BACKOFF = Backoff(120.0, 3600.0)
 
 
 class DesiredMode(msgspec.Struct, frozen=True, kw_only=True):
-    """One point to steer for: a mode, the shape it had then, a count, and the generation to build from.
+    """A desired state: a mode, its shape at that time, a replica count, and the revision to build from.
 
     The shape is kept beside the mode: a document may give the mode another, or drop it, while the
     replicas still run.
@@ -43,14 +43,14 @@ class DesiredMode(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SwitchBlock(msgspec.Struct, frozen=True, kw_only=True):
-    """A mode that no load switches to before ``until``: it failed ``attempts`` times in a row."""
+    """Load does not switch to a mode before ``until``: it failed ``attempts`` times in a row."""
 
     attempts: int
     until: float
 
 
 class ExpectedGain(msgspec.Struct, frozen=True, kw_only=True):
-    """What a switch that load made shall bring: from ``was`` to ``mode``, ``gain`` of the cost less.
+    """The predicted saving (fraction ``gain`` of the cost) of a switch by load from ``was`` to ``mode``.
 
     ``cost`` and ``met`` were measured when it was decided, at the instant ``at``; ``settled_at`` is when
     its replicas were there, from which on it is measured again.
@@ -66,7 +66,7 @@ class ExpectedGain(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True):
-    """What is wanted of one model, and what to go back to if it cannot be had.
+    """The desired state of one model, and what to roll back to if it cannot be reached.
 
     ``created`` is when the model was first wanted, ``since`` when the aim was set; ``settled`` whether
     it was reached once; ``note`` says what the operator should know. ``rejected`` is the digest of
@@ -93,27 +93,27 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def spec(self) -> ModelSpec:
-        """The configuration that the aim is built from."""
+        """The configuration of the desired revision."""
         return self.specs[self.aim.generation]
 
     def key(self, aim: DesiredMode | None = None) -> LayerKey:
-        """The layer of an aim, by default of the current one."""
+        """The layer of a desired state, by default of the current one."""
         aim = aim or self.aim
         return LayerKey(self.spec.name, aim.shape, aim.generation)
 
     @property
     def generations(self) -> set[int]:
-        """What the aim and its fallback are built from."""
+        """The revisions of the desired state and its fallback."""
         return {aim.generation for aim in (self.aim, self.fallback) if aim is not None}
 
     @property
     def bounds(self) -> Replicas:
-        """The counts that may be asked for; of a mode that is gone, only the count it has."""
+        """The allowed replica counts; for a mode that was removed, only the present count."""
         mode = self.spec.modes.get(self.aim.mode)
         return mode.bounds if mode else Replicas(min=self.aim.count, max=max(self.aim.count, 1))
 
     def override(self, at: float) -> Override | None:
-        """What somebody set by hand and still holds at the instant ``at``: a count goes before a mode."""
+        """The manual override in force at ``at``: one of the count comes before one of the mode."""
         for chosen in (self.set_count, self.set_mode):
             over = chosen is None or (chosen.until is not None and chosen.until <= at)
             if chosen is None or over or chosen.mode not in self.spec.modes:
@@ -125,11 +125,11 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
         return None
 
     def blocked(self, mode: str, at: float) -> bool:
-        """Whether ``mode`` failed to start a short while ago, so that load does not switch to it."""
+        """Whether ``mode`` failed to start recently, so that load does not switch to it."""
         return mode in self.barred and self.barred[mode].until > at
 
     def in_mode(self, mode: str) -> DesiredMode:
-        """The aim that ``mode`` starts with: its lowest count, one replica at least."""
+        """The desired state that ``mode`` starts with: its lowest count, min 1."""
         wanted = self.spec.modes[mode]
         return DesiredMode(
             mode=mode,
@@ -139,7 +139,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def toward(self, aim: DesiredMode, now: float, *, gap: bool = False) -> Target:
-        """Steer for ``aim``; go back to what served before if it fails.
+        """Set ``aim``; roll back to what served before if it fails.
 
         What served is the current aim once it was reached, else its own fallback. A count of the
         same layer has nothing to go back to, and no more time to become ready than the switch that goes on.
@@ -153,7 +153,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def back(self, note: str, now: float) -> Target:
-        """Give the aim up for the fallback, and remember a configuration or a mode that failed.
+        """Roll back to the fallback, and remember the configuration or mode that failed.
 
         A mode that was set by hand and failed is no longer set.
         """
@@ -175,7 +175,7 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, barred=barred, set_mode=chosen, set_count=counted)
 
     def reached(self) -> Target:
-        """The aim is there: nothing to go back to is needed any more, and its mode has shown itself."""
+        """The desired state was reached: the fallback and the block of its mode are dropped."""
         barred = {mode: barred for mode, barred in self.barred.items() if mode != self.aim.mode}
         return msgspec.structs.replace(self, settled=True, fallback=None, gap=False, barred=barred)
 
@@ -202,11 +202,11 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def weighed(self) -> bool:
-        """Whether it is known which weights the aim's generation is made of, where its engine has any."""
+        """Whether the weights of the desired revision are resolved, where its engine has any."""
         return self.spec.engine is not EngineKind.VLLM or self.aim.generation in self.weights
 
     def weighing(self, found: Weights, now: float, *, others_run: bool) -> Target:
-        """Make the aim's generation of ``found``, or a new one where ``others_run`` in it."""
+        """Use the weights ``found``, in a new revision where replicas with others run (``others_run``)."""
         aim, target = self.aim, self
         if others_run:
             aim = msgspec.structs.replace(aim, generation=max(self.specs) + 1)
@@ -215,24 +215,24 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(target, weights=self.weights | {aim.generation: found})
 
     def resting(self, held: Collection[int]) -> Target:
-        """Forget which weights generations were made of that nothing runs of: they may be other ones now."""
+        """Forget the weights of revisions without replicas: their source may have changed."""
         kept = {generation: weights for generation, weights in self.weights.items() if generation in held}
         return msgspec.structs.replace(self, weights=kept)
 
     def keeps(self, key: LayerKey) -> bool:
-        """Whether the layer is steered for, or a mode of a generation in use may come back to it."""
+        """Whether the layer is desired, or a mode of a revision in use may need it again."""
         if key in (self.key(), self.fallback and self.key(self.fallback)):
             return True
         return key.generation in self.generations and key.shape in used_shapes(self.specs[key.generation])
 
     def pruned(self, layers: Collection[LayerKey]) -> Target:
-        """Forget the configurations and shapes that nothing is built of any more."""
+        """Forget configurations and shapes that are no longer used."""
         in_use = self.generations | {key.generation for key in layers}
         specs = {}
         for generation, spec in self.specs.items():
             if generation in in_use:
                 keys = {shape: LayerKey(spec.name, shape, generation) for shape in spec.shapes}
-                # A bed is of all its shapes as long as any of it is there.
+                # A shared GPU group keeps all its shapes while any engine of it is there.
                 bed = gpu_group_of(spec)
                 whole = set(bed.engines) if bed is not None else set()
                 shapes = {
@@ -262,7 +262,7 @@ class Targets:
         try:
             return self._state.load(self._path, dict[str, Target]) or {}
         except msgspec.DecodeError as error:
-            # Written by another version: what runs says enough to go on, and the file is kept to look at.
+            # Written by another version: running replicas tell enough, and the file is kept for inspection.
             aside = self._path.with_suffix(".unreadable")
             self._path.replace(aside)
             log.warning("%s cannot be read (%s); kept as %s", self._path, error, aside)
@@ -292,7 +292,7 @@ class Targets:
         self.save()
 
     def save(self) -> None:
-        """Write all; ``unsaved`` is why that cannot be done now, or empty."""
+        """Write all; ``unsaved`` is the reason if that fails, or empty."""
         try:
             self._state.save(self._path, self._all)
         except OSError as error:
@@ -304,7 +304,7 @@ class Targets:
 
 
 def first_target(spec: ModelSpec, held: Iterable[LayerKey], now: float) -> Target:
-    """Where a model starts: its first mode at its lowest count, one replica at least.
+    """The first target of a model: its first mode at its lowest count, min 1.
 
     Its generation is none that ``held`` still has replicas of: those are of another configuration.
     """
@@ -317,7 +317,7 @@ def first_target(spec: ModelSpec, held: Iterable[LayerKey], now: float) -> Targe
 
 
 def found_target(spec: ModelSpec, held: Mapping[LayerKey, Held], now: float) -> Target | None:
-    """A target that matches what runs, for a controller whose own targets were lost."""
+    """A target that matches the running replicas, for a controller whose targets were lost."""
     running = [
         (layer.wanted, key)
         for key, layer in held.items()

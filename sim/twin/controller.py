@@ -26,7 +26,7 @@ GENERATION = 1
 
 
 class SwitchCourse:
-    """What is desired of one model, and what its decisions remember. ``settled`` once it was reached.
+    """The desired state of one model, and the memory of its decisions; ``settled`` once it was reached.
 
     ``footprints`` are what one replica of each layer takes.
     """
@@ -59,7 +59,7 @@ class SwitchCourse:
 
 
 class TwinController:
-    """Decides for all models and carries it out. Instants are seconds of the run."""
+    """Decides for all models and carries decisions out. Instants are seconds of the run."""
 
     def __init__(
         self,

@@ -1,6 +1,4 @@
-"""What a deployment does not say and a run has to assume: how long starts take, and what goes wrong.
-
-A world as people write it: a YAML file."""
+"""Fault scenarios of a simulation, read from YAML: start-up times, crashes and slowdowns."""
 
 from __future__ import annotations
 
@@ -20,16 +18,16 @@ _Seconds = Annotated[float, Meta(ge=0, le=86_400)]
 
 
 class Crash(Section, frozen=True):
-    """The replica that serves for the longest crashes ``at`` so many seconds."""
+    """The longest-serving replica crashes ``at`` this second of the run."""
 
     at: _Seconds
     model: str = ""
 
 
 class Slowdown(Section, frozen=True):
-    """The replica that serves for the longest takes ``factor`` times as long ``at`` .. ``until``.
+    """The steps of the longest-serving replica take ``factor`` times as long ``at`` .. ``until``.
 
-    The factors of stretches that overlap on one replica multiply.
+    Factors of overlapping slowdowns multiply.
     """
 
     at: _Seconds
@@ -39,7 +37,9 @@ class Slowdown(Section, frozen=True):
 
 
 class Scenario(Section, frozen=True):
-    """Seconds from start to ready by path; ``None`` is the model's ``assumed_start_s`` (a wake: a tenth).
+    """Start-up times (seconds from start to ready) by path, and faults.
+
+    ``None`` is the model's ``assumed_start_s`` (a wake: a tenth of it).
 
     The first start of a shape is a cold one, later ones find the weights cached. ``spread`` is the standard
     deviation of a start as a part of its mean. ``adapter_load_s`` holds up the steps of a replica.
@@ -58,7 +58,7 @@ EARTH: Scenario = msgspec.convert({}, Scenario)
 
 
 def scenario_of(path: Path, models: Collection[str]) -> Scenario:
-    """The world in the file at ``path``, for a deployment of these ``models``.
+    """The scenario in the file at ``path``, for a deployment of these ``models``.
 
     Raises :class:`policy.errors.ConfigError`, which names the file and the place in it.
     """

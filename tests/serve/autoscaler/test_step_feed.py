@@ -69,7 +69,7 @@ async def test_who_has_gone_is_told_nothing() -> None:
     listeners = StepSubscribers()
     async with hearing(listeners):
         pass
-    assert listeners.deaf
+    assert listeners.idle
     listeners.tell(beat())
 
 
