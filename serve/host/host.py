@@ -28,9 +28,10 @@ from serve.engine.step_stats import merge
 from serve.gpu_metrics import devices, watch
 from serve.host import cores
 from serve.host.versions import Versions
-from serve.host.weights import Weights, prepare_verified, record_read, was_read_before
+from serve.host.weights import Prepare, Weights, prepare_verified, record_read, was_read_before
 from store.adapters.blobs import node_cache
 from store.log_file import RotatingLog
+from store.models.prepare import prepare as prepare_weights
 from store.process import end_child
 from store.progress import Progress
 from store.state_dir import StateDir, default_root, private_directory
@@ -67,8 +68,25 @@ class ReplicaHost:
     host should be replaced: the engine failed too often in a row, or was ordered to leave.
     """
 
-    def __init__(self, spec: HostSpec, *, replica: str, address: str, node: str) -> None:
+    def __init__(
+        self,
+        spec: HostSpec,
+        *,
+        replica: str,
+        address: str,
+        node: str,
+        core_claims: Path | None = None,
+        prepare: Prepare = prepare_weights,
+        stable_s: float = STABLE_S,
+    ) -> None:
+        """``core_claims`` is the file of this node's core claims, ``prepare`` fetches weights.
+
+        An engine that lived for ``stable_s`` seconds ends a row of failures.
+        """
         self.spec = spec
+        self._core_claims = core_claims or cores.default_path()
+        self._prepare = prepare
+        self._stable_s = stable_s
         self.changed = asyncio.Event()
         self.lost = asyncio.Event()
         self._replica = replica
@@ -229,7 +247,7 @@ class ReplicaHost:
                 return
             # Time before ready does not count: a slow start that fails is another failure of the row.
             lived_s = 0.0 if self._ready_at is None else time.monotonic() - self._ready_at
-            self._failures = failures_after(self._failures, lived_s, STABLE_S)
+            self._failures = failures_after(self._failures, lived_s, self._stable_s)
             self._url = ""
             self._load = Load(at=time.time())
             self._waiting = ()
@@ -245,11 +263,15 @@ class ReplicaHost:
             known = await asyncio.to_thread(was_read_before, weights.digest)
             self._start_path = StartPath.CACHED if known else StartPath.COLD
             prepared = await asyncio.to_thread(
-                prepare_verified, weights, token_file=model.token_file, progress=self._log_progress
+                prepare_verified,
+                weights,
+                token_file=model.token_file,
+                progress=self._log_progress,
+                prepare=self._prepare,
             )
             self._weights = str(prepared.path)
             if not shape.gpus and not self._cores:
-                self._cores = await asyncio.to_thread(cores.claim_cores, cores.default_path(), shape.cpus)
+                self._cores = await asyncio.to_thread(cores.claim_cores, self._core_claims, shape.cpus)
         read, write = os.pipe()
         try:
             process = await asyncio.create_subprocess_exec(

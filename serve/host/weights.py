@@ -12,9 +12,13 @@ import msgspec
 from policy.config.deployment import ModelSpec
 from policy.errors import EngineFailed, ModelUnavailable
 from policy.stats.backoff import Backoff
-from store.models.prepare import Origin, origin, prepare
+from store.models.prepare import Origin, origin
+from store.models.prepare import prepare as prepare_weights
 from store.progress import Prepared, Report
 from store.state_dir import own_directory, private_directory
+
+# The signature of :func:`store.models.prepare.prepare`.
+Prepare = Callable[..., Prepared]
 
 # Seconds until a failed attempt is followed by another, doubled each time.
 RETRY = Backoff(1.0, 60.0)
@@ -33,7 +37,9 @@ class Weights(msgspec.Struct, frozen=True, kw_only=True):
         return self.digest[:8]
 
 
-def prepare_verified(weights: Weights, *, token_file: str | None, progress: Report) -> Prepared:
+def prepare_verified(
+    weights: Weights, *, token_file: str | None, progress: Report, prepare: Prepare = prepare_weights
+) -> Prepared:
     """Prepare the weights on this node; blocks.
 
     Raises :class:`policy.errors.ModelUnavailable`, and :class:`policy.errors.EngineFailed` if this node has
@@ -97,7 +103,7 @@ class Resolver:
 
 def _resolve(spec: ModelSpec) -> Weights:
     kind = origin(spec.source)
-    prepared = prepare(spec.source, token_file=spec.token_file, progress=lambda _: None)
+    prepared = prepare_weights(spec.source, token_file=spec.token_file, progress=lambda _: None)
     # Branches move; all replicas of a revision use the same commit.
     pinned = f"{spec.source.partition('@')[0]}@{prepared.digest}" if kind is Origin.HUB else spec.source
     return Weights(origin=kind, source=pinned, digest=prepared.digest)

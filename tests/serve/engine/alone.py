@@ -13,7 +13,6 @@ import pytest
 import yaml
 
 from policy.document.parse import parse
-from serve.host import cores
 from serve.host.host import HostSpec, ReplicaHost
 from serve.host.versions import installed
 from serve.host.weights import Weights
@@ -32,7 +31,6 @@ async def running(**keys: Mapping[str, Any]) -> AsyncIterator[tuple[ReplicaHost,
     spec = parse(document).models[0]
     prepared = prepare(spec.source, token_file=None, progress=lambda _: None)
     with tempfile.TemporaryDirectory(prefix="tg-") as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cores, "default_path", lambda: Path(folder) / "cores.json")
         patch.setenv("XDG_RUNTIME_DIR", folder)
         state = StateDir(Path(folder)).ensure()
         host = ReplicaHost(
@@ -49,6 +47,7 @@ async def running(**keys: Mapping[str, Any]) -> AsyncIterator[tuple[ReplicaHost,
             replica="r",
             address="127.0.0.1",
             node="local",
+            core_claims=Path(folder) / "cores.json",
         )
         try:
             async with asyncio.timeout(WITHIN_S):

@@ -17,7 +17,6 @@ from policy.types import ReplicaPhase
 from policy.wire.catalog import served_name
 from policy.wire.headers import SECRET_HEADER
 from policy.wire.heartbeat import AdapterRef, AdapterUse, Orders
-from serve.host import cores
 from serve.host.host import HostSpec, ReplicaHost
 from serve.host.versions import installed
 from store.state_dir import StateDir
@@ -43,7 +42,9 @@ class Process:
             state_dir=str(StateDir(folder).ensure().root), controller="127.0.0.1:1",
         )  # fmt: skip
         self.blobs = StateDir(folder).adapters
-        self.host = ReplicaHost(spec, replica="r", address="127.0.0.1", node="local")
+        self.host = ReplicaHost(
+            spec, replica="r", address="127.0.0.1", node="local", core_claims=folder / "cores.json"
+        )
 
     def adapter(self, name: str) -> AdapterRef:
         return AdapterRef(name=name, digest=stored(self.blobs, name))
@@ -72,7 +73,6 @@ async def process(
     folder: Path, monkeypatch: pytest.MonkeyPatch, slots: int, hold: str = "", **sim: Any
 ) -> AsyncIterator[tuple[Process, list[AdapterRef]]]:
     """A ready engine, told to ``hold`` adapters before it started."""
-    monkeypatch.setattr(cores, "default_path", lambda: folder / "cores.json")
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
     made = Process(folder, slots, **sim)
     held = [made.adapter(name) for name in hold]

@@ -16,15 +16,13 @@ import pytest
 
 from policy.engine.step_samples import StepSample
 from policy.errors import EngineFailed
-from policy.scaling.rollout import MAX_FAILURES
+from policy.scaling.rollout import MAX_FAILURES, STABLE_S
 from policy.types import Load, Replica, ReplicaPhase, StartPath
 from policy.wire.headers import SECRET_HEADER
 from policy.wire.heartbeat import AdapterUse
 from policy.wire.load import LoadLine
 from policy.wire.reports import EngineReport
 from serve.engine.main import Event
-from serve.host import cores, weights
-from serve.host import host as hosts
 from serve.host.host import HostSpec, ReplicaHost
 from serve.host.versions import installed
 from serve.host.weights import Weights
@@ -38,12 +36,18 @@ WITHIN_S = 120.0
 Make = Callable[..., ReplicaHost]
 
 
+def host_of(spec: HostSpec, folder: Path, replica: str = "r", **options: Any) -> ReplicaHost:
+    claims = folder / "cores.json"
+    return ReplicaHost(
+        spec, replica=replica, address="127.0.0.1", node="local", core_claims=claims, **options
+    )
+
+
 @pytest.fixture
-async def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Make]:
-    monkeypatch.setattr(cores, "default_path", lambda: tmp_path / "cores.json")
+async def make(tmp_path: Path) -> AsyncIterator[Make]:
     made: list[ReplicaHost] = []
 
-    def host(**over: Any) -> ReplicaHost:
+    def host(stable_s: float = STABLE_S, **over: Any) -> ReplicaHost:
         spec = HostSpec(
             model=deployment(sim_model(**over)).models[0],
             weights=None,
@@ -54,7 +58,7 @@ async def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
             secret="s",
             versions=installed(),
         )
-        made.append(ReplicaHost(spec, replica=f"r{len(made)}", address="127.0.0.1", node="local"))
+        made.append(host_of(spec, tmp_path, replica=f"r{len(made)}", stable_s=stable_s))
         return made[-1]
 
     yield host
@@ -151,13 +155,12 @@ async def test_the_first_start_of_weights_on_a_node_is_cold_and_the_next_one_is_
             progress(each)
         return Prepared(path=tmp_path, digest="d")
 
-    monkeypatch.setattr(weights, "prepare", prepare)
     spec = msgspec.structs.replace(
         make().spec, weights=Weights(origin=Origin.PACKAGE, source="package:p", digest="d")
     )
 
     async def path() -> StartPath:
-        host = ReplicaHost(spec, replica="r", address="127.0.0.1", node="n")
+        host = host_of(spec, tmp_path, prepare=prepare)
         await host.start()
         await host.stop()
         return host.snapshot().start_path
@@ -234,12 +237,13 @@ async def test_a_node_without_the_heads_directory_keeps_its_logs_elsewhere(
 
 
 async def test_a_node_that_has_other_weights_than_the_head_is_given_up_with_both(
-    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    make: Make, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(weights, "prepare", lambda *_, **__: Prepared(path=tmp_path, digest="here"))
     told = Weights(origin=Origin.PACKAGE, source="package:p", digest="there")
-    host = ReplicaHost(
-        msgspec.structs.replace(make().spec, weights=told), replica="r", address="127.0.0.1", node="n"
+    host = host_of(
+        msgspec.structs.replace(make().spec, weights=told),
+        tmp_path,
+        prepare=lambda *_, **__: Prepared(path=tmp_path, digest="here"),
     )
     with pytest.raises(EngineFailed, match="have the digest here, those of the head there"):
         await host.start()
@@ -247,23 +251,17 @@ async def test_a_node_that_has_other_weights_than_the_head_is_given_up_with_both
     await host.stop()
 
 
-async def test_starts_that_are_slow_to_fail_are_a_row_of_failures(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_starts_that_are_slow_to_fail_are_a_row_of_failures(make: Make) -> None:
     # Every start takes longer than an engine must live to be called stable.
-    monkeypatch.setattr(hosts, "STABLE_S", 1e-6)
-    host = make(engine_args={"max_num_seqs": "many"})
+    host = make(stable_s=1e-6, engine_args={"max_num_seqs": "many"})
     async with asyncio.timeout(WITHIN_S):
         with pytest.raises(EngineFailed):
             await host.start()
     assert host.snapshot().failures == MAX_FAILURES
 
 
-async def test_an_engine_that_lived_long_begins_a_new_row(
-    make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hosts, "STABLE_S", 0.0)
-    host = make()
+async def test_an_engine_that_lived_long_begins_a_new_row(make: Make) -> None:
+    host = make(stable_s=0.0)
     await host.start()
     for incarnation in range(1, MAX_FAILURES + 1):
         os.kill(host.snapshot().pid, signal.SIGKILL)

@@ -47,7 +47,7 @@ class Store:
 def store(monkeypatch: pytest.MonkeyPatch) -> Store:
     made = Store()
     made.open.set()
-    monkeypatch.setattr(weights, "prepare", made)
+    monkeypatch.setattr(weights, "prepare_weights", made)
     return made
 
 
@@ -232,9 +232,9 @@ def test_a_node_with_other_weights_says_so(store: Store, origin: Origin, same: b
     store.digests["s"] = "here"
     told = Weights(origin=origin, source="s", digest="there")
     if same:
-        assert prepare_verified(told, token_file=None, progress=print).digest == "here"
+        assert prepare_verified(told, token_file=None, progress=print, prepare=store).digest == "here"
         return
     with pytest.raises(EngineFailed, match="on this node have the digest here, those of the head there"):
-        prepare_verified(told, token_file=None, progress=print)
+        prepare_verified(told, token_file=None, progress=print, prepare=store)
     equal = msgspec.structs.replace(told, digest="here")
-    assert prepare_verified(equal, token_file=None, progress=print).path == Path("/w")
+    assert prepare_verified(equal, token_file=None, progress=print, prepare=store).path == Path("/w")
