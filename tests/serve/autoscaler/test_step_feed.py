@@ -75,7 +75,7 @@ async def test_who_has_gone_is_told_nothing() -> None:
 
 async def test_the_controller_passes_heartbeats_on(plane: Plane) -> None:
     await plane.up(document())
-    async with hearing(plane.controller.listeners) as told:
+    async with hearing(plane.controller.subscribers) as told:
         plane.controller.beat(beat(shape="small", generation=1))
         assert (await anext(told)).engine == REPORT
 
