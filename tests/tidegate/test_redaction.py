@@ -50,9 +50,7 @@ def test_status_shows_no_secret_and_apply_still_sees_one_change(site: Site) -> N
         }
     )  # fmt: skip
     document["cluster"] = {"controller": f"127.0.0.1:{free_ports(1)[0]}"}
-    site.file.write_text(json.dumps(document))
-    code, _, err = site.tidegate("up", str(site.file), "--no-ray", "--timeout-s", "150")
-    assert (code, err) == (0, "")
+    site.up(document)
     _, out, _ = site.tidegate("status", "--json")
     assert "hf-first" not in out
     assert json.loads(out)["supervisor"]["document"]["models"][1]["env"] == {

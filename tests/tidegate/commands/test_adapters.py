@@ -12,20 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from click.testing import CliRunner, Result
 
 from policy.errors import AdapterUnknown, ConfigError
 from policy.wire.catalog import Alias, Version
 from policy.wire.controller import AddLine, AddRequest
 from serve.adapters.status import AdaptersStatus, AdapterState, AdapterStatus, RefusedBy, VersionStatus
-from tests.ports import free_ports
 from tests.store.adapters.making import files, write
 from tests.tidegate.conftest import Site, until
 from tidegate.cli import group
 from tidegate.commands.fleet import adapters as module
 from tidegate.commands.fleet.adapter_output import add_progress
-from tidegate.supervisor.children import ROOT
 
 DIGEST = {1: "a" * 64, 2: "b" * 64}
 
@@ -233,16 +230,12 @@ def test_split_and_rollback_say_what_the_name_stands_for(run: Run) -> None:
 
 @pytest.fixture
 def sim(site: Site) -> Iterator[Site]:
-    document = yaml.safe_load((ROOT / "deployments" / "sim.yaml").read_text())
-    document["gateway"] |= {"port": site.port, "admin_port": site.admin_port}
-    document["cluster"] |= {"controller": f"127.0.0.1:{free_ports(1)[0]}"}
+    document = site.shipped("sim.yaml")
     document["models"][0]["adapters"] = {"sources": [{"name": "law", "path": "law"}]}
     write(site.folder / "law", files(1))
     write(site.folder / "sql", files(2))
     write(site.folder / "sql-2", files(3))
-    site.file.write_text(json.dumps(document))
-    code, _, err = site.tidegate("up", str(site.file), "--no-ray", "--timeout-s", "150")
-    assert (code, err) == (0, "")
+    site.up(document)
     yield site
 
 
@@ -359,6 +352,5 @@ def test_what_was_removed_of_the_document_comes_with_the_next_start_and_not_befo
     assert [each["name"] for each in tell(sim)["adapters"]] == ["sql"]
 
     assert sim.tidegate("down")[0] == 0
-    code, _, err = sim.tidegate("up", str(sim.file), "--no-ray", "--timeout-s", "150")
-    assert (code, err) == (0, "")
+    sim.up(json.loads(sim.file.read_text()))
     until(lambda: ask(sim, "law").startswith("law@"), "the adapter of the document, again")

@@ -56,7 +56,7 @@ def test_a_table_and_a_plot(tmp_path: Path) -> None:
         ("--plot", "/nowhere/a.svg", "a folder that exists"),
     ],
 )
-def test_what_cannot_be_says_option_value_and_range(option: str, value: str, expected: str) -> None:
+def test_usage_errors_name_option_value_and_range(option: str, value: str, expected: str) -> None:
     result = run(option, value)
     assert result.exit_code == 2
     for words in (option, value, expected):

@@ -80,7 +80,7 @@ def test_a_table_a_verdict_and_a_plot(site: Path) -> None:
     assert "<svg" in plot.read_text() and "load.yaml on deployment.yaml" in plot.read_text()
 
 
-def test_what_cannot_be_says_what_and_why(site: Path) -> None:
+def test_errors_say_what_was_expected(site: Path) -> None:
     result = run(site, "--plot", "/nowhere/a.svg")
     assert result.exit_code == 2 and "a folder that exists" in result.stderr
     (site / "none.yaml").write_text("mix: [{trace: {path: t.csv, from_s: 5}}]")

@@ -25,7 +25,7 @@ def run(*words: str) -> Result:
         ("--plot", "/nowhere/at/all.svg", "expected a file in a folder that exists"),
     ],
 )
-def test_what_makes_no_contest_is_refused(option: str, value: str, expected: str) -> None:
+def test_usage_errors(option: str, value: str, expected: str) -> None:
     result = run(option, value)
     assert result.exit_code == 2
     assert option in result.stderr

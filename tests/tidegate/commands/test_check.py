@@ -1,4 +1,4 @@
-"""``tidegate check``: what would decide within which bounds, and policies of users' own."""
+"""``tidegate check``: the policy, bounds and SLO of each model, and custom policies."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def write(folder: Path, **control: Any) -> Path:
 
 
 @pytest.mark.parametrize("path", DEPLOYMENTS, ids=lambda path: path.name)
-def test_every_shipped_deployment_says_what_would_decide(path: Path) -> None:
+def test_every_shipped_deployment_is_valid(path: Path) -> None:
     done = check(path)
     assert done.exit_code == 0, done.output
     *models, last = done.output.splitlines()
@@ -103,13 +103,13 @@ def test_a_dry_run_does_not_wake_a_model(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("where", ["mine:Mine", "mine.py:Mine"])
 @pytest.mark.parametrize("key", ["policy", "shadow"])
-def test_a_policy_of_ones_own_lies_beside_the_document(tmp_path: Path, key: str, where: str) -> None:
+def test_a_custom_policy_beside_the_file_is_found(tmp_path: Path, key: str, where: str) -> None:
     (tmp_path / "mine.py").write_text(GOOD)
     path = write(tmp_path, **{key: {"custom": {"class": where, "size": 2}}})
     done = check(path)
     assert done.exit_code == 0, done.output
     assert f"{tmp_path / 'mine.py'}:Mine" in done.output
-    # What is sent on is found from anywhere.
+    # The controller runs in another folder.
     chosen = load(path).raw["models"][0]["control"][key]["custom"]
     assert chosen == {"class": f"{tmp_path / 'mine.py'}:Mine", "size": 2}
 
@@ -126,7 +126,7 @@ def test_a_policy_of_ones_own_lies_beside_the_document(tmp_path: Path, key: str,
     ],
     ids=["no such class", "no such module", "no decide", "does not import", "bad value", "no such parameter"],
 )
-def test_a_policy_that_cannot_be_made_is_refused_with_its_place(
+def test_an_invalid_custom_policy_is_refused_with_its_path(
     tmp_path: Path, text: str, custom: object, why: str
 ) -> None:
     (tmp_path / "mine.py").write_text(text)
@@ -140,14 +140,14 @@ def test_a_policy_that_cannot_be_made_is_refused_with_its_place(
     assert json.loads(answer.output)["path"] == done.exception.path
 
 
-def test_a_policy_that_there_is_not_is_refused_with_those_that_there_are(tmp_path: Path) -> None:
+def test_an_unknown_policy_is_refused_with_a_suggestion(tmp_path: Path) -> None:
     done = check(write(tmp_path, policy="predictve"))
     assert isinstance(done.exception, ConfigError)
     assert "did you mean 'predictive'?" in str(done.exception)
 
 
 def shown_policies() -> list[tuple[str, str]]:
-    """Each class that the pages show as a policy: its file and what the document says of it."""
+    """Each custom policy in the documentation: its code and its class in the deployment file."""
     page = (ROOT / "docs" / "extending.md").read_text()
     code = page[page.index("## How do I write a scaling policy?") :].split("```python\n")[1].split("```")[0]
     return [(code, "half_full:HalfFull"), ((ROOT / "docs/examples/custom_policy.py").read_text(), EXAMPLE)]
@@ -157,7 +157,7 @@ EXAMPLE = "custom_policy:ByTheClock"
 
 
 @pytest.mark.parametrize(("code", "where"), shown_policies(), ids=lambda value: value[-20:])
-def test_a_policy_that_the_pages_show_is_one(tmp_path: Path, code: str, where: str) -> None:
+def test_policies_in_the_documentation_are_valid(tmp_path: Path, code: str, where: str) -> None:
     pages = "".join((ROOT / "docs" / name).read_text() for name in ("scaling.md", "extending.md"))
     (written,) = set(re.findall(rf'policy: (\{{custom: \{{class: "{where}".*?\}}\}})', pages))
     module, _, name = where.partition(":")

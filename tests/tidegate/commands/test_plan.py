@@ -56,7 +56,7 @@ def test_json_has_what_scripts_read(document: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_tables_say_what_each_number_rests_on(document: Path) -> None:
+def test_tables_have_a_basis_for_each_number(document: Path) -> None:
     more = (
         "--price",
         "h100=2.5",
@@ -85,7 +85,7 @@ def test_tables_say_what_each_number_rests_on(document: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_objective_that_nothing_meets_is_said(document: Path) -> None:
+def test_an_slo_that_no_replica_count_meets_is_reported(document: Path) -> None:
     document.write_text(DOCUMENT.replace("0.03", "0.0001"))
     result = run(document, "--rps", "2", *SMALL, "--most", "20")
     assert result.exit_code == 0 and "none up to 20" in result.stdout
@@ -108,26 +108,26 @@ def test_an_objective_that_nothing_meets_is_said(document: Path) -> None:
         (("--rps", "2", "--model", "other"), "no model is called 'other'"),
     ],
 )
-def test_what_is_wrong_is_named(document: Path, words: tuple[str, ...], said: str) -> None:
+def test_errors_name_the_option(document: Path, words: tuple[str, ...], said: str) -> None:
     result = run(document, *words)
     assert result.exit_code != 0
     assert said in result.output + str(result.exception)
 
 
-def test_a_model_that_is_promised_nothing_cannot_be_planned(document: Path) -> None:
+def test_a_model_without_an_slo_is_refused(document: Path) -> None:
     document.write_text(DOCUMENT.replace("{ttft_p95_s: 1.0, itl_p95_s: 0.03}", "{}"))
     result = run(document, "--rps", "2")
     assert "models[chat].control.slo" in str(result.exception)
 
 
-def test_a_bad_line_of_a_trace_is_named(document: Path, tmp_path: Path) -> None:
+def test_an_invalid_line_of_a_trace_is_named(document: Path, tmp_path: Path) -> None:
     trace = tmp_path / "azure.csv"
     trace.write_text(TRACE + "2023-11-16 18:16:00.0000000,-4,30\n")
     result = run(document, "--trace", str(trace))
     assert f"{trace}:102" in str(result.exception)
 
 
-def test_what_is_odd_about_a_trace_is_told(document: Path, tmp_path: Path) -> None:
+def test_oddities_of_a_trace_are_reported(document: Path, tmp_path: Path) -> None:
     trace = tmp_path / "azure.csv"
     trace.write_text(TRACE.removesuffix("0\n"))
     result = run(document, "--trace", str(trace), "--price", "none=1")

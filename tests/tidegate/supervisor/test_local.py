@@ -10,29 +10,19 @@ from typing import Any
 
 import psutil
 import pytest
-import yaml
 
 from tests.ports import free_ports
 from tests.tidegate.conftest import Site, until
-from tidegate.supervisor.children import ROOT
 
 pytestmark = pytest.mark.process
 
 
-def write(site: Site, *, least: int = 1, **sim: object) -> None:
-    """The shipped file on ports of this test, with changes to the simulated engine."""
-    document = yaml.safe_load((ROOT / "deployments" / "sim.yaml").read_text())
-    document["gateway"] |= {"port": site.port, "admin_port": site.admin_port}
-    document["cluster"] |= {"controller": f"127.0.0.1:{free_ports(1)[0]}"}
-    document["models"][0]["sim"] |= sim
-    document["models"][0]["modes"]["multi-replica"]["replicas"] = {"min": least, "max": 4}
-    site.file.write_text(json.dumps(document))
-
-
-def up(site: Site) -> str:
-    code, out, err = site.tidegate("up", str(site.file), "--no-ray", "--timeout-s", "150")
-    assert (code, err) == (0, "")
-    return out
+def document(site: Site, *, least: int = 1, **sim: object) -> dict[str, Any]:
+    """The shipped file, with changes to the simulated engine."""
+    made = site.shipped("sim.yaml")
+    made["models"][0]["sim"] |= sim
+    made["models"][0]["modes"]["multi-replica"]["replicas"] = {"min": least, "max": 4}
+    return made
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +30,7 @@ def sim(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     """A deployment that these tests share; after `down` its decisions can still be explained."""
     port, admin_port = free_ports(2)
     site = Site(tmp_path_factory.mktemp("sim"), port, admin_port, upstream="")
-    write(site)
-    up(site)
+    site.up(document(site))
     yield site
     replicas = [replica["pid"] for replica in ready(site)]
     code, out, _ = site.tidegate("down")
@@ -101,9 +90,9 @@ def test_a_controller_that_dies_comes_back_with_its_fleet(sim: Site) -> None:
 
 
 def test_apply_changes_what_the_controller_allows(sim: Site) -> None:
-    document = json.loads(sim.file.read_text())
-    document["models"][0]["modes"]["multi-replica"]["replicas"]["max"] = 2
-    sim.file.write_text(json.dumps(document))
+    changed = json.loads(sim.file.read_text())
+    changed["models"][0]["modes"]["multi-replica"]["replicas"]["max"] = 2
+    sim.file.write_text(json.dumps(changed))
     code, out, _ = sim.tidegate("apply", str(sim.file))
     assert (code, "models[sim].modes.multi-replica.replicas.max" in out) == (0, True)
     code, _, err = sim.tidegate("scale", "sim", "3")
@@ -111,7 +100,7 @@ def test_apply_changes_what_the_controller_allows(sim: Site) -> None:
 
 
 def test_a_start_that_takes_too_long_says_why_and_leaves_nothing(site: Site) -> None:
-    write(site, start_s=600)
+    site.file.write_text(json.dumps(document(site, start_s=600)))
     for wait_s in (8, 60):  # a busy machine may need all of the first for the steps before the replica
         code, _, err = site.tidegate("up", str(site.file), "--no-ray", "--timeout-s", str(wait_s))
         if "replica: not ready" in err:
@@ -124,19 +113,19 @@ def test_a_start_that_takes_too_long_says_why_and_leaves_nothing(site: Site) -> 
 
 @pytest.mark.long
 def test_an_orderly_stop_forgets_targets_and_a_crash_keeps_them(site: Site) -> None:
-    write(site, least=0)
-    up(site)
+    elastic = document(site, least=0)
+    site.up(elastic)
     assert site.tidegate("scale", "sim", "0", "--wait")[0] == 0
     os.kill(site.status()["supervisor"]["pid"], signal.SIGKILL)
     until(lambda: site.pids() == [], "its processes follow their supervisor")
 
     # After a crash the overrides are kept: 0 desired replicas, so the start waits for none.
-    assert "except sim (0 desired replicas)" in up(site)
+    assert "except sim (0 desired replicas)" in site.up(elastic)
     assert [(m["target"], m["ready"]) for m in site.status()["models"]] == [(0, 0)]
     assert site.tidegate("mode", "sim", "single-large", "--wait")[0] == 0
 
     # After an orderly stop the deployment file decides.
     assert site.tidegate("down")[0] == 0
-    up(site)
+    site.up(elastic)
     (model,) = site.status()["models"]
     assert (model["mode"], model["target"], model["ready"]) == ("multi-replica", 1, 1)

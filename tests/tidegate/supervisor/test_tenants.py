@@ -9,12 +9,9 @@ import urllib.request
 from typing import Any
 
 import pytest
-import yaml
 
 from store.api_keys import own_key
-from tests.ports import free_ports
 from tests.tidegate.conftest import Site, until
-from tidegate.supervisor.children import ROOT
 
 pytestmark = pytest.mark.process
 KEYS = ("example-web", "example-nightly", "example-operator")
@@ -22,12 +19,7 @@ KEYS = ("example-web", "example-nightly", "example-operator")
 
 @pytest.fixture
 def tenants(site: Site) -> Site:
-    document = yaml.safe_load((ROOT / "deployments" / "tenants.yaml").read_text())
-    document["gateway"] |= {"port": site.port, "admin_port": site.admin_port}
-    document["cluster"] = {"controller": f"127.0.0.1:{free_ports(1)[0]}"}
-    site.file.write_text(json.dumps(document))
-    code, out, err = site.tidegate("up", str(site.file), "--no-ray", "--timeout-s", "150")
-    assert (code, err) == (0, "")
+    out = site.up(site.shipped("tenants.yaml"))
     assert "Authorization: Bearer KEY-OF-web" in out
     return site
 
