@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from store.process import find
 from tests.ports import free_ports
 from tests.tidegate.conftest import Site, until
-from tests.tidegate.supervisor.test_local import write as write_sim
+from tests.tidegate.supervisor.test_local import document
 from tidegate.cli import group
 from tidegate.exit_codes import exit_of
 
@@ -190,7 +190,8 @@ def test_processes_that_outlive_their_supervisor_are_ended_by_record(site: Site)
 
 @process
 def test_ctrl_c_during_up_ends_what_was_started(site: Site) -> None:
-    write_sim(site, start_s=600)  # it is never ready, however late the signal arrives
+    # It never becomes ready, however late the signal arrives.
+    site.file.write_text(json.dumps(document(site, start_s=600)))
     started = site.popen("up", str(site.file), "--no-ray")
     until(lambda: list((site.state / "logs").glob("gateway-*")), "the first worker")
     started.send_signal(signal.SIGINT)
