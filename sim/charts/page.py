@@ -40,7 +40,7 @@ def page(study: PolicyComparison) -> str:
             f"<h1>{escape(title)}</h1>",
             f'<p class="faint">Simulated, seed {study.seed}; {escape(describe_bounds(study.bounds))}.</p>',
             '<p class="faint">Point at a chart, or use the arrow keys on it: all charts tell that instant. '
-            "With Shift the keys go to the next decision.</p>",
+            "Shift and an arrow key go to the next decision.</p>",
             _table(study),
             '<div class="columns">',
             *columns,

@@ -74,7 +74,7 @@ class Engine:
 
     It holds up to ``slots`` adapters by the rules of ``slot_rules``; each takes ``adapter_load_s`` to load.
     ``prefix_tokens`` is how many tokens its prefix cache holds; ``None`` shares nothing. What it reports is
-    as of the instant that it was told last: by :meth:`tell`, or by any call that is given one.
+    as of its last instant: that of :meth:`catch_up`, or of any call that is given one.
     """
 
     def __init__(
@@ -200,7 +200,7 @@ class Engine:
         Raises :class:`ValueError` for a number that is here, for counts that make no request, for one that
         could never fit in KV, and for an adapter where there are no slots.
         """
-        self.tell(at)
+        self.catch_up(at)
         if job.number in self._ids:
             raise ValueError(f"request {job.number} is already here")
         if job.adapter and not self._slot_count:
@@ -222,13 +222,13 @@ class Engine:
         else:
             self._scheduler.submit(request)
 
-    def tell(self, at: float) -> None:
-        """It is ``at``, as of which the engine reports from now on; what happened stays for :meth:`advance`.
+    def catch_up(self, at: float) -> None:
+        """Run the engine up to ``at``, as of which it reports; :meth:`advance` returns what happened.
 
         Raises :class:`ValueError` where time goes back.
         """
         if at < self._now:
-            raise ValueError(f"told of {at} s after {self._now} s")
+            raise ValueError(f"time goes back: {at} s after {self._now} s")
         while True:
             if self._end == math.inf:
                 if not self._live:
@@ -243,7 +243,7 @@ class Engine:
 
     def advance(self, to: float) -> list[Event]:
         """Run all that ends at or before ``to``; what happened since the last call, in the order of time."""
-        self.tell(to)
+        self.catch_up(to)
         events, self._events = self._events, []
         return events
 
@@ -261,7 +261,7 @@ class Engine:
         return math.nextafter(self._since, math.inf)
 
     def abort(self, number: int) -> bool:
-        """Drop a request and free what it holds, at the instant last told; whether it was here."""
+        """Drop a request and free what it holds, at its last instant; whether it was here."""
         name = self._ids.pop(number, None)
         if name is None:
             return False
@@ -286,17 +286,17 @@ class Engine:
 
     def look_ahead(self, at: float) -> None:
         """What its rule would load ahead of requests may be another by now."""
-        self.tell(at)
+        self.catch_up(at)
         self._look_ahead(at)
 
     def slow(self, factor: float, at: float) -> None:
         """Steps that begin from now on take ``factor`` times as long as the model says."""
-        self.tell(at)
+        self.catch_up(at)
         self._cut(at)
         self._factor = factor
 
     def crash(self) -> list[int]:
-        """Lose everything, at the instant last told: the numbers of those who were here, as they came."""
+        """Lose everything, at its last instant: the numbers of those who were here, as they came."""
         lost = list(self._ids)
         self._busy_s = self.busy_s
         self._tokens = self.tokens

@@ -1,7 +1,7 @@
 """The replicas of one model in virtual time: they start, serve, drain, sleep, crash and go.
 
-It is to the twin what Ray Serve and the replica hosts are to the controller: told a count for each layer, it
-starts what is missing and drains what is too much, first what does not serve yet, then the youngest.
+It stands for Ray Serve and the replica hosts: given a replica count per layer, it starts missing replicas and
+drains surplus ones, first those that do not serve yet, then the youngest.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _WAKE_PART = 0.1
 class TwinReplica:
     """One replica: its life as it will be reported, its engine, and what a gateway knows of it.
 
-    ``places`` are the requests that are there. ``leave_by`` is when a drain is cut off. ``told`` is the
-    change of the loaded adapters that a gateway last received.
+    ``places`` are the requests that are there. ``leave_by`` is when a drain is cut off. ``reported`` is
+    the change of the loaded adapters that a gateway last received.
     """
 
     __slots__ = (
@@ -49,10 +49,10 @@ class TwinReplica:
         "key",
         "leave_by",
         "places",
+        "reported",
         "slow",
         "span",
         "state",
-        "told",
         "version",
         "view",
     )
@@ -62,7 +62,7 @@ class TwinReplica:
         self.key = key
         self.span = span
         self.engine = engine
-        self.told = 0
+        self.reported = 0
         self.view = view
         self.state = ReplicaPhase.STARTING
         self.places: dict[int, TwinTicket] = {}
@@ -211,7 +211,7 @@ class Fleet:
         runner = self._longest()
         lost = list(runner.places.values())
         runner.places.clear()
-        runner.engine.tell(at)
+        runner.engine.catch_up(at)
         runner.engine.crash()
         runner.span.crashed = True
         self._end(runner, at)
@@ -265,7 +265,7 @@ class Fleet:
         for runner in self._all:
             engine = runner.engine
             # Many steps that are alike go without news: what has come of them until now is looked up.
-            engine.tell(at)
+            engine.catch_up(at)
             report = EngineReport(preempted=engine.preempted, deferred=engine.deferred)
             yield Heartbeat(replica=self._replica(runner, at), engine=report)
 
@@ -353,7 +353,7 @@ class Fleet:
 
     def _write_down(self, runner: TwinReplica, at: float) -> None:
         engine = runner.engine
-        engine.tell(at)
+        engine.catch_up(at)
         runner.span.busy_s, runner.span.tokens = engine.busy_s, engine.tokens
         self.adapter_loads += engine.adapter_loads
         self.preemptions += engine.preempted

@@ -39,10 +39,10 @@ from sim.twin.request_log import RequestLog
 from sim.twin.scenario import EARTH, Scenario
 from sim.workload.model_names import ModelNames
 
-# How often gateways and replicas tell how they are, and how much of a trace says what was there before it.
-TELL_S = 1.0
+# Period of the reports of gateways and replicas, and the opening of a trace that sizes the first fleet.
+REPORT_PERIOD_S = 1.0
 OPENING_S = 60.0
-# How often progress is progress.
+# Period of progress callbacks.
 PROGRESS_EVERY_S = 10.0
 
 
@@ -79,27 +79,31 @@ class _Run:
         self._number = 0
         streams = random.Random(seed)  # noqa: S311 - reproducible, not secret
         self._fleets: dict[str, Fleet] = {}
-        self._desks: dict[str, TwinGateway] = {}
+        self._gateways: dict[str, TwinGateway] = {}
         self._ledgers: dict[str, RequestLog] = {}
         self._addressing = ModelNames([spec.name for spec in deployment.models])
         for spec in deployment.models:
             starts, routes = (random.Random(streams.getrandbits(64)) for _ in range(2))  # noqa: S311
             fleet = Fleet(spec, world, self._spans, starts, wake=self._push, lost=self._lost)
             elsewhere = partial(self._queued_elsewhere, spec.name)
-            desk = TwinGateway(spec, deployment, fleet, routes, over=self._over, queued_elsewhere=elsewhere)
+            gateway = TwinGateway(
+                spec, deployment, fleet, routes, over=self._over, queued_elsewhere=elsewhere
+            )
             self._fleets[spec.name] = fleet
-            self._desks[spec.name] = desk
+            self._gateways[spec.name] = gateway
             self._ledgers[spec.name] = RequestLog(spec.control.slo)
-        self._placings = {
-            spec.name: TwinPlacement(world.adapter_load_s, self._desks[spec.name].adapter_key)
+        self._placements = {
+            spec.name: TwinPlacement(world.adapter_load_s, self._gateways[spec.name].adapter_key)
             for spec in deployment.models
             if spec.adapters is not None
         }
-        self._steering = TwinController(deployment, self._fleets, policies, self._aggregator)
-        self._purses = {upstream.name: SpendCap(upstream.cost_cap_per_h) for upstream in deployment.upstreams}
+        self._controller = TwinController(deployment, self._fleets, policies, self._aggregator)
+        self._spend_caps = {
+            upstream.name: SpendCap(upstream.cost_cap_per_h) for upstream in deployment.upstreams
+        }
         self._record = Record(ends_at=0.0, requests={})
-        self._recent: dict[str, deque[tuple[float, bool]]] = {name: deque() for name in self._desks}
-        self._counted = dict.fromkeys(self._desks, 0)
+        self._recent: dict[str, deque[tuple[float, bool]]] = {name: deque() for name in self._gateways}
+        self._counted = dict.fromkeys(self._gateways, 0)
         self._looks: dict[str, float] = {}
         # By replica the stretches of the world in which it is slow now.
         self._slow: defaultdict[TwinReplica, list[int]] = defaultdict(list)
@@ -112,8 +116,8 @@ class _Run:
             self._push(crash.at, "crash", crash.model or self._first, 0)
         for index, slow in enumerate(self._world.slow):
             self._push(slow.at, "slow", slow.model or self._first, index)
-        self._push(TELL_S, "tell", "", 0)
-        for name in self._placings:
+        self._push(REPORT_PERIOD_S, "report", "", 0)
+        for name in self._placements:
             self._push(HEARTBEAT_PERIOD_S, "beat", name, 1)
         progress_at = at = 0.0
         events = self._events
@@ -148,14 +152,14 @@ class _Run:
         rates: dict[str, float] = {}
         shapes: dict[str, tuple[float, float]] = {}
         lasted_s = OPENING_S if rest is not trace else max(1.0, head[-1].at if head else 0.0)
-        for name in self._desks:
+        for name in self._gateways:
             mine = [arrival for arrival in head if self._addressing.of(arrival) == name]
             rates[name] = len(mine) / lasted_s
             if mine:
                 inputs = sum(arrival.input_tokens for arrival in mine)
                 outputs = sum(arrival.output_tokens for arrival in mine)
                 shapes[name] = inputs / len(mine), outputs / len(mine)
-        self._steering.begin(rates, shapes)
+        self._controller.begin(rates, shapes)
         return itertools.chain(head, rest)
 
     def _push(self, at: float, kind: str, subject: TwinReplica | str, detail: int) -> None:
@@ -164,36 +168,36 @@ class _Run:
 
     def _arrive(self, arrival: Arrival, at: float) -> None:
         model = self._addressing.of(arrival)
-        desk = self._desks[model]
+        gateway = self._gateways[model]
         self._open += 1
         row = self._ledgers[model].arrived(at, arrival.input_tokens, arrival.output_tokens)
-        desk.arrive(row, arrival, at)
-        if desk.queued:
-            self._look(model, desk, at)
-            if not self._steering.courses[model].count:
+        gateway.arrive(row, arrival, at)
+        if gateway.queued:
+            self._look(model, gateway, at)
+            if not self._controller.courses[model].count:
                 self._urgently(model, at)
 
     def _handle(self, kind: str, subject: TwinReplica | str, detail: int, at: float) -> None:
         if isinstance(subject, TwinReplica):
             self._of_replica(kind, subject, detail, at)
-        elif kind == "tell":
-            self._tell(at)
-            self._push(at + TELL_S, "tell", "", 0)
+        elif kind == "report":
+            self._report(at)
+            self._push(at + REPORT_PERIOD_S, "report", "", 0)
         elif kind == "look":
             self._looks.pop(subject, None)
-            desk = self._desks[subject]
-            desk.expire(at)
-            desk.offer(at)
-            self._look(subject, desk, at)
+            gateway = self._gateways[subject]
+            gateway.expire(at)
+            gateway.offer(at)
+            self._look(subject, gateway, at)
         elif kind == "beat":
             self._place(subject, detail, at)
             self._push(at + HEARTBEAT_PERIOD_S, "beat", subject, detail + 1)
         elif kind == "crash":
-            desk = self._desks[subject]
+            gateway = self._gateways[subject]
             for place in self._fleets[subject].crash(at):
-                desk.broken(place, at)
+                gateway.broken(place, at)
             self._urgently(subject, at)
-            self._look(subject, desk, at)
+            self._look(subject, gateway, at)
         elif kind == "slow":
             slow = self._world.slow[detail]
             runner = self._fleets[subject].slow(slow.factor, at)
@@ -204,64 +208,64 @@ class _Run:
 
     def _of_replica(self, kind: str, runner: TwinReplica, detail: int, at: float) -> None:
         model = runner.key.model
-        fleet, desk = self._fleets[model], self._desks[model]
+        fleet, gateway = self._fleets[model], self._gateways[model]
         if kind == "engine":
             if detail == runner.version:
-                self._advance(runner, fleet, desk, at)
+                self._advance(runner, fleet, gateway, at)
         elif kind == "ready":
             if fleet.ready(runner, at):
-                self._steering.act(at)
-                desk.offer(at)
+                self._controller.act(at)
+                gateway.offer(at)
         elif kind == "cut":
             for place in fleet.cut(runner, at):
-                desk.broken(place, at)
-            self._steering.act(at)
+                gateway.broken(place, at)
+            self._controller.act(at)
         elif kind == "line" and runner.state is not ReplicaPhase.STOPPED:
-            runner.engine.tell(at)
-            desk.told(runner)
+            runner.engine.catch_up(at)
+            gateway.told(runner)
         elif kind == "pace" and runner.state is not ReplicaPhase.STOPPED:
             self._slow[runner].remove(detail)
             self._pace(runner, at)
-        if desk.queued:
-            self._look(model, desk, at)
+        if gateway.queued:
+            self._look(model, gateway, at)
 
     def _lost(self, runner: TwinReplica) -> None:
-        self._desks[runner.key.model].gone(runner)
+        self._gateways[runner.key.model].gone(runner)
 
     def _queued_elsewhere(self, model: str) -> int:
-        return sum([desk.queued_bytes for name, desk in self._desks.items() if name != model])
+        return sum([gateway.queued_bytes for name, gateway in self._gateways.items() if name != model])
 
     def _pace(self, runner: TwinReplica, at: float) -> None:
         """Have it be as slow as its stretches say: the factors of those that overlap multiply."""
         factor = math.prod(self._world.slow[i].factor for i in self._slow[runner])
         self._fleets[runner.key.model].pace(runner, factor, at)
 
-    def _advance(self, runner: TwinReplica, fleet: Fleet, desk: TwinGateway, at: float) -> None:
+    def _advance(self, runner: TwinReplica, fleet: Fleet, gateway: TwinGateway, at: float) -> None:
         """Take an engine's news."""
         freed = False
         for event in runner.engine.advance(at):
             place = runner.places[event.number]
             if event.kind is Kind.FIRST:
                 place.cached_tokens = event.cached_tokens
-                desk.first_token(place, event.at)
+                gateway.first_token(place, event.at)
             else:
                 gone = fleet.over(runner, place, event.at)
-                desk.ended(place, event.at)
+                gateway.ended(place, event.at)
                 freed = True
                 if gone:
-                    self._steering.act(at)
+                    self._controller.act(at)
         runner.view.kv_used = runner.engine.kv_used
-        if runner.told != runner.engine.adapter_changes:
-            runner.told = runner.engine.adapter_changes
+        if runner.reported != runner.engine.adapter_changes:
+            runner.reported = runner.engine.adapter_changes
             self._push(at + COALESCE_S, "line", runner, 0)
         if runner.state is not ReplicaPhase.STOPPED:
             fleet.watch(runner)
-        if freed and desk.queued:
-            desk.offer(at)
+        if freed and gateway.queued:
+            gateway.offer(at)
 
-    def _look(self, model: str, desk: TwinGateway, at: float) -> None:
+    def _look(self, model: str, gateway: TwinGateway, at: float) -> None:
         """Have the queue looked at when it is due."""
-        due = desk.dispatcher.due_at(at)
+        due = gateway.dispatcher.due_at(at)
         if due < self._looks.get(model, math.inf):
             self._looks[model] = due
             self._push(due, "look", model, 0)
@@ -280,48 +284,48 @@ class _Run:
         for upstream in self._deployment.upstreams:
             if model in upstream.models:
                 price = cost(upstream.price, place.arrival.input_tokens, place.arrival.output_tokens)
-                purse = self._purses[upstream.name]
-                if (hold := purse.hold(price, at)) is not None:
-                    purse.settle(hold, price, at)
+                spend_cap = self._spend_caps[upstream.name]
+                if (hold := spend_cap.hold(price, at)) is not None:
+                    spend_cap.settle(hold, price, at)
                     self._record.overflow_cost += price
                     return True
         return False
 
-    def _tell(self, at: float) -> None:
-        """Gateways and replicas tell how they are, and whoever's turn it is decides."""
+    def _report(self, at: float) -> None:
+        """Gateways and replicas report; then the models decide whose tick is due."""
         self._number += 1
         reports = {
-            name: desk.totals.report(
-                in_flight=desk.in_flight, queued=desk.queued, oldest_s=desk.dispatcher.oldest_s(at)
+            name: gateway.totals.report(
+                in_flight=gateway.in_flight, queued=gateway.queued, oldest_s=gateway.dispatcher.oldest_s(at)
             )
-            for name, desk in self._desks.items()
+            for name, gateway in self._gateways.items()
         }
         report = GatewayReport(worker="twin", number=self._number, since_s=at, models=reports)
         self._aggregator.take(report, at)
         for fleet in self._fleets.values():
             for beat in fleet.beats(at):
                 self._aggregator.take_beat(beat, at)
-        self._steering.act(at)
-        due = self._steering.due(at)
+        self._controller.act(at)
+        due = self._controller.due(at)
         if due:
             self._decide(due, at)
             for name in sorted(due):
                 self._record.moments.append(self._moment(name, at))
 
     def _place(self, model: str, beat: int, at: float) -> None:
-        """The replicas tell what adapters they were asked for, and hear what to hold by the last plan."""
-        placing, fleet = self._placings[model], self._fleets[model]
+        """The replicas report the use of their adapters, and get those that the last plan places on them."""
+        placement, fleet = self._placements[model], self._fleets[model]
         if not beat % round(PLAN_PERIOD_S / HEARTBEAT_PERIOD_S):
-            placing.replan((self._host(runner, at) for runner in fleet if stays(runner)), at)
+            placement.replan((self._host(runner, at) for runner in fleet if stays(runner)), at)
         for runner in fleet.serving:
-            placing.beat(runner.view.id, runner.engine.slots, len(runner.places), at)
+            placement.beat(runner.view.id, runner.engine.slots, len(runner.places), at)
             runner.engine.look_ahead(at)
             fleet.watch(runner)
 
     def _host(self, runner: TwinReplica, at: float) -> Host:
         adapters = self._fleets[runner.key.model].spec.adapters
         assert adapters is not None
-        runner.engine.tell(at)
+        runner.engine.catch_up(at)
         return Host(
             id=runner.view.id,
             key=runner.view.key,
@@ -332,27 +336,27 @@ class _Run:
 
     def _urgently(self, model: str, at: float) -> None:
         """Have ``model`` decided on now, and whoever's turn it is."""
-        self._decide(self._steering.due(at, frozenset({model})), at)
+        self._decide(self._controller.due(at, frozenset({model})), at)
 
     def _decide(self, models: frozenset[str], at: float) -> None:
-        self._steering.decide(models, at)
-        for name, desk in self._desks.items():
-            if desk.queued:
-                self._look(name, desk, at)
+        self._controller.decide(models, at)
+        for name, gateway in self._gateways.items():
+            if gateway.queued:
+                self._look(name, gateway, at)
 
     def _moment(self, name: str, at: float) -> Moment:
-        desk, fleet, course = self._desks[name], self._fleets[name], self._steering.courses[name]
+        gateway, fleet, course = self._gateways[name], self._fleets[name], self._controller.courses[name]
         states = [runner.state for runner in fleet]
         recent = self._recent[name]
         while recent and recent[0][0] < at - 60.0:
             recent.popleft()
-        arrived, self._counted[name] = desk.totals.arrived - self._counted[name], desk.totals.arrived
+        arrived, self._counted[name] = gateway.totals.arrived - self._counted[name], gateway.totals.arrived
         return Moment(
             at=at,
             model=name,
             arrivals=arrived / course.spec.control.tick_s,
-            queued=desk.queued,
-            running=desk.in_flight - desk.queued,
+            queued=gateway.queued,
+            running=gateway.in_flight - gateway.queued,
             ready=states.count(ReplicaPhase.READY),
             starting=states.count(ReplicaPhase.STARTING),
             draining=states.count(ReplicaPhase.DRAINING),
@@ -368,8 +372,8 @@ class _Run:
             fleet.close(at)
         record.ends_at = at
         record.spans = self._spans
-        record.decisions = self._steering.decisions
-        record.switches = self._steering.switches
+        record.decisions = self._controller.decisions
+        record.switches = self._controller.switches
         record.adapter_loads = sum(fleet.adapter_loads for fleet in self._fleets.values())
         record.preemptions = sum(fleet.preemptions for fleet in self._fleets.values())
         beds = {spec.name: bed for spec in self._deployment.models if (bed := gpu_group_of(spec)) is not None}

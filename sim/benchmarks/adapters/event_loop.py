@@ -78,7 +78,7 @@ def run_events(
         at, _, due, number, version = heapq.heappop(events)
         if due is _Due.TICK:
             for each in there:
-                each.tell(at)
+                each.catch_up(at)
             if (next_at := policy.tick(there, at)) < math.inf:
                 push(next_at, _Due.TICK, 0)
             for i in range(replicas):

@@ -201,7 +201,7 @@ def test_an_abort_frees_what_it_held_and_leaves_no_event() -> None:
     engine = Engine(TIMING)
     engine.submit(Job(1, 10, 50), 0.0)
     engine.submit(Job(2, 10, 5), 0.0)
-    engine.tell(0.001)
+    engine.catch_up(0.001)
     assert engine.abort(1) and not engine.abort(1)
     assert (engine.in_flight, engine.running) == (1, 1)
     assert {event.number for event in drained(engine)} == {2}
@@ -212,7 +212,7 @@ def test_a_crash_loses_everybody_and_it_can_begin_again() -> None:
     engine = Engine(TIMING, slots=1, adapter_load_s=0.5)
     for number in range(6):
         engine.submit(Job(number, 10, 50, "a" if number == 5 else ""), 0.0)
-    engine.tell(0.25)
+    engine.catch_up(0.25)
     assert engine.crash() == [0, 1, 2, 3, 4, 5]
     assert (engine.in_flight, engine.kv_used, engine.pending_tokens, engine.adapters) == (0, 0.0, 0, ())
     assert engine.next_at() == math.inf
@@ -262,10 +262,10 @@ def test_the_load_of_an_adapter_holds_the_steps_up_and_others_pass_who_waits() -
     engine = Engine(TIMING, slots=1, adapter_load_s=0.5)
     engine.submit(Job(1, 10, 100, "a"), 0.0)
     assert (engine.deferred, engine.running, engine.adapters) == (1, 0, ())
-    engine.tell(0.4)
+    engine.catch_up(0.4)
     assert (engine.adapters, engine.adapter_loads) == ((), 1)
     engine.submit(Job(2, 10, 1), 0.4)
-    engine.tell(0.5)
+    engine.catch_up(0.5)
     engine.submit(Job(3, 10, 1, "b"), 0.51)
     events = drained(engine)
     assert [(event.number, event.kind) for event in events] == [
@@ -304,7 +304,7 @@ def test_what_cannot_be_is_refused(job: Job, reason: str) -> None:
 
 def test_time_does_not_go_back_and_needs_coefficients() -> None:
     engine = Engine(TIMING)
-    engine.tell(2.0)
+    engine.catch_up(2.0)
     with pytest.raises(ValueError, match=r"1\.0 s after 2\.0 s"):
         engine.advance(1.0)
     with pytest.raises(ValueError, match="coefficients"):

@@ -79,16 +79,16 @@ def test_those_that_run_get_more_time_before_a_load_that_nobody_waits_for() -> N
     for held, pause in ((True, PREFETCH_PAUSE), (False, 1.0)):
         one = engine()
         one.submit(Job(0, 8, 2000, "a"), 0.0)
-        one.tell(LOAD_S)
+        one.catch_up(LOAD_S)
         if held:
             one.slots.plan(["h"])
             one.look_ahead(LOAD_S)
         else:
             one.submit(Job(1, 8, 1, "b"), LOAD_S)
         due = LOAD_S * (1.0 + pause)
-        one.tell(due - 0.001)
+        one.catch_up(due - 0.001)
         assert one.loading is None and one.running == 1
-        one.tell(due + 0.1)
+        one.catch_up(due + 0.1)
         assert one.loading == ("h" if held else "b")
 
 
