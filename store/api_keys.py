@@ -1,4 +1,4 @@
-"""API keys and the secrets made from them: what is shown once, what is stored, what engines are told."""
+"""API keys of tenants, their digests, and the secrets of cache salts."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _BYTES = 32
 
 
 def new_key() -> str:
-    """A fresh key of 256 random bits; it is stored nowhere."""
+    """A new key of 256 random bits; it is not stored."""
     return PREFIX + secrets.token_urlsafe(_BYTES)
 
 
 def digest_of(key: bytes) -> str:
     """SHA-256 in hex, as ``keys_sha256`` holds it.
 
-    No salt and no slow hash: a key is 256 random bits, which nobody guesses from a digest.
+    No salt or slow hash is needed: a key has 256 random bits.
     """
     return hashlib.sha256(key).hexdigest()
 
@@ -29,7 +29,7 @@ def digest_of(key: bytes) -> str:
 def own_key(secret: str) -> str:
     """The key by which Tidegate itself asks its client port, from the internal ``secret``.
 
-    That secret opens every internal port, and is never sent to one that is not.
+    The secret itself opens every internal port and is never sent to the client port.
     """
     return PREFIX + hmac.new(secret.encode(), b"client port", hashlib.sha256).hexdigest()
 
@@ -37,8 +37,8 @@ def own_key(secret: str) -> str:
 def salt_secret(state: StateDir) -> bytes:
     """The secret of this deployment's cache salts, made on first use with mode 600.
 
-    It is none of the internal secret: an engine that shows a salt shows nothing that opens a port.
-    Workers that start together agree on one. Raises ``PermissionError`` when others may read it.
+    It is independent of the internal secret, so a leaked salt opens no port. Workers that start together
+    use the same one. Raises ``PermissionError`` if other users can read it.
     """
     path = state.ensure().root / "salt-secret"
     if not path.exists():
@@ -53,7 +53,7 @@ def salt_secret(state: StateDir) -> bytes:
 
 
 def salt_of(secret: bytes, tenant: str) -> str:
-    """The cache salt of a tenant: 32 hex digits of HMAC-SHA256, which tell neither name nor secret."""
+    """The cache salt of a tenant: 32 hex digits of HMAC-SHA256, which reveal neither name nor secret."""
     return hmac.new(secret, tenant.encode(), hashlib.sha256).hexdigest()[:32]
 
 

@@ -1,6 +1,6 @@
 """The database: embedded SQLite, or PostgreSQL by URL, with the tables of ``store/migrations``.
 
-What a transaction changed survives the process, the machine and the power, once it was acknowledged.
+An acknowledged transaction survives a crash of the process and a power loss.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from policy.errors import PreconditionFailed, Unreachable
 
 metadata = MetaData()
 BUSY_S = 30
-# Any number that no other user of a shared PostgreSQL server is likely to lock.
+# The key of the advisory lock; arbitrary, to be unlikely on a shared PostgreSQL server.
 _LOCK = 0x7469646567617465
 
 
 class Database:
-    """One database, its tables brought up to date when it is opened; for any number of threads."""
+    """One database, migrated when it is opened; safe for all threads."""
 
     def __init__(self, url: str) -> None:
-        """Raises :class:`policy.errors.PreconditionFailed` for one that cannot be used as it is, and
+        """Raises :class:`policy.errors.PreconditionFailed` for an unusable database, and
         :class:`policy.errors.Unreachable` for one that does not answer."""
         self._engine = _engine(url)
-        # SQLite's transactions see one state by themselves.
+        # SQLite transactions are snapshots already.
         self._reader = self._engine
         if self._engine.dialect.name == "postgresql":
             self._reader = self._engine.execution_options(isolation_level="REPEATABLE READ")
@@ -46,15 +46,15 @@ class Database:
 
     @contextmanager
     def reading(self) -> Iterator[Connection]:
-        """One transaction that sees one state; raises :class:`policy.errors.Unreachable`."""
+        """A snapshot transaction; raises :class:`policy.errors.Unreachable`."""
         with _answering(), self._reader.begin() as connection:
             yield connection
 
     @contextmanager
     def writing(self) -> Iterator[Connection]:
-        """One transaction, alone: all other writers of all processes wait.
+        """An exclusive write transaction: other writers of all processes wait.
 
-        It is there whole or not at all. Raises :class:`policy.errors.Unreachable`.
+        Raises :class:`policy.errors.Unreachable`.
         """
         with _answering(), self._engine.execution_options(writes=True).begin() as connection:
             if connection.dialect.name == "postgresql":
@@ -62,7 +62,7 @@ class Database:
             yield connection
 
     def close(self) -> None:
-        """Let go of its connections."""
+        """Close its connections."""
         self._engine.dispose()
 
     def _migrate(self) -> None:
@@ -88,7 +88,7 @@ def _engine(url: str) -> Engine:
     if parsed.drivername in ("postgres", "postgresql"):
         parsed = parsed.set(drivername="postgresql+psycopg")
     try:
-        # A connection that a server or a firewall closed meanwhile is replaced, not reported.
+        # Replaces connections that a server or firewall has closed.
         engine = create_engine(parsed, pool_pre_ping=True)
     except ModuleNotFoundError as error:
         raise PreconditionFailed(
@@ -103,8 +103,8 @@ def _engine(url: str) -> Engine:
 
 
 def _settle(connection: Any, _record: Any) -> None:
-    """Settings that SQLite keeps by connection."""
-    # Python's driver would begin transactions by itself, and too late.
+    """SQLite settings of a connection."""
+    # Otherwise the driver begins transactions itself, and too late.
     connection.isolation_level = None
     cursor = connection.cursor()
     for pragma in (f"busy_timeout = {BUSY_S * 1000}", "synchronous = FULL", "foreign_keys = ON"):
@@ -113,7 +113,7 @@ def _settle(connection: Any, _record: Any) -> None:
 
 
 def _begin(connection: Connection) -> None:
-    """A transaction that reads first and writes later could not wait for another that does."""
+    """Begin immediately: a transaction that reads first and then writes could not wait for another."""
     writes = connection.get_execution_options().get("writes", False)
     connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
 
@@ -151,7 +151,7 @@ def _answering() -> Iterator[None]:
     try:
         yield
     except DBAPIError as error:
-        # Its own text repeats the statement and its values.
+        # Its own text would repeat the statement and its values.
         raise Unreachable(f"the database does not answer: {error.orig}") from error
     except PoolTimeout as error:
         raise Unreachable(f"the database does not answer: {error}") from error

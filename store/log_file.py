@@ -25,12 +25,12 @@ class RotatingLog:
             self._rotate()
         left = memoryview(data)
         while left:
-            # A disk that is nearly full takes a part, and says why only of the next.
+            # A nearly full disk writes a part; only the next write fails.
             left = left[self._file.write(left) :]
 
     @property
     def descriptor(self) -> int:
-        """For a child that writes by itself; such a file is not rotated while it is held."""
+        """The descriptor, for a child that writes itself; the file is not rotated then."""
         return self._file.fileno()
 
     def close(self) -> None:
@@ -40,7 +40,7 @@ class RotatingLog:
     async def pump(self, source: asyncio.StreamReader) -> None:
         """Copy ``source`` until its end.
 
-        What a full disk does not take is dropped: whoever writes must not stop for want of a reader.
+        Data that a full disk does not take is dropped, so that the writer never blocks.
         """
         while data := await source.read(65_536):
             with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""The manifest of a prepared model or adapter: what it was made from and the digest of every file."""
+"""The manifest of a prepared model or adapter: its origin and the digest of every file."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Entry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Where a model or adapter came from and what it consists of.
+    """The origin and the files of a model or adapter.
 
-    Of what came in a package it names that, its version, and the file that was taken, with its sha256.
+    For a package: its name, version, and the extracted file with its sha256.
     """
 
     source: str
@@ -38,7 +38,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def digest(self) -> str:
-        """What identifies the content on any machine."""
+        """The digest of the content, the same on every machine."""
         return content_digest(self.files)
 
 
@@ -70,7 +70,7 @@ def entries(directory: Path) -> dict[str, Entry]:
 
 
 def seal(directory: Path, manifest: Manifest) -> None:
-    """Write the manifest and force everything to disk, so that a rename publishes a whole model."""
+    """Write the manifest and sync everything to disk, so that a rename publishes a complete model."""
     for name in manifest.files:
         _sync(directory / name)
     write_atomic(directory / NAME, msgspec.json.format(msgspec.json.encode(manifest)) + b"\n")
@@ -78,16 +78,16 @@ def seal(directory: Path, manifest: Manifest) -> None:
 
 
 def publish(part: Path, final: Path) -> None:
-    """Put the sealed directory ``part`` in the place of ``final``, whole or not at all."""
+    """Replace ``final`` atomically by the sealed directory ``part``."""
     if final.exists():
-        # A directory cannot be renamed over a full one; an engine that reads the old one keeps its pages.
+        # A directory cannot replace a non-empty one; an engine that has mapped the old one keeps it.
         final.rename(part.with_name(f"{part.name}.old"))
     part.rename(final)
     _sync(final.parent)
 
 
 def read(directory: Path) -> Manifest | None:
-    """The manifest of ``directory``; ``None`` when there is none, or none that can be read."""
+    """The manifest of ``directory``; ``None`` if it is missing or unreadable."""
     try:
         return msgspec.json.decode((directory / NAME).read_bytes(), type=Manifest)
     except (OSError, msgspec.DecodeError):
@@ -95,7 +95,7 @@ def read(directory: Path) -> Manifest | None:
 
 
 def verified(directory: Path, report: Report) -> Manifest | None:
-    """The manifest when every file is there as it says and no other; else ``None``, with a report of why."""
+    """The manifest if its files are complete and unchanged; otherwise ``None``, with a report."""
     manifest = read(directory)
     if manifest is None:
         return None

@@ -1,4 +1,4 @@
-"""What preparing weights says while it runs, and what it gives: a directory and its digest."""
+"""Progress and result of preparing weights."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One line for the person who waits; ``fraction`` (0..1) is of this step, ``None`` if unknown."""
+    """A progress line for users; ``fraction`` (0..1) of this step, ``None`` if unknown."""
 
     step: str
     message: str
@@ -17,7 +17,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Prepared(msgspec.Struct, frozen=True, kw_only=True):
-    """A Hugging Face model directory that is complete, and what identifies its content."""
+    """A complete Hugging Face model directory, and the digest of its content."""
 
     path: Path
     digest: str

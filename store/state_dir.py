@@ -49,7 +49,7 @@ def private_directory() -> Path:
 
 
 def write_atomic(path: Path, data: bytes, mode: int = 0o644) -> None:
-    """Replace ``path`` by ``data`` whole or not at all; readers never see a part."""
+    """Replace the file ``path`` atomically."""
     part = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     try:
@@ -112,7 +112,7 @@ class StateDir:
 
     @property
     def deployment_path(self) -> Path:
-        """The document that was applied last, as JSON."""
+        """The deployment file that was applied last, as JSON."""
         return self.root / "deployment.json"
 
     @property
@@ -127,7 +127,7 @@ class StateDir:
 
     @property
     def memory_path(self) -> Path:
-        """What the controller's decisions remember."""
+        """The state of the scaling policies."""
         return self.root / "memory.json"
 
     @property
@@ -147,7 +147,7 @@ class StateDir:
 
     @property
     def removed_path(self) -> Path:
-        """Adapters of the document that people removed since it was applied."""
+        """Declared adapters that users removed since the deployment file was applied."""
         return self.root / "adapters-removed.json"
 
     @property
@@ -162,17 +162,17 @@ class StateDir:
 
     @property
     def adapters(self) -> Path:
-        """Where the files of LoRA adapters lie, by digest."""
+        """The files of LoRA adapters, by digest."""
         return self.root / "adapters"
 
     @property
     def database_path(self) -> Path:
-        """The embedded database, where the document names no other."""
+        """The embedded database, if the deployment file names no other."""
         return self.root / "tidegate.db"
 
     @property
     def rows_path(self) -> Path:
-        """What the gateway workers of this machine tell each other in memory; a file of mode 600."""
+        """Shared memory of this machine's gateway workers; a file of mode 600."""
         return self.root / "gateway.rows"
 
     @property

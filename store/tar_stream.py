@@ -1,4 +1,4 @@
-"""A directory of files as a tar stream, from one node to another."""
+"""Tar streams: a directory of files sent from one node to another."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def unpack(chunks: Iterable[bytes], directory: Path, names: Iterable[str], max_b
 
 
 class _Stream:
-    """Chunks of any size, read in pieces of others."""
+    """Reads chunks of any size as blocks of other sizes."""
 
     def __init__(self, chunks: Iterable[bytes]) -> None:
         self._chunks = iter(chunks)

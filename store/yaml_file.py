@@ -1,4 +1,4 @@
-"""YAML documents that people write: read strictly, refused with the line that is wrong."""
+"""Strict YAML reading; errors name the line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from policy.errors import ConfigError
 
 
 class _Loader(yaml.SafeLoader):
-    """The safe loader, except that a key written twice is an error instead of the last one winning."""
+    """The safe loader, but duplicate keys are errors."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[Hashable] = set()
@@ -32,9 +32,9 @@ class _Loader(yaml.SafeLoader):
 def read_yaml(path: Path, key: str) -> dict[str, Any]:
     """The mapping in the YAML (or JSON) file at ``path``, which has ``key`` at its top.
 
-    Its values are what JSON carries: what is checked is what can be stored and sent on. Raises
-    :class:`policy.errors.ConfigError` for what cannot be read, is no UTF-8, no YAML or no mapping, and for
-    numbers that are not finite; whether the key is there is for whoever checks the content.
+    Values are limited to those of JSON. Raises :class:`policy.errors.ConfigError` for files that cannot be
+    read, invalid UTF-8 or YAML, anything but a mapping, and numbers that are not finite. Whether the key is
+    present is checked later.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -47,7 +47,7 @@ def read_yaml(path: Path, key: str) -> dict[str, Any]:
         raise ConfigError(str(path), decoded, f"a mapping with the key {key!r}")
     try:
         carried = msgspec.json.decode(msgspec.json.encode(decoded), type=dict[str, Any])
-        # JSON would have null in their place, which is no value given.
+        # JSON would encode them as null.
         _check_finite(path, decoded, "")
     except (TypeError, RecursionError, msgspec.MsgspecError) as error:
         raise ConfigError(
@@ -57,7 +57,7 @@ def read_yaml(path: Path, key: str) -> dict[str, Any]:
 
 
 def _check_finite(path: Path, value: object, place: str) -> None:
-    """Refuse what is no finite number, in ``value``, which stands at ``place`` of the file."""
+    """Refuse numbers that are not finite in ``value``, at ``place`` of the file."""
     if isinstance(value, float) and not math.isfinite(value):
         raise ConfigError(f"{path}: {place}", value, "a finite number")
     if isinstance(value, Mapping):

@@ -1,7 +1,7 @@
-"""The tensors of a safetensors file: which there are, where they lie, and whether their numbers are any.
+"""Read the tensors of a safetensors file: names, positions, and whether all numbers are finite.
 
-Read as data by the format's own description: eight bytes of length, a JSON header, then the tensors without
-gaps. Nothing in it is run, and no more of it is held in memory than its header and one block.
+The format: eight bytes of length, a JSON header, then the tensors without gaps. Only the header and one block
+are held in memory.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from msgspec import Meta
 
 from policy.errors import AdapterRefused
 
-# As large as an honest header of thousands of tensors is not.
+# Limit of the header: larger than one with thousands of tensors.
 MAX_HEADER_BYTES = 16 * 1024 * 1024
 BLOCK_BYTES = 4 * 1024 * 1024
-# Bits of one number, of all types that the format knows.
+# Bits of one number, by dtype.
 BITS = {
     "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8,
     "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16,
     "I32": 32, "U32": 32, "F32": 32, "C64": 64, "F64": 64, "I64": 64, "U64": 64,
 }  # fmt: skip
-# Of each kind of floating-point number that adapters have: its unsigned integer, and the bits that are all
-# set in NaN and infinity.
+# By floating-point dtype: the unsigned integer of equal size, and its exponent bits, all of which are set in
+# NaN and infinity.
 _EXPONENTS = {"F16": ("<u2", 0x7C00), "BF16": ("<u2", 0x7F80), "F32": ("<u4", 0x7F80_0000)}
 
 
@@ -46,7 +46,7 @@ _Extent = Annotated[int, Meta(ge=0, le=2**62)]
 
 class _Entry(msgspec.Struct):
     dtype: str
-    # Bounded, so that the product of what an attacker writes stays a small number to compute.
+    # Bounded, so that the product of untrusted sizes stays cheap to compute.
     shape: Annotated[list[_Extent], Meta(max_length=16)]
     data_offsets: tuple[_Extent, _Extent]
 
@@ -54,8 +54,8 @@ class _Entry(msgspec.Struct):
 def tensors(path: Path) -> dict[str, Tensor]:
     """The tensors of the file by name, in the order of their bytes.
 
-    Raises :class:`policy.errors.AdapterRefused`: ``truncated`` for one that ends too early, else
-    ``not_an_adapter`` for one that is no such file.
+    Raises :class:`policy.errors.AdapterRefused`: ``truncated`` if it ends too early, otherwise
+    ``not_an_adapter`` for an invalid file.
     """
     with path.open("rb") as file:
         size = file.seek(0, 2)
@@ -84,7 +84,7 @@ def _header(file: str, text: bytes) -> dict[str, _Entry]:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Readers differ in which of two values they take, and in what they make of half a character."""
+    """Refuse duplicate keys and lone surrogates, which readers treat differently."""
     found: dict[str, Any] = {}
     for name, value in pairs:
         name.encode()
@@ -95,7 +95,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _placed(file: str, entries: Mapping[str, _Entry], start: int, size: int) -> dict[str, Tensor]:
-    """``entries`` at their places, which must follow each other without gaps to the end of the file."""
+    """The tensors of ``entries``, which must follow each other without gaps to the end of the file."""
     found: dict[str, Tensor] = {}
     at = start
     for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
@@ -118,7 +118,7 @@ def _placed(file: str, entries: Mapping[str, _Entry], start: int, size: int) -> 
 def is_finite(file: BinaryIO, tensor: Tensor) -> bool:
     """Whether no number of ``tensor``, of type F16, BF16 or F32, is NaN or infinite.
 
-    Raises :class:`policy.errors.AdapterRefused` when ``file`` became shorter since its header was read.
+    Raises :class:`policy.errors.AdapterRefused` if ``file`` became shorter since its header was read.
     """
     kind, exponent = _EXPONENTS[tensor.dtype]
     mask = np.array(exponent, dtype=kind)

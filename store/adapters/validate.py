@@ -1,7 +1,7 @@
-"""Whether an adapter may be served: what an engine would stumble over is found before any replica sees it.
+"""Validation of an adapter: everything that an engine would refuse or serve wrongly is refused on import.
 
-What vLLM refuses or ignores is taken from its ``lora/peft_helper.py``, ``lora/lora_model.py`` and
-``lora/utils.py`` (0.32), which would say so in the middle of an engine's step.
+The rules follow vLLM's ``lora/peft_helper.py``, ``lora/lora_model.py`` and ``lora/utils.py`` (0.32), which
+would raise in the middle of an engine's step.
 """
 
 from __future__ import annotations
@@ -20,48 +20,48 @@ from store.adapters.tensors import Tensor, is_finite, tensors
 
 PICKLES = frozenset({".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt"})
 MAX_CONFIG_BYTES = 1024 * 1024
-# Each is tried with every module.
+# Maximum number of patterns; each is matched with every module.
 MAX_PATTERNS = 512
-# What changes the meaning of the weights and no engine of ours implements, when it is set.
+# Options that change the meaning of the weights and that engines do not implement.
 UNSUPPORTED = (
     "modules_to_save", "lora_bias", "layer_replication", "use_qalora", "use_bdlora", "target_parameters",
     "alora_invocation_tokens", "fan_in_fan_out", "trainable_token_indices", "megatron_config",
     "arrow_config",
 )  # fmt: skip
-# Ways to start a training that leave a plain adapter behind; the others change the base model's weights.
+# Initialisations that result in a plain adapter; others change the base model's weights.
 PLAIN_STARTS = frozenset({"gaussian", "eva", "orthogonal", "mica", "lora_ga"})
 FLOATS = frozenset({"F16", "BF16", "F32"})
-# Engines keep these in tables of their own.
+# Engines handle embeddings separately.
 NOT_LINEAR = frozenset({"embed_tokens", "lm_head", "wte", "wpe"})
-# vLLM takes the prefix away wherever it stands, so that two names could become one.
+# vLLM removes the prefix anywhere in a name, so that two names could become equal.
 _PREFIX = "base_model.model."
 _NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.weight")
-# Without repetitions: a pattern comes from outside, and some take for ever to match.
+# Without repetitions: patterns are untrusted, and some take exponential time.
 _PLAIN = re.compile(r"\^?[A-Za-z0-9_.]+\$?")
 
 
 class ValidationLimits(NamedTuple):
-    """The largest rank, and how many bytes the files may have together."""
+    """The limits of rank, and of the sum of file sizes in bytes."""
 
     max_rank: int
     max_bytes: int
 
 
 class AdapterFacts(NamedTuple):
-    """What is worth knowing of an adapter that was admitted: its rank, and the bytes of its files."""
+    """Facts about a valid adapter: its rank, and the size of its files in bytes."""
 
     rank: int
     size: int
 
 
 class _Ranks(NamedTuple):
-    """The rank of most modules, and those of the modules whose names end otherwise."""
+    """The default rank, and the ranks of modules by the end of their names."""
 
     whole: int
     patterns: Mapping[str, int]
 
     def of(self, module: str) -> int:
-        """As PEFT has it: a pattern matches the end of a module's name, and the first one wins."""
+        """The rank of a module, as in PEFT: the first pattern that matches the end of its name."""
         for pattern, rank in self.patterns.items():
             if re.match(rf"(.*\.)?({pattern})$", module):
                 return rank
@@ -74,11 +74,11 @@ def validate(
     limits: ValidationLimits,
     progress: Callable[[float], None] = lambda part: None,
 ) -> AdapterFacts:
-    """Check the adapter in ``directory``, whose files nobody else may change any more.
+    """Check the adapter in ``directory``, whose files no other process can change.
 
-    Without a ``base`` (the simulated engine has no weights) its modules are not compared. ``progress`` is
-    told the fraction of the numbers that were looked at. Raises :class:`policy.errors.AdapterRefused`, whose
-    codes are a closed list: those here, in :mod:`store.adapters.tensors` and in the modules that fetch.
+    Without a ``base`` (the simulated engine has no weights) modules are not compared. ``progress`` receives
+    the fraction of the numbers that were checked. Raises :class:`policy.errors.AdapterRefused` with a code
+    of a closed list: those here, in :mod:`store.adapters.tensors` and in the modules that fetch.
     """
     check_names(path.name for path in directory.iterdir())
     size = sum((directory / name).stat().st_size for name in FILES)
@@ -97,7 +97,7 @@ def validate(
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Refuse an adapter whose files are called so, when one that is needed is not among them."""
+    """Refuse an adapter with these file names if a required file is missing."""
     there = sorted(names)
     missing = [name for name in FILES if name not in there]
     if WEIGHTS in missing and (pickles := [name for name in there if PurePosixPath(name).suffix in PICKLES]):
@@ -118,7 +118,7 @@ def _config(path: Path) -> dict[str, Any]:
 
 
 def _check_config(config: dict[str, Any], max_rank: int) -> _Ranks:
-    """Refuse what would be served wrongly; returns the ranks."""
+    """Refuse options that would be served wrongly; the ranks."""
     kind = config.get("peft_type")
     if not isinstance(kind, str) or kind.upper() != "LORA":
         raise AdapterRefused("not_lora", f"peft_type is {kind!r:.100}; expected 'LORA'")
@@ -165,7 +165,7 @@ def _is_positive(value: object) -> bool:
 
 
 def _patterns(config: dict[str, Any], key: str) -> dict[str, Any]:
-    """What some modules have of their own, by the end of their names; the engine would match any pattern."""
+    """Per-module values by the end of names; other patterns are refused."""
     found = config.get(key) or {}
     if not isinstance(found, dict):
         raise AdapterRefused("config_unreadable", f"{key} is {found!r:.100}; expected a mapping of names")
@@ -178,7 +178,7 @@ def _patterns(config: dict[str, Any], key: str) -> dict[str, Any]:
 
 
 def _pairs(found: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
-    """The two halves of each module; nothing else may be there."""
+    """The A and B tensors of each module; any other tensor is refused."""
     sides: dict[str, dict[str, Tensor]] = {}
     for name, tensor in found.items():
         if "lora_magnitude_vector" in name:
@@ -202,7 +202,7 @@ def _pairs(found: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
 
 
 def _check_targets(targets: list[str] | str, base: BaseModel) -> None:
-    """Text is a pattern, which is not tried: the weights say by themselves what they adapt."""
+    """Check a list of target modules. A pattern (text) is not evaluated: the weights name them."""
     for target in targets if isinstance(targets, list) else ():
         if not base.has(target):
             raise AdapterRefused(

@@ -1,4 +1,4 @@
-"""Runs the steps inside the transaction of whoever opens the database: they are there whole or not at all."""
+"""Runs the migrations inside one transaction of the process that opens the database."""
 
 from alembic import context
 

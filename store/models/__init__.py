@@ -1,4 +1,4 @@
-"""Model weights: fetched, prepared once into the cache, and verified by digest.
+"""Model weights: fetch, prepare once into the cache, and verify by digest.
 
 Read first: `prepare`.
 """

@@ -47,9 +47,7 @@ def prepare_hub(source: str, *, token_file: str | None, report: Report) -> Prepa
             ignore_patterns=UNWANTED,
             tqdm_class=reporter(source, report),
         )
-    except (
-        Exception
-    ) as error:  # the hub's HTTP client and its download backends each raise a tree of their own
+    except Exception as error:  # the hub's HTTP client and its download backends have their own exceptions
         text = explain(source, token is not None, error)
         raise ModelUnavailable(text.replace(token, "***") if token else text) from error
     snapshot = Path(str(path))
@@ -70,7 +68,7 @@ def read_token(token_file: str | None) -> str | None:
 
 
 def explain(source: str, with_token: bool, error: Exception) -> str:
-    """What an error of the hub's client means for ``source``, and what to do; it may repeat the token."""
+    """A message for an error of the hub's client: cause and remedy. It may contain the token."""
     status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
     if isinstance(error, GatedRepoError) or status == 403:
         hint = "the token may not read it" if with_token else "it needs a token: set token_file"

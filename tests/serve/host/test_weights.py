@@ -171,7 +171,7 @@ async def test_a_directory_that_was_changed_in_place_is_a_new_generation_once_ap
     assert set(first) == {2}
     # Applied without a change it stays.
     plane.controller.apply(written)
-    await until(plane, lambda: not plane.controller._weighing._applied)
+    await until(plane, lambda: not plane.controller._weights._applied)
     await plane.ticks()
     assert (plane.counts(), kept(plane)) == ({NEW_SMALL: 1}, first)
 
