@@ -49,20 +49,20 @@ class RequestLog:
             times.append(_NAN)
         return row
 
-    def over(self, row: int, place: TwinTicket, outcome: Outcome, at: float) -> bool:
+    def over(self, row: int, ticket: TwinTicket, outcome: Outcome, at: float) -> bool:
         """It has ended, one way or another; whether within the SLO."""
         self._outcome[row] = outcome
-        came = place.request.arrived
-        self._queued[row] = (at if place.sent_at is None else place.sent_at) - came
-        if place.runner is not None and outcome in (Outcome.SERVED, Outcome.FAILED):
-            self._replica[row] = place.runner.span.number
-        if place.first_at is not None:
-            self._ttft[row] = place.first_at - came
-        if outcome is Outcome.SERVED and place.first_at is not None:
-            self._cached[row] = place.cached_tokens
+        came = ticket.request.arrived
+        self._queued[row] = (at if ticket.sent_at is None else ticket.sent_at) - came
+        if ticket.runner is not None and outcome in (Outcome.SERVED, Outcome.FAILED):
+            self._replica[row] = ticket.runner.span.number
+        if ticket.first_at is not None:
+            self._ttft[row] = ticket.first_at - came
+        if outcome is Outcome.SERVED and ticket.first_at is not None:
+            self._cached[row] = ticket.cached_tokens
             self._e2e[row] = at - came
-            gap_s = place.gap_s(at)
-            self._itl[row] = gap_s if place.arrival.output_tokens > 1 else _NAN
+            gap_s = ticket.gap_s(at)
+            self._itl[row] = gap_s if ticket.arrival.output_tokens > 1 else _NAN
             self._met[row] = self._ttft[row] <= self._most_ttft_s and gap_s <= self._most_gap_s
         return bool(self._met[row])
 

@@ -1,0 +1,38 @@
+"""The cost estimate agrees with the readable formula that it writes out for speed."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from policy.engine.step_table import GENERIC
+from policy.request import Request
+from policy.routing.cost import Candidate, estimate
+from policy.routing.replica_state import ReplicaState
+
+
+@given(
+    in_flight=st.integers(0, 400),
+    pending=st.integers(0, 100_000),
+    kv_used=st.floats(0, 1),
+    uncached=st.integers(1, 100_000),
+    turned_at=st.floats(-1, 1),
+)
+def test_the_prefill_of_an_estimate_is_that_of_the_step_table(
+    in_flight: int, pending: int, kv_used: float, uncached: int, turned_at: float
+) -> None:
+    site = ReplicaState(1, None, GENERIC, 8)
+    site.count(in_flight, pending, kv_used)
+    candidate = Candidate("r", 1, in_flight=in_flight, pending_tokens=pending, turned_at=turned_at)
+    _, _, _, _, own, _ = estimate(Request("m"), candidate, site, uncached, 1.0, 0.0)
+    pace = site.pace
+    if not site.ahead_s:
+        before = 0
+    elif turned_at > site.seen_at:  # all pending prompts are in the same steps
+        before = pending
+    else:  # the first step is in progress
+        before = site.rest
+    alone = pace.prefill_s(before, site.kv_tokens, site.running) if before else 0.0
+    expected = pace.prefill_s(before + uncached, site.kv_tokens, site.running) - alone
+    assert own == pytest.approx(expected, rel=1e-9, abs=1e-12)
