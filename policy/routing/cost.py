@@ -87,10 +87,9 @@ def estimate(  # noqa: PLR0917 - names cost a router a tenth of it
     an adapter is measured as it is. Also returns the seconds of the request's own prefill without the fixed
     part, and those of the engine model alone.
 
-    The wait lasts until the replica turns to it: for the adapters and the prompts that came before or half
-    a step, and for a free seat. The prefill is that of its own uncached prompt, in the steps of those that
-    came before. Both are written out, and the others asked only where they can be more than 0: for each
-    candidate of each request, calls cost a router more than what they compute.
+    The wait lasts until the replica starts on it: for adapters that are loaded, for prompts that came before
+    or half a step, and for a free sequence. The prefill is that of its own uncached prompt, in the steps of
+    those that came before.
     """
     pace, tokens, shared = site.pace, uncached, 0.0
     if not site.ahead_s:
@@ -102,12 +101,7 @@ def estimate(  # noqa: PLR0917 - names cost a router a tenth of it
         most = 0.9 * site.first_s
         waits = site.first_s - (since if since < most else most) + site.rest_s + site.seat_s
         tokens, shared = site.rest + uncached, site.rest_s
-    if 0 < tokens < site.room:  # as nearly all are; Pace.prefill_s, written out
-        scheduled = site.running + tokens
-        i = int(scheduled * pace.per_width)
-        own = pace.height[i] + pace.slope[i] * (scheduled - i * pace.width) + site.kv_s + site.join_s - shared
-    else:
-        own = pace.prefill_s(tokens, site.kv_tokens, site.running) - shared
+    own = pace.prefill_s(tokens, site.kv_tokens, site.running) - shared
     loads = adapter_load_s(request, site) if request.adapter_key else 0.0
     presses = pressure_s(request, candidate, site, uncached) if pace.kv_tokens else 0.0
     modelled = waits + own + presses

@@ -14,21 +14,18 @@ ASSUMED_LOAD_S = 0.25
 
 
 class ReplicaState:
-    """One replica: its pace, what it holds, its share of the traffic, and how well it was predicted.
+    """One replica: its speed, what it holds, its share of the traffic, and the errors of its predictions.
 
-    ``load_s`` is what the load of an adapter takes there, in seconds, and ``loads`` are those that are not
-    over, by when each is taken to be if nobody says. ``seen_at`` is when it
-    was last a candidate. What follows from its counts alone is computed when they change: ``running`` and
-    ``kv_tokens``, the ``step_s`` of those, the ``room`` for prompt tokens in a step and what ``kv_s`` and
-    ``join_s`` such a step takes for the KV and for one request more, the wait ``still_s`` where no prompt
-    is pending, the seconds ``ahead_s`` of the prompts that are pending,
-    ``first_s`` of their first step and ``rest_s`` of the ``rest`` of their tokens, and the seconds
-    ``seat_s`` to a free seat.
+    ``load_s`` is the load time of an adapter there in seconds, ``loads`` the predicted ends of the loads in
+    progress. ``seen_at`` is when it was last a candidate. Computed when the counts change: the ``running``
+    requests and ``kv_tokens``, their ``step_s``, the wait ``still_s`` where no prompt is pending, the seconds
+    ``ahead_s`` of the pending prompts, ``first_s`` of their first step and ``rest_s`` of the ``rest`` of
+    their tokens, and the seconds ``seat_s`` to a free sequence.
     """
 
     __slots__ = (
-        "ahead_s", "first_s", "held", "in_flight", "join_s", "key", "kv_s", "kv_tokens", "kv_used",
-        "load_s", "loads", "pace", "pending", "residual", "rest", "rest_s", "room", "running",
+        "ahead_s", "first_s", "held", "in_flight", "key", "kv_tokens", "kv_used",
+        "load_s", "loads", "pace", "pending", "residual", "rest", "rest_s", "running",
         "seat_s", "seen_at", "share", "slots", "step_s", "still_s", "timing",
     )  # fmt: skip
 
@@ -83,8 +80,6 @@ class ReplicaState:
         self.running = running = in_flight if in_flight < pace.seats else pace.seats
         self.kv_tokens = kv = kv_used * pace.kv_tokens
         self.step_s = step = pace.step_s(running, kv, running)
-        self.room = max(float(pace.batch - running), pace.batch * 0.1)
-        self.kv_s, self.join_s = pace.a_token * kv, pace.a_request * (running + 1)
         self.ahead_s = self.first_s = self.rest_s = self.seat_s = 0.0
         self.rest = 0
         if pending > 0:

@@ -1,4 +1,4 @@
-"""The cost estimate agrees with the readable formula that it writes out for speed."""
+"""The prefill in a cost estimate: the request's own part of the steps that it shares with earlier prompts."""
 
 from __future__ import annotations
 
