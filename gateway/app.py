@@ -18,8 +18,7 @@ from gateway.api.controller_proxy import ControllerProxy
 from gateway.api.dependencies import Services
 from gateway.api.model_list import ModelList
 from gateway.call import Call
-from gateway.control.document import FollowedDeployment
-from gateway.control.readiness import Readiness
+from gateway.control.document import FollowedDeployment, Readiness
 from gateway.delivery.attempts import Attempts
 from gateway.delivery.overflow import Overflow
 from gateway.delivery.timeouts import IdleTimeouts

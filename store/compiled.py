@@ -84,7 +84,6 @@ MODULES = {
         "telemetry/adapter_metrics",
         "telemetry/metrics",
         "telemetry/prometheus",
-        "telemetry/queue_metrics",
     ),
 }
 # Whose types the compiler reads, beside the packages themselves.

@@ -17,7 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from gateway.api import adapters, capture, decisions, docs, fleet, health, models
+from gateway.api import admin, docs, models
 from gateway.api.dependencies import Services
 from gateway.api.openapi import add_errors, add_hot_routes
 from gateway.http.exchange import request_ids
@@ -27,9 +27,7 @@ from gateway.protocol.paths import Route as HotRoute
 from policy.errors import Refusal
 
 CLIENT_ROUTERS = (models.router, docs.router)
-ADMIN_ROUTERS = (
-    health.router, fleet.router, adapters.router, decisions.router, capture.router, docs.router,
-)  # fmt: skip
+ADMIN_ROUTERS = (admin.router, docs.router)
 
 Serve = Callable[[HotRoute, Scope, Receive, Send], Awaitable[None]]
 

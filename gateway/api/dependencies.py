@@ -1,18 +1,20 @@
-"""FastAPI dependencies: the worker's components, the caller's tenant, and the rights of a caller."""
+"""What endpoints share: the worker's components, the caller's tenant and rights, and response classes."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 from urllib.parse import urlsplit
 
-from fastapi import Depends, Request
+import msgspec
+from fastapi import Depends, Request, Response
+from fastapi.responses import StreamingResponse
 from fastapi.security import APIKeyHeader, HTTPBearer
 
 from gateway.api.controller_proxy import ControllerProxy
 from gateway.api.model_list import ModelList
-from gateway.control.readiness import Readiness
+from gateway.control.document import Readiness
 from gateway.intake.tenants import TenantAccount, Tenants
 from gateway.protocol.errors import Refused
 from gateway.routing.fleet import FleetView
@@ -78,3 +80,19 @@ async def same_site(request: Request) -> None:
         raise Refused(
             Refusal.BAD_REQUEST, "This request comes from another site.", status=403, code="foreign_origin"
         )
+
+
+class JsonResponse(Response):
+    """A value that msgspec can encode, or ``bytes`` that are JSON already."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        """Encode ``content``."""
+        return content if isinstance(content, bytes) else msgspec.json.encode(content)
+
+
+class NdjsonResponse(StreamingResponse):
+    """Lines of JSON, sent as they come."""
+
+    media_type = "application/x-ndjson"

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
-from gateway.api.dependencies import Account, GatewayServices
-from gateway.api.responses import JsonResponse
+from gateway.api.dependencies import Account, GatewayServices, JsonResponse
 from gateway.protocol.errors import unknown
 
 router = APIRouter(prefix="/v1/models")

@@ -1,10 +1,7 @@
-"""The fields of a request's body that the gateway reads, and their decoders.
+"""The fields that the gateway reads of request bodies and of engines' answers, and their decoders.
 
-Apart from what reads them, since msgspec makes its structures of classes and mypyc of modules.
-
-The few fields that are read of what engines answer, and their decoders.
-
-Apart from what reads them, since msgspec makes its structures of classes and mypyc of modules."""
+This module stays uncompiled: msgspec builds its structures from classes at run time.
+"""
 
 from __future__ import annotations
 
@@ -73,9 +70,7 @@ class Named(msgspec.Struct, gc=False):
 
 
 BODY = msgspec.json.Decoder(Body)
-
 NAMED = msgspec.json.Decoder(Named)
-
 PROMPTS = msgspec.json.Decoder(list[Raw])
 
 NULL = Raw(b"null")
@@ -132,9 +127,6 @@ class Answer(msgspec.Struct, gc=False):
 
 
 chunk = msgspec.json.Decoder(Chunk)
-
 typed = msgspec.json.Decoder(Typed)
-
 counts = msgspec.json.Decoder(Counts)
-
 answer = msgspec.json.Decoder(Answer)

@@ -10,7 +10,7 @@ from gateway.queue.model_pool import ModelPool, SharedPeers
 from gateway.queue.rejections import refused_by
 from gateway.routing.fleet import ServedModel
 from gateway.routing.replica import ReplicaHandle, UnseenPrefill
-from gateway.telemetry.queue_metrics import QueueCounters
+from gateway.telemetry.metrics import QueueCounters
 from policy.admission import dispatcher as dispatching
 from policy.admission.dispatcher import Dispatcher
 from policy.admission.retry import AttemptOutcome, Cause, Rejection

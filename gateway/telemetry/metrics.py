@@ -20,10 +20,10 @@ from gateway.protocol.errors import NO_ROOM
 from gateway.protocol.usage import Usage
 from gateway.telemetry.adapter_metrics import AdapterMetrics
 from gateway.telemetry.prometheus import MergedHistogram, MetricFamilies
-from gateway.telemetry.queue_metrics import QueueMetrics
 from policy.routing.replica_health import HealthCounters
 from policy.signals.counters import WorkerCounters
 from policy.stats.histogram import HistogramCounter
+from policy.types import Priority
 
 if TYPE_CHECKING:
     from gateway.call import Call
@@ -131,16 +131,82 @@ def _edge(bounds: tuple[float, ...], value: float) -> str:
     return str(bounds[place]) if place < len(bounds) else "+Inf"
 
 
+class QueueCounters:
+    """One model's queue in this worker: counts since they were last published, and the present depth.
+
+    ``foreseen`` sums, over those that waited, the seconds by which the prediction was long or short.
+    """
+
+    __slots__ = ("depth", "displaced", "foreseen", "refused", "size", "waited")
+
+    def __init__(self) -> None:
+        self.depth: dict[Priority, int] = dict.fromkeys(Priority, 0)
+        self.size = 0
+        self.refused: Counts[str] = Counts()
+        self.displaced = 0
+        self.waited = 0
+        self.foreseen: dict[str, float] = {"long": 0.0, "short": 0.0}
+
+    def waited_for(self, seconds: float, foreseen_s: float | None) -> None:
+        """Count a wait, and the error of ``foreseen_s``, the wait predicted at its arrival."""
+        if foreseen_s is not None:
+            self.waited += 1
+            error = foreseen_s - seconds
+            self.foreseen["long" if error > 0 else "short"] += abs(error)
+
+
+class QueueMetrics:
+    """The counters of all models and their published form."""
+
+    def __init__(self, declared: MetricFamilies) -> None:
+        self._meters: dict[str, QueueCounters] = {}
+        counter, gauge = declared.counter, declared.gauge
+        self._depth = gauge("queue_depth", "Requests that wait for a replica.", "model", "priority")
+        self._size = gauge("queue_bytes", "Bytes of the requests that wait.", "model")
+        self._refused = counter("queue_refused", "Requests that the queue turned away.", "model", "reason")
+        self._displaced = counter("queue_displaced", "Waiting requests that made room for others.", "model")
+        self._waited = counter(
+            "queue_foreseen", "Requests whose wait was predicted and then measured.", "model"
+        )
+        self._error = counter(
+            "queue_foresight_error_seconds", "By how much predicted waits were too long or short.",
+            "model", "sign",
+        )  # fmt: skip
+
+    def model(self, name: str) -> QueueCounters:
+        """The meter of a model of the deployment."""
+        meter = self._meters.get(name)
+        if meter is None:
+            meter = self._meters[name] = QueueCounters()
+        return meter
+
+    def publish(self) -> None:
+        """Merge the counts into the shared metrics."""
+        for model, meter in self._meters.items():
+            for priority, depth in meter.depth.items():
+                self._depth.labels(model, priority).set(depth)
+            self._size.labels(model).set(meter.size)
+            for reason, count in meter.refused.items():
+                self._refused.labels(model, reason).inc(count)
+            meter.refused.clear()
+            self._displaced.labels(model).inc(meter.displaced)
+            self._waited.labels(model).inc(meter.waited)
+            meter.displaced = meter.waited = 0
+            for sign, seconds in meter.foreseen.items():
+                self._error.labels(model, sign).inc(seconds)
+                meter.foreseen[sign] = 0.0
+
+
 class Metrics:
     """All meters of a worker and their published form."""
 
     def __init__(self) -> None:
         self._registry = registry = CollectorRegistry()
         self._spare = ReserveDescriptor()
-        self.queues = QueueMetrics(registry)
+        declared = MetricFamilies(registry)
+        self.queues = QueueMetrics(declared)
         self.adapters = AdapterMetrics(registry)
         self._meters: dict[str, ModelCounters] = {}
-        declared = MetricFamilies(registry)
         counter, gauge = declared.counter, declared.gauge
         self._requests = counter("requests", "Requests by outcome.", "model", "route", "outcome")
         self._attempts = counter("upstream_attempts", "Attempts on replicas.", "model", "outcome")
