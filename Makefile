@@ -18,14 +18,14 @@ install:
 # At most 12 minutes on two cores after installation, in three stages:
 #   pure tests       decisions, parsers, the simulator: no process is started
 #   process tests    gateway workers, supervisors and replica hosts with simulated engines
-#   smoke test       one real vLLM on one real Ray: from `up` over a question, an adapter, a mode
-#                    switch and a killed replica to `down`
+#   smoke test       one real vLLM on one real Ray: `up`, a question, an adapter, a second replica,
+#                    a killed engine, `down`
 test:
 	@scripts/install --dev
 	@scripts/test
 
 # All that `make test` leaves out, for a night: every fault row under load, the OpenAI and Anthropic
-# clients and the lifecycle on real vLLM, the actuators' contract on Ray, two nodes, overload and soak.
+# clients and the lifecycle on real vLLM, mode switches, the actuators' contract on Ray, two nodes, overload.
 test-all:
 	@scripts/install --dev
 	@scripts/test --all
