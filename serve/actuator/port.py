@@ -39,7 +39,6 @@ class Actuator(Protocol):
 
     async def layers(self) -> Mapping[LayerKey, Held]:
         """What is held now, also by a predecessor of this process."""
-        ...
 
     async def deploy(
         self, key: LayerKey, model: ModelSpec, weights: Weights | None, digest: str, count: int
@@ -48,20 +47,15 @@ class Actuator(Protocol):
 
         ``weights`` are those of the generation, ``None`` for an engine that has none.
         """
-        ...
 
     async def scale(self, key: LayerKey, count: int) -> None:
         """Set the count of a layer that exists, 0 allowed; replicas that leave drain first."""
-        ...
 
     async def delete(self, key: LayerKey) -> None:
         """End the layer; one that does not exist is no error."""
-        ...
 
     async def stop(self) -> None:
         """End every layer that Tidegate made."""
-        ...
 
     async def close(self) -> None:
         """Let go of files and connections; what runs goes on."""
-        ...

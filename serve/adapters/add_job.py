@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from policy.errors import AdapterRefused, TargetError, TidegateError
 from policy.wire.catalog import Alias
 from policy.wire.controller import AddLine, Problem
-from serve.adapters.store_port import ImportedAdapter
 from store.progress import Progress
 
 # A base model and a name on it.
@@ -21,6 +21,15 @@ _REMOTE = re.compile(r"(?!file:|local:)[A-Za-z][A-Za-z0-9+.-]*://|hf:")
 def is_remote(source: str) -> bool:
     """Whether ``source`` is fetched from another machine."""
     return _REMOTE.match(source) is not None
+
+
+class ImportedAdapter(NamedTuple):
+    """An adapter that is stored under its ``digest``: ``size`` in bytes, ``source`` without secrets."""
+
+    digest: str
+    rank: int
+    size: int
+    source: str
 
 
 class AddJob:

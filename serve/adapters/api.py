@@ -16,7 +16,7 @@ from policy.wire.controller import ADAPTERS, ADAPTERS_STREAM, AddLine, AddReques
 from serve.adapters.add_job import AddJob
 from serve.adapters.controller import AdapterController
 from serve.adapters.library import AdapterLibrary
-from serve.responses import json_answer, refusing
+from serve.http import json_answer, refusing
 
 HEARTBEAT_S = 1.0
 # Changes within this many seconds are sent as one catalog.

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from policy.config.deployment import Deployment
 from policy.errors import TidegateError
@@ -16,10 +17,12 @@ from serve.adapters.declared import DeclaredAdapters
 from serve.adapters.library import AdapterLibrary
 from serve.adapters.placement import AdapterPlacement
 from serve.adapters.status import AdapterOverview, AdaptersStatus, AdapterState, AdapterStatus
-from serve.adapters.store_port import AdapterStore
 from serve.adapters.usage import AdapterDemand
 from serve.state.replica_registry import ReplicaRegistry
 from store.state_dir import StateDir
+
+if TYPE_CHECKING:
+    from serve.adapters.store import AdapterStore  # imports the database, which takes long
 
 log = logging.getLogger("tidegate.adapters")
 

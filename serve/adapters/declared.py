@@ -11,9 +11,8 @@ from policy.config.deployment import AdapterSource, Deployment
 from policy.errors import AdapterRefused, AdapterUnknown, TidegateError
 from policy.stats.backoff import Backoff
 from policy.wire.catalog import Alias
-from serve.adapters.add_job import AddJob, Key, is_remote
+from serve.adapters.add_job import AddJob, ImportedAdapter, Key, is_remote
 from serve.adapters.library import AdapterLibrary
-from serve.adapters.store_port import ImportedAdapter
 from serve.threads import run_in_thread
 from store.state_dir import StateDir
 

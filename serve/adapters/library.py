@@ -10,17 +10,20 @@ import logging
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import TYPE_CHECKING
 
 from policy.config.deployment import Deployment, ModelSpec
 from policy.errors import AdapterRefused, AdapterUnknown, ConfigError, TargetError, TidegateError, Unreachable
 from policy.stats.backoff import Backoff
 from policy.wire.catalog import NAME, Alias
 from policy.wire.controller import AddRequest
-from serve.adapters.add_job import AddJob, Key
+from serve.adapters.add_job import AddJob, ImportedAdapter, Key
 from serve.adapters.catalog import CatalogPublisher
-from serve.adapters.store_port import AdapterStore, ImportedAdapter
 from serve.threads import run_in_thread
 from store.progress import Progress
+
+if TYPE_CHECKING:
+    from serve.adapters.store import AdapterStore  # imports the database, which takes long
 
 log = logging.getLogger("tidegate.adapters")
 

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from policy.config.deployment import Adapters, ModelSpec
 from policy.types import EngineKind
 from policy.wire.catalog import DIGITS, Alias
-from serve.adapters.store_port import ImportedAdapter
+from serve.adapters.add_job import ImportedAdapter
 from store.adapters import fetch_job
 from store.adapters.base_model import BaseModel
 from store.adapters.blobs import Blobs
@@ -24,8 +24,11 @@ from store.state_dir import StateDir
 BASE_S = 600.0
 
 
-class LocalAdapterStore:
-    """The :class:`serve.adapters.store_port.AdapterStore` on disk; opens database and folder at first use."""
+class AdapterStore:
+    """Files and records of adapters; opens database and folder at first use.
+
+    Every call blocks, may come from any thread, and may raise :class:`policy.errors.TidegateError`.
+    """
 
     def __init__(self, state: StateDir, url: str) -> None:
         self._state = state
@@ -37,15 +40,22 @@ class LocalAdapterStore:
         self._bases: dict[tuple[str, str | None], tuple[float, BaseModel]] = {}
 
     def aliases(self) -> tuple[Alias, ...]:
+        """The aliases of all names."""
         return self._records.catalog(0.0, 0).aliases
 
     def declared(self) -> set[tuple[str, str]]:
+        """Model and name of the aliases that the deployment file declared."""
         return self._records.declared()
 
     def redacted(self, source: str) -> str:
+        """``source`` without parts that may be secret, for messages and records."""
         return fetch_job.redacted(source)
 
     def take(self, spec: ModelSpec, source: str, report: Report) -> ImportedAdapter:
+        """Fetch the adapter at ``source``, validate it for the model and store it.
+
+        Raises :class:`policy.errors.AdapterRefused`. The same source may be imported again at any time.
+        """
         rules = spec.adapters or Adapters()
         limits = ValidationLimits(rules.max_rank, rules.max_bytes)
         found = import_adapter(
@@ -54,6 +64,7 @@ class LocalAdapterStore:
         return ImportedAdapter(found.digest, found.facts.rank, found.facts.size, found.source)
 
     def holds(self, digest: str) -> bool:
+        """Whether the files of this digest are stored."""
         return self._files.path(digest) is not None
 
     def put(
@@ -64,6 +75,11 @@ class LocalAdapterStore:
         *,
         declared: bool,
     ) -> Alias:
+        """Set the versions of a name (``key``: model, name) and their weights; durable when it returns.
+
+        ``tenants`` of ``None`` keeps those of the name. A digest that is among its versions keeps its number.
+        The same declaration again (``declared``) changes nothing.
+        """
         candidates = [
             NewVersion(taken.digest, AdapterFacts(taken.rank, taken.size), taken.source, weight)
             for taken, weight in parts
@@ -72,21 +88,33 @@ class LocalAdapterStore:
         return self._records.put(*key, candidates, tenants=tenants, origin=origin)
 
     def split(self, model: str, name: str, weights: Mapping[int, float]) -> Alias:
+        """Split ``name`` over the versions with these numbers; durable when it returns.
+
+        Raises :class:`policy.errors.AdapterUnknown`, and :class:`policy.errors.TargetError` for an unknown
+        version.
+        """
         return self._records.split(model, name, weights)
 
     def rollback(self, model: str, name: str) -> Alias:
+        """Return ``name`` to its former split; raises as :meth:`split` if there is none."""
         return self._records.rollback(model, name)
 
     def remove(self, model: str, name: str) -> None:
+        """Remove ``name``; raises :class:`policy.errors.AdapterUnknown`."""
         self._records.remove(model, name)
 
     def tar(self, digest: str) -> Iterator[bytes] | None:
+        """The files of a version as a tar, in blocks; ``None`` if there are none."""
         try:
             return self._files.tar(digest)
         except KeyError:
             return None
 
     def clear(self, in_use: Collection[str], older_s: float) -> list[str]:
+        """Delete files that no name used for ``older_s`` seconds and that are not in use; their digests.
+
+        ``in_use`` are serving names, which contain the beginning of a digest.
+        """
         used = {name.rpartition("@")[2] for name in in_use}
         unnamed = self._records.unused_digests(self._files.digests(), older_s)
         idle = sorted(digest for digest in unnamed if digest[:DIGITS] not in used)

@@ -23,7 +23,7 @@ from policy.wire.heartbeat import Heartbeat
 from policy.wire.reports import GatewayReport
 from serve.adapters import api
 from serve.controller.controller import Controller
-from serve.responses import error_answer, json_answer, refusing
+from serve.http import error_answer, json_answer, refusing
 from serve.threads import run_in_thread
 
 HEARTBEAT_S = 1.0

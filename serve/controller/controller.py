@@ -13,6 +13,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -29,7 +30,6 @@ from policy.wire.reports import GatewayReport
 from serve.actuator.gpu_sharing import SharedGpuActuator
 from serve.actuator.port import Actuator, Held
 from serve.adapters.controller import AdapterController
-from serve.adapters.store_port import AdapterStore
 from serve.autoscaler.autoscaler import Autoscaler
 from serve.autoscaler.replacement import ReplicaReplacement
 from serve.autoscaler.step_feed import StepLine, StepSubscribers
@@ -42,6 +42,9 @@ from serve.state.observed import ObservedState
 from serve.state.replica_registry import ReplicaRegistry
 from serve.state.targets import Target, Targets, first_target, found_target, wanted_models
 from store.state_dir import StateDir
+
+if TYPE_CHECKING:
+    from serve.adapters.store import AdapterStore  # imports the database, which takes long
 
 log = logging.getLogger("tidegate.controller")
 

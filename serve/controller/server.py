@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from typing import TYPE_CHECKING
 
 import uvicorn
 
 from policy.document.parse import parse
 from serve.actuator.port import Actuator
-from serve.adapters.store_port import AdapterStore
 from serve.controller.api import build_app
 from serve.controller.controller import Controller
-from serve.http_server import HttpServer
+from serve.http import HttpServer
 from store.state_dir import StateDir, listen
+
+if TYPE_CHECKING:
+    from serve.adapters.store import AdapterStore  # imports the database, which takes long
 
 
 async def serve_controller(actuator: Actuator, state: StateDir, address: str) -> None:
@@ -59,7 +62,7 @@ async def serve_controller(actuator: Actuator, state: StateDir, address: str) ->
 
 
 def _shelf(state: StateDir) -> AdapterStore:
-    from serve.adapters.store import LocalAdapterStore  # noqa: PLC0415 - its database takes long to import
+    from serve.adapters.store import AdapterStore  # noqa: PLC0415 - its database takes long to import
 
     deployment = parse(state.load(state.deployment_path, dict[str, object]))
-    return LocalAdapterStore(state, deployment.store or f"sqlite:///{state.database_path}")
+    return AdapterStore(state, deployment.store or f"sqlite:///{state.database_path}")

@@ -14,29 +14,33 @@ import contextlib
 import importlib
 import logging
 import os
+import platform
 import signal
 import sys
 import time
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 
+import httpx
 import msgspec
 import uvicorn
 import uvloop
 
 from policy.errors import EngineFailed
 from policy.types import EngineKind, ReplicaPhase
+from policy.wire.canary import CANARIES
+from policy.wire.headers import CANARY_HEADER, SECRET_HEADER
 from policy.wire.heartbeat import AdapterRef, AdapterUse
 from policy.wire.load import LoadLine
 from policy.wire.reports import EngineReport
-from serve.engine import canary
 from serve.engine.adapters.files import AdapterFileCache
 from serve.engine.adapters.loader import AdapterLoader
 from serve.engine.guard import Guard
-from serve.engine.machine import describe_machine
 from serve.engine.port import Engine, EngineSpec
 from serve.engine.sleep import SleepControl
-from serve.http_server import HttpServer
+from serve.gpu_metrics import devices
+from serve.http import HttpServer
 from store.state_dir import listen
 
 MODULES = {EngineKind.VLLM: "serve.engine.vllm", EngineKind.SIM: "serve.engine.sim"}
@@ -46,6 +50,8 @@ REPORT_S = 0.1
 HOLD_S = 60.0
 # Maximum bytes of a line on standard input: a `hold` may list thousands of adapters.
 MAX_LINE = 1 << 24
+
+CPUINFO = Path("/proc/cpuinfo")
 
 log = logging.getLogger("tidegate.engine")
 
@@ -138,9 +144,25 @@ async def _report(
         await asyncio.sleep(REPORT_S)
 
 
+async def run_canary(url: str, spec: EngineSpec, timeout_s: float) -> None:
+    """Send the canary to ``url``; raises :class:`policy.errors.EngineFailed` when it gets no answer."""
+    headers = {SECRET_HEADER: spec.secret, CANARY_HEADER: "1"}
+    reason = ""
+    async with httpx.AsyncClient(base_url=url, headers=headers, timeout=timeout_s, trust_env=False) as client:
+        for path, body in CANARIES[spec.runner]:
+            try:
+                answer = await client.post(path, json={"model": spec.model, **body})
+            except httpx.HTTPError as error:
+                raise EngineFailed(f"the canary got no answer from {path}: {error!r}") from error
+            if answer.status_code == httpx.codes.OK:
+                return
+            reason = f"{path} answered {answer.status_code}: {answer.text[:300]}"
+    raise EngineFailed(f"the canary failed: {reason}")
+
+
 async def _prepare(url: str, spec: EngineSpec, adapters: AdapterLoader) -> None:
     """Prepare for traffic: the canary must be answered and the planned adapters loaded."""
-    await canary.run_canary(url, spec, spec.progress_timeout_s)
+    await run_canary(url, spec, spec.progress_timeout_s)
     try:
         async with asyncio.timeout(HOLD_S):
             await adapters.settled()
@@ -170,7 +192,7 @@ async def run(spec: EngineSpec, stdin: asyncio.StreamReader, events: Events) -> 
         engine,
         guard,
         adapters,
-        lambda: canary.run_canary(url, spec, spec.progress_timeout_s),
+        lambda: run_canary(url, spec, spec.progress_timeout_s),
         spec.progress_timeout_s,
     )
     tasks = {
@@ -191,6 +213,40 @@ async def run(spec: EngineSpec, stdin: asyncio.StreamReader, events: Events) -> 
     for task in done:
         task.result()
     await engine.close()
+
+
+def describe_machine(
+    spec: EngineSpec, environment: Mapping[str, str] = os.environ, cpuinfo: Path = CPUINFO
+) -> str:
+    """The GPUs or cores of the engine that ``spec`` describes."""
+    if spec.kind is EngineKind.SIM:
+        return f"simulated: {spec.sim.profile} at {spec.sim.speed:g} times its speed"
+    if spec.cpus:
+        return f"{spec.cpus} of {os.cpu_count()} cores of {_cpu(cpuinfo)}"
+    return f"{spec.tensor_parallel} x {_card(spec.tensor_parallel, environment)}"
+
+
+def _cpu(cpuinfo: Path) -> str:
+    with contextlib.suppress(OSError):
+        for line in cpuinfo.read_text().splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() == "model name":
+                return value.strip()
+    return platform.machine()
+
+
+def _card(count: int, environment: Mapping[str, str]) -> str:
+    """The name of the first GPU, as all of a replica are alike; unknown without NVML."""
+    try:
+        nvml = importlib.import_module("pynvml")
+    except ImportError:
+        return "GPU"
+    with contextlib.suppress(nvml.NVMLError):
+        nvml.nvmlInit()
+        for name in devices(count, environment):
+            by = nvml.nvmlDeviceGetHandleByIndex if name.isdigit() else nvml.nvmlDeviceGetHandleByUUID
+            return str(nvml.nvmlDeviceGetName(by(int(name) if name.isdigit() else name)))
+    return "GPU"
 
 
 async def _main(descriptor: int) -> None:

@@ -99,24 +99,19 @@ class Engine(Protocol):
 
     def stats(self) -> EngineStats:
         """The current counts; does not block."""
-        ...
 
     def take_steps(self) -> tuple[StepSample, ...]:
         """Step times since the last call; does not block."""
-        ...
 
     def timing(self) -> Timing:
         """The limits of its steps, and the latency model if one is known."""
-        ...
 
     def adapters(self) -> tuple[str, ...]:
         """Names of the LoRA adapters it can serve now."""
-        ...
 
     @property
     def adapter_slots(self) -> int:
         """How many adapters it can have loaded at once; 0 if it loads none."""
-        ...
 
     async def load(self, name: str, path: Path) -> None:
         """Load the adapter in the directory ``path``, whose files never change, and serve it as ``name``.
@@ -125,26 +120,22 @@ class Engine(Protocol):
         Raises :class:`policy.errors.AdapterRefused`, after which nothing has changed, and
         :class:`policy.errors.EngineFailed`.
         """
-        ...
 
     async def unload(self, name: str) -> None:
         """Stop serving ``name`` and free its slot once no request uses it; no effect if it is not loaded.
 
         Raises :class:`policy.errors.EngineFailed`.
         """
-        ...
 
     async def loaded(self) -> frozenset[str]:
         """Names of the adapters that occupy slots now; an engine may evict by itself.
 
         Raises :class:`policy.errors.EngineFailed`.
         """
-        ...
 
     @property
     def can_sleep(self) -> bool:
         """Whether it was built with sleep mode."""
-        ...
 
     async def sleep(self) -> None:
         """Return when no request runs and its GPU memory is free. Running requests are not cancelled.
@@ -152,24 +143,19 @@ class Engine(Protocol):
         Until :meth:`wake` no request may come, and no adapter may be loaded or unloaded. Raises
         :class:`policy.errors.EngineFailed`.
         """
-        ...
 
     async def wake(self) -> None:
         """Return when it serves again, with weights and adapters, and an empty cache.
 
         Raises :class:`policy.errors.EngineFailed`.
         """
-        ...
 
     @property
     def dead(self) -> bool:
         """Whether it has failed for good; cheap enough to check for every request."""
-        ...
 
     async def check(self) -> None:
         """Raise :class:`policy.errors.EngineFailed` if the engine has failed for good."""
-        ...
 
     async def close(self) -> None:
         """Release its resources."""
-        ...

@@ -19,15 +19,25 @@ from serve.engine.adapters.usage import AdapterUsage
 from serve.engine.step_stats import merge
 from serve.host.host import ReplicaHost
 
+# Replaces the network, for tests.
+Transport = httpx.AsyncBaseTransport | None
 
-async def beat(host: ReplicaHost) -> None:
-    """Send heartbeats of ``host`` until cancelled; usage is kept while the controller does not answer."""
-    url = f"http://{host.spec.controller}/replicas"
+
+async def send_heartbeats(hosts: Sequence[ReplicaHost], transport: Transport = None) -> None:
+    """Send heartbeats of ``hosts`` until cancelled."""
+    await asyncio.gather(*(_beat(host, transport) for host in hosts))
+
+
+async def send_last_heartbeats(hosts: Sequence[ReplicaHost], transport: Transport = None) -> None:
+    """Report to the controller, once, that ``hosts`` have stopped."""
+    await asyncio.gather(*(_last_beat(host, transport) for host in hosts))
+
+
+async def _beat(host: ReplicaHost, transport: Transport) -> None:
+    """Send heartbeats of ``host``; usage is kept while the controller does not answer."""
     usage = AdapterUsage()
     engine: EngineReport | None = None
-    async with httpx.AsyncClient(
-        timeout=2.0, headers={SECRET_HEADER: host.spec.secret}, trust_env=False
-    ) as client:
+    async with _client(host, 2.0, transport) as client:
         while True:
             host.changed.clear()
             for use in host.take_uses():
@@ -38,7 +48,7 @@ async def beat(host: ReplicaHost) -> None:
             )
             # The answer may come from a controller that is stopping, or from another process on its port.
             with contextlib.suppress(httpx.HTTPError, msgspec.MsgspecError):
-                answer = await client.post(url, content=msgspec.json.encode(heartbeat))
+                answer = await client.post("/replicas", content=msgspec.json.encode(heartbeat))
                 if answer.status_code == 200:
                     usage.clear()
                     engine = None
@@ -48,21 +58,15 @@ async def beat(host: ReplicaHost) -> None:
                     await host.changed.wait()
 
 
-async def beat_all(hosts: Sequence[ReplicaHost]) -> None:
-    """Send heartbeats of ``hosts`` until cancelled."""
-    await asyncio.gather(*(beat(host) for host in hosts))
-
-
-async def last_beats(hosts: Sequence[ReplicaHost]) -> None:
-    """Report to the controller, once, that ``hosts`` have stopped."""
-    await asyncio.gather(*(last_beat(host) for host in hosts))
-
-
-async def last_beat(host: ReplicaHost) -> None:
-    """Report to the controller, once, that the host has stopped."""
-    url = f"http://{host.spec.controller}/replicas"
-    headers = {SECRET_HEADER: host.spec.secret}
+async def _last_beat(host: ReplicaHost, transport: Transport) -> None:
     heartbeat = Heartbeat(replica=host.snapshot(), uses=host.take_uses(), engine=host.take_engine())
     with contextlib.suppress(httpx.HTTPError):
-        async with httpx.AsyncClient(timeout=1.0, headers=headers, trust_env=False) as client:
-            await client.post(url, content=msgspec.json.encode(heartbeat))
+        async with _client(host, 1.0, transport) as client:
+            await client.post("/replicas", content=msgspec.json.encode(heartbeat))
+
+
+def _client(host: ReplicaHost, timeout_s: float, transport: Transport) -> httpx.AsyncClient:
+    return httpx.AsyncClient(
+        base_url=f"http://{host.spec.controller}", headers={SECRET_HEADER: host.spec.secret},
+        timeout=timeout_s, trust_env=False, transport=transport,
+    )  # fmt: skip

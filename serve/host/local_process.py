@@ -14,7 +14,7 @@ import uvloop
 
 from policy.errors import EngineFailed
 from serve.host.gpu_sharing import host_of
-from serve.host.heartbeat import beat_all, last_beats
+from serve.host.heartbeat import send_heartbeats, send_last_heartbeats
 from serve.host.host import HostSpec
 
 
@@ -30,7 +30,7 @@ async def _run(local: LocalHost) -> int:
     for name in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(name, stopping.set)
     host = host_of(local.spec, replica=local.replica, address="127.0.0.1", node="local")
-    beating = asyncio.create_task(beat_all(host.replicas))
+    beating = asyncio.create_task(send_heartbeats(host.replicas))
     starting = asyncio.create_task(host.start())
     stopped = asyncio.create_task(stopping.wait())
     await asyncio.wait({starting, stopped}, return_when=asyncio.FIRST_COMPLETED)
@@ -49,7 +49,7 @@ async def _run(local: LocalHost) -> int:
     await host.drain(local.spec.model.control.mode.drain_timeout_s)
     await host.stop()
     beating.cancel()
-    await last_beats(host.replicas)
+    await send_last_heartbeats(host.replicas)
     return code
 
 

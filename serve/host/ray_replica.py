@@ -10,7 +10,7 @@ from ray import serve as ray_serve
 
 from policy.errors import EngineFailed
 from serve.host.gpu_sharing import host_of
-from serve.host.heartbeat import beat_all, last_beats
+from serve.host.heartbeat import send_heartbeats, send_last_heartbeats
 from serve.host.host import HostSpec
 from serve.host.versions import Versions, installed, refuse_other
 
@@ -45,7 +45,7 @@ class RayHost:
         Serve considers a replica as starting until this call returns, and stops starting ones first.
         """
         if self._started is None:
-            self._beating = asyncio.create_task(beat_all(self._host.replicas))
+            self._beating = asyncio.create_task(send_heartbeats(self._host.replicas))
             self._started = asyncio.create_task(self._host.start())
         await asyncio.shield(self._started)
         if self._host.lost.is_set():
@@ -60,4 +60,4 @@ class RayHost:
         await self._host.stop()
         if self._beating is not None:
             self._beating.cancel()
-        await last_beats(self._host.replicas)
+        await send_last_heartbeats(self._host.replicas)

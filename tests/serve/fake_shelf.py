@@ -12,7 +12,7 @@ import msgspec
 from policy.config.deployment import ModelSpec
 from policy.errors import AdapterRefused, AdapterUnknown, TidegateError
 from policy.wire.catalog import Alias, Version
-from serve.adapters.store_port import ImportedAdapter
+from serve.adapters.add_job import ImportedAdapter
 from store.progress import Progress, Report
 
 Key = tuple[str, str]

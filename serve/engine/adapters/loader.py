@@ -79,11 +79,9 @@ class AdapterFiles(Protocol):
 
     async def fetch(self, digest: str) -> Path:
         """The directory of the adapter; raises :class:`policy.errors.AdapterRefused`."""
-        ...
 
     async def warm(self, path: Path) -> None:
         """Read the files into memory; raises :class:`policy.errors.AdapterRefused`."""
-        ...
 
 
 class AdapterLoader:

@@ -12,7 +12,7 @@ import pytest
 from policy.config.deployment import ModelSpec
 from policy.errors import AdapterRefused, AdapterUnknown
 from serve.adapters import store
-from serve.adapters.store import LocalAdapterStore
+from serve.adapters.store import AdapterStore
 from store.adapters import FILES
 from store.adapters.base_model import BaseModel
 from store.progress import Prepared, Progress
@@ -28,12 +28,12 @@ def state(tmp_path: Path) -> StateDir:
     return StateDir(tmp_path / "state")
 
 
-def shelf_of(state: StateDir) -> LocalAdapterStore:
-    return LocalAdapterStore(state, f"sqlite:///{state.database_path}")
+def shelf_of(state: StateDir) -> AdapterStore:
+    return AdapterStore(state, f"sqlite:///{state.database_path}")
 
 
 @pytest.fixture
-def shelf(state: StateDir) -> LocalAdapterStore:
+def shelf(state: StateDir) -> AdapterStore:
     return shelf_of(state)
 
 
@@ -50,7 +50,7 @@ def quiet(progress: Progress) -> None:
 
 
 def test_what_was_put_is_there_for_the_next_controller(
-    shelf: LocalAdapterStore, state: StateDir, tmp_path: Path
+    shelf: AdapterStore, state: StateDir, tmp_path: Path
 ) -> None:
     steps: list[str] = []
     taken = shelf.take(spec(), source(tmp_path), lambda progress: steps.append(progress.step))
@@ -63,7 +63,7 @@ def test_what_was_put_is_there_for_the_next_controller(
     assert again.holds(taken.digest)
 
 
-def test_names_are_split_taken_back_and_removed(shelf: LocalAdapterStore, tmp_path: Path) -> None:
+def test_names_are_split_taken_back_and_removed(shelf: AdapterStore, tmp_path: Path) -> None:
     for seed in (1, 2):
         taken = shelf.take(spec(), source(tmp_path, seed), quiet)
         shelf.put(SQL, [(taken, 1.0)], None, declared=False)
@@ -76,7 +76,7 @@ def test_names_are_split_taken_back_and_removed(shelf: LocalAdapterStore, tmp_pa
         shelf.remove(*SQL)
 
 
-def test_the_limits_are_the_documents(shelf: LocalAdapterStore, tmp_path: Path) -> None:
+def test_the_limits_are_the_documents(shelf: AdapterStore, tmp_path: Path) -> None:
     with pytest.raises(AdapterRefused) as refused:
         shelf.take(spec(max_rank=2), source(tmp_path), quiet)
     assert refused.value.code == "rank"
@@ -85,7 +85,7 @@ def test_the_limits_are_the_documents(shelf: LocalAdapterStore, tmp_path: Path) 
     assert refused.value.code == "too_large"
 
 
-def test_a_tar_has_the_files_and_is_of_what_is_there(shelf: LocalAdapterStore, tmp_path: Path) -> None:
+def test_a_tar_has_the_files_and_is_of_what_is_there(shelf: AdapterStore, tmp_path: Path) -> None:
     taken = shelf.take(spec(), source(tmp_path), quiet)
     pieces = shelf.tar(taken.digest)
     assert pieces is not None
@@ -94,7 +94,7 @@ def test_a_tar_has_the_files_and_is_of_what_is_there(shelf: LocalAdapterStore, t
     assert shelf.tar("0" * 64) is None
 
 
-def test_only_what_nobody_names_or_uses_is_cleared_away(shelf: LocalAdapterStore, tmp_path: Path) -> None:
+def test_only_what_nobody_names_or_uses_is_cleared_away(shelf: AdapterStore, tmp_path: Path) -> None:
     named, used, idle = (shelf.take(spec(), source(tmp_path, seed), quiet) for seed in (1, 2, 3))
     shelf.put(SQL, [(named, 1.0)], None, declared=False)
     assert shelf.clear({f"old@{used.digest[:12]}"}, 3600.0) == []
@@ -102,7 +102,7 @@ def test_only_what_nobody_names_or_uses_is_cleared_away(shelf: LocalAdapterStore
     assert [shelf.holds(each.digest) for each in (named, used, idle)] == [True, True, False]
 
 
-def test_what_was_named_lately_stays_for_a_while(shelf: LocalAdapterStore, tmp_path: Path) -> None:
+def test_what_was_named_lately_stays_for_a_while(shelf: AdapterStore, tmp_path: Path) -> None:
     taken = shelf.take(spec(), source(tmp_path), quiet)
     shelf.put(SQL, [(taken, 1.0)], None, declared=False)
     shelf.remove(*SQL)
@@ -111,7 +111,7 @@ def test_what_was_named_lately_stays_for_a_while(shelf: LocalAdapterStore, tmp_p
 
 
 def test_adapters_are_compared_with_the_base_model_which_is_read_once(
-    shelf: LocalAdapterStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shelf: AdapterStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = sim_model(engine="vllm", source="package:base", adapters={})
     del model["sim"]

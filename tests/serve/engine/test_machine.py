@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from policy.types import EngineKind
-from serve.engine.machine import describe_machine
+from serve.engine.main import describe_machine
 from serve.engine.port import EngineSpec
 from tests.serve.sim_driver import spec
 

@@ -7,15 +7,13 @@ from typing import Any
 
 import httpx
 import msgspec
-import pytest
 
 from policy.engine.step_samples import StepSample
 from policy.types import Load, Replica, ReplicaPhase
 from policy.wire.heartbeat import AdapterRef, AdapterUse, Heartbeat, Orders
 from policy.wire.reports import EngineReport, PowerReport
 from serve.engine.adapters.usage import MAX_VERSIONS, AdapterUsage
-from serve.host import heartbeat
-from serve.host.heartbeat import beat, last_beat
+from serve.host.heartbeat import send_heartbeats, send_last_heartbeats
 
 SQL = "a" * 64
 
@@ -69,78 +67,63 @@ class Host:
         self.obeyed.append(orders)
 
 
-@pytest.fixture
-def answers(monkeypatch: pytest.MonkeyPatch) -> tuple[list[httpx.Response | Exception], list[Heartbeat]]:
-    """What the controller answers next, and what it heard."""
-    given: list[httpx.Response | Exception] = []
-    heard: list[Heartbeat] = []
+class ControllerStub(httpx.AsyncBaseTransport):
+    """Gives ``answers`` in order, then empty orders; keeps what it received."""
 
-    def answer(request: httpx.Request) -> httpx.Response:
-        heard.append(msgspec.json.decode(request.content, type=Heartbeat))
-        said = given.pop(0) if given else httpx.Response(200, content=msgspec.json.encode(Orders()))
-        if isinstance(said, Exception):
-            raise said
-        return said
+    def __init__(self, *answers: httpx.Response | Exception) -> None:
+        self.answers = list(answers)
+        self.received: list[Heartbeat] = []
 
-    client = httpx.AsyncClient
-
-    def made(**options: Any) -> httpx.AsyncClient:
-        return client(transport=httpx.MockTransport(answer), headers=options["headers"])
-
-    monkeypatch.setattr(heartbeat.httpx, "AsyncClient", made)
-    return given, heard
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        self.received.append(msgspec.json.decode(request.content, type=Heartbeat))
+        answer = self.answers.pop(0) if self.answers else httpx.Response(200, json={})
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
 
-async def test_uses_are_told_again_until_they_are_heard_and_orders_are_obeyed(
-    answers: tuple[list[httpx.Response | Exception], list[Heartbeat]],
-) -> None:
-    given, heard = answers
+async def test_uses_are_told_again_until_they_are_received_and_orders_are_obeyed() -> None:
     orders = Orders(hold=(AdapterRef(name="sql", digest=SQL),))
-    given += [
+    controller = ControllerStub(
         httpx.ConnectError("away"),
         httpx.Response(409, json={"error": {}}),
         httpx.Response(200, content=b"something else on its port"),
         httpx.Response(200, content=msgspec.json.encode(orders)),
-    ]
+    )
     host = Host()
     host.uses = [use(requests=3)]
-    beating = asyncio.create_task(beat(host))  # type: ignore[arg-type]
+    beating = asyncio.create_task(send_heartbeats([host], controller))  # type: ignore[list-item]
     while not host.obeyed:
         host.changed.set()
         await asyncio.sleep(0)
     beating.cancel()
     assert host.obeyed == [orders]
-    assert [sum(use.requests for use in each.uses) for each in heard[:4]] == [3, 3, 3, 0]
+    assert [sum(use.requests for use in each.uses) for each in controller.received[:4]] == [3, 3, 3, 0]
 
 
-async def test_the_last_beat_has_the_last_uses(
-    answers: tuple[list[httpx.Response | Exception], list[Heartbeat]],
-) -> None:
-    _, heard = answers
+async def test_the_last_beat_has_the_last_uses() -> None:
+    controller = ControllerStub()
     host = Host()
     host.uses = [use(requests=1)]
-    await last_beat(host)  # type: ignore[arg-type]
-    assert heard[0].uses == (use(requests=1),)
+    await send_last_heartbeats([host], controller)  # type: ignore[list-item]
+    assert controller.received[0].uses == (use(requests=1),)
 
 
-async def test_steps_are_told_until_they_are_heard_and_power_as_it_is(
-    answers: tuple[list[httpx.Response | Exception], list[Heartbeat]],
-) -> None:
-    given, heard = answers
-    given += [httpx.ConnectError("away"), httpx.Response(409, json={"error": {}})]
+async def test_steps_are_told_until_they_are_received_and_power_as_it_is() -> None:
+    controller = ControllerStub(httpx.ConnectError("away"), httpx.Response(409, json={"error": {}}))
     host = Host()
     host.power = PowerReport(watts=300.0)
     step = StepSample(2, 4.0, 600.0, 4.0, 0.1)
     host.engine = EngineReport(preempted=1, steps=(step,))
-    beating = asyncio.create_task(beat(host))  # type: ignore[arg-type]
-    while len(heard) < 4:
-        if len(heard) == 1 and host.engine is None:
+    beating = asyncio.create_task(send_heartbeats([host], controller))  # type: ignore[list-item]
+    while len(controller.received) < 4:
+        if len(controller.received) == 1 and host.engine is None:
             host.engine = EngineReport(preempted=2, steps=(step,))
         host.changed.set()
         await asyncio.sleep(0)
     beating.cancel()
-    assert [each.power for each in heard[:4]] == [host.power] * 4
-    told = [each.engine.steps[0].count if each.engine else None for each in heard[:4]]
+    assert [each.power for each in controller.received[:4]] == [host.power] * 4
+    told = [each.engine.steps[0].count if each.engine else None for each in controller.received[:4]]
     assert told == [2, 4, 4, None]
-    assert heard[2].engine is not None
-    assert heard[2].engine.preempted == 2
+    assert controller.received[2].engine is not None
+    assert controller.received[2].engine.preempted == 2

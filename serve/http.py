@@ -1,10 +1,12 @@
-"""How the controller's HTTP API answers: values as JSON, errors with a status that a caller can act on."""
+"""HTTP of internal ports: the server, JSON answers, and errors with a status that a caller can act on."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import contextlib
+from collections.abc import Awaitable, Callable, Iterator
 
 import msgspec
+import uvicorn
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -12,6 +14,15 @@ from policy.errors import TidegateError
 from policy.wire.controller import problem_of, status_of
 
 Handler = Callable[[Request], Awaitable[Response]]
+
+
+class HttpServer(uvicorn.Server):
+    """Leaves signals to the process around it, which closes what it owns before it ends."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Install nothing."""
+        yield
 
 
 def json_answer(value: object, status: int = 200) -> Response:
