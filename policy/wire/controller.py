@@ -112,7 +112,10 @@ OTHER_ERROR = AdminError(502, "controller_failed")
 
 _CLASSES: dict[str, type[TidegateError]] = {
     kind.__name__: kind
-    for kind in (TargetError, SwitchRefused, AdapterUnknown, ModelUnavailable, PreconditionFailed)
+    for kind in (
+        *(TargetError, SwitchRefused, AdapterUnknown),
+        *(ModelUnavailable, PreconditionFailed, Unreachable),
+    )
 }
 
 
@@ -133,11 +136,11 @@ def problem_of(error: TidegateError) -> dict[str, Any]:
     return problem
 
 
-def error_of(problem: Mapping[str, Any]) -> TidegateError:
-    """The error that :func:`problem_of` wrote; :class:`policy.errors.Unreachable` for an unknown class."""
+def error_of(problem: Mapping[str, Any], unknown: type[TidegateError] = Unreachable) -> TidegateError:
+    """The error that :func:`problem_of` wrote; ``unknown`` for a class that is not in the table."""
     kind, message = problem["type"], problem["message"]
     if kind == "ConfigError":
         return ConfigError(problem["path"], problem["value"], problem["expected"])
     if kind == "AdapterRefused":
         return AdapterRefused(problem["code"], message)
-    return _CLASSES.get(kind, Unreachable)(message)
+    return _CLASSES.get(kind, unknown)(message)

@@ -10,8 +10,7 @@ import httpx
 
 from policy.stats.backoff import Backoff
 from store.adapters.archive import unpack
-from store.adapters.fetch_job import FetchJob
-from store.adapters.partial_download import PartialDownload
+from store.adapters.fetch_job import FetchJob, PartialDownload
 
 CONNECT_S = 10.0
 SILENT_S = 30.0

@@ -79,7 +79,7 @@ def test_what_cannot_be_compiled_is_said(tmp_path: Path, monkeypatch: pytest.Mon
             module.parent.mkdir(parents=True, exist_ok=True)
             module.write_text("x: int = 'no number'\n")
     for package in compiled._READ:
-        (tmp_path / package).mkdir()
+        (tmp_path / package).mkdir(parents=True, exist_ok=True)
     monkeypatch.setattr(compiled, "ROOT", tmp_path)
     monkeypatch.setattr(sys, "prefix", str(tmp_path / "prefix"))
     with pytest.raises(SystemExit, match="uncompiled, slower: mypyc"):

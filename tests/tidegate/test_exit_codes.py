@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+from pathlib import Path
+from typing import cast
+
 import pytest
 
 from policy.errors import (
@@ -14,8 +18,9 @@ from policy.errors import (
     TraceError,
     Unreachable,
 )
+from store.state_dir import StateDir
 from tidegate.exit_codes import MEANINGS, Exit, exit_of
-from tidegate.supervisor.socket import problem_of
+from tidegate.supervisor.socket import Commands, SupervisorClient, SupervisorStatus, serve
 
 
 @pytest.mark.parametrize(
@@ -44,7 +49,29 @@ def test_a_bad_line_is_named() -> None:
     assert isinstance(error, TidegateError) and str(error) == "mine.csv:7: got '-1', expected at least 0"
 
 
-@pytest.mark.parametrize("error", [ConfigError("a.b", [1], "two"), TargetError("t"), SwitchRefused("s")])
-def test_an_error_crosses_the_socket_as_itself(error: ConfigError | TargetError | SwitchRefused) -> None:
-    other = problem_of(error).error()
-    assert (type(other), str(other)) == (type(error), str(error))
+class Refusing:
+    """A supervisor that answers every request with ``error``."""
+
+    def __init__(self, error: TidegateError) -> None:
+        self._error = error
+
+    def status(self) -> SupervisorStatus:
+        raise self._error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ConfigError("a.b", [1], "two"),
+        TargetError("t"),
+        SwitchRefused("s"),
+        Unreachable("u"),
+        EngineFailed("e"),
+    ],
+)
+async def test_an_error_crosses_the_socket_as_itself(error: TidegateError, tmp_path: Path) -> None:
+    state = StateDir(tmp_path).ensure()
+    async with await serve(state.socket_path, cast("Commands", Refusing(error))):
+        with pytest.raises(TidegateError) as caught:
+            await asyncio.to_thread(SupervisorClient(state).status)
+    assert (exit_of(caught.value), str(caught.value)) == (exit_of(error), str(error))

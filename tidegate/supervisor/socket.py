@@ -12,7 +12,8 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
-from policy.errors import ConfigError, SwitchRefused, TargetError, TidegateError, Unreachable
+from policy.errors import TidegateError, Unreachable
+from policy.wire.controller import error_of, problem_of
 from store.state_dir import StateDir
 from tidegate.supervisor.events import Event
 
@@ -49,44 +50,15 @@ class SupervisorStatus(msgspec.Struct, frozen=True, kw_only=True):
     processes: tuple[ProcessStatus, ...]
 
 
-class Problem(msgspec.Struct, frozen=True, kw_only=True):
-    """An error as JSON; the last three fields are those of a ``ConfigError``."""
-
-    kind: str
-    message: str
-    path: str = ""
-    value: Any = None
-    expected: str = ""
-
-    def error(self) -> TidegateError:
-        """The exception."""
-        if self.kind == "ConfigError":
-            return ConfigError(self.path, self.value, self.expected)
-        kinds: dict[str, type[TidegateError]] = {
-            kind.__name__: kind for kind in (TargetError, SwitchRefused, Unreachable)
-        }
-        return kinds.get(self.kind, TidegateError)(self.message)
-
-
-def problem_of(error: TidegateError) -> Problem:
-    """``error`` as JSON."""
-    if isinstance(error, ConfigError):
-        return Problem(
-            kind="ConfigError",
-            message=str(error),
-            path=error.path,
-            value=error.value,
-            expected=error.expected,
-        )
-    return Problem(kind=type(error).__name__, message=str(error))
-
-
 class Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One line of an answer, with exactly one of the fields."""
+    """One line of an answer, with exactly one of the fields.
+
+    ``problem`` has the fields of :func:`policy.wire.controller.problem_of`, with ``kind`` for ``type``.
+    """
 
     event: Event | None = None
     status: SupervisorStatus | None = None
-    problem: Problem | None = None
+    problem: dict[str, Any] | None = None
 
 
 class Commands(Protocol):
@@ -109,8 +81,9 @@ async def serve(path: Path, commands: Commands) -> asyncio.Server:
                     writer.write(msgspec.json.encode(line) + b"\n")
                     await writer.drain()
             except (TidegateError, msgspec.MsgspecError, ValueError) as error:
-                wrapped = error if isinstance(error, TidegateError) else TidegateError(str(error))
-                writer.write(msgspec.json.encode(Line(problem=problem_of(wrapped))) + b"\n")
+                problem = problem_of(error if isinstance(error, TidegateError) else TidegateError(str(error)))
+                problem["kind"] = problem.pop("type")
+                writer.write(msgspec.json.encode(Line(problem=problem)) + b"\n")
                 await writer.drain()
             finally:
                 writer.close()
@@ -183,7 +156,7 @@ class SupervisorClient:
                     for raw in file:
                         line = msgspec.json.decode(raw, type=Line)
                         if line.problem is not None:
-                            raise line.problem.error()
+                            raise error_of({**line.problem, "type": line.problem["kind"]}, TidegateError)
                         yield line
             except (OSError, msgspec.MsgspecError) as error:
                 raise Unreachable(f"no supervisor answers at {path}: {error}") from error

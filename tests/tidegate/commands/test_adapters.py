@@ -22,7 +22,7 @@ from tests.store.adapters.making import files, write
 from tests.tidegate.conftest import Site, until
 from tidegate.cli import group
 from tidegate.commands.fleet import adapters as module
-from tidegate.commands.fleet.adapter_output import add_progress
+from tidegate.commands.fleet.adapters import add_progress
 
 DIGEST = {1: "a" * 64, 2: "b" * 64}
 

@@ -12,8 +12,7 @@ from policy.engine.capacity import Capability
 from policy.scaling.situation import Override
 from policy.types import EMPTY_FLEET, Fleet, Load, Replica, ReplicaPhase
 from serve.controller_api import ModelStatus
-from tidegate.commands.fleet.status import render
-from tidegate.commands.fleet.status_data import StatusData
+from tidegate.commands.fleet.status import StatusData, render
 from tidegate.commands.units import clock
 
 NOW = 1000.0

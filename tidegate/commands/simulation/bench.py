@@ -1,22 +1,56 @@
-"""``bench``, and ``bench adapters``."""
+"""``bench``: compare scaling policies, modes and adapter routing on simulated replicas."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from statistics import fmean
 
 import click
+import msgspec
 from rich.table import Table
 
-from sim.benchmarks.adapters.benchmark import NAMES, Comparison, Fleet, compare_seeds, traffic
+from policy.errors import ConfigError, TargetError
+from policy.scaling.policies import registry
+from sim.arrival import Arrival
+from sim.benchmarks.adapters.benchmark import NAMES as ROUTINGS
+from sim.benchmarks.adapters.benchmark import Comparison, Fleet, compare_seeds, traffic
 from sim.benchmarks.adapters.event_loop import RunOutcome
+from sim.benchmarks.modes import BY_LOAD, ModeBenchmark, compare
+from sim.benchmarks.modes_chart import curves
+from sim.benchmarks.policies.all_runs import run_all, trials
+from sim.benchmarks.policies.chart import chart
+from sim.benchmarks.policies.ranking import Ranking, RankingTable, rank
+from sim.benchmarks.policies.run import Trial, TrialResult
+from sim.benchmarks.policies.setup import TraceHalf, setup_of
+from sim.benchmarks.policies.sizing import ReplicaSize, size_of
 from sim.charts.bars import Panel, bars
-from tidegate.commands.options import Real, number_option, plot_option, seed_option
-from tidegate.commands.simulation.bench_modes import modes
-from tidegate.commands.simulation.bench_policies import policies
-from tidegate.commands.terminal import Bar, console, print_json, table
+from sim.charts.table import percent, seconds
+from sim.results.comparison import PolicyEntry
+from sim.results.series import clock
+from sim.twin.record import Record
+from sim.twin.run import simulate
+from sim.workload.file import arrivals_of
+from tidegate import document
+from tidegate.commands.options import (
+    Listed,
+    OutputFile,
+    Real,
+    as_json,
+    file_argument,
+    number_between,
+    number_option,
+    plot_option,
+    seed_option,
+    trace_option,
+)
+from tidegate.commands.simulation.policy_options import policy_entries, simulated_policy
+from tidegate.commands.terminal import Bar, console, print_json, table, warn
+from tidegate.commands.units import plural
 
+_SUFFIXES = (".csv", ".jsonl", ".gz")
+# With --quick: one seed, and every third setting.
+_QUICK = 3
 # The router's bound on a replica's load, in units of the mean load.
 BOUND = 1.25
 
@@ -26,8 +60,235 @@ def bench() -> None:
     """The group; no deployment has to run."""
 
 
-bench.add_command(policies)
-bench.add_command(modes)
+class PolicyScore(msgspec.Struct, frozen=True, kw_only=True):
+    """The ranking of policies on one trace."""
+
+    trace: str
+    half: str
+    seeds: int
+    profile: str
+    size: ReplicaSize
+    table: RankingTable
+
+
+def _policy_name(text: str) -> str:
+    if text not in registry.NAMES:
+        raise ValueError
+    return text
+
+
+@bench.command(
+    help="Simulate every scaling policy at many settings on traces, and compare its GPU-hours at the same "
+    "SLO attainment with the offline optimum, a plan that knows the future."
+)
+@click.option(
+    "--traces", "where", type=click.Path(path_type=Path), required=True, envvar="TIDEGATE_TRACES",
+    show_envvar=True, help="A trace, or a folder of traces.",
+)  # fmt: skip
+@click.option(
+    "--leads", type=Listed("SECONDS,...", number_between(0, 3600), "seconds above 0 and up to 3600"),
+    default="30,120", show_default=True, help="Start-up times of replicas, in seconds.",
+)  # fmt: skip
+@click.option("--seeds", type=click.IntRange(1, 100), default=5, show_default=True, help="Number of seeds.")
+@click.option(
+    "--half", type=click.Choice([str(each) for each in TraceHalf]), default=str(TraceHalf.JUDGE),
+    show_default=True, help="First or second half of each trace; defaults were tuned on the first.",
+)  # fmt: skip
+@click.option(
+    "--policies", "names", type=Listed("NAME,...", _policy_name, f"some of {', '.join(registry.NAMES)}"),
+    default=",".join(registry.NAMES), help="Policies to compare; default: all.",
+)  # fmt: skip
+@click.option("--quick", is_flag=True, help="One seed, and a third of the settings.")
+@click.option("--processes", type=click.IntRange(1, 256), help="Parallel processes; default: one per core.")
+@click.option(
+    "--plot", type=OutputFile(),
+    help="Write a chart to this file, as SVG; with several traces, one file per trace with its name added.",
+)  # fmt: skip
+@as_json
+def policies(
+    *,
+    where: Path,
+    leads: tuple[float, ...],
+    seeds: int,
+    half: str,
+    names: tuple[str, ...],
+    quick: bool,
+    processes: int | None,
+    plot: Path | None,
+    as_json: bool,
+) -> None:
+    traces = _traces(where)
+    count = 1 if quick else seeds
+    scores = []
+    for trace in traces:
+        setup = setup_of(trace, TraceHalf(half))
+        warn(f"{trace.name}: measuring the capacity of a replica")
+        try:
+            size = size_of(setup, leads[0])
+            settings = trials(
+                setup, size, names, leads_s=leads, seeds=range(count), each=_QUICK if quick else 1
+            )
+            ranking = rank(_run_trials(trace.name, settings, processes))
+        except ValueError as error:
+            raise TargetError(f"{trace.name}: {error}") from None
+        score = PolicyScore(
+            trace=trace.name, half=half, seeds=count, profile=setup.profile, size=size, table=ranking
+        )
+        scores.append(score)
+        if plot is not None:
+            path = plot if len(traces) == 1 else plot.with_stem(f"{plot.stem}-{trace.stem}")
+            path.write_text(chart(_ranking_title(score), ranking, setup.attainment), encoding="utf-8")
+            warn(f"Chart written to {path}")
+        if not as_json:
+            _print_ranking(score)
+    if as_json:
+        print_json({"traces": scores})
+
+
+def _run_trials(name: str, settings: Sequence[Trial], processes: int | None) -> list[TrialResult]:
+    with Bar("runs") as bar:
+        return run_all(settings, processes, lambda _: bar.advance(len(settings), task=name))
+
+
+def _traces(where: Path) -> list[Path]:
+    if where.is_file():
+        return [where]
+    traces = sorted(path for path in where.glob("*") if path.suffix in _SUFFIXES) if where.is_dir() else []
+    if not traces:
+        raise ConfigError(
+            "--traces", str(where), f"a trace, or a folder with files in {', '.join(_SUFFIXES)}"
+        )
+    return traces
+
+
+def _ranking_title(score: PolicyScore) -> str:
+    half = "first half" if score.half == TraceHalf.TUNE else "second half"
+    load = f"load x {score.size.factor:g} on {score.profile}"
+    return f"{score.trace}, {half}, {load}, {plural(score.seeds, 'seed')}"
+
+
+def _print_ranking(score: PolicyScore) -> None:
+    for oracle in score.table.oracles:
+        rows = table(
+            *("policy", ">GPU-hours at 99 %", ">x optimum", ">x optimum by seed", ">x lower bound"),
+            *(">attainment", ">goodput per GPU-hour", ">TTFT p99", ">recovery", ">switches"),
+            *(">forecast error, GPU-h", ">start-up time, GPU-h", ">rounding up, GPU-h"),
+            title=f"{_ranking_title(score)}, start-up time {oracle.lead_s:g} s\n"
+            f"offline optimum: {oracle.gpu_hours:.2f} GPU-hours simulated ({oracle.plan_gpu_hours:.2f} "
+            f"planned, lower bound {oracle.lower_gpu_hours:.2f}), {oracle.replicas:.1f} replicas, "
+            f"{oracle.attainment:.2%} attainment",
+        )
+        for ranking in score.table.standings:
+            if ranking.lead_s == oracle.lead_s:
+                rows.add_row(*_ranking_row(ranking))
+        console().print(rows)
+
+
+def _ranking_row(ranking: Ranking) -> tuple[str, ...]:
+    def number(value: float | None, digits: int = 2, unit: str = "") -> str:
+        return "-" if value is None else f"{value:.{digits}f}{unit}"
+
+    spread = "-" if ranking.least_ratio is None else f"{ranking.least_ratio:.2f}-{ranking.most_ratio:.2f}"
+    regret = ranking.regret
+    parts_s = (
+        (None, None, None) if regret is None else (regret.forecast_s, regret.lead_s, regret.integrality_s)
+    )
+    return (
+        ranking.policy,
+        number(ranking.gpu_hours),
+        number(ranking.oracle_ratio),
+        spread,
+        number(ranking.lower_ratio),
+        f"{ranking.attainment:.2%}",
+        f"{ranking.goodput_per_gpu_hour:.0f}",
+        number(ranking.ttft_p99_s, unit=" s"),
+        number(ranking.recovery_s, 0, " s"),
+        number(ranking.switches, 0),
+        *("-" if part_s is None else number(part_s / 3600) for part_s in parts_s),
+    )
+
+
+@bench.command(
+    help="Simulate a trace on the deployment in FILE with automatic mode switches, and with each of its "
+    "modes alone at its maximum replica count."
+)
+@file_argument
+@trace_option(required=True)
+@click.option("--seeds", type=click.IntRange(1, 100), default=3, show_default=True, help="Number of seeds.")
+@seed_option(note=" of the first run")
+@plot_option("a chart")
+@as_json
+def modes(*, file: Path, trace: Path, seeds: int, seed: int, plot: Path | None, as_json: bool) -> None:
+    deployment = simulated_policy(document.load(file, ray=False).deployment)
+    (automatic,) = policy_entries(deployment, [], warn)
+    ends_at = max((arrival.at for arrival in arrivals_of(trace, seed)), default=None)
+    if ends_at is None:
+        raise ConfigError(str(trace), "no request", "at least one request")
+    simulated_s = ends_at * seeds
+    with Bar("simulated", clock) as bar:
+        benchmark = compare(
+            automatic,
+            lambda each: arrivals_of(trace, each),
+            _simulate,
+            range(seed, seed + seeds),
+            lambda name, at: bar.update(at, simulated_s, task=name),
+        )
+    if plot is not None:
+        title = f"{trace.name} on {file.name}: requests/s within the SLO, seed {seed}"
+        first = {name: row[0] for name, row in benchmark.trials.items()}
+        plot.write_text(curves(title, first), encoding="utf-8")
+    if as_json:
+        print_json({"trace": trace.name, **benchmark.plain()})
+        return
+    console().print(_modes_table(benchmark))
+    click.echo(_gain(benchmark))
+    if plot is not None:
+        click.echo(f"Chart written to {plot}")
+
+
+def _simulate(
+    entry: PolicyEntry, arrivals: Iterable[Arrival], seed: int, progress: Callable[[float], None]
+) -> Record:
+    return simulate(entry.deployment, entry.policies, arrivals, seed=seed, progress=progress)
+
+
+def _modes_table(benchmark: ModeBenchmark) -> Table:
+    rows = table(
+        *(
+            "mode",
+            ">goodput/s",
+            ">attainment",
+            ">GPU-hours",
+            ">switches/h",
+            ">TTFT p95",
+            ">ITL p95",
+            ">failed",
+        )
+    )
+    for name, mean in benchmark.figures().items():
+        rows.add_row(
+            name.replace("_", " "),
+            f"{mean.goodput_rps:.2f}",
+            percent(mean.attainment),
+            f"{mean.gpu_hours:.2f}",
+            f"{mean.switches_per_h:.2f}",
+            seconds(mean.ttft_p95_s),
+            seconds(mean.itl_p95_s),
+            f"{mean.failed:.0f}",
+        )
+    return rows
+
+
+def _gain(benchmark: ModeBenchmark) -> str:
+    means = benchmark.figures()
+    automatic = means[BY_LOAD]
+    best = max((mean for name, mean in means.items() if name != BY_LOAD), key=lambda mean: mean.goodput_rps)
+    gains = benchmark.gains
+    text = f"Automatic switching: {sum(gains) / len(gains):+.1%} goodput over the best single mode"
+    if len(gains) > 1:
+        text += f" ({min(gains):+.1%} to {max(gains):+.1%} by seed)"
+    gpu_time = automatic.gpu_hours / best.gpu_hours if best.gpu_hours else 1.0
+    return f"{text}, with {gpu_time:.2f}x its GPU-hours"
 
 
 @bench.command(
@@ -69,22 +330,22 @@ def adapters(
     title = f"{adapters} adapters, Zipf exponent {exponent:g}, {replicas} replicas x {slots} slots, "
     title += f"{rate:g} requests/s in bursts of {together:g}" + (f", {seeds} seeds" if seeds > 1 else "")
     if plot is not None:
-        plot.write_text(_plot(title, comparisons, requests), encoding="utf-8")
+        plot.write_text(_adapters_chart(title, comparisons, requests), encoding="utf-8")
     if as_json:
         for comparison in comparisons:
             print_json(comparison)
     else:
-        console().print(_table(title, comparisons, requests))
+        console().print(_adapters_table(title, comparisons, requests))
         if plot is not None:
             click.echo(f"Chart written to {plot}")
 
 
 def _means(comparisons: Sequence[Comparison], value: Callable[[RunOutcome], float]) -> list[float]:
     """The mean over the seeds, for each policy."""
-    return [fmean(value(each.policies[name]) for each in comparisons) for name in NAMES]
+    return [fmean(value(each.policies[name]) for each in comparisons) for name in ROUTINGS]
 
 
-def _table(title: str, comparisons: Sequence[Comparison], requests: int) -> Table:
+def _adapters_table(title: str, comparisons: Sequence[Comparison], requests: int) -> Table:
     rows = table(
         *("policy", ">adapter loads", ">loads/request", ">TTFT p95", ">load max/mean", ">moves/min"),
         title=title,
@@ -96,15 +357,15 @@ def _table(title: str, comparisons: Sequence[Comparison], requests: int) -> Tabl
         [f"{mean:.2f}" for mean in _means(comparisons, lambda run: run.load_max_over_mean)],
         [f"{mean:.0f}" for mean in _means(comparisons, lambda run: run.moves_per_min)],
     )
-    for row in zip(NAMES, *columns, strict=True):
+    for row in zip(ROUTINGS, *columns, strict=True):
         rows.add_row(*row)
     return rows
 
 
-def _plot(title: str, comparisons: Sequence[Comparison], requests: int) -> str:
+def _adapters_chart(title: str, comparisons: Sequence[Comparison], requests: int) -> str:
     panels = (
         Panel("adapter loads per request", _means(comparisons, lambda run: run.loads / requests)),
         Panel("TTFT p95, ms", _means(comparisons, lambda run: 1e3 * run.ttft_p95_s)),
         Panel("load, max/mean", _means(comparisons, lambda run: run.load_max_over_mean), BOUND),
     )
-    return bars(title, [name.replace("_", " ") for name in NAMES], panels)
+    return bars(title, [name.replace("_", " ") for name in ROUTINGS], panels)
