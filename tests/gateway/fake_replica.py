@@ -11,6 +11,8 @@ from typing import Any
 
 import httptools
 
+from policy.types import Load, Replica, ReplicaPhase
+
 SECRET = "secret-of-the-tests"
 
 
@@ -226,6 +228,12 @@ class FakeReplica(_Server):
             finally:
                 self.in_flight -= 1
                 self._changed.set()
+
+
+def ready_replica(name: str = "r", model: str = "m", **over: Any) -> Replica:
+    """A replica that is ready, as the fleet describes it."""
+    fields = {"shape": "s", "generation": 1, "url": "http://127.0.0.1:9", "load": Load(at=0.0), **over}
+    return Replica(id=name, model=model, **{"state": ReplicaPhase.READY, **fields})
 
 
 def alias(

@@ -228,23 +228,6 @@ async def test_those_who_come_together_share_a_call(shared: Stack) -> None:
     assert sorted(together[0]) == sorted(texts)
 
 
-async def test_a_shared_call_ends_when_all_have_left(shared: Stack) -> None:
-    replica = await shared.replica("leaves", model="vectors")
-    await shared.ready(replica)
-    replica.answer = hold(asyncio.Event(), vectors)
-    asked = [asyncio.create_task(embed(shared, "z"))]
-    await until(lambda: len(replica.hits) == 1)
-    asked += [asyncio.create_task(embed(shared, text)) for text in "ab"]
-    await until(lambda: len(replica.hits) == 2)
-    for task in asked:
-        task.cancel()
-    await asyncio.gather(*asked, return_exceptions=True)
-    for hit in replica.hits:
-        await hit.gone.wait()
-    replica.answer = vectors
-    assert (await embed(shared, "c")).status_code == 200
-
-
 async def test_what_the_fleet_cannot_serve_goes_upstream(shared: Stack) -> None:
     await shared.ready()
     upstream = FakeUpstream()

@@ -12,6 +12,7 @@ import httpx
 import pytest
 import pytest_asyncio
 
+from gateway.protocol.paths import ROUTES
 from policy.wire.catalog import served_name
 from tests.gateway.fake_replica import Exchange, FakeReplica, alias, event, hold
 from tests.gateway.fake_upstream import FakeUpstream
@@ -82,6 +83,7 @@ async def publish(stack: Stack, *aliases: dict[str, Any]) -> None:
         ("/v1/messages", "alpha"),
         ("/v1/tokenize", "alpha"),
         ("/v1/detokenize", "alpha"),
+        ("/v1/tokenize", "vectors"),
         ("/v1/embeddings", "vectors"),
         ("/v1/score", "vectors"),
         ("/v1/rerank", "vectors"),
@@ -90,12 +92,14 @@ async def publish(stack: Stack, *aliases: dict[str, Any]) -> None:
 async def test_each_route_names_the_version_to_its_replica_and_to_its_client(
     shared: Stack, path: str, base: str
 ) -> None:
-    (replica,) = await fleet(shared, f"route{path.replace('/', '-')}", model=base)
+    (replica,) = await fleet(shared, f"route{path.replace('/', '-')}-{base}", model=base)
     await publish(shared, alias("sql", OLD, NEW, model=base))
-    answer = await shared.http.post(path, json={"model": "sql", "input": ["x"], "nested": {"model": "sql"}})
+    body = {"model": "sql", "input": ["x"], "nested": {"model": "sql"}}
+    answer = await shared.http.post(path + "?beta=true", json=body)
     served = served_name("sql", NEW)
     assert (answer.status_code, answer.json()["model"]) == (200, served)
     (hit,) = replica.hits
+    assert hit.path == ROUTES[path].upstream.decode()
     assert hit.headers["x-tidegate-adapter"] == f"sql@{NEW}"
     assert hit.json["model"] == served
     assert hit.json["nested"] == {"model": "sql"}

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from tests.gateway.fake_replica import ANSWER, DONE, Exchange, FakeReplica, answer_json, event, hold, stream
+from tests.gateway.fake_replica import ANSWER, DONE, Exchange, FakeReplica, event, hold, stream
 from tests.gateway.worker import Stack, until
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
@@ -87,42 +87,6 @@ async def test_a_refusal_is_taken_elsewhere_uncharged(shared: Stack, reason: str
     answer_ = await asked
     assert answer_.status_code == 200
     assert answer_.headers["x-tidegate-replica"] == other.id
-
-
-async def test_whoever_was_refused_stands_before_those_who_came_later(shared: Stack) -> None:
-    replica = await shared.replica("old-place", bound=8)
-    await shared.ready(replica)
-
-    async def refuse(exchange: Exchange) -> None:
-        replica.say(in_flight=replica.bound + 1)  # what stays when this exchange has ended
-        await exchange.refuse("busy")
-
-    replica.answer = refuse
-    asked = [asyncio.create_task(shared.chat(user="first"))]
-    await until(lambda: len(replica.hits) == 1)
-    await waiting(shared, 1)
-    asked.append(asyncio.create_task(shared.chat(user="second")))
-    await waiting(shared, 2)
-    replica.hits.clear()
-    replica.answer = answer_json
-    replica.say(in_flight=replica.bound - 1)
-    await asyncio.gather(*asked)
-    assert [hit.json["user"] for hit in replica.hits] == ["first", "second"]
-    replica.say(in_flight=0)
-
-
-async def test_load_goes_to_the_least_loaded(shared: Stack) -> None:
-    busy, idle = await shared.replica("busy-one"), await shared.replica("idle-one")
-    busy.say(in_flight=5)
-    await shared.ready(busy, idle)
-
-    async def counted() -> bool:
-        described = (await shared.admin.get("/admin/fleet")).json()["replicas"]
-        return {r["id"]: r["in_flight"] for r in described} == {"busy-one": 5, "idle-one": 0}
-
-    await until(counted)
-    for _ in range(4):
-        assert (await shared.chat()).headers["x-tidegate-replica"] == "idle-one"
 
 
 async def test_no_replica_gets_more_than_its_bound(shared: Stack) -> None:

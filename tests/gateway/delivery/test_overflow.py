@@ -25,6 +25,7 @@ from starlette.types import Message
 
 from gateway.call import Call
 from gateway.delivery.overflow import Overflow
+from gateway.delivery.overflow_endpoint import OverflowEndpoint
 from gateway.http.exchange import SENT
 from gateway.protocol import body as bodies
 from gateway.protocol.errors import NO_ROOM, Refused
@@ -32,6 +33,7 @@ from gateway.protocol.paths import ROUTES
 from gateway.routing.fleet import ServedModel
 from gateway.telemetry.log import Log
 from gateway.telemetry.metrics import Metrics
+from policy.config.deployment import Price, Upstream
 from policy.document.parse import parse
 from policy.errors import Refusal
 from policy.request import Request
@@ -136,20 +138,19 @@ async def site(tmp_path: Path) -> AsyncIterator[Site]:
     site.overflow.read(parse(GOOD))  # closes what is kept
 
 
-@pytest_asyncio.fixture
-async def upstream() -> AsyncIterator[FakeUpstream]:
+async def running() -> AsyncIterator[FakeUpstream]:
     upstream = FakeUpstream()
     await upstream.start()
     yield upstream
     await upstream.stop()
 
 
-@pytest_asyncio.fixture
-async def other() -> AsyncIterator[FakeUpstream]:
-    other = FakeUpstream()
-    await other.start()
-    yield other
-    await other.stop()
+upstream = pytest_asyncio.fixture(running, name="upstream")
+other = pytest_asyncio.fixture(running, name="other")
+
+
+async def fail(exchange: Exchange) -> None:
+    await exchange.reply(b"{}", status=500)
 
 
 async def test_what_the_fleet_can_serve_stays(site: Site, upstream: FakeUpstream) -> None:
@@ -276,9 +277,6 @@ async def test_an_upstreams_error_is_no_matter_of_the_clients(
 
 
 async def test_the_next_upstream_is_asked(site: Site, upstream: FakeUpstream, other: FakeUpstream) -> None:
-    async def fail(exchange: Exchange) -> None:
-        await exchange.reply(b"{}", status=500)
-
     upstream.answer = fail
     site.deploy(upstream, other)
     assert (await site.ask()).headers[b"x-tidegate-replica"] == b"upstream:u1"
@@ -337,9 +335,6 @@ async def test_who_leaves_is_aborted_upstream_and_paid_for(site: Site, upstream:
 
 
 async def test_a_failing_upstream_is_left_alone(site: Site, upstream: FakeUpstream) -> None:
-    async def fail(exchange: Exchange) -> None:
-        await exchange.reply(b"{}", status=500)
-
     upstream.answer = fail
     site.document["gateway"]["eject"] = {"failures": 3, "base_s": 300, "max_s": 300}
     site.deploy(upstream)
@@ -353,10 +348,6 @@ async def test_it_is_tried_again_by_one_request(site: Site, upstream: FakeUpstre
     site.document["gateway"]["eject"] = {"failures": 1, "base_s": 0.001, "max_s": 1}
     site.deploy(upstream)
     good = upstream.answer
-
-    async def fail(exchange: Exchange) -> None:
-        await exchange.reply(b"{}", status=500)
-
     upstream.answer = fail
     with pytest.raises(Refused):
         await site.ask()
@@ -432,3 +423,31 @@ async def test_tls_is_spoken_and_verified(
     site.deploy(secure)
     assert (await site.ask()).body == ANSWER
     await secure.stop()
+
+
+@pytest.mark.parametrize(
+    ("came", "goes"),
+    [
+        (b'{ "model" : "m","seed":1e0}', b'{ "model" : "theirs","seed":1e0}'),
+        (b'{"cache_salt":"s" , "model":"m"}', b'{ "model":"theirs"}'),
+        (b'{"model":"m", "cache_salt" : "a\\"b,", "n":1}', b'{"model":"theirs",  "n":1}'),
+        (b'{"model":"m","n":1 , "cache_sal\\u0074":null }', b'{"model":"theirs","n":1  }'),
+        (
+            b'{"cache_salt":"s","model":"m","stream":true}',
+            b'{"stream_options":{"include_usage":true},"model":"theirs","stream":true}',
+        ),
+    ],
+)
+async def test_an_upstream_is_sent_the_bytes_that_came_but_for_the_model(came: bytes, goes: bytes) -> None:
+    upstream = Upstream(
+        name="u",
+        url="http://127.0.0.1:9/v1",
+        models={"m": "theirs"},
+        price=Price(input=0.0, output=0.0),
+        cost_cap_per_h=0.0,
+    )
+    endpoint = OverflowEndpoint(upstream, parse(GOOD), Log(0, io.StringIO()))
+    sent = endpoint.outgoing(ROUTES["/v1/chat/completions"], "m", bodies.read(came), came)
+    assert b"".join(sent.parts) == goes
+    assert sent.size == len(goes)
+    assert sent.counts == (b"stream" in came)

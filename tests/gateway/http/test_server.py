@@ -236,6 +236,7 @@ async def test_a_slow_answer_does_not_let_the_next_overtake(port: Port) -> None:
         (b"POST /" + b"y" * MAX_HEAD_BYTES + b" HTTP/1.1\r\n\r\n", 431),
         (b"POST / HTTP/1.1\r\n" + b"x: y\r\n" * (MAX_HEADERS + 1) + b"\r\n", 431),
         (b"POST / HTTP/1.1\r\ncontent-length: 300001\r\n\r\n", 413),
+        (b"POST / HTTP/1.1\r\ncontent-length: 300001\r\nexpect: 100-continue\r\n\r\n", 413),
         (b"POST / HTTP/1.1\r\ncontent-length: 99999999999999999999999\r\n\r\n", 400),
         (b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n50000\r\n" + b"x" * 0x50000 + b"\r\n", 413),
     ],
@@ -266,22 +267,20 @@ async def test_an_offer_of_another_protocol_is_not_taken(port: Port, protocol: b
     assert said == [body.decode(), "y"]
 
 
+@pytest.mark.parametrize(
+    ("begin", "more"),
+    [
+        (b"POST / HTTP/1.1\r\nx: ", b"y" * 4096),
+        (b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n", b"1;" + b"e" * 4096 + b"\r\nx\r\n"),
+    ],
+    ids=["a head without end", "chunks that are all frame"],
+)
 @on_uvloop
-async def test_a_head_without_end_is_cut(port: Port) -> None:
+async def test_what_is_all_head_is_cut(port: Port, begin: bytes, more: bytes) -> None:
     reader, writer = await port.open()
-    writer.write(b"POST / HTTP/1.1\r\nx: ")
-    for _ in range(20):
-        writer.write(b"y" * 4096)
-        await asyncio.sleep(0.001)
-    assert answers(await reader.read())[0][0] == 431
-
-
-@on_uvloop
-async def test_chunks_that_are_all_frame_are_cut(port: Port) -> None:
-    reader, writer = await port.open()
-    writer.write(b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n")
+    writer.write(begin)
     for _ in range(40):
-        writer.write(b"1;" + b"e" * 4096 + b"\r\nx\r\n")
+        writer.write(more)
         await asyncio.sleep(0.001)
     assert answers(await reader.read())[0][0] == 431
 
@@ -316,18 +315,6 @@ async def test_who_asks_before_sending_a_body_is_told_to_go_on(port: Port) -> No
     assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
     writer.write(body)
     assert json.loads(answers(await reader.read())[0][2])["body"] == "hello"
-
-
-@on_uvloop
-async def test_who_asks_for_too_much_is_not_told_to_go_on(port: Port) -> None:
-    data = b"POST / HTTP/1.1\r\ncontent-length: 300001\r\nexpect: 100-continue\r\n\r\n"
-    assert answers(await port.ask(data))[0][0] == 413
-
-
-@on_uvloop
-async def test_an_old_client_is_answered_and_left(port: Port) -> None:
-    ((status, headers, _),) = answers(await port.ask(post(b"x", version=b"1.0")))
-    assert (status, headers["connection"]) == (200, "close")
 
 
 @on_uvloop

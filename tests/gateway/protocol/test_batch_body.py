@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 import httpx
@@ -216,40 +217,46 @@ words = st.lists(st.sampled_from(["tide", "gate", "é", "sea", "\\", '"', "\n"])
     " ".join
 )
 tokens = st.lists(st.integers(0, 500), min_size=1, max_size=4)
-quick = settings(
-    max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+
+
+def several(each: st.SearchStrategy[dict[str, Any]]) -> st.SearchStrategy[list[dict[str, Any]]]:
+    return st.lists(each, min_size=2, max_size=4)
+
+
+def one_or_more(inputs: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    return st.one_of(inputs, st.lists(inputs, min_size=1, max_size=3))
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@given(
+    texts=several(one_or_more(words).map(partial(embedding, dimensions=4))),
+    ids=several(one_or_more(tokens).map(partial(embedding, encoding_format="base64"))),
+    scores=several(
+        st.tuples(one_or_more(words), st.lists(words, min_size=1, max_size=3)).map(
+            lambda pair: {
+                "model": "base",
+                "text_1": pair[1] if isinstance(pair[0], list) else pair[0],
+                "text_2": pair[1],
+            }
+        )
+    ),
+    prompts=several(
+        st.lists(words, min_size=1, max_size=3).map(
+            lambda each: {"model": "base", "prompt": each, "max_tokens": 5, "seed": 1}
+        )
+    ),
 )
-
-
-@pytest.mark.asyncio(loop_scope="module")
-@quick
-@given(inputs=st.lists(st.one_of(words, st.lists(words, min_size=1, max_size=3)), min_size=2, max_size=4))
-async def test_embeddings_of_texts(pooling: httpx.AsyncClient, inputs: list[Any]) -> None:
-    await same_as_alone(pooling, "/v1/embeddings", [embedding(each, dimensions=4) for each in inputs])
-
-
-@pytest.mark.asyncio(loop_scope="module")
-@quick
-@given(inputs=st.lists(st.one_of(tokens, st.lists(tokens, min_size=1, max_size=3)), min_size=2, max_size=4))
-async def test_embeddings_of_token_ids(pooling: httpx.AsyncClient, inputs: list[Any]) -> None:
-    bodies_ = [embedding(each, encoding_format="base64") for each in inputs]
-    await same_as_alone(pooling, "/v1/embeddings", bodies_)
-
-
-@pytest.mark.asyncio(loop_scope="module")
-@quick
-@given(pairs=st.lists(st.tuples(words, st.lists(words, min_size=1, max_size=3)), min_size=2, max_size=4))
-async def test_scores(pooling: httpx.AsyncClient, pairs: list[tuple[str, list[str]]]) -> None:
-    bodies_: list[dict[str, Any]] = []
-    for one, others in pairs:
-        bodies_.append({"model": "base", "text_1": one, "text_2": others})
-        bodies_.append({"model": "base", "text_1": others, "text_2": others})
-    await same_as_alone(pooling, "/v1/score", bodies_)
-
-
-@pytest.mark.asyncio(loop_scope="module")
-@quick
-@given(prompts=st.lists(st.lists(words, min_size=1, max_size=3), min_size=2, max_size=4))
-async def test_completions(writing: httpx.AsyncClient, prompts: list[list[str]]) -> None:
-    bodies_ = [{"model": "base", "prompt": each, "max_tokens": 5, "seed": 1} for each in prompts]
-    await same_as_alone(writing, "/v1/completions", bodies_)
+async def test_a_shared_call_answers_each_as_if_alone(
+    pooling: httpx.AsyncClient,
+    writing: httpx.AsyncClient,
+    *,
+    texts: list[Any],
+    ids: list[Any],
+    scores: list[Any],
+    prompts: list[Any],
+) -> None:
+    await same_as_alone(pooling, "/v1/embeddings", texts)
+    await same_as_alone(pooling, "/v1/embeddings", ids)
+    await same_as_alone(pooling, "/v1/score", scores)
+    await same_as_alone(writing, "/v1/completions", prompts)

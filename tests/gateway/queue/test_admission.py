@@ -24,7 +24,8 @@ from policy.config.deployment import Deployment, GatewayConfig, ModelSpec
 from policy.errors import Refusal
 from policy.hashing import hash_name
 from policy.request import Request
-from policy.types import Load, Priority, Replica, ReplicaPhase
+from policy.types import Load, Priority
+from tests.gateway.fake_replica import ready_replica
 
 WAIT_S = 60.0
 MAX_BYTES = 10_000
@@ -61,15 +62,7 @@ class Hall:
 
     def _model(self, name: str) -> ServedModel:
         served = ServedModel(name)
-        replica = Replica(
-            id=name,
-            model=name,
-            shape="s",
-            generation=1,
-            state=ReplicaPhase.READY,
-            load=Load(at=0.0, bound=self.bound),
-            url="http://r:1",
-        )
+        replica = ready_replica(name, name, load=Load(at=0.0, bound=self.bound))
         link = ReplicaHandle(replica, 1.0, None, self._shared)
         link.answering = True
         served.links.append(link)
@@ -116,8 +109,8 @@ async def leave(*asked: asyncio.Task[ReplicaHandle]) -> None:
 async def test_whoever_was_sent_back_needs_no_room_in_the_queue() -> None:
     hall = Hall(max_queue=1)
     link = hall.alpha.links[0]
-    first = await hall.fill(hall.alpha)
-    later = await hall.ask(hall.arrive(hall.alpha))
+    first = await hall.fill(hall.alpha, size=MAX_BYTES)
+    later = await hall.ask(hall.arrive(hall.alpha, MAX_BYTES))
     link.refused(Refusal.BUSY)
     end(first, AttemptOutcome.REFUSED)
     again = await hall.ask(first)
@@ -157,19 +150,6 @@ async def test_what_a_replica_took_waits_no_more() -> None:
     next_one = await hall.ask(hall.arrive(hall.alpha, MAX_BYTES))
     assert not next_one.done()
     await leave(next_one)
-
-
-async def test_whoever_was_sent_back_needs_no_room_for_its_bytes() -> None:
-    hall = Hall()
-    link = hall.alpha.links[0]
-    first = hall.arrive(hall.alpha, MAX_BYTES)
-    await first.wait()
-    later = await hall.ask(hall.arrive(hall.alpha, MAX_BYTES))
-    link.refused(Refusal.BUSY)
-    end(first, AttemptOutcome.REFUSED)
-    again = await hall.ask(first)
-    assert not again.done()
-    await leave(again, later)
 
 
 async def test_one_body_over_the_bound_waits_where_nothing_else_does() -> None:

@@ -139,15 +139,12 @@ async def test_who_is_alone_goes_as_it_came() -> None:
 
 
 async def test_those_who_come_together_share_a_call_and_get_their_own() -> None:
-    site = Site()
-    site.hold.clear()
-    first = site.ask("a")
-    await turn()
-    others = [site.ask("b", "c"), site.ask("d")]
+    site, asked = await held("a")
+    asked += [site.ask("b", "c"), site.ask("d")]
     await turn()
     assert site.sent == [["a"]]
     site.hold.set()
-    answers = await asyncio.gather(first, *others)
+    answers = await asyncio.gather(*asked)
     assert site.sent == [["a"], ["b", "c", "d"]]
     assert [said["texts"] for said in answers] == [["a"], ["b", "c"], ["d"]]
     assert [said["indices"] for said in answers] == [[0], [0, 1], [0]]
@@ -161,11 +158,7 @@ async def test_those_who_come_together_share_a_call_and_get_their_own() -> None:
 
 
 async def test_the_window_ends_while_the_call_before_is_under_way() -> None:
-    site = Site(window_s=0.001)
-    site.hold.clear()
-    asked = [site.ask("a")]
-    await turn()
-    asked += [site.ask("b"), site.ask("c")]
+    site, asked = await held("a", "b", "c", window_s=0.001)
     await until(lambda: len(site.sent) == 2)
     assert site.sent[1] == ["b", "c"]
     site.hold.set()
@@ -173,17 +166,14 @@ async def test_the_window_ends_while_the_call_before_is_under_way() -> None:
 
 
 async def test_a_full_call_leaves_at_once() -> None:
-    site = Site(window_s=1.0, max_inputs=3)
-    site.hold.clear()
-    asked = [site.ask("a"), site.ask("b"), site.ask("c"), site.ask("d"), site.ask("e", "f")]
-    await turn()
+    site, asked = await held("a", "b", "c", "d", "e", max_inputs=3)
     assert site.sent == [["a"], ["b", "c", "d"]]
     site.hold.set()
     await asyncio.gather(*asked)
 
 
 async def test_only_the_guilty_gets_its_error() -> None:
-    site = Site()
+    site, asked = await held("a", "b", "bad", "c")
 
     async def refuse(inputs: list[str]) -> bytes | None:
         if "bad" in inputs:
@@ -191,10 +181,6 @@ async def test_only_the_guilty_gets_its_error() -> None:
         return None
 
     site.refuse = refuse
-    site.hold.clear()
-    asked = [site.ask("a")]
-    await turn()
-    asked += [site.ask("b"), site.ask("bad"), site.ask("c")]
     site.hold.set()
     _, one, guilty, other = await asyncio.gather(*asked, return_exceptions=True)
     assert isinstance(guilty, Refused)
@@ -207,26 +193,19 @@ async def test_only_the_guilty_gets_its_error() -> None:
 
 @pytest.mark.parametrize("answer", [b"", b"{}", b'{"data":[]}', b"\xff", b'{"data":[{"index":0}]}'])
 async def test_an_answer_that_cannot_be_split_is_asked_for_one_by_one(answer: bytes) -> None:
-    site = Site()
+    site, asked = await held("a", "b", "c")
 
     async def nonsense(inputs: list[str]) -> bytes | None:
         return answer if len(inputs) > 1 else None
 
     site.refuse = nonsense
-    site.hold.clear()
-    asked = [site.ask("a")]
-    await turn()
-    asked += [site.ask("b"), site.ask("c")]
     site.hold.set()
     assert [said["texts"] for said in await asyncio.gather(*asked)] == [["a"], ["b"], ["c"]]
     assert site.metrics.model("vectors").coalesced_calls == 0
 
 
 async def test_one_who_leaves_the_window_is_not_sent() -> None:
-    site = Site()
-    site.hold.clear()
-    asked = [site.ask("a"), site.ask("b"), site.ask("c")]
-    await turn()
+    site, asked = await held("a", "b", "c")
     asked[1].cancel()
     await turn()
     site.hold.set()
@@ -280,9 +259,8 @@ async def test_one_who_leaves_an_own_call_ends_it() -> None:
 
 
 async def test_the_shared_call_is_the_sum_of_its_members() -> None:
-    site = Site(window_s=1.0, max_inputs=2)
-    site.hold.clear()
-    asked = [site.ask("a"), site.ask("bb", deadline=7.0), site.ask("ccc", deadline=5.0)]
+    site, asked = await held("a", max_inputs=2)
+    asked += [site.ask("bb", deadline=7.0), site.ask("ccc", deadline=5.0)]
     await turn()
     shared = site.requests[1]
     own = [len(json.dumps({"model": "vectors", "input": text})) for text in ("bb", "ccc")]
@@ -295,7 +273,7 @@ async def test_the_shared_call_is_the_sum_of_its_members() -> None:
 
 
 async def test_who_shared_a_call_that_killed_a_replica_has_one_replica_left_to_try() -> None:
-    site = Site()
+    site, asked = await held("a", "b", "c")
 
     async def die(inputs: list[str]) -> bytes | None:
         if len(inputs) > 1:
@@ -305,10 +283,6 @@ async def test_who_shared_a_call_that_killed_a_replica_has_one_replica_left_to_t
         return None
 
     site.refuse = die
-    site.hold.clear()
-    asked = [site.ask("a")]
-    await turn()
-    asked += [site.ask("b"), site.ask("c")]
     site.hold.set()
     await asyncio.gather(*asked)
     assert [(request.avoid, request.begun) for request in site.requests[2:]] == [({"r1"}, 1)] * 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import cast
 
 import httpx
@@ -16,13 +17,14 @@ from policy.types import Replica, ReplicaPhase
 
 URL = "http://127.0.0.1:1"
 TURNS = 6
+LISTING = httpx.Response(200, json={"data": [{"id": "alpha", "max_model_len": 64}]})
 
 
 class View:
-    """A fleet with one server. ``heard`` is by how much each look finds its answers grown."""
+    """A fleet with one server, whose answers have grown by ``growth`` at each look."""
 
-    def __init__(self, heard: int) -> None:
-        self.heard = heard
+    def __init__(self, growth: int) -> None:
+        self.growth = growth
         self.total = 0
         self.turns: list[list[Replica]] = []
         self.asked = 0
@@ -30,7 +32,7 @@ class View:
 
     def reads(self, model: str, url: str) -> int:
         assert (model, url) == ("alpha", URL)
-        self.total += self.heard
+        self.total += self.growth
         return self.total
 
     def hears(self, model: str, url: str) -> bool:
@@ -43,15 +45,11 @@ class View:
             self.enough.set()
 
 
-@pytest.fixture
-def answers() -> list[httpx.Response | Exception]:
-    """What the server says, the last one for ever."""
-    return [httpx.Response(200, json={"data": [{"id": "alpha", "max_model_len": 64}]})]
-
-
 async def probe(
-    view: View, answers: list[httpx.Response | Exception], monkeypatch: pytest.MonkeyPatch
+    view: View, answers: Sequence[httpx.Response | Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Look ``TURNS`` times at a server that answers so, the last one for ever."""
+
     async def get(client: httpx.AsyncClient, url: str) -> httpx.Response:
         assert url == URL + "/v1/models"
         answer = answers[min(view.asked, len(answers) - 1)]
@@ -69,45 +67,24 @@ async def probe(
     task.cancel()
 
 
-def states(view: View) -> set[ReplicaPhase]:
-    return {replica.state for turn in view.turns for replica in turn}
-
-
-async def test_a_server_that_answers_nobody_is_asked_each_time(
-    answers: list[httpx.Response | Exception], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("growth", "list_every_s", "asked"),
+    [(0, 60.0, TURNS), (1, 60.0, 1), (1, 0.0, TURNS)],
+    ids=["it answers nobody", "it answers requests", "what is new there is due"],
+)
+async def test_a_server_is_asked_where_its_answers_do_not_say_enough(
+    monkeypatch: pytest.MonkeyPatch, growth: int, list_every_s: float, asked: int
 ) -> None:
-    view = View(heard=0)
-    await probe(view, answers, monkeypatch)
-    assert view.asked == TURNS
-    assert states(view) == {ReplicaPhase.READY}
+    monkeypatch.setattr(external, "LIST_EVERY_S", list_every_s)
+    view = View(growth)
+    await probe(view, [LISTING], monkeypatch)
+    assert view.asked == asked
+    assert {replica.state for turn in view.turns for replica in turn} == {ReplicaPhase.READY}
 
 
-async def test_one_that_answers_requests_is_not(
-    answers: list[httpx.Response | Exception], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    view = View(heard=1)
-    await probe(view, answers, monkeypatch)
-    assert view.asked == 1
-    assert states(view) == {ReplicaPhase.READY}
-
-
-async def test_but_is_asked_what_is_new_there(
-    answers: list[httpx.Response | Exception], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(external, "LIST_EVERY_S", 0.0)
-    view = View(heard=1)
-    await probe(view, answers, monkeypatch)
-    assert view.asked == TURNS
-
-
-async def test_what_was_not_well_when_it_was_asked_is_asked_again(
-    answers: list[httpx.Response | Exception], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    view = View(heard=1)
-    await probe(view, [httpx.ConnectError("refused"), httpx.Response(503), *answers], monkeypatch)
+async def test_what_was_not_well_when_it_was_asked_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    view = View(1)
+    await probe(view, [httpx.ConnectError("refused"), httpx.Response(503), LISTING], monkeypatch)
     assert view.asked == 3
-    assert [turn[0].state for turn in view.turns[:3]] == [
-        ReplicaPhase.STOPPED,
-        ReplicaPhase.STOPPED,
-        ReplicaPhase.READY,
-    ]
+    states = [turn[0].state for turn in view.turns[:3]]
+    assert states == [ReplicaPhase.STOPPED, ReplicaPhase.STOPPED, ReplicaPhase.READY]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 
 import msgspec
 import pytest
@@ -14,27 +14,30 @@ from gateway.routing.replica import NO_EVENTS, STALE_S, FleetEvents, ReplicaHand
 from gateway.telemetry.metrics import Metrics
 from policy.routing.outlier_ejection import AttemptResult
 from policy.types import EngineKind, Fleet, Load, Model, Replica, ReplicaPhase, Runner
+from tests.gateway.fake_replica import ready_replica
 
 MODEL = Model(name="alpha", runner=Runner.GENERATE, engine=EngineKind.SIM)
 READY = b'{"state":"ready","load":{"at":1,"bound":8}}'
 DRAINING = b'{"state":"draining","load":{"at":1,"bound":8}}'
 RESTARTED_AT = 50.0
+LOAD = Load(at=0.0, bound=8)
 
 
 def fleet(epoch: float, *ids: str, version: int = 1) -> Fleet:
-    replicas = tuple(
-        Replica(
-            id=id_,
-            model="alpha",
-            shape="s",
-            generation=1,
-            state=ReplicaPhase.READY,
-            load=Load(at=0.0, bound=8),
-            url="http://127.0.0.1:9",
-        )
-        for id_ in ids
+    return with_replicas(
+        *(ready_replica(id_, "alpha", load=LOAD) for id_ in ids), epoch=epoch, version=version
     )
-    return Fleet(epoch=epoch, version=version, at=0.0, models=(MODEL,), replicas=replicas)
+
+
+def with_replicas(*replicas: Replica, model: Model = MODEL, epoch: float = 1.0, version: int = 1) -> Fleet:
+    return Fleet(epoch=epoch, version=version, at=0.0, models=(model,), replicas=replicas)
+
+
+def in_states(states: Sequence[ReplicaPhase], model: Model = MODEL) -> Fleet:
+    """A fleet with one replica in each state."""
+    return with_replicas(
+        *(ready_replica(f"r{i}", "alpha", state=state) for i, state in enumerate(states)), model=model
+    )
 
 
 class View(FleetView):
@@ -196,12 +199,7 @@ def test_the_one_request_that_probes_is_told_apart() -> None:
 async def test_to_wait_is_in_vain_when_nothing_can_be_heard_and_nothing_comes(
     states: list[ReplicaPhase], target: int, hopeless: bool
 ) -> None:
-    replica = fleet(1.0, "one").replicas[0]
-    replicas = tuple(
-        msgspec.structs.replace(replica, id=f"r{i}", state=state) for i, state in enumerate(states)
-    )
-    model = msgspec.structs.replace(MODEL, target=target)
-    said = Fleet(epoch=1.0, version=1, at=0.0, models=(model,), replicas=replicas)
+    said = in_states(states, msgspec.structs.replace(MODEL, target=target))
     view = FleetView("", Metrics())
     view.take(said, "controller", 10.0)
     served = view.models[0]
@@ -232,11 +230,7 @@ async def test_a_model_sleeps_that_has_no_replica_and_starts_none(
     states: list[ReplicaPhase], *, down: bool, asleep: bool
 ) -> None:
     view = FleetView("", Metrics())
-    replica = fleet(1.0, "one").replicas[0]
-    replicas = tuple(
-        msgspec.structs.replace(replica, id=f"r{i}", state=state) for i, state in enumerate(states)
-    )
-    view.take(Fleet(epoch=1.0, version=1, at=0.0, models=(MODEL,), replicas=replicas), "controller", 10.0)
+    view.take(in_states(states), "controller", 10.0)
     served = view.models[0]
     assert (served.down, served.asleep) == (down, asleep)
     view.take(fleet(1.0, "one", version=2), "controller", 11.0)
@@ -248,11 +242,11 @@ async def test_how_long_a_start_took_is_known_when_all_are_gone() -> None:
     view = FleetView("", Metrics())
     quick = msgspec.structs.replace(fleet(1.0, "one").replicas[0], start_s=2.0)
     slow = msgspec.structs.replace(quick, id="two", start_s=5.0)
-    view.take(Fleet(epoch=1.0, version=1, at=0.0, models=(MODEL,), replicas=(quick, slow)), "controller", 1.0)
+    view.take(with_replicas(quick, slow), "controller", 1.0)
     served = view.models[0]
     assert served.start_s == 5.0
-    view.take(Fleet(epoch=1.0, version=2, at=0.0, models=(MODEL,), replicas=(quick,)), "controller", 2.0)
+    view.take(with_replicas(quick, version=2), "controller", 2.0)
     assert served.start_s == 2.0
-    view.take(Fleet(epoch=1.0, version=3, at=0.0, models=(MODEL,)), "controller", 3.0)
+    view.take(with_replicas(version=3), "controller", 3.0)
     assert served.start_s == 2.0
     view.close()

@@ -8,25 +8,12 @@ from pathlib import Path
 from gateway.routing.replica import ReplicaHandle
 from gateway.routing.shared_memory import SharedRows
 from policy.hashing import hash_name
-from policy.types import Load, Replica, ReplicaPhase
-
-
-def link(shared: SharedRows) -> ReplicaHandle:
-    replica = Replica(
-        id="r",
-        model="m",
-        shape="s",
-        generation=1,
-        state=ReplicaPhase.READY,
-        load=Load(at=0.0),
-        url="http://[::1]:9",
-    )
-    return ReplicaHandle(replica, 1.0, None, shared)
+from tests.gateway.fake_replica import ready_replica
 
 
 async def test_a_prefill_that_nobody_will_see_end_is_over_when_that_was_foreseen(tmp_path: Path) -> None:
     mine, others = (SharedRows(tmp_path / "rows", row) for row in range(2))
-    replica = link(mine)
+    replica = ReplicaHandle(ready_replica(), 1.0, None, mine)
     for tokens in (100, 20, 3):
         replica.begin(tokens)
     others.beat()

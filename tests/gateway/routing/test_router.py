@@ -21,7 +21,7 @@ from policy.engine.step_table import GENERIC, step_table_of
 from policy.hashing import hash_name
 from policy.request import Request
 from policy.routing.router import CostEstimate
-from policy.types import Load, Replica, ReplicaPhase
+from tests.gateway.fake_replica import ready_replica
 
 CHAIN = tuple(range(100, 116, 2))
 DEPTHS = tuple(range(128, 1025, 128))
@@ -54,20 +54,10 @@ def routes(shared: LocalCounts | None = None, metrics: Metrics | None = None) ->
     return ModelRouters(random.Random(1), shared or LocalCounts(), metrics=metrics)  # noqa: S311 - ties, not secrets
 
 
-def served(*adapters: str, replicas: int = 3) -> ServedModel:
+def served(replicas: int = 3) -> ServedModel:
     model = ServedModel("m")
     for i in range(replicas):
-        replica = Replica(
-            id=f"r{i}",
-            model="m",
-            shape="s",
-            generation=1,
-            state=ReplicaPhase.READY,
-            load=Load(at=0.0),
-            url="http://r:1",
-            adapters=adapters if i else (),
-        )
-        link = ReplicaHandle(replica, 1.0, None)
+        link = ReplicaHandle(ready_replica(f"r{i}"), 1.0, None)
         link.answering = True
         model.links.append(link)
     return model

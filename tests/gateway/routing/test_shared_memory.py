@@ -51,22 +51,6 @@ def test_the_file_is_its_owners_alone(tmp_path: Path, worker: Worker) -> None:
     assert stat.S_IMODE((tmp_path / "rows").stat().st_mode) == 0o600
 
 
-def test_others_are_all_but_me(worker: Worker) -> None:
-    rows = [worker(i) for i in range(3)]
-    for row in rows:
-        row.begin(REPLICA, 100)
-        row.begin(OTHER, 5)
-    rows[1].begin(REPLICA, 40)
-    rows[2].first_token(REPLICA, 100)
-    for row in rows:
-        row.beat()
-    assert rows[0].others(REPLICA) == (3, 140, 3)
-    assert rows[1].others(REPLICA) == (2, 100, 2)
-    assert rows[2].others(OTHER) == (2, 10, 2)
-    rows[1].end(REPLICA)
-    assert rows[0].others(REPLICA) == (2, 140, 3)
-
-
 OPS = st.lists(
     st.tuples(st.integers(0, 2), st.sampled_from([REPLICA, OTHER, 8]), st.integers(0, 5000)), max_size=60
 )
@@ -126,8 +110,8 @@ def test_a_beat_from_before_the_machine_started_is_none(worker: Worker, clock: C
     assert me.others(REPLICA) == (0, 0, 0)
 
 
-def test_a_worker_that_starts_anew_has_nothing_in_flight(tmp_path: Path, clock: Clock) -> None:
-    me, killed = (SharedRows(tmp_path / "rows", i, clock) for i in (0, 1))
+def test_a_worker_that_starts_anew_has_nothing_in_flight(worker: Worker) -> None:
+    me, killed = worker(0), worker(1)
     killed.begin(REPLICA, 10)
     killed.served(1, 99)
     killed.publish(1, REPLICA, [11])
@@ -135,14 +119,12 @@ def test_a_worker_that_starts_anew_has_nothing_in_flight(tmp_path: Path, clock: 
     assert me.others(REPLICA) == (1, 10, 1)
     assert me.news() == [(1, REPLICA, [11])]
     # As after kill -9: the row is not given back, and somebody takes it anew.
-    successor = SharedRows(tmp_path / "rows", 1, clock)
+    successor = worker(1)
     me.beat()
     assert me.others(REPLICA) == (0, 0, 0)
     assert me.served_by_others(1) == 0
     successor.publish(1, REPLICA, [12])
     assert me.news() == [(1, REPLICA, [12])]
-    for rows in (me, killed, successor):
-        rows.close()
 
 
 def test_who_leaves_counts_no_more(tmp_path: Path, clock: Clock) -> None:
@@ -160,15 +142,6 @@ def test_another_layout_is_not_read(worker: Worker, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(shared_memory, "_THIS_LAYOUT", 5)
     me.beat()
     assert me.others(REPLICA) == (0, 0, 0)
-
-
-def test_a_key_that_comes_later_is_seen_with_the_next_beat(worker: Worker) -> None:
-    me, other = worker(0), worker(1)
-    me.beat()
-    assert me.others(REPLICA) == (0, 0, 0)
-    other.begin(REPLICA, 10)
-    me.beat()
-    assert me.others(REPLICA) == (1, 10, 1)
 
 
 # Keys that want the same slot; a window holds sixteen of them.
