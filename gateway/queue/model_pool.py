@@ -16,8 +16,8 @@ from policy.config.deployment import Deployment
 from policy.errors import TargetError
 from policy.hashing import hash_name
 from policy.request import Request
+from policy.routing.cost import Candidate, CostEstimate
 from policy.routing.outlier_ejection import BreakerState
-from policy.routing.router import Candidate, CostEstimate
 
 # How long a slot is left to other workers, which look for one every 20 ms, and how often at most.
 YIELD_S = 0.1

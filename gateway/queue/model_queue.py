@@ -15,7 +15,7 @@ from policy.admission import dispatcher as dispatching
 from policy.admission.dispatcher import Dispatcher
 from policy.admission.retry import AttemptOutcome, Cause, Rejection
 from policy.request import Request
-from policy.routing.replica_health import ReplicaHealth
+from policy.routing.outlier_ejection import ReplicaHealth
 
 # News of replicas that change nothing come by the hundred each second; they are acted on at most so often.
 REST_S = 0.004

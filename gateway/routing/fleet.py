@@ -10,7 +10,7 @@ from gateway.routing.replica import NO_EVENTS, FleetEvents, ReplicaHandle
 from gateway.routing.shared_memory import LOCAL, SharedCounts
 from gateway.telemetry.metrics import Metrics
 from policy.config.deployment import Deployment, Eject, Retry
-from policy.routing.replica_health import HealthCounters, ReplicaHealth
+from policy.routing.outlier_ejection import HealthCounters, ReplicaHealth
 from policy.types import EMPTY_FLEET, EngineKind, Fleet, Load, Replica, ReplicaPhase, Runner
 
 # A controller that has just started may not know every replica yet.

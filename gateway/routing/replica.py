@@ -15,9 +15,8 @@ from gateway.routing.loaded_adapters import LoadedAdapters
 from gateway.routing.shared_memory import LOCAL, SharedCounts
 from policy.errors import Refusal
 from policy.hashing import hash_name
-from policy.routing.outlier_ejection import BreakerState, Watchdog
-from policy.routing.replica_health import HealthCounters, ReplicaHealth
-from policy.routing.router import Candidate
+from policy.routing.cost import Candidate
+from policy.routing.outlier_ejection import BreakerState, HealthCounters, ReplicaHealth, Watchdog
 from policy.types import Replica, ReplicaPhase
 from policy.wire.headers import SECRET_HEADER
 from policy.wire.load import LOAD_LINE

@@ -18,8 +18,9 @@ from policy.config.deployment import Deployment
 from policy.errors import TargetError
 from policy.hashing import hash_name
 from policy.request import Request
-from policy.routing.router import Candidate, CostEstimate, Decision, Router, Settings
-from policy.routing.settings import settings_of
+from policy.routing.cost import Candidate, CostEstimate
+from policy.routing.router import Decision, Router
+from policy.routing.settings import Settings, settings_of
 
 # How many decisions are kept for explanations.
 KEPT = 512

@@ -20,7 +20,7 @@ from gateway.protocol.errors import NO_ROOM
 from gateway.protocol.usage import Usage
 from gateway.telemetry.adapter_metrics import AdapterMetrics
 from gateway.telemetry.prometheus import MergedHistogram, MetricFamilies
-from policy.routing.replica_health import HealthCounters
+from policy.routing.outlier_ejection import HealthCounters
 from policy.signals.counters import WorkerCounters
 from policy.stats.histogram import HistogramCounter
 from policy.types import Priority

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from policy.admission.queue import Waiting
 from policy.request import Request
-from policy.routing.router import Candidate, CostEstimate
+from policy.routing.cost import Candidate, CostEstimate
 
 # How many waiting requests are searched for companions.
 WINDOW = 32

@@ -14,16 +14,14 @@ from itertools import islice
 from typing import Generic, TypeVar
 
 from policy.admission.dispatch import FreeSlots, dispatch
-from policy.admission.fairness import FairQueue, Peers
+from policy.admission.fairness import FairQueue, Peers, ReservedSlots
 from policy.admission.queue import Admitted, Queue, Waiting
 from policy.admission.replica_pool import Replica, ReplicaPool
-from policy.admission.reserved_slots import ReservedSlots
 from policy.admission.retry import RESULTS, AttemptOutcome, Cause, Rejection, RetryState
 from policy.errors import Refusal
 from policy.request import Request
-from policy.routing.outlier_ejection import AttemptResult
-from policy.routing.replica_health import ReplicaHealth
-from policy.routing.router import Candidate, CostEstimate
+from policy.routing.cost import Candidate, CostEstimate
+from policy.routing.outlier_ejection import AttemptResult, ReplicaHealth
 from policy.routing.settings import START_SHARE
 from policy.types import Priority
 

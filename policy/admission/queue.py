@@ -6,11 +6,9 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from policy.admission.discipline import Discipline
-from policy.admission.drain_rate import RANK, ServiceRate
-from policy.admission.fairness import cost
+from policy.admission.fairness import Discipline, cost
 from policy.admission.ordered_set import OrderedSet
-from policy.admission.wait_margin import LEAST, WaitMargin
+from policy.admission.wait_prediction import LEAST, RANK, ServiceRate, WaitMargin
 from policy.errors import Refusal
 from policy.request import Request
 from policy.types import Priority
@@ -46,7 +44,7 @@ class Verdict(NamedTuple):
 
 
 class Waiting(NamedTuple):
-    """A waiting request in order; ``tag`` as in :class:`policy.admission.discipline.QueueOrder`.
+    """A waiting request in order; ``tag`` as in :class:`policy.admission.fairness.QueueOrder`.
 
     ``passed`` counts later requests that a replica was given which could have served this one.
     """

@@ -1,28 +1,53 @@
-"""What a replica would cost a request: the seconds to its first token there, term by term.
+"""The cost of a request at each replica, in seconds: its predicted TTFT there, and what it costs others.
 
-A term is a function here, or a part of :func:`estimate`; :class:`CostEstimate` has a field for each.
+:func:`estimate` predicts the TTFT term by term, :class:`CostModel` adds the cost to others.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from policy.engine.model import Timing
+from policy.hashing import rendezvous
 from policy.request import Request
-from policy.routing.prediction_error import LEAST
-from policy.routing.replica_state import ReplicaState
+from policy.routing.affinity import (
+    COPY,
+    CROWDED,
+    CROWDED_BY_COPIES,
+    LEAN,
+    SLACK,
+    Balance,
+    Popularity,
+    Share,
+    crowd_price,
+)
+from policy.routing.prediction_error import LEAST, OnlineLine
+from policy.routing.replica_state import ASSUMED_LOAD_S, ReplicaState
+
+# From this prediction error on a replica gets a smaller share of the traffic.
+SLOW = 1.5
+# The price, in loads, of a request for an adapter at any but the first replica that has it: another copy
+# takes a slot while requests come for it.
+COPIES = 2.0
+# The eviction candidate is the least popular of this many least recently used adapters.
+VICTIMS = 8
+# How far beyond the mean a replica's load may be before requests for its adapters go elsewhere.
+UNEVEN = 0.15
+# With each request for an adapter, a replica's load time moves this far towards the mean: one that is
+# believed slow gets no loads that could correct it.
+ALIKE = 0.1
 
 
 @dataclass(slots=True, eq=False)
 class Candidate:
-    """A replica as the router sees it; whoever owns the connection to it keeps it true.
+    """A replica as the router sees it; the owner of the connection updates it.
 
-    ``key`` is a 64-bit hash of ``id`` that every process computes alike. ``in_flight`` counts
-    requests that are there now, ``bound`` how many it takes (0: none stated), ``pending_tokens`` their
-    prompt tokens that are not computed yet, ``turned_at`` when it turned to the first of them, and
-    ``begun`` the requests ever sent there by this host.
-    ``kv_used`` is a fraction. ``timing`` is what the replica said of its own speed, if it did.
+    ``key`` is a 64-bit hash of ``id``, the same in every process. ``in_flight`` counts the requests there,
+    ``bound`` is the most it accepts (0: unknown), ``pending_tokens`` are prompt tokens still to compute,
+    ``turned_at`` is when the prefill of the first of them started, ``begun`` the number of requests ever sent
+    there by this host, ``kv_used`` a fraction, ``timing`` the reported speed.
     """
 
     id: str
@@ -39,11 +64,10 @@ class Candidate:
 class CostEstimate(NamedTuple):
     """Predicted seconds to the first token at one candidate, term by term.
 
-    ``burden`` is no part of it: what the choice costs others, in seconds (a prefill that they wait for,
-    an adapter that is evicted, a share of the traffic above the bound). ``uncached`` are the prompt
-    tokens to compute there, ``modelled`` the seconds by the engine model alone, ``age`` the tokens that
-    the replica was given since it last used what is cached there of the prompt, ``loads`` the loads of
-    adapters that its first token waits for, its own among them.
+    ``burden`` is what the choice costs others, in seconds (a prefill that they wait for, an evicted adapter,
+    a share of the traffic above the bound), and no part of the TTFT. ``uncached`` are the prompt tokens to
+    compute, ``modelled`` the seconds by the engine model alone, ``age`` the tokens sent there since the
+    cached prefix was last used, ``loads`` the adapter loads before the first token, its own included.
     """
 
     candidate: Candidate
@@ -64,15 +88,12 @@ class CostEstimate(NamedTuple):
 
 
 def adapter_load_s(request: Request, site: ReplicaState) -> float:
-    """The load of its adapter, where it is not believed resident."""
+    """Seconds to load its adapter, where it is not resident."""
     return 0.0 if request.adapter_key in site.slots else site.load_s
 
 
 def pressure_s(request: Request, candidate: Candidate, site: ReplicaState, uncached: int) -> float:
-    """The KV tokens that it finds no room for, computed again by whoever is preempted.
-
-    Of a replica that says how many it has.
-    """
+    """Seconds to recompute the KV tokens that do not fit; only for a replica with a known KV size."""
     pace = site.pace
     wanted = site.kv_tokens + candidate.pending_tokens + uncached + request.output_tokens
     return (wanted - pace.kv_tokens) / pace.capacity if wanted > pace.kv_tokens else 0.0
@@ -81,23 +102,20 @@ def pressure_s(request: Request, candidate: Candidate, site: ReplicaState, uncac
 def estimate(  # noqa: PLR0917 - names cost a router a tenth of it
     request: Request, candidate: Candidate, site: ReplicaState, uncached: int, slope: float, fixed_s: float
 ) -> tuple[float, float, float, float, float, float]:
-    """All terms, in the order of :class:`CostEstimate`'s fields, as first tokens bear them out.
+    """All terms in the order of :class:`CostEstimate`, corrected by what first tokens have shown.
 
-    They taught ``slope`` and ``fixed_s`` (:class:`policy.routing.prediction_error.OnlineLine`); the load of
-    an adapter is measured as it is. Also returns the seconds of the request's own prefill without the fixed
-    part, and those of the engine model alone.
-
-    The wait lasts until the replica starts on it: for adapters that are loaded, for prompts that came before
-    or half a step, and for a free sequence. The prefill is that of its own uncached prompt, in the steps of
-    those that came before.
+    ``slope`` and ``fixed_s`` are of a :class:`policy.routing.prediction_error.OnlineLine`; adapter loads are
+    measured directly. The fifth value is the request's own prefill without the fixed part, the sixth the
+    TTFT by the engine model alone. The wait is for adapter loads, earlier prompts or half a step, and a free
+    sequence. The prefill is that of its uncached tokens, in the steps of earlier prompts.
     """
     pace, tokens, shared = site.pace, uncached, 0.0
     if not site.ahead_s:
         waits = site.still_s
-    elif (since := site.seen_at - candidate.turned_at) < 0.0:  # it will turn to all of them together
+    elif (since := site.seen_at - candidate.turned_at) < 0.0:  # one step will compute all of them
         waits = site.ahead_s + site.seat_s - since
         tokens, shared = candidate.pending_tokens + uncached, site.ahead_s
-    else:  # the step that computes the first of them is under way, and lasts no longer than that takes
+    else:  # the first step is running
         most = 0.9 * site.first_s
         waits = site.first_s - (since if since < most else most) + site.rest_s + site.seat_s
         tokens, shared = site.rest + uncached, site.rest_s
@@ -110,8 +128,146 @@ def estimate(  # noqa: PLR0917 - names cost a router a tenth of it
     waits *= slope
     if site.loads:
         ahead = site.loads_s(site.seen_at, candidate.turned_at)
-        # Between two loads all that is loaded gets its turn.
+        # Requests for loaded adapters run between two loads.
         if ahead > site.load_s and (not request.adapter_key or site.slots.loaded(request.adapter_key)):
             ahead = site.load_s
         waits += ahead
     return waits, took if took > floor else floor, loads, presses * slope, own, modelled
+
+
+# The fields of :class:`CostEstimate` in order: a plain tuple is cheaper for the candidates not chosen.
+Row = tuple[Candidate, float, float, float, float, float, int, float, int, int]
+# Candidate, state, the terms of :func:`estimate`, uncached tokens, age.
+_Measured = tuple[Candidate, ReplicaState, tuple[float, float, float, float, float, float], int, int]
+
+
+class CostModel:
+    """The costs of one model's requests, with what they are corrected by.
+
+    ``line`` corrects predictions of all replicas, ``popular`` counts the requests for prefixes and adapters,
+    ``load_s`` is the mean load time of an adapter in seconds.
+    """
+
+    def __init__(self, popular: Popularity) -> None:
+        self.line = OnlineLine()
+        self.popular = popular
+        self.load_s = ASSUMED_LOAD_S
+        self._cold_s = 0.0
+
+    def rows(  # noqa: PLR0915
+        self, request: Request, pairs: list[tuple[Candidate, ReplicaState]], balance: Balance, at: float
+    ) -> tuple[list[Row], list[float], bool]:
+        """The estimates of each candidate, their total costs, and whether any holds the prefix."""
+        prefix, key, prompt = request.prefix, request.adapter_key, max(request.prompt_tokens, 1)
+        first = prefix[0] if prefix else 0
+        line = self.line
+        # The deepest prefix that any replica holds, and the replica that used the first block most recently.
+        deepest, anchor, youngest, resident = 0, key, 0, False
+        former: ReplicaState | None = None
+        primary: ReplicaState | None = None
+        most = cold = most_claim = 0.0
+        warm_s = math.inf
+        measured: list[_Measured] = []
+        for candidate, site in pairs:
+            uncached, age = prompt, 0
+            if key:
+                site.load_s += ALIKE * (self.load_s - site.load_s)
+            if prefix:
+                held = site.held
+                if first in held.young or first in held.old or at - held.turned_at > held.turn_s:
+                    if depth := held.depth(prefix, at):
+                        uncached, age = (
+                            max(prompt - request.depths[depth - 1], 1),
+                            held.age(prefix[depth - 1]),
+                        )
+                        if depth > deepest:
+                            deepest, anchor = depth, prefix[depth - 1]
+                    elif first in held and (former is None or held.age(first) < youngest):
+                        youngest, former = held.age(first), site
+            weight = site.pace.capacity
+            if site.residual.alike:
+                terms = estimate(request, candidate, site, uncached, line.slope, line.fixed_s)
+            else:
+                factor = site.residual.factor(at)
+                terms = estimate(
+                    request, candidate, site, uncached, line.slope * factor, line.fixed_s * factor
+                )
+                if factor > SLOW:
+                    weight /= factor
+            own = terms[4]
+            site.share.weight = weight
+            # The cost on the fastest replica: the time on a slow one would overrate an even load.
+            most = weight if weight > most else most
+            cold = own * weight if own * weight > cold else cold
+            warm_s = own if own < warm_s else warm_s
+            if key and key in site.slots:
+                claim = rendezvous(key, candidate.key)
+                if not resident or claim > most_claim:
+                    primary, most_claim = site, claim
+                resident = True
+            measured.append((candidate, site, terms, uncached, age))
+        cold_s = cold / most
+        if deepest:
+            former = None
+            if cold_s > warm_s:
+                self._cold_s += (0.05 if self._cold_s else 1.0) * (cold_s - warm_s - self._cold_s)
+            cold_s = self._cold_s
+        new = deepest == 0 and former is None and (bool(prefix) or (key != 0 and not resident))
+        mean, least_due, dear, crowd = balance
+        homeless = prefix and not new
+        rows: list[Row] = []
+        costs: list[float] = []
+        for candidate, site, (waits, own_s, loads, presses, own, modelled), uncached, age in measured:
+            unit, share = cold_s, site.share
+            # Running requests stall during the prefill; a copy of a prefix also takes KV cache.
+            burden = own - own / (1.0 + candidate.in_flight)
+            if key:
+                unit += site.load_s
+                if key not in site.slots:
+                    burden += self._eviction(key, site)
+                if resident and site is not primary:
+                    burden += COPIES * site.load_s
+            if new:
+                burden += cold_s * (share.due - least_due) * dear
+                if key and (fair := share.weight * mean) > 0.0 and share.load / fair - 1.0 > SLACK:
+                    burden += unit * balance.share_price(share, 0.0)
+                homes = crowd * share.weight
+                if prefix and share.homes > 1.0 + homes and homes * prompt <= site.held.capacity:
+                    burden += unit * crowd_price(share, homes, CROWDED)
+            elif homeless and not age and uncached >= prompt and site is not former:
+                burden += unit * (share.due - least_due) * dear + own
+                homes = crowd * share.weight
+                if homes * prompt <= site.held.capacity:
+                    burden += COPY * own
+                    if share.homes > 1.0 + homes:
+                        burden += unit * crowd_price(share, homes, CROWDED_BY_COPIES)
+            else:
+                burden += unit * self._share_price(share, balance, anchor, len(pairs), resident=resident)
+            costs.append(waits + own_s + loads + presses + burden)
+            before = len(site.loads)
+            if loads:
+                before += 1
+            rows.append((candidate, waits, own_s, loads, presses, burden, uncached, modelled, age, before))
+        return rows, costs, deepest > 0
+
+    def _share_price(
+        self, share: Share, balance: Balance, anchor: int, candidates: int, *, resident: bool
+    ) -> float:
+        """:meth:`Balance.share_price` for the traffic of ``anchor``.
+
+        Adapters without a home even the load at no cost, so a ``resident`` one stays longer.
+        """
+        fair = share.weight * balance.load
+        if fair <= 0.0:
+            return 0.0
+        over = share.load / fair - 1.0
+        if over <= (UNEVEN if resident else SLACK):
+            return LEAN * over
+        return balance.share_price(share, self.popular.share(anchor) * candidates if anchor else 0.0)
+
+    def _eviction(self, key: int, site: ReplicaState) -> float:
+        """The expected cost of the reload of the adapter that a load would evict."""
+        if len(site.slots) < site.slots.count:
+            return 0.0
+        wanted = min([self.popular.of(victim) for victim in site.slots.oldest(VICTIMS)])
+        return site.load_s * wanted / (wanted + self.popular.of(key) + 1.0)

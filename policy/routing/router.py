@@ -1,75 +1,40 @@
 """The router: a request goes to the replica with the least predicted TTFT plus cost to others.
 
-The prediction is in :mod:`policy.routing.cost`.
-
-This module is over 400 lines: a choice, its start and what is learned from it share one state.
+The costs are in :mod:`policy.routing.cost`.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from heapq import nsmallest
 from typing import NamedTuple
 
 from policy.engine.model import Timing
-from policy.engine.step_table import GENERIC, step_table_of
+from policy.engine.step_table import step_table_of
 from policy.hashing import rendezvous
 from policy.request import Request
-from policy.routing.affinity import (
-    COPY,
-    CROWDED,
-    CROWDED_BY_COPIES,
-    LEAN,
-    SLACK,
-    Balance,
-    Popularity,
-    Recent,
-    Share,
-    balance_of,
-    crowd_price,
-)
-from policy.routing.cost import Candidate, CostEstimate, estimate
-from policy.routing.prediction_error import InterTokenGaps, OnlineLine
-from policy.routing.replica_state import ASSUMED_LOAD_S, ReplicaState
-
-__all__ = ["Candidate", "CostEstimate", "Decision", "Router", "Settings"]
-
-
-# A quote before anybody asked for it: the fields of :class:`CostEstimate`, in order.
-_Row = tuple[Candidate, float, float, float, float, float, int, float, int, int]
+from policy.routing.affinity import Popularity, Recent, balance_of
+from policy.routing.cost import Candidate, CostEstimate, CostModel, Row
+from policy.routing.prediction_error import InterTokenGaps
+from policy.routing.replica_state import ReplicaState
+from policy.routing.settings import Settings
 
 
 class Decision(NamedTuple):
-    """Where a request goes and why; no ``chosen`` means that it waits in the gateway.
+    """The ``chosen`` replica and the ``reason``; without one the request waits in the gateway.
 
-    ``rows`` are what the candidates would have cost it, as ``quotes`` says with names.
+    ``rows`` are the estimates of all candidates; ``quotes`` has them with names.
     """
 
     chosen: CostEstimate | None
-    rows: Sequence[_Row]
+    rows: Sequence[Row]
     reason: str
 
     @property
     def quotes(self) -> tuple[CostEstimate, ...]:
-        """The candidates' quotes, the chosen one's among them."""
+        """The estimates of all candidates, the chosen one included."""
         return tuple(CostEstimate(*row) for row in self.rows)
-
-
-@dataclass(slots=True, frozen=True)
-class Settings:
-    """What a deployment says of a model's routing.
-
-    ``assumed`` times a replica that tells nothing itself. ``start_s`` is how long a replica may have a
-    request wait before it computes it, ``itl_s`` how long a step may get, both in seconds; ``slots`` how
-    many adapters a replica holds.
-    """
-
-    assumed: Timing = GENERIC
-    start_s: float = math.inf
-    itl_s: float = math.inf
-    slots: int = 8
 
 
 NO_ROOM = "no candidate has room"
@@ -88,27 +53,12 @@ ABSENT_S = 5.0
 # How much slower the replica of a session's last request may be, in seconds.
 SESSION_S = 0.01
 SPAN = 4096
-# From this prediction error on a replica gets a smaller share of the traffic.
-SLOW = 1.5
-EVICTION = 1.0
-# What a request for an adapter costs elsewhere than at the first of those that have it, in loads: one copy
-# more takes a slot for as long as it is asked for there.
-COPIES = 2.0
-# The eviction candidate is the least popular of so many least recently used adapters.
-VICTIMS = 8
-# How far beyond the mean a replica's load may be before requests for its adapters go elsewhere.
-UNEVEN = 0.15
 # The weight of one first token in the mean adapter load time.
 LOAD_GAIN = 0.1
-# With each request for an adapter a load is taken to last more nearly what it does elsewhere: who is taken
-# to be slow gets none, and could not show that it is not.
-ALIKE = 0.1
 
 
-# Tuples made directly: a constructor with names costs a router half a microsecond.
+# Tuples are made directly: a constructor with names costs half a microsecond per choice.
 _tuple = tuple.__new__
-# What a row is made of: candidate, site, terms of policy.quoting.measure, uncached tokens, age
-_Measured = tuple[Candidate, ReplicaState, tuple[float, float, float, float, float, float], int, int]
 
 
 class Router:
@@ -117,12 +67,10 @@ class Router:
     def __init__(self, settings: Settings | None = None) -> None:
         self.settings = settings or Settings()
         self._sites: dict[int, ReplicaState] = {}
-        self._line = OnlineLine()
         self._gaps = InterTokenGaps()
         self._popular = Popularity(SPAN)
+        self._costs = CostModel(self._popular)
         self._sessions = Recent(SPAN)
-        self._cold_s = 0.0
-        self._load_s = ASSUMED_LOAD_S
         self._measured = 0
         self._hash_tokens = 128.0
 
@@ -135,7 +83,7 @@ class Router:
         balance = balance_of([site.share for site in sites], self._popular.worth)
         if len(pairs) > MOST_QUOTES:
             pairs = self._shortlist(request, pairs, at)
-        rows, costs, held = self._quotes(request, pairs, balance, at)
+        rows, costs, held = self._costs.rows(request, pairs, balance, at)
         if (limit := self.settings.start_s) < math.inf:
             for i, row in enumerate(rows):
                 if row[1] > limit and row[0].in_flight:
@@ -225,10 +173,10 @@ class Router:
             error = max(-quote.total, min(quote.total, ttft_s - quote.total)) / quote.loads
             self._measured += 1
             gain = max(LOAD_GAIN, 1.0 / self._measured)
-            self._load_s = max(0.0, self._load_s + gain * error)
+            self._costs.load_s = max(0.0, self._costs.load_s + gain * error)
             site.load_s = max(0.0, site.load_s + gain * error)
             return
-        line = self._line
+        line = self._costs.line
         if quote.uncached < request.prompt_tokens and self._was_gone(request, quote, site, ttft_s):
             return  # it says nothing of how fast the replica is
         site.residual.learn(line.of(quote.modelled), ttft_s, line.usual_s, at)
@@ -258,7 +206,7 @@ class Router:
         whole = site.pace.prefill_s(request.prompt_tokens, 0.0, 0) - site.pace.prefill_s(
             quote.uncached, 0.0, 0
         )
-        without = quote.total + self._line.slope * whole
+        without = quote.total + self._costs.line.slope * whole
         if without <= 2.0 * quote.total:
             return False
         if ttft_s <= 0.5 * (quote.total + without):
@@ -374,125 +322,7 @@ class Router:
             best += [pairs[i] for i in ranked if pairs[i] not in best]
         return best
 
-    def _quotes(  # noqa: PLR0915
-        self, request: Request, pairs: list[tuple[Candidate, ReplicaState]], balance: Balance, at: float
-    ) -> tuple[list[_Row], list[float], bool]:
-        """The estimates of each candidate, their total costs, and whether any holds the prefix."""
-        prefix, key, prompt = request.prefix, request.adapter_key, max(request.prompt_tokens, 1)
-        first = prefix[0] if prefix else 0
-        line = self._line
-        # The deepest that any holds, and who had this and had the least to do since.
-        deepest, anchor, youngest, resident = 0, key, 0, False
-        former: ReplicaState | None = None
-        primary: ReplicaState | None = None
-        most = cold = most_claim = 0.0
-        warm_s = math.inf
-        measured: list[_Measured] = []
-        for candidate, site in pairs:
-            uncached, age = prompt, 0
-            if key:
-                site.load_s += ALIKE * (self._load_s - site.load_s)
-            if prefix:
-                held = site.held
-                if first in held.young or first in held.old or at - held.turned_at > held.turn_s:
-                    if depth := held.depth(prefix, at):
-                        uncached, age = (
-                            max(prompt - request.depths[depth - 1], 1),
-                            held.age(prefix[depth - 1]),
-                        )
-                        if depth > deepest:
-                            deepest, anchor = depth, prefix[depth - 1]
-                    elif first in held and (former is None or held.age(first) < youngest):
-                        youngest, former = held.age(first), site
-            weight = site.pace.capacity
-            if site.residual.alike:
-                terms = estimate(request, candidate, site, uncached, line.slope, line.fixed_s)
-            else:
-                factor = site.residual.factor(at)
-                terms = estimate(
-                    request, candidate, site, uncached, line.slope * factor, line.fixed_s * factor
-                )
-                if factor > SLOW:
-                    weight /= factor
-            own = terms[4]
-            site.share.weight = weight
-            # As long as on the quickest: measured by a slow one, evenness would be worth any time.
-            most = weight if weight > most else most
-            cold = own * weight if own * weight > cold else cold
-            warm_s = own if own < warm_s else warm_s
-            if key and key in site.slots:
-                claim = rendezvous(key, candidate.key)
-                if not resident or claim > most_claim:
-                    primary, most_claim = site, claim
-                resident = True
-            measured.append((candidate, site, terms, uncached, age))
-        cold_s = cold / most
-        if deepest:
-            former = None
-            if cold_s > warm_s:
-                self._cold_s += (0.05 if self._cold_s else 1.0) * (cold_s - warm_s - self._cold_s)
-            cold_s = self._cold_s
-        new = deepest == 0 and former is None and (bool(prefix) or (key != 0 and not resident))
-        mean, least_due, dear, crowd = balance
-        homeless = prefix and not new
-        rows: list[_Row] = []
-        costs: list[float] = []
-        for candidate, site, (waits, own_s, loads, presses, own, modelled), uncached, age in measured:
-            unit, share = cold_s, site.share
-            # Whoever is there stands still while a prompt is computed; a copy takes KV cache besides.
-            burden = own - own / (1.0 + candidate.in_flight)
-            if key:
-                unit += site.load_s
-                if key not in site.slots:
-                    burden += self._eviction(key, site)
-                if resident and site is not primary:
-                    burden += COPIES * site.load_s
-            if new:
-                burden += cold_s * (share.due - least_due) * dear
-                if key and (fair := share.weight * mean) > 0.0 and share.load / fair - 1.0 > SLACK:
-                    burden += unit * balance.share_price(share, 0.0)
-                homes = crowd * share.weight
-                if prefix and share.homes > 1.0 + homes and homes * prompt <= site.held.capacity:
-                    burden += unit * crowd_price(share, homes, CROWDED)
-            elif homeless and not age and uncached >= prompt and site is not former:
-                burden += unit * (share.due - least_due) * dear + own
-                homes = crowd * share.weight
-                if homes * prompt <= site.held.capacity:
-                    burden += COPY * own
-                    if share.homes > 1.0 + homes:
-                        burden += unit * crowd_price(share, homes, CROWDED_BY_COPIES)
-            else:
-                burden += unit * self._share_price(share, balance, anchor, len(pairs), resident=resident)
-            costs.append(waits + own_s + loads + presses + burden)
-            before = len(site.loads)
-            if loads:
-                before += 1
-            rows.append((candidate, waits, own_s, loads, presses, burden, uncached, modelled, age, before))
-        return rows, costs, deepest > 0
-
-    def _share_price(
-        self, share: Share, balance: Balance, anchor: int, candidates: int, *, resident: bool
-    ) -> float:
-        """:meth:`Balance.share_price`, by how much traffic ``anchor`` brings.
-
-        An adapter that has no home yet evens the load at no cost, before one that has one must leave it.
-        """
-        fair = share.weight * balance.load
-        if fair <= 0.0:
-            return 0.0
-        over = share.load / fair - 1.0
-        if over <= (UNEVEN if resident else SLACK):
-            return LEAN * over
-        return balance.share_price(share, self._popular.share(anchor) * candidates if anchor else 0.0)
-
-    def _eviction(self, key: int, site: ReplicaState) -> float:
-        """The expected cost of the reload of the adapter that a load would evict."""
-        if len(site.slots) < site.slots.count:
-            return 0.0
-        wanted = min([self._popular.of(victim) for victim in site.slots.oldest(VICTIMS)])
-        return site.load_s * EVICTION * wanted / (wanted + self._popular.of(key) + 1.0)
-
-    def _among(self, request: Request, rows: list[_Row], costs: list[float], draw: float) -> _Row:
+    def _among(self, request: Request, rows: list[Row], costs: list[float], draw: float) -> Row:
         """One of equal candidates, or the replica of the session's last request if it is hardly slower."""
         if request.session and (last := self._sessions.get(request.session)) is not None:
             costs = [

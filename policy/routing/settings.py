@@ -1,20 +1,34 @@
-"""Router settings from a model's section of the deployment."""
+"""The settings of a router, read from a model's section of the deployment."""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from policy.config.deployment import Adapters, ModelSpec
 from policy.engine.model import Timing
 from policy.engine.profiles import profile
 from policy.engine.step_table import GENERIC
 from policy.errors import ConfigError
-from policy.routing.router import Settings
 
-# The fraction of the TTFT SLO that may pass before a replica starts on a request; the rest is for its
-# prefill.
+# The fraction of the TTFT SLO that may pass before the prefill of a request starts; the rest is for it.
 START_SHARE = 0.5
 _DEGREES = (1, 2, 4, 8)
+
+
+@dataclass(slots=True, frozen=True)
+class Settings:
+    """What the deployment says about the routing of one model.
+
+    ``assumed`` is the timing of a replica that reports none. ``start_s`` is how long a request may wait at a
+    replica before its prefill starts, ``itl_s`` the longest step, both in seconds. ``slots`` is the number of
+    adapter slots per replica.
+    """
+
+    assumed: Timing = GENERIC
+    start_s: float = math.inf
+    itl_s: float = math.inf
+    slots: int = 8
 
 
 def settings_of(spec: ModelSpec) -> Settings:
@@ -36,6 +50,6 @@ def _assumed(spec: ModelSpec) -> Timing:
     for degree in _DEGREES:
         try:
             return Timing(limits=found.limits(degree), model=found.model.at_degree(degree))
-        except ConfigError:  # its weights want more cards
+        except ConfigError:  # its weights need more GPUs
             continue
     return GENERIC

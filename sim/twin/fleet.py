@@ -16,8 +16,7 @@ from policy.engine.model import Timing
 from policy.engine.profiles import shipped
 from policy.hashing import hash_name
 from policy.routing.cost import Candidate
-from policy.routing.outlier_ejection import Breaker
-from policy.routing.replica_health import HealthCounters, ReplicaHealth
+from policy.routing.outlier_ejection import Breaker, HealthCounters, ReplicaHealth
 from policy.scaling.rollout import Layer, LayerKey
 from policy.scaling.start_times import StartTime, StartTimes
 from policy.scaling.view import Supply

@@ -16,7 +16,8 @@ from policy.config.deployment import Deployment, ModelSpec
 from policy.engine.profiles import max_request_tokens
 from policy.hashing import hash_name
 from policy.request import AnswerLength, Request
-from policy.routing.router import Candidate, CostEstimate, Router
+from policy.routing.cost import Candidate, CostEstimate
+from policy.routing.router import Router
 from policy.routing.settings import settings_of
 from policy.signals.counters import WorkerCounters
 from policy.wire.capture import BLOCK_TOKENS

@@ -16,7 +16,9 @@ from typing import NamedTuple
 from policy.engine.model import Timing
 from policy.placement.plan import PLAN_PERIOD_S, Host
 from policy.request import Request
-from policy.routing.router import Candidate, CostEstimate, Router, Settings
+from policy.routing.cost import Candidate, CostEstimate
+from policy.routing.router import Router
+from policy.routing.settings import Settings
 from policy.wire.heartbeat import HEARTBEAT_PERIOD_S
 from policy.wire.load import COALESCE_S
 from sim.arrival import Arrival

@@ -20,7 +20,7 @@ from policy.config.deployment import Deployment, ModelSpec
 from policy.engine.step_table import GENERIC, step_table_of
 from policy.hashing import hash_name
 from policy.request import Request
-from policy.routing.router import CostEstimate
+from policy.routing.cost import CostEstimate
 from tests.gateway.fake_replica import ready_replica
 
 CHAIN = tuple(range(100, 116, 2))

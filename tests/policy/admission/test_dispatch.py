@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from policy.admission.dispatch import MOST_PASSED, QUANTUM, WINDOW, Assignment, FreeSlots, dispatch
 from policy.admission.queue import Waiting
 from policy.request import Request
-from policy.routing.router import Candidate, CostEstimate
+from policy.routing.cost import Candidate, CostEstimate
 from policy.types import Priority
 
 

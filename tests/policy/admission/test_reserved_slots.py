@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policy.admission.reserved_slots import ACTIVE_S, ReservedSlots
+from policy.admission.fairness import ACTIVE_S, ReservedSlots
 
 SLOTS = 16
 

@@ -8,9 +8,8 @@ from policy.admission.queue import Bounds
 from policy.admission.retry import AttemptOutcome, Cause, Replica, RetryState
 from policy.config.deployment import Eject, Retry
 from policy.request import Request
-from policy.routing.outlier_ejection import AttemptResult, Breaker
-from policy.routing.replica_health import HealthCounters, ReplicaHealth
-from policy.routing.router import Candidate, CostEstimate
+from policy.routing.cost import Candidate, CostEstimate
+from policy.routing.outlier_ejection import AttemptResult, Breaker, HealthCounters, ReplicaHealth
 
 SERVED, BROKEN, REJECTED, REFUSED, FAILED, LOST, SILENT, STALE, UNREACHABLE, LEFT = AttemptOutcome
 

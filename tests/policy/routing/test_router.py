@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from policy.engine.model import EngineModel, Limits, Timing
 from policy.request import Request
+from policy.routing.cost import Candidate
 from policy.routing.router import (
     AWAY,
     CACHED,
@@ -22,11 +23,10 @@ from policy.routing.router import (
     RESIDENT,
     SOONEST,
     TOO_LATE,
-    Candidate,
     Decision,
     Router,
-    Settings,
 )
+from policy.routing.settings import Settings
 
 TIMING = Timing(
     limits=Limits(max_num_batched_tokens=512, max_num_seqs=16, kv_tokens=20_000),

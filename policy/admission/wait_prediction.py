@@ -1,4 +1,4 @@
-"""The service rate of a queue: tokens begun per second while requests waited, and when slots fall free."""
+"""What predicts the wait of a request: the service rate of its queue, and the margin for the error."""
 
 from __future__ import annotations
 
@@ -18,6 +18,10 @@ PRIOR = 0.33
 LEAST_SHARE = 0.05
 # So many requests in flight are considered one by one; later ends are assumed to come evenly.
 MOST_LOOKED_AT = 128
+# One to two blocks of waits are remembered: about one wait in a hundred exceeds them all.
+BLOCK = 64
+# The least margin, as a fraction of the predicted wait: requests of others may still come.
+LEAST = 0.1
 RANK = {priority: rank for rank, priority in enumerate(Priority)}
 
 
@@ -98,3 +102,28 @@ class ServiceRate:
         if not self._in_flight:
             return 0.0
         return max(0.0, last_at + self._stays - at) + left * self._stays / self._in_flight
+
+
+class WaitMargin:
+    """The largest recent excess of a wait over its prediction, in seconds.
+
+    Slots that free in groups, shares that change and rates that fall are all in it. It assumes no
+    distribution, and an outlier is forgotten with its block, where a quantile that is tracked in small steps
+    would take hundreds of waits to come down.
+    """
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._most_s = 0.0
+        self._before_s = 0.0
+
+    def slack_s(self, foreseen_s: float) -> float:
+        """The margin for a wait of this prediction."""
+        return max(self._most_s, self._before_s, LEAST * foreseen_s)
+
+    def learn(self, foreseen_s: float, waited_s: float) -> None:
+        """A wait ended, ``waited_s`` after a prediction of ``foreseen_s``."""
+        if self._count == BLOCK:
+            self._before_s, self._most_s, self._count = self._most_s, 0.0, 0
+        self._count += 1
+        self._most_s = max(self._most_s, waited_s - foreseen_s)

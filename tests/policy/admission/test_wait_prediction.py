@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from policy.admission.wait_margin import BLOCK, LEAST, WaitMargin
+from policy.admission.wait_prediction import BLOCK, LEAST, WaitMargin
 
 DRAWS: list[Callable[[random.Random], float]] = [
     lambda rng: rng.uniform(-1.0, 1.0),
