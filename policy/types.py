@@ -139,9 +139,5 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True):
     models: tuple[Model, ...] = ()
     replicas: tuple[Replica, ...] = ()
 
-    def newer_than(self, other: Fleet) -> bool:
-        """Whether this snapshot supersedes ``other``."""
-        return (self.epoch, self.version) > (other.epoch, other.version)
-
 
 EMPTY_FLEET = Fleet(epoch=0.0, version=0, at=0.0)

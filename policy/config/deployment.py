@@ -43,7 +43,6 @@ FORBIDDEN_ENV = frozenset(
 )
 
 Port = Annotated[int, Meta(ge=1, le=65_535)]
-Scalar = str | int | float | bool | None
 
 
 class Shape(Section, frozen=True):

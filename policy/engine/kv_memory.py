@@ -25,11 +25,3 @@ class KvMemory(msgspec.Struct, frozen=True, kw_only=True):
         """KV tokens of one replica on ``degree`` devices, in whole blocks; 0 when the weights do not fit."""
         room = degree * (self.usable * self.device_bytes - self.overhead_bytes) - self.weights_bytes
         return max(0, int(room / self.bytes_per_token) // BLOCK * BLOCK)
-
-    def mode_tokens(self, gpus: int, degree: int) -> float:
-        """KV tokens of ``gpus`` devices in replicas of ``degree``: ``[G (uM - A) - (G/k) W] / b_kv``.
-
-        Negative when the weights do not fit. Small replicas have less: each repeats the weights.
-        """
-        room = gpus * (self.usable * self.device_bytes - self.overhead_bytes)
-        return (room - gpus / degree * self.weights_bytes) / self.bytes_per_token

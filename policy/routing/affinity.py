@@ -115,13 +115,6 @@ class Slots:
     def __len__(self) -> int:
         return len(self._resident)
 
-    @property
-    def next_out(self) -> int | None:
-        """The adapter that was used longest ago, ``None`` while a slot is free."""
-        if len(self._resident) < self.count:
-            return None
-        return next(iter(self._resident))
-
     def oldest(self, count: int) -> list[int]:
         """Up to ``count`` of those that were used longest ago."""
         return list(islice(self._resident, count))

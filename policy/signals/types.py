@@ -8,13 +8,6 @@ from __future__ import annotations
 import msgspec
 
 
-class Measurement(msgspec.Struct, frozen=True):
-    """A number, and how old it is in seconds."""
-
-    value: float
-    age_s: float
-
-
 class Rates(msgspec.Struct, frozen=True, kw_only=True):
     """A mean over the last so many seconds: of a rate per second, or of a level."""
 

@@ -33,16 +33,6 @@ def quantile(counts: Sequence[float], part: float) -> float | None:
     return BOUNDS[-1]
 
 
-def fraction_within(counts: Sequence[float], limit_s: float) -> float:
-    """How many observations are at most ``limit_s``, interpolated within its bucket."""
-    last = bucket_of(limit_s)
-    whole = float(sum(counts[:last]))
-    if last >= len(counts) or last == len(BOUNDS):
-        return whole
-    low = BOUNDS[last - 1] if last else 0.0
-    return whole + counts[last] * (limit_s - low) / (BOUNDS[last] - low)
-
-
 class HistogramCounter:
     """Observations by bucket, and their sum; ``bounds`` are the upper ends of all buckets but the last."""
 

@@ -40,7 +40,7 @@ def test_the_adapter_longest_unused_leaves() -> None:
     slots = Slots(2)
     assert slots.use(1) and slots.use(3)
     assert not slots.use(1)
-    assert slots.next_out == 3
+    assert slots.oldest(1) == [3]
     assert slots.use(5)
     assert 3 not in slots and 1 in slots and 5 in slots
 
@@ -52,7 +52,7 @@ def test_what_a_replica_says_that_it_has_loaded_is_believed() -> None:
     slots.told([3, 5], [])
     assert 3 in slots and 5 in slots
     assert 1 in slots, "it was asked for, and is yet to tell"
-    assert slots.next_out == 5, "nobody here has used it"
+    assert slots.oldest(1) == [5], "nobody here has used it"
     slots.told([1, 3], [])
     assert 5 not in slots and len(slots) == 2
     slots.told([3], [])
