@@ -122,7 +122,6 @@ class Gateway:
         self.listeners.close()
 
     def close(self) -> None:
-        """Close connections to replicas, and publish the last counts."""
         self.fleet.close()
         self.metrics.publish()
 

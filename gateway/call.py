@@ -36,16 +36,15 @@ _WANTED = frozenset(
 
 
 class Call:
-    """A request between the client's connection and a replica's.
+    """A request between the client's connection and a replica's. Instants are seconds of ``time.monotonic``.
 
-    ``streaming`` is whether the client asked for a stream. ``started`` once a byte of the answer was sent,
-    ``answered`` once its last one was handed over, ``replica`` the one that has it or had it last; an
-    upstream if it went ``elsewhere``. Instants are seconds of ``time.monotonic``, which is the loop's clock
-    read afresh: ``sent_at`` when the request went to that replica, ``first_byte_at`` (streams alone) when
-    its first event came, ``last_event_at`` when the last one did. ``events`` counts them up to the one that
-    finishes the answer, ``usage`` says what the answer cost once it has ended. ``explain`` tells an admin
-    who asked why the answer's route was taken. ``adapter`` is the one of ours that it names. ``exchange``
-    is the client's, where it is one of our port.
+    ``streaming``: the client asked for a stream. ``started``, ``answered``: the first, the last byte of the
+    answer was sent. ``replica``: the one that serves it or did last; a fallback provider if it went
+    ``elsewhere``. ``sent_at``: when that replica got the request; ``first_byte_at`` (streams alone) and
+    ``last_event_at``: when its first and its last event came. ``events``: their number up to the one that
+    finishes the answer. ``usage``: the tokens of an answer that has ended. ``explain``: yields the routing
+    decision for an admin who asked. ``adapter``: the version that it names. ``exchange``: the client's, if it
+    came through our port.
     """
 
     __slots__ = (
@@ -110,7 +109,6 @@ class Call:
         return (self.last_event_at - first_at) / (self.events - 1) if first_at and self.events > 1 else 0.0
 
     async def read(self) -> bytes:
-        """The complete body."""
         message = await self._receive()
         if message["type"] == "http.disconnect":
             raise asyncio.CancelledError
@@ -144,7 +142,6 @@ class Call:
         return {"type": "http.response.start", "status": status, "headers": headers}
 
     async def answer(self, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
-        """Send a complete answer."""
         self.started = self.answered = True
         headers.append((b"content-length", str(len(body)).encode()))
         await self.send(self.head(status, headers))

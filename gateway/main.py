@@ -31,11 +31,10 @@ YOUNGEST = 10_000
 
 
 def keep_freed_memory() -> None:
-    """Allocate bodies from the heap, and give it back only beyond :data:`KEPT_BYTES`.
+    """Allocate bodies from the heap, and give it back only beyond :data:`KEPT_BYTES`; glibc only.
 
-    By default glibc maps each block of 128 KiB anew and returns it when it is freed: to copy 240 KB then
-    costs 430 us, most of it page faults, where it costs 25 us in memory that is kept. Other C libraries
-    have no such setting, and are left as they are.
+    By default glibc maps each block of 128 KiB anew: a copy of 240 KB then takes 430 us for page faults, not
+    25.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -46,10 +45,10 @@ def keep_freed_memory() -> None:
 
 
 def collect_seldom() -> None:
-    """Leave what was made at the start out of collections, and collect after :data:`YOUNGEST` objects.
+    """Exempt what exists from collections, and collect only after :data:`YOUNGEST` new objects.
 
-    A call frees all it made by reference counts, so a collection finds nothing. By default there is one
-    every 700 objects, which is every few calls, and it costs a sixth of their time.
+    Calls free what they make by reference counts. The default, every 700 objects, costs a sixth of a call's
+    time.
     """
     gc.collect()
     gc.freeze()
@@ -57,7 +56,6 @@ def collect_seldom() -> None:
 
 
 def main() -> None:
-    """Parse the command line and serve."""
     parser = argparse.ArgumentParser(prog="python -m gateway.main", description=__doc__)
     parser.add_argument("--state", type=Path, required=True, help="the state directory")
     parser.add_argument("--fd", type=int, required=True, help="the listening client socket")

@@ -33,11 +33,10 @@ Serve = Callable[[HotRoute, Scope, Receive, Send], Awaitable[None]]
 
 
 class Application(FastAPI):
-    """A FastAPI application that takes POST requests to ``hot`` paths before its middleware and router.
+    """A FastAPI application that serves POST requests to ``hot`` paths, raw ASGI apps, before its middleware.
 
-    A hot path is an exact path with a raw ASGI app. It is also a route of the router, so that its schema
-    and its wrong methods are handled like those of any other route. What bypassing saves is measured in
-    docs/adr/0006-the-hot-routes-are-raw-asgi.md. All errors are in the OpenAI error envelope.
+    A hot path is a route of the router too, for its schema and wrong methods;
+    docs/adr/0006-the-hot-routes-are-raw-asgi.md has the measurement.
     """
 
     def __init__(

@@ -1,9 +1,7 @@
-"""The controller's HTTP API, called by the admin port for an operator; errors in the gateway's envelope.
+"""The controller's HTTP API as the admin port calls it, with errors in the gateway's envelope.
 
-The table in :mod:`policy.wire.controller` has the status and code of each error. An error that has a code of
-its own keeps it; ``param`` is the path of the value that the error is about, if the controller names one. A
-controller that does not answer is 503 ``controller_unreachable``, a deployment without one 409
-``no_controller``.
+Statuses and codes are in :mod:`policy.wire.controller`; ``param`` is the path of the value that an error is
+about. No answer is 503 ``controller_unreachable``, a deployment without a controller 409 ``no_controller``.
 """
 
 from __future__ import annotations

@@ -29,8 +29,6 @@ _KEY = Depends(APIKeyHeader(name="x-api-key", scheme_name="key", auto_error=Fals
 
 @dataclass(frozen=True, kw_only=True)
 class Services:
-    """The components of one worker that endpoints use."""
-
     fleet: FleetView
     models: ModelList
     tenants: Tenants
@@ -43,7 +41,6 @@ class Services:
 
 # Dependencies are coroutines: FastAPI runs other functions in a thread.
 async def services_of(request: Request) -> Services:
-    """The components of the worker that serves ``request``."""
     services: Services = request.app.state.services
     return services
 
@@ -88,7 +85,6 @@ class JsonResponse(Response):
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
-        """Encode ``content``."""
         return content if isinstance(content, bytes) else msgspec.json.encode(content)
 
 

@@ -34,11 +34,11 @@ D = TypeVar("D", bound=Versioned)
 
 
 class ControllerFeed(Generic[D]):
-    """One document: followed while the controller answers, read from ``file`` until it does.
+    """One document, followed while the controller answers and read from ``file`` until it does.
 
-    The first document of a connection is always taken, since the controller is the authority even when its
-    clock went back; after it, older ones are ignored. ``take`` gets each document and whether it is from
-    disk; ``replaces`` decides whether a document is saved in place of the one that is on disk.
+    The first document of a connection is always taken, whatever the controller's clock; after it, older ones
+    are ignored. ``take`` gets each document and whether it is from disk; ``replaces`` decides whether a
+    document replaces the saved one.
     """
 
     def __init__(
@@ -103,7 +103,6 @@ class ControllerFeed(Generic[D]):
                 self._log.warning(f"{self._name}_not_saved", error=type(error).__name__)
 
     def receive(self, line: bytes) -> None:
-        """Take a line of the stream."""
         try:
             document = self._decode(line)
         except ValueError:
@@ -154,8 +153,7 @@ def fleet_feed(
 def fleet_replaces(fleet: Fleet, saved: Fleet) -> bool:
     """Whether ``fleet`` is saved in place of ``saved``.
 
-    A controller that has just started knows no replica until their hosts have reported: its empty fleet
-    means nothing. Only a controller that had replicas itself can say that there are none left.
+    An empty fleet counts only from a controller that had replicas: one that has just started knows none yet.
     """
     if _order(fleet) == _order(saved):
         return False
@@ -188,11 +186,7 @@ class _RawCatalog(msgspec.Struct):
 
 
 class CatalogDecoder:
-    """Decodes the aliases that changed since the catalog before.
-
-    Of thousands of aliases one changes at a time. To decode all of them would take tens of milliseconds, in
-    which no stream moves. A line that repeats the one before is the same object.
-    """
+    """Decodes only changed aliases: decoding thousands would block the event loop for tens of ms."""
 
     def __init__(self) -> None:
         self._raw = msgspec.json.Decoder(_RawCatalog)

@@ -1,7 +1,7 @@
-"""Reports to the controller: the totals that this worker counted per model.
+"""Reports to the controller: the totals that this worker counted per model since it started.
 
-A report is sent once a second, and at once when a request arrives for a model without replicas, which has to
-be started. Reports contain totals, so a controller that missed one learns all from the next."""
+A report is sent every second, and at once when a request arrives for a model without replicas.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +50,6 @@ class Reporter:
         self._left = False
 
     async def run(self) -> None:
-        """Report until cancelled."""
         due = self._clock()
         while True:
             self._admission.sleeping.clear()
@@ -65,7 +64,6 @@ class Reporter:
         await self._report(last=True)
 
     def report(self, *, last: bool = False) -> GatewayReport:
-        """The totals up to now."""
         self._number += 1
         deployment = self._deployment()
         return GatewayReport(
@@ -107,10 +105,7 @@ ANSWER_TIMEOUT_S = 2.0
 
 
 class ReportSender:
-    """Posts messages to one path of the controller, whose current address is ``address()``.
-
-    A message that fails is lost; the log says so once, until one succeeds.
-    """
+    """Posts messages to one path of the controller at ``address()``; one that fails is lost, and logged."""
 
     def __init__(self, address: Callable[[], str], path: str, secret: str, log: Log) -> None:
         self._address = address
@@ -135,7 +130,6 @@ class ReportSender:
         self._lost = lost
 
     def close(self) -> None:
-        """Close the pooled connection."""
         if self._pool is not None:
             self._pool.close()
 
@@ -153,7 +147,6 @@ class ReportSender:
         return await _Exchange(await pool.connect()).to(head, body)
 
     def _reach(self) -> ConnectionPool:
-        """Connections to the controller's current address."""
         url = f"http://{self._address()}"
         if self._pool is None or url != self._url:
             self.close()
@@ -162,8 +155,6 @@ class ReportSender:
 
 
 class _Exchange:
-    """The sink of one exchange."""
-
     def __init__(self, connection: ClientConnection) -> None:
         self._connection = connection
         self._status = 0

@@ -28,8 +28,6 @@ _PREFILL, _PREFIX = PREFILL_HEADER.encode(), PREFIX_HEADER.encode()
 
 
 class Attempts:
-    """One call with its body on its way to a replica."""
-
     __slots__ = ("_body", "_call", "_clock", "_meter", "_outgoing", "_ticket")
 
     def __init__(

@@ -71,10 +71,7 @@ class Overflow:
         return request.model in self._backed
 
     def name_of(self, request: Request, body: Body) -> str:
-        """The name by which upstreams may list it, and serve it instead of the fleet; empty if none does.
-
-        An adapter is listed as ``BASE:NAME``, and a version that a client pinned is nobody's but ours.
-        """
+        """The name (``BASE:NAME`` for adapters) that a provider may list; empty for a pinned version."""
         name = request.model
         if request.adapter:
             if "@" in body.model:
@@ -92,11 +89,10 @@ class Overflow:
         body: Body,
         raw: bytes,
     ) -> None:
-        """Have ``fleet`` serve the call, or an upstream where the fleet cannot before its deadline.
+        """Serve the call by ``fleet``, or by a provider if no replica can before the request's deadline.
 
-        That is so where admission refuses it before then, and where no replica takes requests and the
-        next is not expected before then. Raises the fleet's own refusal when no upstream serves it
-        either: what is wrong with an upstream is no matter of the client's.
+        A provider serves it if admission refuses it for lack of room, or no replica is ready and none is
+        expected in time. Raises the fleet's own refusal if no provider serves it either.
         """
         name = self.name_of(request, body)
         if not name:

@@ -43,11 +43,7 @@ _COMMA = re.compile(rb"\s*,")
 
 
 class OverflowEndpoint:
-    """One upstream. ``upstream`` is what the document says of it now.
-
-    The cap is divided by the gateway's workers, whose purses do not know of each other: together they
-    never pass it. The key file is read again whenever it changes.
-    """
+    """One provider; a worker spends at most its equal part of the cap. A changed key file is read again."""
 
     def __init__(self, upstream: Upstream, deployment: Deployment, log: Log) -> None:
         self.label = b"upstream:" + upstream.name.encode()
@@ -78,7 +74,6 @@ class OverflowEndpoint:
         return self.breaker.state is BreakerState.CLOSED or self.breaker.take_probe()
 
     def note(self, sign: AttemptResult, at: float, draw: float) -> None:
-        """Take the result of an attempt."""
         if self.breaker.state is BreakerState.CLOSED:
             self.breaker.note(sign, at)
             if sign is AttemptResult.BAD and self.breaker.failing(at):
@@ -118,10 +113,7 @@ class OverflowEndpoint:
         return head + b"content-length: %d\r\n\r\n" % size
 
     def outgoing(self, route: Route, name: str, body: Body, raw: bytes) -> UpstreamBody:
-        """``raw`` with the upstream's own name for ``name``, and with usage at the end of its stream.
-
-        ``cache_salt`` is a word between us and our engines, which others refuse.
-        """
+        """``raw`` with the provider's model name, usage at the end of streams, and no ``cache_salt``."""
         edits = [set_model(raw, self.upstream.models[name])]
         if body.cache_salt is not ABSENT:
             edits.append(_without(raw, body.cache_salt))
@@ -157,10 +149,7 @@ class OverflowEndpoint:
 
 
 def _without(raw: bytes, value: Raw) -> Edit:
-    """Take out the member of ``raw`` whose ``value`` this is, with a comma: ``model`` is there besides.
-
-    The name of the member has no quote in it, or it would not be the one that was looked for.
-    """
+    """Remove the member of ``raw`` whose ``value`` this is, with one comma; ``model`` is another member."""
     begin, end = locate(raw, value)
     begin = raw.rindex(b'"', 0, raw.rindex(b'"', 0, begin))
     if after := _COMMA.match(raw, end):

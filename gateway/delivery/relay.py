@@ -1,7 +1,7 @@
 """One attempt of one call on one replica: from the response's head to the client's last byte.
 
-The first event of a stream, and the last byte of another answer, is the commit point. Before it
-nothing was said to the client and the attempt may be repeated elsewhere; after it never.
+The commit point is the first event of a stream, or the last byte of any other answer. An attempt may be
+repeated elsewhere before it, never after it.
 
 This module is over 400 lines: every kind of response ends in one outcome, and all share the commit point.
 """
@@ -37,10 +37,9 @@ FAILED = "The replica failed to answer the request."
 class Relay:
     """The sink of the upstream connection; ``done`` yields the outcome.
 
-    ``refused`` holds what to tell the client for ``REJECTED``, ``FAILED`` and ``SILENT``, ``reason`` why
-    the replica did not take the request for ``REFUSED``, and ``refused`` the cause if that was its adapter.
-    ``begun`` once a stream's first event came, ``committed`` once the client was sent a part of the answer.
-    ``on_first`` is called at the first token.
+    ``refused`` is the answer for ``REJECTED``, ``FAILED`` and ``SILENT``, ``reason`` why the replica did not
+    take the request for ``REFUSED``. ``begun``: a stream's first event came. ``committed``: the client was
+    sent a part of the answer. ``on_first`` is called at the first token.
     """
 
     __slots__ = (

@@ -24,8 +24,8 @@ class Limits(Protocol):
 class WatchedAttempt(Protocol):
     """An attempt under a timeout. ``streams``: a stream was requested; ``begun``: its first event came.
 
-    ``stirred`` tells once whether any byte came since it was asked last, or none could since the
-    client is slow; ``quiet_since`` belongs to the sweep. Instants are seconds of ``time.monotonic``.
+    ``stirred`` is whether a byte came since the last call, or none could because the client is slow;
+    ``quiet_since`` belongs to the sweep. Instants are seconds of ``time.monotonic``.
     """
 
     streams: bool
@@ -43,11 +43,10 @@ class WatchedAttempt(Protocol):
 
 
 class IdleTimeouts:
-    """The attempts that run in this worker.
+    """The attempts of this worker, with the longest silence of each.
 
-    A stream's replica may be silent for ``first_token_timeout_s`` before its first event and for
-    ``inter_token_timeout_s`` after it, any byte counting as life; an answer that does not stream must
-    be whole within ``answer_timeout_s``.
+    A stream may be silent for ``first_token_timeout_s`` before its first event and ``inter_token_timeout_s``
+    after it; any other answer must be whole within ``answer_timeout_s``.
     """
 
     def __init__(self, limits: Callable[[], Limits]) -> None:
@@ -55,15 +54,12 @@ class IdleTimeouts:
         self._attempts: set[WatchedAttempt] = set()
 
     def watch(self, attempt: WatchedAttempt) -> None:
-        """Apply timeouts to ``attempt`` from now on."""
         self._attempts.add(attempt)
 
     def unwatch(self, attempt: WatchedAttempt) -> None:
-        """It has ended."""
         self._attempts.discard(attempt)
 
     async def run(self) -> None:
-        """Sweep until cancelled."""
         while True:
             limits = self._limits()
             shortest = min(

@@ -1,7 +1,6 @@
-"""Accepts connections from a listening socket that several workers share, one at a time.
+"""Accepts connections, one at a time, from a listening socket that several workers share.
 
-uvloop's own server accepts all that wait, although other workers could. It also closes for good, without an
-error, after any failure of accept() but a missing descriptor that libuv can replace.
+uvloop's own server accepts all that wait, and closes for good after most failures of accept().
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ REST_S = 0.05
 class Acceptor:
     """Accepts on ``sock``, which is listening already, and makes a protocol for each connection.
 
-    One descriptor is kept in reserve: when there are no others, a connection can still be accepted and
-    closed, so that its client sees the error immediately and not after a timeout.
+    One descriptor is reserved: without others, a connection is accepted and closed, so that its client sees
+    the error at once.
     """
 
     def __init__(

@@ -1,7 +1,6 @@
 """A client connection: requests are parsed as they arrive and served in order.
 
-A body is collected as a list and joined once. A body of known length bypasses the parser, which would copy
-it.
+A body of known length bypasses the parser, which would copy it.
 
 This module is over 400 lines: the phase of a connection decides what each read, response and timeout means.
 """
@@ -41,10 +40,10 @@ _NEVER = float("inf")
 
 
 class ServerConnection:
-    """A connection of the client port. ``sent`` is a future while the client reads too slowly.
+    """A connection of the client port; an asyncio protocol that inherits nothing, to be compiled.
 
-    It implements asyncio's protocol without inheriting, because a compiled class cannot inherit from it.
-    ``deadline`` is when the server closes it, on the server's clock; never while a request is served.
+    ``sent`` is a future while the client reads too slowly, ``deadline`` when the server closes it, on the
+    server's clock; never while a request is served.
     """
 
     __slots__ = (
@@ -119,7 +118,6 @@ class ServerConnection:
         self._transport.close()
 
     def abort(self) -> None:
-        """Close immediately."""
         self._transport.abort()
 
     def sweep(self, now: float) -> None:

@@ -1,7 +1,6 @@
 """One request on a client connection and its response, as an ASGI exchange.
 
-``send`` writes to the transport immediately; its awaitable is already done unless the client reads too
-slowly. So a callback can relay data without a task.
+``send`` writes at once; its awaitable is done already unless the client reads too slowly.
 """
 
 from __future__ import annotations
@@ -31,10 +30,7 @@ _COUNT = itertools.count(1)
 
 
 def request_ids(given: bytes | None) -> tuple[bytes, bytes]:
-    """The request id for the client and the one for the replica.
-
-    The replica's id is always unique: engines key requests by it, and two clients may send the same one.
-    """
+    """The request id for the client, and the unique one for the replica, by which engines key requests."""
     unique = b"%s-%x" % (_PREFIX, next(_COUNT))
     if given is not None and _VALID_ID.fullmatch(given):
         return given, given + b"-" + unique

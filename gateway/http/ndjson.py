@@ -48,11 +48,9 @@ class NdjsonStream:
         self._ended = asyncio.Event()
 
     def retry_now(self) -> None:
-        """Skip the rest of the back-off."""
         self._wake.set()
 
     async def run(self) -> None:
-        """Follow until cancelled."""
         pause = FIRST_RETRY_S
         try:
             while True:

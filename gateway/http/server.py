@@ -1,7 +1,6 @@
 """The client port's server: accepts connections, runs the ASGI app in a task per request, times out, drains.
 
-uvicorn serves the admin port. On this port it would copy a body once per read, and await each chunk of a
-response in a task.
+uvicorn, which serves the admin port, would copy a body once per read and await each chunk of a response.
 """
 
 from __future__ import annotations
@@ -124,14 +123,12 @@ class Server:
         return len(self._rejected) > SPARE_DESCRIPTORS // 2
 
     def lost(self, connection: ServerConnection) -> None:
-        """Forget a closed connection."""
         self._connections.discard(connection)
         self._rejected.discard(connection)
         if self.draining and not self._connections:
             self._empty.set()
 
     def serve(self, scope: Scope, exchange: Exchange) -> asyncio.Task[None]:
-        """Run the app on one request."""
         task = self._loop.create_task(self._run(scope, exchange), name="request")
         self._tasks.add(task)
         return task

@@ -77,10 +77,10 @@ class Entry:
 class CatalogView:
     """The catalog by the names that requests use: ``NAME``, ``BASE:NAME``, and either with ``@DIGEST``.
 
-    A ``NAME`` on several models is that of the first model, in the deployment's order, that the client may
-    see. ``draw`` gives 64 random bits. ``known`` once there was a catalog, ``wanted`` if the deployment has
-    models that take adapters. ``changed`` counts the changes of the index; ``on_names`` is called with the
-    models and names of each catalog.
+    A ``NAME`` on several models is that of the first in the deployment's order that the client may see.
+    ``draw`` gives 64 random bits. ``known``: a catalog was received; ``wanted``: the deployment has models
+    that take adapters. ``changed`` counts changes of the index; ``on_names`` gets the models and names of
+    each catalog.
     """
 
     def __init__(

@@ -18,8 +18,6 @@ from policy.types import Runner
 
 
 class RequestResolver:
-    """The resolver of one worker."""
-
     def __init__(self, fleet: FleetView, catalog: CatalogView, routes: ModelRouters) -> None:
         self._fleet = fleet
         self._catalog = catalog

@@ -18,12 +18,7 @@ _WRONG = "The API key is not valid."
 
 
 class TenantAccount:
-    """A tenant in this worker, from the first deployment that names it to the last.
-
-    ``salt`` isolates its prefix cache in the engines, as a JSON string; empty without
-    tenants. ``in_flight`` counts its requests here, ``prompt_tokens`` and ``output_tokens`` what was
-    served to it.
-    """
+    """A tenant in this worker. ``salt`` (a JSON string, empty without tenants) isolates its prefix cache."""
 
     __slots__ = (
         "admin", "in_flight", "name", "output_tokens", "priority",
@@ -41,16 +36,15 @@ class TenantAccount:
         self.output_tokens = 0
 
     def read(self, tenant: Tenant) -> None:
-        """Take its settings from the deployment."""
         self.weight, self.priority, self.admin = tenant.weight, tenant.priority, tenant.admin
 
 
 class Tenants:
     """The accounts of the current deployment; without tenants every request is the anonymous one's.
 
-    ``salt_secret`` makes the cache salts; ``own_key`` is Tidegate's own, which is nobody's. A key is
-    digested anew for each request: that costs less than a microsecond, keeps no key in memory, and a
-    revoked key ends with the deployment that named it.
+    ``salt_secret`` makes the cache salts; ``own_key`` is Tidegate's own, of no tenant. Keys are digested for
+    each request (under a microsecond), so that none is kept in memory and a revoked one ends with its
+    deployment.
     """
 
     def __init__(self, salt_secret: bytes, own_key: str) -> None:
@@ -105,7 +99,6 @@ class Tenants:
         return self._salt(name) if account is None and name else (account or self._anonymous).salt
 
     def served(self, name: str, usage: Usage) -> None:
-        """Count the tokens of an answer to the tenant called ``name``."""
         account = self._by_name.get(name, self._anonymous)
         account.prompt_tokens += usage.prompt
         account.output_tokens += usage.completion

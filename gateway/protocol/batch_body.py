@@ -1,7 +1,4 @@
-"""Join several requests into one upstream call, and split its answer.
-
-Inputs travel as the bytes that came: what is joined are slices of the bodies, never decoded texts.
-"""
+"""Join several requests into one upstream call, and split its answer; inputs stay the bytes that came."""
 
 from __future__ import annotations
 
@@ -29,8 +26,8 @@ _PAIR = ("text_1", "text_2")
 class SubRequest:
     """One request's part of a call: ``inputs`` holds, for each field of :attr:`names`, its slices.
 
-    ``group`` is what it has in common with those that it may travel with: route, kind of input, tenant,
-    adapter (a name may stand for several) and every other parameter, byte by byte.
+    ``group`` is equal for requests that may share a call: route, kind of input, tenant, adapter, and every
+    other parameter byte by byte.
     """
 
     group: tuple[str, str, str, str, bytes]
@@ -39,7 +36,6 @@ class SubRequest:
 
     @property
     def count(self) -> int:
-        """The number of items in its answer."""
         return len(self.inputs[0])
 
     @property

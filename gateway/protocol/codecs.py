@@ -77,8 +77,6 @@ NULL = Raw(b"null")
 
 
 class Choice(msgspec.Struct, gc=False):
-    """One choice of a chunk."""
-
     index: int = 0
     finish_reason: str | None = None
 
@@ -121,8 +119,6 @@ class Counts(msgspec.Struct, gc=False):
 
 
 class Answer(msgspec.Struct, gc=False):
-    """What holds a usage object."""
-
     usage: Raw = NULL
 
 

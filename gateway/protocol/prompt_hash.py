@@ -22,10 +22,10 @@ BYTES_A_TOKEN = 4.0
 
 
 def _boundaries() -> tuple[int, ...]:
-    """Where a prompt is hashed: each 512 bytes at first, then eight times while its length doubles.
+    """Where a prompt is hashed: every 512 bytes at first, then eight times per doubling, four beyond 32 KiB.
 
-    Beyond 32 KiB four times, so that 240 KiB has 44 of them and costs 15 us. What of a shared beginning
-    falls between two is computed again: an eleventh of it at most, a sixth where it is long.
+    240 KiB have 44 boundaries and take 15 us. At most an eleventh of a shared prefix, a sixth of a long one,
+    is missed.
     """
     found = list(range(BLOCK_BYTES, FINE_BYTES + 1, BLOCK_BYTES))
     while found[-1] < MAX_BYTES:
@@ -57,10 +57,10 @@ class BytesPerToken:
     def learn(
         self, estimated_tokens: int, prompt_tokens: int, output_tokens: int, depths: Sequence[int] = ()
     ) -> None:
-        """An engine counted what was estimated, with these ``depths``.
+        """Take an engine's count for an estimate, whose ``depths`` say by which density it was made.
 
-        Those tell by which density it was estimated: while answers are on their way it changes, and a
-        correction of it that each of them made would be made many times over.
+        The density changes while answers are on their way, and a correction must not be applied once for
+        each.
         """
         gain = self.answers.learn(output_tokens)
         if depths and prompt_tokens > 0 and estimated_tokens not in (0, prompt_tokens):
@@ -128,7 +128,6 @@ def adapter_key(model: str, adapter: str) -> int:
 
 
 def session_key(session: bytes) -> int:
-    """The key of a client's session."""
     return xxhash.xxh3_64_intdigest(session)
 
 

@@ -1,9 +1,8 @@
 """Edit a JSON object at offsets: unedited parts keep their bytes and are not copied.
 
-A member that is absent goes in behind the opening brace; one that is there has its value replaced
-where the decoder found it, so that the same name in a nested object or a text is never hit.
-
-A request's body as a replica gets it: the bytes that came, but for what is ours to say."""
+An absent member is inserted behind the opening brace; a present one has its value replaced at the offset that
+the decoder found, so that equal names in nested objects or texts are never hit.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +53,6 @@ def set_member(raw: bytes, name: str, value: Raw, text: bytes) -> Edit:
 
 
 def set_model(raw: bytes, name: str) -> Edit:
-    """Replace the model in a request's body."""
     return Edit(*locate(raw, NAMED.decode(raw).model), msgspec.json.encode(name))
 
 
@@ -96,7 +94,6 @@ def splice(raw: bytes, edits: Iterable[Edit]) -> list[Buffer]:
 
 
 def length(parts: Sequence[Buffer]) -> int:
-    """The size of a spliced body in bytes."""
     return sum(map(len, parts))
 
 
@@ -116,10 +113,9 @@ class UpstreamBody(NamedTuple):
 
 
 def upstream_body(route: Route, body: Body, raw: bytes, salt: bytes, adapter: str = "") -> UpstreamBody:
-    """``raw`` with the tenant's cache ``salt`` (a JSON string, or nothing) in place of the client's.
+    """``raw`` with the tenant's cache ``salt`` (a JSON string, or empty) in place of the client's.
 
-    ``model`` becomes the ``adapter``'s name at the replicas, if there is one. Without usage at its end a
-    stream would count for nothing in fairness, predictions and budgets.
+    ``model`` becomes the name of the ``adapter``, if there is one; streams are made to end with their usage.
     """
     edits = []
     if adapter and adapter != body.model:

@@ -25,12 +25,11 @@ _RETURN = ord("\r")
 
 
 class Tail:
-    """One stream. ``finished`` once its last event has come, ``failed`` once it contained an error.
+    """One stream; this base class knows no last event: any clean end is a good one.
 
-    ``closed`` once nothing more may follow. ``error`` is the payload of the upstream's error event,
-    empty until there is one. ``events`` counts those with a payload up to the one that finishes the
-    answer, ``usage`` is what the engine reported for it. This base class knows no last event: any clean end
-    is a good one.
+    ``finished``: its last event has come. ``failed``: it contained an error, whose payload is ``error``.
+    ``closed``: nothing more may follow. ``events``: those with a payload up to the one that finishes the
+    answer. ``usage``: as the engine reported it.
     """
 
     __slots__ = ("_held", "_last_words", "closed", "error", "events", "failed", "finished", "usage")
@@ -48,8 +47,8 @@ class Tail:
     def feed(self, data: bytes) -> bytes:
         """Take received bytes; returns the whole events that may go to the client now.
 
-        An event is held until its blank line came: a client can do nothing with a part of one, and
-        an error event written after half an event would be read as its continuation.
+        An event is held until its blank line: an error event after half of one would be read as its
+        continuation.
         """
         if self.closed:
             return b""

@@ -1,8 +1,4 @@
-"""The token counts of an answer, as reported by the engine.
-
-A stream says it in one of its last events, a whole answer near its end. Where an answer was cut
-short, what was seen of it stands in.
-"""
+"""The token counts of an answer, as reported by the engine; of one that was cut short, its events."""
 
 from __future__ import annotations
 
@@ -22,8 +18,8 @@ _KEY = re.compile(rb'"usage"[ \t\r\n]*:[ \t\r\n]*\{')
 class Usage(NamedTuple):
     """Tokens of one answer. ``prompt`` includes those that were ``cached``.
 
-    Without ``exact`` the answer was cut short: ``prompt`` is unknown (0), and ``completion`` are the
-    events that came, which an engine writes a token or more in each.
+    Not ``exact`` if the answer was cut short: ``prompt`` is 0, and ``completion`` is the number of its
+    events.
     """
 
     prompt: int = 0

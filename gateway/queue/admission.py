@@ -34,7 +34,6 @@ class SleepingModels:
         self._added.clear()
 
     async def wait(self) -> None:
-        """Until another model was added."""
         await self._added.wait()
         self._added.clear()
 
@@ -60,7 +59,6 @@ class Admission:
         self.sleeping = SleepingModels()
 
     def ticket(self, served: ServedModel, request: Request) -> Ticket:
-        """A ticket for a request that has just come."""
         queue = self._queues.get(served.name)
         if queue is None or queue.served is not served:
             queue = self._queues[served.name] = self._queue(served)
@@ -74,7 +72,6 @@ class Admission:
         return 0.0 if queue is None else queue.dispatcher.oldest_s(queue.clock())
 
     def news(self, model: str) -> None:
-        """A replica of ``model`` has news."""
         if (queue := self._queues.get(model)) is not None:
             queue.news()
 
@@ -84,7 +81,6 @@ class Admission:
             queue.dismiss()
 
     def give_up(self, model: str, adapters: Set[str]) -> None:
-        """A replica of ``model`` could not load ``adapters``."""
         if (queue := self._queues.get(model)) is not None:
             queue.give_up(adapters)
 

@@ -85,8 +85,7 @@ class Coalescer:
     ) -> None:
         """Answer ``call`` from a shared call, or by ``alone`` if it is the only one.
 
-        A shared call that is refused or fails says nothing about any one of its members: each is then
-        delivered by itself, and gets the answer or the error that is its own.
+        If the shared call fails, each member is delivered by itself and gets its own answer or error.
         """
         member = _Member(share, call, served, request, self._loop.create_future())
         for batch in self._windows.arrive(
@@ -226,8 +225,8 @@ class _Inbox:
 def _together(members: Sequence[_Member]) -> Request:
     """The shared call for admission and routing: the sum of its members, with the earliest deadline.
 
-    Its prefix is what all of theirs begin with. One replica alone may begin it in vain: the next that
-    begins any of them by itself is then its second.
+    Its prefix is their common one. It may begin on one replica alone: an attempt by a single member is then
+    the second.
     """
     requests = [member.request for member in members]
     first = requests[0]

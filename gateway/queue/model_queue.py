@@ -37,7 +37,6 @@ class Ticket(dispatching.Ticket[ReplicaHandle]):
 
     @property
     def served(self) -> ServedModel:
-        """The model that it is for."""
         return self._queue.served
 
     async def wait(self) -> ReplicaHandle:
@@ -73,7 +72,6 @@ class Ticket(dispatching.Ticket[ReplicaHandle]):
         return self._granted is None or self._granted.done()
 
     def resolve(self) -> None:
-        """Wake the task that waits."""
         if self._granted is not None and not self._granted.done():
             self._granted.set_result(None)
 
@@ -140,7 +138,6 @@ class ModelQueue:
             self._meter.refused[rejection.refusal] += 1
 
     def arm(self) -> None:
-        """Have the timer fire when the dispatcher is due."""
         at = self.dispatcher.due_at(self.clock())
         if self._timer is not None:
             if self._timer.when() <= at:
@@ -174,7 +171,6 @@ class ModelQueue:
         self._publish()
 
     def _publish(self) -> None:
-        """Publish how much waits."""
         queue, meter = self.dispatcher.queue, self._meter
         for priority in meter.depth:
             meter.depth[priority] = queue.depth(priority)

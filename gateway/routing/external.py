@@ -21,8 +21,6 @@ LIST_EVERY_S = 10.0
 
 
 class _Listed(msgspec.Struct):
-    """One entry of a server's ``/v1/models``."""
-
     id: str
     root: str | None = None
     parent: str | None = None
@@ -52,7 +50,6 @@ class ExternalPoller:
         self._answers: dict[tuple[str, str], _Answer] = {}
 
     async def run(self) -> None:
-        """Probe until cancelled."""
         async with httpx.AsyncClient(timeout=PROBE_TIMEOUT_S, trust_env=False) as client:
             while True:
                 await asyncio.gather(

@@ -50,10 +50,9 @@ class ServedModel:
         self.causes: dict[str, str] = {}
 
     def hopeless(self, at: float) -> bool:
-        """Whether waiting for a replica is useless: none is reachable and none is starting.
+        """Whether no replica is reachable and none is starting; ``at`` is loop time.
 
-        A model that is scaled to zero, one whose replicas start, and one that nobody has looked at
-        yet are worth waiting for; ``at`` is loop time.
+        False for a model that is scaled to zero, and for one that was not checked yet.
         """
         for link in self.links:  # the first, as a rule
             if link.answering:
@@ -122,7 +121,6 @@ class FleetView:
         return list(self._served.values())
 
     def get(self, name: str) -> ServedModel | None:
-        """The model called ``name``."""
         return self._served.get(name)
 
     def listing(self, name: str) -> tuple[ServedModel, str] | None:
@@ -219,7 +217,6 @@ class FleetView:
         self.news(served)
 
     def close(self) -> None:
-        """Stop following everything."""
         for served in self._served.values():
             self._link(served, [], 0.0)
 
@@ -277,7 +274,6 @@ class FleetView:
             self._events.news(served.name)
 
     def unavailable(self, served: ServedModel) -> None:
-        """No replica of ``served`` is up and none is starting."""
         self._events.unavailable(served.name)
 
     def describe(self) -> dict[str, object]:

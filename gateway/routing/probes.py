@@ -1,8 +1,7 @@
 """Eject replicas that make no progress, and probe those that are out of rotation.
 
-A replica of ours is probed with a canary, a request of one token. A server that is not ours gets no
-request that no client sent: when it answers the question what it serves, one real request is let
-through as the probe, and that one may still be tried elsewhere.
+A replica of ours is probed with a canary, a request of one token. An external server is probed with one
+client request, which may be retried, once it lists its models again.
 """
 
 from __future__ import annotations
@@ -43,7 +42,6 @@ class Probes:
         self._running: dict[ReplicaHandle, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
-        """Sweep until cancelled."""
         # Kept connections could be closed unnoticed until the next probe.
         limits = httpx.Limits(max_keepalive_connections=0)
         headers = {SECRET_HEADER: self._secret}

@@ -186,10 +186,7 @@ class ReplicaHandle:
         self._shared.first_token(self.view.key, tokens)
 
     def foresee(self, tokens: int, at: float) -> UnseenPrefill:
-        """Assume that the prefill of a request without a visible first token is over at ``at``.
-
-        Otherwise the prompts of answers that come whole would count as ahead until their last token.
-        """
+        """Assume that the prefill of a request without a visible first token is over at ``at``."""
         ahead = UnseenPrefill(tokens, at)
         self._foreseen.append(ahead)
         self.due_at = self._foreseen[0].at
@@ -214,8 +211,7 @@ class ReplicaHandle:
     def count(self, line: bytes, at: float) -> None:
         """Take a line of the replica's load stream; ``at`` is loop time.
 
-        What it says can only add what other hosts have there to what this one knows exactly. A count
-        that its guard cannot have admitted, or a part of a cache that is none, is not believed.
+        It only adds the requests of other hosts to those counted here; impossible counts are ignored.
         """
         report = LOAD_LINE.decode(line)
         load = report.load
@@ -248,7 +244,6 @@ class ReplicaHandle:
             self._events.prefixes(self.model, self.view.key, report.prefixes)
 
     def become(self, replica: Replica, at: float) -> None:
-        """Apply a new snapshot of it."""
         was, self.replica = self.replica, replica
         if (was.incarnation, was.pid) != (replica.incarnation, replica.pid):
             self.renewed(at)
@@ -295,9 +290,8 @@ class ReplicaHandle:
     def stuck_s(self, at: float) -> float:
         """For how many seconds it has made no progress on requests that it holds.
 
-        Those whose clients do not read are not its to move. Of a server that does not tell its tokens
-        only streams must move while it can be heard: a long answer that does not stream is silent until
-        it is whole.
+        Requests whose clients do not read are exempt, and those without a stream on a server that reports no
+        tokens.
         """
         blind = self._feed is None and self.answering
         held = sum(not relay.held_back and (relay.streams or not blind) for relay in self.relays)

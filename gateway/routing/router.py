@@ -87,7 +87,6 @@ class ModelRouters:
         self._of(model).paced(quote.candidate, gap_s)
 
     def counted(self, request: Request, prompt_tokens: int, output_tokens: int) -> None:
-        """An engine counted its tokens."""
         density = self._densities.get(request.model) or self.density(request.model)
         density.learn(request.prompt_tokens, prompt_tokens, output_tokens, request.depths)
 

@@ -1,8 +1,7 @@
-"""What the gateway workers of one host tell each other through memory: a mapped file with a row each.
+"""Counts that the gateway workers of one host share: a mapped file with a row for each.
 
-A row has one writer, and only whole aligned words are written, so there is no lock and nobody waits.
-Whoever reads may see a count a moment old, or two counts of one replica from two moments; both
-correct themselves with the next read. What must not be mistaken, the news, carries a check word.
+A row has one writer and only whole aligned words are written, so there is no lock. Two counts of one replica
+may be read of two moments, which the next read corrects; news carry a check word.
 """
 
 from __future__ import annotations
@@ -78,9 +77,7 @@ class SharedCounts(Protocol):
         """The prefill of such a request is over: its first token came, or it ended without one."""
         ...
 
-    def end(self, key: int) -> None:
-        """A request ended there."""
-        ...
+    def end(self, key: int) -> None: ...
 
     def others(self, key: int) -> tuple[int, int, int]:
         """What the others have there: requests in flight, pending prompt tokens, requests ever begun.
@@ -115,8 +112,6 @@ class SharedCounts(Protocol):
 
 
 class LocalCounts:
-    """A worker without others."""
-
     alone = True
 
     def begin(self, key: int, tokens: int) -> None: ...
@@ -141,11 +136,10 @@ LOCAL = LocalCounts()
 
 
 class SharedRows:
-    """One worker's row, and its eyes on the others'.
+    """One worker's row, and its view of the others'. Raises :class:`OSError` if no row is free.
 
-    ``row`` is the row to take; a worker that drains while its successor starts still holds its own,
-    and the successor takes the next that is free. Raises :class:`OSError` when none is. ``clock`` is
-    the monotonic clock that all processes of a host share, in seconds.
+    ``row`` is the row to take, or the next free one while a draining worker holds it. ``clock`` is the host's
+    monotonic clock, in seconds.
     """
 
     def __init__(self, path: Path, row: int = 0, clock: Callable[[], float] = time.monotonic) -> None:

@@ -1,10 +1,8 @@
-"""Metrics per adapter, by the names of the catalog: a client cannot add label values.
+"""Metrics per adapter of the catalog, with a bounded number of label values.
 
-The number of label values is bounded twice. At most :data:`MOST` adapters of a worker have numbers of their
-own at a time; a name that the catalog drops frees its place and is counted no more. What was published of it
-stays, since the files that workers share their metrics in forget no series: so a worker publishes at most
-:data:`EVER` names while it lives. A name that comes back counts on where it ended and is not a new one. All
-others of a model share the label :data:`OTHER`, so that sums over a model are right whatever has a place.
+At most :data:`MOST` adapters of a worker are counted by name at a time; a name that leaves the catalog frees
+its place. Shared metric files never drop a series, so a worker publishes at most :data:`EVER` names while it
+lives. The others of a model share the label :data:`OTHER`: sums over a model stay right.
 """
 
 from __future__ import annotations
@@ -53,7 +51,6 @@ class AdapterCounters:
             self.ttft.add(first_at - began)
 
     def count_tokens(self, usage: Usage) -> None:
-        """Count the tokens of an answer."""
         self.news = True
         self.prompt_tokens += usage.prompt
         self.cached_tokens += usage.cached
@@ -93,10 +90,7 @@ class AdapterMetrics:
             self._leaving.append((key, self._meters.pop(key)))
 
     def of(self, model: str, name: str) -> AdapterCounters:
-        """The meter of the catalog's adapter ``name`` on ``model``.
-
-        A request may end after its adapter was dropped: it is one of the others then.
-        """
+        """The counters of ``name`` on ``model``; those of all others if the catalog has dropped it."""
         key = (model, name)
         meter = self._meters.get(key)
         if meter is not None:
@@ -111,7 +105,6 @@ class AdapterMetrics:
         return meter
 
     def publish(self) -> None:
-        """Merge the counts into the shared metrics."""
         while self._leaving:
             (model, name), meter = self._leaving[-1]
             self._publish(model, name, meter)

@@ -1,8 +1,6 @@
 """A worker's side of a capture: it sends numbers about served requests, never text, to subscribers.
 
-A listener is a datagram socket in a directory that all workers of a host look into, so that one who
-listens at any worker's admin port hears them all. While the directory is empty a request costs one
-comparison, and the worker a look into it four times a second.
+A subscriber is a datagram socket in a directory that all workers of the host read four times a second.
 """
 
 from __future__ import annotations
@@ -79,10 +77,7 @@ class Capture:
         self._closed = False
 
     def ended(self, call: Call, request: Request, body: Body, raw: bytes, began: float) -> None:
-        """Record a generated answer: whole, or up to the point where its client left.
-
-        ``began`` is its arrival by ``time.monotonic``. What was refused has no lengths to tell.
-        """
+        """Record a generated answer, even if cut short; ``began`` is its arrival by ``time.monotonic``."""
         usage = call.usage
         if usage is None or call.route.runner is not Runner.GENERATE:
             return
@@ -112,7 +107,6 @@ class Capture:
             self.flush()
 
     def look(self) -> None:
-        """Find the current subscribers."""
         if self._closed:
             return
         try:

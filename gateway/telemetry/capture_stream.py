@@ -28,8 +28,8 @@ MAX_LINES = 10_000
 class Pseudonyms:
     """Keys the hashes of prompts and sessions with a secret, and cuts prompts into blocks of tokens.
 
-    ``density`` says how many bytes make a token of a model. It is asked once: blocks that moved with what a
-    worker learns would be of equal prompts and differ.
+    ``density`` gives a model's bytes per token. It is called once per model, so that equal prompts keep equal
+    blocks.
     """
 
     def __init__(self, density: Callable[[str], float], key: bytes) -> None:
@@ -132,7 +132,6 @@ class _Subscription:
 
     @property
     def lost(self) -> int:
-        """Requests that workers could not send."""
         return sum(self._lost.values())
 
     async def received(self) -> Sequence[CaptureBatch] | None:
@@ -148,7 +147,6 @@ class _Subscription:
         return batches
 
     def end(self) -> None:
-        """Read what has arrived, and end."""
         if not self._over:
             self._read()
             self._over = True

@@ -44,10 +44,9 @@ class Log:
 
 
 class LibraryHandler(logging.Handler):
-    """Python's own logging in the same form.
+    """Python's logging in the same form: the exception's type and, of uvicorn alone, the message.
 
-    Of an exception only its type is written, and of other libraries than uvicorn not even the
-    message: texts, tracebacks and the event loop's handles may hold what a client sent.
+    Other texts and tracebacks may hold what a client sent.
     """
 
     def __init__(self, log: Log) -> None:

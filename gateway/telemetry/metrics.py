@@ -1,8 +1,7 @@
 """The gateway's metrics: plain numbers on the hot path, published twice a second.
 
-A labelled increment of a multiprocess metric costs several microseconds and a stream has hundreds
-of chunks, so a worker adds up locally and merges into its shared files on a timer. Labels come from
-closed sets: a name that a client made up never becomes one.
+A labelled increment of a multiprocess metric takes several microseconds. Labels come from closed sets, never
+from clients.
 """
 
 from __future__ import annotations
@@ -80,7 +79,6 @@ class ModelCounters(HealthCounters):
         self.totals = WorkerCounters()
 
     def arrive(self) -> None:
-        """Count the arrival of a call for the model."""
         self.in_flight += 1
         self.totals.arrived += 1
 
@@ -114,7 +112,6 @@ class ModelCounters(HealthCounters):
             self.ttft_error_part.add(abs(predicted_s - actual_s) / actual_s)
 
     def count_tokens(self, usage: Usage) -> None:
-        """Count the tokens of an answer."""
         self.prompt_tokens += usage.prompt
         self.cached_tokens += usage.cached
         self.completion_tokens += usage.completion
@@ -156,8 +153,6 @@ class QueueCounters:
 
 
 class QueueMetrics:
-    """The counters of all models and their published form."""
-
     def __init__(self, declared: MetricFamilies) -> None:
         self._meters: dict[str, QueueCounters] = {}
         counter, gauge = declared.counter, declared.gauge
@@ -174,14 +169,12 @@ class QueueMetrics:
         )  # fmt: skip
 
     def model(self, name: str) -> QueueCounters:
-        """The meter of a model of the deployment."""
         meter = self._meters.get(name)
         if meter is None:
             meter = self._meters[name] = QueueCounters()
         return meter
 
     def publish(self) -> None:
-        """Merge the counts into the shared metrics."""
         for model, meter in self._meters.items():
             for priority, depth in meter.depth.items():
                 self._depth.labels(model, priority).set(depth)
@@ -198,8 +191,6 @@ class QueueMetrics:
 
 
 class Metrics:
-    """All meters of a worker and their published form."""
-
     def __init__(self) -> None:
         self._registry = registry = CollectorRegistry()
         self._spare = ReserveDescriptor()

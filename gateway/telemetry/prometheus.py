@@ -30,7 +30,6 @@ class MergedHistogram(Histogram):
     """A histogram that takes the counts of many observations at once."""
 
     def merge(self, tally: HistogramCounter) -> None:
-        """Add ``tally`` and empty it."""
         for i, count in enumerate(tally.counts):
             if count:
                 self._buckets[i].inc(count)
