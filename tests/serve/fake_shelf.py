@@ -38,8 +38,6 @@ class FakeShelf:
     lying: set[str] = field(default_factory=set)
     took: list[str] = field(default_factory=list)
     cleared: list[set[str]] = field(default_factory=list)
-    at_once: int = 0
-    most_at_once: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
@@ -59,12 +57,8 @@ class FakeShelf:
     def take(self, spec: ModelSpec, source: str, report: Report) -> ImportedAdapter:
         with self._lock:
             self.took.append(source)
-            self.at_once += 1
-            self.most_at_once = max(self.most_at_once, self.at_once)
         report(Progress(step="fetch", message=source, fraction=0.5))
         assert self.gate.wait(60)
-        with self._lock:
-            self.at_once -= 1
         content = self.contents.get(source, source)
         if isinstance(content, Exception):
             raise content

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from policy.errors import SwitchRefused, TargetError
+from policy.errors import SwitchRefused
 from policy.scaling.situation import Override
 from serve.controller_api import ModelStatus
 from tests.serve.plane import LARGE, NEW_SMALL, READY, SMALL, Plane
@@ -180,12 +180,3 @@ async def test_a_count_by_hand_outlives_a_new_generation(plane: Plane, tmp_path:
     plane.controller.apply(document(model(tmp_path, sim={"profile": "sim-small", "seed": 7})))
     await traffic.run(30)
     assert plane.counts(READY) == {NEW_SMALL: 3}
-
-
-async def test_what_is_out_of_bounds_sets_nothing(plane: Plane, tmp_path: Path) -> None:
-    await plane.up(document(model(tmp_path)))
-    with pytest.raises(TargetError, match="0 replicas in mode multi-replica, expected 1 to 4"):
-        plane.controller.scale("m", 0)
-    with pytest.raises(TargetError, match="no model is called 'x'"):
-        plane.controller.scale("x", None)
-    assert status(plane).override is None

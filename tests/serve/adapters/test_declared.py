@@ -182,26 +182,23 @@ async def test_what_people_did_stays_until_the_document_says_something_else(desk
     assert desk.stands_for() == {"hf:org/b": 1.0}
 
 
-async def test_what_people_removed_stays_removed_until_it_is_applied_again(desk: Desk) -> None:
+@pytest.mark.parametrize("returns_by", ["apply", "first start"])
+async def test_what_people_removed_stays_removed_until_an_apply_or_a_first_start(
+    desk: Desk, returns_by: str
+) -> None:
     await desk.restart(source())
     await desk.declaring.remove(SQL)
     await desk.settle()
     await desk.restart(source())
     assert desk.library.alias(SQL) is None
-    await desk.apply(source())
+    if returns_by == "apply":
+        await desk.apply(source())
+    else:
+        desk.state.removed_path.unlink()
+        await desk.restart(source())
     assert desk.stands_for() == {"hf:org/a": 1.0}
     with pytest.raises(AdapterUnknown):
         await desk.declaring.remove(LAW)
-
-
-async def test_what_people_removed_comes_with_the_next_start(desk: Desk) -> None:
-    await desk.restart(source())
-    await desk.declaring.remove(SQL)
-    await desk.restart(source())
-    assert desk.library.alias(SQL) is None
-    desk.state.removed_path.unlink()
-    await desk.restart(source())
-    assert desk.stands_for() == {"hf:org/a": 1.0}
 
 
 async def test_a_start_looks_at_folders_again_and_a_restart_of_the_controller_does_not(

@@ -117,38 +117,26 @@ async def test_what_is_removed_while_it_is_replaced_stays_removed(
     assert (await added(library, source="/b")).revision == 1, "who adds it from now on means it"
 
 
-async def test_only_a_few_are_added_at_once(library: AdapterLibrary, shelf: FakeShelf) -> None:
-    shelf.gate.clear()
-    many = [library.add(AddRequest(name=f"a{i}", source=f"/{i}")) for i in range(3 * ADDS_AT_ONCE)]
-    while len(shelf.took) < ADDS_AT_ONCE:  # noqa: ASYNC110 - the threads have no event
-        await asyncio.sleep(0.001)
-    shelf.gate.set()
-    await asyncio.gather(*map(ended, many))
-    assert len(library.aliases("m")) == 3 * ADDS_AT_ONCE
-    assert shelf.most_at_once == ADDS_AT_ONCE
-
-
-async def test_what_is_refused_changes_nothing_and_says_why(
-    library: AdapterLibrary, shelf: FakeShelf
+@pytest.mark.parametrize(
+    ("failure", "said"),
+    [
+        (AdapterRefused("dora", "use_dora is set"), ("AdapterRefused", "dora", "use_dora is set")),
+        (OSError(28, "No space left"), ("TidegateError", "", "OSError: [Errno 28] No space left")),
+        (None, ("TidegateError", "", "the database does not answer")),
+    ],
+)
+async def test_what_fails_changes_nothing_and_says_why(
+    library: AdapterLibrary, shelf: FakeShelf, failure: Exception | None, said: tuple[str, str, str]
 ) -> None:
     alias = await added(library)
-    shelf.contents["/bad"] = AdapterRefused("dora", "use_dora is set")
-    adding = await ended(library.add(AddRequest(name="sql", source="/bad")))
-    assert adding.line.error is not None
-    assert (adding.line.error.type, adding.line.error.code) == ("AdapterRefused", "dora")
+    if failure is None:
+        shelf.down = said[2]
+    else:
+        shelf.contents["/bad"] = failure
+    error = (await ended(library.add(AddRequest(name="sql", source="/bad")))).line.error
+    assert error is not None
+    assert (error.type, error.code, error.message) == said
     assert (await catalog(library)).aliases == (alias,)
-
-
-async def test_what_nobody_expected_is_told_too(library: AdapterLibrary, shelf: FakeShelf) -> None:
-    shelf.contents["/bad"] = OSError(28, "No space left on device")
-    adding = await ended(library.add(AddRequest(name="sql", source="/bad")))
-    assert adding.line.error is not None
-    assert adding.line.error.message == "OSError: [Errno 28] No space left on device"
-    shelf.down = "the database does not answer"
-    adding = await ended(library.add(AddRequest(name="sql", source="/good")))
-    assert adding.line.error is not None
-    assert adding.line.error.message == "the database does not answer"
-    assert library.aliases("m") == []
 
 
 async def test_who_is_not_told_of_tenants_keeps_them(library: AdapterLibrary) -> None:
@@ -186,19 +174,6 @@ async def test_models_without_adapters_take_none(shelf: FakeShelf) -> None:
         library.add(AddRequest(name="sql", source="/a"))
 
 
-async def test_split_rollback_and_remove(library: AdapterLibrary) -> None:
-    await added(library)
-    await added(library, source="/b")
-    assert (await library.split(SQL, {"v1": 95, "v2": 5})).split == ((1, 95), (2, 5))
-    assert (await library.rollback(SQL)).split == ((2, 1.0),)
-    assert (await catalog(library)).aliases[0].split == ((2, 1.0),)
-    await library.remove(SQL)
-    assert (await catalog(library)).aliases == ()
-    for call in (library.split(SQL, {"v1": 1}), library.rollback(SQL), library.remove(SQL)):
-        with pytest.raises(AdapterUnknown, match="there is no adapter 'sql' on 'm'"):
-            await call
-
-
 @pytest.mark.parametrize(
     "weights", [{"1": 1.0}, {"v0": 1.0}, {"v1": -1.0}, {"v1": float("inf")}, {"v1": 0.0}, {}]
 )
@@ -233,14 +208,6 @@ async def test_a_model_that_leaves_takes_its_names_along_until_it_is_back(librar
     assert (await catalog(library)).aliases == ()
     library.declare(deployment(*adapted()))
     assert (await catalog(library)).aliases == (alias,)
-
-
-async def test_waiting_ends_with_the_next_catalog(library: AdapterLibrary) -> None:
-    version, _ = await library.line()
-    waiting = asyncio.create_task(library.wait(version, 3600))
-    await added(library)
-    await asyncio.wait_for(waiting, 60)
-    await library.wait(version + 100, 0.0)
 
 
 async def test_nothing_is_cleared_away_while_something_is_added(

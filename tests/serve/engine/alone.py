@@ -13,12 +13,12 @@ import pytest
 import yaml
 
 from policy.document.parse import parse
-from serve.host.host import HostSpec, ReplicaHost
-from serve.host.versions import installed
+from serve.host.host import ReplicaHost
 from serve.host.weights import Weights
 from store.models.prepare import Origin, prepare
 from store.state_dir import StateDir
 from tests.e2e.stack import ROOT
+from tests.serve.hosts import host_spec
 
 WITHIN_S = 900.0
 
@@ -33,17 +33,9 @@ async def running(**keys: Mapping[str, Any]) -> AsyncIterator[tuple[ReplicaHost,
     with tempfile.TemporaryDirectory(prefix="tg-") as folder, pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_RUNTIME_DIR", folder)
         state = StateDir(Path(folder)).ensure()
+        weights = Weights(origin=Origin.PACKAGE, source=spec.source, digest=prepared.digest)
         host = ReplicaHost(
-            HostSpec(
-                model=spec,
-                weights=Weights(origin=Origin.PACKAGE, source=spec.source, digest=prepared.digest),
-                shape="small",
-                generation=1,
-                state_dir=str(state.root),
-                controller="127.0.0.1:1",
-                secret="s",
-                versions=installed(),
-            ),
+            host_spec(spec, state.root, weights=weights),
             replica="r",
             address="127.0.0.1",
             node="local",

@@ -8,11 +8,17 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from policy.engine.model import Limits, Timing
 from policy.errors import AdapterRefused
+from policy.wire.headers import REFUSAL_HEADER
 from policy.wire.heartbeat import AdapterRef
 from serve.engine.adapters.loader import AdapterLoader
-from serve.engine.port import EngineStats
+from serve.engine.guard import Guard
+from serve.engine.port import EngineStats, Message
+
+TIMING = Timing(limits=Limits(max_num_batched_tokens=256, max_num_seqs=8, kv_tokens=4096))
 
 
 def digest(letter: str) -> str:
@@ -65,7 +71,7 @@ class FakeEngine:
         return EngineStats(running=self.running)
 
     def timing(self) -> Timing:
-        return Timing(limits=Limits(max_num_batched_tokens=256, max_num_seqs=8, kv_tokens=4096))
+        return TIMING
 
     def adapters(self) -> tuple[str, ...]:
         return tuple(self.there)
@@ -110,6 +116,46 @@ class FakeEngine:
 
     async def close(self) -> None:
         return
+
+
+class Request:
+    """A request at the guard whose client can leave; ``sent`` is the answer so far."""
+
+    def __init__(
+        self,
+        guard: Guard,
+        method: str,
+        path: str,
+        headers: dict[str, str],
+        body: tuple[bytes, ...] = (b"{}",),
+    ) -> None:
+        self.sent: list[Message] = []
+        self._gone = asyncio.Event()
+        self._body = list(body)
+        encoded = [(name.encode(), value.encode()) for name, value in headers.items()]
+        scope = {"type": "http", "method": method, "path": path, "headers": encoded}
+        self.task = asyncio.ensure_future(guard(scope, self._receive, self._send))
+
+    def leave(self) -> None:
+        self._gone.set()
+
+    async def _receive(self) -> Message:
+        if self._body:
+            body = self._body.pop(0)
+            return {"type": "http.request", "body": body, "more_body": bool(self._body)}
+        await self._gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: Message) -> None:
+        self.sent.append(message)
+
+    @property
+    def refusal(self) -> tuple[int, str, str]:
+        """Status, header and message."""
+        head = dict(self.sent[0]["headers"])
+        error = msgspec.json.decode(self.sent[1]["body"])["error"]
+        assert error["code"] == head[REFUSAL_HEADER.encode()].decode()
+        return self.sent[0]["status"], error["code"], error["message"]
 
 
 class FakeFiles:

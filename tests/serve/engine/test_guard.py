@@ -4,36 +4,32 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from pathlib import Path
 from typing import Any
 
 import httpx
 import msgspec
 import pytest
 
-from policy.engine.model import Limits, Timing
+from policy.engine.model import Timing
 from policy.types import ReplicaPhase
 from policy.wire.headers import CANARY_HEADER, PREFILL_HEADER, PREFIX_HEADER, REFUSAL_HEADER, SECRET_HEADER
 from serve.engine import guard as guard_module
 from serve.engine.adapters.loader import AdapterLoader
 from serve.engine.guard import MAX_NEWS, Guard
-from serve.engine.port import ALLOWED, EngineStats, Message, Receive, Scope, Send
-from tests.serve.engine.fakes import FakeFiles
+from serve.engine.port import ALLOWED, EngineStats, Receive, Scope, Send
+from tests.serve.engine.fakes import TIMING, Clock, FakeEngine, FakeFiles, Request
 
 SECRET = {SECRET_HEADER: "s"}
 CHAT = "/v1/chat/completions"
 # In which a burst ends on any machine.
 WAIT_S = 0.5
-TIMING = Timing(limits=Limits(max_num_batched_tokens=256, max_num_seqs=8, kv_tokens=4096))
 
 
-class Held:
+class Held(FakeEngine):
     """An engine whose answers wait for ``go``; ``reached`` lists what came through the guard."""
 
-    max_model_len: int | None = 512
-    adapter_slots = 0
-
-    def __init__(self) -> None:
+    def __init__(self, slots: int = 0) -> None:
+        super().__init__(slots, Clock())
         self.go = asyncio.Event()
         self.reached: list[str] = []
         self.fail = False
@@ -57,65 +53,8 @@ class Held:
     def stats(self) -> EngineStats:
         return EngineStats(running=1, waiting=2, kv_used=0.5, tokens=7, prefilling=self.prefilling)
 
-    def timing(self) -> Timing:
-        return TIMING
-
     def adapters(self) -> tuple[str, ...]:
         return ("sql",)
-
-    dead = False
-
-    async def load(self, name: str, path: Path) -> None:
-        raise AssertionError("it loads none")
-
-    async def unload(self, name: str) -> None:
-        raise AssertionError("it loads none")
-
-    async def loaded(self) -> frozenset[str]:
-        return frozenset()
-
-    can_sleep = True
-
-    async def sleep(self) -> None:
-        return
-
-    async def wake(self) -> None:
-        return
-
-    async def check(self) -> None:
-        return
-
-    async def close(self) -> None:
-        return
-
-
-class Request:
-    """A request at the guard whose client can leave; ``sent`` is the answer so far."""
-
-    def __init__(self, guard: Guard, method: str, path: str, headers: dict[str, str]) -> None:
-        self.sent: list[Message] = []
-        self._gone = asyncio.Event()
-        self._begun = False
-        scope = {
-            "type": "http",
-            "method": method,
-            "path": path,
-            "headers": [(name.encode(), value.encode()) for name, value in headers.items()],
-        }
-        self.task = asyncio.ensure_future(guard(scope, self._receive, self._send))
-
-    def leave(self) -> None:
-        self._gone.set()
-
-    async def _receive(self) -> Message:
-        if not self._begun:
-            self._begun = True
-            return {"type": "http.request", "body": b"{}", "more_body": False}
-        await self._gone.wait()
-        return {"type": "http.disconnect"}
-
-    async def _send(self, message: Message) -> None:
-        self.sent.append(message)
 
 
 def guarded(engine: Held, bound: int = 2, clock: Callable[[], float] = lambda: 42.0) -> Guard:
@@ -187,8 +126,7 @@ async def test_what_is_not_listed_reaches_no_engine(
 ) -> None:
     request = Request(guard, method, path, SECRET)
     await request.task
-    assert request.sent[0]["status"] == 404
-    assert dict(request.sent[0]["headers"])[REFUSAL_HEADER.encode()] == b"not_found"
+    assert request.refusal[:2] == (404, "not_found")
     assert engine.reached == []
 
 
@@ -240,9 +178,7 @@ async def test_an_engine_that_dies_under_a_request_says_so(
     engine.dead = True
     engine.go.set()
     await held.task
-    assert held.sent[0]["status"] == 503
-    assert dict(held.sent[0]["headers"])[REFUSAL_HEADER.encode()] == b"replica_lost"
-    assert len(held.sent) == 2
+    assert (held.refusal[:2], len(held.sent)) == ((503, "replica_lost"), 2)
     # Who comes now began nothing, and may go elsewhere uncharged.
     late = await client.post(CHAT)
     assert (late.status_code, refusal(late)) == (503, "starting")
@@ -254,8 +190,7 @@ async def test_starting_serves_the_canary_alone(engine: Held, client: httpx.Asyn
     engine.go.set()
     refused = Request(guard, "POST", CHAT, SECRET)
     await refused.task
-    assert refused.sent[0]["status"] == 503
-    assert dict(refused.sent[0]["headers"])[REFUSAL_HEADER.encode()] == b"starting"
+    assert refused.refusal[:2] == (503, "starting")
     canary = Request(guard, "POST", CHAT, {**SECRET, CANARY_HEADER: "1"})
     await canary.task
     assert canary.sent[0]["status"] == 200

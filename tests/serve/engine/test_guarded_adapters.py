@@ -12,45 +12,17 @@ import pytest
 
 from policy.errors import EngineFailed
 from policy.types import ReplicaPhase
-from policy.wire.headers import ADAPTER_HEADER, PREFILL_HEADER, REFUSAL_HEADER, SECRET_HEADER
+from policy.wire.headers import ADAPTER_HEADER, PREFILL_HEADER, SECRET_HEADER
 from serve.engine.guard import Guard
-from serve.engine.port import Message, Receive, Scope, Send
-from tests.serve.engine.fakes import Replica, digest, quiet, replica, served, until
+from serve.engine.port import Receive, Scope, Send
+from tests.serve.engine.fakes import Replica, Request, digest, quiet, replica, served, until
 
 
-class Request:
-    """A POST at the guard whose client can leave; ``sent`` is the answer so far."""
-
-    def __init__(self, guard: Guard, adapter: str | None, body: tuple[bytes, ...] = (b"{}",)) -> None:
-        self.sent: list[Message] = []
-        self._gone = asyncio.Event()
-        self._body = list(body)
-        headers = [(SECRET_HEADER.encode(), b"s"), (PREFILL_HEADER.encode(), b"100")]
-        if adapter is not None:
-            headers.append((ADAPTER_HEADER.encode(), adapter.encode()))
-        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": headers}
-        self.task = asyncio.ensure_future(guard(scope, self._receive, self._send))
-
-    def leave(self) -> None:
-        self._gone.set()
-
-    async def _receive(self) -> Message:
-        if self._body:
-            body = self._body.pop(0)
-            return {"type": "http.request", "body": body, "more_body": bool(self._body)}
-        await self._gone.wait()
-        return {"type": "http.disconnect"}
-
-    async def _send(self, message: Message) -> None:
-        self.sent.append(message)
-
-    @property
-    def refusal(self) -> tuple[int, str, str]:
-        """Status, header and message."""
-        head = dict(self.sent[0]["headers"])
-        error = msgspec.json.decode(self.sent[1]["body"])["error"]
-        assert error["code"] == head[REFUSAL_HEADER.encode()].decode()
-        return self.sent[0]["status"], error["code"], error["message"]
+def post(guard: Guard, adapter: str | None, body: tuple[bytes, ...] = (b"{}",)) -> Request:
+    headers = {SECRET_HEADER: "s", PREFILL_HEADER: "100"}
+    if adapter is not None:
+        headers[ADAPTER_HEADER] = adapter
+    return Request(guard, "POST", "/v1/completions", headers, body)
 
 
 class App:
@@ -96,7 +68,7 @@ async def guarded(slots: int) -> AsyncIterator[Guarded]:
 async def test_the_app_sees_a_request_once_its_adapter_is_loaded_and_all_of_it() -> None:
     async with guarded(1) as (there, guard, app):
         there.engine.gate.clear()
-        request = Request(guard, named("a"), (b"one ", b"two ", b"three"))
+        request = post(guard, named("a"), (b"one ", b"two ", b"three"))
         await until(lambda: bool(there.engine.log))
         await quiet()
         line = guard.line()
@@ -108,7 +80,7 @@ async def test_the_app_sees_a_request_once_its_adapter_is_loaded_and_all_of_it()
         line = guard.line()
         assert (line.load.in_flight, line.adapters) == (0, (served("a"),))
         # The second finds it there.
-        again = Request(guard, named("a"), (b"one ", b"more"))
+        again = post(guard, named("a"), (b"one ", b"more"))
         await again.task
         assert again.sent[1]["body"] == b"one more"
         assert there.engine.log == ["+a"]
@@ -117,9 +89,9 @@ async def test_the_app_sees_a_request_once_its_adapter_is_loaded_and_all_of_it()
 async def test_an_adapter_stays_until_the_app_is_done_with_it() -> None:
     async with guarded(1) as (_there, guard, app):
         app.go.clear()
-        first = Request(guard, named("a"))
+        first = post(guard, named("a"))
         await until(lambda: len(app.seen) == 1)
-        second = Request(guard, named("b"))
+        second = post(guard, named("b"))
         await quiet()
         assert guard.line().adapters == (served("a"),)
         app.go.set()
@@ -129,7 +101,7 @@ async def test_an_adapter_stays_until_the_app_is_done_with_it() -> None:
 
 async def test_without_the_header_the_engine_says_what_it_serves() -> None:
     async with guarded(1) as (there, guard, app):
-        request = Request(guard, None)
+        request = post(guard, None)
         await request.task
         assert (request.sent[0]["status"], there.engine.log, app.seen) == (200, [], [(), ()])
 
@@ -144,7 +116,7 @@ async def test_without_the_header_the_engine_says_what_it_serves() -> None:
 )  # fmt: skip
 async def test_a_header_that_names_no_version_is_refused(header: str) -> None:
     async with guarded(1) as (there, guard, app):
-        request = Request(guard, header)
+        request = post(guard, header)
         await request.task
         status, code, _ = request.refusal
         assert (status, code) == (400, "bad_request")
@@ -155,9 +127,9 @@ async def test_a_header_that_names_no_version_is_refused(header: str) -> None:
 async def test_a_failed_load_is_a_503_that_says_so_and_the_load_line_names_it() -> None:
     async with guarded(1) as (there, guard, app):
         there.engine.refuses = {served("a")}
-        requests = [Request(guard, named("a")) for _ in range(3)]
+        requests = [post(guard, named("a")) for _ in range(3)]
         await asyncio.gather(*(request.task for request in requests))
-        late = Request(guard, named("a"))
+        late = post(guard, named("a"))
         await late.task
         for request in [*requests, late]:
             assert request.refusal == (503, "adapter_failed", "engine_refused: the rank is wrong")
@@ -174,7 +146,7 @@ async def test_a_load_is_a_change_that_the_lines_tell() -> None:
         await there.used("a")
         assert (await anext(lines)).adapters == (served("a"),)
         there.files.missing = {"b"}
-        await Request(guard, named("b")).task
+        await post(guard, named("b")).task
         assert (await anext(lines)).refused == (served("b"),)
 
 
@@ -182,7 +154,7 @@ async def test_a_load_is_a_change_that_the_lines_tell() -> None:
 async def test_a_client_that_leaves_while_its_adapter_loads_frees_everything(how: str) -> None:
     async with guarded(1) as (there, guard, _app):
         there.engine.gate.clear()
-        leaves, stays = Request(guard, named("a")), Request(guard, named("a"))
+        leaves, stays = post(guard, named("a")), post(guard, named("a"))
         await until(lambda: bool(there.engine.log))
         await quiet()
         leaves.leave() if how == "leave" else leaves.task.cancel()
@@ -201,7 +173,7 @@ async def test_a_prefill_is_pending_while_its_adapter_loads() -> None:
         there.engine.gate.clear()
         app.go.clear()
         prefilling = there.engine.stats
-        request = Request(guard, named("a"))
+        request = post(guard, named("a"))
         await until(lambda: bool(there.engine.log))
         there.clock.now += 60.0
         assert prefilling().prefilling == 0
@@ -220,7 +192,7 @@ async def test_an_engine_that_dies_under_a_load_says_so() -> None:
     with pytest.raises(EngineFailed):
         async with guarded(1) as (there, guard, app):
             there.engine.broken = EngineFailed("the core is gone")
-            request = Request(guard, named("a"))
+            request = post(guard, named("a"))
             await request.task
             assert request.refusal[:2] == (503, "replica_lost")
             assert app.seen == []

@@ -13,8 +13,8 @@ from policy.wire.headers import CANARY_HEADER
 from serve.engine.adapters.loader import AdapterLoader
 from serve.engine.guard import Guard
 from serve.engine.sleep import SleepControl
-from tests.serve.engine.fakes import FakeFiles, wanted
-from tests.serve.engine.test_guard import CHAT, SECRET, Held, Request, in_flight
+from tests.serve.engine.fakes import FakeFiles, Request, wanted
+from tests.serve.engine.test_guard import CHAT, SECRET, Held, in_flight
 
 READY, DRAINING, ASLEEP = ReplicaPhase.READY, ReplicaPhase.DRAINING, ReplicaPhase.ASLEEP
 LONG_S = 3600.0
@@ -23,10 +23,8 @@ LONG_S = 3600.0
 class Sleepy(Held):
     """An engine that falls asleep and wakes when its ``bell`` lets it."""
 
-    adapter_slots = 1
-
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(slots=1)
         self.bell = asyncio.Event()
         self.bell.set()
         self.did: list[str] = []

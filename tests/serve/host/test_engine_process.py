@@ -17,14 +17,13 @@ from policy.types import ReplicaPhase
 from policy.wire.catalog import served_name
 from policy.wire.headers import SECRET_HEADER
 from policy.wire.heartbeat import AdapterRef, AdapterUse, Orders
-from serve.host.host import HostSpec, ReplicaHost
-from serve.host.versions import installed
+from serve.host.host import ReplicaHost
 from store.state_dir import StateDir
 from tests.serve.engine.blobs import stored
+from tests.serve.hosts import WITHIN_S, host_spec
 from tests.serve.sim_documents import deployment, sim_model
 
 pytestmark = pytest.mark.process
-WITHIN_S = 120.0
 
 
 class Process:
@@ -37,13 +36,13 @@ class Process:
                 sim={"profile": "sim-small", "adapter_load_s": 0.0, **sim},
             )
         ).models[0]
-        spec = HostSpec(
-            model=model, weights=None, shape="small", generation=1, secret="s", versions=installed(),
-            state_dir=str(StateDir(folder).ensure().root), controller="127.0.0.1:1",
-        )  # fmt: skip
         self.blobs = StateDir(folder).adapters
         self.host = ReplicaHost(
-            spec, replica="r", address="127.0.0.1", node="local", core_claims=folder / "cores.json"
+            host_spec(model, folder),
+            replica="r",
+            address="127.0.0.1",
+            node="local",
+            core_claims=folder / "cores.json",
         )
 
     def adapter(self, name: str) -> AdapterRef:

@@ -15,17 +15,14 @@ import pytest
 
 from policy.errors import EngineFailed
 from policy.types import Replica, ReplicaPhase, StartPath
-from policy.wire.headers import SECRET_HEADER
 from policy.wire.heartbeat import Orders
 from serve.host import gpu_sharing
 from serve.host.gpu_sharing import SharedGpuHost, host_of
-from serve.host.host import HostSpec, ReplicaHost
-from serve.host.versions import installed
-from store.state_dir import StateDir
+from serve.host.host import ReplicaHost
+from tests.serve.hosts import WITHIN_S, client, host_spec, prompt
 from tests.serve.sim_documents import deployment, sim_model
 
 pytestmark = pytest.mark.process
-WITHIN_S = 120.0
 ASLEEP, READY, DRAINING = ReplicaPhase.ASLEEP, ReplicaPhase.READY, ReplicaPhase.DRAINING
 Make = Callable[..., SharedGpuHost]
 
@@ -50,16 +47,7 @@ async def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator
     made: list[SharedGpuHost] = []
 
     def bed(**over: Any) -> SharedGpuHost:
-        spec = HostSpec(
-            model=deployment(model(**over)).models[0],
-            weights=None,
-            shape="large",
-            generation=1,
-            state_dir=str(StateDir(tmp_path).ensure().root),
-            controller="127.0.0.1:1",
-            secret="s",
-            versions=installed(),
-        )
+        spec = host_spec(deployment(model(**over)).models[0], tmp_path, "large")
         host = host_of(spec, replica="m-large-g1-x", address="127.0.0.1", node="local")
         assert isinstance(host, SharedGpuHost)
         made.append(host)
@@ -99,20 +87,8 @@ def serves(bed: SharedGpuHost, shape: str, count: int) -> Callable[[], bool]:
     )
 
 
-def client(url: str) -> httpx.AsyncClient:
-    headers = {SECRET_HEADER: "s"}
-    return httpx.AsyncClient(base_url=url, headers=headers, timeout=WITHIN_S, trust_env=False)
-
-
-def prompt(max_tokens: int) -> dict[str, Any]:
-    return {"model": "m", "prompt": "hi", "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
-
-
 def test_a_model_without_a_bed_has_a_host_of_one_engine(tmp_path: Path) -> None:
-    spec = HostSpec(
-        model=deployment(sim_model()).models[0], weights=None, shape="small", generation=1, secret="s",
-        state_dir=str(StateDir(tmp_path).ensure().root), controller="127.0.0.1:1", versions=installed(),
-    )  # fmt: skip
+    spec = host_spec(deployment(sim_model()).models[0], tmp_path)
     host = host_of(spec, replica="r", address="127.0.0.1", node="local")
     assert isinstance(host, ReplicaHost)
     assert host.replicas == (host,)

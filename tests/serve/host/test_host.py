@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
-import httpx
 import msgspec
 import psutil
 import pytest
@@ -18,21 +17,18 @@ from policy.engine.step_samples import StepSample
 from policy.errors import EngineFailed
 from policy.scaling.rollout import MAX_FAILURES, STABLE_S
 from policy.types import Load, Replica, ReplicaPhase, StartPath
-from policy.wire.headers import SECRET_HEADER
 from policy.wire.heartbeat import AdapterUse
 from policy.wire.load import LoadLine
 from policy.wire.reports import EngineReport
 from serve.engine.main import Event
 from serve.host.host import HostSpec, ReplicaHost
-from serve.host.versions import installed
 from serve.host.weights import Weights
 from store.models.prepare import Origin
 from store.progress import Prepared, Progress, Report
-from store.state_dir import StateDir
+from tests.serve.hosts import WITHIN_S, client, host_spec, prompt
 from tests.serve.sim_documents import deployment, sim_model
 
 pytestmark = pytest.mark.process
-WITHIN_S = 120.0
 Make = Callable[..., ReplicaHost]
 
 
@@ -48,16 +44,7 @@ async def make(tmp_path: Path) -> AsyncIterator[Make]:
     made: list[ReplicaHost] = []
 
     def host(stable_s: float = STABLE_S, **over: Any) -> ReplicaHost:
-        spec = HostSpec(
-            model=deployment(sim_model(**over)).models[0],
-            weights=None,
-            shape="small",
-            generation=1,
-            state_dir=str(StateDir(tmp_path).ensure().root),
-            controller="127.0.0.1:1",
-            secret="s",
-            versions=installed(),
-        )
+        spec = host_spec(deployment(sim_model(**over)).models[0], tmp_path)
         made.append(host_of(spec, tmp_path, replica=f"r{len(made)}", stable_s=stable_s))
         return made[-1]
 
@@ -75,15 +62,6 @@ async def until(host: ReplicaHost, true: Callable[[Replica], bool]) -> Replica:
     return host.snapshot()
 
 
-def client(host: ReplicaHost) -> httpx.AsyncClient:
-    headers = {SECRET_HEADER: "s"}
-    return httpx.AsyncClient(base_url=host.snapshot().url, headers=headers, timeout=WITHIN_S, trust_env=False)
-
-
-def prompt(max_tokens: int) -> dict[str, Any]:
-    return {"model": "m", "prompt": "hi", "max_tokens": max_tokens, "ignore_eos": True, "stream": True}
-
-
 async def test_it_is_ready_once_its_engine_answered(make: Make) -> None:
     host = make()
     assert host.snapshot().state is ReplicaPhase.STARTING
@@ -92,12 +70,14 @@ async def test_it_is_ready_once_its_engine_answered(make: Make) -> None:
     assert replica.state is ReplicaPhase.READY
     assert (replica.id, replica.model, replica.shape, replica.generation) == ("r0", "m", "small", 1)
     assert (replica.incarnation, replica.failures, replica.reason) == (0, 0, "")
+    # Without weights no start is cold.
+    assert replica.start_path is StartPath.CACHED
     assert replica.start_s is not None
     assert replica.max_model_len
     assert replica.load.bound == 256
     # The canary is no traffic, but it was a real request: the engine stepped for it.
     assert (await until(host, lambda r: r.load.tokens > 0)).load.in_flight == 0
-    async with client(host) as http:
+    async with client(host.snapshot().url) as http:
         assert (await http.get("/v1/models")).json()["data"][0]["id"] == "m"
 
 
@@ -130,7 +110,7 @@ async def test_what_its_engine_tells_of_steps_is_told_once_and_totals_outlast_a_
 async def test_an_engine_under_load_tells_its_steps(make: Make) -> None:
     host = make(sim={"profile": "sim-small", "speed": 1.0})
     await host.start()
-    async with client(host) as http:
+    async with client(host.snapshot().url) as http:
         assert (await http.post("/v1/completions", json=prompt(100))).is_success
     told: list[StepSample] = []
     async with asyncio.timeout(WITHIN_S):
@@ -172,21 +152,6 @@ async def test_the_first_start_of_weights_on_a_node_is_cold_and_the_next_one_is_
     assert await path() is StartPath.COLD
 
 
-async def test_an_engine_without_weights_never_starts_cold(make: Make) -> None:
-    host = make()
-    await host.start()
-    assert host.snapshot().start_path is StartPath.CACHED
-
-
-async def test_its_load_follows_its_requests(make: Make) -> None:
-    host = make(sim={"profile": "sim-small", "speed": 0.01})
-    await host.start()
-    async with client(host) as http, http.stream("POST", "/v1/completions", json=prompt(100)):
-        loaded = await until(host, lambda r: r.load.in_flight == 1)
-        assert loaded.state is ReplicaPhase.READY
-    await until(host, lambda r: r.load.in_flight == 0)
-
-
 async def test_an_engine_that_was_killed_comes_back_in_place_and_says_so(make: Make) -> None:
     host = make()
     await host.start()
@@ -202,8 +167,10 @@ async def test_an_engine_that_was_killed_comes_back_in_place_and_says_so(make: M
     assert not host.lost.is_set()
 
 
-async def test_an_engine_that_keeps_failing_is_given_up_with_its_reason(make: Make) -> None:
-    host = make(engine_args={"max_num_seqs": "many"})
+# With the second every start takes longer than an engine must live to be called stable.
+@pytest.mark.parametrize("stable_s", [STABLE_S, 1e-6])
+async def test_an_engine_that_keeps_failing_is_given_up_with_its_reason(make: Make, stable_s: float) -> None:
+    host = make(stable_s=stable_s, engine_args={"max_num_seqs": "many"})
     with pytest.raises(EngineFailed) as failed:
         await host.start()
     assert host.lost.is_set()
@@ -236,30 +203,6 @@ async def test_a_node_without_the_heads_directory_keeps_its_logs_elsewhere(
     assert log.exists()
 
 
-async def test_a_node_that_has_other_weights_than_the_head_is_given_up_with_both(
-    make: Make, tmp_path: Path
-) -> None:
-    told = Weights(origin=Origin.PACKAGE, source="package:p", digest="there")
-    host = host_of(
-        msgspec.structs.replace(make().spec, weights=told),
-        tmp_path,
-        prepare=lambda *_, **__: Prepared(path=tmp_path, digest="here"),
-    )
-    with pytest.raises(EngineFailed, match="have the digest here, those of the head there"):
-        await host.start()
-    assert host.lost.is_set()
-    await host.stop()
-
-
-async def test_starts_that_are_slow_to_fail_are_a_row_of_failures(make: Make) -> None:
-    # Every start takes longer than an engine must live to be called stable.
-    host = make(stable_s=1e-6, engine_args={"max_num_seqs": "many"})
-    async with asyncio.timeout(WITHIN_S):
-        with pytest.raises(EngineFailed):
-            await host.start()
-    assert host.snapshot().failures == MAX_FAILURES
-
-
 async def test_an_engine_that_lived_long_begins_a_new_row(make: Make) -> None:
     host = make(stable_s=0.0)
     await host.start()
@@ -276,7 +219,7 @@ async def test_draining_waits_for_the_stream_and_refuses_others(make: Make) -> N
     # The stream lasts some seconds, in which all the rest has room.
     host = make(sim={"profile": "sim-small", "speed": 0.05})
     await host.start()
-    async with client(host) as http:
+    async with client(host.snapshot().url) as http:
         async with http.stream("POST", "/v1/completions", json=prompt(100)) as answer:
             lines = answer.aiter_lines()
             await anext(lines)
@@ -295,25 +238,19 @@ async def test_draining_waits_for_the_stream_and_refuses_others(make: Make) -> N
     assert host.snapshot().state is ReplicaPhase.STOPPED
 
 
-async def test_draining_ends_at_its_deadline(make: Make) -> None:
+@pytest.mark.parametrize("ends_by", ["deadline", "death"])
+async def test_draining_ends_at_its_deadline_or_with_its_engine(make: Make, ends_by: str) -> None:
     host = make(sim={"profile": "sim-small", "speed": 0.001})
     await host.start()
-    async with client(host) as http, http.stream("POST", "/v1/completions", json=prompt(1000)):
+    async with client(host.snapshot().url) as http, http.stream("POST", "/v1/completions", json=prompt(1000)):
         await until(host, lambda r: r.load.in_flight == 1)
-        await host.drain(0.05)
-        assert host.snapshot().load.in_flight == 1
-
-
-async def test_an_engine_that_dies_while_it_drains_is_waited_for_no_longer(make: Make) -> None:
-    host = make(sim={"profile": "sim-small", "speed": 0.001})
-    await host.start()
-    async with client(host) as http, http.stream("POST", "/v1/completions", json=prompt(1000)):
-        await until(host, lambda r: r.load.in_flight == 1)
-        draining = asyncio.ensure_future(host.drain(3600.0))
-        await until(host, lambda r: r.state is ReplicaPhase.DRAINING)
-        os.kill(host.snapshot().pid, signal.SIGKILL)
+        draining = asyncio.ensure_future(host.drain(0.05 if ends_by == "deadline" else 3600.0))
+        if ends_by == "death":
+            await until(host, lambda r: r.state is ReplicaPhase.DRAINING)
+            os.kill(host.snapshot().pid, signal.SIGKILL)
         async with asyncio.timeout(WITHIN_S):
             await draining
+        assert ends_by == "death" or host.snapshot().load.in_flight == 1
 
 
 @pytest.mark.parametrize("when", ["starting", "ready"])

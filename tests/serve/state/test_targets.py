@@ -79,18 +79,6 @@ def test_turning_round_has_nothing_to_go_back_to(first: Target) -> None:
     assert large.toward(large.in_mode("multi-replica"), now=25.0).fallback is None
 
 
-def test_other_engines_are_a_new_generation(first: Target) -> None:
-    adopted = settled(first).adopting(spec(sim=OTHER), now=20.0)
-    assert (adopted.aim.generation, adopted.spec.sim.seed) == (2, 7)
-    assert set(adopted.specs) == {1, 2}
-
-
-def test_limits_are_no_new_generation(first: Target) -> None:
-    changed = spec(control={"mode": {"drain_timeout_s": 10}, "start_timeout_s": 5})
-    adopted = settled(first).adopting(changed, now=20.0)
-    assert (adopted.aim, adopted.settled, adopted.spec) == (first.aim, True, changed)
-
-
 def test_a_configuration_that_still_runs_keeps_its_generation(first: Target) -> None:
     tried = settled(first).adopting(spec(sim=OTHER), now=20.0)
     assert tried.adopting(spec(), now=30.0).aim == first.aim

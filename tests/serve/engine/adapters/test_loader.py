@@ -219,33 +219,6 @@ async def test_a_load_that_fails_is_one_attempt_for_all_who_ask_for_a_while(wher
         assert [use.failed for use in there.adapters.uses()] == ["", ""]
 
 
-async def test_files_that_are_slow_to_come_keep_no_other_waiting() -> None:
-    async with replica(2) as there:
-        there.files.slow = {"a"}
-        slow = there.use("a")
-        await there.used("b")
-        assert not slow.in_use
-        there.files.go.set()
-        await until(lambda: slow.in_use)
-        await slow.stop()
-
-
-async def test_who_leaves_while_a_load_is_under_way_takes_nothing_along() -> None:
-    async with replica(1) as there:
-        there.engine.gate.clear()
-        users = [there.use("a") for _ in range(3)]
-        await until(lambda: bool(there.engine.log))
-        for user in users[:2]:
-            user.task.cancel()
-        await quiet()
-        there.engine.gate.set()
-        await until(lambda: users[2].in_use)
-        await users[2].stop()
-        # Nothing of those who left keeps it in its slot.
-        await there.used("b")
-        assert there.engine.log == ["+a", "-a", "+b"]
-
-
 @pytest.mark.parametrize("when", ["granted", "loading"])
 async def test_a_client_that_leaves_as_its_adapter_comes_frees_it(when: str) -> None:
     async with replica(1) as there:
