@@ -38,6 +38,11 @@ class Plane:
         await self.restart()
         return self
 
+    async def ready(self, written: dict[str, Any]) -> None:
+        """As :meth:`up`, and let the replicas start."""
+        await self.up(written)
+        await self.ticks()
+
     async def restart(self) -> None:
         """A controller that was killed comes back; its hosts beat on."""
         actuator = MemoryActuator(self.cluster)

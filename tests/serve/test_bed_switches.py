@@ -35,8 +35,7 @@ def written(gpus: int | None = GPUS, **over: Any) -> dict[str, Any]:
 
 async def up(plane: Plane, gpus: int | None = GPUS, **over: Any) -> set[str]:
     """A bed with its large engine awake; returns its replicas."""
-    await plane.up(written(gpus, **over))
-    await plane.ticks()
+    await plane.ready(written(gpus, **over))
     assert plane.counts(READY) == {LARGE: 1}
     assert plane.counts(ASLEEP) == {SMALL: 4}
     return set(plane.cluster.replicas)
@@ -72,8 +71,7 @@ async def test_shapes_change_places_in_their_bed_and_nothing_is_started(
 
 async def test_what_a_switch_costs_is_a_wake(plane: Plane) -> None:
     # A start would take longer than requests may wait, and so would not be made.
-    await plane.up(written() | {"gateway": {"queue_timeout_s": 5}})
-    await plane.ticks()
+    await plane.ready(written() | {"gateway": {"queue_timeout_s": 5}})
     plane.controller.mode("m", "multi-replica")
     await plane.ticks()
     assert plane.counts(READY) == {SMALL: 2}
@@ -201,8 +199,7 @@ async def test_at_zero_all_are_asleep_and_the_bed_keeps_its_gpus(plane: Plane) -
         modes={"multi-replica": {"shape": "small", "replicas": {"min": 1, "max": 8}}},
     )
     both["models"].append(other)
-    await plane.up(both)
-    await plane.ticks()
+    await plane.ready(both)
     engines = {r.id for r in plane.cluster.replicas.values() if r.model == "m"}
     plane.controller.scale("m", 0)
     plane.controller.scale("o", 8)

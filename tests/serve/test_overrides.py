@@ -31,9 +31,7 @@ def status(plane: Plane) -> ModelStatus:
 
 
 async def test_a_count_by_hand_holds_until_it_is_taken_back(plane: Plane, tmp_path: Path) -> None:
-    await plane.up(document(model(tmp_path)))
-    traffic = Traffic(plane)
-    await traffic.run(20, m=2.0)
+    traffic = await Traffic.over(plane, document(model(tmp_path)), 20, m=2.0)
     assert plane.counts(READY) == {SMALL: 2}
     assert status(plane).decided_by.endswith("by_rate.py:ByRate")
     plane.controller.scale("m", 4)
@@ -49,9 +47,7 @@ async def test_a_count_by_hand_holds_until_it_is_taken_back(plane: Plane, tmp_pa
 
 
 async def test_a_count_by_hand_ends_with_its_term(plane: Plane, tmp_path: Path) -> None:
-    await plane.up(document(model(tmp_path)))
-    traffic = Traffic(plane)
-    await traffic.run(10, m=1.0)
+    traffic = await Traffic.over(plane, document(model(tmp_path)), 10, m=1.0)
     began = plane.now
     said = plane.controller.scale("m", 3, 30.0)
     assert said.override == Override(mode="multi-replica", count=3, until=began + 30.0)
@@ -64,9 +60,7 @@ async def test_a_count_by_hand_ends_with_its_term(plane: Plane, tmp_path: Path) 
 
 
 async def test_a_term_outlives_the_controller(plane: Plane, tmp_path: Path) -> None:
-    await plane.up(document(model(tmp_path)))
-    traffic = Traffic(plane)
-    await traffic.run(10, m=1.0)
+    traffic = await Traffic.over(plane, document(model(tmp_path)), 10, m=1.0)
     plane.controller.scale("m", 3, 30.0)
     await traffic.run(10)
     await plane.restart()
@@ -100,9 +94,7 @@ async def test_a_mode_by_hand_that_the_budget_has_no_room_for_is_refused(
     large = {"large": {"gpus": 3, "tensor_parallel": 3}, "small": {"gpus": 1}}
     models = (model(tmp_path, shapes=large), other | {"shapes": large})
     budget = {"watts": 350, "gpu_watts": 100, "cpu_watts": 0}
-    await plane.up(document(*models, budget=budget))
-    traffic = Traffic(plane)
-    await traffic.run(10, m=1.0, other=1.0)
+    traffic = await Traffic.over(plane, document(*models, budget=budget), 10, m=1.0, other=1.0)
     with pytest.raises(SwitchRefused, match="single-large x 1 exceeds the budget left"):
         plane.controller.mode("m", "single-large")
     await traffic.run(5)
@@ -130,9 +122,7 @@ async def test_a_count_belongs_to_its_mode(plane: Plane, tmp_path: Path) -> None
 
 async def test_nothing_by_hand_where_the_mode_may_be_empty(plane: Plane, tmp_path: Path) -> None:
     modes = {"multi-replica": {"shape": "small", "replicas": {"min": 0, "max": 4}}}
-    await plane.up(document(model(tmp_path, modes=modes)))
-    traffic = Traffic(plane)
-    await traffic.run(10, m=2.0)
+    traffic = await Traffic.over(plane, document(model(tmp_path, modes=modes)), 10, m=2.0)
     assert plane.controller.scale("m", 0).target == 0
     await traffic.run(10)
     assert plane.counts() == {}
@@ -159,9 +149,7 @@ async def test_a_count_by_hand_is_kept_within_new_bounds(plane: Plane, tmp_path:
 
 
 async def test_a_mode_by_hand_that_fails_is_set_no_longer(plane: Plane, tmp_path: Path) -> None:
-    await plane.up(document(model(tmp_path)))
-    traffic = Traffic(plane)
-    await traffic.run(5, m=1.0)
+    traffic = await Traffic.over(plane, document(model(tmp_path)), 5, m=1.0)
     plane.cluster.failing[LARGE] = "out of memory"
     plane.controller.mode("m", "single-large")
     await traffic.run(20)

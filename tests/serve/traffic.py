@@ -50,6 +50,14 @@ class Traffic:
         self._began = self._reported = plane.now
         self.silent = False
 
+    @classmethod
+    async def over(cls, plane: Plane, written: dict[str, Any], seconds: float, **rates: float) -> Traffic:
+        """Start a controller with the document ``written``, and let time pass with these rates."""
+        await plane.up(written)
+        traffic = cls(plane)
+        await traffic.run(seconds, **rates)
+        return traffic
+
     def report(self) -> None:
         """What happened since the last report."""
         self._number += 1

@@ -49,8 +49,7 @@ async def api_of(plane: Plane) -> AsyncIterator[httpx.AsyncClient]:
 
 @pytest.fixture
 async def served(plane: Plane) -> AsyncIterator[httpx.AsyncClient]:
-    await plane.up(document(adapted()))
-    await plane.ticks()
+    await plane.ready(document(adapted()))
     async with api_of(plane) as client:
         yield client
 

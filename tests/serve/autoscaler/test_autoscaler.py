@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import errno
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from policy.errors import ConfigError
 from policy.scaling.rollout import LayerKey
 from policy.types import ReplicaPhase
 from serve.autoscaler import autoscaler
@@ -46,10 +47,23 @@ def logged(
     return plane.controller.autoscaler.journal.read(last, at, model)
 
 
+@contextmanager
+def full_disk(but: Path | None = None) -> Iterator[None]:
+    """Nothing can be saved within the block, except to the path ``but``."""
+    save = StateDir.save
+
+    def full(self: StateDir, path: Path, value: Any) -> None:
+        if path != but:
+            raise OSError(errno.ENOSPC, "no space left on device")
+        save(self, path, value)
+
+    with pytest.MonkeyPatch.context() as disk:
+        disk.setattr(StateDir, "save", full)
+        yield
+
+
 async def test_load_goes_up_and_down_and_so_does_the_count(plane: Plane, tmp_path: Path) -> None:
-    await plane.up(document(model(tmp_path)))
-    traffic = Traffic(plane)
-    await traffic.run(12, m=1.0)
+    traffic = await Traffic.over(plane, document(model(tmp_path)), 12, m=1.0)
     first = set(plane.cluster.replicas)
     await traffic.run(8, m=4.0)
     assert plane.counts(READY) == {SMALL: 4}
@@ -61,8 +75,7 @@ async def test_load_goes_up_and_down_and_so_does_the_count(plane: Plane, tmp_pat
 
 
 async def test_status_says_who_decides_and_why(plane: Plane, tmp_path: Path) -> None:
-    await plane.up(document(model(tmp_path)))
-    await Traffic(plane).run(12, m=2.0)
+    await Traffic.over(plane, document(model(tmp_path)), 12, m=2.0)
     said = status(plane)
     assert (said.decided_by, said.reason) == ("by_rate.py:ByRate", "wants 2: 2.0/s")
     assert said.forecast == pytest.approx(2.0)
@@ -72,9 +85,7 @@ async def test_status_says_who_decides_and_why(plane: Plane, tmp_path: Path) -> 
 
 
 async def test_what_starts_counts_and_is_not_asked_for_again(plane: Plane, tmp_path: Path) -> None:
-    await plane.up(document(model(tmp_path)))
-    traffic = Traffic(plane)
-    await traffic.run(10, m=1.0)
+    traffic = await Traffic.over(plane, document(model(tmp_path)), 10, m=1.0)
     plane.cluster.slow = True
     await traffic.run(20, m=3.0)
     assert plane.counts() == {SMALL: 3}
@@ -88,9 +99,7 @@ async def test_what_starts_counts_and_is_not_asked_for_again(plane: Plane, tmp_p
 
 
 async def test_silent_gateways_take_nothing_away(plane: Plane, tmp_path: Path) -> None:
-    await plane.up(document(model(tmp_path)))
-    traffic = Traffic(plane)
-    await traffic.run(15, m=3.0)
+    traffic = await Traffic.over(plane, document(model(tmp_path)), 15, m=3.0)
     traffic.silent = True
     await traffic.run(100, m=0.0)
     assert plane.counts(READY) == {SMALL: 3}
@@ -101,9 +110,7 @@ async def test_silent_gateways_take_nothing_away(plane: Plane, tmp_path: Path) -
 
 async def test_nobody_asks_and_it_sleeps_until_somebody_waits(plane: Plane, tmp_path: Path) -> None:
     sleepy = {"scale": {"zero_after_s": 30, "hold_s": 5, "standby": 1.0}, "tick_s": 20}
-    await plane.up(document(model(tmp_path, modes=EMPTY, control=sleepy)))
-    traffic = Traffic(plane)
-    await traffic.run(30, m=1.0)
+    traffic = await Traffic.over(plane, document(model(tmp_path, modes=EMPTY, control=sleepy)), 30, m=1.0)
     await traffic.run(90, m=0.0)
     assert plane.counts() == {}
     assert (plane.phase(), status(plane).target) == ("idle", 0)
@@ -116,9 +123,9 @@ async def test_nobody_asks_and_it_sleeps_until_somebody_waits(plane: Plane, tmp_
 
 
 async def test_a_dry_run_decides_and_does_nothing(plane: Plane, tmp_path: Path) -> None:
-    await plane.up(document(model(tmp_path, control={"guard": {"dry_run": True}})))
-    traffic = Traffic(plane)
-    await traffic.run(15, m=3.0)
+    traffic = await Traffic.over(
+        plane, document(model(tmp_path, control={"guard": {"dry_run": True}})), 15, m=3.0
+    )
     assert plane.counts() == {SMALL: 1}
     (now,) = logged(plane)
     assert (now.decision.count, now.decision.was_count, now.decision.dry_run) == (3, 1, True)
@@ -134,9 +141,7 @@ async def test_a_dry_run_decides_and_does_nothing(plane: Plane, tmp_path: Path) 
 
 async def test_a_dry_run_wakes_nobody_until_somebody_does_by_hand(plane: Plane, tmp_path: Path) -> None:
     sleepy = {"scale": {"zero_after_s": 30, "hold_s": 5}, "guard": {"dry_run": True}}
-    await plane.up(document(model(tmp_path, modes=EMPTY, control=sleepy)))
-    traffic = Traffic(plane)
-    await traffic.run(10, m=1.0)
+    traffic = await Traffic.over(plane, document(model(tmp_path, modes=EMPTY, control=sleepy)), 10, m=1.0)
     plane.controller.scale("m", 0)
     await traffic.run(5, m=0.0)
     plane.controller.scale("m", None)
@@ -152,9 +157,9 @@ async def test_a_count_by_hand_is_within_the_budget_in_a_dry_run_as_well(
     plane: Plane, tmp_path: Path
 ) -> None:
     watts = {"budget": {"watts": 250, "cpu_watts": 100}}
-    await plane.up(document(model(tmp_path, control={"guard": {"dry_run": True}}), **watts))
-    traffic = Traffic(plane)
-    await traffic.run(10, m=1.0)
+    traffic = await Traffic.over(
+        plane, document(model(tmp_path, control={"guard": {"dry_run": True}}), **watts), 10, m=1.0
+    )
     plane.controller.scale("m", 4)
     await traffic.run(3)
     assert plane.counts() == {SMALL: 2}
@@ -162,9 +167,7 @@ async def test_a_count_by_hand_is_within_the_budget_in_a_dry_run_as_well(
 
 async def test_a_new_policy_decides_at_once_and_restarts_nothing(plane: Plane, tmp_path: Path) -> None:
     rare = {"tick_s": 300, "shadow": "static"}
-    await plane.up(document(model(tmp_path, control=rare)))
-    traffic = Traffic(plane)
-    await traffic.run(12, m=1.0)
+    traffic = await Traffic.over(plane, document(model(tmp_path, control=rare)), 12, m=1.0)
     first = set(plane.cluster.replicas)
     plane.controller.apply(document(model(tmp_path, control=rare | {"policy": {"static": {"replicas": 3}}})))
     await plane.ticks(2)
@@ -182,48 +185,22 @@ async def test_a_new_policy_decides_at_once_and_restarts_nothing(plane: Plane, t
     assert {each.decision.at for each in logged(plane, 9) if each.decision.at > at}
 
 
-async def test_a_document_that_is_refused_changes_nothing(plane: Plane, tmp_path: Path) -> None:
-    await plane.up(document(model(tmp_path)))
-    traffic = Traffic(plane)
-    await traffic.run(12, m=2.0)
-    for policy in ("predictiv", {"static": {"replicas": -1}}, {"custom": "none_of_this:Name"}):
-        with pytest.raises(ConfigError):
-            plane.controller.apply(document(model(tmp_path, control={"policy": policy})))
-    await traffic.run(15, m=3.0)
-    assert plane.counts(READY) == {SMALL: 3}
+async def test_a_document_that_cannot_be_kept_changes_nothing(plane: Plane, tmp_path: Path) -> None:
+    traffic = await Traffic.over(plane, document(model(tmp_path)), 12, m=2.0)
 
-
-async def test_a_document_that_cannot_be_kept_changes_nothing(
-    plane: Plane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    await plane.up(document(model(tmp_path)))
-    traffic = Traffic(plane)
-    await traffic.run(12, m=2.0)
-
-    def full(self: StateDir, path: Path, value: Any) -> None:
-        raise OSError(errno.ENOSPC, "no space left on device")
-
-    with monkeypatch.context() as disk:
-        disk.setattr(StateDir, "save", full)
-        with pytest.raises(OSError, match="no space left"):
-            plane.controller.apply(document(model(tmp_path, control={"policy": {"static": {"replicas": 4}}})))
+    with full_disk(), pytest.raises(OSError, match="no space left"):
+        plane.controller.apply(document(model(tmp_path, control={"policy": {"static": {"replicas": 4}}})))
     await traffic.run(5)
     assert status(plane).decided_by == "by_rate.py:ByRate"
     assert plane.counts(READY) == {SMALL: 2}
 
 
-async def test_a_full_disk_keeps_nobody_from_being_decided_on(
-    plane: Plane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    await plane.up(document(model(tmp_path), model(tmp_path, "other"), budget={"cpus": 8}))
-    traffic = Traffic(plane)
-    await traffic.run(10, m=1.0, other=1.0)
+async def test_a_full_disk_keeps_nobody_from_being_decided_on(plane: Plane, tmp_path: Path) -> None:
+    traffic = await Traffic.over(
+        plane, document(model(tmp_path), model(tmp_path, "other"), budget={"cpus": 8}), 10, m=1.0, other=1.0
+    )
 
-    def full(self: StateDir, path: Path, value: Any) -> None:
-        raise OSError(errno.ENOSPC, "no space left on device")
-
-    with monkeypatch.context() as disk:
-        disk.setattr(StateDir, "save", full)
+    with full_disk():
         traffic.rates |= {"m": 3.0, "other": 2.0}
         await traffic.run(10)
         said = [event for event in plane.controller.status().events if "cannot be saved" in event]
@@ -237,22 +214,12 @@ async def test_a_full_disk_keeps_nobody_from_being_decided_on(
 
 
 async def test_a_document_that_was_kept_is_adopted_whole_though_the_disk_is_full_by_then(
-    plane: Plane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    plane: Plane, tmp_path: Path
 ) -> None:
     first, other = model(tmp_path), model(tmp_path, "other")
-    await plane.up(document(first, other))
-    traffic = Traffic(plane)
-    await traffic.run(12, m=1.0, other=1.0)
-    save = StateDir.save
-
-    def nearly_full(self: StateDir, path: Path, value: Any) -> None:
-        if path != self.deployment_path:
-            raise OSError(errno.ENOSPC, "no space left on device")
-        save(self, path, value)
-
+    traffic = await Traffic.over(plane, document(first, other), 12, m=1.0, other=1.0)
     changed = {"sim": {"profile": "sim-small", "seed": 7}}
-    with monkeypatch.context() as disk:
-        disk.setattr(StateDir, "save", nearly_full)
+    with full_disk(but=plane.state.deployment_path):
         plane.controller.apply(document(first | changed, other | changed))
         await traffic.run(5)
     assert [status.generation for status in plane.controller.status().models] == [2, 2]
@@ -286,9 +253,7 @@ async def test_a_controller_outlives_a_full_disk(
 
 async def test_the_more_important_model_gets_what_the_other_gives_up(plane: Plane, tmp_path: Path) -> None:
     low, high = model(tmp_path, "low"), model(tmp_path, "high", priority=5)
-    await plane.up(document(low, high, budget={"cpus": 4}))
-    traffic = Traffic(plane)
-    await traffic.run(15, low=3.0, high=1.0)
+    traffic = await Traffic.over(plane, document(low, high, budget={"cpus": 4}), 15, low=3.0, high=1.0)
     keys = LayerKey("low", "small", 1), LayerKey("high", "small", 1)
     assert [plane.counts(READY)[key] for key in keys] == [3, 1]
     await traffic.run(60, high=3.0)
@@ -303,9 +268,7 @@ async def test_the_more_important_model_gets_what_the_other_gives_up(plane: Plan
 async def test_models_of_one_budget_agree_whatever_their_ticks(plane: Plane, tmp_path: Path) -> None:
     low = model(tmp_path, "low", control={"tick_s": 7})
     high = model(tmp_path, "high", priority=5, control={"tick_s": 3})
-    await plane.up(document(low, high, budget={"cpus": 4}))
-    traffic = Traffic(plane)
-    await traffic.run(20, low=3.0, high=1.0)
+    traffic = await Traffic.over(plane, document(low, high, budget={"cpus": 4}), 20, low=3.0, high=1.0)
     most = 0
     for _ in range(60):
         await traffic.run(1, high=3.0)
@@ -315,9 +278,7 @@ async def test_models_of_one_budget_agree_whatever_their_ticks(plane: Plane, tmp
 
 
 async def test_what_is_remembered_outlives_the_controller(plane: Plane, tmp_path: Path) -> None:
-    await plane.up(document(model(tmp_path)))
-    traffic = Traffic(plane)
-    await traffic.run(12, m=2.0)
+    traffic = await Traffic.over(plane, document(model(tmp_path)), 12, m=2.0)
     seen = remembered(plane)
     assert seen > 5
     await plane.restart()
@@ -330,31 +291,27 @@ async def test_what_is_remembered_outlives_the_controller(plane: Plane, tmp_path
     assert remembered(plane) < seen
 
 
-async def test_a_memory_that_cannot_be_read_is_learned_anew(plane: Plane, tmp_path: Path) -> None:
-    await plane.up(document(model(tmp_path)))
-    traffic = Traffic(plane)
-    await traffic.run(12, m=2.0)
-    plane.state.memory_path.write_text('{"memories": {"m": 3')
+@pytest.mark.parametrize("damage", ["text", "disk"])
+async def test_a_memory_that_cannot_be_read_is_learned_anew(
+    plane: Plane, tmp_path: Path, damage: str
+) -> None:
+    traffic = await Traffic.over(plane, document(model(tmp_path)), 12, m=2.0)
+    memory = plane.state.memory_path
+    if damage == "text":
+        memory.write_text('{"memories": {"m": 3')
+    else:
+        # It cannot be kept either, and decisions are made none the less.
+        memory.unlink()
+        memory.mkdir()
     await plane.restart()
-    await traffic.run(8)
-    assert 0 < remembered(plane) < 6
-
-
-async def test_a_memory_on_a_bad_disk_is_learned_anew(plane: Plane, tmp_path: Path) -> None:
-    await plane.up(document(model(tmp_path)))
-    await Traffic(plane).run(12, m=2.0)
-    plane.state.memory_path.unlink()
-    plane.state.memory_path.mkdir()
-    await plane.restart()
-    await Traffic(plane).run(20, m=3.0)
-    # It cannot be kept either, and decisions are made none the less.
+    await traffic.run(8, m=3.0)
+    assert damage == "disk" or 0 < remembered(plane) < 6
+    await traffic.run(12)
     assert plane.counts(READY) == {SMALL: 3}
 
 
 async def test_a_start_that_keeps_failing_is_said_and_not_added_to(plane: Plane, tmp_path: Path) -> None:
-    await plane.up(document(model(tmp_path)))
-    traffic = Traffic(plane)
-    await traffic.run(12, m=1.0)
+    traffic = await Traffic.over(plane, document(model(tmp_path)), 12, m=1.0)
     plane.cluster.failing[SMALL] = "out of memory"
     await traffic.run(10, m=2.0)
     assert plane.counts(READY) == {SMALL: 1}
@@ -367,9 +324,7 @@ async def test_a_start_that_keeps_failing_is_said_and_not_added_to(plane: Plane,
 
 
 async def test_a_roll_back_is_said_while_counts_change(plane: Plane, tmp_path: Path) -> None:
-    await plane.up(document(model(tmp_path)))
-    traffic = Traffic(plane)
-    await traffic.run(12, m=1.0)
+    traffic = await Traffic.over(plane, document(model(tmp_path)), 12, m=1.0)
     plane.cluster.failing[LayerKey("m", "small", 2)] = "no such argument"
     plane.controller.apply(document(model(tmp_path, sim={"profile": "sim-small", "seed": 7})))
     await traffic.run(15, m=4.0)
@@ -380,9 +335,7 @@ async def test_a_roll_back_is_said_while_counts_change(plane: Plane, tmp_path: P
 
 
 async def test_counts_do_not_put_off_the_end_of_a_start(plane: Plane, tmp_path: Path) -> None:
-    await plane.up(document(model(tmp_path)))
-    traffic = Traffic(plane)
-    await traffic.run(12, m=1.0)
+    traffic = await Traffic.over(plane, document(model(tmp_path)), 12, m=1.0)
     plane.cluster.slow = True
     plane.controller.apply(document(model(tmp_path, sim={"profile": "sim-small", "seed": 7})))
     rolled_back_s = None
@@ -395,9 +348,7 @@ async def test_counts_do_not_put_off_the_end_of_a_start(plane: Plane, tmp_path: 
 
 
 async def test_a_lost_replica_is_decided_about_at_once(plane: Plane, tmp_path: Path) -> None:
-    await plane.up(document(model(tmp_path, control={"tick_s": 300})))
-    traffic = Traffic(plane)
-    await traffic.run(10, m=1.0)
+    await Traffic.over(plane, document(model(tmp_path, control={"tick_s": 300})), 10, m=1.0)
     (replica,) = plane.cluster.replicas.values()
     before = logged(plane)[0].decision.at
     plane.cluster._become(replica, ReplicaPhase.STOPPED)
@@ -415,9 +366,9 @@ async def test_a_policy_that_does_not_answer_holds_nothing_up(
     other = model(tmp_path, "other", control={"policy": {"static": {"replicas": 2}}})
     # All that share a budget are decided on together.
     shared = {"budget": {"cpus": 8}}
-    await plane.up(document(model(tmp_path, control={"policy": slow}), other, **shared))
-    traffic = Traffic(plane)
-    await traffic.run(10, m=1.0, other=1.0)
+    traffic = await Traffic.over(
+        plane, document(model(tmp_path, control={"policy": slow}), other, **shared), 10, m=1.0, other=1.0
+    )
     assert plane.counts(READY) == {SMALL: 1, LayerKey("other", "small", 1): 2}
     events = [event for event in plane.controller.status().events if "no answer" in event]
     assert len(events) == 1
@@ -435,8 +386,7 @@ async def test_what_was_decided_for_another_document_is_not_done(
     answers = threading.Event()
     monkeypatch.setattr(Slow, "answers", answers)
     slow = {"custom": "tests.serve.autoscaler.test_autoscaler:Slow"}
-    await plane.up(document(model(tmp_path, control={"policy": slow})))
-    await Traffic(plane).run(6, m=1.0)
+    await Traffic.over(plane, document(model(tmp_path, control={"policy": slow})), 6, m=1.0)
     running = plane.controller.autoscaler._running
     assert running is not None
     assert len([event for event in plane.controller.status().events if "has not answered" in event]) == 1
@@ -470,9 +420,9 @@ async def test_starts_are_measured_by_the_path_that_they_took(plane: Plane, tmp_
 
 
 async def test_a_model_that_is_gone_is_forgotten(plane: Plane, tmp_path: Path) -> None:
-    await plane.up(document(model(tmp_path), model(tmp_path, "other")))
-    traffic = Traffic(plane)
-    await traffic.run(10, m=1.0, other=1.0)
+    traffic = await Traffic.over(
+        plane, document(model(tmp_path), model(tmp_path, "other")), 10, m=1.0, other=1.0
+    )
     assert {each.decision.model for each in logged(plane, 2)} == {"m", "other"}
     plane.controller.apply(document(model(tmp_path)))
     await traffic.run(20, m=1.0)
@@ -487,8 +437,14 @@ async def test_a_model_that_is_gone_is_forgotten(plane: Plane, tmp_path: Path) -
 async def test_others_have_their_turn_between_models(
     plane: Plane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await plane.up(document(*(model(tmp_path, name) for name in ("m", "n", "o")), budget={"cpus": 9}))
-    await Traffic(plane).run(8, m=1.0, n=1.0, o=1.0)
+    await Traffic.over(
+        plane,
+        document(*(model(tmp_path, name) for name in ("m", "n", "o")), budget={"cpus": 9}),
+        8,
+        m=1.0,
+        n=1.0,
+        o=1.0,
+    )
     turns = 0
     seen = []
     builder = plane.controller.autoscaler._situations

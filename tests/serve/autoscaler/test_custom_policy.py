@@ -234,8 +234,7 @@ def test_what_lies_beside_the_document_is_written_as_its_file(tmp_path: Path) ->
 async def test_a_document_with_a_policy_that_cannot_be_loaded_is_refused_whole(
     plane: Plane, tmp_path: Path
 ) -> None:
-    await plane.up(document())
-    await plane.ticks()
+    await plane.ready(document())
     changed = sim_model(control={"policy": custom(tmp_path, "raise RuntimeError('no')"), "tick_s": 1})
     with pytest.raises(ConfigError, match="RuntimeError: no"):
         plane.controller.apply(document(changed))
@@ -246,9 +245,7 @@ async def test_a_document_with_a_policy_that_cannot_be_loaded_is_refused_whole(
 async def test_a_policy_that_starts_to_fail_leaves_the_fleet_as_it_is(plane: Plane, tmp_path: Path) -> None:
     fails = ADDS.replace("return Proposal", "if view.count > 2:\n            1 / 0\n        return Proposal")
     control = {"tick_s": 1, "policy": custom(tmp_path, fails)}
-    await plane.up(document(sim_model(control=control)))
-    traffic = Traffic(plane)
-    await traffic.run(20, m=1.0)
+    await Traffic.over(plane, document(sim_model(control=control)), 20, m=1.0)
     assert plane.counts(READY) == {SMALL: 3}
     events = [event for event in plane.controller.status().events if "ZeroDivisionError" in event]
     assert len(events) == 1
@@ -258,9 +255,9 @@ async def test_a_policy_that_starts_to_fail_leaves_the_fleet_as_it_is(plane: Pla
 async def test_a_policy_that_is_gone_when_the_controller_comes_back_changes_nothing(
     plane: Plane, tmp_path: Path
 ) -> None:
-    await plane.up(document(sim_model(control={"tick_s": 1, "policy": by_rate(tmp_path)})))
-    traffic = Traffic(plane)
-    await traffic.run(10, m=3.0)
+    traffic = await Traffic.over(
+        plane, document(sim_model(control={"tick_s": 1, "policy": by_rate(tmp_path)})), 10, m=3.0
+    )
     (tmp_path / "by_rate.py").unlink()
     await plane.restart()
     await traffic.run(10, m=1.0)
@@ -276,9 +273,7 @@ async def test_who_waits_is_served_though_the_policy_is_gone(plane: Plane, tmp_p
     modes = {"multi-replica": {"shape": "small", "replicas": {"min": 0, "max": 4}}}
     scale = {"zero_after_s": 10, "hold_s": 5, "standby": 1.0}
     control = {"tick_s": 1, "policy": by_rate(tmp_path), "scale": scale}
-    await plane.up(document(sim_model(modes=modes, control=control)))
-    traffic = Traffic(plane)
-    await traffic.run(10, m=1.0)
+    traffic = await Traffic.over(plane, document(sim_model(modes=modes, control=control)), 10, m=1.0)
     await traffic.run(40, m=0.0)
     assert plane.counts() == {}
     (tmp_path / "by_rate.py").unlink()

@@ -156,9 +156,7 @@ async def test_what_a_controller_logged_is_decided_again_bit_for_bit(plane: Plan
         sim_model("a", control=control | {"policy": by_rate(tmp_path), "shadow": "predictive"}),
         sim_model("b", control=control),
     ]
-    await plane.up(document(*models, budget={"cpus": 6}))
-    traffic = Traffic(plane)
-    await traffic.run(10, a=1.0, b=50.0)
+    traffic = await Traffic.over(plane, document(*models, budget={"cpus": 6}), 10, a=1.0, b=50.0)
     await traffic.run(20, a=4.0)
     traffic.silent = True
     await traffic.run(10)

@@ -29,8 +29,7 @@ def written(gpus: int, count: int = 2, **scale: Any) -> dict[str, Any]:
 
 async def up(plane: Plane, gpus: int, count: int = 2, **scale: Any) -> list[str]:
     """All serve; returns who, the oldest first."""
-    await plane.up(written(gpus, count, **scale))
-    await plane.ticks()
+    await plane.ready(written(gpus, count, **scale))
     assert plane.counts(READY) == {SMALL: count}
     plane.cluster.slow = True
     return [replica.id for replica in plane.cluster.of(SMALL, READY)]

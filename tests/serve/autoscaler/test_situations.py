@@ -49,8 +49,7 @@ def test_arguments_bound_what_runs_at_once() -> None:
 
 
 async def test_what_replicas_tell_goes_before_what_shipped(plane: Plane) -> None:
-    await plane.up(document(sim_model(control={"tick_s": 1})))
-    await plane.ticks()
+    await plane.ready(document(sim_model(control={"tick_s": 1})))
     (replica,) = plane.cluster.replicas.values()
     told = Timing(limits=Limits(max_num_batched_tokens=99, max_num_seqs=500, kv_tokens=777))
     plane.controller.beat(Heartbeat(replica=replica, engine=EngineReport(timing=told)))
@@ -73,9 +72,7 @@ async def test_prices_and_watts_are_those_of_the_budget_until_cards_tell(plane: 
         control={"tick_s": 1},
     )
     prices = {"gpu_watts": 400, "cpu_watts": 5, "gpu_cost_per_h": 2.0, "cpu_cost_per_h": 0.1}
-    await plane.up(document(model, budget=prices))
-    traffic = Traffic(plane)
-    await traffic.run(8, m=1.0)
+    traffic = await Traffic.over(plane, document(model, budget=prices), 8, m=1.0)
     found = rungs(plane)
     assert (found["multi-replica"].watts, found["single-large"].watts) == (410, 800)
     assert (found["multi-replica"].cost_per_h, found["single-large"].cost_per_h) == pytest.approx((2.2, 4.0))
@@ -90,8 +87,7 @@ async def test_what_leaves_in_a_switch_draws_nothing_for_the_shape_that_comes(pl
     model = sim_model(
         shapes={"large": {"gpus": 2, "tensor_parallel": 2}, "small": {"gpus": 1}}, control={"tick_s": 1}
     )
-    await plane.up(document(model, budget={"gpu_watts": 400}))
-    await plane.ticks()
+    await plane.ready(document(model, budget={"gpu_watts": 400}))
     (replica,) = plane.cluster.replicas.values()
     plane.cluster.slow = True
     plane.controller.mode("m", "single-large")
@@ -106,8 +102,7 @@ async def test_what_leaves_in_a_switch_is_no_figure_of_the_shape_that_comes(plan
     model = sim_model(
         shapes={"large": {"gpus": 2, "tensor_parallel": 2}, "small": {"gpus": 1}}, control={"tick_s": 1}
     )
-    await plane.up(document(model))
-    await plane.ticks()
+    await plane.ready(document(model))
     (replica,) = plane.cluster.replicas.values()
     traffic = Traffic(plane)
 
@@ -129,8 +124,7 @@ async def test_steps_on_cores_that_others_start_on_say_nothing_of_the_shape(
 ) -> None:
     large = {takes: 2} | ({"tensor_parallel": 2} if learns else {})
     model = sim_model(shapes={"large": large, "small": {takes: 1}}, control={"tick_s": 1})
-    await plane.up(document(model, budget={"cpus": 4}))
-    await plane.ticks()
+    await plane.ready(document(model, budget={"cpus": 4}))
     (replica,) = plane.cluster.replicas.values()
     plane.cluster.slow = True
     plane.controller.mode("m", "single-large")
@@ -145,9 +139,7 @@ async def test_steps_on_cores_that_others_start_on_say_nothing_of_the_shape(
 async def test_a_generation_that_leaves_undoes_nothing_that_was_learned(plane: Plane) -> None:
     shapes = {"large": {"gpus": 2, "tensor_parallel": 2}, "small": {"gpus": 1}}
     control = {"tick_s": 1, "mode": {"drain_timeout_s": 600}}
-    await plane.up(document(sim_model(shapes=shapes, control=control)))
-    traffic = Traffic(plane)
-    await traffic.run(6, m=1.0)
+    traffic = await Traffic.over(plane, document(sim_model(shapes=shapes, control=control)), 6, m=1.0)
     plane.cluster.slow = True
     plane.controller.apply(
         document(sim_model(shapes=shapes, control=control, sim={"profile": "sim-small", "speed": 2}))
@@ -170,9 +162,7 @@ async def test_a_gap_is_what_nothing_fits_beside(plane: Plane) -> None:
     model = sim_model(control={"tick_s": 1, "assumed_start_s": 25})
     model["shapes"] = {"large": {"gpus": 2, "tensor_parallel": 2}, "small": {"gpus": 1}}
     model["modes"]["multi-replica"]["replicas"] = {"min": 1, "max": 2}
-    await plane.up(document(model, budget={"gpus": 2}))
-    traffic = Traffic(plane)
-    await traffic.run(8, m=1.0)
+    traffic = await Traffic.over(plane, document(model, budget={"gpus": 2}), 8, m=1.0)
     assert (rungs(plane)["single-large"].gap_s, rungs(plane)["multi-replica"].gap_s) == (25.0, 0.0)
     plane.controller.apply(document(model, budget={"gpus": 3}))
     await traffic.run(2)
@@ -184,8 +174,9 @@ async def test_upstreams_may_take_what_is_too_much(plane: Plane) -> None:
         "name": "u", "url": "https://api.example.com/v1", "models": {"m": "theirs"},
         "price": {"input": 1, "output": 1}, "cost_cap_per_h": 1,
     }  # fmt: skip
-    await plane.up(document(sim_model(), upstreams=[upstream], gateway={"queue_timeout_s": 7}))
-    await Traffic(plane).run(8, m=1.0)
+    await Traffic.over(
+        plane, document(sim_model(), upstreams=[upstream], gateway={"queue_timeout_s": 7}), 8, m=1.0
+    )
     (now,) = plane.controller.autoscaler.journal.read(1)
     assert now.situation.overflow
     assert now.situation.queue_s == 7

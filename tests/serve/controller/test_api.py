@@ -32,8 +32,7 @@ PATHS = [
 
 @pytest.fixture
 async def served(plane: Plane) -> AsyncIterator[httpx.AsyncClient]:
-    await plane.up(document())
-    await plane.ticks()
+    await plane.ready(document())
     transport = httpx.ASGITransport(build_app(plane.controller, "s"))
     async with httpx.AsyncClient(transport=transport, base_url="http://c", headers=SECRET) as client:
         yield client
@@ -168,8 +167,7 @@ async def test_the_stream_tells_each_change_and_a_burst_once(
     plane: Plane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(api, "HEARTBEAT_S", 3600.0)
-    await plane.up(document())
-    await plane.ticks()
+    await plane.ready(document())
     lines = api._snapshots(plane.controller)
     first = msgspec.json.decode(await anext(lines), type=Fleet)
     assert len(first.replicas) == 1

@@ -17,8 +17,7 @@ from tests.serve.sim_documents import document, sim_model
 
 
 async def test_what_fails_to_start_is_rolled_back_and_says_why(plane: Plane) -> None:
-    await plane.up(document())
-    await plane.ticks()
+    await plane.ready(document())
     running = set(plane.cluster.replicas)
     plane.cluster.failing[NEW_SMALL] = "ValueError: no such weights"
     bad = document(sim_model(sim={"profile": "sim-small", "seed": 7}))
@@ -41,8 +40,7 @@ async def test_what_fails_to_start_is_rolled_back_and_says_why(plane: Plane) -> 
 
 
 async def test_what_serves_is_not_said_to_be_rolled_back_once_it_is_applied_again(plane: Plane) -> None:
-    await plane.up(document())
-    await plane.ticks()
+    await plane.ready(document())
     plane.cluster.failing[NEW_SMALL] = "ValueError: no such weights"
     plane.controller.apply(document(sim_model(sim={"profile": "sim-small", "seed": 7})))
     await plane.ticks()
@@ -55,8 +53,7 @@ async def test_what_serves_is_not_said_to_be_rolled_back_once_it_is_applied_agai
 
 
 async def test_a_start_that_takes_too_long_is_rolled_back(plane: Plane) -> None:
-    await plane.up(document())
-    await plane.ticks()
+    await plane.ready(document())
     plane.cluster.slow = True
     plane.controller.mode("m", "single-large")
     await plane.ticks()
@@ -69,8 +66,7 @@ async def test_a_start_that_takes_too_long_is_rolled_back(plane: Plane) -> None:
 
 
 async def test_reverting_in_the_middle_comes_back_to_the_same_replicas(plane: Plane) -> None:
-    await plane.up(document())
-    await plane.ticks()
+    await plane.ready(document())
     running = set(plane.cluster.replicas)
     plane.cluster.slow = True
     plane.controller.apply(document(sim_model(sim={"profile": "sim-small", "seed": 7})))
@@ -82,8 +78,7 @@ async def test_reverting_in_the_middle_comes_back_to_the_same_replicas(plane: Pl
 
 
 async def test_a_restart_in_the_middle_of_a_switch_goes_on_with_it(plane: Plane) -> None:
-    await plane.up(document())
-    await plane.ticks()
+    await plane.ready(document())
     plane.cluster.slow = True
     plane.controller.mode("m", "single-large")
     await plane.ticks(2)
@@ -103,8 +98,7 @@ async def test_a_restart_in_the_middle_of_a_switch_goes_on_with_it(plane: Plane)
 
 
 async def test_replicas_that_stay_silent_are_not_waited_for_forever(plane: Plane) -> None:
-    await plane.up(document())
-    await plane.ticks()
+    await plane.ready(document())
     plane.cluster.replicas.clear()
     await plane.restart()
     plane.controller.scale("m", 2)
@@ -128,8 +122,7 @@ async def test_targets_that_were_lost_are_read_off_what_runs(plane: Plane) -> No
 
 
 async def test_another_configuration_that_runs_is_not_taken_for_ours(plane: Plane) -> None:
-    await plane.up(document())
-    await plane.ticks()
+    await plane.ready(document())
     plane.state.targets_path.unlink()
     plane.state.save(
         plane.state.deployment_path, document(sim_model(sim={"profile": "sim-small", "seed": 7}))
@@ -168,8 +161,7 @@ async def test_a_target_that_is_set_while_the_actuator_works_is_kept(
         await delete(self, key)
 
     monkeypatch.setattr(MemoryActuator, "delete", meanwhile)
-    await plane.up(document())
-    await plane.ticks()
+    await plane.ready(document())
     plane.controller.apply(document(sim_model(sim={"profile": "sim-small", "seed": 7})))
     await plane.ticks()
     assert plane.counts() == {NEW_SMALL: 3}
@@ -184,8 +176,7 @@ async def test_a_model_that_comes_back_while_it_goes_is_deployed_again(
         await delete(self, key)
         plane.controller.apply(document(sim_model(), sim_model("other")))
 
-    await plane.up(document(sim_model(), sim_model("other")))
-    await plane.ticks()
+    await plane.ready(document(sim_model(), sim_model("other")))
     monkeypatch.setattr(MemoryActuator, "delete", meanwhile)
     plane.controller.apply(document(sim_model("other")))
     await plane.ticks()

@@ -28,8 +28,7 @@ def gpus(**over: Any) -> dict[str, Any]:
 
 
 async def test_a_model_starts_in_its_first_mode_at_its_lowest_count(plane: Plane) -> None:
-    await plane.up(document())
-    await plane.ticks()
+    await plane.ready(document())
     assert plane.counts(READY) == {SMALL: 1}
     (status,) = plane.controller.status().models
     assert (status.mode, status.target, status.ready, status.phase) == ("multi-replica", 1, 1, "steady")
@@ -38,8 +37,7 @@ async def test_a_model_starts_in_its_first_mode_at_its_lowest_count(plane: Plane
 
 
 async def test_scaling_keeps_what_runs(plane: Plane) -> None:
-    await plane.up(document())
-    await plane.ticks()
+    await plane.ready(document())
     first = set(plane.cluster.replicas)
     assert plane.controller.scale("m", 3).target == 3
     await plane.ticks()
@@ -51,8 +49,7 @@ async def test_scaling_keeps_what_runs(plane: Plane) -> None:
 
 
 async def test_what_is_impossible_is_refused_and_changes_nothing(plane: Plane) -> None:
-    await plane.up(document())
-    await plane.ticks()
+    await plane.ready(document())
     with pytest.raises(TargetError, match=r"5 replicas in mode multi-replica, expected 1 to 4"):
         plane.controller.scale("m", 5)
     with pytest.raises(TargetError, match="no model is called 'x'; this deployment has m"):
@@ -88,8 +85,7 @@ async def test_a_mode_is_made_ready_before_the_old_one_drains(plane: Plane) -> N
 
 
 async def test_a_new_generation_is_made_ready_before_the_old_one_goes(plane: Plane) -> None:
-    await plane.up(document())
-    await plane.ticks()
+    await plane.ready(document())
     plane.cluster.slow = True
     plane.controller.apply(document(sim_model(sim={"profile": "sim-small", "seed": 7})))
     await plane.ticks()
@@ -116,8 +112,7 @@ async def test_what_only_changes_limits_restarts_nothing(plane: Plane) -> None:
 
 
 async def test_a_mode_that_is_gone_is_left_for_the_first(plane: Plane) -> None:
-    await plane.up(document())
-    await plane.ticks()
+    await plane.ready(document())
     plane.controller.apply(document(sim_model(modes={"single-large": {"shape": "large", "replicas": 1}})))
     await plane.ticks()
     assert plane.counts() == {LARGE: 1}
@@ -126,8 +121,7 @@ async def test_a_mode_that_is_gone_is_left_for_the_first(plane: Plane) -> None:
 
 
 async def test_a_shape_that_comes_back_otherwise_is_built_anew(plane: Plane) -> None:
-    await plane.up(document())
-    await plane.ticks()
+    await plane.ready(document())
     plane.cluster.slow = True
     plane.controller.apply(document(sim_model(modes={"single-large": {"shape": "large", "replicas": 1}})))
     await plane.ticks()
@@ -146,8 +140,7 @@ async def test_a_shape_that_comes_back_otherwise_is_built_anew(plane: Plane) -> 
 
 
 async def test_a_model_that_is_no_longer_written_drains_and_goes(plane: Plane) -> None:
-    await plane.up(document(sim_model(), sim_model("other")))
-    await plane.ticks()
+    await plane.ready(document(sim_model(), sim_model("other")))
     plane.cluster.slow = True
     plane.controller.apply(document(sim_model("other")))
     await plane.ticks()
@@ -161,8 +154,7 @@ async def test_a_model_that_is_no_longer_written_drains_and_goes(plane: Plane) -
 
 
 async def test_a_gap_that_the_queue_cannot_hold_is_refused(plane: Plane) -> None:
-    await plane.up(gpus(gateway={"queue_timeout_s": 20}))
-    await plane.ticks()
+    await plane.ready(gpus(gateway={"queue_timeout_s": 20}))
     with pytest.raises(SwitchRefused) as refused:
         plane.controller.mode("m", "single-large")
     assert str(refused.value) == (
@@ -174,8 +166,7 @@ async def test_a_gap_that_the_queue_cannot_hold_is_refused(plane: Plane) -> None
 
 
 async def test_a_gap_that_the_queue_can_hold_is_taken_both_ways(plane: Plane) -> None:
-    await plane.up(gpus())
-    await plane.ticks()
+    await plane.ready(gpus())
     plane.controller.mode("m", "single-large")
     await plane.ticks()
     assert plane.counts() == {LARGE: 1}
@@ -187,8 +178,7 @@ async def test_a_gap_that_the_queue_can_hold_is_taken_both_ways(plane: Plane) ->
 
 
 async def test_a_new_generation_that_starves_the_queue_is_refused_whole(plane: Plane) -> None:
-    await plane.up(gpus() | {"gateway": {"queue_timeout_s": 0.5}})
-    await plane.ticks()
+    await plane.ready(gpus() | {"gateway": {"queue_timeout_s": 0.5}})
     changed = gpus(gateway={"queue_timeout_s": 0.5})
     changed["models"][0]["mode"] = "single-large"
     changed["models"][0]["modes"].pop("multi-replica")

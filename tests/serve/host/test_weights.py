@@ -114,8 +114,7 @@ async def test_a_generation_of_which_nothing_runs_is_found_out_anew(plane: Plane
 async def test_nothing_waits_for_weights(plane: Plane, store: Store) -> None:
     store.open.clear()
     store.digests[PACKAGE] = "a"
-    await plane.up(document(model(PACKAGE), sim_model("other")))
-    await plane.ticks()
+    await plane.ready(document(model(PACKAGE), sim_model("other")))
     assert plane.counts(READY) == {LayerKey("other", "small", 1): 1}
     store.open.set()
     await until(plane, lambda: SMALL in plane.counts(READY))
@@ -194,8 +193,7 @@ async def test_a_controller_that_lost_its_memory_knows_other_weights_by_the_laye
 
 
 async def test_an_engine_without_weights_asks_for_none(plane: Plane, store: Store) -> None:
-    await plane.up(document(sim_model(source=PACKAGE)))
-    await plane.ticks()
+    await plane.ready(document(sim_model(source=PACKAGE)))
     assert plane.counts(READY) == {SMALL: 1}
     assert (store.asked, kept(plane)) == ([], {})
 
