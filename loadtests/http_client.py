@@ -10,7 +10,7 @@ from collections.abc import Callable
 from time import perf_counter
 from types import TracebackType
 
-from tidegate.replay.http_message import Origin, Response
+from tidegate.replay.http_client import Origin, Response
 
 # Silence longer than this is a failure; the gateway's own queue gives up well before it.
 READ_TIMEOUT_S = 300.0

@@ -19,26 +19,20 @@ def new_key() -> str:
 
 
 def digest_of(key: bytes) -> str:
-    """SHA-256 in hex, as ``keys_sha256`` holds it.
-
-    No salt or slow hash is needed: a key has 256 random bits.
-    """
+    """SHA-256 in hex, as in ``keys_sha256``; 256 random bits need no salt and no slow hash."""
     return hashlib.sha256(key).hexdigest()
 
 
 def own_key(secret: str) -> str:
-    """The key by which Tidegate itself asks its client port, from the internal ``secret``.
-
-    The secret itself opens every internal port and is never sent to the client port.
-    """
+    """Tidegate's own key for the client port, to which the internal ``secret`` itself is never sent."""
     return PREFIX + hmac.new(secret.encode(), b"client port", hashlib.sha256).hexdigest()
 
 
 def salt_secret(state: StateDir) -> bytes:
     """The secret of this deployment's cache salts, made on first use with mode 600.
 
-    It is independent of the internal secret, so a leaked salt opens no port. Workers that start together
-    use the same one. Raises ``PermissionError`` if other users can read it.
+    It is independent of the internal secret, so a leaked salt opens no port. Raises ``PermissionError`` if
+    other users can read it.
     """
     path = state.ensure().root / "salt-secret"
     if not path.exists():

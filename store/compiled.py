@@ -1,8 +1,7 @@
-"""What serves a request as machine code: modules that mypyc compiled, found by the digest of their sources.
+"""The modules of the request path compiled by mypyc, stored by the digest of their sources.
 
-``python -m store.compiled`` builds what :func:`use` finds; without it a gateway worker runs the sources
-themselves. The digest covers the sources, the interpreter and the compiler, so what is found is what is
-there, and an edited source is never shadowed by what was compiled of it before.
+``python -m store.compiled`` builds them; without a build a gateway worker runs the sources. The digest covers
+sources, interpreter and compiler, so an edited source is never shadowed by an old build.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from pathlib import Path
 import policy
 from policy.errors import PreconditionFailed
 
-# What runs for every request. Structures of msgspec and of ctypes are made at run time and stay sources.
+# The modules of the request path. Structures of msgspec and ctypes are created at run time, uncompiled.
 MODULES = {
     "policy": (
         "admission/dispatch",
@@ -83,21 +82,18 @@ MODULES = {
         "telemetry/prometheus",
     ),
 }
-# Whose types the compiler reads, beside the packages themselves.
+# Packages that only the type checker reads.
 _READ = ("store",)
 ROOT = Path(policy.__file__).parents[1]
 
 
 def home() -> Path:
-    """Where builds live: in the environment of the interpreter that they are for."""
+    """The directory of builds, in the environment of this interpreter."""
     return Path(sys.prefix) / "share" / "tidegate" / "compiled"
 
 
 def use() -> bool:
-    """Have this process import the compiled modules, where they were built; before it imports them.
-
-    That is of the packages that it has begun to import: who decides alone needs no gateway.
-    """
+    """Make later imports use the compiled modules, if they were built; returns whether they were."""
     build = home() / digest()
     if not build.is_dir():
         return False
@@ -110,7 +106,7 @@ def use() -> bool:
 
 
 def digest() -> str:
-    """Sixteen hex digits over all that the machine code depends on."""
+    """Sixteen hex digits of everything that the machine code depends on."""
     whole = hashlib.sha256(f"{sys.version}\0{platform.machine()}\0{_compiler()}\0".encode())
     for package in (*MODULES, *_READ):
         for path in sorted((ROOT / package).rglob("*.py")):
@@ -119,24 +115,24 @@ def digest() -> str:
 
 
 def build() -> Path:
-    """Compile, unless it was done; raises :class:`policy.errors.PreconditionFailed` when that fails."""
+    """Compile unless there is a build; raises :class:`policy.errors.PreconditionFailed` if that fails."""
     final = home() / digest()
     final.parent.mkdir(parents=True, exist_ok=True)
     with (final.parent / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if final.is_dir():  # whoever held the lock has done the work
+        if final.is_dir():  # built by the last holder of the lock
             return final
         work = final.parent / ".work"
-        # Left by a run that was killed: the lock is ours, so nobody works in it.
+        # Left by a run that was killed; the lock excludes others.
         shutil.rmtree(work, ignore_errors=True)
         try:
             for package in (*MODULES, *_READ):
                 shutil.copytree(ROOT / package, work / package, ignore=shutil.ignore_patterns("__pycache__"))
             _compile(work)
-            # Packages whole: a folder is imported from one place, and machine code goes before its source.
+            # A package is imported from one folder, where machine code goes before its source.
             for package in _READ:
                 shutil.rmtree(work / package)
-            for former in final.parent.iterdir():  # of other sources; who runs them has them in memory
+            for former in final.parent.iterdir():  # of other sources; processes have them in memory
                 if former.is_dir() and former != work:
                     shutil.rmtree(former, ignore_errors=True)
             work.rename(final)
@@ -170,7 +166,7 @@ def _compiler() -> str:
 
 
 def main() -> None:
-    """Build and say so; what cannot be compiled still runs."""
+    """Build with a message; on failure the sources still run."""
     try:
         if not (home() / digest()).is_dir():
             print("compiling the gateway, two minutes or so", flush=True)  # noqa: T201 - the installer's progress

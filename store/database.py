@@ -52,10 +52,7 @@ class Database:
 
     @contextmanager
     def writing(self) -> Iterator[Connection]:
-        """An exclusive write transaction: other writers of all processes wait.
-
-        Raises :class:`policy.errors.Unreachable`.
-        """
+        """An exclusive write transaction among all processes; raises :class:`policy.errors.Unreachable`."""
         with _answering(), self._engine.execution_options(writes=True).begin() as connection:
             if connection.dialect.name == "postgresql":
                 connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _LOCK})
@@ -120,7 +117,7 @@ def _begin(connection: Connection) -> None:
 
 @contextmanager
 def _prepared(url: URL) -> Iterator[None]:
-    """Make the file of an embedded database, its owner's alone and with a write-ahead log, by one process."""
+    """Create the file of an embedded database with mode 600 and a write-ahead log, one process at a time."""
     if url.get_backend_name() != "sqlite":
         yield
         return

@@ -25,7 +25,7 @@ class RotatingLog:
             self._rotate()
         left = memoryview(data)
         while left:
-            # A nearly full disk writes a part; only the next write fails.
+            # A nearly full disk takes part of it, and fails the next write.
             left = left[self._file.write(left) :]
 
     @property
@@ -38,10 +38,7 @@ class RotatingLog:
         self._file.close()
 
     async def pump(self, source: asyncio.StreamReader) -> None:
-        """Copy ``source`` until its end.
-
-        Data that a full disk does not take is dropped, so that the writer never blocks.
-        """
+        """Copy ``source`` to its end; a full disk drops data instead of blocking the writer."""
         while data := await source.read(65_536):
             with contextlib.suppress(OSError):
                 self.write(data)

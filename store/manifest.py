@@ -17,7 +17,7 @@ BLOCK_BYTES = 4 * 1024 * 1024
 
 
 class Entry(msgspec.Struct, frozen=True, kw_only=True):
-    """One file of it."""
+    """One file."""
 
     size: int
     sha256: str

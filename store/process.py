@@ -27,10 +27,7 @@ def started_at(pid: int) -> float | None:
 
 
 def find(pid: int, started: float | None = None) -> psutil.Process | None:
-    """The running process ``pid``, if it is the one that was ``started`` then.
-
-    ``None`` for a later process with the same id, and for one that ended and was not collected.
-    """
+    """The running process ``pid`` if it ``started`` then; ``None`` for a later one and for a zombie."""
     try:
         found = psutil.Process(pid)
         same = started is None or abs(found.create_time() - started) < _SAME_START_S
@@ -58,7 +55,7 @@ def end_all(processes: Collection[psutil.Process], grace_s: float) -> tuple[psut
 async def end_child(process: asyncio.subprocess.Process, grace_s: float, *, group: bool = False) -> None:
     """SIGTERM to a child, SIGKILL after ``grace_s`` seconds; returns once it was collected.
 
-    With ``group`` what is left of its process group is killed too: it must be the leader of one.
+    With ``group`` the rest of the process group that it leads is killed, too.
     """
     if process.returncode is None:
         process.terminate()

@@ -9,7 +9,7 @@ import msgspec
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A progress line for users; ``fraction`` (0..1) of this step, ``None`` if unknown."""
+    """A progress line for users; ``fraction`` (0 to 1) of the step, ``None`` if unknown."""
 
     step: str
     message: str

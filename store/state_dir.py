@@ -29,10 +29,7 @@ def default_root() -> Path:
 
 
 def own_directory(path: Path) -> Path:
-    """Make ``path``, in a place where others may write, and make sure that it is this user's.
-
-    Raises ``PermissionError`` when another user made it first: what lies in it would be theirs to choose.
-    """
+    """Make the directory ``path`` where others may write; ``PermissionError`` if another user made it."""
     path.mkdir(mode=0o700, exist_ok=True)
     found = path.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
@@ -64,10 +61,49 @@ def write_atomic(path: Path, data: bytes, mode: int = 0o644) -> None:
 
 
 @dataclass(frozen=True)
+class _Under:
+    """A path under the root of a state directory."""
+
+    name: str
+
+    def __get__(self, state: StateDir, owner: type[StateDir]) -> Path:
+        return state.root / self.name
+
+
+@dataclass(frozen=True)
 class StateDir:
     """Paths under one root, created on demand with mode 700."""
 
     root: Path
+
+    logs = _Under("logs")
+    lock_path = _Under("supervisor.lock")
+    secret_path = _Under("secret")
+    # The deployment file that was applied last, as JSON.
+    deployment_path = _Under("deployment.json")
+    # The controller's targets and revisions.
+    targets_path = _Under("targets.json")
+    # The log of the controller's decisions, one JSON object per line.
+    decisions_path = _Under("decisions.jsonl")
+    # The state of the scaling policies.
+    memory_path = _Under("memory.json")
+    # The performance models fitted to live replicas, one file per model and shape.
+    calibrations = _Under("calibrations")
+    # The last fleet and the last adapter catalog that a gateway received.
+    fleet_path = _Under("fleet.json")
+    catalog_path = _Under("catalog.json")
+    # Declared adapters that users removed since the deployment file was applied.
+    removed_path = _Under("adapters-removed.json")
+    # Process ids that `down` may end.
+    processes_path = _Under("processes.json")
+    # The gateway workers' shared counters.
+    metrics_dir = _Under("metrics")
+    # The files of LoRA adapters, by digest.
+    adapters = _Under("adapters")
+    # The embedded database, unless the deployment file names another.
+    database_path = _Under("tidegate.db")
+    # Shared memory of this machine's gateway workers; mode 600.
+    rows_path = _Under("gateway.rows")
 
     def ensure(self) -> StateDir:
         """Create the directory and its logs folder."""
@@ -76,16 +112,8 @@ class StateDir:
         return self
 
     @property
-    def lock_path(self) -> Path:
-        return self.root / "supervisor.lock"
-
-    @property
     def socket_path(self) -> Path:
-        """The supervisor's unix socket.
-
-        A unix socket's path is at most 107 bytes, so a deep state directory gets a short one under
-        the runtime directory, named by the digest of the root.
-        """
+        """The supervisor's Unix socket: elsewhere if its path would exceed 107 bytes."""
         direct = self.root / "supervisor.sock"
         if len(os.fsencode(direct)) <= 100:
             return direct
@@ -93,10 +121,7 @@ class StateDir:
 
     @property
     def captures(self) -> Path:
-        """The directory of the sockets of those who capture what the gateway serves.
-
-        It is made by the first of them, and has a short path as the supervisor's socket has.
-        """
+        """The directory of the sockets of captures, made by the first; its path is short, too."""
         direct = self.root / "captures"
         if len(os.fsencode(direct)) <= 80:
             return direct
@@ -105,79 +130,6 @@ class StateDir:
     @property
     def _short(self) -> str:
         return hashlib.sha256(os.fsencode(self.root)).hexdigest()[:16]
-
-    @property
-    def secret_path(self) -> Path:
-        return self.root / "secret"
-
-    @property
-    def deployment_path(self) -> Path:
-        """The deployment file that was applied last, as JSON."""
-        return self.root / "deployment.json"
-
-    @property
-    def targets_path(self) -> Path:
-        """The controller's targets and generations."""
-        return self.root / "targets.json"
-
-    @property
-    def decisions_path(self) -> Path:
-        """The log of the controller's decisions, one JSON object a line."""
-        return self.root / "decisions.jsonl"
-
-    @property
-    def memory_path(self) -> Path:
-        """The state of the scaling policies."""
-        return self.root / "memory.json"
-
-    @property
-    def calibrations(self) -> Path:
-        """The engine models that were fitted to live replicas, a file for each model and shape."""
-        return self.root / "calibrations"
-
-    @property
-    def fleet_path(self) -> Path:
-        """The last fleet that a gateway saw."""
-        return self.root / "fleet.json"
-
-    @property
-    def catalog_path(self) -> Path:
-        """The last catalog of adapters that a gateway saw."""
-        return self.root / "catalog.json"
-
-    @property
-    def removed_path(self) -> Path:
-        """Declared adapters that users removed since the deployment file was applied."""
-        return self.root / "adapters-removed.json"
-
-    @property
-    def processes_path(self) -> Path:
-        """Process ids that ``down`` may end."""
-        return self.root / "processes.json"
-
-    @property
-    def metrics_dir(self) -> Path:
-        """Where gateway workers keep their shared counters."""
-        return self.root / "metrics"
-
-    @property
-    def adapters(self) -> Path:
-        """The files of LoRA adapters, by digest."""
-        return self.root / "adapters"
-
-    @property
-    def database_path(self) -> Path:
-        """The embedded database, if the deployment file names no other."""
-        return self.root / "tidegate.db"
-
-    @property
-    def rows_path(self) -> Path:
-        """Shared memory of this machine's gateway workers; a file of mode 600."""
-        return self.root / "gateway.rows"
-
-    @property
-    def logs(self) -> Path:
-        return self.root / "logs"
 
     def secret(self) -> str:
         """The secret that guards every internal port, made on first use with mode 600."""
@@ -205,10 +157,7 @@ class StateDir:
         write_atomic(path, msgspec.json.encode(value), mode=0o600)
 
     def try_lock(self) -> int | None:
-        """Take the supervisor's lock; ``None`` when another process holds it.
-
-        The lock lives as long as the returned descriptor, so a dead supervisor holds nothing.
-        """
+        """Take the supervisor's lock until the returned descriptor is closed; ``None`` if it is held."""
         self.ensure()
         descriptor = os.open(self.lock_path, os.O_RDWR | os.O_CREAT, 0o600)
         try:

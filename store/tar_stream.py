@@ -14,7 +14,7 @@ _RECORD = 512
 
 
 def pack(directory: Path, names: Iterable[str]) -> Iterator[bytes]:
-    """The files of ``directory`` that are called ``names``; raises ``OSError``."""
+    """The files ``names`` of ``directory``; raises ``OSError``."""
     for name in sorted(names):
         with (directory / name).open("rb") as file:
             header = tarfile.TarInfo(name)
@@ -28,7 +28,7 @@ def pack(directory: Path, names: Iterable[str]) -> Iterator[bytes]:
 
 
 def unpack(chunks: Iterable[bytes], directory: Path, names: Iterable[str], max_bytes: int) -> None:
-    """Write the files of a stream into ``directory``: regular ones that are called ``names``, each once.
+    """Write the files of a stream into ``directory``: regular files called ``names``, each once.
 
     Raises :class:`policy.errors.AdapterRefused`: ``archive`` for anything else in the stream, ``too_large``
     for more than ``max_bytes`` of files, ``truncated`` for a stream that ends too early.

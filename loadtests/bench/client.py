@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Literal, cast
 
-from tidegate.replay.http_message import Response
+from tidegate.replay.http_client import Response
 
 Outcome = Literal["ok", "status", "differs", "told", "cut", "refused"]
 MAX_OPEN = 4096

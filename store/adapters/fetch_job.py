@@ -1,4 +1,4 @@
-"""A fetch job: the source of an adapter, the target directory and the limits."""
+"""A fetch job: the source of an adapter, its target, its limits, and its partial downloads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,1 @@
-"""Model weights: fetch, prepare once into the cache, and verify by digest.
-
-Read first: `prepare`.
-"""
+"""Model weights: fetched, prepared once into the cache, and verified by digest. Read first: `prepare`."""

@@ -12,9 +12,8 @@ from store.progress import Prepared
 def prepare_directory(path: Path) -> Prepared:
     """The model in ``path``, which holds ``config.json`` and ``*.safetensors``.
 
-    The digest is the sha256 over the name, size and modification time (nanoseconds) of every file
-    and the content of each ``*.json``: weights are not read, so a change that keeps all three is
-    not seen. Raises :class:`policy.errors.ModelUnavailable` naming what is missing.
+    The digest covers the name, size and modification time (nanoseconds) of every file and the content of each
+    ``*.json``; weights are not read. Raises :class:`policy.errors.ModelUnavailable` with what is missing.
     """
     if not path.is_dir():
         what = "is not a directory" if path.exists() else "does not exist"

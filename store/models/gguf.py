@@ -1,7 +1,6 @@
-"""Turn a GGUF file into a float32 Hugging Face directory, as the process ``python -m store.models.gguf``.
+"""Convert a GGUF file to a float32 Hugging Face directory, in the process ``python -m store.models.gguf``.
 
-The child owns PyTorch and transformers, so that a process that only wants a path never imports
-them, and its memory (about four bytes a parameter, twice) is gone when it ends.
+Only the child imports PyTorch and transformers; its memory (about eight bytes per parameter) ends with it.
 """
 
 from __future__ import annotations
@@ -23,10 +22,9 @@ COMMAND = (sys.executable, "-m", "store.models.gguf")
 
 
 def convert(command: tuple[str, ...], source: Path, target: Path, report: Report) -> None:
-    """Run ``command source target`` and pass its JSON progress lines on.
+    """Run ``command source target``, with its JSON progress lines to ``report``; ``target`` must be new.
 
-    ``target`` is a new directory. Raises :class:`policy.errors.ModelUnavailable` with the end of
-    the child's output when it fails.
+    Raises :class:`policy.errors.ModelUnavailable` with the end of the child's output if it fails.
     """
     environment = os.environ | {
         "HF_HUB_OFFLINE": "1",
@@ -61,7 +59,7 @@ def convert(command: tuple[str, ...], source: Path, target: Path, report: Report
 
 
 def _end_with_parent() -> None:
-    """Standard input is a pipe that the parent never writes: its end means that the parent is gone."""
+    """Exit at the end of standard input, a pipe that the parent holds open and never writes."""
 
     def watch() -> None:
         os.read(0, 1)  # not sys.stdin: its lock, held here, would abort the exit of the interpreter
@@ -76,14 +74,13 @@ def _say(step: str, message: str, fraction: float) -> None:
 
 
 def main(source: Path, target: Path) -> None:
-    """Write ``target``: weights in float32, configuration, tokenizer and chat template, all from ``source``.
+    """Write weights, configuration, tokenizer and chat template of ``source`` to ``target``.
 
-    float32, because CPUs without bfloat16 units emulate it 5 to 8 times slower; engines on GPUs
-    cast as they load.
+    Weights are float32: CPUs without bfloat16 units emulate it 5 to 8 times slower. GPU engines cast on load.
     """
     _end_with_parent()
     _say("convert", "loading PyTorch and transformers", 0.0)
-    import torch  # noqa: PLC0415  the parent imports this module and must not pay for PyTorch
+    import torch  # noqa: PLC0415  the parent imports this module, but not PyTorch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig  # noqa: PLC0415
 
     _say("convert", f"reading the weights of {source.name}", 0.25)

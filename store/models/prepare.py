@@ -1,4 +1,4 @@
-"""Make a model's weights a local directory, whatever its ``source`` is.
+"""Make a model's weights available as a local directory.
 
 ``python -m store.models prepare --source S`` prints progress as JSON lines, and last either
 ``{"step": "ready", "path": ..., "digest": ...}`` or ``{"error": ...}`` with exit status 1.
@@ -35,10 +35,8 @@ class Origin(StrEnum):
 
 
 def origin(source: str) -> Origin:
-    """What ``source`` names: ``package:NAME``, a local directory (``/``, ``./``, ``../`` or ``~`` in
-    front, or one that exists), or a Hugging Face id ``ORG/NAME``, optionally ``@REVISION``.
-
-    Raises :class:`policy.errors.ModelUnavailable` when it is none of them.
+    """The kind of ``source``: ``package:NAME``, a local directory (prefix ``/``, ``./``, ``../`` or ``~``, or
+    it exists), or a Hugging Face id ``ORG/NAME[@REVISION]``; raises :class:`policy.errors.ModelUnavailable`.
     """
     if source.startswith(PACKAGE):
         return Origin.PACKAGE
@@ -52,11 +50,9 @@ def origin(source: str) -> Origin:
 
 
 def prepare(source: str, *, token_file: str | None, progress: Report) -> Prepared:
-    """The directory of ``source``, fetched, converted and verified as it needs.
+    """The directory of ``source``, fetched, converted and verified; ``token_file`` is for the hub.
 
-    ``source`` is what :func:`origin` knows; for the hub ``token_file`` may hold an access token.
-    Blocks; safe to call from several processes at once. Raises
-    :class:`policy.errors.ModelUnavailable`.
+    Blocks; safe in several processes at once. Raises :class:`policy.errors.ModelUnavailable`.
     """
     kind = origin(source)
     if kind is Origin.PACKAGE:
@@ -83,7 +79,7 @@ def _wanted(arguments: argparse.Namespace) -> tuple[str, str | None]:
 
 
 def _terminated(_signal: int, _frame: object) -> NoReturn:
-    # An exit that unwinds: the conversion's child ends and the half-made directory goes.
+    # Unwinds, so that the conversion's child ends and the partial directory is deleted.
     raise SystemExit(143)
 
 

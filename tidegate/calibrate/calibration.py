@@ -1,11 +1,13 @@
-"""A calibration from its beginning to its file: who serves, load points one by one, the fit."""
+"""A calibration of live replicas: load points, the step times that engines report, and the fit."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from functools import partial
 from time import perf_counter
+from types import TracebackType
 from typing import NamedTuple
 
 import msgspec
@@ -15,35 +17,102 @@ from policy.config.deployment import Deployment, ModelSpec
 from policy.engine.model import EngineModel, Limits, Slo
 from policy.engine.model_file import FORMAT, ModelFile
 from policy.engine.profiles import shipped
-from policy.errors import PreconditionFailed, TargetError
+from policy.engine.step_samples import StepSample
+from policy.errors import PreconditionFailed, TargetError, TidegateError
 from policy.routing.settings import START_SHARE
 from policy.types import EngineKind, Replica, ReplicaPhase, Runner
+from serve.autoscaler.step_feed import StepLine
 from serve.controller.client import ControllerClient
 from serve.host.versions import installed
 from sim.calibration.fit import Observation, fit_model, initial_guess
 from sim.calibration.load_points import PlannedPoints, Point, plan_points, share_time
 from tidegate.calibrate.closed_loop import LoadDriver
-from tidegate.calibrate.step_listener import SETTLED_S, StepListener
-from tidegate.replay.endpoint_check import probe
+from tidegate.replay.endpoint import RequestFormat, probe
 from tidegate.replay.http_client import Pool
 from tidegate.replay.prompts import Prompts
-from tidegate.replay.request_format import RequestFormat
 
-# A first look, to know about how slow the engine is before load points are chosen.
+# Engines report a step within this time: twice a second through the host, or ten times themselves.
+SETTLED_S = 1.0
+
+
+class StepListener:
+    """Collects step samples in a thread; keeps the last hardware and limits that engines reported."""
+
+    def __init__(self, client: ControllerClient, model: str) -> None:
+        self._client = client
+        self._model = model
+        self._lock = threading.Lock()
+        self._samples: list[StepSample] = []
+        self._error: TidegateError | None = None
+        self._listening = threading.Event()
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._listen, daemon=True)
+        self.hardware = ""
+        self.limits: Limits | None = None
+        self.shapes: set[str] = set()
+
+    def __enter__(self) -> StepListener:
+        """Returns once it listens; raises the controller's error."""
+        self._thread.start()
+        self._listening.wait()
+        self.check()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stopped.set()
+
+    def check(self) -> None:
+        """Raise the error that ended it, if any."""
+        if self._error is not None:
+            raise self._error
+
+    def take(self) -> list[StepSample]:
+        """The steps since the last call; raises as :meth:`check` does."""
+        self.check()
+        with self._lock:
+            taken, self._samples = self._samples, []
+        return taken
+
+    def _listen(self) -> None:
+        try:
+            for line in self._client.steps(self._model):
+                self._take(line)
+                self._listening.set()
+                if self._stopped.is_set():
+                    return
+        except TidegateError as error:
+            self._error = error
+        finally:
+            self._listening.set()
+
+    def _take(self, line: StepLine) -> None:
+        if line.engine is None:
+            return
+        with self._lock:
+            self._samples += line.engine.steps
+            self.shapes.add(line.shape)
+            self.hardware = line.engine.hardware
+            if line.engine.timing is not None:
+                self.limits = line.engine.timing.limits
+
+
+# Load points that give an estimate of the step times before the others are chosen.
 WARM_UP = (Point(1, 16, 32), Point(4, 16, 32), Point(16, 16, 32), Point(1, 192, 4))
 WARM_UP_PART = 0.04
-# An engine drops a request that was hung up after its step. Where others use it, it is never idle.
+# Engines drop a cancelled request after its step. With other clients they never become idle.
 MOST_SETTLING_S = 10.0
 POLL_S = 0.1
-# A count that was set by hand is held for so much longer than a calibration is meant to take.
+# The replica count is overridden for this much longer than the expected calibration.
 LATE_S = 120.0
 
-# How many of how many load points were driven, and which one is next, empty at the end.
+# Called with the finished load points, their total, and the next one (empty at the end).
 Progress = Callable[[int, int, str], None]
 
 
 class ServedShape(NamedTuple):
-    """What is calibrated: the ready replicas of one shape, and what an engine of it is taken to be."""
+    """What is calibrated: the ready replicas of one shape, and the performance model assumed so far."""
 
     spec: ModelSpec
     shape: str
@@ -58,10 +127,10 @@ class ServedShape(NamedTuple):
 def served_shape(
     client: ControllerClient, deployment: Deployment, model: str, shape: str | None
 ) -> ServedShape:
-    """Who serves ``model`` now.
+    """The shape that serves ``model`` now.
 
-    Raises :class:`policy.errors.TargetError` for a model that cannot be calibrated and for a ``shape`` that
-    does not serve, and :class:`policy.errors.PreconditionFailed` while it changes.
+    Raises :class:`policy.errors.TargetError` for a model that cannot be calibrated or another ``shape``, and
+    :class:`policy.errors.PreconditionFailed` while it changes.
     """
     spec = deployment.model(model)
     if spec.engine is EngineKind.EXTERNAL:
@@ -89,7 +158,7 @@ def _of(spec: ModelSpec, shape: str, ready: list[Replica]) -> ServedShape:
     timing = shipped(spec, made)
     prior = timing.model
     assert prior is not None
-    if prior.degree != degree:  # nothing is known of it, so nothing of how it splits either
+    if prior.degree != degree:  # unknown, so its scaling with the degree is, too
         k = degree / prior.degree
         prior = msgspec.structs.replace(prior, w=prior.w * k, c=prior.c * k, g=prior.g * k, degree=degree)
     lengths = [replica.max_model_len for replica in ready if replica.max_model_len]
@@ -107,7 +176,7 @@ def _of(spec: ModelSpec, shape: str, ready: list[Replica]) -> ServedShape:
 
 
 class CalibrationRun:
-    """One run against the gateway at ``url``; ``warn`` is told what goes wrong and does not end it."""
+    """One run against the gateway at ``url``; ``warn`` receives problems that do not end it."""
 
     def __init__(
         self,
@@ -129,9 +198,9 @@ class CalibrationRun:
         self._warn = warn
 
     def run(self, seconds: float, at: str) -> ModelFile:
-        """Calibrate for about so many seconds, while the count of replicas stays as it is.
+        """Calibrate for about ``seconds``, with a fixed replica count; ``at`` is the timestamp of the file.
 
-        ``at`` is the instant that the file says. Raises :class:`policy.errors.TidegateError`.
+        Raises :class:`policy.errors.TidegateError`.
         """
         name = self._subject.spec.name
         status = next(each for each in self._client.status().models if each.name == name)
@@ -146,16 +215,16 @@ class CalibrationRun:
     async def _run(self, seconds: float, at: str) -> ModelFile:
         subject, pool = self._subject, Pool(self._url, self._key)
         try:
-            with StepListener(self._client, subject.spec.name) as hearing:
-                seen = await self._driven(pool, hearing, seconds)
+            with StepListener(self._client, subject.spec.name) as listener:
+                seen = await self._driven(pool, listener, seconds)
         finally:
             pool.close()
-        if hearing.shapes != {subject.shape}:
+        if listener.shapes != {subject.shape}:
             raise PreconditionFailed(
-                f"replicas of {' and '.join(sorted(hearing.shapes)) or 'no shape'} told of their steps, where"
-                f" {subject.shape} was to be calibrated: calibrate again"
+                f"replicas of {' and '.join(sorted(listener.shapes)) or 'no shape'} told of their steps,"
+                f" where {subject.shape} was to be calibrated: calibrate again"
             )
-        limits = hearing.limits or subject.limits
+        limits = listener.limits or subject.limits
         found = fit_model(seen, subject.prior, limits)
         versions = installed()
         kind = subject.spec.engine
@@ -165,7 +234,7 @@ class CalibrationRun:
             shape=subject.shape,
             degree=subject.degree,
             engine=f"vllm {versions.vllm}" if kind is EngineKind.VLLM else str(kind),
-            hardware=hearing.hardware,
+            hardware=listener.hardware,
             tidegate=versions.tidegate,
             at=at,
             engine_model=found.model,
@@ -180,7 +249,7 @@ class CalibrationRun:
             note=found.note,
         )
 
-    async def _driven(self, pool: Pool, hearing: StepListener, seconds: float) -> list[Observation]:
+    async def _driven(self, pool: Pool, listener: StepListener, seconds: float) -> list[Observation]:
         subject = self._subject
         asking, fit = await probe(pool, RequestFormat(subject.spec.name), self._seed)
         if not asking.exact:
@@ -189,9 +258,9 @@ class CalibrationRun:
         for point in WARM_UP:
             await driver.drive(point, subject.replicas, asyncio.sleep(WARM_UP_PART * seconds))
         await self._settled()
-        model = initial_guess(hearing.take(), subject.prior)
+        model = initial_guess(listener.take(), subject.prior)
         left_s = seconds * (1.0 - len(WARM_UP) * WARM_UP_PART)
-        points, point_s = self._planned(model, hearing.limits or subject.limits, left_s)
+        points, point_s = self._planned(model, listener.limits or subject.limits, left_s)
         seen: list[Observation] = []
         for number, point in enumerate(points):
             self._progress(number, len(points), point.description)
@@ -199,12 +268,12 @@ class CalibrationRun:
             if driven.refused:
                 self._warn(f"{point.description}: {driven.refused}")
             await self._settled()
-            seen.append(Observation(driven.point, driven.seconds, hearing.take(), driven.latencies))
+            seen.append(Observation(driven.point, driven.seconds, listener.take(), driven.latencies))
         self._progress(len(points), len(points), "")
         return seen
 
     async def _settled(self) -> None:
-        """Until engines have dropped what was hung up, and told of the steps that it took until then."""
+        """Wait until engines have dropped the cancelled requests and reported their steps."""
         name, started = self._subject.spec.name, perf_counter()
         while perf_counter() - started < MOST_SETTLING_S:
             fleet = await asyncio.to_thread(self._client.fleet)
@@ -215,7 +284,7 @@ class CalibrationRun:
         await asyncio.sleep(SETTLED_S)
 
     def _planned(self, model: EngineModel, limits: Limits, seconds: float) -> PlannedPoints:
-        """The load points that share ``seconds``, but for those that would miss what is promised."""
+        """The load points that share ``seconds``, without those that would miss the SLO."""
         spec, bound = self._subject.spec, self._subject.spec.shapes[self._subject.shape].max_in_flight
         length = self._subject.max_model_len
 
@@ -233,7 +302,7 @@ class CalibrationRun:
 
 
 def _slo(spec: ModelSpec) -> Slo:
-    """Beyond what is promised the gateway holds requests back, and an engine would not see the load point."""
+    """The SLO beyond which the gateway queues requests, so that no engine sees the load point."""
     slo, whole = spec.control.slo, Slo()
     return Slo(
         ttft_s=whole.ttft_s if slo.ttft_p95_s is None else START_SHARE * slo.ttft_p95_s,

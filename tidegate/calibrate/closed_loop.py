@@ -14,19 +14,19 @@ from policy.errors import PreconditionFailed
 from sim.arrival import Arrival
 from sim.calibration.closed_loop import Latency
 from sim.calibration.load_points import Point
+from tidegate.replay.endpoint import RequestFormat
 from tidegate.replay.http_client import Pool
 from tidegate.replay.prompts import Prompts
-from tidegate.replay.request_format import RequestFormat
 from tidegate.replay.stream_reader import StreamTimings
 
-# A client that was refused waits so long before it asks again.
+# Delay of a client after a failed request.
 REFUSED_S = 0.1
 
 
 class DriveResult(NamedTuple):
-    """A load point as it came: ``point`` with the lengths that the endpoint counted, for ``seconds``.
+    """A load point with the lengths that the endpoint counted, driven for ``seconds``.
 
-    ``refused`` is why requests failed, if any did.
+    ``refused`` is the first error, if requests failed.
     """
 
     point: Point
@@ -36,7 +36,7 @@ class DriveResult(NamedTuple):
 
 
 class LoadDriver:
-    """Drives one endpoint. No two prompts have a beginning in common, so that no cache helps."""
+    """Drives one endpoint, with prompts that share no prefix, so that no cache helps."""
 
     def __init__(self, pool: Pool, asking: RequestFormat, prompts: Prompts) -> None:
         self._pool = pool
@@ -45,9 +45,9 @@ class LoadDriver:
         self._numbers = itertools.count()
 
     async def drive(self, point: Point, replicas: int, over: Awaitable[object]) -> DriveResult:
-        """Have the clients of ``point`` at each of ``replicas`` until it is ``over``, and hang up then.
+        """Run the clients of ``point`` for each of ``replicas`` until ``over`` ends, then cancel them.
 
-        Raises :class:`policy.errors.PreconditionFailed` when requests fail and none ends.
+        Raises :class:`policy.errors.PreconditionFailed` if requests fail and none succeeds.
         """
         ended: list[StreamTimings] = []
         refused: list[str] = []
@@ -65,7 +65,7 @@ class LoadDriver:
         lasted_s = perf_counter() - start
         for client in clients:
             if not client.cancelled():
-                client.result()  # what no endpoint can cause
+                client.result()  # raises errors that no endpoint causes
         if refused and not ended:
             raise PreconditionFailed(f"{point.description}: every request failed: {refused[0]}")
         counted = [reading.input_tokens for reading in ended if reading.input_tokens]

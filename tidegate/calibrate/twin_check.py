@@ -1,4 +1,4 @@
-"""A recorded replay of live replicas beside the twin's, on the same arrivals."""
+"""Compare a recorded replay of live replicas with the simulator, on the same arrivals."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from tidegate.replay.results import ReplayRow
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """Latencies in seconds of requests that were served, in no order, by measure."""
+    """The latencies in seconds of the served requests, by measure."""
 
     served: int
     seconds: dict[str, list[float]]
 
 
 class Check(msgspec.Struct, frozen=True, kw_only=True):
-    """What was compared, and with what it was fed: latencies ``live`` and in the ``twin``."""
+    """The comparison, and the latencies measured ``live`` and in the simulator (``twin``)."""
 
     compared: Compared
     live: Measured
@@ -34,10 +34,10 @@ class Check(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def recorded_run(path: Path) -> list[ReplayRow]:
-    """The requests of a replay in the order in which they were sent.
+    """The requests of a replay, sorted by the time of sending.
 
-    Raises :class:`policy.errors.TraceError` for a line that is no request, and
-    :class:`policy.errors.ConfigError` where there is none that was served.
+    Raises :class:`policy.errors.TraceError` for an invalid line, and :class:`policy.errors.ConfigError` if no
+    request was served.
     """
     rows = list(Objects(Lines(path), ReplayRow))
     if not any(row.served for row in rows):
@@ -46,7 +46,7 @@ def recorded_run(path: Path) -> list[ReplayRow]:
 
 
 def calibrated_model(deployment: Deployment, model: str, profile: Mapping[str, object]) -> Deployment:
-    """The deployment of ``model`` alone, timed by the content of a calibrated model's file."""
+    """The deployment of ``model`` alone, with a calibrated performance model as its ``profile``."""
     spec = msgspec.structs.replace(deployment.model(model), profile=dict(profile))
     return msgspec.structs.replace(deployment, models=(spec,))
 
@@ -58,10 +58,10 @@ def check(
     path_s: float,
     progress: Callable[[float], None],
 ) -> Check:
-    """Replay ``rows`` in the twin of the only model of ``deployment``.
+    """Simulate ``rows`` on the only model of ``deployment``.
 
-    To the twin's latencies the way of ``path_s`` seconds is added that it knows nothing of: from a client to
-    the engine and back. ``progress`` is told how far it has come, in seconds.
+    ``path_s``, the network time from a client to the engine and back, is added to the simulated latencies.
+    ``progress`` receives the simulated seconds.
     """
     model = deployment.models[0].name
     start = rows[0].at
@@ -89,9 +89,8 @@ def check(
     live = Measured(
         served=len(answered),
         seconds={
-            "ttft": [row.ttft_s for row in answered if row.ttft_s is not None],
-            "itl": [row.itl_s for row in answered if row.itl_s is not None],
-            "e2e": [row.e2e_s for row in answered if row.e2e_s is not None],
+            measure: [value for row in answered if (value := getattr(row, f"{measure}_s")) is not None]
+            for measure in twin.seconds
         },
     )
     compared = Compared(live=live.served, twin=twin.served, quantiles=compare(live.seconds, twin.seconds))

@@ -1,4 +1,4 @@
-"""Hear a gateway's capture, and write it as a trace: in the order of arrival, however long it is."""
+"""Write a gateway's capture as a trace, sorted by arrival time."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ import msgspec
 
 from policy.errors import TidegateError
 
-# Lines that are sorted at once: a hundred megabytes or so where prompts are long.
+# Lines sorted in memory at once: about 100 MB with long prompts.
 MAX_LINES = 100_000
 
 
 class CaptureRefused(TidegateError):
-    """What answers there is no admin port of a gateway that can be captured."""
+    """The endpoint is not the admin port of a gateway that can be captured."""
 
 
 class _Line(msgspec.Struct):
@@ -32,9 +32,9 @@ _decode = msgspec.json.Decoder(_Line).decode
 
 
 class CaptureFile:
-    """Takes what a gateway tells, requests in the order of their ends, into the file ``part``.
+    """Writes a capture to the file ``part``, in the order in which requests end.
 
-    ``requests`` and ``lost`` count; ``on_change`` is called after each read.
+    ``requests`` and ``lost`` are counts; ``on_change`` is called after each read.
     """
 
     def __init__(self, part: IO[bytes], on_change: Callable[[], None]) -> None:
@@ -47,11 +47,11 @@ class CaptureFile:
     def sent(self, at: float) -> None: ...
 
     def feed(self, data: bytes, at: float) -> None:
-        """Take what one read brought."""
+        """Add the bytes of one read."""
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:
             self._take(line)
-        self._part.flush()  # what came is on the disk, whatever becomes of this process
+        self._part.flush()  # so that it outlives this process
         self._on_change()
 
     def _take(self, line: bytes) -> None:
@@ -72,9 +72,9 @@ class CaptureFile:
 
 
 def in_order(part: Path, target: Path, *, most: int | None = None) -> None:
-    """Write ``part``, a header and lines in any order, to ``target`` in the order of their instants.
+    """Write ``part``, a header and lines in any order, to ``target``, sorted by time.
 
-    Never more than ``most`` lines are in memory: a longer file is sorted in runs beside ``target``.
+    At most ``most`` lines are in memory: a longer file is sorted in runs beside ``target``.
     """
     most = MAX_LINES if most is None else most
     with ExitStack() as files:
@@ -98,7 +98,7 @@ def _sorted(lines: IO[bytes], most: int) -> list[tuple[float, bytes]]:
 
 
 def _instants(lines: IO[bytes]) -> Iterator[tuple[float, bytes]]:
-    """Each whole line with its instant; the last may be cut where a process was killed."""
+    """Each complete line with its instant; a killed process may leave a partial last line."""
     return ((_decode(line).at, line) for line in lines if line.endswith(b"\n"))
 
 

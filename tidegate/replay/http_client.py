@@ -1,16 +1,105 @@
 """A pool of HTTP/1.1 connections that gives the instant of each read.
 
-An asyncio protocol over httptools and not httpx: the work per event of each stream bounds how many streams a
-client can keep pace with, and an instant must be that of the read, not that of a task's next turn.
+An asyncio protocol over httptools instead of httpx: the CPU time per event limits the number of streams, and
+each instant must be that of the read, not of a task's next turn.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ssl
+from collections.abc import Callable
 from time import perf_counter
 from typing import Protocol, cast
+from urllib.parse import urlsplit
 
-from tidegate.replay.http_message import Origin, Response
+import httptools
+
+
+class Origin:
+    """The server of an http or https URL, and the requests to it."""
+
+    def __init__(self, url: str, key: str = "") -> None:
+        """The path of ``url``, without a ``/v1`` at its end, prefixes each request's.
+
+        Raises :class:`ValueError` for another URL.
+        """
+        split = urlsplit(url)
+        if split.scheme not in ("http", "https") or split.hostname is None:
+            raise ValueError(f"{url!r} is no URL: expected such as http://127.0.0.1:8080")
+        self.tls = ssl.create_default_context() if split.scheme == "https" else None
+        self.host = split.hostname
+        self.port = split.port or (443 if self.tls else 80)
+        self._prefix = split.path.rstrip("/").removesuffix("/v1")
+        self._headers = f"host: {split.netloc.rpartition('@')[2]}\r\n"
+        if key:
+            self._headers += f"authorization: Bearer {key}\r\n"
+        self._json = f"content-type: application/json\r\n{self._headers}"
+
+    def get(self, path: str) -> bytes:
+        """A GET of ``path``."""
+        return f"GET {self._prefix}{path} HTTP/1.1\r\n{self._headers}\r\n".encode()
+
+    def post(self, path: str, body: bytes) -> bytes:
+        """A POST of JSON to ``path``."""
+        head = f"POST {self._prefix}{path} HTTP/1.1\r\n{self._json}content-length: {len(body)}\r\n\r\n"
+        return head.encode() + body
+
+
+class Response:
+    """One response, read by read.
+
+    ``feed`` gets the body bytes of each read with its instant. ``keep_alive`` says, once the response is
+    ``complete``, whether the connection can be used again.
+    """
+
+    def __init__(self, feed: Callable[[bytes, float], object]) -> None:
+        self.complete = False
+        self.keep_alive = False
+        self.status = 0
+        self._feed = feed
+        self._parser = httptools.HttpResponseParser(self)
+        self._body: list[bytes] = []
+        self._has_length = self._until_close = False
+
+    def read(self, data: bytes, at: float) -> None:
+        """Take the bytes of one read; raises :class:`OSError` when they are no HTTP."""
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            raise OSError(f"no answer of HTTP: {error}") from error
+        if self._body:
+            body = b"".join(self._body)
+            self._body.clear()
+            self._feed(body, at)
+
+    def close(self) -> None:
+        """The server has closed the connection; raises :class:`ConnectionResetError` before the end."""
+        if not self.complete and not self._until_close:
+            raise ConnectionResetError("the connection was closed before the answer was complete")
+        self.complete = True
+
+    # The parser's callbacks
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Called with each header; a response without one of these ends with its connection."""
+        if name.lower() in (b"content-length", b"transfer-encoding"):
+            self._has_length = True
+
+    def on_headers_complete(self) -> None:
+        """Called before the body."""
+        self.status = self._parser.get_status_code()
+        self._until_close = not self._has_length
+
+    def on_body(self, data: bytes) -> None:
+        """Called with each piece of the body."""
+        self._body.append(data)
+
+    def on_message_complete(self) -> None:
+        """Called at the end, before the parser is reset for the next response."""
+        self.complete = True
+        self.keep_alive = self._parser.should_keep_alive()
+
 
 CONNECT_TIMEOUT_S = 10.0
 # Silence after which a request fails; an engine's queue may be long.
@@ -21,11 +110,11 @@ class Sink(Protocol):
     """Receives a response. Instants are seconds of ``perf_counter``."""
 
     def sent(self, at: float) -> None:
-        """The request was written at ``at``: connecting is no part of its time."""
+        """The request was written at ``at``, after connecting."""
         ...
 
     def feed(self, data: bytes, at: float) -> None:
-        """A read at ``at`` brought these bytes of the body."""
+        """A read at ``at`` returned these bytes of the body."""
         ...
 
 
@@ -42,7 +131,7 @@ class WholeBody:
 
 
 class Connection(asyncio.Protocol):
-    """One connection, one request at a time: ``used`` after its first, ``begun`` once its answer has."""
+    """A connection with one request at a time: ``used`` after the first, ``begun`` once bytes arrive."""
 
     def __init__(self) -> None:
         self.used = False
@@ -59,7 +148,7 @@ class Connection(asyncio.Protocol):
         return self.keeps and self._transport is not None and not self._transport.is_closing()
 
     async def exchange(self, request: bytes, sink: Sink) -> int:
-        """Send a request and read its answer; its status. Raises ``OSError`` when the connection breaks."""
+        """Send a request and read its answer; returns its status. Raises ``OSError``."""
         assert self._transport is not None
         loop = asyncio.get_running_loop()
         self._answer, self._response, self.begun = loop.create_future(), Response(sink.feed), False
@@ -105,18 +194,18 @@ class Connection(asyncio.Protocol):
     # asyncio's protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)  # uvloop's own is none by its bases
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's is no subclass
 
     def data_received(self, data: bytes) -> None:
         self._read_at = perf_counter()
         self.begun = True
         response = self._response
         if response is None:
-            self.abort()  # there is no request
+            self.abort()  # no request was sent
             return
         try:
             response.read(data, self._read_at)
-        except Exception as error:  # noqa: BLE001 - also what the sink raises is the answer's failure
+        except Exception as error:  # noqa: BLE001 - an error of the sink fails the request, too
             self._fail(error)
             return
         if response.complete:
@@ -143,11 +232,11 @@ class Pool:
         self._idle: list[Connection] = []
 
     async def get(self, path: str, sink: Sink) -> int:
-        """The status of a GET, whose body goes to ``sink`` as it comes."""
+        """The status of a GET; its body goes to ``sink``."""
         return await self._exchange(self._origin.get(path), sink)
 
     async def post(self, path: str, body: bytes, sink: Sink) -> int:
-        """The status of a POST of JSON, whose answer goes to ``sink`` as it comes."""
+        """The status of a POST of JSON; its answer goes to ``sink``."""
         return await self._exchange(self._origin.post(path, body), sink)
 
     def close(self) -> None:
@@ -161,7 +250,7 @@ class Pool:
         try:
             status = await connection.exchange(request, sink)
         except ConnectionError:
-            # A kept one that the server has closed meanwhile says so without a byte.
+            # The server has closed an idle connection: it ends without a byte.
             if not connection.used or connection.begun:
                 raise
             connection = await self._connect()

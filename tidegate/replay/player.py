@@ -7,21 +7,20 @@ from collections.abc import Callable, Iterable
 from time import perf_counter
 
 from sim.arrival import Arrival
+from tidegate.replay.endpoint import RequestFormat
 from tidegate.replay.http_client import Pool
 from tidegate.replay.prompts import Prompts
-from tidegate.replay.request_format import RequestFormat
 from tidegate.replay.results import ReplayRow
 from tidegate.replay.stream_reader import StreamTimings
 
-# A prompt is written so long before it is sent, and the first request so long after the start.
+# Prompts are built this long before they are sent; the first request is sent this long after the start.
 LEAD_S = 0.05
 
 
 class Player:
-    """Plays a trace against ``pool``. ``on_row`` gets each request when its answer is over.
+    """Plays a trace against ``pool``; ``on_row`` receives each request that ended.
 
-    At most ``in_flight`` requests are open: what comes then waits, and is late. ``cut`` counts those whose
-    answers were not waited for.
+    At most ``in_flight`` requests are open: later ones are delayed. ``cut`` counts those cut by :meth:`stop`.
     """
 
     def __init__(
@@ -44,18 +43,18 @@ class Player:
         self._sending: asyncio.Task[None] | None = None
 
     async def play(self, arrivals: Iterable[Arrival]) -> None:
-        """Return when every answer is over, or :meth:`stop` was called."""
+        """Return when every answer has ended, or :meth:`stop` was called."""
         self._sending = asyncio.create_task(self._send(arrivals))
         await asyncio.wait([self._sending])
         if self._open:
             await asyncio.wait(self._open)
-        if self._error is not None:  # a record that cannot be written
+        if self._error is not None:  # the record cannot be written
             raise self._error
         if not self._sending.cancelled():
-            self._sending.result()  # a line of the trace that is refused
+            self._sending.result()  # raises the error of an invalid trace
 
     def stop(self) -> None:
-        """Send nothing more, and hang up on what is open."""
+        """Send nothing more, and cancel the open requests."""
         if self._sending is not None:
             self._sending.cancel()
         for task in self._open:
@@ -119,5 +118,5 @@ def _row(
 
 
 async def _until(instant: float) -> None:
-    """Let others have a turn, also where it is past."""
+    """Sleep until ``instant``; yields to other tasks even if it is past."""
     await asyncio.sleep(max(instant - perf_counter(), 0.0))

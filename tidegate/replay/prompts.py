@@ -1,4 +1,4 @@
-"""Texts of a wanted number of tokens, the same for the same seed, which share what the trace shares."""
+"""Synthetic prompts with the lengths and shared prefixes of a trace, reproducible by seed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import xxhash
 from policy.wire.capture import BLOCK_TOKENS
 from sim.arrival import Arrival
 
-# Words of at most five letters, a token each with the space before it in the usual vocabularies.
+# Words of at most five letters: with the space before it, each is one token in common vocabularies.
 _WORDS = (  # noqa: SIM905 - a text of words is easier to read than a list
     "time year day man world life hand part child eye place work week case point home "
     "water room area money story fact month lot right study book word issue side kind head "
@@ -26,22 +26,22 @@ _PIECES = 4096
 
 
 class Fit:
-    """How many tokens an endpoint makes of words: ``overhead + per_word * words``."""
+    """The tokens that an endpoint counts: ``overhead + per_word * words``."""
 
     def __init__(self, overhead: float = 0.0, per_word: float = 1.0) -> None:
         self.overhead = overhead
         self.per_word = per_word
 
     def words(self, tokens: float) -> int:
-        """So many words make about ``tokens`` tokens, the overhead aside."""
+        """The words for about ``tokens`` tokens, without the overhead."""
         return round(tokens / self.per_word)
 
 
 class Prompts:
-    """The prompts of one replay. Others than that of ``seed`` have other words from their first one on.
+    """The prompts of one replay. Prompts of another ``seed`` differ from the first word on.
 
-    So a prefix cache that is still warm from the last replay helps none, and two blocks or two requests
-    have no beginning in common that the trace does not give them.
+    A prefix cache from an earlier replay therefore has no effect, and blocks and requests share only the
+    prefixes that the trace gives them.
     """
 
     def __init__(self, seed: int, fit: Fit | None = None) -> None:
@@ -74,7 +74,7 @@ class Prompts:
         return " ".join(pieces)
 
     def _cut(self, number: int, words: int) -> str:
-        """The first words of a block, of which a shorter prompt has the beginning."""
+        """The first words of a block; fewer words are a prefix of more."""
         return " ".join(
             self._kept(xxhash.xxh3_64_intdigest(f"{number} {at}".encode()), min(BLOCK_TOKENS, words - at))
             for at in range(0, words, BLOCK_TOKENS)
@@ -84,7 +84,7 @@ class Prompts:
         return xxhash.xxh3_64_intdigest(f"{self._seed} {kind} {value}".encode())
 
     def _piece(self, number: int, words: int) -> str:
-        """At most :data:`BLOCK_TOKENS` words, of which a smaller count is a beginning."""
+        """At most :data:`BLOCK_TOKENS` words; fewer are a prefix of more."""
         spelled = [_WORDS[number >> _BITS * at & 63] for at in range(min(words, _SPELLED))]
         if words <= _SPELLED:
             return " ".join(spelled)

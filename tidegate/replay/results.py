@@ -1,6 +1,4 @@
-"""What a replay records of each request: a line of JSON, which `tidegate calibrate --check` reads.
-
-What came of a replay: how many were served, how soon, and whether the client itself kept pace."""
+"""Results of a replay: one row per request, which `tidegate calibrate --check` reads, and their summary."""
 
 from __future__ import annotations
 
@@ -13,14 +11,12 @@ import numpy as np
 
 
 class ReplayRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One request as it went.
+    """One request, sent ``at`` seconds after the start and ``late_s`` after its instant in the trace.
 
-    ``at`` is when it was sent, in seconds since the replay began: ``late_s`` after its instant in the trace.
-    ``input_tokens``, ``cached_tokens`` of them and ``output_tokens`` are as the endpoint counted them,
-    or what was asked for where it did not. Latencies are in seconds from when it was sent: ``ttft_s`` to the
-    first event, ``itl_s`` from there to the last token by the tokens after the first, ``e2e_s`` to the last
-    byte; ``None`` where there was no such event. ``status`` is that of HTTP, 0 without an answer; ``error``
-    is empty if the answer was whole.
+    Tokens are those that the endpoint counted, or else those that were requested. Latencies are in seconds
+    from sending: ``ttft_s`` to the first event, ``e2e_s`` to the last byte; ``itl_s`` is the mean per token
+    after the first. They are ``None`` without such an event. ``status`` is that of HTTP, 0 without an answer;
+    ``error`` is empty for a complete answer.
     """
 
     at: float
@@ -39,21 +35,19 @@ class ReplayRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def served(self) -> bool:
-        """Whether the answer was whole."""
+        """Whether the answer was complete."""
         return self.status == 200 and not self.error
 
 
-# A timer of the loop ticks in milliseconds; what is later than this was held up by something.
+# Later than the millisecond ticks of the event loop explain.
 LATE_S = 0.01
-
-# More than this part of the requests being late makes another load than the trace has.
+# With a larger fraction of late requests the load differs from the trace.
 LATE_PART = 0.01
-
 _QUANTILES = (0.5, 0.9, 0.95, 0.99)
 
 
 class LatencyDistribution(msgspec.Struct, frozen=True):
-    """A latency over the requests that have it, in seconds."""
+    """The distribution of a latency, in seconds."""
 
     mean: float
     p50: float
@@ -64,11 +58,10 @@ class LatencyDistribution(msgspec.Struct, frozen=True):
 
 
 class RequestResult(msgspec.Struct, frozen=True, kw_only=True):
-    """A replay. ``failed`` counts requests by HTTP status, 0 for no answer, and 200 for a broken one.
+    """A replay. ``failed`` counts requests by HTTP status: 0 without an answer, 200 for an incomplete one.
 
-    ``sent`` had an answer that was waited for; ``cut`` were open when the replay was stopped. Tokens are of
-    served requests. ``late_s`` is how much later requests were sent than the trace has it, and ``kept_pace``
-    whether few enough were late.
+    ``cut`` requests were open when the replay was stopped; ``sent`` excludes them. Tokens are those of served
+    requests. ``kept_pace`` says whether few enough requests were sent late.
     """
 
     sent: int
@@ -88,7 +81,7 @@ class RequestResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Tally:
-    """Adds up the rows of a replay."""
+    """Summarizes the rows of a replay."""
 
     def __init__(self) -> None:
         self.sent = 0
@@ -100,7 +93,7 @@ class Tally:
         }
 
     def add(self, row: ReplayRow) -> None:
-        """Take a request that is over."""
+        """Add a request that ended."""
         self.sent += 1
         self._took["late_s"].append(row.late_s)
         self._late += row.late_s > LATE_S
@@ -116,7 +109,7 @@ class Tally:
                 self._took[name].append(took_s)
 
     def outcome(self, *, cut: int, duration_s: float) -> RequestResult:
-        """All of them together."""
+        """The summary."""
         return RequestResult(
             sent=self.sent,
             served=self._served,

@@ -1,4 +1,4 @@
-"""A replay and a capture from begin to end, each of which Ctrl-C ends with what there is by then."""
+"""A whole replay and a whole capture; Ctrl-C ends either with the results so far."""
 
 from __future__ import annotations
 
@@ -17,11 +17,10 @@ import msgspec
 from policy.errors import Unreachable
 from sim.arrival import Arrival
 from tidegate.replay.capture_file import CaptureFile, CaptureRefused
-from tidegate.replay.endpoint_check import models_of, probe
+from tidegate.replay.endpoint import RequestFormat, models_of, probe
 from tidegate.replay.http_client import Pool
 from tidegate.replay.player import Player
 from tidegate.replay.prompts import Fit, Prompts
-from tidegate.replay.request_format import RequestFormat
 from tidegate.replay.results import ReplayRow, RequestResult, Tally
 
 # Descriptors beside those of the connections.
@@ -30,7 +29,7 @@ _OTHERS = 64
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where to, and how to ask there; without ``model`` the trace's, or the first that it lists."""
+    """The endpoint and the options of requests; ``model`` defaults to the trace's, or the first listed."""
 
     url: str
     key: str = ""
@@ -41,7 +40,7 @@ class Endpoint:
 
 @dataclass(frozen=True)
 class ReplayResult:
-    """A replay that is over: how it asked, what its words cost, and what came of it."""
+    """The request format, the tokens per word and the outcome of a replay."""
 
     asking: RequestFormat
     fit: Fit
@@ -60,8 +59,8 @@ async def replay(
 ) -> ReplayResult:
     """Play ``arrivals`` against ``endpoint``; ``record`` gets a line for each request.
 
-    Raises :class:`policy.errors.Unreachable` and :class:`tidegate.replay.endpoint_check.EndpointRefused`
-    before anything of the trace is sent.
+    Before the first request raises :class:`policy.errors.Unreachable` and
+    :class:`tidegate.replay.endpoint.EndpointRefused`.
     """
     pool = Pool(endpoint.url, endpoint.key)
     try:
@@ -89,22 +88,22 @@ async def replay(
 
 
 async def capture(url: str, spool: CaptureFile, *, for_s: float | None) -> bool:
-    """Hear the gateway with its admin port at ``url`` until a signal comes, or for ``for_s`` seconds.
+    """Capture the gateway with the admin port at ``url`` until a signal, or for ``for_s`` seconds.
 
-    Returns whether it was ended from here, and not by the gateway. Raises
-    :class:`policy.errors.Unreachable` and :class:`tidegate.replay.capture_file.CaptureRefused`.
+    Returns whether this side ended it. Raises :class:`policy.errors.Unreachable` and
+    :class:`tidegate.replay.capture_file.CaptureRefused`.
     """
     pool = Pool(url)
-    hearing = asyncio.create_task(pool.get("/admin/capture", spool))
+    receiving = asyncio.create_task(pool.get("/admin/capture", spool))
     try:
-        with stopped_by_signals(hearing.cancel):
-            await asyncio.wait([hearing], timeout=for_s)
-        if not hearing.done():
-            hearing.cancel()
-            await asyncio.wait([hearing])
-        if hearing.cancelled():
+        with stopped_by_signals(receiving.cancel):
+            await asyncio.wait([receiving], timeout=for_s)
+        if not receiving.done():
+            receiving.cancel()
+            await asyncio.wait([receiving])
+        if receiving.cancelled():
             return True
-        status = hearing.result()
+        status = receiving.result()
     except OSError as error:
         if spool.header:
             return False
@@ -118,26 +117,26 @@ async def capture(url: str, spool: CaptureFile, *, for_s: float | None) -> bool:
 
 @contextlib.contextmanager
 def stopped_by_signals(stop: Callable[[], object]) -> Iterator[list[int]]:
-    """Call ``stop`` at Ctrl-C and SIGTERM; yields the list of those that came."""
+    """Call ``stop`` on Ctrl-C and SIGTERM; yields the list of received signals."""
     loop = asyncio.get_running_loop()
-    came: list[int] = []
+    received: list[int] = []
 
     def on(number: int) -> None:
-        came.append(number)
+        received.append(number)
         stop()
 
     numbers = (signal.SIGINT, signal.SIGTERM)
     for number in numbers:
         loop.add_signal_handler(number, on, number)
     try:
-        yield came
+        yield received
     finally:
         for number in numbers:
             loop.remove_signal_handler(number)
 
 
 def _room(in_flight: int) -> int:
-    """As many connections as were wanted, if this process may have them."""
+    """``in_flight``, or the maximum that the limit on open files allows; raises the soft limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = in_flight + _OTHERS
     if hard != resource.RLIM_INFINITY:

@@ -1,4 +1,4 @@
-"""Timings of an answer of OpenAI's API: its first event, its last token, its gaps and its usage."""
+"""Timings and usage of an answer of the OpenAI API, streamed or not."""
 
 from __future__ import annotations
 
@@ -21,24 +21,23 @@ class _Usage(msgspec.Struct):
     prompt_tokens_details: _Details | None = None
 
 
-class _Said(msgspec.Struct):
+class _Answer(msgspec.Struct):
     choices: list[_Choice] = []
     usage: _Usage | None = None
     error: Any = None
 
 
-_decoder = msgspec.json.Decoder(_Said)
+_decoder = msgspec.json.Decoder(_Answer)
 _MAX_SHOWN = 200
 _MAX_READ = 16 * 1024
 
 
 class StreamTimings:
-    """One answer as it is read; instants are seconds of one clock, ``None`` for what has not come.
+    """One answer as it is read; instants are seconds of one clock, ``None`` until then.
 
-    ``events`` are server-sent events, of which ``chunks`` have a choice: ``first_at`` is the instant of the
-    first chunk, ``first_event_at`` that of the first event. ``gaps`` are the seconds between reads that
-    brought events, as the gateway counts them: events of one read share its instant. ``input_tokens`` and
-    ``output_tokens`` are 0 until the endpoint has counted them. ``error`` is what went wrong, empty so far.
+    ``events`` counts server-sent events, ``chunks`` those with a choice; ``first_event_at`` and ``first_at``
+    are the instants of the first of each. ``gaps`` are the seconds between reads with events, as in the
+    gateway. Token counts are 0 until the endpoint reports them. ``error`` is empty without an error.
     """
 
     def __init__(self) -> None:
@@ -59,7 +58,7 @@ class StreamTimings:
         self.sent_at = at
 
     def feed(self, data: bytes, at: float) -> None:
-        """Take what one read brought at ``at``."""
+        """Add the bytes of a read at ``at``."""
         self.ended_at = at
         if not self.events and len(self._start) < _MAX_READ:
             self._start += data
@@ -80,11 +79,11 @@ class StreamTimings:
         self._last_at = at
 
     def end(self, status: int) -> None:
-        """The answer is over: note what is missing."""
+        """The answer has ended with ``status``; sets ``error`` if it is incomplete."""
         if self.error:
             return
         if status != 200:
-            try:  # an error is one object, and no event
+            try:  # an error is one JSON object
                 answer = _decoder.decode(self._start).error
             except msgspec.MsgspecError:
                 answer = None
@@ -94,14 +93,14 @@ class StreamTimings:
             self.error = "the answer ended without a finish_reason"
 
     def itl_s(self) -> float | None:
-        """Seconds per token after the first; without usage, chunks stand for tokens."""
+        """Seconds per token after the first; without usage, per chunk."""
         tokens = self.output_tokens or self.chunks
         if self.first_at is None or self.finished_at is None or tokens < 2:
             return None
         return (self.finished_at - self.first_at) / (tokens - 1)
 
     def take(self, payload: bytes, at: float) -> None:
-        """Read one object of OpenAI's API: a chunk, a whole answer or an error envelope."""
+        """Read one object of the API: a chunk, a whole answer or an error."""
         try:
             answer = _decoder.decode(payload)
         except msgspec.MsgspecError as error:
@@ -122,7 +121,7 @@ class StreamTimings:
 
 
 def _message(error: Any) -> str:
-    """What an error says; the empty text for none."""
+    """The message of an error; empty without one."""
     if error is None:
         return ""
     return str(error.get("message") or error if isinstance(error, dict) else error)[:_MAX_SHOWN]

@@ -13,9 +13,9 @@ from policy.errors import PreconditionFailed
 from sim.calibration.load_points import Point
 from tidegate.calibrate import closed_loop
 from tidegate.calibrate.closed_loop import LoadDriver
+from tidegate.replay.endpoint import RequestFormat
 from tidegate.replay.http_client import Pool
 from tidegate.replay.prompts import Prompts
-from tidegate.replay.request_format import RequestFormat
 
 EVENTS = (
     b'data: {"choices": [{"finish_reason": null}]}\n\n'

@@ -13,11 +13,10 @@ import pytest
 from policy.errors import Unreachable
 from sim.arrival import Arrival
 from tests.tidegate.replay.endpoint import Endpoint
-from tidegate.replay.endpoint_check import EndpointRefused
+from tidegate.replay.endpoint import EndpointRefused, RequestFormat
 from tidegate.replay.http_client import Pool
 from tidegate.replay.player import Player
 from tidegate.replay.prompts import Prompts
-from tidegate.replay.request_format import RequestFormat
 from tidegate.replay.results import ReplayRow
 from tidegate.replay.run import Endpoint as Target
 from tidegate.replay.run import ReplayResult, replay

@@ -1,9 +1,9 @@
-"""What is asked of an endpoint before a replay: its model, what it takes, and how it counts tokens."""
+"""The API of an endpoint: its requests, its models, the options it accepts, and how it counts tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Coroutine
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import msgspec
@@ -12,17 +12,60 @@ from policy.errors import TidegateError, Unreachable
 from sim.arrival import Arrival
 from tidegate.replay.http_client import Pool, WholeBody
 from tidegate.replay.prompts import Fit, Prompts
-from tidegate.replay.request_format import RequestFormat
 from tidegate.replay.stream_reader import StreamTimings
+
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+_encode = msgspec.json.Encoder().encode
+
+
+@dataclass(slots=True)
+class RequestFormat:
+    """The common part of a replay's requests.
+
+    Requests name ``model``, unless the trace names an adapter or one of ``others``. ``exact`` forces the
+    length of answers, which engines such as vLLM support.
+    """
+
+    model: str
+    others: frozenset[str] = frozenset()
+    chat: bool = False
+    exact: bool = True
+
+    @property
+    def path(self) -> str:
+        """The route."""
+        return CHAT if self.chat else COMPLETIONS
+
+    def name(self, arrival: Arrival) -> str:
+        """The model or adapter that a request names."""
+        return arrival.adapter or (arrival.model if arrival.model in self.others else self.model)
+
+    def body(self, name: str, prompt: str, output_tokens: int) -> bytes:
+        """The request for ``output_tokens`` tokens of the model called ``name``."""
+        body: dict[str, object] = {
+            "model": name,
+            "max_tokens": output_tokens,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if self.chat:
+            body["messages"] = [{"role": "user", "content": prompt}]
+        else:
+            body["prompt"] = prompt
+        if self.exact:
+            body |= {"ignore_eos": True, "min_tokens": output_tokens}
+        return _encode(body)
+
 
 T = TypeVar("T")
 
-# Two lengths give what words cost and what every prompt costs besides. They fit into small contexts.
+# Two lengths give the tokens per word and per prompt. Both fit into small contexts.
 _SHORT, _LONG = 64, 320
 
 
 class EndpointRefused(TidegateError):
-    """The endpoint answers, and not as a replay needs it."""
+    """The endpoint answers, but does not serve a replay's requests."""
 
 
 class _Card(msgspec.Struct):
@@ -34,7 +77,7 @@ class _Models(msgspec.Struct):
 
 
 async def models_of(pool: Pool) -> list[str]:
-    """The models that the endpoint lists, of which there is one at least."""
+    """The models that the endpoint lists, at least one."""
     answer = WholeBody()
     status = await _reached(pool.get("/v1/models", answer))
     try:
@@ -47,11 +90,10 @@ async def models_of(pool: Pool) -> list[str]:
 
 
 async def probe(pool: Pool, asking: RequestFormat, seed: int) -> tuple[RequestFormat, Fit]:
-    """How to ask this endpoint, and how many tokens it makes of words.
+    """The request format that the endpoint accepts, and how many tokens it counts for words.
 
-    Where it answers 400 to ``ignore_eos`` and ``min_tokens``, the answers will be as long as the model makes
-    them. Where it counts no tokens, each word is taken for one. Raises :class:`EndpointRefused` with its
-    own words where it serves no request, and ``Unreachable`` where it does not answer.
+    If it answers 400 to ``ignore_eos`` and ``min_tokens``, answers are as long as the model makes them. If it
+    counts no tokens, each word is one. Raises :class:`EndpointRefused` with its error, and ``Unreachable``.
     """
     prompts = Prompts(seed)
     short = Arrival(at=0.0, input_tokens=_SHORT, output_tokens=1)
