@@ -1,15 +1,24 @@
-"""The section ``control`` of a model: SLO, scaling policy and limits."""
+"""The base types of the deployment file, and its section ``control``: SLO, scaling policy and limits."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
+import msgspec
 from msgspec import Meta
 
-from policy.config.section import Count, Fraction, Seconds, Section
+Count = Annotated[int, Meta(ge=0, le=4096)]
+Positive = Annotated[int, Meta(ge=1)]
+Seconds = Annotated[float, Meta(gt=0, le=86_400)]
+Fraction = Annotated[float, Meta(ge=0, le=1)]
+
 
 # The name of a policy, or a mapping with that one key and its parameters.
 Choice = str | dict[str, Any]
+
+
+class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A YAML mapping; unknown keys are refused."""
 
 
 class SloConfig(Section, frozen=True):

@@ -10,8 +10,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from policy.config.control import ControlConfig
-from policy.config.section import Count, Positive, Seconds, Section
+from policy.config.control import ControlConfig, Count, Positive, Seconds, Section
 from policy.errors import TargetError
 from policy.types import EngineKind, Priority, Runner
 

@@ -1,11 +1,9 @@
-"""The engine model of one model on one shape, measured by its engines while they serve.
+"""Calibration: the engine model of one model on one shape, fitted to the steps of its engines in production.
 
-Load points are kept by region, the last few of each, so that none dominates and a region that is not
-visited keeps what it knew. A region speaks by the one in the middle of its samples: a burst of stalls moves
-nothing until it is the rule. What the regions seen of late agree on is assumed of the others too, as an
-engine that is slowed down is slower everywhere. A replica that is slower than others at the same load is that
-on its own account, and counts as if it were as fast. Coefficients are of the shape's own degree, as one
-device (:func:`policy.engine.least_squares.ridge_fit`).
+The last samples of each region of load are kept, so no region dominates. A region counts by its median
+sample, so bursts of stalls change nothing. A change that recently seen regions share is applied to the
+others. Samples of a replica that is slower than its peers are corrected for that. Coefficients are those of
+the shape's own degree, as one device (:func:`policy.engine.least_squares.ridge_fit`).
 """
 
 from __future__ import annotations
@@ -15,18 +13,18 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from policy.engine.least_squares import fit, fit_scaled, ridge_fit, with_knee
+from policy.engine.least_squares import fit, ridge_fit, with_knee
 from policy.engine.model import EngineModel
 from policy.engine.outliers import StepReport, reports_of, slowdown
 from policy.engine.step_samples import Region, StepSample, step_class
 from policy.stats.quantiles import nearest_rank
 
-# Samples of a region that are kept, and how many it needs to be used.
+# Samples kept per region, samples needed to use a region, and regions kept.
 KEPT = 9
 MIN_SAMPLES = 3
 REGIONS = 40
-# Of so many samples one is held out, of which the last are kept. By the golden ratio: reports are sorted, and
-# by a count it would be the same region of each where they are that long, which were never fitted then.
+# One of HELD_EVERY samples is held out, the last HELD of them are kept. They are picked by the golden ratio:
+# reports are sorted by region, so every eighth sample could be of the same region each time.
 HELD_EVERY = 8
 GOLDEN = (math.sqrt(5.0) - 1.0) / 2.0
 HELD = 64
@@ -35,20 +33,20 @@ FIT_EVERY = 24
 # Regions, and the range of scheduled tokens over them, that identify all coefficients.
 ENOUGH_REGIONS = 5
 ENOUGH_RANGE = 4.0
-# Beside where the last fit ended each begins with one of these, in turn, for there may be a better one.
+# Starting points of the knee, in tokens: each fit tries one in turn beside the last result.
 KNEES = (4.0, 16.0, 64.0, 256.0)
-# Coefficients are published when they change a step by this part.
+# Coefficients are published when they change a step time by this fraction.
 NOTICEABLE = 0.05
-# Regions seen within so many samples that are off by this part together speak for the others.
+# Regions seen within RECENT samples that changed together by the fraction SHIFTED correct the others.
 RECENT = 3 * FIT_EVERY
 SHIFTED = 0.15
 
 
 class Fit(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of an engine: its ``model`` by ``version`` (0: the prior), at degree 1.
+    """The fitted ``model`` and its ``version`` (0: the prior), at degree 1.
 
-    ``error`` is the median of the relative errors of samples that were held out, ``error_p90`` their 90th
-    percentile, over ``held`` of them; 0 where there is none. ``note`` says what kept it from a whole fit.
+    ``error`` and ``error_p90`` are the median and 90th percentile of the relative errors of ``held`` samples
+    that were held out (0 without any). ``note`` is the reason why not all coefficients were fitted.
     """
 
     model: EngineModel
@@ -68,7 +66,7 @@ class Place(msgspec.Struct, kw_only=True):
 
 
 class State(msgspec.Struct, kw_only=True):
-    """All that a calibration knows, to be kept over a restart."""
+    """The state of a calibration, persisted over restarts."""
 
     model: EngineModel
     version: int = 0
@@ -81,7 +79,7 @@ class State(msgspec.Struct, kw_only=True):
 
 
 class Calibration:
-    """Takes samples of steps, and says what engine they are of. The same samples make the same model."""
+    """Fits an engine model to step samples; deterministic."""
 
     def __init__(self, prior: EngineModel, state: State | None = None) -> None:
         self._prior = ridge_fit(prior)
@@ -90,7 +88,7 @@ class Calibration:
 
     @property
     def current(self) -> Fit:
-        """The model as it is known now."""
+        """The latest fit."""
         state = self.state
         errors = [abs(_step(state.model, sample) / sample.seconds - 1.0) for sample in state.held]
         return Fit(
@@ -104,7 +102,7 @@ class Calibration:
 
     @property
     def lately(self) -> list[StepSample]:
-        """The samples of regions that were seen of late."""
+        """The samples of recently seen regions."""
         recent = (place for place in self.state.places if self.state.seen - place.seen <= RECENT)
         return [sample for place in recent for sample in place.samples]
 
@@ -155,8 +153,7 @@ class Calibration:
             return False
         self._shift(heard)
         points = [median(place.samples, state.model) for place in heard]
-        factor = slowness(self._prior, points)
-        near = fit_scaled(self._prior, factor)
+        near = self._prior.faster(1.0 / slowness(self._prior, points))
         tokens = [point.tokens for point in points]
         if len(points) < ENOUGH_REGIONS or max(tokens) < ENOUGH_RANGE * min(tokens):
             found, state.note = near, "too few load points for more than one factor on what was assumed"
@@ -170,7 +167,7 @@ class Calibration:
         return True
 
     def _shift(self, heard: Sequence[Place]) -> None:
-        """Have regions that were not seen of late follow those that were, where these all changed."""
+        """Apply a change that all recently seen regions share to the other regions."""
         recent = [place for place in heard if self.state.seen - place.seen <= RECENT]
         if not self.state.version or not recent:
             return
@@ -186,12 +183,15 @@ class Calibration:
 
 
 def slowness(model: EngineModel, samples: Sequence[StepSample]) -> float:
-    """How many times as long as ``model`` says the steps of ``samples`` took: the median; 1 of none."""
-    return _median([(sample.seconds / _step(model, sample), sample.count) for sample in samples])
+    """The median ratio of measured to modelled step time; 1 without samples."""
+    if not samples:
+        return 1.0
+    middle = median(samples, model)
+    return middle.seconds / _step(model, middle)
 
 
 def median(samples: Sequence[StepSample], model: EngineModel) -> StepSample:
-    """The one of ``samples`` whose time is the median, for its load."""
+    """The sample with the median ratio of measured to modelled time, weighted by count."""
     whole = sum(sample.count for sample in samples)
     passed = 0
     for sample in sorted(samples, key=lambda each: each.seconds / _step(model, each)):
@@ -203,13 +203,3 @@ def median(samples: Sequence[StepSample], model: EngineModel) -> StepSample:
 
 def _step(model: EngineModel, sample: StepSample) -> float:
     return model.step_time(sample.tokens, sample.kv_tokens, sample.running)
-
-
-def _median(weighted: Sequence[tuple[float, int]]) -> float:
-    whole = sum(count for _, count in weighted)
-    passed = 0
-    for value, count in sorted(weighted):
-        passed += count
-        if 2 * passed >= whole:
-            return value
-    return 1.0

@@ -58,11 +58,6 @@ def with_knee(model: EngineModel, tokens: float) -> EngineModel:
     return msgspec.structs.replace(model, c=max(model.w, model.o) / tokens, w=max(model.w, model.o))
 
 
-def fit_scaled(model: EngineModel, factor: float) -> EngineModel:
-    """The same model, ``factor`` times as slow."""
-    return model.faster(1.0 / factor)
-
-
 def _coefficients(model: EngineModel) -> Vector:
     return [model.o, model.w, model.c, model.g, model.r]
 

@@ -15,6 +15,8 @@ import math
 
 import msgspec
 
+BLOCK = 16  # vLLM's default block of KV cache, in tokens
+
 
 class EngineModel(msgspec.Struct, frozen=True, kw_only=True):
     """The coefficients of one model on one kind of device.
@@ -50,16 +52,8 @@ class EngineModel(msgspec.Struct, frozen=True, kw_only=True):
 
     def faster(self, speed: float) -> EngineModel:
         """The same model in a time that runs ``speed`` times as fast."""
-        return msgspec.structs.replace(
-            self,
-            o=self.o / speed,
-            w=self.w / speed,
-            c=self.c / speed,
-            g=self.g / speed,
-            r=self.r / speed,
-            allreduce_a=self.allreduce_a / speed,
-            allreduce_b=self.allreduce_b / speed,
-        )
+        timed = ("o", "w", "c", "g", "r", "allreduce_a", "allreduce_b")
+        return msgspec.structs.replace(self, **{name: getattr(self, name) / speed for name in timed})
 
     def step_time(self, tokens: float, kv_tokens: float, running: float) -> float:
         """Seconds of one step: t(n, K, R); the arguments are counts and may be means."""
@@ -131,3 +125,23 @@ class Slo(msgspec.Struct, frozen=True, kw_only=True):
 
     ttft_s: float = math.inf
     itl_s: float = math.inf
+
+
+class KvMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """The memory of one device and what the model takes of it, all in bytes.
+
+    ``device_bytes`` is M, ``usable`` the fraction u that the engine may take
+    (``gpu_memory_utilization``), ``overhead_bytes`` A for activations and graphs on each device,
+    ``weights_bytes`` W, ``bytes_per_token`` b_kv.
+    """
+
+    device_bytes: float
+    overhead_bytes: float
+    weights_bytes: float
+    bytes_per_token: float
+    usable: float = 0.9
+
+    def replica_tokens(self, degree: int) -> int:
+        """KV tokens of one replica on ``degree`` devices, in whole blocks; 0 when the weights do not fit."""
+        room = degree * (self.usable * self.device_bytes - self.overhead_bytes) - self.weights_bytes
+        return max(0, int(room / self.bytes_per_token) // BLOCK * BLOCK)

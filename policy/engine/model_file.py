@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from policy.config.control import Section
 from policy.config.convert import convert
-from policy.config.section import Section
 from policy.engine.model import EngineModel, Limits
 from policy.errors import ConfigError
 

@@ -11,8 +11,7 @@ from typing import Any
 import msgspec
 
 from policy.config.deployment import Budget, ModelSpec, Shape
-from policy.engine.kv_memory import KvMemory
-from policy.engine.model import EngineModel, Limits, Timing
+from policy.engine.model import EngineModel, KvMemory, Limits, Timing
 from policy.engine.model_file import model_file
 from policy.engine.step_table import GENERIC
 from policy.errors import ConfigError

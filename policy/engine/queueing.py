@@ -8,11 +8,11 @@ mean gap between two tokens, so that an answer takes some 40 us.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import NormalDist
 
 from policy.engine.model import EngineModel, Timing, Workload
-from policy.engine.prefill_steps import Step, prompt_steps
 from policy.engine.step_table import GENERIC
 
 # Standard deviations from a mean to the 95th percentile: between a uniform's 1.56 and an exponential's 2.
@@ -21,6 +21,12 @@ _Z = 1.7
 _MOST_GAIN = 5.0
 _NORMAL = NormalDist()
 _PRECISION = 1e-3
+# No variance grows by more than this as it feeds on itself, and no queue is longer than of so full an engine.
+_MOST_GROWTH = 20.0
+_FULLEST = 0.98
+_PROMPT_PRECISION = 1e-5
+
+Step = Callable[[float, float, float], float]
 
 
 @dataclass(slots=True, frozen=True)
@@ -225,7 +231,7 @@ class QueueingModel:
         if at.chunks > 1.0:
             return found
         # Above, what runs decodes; the fewer tokens are asked for, the more of it are prompts.
-        mean, variance = prompt_steps(self._step, self._prompt, self._batch, at.lam)
+        mean, variance = _prompt_steps(self._step, self._prompt, self._batch, at.lam)
         part = 2.0 / (1.0 + self._output)
         deviation = found.deviation + part * (math.sqrt(variance) - found.deviation)
         return LatencyDistribution(found.mean + part * (mean - found.mean), deviation)
@@ -298,3 +304,59 @@ def _step_of(model: EngineModel) -> Step:
         return o + linear + a_token * tokens + g * kv_tokens + r * running
 
     return step
+
+
+def _prompt_steps(step: Step, prompt: float, batch: float, lam: float) -> tuple[float, float]:
+    """Mean and variance (seconds) of the TTFT of an engine that computes prompts in every step.
+
+    ``lam`` prompts of ``prompt`` tokens arrive per second; one fits into a step of ``batch`` tokens. Without
+    decodes (vectors, answers of one token) each step serves the prompts that arrived in the last one, so the
+    variance of their number feeds on itself.
+    """
+    most = max(batch / prompt, 1.0)
+
+    def lasts(count: float) -> float:
+        count = min(count, most)
+        return step(count * prompt, count * prompt, count)
+
+    alone, longest = lasts(1.0), lasts(most)
+    mean = _mean_step(lasts, lam, alone, longest)
+    idle = math.exp(-lam * mean)
+    begun = lam * mean + idle
+    grows = lasts(begun + 1.0) - lasts(begun)
+    spread = grows * grows * lam * mean / max(1.0 - (lam * grows) ** 2, 1.0 / _MOST_GROWTH)
+    # Who comes while a step runs finds a long one rather than a short one, and so many beside it afterwards.
+    found = mean + spread / mean
+    rest = found / 2.0
+    own = lasts(1.0 + lam * found)
+    grows = lasts(2.0 + lam * found) - own
+    variance = (mean * mean + 3.0 * spread) / 3.0 - rest * rest + grows * grows * lam * (found + lam * spread)
+    # A request to an idle engine does not wait.
+    busy = mean / (mean + idle / lam) if lam > 0.0 else 0.0
+    variance = busy * (max(variance, 0.0) + (1.0 - busy) * (rest + own - alone) ** 2)
+    full = min(lam * longest / most, _FULLEST)
+    waits, wait = full**most, longest / most / (2.0 * (1.0 - full))
+    variance += (2.0 - waits) * waits * wait**2
+    return busy * (rest + own) + (1.0 - busy) * alone + waits * wait, variance
+
+
+def _mean_step(lasts: Callable[[float], float], lam: float, alone: float, longest: float) -> float:
+    """The step length at which a step holds the arrivals of one step, or one arrival at an idle engine.
+
+    Newton's method from below, which does not pass the root of a convex function.
+    """
+
+    def excess(seconds: float) -> float:
+        return lasts(lam * seconds + math.exp(-lam * seconds)) - seconds
+
+    seconds = alone
+    for _ in range(30):
+        above = excess(seconds)
+        if above <= _PROMPT_PRECISION * seconds:
+            break
+        nudge = 1e-3 * seconds
+        slope = (excess(seconds + nudge) - above) / nudge
+        if slope >= 0.0:
+            return longest
+        seconds = min(seconds - above / slope, longest)
+    return seconds

@@ -17,20 +17,7 @@ from itertools import zip_longest
 import msgspec
 
 from policy.hashing import rendezvous
-from policy.placement.types import EMPTY, Assignment, Bounds, Demand, Host, Move, Plan, Reason
-
-__all__ = [
-    "EMPTY",
-    "PLAN_PERIOD_S",
-    "Assignment",
-    "Bounds",
-    "Demand",
-    "Host",
-    "Move",
-    "Plan",
-    "Reason",
-    "plan",
-]
+from policy.placement.types import Assignment, Bounds, Demand, Host, Move, Plan, Reason
 
 # How often a plan is made, in seconds.
 PLAN_PERIOD_S = 5.0

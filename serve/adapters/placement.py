@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from policy.hashing import hash_name
-from policy.placement import plan as placement
-from policy.placement.plan import PLAN_PERIOD_S, Host, Plan
+from policy.placement.plan import PLAN_PERIOD_S, plan
+from policy.placement.types import EMPTY, Demand, Host, Plan
 from policy.types import Replica, ReplicaPhase
 from policy.wire.catalog import Alias, served_name
 from policy.wire.heartbeat import AdapterRef, Orders
@@ -46,13 +46,13 @@ class AdapterPlacement:
             for version in alias.versions
         }
         demands = [demand for alias in aliases for demand in self._demands(alias, at)]
-        last = self._plans.get(model, placement.EMPTY)
+        last = self._plans.get(model, EMPTY)
         if not last.homes and not any(demand.expected or demand.waiting for demand in demands):
             # After a restart of the controller the replicas keep what they have until there is demand.
             for host in hosts:
                 self._holds.setdefault(host.id, None)
             return
-        made = self._plans[model] = placement.plan(hosts, demands, last, at)
+        made = self._plans[model] = plan(hosts, demands, last, at)
         for host in hosts:
             held = made.hold.get(host.id, ())
             self._holds[host.id] = tuple(known[name] for name in held if name in known)
@@ -79,7 +79,7 @@ class AdapterPlacement:
 
     def why(self, model: str, served: str) -> str:
         """The reason for the placement of a version."""
-        return self._plans.get(model, placement.EMPTY).explain(served)
+        return self._plans.get(model, EMPTY).explain(served)
 
     def _host(self, replica: Replica, at: float) -> Host:
         refused = self._demand.refusing(replica.id, at)
@@ -92,7 +92,7 @@ class AdapterPlacement:
             refused=frozenset(served_name(wanted.name, wanted.digest) for wanted in refused),
         )
 
-    def _demands(self, alias: Alias, at: float) -> Iterable[placement.Demand]:
+    def _demands(self, alias: Alias, at: float) -> Iterable[Demand]:
         """The demand for each version. The forecast follows the current split of the name."""
         usages: dict[int, Usage] = {}
         for version in alias.versions:
@@ -106,7 +106,7 @@ class AdapterPlacement:
         for version in alias.versions:
             usage = usages[version.number]
             served = served_name(alias.name, version.digest)
-            yield placement.Demand(
+            yield Demand(
                 name=served,
                 key=hash_name(served),
                 rate=usage.rate,

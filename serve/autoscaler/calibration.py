@@ -13,7 +13,6 @@ import msgspec
 from policy.config.deployment import ModelSpec
 from policy.config.generation import engine_inputs
 from policy.engine.calibration import Calibration, Fit, State, slowness
-from policy.engine.least_squares import fit_scaled
 from policy.engine.model import EngineModel
 from policy.engine.step_samples import StepSample
 from policy.types import Replica, ReplicaPhase
@@ -146,7 +145,7 @@ class CalibrationStore:
             and one.fit.version
             and one.engine == _engine(spec, other)
         ]
-        return fit_scaled(prior, sorted(factors)[len(factors) // 2]) if factors else None
+        return prior.faster(1.0 / sorted(factors)[len(factors) // 2]) if factors else None
 
     def slowness(self, replica: str, model: EngineModel | None, at: float) -> float:
         """How many times as long as ``model`` says its steps take; 1 where it has not made any of late."""

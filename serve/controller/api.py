@@ -16,7 +16,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from policy.config.section import Seconds
+from policy.config.control import Seconds
 from policy.wire.controller import DECISIONS, FLEET, FLEET_STREAM, REPLICAS, SIGNALS, STATUS, STEPS
 from policy.wire.headers import SECRET_HEADER
 from policy.wire.heartbeat import Heartbeat

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import msgspec
 
 from policy.engine.calibration import KNEES, MIN_SAMPLES, median, slowness
-from policy.engine.least_squares import fit, fit_scaled, with_knee
+from policy.engine.least_squares import fit, with_knee
 from policy.engine.model import EngineModel, Limits
 from policy.engine.model_file import Errors, Measure, PointResult
 from policy.engine.step_samples import Region, StepSample, step_class
@@ -65,7 +65,7 @@ def fit_model(seen: Sequence[Observation], prior: EngineModel, limits: Limits) -
 def initial_guess(samples: Sequence[StepSample], prior: EngineModel) -> EngineModel:
     """About what the engine is after a first look, good enough to choose load points by."""
     loads = _loads(samples, prior)
-    return _fit(loads, prior) if len(loads) > COEFFICIENTS else fit_scaled(prior, slowness(prior, loads))
+    return _fit(loads, prior) if len(loads) > COEFFICIENTS else prior.faster(1.0 / slowness(prior, loads))
 
 
 def _model(seen: Sequence[Observation], prior: EngineModel) -> EngineModel:
@@ -92,7 +92,7 @@ def _fit(loads: Sequence[StepSample], prior: EngineModel) -> EngineModel:
         msgspec.structs.replace(load, seconds=load.seconds - believed * s)
         for load, s in zip(loads, beside, strict=True)
     ]
-    near = fit_scaled(alone, slowness(alone, rest))
+    near = alone.faster(1.0 / slowness(alone, rest))
     found = fit(rest, near, *(with_knee(near, knee) for knee in KNEES))
     return msgspec.structs.replace(
         found,

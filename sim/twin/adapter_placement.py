@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from policy.placement.plan import EMPTY, Demand, Host, Plan, plan
+from policy.placement.plan import plan
 from policy.placement.slots import HALF_LIFE_S
+from policy.placement.types import EMPTY, Demand, Host, Plan
 from policy.stats.decay import DecayingCount
 from sim.twin.adapter_slots import TwinSlots
 

@@ -21,7 +21,8 @@ from policy.config.deployment import Budget, Deployment, ModelSpec, Shape
 from policy.config.gpu_sharing import gpu_group_of
 from policy.engine.power import PowerModel, power_model_of
 from policy.engine.profiles import kind_and_size, price_of
-from policy.placement.plan import PLAN_PERIOD_S, Host
+from policy.placement.plan import PLAN_PERIOD_S
+from policy.placement.types import Host
 from policy.scaling.view import Policy
 from policy.signals.aggregator import SignalAggregator
 from policy.types import ReplicaPhase

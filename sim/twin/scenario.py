@@ -9,8 +9,8 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from policy.config.control import Section
 from policy.config.convert import convert
-from policy.config.section import Section
 from policy.errors import ConfigError
 from store.yaml_file import read_yaml
 

@@ -9,8 +9,8 @@ from typing import Annotated
 
 from msgspec import Meta
 
+from policy.config.control import Section
 from policy.config.convert import convert
-from policy.config.section import Section
 from policy.errors import ConfigError
 from sim.arrival import Arrival
 from sim.workload.generators.generate import GeneratedWorkload, check_workload, generate

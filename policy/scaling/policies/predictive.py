@@ -17,7 +17,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from policy.config.section import Seconds, Section
+from policy.config.control import Seconds, Section
 from policy.engine.capacity import FULL
 from policy.scaling.forecast import Series, Smoothing, ahead, observed, shortfall, tried
 from policy.scaling.policies.observed_capacity import ObservedCapacity, observe_capacity, sustained

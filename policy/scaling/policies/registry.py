@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from policy.config.control import Section
 from policy.config.convert import convert
-from policy.config.section import Section
 from policy.errors import ConfigError
 from policy.scaling.policies.panic_window import PanicWindow, PanicWindowParameters
 from policy.scaling.policies.predictive import Predictive, PredictiveParameters

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from policy.config.section import Count, Section
+from policy.config.control import Count, Section
 from policy.scaling.view import Proposal, View
 
 

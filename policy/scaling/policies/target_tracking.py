@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from policy.config.section import Section
+from policy.config.control import Section
 from policy.scaling.policies.rounding import asked, blind, is_usable, per_replica, whole, within
 from policy.scaling.view import Proposal, View
 from policy.signals.types import Demand

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from policy.config.section import Section
+from policy.config.control import Section
 from policy.scaling.policies.rounding import (
     blind,
     decode_state,

@@ -11,8 +11,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from policy.engine.kv_memory import BLOCK
-from policy.engine.model import Timing
+from policy.engine.model import BLOCK, Timing
 from policy.engine.prefix_cache import PrefixCache
 from policy.engine.profiles import profile
 from policy.engine.step_samples import StepSample

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from policy.engine.model import Timing
-from policy.placement.plan import PLAN_PERIOD_S, Host
+from policy.placement.plan import PLAN_PERIOD_S
+from policy.placement.types import Host
 from policy.request import Request
 from policy.routing.cost import Candidate, CostEstimate
 from policy.routing.router import Router

@@ -9,7 +9,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from policy.config.section import Fraction, Seconds, Section
+from policy.config.control import Fraction, Seconds, Section
 
 # The rate is constant within a cell: that of its middle.
 CELL_S = 1.0

@@ -10,7 +10,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from policy.config.section import Section
+from policy.config.control import Section
 from policy.errors import ConfigError
 from policy.wire.capture import BLOCK_TOKENS, MAX_TOKENS
 from sim.arrival import Arrival

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Iterator
 
-from policy.config.section import Section
+from policy.config.control import Section
 from sim.arrival import Arrival
 from sim.workload.generators.arrivals import RateShape, arrival_times
 from sim.workload.generators.conversations import Conversations, ConversationState, check_conversations

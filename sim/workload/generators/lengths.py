@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Callable, Iterable
 from statistics import NormalDist
 
-from policy.config.section import Section
+from policy.config.control import Section
 from policy.errors import ConfigError
 from policy.wire.capture import MAX_TOKENS, Tokens
 

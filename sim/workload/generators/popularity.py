@@ -11,7 +11,7 @@ from typing import Annotated, NamedTuple
 
 from msgspec import Meta
 
-from policy.config.section import Fraction, Section
+from policy.config.control import Fraction, Section
 from policy.errors import ConfigError
 from sim.arrival import Arrival
 

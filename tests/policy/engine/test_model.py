@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policy.engine.kv_memory import KvMemory
-from policy.engine.model import EngineModel
+from policy.engine.model import EngineModel, KvMemory
 from policy.engine.profiles import PROFILES, profile
 from policy.errors import ConfigError
 

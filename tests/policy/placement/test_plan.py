@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policy.hashing import rendezvous
-from policy.placement.plan import EMPTY, Bounds, Demand, Host, Plan, Reason, plan
+from policy.placement.plan import plan
+from policy.placement.types import EMPTY, Bounds, Demand, Host, Plan, Reason
 
 # Where every slot is planned, the arithmetic is easier to follow.
 ALL = Bounds(free=0)

@@ -11,7 +11,7 @@ from policy.document.parse import parse
 from policy.engine.model import Timing
 from policy.engine.profiles import profile
 from policy.hashing import hash_name
-from policy.placement.plan import Host
+from policy.placement.types import Host
 from policy.scaling.policies.registry import choose, make
 from sim.arrival import Arrival
 from sim.benchmarks.adapters.benchmark import LOAD_S, PROFILE, traffic
