@@ -1,11 +1,8 @@
-"""One replica's engine in virtual time: the scheduler, stepped one by one or over many steps that are alike.
+"""The engine of one simulated replica in virtual time: the production scheduler, stepped.
 
-One thing at a time, as in an engine's step loop: a step, many that are alike, or the load of an adapter,
-during which nothing is computed. Whoever comes while it is under way joins at the next step's start; all that
-come at the instant of that start join the same step. Whatever it does ends at the same instants, whether the
-engine is asked often or rarely.
-
-This module is over 400 lines: running steps, admitted requests and reports share one state.
+Like an engine's step loop it does one thing at a time: one step, a run of equal steps (a leap), or the load
+of an adapter, during which nothing is computed. A request that arrives meanwhile joins the next step. Results
+do not depend on how often the engine is queried.
 """
 
 from __future__ import annotations
@@ -20,16 +17,14 @@ from policy.engine.prefix_cache import PrefixCache
 from policy.engine.scheduler import Request, Scheduler, StepTimes
 from policy.placement.slots import PREFETCH_PAUSE
 from policy.wire.capture import BLOCK_TOKENS
-from sim.twin.adapter_slots import Entry, TwinSlots
+from sim.twin.adapters import Entry, TwinSlots
 
 Load = tuple[Entry, Entry | None]
 
 
 class Job(NamedTuple):
-    """A request: ``number`` names it in events; ``adapter`` is empty for none.
-
-    ``blocks`` of its prompt are as in :attr:`sim.arrival.Arrival.blocks`.
-    """
+    """A request: ``number`` names it in events, ``adapter`` may be empty, ``blocks`` are those of
+    :class:`sim.arrival.Arrival`."""
 
     number: int
     input_tokens: int
@@ -46,10 +41,7 @@ class Kind(IntEnum):
 
 
 class Event(NamedTuple):
-    """A request had its ``kind`` of token ``at`` that instant, and its first at ``first_at``.
-
-    ``cached_tokens`` of its prompt were found in the prefix cache.
-    """
+    """The first or last token of a request; ``cached_tokens`` of its prompt were in the prefix cache."""
 
     at: float
     number: int
@@ -60,7 +52,7 @@ class Event(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Live:
-    """A request that is here; it holds a slot, or waits for one while ``deferred``."""
+    """A request in the engine; while ``deferred`` it waits for an adapter slot."""
 
     number: int
     adapter: str
@@ -70,11 +62,11 @@ class _Live:
 
 
 class Engine:
-    """The engine of one replica. Instants are seconds of the run, and never go back.
+    """The engine of one replica. Instants are seconds of the run and never decrease.
 
-    It holds up to ``slots`` adapters by the rules of ``slot_rules``; each takes ``adapter_load_s`` to load.
-    ``prefix_tokens`` is how many tokens its prefix cache holds; ``None`` shares nothing. What it reports is
-    as of its last instant: that of :meth:`catch_up`, or of any call that is given one.
+    It holds up to ``slots`` adapters by ``slot_rules``; each takes ``adapter_load_s`` seconds to load.
+    ``prefix_tokens`` is the size of the prefix cache; ``None`` for none. Properties are as of the last
+    instant that a call was given.
     """
 
     def __init__(
@@ -103,7 +95,6 @@ class Engine:
         self._empty()
 
     def _empty(self) -> None:
-        """Nobody is here, nothing is under way or loaded."""
         self._live: dict[str, _Live] = {}
         self._ids: dict[int, str] = {}
         self._fresh: dict[str, _Live] = {}
@@ -112,12 +103,11 @@ class Engine:
         self._scheduler = Scheduler(self._model, self._limits, self._cache)
         self.slots = self._slot_rules(self._slot_count)
         self._loaded_at = -math.inf
-        self._still()
+        self._idle()
 
-    def _still(self) -> None:
-        """Nothing is under way."""
+    def _idle(self) -> None:
         self._end = math.inf
-        # Of what is under way: the steps of a leap and their pace; what the scheduler says has then happened.
+        # The current leap (its steps and their pace), and the results due when the current work ends.
         self._leap = 0
         self._pace = StepTimes(0.0, 0.0)
         self._due_tokens = self._due_preempted = 0
@@ -126,7 +116,7 @@ class Engine:
 
     @property
     def running(self) -> int:
-        """Requests in the batch; one whose last token is in the step under way still runs."""
+        """Requests in the batch, those with their last token in the current step included."""
         return len(self._live) - self._scheduler.waiting - self.slots.deferred
 
     @property
@@ -135,18 +125,13 @@ class Engine:
         return self._scheduler.waiting
 
     @property
-    def deferred(self) -> int:
-        """Requests that wait for their adapter."""
-        return self.slots.deferred
-
-    @property
     def in_flight(self) -> int:
-        """All requests that are here."""
+        """All requests in the engine."""
         return len(self._live)
 
     @property
     def kv_used(self) -> float:
-        """The fraction of the KV cache in use, with what the step under way computes."""
+        """The fraction of the KV cache in use, the current step included."""
         leapt = self._begun(self._now) * self._scheduler.running if self._leap else 0
         return (self._scheduler.kv_used + leapt) / self._limits.kv_tokens
 
@@ -157,7 +142,7 @@ class Engine:
 
     @property
     def pending_tokens(self) -> int:
-        """Tokens of prompts to compute before the requests that are here without one have their first."""
+        """Prompt tokens to compute before all requests have their first token."""
         return sum(
             live.request.prompt_tokens - max(live.request.computed, live.request.cached_tokens)
             for live in self._fresh.values()
@@ -166,23 +151,8 @@ class Engine:
 
     @property
     def busy_s(self) -> float:
-        """For how long it has had something to do."""
+        """Seconds for which it had work."""
         return self._busy_s + (0.0 if self._end == math.inf else self._now - self._since)
-
-    @property
-    def adapters(self) -> tuple[str, ...]:
-        """Those that are loaded, the least recently used first."""
-        return self.slots.loaded
-
-    @property
-    def loading(self) -> str | None:
-        """The adapter that is being loaded."""
-        return self.slots.loading
-
-    @property
-    def awaited(self) -> tuple[str, ...]:
-        """The adapters that requests wait for."""
-        return self.slots.awaited
 
     @property
     def adapter_loads(self) -> int:
@@ -191,14 +161,14 @@ class Engine:
 
     @property
     def adapter_changes(self) -> int:
-        """How often what is loaded has changed since the start."""
+        """Changes of the set of loaded adapters since the start."""
         return self._changes + self.slots.changes
 
     def submit(self, job: Job, at: float) -> None:
-        """A request comes.
+        """Add a request.
 
-        Raises :class:`ValueError` for a number that is here, for counts that make no request, for one that
-        could never fit in KV, and for an adapter where there are no slots.
+        Raises :class:`ValueError` for a number in use, for invalid token counts, for a request that could
+        never fit in KV, and for an adapter where there are no slots.
         """
         self.catch_up(at)
         if job.number in self._ids:
@@ -223,10 +193,7 @@ class Engine:
             self._scheduler.submit(request)
 
     def catch_up(self, at: float) -> None:
-        """Run the engine up to ``at``, as of which it reports; :meth:`advance` returns what happened.
-
-        Raises :class:`ValueError` where time goes back.
-        """
+        """Run up to ``at``; raises :class:`ValueError` if time goes back."""
         if at < self._now:
             raise ValueError(f"time goes back: {at} s after {self._now} s")
         while True:
@@ -242,26 +209,22 @@ class Engine:
         self._now = at
 
     def advance(self, to: float) -> list[Event]:
-        """Run all that ends at or before ``to``; what happened since the last call, in the order of time."""
+        """Run up to ``to``; returns the events since the last call in order."""
         self.catch_up(to)
         events, self._events = self._events, []
         return events
 
     def next_at(self) -> float:
-        """The instant to advance to next; ``inf`` when there is nothing to do.
-
-        It is now if something has happened that nobody took yet. Else nothing happens before it; what happens
-        then is a first or last token, or only the engine's own.
-        """
+        """The instant to advance to next: now if events are pending; ``inf`` without work."""
         if self._events:
             return self._now
         if self._end < math.inf or not self._live:
             return self._end
-        # What comes next begins after this instant, at which more may come.
+        # More requests may arrive at this instant, so the next step starts after it.
         return math.nextafter(self._since, math.inf)
 
     def abort(self, number: int) -> bool:
-        """Drop a request and free what it holds, at its last instant; whether it was here."""
+        """Drop a request at the last instant; returns whether it was in the engine."""
         name = self._ids.pop(number, None)
         if name is None:
             return False
@@ -273,7 +236,7 @@ class Engine:
             return True
         self._cut(self._now)
         if self._leap:
-            # The step under way has begun with it, and lasts as long as it would have.
+            # The current step includes it and keeps its duration.
             self._tokens, ended = self.tokens, self._ended(self._now)
             self._due_tokens -= ended * self._scheduler.running
             self._scheduler.leap(self._leap)
@@ -285,7 +248,7 @@ class Engine:
         return True
 
     def look_ahead(self, at: float) -> None:
-        """What its rule would load ahead of requests may be another by now."""
+        """Check again which adapter to prefetch."""
         self.catch_up(at)
         self._look_ahead(at)
 
@@ -296,7 +259,7 @@ class Engine:
         self._factor = factor
 
     def crash(self) -> list[int]:
-        """Lose everything, at its last instant: the numbers of those who were here, as they came."""
+        """Lose everything at the last instant; returns the numbers of the requests in order of arrival."""
         lost = list(self._ids)
         self._busy_s = self.busy_s
         self._tokens = self.tokens
@@ -307,7 +270,7 @@ class Engine:
         return lost
 
     def _begin(self, at: float) -> None:
-        """Begin what is next: a load, steps that are alike, or one step."""
+        """Begin a load, a leap, or one step."""
         hurried = False
         if self._slot_count:
             load, hurried = self._next_load(at)
@@ -330,7 +293,6 @@ class Engine:
         self._end = at + self._factor * result.duration_s
 
     def _finish(self) -> None:
-        """What is under way ends."""
         at = self._end
         self._busy_s += at - self._since
         self._tokens += self._due_tokens
@@ -339,7 +301,7 @@ class Engine:
             self._scheduler.leap(self._leap)
         if self.slots.loading is not None:
             self._loaded_at = at
-            self._let_in(at)
+            self._admit_waiting(at)
         for name in self._due_first:
             live = self._fresh.pop(name, None)
             if live is not None:
@@ -350,15 +312,15 @@ class Engine:
             if live is not None:
                 self._leave(live, at)
         self._since = at
-        self._still()
+        self._idle()
         if self._slot_count and not self._live:
             self._look_ahead(at)
 
     def _next_load(self, at: float) -> tuple[Load | None, bool]:
-        """What to load next, and whether requests that run have to get some time before."""
+        """The next load, and whether running requests get time before it."""
         scheduler, slots = self._scheduler, self.slots
         if slots.deferred:
-            self._let_in(at)
+            self._admit_waiting(at)
         load = slots.next(at)
         if load is None:
             return None, False
@@ -367,12 +329,11 @@ class Engine:
         return load, busy and at < self._loaded_at + pause_s
 
     def _load(self, load: Load, at: float) -> None:
-        """Begin to load an adapter."""
         self.slots.begin_load(*load)
         self._end = at + self._load_s
 
     def _look_ahead(self, at: float) -> None:
-        """Load ahead of requests: at once where nobody is here, else the next step says."""
+        """Prefetch an adapter: at once in an idle engine, else after the current step."""
         load = self.slots.next(at)
         if load is None or load[0].waiting:
             return
@@ -381,8 +342,8 @@ class Engine:
         elif self._end == math.inf:
             self._load(load, at)
 
-    def _let_in(self, at: float) -> None:
-        """Who waited for an adapter that is loaded joins the queue."""
+    def _admit_waiting(self, at: float) -> None:
+        """Queue the requests whose adapter is now loaded."""
         for name in self.slots.admit_waiting(at):
             live = self._live[name]
             live.deferred = False
@@ -395,7 +356,7 @@ class Engine:
         self._events.append(Event(at, live.number, Kind.DONE, live.first_at, live.request.cached_tokens))
 
     def _cut(self, at: float) -> None:
-        """Let a leap that is under way end with the step that is: another one begins after it."""
+        """End the current leap after its current step."""
         if self._leap:
             steps = self._begun(at)
             if steps < self._leap:
@@ -406,11 +367,10 @@ class Engine:
                     self._finish()
 
     def _end_of(self, steps: int) -> float:
-        """When so many steps of the leap that is under way have ended."""
         return self._since + self._pace.lasts(steps)
 
     def _ended(self, at: float) -> int:
-        """How many steps of the leap that is under way have ended."""
+        """How many steps of the current leap have ended."""
         steps = min(self._leap, self._pace.ended(at - self._since))
         while self._end_of(steps) > at:
             steps -= 1
@@ -419,6 +379,6 @@ class Engine:
         return steps
 
     def _begun(self, at: float) -> int:
-        """How many steps of the leap that is under way have begun, before this instant."""
+        """How many steps of the current leap began before this instant."""
         steps = self._ended(at)
         return steps + (steps < self._leap and self._end_of(steps) < at)

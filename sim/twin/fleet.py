@@ -1,7 +1,7 @@
-"""The replicas of one model in virtual time: they start, serve, drain, sleep, crash and go.
+"""The replicas of one model in virtual time, in place of Ray Serve and the replica hosts.
 
-It stands for Ray Serve and the replica hosts: given a replica count per layer, it starts missing replicas and
-drains surplus ones, first those that do not serve yet, then the youngest.
+Given a replica count per layer, it starts missing replicas and drains surplus ones, first those that do not
+serve yet, then the youngest.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _WAKE_PART = 0.1
 
 
 class TwinReplica:
-    """One replica: its life as it will be reported, its engine, and what a gateway knows of it.
+    """One replica: its span in the record, its engine, and the gateway's view of it.
 
-    ``places`` are the requests that are there. ``leave_by`` is when a drain is cut off. ``reported`` is
-    the change of the loaded adapters that a gateway last received.
+    ``places`` are its requests, ``leave_by`` the end of its drain timeout, ``reported`` the version of its
+    loaded adapters that a gateway last received.
     """
 
     __slots__ = (
@@ -67,11 +67,11 @@ class TwinReplica:
         self.places: dict[int, TwinTicket] = {}
         self.leave_by = 0.0
         self.slow = 1.0
-        # Of the one event that is due for its engine; another makes it void.
+        # The number of the engine event in force; earlier ones are void.
         self.version = 0
 
     def begin(self, tokens: int) -> bool:
-        """A request with ``tokens`` uncached prompt tokens goes there; none of them is a probe."""
+        """Add a request with ``tokens`` uncached prompt tokens; none is a probe."""
         view = self.view
         view.in_flight += 1
         view.pending_tokens += tokens
@@ -84,15 +84,15 @@ class TwinReplica:
         self.view.turned_at = at
 
     def end(self) -> None:
-        """A request is there no more."""
+        """Remove a request."""
         self.view.in_flight -= 1
 
 
 class Fleet:
-    """One model's replicas. ``serving`` take requests, ``views`` are those as the router sees them.
+    """One model's replicas; ``views`` are the ``serving`` ones as the router sees them.
 
-    ``wake`` asks for an event of a replica at an instant: that its engine has news, it is ready or is cut.
-    ``lost`` is called with a replica that is there no more.
+    ``wake`` schedules an event of a replica: engine, ready or drain cut-off. ``lost`` is called with a
+    replica that has ended.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class Fleet:
         self._modes = {mode.shape: name for name, mode in spec.modes.items()}
         bed = gpu_group_of(spec)
         self._asleep = frozenset() if bed is None else frozenset(bed.engines)
-        # What sleeps shows how long a wake takes when it is made, before anybody waits for it.
+        # The wake time of a sleeping replica is measured when it is created.
         wake_s = (self._start_s(StartPath.SLEEPING),)
         self.starts.restore(
             StartTime(model=spec.name, shape=shape, path=StartPath.SLEEPING, seconds=wake_s)
@@ -134,7 +134,7 @@ class Fleet:
         return iter(self._all)
 
     def timing(self, shape: str) -> Timing:
-        """How fast a replica of ``shape`` is."""
+        """The timing of a replica of ``shape``."""
         return self._timings[shape]
 
     def sleeps(self, key: LayerKey) -> bool:
@@ -142,7 +142,7 @@ class Fleet:
         return key.shape in self._asleep
 
     def begin(self, key: LayerKey, count: int) -> None:
-        """Have so many serve from the beginning, as if they had always been there."""
+        """Start the run with ``count`` ready replicas."""
         self._wanted[key] = count
         self._seen.add(key.shape)
         for _ in range(count):
@@ -152,7 +152,7 @@ class Fleet:
         self._changed()
 
     def scale(self, key: LayerKey, count: int, at: float) -> None:
-        """Have so many of a layer."""
+        """Set the replica count of a layer."""
         more = count - self._wanted.get(key, 0)
         self._wanted[key] = count
         self.starts.asked(key, more, at)
@@ -166,7 +166,7 @@ class Fleet:
         self._changed()
 
     def ready(self, runner: TwinReplica, at: float) -> bool:
-        """Its start is over; whether it serves now."""
+        """Its start has ended; returns whether it serves now."""
         if runner.state is not ReplicaPhase.STARTING:
             return False
         runner.state = ReplicaPhase.READY
@@ -176,18 +176,18 @@ class Fleet:
         return True
 
     def submit(self, runner: TwinReplica, place: TwinTicket, job: Job, at: float) -> None:
-        """A request goes there; raises :class:`ValueError` if it could never fit."""
+        """Send a request there; raises :class:`ValueError` if it could never fit."""
         runner.engine.submit(job, at)
         runner.places[place.number] = place
         self.watch(runner)
 
     def watch(self, runner: TwinReplica) -> None:
-        """Have its engine looked at when it has news."""
+        """Schedule the next event of its engine."""
         runner.version += 1
         self._wake(runner.engine.next_at(), "engine", runner, runner.version)
 
     def over(self, runner: TwinReplica, place: TwinTicket, at: float) -> bool:
-        """A request is there no more; whether the replica is gone with it."""
+        """A request has ended; returns whether that ended a draining replica."""
         runner.places.pop(place.number, None)
         if runner.state is ReplicaPhase.DRAINING and not runner.places:
             self._end(runner, at)
@@ -195,7 +195,7 @@ class Fleet:
         return False
 
     def cut(self, runner: TwinReplica, at: float) -> list[TwinTicket]:
-        """The time to drain is over; returns the requests that are cut off."""
+        """The drain timeout has passed; returns the requests that are cut off."""
         if runner.state is not ReplicaPhase.DRAINING or at < runner.leave_by:
             return []
         cut = list(runner.places.values())
@@ -204,7 +204,7 @@ class Fleet:
         return cut
 
     def crash(self, at: float) -> list[TwinTicket]:
-        """The one that serves for the longest crashes, and its host starts another engine in its place."""
+        """Crash the longest-serving replica, which its host restarts; returns its requests."""
         if not self.serving:
             return []
         runner = self._longest()
@@ -218,7 +218,7 @@ class Fleet:
         return lost
 
     def slow(self, factor: float, at: float) -> TwinReplica | None:
-        """The one that serves for the longest takes ``factor`` times as long from now on."""
+        """Slow down the longest-serving replica; returns it."""
         if not self.serving:
             return None
         runner = self._longest()
@@ -226,22 +226,20 @@ class Fleet:
         return runner
 
     def _longest(self) -> TwinReplica:
-        """The one that serves for the longest."""
         return min(self.serving, key=lambda each: (each.span.ready_at, each.span.number))
 
     def pace(self, runner: TwinReplica, factor: float, at: float) -> None:
-        """Its steps take ``factor`` times what its engine model says."""
+        """Have its steps take ``factor`` times as long as its engine model says."""
         runner.slow = factor
         runner.engine.slow(factor, at)
         self.watch(runner)
 
     def layers(self) -> dict[LayerKey, Layer]:
-        """Every layer that is wanted or has replicas, as the planner sees it."""
+        """Every layer that is wanted or has replicas."""
         keys = {key for key, count in self._wanted.items() if count} | {runner.key for runner in self._all}
         return {key: self.layer(key) for key in keys}
 
     def layer(self, key: LayerKey) -> Layer:
-        """One layer."""
         states = [runner.state for runner in self._all if runner.key == key]
         return Layer(
             wanted=self._wanted.get(key, 0),
@@ -260,16 +258,15 @@ class Fleet:
         return self.starts.supply(self.layer(key), starting, lead_s, at)
 
     def beats(self, at: float) -> Iterator[Heartbeat]:
-        """What every replica tells of itself."""
+        """The heartbeat of every replica."""
         for runner in self._all:
             engine = runner.engine
-            # Many steps that are alike go without news: what has come of them until now is looked up.
             engine.catch_up(at)
-            report = EngineReport(preempted=engine.preempted, deferred=engine.deferred)
+            report = EngineReport(preempted=engine.preempted, deferred=engine.slots.deferred)
             yield Heartbeat(replica=self._replica(runner, at), engine=report)
 
     def slowness(self, name: str) -> float:
-        """How many times as long as it should the replica of that id takes for its steps."""
+        """By what factor the steps of the replica of that id are slower than its engine model says."""
         return next((runner.slow for runner in self._all if runner.view.id == name), 1.0)
 
     def _start(self, key: LayerKey, at: float) -> None:
@@ -345,7 +342,7 @@ class Fleet:
         self._lost(runner)
 
     def close(self, at: float) -> None:
-        """The run is over: write down what those did that are still there."""
+        """End the run: record the remaining replicas."""
         for runner in self._all:
             runner.span.ended_at = at
             self._write_down(runner, at)

@@ -1,7 +1,6 @@
-"""One model's gateway in virtual time: a driver of the dispatcher that the gateway itself runs.
+"""The gateway of one simulated model: it drives the production dispatcher in virtual time.
 
-What is left out is what is reported between processes: here is one gateway worker, which sees its replicas at
-once and misses no report.
+It has one worker, which sees its replicas at once and misses no report.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from collections.abc import Callable
 from policy.admission.dispatcher import Dispatcher, Ticket
 from policy.admission.queue import Bounds
 from policy.admission.retry import AttemptOutcome, Cause, Rejection
-from policy.config.deployment import Deployment, ModelSpec
+from policy.config.deployment import Deployment
 from policy.engine.profiles import max_request_tokens
 from policy.hashing import hash_name
 from policy.request import AnswerLength, Request
@@ -29,7 +28,7 @@ from sim.twin.record import Outcome
 # How many hashes of a prompt a gateway makes: as many as of half a million characters.
 MOST_HASHES = 64
 _EVEN = 0xFFFF_FFFF_FFFF_FFFE
-# What becomes of a rejected request; of others it failed.
+# The outcome of a rejection; of other causes FAILED.
 _OUTCOMES = {
     Cause.LATE: Outcome.REFUSED,
     Cause.FULL: Outcome.REFUSED,
@@ -39,10 +38,9 @@ _OUTCOMES = {
 
 
 class TwinTicket(Ticket[TwinReplica]):
-    """A ticket with what the trace says of its request.
+    """A ticket with its arrival in the trace, its last replica (``runner``) and its times.
 
-    ``runner`` is the replica that had it last. ``sent_at`` and ``first_at`` are ``None`` before;
-    ``cached_tokens`` are those of the prompt that it found in the prefix cache.
+    ``cached_tokens`` are those of its prompt found in the prefix cache.
     """
 
     __slots__ = ("arrival", "cached_tokens", "first_at", "number", "runner", "sent_at")
@@ -59,7 +57,7 @@ class TwinTicket(Ticket[TwinReplica]):
         self.first_at: float | None = None
 
     def gap_s(self, at: float) -> float:
-        """The mean gap between its tokens, of which the last comes ``at``; 0 of a single one."""
+        """The mean inter-token gap, with the last token ``at``; 0 for a single one."""
         gaps = self.arrival.output_tokens - 1
         return (at - self.first_at) / gaps if gaps and self.first_at is not None else 0.0
 
@@ -68,16 +66,11 @@ class TwinPool:
     """The replicas of one model as a :class:`policy.admission.replica_pool.ReplicaPool`."""
 
     def __init__(
-        self,
-        spec: ModelSpec,
-        deployment: Deployment,
-        fleet: Fleet,
-        rng: random.Random,
-        queued_elsewhere: Callable[[], int],
+        self, deployment: Deployment, fleet: Fleet, rng: random.Random, queued_elsewhere: Callable[[], int]
     ) -> None:
-        self.router = Router(settings_of(spec))
+        self.router = Router(settings_of(fleet.spec))
         self.answers = AnswerLength()
-        self.ttft_slo_s = spec.control.slo.ttft_p95_s
+        self.ttft_slo_s = fleet.spec.control.slo.ttft_p95_s
         self._limits = deployment.gateway
         self._fleet = fleet
         self._rng = rng
@@ -130,21 +123,20 @@ class TwinPool:
         self.answers.learn(output_tokens)
 
     def queued(self, change: int) -> None:
-        """There is no other worker."""
+        """Nothing to do: there is no other worker."""
 
     def yields(self, queued: int, at: float) -> bool:
         return False
 
 
 class TwinGateway:
-    """One model's. ``over`` is called with each request's outcome; instants are seconds of the run.
+    """``over`` is called with each request's outcome; instants are seconds of the run.
 
-    ``queued_elsewhere`` are the bytes of the requests that wait for other models.
+    ``queued_elsewhere`` returns the bytes of the requests that wait for other models.
     """
 
     def __init__(
         self,
-        spec: ModelSpec,
         deployment: Deployment,
         fleet: Fleet,
         rng: random.Random,
@@ -152,7 +144,7 @@ class TwinGateway:
         over: Callable[[TwinTicket, Outcome, float], None],
         queued_elsewhere: Callable[[], int],
     ) -> None:
-        self.spec = spec
+        self.spec = spec = fleet.spec
         self.totals = WorkerCounters()
         self.totals.promise(spec.control.slo)
         self.in_flight = 0
@@ -162,7 +154,7 @@ class TwinGateway:
         self._over = over
         self._at = 0.0
         self._longest = {name: max_request_tokens(spec, shape) for name, shape in spec.shapes.items()}
-        self._pool = TwinPool(spec, deployment, fleet, rng, queued_elsewhere)
+        self._pool = TwinPool(deployment, fleet, rng, queued_elsewhere)
         fleet.health.configure(deployment.gateway.eject, deployment.gateway.retry)
         self.dispatcher: Dispatcher[TwinReplica] = Dispatcher(
             self._pool, fleet.health, weight=self._weight, resolved=self._resolved
@@ -170,16 +162,16 @@ class TwinGateway:
 
     @property
     def queued(self) -> int:
-        """How many wait for a replica."""
+        """How many requests wait."""
         return len(self.dispatcher.waiting)
 
     @property
     def queued_bytes(self) -> int:
-        """The bytes of those that wait."""
+        """The bytes of the waiting requests."""
         return self.dispatcher.queue.size
 
     def arrive(self, number: int, arrival: Arrival, at: float) -> None:
-        """A request comes: it goes to a replica, waits, or is rejected."""
+        """Admit a request: it goes to a replica, waits, or is rejected."""
         self.in_flight += 1
         self.totals.arrived += 1
         self._enter(TwinTicket(self.dispatcher, self._request(arrival, at), number, arrival), at)
@@ -205,31 +197,31 @@ class TwinGateway:
         self._leave(ticket, Outcome.SERVED, at)
 
     def broken(self, ticket: TwinTicket, at: float) -> None:
-        """Its replica is gone."""
+        """Its replica has ended."""
         begun = ticket.first_at is not None
         self._failed(ticket, AttemptOutcome.BROKEN if begun else AttemptOutcome.LOST, at)
 
     def offer(self, at: float) -> None:
-        """Give free slots to those that wait."""
+        """Give free slots to waiting requests."""
         self._at = at
         self.dispatcher.offer(at)
 
     def expire(self, at: float) -> None:
-        """Reject those whose deadline has passed."""
+        """Reject the requests whose deadline has passed."""
         self._at = at
         self.dispatcher.expire(at)
 
     def gone(self, runner: TwinReplica) -> None:
-        """A replica is there no more."""
+        """A replica has ended."""
         self._pool.router.forget(runner.view.key)
 
-    def told(self, runner: TwinReplica) -> None:
+    def adapters_reported(self, runner: TwinReplica) -> None:
         """A replica reports which adapters it has loaded."""
-        loaded = [self.adapter_key(adapter) for adapter in runner.engine.adapters]
+        loaded = [self.adapter_key(adapter) for adapter in runner.engine.slots.loaded]
         self._pool.router.holds(loaded, (), runner.view.key)
 
     def adapter_key(self, adapter: str) -> int:
-        """The hash by which a gateway knows an adapter."""
+        """The hash of an adapter in the router."""
         return hash_name(f"{self.spec.name} {adapter}") | 1
 
     def _request(self, arrival: Arrival, at: float) -> Request:
@@ -287,7 +279,7 @@ class TwinGateway:
                 raise ValueError(f"{arrival.input_tokens} + {arrival.output_tokens} of {most} tokens")
             self._fleet.submit(runner, ticket, job, at)
         except ValueError:
-            # Longer than its context or its KV cache: an engine refuses it, as it would anywhere.
+            # Longer than the context or the KV cache: every engine refuses it.
             self._failed(ticket, AttemptOutcome.REJECTED, at)
 
     def _failed(self, ticket: TwinTicket, outcome: AttemptOutcome, at: float) -> None:

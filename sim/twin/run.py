@@ -3,7 +3,7 @@
 One queue of events in virtual time. A request: arrival -> gateway (admission, routing) -> replica's engine ->
 first token -> last token. A decision: reports of gateways and replicas -> signals -> policies, guardrails,
 modes -> counts -> replicas that start and drain. All randomness comes from ``seed``: equal arguments
-give equal records. Over 400 lines, because it composes the parts of the simulator.
+give equal records.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from policy.wire.heartbeat import HEARTBEAT_PERIOD_S
 from policy.wire.load import COALESCE_S
 from policy.wire.reports import GatewayReport
 from sim.arrival import Arrival
-from sim.twin.adapter_placement import TwinPlacement
+from sim.twin.adapters import TwinPlacement
 from sim.twin.controller import TwinController
 from sim.twin.engine import Kind
 from sim.twin.fleet import Fleet, TwinReplica, stays
@@ -58,9 +58,9 @@ def simulate(
 ) -> Record:
     """Replay ``trace`` on ``deployment``, scaled by ``policies`` (by model), until all have ended.
 
-    The fleet begins with what the first minute of the trace needs, or with the count that a policy keeps
-    whatever comes. ``progress`` gets how far it has come, in seconds of the trace. Where a deployment has
-    several models the trace must name them: raises :class:`policy.errors.ConfigError` for an unknown one.
+    The fleet starts with what the first minute of the trace needs, or with the count of a fixed policy.
+    ``progress`` gets the seconds of the trace replayed so far. In a deployment of several models the trace
+    must name them: raises :class:`policy.errors.ConfigError` for an unknown one.
     """
     return _Run(deployment, policies, world, seed).play(trace, progress or (lambda at: None))
 
@@ -87,9 +87,7 @@ class _Run:
             starts, routes = (random.Random(streams.getrandbits(64)) for _ in range(2))  # noqa: S311
             fleet = Fleet(spec, world, self._spans, starts, wake=self._push, lost=self._lost)
             elsewhere = partial(self._queued_elsewhere, spec.name)
-            gateway = TwinGateway(
-                spec, deployment, fleet, routes, over=self._over, queued_elsewhere=elsewhere
-            )
+            gateway = TwinGateway(deployment, fleet, routes, over=self._over, queued_elsewhere=elsewhere)
             self._fleets[spec.name] = fleet
             self._gateways[spec.name] = gateway
             self._ledgers[spec.name] = RequestLog(spec.control.slo)
@@ -106,7 +104,7 @@ class _Run:
         self._recent: dict[str, deque[tuple[float, bool]]] = {name: deque() for name in self._gateways}
         self._counted = dict.fromkeys(self._gateways, 0)
         self._looks: dict[str, float] = {}
-        # By replica the stretches of the world in which it is slow now.
+        # The current slowdowns of each replica, by index in the scenario.
         self._slow: defaultdict[TwinReplica, list[int]] = defaultdict(list)
         self._open = 0
 
@@ -142,7 +140,7 @@ class _Run:
         return self._deployment.models[0].name
 
     def _opened(self, trace: Iterator[Arrival]) -> Iterator[Arrival]:
-        """The trace, whose first minute says what there is at the beginning."""
+        """The trace, after its first minute has sized the fleet."""
         head: list[Arrival] = []
         rest = trace
         for arrival in trace:
@@ -223,7 +221,7 @@ class _Run:
             self._controller.act(at)
         elif kind == "line" and runner.state is not ReplicaPhase.STOPPED:
             runner.engine.catch_up(at)
-            gateway.told(runner)
+            gateway.adapters_reported(runner)
         elif kind == "pace" and runner.state is not ReplicaPhase.STOPPED:
             self._slow[runner].remove(detail)
             self._pace(runner, at)
@@ -237,12 +235,12 @@ class _Run:
         return sum([gateway.queued_bytes for name, gateway in self._gateways.items() if name != model])
 
     def _pace(self, runner: TwinReplica, at: float) -> None:
-        """Have it be as slow as its stretches say: the factors of those that overlap multiply."""
+        """Apply the current slowdowns: their factors multiply."""
         factor = math.prod(self._world.slow[i].factor for i in self._slow[runner])
         self._fleets[runner.key.model].pace(runner, factor, at)
 
     def _advance(self, runner: TwinReplica, fleet: Fleet, gateway: TwinGateway, at: float) -> None:
-        """Take an engine's news."""
+        """Take the events of an engine."""
         freed = False
         for event in runner.engine.advance(at):
             place = runner.places[event.number]
@@ -265,14 +263,14 @@ class _Run:
             gateway.offer(at)
 
     def _look(self, model: str, gateway: TwinGateway, at: float) -> None:
-        """Have the queue looked at when it is due."""
+        """Schedule the next look at the queue."""
         due = gateway.dispatcher.due_at(at)
         if due < self._looks.get(model, math.inf):
             self._looks[model] = due
             self._push(due, "look", model, 0)
 
     def _over(self, place: TwinTicket, outcome: Outcome, at: float) -> None:
-        """A request has ended in the fleet: with an answer, or for an upstream, or for nobody."""
+        """A request has ended in the fleet: served, overflown, or failed."""
         self._open -= 1
         model = place.request.model
         if outcome in (Outcome.REFUSED, Outcome.EXPIRED) and self._overflows(model, place, at):
@@ -281,7 +279,7 @@ class _Run:
         self._recent[model].append((at, met))
 
     def _overflows(self, model: str, place: TwinTicket, at: float) -> bool:
-        """Whether an upstream takes it, while the money lasts."""
+        """Whether a fallback provider takes it within its spend cap."""
         for upstream in self._deployment.upstreams:
             if model in upstream.models:
                 price = cost(upstream.price, place.arrival.input_tokens, place.arrival.output_tokens)
@@ -293,7 +291,7 @@ class _Run:
         return False
 
     def _report(self, at: float) -> None:
-        """Gateways and replicas report; then the models decide whose tick is due."""
+        """Gateways and replicas report; then the models whose tick is due decide."""
         self._number += 1
         reports = {
             name: gateway.totals.report(
@@ -314,7 +312,7 @@ class _Run:
                 self._record.moments.append(self._moment(name, at))
 
     def _place(self, model: str, beat: int, at: float) -> None:
-        """The replicas report the use of their adapters, and get those that the last plan places on them."""
+        """Replicas report the use of their adapters and receive the last plan."""
         placement, fleet = self._placements[model], self._fleets[model]
         if not beat % round(PLAN_PERIOD_S / HEARTBEAT_PERIOD_S):
             placement.replan((self._host(runner, at) for runner in fleet if stays(runner)), at)
@@ -332,11 +330,11 @@ class _Run:
             key=runner.view.key,
             slots=adapters.slots_per_replica,
             seats=float(runner.view.bound),
-            resident=frozenset(runner.engine.adapters),
+            resident=frozenset(runner.engine.slots.loaded),
         )
 
     def _urgently(self, model: str, at: float) -> None:
-        """Have ``model`` decided on now, and whoever's turn it is."""
+        """Decide now for ``model`` and all that are due."""
         self._decide(self._controller.due(at, frozenset({model})), at)
 
     def _decide(self, models: frozenset[str], at: float) -> None:
@@ -390,7 +388,7 @@ class _Run:
             draw, devices = _draw(spec, shape, budget), shape.gpus or shape.cpus
             held_s = (at if span.ended_at is None else span.ended_at) - span.asked_at
             if span.model in beds and span.shape in beds[span.model].engines:
-                # Its cards are drawn from whoever of the bed is awake: what it adds is what it computes.
+                # The idle power of a shared GPU group is counted once, above.
                 span.joules = devices * span.busy_s * (draw.watts(1.0) - draw.watts(0.0))
             else:
                 span.joules = devices * held_s * draw.watts(span.busy_s / held_s if held_s else 0.0)
@@ -402,7 +400,7 @@ class _Run:
 
 
 def _draw(spec: ModelSpec, shape: Shape, budget: Budget) -> PowerModel:
-    """What one of its devices draws: of the kind that its profile is of, else as the budget has it."""
+    """The power model of one device: that of the profile's GPU type, else the budget's."""
     if not shape.gpus:
         return power_model_of("cpu", budget.cpu_watts)
     kind, _ = kind_and_size(spec.timed_by or "")

@@ -142,9 +142,7 @@ class Twin:
         self.arrived = 0
         rng = random.Random(1)  # noqa: S311
         self.fleet = Fleet(spec, EARTH, [], rng, wake=lambda at, kind, runner, detail: None, lost=self._lost)
-        self.gateway = TwinGateway(
-            spec, deployment, self.fleet, rng, over=self._over, queued_elsewhere=lambda: 0
-        )
+        self.gateway = TwinGateway(deployment, self.fleet, rng, over=self._over, queued_elsewhere=lambda: 0)
         self.key = LayerKey(model="m", shape="small", generation=1)
         self.wanted = 0
 

@@ -23,8 +23,7 @@ from policy.routing.settings import Settings
 from policy.wire.heartbeat import HEARTBEAT_PERIOD_S
 from policy.wire.load import COALESCE_S
 from sim.arrival import Arrival
-from sim.twin.adapter_placement import TwinPlacement
-from sim.twin.adapter_slots import InTurnSlots, LeastRecentlyUsedSlots, TwinSlots
+from sim.twin.adapters import InTurnSlots, LeastRecentlyUsedSlots, TwinPlacement, TwinSlots
 from sim.twin.engine import Engine
 
 
@@ -119,7 +118,7 @@ class PlannedPlacement(PlacementPolicy):
     def tick(self, replicas: Sequence[Engine], at: float) -> float:
         for i in [i for i, due in self._lines.items() if due <= at]:
             del self._lines[i]
-            self._router.holds([self._key(each) for each in replicas[i].adapters], (), self._views[i].key)
+            self._router.holds([self._key(each) for each in replicas[i].slots.loaded], (), self._views[i].key)
         if self._plan_at <= at:
             self._replan(replicas, at)
             self._plan_at += PLAN_PERIOD_S
@@ -150,7 +149,7 @@ class PlannedPlacement(PlacementPolicy):
                 key=view.key,
                 slots=equipment.slots,
                 seats=equipment.timing.limits.max_num_seqs,
-                resident=frozenset(replica.adapters),
+                resident=frozenset(replica.slots.loaded),
             )
             for view, replica in zip(self._views, replicas, strict=True)
         ]
@@ -213,8 +212,8 @@ class ServeMultiplex(PlacementPolicy):
     def tick(self, replicas: Sequence[Engine], at: float) -> float:
         for i, replica in enumerate(replicas):
             if self._push_at[i] <= at:
-                loading = {replica.loading} if replica.loading is not None else set()
-                self._pushed[i] = frozenset(replica.adapters) | set(replica.awaited) | loading
+                loading = {replica.slots.loading} if replica.slots.loading is not None else set()
+                self._pushed[i] = frozenset(replica.slots.loaded) | set(replica.slots.awaited) | loading
                 self._push_at[i] += PUSH_S
         if self._control_at <= at:
             self._known = list(self._pushed)

@@ -23,8 +23,7 @@ from sim.benchmarks.adapters.contenders import (
     ServeMultiplex,
 )
 from sim.benchmarks.adapters.event_loop import RunOutcome, run_events
-from sim.twin.adapter_placement import TwinPlacement
-from sim.twin.adapter_slots import TwinSlots
+from sim.twin.adapters import TwinPlacement, TwinSlots
 from sim.twin.record import Record
 from sim.twin.run import simulate
 from sim.twin.scenario import Scenario

@@ -65,9 +65,9 @@ def play(seed: int) -> Told:
         elif what < 0.97:
             told.gone.update(engine.crash())
         assert 0.0 <= engine.kv_used <= 1.0
-        assert engine.in_flight == engine.running + engine.waiting + engine.deferred
-        told.facts += [engine.running, engine.waiting, engine.deferred, engine.kv_used, engine.tokens]
-        told.facts += [engine.pending_tokens, engine.adapters, engine.adapter_loads, engine.preempted]
+        assert engine.in_flight == engine.running + engine.waiting + engine.slots.deferred
+        told.facts += [engine.running, engine.waiting, engine.slots.deferred, engine.kv_used, engine.tokens]
+        told.facts += [engine.pending_tokens, engine.slots.loaded, engine.adapter_loads, engine.preempted]
     while (at := engine.next_at()) < math.inf:
         told.events += engine.advance(at)
     assert (engine.in_flight, engine.kv_used, engine.pending_tokens) == (0, 0.0, 0)
@@ -214,7 +214,7 @@ def test_a_crash_loses_everybody_and_it_can_begin_again() -> None:
         engine.submit(Job(number, 10, 50, "a" if number == 5 else ""), 0.0)
     engine.catch_up(0.25)
     assert engine.crash() == [0, 1, 2, 3, 4, 5]
-    assert (engine.in_flight, engine.kv_used, engine.pending_tokens, engine.adapters) == (0, 0.0, 0, ())
+    assert (engine.in_flight, engine.kv_used, engine.pending_tokens, engine.slots.loaded) == (0, 0.0, 0, ())
     assert engine.next_at() == math.inf
     assert engine.busy_s == pytest.approx(0.25)
     assert engine.adapter_loads == 1
@@ -261,9 +261,9 @@ def test_who_runs_pushes_out_what_others_had_shared() -> None:
 def test_the_load_of_an_adapter_holds_the_steps_up_and_others_pass_who_waits() -> None:
     engine = Engine(TIMING, slots=1, adapter_load_s=0.5)
     engine.submit(Job(1, 10, 100, "a"), 0.0)
-    assert (engine.deferred, engine.running, engine.adapters) == (1, 0, ())
+    assert (engine.slots.deferred, engine.running, engine.slots.loaded) == (1, 0, ())
     engine.catch_up(0.4)
-    assert (engine.adapters, engine.adapter_loads) == ((), 1)
+    assert (engine.slots.loaded, engine.adapter_loads) == ((), 1)
     engine.submit(Job(2, 10, 1), 0.4)
     engine.catch_up(0.5)
     engine.submit(Job(3, 10, 1, "b"), 0.51)
@@ -280,7 +280,7 @@ def test_the_load_of_an_adapter_holds_the_steps_up_and_others_pass_who_waits() -
     assert events[0].at == events[1].at == pytest.approx(0.5 + step)
     # The slot is in use until the first is done; then it is loaded anew, and nothing else is done meanwhile.
     assert events[4].at == pytest.approx(events[3].at + 0.5 + MODEL.step_time(10, 10, 1))
-    assert engine.adapters == ("b",)
+    assert engine.slots.loaded == ("b",)
 
 
 @pytest.mark.parametrize(

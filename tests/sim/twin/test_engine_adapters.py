@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from policy.engine.model import Timing
 from policy.engine.profiles import profile
 from policy.placement.slots import HALF_LIFE_S, PREFETCH_PAUSE
-from sim.twin.adapter_slots import InTurnSlots, LeastRecentlyUsedSlots, TwinSlots
+from sim.twin.adapters import InTurnSlots, LeastRecentlyUsedSlots, TwinSlots
 from sim.twin.engine import Engine, Job, Kind
 
 PROFILE = profile("sim-small")
@@ -31,7 +31,7 @@ def test_the_least_recently_used_goes_for_others_and_the_least_asked_for_in_the_
     for number, adapter in enumerate(("a", "a", "a", "b", "c")):
         one.submit(Job(number, 8, 1, adapter), 5.0 * number)
     one.advance(30.0)
-    assert gone not in one.adapters and len(one.adapters) == 2
+    assert gone not in one.slots.loaded and len(one.slots.loaded) == 2
 
 
 def test_what_is_held_is_loaded_ahead_and_stays_until_it_is_held_no_more() -> None:
@@ -39,17 +39,17 @@ def test_what_is_held_is_loaded_ahead_and_stays_until_it_is_held_no_more() -> No
     one.slots.plan(["h"])
     assert one.next_at() == float("inf"), "nobody has looked"
     one.look_ahead(1.0)
-    assert (one.loading, one.adapters, one.next_at()) == ("h", (), 1.0 + LOAD_S)
+    assert (one.slots.loading, one.slots.loaded, one.next_at()) == ("h", (), 1.0 + LOAD_S)
     one.advance(1.0 + LOAD_S)
-    assert (one.loading, one.adapters, one.adapter_loads) == (None, ("h",), 1)
+    assert (one.slots.loading, one.slots.loaded, one.adapter_loads) == (None, ("h",), 1)
     for number, adapter in enumerate("abc"):
         one.submit(Job(number, 8, 1, adapter), 10.0 + 5.0 * number)
     one.advance(30.0)
-    assert "h" in one.adapters
+    assert "h" in one.slots.loaded
     one.slots.plan([])
     one.submit(Job(3, 8, 1, "d"), 100.0)
     one.advance(110.0)
-    assert "h" not in one.adapters
+    assert "h" not in one.slots.loaded
 
 
 def test_what_is_asked_for_more_does_not_go_for_what_is_held() -> None:
@@ -58,10 +58,10 @@ def test_what_is_asked_for_more_does_not_go_for_what_is_held() -> None:
     one.advance(5.0)
     one.slots.plan(["h"])
     one.look_ahead(5.0)
-    assert (one.loading, one.adapters) == (None, ("a",))
+    assert (one.slots.loading, one.slots.loaded) == (None, ("a",))
     later = HALF_LIFE_S + 10.0  # asked for less than once in a minute by then
     one.look_ahead(later)
-    assert (one.loading, one.adapters) == ("h", ())
+    assert (one.slots.loading, one.slots.loaded) == ("h", ())
 
 
 def test_who_comes_while_its_adapter_is_loaded_ahead_waits_for_that_load() -> None:
@@ -69,7 +69,7 @@ def test_who_comes_while_its_adapter_is_loaded_ahead_waits_for_that_load() -> No
     one.slots.plan(["h"])
     one.look_ahead(0.0)
     one.submit(Job(0, 8, 1, "h"), 0.1)
-    assert (one.deferred, one.awaited) == (1, ("h",))
+    assert (one.slots.deferred, one.slots.awaited) == (1, ("h",))
     (first, done) = one.advance(5.0)
     assert (first.kind, done.kind, one.adapter_loads) == (Kind.FIRST, Kind.DONE, 1)
     assert first.at == pytest.approx(LOAD_S + PROFILE.model.step_time(8, 8, 1))
@@ -87,9 +87,9 @@ def test_those_that_run_get_more_time_before_a_load_that_nobody_waits_for() -> N
             one.submit(Job(1, 8, 1, "b"), LOAD_S)
         due = LOAD_S * (1.0 + pause)
         one.catch_up(due - 0.001)
-        assert one.loading is None and one.running == 1
+        assert one.slots.loading is None and one.running == 1
         one.catch_up(due + 0.1)
-        assert one.loading == ("h" if held else "b")
+        assert one.slots.loading == ("h" if held else "b")
 
 
 def test_in_turn_an_adapter_is_loaded_again_if_it_went() -> None:
@@ -120,5 +120,5 @@ def test_whatever_comes_ends_and_slots_are_never_exceeded(
         one.submit(Job(number, 8, rng.randint(1, 20), str(rng.randrange(6))), at)
     while (at := one.next_at()) < float("inf"):
         ended += [event.number for event in one.advance(at) if event.kind is Kind.DONE]
-        assert len(one.adapters) + (one.loading is not None) <= slots
-    assert sorted(ended) == list(range(30)) and one.deferred == 0
+        assert len(one.slots.loaded) + (one.slots.loading is not None) <= slots
+    assert sorted(ended) == list(range(30)) and one.slots.deferred == 0

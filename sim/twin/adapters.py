@@ -1,4 +1,4 @@
-"""Adapter slots of a simulated replica: the rules of a real one, and two baselines.
+"""The adapters of a simulated model: the slots of a replica, two baselines, and the placement on replicas.
 
 Adapters and requests are strings, instants are seconds of the run.
 """
@@ -6,17 +6,21 @@ Adapters and requests are strings, instants are seconds of the run.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Iterable
 
-from policy.placement.slots import AdapterSlots, SlotEntry, SlotState
+from policy.placement.plan import plan
+from policy.placement.slots import HALF_LIFE_S, AdapterSlots, SlotEntry, SlotState
+from policy.placement.types import EMPTY, Demand, Host, Plan
+from policy.stats.decay import DecayingCount
 
 Entry = SlotEntry[str, str, bool]
 
 
 class TwinSlots(AdapterSlots[str, str, bool]):
-    """The slots of a replica in virtual time, where files are always there and one adapter loads at a time.
+    """The slots of a replica in virtual time: all files are present, one adapter loads at a time.
 
-    ``loading`` is the adapter that is being loaded, ``loads`` counts loads, ``changes`` counts changes of the
-    set of loaded adapters. ``requests`` are those since the last heartbeat, which takes them.
+    ``loading`` is the adapter being loaded, ``loads`` counts loads, ``changes`` changes of the set of loaded
+    adapters, ``requests`` those since the last heartbeat.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -65,16 +69,16 @@ class TwinSlots(AdapterSlots[str, str, bool]):
         self.loads += 1
 
     def admit_waiting(self, at: float) -> list[str]:
-        """End the load under way, if any; the requests that may use their adapters from now on.
+        """End the current load; returns the requests that may use their adapters from now on.
 
-        Requests that waited for this load go on even if others have waited longer for a slot.
+        Requests that waited for this load run even if others have waited longer for a slot.
         """
         loaded = self.end_load()
         admitted = [] if loaded is None else self.admit(loaded)
         return admitted + [request for entry in self.admissible(at) for request in self.admit(entry)]
 
     def end_load(self) -> Entry | None:
-        """End the load under way; the entry that is loaded by it."""
+        """End the current load; returns its entry."""
         if self.loading is None:
             return None
         entry = self.track(self.loading)
@@ -92,7 +96,7 @@ class LeastRecentlyUsedSlots(TwinSlots):
 
 
 class InTurnSlots(LeastRecentlyUsedSlots):
-    """Requests that wait get their adapters one after the other, as if each loaded under one lock."""
+    """Waiting requests get their adapters one after the other, as if loads held one lock."""
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
@@ -123,3 +127,42 @@ class InTurnSlots(LeastRecentlyUsedSlots):
             self._use(entry, 1)
             admitted.append(request)
         return admitted
+
+
+class TwinPlacement:
+    """The controller's placement of one model's adapters: heartbeats in, a plan out.
+
+    It plans with the production algorithm from request rates alone; :mod:`serve.adapters.placement` also uses
+    rising rates and waiting requests. A load takes ``load_s`` seconds; ``key`` is an adapter's 64-bit hash.
+    """
+
+    def __init__(self, load_s: float, key: Callable[[str], int]) -> None:
+        self.plan: Plan = EMPTY
+        self._load_s = load_s
+        self._key = key
+        self._demand: dict[str, DecayingCount] = {}
+        # Since the last plan: the sum of requests in flight over heartbeats, and the number of heartbeats.
+        self._in_flight = self._beats = 0
+
+    def beat(self, replica: str, slots: TwinSlots, in_flight: int, at: float) -> None:
+        """A heartbeat: count the new requests and those in flight, and hand the plan to the replica."""
+        for adapter, requests in slots.requests.items():
+            self._demand.setdefault(adapter, DecayingCount(HALF_LIFE_S)).add(at, requests)
+        slots.requests.clear()
+        self._in_flight += in_flight
+        self._beats += 1
+        slots.plan(self.plan.hold.get(replica, ()))
+
+    def replan(self, hosts: Iterable[Host], at: float) -> None:
+        """Plan for these replicas."""
+        listed = list(hosts)
+        rates = {adapter: requests.rate(at) for adapter, requests in self._demand.items()}
+        # Little's law: the mean number of requests in flight over their arrival rate.
+        in_flight = self._in_flight * len(listed) / self._beats if self._beats else 0.0
+        service_s = in_flight / sum(rates.values()) if rates else 0.0
+        self._in_flight = self._beats = 0
+        demands = [
+            Demand(name=name, key=self._key(name), rate=rate, load_s=self._load_s, service_s=service_s)
+            for name, rate in rates.items()
+        ]
+        self.plan = plan(listed, demands, self.plan, at)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from policy.placement.slots import PATIENCE_S
 from policy.wire.heartbeat import AdapterRef
-from sim.twin.adapter_slots import InTurnSlots, LeastRecentlyUsedSlots, TwinSlots
+from sim.twin.adapters import InTurnSlots, LeastRecentlyUsedSlots, TwinSlots
 from tests.serve.engine.fakes import User, quiet, replica, wanted
 
 
