@@ -56,18 +56,6 @@ async def test_a_full_fleet_is_told_apart_from_none(shared: Stack) -> None:
     assert len(replica.hits) == 1
 
 
-async def test_the_queue_is_served_in_order(shared: Stack) -> None:
-    replica = await shared.replica("ordered", bound=1)
-    await shared.ready()
-    asked = []
-    for i in range(5):
-        asked.append(asyncio.create_task(shared.chat(user=str(i))))
-        await waiting(shared, i + 1)
-    shared.controller.set(replica)
-    assert [answer.status_code for answer in await asyncio.gather(*asked)] == [200] * 5
-    assert [hit.json["user"] for hit in replica.hits] == ["0", "1", "2", "3", "4"]
-
-
 @pytest.mark.parametrize("reason", ["busy", "draining", "starting"])
 async def test_a_refusal_is_taken_elsewhere_uncharged(shared: Stack, reason: str) -> None:
     refusing = await shared.replica(f"refuses-{reason}")

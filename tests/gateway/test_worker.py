@@ -34,15 +34,6 @@ async def test_without_any_fleet_it_is_not_ready_and_says_why(stack: Stack) -> N
     assert answer.status_code == 503
 
 
-async def test_a_controller_whose_clock_went_back_is_followed(stack: Stack) -> None:
-    await started(stack)
-    await stack.controller.stop()
-    await stack.controller.start()
-    stack.controller.epoch, stack.controller.version = 1.0, 1
-    other = await stack.replica("other")
-    await stack.ready(other)
-
-
 async def test_two_workers_share_a_port_and_their_metrics(stack: Stack) -> None:
     await started(stack, workers=2)
 
@@ -130,32 +121,6 @@ async def test_external_servers_need_no_controller_and_get_no_secret(stack: Stac
     assert all("x-tidegate-secret" not in exchange.headers for exchange in seen)
     cards = (await stack.http.get("/v1/models")).json()["data"]
     assert [(card["id"], card["max_model_len"]) for card in cards] == [("alpha", 512), ("sql", 512)]
-
-
-@pytest.mark.parametrize(
-    "nonsense", [b'{"data":[{"id":"\xff"}]}', b'{"x":' + b"[" * 100_000], ids=["bytes", "deep"]
-)
-async def test_an_external_server_that_talks_nonsense_is_not_ready(stack: Stack, nonsense: bytes) -> None:
-    server = FakeReplica("external")
-    await server.start()
-    stack.replicas.append(server)
-    listing = nonsense
-    probes = 0
-
-    async def run(exchange: Exchange) -> None:
-        nonlocal probes
-        probes += exchange.path == "/v1/models"
-        await exchange.reply(listing if exchange.path == "/v1/models" else ANSWER)
-
-    server._run = run  # type: ignore[method-assign]
-    stack.models = [{"name": "alpha", "engine": "external", "urls": [f"{server.url}/v1"]}]
-    worker = await stack.start_worker()
-    await until(lambda: probes > 1)
-    assert await stack._admits(set())
-    listing = b'{"data":[]}'
-    await until(lambda: stack._admits({server.url.removeprefix("http://")}))
-    assert (await stack.chat()).content == ANSWER
-    assert worker.returncode is None
 
 
 async def test_a_fleet_that_is_no_text_is_passed_over(stack: Stack) -> None:

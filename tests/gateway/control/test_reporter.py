@@ -230,21 +230,6 @@ async def test_the_last_report_is_the_last() -> None:
     await site.close()
 
 
-@in_virtual_time
-async def test_who_waits_is_told_with_the_time_of_the_oldest() -> None:
-    site = Site()
-    site.served.down = site.served.asleep = True
-    first = site.ask(wait_s=30.0)
-    await asyncio.sleep(10.0)
-    second = site.ask(wait_s=30.0)
-    await asyncio.sleep(5.0)
-    assert (site.report().queued, site.report().oldest_s) == (2, pytest.approx(15.0))
-    await asyncio.sleep(16.0)
-    assert first.done() and not second.done()
-    assert (site.report().queued, site.report().oldest_s) == (1, pytest.approx(21.0))
-    await site.close(first, second)
-
-
 # To the controller and back.
 
 

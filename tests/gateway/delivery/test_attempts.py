@@ -68,25 +68,9 @@ async def busy(stand: Stack, replica: FakeReplica, in_flight: int) -> None:
     await until(heard)
 
 
-async def unreached(stand: Stack, replica: FakeReplica) -> float:
-    name = "tidegate_upstream_attempts_total"
-    return await stand.metric(name, model=replica.model, outcome="unreachable")
-
-
 async def breaker(stand: Stack, replica: FakeReplica) -> str:
     seen = (await stand.admin.get("/admin/fleet")).json()["replicas"]
     return next(str(entry["breaker"]) for entry in seen if entry["id"] == replica.id)
-
-
-async def test_a_refused_connection_costs_nothing_where_another_is(stand: Stack) -> None:
-    refuses, takes = await fleet(stand, 2)
-    assert refuses._server is not None
-    refuses._server.close()
-    await busy(stand, takes, 7)
-    answers = [await ask(stand, takes) for _ in range(10)]
-    assert {answer.status_code for answer in answers} == {200}
-    assert await unreached(stand, takes) == 3
-    assert await breaker(stand, refuses) != "closed"
 
 
 async def test_who_fails_is_kept_out_until_a_canary_is_answered(stand: Stack) -> None:

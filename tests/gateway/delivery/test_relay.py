@@ -92,21 +92,3 @@ async def test_an_answer_that_breaks_in_its_middle(shared: Stack, size: int) -> 
     else:
         with pytest.raises(httpx.RemoteProtocolError):
             await shared.chat()
-
-
-@pytest.mark.parametrize(
-    ("path", "data", "ends"),
-    [
-        ("/v1/responses", b'event: response.completed\ndata: {"type":"response.completed"}\n\n', True),
-        ("/v1/responses", b'event: response.created\ndata: {"type":"response.created"}\n\n', False),
-        ("/v1/messages", b'event: message_stop\ndata: {"type":"message_stop"}\n\n', True),
-        ("/v1/messages", b'event: message_start\ndata: {"type":"message_start"}\n\n', False),
-    ],
-)
-async def test_each_api_has_its_own_last_word(shared: Stack, path: str, data: bytes, ends: bool) -> None:
-    replica = await one(shared, f"last-word-{len(data)}")
-    replica.answer = stream(data)
-    answer = await shared.http.post(path, json={"model": "alpha", "stream": True})
-    assert answer.content.startswith(data)
-    assert (answer.content == data) is ends
-    assert ("event: error" in answer.text) is not ends

@@ -178,3 +178,18 @@ def test_depth_is_that_of_the_nesting(value: object, limit: int) -> None:
 
     raw = json.dumps({"a": value, 'quo"te[[[[[': "[[[[[[[\\"}).encode()
     assert depth_exceeds(raw, limit) is (depth(value) + 1 > limit)
+
+
+@pytest.mark.parametrize(
+    ("tail", "event", "ends"),
+    [
+        (ResponsesTail(), "response.completed", True),
+        (ResponsesTail(), "response.created", False),
+        (MessagesTail(), "message_stop", True),
+        (MessagesTail(), "message_start", False),
+    ],
+)
+def test_each_api_has_its_own_last_word(tail: Tail, event: str, ends: bool) -> None:
+    data = b'event: %b\ndata: {"type":"%b"}\n\n' % (event.encode(), event.encode())
+    assert tail.feed(data) == data
+    assert (tail.end(clean=True) is None) is ends

@@ -173,28 +173,6 @@ async def test_the_slots_that_free_together_go_to_the_first_in_the_fair_order() 
     await leave(*loud[1:])
 
 
-async def test_the_last_slots_are_kept_for_who_has_less_than_its_share() -> None:
-    hall = Hall(bound=6)
-    await hall.fill(hall.alpha, tenant="quiet", prompt_tokens=1000)  # it owes more tokens than the loud one
-    loud = [await hall.ask(hall.arrive(hall.alpha, tenant="loud", prompt_tokens=10)) for _ in range(40)]
-    assert sum(one.done() for one in loud) == 3
-    quiet = await hall.ask(hall.arrive(hall.alpha, tenant="quiet", prompt_tokens=1000))
-    assert quiet.done()
-    await leave(*loud[3:])
-
-
-async def test_slots_that_free_together_are_not_all_for_the_loud() -> None:
-    hall = Hall(bound=6)
-    holders = [await hall.fill(hall.alpha, tenant=tenant) for tenant in ("quiet", *["loud"] * 3)]
-    loud = [await hall.ask(hall.arrive(hall.alpha, tenant="loud")) for _ in range(6)]
-    assert not any(one.done() for one in loud)
-    for holder in holders:
-        end(holder)
-    await settled()
-    assert sum(one.done() for one in loud) == 4
-    await leave(*loud[4:])
-
-
 async def test_whoever_leaves_as_it_is_admitted_gives_the_slot_back() -> None:
     hall = Hall()
     link = hall.alpha.links[0]

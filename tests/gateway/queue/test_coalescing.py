@@ -165,13 +165,6 @@ async def test_the_window_ends_while_the_call_before_is_under_way() -> None:
     await asyncio.gather(*asked)
 
 
-async def test_a_full_call_leaves_at_once() -> None:
-    site, asked = await held("a", "b", "c", "d", "e", max_inputs=3)
-    assert site.sent == [["a"], ["b", "c", "d"]]
-    site.hold.set()
-    await asyncio.gather(*asked)
-
-
 async def test_only_the_guilty_gets_its_error() -> None:
     site, asked = await held("a", "b", "bad", "c")
 

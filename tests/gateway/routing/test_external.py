@@ -84,7 +84,9 @@ async def test_a_server_is_asked_where_its_answers_do_not_say_enough(
 
 async def test_what_was_not_well_when_it_was_asked_is_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     view = View(1)
-    await probe(view, [httpx.ConnectError("refused"), httpx.Response(503), LISTING], monkeypatch)
-    assert view.asked == 3
-    states = [turn[0].state for turn in view.turns[:3]]
-    assert states == [ReplicaPhase.STOPPED, ReplicaPhase.STOPPED, ReplicaPhase.READY]
+    nonsense = [b'{"data":[{"id":"\xff"}]}', b'{"x":' + b"[" * 100_000]
+    failures = [httpx.ConnectError("refused"), httpx.Response(503)]
+    failures += [httpx.Response(200, content=content) for content in nonsense]
+    await probe(view, [*failures, LISTING], monkeypatch)
+    assert view.asked == 5
+    assert [turn[0].state for turn in view.turns[:5]] == [ReplicaPhase.STOPPED] * 4 + [ReplicaPhase.READY]

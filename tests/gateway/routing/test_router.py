@@ -9,7 +9,6 @@ from collections.abc import Sequence
 
 import pytest
 
-from gateway.protocol.prompt_hash import adapter_key
 from gateway.routing.fleet import ServedModel
 from gateway.routing.replica import ReplicaHandle
 from gateway.routing.router import KEPT, ModelRouters
@@ -104,22 +103,6 @@ async def test_replicas_pass_on_what_other_hosts_sent() -> None:
     assert chosen is not None and chosen.uncached == 1040
 
 
-async def test_what_a_replica_says_of_its_adapters_is_what_is_believed() -> None:
-    here, model = routes(), served(replicas=2)
-    key = adapter_key("m", "sql@1")
-    request = Request("m", adapter_key=key, prompt_tokens=10)
-    first, quote = send(here, model, request)
-    assert quote.adapter > 0.0
-    other = next(link for link in model.links if link is not first)
-    here.holds("m", first.view.key, ["chat@1"], ["sql@1"])
-    here.holds("m", other.view.key, ["sql@1"], [])
-    there, quote = send(here, model, request)
-    assert there is other and quote.adapter == 0.0
-    here.holds("m", other.view.key, [], [])
-    chosen = choose(here, model, request)
-    assert chosen is not None and chosen.adapter > 0.0
-
-
 async def test_decisions_are_kept_and_explained_with_their_candidates() -> None:
     here, model = routes(), served()
     request = prompt()
@@ -168,21 +151,6 @@ async def test_a_new_document_acts_on_the_next_choice() -> None:
     assert choose(here, model, Request("m", prompt_tokens=10)) is None
     documents.pop(0)
     assert choose(here, model, Request("m", prompt_tokens=10)) is not None
-
-
-async def test_what_a_replica_has_room_for_follows_the_gaps_of_its_answers() -> None:
-    spec = ModelSpec(name="m", control=ControlConfig(slo=SloConfig(itl_p95_s=0.05)))
-    here = ModelRouters(random.Random(1), deployment=lambda: Deployment(models=(spec,)))  # noqa: S311
-    model = served(replicas=1)
-    (link,) = model.links
-    for _ in range(100):
-        link.begin(0)
-    comes = Request("m", output_tokens=100, arrived=asyncio.get_running_loop().time())
-    chosen = choose(here, model, comes)
-    assert chosen is not None
-    for _ in range(200):
-        here.paced("m", chosen, 6 * GENERIC_STEP_S)
-    assert choose(here, model, comes) is None
 
 
 async def test_a_request_is_expected_to_stay_as_long_as_beside_those_that_run() -> None:

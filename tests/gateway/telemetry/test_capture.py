@@ -222,10 +222,6 @@ def test_another_capture_has_other_hashes() -> None:
     assert one.session != other.session
 
 
-def test_a_prompt_shorter_than_a_block_has_none() -> None:
-    assert Pseudonyms(density, b"key").line(row("z" * 2000), 0.0).blocks == ()
-
-
 @pytest.mark.process
 async def test_over_the_admin_port_every_worker_is_heard_and_no_text(stack: Stack) -> None:
     await stack.start_controller()
