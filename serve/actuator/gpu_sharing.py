@@ -1,7 +1,7 @@
-"""Layers that share a bed, over any actuator: their counts are orders to the bed, which alone is deployed.
+"""Layers of a shared GPU group, over any actuator: only the group is deployed, and counts are orders to it.
 
-A bed is one replica of the largest shape to the actuator beneath. What each of its layers shall have awake
-is on disk before it is relied on, told in the answers to heartbeats, and told again until it is so.
+For the actuator below, a group is one replica of the largest shape. The number of engines of each layer that
+are awake is stored on disk first, and then sent in every answer to a heartbeat.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ log = logging.getLogger("tidegate.controller")
 
 
 class GroupRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A bed, by its layer in the actuator beneath; ``wanted`` is how many are awake of each layer that is.
+    """A group and its layer ``key`` in the actuator below; ``wanted`` is the awake count of each shape.
 
-    One without layers is deleted as soon as the actuator does so.
+    A group without layers is being deleted.
     """
 
     key: LayerKey
@@ -37,20 +37,20 @@ class GroupRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SharedGpuActuator:
-    """The actuator port over another; what has no bed passes through.
+    """The actuator port over another one; layers outside a group pass through.
 
-    A bed with all its engines asleep keeps its GPUs, unless another generation of its model needs some.
+    A group whose engines are all asleep keeps its GPUs, unless another revision of its model needs them.
     """
 
     def __init__(self, actuator: Actuator, state: StateDir) -> None:
         self.name = actuator.name
-        self._beneath = actuator
+        self._inner = actuator
         self._state = state
         self._path = state.root / "beds.json"
         self._records = {record.key: record for record in self._read()}
 
     def awake(self, replica: Replica) -> dict[str, int] | None:
-        """How many engines of each shape shall be awake in the bed of ``replica``, if it is in one."""
+        """The desired awake count of each shape in the group of ``replica``, if it is in one."""
         key = LayerKey(replica.model, replica.shape, replica.generation)
         record = self._of(key)
         if record is None or replica.shape not in record.plan.engines:
@@ -58,10 +58,10 @@ class SharedGpuActuator:
         return {shape: record.wanted.get(shape, 0) for shape in record.plan.engines}
 
     async def layers(self) -> Mapping[LayerKey, Held]:
-        beneath = dict(await self._beneath.layers())
+        inner = dict(await self._inner.layers())
         found: dict[LayerKey, Held] = {}
         for key, record in tuple(self._records.items()):
-            held = beneath.pop(key, None)
+            held = inner.pop(key, None)
             if not record.wanted:
                 await self._end(key, there=held is not None)
             elif held is not None:
@@ -69,7 +69,7 @@ class SharedGpuActuator:
                     found[LayerKey(key.model, shape, key.generation)] = msgspec.structs.replace(
                         held, wanted=wanted, digest=record.digests[shape], sleeps=held.wanted > 0
                     )
-        return beneath | found
+        return inner | found
 
     async def deploy(
         self, key: LayerKey, model: ModelSpec, weights: Weights | None, digest: str, count: int
@@ -77,14 +77,14 @@ class SharedGpuActuator:
         plan, record = gpu_group_of(model), self._of(key)
         if record is None and (plan is None or key.shape not in plan.engines):
             await self._free(key)
-            await self._beneath.deploy(key, model, weights, digest, count)
+            await self._inner.deploy(key, model, weights, digest, count)
             return
-        there = record is not None and record.key in await self._beneath.layers()
+        there = record is not None and record.key in await self._inner.layers()
         if record is not None and there and key.shape in record.wanted:
             return
         if record is None or not there:
             assert plan is not None
-            # Behind what an engine is made of stands which weights.
+            # The digest of the shape is followed by that of the weights.
             of_weights = digest[len(digest_of(model, key.shape)) :]
             record = GroupRecord(
                 key=LayerKey(key.model, plan.shape, key.generation),
@@ -101,28 +101,28 @@ class SharedGpuActuator:
         )
         await self._free(record.key)
         if there:
-            await self._beneath.scale(record.key, 1)
+            await self._inner.scale(record.key, 1)
         else:
-            await self._beneath.deploy(record.key, model, weights, record.digests[record.plan.shape], 1)
+            await self._inner.deploy(record.key, model, weights, record.digests[record.plan.shape], 1)
 
     async def scale(self, key: LayerKey, count: int) -> None:
         record = self._of(key)
         if record is None:
             if count:
                 await self._free(key)
-            await self._beneath.scale(key, count)
+            await self._inner.scale(key, count)
             return
-        if key.shape not in record.wanted or record.key not in await self._beneath.layers():
+        if key.shape not in record.wanted or record.key not in await self._inner.layers():
             raise ActuatorFailed(f"there is no layer {key} to scale")
         self._put(msgspec.structs.replace(record, wanted=record.wanted | {key.shape: count}))
         if count:
             await self._free(record.key)
-            await self._beneath.scale(record.key, 1)
+            await self._inner.scale(record.key, 1)
 
     async def delete(self, key: LayerKey) -> None:
         record = self._of(key)
         if record is None:
-            await self._beneath.delete(key)
+            await self._inner.delete(key)
             return
         left = {shape: wanted for shape, wanted in record.wanted.items() if shape != key.shape}
         self._put(msgspec.structs.replace(record, wanted=left))
@@ -130,22 +130,22 @@ class SharedGpuActuator:
             await self._end(record.key, there=True)
 
     async def stop(self) -> None:
-        await self._beneath.stop()
+        await self._inner.stop()
         self._records.clear()
         self._save()
 
     async def close(self) -> None:
-        await self._beneath.close()
+        await self._inner.close()
 
     async def _end(self, key: LayerKey, *, there: bool) -> None:
-        """Delete a bed that has no layers; its record goes last, so that none is forgotten."""
+        """Delete a group without layers; its record last, so that none is forgotten."""
         if there:
-            await self._beneath.delete(key)
+            await self._inner.delete(key)
         self._records.pop(key, None)
         self._save()
 
     async def _free(self, key: LayerKey) -> None:
-        """Have the beds of other generations that are all asleep give up their GPUs for ``key``."""
+        """Free the GPUs of groups of other revisions that are all asleep, for ``key``."""
         idle = [
             other
             for other, record in self._records.items()
@@ -153,13 +153,13 @@ class SharedGpuActuator:
             and other.generation != key.generation
             and not any(record.wanted.values())
         ]
-        beneath = await self._beneath.layers() if idle else {}
+        inner = await self._inner.layers() if idle else {}
         for other in idle:
-            if other in beneath and beneath[other].wanted:
-                await self._beneath.scale(other, 0)
+            if other in inner and inner[other].wanted:
+                await self._inner.scale(other, 0)
 
     def _of(self, key: LayerKey) -> GroupRecord | None:
-        """The bed that the layer ``key`` is, or may be, in."""
+        """The group that may contain the layer ``key``."""
         for record in self._records.values():
             same = (record.key.model, record.key.generation) == (key.model, key.generation)
             if same and key.shape in record.plan.engines:
@@ -177,6 +177,6 @@ class SharedGpuActuator:
         try:
             return self._state.load(self._path, list[GroupRecord]) or []
         except msgspec.DecodeError as error:
-            # Of another version: what runs goes on as it was told last, as one replica of the largest shape.
+            # Written by another version: the groups continue as single replicas of the largest shape.
             log.warning("%s cannot be read: %s", self._path, error)
             return []

@@ -1,7 +1,7 @@
 """The actuator of one machine: each replica host is a process of its own (``--no-ray``).
 
-Hosts are sessions of their own and are recorded on disk before they are relied on, so a controller
-that was killed finds them again, and nothing is left behind when it is told to stop.
+Each host has its own session and is recorded on disk, so that a restarted controller finds it again and a
+stop leaves no process behind.
 """
 
 from __future__ import annotations
@@ -19,22 +19,20 @@ from policy.config.deployment import ModelSpec
 from policy.errors import ActuatorFailed
 from policy.scaling.rollout import MAX_FAILURES, STABLE_S, LayerKey
 from policy.stats.backoff import Backoff
-from serve.actuator.port import Held
-from serve.host.host import HostSpec
+from serve.actuator.port import Held, host_spec
 from serve.host.local_process import LocalHost
-from serve.host.versions import installed
 from serve.host.weights import Weights
 from store.log_file import RotatingLog
 from store.process import end_all, find, started_at, terminate
 from store.state_dir import StateDir
 
-# How long hosts may take to end when everything is stopped: the gateways have drained by then.
+# Maximum time for hosts to end at a stop; the gateways have drained by then.
 GRACE_S = 15.0
 BACKOFF = Backoff(0.5, 30.0, factor=4.0)
 
 
 class Process(msgspec.Struct, frozen=True, kw_only=True):
-    """A host process: ``created`` tells it from a later one with the same id."""
+    """A host process; ``created`` distinguishes it from a later one with the same id."""
 
     pid: int
     created: float
@@ -43,7 +41,7 @@ class Process(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
-    """A layer and its host processes, oldest first; ``deleted`` once the last of them may end it."""
+    """A layer and its host processes, oldest first; a ``deleted`` one is removed with its last process."""
 
     key: LayerKey
     digest: str
@@ -110,7 +108,7 @@ class LocalActuator:
             if count != record.wanted:
                 record = msgspec.structs.replace(record, wanted=count)
                 if not count:
-                    # What is wanted again after that is asked anew: earlier failures do not hold it back.
+                    # Earlier failures do not delay the next start.
                     record = msgspec.structs.replace(record, failures=0, retry_at=0.0)
                 self._put(record)
             await self._reconcile(key)
@@ -125,7 +123,7 @@ class LocalActuator:
     async def stop(self) -> None:
         processes = [p for record in self._records.values() for p in record.processes]
         running = [found for p in processes if (found := find(p.pid, p.created)) is not None]
-        # A host that is killed takes its engine with it: that holds the host's lifeline.
+        # The engine of a killed host ends too: its standard input closes.
         await asyncio.to_thread(end_all, running, GRACE_S)
         self._records.clear()
         self._save()
@@ -134,7 +132,7 @@ class LocalActuator:
         self._log.close()
 
     async def _reconcile(self, key: LayerKey) -> None:
-        """Forget what ended, then start or end hosts until the count is right."""
+        """Forget processes that ended, then start or end hosts to match the desired count."""
         record = self._records[key]
         for pid in [pid for pid, child in self._children.items() if child.returncode is not None]:
             del self._children[pid]
@@ -152,17 +150,17 @@ class LocalActuator:
             self._save()
             return
         youngest = max((p.created for p in record.processes if not p.leaving), default=math.inf)
-        # Whether a host is ready is not known here: what it may take to start does not count as its life.
+        # Whether a host is ready is not known here, so its maximum start time does not count.
         if record.failures and time.time() - youngest > record.model.control.start_timeout_s + STABLE_S:
             record = msgspec.structs.replace(record, failures=0)
             self._put(record)
         staying = [p for p in record.processes if not p.leaving]
         for _ in range(record.wanted - len(staying)):
-            # A clock that was set back must not hold a start back for longer than any delay.
+            # A clock that was set back must not delay a start for longer than the back-off.
             if time.time() < record.retry_at <= time.time() + BACKOFF.max_s:
                 break
             record = await self._start(record)
-        # The newest leave first: the oldest has the warmest caches.
+        # The newest are removed first: the oldest has the warmest caches.
         for process in staying[record.wanted :]:
             self._leave(process)
             kept = tuple(
@@ -174,21 +172,12 @@ class LocalActuator:
     async def _start(self, record: Record) -> Record:
         key = record.key
         replica = f"{key.model.replace('/', '.')}-{key.shape}-g{key.generation}-{secrets.token_hex(3)}"
-        spec = HostSpec(
-            model=record.model,
-            weights=record.weights,
-            shape=key.shape,
-            generation=key.generation,
-            state_dir=str(self._state.root),
-            controller=self._controller,
-            secret=self._state.secret(),
-            versions=installed(),
-        )
+        spec = host_spec(key, record.model, record.weights, self._state, self._controller, loopback=True)
         child = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "serve.host.local_process", stdin=asyncio.subprocess.PIPE,
             stdout=self._log.descriptor, stderr=self._log.descriptor, start_new_session=True,
         )  # fmt: skip
-        # One that ended at once has no start time; the next look counts it as one that died.
+        # A process that ended at once has no start time; the next call counts it as failed.
         created = started_at(child.pid) or 0.0
         self._children[child.pid] = child
         process = Process(pid=child.pid, created=created, replica=replica)

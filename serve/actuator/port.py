@@ -9,15 +9,17 @@ import msgspec
 
 from policy.config.deployment import ModelSpec
 from policy.scaling.rollout import LayerKey
+from serve.host.host import HostSpec
+from serve.host.versions import installed
 from serve.host.weights import Weights
+from store.state_dir import StateDir
 
 
 class Held(msgspec.Struct, frozen=True, kw_only=True):
-    """A layer as the actuator holds it: the count it was asked for, and what is wrong with it.
+    """A layer as the actuator holds it: its desired count, and in ``trouble`` why starts fail.
 
-    What it ``waits`` for, if there is no room for its replicas, may come yet.
-    Starts that fail are tried again after pauses that grow, next at ``retry_at`` (Unix seconds) if known.
-    The replicas of one that ``sleeps`` are there already: they are woken and put to sleep.
+    ``waits`` says which resources its replicas wait for. ``retry_at`` is the next start (Unix seconds) after
+    failed ones, if known. The replicas of a layer that ``sleeps`` exist: they are woken and put to sleep.
     """
 
     wanted: int
@@ -28,34 +30,44 @@ class Held(msgspec.Struct, frozen=True, kw_only=True):
     sleeps: bool = False
 
 
-class Actuator(Protocol):
-    """Makes layers, sets their counts and ends them.
+def host_spec(  # noqa: PLR0917
+    key: LayerKey, model: ModelSpec, weights: Weights | None, state: StateDir, controller: str, loopback: bool
+) -> HostSpec:
+    """The specification of a host of layer ``key``."""
+    return HostSpec(
+        model=model, weights=weights, shape=key.shape, generation=key.generation, state_dir=str(state.root),
+        controller=controller, secret=state.secret(), loopback=loopback, versions=installed(),
+    )  # fmt: skip
 
-    Every call is idempotent. Raises :class:`policy.errors.ActuatorFailed` when the cluster refuses
-    or does not answer; the controller tries again at its next tick.
+
+class Actuator(Protocol):
+    """Creates, scales and deletes layers.
+
+    Every call is idempotent, and raises :class:`policy.errors.ActuatorFailed` when the cluster refuses or
+    does not answer; the controller retries at its next tick.
     """
 
     name: str
 
     async def layers(self) -> Mapping[LayerKey, Held]:
-        """What is held now, also by a predecessor of this process."""
+        """The layers that exist, also those of a predecessor of this process."""
 
     async def deploy(
         self, key: LayerKey, model: ModelSpec, weights: Weights | None, digest: str, count: int
     ) -> None:
-        """Make the layer with ``count`` >= 1 replicas; one that exists is left as it is.
+        """Create the layer with ``count`` >= 1 replicas; an existing one is not changed.
 
-        ``weights`` are those of the generation, ``None`` for an engine that has none.
+        ``weights`` are those of the revision, ``None`` for an engine without weights.
         """
 
     async def scale(self, key: LayerKey, count: int) -> None:
-        """Set the count of a layer that exists, 0 allowed; replicas that leave drain first."""
+        """Set the count of an existing layer, 0 allowed; removed replicas drain first."""
 
     async def delete(self, key: LayerKey) -> None:
-        """End the layer; one that does not exist is no error."""
+        """Delete the layer; no effect if it does not exist."""
 
     async def stop(self) -> None:
-        """End every layer that Tidegate made."""
+        """Delete every layer of this deployment."""
 
     async def close(self) -> None:
-        """Let go of files and connections; what runs goes on."""
+        """Close files and connections; replicas continue."""

@@ -1,10 +1,9 @@
-"""What Serve says of replicas that Ray has found no node for.
+"""The actuator on Ray Serve: one application per layer, scaled only through Serve's scale API.
 
-The actuator on Ray Serve: one application per layer, scaled only through Serve's scale API.
-
-An application is never redeployed: that would replace its running replicas. Applications carry the
-deployment in their names, so several share a cluster and see only their own. Source of the REST
-paths: Ray 2.60, ``dashboard/modules/serve/serve_head.py``."""
+An application is never redeployed: that would replace its running replicas. Its name contains the deployment,
+so that several deployments can share a cluster. Source of the REST paths: Ray 2.60,
+``dashboard/modules/serve/serve_head.py``.
+"""
 
 from __future__ import annotations
 
@@ -25,19 +24,17 @@ from policy.config.gpu_sharing import gpu_group_of
 from policy.errors import ActuatorFailed
 from policy.scaling.rollout import CPU_OVERCOMMIT, LayerKey
 from policy.types import EngineKind
-from serve.actuator.port import Held
-from serve.host.host import HostSpec
+from serve.actuator.port import Held, host_spec
 from serve.host.ray_replica import RayHost
-from serve.host.versions import installed
 from serve.host.weights import Weights
 from store.state_dir import StateDir
 
-# Serve says so after half a minute, in a sentence that has no other form.
+# Serve reports missing resources after 30 s, only as this sentence.
 _RESOURCES = re.compile(r"each replica: (?P<each>\{.*?\}), total resources available: (?P<free>\{.*?\})")
 
 
 def unplaced(deployment: Mapping[str, Any]) -> str:
-    """Why replicas of a deployment, as Serve's REST API shows it, wait for a node; or an empty string.
+    """Why replicas of a deployment wait for a node, empty if none does.
 
     Source: ``ray.serve.schema.DeploymentDetails``.
     """
@@ -54,7 +51,7 @@ def unplaced(deployment: Mapping[str, Any]) -> str:
 
 DEPLOYMENT = "replica"
 
-# The name of an application carries all that a controller without a memory needs to know.
+# The name of an application contains everything that a controller without stored state needs.
 _NAME = re.compile(
     r"tidegate-(?P<deployment>\w+)\+(?P<model>[^+]+)\+(?P<shape>[^+]+)\+g(?P<generation>\d+)-(?P<digest>\w+)"
 )
@@ -70,9 +67,9 @@ SIM_CPUS = 0.01
 
 
 def deployment_id(state: StateDir) -> str:
-    """What tells this deployment from others on the cluster: eight hex digits over its secret.
+    """Eight hex digits that identify this deployment on the cluster: a digest of its secret.
 
-    Not over its directory: two machines may well have the same path.
+    A directory would not do: two machines may have the same path.
     """
     return hashlib.sha256(f"deployment {state.secret()}".encode()).hexdigest()[:8]
 
@@ -82,10 +79,9 @@ def _application(deployment: str, key: LayerKey, digest: str) -> str:
 
 
 def _resources(model: ModelSpec, shape: Shape) -> dict[str, Any]:
-    """What a host asks of Ray.
+    """The resources that a host requests of Ray.
 
-    Cores are asked for in parts, so that two shapes can change places. What a simulated engine
-    imitates it does not take: eight GPUs fit on a laptop.
+    It requests fractions of cores, so that two shapes can overlap during a switch. Simulated GPUs need none.
     """
     if model.engine is EngineKind.SIM:
         return {"num_cpus": SIM_CPUS}
@@ -144,24 +140,14 @@ class RayActuator:
         if key in await self.layers():
             return
         drain_s, bed = model.control.mode.drain_timeout_s, gpu_group_of(model)
-        spec = HostSpec(
-            model=model,
-            weights=weights,
-            shape=key.shape,
-            generation=key.generation,
-            state_dir=str(self._state.root),
-            controller=self._controller,
-            secret=self._state.secret(),
-            loopback=self._loopback,
-            versions=installed(),
-        )
+        spec = host_spec(key, model, weights, self._state, self._controller, self._loopback)
         deployment = ray_serve.deployment(
             name=DEPLOYMENT,
             num_replicas=count,
             ray_actor_options=_resources(model, model.shapes[key.shape]),
             max_ongoing_requests=1,
             health_check_period_s=2.0,
-            # In a bed the engines of each shape start after those of the others.
+            # In a shared GPU group the engines of the shapes start one shape after the other.
             health_check_timeout_s=model.control.start_timeout_s * (len(bed.engines) if bed else 1),
             graceful_shutdown_wait_loop_s=BEFORE_HOOK_S,
             graceful_shutdown_timeout_s=drain_s + AFTER_DRAIN_S,
@@ -217,5 +203,5 @@ def _deploy(target: RunTarget) -> None:
             [target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False
         )
     except Exception as error:
-        # Ray raises its whole own tree here; the controller tries again at its next tick.
+        # Ray may raise any of its errors; the controller retries at its next tick.
         raise ActuatorFailed(f"Serve did not take {target.name}: {error}") from error

@@ -1,4 +1,4 @@
-"""Talk to the controller: what the command line and the supervisor use."""
+"""The client of the controller's HTTP API, for the command line and the supervisor."""
 
 from __future__ import annotations
 
@@ -30,21 +30,24 @@ from serve.controller_api import ControllerStatus, LoggedDecision, ModelStatus
 
 T = TypeVar("T")
 
-# An add that goes on says so at least once a second.
+# Maximum silence of a stream, which has a line at least once a second.
 SILENT_S = 30.0
 
 
 class ControllerClient:
     """A blocking client of the controller's internal HTTP API.
 
-    Raises :class:`policy.errors.Unreachable` when nobody answers, and the controller's own
-    refusals as the error they are.
+    Raises :class:`policy.errors.Unreachable` without an answer, and the errors that the controller reports.
     """
 
-    def __init__(self, address: str, secret: str, timeout_s: float = 10.0) -> None:
+    def __init__(
+        self, address: str, secret: str, timeout_s: float = 10.0, transport: httpx.BaseTransport | None = None
+    ) -> None:
+        """``transport`` replaces the network, for tests."""
         self._http = httpx.Client(
-            base_url=f"http://{address}", headers={SECRET_HEADER: secret}, timeout=timeout_s, trust_env=False
-        )
+            base_url=f"http://{address}", headers={SECRET_HEADER: secret}, timeout=timeout_s, trust_env=False,
+            transport=transport,
+        )  # fmt: skip
         self._address = address
 
     def close(self) -> None:
@@ -56,19 +59,19 @@ class ControllerClient:
         return self._call("GET", FLEET, None, Fleet)
 
     def status(self) -> ControllerStatus:
-        """What each model is doing."""
+        """The status of each model."""
         return self._call("GET", STATUS, None, ControllerStatus)
 
     def scale(self, model: str, replicas: int | None, for_s: float | None = None) -> ModelStatus:
-        """Set the count of the model's current mode by hand, ``None`` to let the policy decide again.
+        """Override the replica count of the current mode; ``None`` lets the policy decide again.
 
-        For so many seconds, or until it is taken back. Raises :class:`policy.errors.TargetError`.
+        For ``for_s`` seconds, or until cleared. Raises :class:`policy.errors.TargetError`.
         """
         wanted = {"model": model, "replicas": "auto" if replicas is None else replicas, "for_s": for_s}
         return self._call("POST", "/scale", wanted, ModelStatus)
 
     def mode(self, model: str, mode: str | None, for_s: float | None = None) -> ModelStatus:
-        """Switch the model's mode by hand, ``None`` to let load decide again.
+        """Override the mode; ``None`` lets load decide again.
 
         Raises :class:`policy.errors.SwitchRefused` with the reason.
         """
@@ -83,65 +86,46 @@ class ControllerClient:
         return self._call("GET", path, None, tuple[LoggedDecision, ...])
 
     def steps(self, model: str) -> Iterator[StepLine]:
-        """What the engines of ``model`` tell of their steps from when the first comes, which says nothing.
+        """Step reports of the engines of ``model``, without end; the first line is empty.
 
-        It ends with the caller's patience: something comes at least once a second. Raises
-        :class:`policy.errors.TargetError` for a model that is none.
+        At least one line comes each second. Raises :class:`policy.errors.TargetError` for an unknown model.
         """
-        try:
-            with self._http.stream("GET", with_query(STEPS, model=model), timeout=SILENT_S) as answer:
-                if answer.status_code != 200:
-                    answer.read()
-                    raise _refusal(answer)
-                for raw in _lines(answer.iter_bytes()):
-                    yield msgspec.json.decode(raw, type=StepLine)
-        except httpx.HTTPError as error:
-            raise Unreachable(f"the controller at {self._address} stopped answering: {error}") from error
+        for raw in self._stream("GET", with_query(STEPS, model=model)):
+            yield msgspec.json.decode(raw, type=StepLine)
 
     def apply(self, document: object) -> ControllerStatus:
-        """Replace the deployment document, whole or not at all."""
+        """Apply a deployment, whole or not at all."""
         return self._call("POST", "/apply", document, ControllerStatus)
 
     def adapters(self) -> AdaptersStatus:
-        """Which adapters there are, where they live and how they are used."""
+        """The status of all adapters: placement and usage."""
         return self._call("GET", ADAPTERS, None, AdaptersStatus)
 
     def add_adapter(self, wanted: AddRequest, progress: Callable[[AddLine], None]) -> Alias:
-        """Add or replace an adapter; returns what its name stands for once that is durable.
+        """Add or replace an adapter; returns its alias once that is durable.
 
-        The controller goes on when the caller leaves. Raises :class:`policy.errors.AdapterRefused`.
+        The import continues if the caller disconnects. Raises :class:`policy.errors.AdapterRefused`.
         """
-        try:
-            with self._http.stream(
-                "POST", ADAPTERS, content=msgspec.json.encode(wanted), timeout=SILENT_S
-            ) as answer:
-                if answer.status_code != 200:
-                    answer.read()
-                    raise _refusal(answer)
-                for raw in _lines(answer.iter_bytes()):
-                    line = msgspec.json.decode(raw, type=AddLine)
-                    if line.error is not None:
-                        raise error_of(msgspec.structs.asdict(line.error))
-                    if line.alias is not None:
-                        return line.alias
-                    progress(line)
-        except httpx.HTTPError as error:
-            raise Unreachable(
-                f"the controller at {self._address} stopped answering: {error}; `tidegate adapters` shows"
-                " what came of it"
-            ) from error
+        hint = "; `tidegate adapters` shows what came of it"
+        for raw in self._stream("POST", ADAPTERS, msgspec.json.encode(wanted), hint):
+            line = msgspec.json.decode(raw, type=AddLine)
+            if line.error is not None:
+                raise error_of(msgspec.structs.asdict(line.error))
+            if line.alias is not None:
+                return line.alias
+            progress(line)
         raise Unreachable(f"the controller at {self._address} ended before it was done")
 
     def remove_adapter(self, model: str, name: str) -> None:
-        """Take a name away: requests for it are 404 from now on."""
+        """Remove a name: requests for it are answered 404."""
         self._call("DELETE", adapter_path(model, name), None, dict[str, Any])
 
     def split_adapter(self, model: str, name: str, weights: dict[str, float]) -> Alias:
-        """Let a name stand for several of its versions, called ``v1`` and so on, by weight."""
+        """Split a name over its versions ``v1`` and so on, by weight."""
         return self._call("POST", adapter_path(model, name, "split"), weights, Alias)
 
     def rollback_adapter(self, model: str, name: str) -> Alias:
-        """Let a name stand for what it stood for before."""
+        """Return a name to its former split."""
         return self._call("POST", adapter_path(model, name, "rollback"), None, Alias)
 
     def _call(self, method: str, path: str, body: object, kind: type[T]) -> T:
@@ -155,9 +139,21 @@ class ControllerClient:
             return msgspec.json.decode(answer.content, type=kind)
         raise _refusal(answer)
 
+    def _stream(self, method: str, path: str, body: bytes | None = None, hint: str = "") -> Iterator[bytes]:
+        """The lines of an NDJSON answer; ``hint`` ends the message of an interruption."""
+        try:
+            with self._http.stream(method, path, content=body, timeout=SILENT_S) as answer:
+                if answer.status_code != 200:
+                    answer.read()
+                    raise _refusal(answer)
+                yield from _lines(answer.iter_bytes())
+        except httpx.HTTPError as error:
+            message = f"the controller at {self._address} stopped answering: {error}{hint}"
+            raise Unreachable(message) from error
+
 
 def _lines(pieces: Iterable[bytes]) -> Iterator[bytes]:
-    """The lines of NDJSON; httpx would also end one at characters that stand in text."""
+    """The lines of NDJSON; httpx would also split at other line separators of Unicode."""
     rest = b""
     for piece in pieces:
         *lines, rest = (rest + piece).split(b"\n")

@@ -267,11 +267,8 @@ async def test_a_source_that_cannot_be_had_is_shown_with_its_reason(plane: Plane
 
 
 def answering(status_code: int, content: bytes) -> ControllerClient:
-    client = ControllerClient("127.0.0.1:1", "s")
-    client.close()
     transport = httpx.MockTransport(lambda _: httpx.Response(status_code, content=content))
-    client._http = httpx.Client(base_url="http://c", transport=transport)
-    return client
+    return ControllerClient("c", "s", transport=transport)
 
 
 @pytest.mark.parametrize(

@@ -192,11 +192,8 @@ async def test_the_stream_beats_when_nothing_changes(plane: Plane, monkeypatch: 
 
 
 def answering(status: int, body: object) -> ControllerClient:
-    client = ControllerClient("127.0.0.1:1", "s")
-    client._http.close()
     transport = httpx.MockTransport(lambda _: httpx.Response(status, json=body))
-    client._http = httpx.Client(base_url="http://c", transport=transport)
-    return client
+    return ControllerClient("c", "s", transport=transport)
 
 
 @pytest.mark.parametrize(
@@ -207,7 +204,7 @@ def test_the_client_raises_what_the_controller_refused(kind: str, expected: type
     client = answering(409, {"error": {"type": kind, "message": "why"}})
     with pytest.raises(expected, match="why"):
         client.scale("m", 1)
-    client._http.close()
+    client.close()
 
 
 def test_the_client_raises_the_place_in_the_document() -> None:
@@ -216,11 +213,11 @@ def test_the_client_raises_the_place_in_the_document() -> None:
     with pytest.raises(ConfigError) as refused:
         client.apply({})
     assert (refused.value.path, refused.value.value, refused.value.expected) == ("a.b", 3, "less")
-    client._http.close()
+    client.close()
 
 
 def test_nobody_there_is_unreachable() -> None:
     client = ControllerClient("127.0.0.1:1", "s", timeout_s=0.2)
     with pytest.raises(Unreachable, match=r"127\.0\.0\.1:1 does not answer"):
         client.status()
-    client._http.close()
+    client.close()

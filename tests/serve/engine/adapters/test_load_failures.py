@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from policy.errors import AdapterRefused
-from serve.engine.adapters.load_failures import BACKOFF, MAX_KEPT, LoadFailures
+from serve.engine.adapters.loader import BACKOFF, MAX_KEPT, LoadFailures
 
 WRONG = AdapterRefused("rank", "the rank is 64")
 

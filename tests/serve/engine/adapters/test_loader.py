@@ -11,7 +11,7 @@ from policy.errors import AdapterRefused, EngineFailed
 from policy.placement.slots import HALF_LIFE_S, PATIENCE_S, PREFETCH_PAUSE
 from policy.wire.heartbeat import AdapterUse
 from serve.engine.adapters import loader
-from serve.engine.adapters.load_failures import BACKOFF
+from serve.engine.adapters.loader import BACKOFF
 from tests.serve.engine.fakes import digest, quiet, replica, served, until, wanted
 
 
