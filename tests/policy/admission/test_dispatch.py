@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Container
 from dataclasses import dataclass, field
+from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -91,25 +93,19 @@ def test_who_can_go_nowhere_holds_nobody_up() -> None:
     assert all(not pick.passed for pick in picks)
 
 
-def test_whoever_was_passed_often_enough_goes_next() -> None:
-    requests = [Request("m", adapter=name) for name in "aba"]
-    picks = Site({"r": 2}).serve(line(*requests, passed=MOST_PASSED))
-    assert named(picks) == ["a", "b"]
-
-
-def test_nobody_goes_more_than_a_quantum_early() -> None:
-    requests = [Request("m", adapter=name) for name in "aba"]
-    picks = Site({"r": 2}).serve(line(*requests, step=QUANTUM + 1))
-    assert named(picks) == ["a", "b"]
-
-
-def test_a_lesser_class_passes_nobody() -> None:
-    order = line(
-        Request("m", adapter="a"),
-        Request("m", adapter="b"),
-        Request("m", adapter="a", priority=Priority.BATCH),
-    )
-    assert named(Site({"r": 2}).serve(order)) == ["a", "b"]
+@pytest.mark.parametrize(
+    ("bounds", "last"),
+    [
+        ({"passed": MOST_PASSED}, Priority.STANDARD),
+        ({"step": QUANTUM + 1}, Priority.STANDARD),
+        ({}, Priority.BATCH),
+    ],
+)
+def test_nobody_is_passed_too_often_or_by_too_much_or_by_a_lesser_class(
+    bounds: dict[str, Any], last: Priority
+) -> None:
+    requests = [Request("m", adapter=name) for name in "ab"] + [Request("m", adapter="a", priority=last)]
+    assert named(Site({"r": 2}).serve(line(*requests, **bounds))) == ["a", "b"]
 
 
 def test_a_full_fleet_is_asked_only_a_few_times() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from policy.admission.fairness import FairQueue
-from policy.admission.queue import Admitted, Bounds, Queue, Verdict, retry_after
+from policy.admission.queue import Admitted, Bounds, Queue, retry_after
 from policy.errors import Refusal
 from policy.request import Request
 from policy.types import Priority
@@ -40,8 +40,9 @@ def order(queue: Queue) -> list[Request]:
     return [turn.request for turn in queue.walk()]
 
 
-def drained(queue: Queue, tokens_per_s: float, *, priority: Priority = Priority.STANDARD) -> float:
-    """Have it serve requests of 10 tokens for 20 s at a rate, never empty; the time after it."""
+def drained(tokens_per_s: float = 100.0, *, priority: Priority = Priority.STANDARD) -> tuple[Queue, float]:
+    """A queue that served requests of 10 tokens for 20 s at a rate, never empty; the time after it."""
+    queue = queue_of()
     at, step = 0.0, 10 / tokens_per_s
     enter(queue, at=at, priority=priority)
     while at < 20.0:
@@ -50,7 +51,7 @@ def drained(queue: Queue, tokens_per_s: float, *, priority: Priority = Priority.
         queue.ended(queue.begin(order(queue)[0], at), at, whole=False)
     for left in order(queue):
         queue.remove(left, at)
-    return at
+    return queue, at
 
 
 def foreseen(queue: Queue, newcomer: Request, at: float, *, full: bool = False) -> float | None:
@@ -102,12 +103,8 @@ def test_a_full_queue_prefers_the_tenant_with_less_in_it() -> None:
     youngest = enter(queue, "loud")
     assert queue.enter(request(queue, "quiet"), bounds, 0.0).displaced == (youngest,)
     assert queue.enter(request(queue, "loud"), bounds, 0.0).refusal is Refusal.QUEUE_FULL
-    better = enter_full(queue, "quiet", bounds)
-    assert better.refusal is Refusal.QUEUE_FULL  # as much as the other has
-
-
-def enter_full(queue: Queue, tenant: str, bounds: Bounds) -> Verdict:
-    return queue.enter(request(queue, tenant), bounds, 0.0)
+    # It has as much as the other now.
+    assert queue.enter(request(queue, "quiet"), bounds, 0.0).refusal is Refusal.QUEUE_FULL
 
 
 def test_a_better_class_is_never_dropped_for_a_worse_one() -> None:
@@ -145,16 +142,14 @@ def test_deadlines_end_the_wait_earliest_first() -> None:
 
 
 def test_the_wait_is_what_stands_ahead_over_the_rate() -> None:
-    queue = queue_of()
-    at = drained(queue, 100.0)
+    queue, at = drained()
     for _ in range(20):
         enter(queue, at=at)
     assert foreseen(queue, request(queue), at) == pytest.approx(205 / 100.0, rel=0.05)
 
 
 def test_a_tenant_waits_for_its_share_and_not_for_the_others_backlog() -> None:
-    queue = queue_of()
-    at = drained(queue, 100.0)
+    queue, at = drained()
     for _ in range(50):
         enter(queue, "loud", at=at)
     enter(queue, "quiet", at=at)
@@ -165,8 +160,7 @@ def test_a_tenant_waits_for_its_share_and_not_for_the_others_backlog() -> None:
 
 
 def test_a_lesser_class_waits_for_all_that_is_better() -> None:
-    queue = queue_of()
-    at = drained(queue, 100.0)
+    queue, at = drained()
     for _ in range(20):
         enter(queue, at=at, priority=Priority.CRITICAL)
     assert foreseen(queue, request(queue), at) == pytest.approx(205 / 100.0, rel=0.05)
@@ -175,8 +169,7 @@ def test_a_lesser_class_waits_for_all_that_is_better() -> None:
 
 
 def test_what_better_classes_take_is_not_left_to_the_others() -> None:
-    queue = queue_of()
-    at = drained(queue, 100.0, priority=Priority.CRITICAL)
+    queue, at = drained(priority=Priority.CRITICAL)
     enter(queue, at=at)
     critical = request(queue, priority=Priority.CRITICAL)
     assert foreseen(queue, critical, at) == pytest.approx(5 / 100.0, rel=0.05)
@@ -186,8 +179,7 @@ def test_what_better_classes_take_is_not_left_to_the_others() -> None:
 
 
 def test_who_could_not_be_served_in_time_is_told_at_once_and_when_to_come_again() -> None:
-    queue = queue_of()
-    at = drained(queue, 100.0)
+    queue, at = drained()
     for _ in range(100):
         enter(queue, at=at, deadline=at + 60)
     verdict = queue.enter(request(queue, deadline=at + 5), WIDE, at)
@@ -198,8 +190,7 @@ def test_who_could_not_be_served_in_time_is_told_at_once_and_when_to_come_again(
 
 
 def test_waits_that_were_longer_than_foreseen_make_it_careful() -> None:
-    queue = queue_of()
-    at = drained(queue, 100.0)
+    queue, at = drained()
     for _ in range(50):  # the rate was 100/s, but a place is free every second only
         enter(queue, at=at)
     for _ in range(50):
@@ -213,8 +204,7 @@ def test_waits_that_were_longer_than_foreseen_make_it_careful() -> None:
 
 
 def test_nobody_ahead_is_always_tried() -> None:
-    queue = queue_of()
-    at = drained(queue, 1.0)
+    queue, at = drained(1.0)
     assert queue.enter(request(queue, tokens=1000, deadline=at + 0.1), WIDE, at).refusal is None
 
 
@@ -291,8 +281,7 @@ def test_before_anybody_ended_the_engine_model_says_when_one_will() -> None:
 
 
 def test_patience_bounds_what_is_foreseen_and_not_the_wait() -> None:
-    queue = queue_of()
-    at = drained(queue, 100.0)
+    queue, at = drained()
     waits = [enter(queue, at=at, deadline=at + 60) for _ in range(10)]
     verdict = queue.enter(request(queue, deadline=at + 60), WIDE, at, patience_s=0.9)
     assert verdict.refusal is Refusal.OVERLOADED
@@ -302,8 +291,7 @@ def test_patience_bounds_what_is_foreseen_and_not_the_wait() -> None:
 
 
 def test_a_time_without_replicas_is_no_slow_one() -> None:
-    queue = queue_of()
-    at = drained(queue, 100.0)
+    queue, at = drained()
     enter(queue, at=at)
     before = foreseen(queue, request(queue), at)
     queue.serve(at, ready=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,26 +20,26 @@ def loud_with(running: int, weight: float = 1.0) -> ReservedSlots:
     return reserve
 
 
-def test_a_loud_tenant_leaves_the_last_slots_to_a_quiet_one() -> None:
-    reserve = loud_with(SLOTS - 2)
-    assert reserve.kept_from("loud", 2, 1) == -1
-    assert reserve.kept_from("quiet", 1, 1) == 0
-
-
-def test_more_than_the_last_are_anybodys() -> None:
-    assert loud_with(SLOTS - 3).kept_from("loud", 3, 3) == 0
-
-
-def test_what_is_kept_is_spread_over_the_replicas() -> None:
-    reserve = loud_with(SLOTS - 4)
-    assert reserve.kept_from("loud", 4, 2) == 1
-    assert reserve.kept_from("loud", 4, 1) == 2
-
-
-def test_what_is_within_its_share_is_nobody_elses() -> None:
-    assert loud_with(SLOTS - 1, weight=100.0).kept_from("loud", 1, 1) == 0
-    assert loud_with(3).kept_from("loud", 1, 1) == -1  # three of four
-    assert loud_with(3, weight=100.0).kept_from("loud", 1, 1) == 0
+@pytest.mark.parametrize(
+    ("running", "weight", "asked", "kept"),
+    [
+        (SLOTS - 2, 1.0, ("loud", 2, 1), -1),
+        (SLOTS - 2, 1.0, ("quiet", 1, 1), 0),
+        # More than the last slots are anybody's.
+        (SLOTS - 3, 1.0, ("loud", 3, 3), 0),
+        # The reserve is spread over the replicas.
+        (SLOTS - 4, 1.0, ("loud", 4, 2), 1),
+        (SLOTS - 4, 1.0, ("loud", 4, 1), 2),
+        # A tenant may use its whole share.
+        (SLOTS - 1, 100.0, ("loud", 1, 1), 0),
+        (3, 1.0, ("loud", 1, 1), -1),
+        (3, 100.0, ("loud", 1, 1), 0),
+    ],
+)
+def test_the_last_slots_are_kept_from_who_has_more_than_its_share(
+    running: int, weight: float, asked: tuple[str, int, int], kept: int
+) -> None:
+    assert loud_with(running, weight).kept_from(*asked) == kept
 
 
 def test_who_is_alone_has_all() -> None:

@@ -93,73 +93,55 @@ REFUSED = [
     ("store", "postgresql://", "store", "postgresql://HOST/NAME"),
     ("store", "postgresql://h/d e", "store", "postgresql://HOST/NAME"),
 ]  # fmt: skip
+REFUSED_EXTERNAL = [
+    ("models[0].urls", [], "models[0].urls", "at least one"),
+    ("models[0].urls", ["https://h:1"], "models[0].urls[0]", "http://HOST:PORT"),
+    ("models[0].urls", ["http://h:1", "http://h:1/v2"], "models[0].urls[1]", "http://HOST:PORT"),
+    ("models[0].source", "package:x", "models[0].source", "does not deploy"),
+    ("models[0].shapes", {"s": {"cpus": 1}}, "models[0].shapes", "does not deploy"),
+]
+REFUSED_TENANTS = [
+    ("tenants[0].name", "a b", "tenants[0].name", "matches"),
+    ("tenants[1].name", "acme", "tenants[1].name", "no other tenant"),
+    ("tenants[0].keys_sha256", [], "tenants[0].keys_sha256", "length >= 1"),
+    ("tenants[0].keys_sha256", ["A" * 64], "tenants[0].keys_sha256[0]", "64 hex digits"),
+    ("tenants[1].keys_sha256[1]", "a" * 64, "tenants[1].keys_sha256[1]", "tenant 'acme' has it"),
+    ("tenants[1].keys_sha256[1]", "b" * 64, "tenants[1].keys_sha256[1]", "tenant 'bits' has it"),
+    ("tenants[0].weight", 0, "tenants[0].weight", "> 0"),
+    ("tenants[0].priority", "urgent", "tenants[0].priority", "critical, standard, sheddable, batch"),
+    ("tenants[0].keys", [], "tenants[0].keys", "name, keys_sha256, weight"),
+    ("upstreams[0].name", "", "upstreams[0].name", "matches"),
+    ("upstreams[0].url", "ftp://h", "upstreams[0].url", "http(s)://HOST"),
+    ("upstreams[0].url", "https://", "upstreams[0].url", "http(s)://HOST"),
+    ("upstreams[0].url", "https://h:0/v1", "upstreams[0].url", "http(s)://HOST"),
+    ("upstreams[0].url", "https://h:x/v1", "upstreams[0].url", "http(s)://HOST"),
+    ("upstreams[0].url", "https://h/v1?key=1", "upstreams[0].url", "http(s)://HOST"),
+    ("upstreams[0].url", "https://h/v1\r\nx: y", "upstreams[0].url", "http(s)://HOST"),
+    ("upstreams[0].models", {}, "upstreams[0].models", "length >= 1"),
+    ("upstreams[0].models", {"n": "x"}, "upstreams[0].models.n", "or MODEL:ADAPTER: m"),
+    ("upstreams[0].models", {"m": ""}, "upstreams[0].models.m", "the upstream calls it"),
+    ("upstreams[0].models", {"m": 3}, "upstreams[0].models.m", "str"),
+    ("upstreams[0].price", {"input": 1}, "upstreams[0].price.output", "required"),
+    ("upstreams[0].cost_cap_per_h", -1, "upstreams[0].cost_cap_per_h", ">= 0"),
+    ("upstreams[0].cost_cap_per_h", ..., "upstreams[0].cost_cap_per_h", "required"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("at", "value", "path", "expected"), REFUSED, ids=[f"{r[0]}={r[1]}" for r in REFUSED]
-)
-def test_refusals_name_path_value_and_expectation(at: str, value: Any, path: str, expected: str) -> None:
-    document = changed(GOOD, at, value)
-    with pytest.raises(ConfigError) as caught:
-        parse(document)
-    assert caught.value.path == path
-    assert expected in caught.value.expected
-    assert repr(caught.value.value) in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("at", "value", "path", "expected"),
+    ("document", "at", "value", "path", "expected"),
     [
-        ("models[0].urls", [], "models[0].urls", "at least one"),
-        ("models[0].urls", ["https://h:1"], "models[0].urls[0]", "http://HOST:PORT"),
-        ("models[0].urls", ["http://h:1", "http://h:1/v2"], "models[0].urls[1]", "http://HOST:PORT"),
-        ("models[0].source", "package:x", "models[0].source", "does not deploy"),
-        ("models[0].shapes", {"s": {"cpus": 1}}, "models[0].shapes", "does not deploy"),
+        *((GOOD, *row) for row in REFUSED),
+        *((EXTERNAL, *row) for row in REFUSED_EXTERNAL),
+        *((TENANTS, *row) for row in REFUSED_TENANTS),
     ],
 )
-def test_external_refusals(at: str, value: Any, path: str, expected: str) -> None:
+def test_refusals_name_path_value_and_expectation(
+    document: dict[str, Any], at: str, value: Any, path: str, expected: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
-        parse(changed(EXTERNAL, at, value))
-    assert (caught.value.path, expected in caught.value.expected) == (path, True)
-
-
-@pytest.mark.parametrize(
-    ("at", "value", "path", "expected"),
-    [
-        ("tenants[0].name", "a b", "tenants[0].name", "matches"),
-        ("tenants[1].name", "acme", "tenants[1].name", "no other tenant"),
-        ("tenants[0].keys_sha256", [], "tenants[0].keys_sha256", "length >= 1"),
-        ("tenants[0].keys_sha256", ["A" * 64], "tenants[0].keys_sha256[0]", "64 hex digits"),
-        ("tenants[1].keys_sha256[1]", "a" * 64, "tenants[1].keys_sha256[1]", "tenant 'acme' has it"),
-        ("tenants[1].keys_sha256[1]", "b" * 64, "tenants[1].keys_sha256[1]", "tenant 'bits' has it"),
-        ("tenants[0].weight", 0, "tenants[0].weight", "> 0"),
-        ("tenants[0].priority", "urgent", "tenants[0].priority", "critical, standard, sheddable, batch"),
-        ("tenants[0].keys", [], "tenants[0].keys", "name, keys_sha256, weight"),
-        ("upstreams[0].name", "", "upstreams[0].name", "matches"),
-        ("upstreams[0].url", "ftp://h", "upstreams[0].url", "http(s)://HOST"),
-        ("upstreams[0].url", "https://", "upstreams[0].url", "http(s)://HOST"),
-        ("upstreams[0].url", "https://h:0/v1", "upstreams[0].url", "http(s)://HOST"),
-        ("upstreams[0].url", "https://h:x/v1", "upstreams[0].url", "http(s)://HOST"),
-        ("upstreams[0].url", "https://h/v1?key=1", "upstreams[0].url", "http(s)://HOST"),
-        ("upstreams[0].url", "https://h/v1\r\nx: y", "upstreams[0].url", "http(s)://HOST"),
-        ("upstreams[0].models", {}, "upstreams[0].models", "length >= 1"),
-        (
-            "upstreams[0].models",
-            {"n": "x"},
-            "upstreams[0].models.n",
-            "one of the models as the key, or MODEL:ADAPTER: m",
-        ),
-        ("upstreams[0].models", {"m": ""}, "upstreams[0].models.m", "the upstream calls it"),
-        ("upstreams[0].models", {"m": 3}, "upstreams[0].models.m", "str"),
-        ("upstreams[0].price", {"input": 1}, "upstreams[0].price.output", "required"),
-        ("upstreams[0].cost_cap_per_h", -1, "upstreams[0].cost_cap_per_h", ">= 0"),
-        ("upstreams[0].cost_cap_per_h", ..., "upstreams[0].cost_cap_per_h", "required"),
-    ],
-)
-def test_refusals_of_tenants_and_upstreams(at: str, value: Any, path: str, expected: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        parse(changed(TENANTS, at, value))
+        parse(changed(document, at, value))
     assert (caught.value.path, expected in caught.value.expected) == (path, True), str(caught.value)
+    assert repr(caught.value.value) in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -241,13 +241,6 @@ def test_an_engine_of_which_nothing_is_known_is_assumed_to_be_a_common_one() -> 
     assert (able.seats, able.kv_tokens) == (256, 0)
 
 
-def test_the_error_and_version_of_the_engine_model_are_handed_on() -> None:
-    able = capability(
-        engine_of(("sim-small", 1)), load_of((100.0, 10.0, 0.0)), NOTHING, error=0.07, version=3
-    )
-    assert (able.error, able.version) == (0.07, 3)
-
-
 GOLDEN = {
     # Requests per second of 200 in, 100 out: without an objective, and within 0.1 s and 15 ms.
     ("h100-8b", 1): (75.385, 64.489),

@@ -26,6 +26,17 @@ limits = st.builds(
 )
 
 
+Asked = list[tuple[int, int, float, int]]
+
+
+def loaded(asked: Asked, bounds: Limits) -> Scheduler:
+    """A scheduler to which all of ``asked`` were submitted."""
+    scheduler = Scheduler(MODEL, bounds)
+    for index, (prompt, output, hit, _) in enumerate(asked):
+        scheduler.submit(Request(str(index), prompt, output, int(prompt * hit)))
+    return scheduler
+
+
 def drain(scheduler: Scheduler) -> list[StepResult]:
     results = []
     while scheduler.running or scheduler.waiting:
@@ -34,9 +45,7 @@ def drain(scheduler: Scheduler) -> list[StepResult]:
 
 
 @given(requests, limits)
-def test_tokens_are_conserved_in_causal_order_within_the_limits(
-    asked: list[tuple[int, int, float, int]], bounds: Limits
-) -> None:
+def test_tokens_are_conserved_in_causal_order_within_the_limits(asked: Asked, bounds: Limits) -> None:
     scheduler = Scheduler(MODEL, bounds)
     produced: dict[str, int] = {}
     finished: set[str] = set()
@@ -71,25 +80,13 @@ def test_tokens_are_conserved_in_causal_order_within_the_limits(
 
 
 @given(requests, limits)
-def test_the_same_input_gives_the_same_steps(
-    asked: list[tuple[int, int, float, int]], bounds: Limits
-) -> None:
-    runs = []
-    for _ in range(2):
-        scheduler = Scheduler(MODEL, bounds)
-        for index, (prompt, output, hit, _) in enumerate(asked):
-            scheduler.submit(Request(str(index), prompt, output, int(prompt * hit)))
-        runs.append(drain(scheduler))
-    assert runs[0] == runs[1]
+def test_the_same_input_gives_the_same_steps(asked: Asked, bounds: Limits) -> None:
+    assert drain(loaded(asked, bounds)) == drain(loaded(asked, bounds))
 
 
 @given(requests, limits, st.sets(st.integers(0, 11)), st.integers(0, 15))
-def test_an_abort_frees_everything_at_once(
-    asked: list[tuple[int, int, float, int]], bounds: Limits, gone: set[int], after: int
-) -> None:
-    scheduler = Scheduler(MODEL, bounds)
-    for index, (prompt, output, hit, _) in enumerate(asked):
-        scheduler.submit(Request(str(index), prompt, output, int(prompt * hit)))
+def test_an_abort_frees_everything_at_once(asked: Asked, bounds: Limits, gone: set[int], after: int) -> None:
+    scheduler = loaded(asked, bounds)
     for _ in range(after):
         scheduler.step()
     dropped = {str(index) for index in gone if scheduler.abort(str(index))}
@@ -171,12 +168,10 @@ def test_impossible_requests_are_refused(request_: Request, reason: str) -> None
 @pytest.mark.slow
 @given(requests, limits, st.integers(0, 40), st.data())
 def test_a_leap_is_the_steps_it_stands_for(
-    asked: list[tuple[int, int, float, int]], bounds: Limits, before: int, data: st.DataObject
+    asked: Asked, bounds: Limits, before: int, data: st.DataObject
 ) -> None:
-    stepped, leapt = Scheduler(MODEL, bounds), Scheduler(MODEL, bounds)
+    stepped, leapt = loaded(asked, bounds), loaded(asked, bounds)
     for scheduler in (stepped, leapt):
-        for index, (prompt, output, hit, _) in enumerate(asked):
-            scheduler.submit(Request(str(index), prompt, output, int(prompt * hit)))
         for _ in range(before):
             scheduler.step()
     while not leapt.alike() and leapt.running + leapt.waiting:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from policy.engine.model import EngineModel, Limits, Timing
 from policy.request import Request
-from policy.routing.cost import Candidate
+from policy.routing.cost import Candidate, CostEstimate
 from policy.routing.router import (
     AWAY,
     CACHED,
@@ -28,10 +28,9 @@ from policy.routing.router import (
 )
 from policy.routing.settings import Settings
 
-TIMING = Timing(
-    limits=Limits(max_num_batched_tokens=512, max_num_seqs=16, kv_tokens=20_000),
-    model=EngineModel(o=1e-3, w=4e-3, c=5e-5, g=1e-7, r=1e-5),
-)
+MODEL = EngineModel(o=1e-3, w=4e-3, c=5e-5, g=1e-7, r=1e-5)
+LIMITS = Limits(max_num_batched_tokens=512, max_num_seqs=16, kv_tokens=20_000)
+TIMING = Timing(limits=LIMITS, model=MODEL)
 CHAIN = tuple(range(100, 116, 2))
 DEPTHS = tuple(range(128, 1025, 128))
 
@@ -57,16 +56,24 @@ def send(router: Router, request: Request, candidates: list[Candidate], at: floa
     return decision
 
 
+def quoted(
+    request: Request, candidate: Candidate, at: float = 0.0, router: Router | None = None
+) -> CostEstimate:
+    """The cost of the only candidate."""
+    quote = (router or Router()).choose(request, [candidate], at, 0.0).chosen
+    assert quote is not None
+    return quote
+
+
 def chosen(decision: Decision) -> str:
     assert decision.chosen is not None
     return decision.chosen.candidate.id
 
 
 def test_an_idle_replica_costs_its_own_prefill_alone() -> None:
-    quote = Router().choose(short(), fleet(1), 0.0, 0.0).chosen
-    assert quote is not None and TIMING.model is not None
+    quote = quoted(short(), *fleet(1))
     assert (quote.wait, quote.adapter, quote.pressure) == (0.0, 0.0, 0.0)
-    assert quote.prefill == pytest.approx(TIMING.model.step_time(20, 0, 1), rel=0.02)
+    assert quote.prefill == pytest.approx(MODEL.step_time(20, 0, 1), rel=0.02)
 
 
 @pytest.mark.parametrize("pending", [100, 700, 5000])
@@ -75,10 +82,9 @@ def test_wait_and_prefill_are_the_engine_models(pending: int) -> None:
     [candidate] = fleet(1)
     candidate.in_flight, candidate.pending_tokens = 8, pending
     candidate.turned_at = 1.0
-    quote = Router().choose(short(), [candidate], 1.0, 0.0).chosen
-    assert quote is not None and TIMING.model is not None
-    loop = TIMING.model.prefill_s(pending + 20, 512, 0.0, 8)
-    assert quote.total == pytest.approx(loop, rel=0.05, abs=TIMING.model.step_time(512, 0, 8))
+    quote = quoted(short(), candidate, 1.0)
+    loop = MODEL.prefill_s(pending + 20, 512, 0.0, 8)
+    assert quote.total == pytest.approx(loop, rel=0.05, abs=MODEL.step_time(512, 0, 8))
 
 
 def test_a_full_engine_makes_wait_for_a_seat() -> None:
@@ -86,17 +92,14 @@ def test_a_full_engine_makes_wait_for_a_seat() -> None:
     for in_flight in (15, 16, 20):
         [candidate] = fleet(1)
         candidate.in_flight = in_flight
-        quote = Router().choose(short(), [candidate], 0.0, 0.0).chosen
-        assert quote is not None
-        waits.append(quote.wait)
+        waits.append(quoted(short(), candidate).wait)
     assert waits[0] < waits[1] < waits[2]
 
 
 def test_near_the_kv_capacity_there_is_pressure() -> None:
     [candidate] = fleet(1)
     candidate.in_flight, candidate.kv_used = 4, 0.99
-    quote = Router().choose(prompt(), [candidate], 0.0, 0.0).chosen
-    assert quote is not None and quote.pressure > 0.0
+    assert quoted(prompt(), candidate).pressure > 0.0
 
 
 def test_a_prefix_goes_home_and_a_new_one_elsewhere() -> None:
@@ -255,8 +258,7 @@ def test_its_own_prefill_never_keeps_a_request_from_an_idle_replica() -> None:
 
 def test_no_more_run_at_once_than_keep_the_promised_pace() -> None:
     [candidate] = fleet(1)
-    assert TIMING.model is not None
-    router = Router(Settings(itl_s=TIMING.model.step_time(8, 0, 8)))
+    router = Router(Settings(itl_s=MODEL.step_time(8, 0, 8)))
     taken = 0
     while router.choose(short(), [candidate], 0.0, 0.0).chosen is not None:
         candidate.in_flight += 1
@@ -265,7 +267,8 @@ def test_no_more_run_at_once_than_keep_the_promised_pace() -> None:
 
 
 # Requests cost a step enough that how many run at once shows.
-DEAR = msgspec.structs.replace(TIMING, model=EngineModel(o=1e-3, w=4e-3, c=5e-5, g=1e-7, r=1e-3))
+DEAR_MODEL = msgspec.structs.replace(MODEL, r=1e-3)
+DEAR = Timing(limits=LIMITS, model=DEAR_MODEL)
 
 
 def fits(router: Router) -> int:
@@ -277,36 +280,33 @@ def fits(router: Router) -> int:
 
 
 def test_what_a_replica_has_room_for_follows_the_gaps_that_its_answers_had() -> None:
-    assert DEAR.model is not None
-    router = Router(Settings(itl_s=DEAR.model.step_time(16, 0, 16)))
+    router = Router(Settings(itl_s=DEAR_MODEL.step_time(16, 0, 16)))
     [candidate] = fleet(1, DEAR)
     assert 15 <= fits(router) <= 17
     for _ in range(200):
         send(router, short(), [candidate])
-        router.paced(candidate, 2.0 * DEAR.model.step_time(1, 0, 1))
+        router.paced(candidate, 2.0 * DEAR_MODEL.step_time(1, 0, 1))
     assert 4 <= fits(router) <= 7
     for _ in range(200):
-        router.paced(candidate, DEAR.model.step_time(1, 0, 1))
+        router.paced(candidate, DEAR_MODEL.step_time(1, 0, 1))
     assert 15 <= fits(router) <= 17
 
 
 def test_first_tokens_that_came_late_leave_the_room_as_it_is() -> None:
     """After an overload replicas are empty, and what waits in the gateway is what they are there for."""
-    assert DEAR.model is not None
-    router = Router(Settings(itl_s=DEAR.model.step_time(16, 0, 16)))
+    router = Router(Settings(itl_s=DEAR_MODEL.step_time(16, 0, 16)))
     [candidate] = fleet(1, DEAR)
     for _ in range(200):
         decision = send(router, short(), [candidate])
         assert decision.chosen is not None
         router.timed(short(), decision.chosen, 8.0, 0.0)
-        router.paced(candidate, DEAR.model.step_time(1, 0, 1))
+        router.paced(candidate, DEAR_MODEL.step_time(1, 0, 1))
     assert 15 <= fits(router) <= 17
 
 
 def test_nobody_waits_longer_for_the_pace_than_the_answer_would_take_at_it() -> None:
     [candidate] = fleet(1)
-    assert TIMING.model is not None
-    itl_s = TIMING.model.step_time(8, 0, 8)
+    itl_s = MODEL.step_time(8, 0, 8)
     router = Router(Settings(itl_s=itl_s))
     candidate.in_flight = 15
     waits = Request("m", prompt_tokens=10, output_tokens=100, arrived=5.0)
@@ -316,18 +316,16 @@ def test_nobody_waits_longer_for_the_pace_than_the_answer_would_take_at_it() -> 
 
 def test_a_pace_that_one_alone_does_not_keep_makes_nobody_wait() -> None:
     [candidate] = fleet(1)
-    assert TIMING.model is not None
-    router = Router(Settings(itl_s=TIMING.model.step_time(1, 0, 1) * 0.9))
+    router = Router(Settings(itl_s=MODEL.step_time(1, 0, 1) * 0.9))
     candidate.in_flight = 15
     assert router.choose(short(), [candidate], 0.0, 0.0).chosen is not None
 
 
 def test_who_keeps_the_pace_is_waited_for_and_who_does_not_gets_no_more_than_one() -> None:
     """A replica that is throttled, or of the shape that leaves, is no way around a promise."""
-    assert TIMING.model is not None
     quick, slow = fleet(2)
-    slow.timing = msgspec.structs.replace(TIMING, model=TIMING.model.faster(1 / 3))
-    router = Router(Settings(itl_s=TIMING.model.step_time(8, 0, 8)))
+    slow.timing = msgspec.structs.replace(TIMING, model=MODEL.faster(1 / 3))
+    router = Router(Settings(itl_s=MODEL.step_time(8, 0, 8)))
     taken = {quick.id: 0, slow.id: 0}
     while (chosen := router.choose(short(), [quick, slow], 0.0, 0.0).chosen) is not None:
         router.began(short(), chosen.candidate, 0.0)
@@ -389,8 +387,7 @@ def test_predictions_learn_a_server_of_unknown_speed() -> None:
     errors = []
     for i in range(400):
         request = Request("m", prompt_tokens=rng.choice((50, 4000)))
-        quote = router.choose(request, [candidate], 0.1 * i, 0.0).chosen
-        assert quote is not None
+        quote = quoted(request, candidate, 0.1 * i, router)
         actual = 0.03 + 2.0 * quote.modelled
         errors.append(abs(quote.total - actual) / actual)
         router.began(request, candidate, 0.1 * i)
@@ -439,8 +436,7 @@ def test_more_load_never_makes_a_quote_smaller(
         pending_tokens=less.pending_tokens + tokens,
         kv_used=min(1.0, less.kv_used + kv),
     )
-    first, second = (Router().choose(prompt(), [c], 0.0, 0.0).chosen for c in (less, more))
-    assert first is not None and second is not None
+    first, second = (quoted(prompt(), candidate) for candidate in (less, more))
     # A running step is half over on average, one with prompts in it may have just begun.
     assert second.total >= 0.999 * first.total - 1e-9
 

@@ -17,8 +17,6 @@ from tests.policy.control_play import (
     LARGE,
     NOON,
     SMALL,
-    Model,
-    Play,
     Wants,
     decide,
     demand,
@@ -55,13 +53,6 @@ def test_what_is_set_by_hand_goes_before_policies_steps_holds_and_signals() -> N
     assert decision.clips[0].why == "set manually until cleared"
     # The end of a term is no reason to fall: holding begins anew.
     assert memory.low_since == {}
-
-
-@pytest.mark.parametrize(("term_s", "count"), [(0.0, 2), (-1.0, 2), (0.1, 7), (600.0, 7), (None, 7)])
-def test_an_override_binds_until_its_instant_and_not_after(term_s: float | None, count: int) -> None:
-    until = None if term_s is None else NOON + term_s
-    given = situation(count=2, override=by_hand(7, until))
-    assert decide(given, 2)[0].count == count
 
 
 def test_bounds_min_healthy_and_budgets_bind_what_is_set_by_hand() -> None:
@@ -263,25 +254,18 @@ def test_nobody_takes_from_who_is_not_seen_or_under_way(changes: dict[str, Any],
 
 
 @pytest.mark.parametrize(
-    ("count", "asked", "up", "now"),
-    [(1, 9, 1.0, 2), (3, 9, 1.0, 6), (3, 9, 0.5, 5), (4, 9, 0.1, 5), (0, 5, 1.0, 1), (2, 4, 1.0, 4)],
+    ("count", "asked", "part", "now"),
+    [
+        *((1, 9, 1.0, 2), (3, 9, 1.0, 6), (3, 9, 0.5, 5), (4, 9, 0.1, 5), (0, 5, 1.0, 1), (2, 4, 1.0, 4)),
+        *((8, 1, 0.5, 4), (3, 1, 0.5, 2), (2, 1, 0.1, 1), (8, 1, 1.0, 1)),
+    ],
 )
-def test_a_step_up_is_a_part_of_what_there_is_and_one_at_least(
-    count: int, asked: int, up: float, now: int
+def test_a_step_is_a_part_of_what_there_is_and_one_at_least(
+    count: int, asked: int, part: float, now: int
 ) -> None:
-    wide = rung("multi-replica", most=20)
-    given = situation(count=count, scale=ScaleConfig(max_step_up=up), rungs=(wide,))
+    wide, scale = rung("multi-replica", most=20), ScaleConfig(max_step_up=part, max_step_down=part)
+    given = enough_for(60, 1, situation(count=count, scale=scale, rungs=(wide,)))
     assert decide(given, asked)[0].count == now
-
-
-@pytest.mark.parametrize(
-    ("count", "asked", "down", "now"), [(8, 1, 0.5, 4), (3, 1, 0.5, 2), (2, 1, 0.1, 1), (8, 1, 1.0, 1)]
-)
-def test_a_step_down_is_a_part_of_what_there_is_and_one_at_least(
-    count: int, asked: int, down: float, now: int
-) -> None:
-    given = situation(count=count, scale=ScaleConfig(max_step_down=down))
-    assert decide(enough_for(60, 1, given), asked)[0].count == now
 
 
 def test_what_fails_to_start_gets_no_more_of_it() -> None:
@@ -364,13 +348,3 @@ def test_the_rules_are_applied_in_their_order() -> None:
         Guardrail.STEP,
     ]
     assert [(clip.was, clip.now) for clip in decision.clips] == [(0, 1), (1, 4), (4, 3), (3, 2)]
-
-
-def test_a_timeline_of_a_model_that_sleeps_and_wakes() -> None:
-    """Load for two minutes, none for ten, then one request a second again."""
-    model = Model("chat", lambda t: float(t < 120 or t >= 720), rungs=(ZERO,), scale=SLEEPY, count=2)
-    counts = {decision.at - NOON: decision.count for decision in Play(model).run(840).decisions("chat")}
-    assert counts[115] == 2
-    # The last came at 115, so that it is five minutes at 415.
-    assert [counts[at] for at in (120, 410, 415, 715)] == [2, 1, 0, 0]
-    assert [counts[at] for at in (720, 735)] == [1, 2]

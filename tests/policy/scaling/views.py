@@ -8,13 +8,10 @@ from typing import Any
 from policy.config.control import SloConfig
 from policy.engine.capacity import Capability
 from policy.scaling.view import Policy, Proposal, Supply, View
-from policy.signals.types import Demand, LatencyQuantiles, Rates, ReplicaSample, Signals
+from policy.signals.types import Demand, LatencyQuantiles, ReplicaSample, Signals
+from tests.policy.control_play import NOON, rates
 
-START = 1_700_000_000.0
-
-
-def rates(value: float) -> Rates:
-    return Rates(last_6_s=value, last_20_s=value, last_60_s=value, last_600_s=value)
+START = NOON
 
 
 def demand(load: float = 0.0, *, concurrency: float | None = None, **more: Any) -> Demand:

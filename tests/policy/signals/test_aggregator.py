@@ -28,8 +28,10 @@ def placed(*seconds: float) -> tuple[int, ...]:
 class Teller:
     """A gateway worker that began at ``began`` and has a rate of arrivals."""
 
-    def __init__(self, gathering: SignalAggregator, name: str = "w", *, began: float = T) -> None:
-        self.gathering = gathering
+    def __init__(
+        self, gathering: SignalAggregator | None = None, name: str = "w", *, began: float = T
+    ) -> None:
+        self.gathering = gathering or SignalAggregator()
         self.name = name
         self.began = began
         self.number = 0
@@ -102,11 +104,10 @@ def test_a_steady_rate_is_that_rate_in_each_window() -> None:
 
 
 def test_a_step_of_load_is_seen_first_in_the_short_window() -> None:
-    gathering = SignalAggregator()
-    teller = Teller(gathering)
+    teller = Teller()
     steady(teller, T, T + 600, 1)
     steady(teller, T + 600, T + 606, 10)
-    six, twenty, minute, long = rates(demand(gathering, T + 606).arrivals)
+    six, twenty, minute, long = rates(demand(teller.gathering, T + 606).arrivals)
     assert six == pytest.approx(10.0, rel=0.01)
     assert twenty == pytest.approx((14 + 60) / 20, rel=0.01)
     assert minute == pytest.approx((54 + 60) / 60, rel=0.01)
@@ -124,23 +125,21 @@ def test_workers_that_tell_at_different_moments_lower_no_rate() -> None:
 
 
 def test_a_lost_report_is_made_good_by_the_next_and_spread_over_both() -> None:
-    gathering = SignalAggregator()
-    teller = Teller(gathering)
+    teller = Teller()
     steady(teller, T, T + 60, 4)
     teller.tell(T + 90, arrived=120)
-    seen = demand(gathering, T + 90)
+    seen = demand(teller.gathering, T + 90)
     assert rates(seen.arrivals)[:3] == pytest.approx([4.0] * 3, rel=0.01)
 
 
 def test_a_report_that_comes_late_or_twice_counts_nothing() -> None:
-    gathering = SignalAggregator()
-    teller = Teller(gathering)
+    teller = Teller()
     early = teller.silently(T + 1)
     again = teller.tell(T + 2, arrived=10)
-    before = demand(gathering, T + 2)
-    gathering.take(early, T + 2)
-    gathering.take(again, T + 2)
-    assert demand(gathering, T + 2) == before
+    before = demand(teller.gathering, T + 2)
+    teller.gathering.take(early, T + 2)
+    teller.gathering.take(again, T + 2)
+    assert demand(teller.gathering, T + 2) == before
 
 
 def test_a_worker_that_starts_anew_loses_nothing_and_counts_nothing_twice() -> None:
@@ -151,13 +150,12 @@ def test_a_worker_that_starts_anew_loses_nothing_and_counts_nothing_twice() -> N
 
 
 def test_a_restarted_controller_takes_no_history_for_a_burst() -> None:
-    gathering = SignalAggregator()
-    teller = Teller(gathering, began=T - 3600)
+    teller = Teller(began=T - 3600)
     teller.tell(T, arrived=100_000, in_flight=8)
-    assert rates(demand(gathering, T).arrivals) == [0.0] * 4
-    assert rates(demand(gathering, T).concurrency) == [8.0] * 4
+    assert rates(demand(teller.gathering, T).arrivals) == [0.0] * 4
+    assert rates(demand(teller.gathering, T).concurrency) == [8.0] * 4
     steady(teller, T, T + 10, 5)
-    seen = demand(gathering, T + 10)
+    seen = demand(teller.gathering, T + 10)
     assert rates(seen.arrivals) == pytest.approx([5.0] * 4, rel=0.02)
     assert rates(seen.concurrency) == pytest.approx([8.0] * 4, rel=0.02)
 
@@ -213,11 +211,10 @@ def test_what_nobody_tells_any_more_stays_and_ages() -> None:
 
 
 def test_all_that_said_goodbye_leave_an_age_too() -> None:
-    gathering = SignalAggregator()
-    teller = Teller(gathering)
+    teller = Teller()
     teller.tell(T + 1, arrived=1, in_flight=1)
     teller.tell(T + 2, last=True, in_flight=0)
-    assert (demand(gathering, T + 50).age_s, demand(gathering, T + 50).queued) == (48.0, 0)
+    assert (demand(teller.gathering, T + 50).age_s, demand(teller.gathering, T + 50).queued) == (48.0, 0)
 
 
 def test_a_worker_that_comes_back_goes_on_where_it_was() -> None:
@@ -230,18 +227,17 @@ def test_a_worker_that_comes_back_goes_on_where_it_was() -> None:
 
 
 def test_idle_since_the_last_request_or_the_first_report() -> None:
-    gathering = SignalAggregator()
-    teller = Teller(gathering, began=T - 5)
+    teller = Teller(began=T - 5)
     teller.tell(T)
     teller.tell(T + 30)
-    assert demand(gathering, T + 30).idle_s == 30.0
+    assert demand(teller.gathering, T + 30).idle_s == 30.0
     teller.tell(T + 31, arrived=1, in_flight=1)
-    assert demand(gathering, T + 31).idle_s == 0.0
+    assert demand(teller.gathering, T + 31).idle_s == 0.0
     teller.tell(T + 99, in_flight=1)
-    assert demand(gathering, T + 99).idle_s == 0.0
+    assert demand(teller.gathering, T + 99).idle_s == 0.0
     teller.tell(T + 100, in_flight=0)
     teller.tell(T + 160)
-    assert demand(gathering, T + 160).idle_s == 61.0
+    assert demand(teller.gathering, T + 160).idle_s == 61.0
 
 
 def test_nobody_is_idle_by_being_silent() -> None:
@@ -251,38 +247,35 @@ def test_nobody_is_idle_by_being_silent() -> None:
 
 
 def test_means_of_what_requests_cost() -> None:
-    gathering = SignalAggregator()
-    teller = Teller(gathering)
-    assert teller.tell(T + 1) and demand(gathering, T + 1).input_tokens == 0.0
+    teller = Teller()
+    assert teller.tell(T + 1) and demand(teller.gathering, T + 1).input_tokens == 0.0
     teller.tell(T + 2, ended=4, input_tokens=400, cached_tokens=100, output_tokens=60)
-    seen = demand(gathering, T + 2)
+    seen = demand(teller.gathering, T + 2)
     assert (seen.input_tokens, seen.output_tokens, seen.hit) == pytest.approx((100.0, 15.0, 0.25))
 
 
 def test_what_requests_are_like_is_said_by_the_latest_that_are_enough() -> None:
-    gathering = SignalAggregator()
-    teller = Teller(gathering)
+    teller = Teller()
     teller.tell(T + 1)
     # Six minutes of few long ones, and then a minute of many short ones.
     for second in range(2, 362):
         teller.tell(T + second, ended=1, input_tokens=6000, output_tokens=100)
-    few = demand(gathering, T + 361)
+    few = demand(teller.gathering, T + 361)
     assert few.input_tokens == pytest.approx(6000.0)
     for second in range(362, 392):
         teller.tell(T + second, ended=20, input_tokens=20 * 300, output_tokens=20 * 300)
-    many = demand(gathering, T + 391)
+    many = demand(teller.gathering, T + 391)
     assert many.input_tokens == pytest.approx((600 * 300 + 30 * 6000) / 630, rel=0.05)
     assert many.output_tokens > 250
 
 
 def test_quantiles_and_shares_of_the_last_minute() -> None:
-    gathering = SignalAggregator()
-    teller = Teller(gathering)
+    teller = Teller()
     teller.tell(T + 1, ttft=placed(*[5.0] * 50), judged=50)
-    assert demand(gathering, T + 1).met.ttft == 0.0
+    assert demand(teller.gathering, T + 1).met.ttft == 0.0
     for second in range(2, 63):
         teller.tell(T + second, ttft=placed(0.1, 0.2), judged=2, met_ttft=2, met_itl=1, met_both=1)
-    seen = demand(gathering, T + 62)
+    seen = demand(teller.gathering, T + 62)
     assert seen.ttft is not None and seen.ttft.count == pytest.approx(120, abs=2)
     assert seen.ttft.p99 < 0.25
     assert seen.itl is None
@@ -296,11 +289,10 @@ def test_what_nobody_judged_was_met() -> None:
 
 
 def test_buckets_of_another_version_are_passed_over() -> None:
-    gathering = SignalAggregator()
-    teller = Teller(gathering)
+    teller = Teller()
     teller.totals["ttft"] = (1, 2, 3)
     teller.tell(T + 1, arrived=2)
-    assert demand(gathering, T + 1).ttft is None
+    assert demand(teller.gathering, T + 1).ttft is None
 
 
 def test_what_is_long_gone_is_forgotten() -> None:

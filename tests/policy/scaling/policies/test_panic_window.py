@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from policy.scaling.policies.panic_window import PanicWindow, PanicWindowParameters
 from policy.signals.types import Demand, Rates
-from tests.policy.scaling.views import START, counts, demand, proposals, rates, view
+from tests.policy.control_play import rates
+from tests.policy.scaling.views import START, counts, demand, proposals, view
 
 
 def knative(**parameters: float) -> PanicWindow:
