@@ -91,19 +91,16 @@ def held(situation: Situation) -> Allocation:
 def spare(wants: Iterable[Claim], budget: Budget) -> Allocation:
     """What is free, with cores as often as a switch may overcommit them."""
     bounds = total(budget)
-    left = bounds._replace(cpus=bounds.cpus * CPU_OVERCOMMIT)
-    for want in wants:
-        left = left.plus(want.held, -1)
-    return left
+    return _less_held(bounds._replace(cpus=bounds.cpus * CPU_OVERCOMMIT), wants)
 
 
 def alone(model: str, wants: Mapping[str, Claim], budget: Budget) -> Allocation:
     """What ``model`` could hold while no other model is scaled down for it."""
-    left = total(budget)
-    for want in wants.values():
-        if want.model != model:
-            left = left.plus(want.held, -1)
-    return left
+    return _less_held(total(budget), (want for want in wants.values() if want.model != model))
+
+
+def _less_held(left: Allocation, wants: Iterable[Claim]) -> Allocation:
+    return reduce(lambda rest, want: rest.plus(want.held, -1), wants, left)
 
 
 def attainable(model: str, wants: Mapping[str, Claim], budget: Budget) -> Allocation:
@@ -152,9 +149,7 @@ def allocate(wants: Sequence[Claim], budget: Budget) -> dict[str, int]:
         kept = reduce(Allocation.plus, claims[index:])
         left = _filled(level, lambda want: want.asked, shares, left.plus(kept)).plus(kept, -1)
 
-    free = total(budget)
-    for want in ranked:
-        free = free.plus(want.held, -1)
+    free = _less_held(total(budget), ranked)
     grants = {}
     for want in ranked:
         grants[want.model], free = _granted(want, shares[want.model], free)

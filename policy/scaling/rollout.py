@@ -1,10 +1,8 @@
-"""From a goal to the next counts: one pure step of a scale, a mode switch or a new generation.
+"""The rollout of a goal: the next replica counts of a scale-up or -down, a mode switch or a new revision.
 
-A layer is what one Serve application holds: the replicas of one shape and generation of a model.
-The step is computed anew each time from what is observed, so a controller that was restarted in
-the middle of a switch goes on with it.
-
-Whether an aim was reached, failed, or would leave a gap: the judgements around a switch."""
+A layer is the replicas of one shape and revision of a model (one Serve application). Each step is computed
+from what is observed, so a restarted controller continues a switch.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +12,17 @@ import msgspec
 
 from policy.config.deployment import ModelSpec
 
-# While shapes change places on CPUs, cores may be claimed twice: threads share them for a moment,
-# and no request waits for a cold start.
+# During a switch on CPUs cores may be claimed twice: threads share them, and no request waits for a start.
 CPU_OVERCOMMIT = 2
+# After this many failed starts in a row, a start is not retried while something else can serve, and a host is
+# replaced by a fresh one.
+MAX_FAILURES = 3
+# A failure after this many seconds of service starts a new row of failures.
+STABLE_S = 60.0
 
 
 class LayerKey(msgspec.Struct, frozen=True, order=True):
-    """One shape of one generation of a model."""
+    """One shape of one revision of a model."""
 
     model: str
     shape: str
@@ -28,9 +30,9 @@ class LayerKey(msgspec.Struct, frozen=True, order=True):
 
 
 class Layer(msgspec.Struct, frozen=True, kw_only=True):
-    """What is observed of a layer: the count asked for, and its replicas by state.
+    """An observed layer: its desired count, and its replicas by state.
 
-    ``failures`` counts starts that failed in a row, ``broken`` is the cluster giving up on it.
+    ``failures`` counts failed starts in a row; ``broken`` means that the cluster gave up on it.
     """
 
     wanted: int = 0
@@ -47,25 +49,26 @@ class Layer(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def serving(self) -> int:
-        """Replicas that serve, those included that were not heard of: no data is no reason to act.
-
-        Where starts fail, silence means that there is nothing to hear.
-        """
+        """Replicas that serve, with those that have not reported, unless starts fail."""
         silent = max(0, self.wanted - self.starting - self.ready)
         return self.ready if self.failures or self.broken else self.ready + silent
 
 
 class Footprint(msgspec.Struct, frozen=True, kw_only=True):
-    """What one replica of a shape takes."""
+    """The GPUs and cores of one replica."""
 
     gpus: int = 0
     cpus: int = 0
 
 
-class Goal(msgspec.Struct, frozen=True, kw_only=True):
-    """The layer that should serve alone, and with how many replicas.
+Layers = Mapping[LayerKey, Layer]
+Footprints = Mapping[LayerKey, Footprint]
 
-    ``gap`` allows a moment with fewer than ``min_healthy`` ready replicas, when the queue can hold it.
+
+class Goal(msgspec.Struct, frozen=True, kw_only=True):
+    """The only layer that should serve, and its replica count.
+
+    ``gap`` allows fewer than ``min_healthy`` ready replicas during the switch.
     """
 
     key: LayerKey
@@ -82,25 +85,20 @@ def fits(free: int | None, each: int) -> int:
 
 
 def step(
-    goal: Goal,
-    layers: Mapping[LayerKey, Layer],
-    footprints: Mapping[LayerKey, Footprint],
-    gpus: int | None,
-    cpus: int | None,
+    goal: Goal, layers: Layers, footprints: Footprints, gpus: int | None, cpus: int | None
 ) -> dict[LayerKey, int]:
-    """The counts to ask for next, for every layer of the goal's model.
+    """The next counts of all layers of the goal's model, which may hold ``gpus`` and ``cpus`` in all.
 
-    ``gpus`` and ``cpus`` are what this model may hold in all. Make before break where there is
-    room: the others stay whole until the goal is ready. Where there is none, roll by halves: give
-    up half of the others, or as many as one new replica needs, once they have drained start what
-    fits, and repeat. Never below ``min_healthy`` ready replicas unless the goal allows the gap.
+    Make before break where there is room: other layers stay until the goal is ready. Without room, roll by
+    halves: drain half of the others (or what one new replica needs), start what fits, and repeat. Never below
+    ``min_healthy`` ready replicas unless the goal allows the gap.
     """
     target = layers.get(goal.key, Layer())
     others = {key: layer for key, layer in layers.items() if key != goal.key}
     counts = {key: layer.wanted for key, layer in others.items()}
     if target.ready >= goal.count:
         counts = dict.fromkeys(others, 0)
-        # Scale-downs wait for the switch: while others drain, the goal's layer may carry their load.
+        # No scale-down while other layers drain: the goal's layer may carry their load.
         settled = not any(layer.occupied for layer in others.values())
         counts[goal.key] = goal.count if settled else max(goal.count, target.wanted)
         return counts
@@ -113,35 +111,24 @@ def step(
     return counts
 
 
-def _room(
-    goal: Goal,
-    layers: Mapping[LayerKey, Layer],
-    footprints: Mapping[LayerKey, Footprint],
-    gpus: int | None,
-    cpus: int | None,
-) -> int:
-    """How many more replicas the goal's layer may have beside everything that holds resources now."""
+def _room(goal: Goal, layers: Layers, footprints: Footprints, gpus: int | None, cpus: int | None) -> int:
+    """How many more replicas of the goal's layer fit now."""
     each = footprints[goal.key]
     own = layers.get(goal.key, Layer()).occupied
     used_gpus = sum(layer.occupied * footprints[key].gpus for key, layer in layers.items())
     used_cpus = sum(layer.occupied * footprints[key].cpus for key, layer in layers.items())
     free_gpus = None if gpus is None else gpus - used_gpus
-    # Overcommitted beside the others, but not by itself: that is how it stays once they are gone.
+    # A layer alone must not overcommit: it stays so after the others have drained.
     free_cpus = None if cpus is None else min(CPU_OVERCOMMIT * cpus - used_cpus, cpus - own * each.cpus)
     return min(fits(free_gpus, each.gpus), fits(free_cpus, each.cpus))
 
 
 def _give_way(
-    goal: Goal,
-    layers: Mapping[LayerKey, Layer],
-    footprints: Mapping[LayerKey, Footprint],
-    gpus: int | None,
-    cpus: int | None,
+    goal: Goal, layers: Layers, footprints: Footprints, gpus: int | None, cpus: int | None
 ) -> dict[LayerKey, int]:
-    """Shrink the others by half, further while not one new replica would fit, less to stay healthy.
+    """Shrink the others by half, further until one new replica fits, less to stay healthy; else not at all.
 
-    Nothing is given up where that makes no room. Which replicas of a layer leave is not ours to
-    choose, so each that leaves is taken to be one that serves.
+    Each replica that leaves is assumed to serve: the actuator chooses which.
     """
     target = layers.get(goal.key, Layer())
     others = {key: layer for key, layer in layers.items() if key != goal.key}
@@ -158,7 +145,7 @@ def _give_way(
     floor = 0 if goal.gap else min(goal.min_healthy, healthy(keep))
     half = sum(keep.values()) // 2
     while any(keep.values()) and (sum(keep.values()) > half or not room(keep)):
-        # First what serves nobody, then the widest.
+        # First layers without a ready replica, then the largest.
         key = max((key for key in keep if keep[key]), key=lambda key: (not others[key].ready, keep[key], key))
         fewer = keep | {key: keep[key] - 1}
         if healthy(fewer) < floor:
@@ -167,24 +154,15 @@ def _give_way(
     return keep if room(keep) else {}
 
 
-# A start that failed this often in a row is not tried again while something else can serve, and a host
-# whose engine did gives up its place to a fresh one.
-MAX_FAILURES = 3
-
-# What has served this long (seconds) and dies begins a new row of failures.
-STABLE_S = 60.0
-
-
 def reached(count: int, layer: Layer) -> bool:
-    """Whether the layer has what was aimed for."""
+    """Whether the layer has ``count`` ready replicas."""
     return layer.ready >= count
 
 
 def verdict(layer: Layer, elapsed_s: float, start_timeout_s: float) -> str:
-    """Why the aim cannot be had, or an empty string while it still may be.
+    """Why the goal, set ``elapsed_s`` ago, has failed; empty while it may still be reached.
 
-    A layer in which a replica is ready has shown that it can start, so it gets all of
-    ``start_timeout_s`` to have the rest. ``elapsed_s`` counts from when the aim was set.
+    A layer with a ready replica can start, so it gets all of ``start_timeout_s`` for the rest.
     """
     if elapsed_s > start_timeout_s:
         return f"not ready after {elapsed_s:.0f} s"
@@ -196,7 +174,7 @@ def verdict(layer: Layer, elapsed_s: float, start_timeout_s: float) -> str:
 
 
 def leaving_layer(spec: ModelSpec, layers: Mapping[LayerKey, Layer], key: LayerKey) -> dict[str, int]:
-    """By mode, or by shape where no mode has it, what other layers than ``key`` still hold."""
+    """How many replicas other layers than ``key`` still hold, by mode (or shape, if no mode has it)."""
     modes = {mode.shape: name for name, mode in spec.modes.items()}
     found: dict[str, int] = {}
     for other, layer in layers.items():
@@ -206,31 +184,25 @@ def leaving_layer(spec: ModelSpec, layers: Mapping[LayerKey, Layer], key: LayerK
     return found
 
 
-def needs_gap(
-    goal: Goal,
-    layers: Mapping[LayerKey, Layer],
-    footprints: Mapping[LayerKey, Footprint],
-    gpus: int | None,
-    cpus: int | None,
-) -> bool:
-    """Whether the goal can be had only by falling below ``min_healthy`` ready replicas.
+def needs_gap(goal: Goal, layers: Layers, footprints: Footprints, gpus: int | None, cpus: int | None) -> bool:
+    """Whether the goal needs a moment below ``min_healthy`` ready replicas.
 
-    Plays the switch forward on the planner itself, every step taken to succeed at once; what does
-    not serve now is not taken to serve later.
+    Simulates the switch with :func:`step`, each step succeeding at once; replicas that do not serve now are
+    assumed never to.
     """
-    now = {key: _played(layer, layer.wanted) for key, layer in layers.items()}
+    now = {key: _simulated(layer, layer.wanted) for key, layer in layers.items()}
     while True:
         own = now.get(goal.key, Layer()).wanted
         now[goal.key] = Layer(wanted=own, ready=own)
         counts = step(goal, now, footprints, gpus, cpus)
         if counts[goal.key] >= goal.count:
             return False
-        then = {key: _played(now[key], count) for key, count in counts.items()}
+        then = {key: _simulated(now[key], count) for key, count in counts.items()}
         if then == now:
             return True
         now = then
 
 
-def _played(layer: Layer, count: int) -> Layer:
+def _simulated(layer: Layer, count: int) -> Layer:
     ready = max(0, layer.serving - max(0, layer.wanted - count))
     return Layer(wanted=count, ready=ready, starting=max(0, count - ready))

@@ -1,8 +1,7 @@
-"""What a policy sees and what it answers.
+"""The input and output of a scaling policy.
 
-A policy is an object with one method, ``decide(view, memory)``, which must be a function of its arguments
-alone: what it wants to know the next time it returns as the ``memory`` of its proposal, which must be made of
-what JSON has. So a decision can be made again from the log, bit for bit.
+``decide(view, memory)`` must be a pure function: its state is the ``memory`` of its proposal, made of JSON
+values, so that a decision can be replayed bit for bit from the journal.
 """
 
 from __future__ import annotations
@@ -17,10 +16,9 @@ from policy.signals.types import Signals
 
 
 class Supply(msgspec.Struct, frozen=True, kw_only=True):
-    """The replicas of the model's layer: ``serving`` ones, and for each that starts when it will, in seconds.
+    """The replicas of the model's layer: ``serving`` ones, and the seconds until each starting one is ready.
 
-    ``wanted`` are asked for of the actuator; ``draining`` ones leave. ``failures`` counts starts that
-    failed in a row.
+    ``wanted`` is the count requested of the actuator; ``failures`` counts failed starts in a row.
     """
 
     wanted: int = 0
@@ -31,11 +29,10 @@ class Supply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class View(msgspec.Struct, frozen=True, kw_only=True):
-    """One model at the instant ``at`` (Unix seconds), ``tick_s`` after the last decision or more.
+    """One model at ``at`` (Unix seconds), at least ``tick_s`` after the last decision.
 
-    ``count`` replicas of its mode are aimed for now, ``least`` to ``most`` may be. ``lead_s`` is how long a
-    replica takes from start to ready, by the quickest path at hand. A request waits in a gateway for at most
-    ``queue_s``.
+    ``count`` is the desired replica count of its mode, ``least`` and ``most`` its bounds. ``lead_s`` is the
+    start-up time of a replica by the quickest path. A request waits in a gateway for at most ``queue_s``.
     """
 
     at: float
@@ -52,14 +49,29 @@ class View(msgspec.Struct, frozen=True, kw_only=True):
     queue_s: float = 86_400.0
     slo: SloConfig = SloConfig()
 
+    @property
+    def has_demand(self) -> bool:
+        """Whether requests wait, run or arrived in the last seconds."""
+        demand = self.signals.demand
+        return demand is not None and (
+            demand.queued > 0 or demand.concurrency.last_6_s > 0 or demand.arrivals.last_6_s > 0
+        )
+
+    def within(self, count: int) -> int:
+        """``count`` within the bounds of the mode, and at least 1 while there is demand."""
+        return max(self.least, min(max(count, 1 if self.has_demand else 0), self.most))
+
+    def hold(self, memory: Any, why: str) -> Proposal:
+        """Keep the current count: the proposal of a policy without usable signals."""
+        return Proposal(count=self.count, reason=why, memory=memory)
+
 
 class Proposal(msgspec.Struct, frozen=True, kw_only=True):
-    """How many replicas a policy asks for and why.
+    """The desired replica count of a policy, with its reason.
 
-    ``terms`` are what each of its terms alone asked for, in replicas. ``forecast`` is the rate in requests
-    per second that is expected when a start begun now is ready, ``forecast_high`` its upper bound; ``None``
-    of a policy that foresees nothing. ``fixed`` is one that does not go by the load: so the mode does not
-    either.
+    ``terms`` are the counts that its terms ask for. ``forecast`` is the predicted rate (requests per second)
+    when a replica started now is ready, ``forecast_high`` its upper bound; ``None`` without a forecast.
+    A ``fixed`` count does not depend on the load, so the mode does not either.
     """
 
     count: int
@@ -72,11 +84,11 @@ class Proposal(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Policy(Protocol):
-    """A scaling policy; made once for each model, of its parameters."""
+    """A scaling policy; one instance per model, made from its parameters."""
 
     def decide(self, view: View, memory: Any) -> Proposal:
-        """How many replicas there should be; ``memory`` is that of the proposal before, ``None`` at first.
+        """The desired replica count; ``memory`` is that of the previous proposal, ``None`` at first.
 
-        Safety is not its business: staleness, budgets, steps and holds are applied to what it answers.
+        Staleness, budgets, step limits and holds are applied to the result.
         """
         ...

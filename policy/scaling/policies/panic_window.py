@@ -13,15 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from policy.config.control import Section
-from policy.scaling.policies.rounding import (
-    blind,
-    decode_state,
-    encode_state,
-    is_usable,
-    per_replica,
-    whole,
-    within,
-)
+from policy.scaling.policies.rounding import decode_state, encode_state, is_usable, per_replica, whole
 from policy.scaling.view import Proposal, View
 
 STABLE_S = 60.0
@@ -60,7 +52,7 @@ class PanicWindow:
         demand = view.signals.demand
         panic = decode_state(memory, PanicWindowState)
         if demand is None:
-            return blind(view, encode_state(panic), "no gateway has reported")
+            return view.hold(encode_state(panic), "no gateway has reported")
         ready = max(1, view.supply.serving)
         stable = per_replica(is_usable(demand.concurrency.last_60_s), self._target)
         short = per_replica(is_usable(demand.concurrency.last_6_s), self._target)
@@ -71,13 +63,13 @@ class PanicWindow:
         elif panic is not None and view.at > panic.panic_at + STABLE_S:
             panic = None
         if panic is None:
-            count = within(view, self._paced(stable, ready))
+            count = view.within(self._paced(stable, ready))
             said = f"{demand.concurrency.last_60_s:.4g} concurrent requests over 60 s"
             return Proposal(count=count, reason=f"{said}, target {self._target:.4g} per replica", terms=terms)
         wanted = max(self._paced(stable, ready), self._paced(short, ready), view.count)
         if wanted > panic.most:
             panic = PanicWindowState(view.at, wanted)
-        count = within(view, panic.most)
+        count = view.within(panic.most)
         said = f"panic: {demand.concurrency.last_6_s:.4g} concurrent requests over 6 s"
         return Proposal(
             count=count,

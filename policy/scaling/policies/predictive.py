@@ -21,17 +21,7 @@ from policy.config.control import Seconds, Section
 from policy.engine.capacity import FULL
 from policy.scaling.forecast import Series, Smoothing, ahead, observed, shortfall, tried
 from policy.scaling.policies.observed_capacity import ObservedCapacity, observe_capacity, sustained
-from policy.scaling.policies.rounding import (
-    asked,
-    blind,
-    decode_state,
-    encode_state,
-    is_usable,
-    per_replica,
-    whole,
-    within,
-)
-from policy.scaling.policies.scale_down_damping import ScaleDownDamping, observe_demand, rising
+from policy.scaling.policies.rounding import decode_state, encode_state, is_usable, per_replica, whole
 from policy.scaling.policies.token_saturation import learned, remembered, saturation
 from policy.scaling.view import Proposal, View
 from policy.signals.types import Demand, Rates
@@ -51,6 +41,12 @@ BY_CHANCE = 0.3
 LONGEST_S = 3600.0
 # A rate as small as this is nobody.
 _NOBODY = 1e-6
+# A removed replica that is needed again within this time should have stayed.
+SOON_S = 600.0
+# The spare capacity required for a scale-down, in replicas: added each time, at most, and its decay time.
+EACH = 0.2
+MOST = 0.6
+FADES_S = 1800.0
 
 
 class PredictiveParameters(Section, frozen=True):
@@ -72,6 +68,35 @@ class PredictiveParameters(Section, frozen=True):
     level_s: Seconds = 30.0
     trend_s: Seconds = 60.0
     lasts_s: Seconds = 200.0
+
+
+class ScaleDownDamping(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Adaptive hysteresis: a scale-down needs ``spare`` replicas of capacity left over.
+
+    It grows each time that a removed replica is needed again soon, as happens by chance near the threshold
+    of a count, and decays. ``fell_at`` is when the count last fell (0: taken back, or never).
+    """
+
+    at: float
+    mode: str
+    count: int
+    spare: float = 0.0
+    fell_at: float = 0.0
+
+
+def observe_demand(before: ScaleDownDamping | None, at: float, mode: str, count: int) -> ScaleDownDamping:
+    """The state decayed to ``at``; a new one for another mode."""
+    if before is None or before.mode != mode:
+        return ScaleDownDamping(at, mode, count)
+    spare = before.spare * math.exp(-max(0.0, at - before.at) / FADES_S)
+    return ScaleDownDamping(at, mode, count, spare, at if count < before.count else before.fell_at)
+
+
+def rising(now: ScaleDownDamping) -> ScaleDownDamping:
+    """The state after a scale-up."""
+    if not 0.0 <= now.at - now.fell_at < SOON_S:
+        return now
+    return msgspec.structs.replace(now, spare=min(MOST, now.spare + EACH), fell_at=0.0)
 
 
 class PredictiveState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -98,7 +123,7 @@ class Predictive:
         demand = view.signals.demand
         before = decode_state(memory, PredictiveState)
         if demand is None:
-            return blind(view, encode_state(before), "no gateway has reported")
+            return view.hold(encode_state(before), "no gateway has reported")
         series, forecast, high = self._foreseen(view, demand, None if before is None else before.series)
         k2 = {} if before is None else before.k2
         mode = view.mode
@@ -110,7 +135,7 @@ class Predictive:
         left = msgspec.structs.replace(left, proof=observe_capacity(proof, view, mu))
         full = saturation(view, k2.get(mode), queued=False)
         if not mu and full is None:
-            return blind(view, encode_state(left), "the capacity of a replica is unknown")
+            return view.hold(encode_state(left), "the capacity of a replica is unknown")
         terms = {
             "forecast": per_replica(high, mu),
             "recent": per_replica(self._parameters.margin * is_usable(demand.arrivals.last_20_s), mu),
@@ -129,7 +154,7 @@ class Predictive:
         if whole(need) > view.count:
             left = msgspec.structs.replace(left, reluctance=rising(reluctance))
         return Proposal(
-            count=within(view, self._changed(view, need, reluctance.spare)),
+            count=view.within(self._changed(view, need, reluctance.spare)),
             reason=_said(most, terms[most], view, high) + (f", {demand.queued} queued" if behind else ""),
             terms=terms,
             forecast=forecast,
@@ -144,7 +169,7 @@ class Predictive:
         newest, over_s = _newest(demand.arrivals, elapsed_s)
         jumps = over_s if lead_s <= QUICK_S else 0.0
         series = observed(series, view.at, newest, self._smoothing, jumps)
-        deserted = demand.arrivals.last_60_s <= _NOBODY and not asked(view)
+        deserted = demand.arrivals.last_60_s <= _NOBODY and not view.has_demand
         forecast = 0.0 if deserted else is_usable(self._ahead(series, lead_s))
         # Against the level, for a mean of the last minute is half a minute late.
         series = tried(series, is_usable(series.level), lead_s, forecast)

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from policy.config.control import Section
-from policy.scaling.policies.rounding import asked, blind, is_usable, per_replica, whole, within
+from policy.scaling.policies.rounding import is_usable, per_replica, whole
 from policy.scaling.view import Proposal, View
 from policy.signals.types import Demand
 
@@ -65,15 +65,15 @@ class TargetTracking:
         """So many that the metric would be at its target."""
         demand = view.signals.demand
         if demand is None:
-            return blind(view, None, "no gateway has reported")
+            return view.hold(None, "no gateway has reported")
         target = self._target_of(view)
-        if view.count == 0 and asked(view):
-            return Proposal(count=within(view, 1), reason="requests arrive and there is no replica")
+        if view.count == 0 and view.has_demand:
+            return Proposal(count=view.within(1), reason="requests arrive and there is no replica")
         if self._metric in (Metric.CONCURRENCY, Metric.QUEUE):
             return self._by_total(view, self._total(view, demand), target)
         told = self._told(view, demand)
         if not told:
-            return blind(view, None, f"no replica reports {self._metric}")
+            return view.hold(None, f"no replica reports {self._metric}")
         return self._by_each(view, told, target)
 
     def _target_of(self, view: View) -> float:
@@ -108,7 +108,7 @@ class TargetTracking:
         terms = {str(self._metric): needed}
         if view.count and abs(needed / view.count - 1.0) <= self._tolerance:
             return self._near(view, total / view.count, target, terms)
-        count = within(view, whole(needed))
+        count = view.within(whole(needed))
         said = f"{self._metric} is {total:.4g}, target {target:.4g} per replica"
         return Proposal(count=count, reason=said, terms=terms)
 
@@ -135,8 +135,8 @@ class TargetTracking:
         if (count - view.count) * direction < 0:
             return self._near(view, mean, target, terms)
         said = f"{self._metric} is {mean:.4g} on average over {len(told)}, target {target:.4g}"
-        return Proposal(count=within(view, count), reason=said, terms=terms)
+        return Proposal(count=view.within(count), reason=said, terms=terms)
 
     def _near(self, view: View, mean: float, target: float, terms: dict[str, float]) -> Proposal:
         said = f"{self._metric} is {mean:.4g} on average, close enough to the target {target:.4g}"
-        return Proposal(count=within(view, view.count), reason=said, terms=terms)
+        return Proposal(count=view.within(view.count), reason=said, terms=terms)

@@ -12,15 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from policy.config.control import Section
-from policy.scaling.policies.rounding import (
-    blind,
-    decode_state,
-    encode_state,
-    is_usable,
-    per_replica,
-    whole,
-    within,
-)
+from policy.scaling.policies.rounding import decode_state, encode_state, is_usable, per_replica, whole
 from policy.scaling.view import Proposal, View
 from policy.signals.types import ReplicaSample
 
@@ -121,7 +113,7 @@ class TokenSaturation:
         if full is None:
             heard = view.signals.demand is not None
             why = "the size of the KV cache is unknown" if heard else "no gateway has reported"
-            return blind(view, encode_state(before), why)
+            return view.hold(encode_state(before), why)
         seen = SaturationSample(remembered(seen.k2, view.mode, learned(view, k2, self._parameters.queue)))
         up = full.replicas / self._parameters.scale_up
         down = full.replicas / self._parameters.scale_down
@@ -132,7 +124,7 @@ class TokenSaturation:
             count = whole(down)
         said = f"{full.demand:.0f} tokens in use or queued, {full.each:.0f} per replica"
         return Proposal(
-            count=within(view, count),
+            count=view.within(count),
             reason=said,
             terms={"required": up, "enough": down},
             memory=encode_state(seen),
