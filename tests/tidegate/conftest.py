@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 import yaml
@@ -33,16 +34,10 @@ class Upstream(http.server.BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers["content-length"]))
         message = {"role": "assistant", "content": "Paris"}
-        self._answer(
-            {
-                "id": "c",
-                "object": "chat.completion",
-                "created": 1,
-                "model": "m",
-                "choices": [{"index": 0, "message": message, "finish_reason": "stop"}],
-                "usage": {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2},
-            }
-        )
+        choices = [{"index": 0, "message": message, "finish_reason": "stop"}]
+        usage = {"prompt_tokens": 1, "completion_tokens": 1, "total_tokens": 2}
+        head = {"id": "c", "object": "chat.completion", "created": 1, "model": "m"}
+        self._answer({**head, "choices": choices, "usage": usage})
 
     def _answer(self, body: object) -> None:
         data = json.dumps(body).encode()
@@ -137,11 +132,15 @@ class Site:
 
     def pids(self) -> list[int]:
         """Everything that runs for this state directory, asked of the system, not of the record."""
-        found = []
-        for process in psutil.process_iter(["cmdline"]):
-            if process.pid != os.getpid() and str(self.state) in (process.info["cmdline"] or []):
-                found.append(process.pid)
-        return found
+        running = psutil.process_iter(["cmdline"])
+        ours = (process.pid for process in running if str(self.state) in (process.info["cmdline"] or []))
+        return [pid for pid in ours if pid != os.getpid()]
+
+    def complete(self, model: str, **headers: str) -> httpx.Response:
+        """Request a completion of two tokens from the gateway."""
+        body = {"model": model, "prompt": "hello", "max_tokens": 2}
+        url = f"http://127.0.0.1:{self.port}/v1/completions"
+        return httpx.post(url, json=body, headers=headers, timeout=60, trust_env=False)
 
     def workers(self) -> dict[str, int]:
         return {entry["name"]: entry["pid"] for entry in self.status()["supervisor"]["processes"]}

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -15,7 +13,6 @@ from policy.engine.model_file import ModelFile, encode, model_file
 from policy.engine.profiles import profile
 from policy.errors import Unreachable
 from tests.policy.engine.test_model_file import made
-from tests.ports import free_ports
 from tests.tidegate.conftest import Site
 from tidegate.cli import group
 from tidegate.exit_codes import Exit, exit_of
@@ -24,30 +21,22 @@ SPEED = 2.0
 TRUTH = profile("cpu-smollm2-135m").model.at_degree(2).faster(SPEED)
 
 
-def document(site: Site, **model: Any) -> None:
-    """A simulated engine of two cores, of which the document expects something else."""
-    spec = {
-        "name": "sim",
-        "engine": "sim",
-        "profile": "l4-8b",
-        "sim": {"profile": "cpu-smollm2-135m", "speed": SPEED},
-        "shapes": {"small": {"cpus": 2, "max_in_flight": 8}},
-        "modes": {"multi-replica": {"shape": "small", "replicas": 1}},
-        "control": {"policy": "static"},
-    }
-    gateway = {"port": site.port, "admin_port": site.admin_port, "workers": 1}
-    cluster = {"controller": f"127.0.0.1:{free_ports(1)[0]}"}
-    if site.file.exists():
-        cluster = json.loads(site.file.read_text()).get("cluster", cluster)
-    site.file.write_text(json.dumps({"models": [spec | model], "gateway": gateway, "cluster": cluster}))
-
-
 @pytest.fixture
-def sim(site: Site) -> Iterator[Site]:
-    document(site)
-    code, _, err = site.tidegate("up", str(site.file), "--no-ray", "--timeout-s", "150")
-    assert (code, err) == (0, "")
-    yield site
+def sim(site: Site) -> Site:
+    """A simulated engine of two cores, with another engine's profile in the deployment file."""
+    document = site.shipped("sim.yaml")
+    document["gateway"]["workers"] = 1
+    document["models"] = [
+        {
+            "name": "sim", "engine": "sim", "profile": "l4-8b",
+            "sim": {"profile": "cpu-smollm2-135m", "speed": SPEED},
+            "shapes": {"small": {"cpus": 2, "max_in_flight": 8}},
+            "modes": {"multi-replica": {"shape": "small", "replicas": 1}},
+            "control": {"policy": "static"},
+        }
+    ]  # fmt: skip
+    site.up(document)
+    return site
 
 
 @pytest.mark.process
@@ -67,7 +56,9 @@ def test_the_engine_is_found_and_the_twin_agrees_with_a_replay(sim: Site, tmp_pa
     assert sim.status()["models"][0]["override"] is None
 
     # What was written is what the deployment takes, and the change is told in few words.
-    document(sim, profile=str(out))
+    document = json.loads(sim.file.read_text())
+    document["models"][0]["profile"] = str(out)
+    sim.file.write_text(json.dumps(document))
     code, told, err = sim.tidegate("apply", str(sim.file))
     assert (code, err) == (0, "")
     assert "calibrated on sim" in told

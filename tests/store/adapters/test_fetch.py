@@ -1,4 +1,4 @@
-"""Fetching: what changes meanwhile, what breaks off, what is too much, and what is not told."""
+"""Fetching: changed sources, interrupted downloads, limits, and secrets."""
 
 from __future__ import annotations
 
@@ -53,42 +53,25 @@ def refused(run: Callable[[], object]) -> AdapterRefused:
 # A directory of this machine.
 
 
-@pytest.mark.parametrize("grown", [CONFIG, WEIGHTS])
-def test_a_file_that_grows_while_it_is_copied(grown: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("change", [CONFIG, WEIGHTS, "replace", "archive"])
+def test_a_source_that_changes_while_it_is_copied(change: str, tmp_path: Path) -> None:
     folder = write(tmp_path / "a", files())
-    given = job(tmp_path, str(folder))
+    other = write(tmp_path / "b", files()) / WEIGHTS
+    archive = tmp_path / "a.tar"
+    archive.write_bytes(tarred(files(), squeeze=False))
 
-    def grow(_: Progress) -> None:
-        with (folder / grown).open("ab") as file:
-            file.write(b"more")
+    def edit(_: Progress) -> None:
+        if change == "archive":
+            os.utime(archive, (1, 1))
+        elif change != "replace":
+            with (folder / change).open("ab") as file:
+                file.write(b"more")
+        elif other.exists():
+            other.rename(folder / WEIGHTS)
 
-    error = refused(lambda: fetch(given._replace(report=grow)))
-    assert (error.code, f"{grown} changed while it was copied" in str(error)) == ("changed", True)
-
-
-def test_a_file_that_is_replaced_while_it_is_copied(tmp_path: Path) -> None:
-    folder = write(tmp_path / "a", files())
-    other = write(tmp_path / "b", files())
-    given = job(tmp_path, str(folder))
-
-    def replace(_: Progress) -> None:
-        if (other / WEIGHTS).exists():
-            (other / WEIGHTS).rename(folder / WEIGHTS)
-
-    assert refused(lambda: fetch(given._replace(report=replace))).code == "changed"
-
-
-def test_an_archive_that_changes_while_it_is_read(tmp_path: Path) -> None:
-    path = tmp_path / "a.tar"
-    path.write_bytes(tarred(files(), squeeze=False))
-    given = job(tmp_path, str(path))
-    error = refused(lambda: fetch(given._replace(report=lambda _: os.utime(path, (1, 1)))))
-    assert error.code == "changed"
-
-
-@pytest.mark.parametrize("source", ["adapters/sql", "./a", "", "a\nb", "/x" * 2000, "~nobody-here/a"])
-def test_paths_that_mean_nothing_to_who_fetches(source: str, tmp_path: Path) -> None:
-    assert refused(lambda: fetch(job(tmp_path, source))).code == "source_unreachable"
+    given = job(tmp_path, str(archive if change == "archive" else folder))
+    error = refused(lambda: fetch(given._replace(report=edit)))
+    assert (error.code, "changed while it was copied" in str(error)) == ("changed", True)
 
 
 # The web.
@@ -172,19 +155,27 @@ def direct(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return pauses
 
 
-def test_an_archive_of_the_web(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("site", "ranges", "pauses"),
+    [
+        ({}, [None], []),
+        ({"breaks": [1000, 500]}, [None, "bytes=1000-", "bytes=1500-"], [0.5, 0.5]),
+        # A weak etag may stay equal when bytes change.
+        ({"breaks": [1000], "etag": 'W/"v1"'}, [None, None], [0.5]),
+        ({"statuses": [503, 502]}, [None] * 3, [0.5, 1.0]),
+        ({"statuses": [302], "location": "/a.zip"}, [None] * 2, []),
+    ],
+    ids=["whole", "resumed", "not resumed", "busy", "redirected"],
+)
+def test_an_archive_of_the_web(
+    site: dict[str, Any], ranges: list[str | None], pauses: list[float], tmp_path: Path, direct: list[float]
+) -> None:
     said: list[Progress] = []
-    with served(Site()) as site:
-        assert fetched(job(tmp_path, site.url, said)) == files()
+    with served(Site()) as server:
+        vars(server).update(site)
+        assert fetched(job(tmp_path, server.url, said)) == files()
     assert [each.fraction for each in said if each.step == "fetch"][-1] == 1.0
-
-
-def test_a_download_that_breaks_off_goes_on(tmp_path: Path, direct: list[float]) -> None:
-    with served(Site()) as site:
-        site.breaks = [1000, 500]
-        assert fetched(job(tmp_path, site.url)) == files()
-        assert site.ranges == [None, "bytes=1000-", "bytes=1500-"]
-    assert direct == [0.5, 0.5]
+    assert (server.ranges, direct) == (ranges, pauses)
 
 
 class Clock:
@@ -234,85 +225,42 @@ def test_a_download_goes_on_in_another_process(tmp_path: Path, blobs: Blobs) -> 
     assert list((tmp_path / "adapters" / ".parts").iterdir()) == []
 
 
-def test_a_download_that_was_whole_is_not_fetched_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("part", "etag", "asked"),
+    [(ARCHIVE, '"v1"', f"bytes={len(ARCHIVE)}-"), (b"x" * 100, '"v0"', "bytes=100-")],
+    ids=["complete", "of another archive"],
+)
+def test_a_partial_download_of_an_earlier_process(part: bytes, etag: str, asked: str, tmp_path: Path) -> None:
     with served(Site()) as site:
         given = job(tmp_path, site.url)
-        (given.parts / "archive.part").write_bytes(ARCHIVE)
-        (given.parts / "archive.validator").write_text(site.etag)
+        (given.parts / "archive.part").write_bytes(part)
+        (given.parts / "archive.validator").write_text(etag)
         assert fetched(given) == files()
-        assert site.ranges == [f"bytes={len(ARCHIVE)}-"]
+        assert site.ranges == [asked]
 
 
-@pytest.mark.slow
-def test_another_archive_is_fetched_from_its_start(tmp_path: Path) -> None:
-    with served(Site()) as site:
-        given = job(tmp_path, site.url)
-        (given.parts / "archive.part").write_bytes(b"x" * 100)
-        (given.parts / "archive.validator").write_text('"v0"')
-        assert fetched(given) == files()
-
-
-def test_without_a_validator_nothing_goes_on(tmp_path: Path) -> None:
-    with served(Site()) as site:
-        site.etag = 'W/"v1"'
-        site.breaks = [1000]
-        assert fetched(job(tmp_path, site.url)) == files()
-        assert site.ranges == [None, None]
-
-
-def test_too_much_is_refused_before_it_is_sent(tmp_path: Path) -> None:
-    with served(Site(bytes(LIMITS.max_bytes + 1))) as site:
+@pytest.mark.parametrize(("factor", "length", "kept"), [(1, True, 0), (3, False, LIMITS.max_bytes)])
+def test_an_archive_that_is_too_large(factor: int, length: bool, kept: int, tmp_path: Path) -> None:
+    with served(Site(bytes(factor * LIMITS.max_bytes + 1))) as site:
+        site.length = length
         error = refused(lambda: fetch(job(tmp_path, site.url)))
-    assert (error.code, "2000001 bytes or more" in str(error)) == ("too_large", True)
-    assert (tmp_path / "parts" / "archive.part").stat().st_size == 0
-
-
-@pytest.mark.slow
-def test_too_much_is_refused_while_it_comes(tmp_path: Path) -> None:
-    with served(Site(bytes(3 * LIMITS.max_bytes))) as site:
-        site.length = False
-        error = refused(lambda: fetch(job(tmp_path, site.url)))
-    assert error.code == "too_large"
-    assert (tmp_path / "parts" / "archive.part").stat().st_size <= LIMITS.max_bytes
-
-
-@pytest.mark.parametrize(("statuses", "tries"), [([404], 1), ([403], 1), ([500] * 9, 4), ([429] * 9, 4)])
-def test_a_server_that_refuses(statuses: list[int], tries: int, tmp_path: Path) -> None:
-    with served(Site()) as site:
-        site.statuses = list(statuses)
-        error = refused(lambda: fetch(job(tmp_path, site.url)))
-        assert len(site.ranges) == tries
-    assert (error.code, f"the server answers {statuses[0]}" in str(error)) == ("source_unreachable", True)
-
-
-@pytest.mark.slow
-def test_a_server_that_is_busy_for_a_moment(tmp_path: Path, direct: list[float]) -> None:
-    with served(Site()) as site:
-        site.statuses = [503, 502]
-        assert fetched(job(tmp_path, site.url)) == files()
-    assert direct == [0.5, 1.0]
-
-
-@pytest.mark.slow
-def test_a_redirect_is_followed(tmp_path: Path) -> None:
-    with served(Site()) as site:
-        site.statuses, site.location = [302], site.url
-        assert fetched(job(tmp_path, site.url)) == files()
-
-
-@pytest.mark.slow
-def test_a_redirect_without_end(tmp_path: Path) -> None:
-    with served(Site()) as site:
-        site.statuses, site.location = [302] * 99, site.url
-        assert refused(lambda: fetch(job(tmp_path, site.url))).code == "source_unreachable"
-        assert len(site.ranges) == 6
+    assert (error.code, "bytes or more" in str(error)) == ("too_large", True)
+    assert (tmp_path / "parts" / "archive.part").stat().st_size <= kept
 
 
 @pytest.mark.parametrize(
-    "url", ["http://127.0.0.1:1/a.zip", "http:///a", "http://[::1/a", "https://h:99999/a"]
+    ("status", "tries", "message"),
+    [
+        *((404, 1, "the server answers 404"), (403, 1, "answers 403"), (500, 4, "answers 500")),
+        *((429, 4, "answers 429"), (302, 6, "redirects")),
+    ],
 )
-def test_nobody_there(url: str, tmp_path: Path) -> None:
-    assert refused(lambda: fetch(job(tmp_path, url))).code == "source_unreachable"
+def test_a_server_that_refuses(status: int, tries: int, message: str, tmp_path: Path) -> None:
+    with served(Site()) as site:
+        site.statuses, site.location = [status] * 9, site.url
+        error = refused(lambda: fetch(job(tmp_path, site.url)))
+        assert len(site.ranges) == tries
+    assert (error.code, message in str(error)) == ("source_unreachable", True), str(error)
 
 
 @pytest.mark.slow
@@ -372,15 +320,15 @@ def test_two_files_of_one_commit_come_from_the_hub(tmp_path: Path, hub: dict[str
     assert hub["token"] == "hf_abc"
 
 
-@pytest.mark.parametrize(
-    ("content", "code"),
-    [
-        ({CONFIG: b"{}", "adapter_model.bin": b"x"}, "pickle"),
-        ({"config.json": b"{}"}, "not_an_adapter"),
-        ({**files(), WEIGHTS: bytes(LIMITS.max_bytes)}, "too_large"),
-    ],
-)
-def test_what_the_hub_has_is_looked_at_before_it_is_fetched(
+NO_ADAPTERS = [
+    ({CONFIG: b"{}", "adapter_model.bin": b"x"}, "pickle"),
+    ({"config.json": b"{}"}, "not_an_adapter"),
+    ({**files(), WEIGHTS: bytes(LIMITS.max_bytes)}, "too_large"),
+]
+
+
+@pytest.mark.parametrize(("content", "code"), NO_ADAPTERS)
+def test_files_of_the_hub_are_checked_before_they_are_fetched(
     content: dict[str, bytes], code: str, tmp_path: Path, hub: dict[str, Any]
 ) -> None:
     hub["files"] = content
@@ -399,12 +347,6 @@ def test_a_repository_that_is_not_there(tmp_path: Path, hub: dict[str, Any]) -> 
         True,
     )
     assert "hf_abc" not in str(error)
-
-
-@pytest.mark.parametrize("source", ["hf:name", "hf:", "hf:o/n/x", "hf:../n"])
-def test_no_repository(source: str, tmp_path: Path) -> None:
-    error = refused(lambda: fetch(job(tmp_path, source)))
-    assert (error.code, "expected hf:ORG/NAME" in str(error)) == ("source_unreachable", True)
 
 
 def test_a_token_file_that_is_not_there(tmp_path: Path) -> None:
@@ -447,14 +389,7 @@ def test_an_archive_of_an_object_store_goes_on_where_it_was_broken_off(tmp_path:
     assert 1000 in seen
 
 
-@pytest.mark.parametrize(
-    ("content", "code"),
-    [
-        ({CONFIG: b"{}", "adapter_model.bin": b"x"}, "pickle"),
-        ({"a": b""}, "not_an_adapter"),
-        ({**files(), WEIGHTS: bytes(LIMITS.max_bytes)}, "too_large"),
-    ],
-)
+@pytest.mark.parametrize(("content", "code"), NO_ADAPTERS)
 def test_a_prefix_that_is_no_adapter(
     content: dict[str, bytes], code: str, tmp_path: Path, bucket: Any
 ) -> None:
@@ -473,13 +408,16 @@ def test_an_object_that_changes_while_it_is_copied(tmp_path: Path, bucket: Any) 
 @pytest.mark.parametrize(
     ("source", "message"),
     [
+        *((path, "") for path in ("adapters/sql", "./a", "", "a\nb", "/x" * 2000, "~nobody-here/a")),
+        *((f"http{rest}", "") for rest in ("://127.0.0.1:1/a.zip", ":///a", "://[::1/a", "s://h:99999/a")),
+        *((name, "expected hf:ORG/NAME") for name in ("hf:name", "hf:", "hf:o/n/x", "hf:../n")),
         ("memory://b/nowhere", "memory://b/nowhere cannot be fetched: there is no such object"),
         ("gopher://h/a", "gopher"),
         ("simplecache::memory://b/a.zip", "expected an absolute path"),
         ("zip://a::memory://b/a.zip", "not one inside another"),
     ],
 )
-def test_objects_that_cannot_be_fetched(source: str, message: str, tmp_path: Path, bucket: Any) -> None:
+def test_sources_that_cannot_be_fetched(source: str, message: str, tmp_path: Path) -> None:
     error = refused(lambda: fetch(job(tmp_path, source)))
     assert (error.code, message in str(error)) == ("source_unreachable", True), str(error)
 

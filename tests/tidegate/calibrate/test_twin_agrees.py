@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 
 import pytest
-import yaml
 
 from policy.engine.model import Timing
 from policy.engine.prefix_cache import PrefixCache, block_hashes
@@ -17,11 +14,9 @@ from policy.engine.profiles import profile
 from policy.engine.scheduler import Request, Scheduler
 from policy.scaling.policies.registry import choose, make
 from sim.twin.engine import Engine, Job, Kind
-from tests.ports import free_ports
 from tests.tidegate.conftest import Site
 from tidegate.calibrate.twin_check import check, recorded_run
 from tidegate.document import load
-from tidegate.supervisor.children import ROOT
 
 pytestmark = [pytest.mark.process, pytest.mark.long]
 
@@ -37,16 +32,13 @@ mix:
 
 
 @pytest.fixture
-def sim(site: Site) -> Iterator[Site]:
-    """The shipped document on ports of this test's own, with one replica: of two it would be chance which."""
-    document = yaml.safe_load((ROOT / "deployments" / "sim.yaml").read_text())
-    document["gateway"] |= {"port": site.port, "admin_port": site.admin_port, "workers": 1}
-    document["cluster"] |= {"controller": f"127.0.0.1:{free_ports(1)[0]}"}
+def sim(site: Site) -> Site:
+    """The shipped deployment with one replica, so that the routing of two plays no part."""
+    document = site.shipped("sim.yaml")
+    document["gateway"]["workers"] = 1
     document["models"][0]["modes"]["multi-replica"]["replicas"] = 1
-    site.file.write_text(json.dumps(document))
-    code, _, err = site.tidegate("up", str(site.file), "--no-ray", "--timeout-s", "150")
-    assert (code, err) == (0, "")
-    yield site
+    site.up(document)
+    return site
 
 
 def test_what_is_measured_over_http_is_what_the_twin_says(sim: Site, tmp_path: Path) -> None:

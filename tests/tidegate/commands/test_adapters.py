@@ -6,8 +6,7 @@ import io
 import json
 import os
 import signal
-import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -229,27 +228,20 @@ def test_split_and_rollback_say_what_the_name_stands_for(run: Run) -> None:
 
 
 @pytest.fixture
-def sim(site: Site) -> Iterator[Site]:
+def sim(site: Site) -> Site:
     document = site.shipped("sim.yaml")
     document["models"][0]["adapters"] = {"sources": [{"name": "law", "path": "law"}]}
     write(site.folder / "law", files(1))
     write(site.folder / "sql", files(2))
     write(site.folder / "sql-2", files(3))
     site.up(document)
-    yield site
+    return site
 
 
 def ask(site: Site, model: str) -> str:
-    """Which model answers a request for ``model``."""
-    body = json.dumps({"model": model, "prompt": "hello", "max_tokens": 2}).encode()
-    request = urllib.request.Request(
-        f"http://127.0.0.1:{site.port}/v1/completions", body, {"content-type": "application/json"}
-    )
-    try:
-        with urllib.request.urlopen(request, timeout=60) as answer:  # noqa: S310 - ours
-            return str(json.loads(answer.read())["model"])
-    except urllib.error.HTTPError as error:
-        return str(error.code)
+    """The model that answers a request for ``model``, or the status of an error."""
+    answer = site.complete(model)
+    return str(answer.json()["model"]) if answer.is_success else str(answer.status_code)
 
 
 def tell(site: Site, *words: str) -> Any:

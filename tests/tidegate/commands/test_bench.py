@@ -1,24 +1,60 @@
-"""``bench adapters``: a table, a plot, JSON of one shape, and errors that name the option."""
+"""``bench adapters``, ``bench modes`` and ``bench policies``: tables, charts, JSON and errors."""
 
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import yaml
 from click.testing import CliRunner, Result
 
+from policy.document.parse import parse
+from sim.workload.file import read_workload
 from tidegate.cli import group
+from tidegate.exit_codes import Exit, exit_of
+from tidegate.supervisor.children import ROOT
 
-SMALL = ("--adapters", "30", "--replicas", "2", "--slots", "4", "--requests", "120", "--rate", "50")
+SMALL = ["--adapters", "30", "--replicas", "2", "--slots", "4", "--requests", "120", "--rate", "50"]
+DOCUMENT = """
+models:
+  - name: m
+    engine: sim
+    sim: {profile: h100-8b, wake_s: 1}
+    shapes:
+      large: {gpus: 2, tensor_parallel: 2}
+      small: {gpus: 1}
+    modes:
+      single-large: {shape: large}
+      multi-replica: {shape: small, replicas: {min: 1, max: 2}}
+    control: {slo: {ttft_p95_s: 2.0}}
+budget: {gpus: 2}
+"""
+WORKLOAD = """
+duration_s: 20
+mix:
+  - generate: {arrivals: {rate: 1.5}, input_tokens: 200, output_tokens: 20}
+"""
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Path:
+    (tmp_path / "deployment.yaml").write_text(DOCUMENT)
+    (tmp_path / "load.yaml").write_text(WORKLOAD)
+    return tmp_path
 
 
 def run(*words: str) -> Result:
-    return CliRunner().invoke(group, ["bench", "adapters", *words])
+    return CliRunner().invoke(group, ["bench", *words])
 
 
-def test_json_has_exactly_what_scripts_read() -> None:
-    result = run(*SMALL, "--json")
+def run_modes(site: Path, *words: str, trace: str = "load.yaml") -> Result:
+    return run("modes", str(site / "deployment.yaml"), "--trace", str(site / trace), *words)
+
+
+def test_the_json_of_adapters() -> None:
+    result = run("adapters", *SMALL, "--json")
     assert result.exit_code == 0
     said = json.loads(result.stdout)
     assert list(said) == ["policies"]
@@ -29,35 +65,89 @@ def test_json_has_exactly_what_scripts_read() -> None:
     assert "placement: 120 requests" in result.stderr
 
 
-def test_a_table_and_a_plot(tmp_path: Path) -> None:
+def test_a_table_and_a_plot_of_adapters(tmp_path: Path) -> None:
     plot = tmp_path / "adapters.svg"
-    result = run(*SMALL, "--plot", str(plot))
+    result = run("adapters", *SMALL, "--plot", str(plot))
     assert result.exit_code == 0 and str(plot) in result.stdout.replace("\n", "")
-    for words in (
-        "30 adapters, Zipf exponent 1, 2 replicas x 4 slots, 50 requests/s",
-        "serve_multiplex",
-        "TTFT p95",
-    ):
-        assert words in result.stdout
+    title = "30 adapters, Zipf exponent 1, 2 replicas x 4 slots, 50 requests/s"
+    assert all(words in result.stdout for words in (title, "serve_multiplex", "TTFT p95"))
     assert "<svg" in plot.read_text() and "serve multiplex" in plot.read_text()
 
 
+def test_the_json_of_modes(site: Path) -> None:
+    result = run_modes(site, "--seeds", "2", "--seed", "5", "--json")
+    assert result.exit_code == 0
+    said = json.loads(result.stdout)
+    assert list(said) == ["trace", "seeds", "gains", "runs"]
+    assert said["trace"] == "load.yaml" and said["seeds"] == [5, 6]
+    assert said["gains"] == pytest.approx([0.0, 0.0], abs=0.05), "nothing is to be gained on so small a load"
+    assert list(said["runs"]) == ["by_load", "single-large", "multi-replica"]
+    for each in said["runs"].values():
+        assert list(each) == ["goodput_rps", "attainment", "gpu_hours", "switches", "switches_per_h",
+                              "ttft_p95_s", "itl_p95_s", "failed"]  # fmt: skip
+        assert all(isinstance(value, int | float) for value in each.values())
+    assert result.stderr.count(" simulated") == 3
+
+
+def test_a_table_a_verdict_and_a_plot_of_modes(site: Path) -> None:
+    plot = site / "modes.svg"
+    result = run_modes(site, "--seeds", "1", "--plot", str(plot))
+    assert result.exit_code == 0 and str(plot) in result.stdout.replace("\n", "")
+    shown = ("by load", "multi-replica", "goodput/s", "switches/h", "over the best single mode")
+    assert all(words in result.stdout for words in (*shown, "1.00x its GPU-hours"))
+    assert "<svg" in plot.read_text() and "load.yaml on deployment.yaml" in plot.read_text()
+
+
+def test_errors_of_modes(site: Path) -> None:
+    (site / "none.yaml").write_text("mix: [{trace: {path: t.csv, from_s: 5}}]")
+    (site / "t.csv").write_text("request_id,timestamp,input_tokens,output_tokens\n1,0,1,1\n")
+    error = run_modes(site, trace="none.yaml").exception
+    assert error is not None and exit_of(error) is Exit.INVALID and "at least one request" in str(error)
+    (site / "deployment.yaml").write_text(DOCUMENT.replace("      single-large: {shape: large}\n", ""))
+    error = run_modes(site).exception
+    assert error is not None and exit_of(error) is Exit.INVALID and "two modes at least" in str(error)
+
+
+def test_the_shipped_crossover_is_a_bed_and_a_load_that_crosses_over() -> None:
+    (spec,) = parse(yaml.safe_load((ROOT / "deployments" / "crossover.yaml").read_text())).models
+    assert list(spec.modes) == ["single-large", "multi-replica"] and spec.sim.wake_s
+    workload = read_workload(ROOT / "deployments" / "workloads" / "crossover.yaml")
+    documents, chat = (source.generate for source in workload.spec.mix)
+    assert documents is not None and chat is not None
+    # What comes by the minute, in the order in which one takes over from the other.
+    stretches = [
+        "documents" if documents.arrivals.at(at) else "chat"
+        for at in range(15, 10_800, 60)
+        if bool(documents.arrivals.at(at)) != bool(chat.arrivals.at(at))
+    ]
+    assert len(stretches) == 180, "never both, and never neither"
+    changes = [one for one, other in pairwise(stretches) if one != other]
+    assert changes == ["documents", "chat", "documents", "chat"]
+
+
 @pytest.mark.parametrize(
-    ("option", "value", "expected"),
+    ("words", "expected"),
     [
-        ("--adapters", "0", "1<=x<=100000"),
-        ("--replicas", "-1", "1<=x<=256"),
-        ("--slots", "many", "not a valid integer"),
-        ("--exponent", "11", "0<=x<=10"),
-        ("--rate", "nan", "0.001<=x<=100000"),
-        ("--rate", "0", "0.001<=x<=100000"),
-        ("--together", "0.5", "1<=x<=100"),
-        ("--requests", "1000001", "1<=x<=1000000"),
-        ("--plot", "/nowhere/a.svg", "a folder that exists"),
+        *(("adapters --adapters 0", "1<=x<=100000"), ("adapters --replicas -1", "1<=x<=256")),
+        *(("adapters --slots many", "not a valid integer"), ("adapters --exponent 11", "0<=x<=10")),
+        *(("adapters --rate nan", "0.001<=x<=100000"), ("adapters --together 0.5", "1<=x<=100")),
+        *(
+            ("adapters --requests 1000001", "1<=x<=1000000"),
+            ("adapters --plot /no/a.svg", "a folder that exists"),
+        ),
+        *(("policies --leads 30,x", "seconds above 0 and up to 3600"), ("policies --half third", "tune")),
+        ("policies --leads 0", "seconds above 0 and up to 3600"),
+        *(("policies --policies no", "'no': expected some of static"), ("policies --seeds 0", "1<=x<=100")),
     ],
 )
-def test_usage_errors_name_option_value_and_range(option: str, value: str, expected: str) -> None:
-    result = run(option, value)
+def test_usage_errors_name_the_option_and_what_is_expected(words: str, expected: str) -> None:
+    result = run(*words.split())
     assert result.exit_code == 2
-    for words in (option, value, expected):
-        assert words in result.stderr
+    assert words.split()[1] in result.stderr and expected in result.stderr.replace("\n", " ")
+
+
+def test_a_folder_without_traces_is_named(tmp_path: Path) -> None:
+    (tmp_path / "LICENSE").write_text("not a trace")
+    result = run("policies", "--traces", str(tmp_path))
+    assert result.exit_code != 0
+    assert str(tmp_path) in str(result.exception) + result.output

@@ -23,13 +23,6 @@ from tidegate.replay.capture_file import CaptureFile
 HEADER = '{"tidegate":"capture","version":1,"block_tokens":512}\n'
 
 
-@pytest.fixture
-def endpoint() -> Iterator[Endpoint]:
-    endpoint = Endpoint()
-    with endpoint.served():
-        yield endpoint
-
-
 def run(*words: str | Path) -> Result:
     return CliRunner().invoke(group, ["replay", *map(str, words)])
 
