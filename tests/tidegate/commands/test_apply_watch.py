@@ -168,32 +168,16 @@ def count(path: Path, *edits: Edit | None) -> int:
     return told
 
 
-def test_a_file_is_told_once_as_it_is_and_once_for_each_save(tmp_path: Path) -> None:
-    path = tmp_path / "f"
-    path.write_text("a")
-    assert count(path, None, None, None) == 1
-    assert count(path, None, lambda: path.write_text("bb"), None, None) == 2
-
-
-def test_a_file_that_is_still_written_is_waited_for(tmp_path: Path) -> None:
-    path = tmp_path / "f"
-    path.write_text("a")
-    pieces = [lambda n=n: path.write_text("x" * n) for n in (2, 3, 4)]
-    assert count(path, None, *pieces, None, None) == 2
-
-
-def test_a_file_that_is_replaced_is_a_save(tmp_path: Path) -> None:
+def test_a_file_is_reported_once_at_first_and_once_per_save(tmp_path: Path) -> None:
     path, other = tmp_path / "f", tmp_path / "g"
     path.write_text("a")
-
-    def away() -> None:
-        path.rename(tmp_path / "old")
-
-    def back() -> None:
-        other.write_text("a")
-        other.rename(path)
-
-    assert count(path, None, away, None, back, None, None) == 2
+    other.write_text("a")
+    assert count(path, None, None, None) == 1
+    assert count(path, None, lambda: path.write_text("bb"), None, None) == 2
+    pieces = [lambda n=n: path.write_text("x" * n) for n in (2, 3, 4)]
+    assert count(path, None, *pieces, None, None) == 2, "while it is written it is not reported"
+    replaced = (lambda: path.rename(tmp_path / "old"), None, lambda: other.rename(path))
+    assert count(path, None, *replaced, None, None) == 2
 
 
 @pytest.mark.process

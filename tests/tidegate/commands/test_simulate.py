@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import textwrap
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -37,17 +36,8 @@ mix:
       input_tokens: 200
       output_tokens: 60
 """
-TWO = """
-models:
-  - name: m
-    engine: sim
-    shapes: {s: {cpus: 1}}
-    modes: {multi-replica: {shape: s, replicas: 1}}
-  - name: n
-    engine: sim
-    shapes: {s: {cpus: 1}}
-    modes: {multi-replica: {shape: s, replicas: 1}}
-"""
+SPEC = "engine: sim, shapes: {s: {cpus: 1}}, modes: {multi-replica: {shape: s}}"
+TWO = f"models: [{{name: m, {SPEC}}}, {{name: n, {SPEC}}}]"
 KEYS = ["attainment", "gpu_hours", "oracle_ratio", "ttft_p50_s", "ttft_p99_s", "itl_p95_s", "goodput_rps",
         "switches", "requests", "failed"]  # fmt: skip
 
@@ -103,18 +93,17 @@ def test_the_bounds_are_below_what_a_policy_takes(site: Path, monkeypatch: pytes
 
 
 def test_a_table_a_report_and_a_log(site: Path) -> None:
-    result = run(
-        site, "--report", str(site / "r.html"), "--log", str(site / "d.jsonl"), "--rate", "3", "--no-oracle"
-    )
+    files = ("--report", str(site / "r.html"), "--log", str(site / "d.jsonl"))
+    result = run(site, *files, "--rate", "3", "--no-oracle")
     assert result.exit_code == 0, result.output
-    for words in (
+    shown = (
         "load.yaml, seed 0; no bounds: not computed",
         "target_tracking",
         "attainment",
         "GPU-hours",
         "r.html",
-    ):
-        assert words in result.stdout
+    )
+    assert all(words in result.stdout for words in shown)
     text = (site / "r.html").read_text()
     assert ElementTree.fromstring(text).findtext(".//h2") == "target_tracking"  # noqa: S314 - written above
     lines = [json.loads(line) for line in (site / "d.jsonl").read_text().splitlines()]
@@ -122,16 +111,12 @@ def test_a_table_a_report_and_a_log(site: Path) -> None:
     assert lines[0]["decision"]["reason"] and lines[0]["policy"] == "target_tracking"
 
 
-@pytest.mark.parametrize("option", ["--report", "--log"])
-@pytest.mark.parametrize("form", ["--json", None])
-def test_the_result_is_printed_although_a_file_cannot_be_written(
-    site: Path, option: str, form: str | None
-) -> None:
-    words = ("--no-oracle", "--rate", "3", option, "/dev/full", *filter(None, [form]))
-    result = run(site, *words)
+@pytest.mark.parametrize("words", [("--report",), ("--log",), ("--json", "--report"), ("--json", "--log")])
+def test_the_result_is_printed_although_a_file_cannot_be_written(site: Path, words: tuple[str, ...]) -> None:
+    result = run(site, "--no-oracle", "--rate", "3", *words, "/dev/full")
     assert result.exit_code == Exit.FAILED and not isinstance(result.exception, OSError)
     assert "/dev/full: No space left on device" in result.stderr
-    if form:
+    if "--json" in words:
         assert json.loads(result.stdout)["policies"]["target_tracking"]["requests"] > 50
     else:
         assert "attainment" in result.stdout and "Report written" not in result.stdout
@@ -158,11 +143,6 @@ def test_oddities_of_a_trace_are_reported_once(site: Path) -> None:
         assert result.stderr.count("mine.csv:5: the last line has no line end") == 1
 
 
-def test_a_pipe_is_refused(site: Path) -> None:
-    os.mkfifo(site / "pipe")
-    assert "read several times" in refused(site, trace="pipe")
-
-
 def names(site: Path, *words: str) -> list[str]:
     result = run(site, "--json", "--no-oracle", "--to-s", "2", *words)
     assert result.exit_code == 0, result.exception
@@ -179,15 +159,8 @@ def test_policies_are_named_as_written(site: Path) -> None:
 
 def test_a_custom_policy_beside_the_file_is_found(site: Path) -> None:
     (site / "mine.py").write_text(
-        textwrap.dedent(
-            """
-            from policy.scaling.view import Proposal
-
-            class Two:
-                def decide(self, view, memory):
-                    return Proposal(count=2, reason="two it is")
-            """
-        )
+        "from policy.scaling.view import Proposal\n\nclass Two:\n"
+        "    def decide(self, view, memory):\n        return Proposal(count=2, reason='two it is')\n"
     )
     own = DOCUMENT.replace("{target_tracking: {metric: concurrency, target: 1}}", '{custom: "mine:Two"}')
     (site / "deployment.yaml").write_text(own)
@@ -250,6 +223,8 @@ def test_invalid_policies_and_slices_are_refused(site: Path, words: tuple[str, .
 
 
 def test_files_are_refused_with_the_place_in_them(site: Path) -> None:
+    os.mkfifo(site / "pipe")
+    assert "read several times" in refused(site, trace="pipe")
     (site / "world.yaml").write_text("cold_s: -1\n")
     assert f"{site / 'world.yaml'}: cold_s: got -1" in refused(site, "--world", str(site / "world.yaml"))
     (site / "bad.csv").write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2026-01-01 00:00:00,1,x\n")
@@ -264,15 +239,13 @@ def test_files_are_refused_with_the_place_in_them(site: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("option", "value", "expected"),
+    ("words", "expected"),
     [
-        ("--rate", "0", "1e-06<=x<=1000000"),
-        ("--report", "/nowhere/a.html", "a folder that exists"),
-        ("--log", "/nowhere/a.jsonl", "a folder that exists"),
-        ("--to-s", "0", "is not after --from-s"),
-        ("--world", "/nowhere.yaml", "does not exist"),
+        *(("--rate 0", "1e-06<=x<=1000000"), ("--to-s 0", "is not after --from-s")),
+        *((f"--{option} /nowhere/a", "a folder that exists") for option in ("report", "log")),
+        ("--world /nowhere.yaml", "does not exist"),
     ],
 )
-def test_options_say_their_range(site: Path, option: str, value: str, expected: str) -> None:
-    result = run(site, option, value)
-    assert result.exit_code == 2 and option in result.stderr and expected in result.stderr
+def test_options_say_their_range(site: Path, words: str, expected: str) -> None:
+    result = run(site, *words.split())
+    assert result.exit_code == 2 and words.split(maxsplit=1)[0] in result.stderr and expected in result.stderr

@@ -62,7 +62,8 @@ async def test_lengths_and_names_are_those_of_the_trace(endpoint: Endpoint, tmp_
 
 
 async def test_causes_come_before_effects(endpoint: Endpoint) -> None:
-    _, rows = await play(endpoint, [Arrival(number / 500, 20, 5) for number in range(20)])
+    _, rows = await play(endpoint, [Arrival(number / 500, 20, 5) for number in range(20)], key="k-1")
+    assert endpoint.headers[b"authorization"] == b"Bearer k-1"
     for row in rows:
         assert row.ttft_s is not None and row.e2e_s is not None
         assert 0 < row.ttft_s <= row.e2e_s
@@ -95,11 +96,6 @@ async def test_a_failure_is_counted_and_ends_nothing(endpoint: Endpoint) -> None
     failed = next(row for row in rows if row.status == 404)
     assert (failed.error, failed.adapter) == ("The model `none` does not exist.", "none")
     assert failed.ttft_s is None and failed.output_tokens == 0
-
-
-async def test_the_key_is_sent(endpoint: Endpoint) -> None:
-    await play(endpoint, [Arrival(0.0, 30, 2)], key="k-1")
-    assert endpoint.headers[b"authorization"] == b"Bearer k-1"
 
 
 async def test_nothing_is_sent_where_nobody_serves(endpoint: Endpoint) -> None:

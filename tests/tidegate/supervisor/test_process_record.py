@@ -47,17 +47,6 @@ def test_a_process_with_a_recycled_pid_is_not_ended(tmp_path: Path, processes: P
     assert processes[0].poll() is None
 
 
-def test_a_process_that_ignores_sigterm_is_killed(tmp_path: Path) -> None:
-    code = "import signal,time; signal.signal(15, signal.SIG_IGN); print(1, flush=True); time.sleep(60)"
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        process.stdout.readline()
-        record = ProcessRecord(StateDir(tmp_path), grace_s=0.05)
-        record.add("deaf", process.pid)
-        assert record.end(record.entries, lambda entry: None) == ()
-        assert record.living() == ()
-
-
 def test_a_snapshot_records_descendants_and_forgets_the_dead(tmp_path: Path, processes: Pair) -> None:
     state = StateDir(tmp_path)
     record = ProcessRecord(state)

@@ -36,11 +36,8 @@ def test_a_taken_port_is_said_with_who_has_it() -> None:
 def test_which_ports_a_deployment_listens_on() -> None:
     local = deployment()
     assert set(preflight.internal_ports(local, ray=False)) == {"cluster.controller"}
-    assert set(preflight.internal_ports(local, ray=True)) == {
-        "cluster.controller",
-        "cluster.gcs_port",
-        "cluster.dashboard_port",
-    }
+    on_ray = {"cluster.controller", "cluster.gcs_port", "cluster.dashboard_port"}
+    assert set(preflight.internal_ports(local, ray=True)) == on_ray
     external = parse({"models": [{"name": "e", "engine": "external", "urls": ["http://h:1"]}]})
     assert preflight.internal_ports(external, ray=True) == {}
 
