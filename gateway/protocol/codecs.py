@@ -30,7 +30,6 @@ class Body(msgspec.Struct, gc=False):
     tools: Raw = ABSENT
     stream_options: Raw = ABSENT
     cache_salt: Raw = ABSENT
-    background: bool | None = None
     previous_response_id: Raw = ABSENT
     chat_template_kwargs: Raw = ABSENT
     priority: Raw = ABSENT
@@ -46,6 +45,7 @@ class Body(msgspec.Struct, gc=False):
     return_prompt_text: Raw = ABSENT
     prompt_logprobs: Raw = ABSENT
     chat_template: Raw = ABSENT
+    background: bool | None = None
 
     @property
     def choices(self) -> int:

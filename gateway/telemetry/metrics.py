@@ -62,14 +62,10 @@ class ModelCounters(HealthCounters):
         self.requests: Counts[tuple[str, str]] = Counts()
         self.attempts: Counts[str] = Counts()
         self.streams: Counts[tuple[str, str]] = Counts()
-        self.prompt_tokens = 0
-        self.cached_tokens = 0
-        self.completion_tokens = 0
         self.breakers: Counts[str] = Counts()
-        self.coalesced_calls = 0
-        self.coalesced_requests = 0
-        self.in_flight = 0
-        self.replicas_up = 0
+        self.prompt_tokens = self.cached_tokens = self.completion_tokens = 0
+        self.coalesced_calls = self.coalesced_requests = 0
+        self.in_flight = self.replicas_up = 0
         self.ttft = HistogramCounter(SECONDS)
         self.e2e = HistogramCounter(SECONDS)
         self.queue_wait = HistogramCounter(SECONDS)
@@ -155,15 +151,18 @@ class QueueCounters:
 class QueueMetrics:
     def __init__(self, declared: MetricFamilies) -> None:
         self._meters: dict[str, QueueCounters] = {}
-        counter, gauge = declared.counter, declared.gauge
-        self._depth = gauge("queue_depth", "Requests that wait for a replica.", "model", "priority")
-        self._size = gauge("queue_bytes", "Bytes of the requests that wait.", "model")
-        self._refused = counter("queue_refused", "Requests that the queue turned away.", "model", "reason")
-        self._displaced = counter("queue_displaced", "Waiting requests that made room for others.", "model")
-        self._waited = counter(
+        self._depth = declared.gauge("queue_depth", "Requests that wait for a replica.", "model", "priority")
+        self._size = declared.gauge("queue_bytes", "Bytes of the requests that wait.", "model")
+        self._refused = declared.counter(
+            "queue_refused", "Requests that the queue turned away.", "model", "reason"
+        )
+        self._displaced = declared.counter(
+            "queue_displaced", "Waiting requests that made room for others.", "model"
+        )
+        self._waited = declared.counter(
             "queue_foreseen", "Requests whose wait was predicted and then measured.", "model"
         )
-        self._error = counter(
+        self._error = declared.counter(
             "queue_foresight_error_seconds", "By how much predicted waits were too long or short.",
             "model", "sign",
         )  # fmt: skip
@@ -275,8 +274,6 @@ class Metrics:
             for route, outcome in tuple(meter.requests):
                 child = self._requests.labels(meter.model, route, outcome)
                 child.inc(meter.requests.pop((route, outcome)))
-            for verdict in tuple(meter.attempts):
-                self._attempts.labels(meter.model, verdict).inc(meter.attempts.pop(verdict))
             self._coalesced_calls.labels(meter.model).inc(meter.coalesced_calls)
             self._coalesced_requests.labels(meter.model).inc(meter.coalesced_requests)
             meter.coalesced_calls = meter.coalesced_requests = 0
@@ -287,6 +284,7 @@ class Metrics:
             for edges in tuple(meter.streams):
                 self._streams.labels(meter.model, *edges).inc(meter.streams.pop(edges))
             for counts, metric in (
+                (meter.attempts, self._attempts),
                 (meter.ejections, self._ejections),
                 (meter.retries, self._retries),
                 (meter.probes, self._probes),

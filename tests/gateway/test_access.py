@@ -119,21 +119,13 @@ async def test_a_key_is_revoked_and_admitted_by_a_document(shared: Stack) -> Non
     await running.wait()
     shared.tenants = [tenant("web", "new-key"), *TENANTS[1:]]
     shared.write_document()
-
-    async def revoked() -> bool:
-        return (await shared.http.get("/v1/models", headers=bearer(WEB))).status_code == 401
-
-    await until(revoked)
+    await shared.answers(401, "/v1/models", bearer(WEB))
     assert (await shared.http.get("/v1/models", headers=bearer("new-key"))).status_code == 200
     release.set()
     assert (await asked).status_code == 200  # what was let in goes on
     shared.tenants = TENANTS
     shared.write_document()
-
-    async def admitted() -> bool:
-        return (await shared.http.get("/v1/models", headers=bearer(WEB))).status_code == 200
-
-    await until(admitted)
+    await shared.answers(200, "/v1/models", bearer(WEB))
 
 
 async def test_only_an_admin_is_told_why(shared: Stack) -> None:

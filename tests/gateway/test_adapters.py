@@ -67,11 +67,7 @@ async def publish(stack: Stack, *aliases: dict[str, Any]) -> None:
     """Publish a catalog and wait until the worker follows it; it has a name that no other one has."""
     mark = f"mark-{stack.controller.version}"
     stack.controller.publish(*aliases, alias(mark, OTHER))
-
-    async def listed() -> bool:
-        return (await stack.http.get(f"/v1/models/{mark}")).status_code == 200
-
-    await until(listed, "the catalog is followed")
+    await stack.answers(200, f"/v1/models/{mark}")
 
 
 @pytest.mark.parametrize(
@@ -116,20 +112,24 @@ async def test_every_way_to_name_it_is_one_version(shared: Stack, name: str, str
     assert replica.hits[0].headers["x-tidegate-adapter"] == f"sql@{NEW}"
 
 
-async def test_what_arrived_keeps_its_version_and_what_comes_has_the_new_one(shared: Stack) -> None:
-    (replica,) = await fleet(shared, "replaced")
+async def occupied(
+    stack: Stack, name: str, **body: Any
+) -> tuple[FakeReplica, asyncio.Event, asyncio.Task[httpx.Response]]:
+    """A replica whose only slot this request holds until the event is set; "sql" is published."""
+    (replica,) = await fleet(stack, name)
     replica.say(bound=1)
-    await publish(shared, alias("sql", OLD))
+    await publish(stack, alias("sql", OLD))
     release = asyncio.Event()
     replica.answer = hold(release, echo)
-    first = asyncio.create_task(shared.chat(model="sql"))
+    holder = asyncio.create_task(stack.chat(**body))
     await until(lambda: len(replica.hits) == 1)
+    return replica, release, holder
+
+
+async def test_what_arrived_keeps_its_version_and_what_comes_has_the_new_one(shared: Stack) -> None:
+    _, release, first = await occupied(shared, "replaced", model="sql")
     waits = asyncio.create_task(shared.chat(model="sql"))
-
-    async def queued() -> bool:
-        return await shared.metric("tidegate_queue_depth", model="alpha") == 1
-
-    await until(queued)
+    await shared.queued(1)
     await publish(shared, alias("sql", OLD, NEW))
     later = asyncio.create_task(shared.chat(model="sql"))
     release.set()
@@ -166,14 +166,14 @@ async def test_what_its_load_line_says_that_it_refuses_is_not_sent_there(shared:
     served = served_name("sql", OLD)
     fails.say(refused=[served])
     await publish(shared, alias("sql", OLD))
-    await until(lambda: refuses(shared, fails.id, [served]))
+    await shared.shows(fails, refused_adapters=[served])
     for _ in range(4):
         assert (await shared.chat(model="sql")).headers["x-tidegate-replica"] == works.id
     assert fails.hits == []
     fails.say(refused=[])
     works.say(refused=[served])
-    await until(lambda: refuses(shared, fails.id, []))
-    await until(lambda: refuses(shared, works.id, [served]))
+    await shared.shows(fails, refused_adapters=[])
+    await shared.shows(works, refused_adapters=[served])
     assert (await shared.chat(model="sql")).headers["x-tidegate-replica"] == fails.id
 
 
@@ -183,12 +183,7 @@ async def test_a_cold_request_goes_where_it_is_loaded(shared: Stack) -> None:
     served = served_name("sql", OLD)
     await publish(shared, alias("sql", OLD, model="beta"))
     holds.say(adapters=[served_name("chat", NEW), served])
-
-    async def heard() -> bool:
-        links = (await shared.admin.get("/admin/fleet")).json()["replicas"]
-        return any(link["id"] == holds.id and served in link["adapters"] for link in links)
-
-    await until(heard)
+    await shared.shows(holds, adapters=[served_name("chat", NEW), served])
     assert (await shared.chat(model="beta:sql")).headers["x-tidegate-replica"] == holds.id
     (route,) = (await shared.admin.get("/admin/routes?limit=1")).json()["routes"]
     assert (route["adapter"], route["reason"]) == (served, "its adapter is loaded there")
@@ -197,25 +192,10 @@ async def test_a_cold_request_goes_where_it_is_loaded(shared: Stack) -> None:
     assert all(cost > 0.0 for cost in costs.values())
 
 
-async def refuses(stack: Stack, replica: str, names: list[str]) -> bool:
-    links = (await stack.admin.get("/admin/fleet")).json()["replicas"]
-    return any(link["id"] == replica and link["refused_adapters"] == names for link in links)
-
-
 async def test_who_waits_for_what_none_can_load_is_told_at_once(shared: Stack) -> None:
-    (replica,) = await fleet(shared, "waiting")
-    replica.say(bound=1)
-    await publish(shared, alias("sql", OLD))
-    release = asyncio.Event()
-    replica.answer = hold(release, echo)
-    holder = asyncio.create_task(shared.chat())
-    await until(lambda: len(replica.hits) == 1)
+    replica, release, holder = await occupied(shared, "waiting")
     waiting = [asyncio.create_task(shared.chat(model="sql")) for _ in range(5)]
-
-    async def queued() -> bool:
-        return await shared.metric("tidegate_queue_depth", model="alpha") == 5
-
-    await until(queued)
+    await shared.queued(5)
     replica.say(refused=[served_name("sql", OLD)])
     told = [(await one).json()["error"]["code"] for one in waiting]
     assert told == ["adapter_failed"] * 5

@@ -13,21 +13,14 @@ pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 CHAT = {"model": "alpha", "messages": [{"role": "user", "content": "hi"}]}
 
 
-async def waiting(shared: Stack, count: int) -> None:
-    async def so_many() -> bool:
-        return await shared.metric("tidegate_queue_depth", model="alpha") == count
-
-    await until(so_many, f"{count} wait")
-
-
 async def test_a_request_waits_for_the_fleet(shared: Stack) -> None:
     await shared.ready()
     asked = asyncio.create_task(shared.chat())
-    await waiting(shared, 1)
+    await shared.queued(1)
     replica = await shared.replica("late")
     shared.controller.set(replica)
     assert (await asked).content == ANSWER
-    await waiting(shared, 0)
+    await shared.queued(0)
 
 
 async def test_its_own_deadline_ends_the_wait_with_503(shared: Stack) -> None:
@@ -94,7 +87,7 @@ async def test_no_replica_gets_more_than_its_bound(shared: Stack) -> None:
         replica.answer = watch(replica)
     await shared.ready(*replicas)
     asked = [asyncio.create_task(shared.chat(stream=True)) for _ in range(20)]
-    await waiting(shared, 14)
+    await shared.queued(14)
     release.set()
     assert {answer.status_code for answer in await asyncio.gather(*asked)} == {200}
     assert all(count <= 3 for count in most.values())

@@ -42,11 +42,7 @@ async def test_two_workers_share_a_port_and_their_metrics(stack: Stack) -> None:
             assert (await client.post("/v1/chat/completions", json=CHAT)).status_code == 200
 
     await asyncio.gather(*(ask() for _ in range(30)))
-
-    async def counted() -> bool:
-        return await stack.metric("tidegate_requests_total", model="alpha", outcome="ok") == 30
-
-    await until(counted)
+    await stack.reaches(30, "tidegate_requests_total", model="alpha", outcome="ok")
 
     stack.workers[0].send_signal(signal.SIGKILL)
     await stack.workers[0].wait()
@@ -64,11 +60,7 @@ async def test_a_drain_that_runs_out_of_time_says_so(stack: Stack) -> None:
     stack.controller.set()
     await until(lambda: stack._admits(set()))
     queued = asyncio.create_task(stack.chat())
-
-    async def waits() -> bool:
-        return await stack.metric("tidegate_queue_depth", model="alpha") == 1
-
-    await until(waits)
+    await stack.queued(1)
     stack.workers[0].send_signal(signal.SIGTERM)
     answer = await streaming
     assert json.loads(answer.text.splitlines()[-2][6:])["error"]["code"] == "shutting_down"
@@ -81,11 +73,7 @@ async def test_a_changed_document_is_taken_while_running(stack: Stack) -> None:
     await started(stack)
     stack.models.append(model("beta"))
     stack.write_document()
-
-    async def listed() -> bool:
-        return "beta" in (await stack.http.get("/v1/models")).text
-
-    await until(listed)
+    await stack.answers(200, "/v1/models/beta")
     (stack.root / "deployment.json").write_text('{"models": 7}')
     line = b""
     while b"document_refused" not in line:

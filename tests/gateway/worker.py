@@ -137,6 +137,35 @@ class Stack:
             if line.startswith(name + "{") and all(f'{k}="{v}"' in line for k, v in labels.items())
         )
 
+    async def reaches(self, value: float, name: str, **labels: str) -> None:
+        """Wait until :meth:`metric` is ``value``."""
+
+        async def reached() -> bool:
+            return await self.metric(name, **labels) == value
+
+        await until(reached, f"{name} is {value}")
+
+    async def queued(self, count: int) -> None:
+        """Wait until ``count`` requests wait for the model "alpha"."""
+        await self.reaches(count, "tidegate_queue_depth", model="alpha")
+
+    async def shows(self, replica: FakeReplica, **fields: Any) -> None:
+        """Wait until the worker describes ``replica`` by these fields."""
+
+        async def shown() -> bool:
+            entries = (await self.admin.get("/admin/fleet")).json()["replicas"]
+            return any(entry.items() >= {"id": replica.id, **fields}.items() for entry in entries)
+
+        await until(shown, f"{replica.id} is shown with {fields}")
+
+    async def answers(self, status: int, path: str, headers: dict[str, str] | None = None) -> None:
+        """Wait until GET ``path`` is answered with ``status``."""
+
+        async def answered() -> bool:
+            return (await self.http.get(path, headers=headers)).status_code == status
+
+        await until(answered, f"{path} is answered with {status}")
+
     async def close(self) -> None:
         await self.http.aclose()
         await self.admin.aclose()

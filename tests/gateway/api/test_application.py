@@ -83,18 +83,11 @@ async def test_any_other_path_is_404(port: Port, path: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "path", "allow"),
-    [
-        ("GET", "/v1/chat/completions", "POST"),
-        ("PUT", "/v1/messages", "POST"),
-        ("POST", "/v1/models", "GET"),
-        ("DELETE", "/v1/models/alpha", "GET"),
-        ("POST", "/docs", "GET"),
-    ],
+    "method", ["GET /v1/chat/completions", "PUT /v1/messages", "POST /v1/models", "DELETE /v1/models/alpha"]
 )
-async def test_the_wrong_method_is_405_with_the_methods_of_the_path(
-    port: Port, method: str, path: str, allow: str
-) -> None:
+async def test_the_wrong_method_is_405_with_the_methods_of_the_path(port: Port, method: str) -> None:
+    method, _, path = method.partition(" ")
+    allow = "GET" if path.startswith("/v1/models") else "POST"
     answer = await port.http.request(method, path, headers={"x-request-id": "mine"})
     body = answer.json()
     assert (answer.status_code, body["error"]["code"]) == (405, "method_not_allowed")

@@ -60,12 +60,7 @@ async def ask(stand: Stack, replica: FakeReplica) -> httpx.Response:
 async def busy(stand: Stack, replica: FakeReplica, in_flight: int) -> None:
     """Let ``replica`` say so, and wait until it was heard."""
     replica.say(in_flight=in_flight)
-
-    async def heard() -> bool:
-        seen = (await stand.admin.get("/admin/fleet")).json()["replicas"]
-        return {entry["id"]: entry["in_flight"] for entry in seen}[replica.id] == in_flight
-
-    await until(heard)
+    await stand.shows(replica, in_flight=in_flight)
 
 
 async def breaker(stand: Stack, replica: FakeReplica) -> str:
@@ -87,11 +82,7 @@ async def test_who_fails_is_kept_out_until_a_canary_is_answered(stand: Stack) ->
     assert (canary.path, canary.json["max_tokens"]) == ("/v1/completions", 1)
     assert (await ask(stand, works)).headers["x-tidegate-replica"] == works.id
     fails.answer = answer_json
-
-    async def back() -> bool:
-        return await breaker(stand, fails) == "closed"
-
-    await until(back, "its canary was answered")
+    await stand.shows(fails, breaker="closed")  # its canary was answered
     assert (await ask(stand, fails)).headers["x-tidegate-replica"] == fails.id
     assert await stand.metric("tidegate_ejections_total", model=fails.model) == 1
     assert await stand.metric("tidegate_probes_total", model=fails.model, outcome="good") == 1
@@ -200,11 +191,7 @@ async def test_a_server_that_is_not_ours_is_probed_by_one_request_of_a_client(st
         assert (await stack.chat()).status_code == 200
     seen = len(fails.hits)
     assert seen == 3
-
-    async def half_open() -> bool:
-        return await stack.metric("tidegate_breakers", model="alpha", state="half_open") == 1
-
-    await until(half_open)
+    await stack.reaches(1, "tidegate_breakers", model="alpha", state="half_open")
     assert len(fails.hits) == seen
     release = asyncio.Event()
     fails.answer = works.answer = hold(release)
