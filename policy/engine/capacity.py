@@ -16,17 +16,16 @@ FULL = 0.85
 # Relative precision of the highest rate within an SLO.
 _PRECISION = 1e-3
 
-# The utilisation of a replica that can do nothing: the log has no infinity.
+# The utilisation of a replica without capacity: JSON has no infinity.
 _OVER = 1e6
 
 
 class Capability(msgspec.Struct, frozen=True, kw_only=True):
-    """What one replica of a shape can do with requests like those of late.
+    """Capacity of one replica for the present workload.
 
-    ``mu`` requests per second within the SLO (0: it cannot meet it at all), ``mu_max`` without one.
-    ``kv_tokens`` and ``seats`` bound what runs at once (0: not known). ``itl_s`` and ``ttft_s`` are the 95th
-    percentiles that it would show alone at ``mu``. ``error`` is the relative error of the engine model, of
-    which it is ``version`` (0: as shipped, never fitted).
+    ``mu`` requests per second within the SLO (0: it cannot be met), ``mu_max`` without one. ``kv_tokens`` and
+    ``seats`` limit concurrency (0: not known). ``itl_s`` and ``ttft_s`` are the 95th percentiles at ``mu``.
+    ``error`` and ``version`` are those of the engine model (version 0: as shipped, never fitted).
     """
 
     mu: float
@@ -40,11 +39,10 @@ class Capability(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ExpectedLatency(msgspec.Struct, frozen=True, kw_only=True):
-    """What requests find at a replica: 95th percentiles in seconds, ``None`` where it cannot keep up.
+    """Expected latencies at a replica: 95th percentiles in seconds, ``None`` if it cannot keep up.
 
-    ``itl_p95_s`` is of the mean gap of each stream, as gateways judge it; ``gap_p95_s`` of single gaps, which
-    is that of a step with a prompt in it once one gap in twenty has one. ``met`` is the part of the requests
-    within both targets, ``utilisation`` the rate over that at which the replica no longer keeps up.
+    ``itl_p95_s`` is over the mean gaps of streams, as gateways measure it, ``gap_p95_s`` over single gaps.
+    ``met`` is the fraction of requests within both targets, ``utilisation`` the rate over the maximum rate.
     """
 
     ttft_p95_s: float | None
@@ -55,16 +53,12 @@ class ExpectedLatency(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def latency_at(timing: Timing, workload: Workload, slo: SloConfig) -> ExpectedLatency:
-    """What requests like ``workload`` find at one replica that they come to at that rate, at random.
+    """Expected latencies of ``workload`` with Poisson arrivals at one replica.
 
-    Against :mod:`policy.engine.scheduler` with Poisson arrivals of requests of one length (cpu-smollm2-135m
-    on one and two cores, sim-small, h100-8b, h100-70b on four, up to four chunks a prompt, bounded by seats,
-    by KV and by neither; answers of one to five tokens to prompts of several chunks), at 0.2, 0.5 and 0.8 of
-    what keeps up: ``itl_p95_s`` within 20 %, ``ttft_p95_s`` within 25 %, ``gap_p95_s`` within 25 %; of
-    answers of one token to prompts of one chunk ``ttft_p95_s`` within 20 %, from 0.1 on. Where
-    lengths vary (input a gamma variable of shape 2, output an exponential one) TTFT is 1.3 to 2 times as
-    long and ITL up to 1.5 times, either up to 3 times where prompts take several chunks: the workload has
-    only their means.
+    Accuracy against :mod:`policy.engine.scheduler` with requests of one length, at utilisations from 0.2 to
+    0.8: ``itl_p95_s`` within 20 %, ``ttft_p95_s`` and ``gap_p95_s`` within 25 %. Where lengths vary (gamma
+    inputs of shape 2, exponential outputs) TTFT is 1.3 to 2 times as long and ITL up to 1.5 times, either up
+    to 3 times if prompts take several chunks: the workload has only means.
     """
     replica = QueueingModel(timing, workload)
     if workload.lam >= replica.edge:
@@ -86,10 +80,10 @@ def latency_at(timing: Timing, workload: Workload, slo: SloConfig) -> ExpectedLa
 def capability(
     timing: Timing, workload: Workload, slo: SloConfig, *, error: float = 0.0, version: int = 0
 ) -> Capability:
-    """What one replica can do with requests like ``workload``, whose rate is not read.
+    """The capacity of one replica for ``workload``, whose rate is not read.
 
     ``mu`` is the largest rate at which both 95th percentiles are within ``slo``, to a thousandth from below,
-    and at most :data:`FULL` of ``mu_max``. ``error`` and ``version`` are those of the engine model, as given.
+    and at most :data:`FULL` of ``mu_max``. ``error`` and ``version`` are copied to the result.
     """
     replica = QueueingModel(timing, workload)
     edge = replica.edge

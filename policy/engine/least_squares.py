@@ -10,18 +10,18 @@ from policy.engine.model import EngineModel
 from policy.engine.step_samples import StepSample
 
 ROUNDS = 6
-# How strongly a coefficient is held where it was assumed, against one load point that is met exactly.
+# Weight of the prior of a coefficient, relative to one load point.
 _HOLD = 1e-3
-# Relative residuals beyond it count by their size and not by its square.
+# Relative residuals above this count linearly (Huber).
 _HUBER = 0.08
 _ENOUGH = 1e-4
 Vector = list[float]
 
 
 def ridge_fit(model: EngineModel) -> EngineModel:
-    """The model of an engine at its own degree, as one device: what is measured there says no more.
+    """The engine model at its own degree, as one device.
 
-    What an all-reduce takes for each token is counted as compute, which is within 3 % of a step.
+    The all-reduce time per token is counted as compute, which is within 3 % of a step.
     """
     if model.degree == 1:
         return model
@@ -39,12 +39,11 @@ def ridge_fit(model: EngineModel) -> EngineModel:
 
 
 def fit(points: Sequence[StepSample], prior: EngineModel, *starts: EngineModel) -> EngineModel:
-    """The coefficients that meet ``points`` best, in relative terms, each of the same weight.
+    """The coefficients with the smallest relative errors over ``points``, of equal weight.
 
-    The soft maximum is homogeneous in w and c: at a given ratio of the two it is linear in both, so that
-    linear fits with the ratio of the one before find it, from each of ``starts``. Outliers are weighed down
-    by Huber's rule. In directions that the points do not tell apart, coefficients stay where ``prior`` has
-    them.
+    The soft maximum is homogeneous in w and c: at a given ratio of the two it is linear in both, so linear
+    fits that use the last ratio converge, from each of ``starts``. Outliers are weighed down by Huber's rule.
+    Where the points do not determine a coefficient it stays at ``prior``.
     """
     held = _coefficients(prior)
     units = [_unit(i, each, points) for i, each in enumerate(held)]
@@ -54,7 +53,7 @@ def fit(points: Sequence[StepSample], prior: EngineModel, *starts: EngineModel) 
 
 
 def with_knee(model: EngineModel, tokens: float) -> EngineModel:
-    """The same model but for the tokens at which a step takes as long to compute as to read its weights."""
+    """The same model with its knee, where computing takes as long as reading the weights, at ``tokens``."""
     return msgspec.structs.replace(model, c=max(model.w, model.o) / tokens, w=max(model.w, model.o))
 
 
@@ -83,14 +82,14 @@ def _residual(row: Vector, at: Vector, point: StepSample) -> float:
 
 
 def _loss(points: Sequence[StepSample], at: Vector, held: Vector, units: Vector, p: float) -> float:
-    """What the fit makes small: Huber's loss, and what holds the coefficients."""
+    """Huber's loss plus the weight of the prior."""
     far = [_residual(_row(point, at, p), at, point) for point in points]
     loss = sum(each**2 if each <= _HUBER else _HUBER * (2 * each - _HUBER) for each in far)
     return loss + _HOLD * sum(((a - b) / u) ** 2 for a, b, u in zip(at, held, units, strict=True))
 
 
 def _unit(index: int, value: float, points: Sequence[StepSample]) -> float:
-    """How far a coefficient may be from what was assumed: as far as that, or as makes a tenth of a step."""
+    """The scale of a coefficient: its prior, or what makes a tenth of a step."""
     rows = [_features(point)[index] / point.seconds for point in points]
     return max(value, 0.1 / max(sum(rows) / len(rows), 1e-12))
 
@@ -100,7 +99,7 @@ def _features(point: StepSample) -> Vector:
 
 
 def _row(point: StepSample, at: Sequence[float], p: float) -> Vector:
-    """How the step time grows with each coefficient, at ``at``."""
+    """The partial derivatives of the step time by coefficient, at ``at``."""
     w, cn = at[1], at[2] * point.tokens
     row = _features(point)
     top = max(w, cn)

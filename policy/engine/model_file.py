@@ -32,11 +32,10 @@ class Measure(Section, frozen=True):
 
 
 class PointResult(Section, frozen=True):
-    """A load point: ``concurrency`` clients at each replica, each with one request after the other.
+    """A load point of ``seconds``: ``concurrency`` clients at each replica, each sending sequentially.
 
-    It lasted ``seconds``, in which so many ``requests`` ended and ``steps`` of the engine were timed. One
-    that was ``held`` out had no part in the fit. Without a request that ended there is no ``itl_p50``,
-    ``ttft_p50`` and ``ttft_p90``, in seconds.
+    ``requests`` ended and ``steps`` were timed. A point that was ``held`` out is not part of the fit. The
+    quantiles are in seconds, ``None`` if no request ended.
     """
 
     concurrency: _Positive
@@ -52,10 +51,10 @@ class PointResult(Section, frozen=True):
 
 
 class Errors(Section, frozen=True):
-    """Errors on the load points that were held out, as parts of what was measured.
+    """Relative errors on the ``points`` load points that were held out.
 
-    ``step_p50`` and ``step_p90`` are quantiles over engine steps; ``itl_p50`` and ``ttft_p90`` are those
-    quantiles of what clients measured, the mean error over ``points`` load points.
+    ``step_p50`` and ``step_p90`` are quantiles over engine steps; ``itl_p50`` and ``ttft_p90`` mean errors
+    of these client-side quantiles.
     """
 
     points: Annotated[int, Meta(ge=0)]
@@ -68,12 +67,10 @@ class Errors(Section, frozen=True):
 class ModelFile(Section, frozen=True):
     """An engine model with its provenance.
 
-    ``engine_model`` was fitted at ``degree``, the devices or cores of a replica of ``shape``; for others it
-    has the all-reduce of its ``prior``, which is a profile's name, or empty for one that nothing was known
-    of. ``limits`` are as the replica told them; ``path_s`` is what the way from a client to the engine and
-    back adds to each request. ``engine`` is its kind with its version, ``hardware`` what the replica said it
-    runs on, ``tidegate`` the version that calibrated ``at`` (ISO 8601). ``steps`` of the engine were timed.
-    ``note`` says what to beware of.
+    ``engine_model`` was fitted at ``degree``, the GPUs or cores of a replica of ``shape``; at others it has
+    the all-reduce of its ``prior``, a profile's name (empty: unknown). ``limits`` and ``hardware`` were
+    reported by the replica; ``path_s`` is the network time per request. ``engine`` is kind and version,
+    ``tidegate`` the version that calibrated ``at`` (ISO 8601). ``steps`` were timed. ``note`` is a caveat.
     """
 
     format: Literal[1]
@@ -97,15 +94,12 @@ class ModelFile(Section, frozen=True):
 
     @property
     def description(self) -> str:
-        """It in a few words."""
+        """A short description."""
         return f"calibrated on {self.model}, shape {self.shape}, at {self.at}"
 
 
 def model_file(raw: object, where: str) -> ModelFile:
-    """Check the content of a model file, which stands at ``where``.
-
-    Raises :class:`policy.errors.ConfigError` with the path, the value and what was expected.
-    """
+    """Check the content of a model file at the path ``where``; raises :class:`policy.errors.ConfigError`."""
     if not isinstance(raw, Mapping):
         raise ConfigError(where, raw, "the content of a model file, as `tidegate calibrate` writes it")
     if "format" in raw and raw["format"] != FORMAT:
@@ -121,12 +115,12 @@ def model_file(raw: object, where: str) -> ModelFile:
 
 
 def encode(file: ModelFile) -> bytes:
-    """The file as it is written: JSON that people can read."""
+    """The file as indented JSON."""
     return msgspec.json.format(msgspec.json.encode(file), indent=2) + b"\n"
 
 
 def describe(given: str | Mapping[str, Any] | None) -> str | None:
-    """A profile of a document in a few words: a name, or what a model file says of itself."""
+    """A profile for display: its name, or the description of a model file."""
     if given is None or isinstance(given, str):
         return given
     return model_file(given, "profile").description

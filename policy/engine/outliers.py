@@ -1,8 +1,6 @@
 """Detection of replicas that are slower than others of their shape at the same load.
 
-Their steps must not change the engine model.
-
-Steps are compared within a region of load only, so that no model is needed, and none is at fault.
+Their steps must not change the engine model. Steps are compared within a region of load, without a model.
 """
 
 from __future__ import annotations
@@ -14,14 +12,14 @@ import msgspec
 
 from policy.engine.step_samples import Region, StepSample, step_class
 
-# Of so many replicas the last samples are kept, of each region so many, of the regions it was in last.
+# Limits of what is kept: replicas, latest regions of a replica, latest samples of a region.
 REPLICAS = 32
 REGIONS = 24
 KEPT = 3
-# A replica is compared from so many samples on, for as long as others told of no more than so many each.
+# Samples that a comparison needs, and after how many samples of each other replica a report is dropped.
 MIN_SAMPLES = 3
 LATELY = 48
-# Replicas that differ by less than this part are alike.
+# Replicas that differ by less than this fraction are alike.
 ALIKE = 0.2
 
 
@@ -60,10 +58,9 @@ def reports_of(
 
 
 def slowdown(reports: Mapping[str, StepReport], replica: str) -> float:
-    """How many times as long as those of its peers the steps of ``replica`` take; 1 where that is not known.
+    """The ratio of the step time of ``replica`` to that of its peers; 1 if unknown.
 
-    A peer in the middle is what they are compared to, and of two the faster: what holds an engine up makes
-    it slower.
+    The reference is the median of the replicas; of two, the faster one.
     """
     own = reports.get(replica)
     if own is None:

@@ -6,16 +6,16 @@ import msgspec
 
 # 1 W for an hour is 3.412142 BTU (IT): all that is drawn leaves as heat.
 BTU_PER_WH = 3.412142
-# Of the peak, what a device draws with weights in memory and nothing to do, where no figure is known.
+# Idle power as a fraction of the peak, for unknown devices.
 _IDLE_SHARE = 0.15
 
 
 class PowerModel(msgspec.Struct, frozen=True, kw_only=True):
-    """What one device draws, in watts.
+    """The power of one device, in watts, assumed from ``source``.
 
-    ``idle_w`` with a model in memory and nothing to do, ``peak_w`` with steps to run all the time, ``host_w``
-    what its server takes beside it for processors, memory, network and fans. All of it is assumed, from what
-    ``source`` says; a card's own counter (:class:`policy.wire.reports.PowerReport`) tells better.
+    ``idle_w`` with a loaded model and no work, ``peak_w`` under constant load, ``host_w`` its part of the
+    server (processors, memory, network, fans). Measurements (:class:`policy.wire.reports.PowerReport`) are
+    better.
     """
 
     idle_w: float
@@ -24,16 +24,15 @@ class PowerModel(msgspec.Struct, frozen=True, kw_only=True):
     source: str
 
     def watts(self, busy: float) -> float:
-        """One device and its part of the server, where it has steps to run for ``busy`` (0..1) of the time.
+        """Power of a device and its part of the server at utilisation ``busy`` (0..1): linear.
 
-        A line from idle to peak. It is high where most steps decode: those wait for memory, and draw less
-        than the peak (Patel et al., POLCA, 2023).
+        Too high where most steps decode: they wait for memory (Patel et al., POLCA, 2023).
         """
         return self.idle_w + (self.peak_w - self.idle_w) * busy + self.host_w
 
 
 def _of_server(name: str, idle_w: float, peak_w: float, server_w: float, devices: int) -> PowerModel:
-    """A device whose server, full of ``devices``, is said to take ``server_w`` at most."""
+    """A device in a server with ``devices`` of them and a maximum of ``server_w``."""
     return PowerModel(
         idle_w=idle_w,
         peak_w=peak_w,
@@ -65,7 +64,7 @@ DRAWS: dict[str, PowerModel] = {
 
 
 def power_model_of(kind: str, peak_w: float) -> PowerModel:
-    """What one device of ``kind`` draws; of a kind that is not known, one that draws ``peak_w`` at most."""
+    """The power of one device of ``kind``; an unknown kind has the maximum ``peak_w``."""
     known = DRAWS.get(kind)
     if known is not None:
         return known

@@ -1,6 +1,4 @@
-"""Engine models that ship with Tidegate, by name, until a calibration replaces them.
-
-What a mode's replicas are taken to be before they ran: how fast by their profile, and at what price."""
+"""Profiles: engine models that ship with Tidegate, used until a calibration replaces them."""
 
 from __future__ import annotations
 
@@ -18,23 +16,18 @@ from policy.errors import ConfigError
 from policy.types import EngineKind
 
 _GB = 1e9
-
 _GIB = 2.0**30
-
-# How much of a data sheet's peak large kernels reach, where nothing was measured.
+# Fractions of a data sheet's peak that large kernels are assumed to reach.
 _BANDWIDTH_SHARE = 0.8
-
 _COMPUTE_SHARE = 0.55
-
 _LINK_SHARE = 0.7
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True):
     """An engine model with its memory and batch limits.
 
-    ``kv_tokens`` is a fixed KV capacity; without one, ``memory`` gives it by degree, as it does for other
-    degrees than ``kv_degree`` where both are known. ``assumed`` says that the coefficients were derived and
-    not measured; ``source`` from what.
+    ``kv_tokens`` is the KV capacity at ``kv_degree``; ``memory``, if known, gives it at other degrees.
+    ``assumed`` coefficients were derived from ``source``, not measured.
     """
 
     name: str
@@ -187,7 +180,7 @@ def profile(given: str | Mapping[str, Any], where: str = "profile") -> Profile:
 
 
 def kind_and_size(given: str | Mapping[str, Any]) -> tuple[str, str]:
-    """The kind of device and the size of the model that a profile is of, by its name or its prior's."""
+    """The GPU type and the model size of a profile, by its name or its prior's."""
     if isinstance(given, str):
         kind, _, size = given.partition("-")
         return kind, size
@@ -197,7 +190,7 @@ def kind_and_size(given: str | Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _calibrated(given: Mapping[str, Any], where: str) -> Profile:
-    """What was measured at one degree; at others KV capacity is that of the profile it began with."""
+    """A measured profile; KV capacity at other degrees is that of its prior."""
     file = model_file(given, where)
     prior = PROFILES.get(file.prior)
     return Profile(
@@ -215,7 +208,7 @@ def _calibrated(given: Mapping[str, Any], where: str) -> Profile:
 
 
 def shipped(spec: ModelSpec, shape: Shape) -> Timing:
-    """How fast a replica of ``shape`` is as far as its profile says: none was calibrated yet."""
+    """The timing of a replica of ``shape`` by its profile, before any calibration."""
     name = spec.timed_by
     degree = shape.tensor_parallel if shape.gpus else max(1, shape.cpus)
     timing = GENERIC
@@ -223,7 +216,7 @@ def shipped(spec: ModelSpec, shape: Shape) -> Timing:
         found = profile(name)
         try:
             timing = Timing(limits=found.limits(degree), model=found.model.at_degree(degree))
-        except ConfigError:  # by its profile the model does not fit there: it does, for it runs
+        except ConfigError:  # by its profile the model does not fit, but it runs
             timing = GENERIC
     if spec.engine is EngineKind.SIM and timing.model is not None and spec.profile is None:
         timing = msgspec.structs.replace(timing, model=timing.model.faster(spec.sim.speed))
@@ -237,10 +230,9 @@ def shipped(spec: ModelSpec, shape: Shape) -> Timing:
 
 
 def max_request_tokens(spec: ModelSpec, shape: Shape) -> int | None:
-    """The most tokens of prompt and answer that a request at a replica of ``shape`` may have together.
+    """The maximum context length (prompt and answer, tokens) of a replica of ``shape``.
 
-    As engines have it: what the document gives, else what the profile says, as far as KV cache holds it;
-    ``None`` where neither says. An engine refuses what is longer.
+    From the deployment file, otherwise from the profile and its KV capacity; ``None`` if unknown.
     """
     given = {**spec.engine_args, **shape.engine_args}.get("max_model_len")
     if isinstance(given, int) and given > 0:

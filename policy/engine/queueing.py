@@ -1,8 +1,8 @@
-"""Where an engine settles when requests come at random: not its means alone, but how they are spread.
+"""A queueing model of one engine with Poisson arrivals: means and variances of its latencies.
 
-Steps differ by whether a prompt is computed in them, the requests that run are spread like a Poisson
-variable, and slow steps gather more of both. All of it in closed form but for one fixed point, that of the
-mean gap between two tokens, so that an answer takes some 40 us.
+Steps with a prompt are slower than others, the number of running requests is Poisson distributed, and slow
+steps collect more of both. Everything but the fixed point of the mean inter-token gap has a closed form, so
+one evaluation takes about 40 us.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from policy.engine.step_table import GENERIC
 
 # Standard deviations from a mean to the 95th percentile: between a uniform's 1.56 and an exponential's 2.
 _Z = 1.7
-# How much a fluctuation may feed on itself, as more requests make steps longer and stay longer for it.
+# Limit of the feedback of a fluctuation: more requests make steps longer and so stay longer.
 _MOST_GAIN = 5.0
 _NORMAL = NormalDist()
 _PRECISION = 1e-3
@@ -41,7 +41,7 @@ class LatencyDistribution:
         return self.mean + _Z * self.deviation
 
     def within(self, most: float | None) -> float:
-        """Which part is at most ``most``; consistent with the percentile."""
+        """The fraction that is at most ``most``; consistent with the percentile."""
         if most is None:
             return 1.0
         if self.deviation <= 0.0:
@@ -51,12 +51,12 @@ class LatencyDistribution:
 
 @dataclass(slots=True)
 class SteadyState:
-    """Where an engine settles at a rate ``lam``: what a request that decodes sees, with ``others`` beside it.
+    """The steady state at a rate ``lam``, as seen by a decoding request with ``others`` beside it.
 
-    A step takes ``fast`` seconds without a prompt and ``slow`` ones with ``tokens`` of prompts, which the
-    fraction ``mixed`` of steps has; ``gap`` is the mean. ``room`` tokens are in a batch beside the others,
-    a prompt takes ``chunks`` of it, and ``begun`` prompts come in a mean step. ``feedback`` is the elasticity
-    of the gap to the number that runs, ``gain`` what a fluctuation of it grows to by that.
+    A step takes ``fast`` seconds without a prompt and ``slow`` with ``tokens`` of prompts, which the fraction
+    ``mixed`` of steps has; ``gap`` is the mean. A batch has ``room`` tokens beside the decodes, a prompt
+    needs ``chunks`` of it, ``begun`` prompts arrive in a mean step. ``feedback`` is the elasticity of the gap
+    to the number of running requests, ``gain`` the resulting amplification of fluctuations.
     """
 
     lam: float
@@ -74,10 +74,7 @@ class SteadyState:
 
 
 class QueueingModel:
-    """One engine with the requests that come to it at random, made once for many questions.
-
-    ``edge`` is the rate in requests per second beyond which it does not keep up.
-    """
+    """One engine with Poisson arrivals; ``edge`` is its maximum rate in requests per second."""
 
     def __init__(self, timing: Timing, load: Workload) -> None:
         limits, model = timing.limits, timing.model or GENERIC.model
@@ -100,7 +97,7 @@ class QueueingModel:
         self.edge = self._edge() if self._most > 0.0 else 0.0
 
     def _edge(self) -> float:
-        """As many run as can, and for each that ends one begins."""
+        """The rate with as many running requests as possible, each replaced when it ends."""
         running, begun = self._most, self._most / self._output
         room = max(self._batch - running, 1.0)
         mixed = min(1.0, max(1.0 - math.exp(-begun), begun * self._prompt / room))
@@ -110,7 +107,7 @@ class QueueingModel:
         return running / (self._output * (fast + mixed * (slow - fast)))
 
     def settle(self, lam: float) -> SteadyState:
-        """The fixed point of the mean gap at ``lam``; where there is none, with as many as can run."""
+        """The fixed point of the mean gap at ``lam``; without one, the state at full concurrency."""
         low = self._step(1.0, self._context, 1.0)
         high = min(self._most / (lam * self._output), self._longest) if lam > 0.0 else low
         point = self._at(lam, high)
@@ -124,7 +121,7 @@ class QueueingModel:
         return point
 
     def _root(self, lam: float, low: float, above: float, high: float, below: float) -> SteadyState:
-        """Where a gap brings itself about, between ``low`` and ``high``: false position, Illinois' way."""
+        """The fixed point between ``low`` and ``high``, by false position (Illinois variant)."""
         side = 0
         while True:
             gap = (low * below - high * above) / (below - above)
@@ -142,7 +139,7 @@ class QueueingModel:
                 side = -1
 
     def _at(self, lam: float, gap: float) -> SteadyState:
-        """What follows when the mean gap is ``gap`` seconds."""
+        """The state that follows from a mean gap of ``gap`` seconds."""
         prompt, step = self._prompt, self._step
         others = min(lam * self._output * gap, self._most)
         running = 1.0 + others
@@ -168,10 +165,9 @@ class QueueingModel:
         return SteadyState(lam, others, fast, slow, tokens, mixed, gap, room, chunks, begun)
 
     def _chunked(self, lam: float, fast: float, slow: float, chunks: float) -> float:
-        """How many of the steps that a request decodes in have a chunk, where prompts take several.
+        """The fraction of a request's decode steps with a chunk, where prompts take several chunks.
 
-        Those come one after the other, so whoever has waited leaves others behind that wait: as many as an
-        M/D/1 queue has, whose prompts it sees first of all, beside those of any step.
+        Prompts run one after the other: a request that waited sees those of the M/D/1 queue behind it first.
         """
         work = lam * chunks
         spare = 1.0 - work * (slow - fast)
@@ -181,10 +177,10 @@ class QueueingModel:
         return mixed + (1.0 - mixed) * min(1.0, behind * chunks / (1.0 - busy) / self._output)
 
     def itl(self, at: SteadyState) -> LatencyDistribution:
-        """The mean gap of a stream: it varies with who runs beside it, and with the prompts that come.
+        """The mean gap of a stream; it varies with concurrent requests and arriving prompts.
 
-        Both are counts of arrivals, before and during the stream, and correlated: a Poisson variable's
-        average over windows as long as the stream. An answer of one token, or a vector, has none.
+        Both are correlated Poisson counts, averaged over the length of the stream. An answer of one token,
+        or a vector, has no gap.
         """
         if self._output <= 1.0:
             return LatencyDistribution(0.0, 0.0)
@@ -200,7 +196,7 @@ class QueueingModel:
         return LatencyDistribution(at.gap, min(math.sqrt(variance) * at.gain, max(worst - at.gap, 0.0) / _Z))
 
     def ttft(self, at: SteadyState) -> LatencyDistribution:
-        """What is left of the step that runs, the steps of the prompt, and who was there before."""
+        """The rest of the running step, the steps of the prompt, and the queue ahead."""
         mean_2 = at.fast**2 + at.mixed * (at.slow**2 - at.fast**2)
         mean_3 = at.fast**3 + at.mixed * (at.slow**3 - at.fast**3)
         runs = -math.expm1(-at.others - at.lam * self._extra_s(at))
@@ -214,7 +210,7 @@ class QueueingModel:
             variance += (own - at.fast) * (own - alone)
             busy = min(at.begun * at.chunks, 0.95)
             waits, wait = busy ** (1.0 / at.chunks), alone / (2.0 * (1.0 - busy))
-        # The crowd that a request meets makes each of its steps longer.
+        # Concurrent requests make each step of the prompt longer.
         crowd = math.sqrt(at.others) * at.gain
         if at.others > 0.0:
             variance += (own * at.feedback / at.others * crowd) ** 2
@@ -274,7 +270,7 @@ class QueueingModel:
 
 
 def _of_some(mean: float, part: float) -> int:
-    """The quantile of a Poisson variable that is at least 1, of which the mean is known."""
+    """The quantile of a Poisson variable conditioned on being at least 1, with this mean."""
     rate = mean = max(mean, 1.0 + 1e-6)
     for _ in range(20):
         rate = mean * -math.expm1(-rate)
@@ -288,7 +284,7 @@ def _of_some(mean: float, part: float) -> int:
 
 
 def _step_of(model: EngineModel) -> Step:
-    """The model's step time as a function that costs a third: of tokens, KV tokens and running requests."""
+    """The model's step time as a function of tokens, KV tokens and running requests, made faster."""
     k = model.degree
     o, w, c, g, r, p = model.o, model.w / k, model.c / k, model.g / k, model.r, model.p
     if k > 1:

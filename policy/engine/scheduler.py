@@ -1,13 +1,12 @@
 """Continuous batching as vLLM's scheduler does it, one deterministic step at a time.
 
-Each step takes the running requests first, in the order in which they were admitted, then the
-waiting ones, each as many tokens as it needs and the batch still holds: one for a decode, a chunk
-of the prompt for a prefill. When KV cache runs out the youngest running request is preempted: it
-gives back its KV, waits in front, and computes prompt and output again. Source: vLLM's
-``v1/core/sched/scheduler.py``. Requests do not share KV of cached prefixes: each holds its own.
+A step schedules running requests in the order of admission, then waiting ones: one token for a decode, a
+chunk of the prompt for a prefill, as far as the batch has room. When KV cache runs out, the youngest running
+request is preempted: it frees its KV, waits in front, and computes prompt and output again. Source: vLLM's
+``v1/core/sched/scheduler.py``. Requests do not share the KV of cached prefixes.
 
-Most steps are alike: those who run decode one token each, and nobody comes or goes. :meth:`Scheduler.alike`
-counts the next ones, which may be taken at once with :meth:`Scheduler.leap`.
+In most steps every running request decodes one token and none starts or ends. :meth:`Scheduler.alike` counts
+the next such steps; :meth:`Scheduler.leap` runs them at once.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ from policy.engine.prefix_cache import PrefixCache
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """A request to run: counts in tokens.
+    """A request; counts in tokens.
 
-    ``prompt_tokens`` are to be computed but for ``cached_tokens``, found in the prefix cache;
-    ``output_tokens`` are produced, the first in the step that completes the prompt. ``blocks`` are those of
-    the prompt in :class:`policy.engine.prefix_cache.PrefixCache`.
+    All of ``prompt_tokens`` but ``cached_tokens`` (found in the prefix cache) are computed. The first of
+    ``output_tokens`` is produced in the step that completes the prompt. ``blocks`` are the prompt's in
+    :class:`policy.engine.prefix_cache.PrefixCache`.
     """
 
     id: str
@@ -44,11 +43,11 @@ class Request:
 
 @dataclass(slots=True, frozen=True)
 class StepResult:
-    """One step: it lasts ``duration_s`` seconds, and then has happened what the rest says.
+    """The result of a step of ``duration_s`` seconds.
 
-    ``tokens`` counts new output tokens by request id, in scheduling order; ``first`` have had their first,
-    ``finished`` their last; ``preempted`` lost their KV. ``scheduled`` is n, ``running`` R during the step;
-    ``waiting`` requests and ``kv_used`` tokens are as after it.
+    ``tokens`` counts new output tokens by request id, in scheduling order; ``first`` had their first token,
+    ``finished`` their last; ``preempted`` lost their KV. ``scheduled`` tokens (n), ``running`` requests (R)
+    are during the step, ``waiting`` requests and ``kv_used`` tokens after it.
     """
 
     duration_s: float
@@ -63,7 +62,7 @@ class StepResult:
 
 
 class StepTimes(NamedTuple):
-    """What steps take that are alike: the first ``step_s`` seconds, each further one ``growth_s`` more."""
+    """Durations of consecutive decode steps: ``step_s`` for the first, each later one ``growth_s`` longer."""
 
     step_s: float
     growth_s: float
@@ -73,18 +72,18 @@ class StepTimes(NamedTuple):
         return steps * (self.step_s + self.growth_s * (steps - 1) / 2)
 
     def ended(self, elapsed_s: float) -> int:
-        """How many steps have ended after ``elapsed_s``, to within one: a float is rounded."""
-        # Solved without a difference of what may be nearly equal.
+        """Steps that ended after ``elapsed_s``, to within one (rounding)."""
+        # Solved without a difference of nearly equal values.
         linear = self.step_s - self.growth_s / 2
         root = math.sqrt(linear * linear + 2 * self.growth_s * elapsed_s)
         return int(2 * elapsed_s / (linear + root))
 
 
 class Scheduler:
-    """The requests of one engine; mutable, without a clock: a step says how long it takes.
+    """The requests of one engine; mutable, without a clock: each step returns its duration.
 
-    With a ``cache`` the cached tokens of a request are looked up when it is submitted, and again when it
-    is admitted. Without one they are what the request says.
+    With a ``cache`` the cached tokens of a request are looked up when it is submitted and when it is
+    admitted; without one the request's own number is used.
     """
 
     def __init__(self, model: EngineModel, limits: Limits, cache: PrefixCache | None = None) -> None:
@@ -113,7 +112,7 @@ class Scheduler:
 
     @property
     def prefilling(self) -> int:
-        """Tokens to compute before the requests that are here without one have their first."""
+        """Tokens to compute until all requests without an output token have their first one."""
         fresh = [request for request in self._requests.values() if not request.produced]
         return sum(request.prompt_tokens - max(request.computed, request.cached_tokens) for request in fresh)
 
@@ -127,11 +126,7 @@ class Scheduler:
         self._waiting.append(request)
 
     def check(self, request: Request) -> None:
-        """Raise :class:`ValueError` if ``request`` cannot be queued.
-
-        That is for an id in use, for counts that make no request, and for one that could never hold its
-        prompt and output in KV.
-        """
+        """Raise :class:`ValueError` for an id in use, invalid counts, or more tokens than KV can hold."""
         if request.id in self._requests:
             raise ValueError(f"request {request.id!r} is already here")
         if request.output_tokens < 1 or not 0 <= request.cached_tokens < request.prompt_tokens:
@@ -150,7 +145,6 @@ class Scheduler:
         if request.computed:
             self._running.remove(request)
             self._release(request)
-            self._kv_used -= request.computed
         else:
             self._waiting.remove(request)
         return True
@@ -177,7 +171,6 @@ class Scheduler:
                 if request.produced == request.output_tokens:
                     finished.append(request.id)
                     self._release(request)
-                    self._kv_used -= request.computed
                     del self._requests[request.id]
         if finished:
             self._running = [r for r in self._running if r.produced < r.output_tokens]
@@ -194,10 +187,9 @@ class Scheduler:
         )
 
     def alike(self) -> int:
-        """How many of the next steps are decodes of all who run, and end with the same requests here.
+        """How many next steps only decode: no request starts, ends, is preempted or has its first token.
 
-        In none of them anybody has the first or the last token, starts, or is preempted. Requests that come
-        in between may start at the next step, so they end it.
+        A request that is submitted meanwhile may start at the next step and ends the sequence.
         """
         running, limits = len(self._running), self._limits
         if not running or running > limits.max_num_batched_tokens or self._admissible(running):
@@ -213,13 +205,13 @@ class Scheduler:
         return steps
 
     def pace(self) -> StepTimes:
-        """How long the steps take that :meth:`alike` counts: each has a token more of each request in KV."""
+        """Durations of the steps that :meth:`alike` counts: KV grows by one token per request and step."""
         model, running = self._model, len(self._running)
         first = model.step_time(running, self._kv_used + running, running)
         return StepTimes(first, model.g * running / model.degree)
 
     def leap(self, steps: int) -> None:
-        """Run ``steps`` of those that :meth:`alike` counted, at once; who came since waits meanwhile."""
+        """Run ``steps`` of those that :meth:`alike` counted at once; requests submitted since then wait."""
         for request in self._running:
             request.computed += steps
             request.produced += steps
@@ -236,7 +228,7 @@ class Scheduler:
         return self._kv_used + running + cached + part <= limits.kv_tokens
 
     def _first_part(self, request: Request, room: int) -> tuple[int, int]:
-        """What a waiting request would start with: tokens that are cached, and that the step computes."""
+        """The cached tokens of a waiting request, and those that its first step would compute."""
         cached = self._cached(request)
         return cached, min(request.prompt_tokens + request.produced - cached, room)
 
@@ -257,7 +249,6 @@ class Scheduler:
             while self._kv_used + part > capacity:
                 victim = running.pop()
                 self._release(victim)
-                self._kv_used -= victim.computed
                 victim.computed = 0
                 self._waiting.appendleft(victim)
                 preempted.append(victim)
@@ -289,6 +280,8 @@ class Scheduler:
         return budget
 
     def _release(self, request: Request) -> None:
+        """Give back the KV of a running request."""
+        self._kv_used -= request.computed
         request.restarted = True
         if self._cache is not None:
             self._cache.release(request.blocks, min(request.computed, request.prompt_tokens))

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-# Below so many KV tokens, steps differ by them no more than by chance.
+# Fewer KV tokens than this have no measurable effect on a step.
 _FEW_TOKENS = 256.0
 
 _SHORTEST_S = 1e-6
@@ -16,7 +16,7 @@ Region = tuple[int, int, int]
 
 
 class StepSample(msgspec.Struct, frozen=True, array_like=True):
-    """Engine steps that were alike: ``count`` of them, and their means.
+    """Means of ``count`` similar steps.
 
     ``tokens`` scheduled (n), ``kv_tokens`` of context in KV (K), ``running`` requests (R), ``seconds`` (t).
     """
@@ -29,7 +29,7 @@ class StepSample(msgspec.Struct, frozen=True, array_like=True):
 
 
 def step_class(tokens: float, kv_tokens: float, running: float, octaves: int = 1) -> Region:
-    """Which region of load a step was in, each a power of two wide, or so many of them."""
+    """The region of load of a step; each is ``octaves`` powers of two wide."""
     return (
         _octave(tokens) // octaves,
         _octave(kv_tokens / _FEW_TOKENS) // octaves,
@@ -38,9 +38,10 @@ def step_class(tokens: float, kv_tokens: float, running: float, octaves: int = 1
 
 
 def pool_steps(samples: Iterable[StepSample], most: int) -> tuple[StepSample, ...]:
-    """The same steps in at most ``most`` samples, those that were alike together, also in how long they took.
+    """The same steps in at most ``most`` samples.
 
-    So a stall stays apart from the steps that it came between. Regions are made wider until they are so few.
+    Steps of one region with similar durations are pooled, so stalls stay separate. Regions are widened until
+    there are few enough.
     """
     pool = list(samples)
     octaves = 1

@@ -12,15 +12,13 @@ NONE = (0,) * BUCKETS
 
 
 class ModelReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One model in one gateway worker: totals since the worker started, and what waits and runs now.
+    """One model in one gateway worker: totals since its start, and the requests that wait and run now.
 
-    ``arrived`` counts requests before any was refused, ``refused`` those for which there was no room or no
-    replica in time, ``ended`` those that a replica answered whole with tokens of its own, over which
-    ``input_tokens``, ``cached_tokens`` and ``output_tokens`` are summed. ``ttft``, ``itl`` (the mean gap of
-    each stream) and ``e2e`` count durations in the buckets of :mod:`policy.stats.histogram`; the first two
-    are of streams alone, since an answer that comes whole says nothing of its first token. ``met_ttft``,
-    ``met_itl`` and ``met_both`` are how many of ``judged`` streams were within the model's objectives, as
-    they were when each ended. ``in_flight`` are in the gateway, ``queued`` of them without a replica.
+    ``arrived`` counts all requests, ``refused`` those without room or replica in time, ``ended`` those that a
+    replica answered completely, over which tokens are summed. ``ttft``, ``itl`` (the mean gap of a stream)
+    and ``e2e`` count durations in the buckets of :mod:`policy.stats.histogram`, the first two of streams
+    only. ``met_ttft``, ``met_itl`` and ``met_both`` of ``judged`` streams were within the SLO as it was when
+    they ended. ``in_flight`` requests are in the gateway, ``queued`` of them without a replica.
     """
 
     arrived: int = 0
@@ -42,10 +40,10 @@ class ModelReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 class GatewayReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The report of one gateway worker, once a second, and at once when a request waits for a model at zero.
+    """The report of one gateway worker: once a second, and at once if a request waits for a model at zero.
 
-    ``worker`` is unique to the life of one process, ``number`` grows with each report of it. It has counted
-    for ``since_s`` seconds; after the ``last`` one it ends.
+    ``worker`` is unique to one process, ``number`` grows with each report. The totals cover ``since_s``
+    seconds; the worker ends after its ``last`` report.
     """
 
     worker: str
@@ -58,10 +56,9 @@ class GatewayReport(msgspec.Struct, frozen=True, kw_only=True):
 class EngineReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The report of an engine.
 
-    ``preempted`` counts requests that lost their KV since its host started, ``deferred`` those that are
-    passed over now, as for an adapter that no slot is free for; ``steps`` are those since the last report.
-    ``timing`` is what bounds its steps, and how fast it is if it knows; ``hardware`` what it runs on, in a
-    few words.
+    ``preempted`` counts requests that lost their KV since the host started, ``deferred`` those passed over
+    now (as for want of an adapter slot); ``steps`` are those since the last report. ``timing`` has its limits
+    and its engine model if known; ``hardware`` is a short description.
     """
 
     preempted: int = 0
@@ -72,10 +69,10 @@ class EngineReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 class PowerReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The cards of one replica: ``watts`` and ``joules`` (total) together, ``celsius`` of the hottest.
+    """The GPUs of one replica: the sum of ``watts`` and total ``joules``, ``celsius`` of the hottest.
 
-    ``throttled`` says why they run slower than they could, in NVML's words, and ``reasons`` in its bits;
-    ``xid`` is the last error of one, called ``card``: of a program only where no card itself had any.
+    ``throttled`` are NVML's clock-throttle reasons as text, ``reasons`` as bits. ``xid`` is the last error,
+    of the GPU ``card``; errors of programs only if no GPU itself failed.
     """
 
     watts: float
