@@ -180,7 +180,7 @@ class ModelQueue:
         self._timer = None
         at = self.clock()
         self.dispatcher.expire(at + TIMER_TICK_S)
-        self.dispatcher.queue.hear_peers()
+        self.dispatcher.queue.count_peers()
         self.dispatcher.offer(at)
         self._publish()
         self.arm()

@@ -262,7 +262,7 @@ class ReplicaHandle:
         if answering != self.answering:
             self.answering = answering
             if answering:
-                self.breaker.heard()
+                self.breaker.reconnected()
             else:
                 self.lost_at = at
                 self.health.disconnected(self.breaker, at)

@@ -2,7 +2,7 @@
 
 The gateway and the simulator both drive it, so that they decide alike. It is pure: instants are arguments
 (seconds of one monotonic clock), the replicas are a :class:`ReplicaPool`, and what follows from a decision is
-reported by callbacks. Over 400 lines, because a ticket and the queue that it waits in are one state machine.
+reported by callbacks.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Ticket(Generic[R]):
         self._retries = RetryState()
         self._sent_at: float | None = None
         request.ticket = dispatcher.queue.ticket()
-        dispatcher.reserved.came(request.tenant, request.arrived)
+        dispatcher.reserved.arrived(request.tenant, request.arrived)
 
     @property
     def queued(self) -> bool:
@@ -146,7 +146,7 @@ class Ticket(Generic[R]):
                 self._uncharge()
 
     def leave(self, at: float) -> None:
-        """The client left before it was told of a slot: stop waiting, or give the slot back."""
+        """The client left before the request was sent: stop waiting, or give the slot back."""
         if self.replica is not None:
             self._give_back(at)
         elif self.dispatcher.withdraw(self, at):
@@ -171,10 +171,10 @@ class Ticket(Generic[R]):
             patience_s, slo_s = math.inf, pool.ttft_slo_s
             if slo_s is not None and request.priority in _BOUND_BY_SLO:
                 patience_s = START_SHARE * slo_s
-                # The SLO is of replicas that serve: a start takes its time however few requests come.
+                # The SLO does not cover the start of a first replica.
                 if request.priority is Priority.SHEDDABLE and not pool.down:
                     request.deadline = min(request.deadline, request.arrived + slo_s)
-            if queue.unsure:
+            if queue.unmeasured:
                 queue.expect(pool.service_s(request))
             verdict = queue.enter(
                 request,
@@ -261,7 +261,7 @@ class Dispatcher(Generic[R]):
         self._adapters: dict[str, Counter[str]] = {}
 
     def oldest_s(self, at: float) -> float:
-        """How long the oldest waiting request has waited, in seconds; 0 if none waits."""
+        """The age of the oldest waiting request in seconds; 0 if none waits."""
         return max([at - request.arrived for request in self.queue.waiting.values()], default=0.0)
 
     def due_at(self, at: float) -> float:

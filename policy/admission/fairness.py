@@ -18,10 +18,10 @@ from policy.request import Request
 # Idle tenants beyond these are forgotten; the adapters of each tenant are bounded separately.
 MOST_TENANTS = 4096
 MOST_ADAPTERS = 256
-# A tenant is active for so long after its last request.
+# A tenant is active for this long after its last request.
 ACTIVE_S = 10.0
-# One slot is reserved, and one more in so many. With one alone, the second of two requests that come together
-# waited 57 ms in the mean on eight slots of 0.4 s each; of two requests a second these were 11 %.
+# One slot is reserved, and one more per this many. With one alone, the second of two simultaneous requests
+# (11 % at two per second) waited 57 ms on average on eight slots of 0.4 s.
 ONE_IN = 16
 
 Charge = TypeVar("Charge")
@@ -47,7 +47,7 @@ class Discipline(Protocol[Charge]):
         """How many requests wait."""
 
     def add(self, request: Request, *, returned: bool) -> None:
-        """Queue it; ``returned`` if a replica sent it back, which protects it from :meth:`spare`."""
+        """Queue it; ``returned`` if a replica sent it back, which protects it from :meth:`victim`."""
 
     def remove(self, request: Request) -> None:
         """Take it out of the queue."""
@@ -67,10 +67,10 @@ class Discipline(Protocol[Charge]):
     def ahead(self, newcomer: Request) -> float:
         """About how many tokens of this priority would be served before ``newcomer``."""
 
-    def hear(self) -> None:
-        """Count what other workers serve, if the discipline does so; called regularly."""
+    def count_peers(self) -> None:
+        """Charge what other workers served, if the discipline shares them; called regularly."""
 
-    def spare(self, newcomer: Request | None) -> Request | None:
+    def victim(self, newcomer: Request | None) -> Request | None:
         """The request that makes room for ``newcomer`` of this priority, or of a higher one (``None``)."""
 
 
@@ -174,7 +174,7 @@ class FairQueue:
         if self._peers is not None:
             self._peers.served(tenant.name, tokens)
             if tenant.tokens:
-                self._hear(tenant, self._peers)
+                self._count_peer(tenant, self._peers)
         return _Charge(tenant, adapter, tokens)
 
     def settle(self, charge: _Charge, tokens: int) -> None:
@@ -202,7 +202,7 @@ class FairQueue:
         owed = max(0.0, tenant.counter - tenants.level) * others
         return min(self.tokens, owed + tenant.tokens * (tenant.weight + others) / tenant.weight)
 
-    def spare(self, newcomer: Request | None) -> Request | None:
+    def victim(self, newcomer: Request | None) -> Request | None:
         """The youngest request of the tenant with the longest backlog for its weight, if that is another."""
         bar = 0.0
         if newcomer is not None:
@@ -215,13 +215,13 @@ class FairQueue:
                 return tenant.young[next(reversed(tenant.young))]
         return None
 
-    def hear(self) -> None:
+    def count_peers(self) -> None:
         """Add what other workers served meanwhile to the tenants that wait here."""
         if self._peers is not None:
             for tenant, _ in list(self._tenants.waiting):
-                self._hear(tenant, self._peers)
+                self._count_peer(tenant, self._peers)
 
-    def _hear(self, tenant: _Tenant, peers: Peers) -> None:
+    def _count_peer(self, tenant: _Tenant, peers: Peers) -> None:
         # Only tenants that wait here are compared, so the others' charges do not matter for the rest.
         now = peers.others(tenant.name)
         if now != tenant.seen:
@@ -293,13 +293,10 @@ def has_fair_share(
 
 
 class ReservedSlots:
-    """The tenants of one model in one worker; ``weight`` is a tenant's share.
+    """Slots reserved for tenants below their share (``weight``), for one model in one worker.
 
-    ``contended`` is whether more than one of them was active lately.
-
-    In fair order alone a quiet tenant waits until a request of a loud one ends, which may take longer than
-    its own prefill. While two or more are active, a tenant that runs more than its share leaves the last
-    slots to the others.
+    In fair order alone a quiet tenant waits until a request of a busy one ends. While more than one tenant is
+    active (``contended``), one that runs more than its share leaves the last slots to the others.
     """
 
     def __init__(self, weight: Callable[[str], float]) -> None:
@@ -308,8 +305,8 @@ class ReservedSlots:
         self._running: Counter[str] = Counter()
         self.contended = False
 
-    def came(self, tenant: str, at: float) -> None:
-        """A request of ``tenant`` came, at ``at`` (seconds, monotonic)."""
+    def arrived(self, tenant: str, at: float) -> None:
+        """A request of ``tenant`` arrived at ``at`` (seconds, monotonic)."""
         active = self._active
         active.pop(tenant, None)
         active[tenant] = at  # the least recent stands first
@@ -330,8 +327,7 @@ class ReservedSlots:
     def kept_from(self, tenant: str, free: int, replicas: int) -> int:
         """How many of the ``free`` slots ``tenant`` leaves on each replica; -1 if it may take none.
 
-        They are spread over the replicas: on one replica, two requests that come together would wait for each
-        other's prompts.
+        They are spread over the replicas, so that requests that arrive together do not wait for each other.
         """
         if not self.contended:
             return 0

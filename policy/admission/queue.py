@@ -79,8 +79,8 @@ class Queue:
         self._deadlines: OrderedSet[Request] = OrderedSet()
         self._passed: dict[int, int] = {}
         self._drain = ServiceRate()
-        self._foresight = WaitMargin()
-        self._foreseen: dict[int, tuple[float, float]] = {}
+        self._margin = WaitMargin()
+        self._predicted: dict[int, tuple[float, float]] = {}
         self._crowds: dict[str, float] = {}
         self._tickets = 0
         self.size = 0
@@ -124,7 +124,7 @@ class Queue:
         wait_s, late_s = None, 0.0
         if self.ready and not kept:
             crowd = self._crowds.get(newcomer.tenant, 0.0)
-            wait_s, late_s = self._foresee(newcomer, at, patience_s * (1.0 - CROWDED * crowd), full=full)
+            wait_s, late_s = self._predict(newcomer, at, patience_s * (1.0 - CROWDED * crowd), full=full)
             if len(self._crowds) >= MOST_CROWDS:
                 self._crowds.clear()
             self._crowds[newcomer.tenant] = crowd + CROWD_GAIN * ((1.0 if late_s > 0.0 else 0.0) - crowd)
@@ -132,7 +132,7 @@ class Queue:
                 return Verdict(Refusal.OVERLOADED, wait_s, retry_after(late_s))
         displaced: list[Request] = []
         while not self._fits(newcomer, bounds):
-            worse = self._spare(newcomer) if len(displaced) < MOST_DISPLACED else None
+            worse = self._victim(newcomer) if len(displaced) < MOST_DISPLACED else None
             if worse is None:
                 for request in displaced:
                     self._put(request, at, returned=False)
@@ -141,7 +141,7 @@ class Queue:
             displaced.append(worse)
         self._put(newcomer, at, returned=False)
         if wait_s is not None:
-            self._foreseen[newcomer.ticket] = (at, wait_s)
+            self._predicted[newcomer.ticket] = (at, wait_s)
         return Verdict(None, wait_s, self._retry_full(newcomer), tuple(displaced))
 
     def put_back(self, request: Request, at: float) -> None:
@@ -155,7 +155,7 @@ class Queue:
         self._classes[request.priority].remove(request)
         self._deadlines.drop(request)
         self._passed.pop(request.ticket, None)
-        self._foreseen.pop(request.ticket, None)
+        self._predicted.pop(request.ticket, None)
         self.size -= request.size
         self._drain.busy(at, waits=self.ready and bool(self.waiting))
         return True
@@ -194,12 +194,12 @@ class Queue:
         self._passed[request.ticket] = self._passed.get(request.ticket, 0) + 1
 
     @property
-    def unsure(self) -> bool:
+    def unmeasured(self) -> bool:
         """Whether no request has ended yet, so that service times are unknown."""
-        return self._drain.unsure
+        return self._drain.unmeasured
 
     def expect(self, stays_s: float) -> None:
-        """Assume a service time in seconds, while :attr:`unsure`."""
+        """Assume a service time in seconds, while :attr:`unmeasured`."""
         self._drain.expect(stays_s)
 
     def expire(self, at: float) -> list[Request]:
@@ -216,11 +216,11 @@ class Queue:
         first = self._deadlines.least()
         return None if first is None else first[1]
 
-    def hear_peers(self) -> None:
+    def count_peers(self) -> None:
         """Count what other workers served; to be called regularly while requests wait."""
         for queue in self._classes.values():
             if len(queue):
-                queue.hear()
+                queue.count_peers()
 
     def serve(self, at: float, *, ready: bool) -> None:
         """Whether a replica is up from ``at`` on."""
@@ -228,7 +228,7 @@ class Queue:
             self.ready = ready
             self._drain.busy(at, waits=ready and bool(self.waiting))
 
-    def _foresee(
+    def _predict(
         self, newcomer: Request, at: float, patience_s: float, *, full: bool
     ) -> tuple[float | None, float]:
         """The predicted wait, ``None`` while unknown, and by how many seconds it may be too long."""
@@ -243,7 +243,7 @@ class Queue:
         if not ahead:  # with the margin no request might wait, and show that it is too large
             return wait_s, (1.0 + LEAST) * free_s - min(patience_s, left_s)
         # The SLO is of the usual wait, the deadline of the worst.
-        return wait_s, max(wait_s - patience_s, wait_s + self._foresight.slack_s(wait_s) - left_s)
+        return wait_s, max(wait_s - patience_s, wait_s + self._margin.slack_s(wait_s) - left_s)
 
     def _ahead(self, newcomer: Request) -> float:
         """Tokens that would be served before it."""
@@ -252,8 +252,8 @@ class Queue:
 
     def _learn(self, request: Request, at: float) -> None:
         """Its wait ends: learn the error of the prediction."""
-        if (foreseen := self._foreseen.get(request.ticket)) is not None:
-            self._foresight.learn(foreseen[1], at - foreseen[0])
+        if (predicted := self._predicted.get(request.ticket)) is not None:
+            self._margin.learn(predicted[1], at - predicted[0])
 
     def _put(self, request: Request, at: float, *, returned: bool) -> None:
         if request.ticket in self.waiting:
@@ -269,13 +269,13 @@ class Queue:
             return True
         return len(self.waiting) < bounds.requests and self.size + request.size <= bounds.size
 
-    def _spare(self, newcomer: Request) -> Request | None:
+    def _victim(self, newcomer: Request) -> Request | None:
         """The request of the lowest priority that has to make room, if any."""
         for priority in reversed(Priority):
             if _before(priority, newcomer):
                 break
             same = priority is newcomer.priority
-            if (found := self._classes[priority].spare(newcomer if same else None)) is not None:
+            if (found := self._classes[priority].victim(newcomer if same else None)) is not None:
                 return found
         return None
 

@@ -29,7 +29,7 @@ class ServiceRate:
     """Decayed sums of the tokens that began while requests waited, by priority.
 
     Before requests waited, and a little afterwards, the rate follows from Little's law: tokens in flight over
-    the mean service time; ``unsure`` is whether that is unknown as well.
+    the mean service time; ``unmeasured`` is whether that is unknown as well.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class ServiceRate:
         self._in_flight = 0
         self._held: dict[int, tuple[float, int]] = {}
         self._stays: float = 0.0
-        self.unsure = True
+        self.unmeasured = True
 
     def busy(self, at: float, *, waits: bool) -> None:
         """Whether requests wait from ``at`` on while a replica is up."""
@@ -67,8 +67,8 @@ class ServiceRate:
         self._in_flight -= tokens
         if whole:
             stayed_s = at - began_at
-            self._stays += (1.0 if self.unsure else 0.1) * (stayed_s - self._stays)
-            self.unsure = False
+            self._stays += (1.0 if self.unmeasured else 0.1) * (stayed_s - self._stays)
+            self.unmeasured = False
 
     def rate(self, priority: Priority) -> float | None:
         """Tokens per second that higher priorities leave to ``priority``; ``None`` while unknown."""
@@ -117,13 +117,13 @@ class WaitMargin:
         self._most_s = 0.0
         self._before_s = 0.0
 
-    def slack_s(self, foreseen_s: float) -> float:
+    def slack_s(self, predicted_s: float) -> float:
         """The margin for a wait of this prediction."""
-        return max(self._most_s, self._before_s, LEAST * foreseen_s)
+        return max(self._most_s, self._before_s, LEAST * predicted_s)
 
-    def learn(self, foreseen_s: float, waited_s: float) -> None:
-        """A wait ended, ``waited_s`` after a prediction of ``foreseen_s``."""
+    def learn(self, predicted_s: float, waited_s: float) -> None:
+        """A wait ended, ``waited_s`` after a prediction of ``predicted_s``."""
         if self._count == BLOCK:
             self._before_s, self._most_s, self._count = self._most_s, 0.0, 0
         self._count += 1
-        self._most_s = max(self._most_s, waited_s - foreseen_s)
+        self._most_s = max(self._most_s, waited_s - predicted_s)

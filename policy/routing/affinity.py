@@ -1,4 +1,7 @@
-"""Homes for prefixes and adapters: who is believed to hold what, and how even the load must stay."""
+"""Cache affinity: which replica holds which adapters, and how evenly the load must stay spread.
+
+The home of a prefix is the replica that cached it first.
+"""
 
 from __future__ import annotations
 
@@ -7,50 +10,32 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import NamedTuple
 
-# Shares are of the requests since about the last 512 to 1024 that each replica had: fewer, and chance
-# alone (1/sqrt) exceeds the bound that is to be held.
+# Shares cover the last 512 to 1024 requests of each replica: of fewer, chance (1/sqrt) exceeds the bound.
 WINDOW = 1024.0
-
-# Prices are in units of one cold prefill (or load) of the kind at hand, loads in units of the mean.
-LEAN = 0.25  # for each whole mean load, so that equals are kept even
-
-LEAN_NEW = 8.0  # the same for what has no home yet: a wrong one costs another prefill later
-
-PRICE = 4.5  # beyond the edge: worth leaving a warm home, the wait that it makes for others, and a copy
-
-# Beyond this excess over the mean a share has more than it should: what is always left, the deviation
-# that chance makes of so many requests, and what the first prefixes to come may still even out.
+# Prices are in cold prefills (or loads), excess loads in units of the mean load.
+LEAN = 0.25  # per mean load, so that equal replicas stay even
+LEAN_NEW = 8.0  # the same for a prefix without a home: a wrong one costs another prefill later
+PRICE = 4.5  # beyond the edge: enough to leave a warm home in spite of the prefill, its wait and the copy
+# The edge, the excess over the mean from which a share is too large: a fixed part, the deviation by chance,
+# and what the next prefixes may still even out.
 SLACK = 0.03
-
 CHANCE = 1.0
-
 FIRST = 16.0
-
-# How many edges beyond the mean anything leaves that can, the cure or not.
+# Beyond this many edges, requests leave even if others are already being moved.
 FLIGHT = 2.5
-
-# Caches are kept even as well, since a router seldom knows their size: what a replica with so many times
-# the mean number of homes pays for a new one, and for a copy that evens the load, and the price of each
-# further mean. One home more than that is always free.
+# Caches are kept even too, since their size is often unknown: the multiple of the mean number of homes from
+# which a new home, or a copy that evens the load, has a price, and the price per further mean.
 CROWDED, CROWDED_BY_COPIES, CROWD_PRICE = 1.0, 1.2, 32.0
-
-# What is cached twice takes the room of another prefix: one prefill of it more, while there is room for all
-# homes. Where there is not, something is evicted whatever goes where.
+# The price of a copy, in prefills: it takes the room of another prefix, while all homes still fit.
 COPY = 1.0
-
-# What a home is credited with, in requests, and how often that is reckoned.
+# Bounds of a home's worth in requests, and the interval of its computation.
 LEAST_WORTH, MOST_WORTH, WORTH_EVERY = 0.5, 16.0, 16
-
-_MASK = 0xFFFF_FFFF_FFFF_FFFF
-
-_UNIT = 1.0 / 2.0**64
 
 
 class Popularity:
-    """How often each of many keys was asked for lately, of a bounded number of keys.
+    """Recent request counts of a bounded number of keys.
 
-    Two generations: the younger counts, the older remembers; when the younger has seen ``span``
-    requests it becomes the older.
+    There are two generations: after ``span`` requests the younger becomes the older.
     """
 
     __slots__ = ("_old", "_seen", "_span", "_squares", "_young", "worth")
@@ -75,11 +60,10 @@ class Popularity:
         return self.of(key) / seen if seen else 0.0
 
     def add(self, key: int) -> None:
-        """One more request for ``key``.
+        """Count a request for ``key``.
 
-        ``worth`` follows: the requests that a key is given credit for beside those that it had. If their
-        rates are spread like a gamma distribution, that is its shape, mean^2 / (variance - mean) of the
-        counts: many where all are alike, a fraction where few have most.
+        ``worth``, the requests credited to a key on top of its count, is the shape of a gamma distribution of
+        the rates: mean^2 / (variance - mean) of the counts; high for equal keys, low for skewed ones.
         """
         if self._seen >= self._span:
             self._old, self._young, self._seen, self._squares = self._young, {}, 0, 0
@@ -95,19 +79,18 @@ class Popularity:
 
 
 class Slots:
-    """The adapters that one replica is believed to have loaded: the last ``count`` that were used.
+    """The adapters assumed loaded on one replica: the last ``count`` used.
 
-    Where it tells what it has loaded, that is believed, with what it was asked for since and is yet to tell:
-    which one went for that it says itself, and it need not be the one that was used longest ago.
+    A replica that reports its adapters has those, and the ones requested since the report.
     """
 
-    __slots__ = ("_asked", "_resident", "_tells", "count")
+    __slots__ = ("_asked", "_reports", "_resident", "count")
 
     def __init__(self, count: int) -> None:
         self.count = count
         self._resident: dict[int, None] = {}
         self._asked: dict[int, None] = {}
-        self._tells = False
+        self._reports = False
 
     def __contains__(self, adapter: int) -> bool:
         return adapter in self._resident
@@ -116,15 +99,15 @@ class Slots:
         return len(self._resident)
 
     def oldest(self, count: int) -> list[int]:
-        """Up to ``count`` of those that were used longest ago."""
+        """Up to ``count`` least recently used adapters."""
         return list(islice(self._resident, count))
 
     def loaded(self, adapter: int) -> bool:
-        """Whether it is there by all that is known, and not only asked for."""
+        """Whether it is loaded, and not only requested."""
         return adapter in self._resident and adapter not in self._asked
 
     def use(self, adapter: int) -> bool:
-        """``adapter`` is used there now; whether it had to be loaded."""
+        """Use ``adapter``; returns whether it had to be loaded."""
         resident = self._resident
         loaded = adapter not in resident
         if loaded:
@@ -135,18 +118,18 @@ class Slots:
         self._shed()
         return loaded
 
-    def came(self, adapter: int) -> None:
-        """A request that waited for it had its first token."""
+    def confirm(self, adapter: int) -> None:
+        """A request that waited for the load had its first token."""
         self._asked.pop(adapter, None)
 
-    def told(self, loaded: Sequence[int], refused: Sequence[int]) -> None:
-        """The replica says what it has ``loaded``, and what it could not load lately."""
-        self._tells = True
+    def report(self, loaded: Sequence[int], refused: Sequence[int]) -> None:
+        """Take the replica's report of ``loaded`` adapters, and of those that it failed to load."""
+        self._reports = True
         listed = set(loaded)
         asked = self._asked
         for adapter in (*loaded, *refused):
             asked.pop(adapter, None)
-        # What others asked it for is, as far as anybody here knows, the first to go.
+        # Adapters that other workers requested count as the least recently used.
         resident = {adapter: None for adapter in loaded if adapter not in self._resident}
         for adapter in self._resident:
             if adapter in listed or adapter in asked:
@@ -156,8 +139,8 @@ class Slots:
 
     def _shed(self) -> None:
         resident, asked = self._resident, self._asked
-        if self._tells:
-            # Of requests that failed nobody hears whether their adapters were loaded.
+        if self._reports:
+            # Failed requests do not show whether their adapters were loaded.
             while len(asked) > self.count:
                 out = next(iter(asked))
                 del asked[out]
@@ -170,10 +153,10 @@ class Slots:
 
 
 class Share:
-    """The requests that one replica began lately, and the prefixes that made their home there.
+    """The recent load of one replica in requests, and the number of its homes.
 
-    ``due`` is both together for a weight of 1, as of the last balance. ``takers`` are the shares of
-    replicas that what had its home here got another at, with how much of the mean load that brings.
+    ``due`` is both together per weight, as of the last balance. ``takers`` are the shares of replicas that
+    got copies of prefixes from here, with the part of the mean load that each takes.
     """
 
     __slots__ = ("due", "homes", "load", "seen", "takers", "weight")
@@ -187,14 +170,14 @@ class Share:
         self.weight = 1.0
 
     def take(self, begun: int) -> None:
-        """The counter of requests begun there says ``begun``; one that went back began anew."""
+        """Update from the counter of requests begun; a lower value is a restart."""
         if begun > self.seen >= 0:
             self.load += begun - self.seen
         self.seen = begun
 
 
 class Recent:
-    """What was last put under each of many keys, for the most recent half of ``bound`` keys at least."""
+    """The last value of each key, for at least the ``bound / 2`` most recent keys."""
 
     __slots__ = ("_half", "_old", "_young")
 
@@ -221,8 +204,8 @@ class Recent:
 class Balance(NamedTuple):
     """The shares of all candidates together.
 
-    ``load`` is the mean for a weight of 1, ``least`` the least that is due anywhere, ``unit`` what a home
-    costs for each request that more than that is due, ``homes`` the mean of those for a weight of 1.
+    ``load`` and ``homes`` are means for a weight of 1, ``least`` is the lowest ``due`` of a share, ``unit``
+    the price of a new home per request above that.
     """
 
     load: float
@@ -231,11 +214,11 @@ class Balance(NamedTuple):
     homes: float
 
     def share_price(self, share: Share, leverage: float) -> float:
-        """What one more request costs a replica with ``share``; ``leverage`` is what its kind brings.
+        """The price of one more request at a replica with ``share``.
 
-        Nothing much below the bound. Above it a warm home becomes dearer than a cold prefill elsewhere,
-        for what brings enough traffic that moving a part of it is the whole cure: ``leverage`` is in
-        units of the mean load, as the excess is. While a cure is under way, no other is begun.
+        It is small below the edge. Above it, a warm home becomes dearer than a cold prefill elsewhere for a
+        prefix whose traffic (``leverage``, in mean loads) is at least the excess, unless the takers of
+        earlier copies already cover the excess.
         """
         fair = share.weight * self.load
         if fair <= 0.0:
@@ -254,18 +237,15 @@ class Balance(NamedTuple):
 
 
 def crowd_price(share: Share, homes: float, free: float) -> float:
-    """What one prefix more costs a cache with the homes of ``share``, where ``homes`` are the mean.
-
-    Nothing below ``free`` times the mean.
-    """
+    """The price of one more home in the cache of ``share``; 0 below ``free`` times the mean ``homes``."""
     over = (share.homes - 1.0) / homes - free if homes > 0.0 else 0.0
     return CROWD_PRICE * over if over > 0.0 else 0.0
 
 
 def balance_of(shares: Sequence[Share], worth: float = 1.0) -> Balance:
-    """The balance of ``shares``, a home being worth so many requests.
+    """The balance of ``shares``, with ``worth`` requests per home.
 
-    All are halved together once their mean load exceeds the window.
+    All shares are halved once their mean load exceeds the window.
     """
     total = weights = homes = 0.0
     least = math.inf
@@ -275,7 +255,7 @@ def balance_of(shares: Sequence[Share], worth: float = 1.0) -> Balance:
         weight = share.weight
         weights += weight
         share.due = due = (share.load + worth * share.homes) / weight
-        if due < least:  # noqa: PLR1730 - min() costs a router as much as all else in this loop
+        if due < least:  # noqa: PLR1730 - min() is as slow as the rest of this loop
             least = due
     if total > WINDOW * len(shares):
         for share in shares:

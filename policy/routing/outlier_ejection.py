@@ -97,10 +97,9 @@ class Breaker:
             self._recent.add(at, 0, 1)
 
     def open(self, at: float, draw: float) -> None:
-        """No requests for the base time times the count of ejections; ``draw`` in [0, 1) spreads it.
+        """Eject for the base time times the count of ejections; ``draw`` in [0, 1) spreads it.
 
-        A closed time as long as the last open one takes one from the count: who flaps is out for longer
-        each time, who was well is forgiven.
+        Each closed period as long as the last ejection lowers the count by one.
         """
         base_s = self.limits.base_s
         if self.state is BreakerState.CLOSED:
@@ -148,8 +147,8 @@ class Breaker:
         self._losses.add(at, 1, 0)
         return self._losses.first >= FLAPS
 
-    def heard(self) -> None:
-        """It is reachable again: failures from before are forgotten."""
+    def reconnected(self) -> None:
+        """It is reachable again: earlier failures are forgotten."""
         if self.state is BreakerState.CLOSED:
             self._forget()
 

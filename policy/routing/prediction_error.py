@@ -1,34 +1,32 @@
-"""What the first tokens that came teach about the seconds that were predicted."""
+"""Corrections of predicted times, learned from measured ones."""
 
 from __future__ import annotations
 
 import math
 
 GROUP_GAIN = 0.05
-# However well it fits: a twentieth off is no outlier.
+# The least usual error: 5 % off is no outlier.
 LEAST_ERROR = 0.05
-# What must lie between the groups of short and of long ones to tell a slope from a constant.
+# The ratio of the long to the short group from which a slope can be told from a constant.
 APART = 2.0
 LEAST = 0.1
 
 SITE_GAIN = 0.1
 MOST = math.log(20.0)
 STEP = 1.0
-# Replicas that differ by less are alike: chance alone makes a mean of 20 differ by a tenth or two.
+# Smaller differences are noise: a mean of 20 varies by 10 to 20 % by chance.
 ALIKE = 0.25
-# A replica that no longer gets traffic cannot show that it has recovered: it is believed again by time.
+# The error decays: a replica without traffic cannot show that it has recovered.
 HALF_LIFE_S = 30.0
 
 
 class OnlineLine:
-    """``actual = fixed_s + slope * modelled``, through the means of the short and of the long ones.
+    """``actual = fixed_s + slope * modelled``, through the means of short and of long predictions.
 
-    The engine model says nothing of the way there: HTTP, the tokenizer, the network. Neither does a
-    generic profile know how fast a server really is. Both are the same for all replicas of a model.
-    Two groups (Wald, 1940) because a least-squares slope drowns in the many short ones, whose modelled
-    seconds are themselves uncertain; it would come out near 0. Nobody counts for more than the usual
-    error, which makes the means medians: less was cached than believed, who came later joined the same
-    step, or the replica stood still, and all of that says nothing of the way there.
+    It corrects for what the engine model leaves out (HTTP, tokenizer, network) and for a wrong profile, the
+    same for all replicas of a model. Two groups (Wald, 1940), because the many short predictions, uncertain
+    themselves, would pull a least-squares slope towards 0. Errors are clipped to the usual error, so that
+    outliers (a stall, an evicted prefix) do not count.
     """
 
     __slots__ = ("_error", "_long", "_short", "fixed_s", "slope")
@@ -41,23 +39,23 @@ class OnlineLine:
         self._long = [0.0, 0.0]
 
     def of(self, modelled_s: float) -> float:
-        """The seconds to expect."""
+        """The corrected prediction in seconds."""
         scaled = self.slope * modelled_s
         return max(self.fixed_s + scaled, LEAST * scaled)
 
     @property
     def usual_s(self) -> float:
-        """What the short ones take."""
+        """The mean of the short group in seconds."""
         return self._short[1]
 
     def learn(self, modelled_s: float, actual_s: float) -> None:
-        """One first token; both in seconds and positive."""
+        """Learn from one first token; both in seconds and positive."""
         expected = self.of(modelled_s)
         error, usual = math.log(actual_s / expected), self._error
         actual_s = expected * math.exp(max(-usual, min(usual, error)))
-        # Where all are far off it grows by a tenth with each, and they count in full again.
+        # If all are far off, the usual error grows by 10 % with each, until they count in full.
         self._error = max(LEAST_ERROR, usual + GROUP_GAIN * (min(abs(error), 3.0 * usual) - usual))
-        if not self._short[0]:  # until more is known, what the model says holds for short and for long
+        if not self._short[0]:  # start from the model for both groups
             self._short = [modelled_s / APART, modelled_s / APART]
             self._long = [modelled_s * APART, modelled_s * APART]
         short, long = self._short, self._long
@@ -70,10 +68,7 @@ class OnlineLine:
 
 
 class InterTokenGaps:
-    """How much longer the gaps between tokens are than a step of the engine model; the same for all replicas.
-
-    First tokens do not say so: what a request waits for in an engine is no part of a step.
-    """
+    """The ratio of measured inter-token gaps to the step time of the engine model, for all replicas."""
 
     __slots__ = ("_log", "factor")
 
@@ -82,16 +77,16 @@ class InterTokenGaps:
         self.factor = 1.0
 
     def learn(self, step_s: float, gap_s: float) -> None:
-        """A stream had a mean gap of ``gap_s`` where steps were to take ``step_s``; both positive."""
+        """Learn from a stream with a mean gap of ``gap_s`` and a predicted ``step_s``; both positive."""
         news = math.log(gap_s / step_s) - self._log
         self._log = max(-MOST, min(MOST, self._log + GROUP_GAIN * max(-STEP, min(STEP, news))))
         self.factor = math.exp(self._log)
 
 
 class PredictionError:
-    """How much longer one replica takes than predicted, as a factor: a decaying mean of logarithms.
+    """The ratio of measured to predicted times of one replica: a decaying mean of logarithms.
 
-    ``alike`` is whether that is too little to tell it from the others: its factor is then 1.
+    While ``alike`` the difference is insignificant, and the factor 1.
     """
 
     __slots__ = ("_at", "_log", "alike")
@@ -102,7 +97,7 @@ class PredictionError:
         self.alike = True
 
     def factor(self, at: float) -> float:
-        """Actual over predicted: 1 without news or with little, and towards 1 with time."""
+        """Measured over predicted time; it returns to 1 with time."""
         if self.alike:
             return 1.0
         faded = self._log * 0.5 ** ((at - self._at) / HALF_LIFE_S)
@@ -111,9 +106,9 @@ class PredictionError:
         return math.exp(faded + ALIKE) if faded < -ALIKE else 1.0
 
     def learn(self, expected_s: float, actual_s: float, usual_s: float, at: float) -> None:
-        """A first token came after ``actual_s`` where all replicas together would say ``expected_s``.
+        """Learn from a first token after ``actual_s``, with ``expected_s`` predicted for all replicas.
 
-        ``usual_s`` is added to both: a part of what is usual is chance, however many times the least it is.
+        ``usual_s`` is added to both, so that large ratios of very short times do not count.
         """
         faded = self._log * 0.5 ** ((at - self._at) / HALF_LIFE_S)
         news = max(-MOST, min(MOST, math.log((actual_s + usual_s) / (expected_s + usual_s))))

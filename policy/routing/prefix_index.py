@@ -1,15 +1,14 @@
-"""Which replica is believed to hold which prompt prefixes in its KV cache: bounded, and ageing."""
+"""The prompt prefixes assumed to be in one replica's KV cache: bounded, and ageing."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
-# Two hashes a prompt of a few KiB has in a replica's memory for each 512 tokens or so: 16,384 stand for
-# several times the KV cache of any one card, in about 2 MiB.
+# About one hash per 256 tokens: 16,384 cover several times the KV cache of any GPU, in about 2 MiB.
 CAPACITY = 16_384
 AGE_S = 1800.0
-# One late first token is an accident, twenty are an evicted prefix.
+# A single late first token does not shrink the capacity, DOUBT of them do.
 SHRINKAGE = 0.95
 GROWTH = 1.005
 DOUBT = 3.0
@@ -17,17 +16,16 @@ FORGIVEN = 0.9
 
 
 class PrefixIndex:
-    """The prefixes of one replica, as hashes of growing depth of which each implies those before it.
+    """The prefixes of one replica, as hashes of growing depth, each of which implies those before it.
 
-    Two generations stand in for a list in the order of use: what was used since the last turn is in the
-    younger, and the older is dropped whole. So the bound is strict, what was used among the last half
-    of it is always there, and what was not for ``age_s`` seconds never is.
+    The generations ``young`` and ``old`` approximate an LRU list: the older is dropped whole at a turn, due
+    ``turn_s`` after ``turned_at``. The bound is strict, the most recent half of it is always kept, and
+    entries unused for ``age_s`` seconds are gone.
 
-    Beside each hash stands how many uncached tokens the replica had been given when it was last used:
-    once its whole KV capacity came after, an engine has evicted it. ``capacity`` is that in tokens, as the
-    replica said; first tokens that came late, or did not, correct it or stand in for it. ``young`` and
-    ``old`` are the generations, of which the next turn is due ``turn_s`` after ``turned_at``: a router
-    looks into them before it asks, for most replicas hold nothing of most prompts.
+    Each hash maps to ``given``, the uncached tokens sent to the replica so far, at its last use: after
+    ``capacity`` further tokens the engine has evicted it. The capacity in tokens is as reported, and
+    corrected by first tokens. The router reads the generations directly, since most replicas hold nothing of
+    a prompt.
     """
 
     __slots__ = ("_age_s", "_doubt", "_half", "capacity", "given", "old", "turn_s", "turned_at", "young")
@@ -50,29 +48,25 @@ class PrefixIndex:
         return key in self.young or key in self.old
 
     def age(self, key: int) -> int:
-        """The uncached tokens that were given since ``key`` was last used, which is known."""
+        """The uncached tokens sent since the last use of ``key``, which must be present."""
         stamp = self.young.get(key)
         return self.given - (self.old[key] if stamp is None else stamp)
 
     def survived(self, age: int) -> None:
-        """What was ``age`` tokens old was still cached."""
+        """An entry of this ``age`` (tokens) was still cached."""
         self._doubt *= FORGIVEN
         if self.capacity < math.inf:
             self.capacity = max(self.capacity * GROWTH, age)
 
     def was_gone(self, age: int) -> None:
-        """What was ``age`` tokens old was not cached any more, as far as can be seen."""
+        """An entry of this ``age`` (tokens) was no longer cached."""
         self._doubt += 1.0
         if self._doubt < DOUBT:
             return
         self.capacity = SHRINKAGE * max(age, min(self.capacity, self.given))
 
     def depth(self, hashes: Sequence[int], at: float) -> int:
-        """How many of ``hashes`` are believed cached, counted from the start.
-
-        A deeper hash is never believed without
-        those before it, so halving finds the deepest.
-        """
+        """How many of ``hashes`` are assumed cached, from the start; found by bisection."""
         if at - self.turned_at > self.turn_s:
             self._turn(at)
         young, old = self.young, self.old
@@ -80,7 +74,7 @@ class PrefixIndex:
             return 0
         floor = self.given - self.capacity
         low, high = 0, len(hashes)
-        # Most are a known beginning and a tail of their own.
+        # Most prompts are a known prefix and a short tail of their own.
         for last in (high - 1, high - 2):
             stamp = young.get(hashes[last])
             if stamp is None:
@@ -102,7 +96,7 @@ class PrefixIndex:
         return low
 
     def touch(self, hashes: Sequence[int], tokens: int, at: float) -> None:
-        """A prompt with these ``hashes`` was sent there, ``tokens`` of it not cached yet."""
+        """A prompt with these ``hashes`` was sent there, with ``tokens`` uncached."""
         self.given += tokens
         if len(self.young) + len(hashes) > self._half or at - self.turned_at > self.turn_s:
             self._turn(at)

@@ -41,7 +41,7 @@ class ReplicaState:
         self.seen_at = 0.0
 
     def time(self, timing: Timing | None, assumed: Timing) -> None:
-        """The replica says how fast it is; what it leaves out is taken from ``assumed``."""
+        """Set the reported timing; missing parts come from ``assumed``."""
         self.timing = timing
         self.pace: StepTable = step_table_of(timing, assumed)
         self.in_flight = -1
@@ -52,19 +52,16 @@ class ReplicaState:
             self.held.capacity = float(self.pace.kv_tokens)
 
     def loading(self, at: float) -> None:
-        """An adapter is loaded from now on, after those before it: meanwhile nothing else is computed.
-
-        Between two loads a replica computes for as long as the first took.
-        """
+        """An adapter load starts, after those before it; between two loads requests run for as long."""
         self.loads.append(at + self.ahead_s + self.load_s * (2 * len(self.loads) + 1))
 
     def loaded(self) -> None:
-        """The first of them is over."""
+        """The first load has ended."""
         if self.loads:
             del self.loads[0]
 
     def loads_s(self, at: float, turned_at: float) -> float:
-        """Seconds until the adapters that are being loaded are there; the first since ``turned_at``."""
+        """Seconds until all current loads have ended; the first started at ``turned_at``."""
         loads = self.loads
         while loads and loads[0] < at:
             del loads[0]
@@ -74,7 +71,7 @@ class ReplicaState:
         return (2 * len(loads) - 1) * self.load_s - (since if since < most else most)
 
     def count(self, in_flight: int, pending: int, kv_used: float) -> None:
-        """What is there now: requests, uncached prompt tokens of theirs, and the part of the KV in use."""
+        """Set the requests, their uncached prompt tokens, and the fraction of KV in use."""
         self.in_flight, self.pending, self.kv_used = in_flight, pending, kv_used
         pace = self.pace
         self.running = running = in_flight if in_flight < pace.seats else pace.seats
@@ -89,7 +86,7 @@ class ReplicaState:
             if self.rest:
                 self.rest_s = pace.prefill_s(self.rest, kv, running)
                 self.ahead_s = pace.prefill_s(pending, kv, running)
-        if in_flight >= pace.seats:  # one seat falls free each time that one of them has had its last token
+        if in_flight >= pace.seats:  # a sequence is free when one request has ended
             self.seat_s = (in_flight + 1 - pace.seats) * ASSUMED_OUTPUT_TOKENS / pace.seats * step
-        # Whoever comes while a step is under way comes in the middle of it, on average.
+        # A new request waits for half of the current step on average.
         self.still_s = 0.5 * step + self.seat_s if in_flight else 0.0

@@ -108,7 +108,7 @@ class Router:
     def began(self, request: Request, candidate: Candidate, at: float) -> tuple[int, ...]:
         """``request`` was sent there; returns the hashes that are new, for other gateways."""
         site = self._site(candidate, at)
-        if not candidate.pending_tokens:  # it turns to this one with its next step
+        if not candidate.pending_tokens:  # its next step starts this one
             candidate.turned_at = at + 0.5 * site.step_s if candidate.in_flight else at
         news: tuple[int, ...] = ()
         prefix = request.prefix
@@ -119,7 +119,7 @@ class Router:
                 self._popular.add(prefix[depth - 1])
                 tokens = max(tokens - request.depths[depth - 1], 0)
             else:
-                if prefix[0] not in site.held:  # or it is back where it was evicted
+                if prefix[0] not in site.held:  # otherwise it was evicted from its home
                     site.share.homes += 1.0
                 self._relieve(prefix, site, at)
             news = prefix[depth:]
@@ -140,10 +140,10 @@ class Router:
     def learned(self, hashes: Sequence[int], key: int, at: float) -> None:
         """Another gateway reports that the replica with ``key`` has these prefixes and adapters."""
         site = self._sites.get(key) or self._open(key, None)
-        # A replica tells what this worker sent there, too.
+        # The report includes what this worker sent there.
         prefix = [value for value in hashes if not value & 1 and value not in site.held]
         if prefix:
-            # Who continues what is known says its tail alone.
+            # A single new hash continues a known prefix.
             if len(prefix) > 1:
                 site.share.homes += 1.0
                 self._relieve(prefix, site, at)
@@ -155,7 +155,7 @@ class Router:
     def holds(self, loaded: Sequence[int], refused: Sequence[int], key: int) -> None:
         """The replica with ``key`` reports which adapters it has loaded, and which it could not load."""
         site = self._sites.get(key) or self._open(key, None)
-        site.slots.told(loaded, refused)
+        site.slots.report(loaded, refused)
 
     def forget(self, key: int) -> None:
         """The replica with ``key`` is gone or was restarted: nothing is cached there."""
@@ -168,8 +168,8 @@ class Router:
             return
         if quote.adapter:
             site.loaded()
-            site.slots.came(request.adapter_key)
-        if quote.loads:  # what it took beyond the rest, they took
+            site.slots.confirm(request.adapter_key)
+        if quote.loads:  # the rest of the time is that of the loads
             error = max(-quote.total, min(quote.total, ttft_s - quote.total)) / quote.loads
             self._measured += 1
             gain = max(LOAD_GAIN, 1.0 / self._measured)
@@ -178,12 +178,12 @@ class Router:
             return
         line = self._costs.line
         if quote.uncached < request.prompt_tokens and self._was_gone(request, quote, site, ttft_s):
-            return  # it says nothing of how fast the replica is
+            return  # the time says nothing about the replica's speed
         site.residual.learn(line.of(quote.modelled), ttft_s, line.usual_s, at)
         line.learn(quote.modelled, ttft_s)
 
     def paced(self, candidate: Candidate, gap_s: float) -> None:
-        """An answer of ``candidate``, which is in flight no more, had a mean gap of ``gap_s`` seconds."""
+        """An answer of ``candidate`` ended, with a mean inter-token gap of ``gap_s`` seconds."""
         site = self._sites.get(candidate.key)
         if site is None or gap_s <= 0.0:
             return
@@ -192,10 +192,7 @@ class Router:
         self._gaps.learn(step, gap_s)
 
     def service_s(self, request: Request, candidates: Sequence[Candidate]) -> float:
-        """How long ``request`` runs on the fullest of ``candidates``, in seconds; 0 without any.
-
-        Beside as many as run there now: those are as many as its sequences or the ITL SLO allow.
-        """
+        """How long ``request`` would run on the fullest of ``candidates``, in seconds; 0 without any."""
         if not candidates:
             return 0.0
         fullest = max(candidates, key=lambda candidate: candidate.in_flight)
@@ -231,7 +228,7 @@ class Router:
         return site
 
     def _candidate(self, candidate: Candidate, at: float) -> ReplicaState:
-        """The state of a candidate, with the requests that it was sent since it was last one."""
+        """The state of a candidate, with its share up to date."""
         site = self._site(candidate, at)
         if candidate.begun != site.share.seen:
             site.share.take(candidate.begun)
@@ -242,8 +239,8 @@ class Router:
     ) -> list[tuple[Candidate, ReplicaState]]:
         """The candidates that take one more request within their bound and the ITL SLO.
 
-        The SLO holds a request back no longer than its answer would take at it, and not where no candidate
-        keeps it even for one request alone.
+        The SLO holds a request back for at most the duration of its answer at that pace, and is ignored if no
+        candidate meets it even for a single request.
         """
         itl_s = self.settings.itl_s
         paced = itl_s < math.inf and at - request.arrived < request.output_tokens * itl_s
@@ -282,7 +279,7 @@ class Router:
             site.share.homes = max(site.share.homes, part * sum(share.homes for share in present))
 
     def _relieve(self, prefix: Sequence[int], taker: ReplicaState, at: float) -> None:
-        """A prefix with a home got a second one, which can take over a part of its traffic."""
+        """A prefix got a second home, which can take over part of its traffic."""
         first = prefix[0]
         for site in self._sites.values():
             held = site.held
@@ -305,7 +302,7 @@ class Router:
     def _shortlist(
         self, request: Request, pairs: list[tuple[Candidate, ReplicaState]], at: float
     ) -> list[tuple[Candidate, ReplicaState]]:
-        """Those that hold most of its prefix, the least loaded, and its homes by rendezvous hashing."""
+        """The least loaded candidates, and those with most of its prefix, ties by rendezvous hashing."""
         best = nsmallest(4, pairs, key=lambda pair: (pair[0].pending_tokens, pair[0].in_flight))
         item = request.prefix[0] if request.prefix else request.adapter_key
         if item:
@@ -323,7 +320,7 @@ class Router:
         return best
 
     def _among(self, request: Request, rows: list[Row], costs: list[float], draw: float) -> Row:
-        """One of equal candidates, or the replica of the session's last request if it is hardly slower."""
+        """One of equal candidates, or the session's last replica if it is hardly slower."""
         if request.session and (last := self._sessions.get(request.session)) is not None:
             costs = [
                 cost - SESSION_S if row[0].key == last else cost

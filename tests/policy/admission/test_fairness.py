@@ -147,17 +147,17 @@ def test_the_longest_backlog_makes_room_and_never_for_a_longer_one() -> None:
     youngest = desk.ask("long")
     desk.ask("short")
     newcomer = Request("m", tenant="short", prompt_tokens=5)
-    assert desk.fair.spare(newcomer) is youngest
-    assert desk.fair.spare(Request("m", tenant="long", prompt_tokens=5)) is None
-    assert desk.fair.spare(Request("m", tenant="short", prompt_tokens=50)) is None
-    assert desk.fair.spare(None) is youngest
+    assert desk.fair.victim(newcomer) is youngest
+    assert desk.fair.victim(Request("m", tenant="long", prompt_tokens=5)) is None
+    assert desk.fair.victim(Request("m", tenant="short", prompt_tokens=50)) is None
+    assert desk.fair.victim(None) is youngest
 
 
 def test_who_was_sent_back_is_spared() -> None:
     desk = Desk(FairQueue())
     request = Request("m", tenant="a", prompt_tokens=10, ticket=1)
     desk.fair.add(request, returned=True)
-    assert desk.fair.spare(None) is None
+    assert desk.fair.victim(None) is None
 
 
 def test_what_is_ahead_of_a_newcomer_is_its_share_of_the_backlog() -> None:
@@ -194,7 +194,7 @@ def test_what_other_workers_serve_counts_while_a_tenant_waits() -> None:
         desk.ask("b")
     assert [desk.serve().tenant for _ in range(4)] == ["a", "b", "a", "b"]
     others.theirs["a"] += 100
-    desk.fair.hear()
+    desk.fair.count_peers()
     assert [desk.serve().tenant for _ in range(11)].count("b") >= 10
     assert others.mine == desk.served
 
@@ -265,7 +265,7 @@ class Laws(RuleBasedStateMachine):
     @rule(tenant=st.sampled_from(TENANTS), tokens=st.integers(0, 100))
     def others_serve(self, tenant: str, tokens: int) -> None:
         self.others.theirs[tenant] += tokens
-        self.fair.hear()
+        self.fair.count_peers()
 
     @invariant()
     def everyone_waits_once_and_flows_keep_their_order(self) -> None:

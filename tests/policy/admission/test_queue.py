@@ -272,7 +272,7 @@ def test_far_behind_ends_come_evenly() -> None:
 
 def test_before_anybody_ended_the_engine_model_says_when_one_will() -> None:
     queue = queue_of()
-    assert queue.unsure
+    assert queue.unmeasured
     rush(queue, 0.0)
     queue.expect(2.0)
     late = queue.enter(request(queue, deadline=1.1), WIDE, 0.1, full=True)

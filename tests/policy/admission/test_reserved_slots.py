@@ -13,8 +13,8 @@ SLOTS = 16
 
 def loud_with(running: int, weight: float = 1.0) -> ReservedSlots:
     reserve = ReservedSlots(lambda tenant: weight if tenant == "loud" else 1.0)
-    reserve.came("quiet", 0.0)
-    reserve.came("loud", 0.0)
+    reserve.arrived("quiet", 0.0)
+    reserve.arrived("loud", 0.0)
     for _ in range(running):
         reserve.began("loud")
     return reserve
@@ -44,7 +44,7 @@ def test_the_last_slots_are_kept_from_who_has_more_than_its_share(
 
 def test_who_is_alone_has_all() -> None:
     reserve = loud_with(SLOTS - 1)
-    reserve.came("loud", ACTIVE_S + 0.1)
+    reserve.arrived("loud", ACTIVE_S + 0.1)
     assert not reserve.contended
     assert reserve.kept_from("loud", 1, 1) == 0
 
@@ -54,7 +54,7 @@ def test_an_empty_fleet_serves_anyone(came: list[str], slots: int, replicas: int
     """Nothing runs: whoever asks gets a slot, so nobody waits for nothing."""
     reserve = ReservedSlots(lambda tenant: 1.0)
     for at, tenant in enumerate(came):
-        reserve.came(tenant, at / 10)
+        reserve.arrived(tenant, at / 10)
         reserve.began(tenant)
         reserve.ended(tenant)
     assert all(reserve.kept_from(tenant, slots, replicas) == 0 for tenant in "abc" if tenant in came)

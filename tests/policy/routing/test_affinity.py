@@ -49,47 +49,47 @@ def test_what_a_replica_says_that_it_has_loaded_is_believed() -> None:
     slots = Slots(3)
     slots.use(1)
     slots.use(3)
-    slots.told([3, 5], [])
+    slots.report([3, 5], [])
     assert 3 in slots and 5 in slots
     assert 1 in slots, "it was asked for, and is yet to tell"
     assert slots.oldest(1) == [5], "nobody here has used it"
-    slots.told([1, 3], [])
+    slots.report([1, 3], [])
     assert 5 not in slots and len(slots) == 2
-    slots.told([3], [])
+    slots.report([3], [])
     assert 1 not in slots, "it was told of, and is unloaded now"
 
 
 def test_what_a_replica_could_not_load_is_not_believed_to_be_coming() -> None:
     slots = Slots(2)
     slots.use(1)
-    slots.told([], [1])
+    slots.report([], [1])
     assert 1 not in slots
     assert slots.use(1), "it has to be loaded again"
 
 
 def test_what_is_coming_takes_no_place_before_the_replica_says_whose() -> None:
     slots = Slots(2)
-    slots.told([1, 3], [])
+    slots.report([1, 3], [])
     slots.use(5)
-    slots.told([1, 3], [])  # the load is under way
+    slots.report([1, 3], [])  # the load is under way
     assert 5 in slots and 1 in slots and 3 in slots
     assert not slots.loaded(5) and slots.loaded(3)
-    slots.told([5, 1], [])
+    slots.report([5, 1], [])
     assert slots.loaded(5) and 3 not in slots
 
 
 def test_who_waited_for_an_adapter_and_had_its_first_token_proves_the_load() -> None:
     slots = Slots(2)
-    slots.told([], [])
+    slots.report([], [])
     slots.use(5)
-    slots.came(5)
-    slots.told([], [])
+    slots.confirm(5)
+    slots.report([], [])
     assert 5 not in slots, "it went again before the replica told of it"
 
 
 def test_adapters_that_never_come_are_forgotten() -> None:
     slots = Slots(2)
-    slots.told([1, 3], [])
+    slots.report([1, 3], [])
     for adapter in (5, 7, 9):
         slots.use(adapter)
     assert 5 not in slots and 7 in slots and 9 in slots and len(slots) == 4
@@ -105,9 +105,9 @@ def test_what_is_told_last_is_held_and_what_is_asked_for_is_bounded(
     slots = Slots(count)
     for telling, adapters in events:
         if telling:
-            slots.told(adapters[:count], [])
+            slots.report(adapters[:count], [])
             fresh = Slots(count)
-            fresh.told(adapters[:count], [])
+            fresh.report(adapters[:count], [])
             assert all(adapter in fresh for adapter in adapters[:count])
         else:
             for adapter in adapters:

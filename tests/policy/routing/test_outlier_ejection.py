@@ -182,10 +182,10 @@ def test_who_goes_away_again_and_again_stays_out_for_a_while() -> None:
 def test_what_failed_as_it_went_away_is_not_held_against_what_came_back() -> None:
     ejections, (one, _) = model(2)
     fail(ejections, one, 0.0, 4)
-    one.heard()
+    one.reconnected()
     assert not fail(ejections, one, 0.0, 4)
     assert fail(ejections, one, 0.0, 1)
-    one.heard()
+    one.reconnected()
     assert not one.due(1.0)
 
 
@@ -280,7 +280,7 @@ class Rotation(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def come_back(self, data: st.DataObject) -> None:
-        self.breakers[self.pick(data)].heard()
+        self.breakers[self.pick(data)].reconnected()
 
     def eject_lawfully(self, act, data: st.DataObject) -> None:  # type: ignore[no-untyped-def]
         breaker = self.breakers[self.pick(data)]
