@@ -5,10 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import httpx
+
 from policy.scaling.rollout import LayerKey
 from policy.types import Replica, ReplicaPhase
+from policy.wire.headers import SECRET_HEADER
 from policy.wire.heartbeat import Heartbeat, Orders
 from policy.wire.reports import PowerReport
+from serve.controller.api import build_app
 from serve.controller.controller import Controller
 from store.state_dir import StateDir
 from tests.serve.fake_shelf import FakeShelf
@@ -50,6 +54,11 @@ class Plane:
             actuator, self.state, 1, lambda: self.shelf, wall=self.clock, monotonic=lambda: self.now - 700.0
         )
         await self.controller.rebuild()
+
+    def client(self) -> httpx.AsyncClient:
+        """A client of the controller's HTTP API."""
+        transport = httpx.ASGITransport(build_app(self.controller, "s"))
+        return httpx.AsyncClient(transport=transport, base_url="http://c", headers={SECRET_HEADER: "s"})
 
     def clock(self) -> float:
         return self.now + self.ahead

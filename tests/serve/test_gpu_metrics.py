@@ -79,6 +79,12 @@ def card(mw: int = 300_000, mj: int = 5_000_000, c: int = 60, why: int = 0) -> d
     return {"mw": mw, "mj": mj, "c": c, "why": why}
 
 
+def told_by(cards: GpuSet) -> PowerReport:
+    report = cards.read()
+    assert report is not None
+    return report
+
+
 def test_the_cards_of_a_replica_are_told_together() -> None:
     nvml = FakeNvml(card(), card(mw=150_500, mj=1_000, c=71, why=0x4), card(mw=999_000))
     assert GpuSet(nvml, ("0", "GPU-1")).read() == PowerReport(
@@ -90,12 +96,10 @@ def test_the_cards_of_a_replica_are_told_together() -> None:
 def test_every_reason_that_costs_speed_has_its_word_and_others_have_none() -> None:
     nvml = FakeNvml(card(why=0x1 | 0x2 | 0x10 | 0x100))
     cards = GpuSet(nvml, ("0",))
-    read = cards.read()
-    assert read is not None
+    read = told_by(cards)
     assert (read.throttled, read.reasons) == ("", 0)
     nvml.cards[0]["why"] = 0x8 | 0x40
-    read = cards.read()
-    assert read is not None
+    read = told_by(cards)
     assert (read.throttled, read.reasons) == ("hardware slowdown, hardware thermal slowdown", 0x48)
 
 
@@ -104,12 +108,11 @@ def test_the_last_error_of_a_card_stays_known_and_which_card_it_was() -> None:
     cards = GpuSet(nvml, ("0", "GPU-1"))
     nvml.errors = {0: [31], 1: [48, 79]}
     for _ in range(2):
-        read = cards.read()
-        assert read is not None
+        read = told_by(cards)
         assert (read.xid, read.card) == (79, "GPU-1")
     # What a program does on another card, such as end of it, hides that from nobody.
     nvml.errors = {0: [45, 13]}
-    assert (read := cards.read()) is not None and read.xid == 79
+    assert told_by(cards).xid == 79
     # A card that fell off the bus tells nothing else any more.
     for each in nvml.cards:
         each.clear()
@@ -121,8 +124,7 @@ def test_the_error_of_a_program_is_told_until_a_card_has_one() -> None:
     cards = GpuSet(nvml, ("0", "1"))
     for errors, told in (({0: [31]}, (31, "GPU 0")), ({1: [43]}, (43, "GPU 1")), ({0: [94]}, (94, "GPU 0"))):
         nvml.errors = errors
-        read = cards.read()
-        assert read is not None
+        read = told_by(cards)
         assert (read.xid, read.card) == told
 
 
@@ -138,8 +140,7 @@ def test_events_that_are_not_supported_are_no_reason_to_tell_nothing(monkeypatch
         raise FakeNvml.NVMLError("Not Supported")
 
     monkeypatch.setattr(nvml, "nvmlDeviceRegisterEvents", refuse)
-    read = GpuSet(nvml, ("0",)).read()
-    assert read is not None
+    read = told_by(GpuSet(nvml, ("0",)))
     assert (read.watts, read.xid) == (300.0, 0)
 
 

@@ -65,6 +65,13 @@ async def failures(actuator: LocalActuator, count: int, clock: Clock) -> None:
         await asyncio.sleep(0.001)
 
 
+async def ended(actuator: LocalActuator) -> None:
+    """Look until no host is left."""
+    while actuator._records[KEY].processes:
+        await actuator.layers()
+        await asyncio.sleep(0.001)
+
+
 async def test_hosts_that_fail_are_trouble_until_asked_anew(actuator: LocalActuator, clock: Clock) -> None:
     await actuator.deploy(KEY, deployment().models[0], None, "d", 1)
     assert (await actuator.layers())[KEY].trouble == ""
@@ -77,9 +84,7 @@ async def test_hosts_that_fail_are_trouble_until_asked_anew(actuator: LocalActua
 async def test_a_start_waits_for_its_backoff(actuator: LocalActuator, clock: Clock) -> None:
     await actuator.deploy(KEY, deployment().models[0], None, "d", 1)
     await failures(actuator, 2, clock)
-    while actuator._records[KEY].processes:
-        await actuator.layers()
-        await asyncio.sleep(0.001)
+    await ended(actuator)
     await actuator.layers()
     assert actuator._records[KEY].processes == ()
     again_at = (await actuator.layers())[KEY].retry_at
@@ -103,9 +108,7 @@ async def test_other_counts_do_not_undo_the_backoff(actuator: LocalActuator, clo
 async def test_a_clock_that_is_set_back_holds_no_start_back(actuator: LocalActuator, clock: Clock) -> None:
     await actuator.deploy(KEY, deployment().models[0], None, "d", 1)
     await failures(actuator, 2, clock)
-    while actuator._records[KEY].processes:
-        await actuator.layers()
-        await asyncio.sleep(0.001)
+    await ended(actuator)
     clock.ahead_s -= 3600.0
     await actuator.layers()
     assert len(actuator._records[KEY].processes) == 1

@@ -12,23 +12,21 @@ import msgspec
 import pytest
 
 from policy.errors import AdapterRefused, AdapterUnknown, TargetError, Unreachable
-from policy.types import Load, Replica, ReplicaPhase
+from policy.types import Replica, ReplicaPhase
 from policy.wire.catalog import Alias, Catalog, Version
 from policy.wire.controller import AddLine, AddRequest
-from policy.wire.headers import SECRET_HEADER
 from policy.wire.heartbeat import AdapterRef, AdapterUse, Heartbeat, Orders
 from serve.adapters import api
 from serve.adapters.api import catalogs
 from serve.adapters.placement import AdapterPlacement
 from serve.adapters.status import AdapterOverview, AdaptersStatus, AdapterState, AdapterStatus
 from serve.adapters.usage import AdapterDemand
-from serve.controller.api import build_app
 from serve.controller.client import ControllerClient
 from tests.serve.fake_shelf import digest_of, unreachable
 from tests.serve.plane import Plane
+from tests.serve.replicas import replica
 from tests.serve.sim_documents import document, sim_model
 
-SECRET = {SECRET_HEADER: "s"}
 SLASHED = "org/model"
 
 
@@ -40,8 +38,7 @@ def adapted(name: str = "m", **adapters: Any) -> dict[str, Any]:
 async def api_of(plane: Plane) -> AsyncIterator[httpx.AsyncClient]:
     """A client of the controller's API, whose adapters are reconciled within the block."""
     running = asyncio.create_task(plane.controller.adapters.run())
-    transport = httpx.ASGITransport(build_app(plane.controller, "s"))
-    async with httpx.AsyncClient(transport=transport, base_url="http://c", headers=SECRET) as client:
+    async with plane.client() as client:
         yield client
     running.cancel()
     await asyncio.wait([running])
@@ -158,16 +155,6 @@ async def test_what_cannot_be_says_so(  # noqa: PLR0917 - a row of the table
         assert error(answer)["code"] == "name"
 
 
-async def test_nothing_is_told_without_the_secret(served: httpx.AsyncClient) -> None:
-    served.headers.pop(SECRET_HEADER)
-    name = "/adapters/m/sql"
-    for path in ("/adapters", "/adapters/stream", "/adapters/blobs/" + "a" * 64):
-        assert (await served.get(path)).status_code == 401
-    for path in ("/adapters", f"{name}/split", f"{name}/rollback"):
-        assert (await served.post(path)).status_code == 401
-    assert (await served.delete(name)).status_code == 401
-
-
 async def test_the_files_of_a_version_are_sent_to_other_nodes(served: httpx.AsyncClient) -> None:
     await add(served)
     answer = await served.get(f"/adapters/blobs/{digest_of('/a')}")
@@ -189,14 +176,6 @@ async def test_the_stream_tells_each_change_and_beats(
     monkeypatch.setattr(api, "HEARTBEAT_S", api.COALESCE_S)
     assert msgspec.json.decode(await anext(lines), type=Catalog) == second
     await lines.aclose()
-
-
-def replica(name: str, **over: Any) -> Replica:
-    fields: dict[str, Any] = {
-        "id": name, "model": "m", "shape": "small", "generation": 1, "state": ReplicaPhase.READY,
-        "load": Load(at=0.0, bound=8),
-    }  # fmt: skip
-    return Replica(**fields | over)
 
 
 async def beat(client: httpx.AsyncClient, said: Replica, *uses: AdapterUse) -> Orders:

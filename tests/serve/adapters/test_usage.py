@@ -4,29 +4,26 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 import pytest
 
 from policy.placement.slots import HALF_LIFE_S
-from policy.types import Load, Replica, ReplicaPhase
+from policy.types import ReplicaPhase
 from policy.wire.catalog import served_name
 from policy.wire.heartbeat import AdapterRef, AdapterUse, Heartbeat
 from serve.adapters import usage as module
 from serve.adapters.usage import AGAIN_S, REFUSING_S, WAITS_S, AdapterDemand, Usage
+from tests.serve.replicas import replica
 
 SQL = AdapterRef(name="sql", digest="a" * 64)
 SERVED = served_name(SQL.name, SQL.digest)
-REPLICA = Replica(
-    id="r1", model="m", shape="small", generation=1, state=ReplicaPhase.READY, load=Load(at=0.0)
-)
 
 
 def use(wanted: AdapterRef = SQL, **done: Any) -> AdapterUse:
     return AdapterUse(name=wanted.name, digest=wanted.digest, **done)
 
 
-def beat(*uses: AdapterUse, **over: Any) -> Heartbeat:
-    return Heartbeat(replica=msgspec.structs.replace(REPLICA, **over), uses=uses)
+def beat(*uses: AdapterUse, name: str = "r1", **over: Any) -> Heartbeat:
+    return Heartbeat(replica=replica(name, **over), uses=uses)
 
 
 def test_a_steady_stream_is_its_rate_and_halves_when_it_ends() -> None:
@@ -42,8 +39,8 @@ def test_rates_of_replicas_add_up_and_those_of_models_do_not() -> None:
     demand = AdapterDemand()
     for second in range(600):
         demand.note(beat(use(requests=1)), float(second))
-        demand.note(beat(use(requests=1), id="r2"), float(second))
-        demand.note(beat(use(requests=5), id="x1", model="x"), float(second))
+        demand.note(beat(use(requests=1), name="r2"), float(second))
+        demand.note(beat(use(requests=5), name="x1", model="x"), float(second))
     assert demand.usage("m", SQL, 600.0).rate == pytest.approx(2.0, rel=0.02)
     assert demand.usage("x", SQL, 600.0).rate == pytest.approx(5.0, rel=0.02)
 
@@ -92,7 +89,7 @@ def test_who_was_asked_for_longest_ago_is_forgotten_first(monkeypatch: pytest.Mo
 def test_waiting_is_what_was_said_last_and_lately() -> None:
     demand = AdapterDemand()
     demand.note(beat(use(waiting=3)), 0.0)
-    demand.note(beat(use(waiting=2), id="r2"), 0.0)
+    demand.note(beat(use(waiting=2), name="r2"), 0.0)
     demand.note(beat(), 0.5)
     assert demand.usage("m", SQL, 0.5).waiting == 5
     demand.note(beat(use(requests=1)), 1.0)
@@ -147,7 +144,7 @@ def test_a_refusal_ends_with_what_said_it(after: dict[str, Any]) -> None:
 def test_replicas_that_vanished_refuse_nothing() -> None:
     demand = AdapterDemand()
     demand.note(beat(use(failed="why", waiting=1)), 1.0)
-    demand.note(beat(use(failed="why"), id="r2"), 1.0)
+    demand.note(beat(use(failed="why"), name="r2"), 1.0)
     demand.keep(["r2"])
     assert set(demand.failures(SQL)) == {"r2"}
     assert demand.usage("m", SQL, 1.0).waiting == 0

@@ -5,18 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from policy.config.deployment import ModelSpec
 from policy.engine.model import EngineModel
 from policy.engine.profiles import shipped
 from policy.engine.step_samples import StepSample
-from policy.types import Load, Replica, ReplicaPhase
+from policy.types import ReplicaPhase
 from policy.wire.heartbeat import Heartbeat
 from policy.wire.reports import EngineReport
 from serve.autoscaler.calibration import BELIEVED_S, SAVE_EVERY_S, CalibrationStore
 from store.state_dir import StateDir
+from tests.serve.replicas import replica
 from tests.serve.sim_documents import deployment, sim_model
 
 LOADS = [(n, 100.0 * n, r) for n, r in ((1, 1), (4, 4), (16, 16), (64, 32), (200, 40), (800, 64), (1600, 90))]
@@ -32,16 +32,13 @@ def prior(of: ModelSpec, shape: str = "small") -> EngineModel:
     return model
 
 
-def beat(truth: EngineModel, replica: str = "r", shape: str = "small", **over: Any) -> Heartbeat:
+def beat(truth: EngineModel, name: str = "r", **over: Any) -> Heartbeat:
     """A replica tells of a step of each load."""
     steps = tuple(
         StepSample(count=5, tokens=n, kv_tokens=k, running=r, seconds=truth.step_time(n, k, r))
         for n, k, r in LOADS
     )
-    made = Replica(
-        id=replica, model="m", shape=shape, generation=1, state=ReplicaPhase.READY, load=Load(at=0.0)
-    )
-    return Heartbeat(replica=msgspec.structs.replace(made, **over), engine=EngineReport(steps=steps))
+    return Heartbeat(replica=replica(name, **over), engine=EngineReport(steps=steps))
 
 
 @pytest.fixture
@@ -143,7 +140,7 @@ def test_a_slow_replica_is_told_from_the_others_while_it_steps(state: StateDir) 
 def test_a_replica_that_was_killed_is_forgotten(state: StateDir) -> None:
     of = spec()
     made = CalibrationStore(state)
-    made.take(beat(prior(of), replica="killed"), of, prior(of), 1000.0)
-    made.take(beat(prior(of), replica="lives"), of, prior(of), 1000.0 + BELIEVED_S)
-    made.take(beat(prior(of), replica="lives"), of, prior(of), 1001.0 + 2 * BELIEVED_S)
+    made.take(beat(prior(of), "killed"), of, prior(of), 1000.0)
+    made.take(beat(prior(of), "lives"), of, prior(of), 1000.0 + BELIEVED_S)
+    made.take(beat(prior(of), "lives"), of, prior(of), 1001.0 + 2 * BELIEVED_S)
     assert set(made._of) == set(made._heard) == {"lives"}

@@ -59,10 +59,6 @@ def test_a_class_of_a_file_is_made_with_its_parameters(tmp_path: Path) -> None:
     assert loaded(custom(tmp_path, more=2)).decide(VIEW, None).count == 5
 
 
-def test_a_class_of_the_python_path_is_found() -> None:
-    assert loaded({"custom": "tests.serve.autoscaler.test_custom_policy:Twice"}).decide(VIEW, None).count == 6
-
-
 def test_a_file_that_was_edited_is_loaded_anew(tmp_path: Path) -> None:
     choice = custom(tmp_path)
     assert loaded(choice).decide(VIEW, None).reason == "one more"
@@ -111,11 +107,6 @@ def test_parameters_that_it_does_not_take_are_refused(tmp_path: Path) -> None:
         loaded(custom(tmp_path, fewer=1))
     with pytest.raises(ConfigError, match="a module that can be imported"):
         loaded({"custom": "no_such_module_here:Adds"})
-
-
-class Twice:
-    def decide(self, view: View, memory: Any) -> Proposal:
-        return Proposal(count=2 * view.count, reason="twice")
 
 
 class Answering:

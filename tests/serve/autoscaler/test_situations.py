@@ -83,39 +83,26 @@ async def test_prices_and_watts_are_those_of_the_budget_until_cards_tell(plane: 
     assert rungs(plane)["multi-replica"].watts == 160
 
 
-async def test_what_leaves_in_a_switch_draws_nothing_for_the_shape_that_comes(plane: Plane) -> None:
+async def test_what_leaves_in_a_switch_says_nothing_of_the_shape_that_comes(plane: Plane) -> None:
     model = sim_model(
         shapes={"large": {"gpus": 2, "tensor_parallel": 2}, "small": {"gpus": 1}}, control={"tick_s": 1}
     )
     await plane.ready(document(model, budget={"gpu_watts": 400}))
     (replica,) = plane.cluster.replicas.values()
-    plane.cluster.slow = True
-    plane.controller.mode("m", "single-large")
-    traffic = Traffic(plane)
-    for _ in range(8):
-        plane.controller.beat(Heartbeat(replica=replica, power=PowerReport(watts=150.0)))
-        await traffic.run(1, m=1.0)
-    assert rungs(plane)["single-large"].watts == 800
-
-
-async def test_what_leaves_in_a_switch_is_no_figure_of_the_shape_that_comes(plane: Plane) -> None:
-    model = sim_model(
-        shapes={"large": {"gpus": 2, "tensor_parallel": 2}, "small": {"gpus": 1}}, control={"tick_s": 1}
-    )
-    await plane.ready(document(model))
-    (replica,) = plane.cluster.replicas.values()
     traffic = Traffic(plane)
 
-    async def figures() -> list[str]:
-        plane.controller.beat(Heartbeat(replica=replica))
-        await traffic.run(6, m=1.0)
+    async def reporting() -> list[str]:
+        for _ in range(8):
+            plane.controller.beat(Heartbeat(replica=replica, power=PowerReport(watts=150.0)))
+            await traffic.run(1, m=1.0)
         (now,) = plane.controller.autoscaler.journal.read(1)
         return [each.id for each in now.situation.signals.replicas]
 
-    assert await figures() == [replica.id]
+    assert await reporting() == [replica.id]
     plane.cluster.slow = True
     plane.controller.mode("m", "single-large")
-    assert await figures() == []
+    assert await reporting() == []
+    assert rungs(plane)["single-large"].watts == 800
 
 
 @pytest.mark.parametrize(("takes", "learns"), [("cpus", False), ("gpus", True)])

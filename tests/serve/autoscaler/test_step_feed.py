@@ -5,31 +5,26 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 
-import httpx
 import msgspec
 import pytest
 
 from policy.engine.step_samples import StepSample
 from policy.errors import TargetError
-from policy.types import Load, Replica, ReplicaPhase
-from policy.wire.headers import SECRET_HEADER
+from policy.types import ReplicaPhase
 from policy.wire.heartbeat import Heartbeat
 from policy.wire.reports import EngineReport
 from serve.autoscaler import step_feed
 from serve.autoscaler.step_feed import StepLine, StepSubscribers
-from serve.controller.api import build_app
 from serve.controller.controller import Controller
 from tests.serve.plane import Plane
+from tests.serve.replicas import replica
 from tests.serve.sim_documents import document
 
 REPORT = EngineReport(steps=(StepSample(3, 8.0, 100.0, 8.0, 0.01),), hardware="a machine")
 
 
-def beat(model: str = "m", engine: EngineReport | None = REPORT, **over: object) -> Heartbeat:
-    replica = Replica(
-        id="r1", model=model, shape="small", generation=2, state=ReplicaPhase.READY, load=Load(at=0.0)
-    )
-    return Heartbeat(replica=msgspec.structs.replace(replica, **over), engine=engine)
+def beat(name: str = "r1", engine: EngineReport | None = REPORT, **over: object) -> Heartbeat:
+    return Heartbeat(replica=replica(name, **over), engine=engine)
 
 
 @asynccontextmanager
@@ -44,11 +39,11 @@ async def test_reports_of_ready_replicas_of_the_model_are_heard() -> None:
     listeners = StepSubscribers()
     listeners.tell(beat())  # nobody listens yet
     async with hearing(listeners) as told:
-        listeners.tell(beat("other"))
+        listeners.tell(beat(model="other"))
         listeners.tell(beat(engine=None))
         listeners.tell(beat(state=ReplicaPhase.STARTING))
         listeners.tell(beat())
-        assert await anext(told) == StepLine(replica="r1", shape="small", generation=2, engine=REPORT)
+        assert await anext(told) == StepLine(replica="r1", shape="small", generation=1, engine=REPORT)
 
 
 async def test_silence_is_heard_too() -> None:
@@ -61,7 +56,7 @@ async def test_a_slow_listener_loses_the_oldest(monkeypatch: pytest.MonkeyPatch)
     listeners = StepSubscribers()
     async with hearing(listeners) as told:
         for name in ("a", "b", "c"):
-            listeners.tell(beat(id=name))
+            listeners.tell(beat(name))
         assert [(await anext(told)).replica, (await anext(told)).replica] == ["b", "c"]
 
 
@@ -76,7 +71,7 @@ async def test_who_has_gone_is_told_nothing() -> None:
 async def test_the_controller_passes_heartbeats_on(plane: Plane) -> None:
     await plane.up(document())
     async with hearing(plane.controller.subscribers) as told:
-        plane.controller.beat(beat(shape="small", generation=1))
+        plane.controller.beat(beat())
         assert (await anext(told)).engine == REPORT
 
 
@@ -84,10 +79,7 @@ async def test_nobody_listens_to_a_model_that_is_none(plane: Plane) -> None:
     await plane.up(document())
     with pytest.raises(TargetError):
         plane.controller.steps("nobody")
-    transport = httpx.ASGITransport(build_app(plane.controller, "s"))
-    async with httpx.AsyncClient(
-        transport=transport, base_url="http://c", headers={SECRET_HEADER: "s"}
-    ) as client:
+    async with plane.client() as client:
         assert (await client.get("/steps", params={"model": "nobody"})).status_code == 409
         assert (await client.get("/steps")).status_code == 400
 
@@ -99,10 +91,7 @@ async def test_the_stream_is_lines_of_what_was_told(plane: Plane, monkeypatch: p
 
     await plane.up(document())
     monkeypatch.setattr(Controller, "steps", finite)
-    transport = httpx.ASGITransport(build_app(plane.controller, "s"))
-    async with httpx.AsyncClient(
-        transport=transport, base_url="http://c", headers={SECRET_HEADER: "s"}
-    ) as client:
+    async with plane.client() as client:
         answer = await client.get("/steps", params={"model": "m"})
     lines = [msgspec.json.decode(line, type=StepLine) for line in answer.content.splitlines()]
     assert lines == [StepLine(), StepLine(replica="m", engine=REPORT)]

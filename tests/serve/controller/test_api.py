@@ -12,29 +12,29 @@ import pytest
 
 from policy.errors import ConfigError, SwitchRefused, TargetError, Unreachable
 from policy.scaling.situation import Override
-from policy.types import Fleet, Load, Replica, ReplicaPhase
+from policy.types import Fleet, ReplicaPhase
 from policy.wire.headers import SECRET_HEADER
 from policy.wire.heartbeat import Heartbeat, Orders
 from serve.controller import api
-from serve.controller.api import build_app
 from serve.controller.client import ControllerClient
 from serve.controller_api import ControllerStatus, LoggedDecision, ModelStatus
 from tests.serve.plane import Plane
+from tests.serve.replicas import replica
 from tests.serve.sim_documents import document
 from tests.serve.traffic import Traffic
 
-SECRET = {SECRET_HEADER: "s"}
 PATHS = [
     *(("GET", path) for path in ("/livez", "/fleet", "/fleet/stream", "/status", "/decisions", "/nowhere")),
-    *(("POST", path) for path in ("/replicas", "/signals", "/scale", "/mode", "/apply")),
+    *(("POST", path) for path in ("/replicas", "/signals", "/scale", "/mode", "/apply", "/adapters")),
+    ("GET", "/adapters/blobs/" + "a" * 64),
+    ("DELETE", "/adapters/m/sql"),
 ]
 
 
 @pytest.fixture
 async def served(plane: Plane) -> AsyncIterator[httpx.AsyncClient]:
     await plane.ready(document())
-    transport = httpx.ASGITransport(build_app(plane.controller, "s"))
-    async with httpx.AsyncClient(transport=transport, base_url="http://c", headers=SECRET) as client:
+    async with plane.client() as client:
         yield client
 
 
@@ -60,9 +60,7 @@ async def test_what_it_tells(plane: Plane, served: httpx.AsyncClient) -> None:
 
 
 async def test_a_heartbeat_is_in_the_next_snapshot(served: httpx.AsyncClient) -> None:
-    beat = Replica(
-        id="new", model="m", shape="small", generation=1, state=ReplicaPhase.STARTING, load=Load(at=1.0)
-    )
+    beat = replica("new", state=ReplicaPhase.STARTING)
     answer = await served.post("/replicas", content=msgspec.json.encode(Heartbeat(replica=beat)))
     assert msgspec.json.decode(answer.content, type=Orders) == Orders()
     fleet = msgspec.json.decode((await served.get("/fleet")).content, type=Fleet)

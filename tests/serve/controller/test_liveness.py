@@ -7,15 +7,10 @@ import socket
 
 import pytest
 
-from policy.types import Load, Replica, ReplicaPhase
 from policy.wire.headers import SECRET_HEADER
 from serve.controller import liveness
 from serve.state.replica_registry import GONE_S, SILENT_S, ReplicaRegistry
-
-
-def replica(name: str, url: str) -> Replica:
-    ready = ReplicaPhase.READY
-    return Replica(id=name, model="m", shape="s", generation=1, state=ready, load=Load(at=0.0), url=url)
+from tests.serve.replicas import replica
 
 
 async def test_a_port_that_refuses_is_gone_and_one_that_answers_is_kept(
@@ -35,7 +30,7 @@ async def test_a_port_that_refuses_is_gone_and_one_that_answers_is_kept(
     alive = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
 
     registry = ReplicaRegistry(epoch=1.0)
-    for made in (replica("dead", dead), replica("alive", alive), replica("unborn", "")):
+    for made in (replica("dead", url=dead), replica("alive", url=alive), replica("unborn")):
         registry.put(made, now=0.0)
     now, lost = SILENT_S + 0.1, []
     probing = asyncio.ensure_future(liveness.probe_silent(registry, "s", lost.append, lambda: now))

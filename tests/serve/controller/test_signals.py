@@ -8,21 +8,18 @@ import httpx
 import msgspec
 import pytest
 
-from policy.types import Load, Replica, ReplicaPhase
-from policy.wire.headers import SECRET_HEADER
+from policy.types import Load
 from policy.wire.heartbeat import Heartbeat
 from policy.wire.reports import EngineReport, GatewayReport, ModelReport, PowerReport
-from serve.controller.api import build_app
 from tests.serve.plane import Plane
+from tests.serve.replicas import replica
 from tests.serve.sim_documents import document
 
 
 @pytest.fixture
 async def served(plane: Plane) -> AsyncIterator[httpx.AsyncClient]:
     await plane.up(document())
-    transport = httpx.ASGITransport(build_app(plane.controller, "s"))
-    headers = {SECRET_HEADER: "s"}
-    async with httpx.AsyncClient(transport=transport, base_url="http://c", headers=headers) as client:
+    async with plane.client() as client:
         yield client
 
 
@@ -40,21 +37,11 @@ async def test_what_gateways_count_is_gathered(plane: Plane, served: httpx.Async
     assert demand.age_s == 2.0
 
 
-async def test_a_report_that_is_none_is_refused_and_needs_the_secret(
-    plane: Plane, served: httpx.AsyncClient
-) -> None:
-    assert (await served.post("/signals", content=b'{"worker": 7}')).status_code == 400
-    report = msgspec.json.encode(GatewayReport(worker="w", number=1, since_s=1.0))
-    assert (await served.post("/signals", content=report, headers={SECRET_HEADER: "x"})).status_code == 401
-
-
 async def test_what_engines_and_cards_tell_comes_with_the_beat(
     plane: Plane, served: httpx.AsyncClient
 ) -> None:
-    replica = Replica(
-        id="r", model="m", shape="small", generation=1, state=ReplicaPhase.READY, load=Load(at=0.0, running=3)
-    )
-    beat = Heartbeat(replica=replica, engine=EngineReport(deferred=2), power=PowerReport(watts=250.0))
+    running = replica(load=Load(at=0.0, running=3))
+    beat = Heartbeat(replica=running, engine=EngineReport(deferred=2), power=PowerReport(watts=250.0))
     assert (await served.post("/replicas", content=msgspec.json.encode(beat))).status_code == 200
     (seen,) = plane.controller.aggregator.signals("m", plane.controller._monotonic() + 1.0).replicas
     assert (seen.running, seen.deferred, seen.watts, seen.age_s) == (3, 2, 250.0, 1.0)

@@ -9,11 +9,12 @@ import httpx
 import msgspec
 
 from policy.engine.step_samples import StepSample
-from policy.types import Load, Replica, ReplicaPhase
+from policy.types import Replica
 from policy.wire.heartbeat import AdapterRef, AdapterUse, Heartbeat, Orders
 from policy.wire.reports import EngineReport, PowerReport
 from serve.engine.adapters.usage import MAX_VERSIONS, AdapterUsage
 from serve.host.heartbeat import send_heartbeats, send_last_heartbeats
+from tests.serve.replicas import replica
 
 SQL = "a" * 64
 
@@ -51,9 +52,7 @@ class Host:
         self.obeyed: list[Orders] = []
 
     def snapshot(self) -> Replica:
-        return Replica(
-            id="r", model="m", shape="s", generation=1, state=ReplicaPhase.READY, load=Load(at=0.0)
-        )
+        return replica()
 
     def take_uses(self) -> tuple[AdapterUse, ...]:
         uses, self.uses = tuple(self.uses), []

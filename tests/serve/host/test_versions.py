@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import msgspec
 import pytest
 
 from policy.errors import EngineFailed
-from serve.host.host import HostSpec
 from serve.host.versions import Versions, installed, refuse_other
+from tests.serve.hosts import host_spec
 from tests.serve.sim_documents import deployment
 
 HEAD = Versions(tidegate="1.2", python="3.11", vllm="0.32.0")
@@ -39,19 +40,11 @@ def test_this_node_is_like_itself() -> None:
 
 
 @pytest.mark.slow
-def test_a_host_on_ray_asks_before_it_reads_the_rest() -> None:
+def test_a_host_on_ray_asks_before_it_reads_the_rest(tmp_path: Path) -> None:
     # Another version may have other fields: what is asked first is all that both must understand.
-    spec = HostSpec(
-        model=deployment().models[0],
-        weights=None,
-        shape="small",
-        generation=1,
-        state_dir="/s",
-        controller="127.0.0.1:1",
-        secret="s",
-        versions=msgspec.structs.replace(installed(), tidegate="9.9"),
-    )
-    told = {**msgspec.to_builtins(spec), "model": "of another form"}
+    spec = msgspec.to_builtins(host_spec(deployment().models[0], tmp_path))
+    spec["versions"]["tidegate"] = "9.9"
+    told = spec | {"model": "of another form"}
     # In a process of its own: tests that join a cluster load Ray later than this one.
     code = f"from serve.host.ray_replica import RayHost; RayHost({msgspec.json.encode(told)!r})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -9,23 +9,11 @@ import msgspec
 import pytest
 
 from policy.scaling.rollout import LayerKey
-from policy.types import EngineKind, Load, Model, Replica, ReplicaPhase
+from policy.types import EngineKind, Load, Model, ReplicaPhase
 from serve.state.replica_registry import GONE_S, SILENT_S, ReplicaRegistry
+from tests.serve.replicas import replica
 
 KEY = LayerKey("m", "small", 1)
-
-
-def replica(id: str = "r1", **over: Any) -> Replica:  # noqa: A002 - the field's name
-    made = Replica(
-        id=id,
-        model="m",
-        shape="small",
-        generation=1,
-        state=ReplicaPhase.READY,
-        load=Load(at=1.0),
-        url="http://127.0.0.1:1",
-    )
-    return msgspec.structs.replace(made, **over)
 
 
 @pytest.fixture
