@@ -1,8 +1,7 @@
-"""Ray itself: the head that the supervisor runs, and ``start``/``stop`` of what Tidegate has on it.
+"""The Ray cluster: the head that the supervisor runs, and ``start`` and ``stop`` of a deployment on it.
 
-``python -m serve.cluster start --state DIR`` makes sure that the controller runs, with the document on
-disk; ``stop`` deletes the deployment's applications and actor, and leaves everything else on the
-cluster alone, other deployments of Tidegate too.
+``python -m serve.cluster start --state DIR`` starts the controller, or hands the deployment on disk to the
+running one; ``stop`` deletes this deployment's applications and actor, and nothing else on the cluster.
 """
 
 from __future__ import annotations
@@ -33,12 +32,12 @@ ANSWER_S = 30.0
 
 
 def token_path(state: StateDir) -> Path:
-    """Where the token of our own head is kept."""
+    """The file with the token of a local head."""
     return state.root / "ray_token"
 
 
 def environment(deployment: Deployment, state: StateDir) -> dict[str, str]:
-    """What every client of the cluster needs: token authentication is on in all of them."""
+    """The environment of every client of the cluster; token authentication is always on."""
     env = {"RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0", "RAY_SERVE_LOG_TO_STDERR": "0"}
     if deployment.cluster.address == "local":
         path = token_path(state)
@@ -50,16 +49,16 @@ def environment(deployment: Deployment, state: StateDir) -> dict[str, str]:
 
 
 def temp_dir(state: StateDir) -> Path:
-    """Ray's own directory for this deployment, short because Ray puts unix sockets below it."""
+    """Ray's directory for this deployment; short, because Ray puts Unix sockets below it."""
     digest = hashlib.sha256(os.fsencode(state.root)).hexdigest()[:8]
     return own_directory(Path(tempfile.gettempdir()) / f"tidegate-ray-{os.getuid()}-{digest}")
 
 
 def head_command(deployment: Deployment, state: StateDir) -> tuple[list[str], dict[str, str]]:
-    """The command, and what to add to its environment, that runs a Ray head in the foreground.
+    """The command of a Ray head in the foreground, and the additions to its environment.
 
-    Everything that Ray lets us bind is bound to loopback; its GCS, raylet and workers listen on
-    every interface whatever they are told, hence the token.
+    Whatever can be bound to loopback is. Ray's GCS, raylet and workers always listen on every interface; the
+    token protects them.
     """
     cluster = deployment.cluster
     argv = [
@@ -69,12 +68,12 @@ def head_command(deployment: Deployment, state: StateDir) -> tuple[list[str], di
         "--object-store-memory", str(OBJECT_STORE_BYTES), "--temp-dir", str(temp_dir(state)),
         "--disable-usage-stats",
     ]  # fmt: skip
-    # The supervisor deletes what runs on the cluster before it ends the head: nothing is left to drain.
+    # The supervisor deletes all applications before it ends the head, so nothing is left to drain.
     return argv, environment(deployment, state) | {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0"}
 
 
 def address(deployment: Deployment) -> str:
-    """Where clients join: our own head, or the cluster that the document names."""
+    """The address that clients join: the local head, or the cluster of the deployment."""
     cluster = deployment.cluster
     return f"{cluster.node_ip}:{cluster.gcs_port}" if cluster.address == "local" else cluster.address
 
@@ -99,7 +98,7 @@ def join(deployment: Deployment, state: StateDir) -> tuple[str, str]:
     path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
     token = os.environ.get("RAY_AUTH_TOKEN") or (path.read_text().strip() if path.exists() else "")
     if deployment.cluster.address == "local":
-        # The head names its dashboard only once that is up, and the controller need not wait for it.
+        # The head reports its dashboard only once that is up; the controller need not wait for it.
         return f"127.0.0.1:{deployment.cluster.dashboard_port}", token
     if not context.dashboard_url:
         raise Unreachable(f"Ray at {address(deployment)} has no dashboard, which carries Serve's scale API")
@@ -107,26 +106,26 @@ def join(deployment: Deployment, state: StateDir) -> tuple[str, str]:
 
 
 def start(deployment: Deployment, state: StateDir) -> None:
-    """Make sure that the controller actor exists and has the document on disk."""
+    """Start the controller actor, or hand the deployment on disk to the running one."""
     _say("ray", f"joining {address(deployment)}")
     dashboard, token = join(deployment, state)
     from serve.controller import actor as ray_controller  # noqa: PLC0415  # imports Ray
 
     _say("controller", f"starting at {deployment.cluster.controller}")
-    # Whoever joins a cluster may have nodes elsewhere: its engines listen on their nodes' addresses.
+    # A cluster that was joined may have several nodes: engines listen on their node's address.
     loopback = deployment.cluster.address == "local"
     pid, existed = ray_controller.ensure(
         state, deployment.cluster.controller, dashboard, token, loopback=loopback
     )
     if existed:
-        # It outlived its supervisor, and still steers for the document of then.
+        # It outlived its supervisor and has an older deployment.
         _say("controller", "handing it the document")
         _hand_over(deployment.cluster.controller, state)
     _say("controller", f"runs as process {pid}")
 
 
 def _hand_over(address: str, state: StateDir) -> None:
-    """Apply the document on disk; raises what the controller refuses it with."""
+    """Apply the deployment on disk; raises the controller's refusal."""
     client = ControllerClient(address, state.secret(), timeout_s=ANSWER_S)
     document = state.load(state.deployment_path, dict[str, object])
     deadline = time.monotonic() + ANSWER_S
@@ -150,7 +149,7 @@ def stop(deployment: Deployment, state: StateDir) -> None:
     from serve.actuator.ray import RayActuator  # noqa: PLC0415  # imports Ray
     from serve.controller import actor as ray_controller  # noqa: PLC0415  # imports Ray
 
-    # The actor first: it would deploy again what is being deleted.
+    # The actor first: it would deploy deleted applications again.
     ray_controller.remove(state)
     _say("ray", "deleting applications")
     asyncio.run(_end_all(RayActuator(state, deployment.cluster.controller, dashboard, token)))

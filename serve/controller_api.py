@@ -1,4 +1,4 @@
-"""Statuses and logged decisions in the controller's HTTP API, for its server and its clients."""
+"""Statuses and logged decisions of the controller's HTTP API, for server and clients."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from policy.scaling.situation import Decision, Override, Situation
 
 
 class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A model as the controller sees it; ``phase`` says what it is doing and ``note`` why.
+    """The state of a model: its ``phase``, and in ``note`` the reason for it.
 
-    ``decided_by`` is the policy, or ``by hand``: then ``override`` has what was set, and until when. Of the
-    last decision the ``reason``, what one replica was taken to be capable of, the ``forecast`` rate in
-    requests per second, and whether it was only logged (``dry_run``). ``barred`` are the modes that failed,
-    and until when (Unix seconds) load does not switch to each.
+    ``decided_by`` is the policy, or ``by hand`` with an ``override``. ``reason``, ``capability`` of one
+    replica, ``forecast`` (requests per second) and ``dry_run`` (only logged) are of the last decision.
+    ``barred`` maps modes that failed to the instant (Unix seconds) until which load does not switch to them.
     """
 
     name: str
@@ -37,10 +36,10 @@ class ModelStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SwitchOutcome(msgspec.Struct, frozen=True, kw_only=True, tag="outcome"):
-    """What a switch that load made promised and what was measured since, as parts of the cost before.
+    """The predicted and the measured saving of an automatic switch, as fractions of the cost before.
 
-    ``decided_at`` is the instant of its decision; ``met_before`` and ``met`` are the parts of the requests
-    that were within the objective.
+    ``decided_at`` is the instant of its decision; ``met_before`` and ``met`` are the fractions of requests
+    within the SLO.
     """
 
     at: float
@@ -55,9 +54,9 @@ class SwitchOutcome(msgspec.Struct, frozen=True, kw_only=True, tag="outcome"):
 
 
 class LoggedDecision(msgspec.Struct, frozen=True, kw_only=True):
-    """A decision, and all that it was made of but for what policies remember.
+    """A decision and its input, without the memory of policies.
 
-    Of a switch that load made, ``outcome`` is what was measured once it had been there for a while.
+    ``outcome`` is what was measured some time after an automatic switch.
     """
 
     situation: Situation
@@ -66,7 +65,7 @@ class LoggedDecision(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ControllerStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """The controller's own view: which actuator, since when, each model, the last events."""
+    """The controller's status: actuator, start (``epoch``), models and recent events."""
 
     actuator: str
     epoch: float

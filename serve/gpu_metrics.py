@@ -1,6 +1,6 @@
-"""What the cards of a replica draw, how hot they are and why they are slow, through NVML.
+"""Power, temperature, throttling and errors of a replica's GPUs, read through NVML.
 
-Without the library, without its driver and without cards there are no figures, which is said once.
+Without the library, its driver or a GPU there are no metrics; one log line says so.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from policy.wire.reports import PowerReport
 log = logging.getLogger("tidegate.host")
 
 POLL_S = 1.0
-# Clocks-event reasons that cost speed; NVML's others say that a card is idle or was set so.
+# Clocks-event reasons of throttling; NVML's others mean an idle GPU or a user's setting.
 REASONS = {
     0x04: "software power cap",
     0x08: "hardware slowdown",
@@ -31,17 +31,17 @@ REASONS = {
 
 
 def devices(gpus: int, environment: Mapping[str, str]) -> tuple[str, ...]:
-    """The indices or UUIDs of the cards that an engine with this environment uses, at most ``gpus``."""
+    """The indices or UUIDs of the GPUs that an engine with this environment uses, at most ``gpus``."""
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     named = [str(i) for i in range(gpus)] if visible is None else visible.split(",")
     return tuple(name.strip() for name in named if name.strip())[:gpus]
 
 
 class GpuSet:
-    """The cards of one replica. Every method blocks."""
+    """The GPUs of one replica. Every method blocks."""
 
     def __init__(self, nvml: Any, names: Sequence[str]) -> None:
-        """Raises the library's ``NVMLError`` where a card is not there."""
+        """Raises the library's ``NVMLError`` for a GPU that does not exist."""
         self._nvml = nvml
         nvml.nvmlInit()
         self._handles = [
@@ -51,7 +51,7 @@ class GpuSet:
             for name in names
         ]
         self._xid, self._card = 0, ""
-        # A set for each card: so it is known whose error it is.
+        # One event set per GPU, because an event does not name its GPU.
         self._errors: dict[str, Any] = {}
         try:
             for name, handle in zip(names, self._handles, strict=True):
@@ -59,10 +59,10 @@ class GpuSet:
                 nvml.nvmlDeviceRegisterEvents(handle, nvml.nvmlEventTypeXidCriticalError, errors)
                 self._errors[f"GPU {name}" if name.isdigit() else name] = errors
         except nvml.NVMLError as error:
-            log.info("NVML tells no errors of the cards: %s", error)
+            log.info("NVML reports no errors of the GPUs: %s", error)
 
     def read(self) -> PowerReport | None:
-        """The cards together; ``None`` where none tells what it draws."""
+        """The sum over the GPUs; ``None`` if none reports its power."""
         nvml = self._nvml
         milliwatts = self._ask(nvml.nvmlDeviceGetPowerUsage)
         millijoules = self._ask(nvml.nvmlDeviceGetTotalEnergyConsumption)
@@ -82,7 +82,7 @@ class GpuSet:
         )
 
     def _ask(self, question: Callable[..., int], *more: Any) -> list[int]:
-        """The answers of the cards that have one."""
+        """The answers of the GPUs that support the question."""
         answers = []
         for handle in self._handles:
             try:
@@ -92,32 +92,32 @@ class GpuSet:
         return answers
 
     def _note_errors(self) -> None:
-        """The newest of the errors that came since; the wait of 0 ms ends with NVML's time-out."""
+        """Take the newest error; the wait of 0 ms ends with NVML's time-out."""
         for card, errors in self._errors.items():
             with contextlib.suppress(self._nvml.NVMLError):
                 while True:
                     xid = int(self._nvml.nvmlEventSetWait(errors, 0).eventData)
-                    # What the card itself had is not forgotten for what a program does on it.
+                    # An error of the hardware is not replaced by one of a program.
                     if is_of_card(xid) or not is_of_card(self._xid):
                         self._xid, self._card = xid, card
 
 
 def discover(names: Sequence[str]) -> GpuSet | None:
-    """The cards called so; ``None``, after a line in the log, where there is nobody to ask. Blocks."""
+    """The GPUs with these names; ``None``, after a log line, if NVML cannot read them. Blocks."""
     try:
         nvml = importlib.import_module("pynvml")
     except ImportError:
-        log.warning("no figures of power: nvidia-ml-py is not installed")
+        log.warning("GPU power metrics unavailable: nvidia-ml-py is not installed")
         return None
     try:
         return GpuSet(nvml, names)
     except nvml.NVMLError as error:
-        log.warning("no figures of power: NVML says %s", error)
+        log.warning("GPU power metrics unavailable: %s", error)
         return None
 
 
 async def watch(names: Sequence[str], tell: Callable[[PowerReport | None], None]) -> None:
-    """Tell what the cards are like every :data:`POLL_S`, until cancelled; returns where there are none."""
+    """Call ``tell`` with a report every :data:`POLL_S` until cancelled; returns at once without GPUs."""
     cards = await asyncio.to_thread(discover, names) if names else None
     while cards is not None:
         tell(await asyncio.to_thread(cards.read))

@@ -27,7 +27,7 @@ from serve.http import error_answer, json_answer, refusing
 from serve.threads import run_in_thread
 
 HEARTBEAT_S = 1.0
-# A burst of changes is one snapshot.
+# Changes within this many seconds are sent as one snapshot.
 COALESCE_S = 0.05
 MAX_DECISIONS = 1000
 
@@ -35,7 +35,7 @@ Auto = Literal["auto"]
 
 
 class ScaleRequest(msgspec.Struct, frozen=True):
-    """``auto`` takes a count back that was set by hand; for ``for_s`` seconds, or until it is taken back."""
+    """Override a replica count for ``for_s`` seconds or until cleared; ``auto`` clears it."""
 
     model: str
     replicas: int | Auto
@@ -43,7 +43,7 @@ class ScaleRequest(msgspec.Struct, frozen=True):
 
 
 class ModeRequest(msgspec.Struct, frozen=True):
-    """``auto`` takes a mode back that was set by hand; for ``for_s`` seconds, or until it is taken back."""
+    """Override a mode for ``for_s`` seconds or until cleared; ``auto`` clears it."""
 
     model: str
     mode: str
@@ -65,7 +65,7 @@ class StepsQuery(msgspec.Struct, frozen=True):
 
 
 class _Secret:
-    """Lets nothing in without the internal secret."""
+    """Middleware that requires the internal secret."""
 
     def __init__(self, app: ASGIApp, secret: str) -> None:
         self._app = app
@@ -147,12 +147,12 @@ def build_app(controller: Controller, secret: str) -> Starlette:
 
 
 def _list_of(values: Iterable[object]) -> bytes:
-    """A JSON list, made piece by piece, between which the event loop has its turn."""
+    """A JSON list, encoded piece by piece so that other threads can run."""
     return b"[" + b",".join(msgspec.json.encode(value) for value in values) + b"]"
 
 
 async def _lines(values: AsyncIterator[object]) -> AsyncIterator[bytes]:
-    """NDJSON, for as long as somebody reads it."""
+    """The values as NDJSON."""
     async for value in values:
         yield msgspec.json.encode(value) + b"\n"
 

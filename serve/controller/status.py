@@ -18,7 +18,7 @@ from serve.state.targets import Target, Targets
 def model_status(
     name: str, targets: Targets, observation: ObservedState, autoscaler: Autoscaler | None = None
 ) -> ModelStatus:
-    """One model: what is wanted, what is there, what it is doing, and who decided that."""
+    """The status of one model; without ``autoscaler``, without its decision."""
     target = targets.get(name)
     key = target.key()
     layers = observation.layers(name)
@@ -81,11 +81,11 @@ def models(targets: Targets, observation: ObservedState, registry: ReplicaRegist
 
 
 def phase(target: Target, layers: Mapping[LayerKey, Layer]) -> str:
-    """What the model is doing: the states of the plan, each of which a controller can be killed in.
+    """The phase of a rollout; a restarted controller continues in any of them.
 
-    ``starting`` alone, ``switching`` while the new becomes ready beside the old, ``giving way`` while the old
-    makes room for it, ``rolling back`` after it failed, ``draining the old``; then ``steady`` or ``idle``, or
-    ``recovering`` when one was lost.
+    ``starting`` without old replicas, ``switching`` while new ones start beside the old, ``giving way`` while
+    old ones free resources for them, ``rolling back`` after a failure, ``draining the old``; then ``steady``
+    or ``idle``, or ``recovering`` after a replica was lost.
     """
     layer = layers.get(target.key(), Layer())
     others = [layer for key, layer in layers.items() if key != target.key() and layer.occupied]

@@ -30,11 +30,14 @@ class Plane:
     now: float = 1000.0
     # What the wall clock is ahead of the one that never goes back.
     ahead: float = 0.0
-    shelf: FakeShelf = field(default_factory=FakeShelf)
+    shelf: FakeShelf = field(init=False)
     # What the cards of replicas tell, by its id.
     cards: dict[str, PowerReport] = field(default_factory=dict)
     cluster: MemoryCluster = field(init=False)
     controller: Controller = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.shelf = FakeShelf(self.state.root)
 
     async def up(self, written: dict[str, Any]) -> Plane:
         self.cluster = MemoryCluster(self._beat)

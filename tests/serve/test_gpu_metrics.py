@@ -169,7 +169,7 @@ async def test_without_anything_to_ask_there_are_no_figures_and_one_line(
     await watch(("0",), told.append)
     assert told == []
     (line,) = caplog.messages
-    assert line.startswith("no figures of power")
+    assert line.startswith("GPU power metrics unavailable")
 
 
 async def test_a_shape_without_cards_asks_nobody(caplog: pytest.LogCaptureFixture) -> None:

@@ -27,10 +27,13 @@ class Desk:
     """A library, and what declares to it; ``restart`` is another controller over the same records."""
 
     state: StateDir
-    shelf: FakeShelf = field(default_factory=FakeShelf)
+    shelf: FakeShelf = field(init=False)
     now: float = 0.0
     library: AdapterLibrary = field(init=False)
     declaring: DeclaredAdapters = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.shelf = FakeShelf(self.state.root)
 
     async def restart(self, *sources: dict[str, Any]) -> Desk:
         self.library = AdapterLibrary(lambda: self.shelf, 5.0, lambda text: None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -14,7 +15,7 @@ from policy.errors import AdapterRefused, AdapterUnknown, ConfigError, TargetErr
 from policy.stats.backoff import Backoff
 from policy.wire.catalog import Alias, Catalog
 from policy.wire.controller import AddRequest
-from serve.adapters.add_job import AddJob
+from serve.adapters.add_job import AddJob, ImportedAdapter
 from serve.adapters.library import ADDS_AT_ONCE, AdapterLibrary
 from store.progress import Progress
 from tests.serve.fake_shelf import FakeShelf, digest_of
@@ -29,8 +30,8 @@ def adapted(*names: str, **over: Any) -> list[dict[str, Any]]:
 
 
 @pytest.fixture
-def shelf() -> FakeShelf:
-    return FakeShelf()
+def shelf(tmp_path: Path) -> FakeShelf:
+    return FakeShelf(tmp_path)
 
 
 @pytest.fixture
@@ -114,7 +115,8 @@ async def test_what_is_removed_while_it_is_replaced_stays_removed(
     shelf.gate.set()
     assert isinstance((await ended(adding)).error, TargetError)
     assert library.alias(SQL) is None
-    assert (await added(library, source="/b")).revision == 1, "who adds it from now on means it"
+    # A later add counts.
+    assert [version.source for version in (await added(library, source="/b")).versions] == ["/b"]
 
 
 @pytest.mark.parametrize(
@@ -187,7 +189,8 @@ async def test_nothing_is_published_before_the_records_are_read(
     shelf: FakeShelf, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("serve.adapters.library.RETRY", Backoff(0.001))
-    shelf.kept[SQL] = Alias(model="m", name="sql", revision=1, versions=(), split=())
+    taken = ImportedAdapter(digest_of("/a"), 8, 1000, "/a")
+    alias = shelf.put(SQL, [(taken, 1.0)], None, declared=False)
     shelf.down = "away"
     events: list[str] = []
     library = AdapterLibrary(lambda: shelf, 5.0, events.append)
@@ -199,7 +202,7 @@ async def test_nothing_is_published_before_the_records_are_read(
     assert not line.done()
     shelf.down = ""
     await opening
-    assert msgspec.json.decode((await line)[1], type=Catalog).aliases == (shelf.kept[SQL],)
+    assert msgspec.json.decode((await line)[1], type=Catalog).aliases == (alias,)
 
 
 async def test_a_model_that_leaves_takes_its_names_along_until_it_is_back(library: AdapterLibrary) -> None:

@@ -208,6 +208,12 @@ class Replica:
     def use(self, letter: str) -> User:
         return User(self.adapters, letter)
 
+    async def using(self, letter: str) -> User:
+        """A request that has its adapter."""
+        user = self.use(letter)
+        await until(lambda: user.in_use)
+        return user
+
     async def used(self, letters: str) -> None:
         """One short request for each, one after another."""
         for letter in letters:

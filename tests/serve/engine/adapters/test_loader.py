@@ -134,12 +134,10 @@ async def test_who_waits_for_a_slot_and_how_long_slots_are_in_use_is_counted() -
 
 async def test_a_stream_of_requests_for_one_keeps_no_other_out_for_ever() -> None:
     async with replica(1) as there:
-        first = there.use("a")
-        await until(lambda: first.in_use)
+        first = await there.using("a")
         waits = there.use("b")
         await quiet()
-        joins = there.use("a")
-        await until(lambda: joins.in_use)
+        joins = await there.using("a")
         there.clock.now += PATIENCE_S
         late = there.use("a")
         await first.stop()
@@ -158,8 +156,7 @@ async def test_a_stream_of_requests_for_one_keeps_no_other_out_for_ever() -> Non
 
 async def test_who_was_waited_for_is_used_however_long_others_have_waited() -> None:
     async with replica(1) as there:
-        first = there.use("a")
-        await until(lambda: first.in_use)
+        first = await there.using("a")
         late = [there.use(letter) for letter in "bcdbcd"]
         await quiet()
         there.clock.now += 10 * PATIENCE_S
@@ -174,8 +171,7 @@ async def test_who_was_waited_for_is_used_however_long_others_have_waited() -> N
 
 async def test_who_made_room_by_waiting_goes_on_when_nobody_needs_it_any_more() -> None:
     async with replica(1) as there:
-        first = there.use("a")
-        await until(lambda: first.in_use)
+        first = await there.using("a")
         waits = there.use("b")
         await quiet()
         there.clock.now += PATIENCE_S
@@ -238,8 +234,7 @@ async def test_a_client_that_leaves_as_its_adapter_comes_frees_it(when: str) -> 
 
 async def test_what_everybody_left_before_its_turn_is_not_loaded() -> None:
     async with replica(1) as there:
-        held = there.use("a")
-        await until(lambda: held.in_use)
+        held = await there.using("a")
         gone = there.use("b")
         await quiet()
         gone.task.cancel()
@@ -275,8 +270,7 @@ async def test_one_that_cannot_be_loaded_keeps_no_other_from_being_held() -> Non
 
 async def test_a_prefetch_takes_no_slot_of_what_is_used_or_was_asked_for_lately() -> None:
     async with replica(2) as there:
-        used = there.use("a")
-        await until(lambda: used.in_use)
+        used = await there.using("a")
         await there.used("b")
         there.adapters.hold(wanted("c"))
         await there.adapters.settled()
@@ -303,8 +297,7 @@ async def test_requests_come_before_what_is_held_and_take_its_slot_last() -> Non
         await there.used("c" * 9 + "d")
         assert there.engine.log[2:] == ["-c", "+d"]
         # The least valuable of those that are held goes before it has to be what is in use.
-        used = there.use("d")
-        await until(lambda: used.in_use)
+        used = await there.using("d")
         await there.used("c")
         assert there.engine.log[4:] == ["-a", "+c"]
         await used.stop()
