@@ -22,8 +22,9 @@ def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def test_the_secret_is_made_once_and_private(state: StateDir) -> None:
+def test_the_secret_is_made_once_and_private(state: StateDir, tmp_path: Path) -> None:
     secret = state.secret()
+    assert secret != StateDir(tmp_path / "other").secret()
     assert len(secret) >= 32
     assert state.secret() == StateDir(state.root).secret() == secret
     assert mode(state.secret_path) == 0o600
@@ -50,10 +51,6 @@ def test_a_directory_in_a_shared_place_must_be_ours(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(os, "getuid", lambda: 4711)
     with pytest.raises(PermissionError, match="a directory of this user"):
         own_directory(path)
-
-
-def test_two_directories_have_two_secrets(state: StateDir, tmp_path: Path) -> None:
-    assert state.secret() != StateDir(tmp_path / "other").secret()
 
 
 def test_a_write_that_fails_leaves_the_old_file_and_no_other(

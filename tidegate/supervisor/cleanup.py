@@ -24,8 +24,7 @@ def remove_leftovers(state: StateDir, report: Callable[[str], None]) -> bool:
     """End the recorded processes and nothing else; returns whether there was anything to clean up.
 
     Raises :class:`policy.errors.Unreachable` for processes that do not exit and
-    :class:`policy.errors.EngineFailed` for a cluster that cannot be cleaned up; the record is kept, so that
-    `down` can be repeated.
+    :class:`policy.errors.EngineFailed` for a failed cleanup of a cluster; the next `down` can repeat it.
     """
     record = ProcessRecord(state)
     if not record.entries:

@@ -16,7 +16,7 @@ from store.state_dir import StateDir
 
 _PR_SET_CHILD_SUBREAPER = 36
 # Between SIGTERM and SIGKILL for a process whose supervisor died.
-ORPHAN_GRACE_S = 5.0
+_ORPHAN_GRACE_S = 5.0
 
 
 class RecordedProcess(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,9 +37,8 @@ class RecordedProcess(msgspec.Struct, frozen=True, kw_only=True):
 class ProcessRecord:
     """The file of recorded processes of one state directory."""
 
-    def __init__(self, state: StateDir, grace_s: float = ORPHAN_GRACE_S) -> None:
+    def __init__(self, state: StateDir) -> None:
         self._state = state
-        self._grace_s = grace_s
         # Children of this process that something here waits for.
         self.started: set[int] = set()
         self._entries = {
@@ -91,16 +90,17 @@ class ProcessRecord:
     def end(
         self, entries: Iterable[RecordedProcess], ended: Callable[[RecordedProcess], None]
     ) -> tuple[RecordedProcess, ...]:
-        """SIGTERM, and SIGKILL after the grace time; returns those that still run. Blocks meanwhile.
+        """SIGTERM, and SIGKILL after the grace time; calls ``ended`` for each that exits.
 
-        ``ended`` is called with each of the others.
+        Blocks meanwhile; returns those that still run.
         """
         processes = {entry: process for entry in entries if (process := entry.process()) is not None}
-        running = end_all(processes.values(), self._grace_s)
-        for entry, process in processes.items():
-            if process not in running:
+        running = end_all(processes.values(), _ORPHAN_GRACE_S)
+        left = tuple(entry for entry, process in processes.items() if process in running)
+        for entry in processes:
+            if entry not in left:
                 ended(entry)
-        return tuple(entry for entry, process in processes.items() if process in running)
+        return left
 
     def clear(self) -> None:
         """Forget everything."""

@@ -72,9 +72,8 @@ def answers(deployment: Deployment, idle_models: Collection[str], key: str) -> N
     """Generate one token with each text model except the ``idle_models``; raises ``EngineFailed``."""
     gateway = deployment.gateway
     for spec in deployment.models:
-        if spec.engine is EngineKind.EXTERNAL or spec.runner is not Runner.GENERATE:
-            continue
-        if spec.name in idle_models:
+        external = spec.engine is EngineKind.EXTERNAL
+        if external or spec.runner is not Runner.GENERATE or spec.name in idle_models:
             continue
         body = {"model": spec.name, "prompt": "Hello", "max_tokens": 1}
         status, answer = _call(

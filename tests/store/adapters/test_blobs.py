@@ -73,15 +73,10 @@ def test_what_is_not_whole_is_not_there_and_is_replaced(change: str, blobs: Blob
     path = tmp_path / "adapters" / digest
     weights = path / WEIGHTS
     weights.chmod(0o644)
-    match change:
-        case "longer":
-            weights.write_bytes(b"ww")
-        case "other":
-            weights.write_bytes(b"v")
-        case "gone":
-            weights.unlink()
-        case "more":
-            (path / "more").write_bytes(b"")
+    if change == "gone":
+        weights.unlink()
+    else:
+        (path / "more" if change == "more" else weights).write_bytes({"longer": b"ww"}.get(change, b"v"))
     other = Blobs(tmp_path / "adapters")
     assert other.path(digest) is None
     assert stored(other) == digest
@@ -210,17 +205,11 @@ def test_downloads_stay_for_a_week(blobs: Blobs, clock: Clock, tmp_path: Path) -
     assert not list((tmp_path / "adapters" / ".parts").iterdir())
 
 
-def test_what_is_refused_is_not_gone_on_with(blobs: Blobs, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("content", "code"), [("x", "too_large"), ("", "source_unreachable")])
+def test_refused_and_empty_downloads_are_not_kept(blobs: Blobs, content: str, code: str) -> None:
     with pytest.raises(AdapterRefused), blobs.parts("s") as parts:
-        (parts / "half").write_text("x")
-        raise AdapterRefused("too_large", "")
-    assert not parts.exists()
-
-
-def test_nothing_is_kept_of_a_source_of_which_nothing_came(blobs: Blobs) -> None:
-    with pytest.raises(AdapterRefused), blobs.parts("s") as parts:
-        (parts / "archive.part").touch()
-        raise AdapterRefused("source_unreachable", "")
+        (parts / "archive.part").write_text(content)
+        raise AdapterRefused(code, "")
     assert not parts.exists()
 
 
@@ -244,6 +233,6 @@ def test_one_source_is_fetched_by_one_at_a_time(blobs: Blobs) -> None:
     assert order == ["first", "second"]
 
 
-def test_where_other_nodes_keep_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_of_other_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/c")
     assert node_cache() == Path("/c/tidegate/adapters")

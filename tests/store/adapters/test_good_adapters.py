@@ -52,6 +52,8 @@ def kept(blobs: Blobs, source: Path) -> dict[str, bytes]:
         {"target_modules": ".*_proj"},
         {"target_modules": ["self_attn.q_proj", "layers.1.self_attn.v_proj"]},
         {"rank_pattern": {"q_proj": RANK, "never": 8}, "alpha_pattern": {"v_proj": 32.0}},
+        # The first pattern wins.
+        {"rank_pattern": {"q_proj": RANK, "layers.0.self_attn.q_proj": 8}},
         {"init_lora_weights": "gaussian"},
         {"init_lora_weights": "EVA"},
         {"peft_type": "lora", "unknown_key": {"a": 1}},
@@ -70,11 +72,6 @@ def test_the_facts_are_the_largest_rank_and_the_bytes_of_the_files(tmp_path: Pat
     content = {CONFIG: json.dumps(config).encode(), WEIGHTS: weights(tensors)}
     size = sum(map(len, content.values()))
     assert validate(write(tmp_path, content), BASE, LIMITS) == AdapterFacts(rank=8, size=size)
-
-
-def test_the_first_pattern_wins(tmp_path: Path) -> None:
-    patterns = {"q_proj": RANK, "layers.0.self_attn.q_proj": 8}
-    assert validate(write(tmp_path, files(rank_pattern=patterns)), BASE, LIMITS).rank == 8
 
 
 def test_numbers_of_sixteen_bits(tmp_path: Path) -> None:
@@ -100,7 +97,9 @@ def test_the_largest_numbers_that_there_are(tmp_path: Path) -> None:
 def test_without_a_base_its_modules_are_not_compared(tmp_path: Path) -> None:
     tensors = {name.replace("self_attn", "attention"): array for name, array in half_pairs().items()}
     content = {**files(target_modules=["c_attn"]), WEIGHTS: weights(tensors)}
-    assert validate(write(tmp_path, content), None, LIMITS).rank == RANK
+    assert validate(write(tmp_path / "a", content), None, LIMITS).rank == RANK
+    packed = BaseModel(dict.fromkeys(MODULES, None))
+    assert validate(write(tmp_path / "b", files()), packed, LIMITS).rank == RANK, "of unknown shapes"
 
 
 def test_a_trunk_that_the_checkpoint_calls_otherwise() -> None:
@@ -108,31 +107,20 @@ def test_a_trunk_that_the_checkpoint_calls_otherwise() -> None:
     assert set(base.shapes("model.layers.0.q")) == {(4, 8), (2, 6)}
     assert base.shapes("model.visual.layers.0.q") == ((2, 6),)
     assert base.shapes("model.layers.1.q") == ()
-    assert (base.has("q"), base.has("layers.0.q"), base.has("model.layers.0.q"), base.has("k")) == (
-        True,
-        True,
-        True,
-        False,
-    )
+    assert all(base.has(ending) for ending in ("q", "layers.0.q", "model.layers.0.q"))
+    assert not base.has("k")
 
 
 def test_a_base_is_read_from_its_files(tmp_path: Path) -> None:
     linear = {"model.layers.0.q.weight": np.zeros((4, 8), np.float32)}
-    rest = {
-        "model.norm.weight": np.zeros(8, np.float32),
-        "model.layers.0.k.qweight": np.zeros((2, 2), np.int32),
-    }
+    quantized = {"model.layers.0.k.qweight": np.zeros((2, 2), np.int32)}
+    rest = {"model.norm.weight": np.zeros(8, np.float32), **quantized}
     for name, tensors in (("a", linear), ("b", rest)):
         (tmp_path / f"{name}.safetensors").write_bytes(weights(tensors))
     base = BaseModel.of(tmp_path)
     assert base.shapes("model.layers.0.q") == ((4, 8),)
     assert base.shapes("model.norm") == ()
     assert base.shapes("model.layers.0.k") == (None,), "packed: of any shape"
-
-
-def test_packed_weights_are_not_compared_by_shape(tmp_path: Path) -> None:
-    base = BaseModel(dict.fromkeys(MODULES, None))
-    assert validate(write(tmp_path, files()), base, LIMITS).rank == RANK
 
 
 @pytest.mark.parametrize("content", [None, b"x"])

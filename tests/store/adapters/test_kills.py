@@ -31,28 +31,21 @@ class Site:
         self.root = root
         self.url = f"sqlite:///{root / 't.db'}"
         self.blobs = root / "adapters"
-        self.sources = {}
-        for seed, name in enumerate("abc"):
-            if name == "b":
-                self.sources[name] = root / "b.zip"
-                self.sources[name].write_bytes(zipped(files(seed)))
-            else:
-                self.sources[name] = write(root / name, files(seed))
+        self.sources = {
+            "a": write(root / "a", files(0)),
+            "b": root / "b.zip",
+            "c": write(root / "c", files(2)),
+        }
+        self.sources["b"].write_bytes(zipped(files(1)))
         elsewhere = Blobs(root / "elsewhere")
         self.digests = {
             import_adapter(elsewhere, str(source), TERMS, lambda _: None).digest: name
             for name, source in self.sources.items()
         }
+        both = {"a": 95.0, "b": 5.0}
         self.after: tuple[State, ...] = (
-            None,
-            {"a": 1.0},
-            {"b": 1.0},
-            {"a": 95.0, "b": 5.0},
-            {"c": 1.0},
-            {"a": 95.0, "b": 5.0},
-            {"b": 1.0},
-            None,
-            None,
+            *(None, {"a": 1.0}, {"b": 1.0}, both, {"c": 1.0}),
+            *(both, {"b": 1.0}, None, None),
         )
 
     def steps(self, registry: AdapterNames, blobs: Blobs) -> list[Callable[[], object]]:
@@ -132,22 +125,6 @@ def killed(work: Callable[[Callable[[str], object]], object], after_s: float) ->
         return said.read().split()
 
 
-def play(root: Path, times: int) -> None:
-    site = Site(root)
-    chance = random.Random(7)  # noqa: S311
-    between = set()
-    for _ in range(times):
-        said = killed(site.work, chance.uniform(0.0, 0.25))
-        what, number = said[-1][0], int(said[-1][1:])
-        state = site.state()
-        expected = [site.after[number]]
-        if what == "b":
-            expected.append(site.after[number - 1])
-            between.add(number)
-        assert state in expected, said[-3:]
-    assert len(between) > 1, "it was killed within different steps"
-
-
 @pytest.mark.process
 def test_killed_while_the_database_is_made(tmp_path: Path) -> None:
     def url(number: int) -> str:
@@ -171,11 +148,19 @@ def test_killed_while_the_database_is_made(tmp_path: Path) -> None:
         registry.close()
 
 
-@pytest.mark.process
-def test_killed_at_any_moment(tmp_path: Path) -> None:
-    play(tmp_path, times=25)
-
-
-@pytest.mark.long
-def test_killed_at_any_moment_a_hundred_times(tmp_path: Path) -> None:
-    play(tmp_path, times=100)
+@pytest.mark.parametrize(
+    "times", [pytest.param(25, marks=pytest.mark.process), pytest.param(100, marks=pytest.mark.long)]
+)
+def test_killed_at_any_moment(tmp_path: Path, times: int) -> None:
+    site = Site(tmp_path)
+    chance = random.Random(7)  # noqa: S311
+    between = set()
+    for _ in range(times):
+        said = killed(site.work, chance.uniform(0.0, 0.25))
+        what, number = said[-1][0], int(said[-1][1:])
+        expected = [site.after[number]]
+        if what == "b":
+            expected.append(site.after[number - 1])
+            between.add(number)
+        assert site.state() in expected, said[-3:]
+    assert len(between) > 1, "it was killed within different steps"

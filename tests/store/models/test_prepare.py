@@ -61,18 +61,9 @@ def test_the_command_ends_with_path_and_digest(model: Path, capsys: pytest.Captu
 def test_the_command_reads_the_applied_document(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    document = {
-        "models": [
-            {
-                "name": "toy",
-                "source": str(model),
-                "shapes": {"small": {"cpus": 1}},
-                "modes": {"multi-replica": {"shape": "small"}},
-            }
-        ]
-    }
+    spec = {"shapes": {"small": {"cpus": 1}}, "modes": {"multi-replica": {"shape": "small"}}}
     path = tmp_path / "deployment.json"
-    path.write_text(json.dumps(document))
+    path.write_text(json.dumps({"models": [{"name": "toy", "source": str(model), **spec}]}))
     assert main(["prepare", "--deployment-json", str(path), "--model", "toy"]) == 0
     assert lines(capsys)[-1]["path"] == str(model)
     assert main(["prepare", "--deployment-json", str(path), "--model", "other"]) == 1

@@ -1,4 +1,4 @@
-"""``status``: processes, models, scaling and replicas as tables."""
+"""``status``: processes, models, scaling and replicas, from the supervisor, the controller and gateways."""
 
 from __future__ import annotations
 
@@ -62,10 +62,7 @@ class _AdminFleet(msgspec.Struct, frozen=True):
 
 
 class StatusData(msgspec.Struct, frozen=True, kw_only=True):
-    """A deployment's status; ``fleet_age_s`` is the age of the replicas' part.
-
-    The supervisor's deployment file has no secrets.
-    """
+    """A deployment's status, without secrets; ``fleet_age_s`` is the age of the replicas' part."""
 
     state_dir: str
     at: float

@@ -149,15 +149,8 @@ def _schedule(plan: Plan) -> Table:
 
 def _overflow(plan: Plan) -> Table:
     rows = table(
-        *(
-            "replicas",
-            "basis",
-            ">GPUs",
-            ">max_in_flight",
-            ">spillover",
-            ">input tokens/h",
-            ">output tokens/h",
-        ),
+        *("replicas", "basis", ">GPUs", ">max_in_flight", ">spillover"),
+        *(">input tokens/h", ">output tokens/h"),
         *(">fallback cost/h", ">owned cost/h", ">total cost/h", ">attainment"),
         title="Fewer replicas, with spillover to a fallback provider",
     )
@@ -181,8 +174,8 @@ def _overflow(plan: Plan) -> Table:
 
 def _basis(plan: Plan) -> Table:
     rows = table("number", "basis", title="Basis of the numbers")
-    for part, basis in plan.basis.items():
-        rows.add_row(part, basis)
+    for row in plan.basis.items():
+        rows.add_row(*row)
     return rows
 
 
