@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Set
 
 from gateway.protocol.errors import Refused
@@ -111,7 +112,8 @@ class ModelQueue:
         self._meter = meter
         self._loop = asyncio.get_running_loop()
         self.clock = self._loop.time
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.Handle | None = None
+        self._timer_at = math.inf
         self._offering: asyncio.Handle | None = None
 
     def news(self) -> None:
@@ -140,12 +142,13 @@ class ModelQueue:
     def arm(self) -> None:
         at = self.dispatcher.due_at(self.clock())
         if self._timer is not None:
-            if self._timer.when() <= at:
+            if self._timer_at <= at:
                 return
             self._timer.cancel()
             self._timer = None
         if self.dispatcher.waiting:
-            self._timer = self._loop.call_at(at, self._wake)
+            # uvloop returns a handle without ``when`` for an instant that is due already.
+            self._timer, self._timer_at = self._loop.call_at(at, self._wake), at
 
     def _resolved(self, ticket: dispatching.Ticket[ReplicaHandle]) -> None:
         assert isinstance(ticket, Ticket)

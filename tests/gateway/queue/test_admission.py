@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import uvloop
 
 from gateway.protocol.errors import Refused
 from gateway.queue.admission import Admission
@@ -331,3 +332,21 @@ async def test_who_has_no_use_for_a_slot_keeps_nobody_from_it(rows: tuple[Shared
     await settled()
     assert not waits.done()
     assert await waits is hall.alpha.links[0]
+
+
+def test_requests_that_come_in_the_instant_of_a_deadline_are_told_of_it() -> None:
+    """uvloop counts in whole milliseconds: a shorter timer is none to it."""
+
+    async def scene() -> list[Any]:
+        hall = Hall()
+        await hall.fill(hall.alpha)
+
+        async def ask() -> None:
+            soon = asyncio.get_running_loop().time() + 0.0003
+            await hall.arrive(hall.alpha, deadline=soon).wait()
+
+        return await asyncio.gather(ask(), ask(), return_exceptions=True)
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        refused = runner.run(scene())
+    assert [each.reason for each in refused] == [Refusal.DEADLINE] * 2
