@@ -10,7 +10,7 @@ from typing import Any
 
 from locust.runners import MasterRunner, WorkerRunner
 
-from loadtests import gateway_metrics, report, web_page
+from loadtests import gateway_metrics, report
 from loadtests.gateway_metrics import Key, Row
 from loadtests.http_client import Connection
 from loadtests.slo import Ledger
@@ -48,7 +48,7 @@ class Run:
             events.worker_report.add_listener(self._from_worker)
             environment.runner.register_message(LAST_WORD, self._hear_last)
         if environment.web_ui is not None:
-            web_page.extend(environment.web_ui, self._ledger)
+            report.add_web_tab(environment.web_ui, self._ledger)
 
     def _begin(self, **_: object) -> None:
         self._ledger.begin(perf_counter())

@@ -20,10 +20,10 @@ import msgspec
 import uvloop
 
 from loadtests.bench import report
-from loadtests.bench.parts import cost, failing, latency, routing, soak
+from loadtests.bench.parts import cost, failing, latency, routing
 from loadtests.bench.plan import Plan, log
+from loadtests.bench.processes import Mock, mock
 from loadtests.bench.systems import PEERS, System, available
-from loadtests.bench.upstream_process import Mock, mock
 
 PARTS = ("cost", "latency", "routing", "adapters", "failing", "soak")
 REPLICAS = 4
@@ -78,7 +78,7 @@ async def run(
             best = [each for each in single if each.policy in ("", "cache_aware")]
             return await failing.measure(best, upstream, plan)
         case _:
-            return await soak.measure(single[0], upstream, plan)
+            return await cost.measure_soak(single[0], upstream, plan)
 
 
 def _cores() -> tuple[tuple[int, ...], tuple[int, ...]]:

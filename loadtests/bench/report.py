@@ -10,12 +10,11 @@ from typing import Any
 import msgspec
 
 from loadtests.bench.figures import Figure
-from loadtests.bench.parts.cost import Cost
+from loadtests.bench.parts.cost import Cost, Soak
 from loadtests.bench.parts.failing import Failing
 from loadtests.bench.parts.latency import Latencies
 from loadtests.bench.parts.routing import Routed
-from loadtests.bench.parts.soak import Soak
-from sim.charts.bars import Panel, bars
+from sim.charts.figure import Panel, bars
 
 
 def plot(title: str, panels: Mapping[str, Mapping[str, Figure]]) -> str:

@@ -28,7 +28,7 @@ import psutil
 import uvloop
 
 from loadtests.bench.figures import Figure
-from loadtests.bench.upstream_process import ROOT, Mock, mock
+from loadtests.bench.processes import ROOT, Mock, mock
 from policy.stats.quantiles import nearest_rank
 
 WAYS = ("inherited", "reuseport", "reuseport-held")

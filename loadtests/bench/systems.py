@@ -20,9 +20,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from loadtests.bench.process_tree import Tree
+from loadtests.bench.processes import ROOT, Tree, free_ports
 from loadtests.bench.upstream_answers import BODY
-from loadtests.bench.upstream_process import ROOT, free_ports
 from loadtests.bench.workload import KEY, chat, request
 from store.state_dir import StateDir
 from tidegate.supervisor.command_lines import gateway_worker

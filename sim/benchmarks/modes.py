@@ -1,7 +1,7 @@
-"""What a switch of modes is worth: a deployment whose load decides its mode, beside each of its modes alone.
+"""The benchmark of modes: a deployment that switches modes by load, compared with each mode alone.
 
-A mode alone has all replicas that it may have, from the first request to the last: so in that mode no more
-can be served, and what is gained over it is gained by the switch.
+A mode alone has its maximum replica count for the whole run, so no run in that mode serves more, and any
+gain over it comes from switching.
 """
 
 from __future__ import annotations
@@ -19,25 +19,24 @@ from policy.errors import ConfigError
 from policy.scaling.policies.registry import choose, make
 from policy.scaling.view import Policy
 from sim.arrival import Arrival
-from sim.results.comparison import PolicyEntry
+from sim.charts import figure as charts
+from sim.results.comparison import PolicyEntry, Summary, summarise
 from sim.results.series import Dwell, chart_data
-from sim.results.summary import Summary, summarise
 from sim.twin.record import HOUR_S, Floats, Record
 
-# Whose mode follows the load; the others are called as their modes are.
+# The name of the deployment that switches by load; the others have the name of their mode.
 BY_LOAD = "by_load"
-# What came in such a window is one point of a curve.
+# The window of one point of a curve.
 WINDOW_S = 60.0
 
-# Runs one contender with a seed; the callback gets the simulated seconds as they pass.
+# Runs one deployment with a seed; the callback gets the simulated seconds as they pass.
 Play = Callable[[PolicyEntry, Iterable[Arrival], int, Callable[[float], None]], Record]
 
 
 class ModeResult(msgspec.Struct, frozen=True, kw_only=True):
-    """One contender, the mean over all seeds; quantiles in seconds, as :class:`sim.results.summary.Summary`
-    has them.
+    """One deployment, the mean over all seeds; quantiles as in :class:`sim.results.comparison.Summary`.
 
-    ``switches`` are the most of any seed.
+    ``switches`` is the maximum over the seeds.
     """
 
     goodput_rps: float
@@ -52,10 +51,10 @@ class ModeResult(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One contender by one seed, which lasted until ``ends_at``.
+    """One deployment with one seed, which lasted until ``ends_at``.
 
-    ``curve`` are the requests per second within the SLO, by the window of :data:`WINDOW_S` in which
-    they came; ``stays`` the modes it was in.
+    ``curve`` is the goodput in requests per second by window of :data:`WINDOW_S`, ``stays`` the modes over
+    time.
     """
 
     summary: Summary
@@ -66,24 +65,24 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class ModeBenchmark:
-    """All trials: by contender, :data:`BY_LOAD` the first of them, and in the order of ``seeds``."""
+    """All trials by deployment, :data:`BY_LOAD` first, in the order of ``seeds``."""
 
     seeds: tuple[int, ...]
     trials: Mapping[str, tuple[Trial, ...]]
 
     @property
     def gains(self) -> tuple[float, ...]:
-        """By seed: the goodput by load over that of the mode alone which is the better one by that seed."""
+        """By seed: the goodput by load over that of the best single mode, minus 1."""
         ours, *others = ([trial.summary.goodput_rps for trial in row] for row in self.trials.values())
         best = [max(each) for each in zip(*others, strict=True)]
         return tuple(mine / most - 1 if most else 0.0 for mine, most in zip(ours, best, strict=True))
 
     def figures(self) -> dict[str, ModeResult]:
-        """What each contender comes down to."""
+        """The result of each deployment over the seeds."""
         return {name: _figures(trials) for name, trials in self.trials.items()}
 
     def plain(self) -> dict[str, Any]:
-        """What scripts read."""
+        """The JSON output."""
         return {
             "seeds": list(self.seeds),
             "gains": list(self.gains),
@@ -92,9 +91,9 @@ class ModeBenchmark:
 
 
 def fixed_mode(deployment: Deployment) -> list[PolicyEntry]:
-    """One contender for each mode of the deployment's only model, which stays in it.
+    """One entry for each mode of the deployment's only model, which stays in it.
 
-    Raises :class:`policy.errors.ConfigError` where there are several models, or there is but one mode.
+    Raises :class:`policy.errors.ConfigError` for several models or a single mode.
     """
     if len(deployment.models) != 1:
         raise ConfigError("models", len(deployment.models), "one model, whose modes are compared")
@@ -111,10 +110,10 @@ def compare(
     seeds: Sequence[int],
     progress: Callable[[str, float], None] = lambda name, at: None,
 ) -> ModeBenchmark:
-    """Play the ``arrivals`` of each seed to ``ours``, whose mode follows the load, and to its modes alone.
+    """Run the ``arrivals`` of each seed on ``ours``, whose mode follows the load, and on each mode alone.
 
-    ``progress`` gets how far each is in simulated seconds, over all seeds. Raises
-    :class:`policy.errors.ConfigError` as :func:`fixed_mode` does.
+    ``progress`` gets the simulated seconds of each over all seeds. Raises :class:`policy.errors.ConfigError`
+    as :func:`fixed_mode` does.
     """
     trials: dict[str, list[Trial]] = {}
     for contender in (ours._replace(name=BY_LOAD), *fixed_mode(ours.deployment)):
@@ -172,3 +171,28 @@ def _mean(values: Sequence[float]) -> float:
 def _known(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return _mean(known) if known else None
+
+
+WIDTH, HEIGHT = 760, 330
+
+
+@charts.styled
+def curves(title: str, trials: Mapping[str, Trial]) -> str:
+    """The SVG: goodput over time in one trial of each deployment; the first, by load, is on top."""
+    first = next(iter(trials.values()))
+    figure = charts.new_figure(WIDTH, HEIGHT, title)
+    axes = charts.add_axes(figure, 48, 76, WIDTH - 60, HEIGHT - 102)
+    charts.time_axis(axes, max(trial.ends_at for trial in trials.values()))
+    charts.value_axis(axes, max(float(trial.curve.max()) for trial in trials.values()))
+    charts.tint(axes, first.stays, list(dict.fromkeys(stay.mode for stay in first.stays)), charts.TINTS)
+    for stay in first.stays:
+        charts.name_mode(axes, stay)
+    for row, (name, trial) in enumerate(trials.items()):
+        at = (np.arange(len(trial.curve)) + 0.5) * WINDOW_S
+        width, colour = (1.2 if row else 2.0), charts.COLOURS[row % len(charts.COLOURS)]
+        axes.plot(
+            at, trial.curve, label=name.replace("_", " "), color=colour, linewidth=width, zorder=3 - row / 10
+        )
+    place = (48 / WIDTH, 1 - 24 / HEIGHT)
+    figure.legend(loc="upper left", bbox_to_anchor=place, ncols=len(trials), frameon=False, borderaxespad=0.0)
+    return charts.to_svg(figure)

@@ -1,4 +1,4 @@
-"""Fit of an engine model to measured load points, and its error at those that were held out."""
+"""The fit of an engine model to measured load points, and its error at held-out points."""
 
 from __future__ import annotations
 
@@ -14,19 +14,18 @@ from policy.engine.model_file import Errors, Measure, PointResult
 from policy.engine.step_samples import Region, StepSample, step_class
 from policy.errors import PreconditionFailed
 from policy.stats.quantiles import interpolated
-from sim.calibration.closed_loop import Latency, closed_loop
-from sim.calibration.load_points import Point
+from sim.calibration.load_points import Latency, Point, closed_loop
 
-# A model that is off by no more, on points that it was not fitted to, is to be trusted.
+# The largest errors on held-out points of a model that can be trusted.
 MOST_ITL_ERROR = 0.10
 MOST_TTFT_ERROR = 0.20
 COEFFICIENTS = 5
-# Of a step all-reduce is at most this part, whatever was assumed of the links.
+# The largest fraction of a step that all-reduce may take, whatever was assumed of the links.
 MOST_ALLREDUCE = 0.5
 
 
 class Observation(NamedTuple):
-    """What a load point showed in its ``seconds``: steps of the engines, and requests that ended."""
+    """The measurement of a load point over ``seconds``: engine steps, and finished requests."""
 
     point: Point
     seconds: float
@@ -35,12 +34,12 @@ class Observation(NamedTuple):
 
     @property
     def steps(self) -> int:
-        """How many steps were timed."""
+        """The number of timed steps."""
         return sum(sample.count for sample in self.samples)
 
 
 class FitResult(NamedTuple):
-    """``model`` is at the degree that was measured; ``note`` says what to beware of."""
+    """``model`` is at the measured tensor-parallel degree; ``note`` is a warning, or empty."""
 
     model: EngineModel
     path_s: float
@@ -50,10 +49,10 @@ class FitResult(NamedTuple):
 
 
 def fit_model(seen: Sequence[Observation], prior: EngineModel, limits: Limits) -> FitResult:
-    """Fit the steps of all points but those held out, and hold what follows against the latter.
+    """Fit the steps of all points but the held-out ones, and compare the result with the latter.
 
-    ``prior`` is what the engine was taken to be. Raises :class:`policy.errors.PreconditionFailed` when too
-    little was seen.
+    ``prior`` is the assumed engine model. Raises :class:`policy.errors.PreconditionFailed` for too few
+    samples.
     """
     model = _model([each for each in seen if not each.point.held], prior)
     path_s = _path_s(seen, model, limits)
@@ -63,7 +62,7 @@ def fit_model(seen: Sequence[Observation], prior: EngineModel, limits: Limits) -
 
 
 def initial_guess(samples: Sequence[StepSample], prior: EngineModel) -> EngineModel:
-    """About what the engine is after a first look, good enough to choose load points by."""
+    """A rough model from a first look, good enough to choose load points by."""
     loads = _loads(samples, prior)
     return _fit(loads, prior) if len(loads) > COEFFICIENTS else prior.faster(1.0 / slowness(prior, loads))
 
@@ -79,7 +78,7 @@ def _model(seen: Sequence[Observation], prior: EngineModel) -> EngineModel:
 
 
 def _fit(loads: Sequence[StepSample], prior: EngineModel) -> EngineModel:
-    """Fit what a step takes beside all-reduce: at one degree nothing tells it, so ``prior`` is believed."""
+    """Fit the step time without all-reduce, which one degree cannot identify: there ``prior`` is used."""
     k = prior.degree
     alone = EngineModel(
         o=prior.o, w=prior.w / k, c=prior.c / k, g=prior.g / k, r=prior.r, p=prior.p, layers=prior.layers
@@ -117,7 +116,7 @@ def _loads(samples: Sequence[StepSample], prior: EngineModel) -> list[StepSample
 
 
 def _path_s(seen: Sequence[Observation], model: EngineModel, limits: Limits) -> float:
-    """What one client alone waits for beside the steps of the engine: the median over those points."""
+    """The round trip that a single client sees beside the engine's steps: the median over those points."""
     beside = []
     for each in seen:
         if each.point.concurrency == 1 and not each.point.held and each.latencies:

@@ -1,32 +1,34 @@
-"""Load points that identify the coefficients of an engine within a few minutes."""
+"""Load points that identify the coefficients of an engine, and closed-loop clients that drive them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from heapq import heappop, heappush
 from typing import NamedTuple
 
 from policy.engine.model import EngineModel, Limits, Slo
+from policy.engine.scheduler import Request, Scheduler
 
-# At most so many points share the time there is; of so many one is held out.
+# The most points, and of how many one is held out.
 POINTS = 16
 HELD_EVERY = 3
-# Of a point's time so much goes into one round of its clients, so that some rounds end in it.
+# The fraction of a point's time for one round of its clients, so that some rounds end in it.
 _ROUND = 0.4
 _MOST_CLIENTS = 256
-# Of few seats each number of clients is a point, of more its doublings.
+# Up to so many clients every count is a point, beyond that the doublings.
 _FEW = 5
 _OUTPUTS = (4, 32)
 _SHORTEST = 16
-# Of KV cache and context so much may be asked for: prompts come out a little longer than they were meant.
+# The usable fraction of KV cache and context: prompts turn out a little longer than planned.
 _ROOM = 0.8
 SHORTEST_S = 1.0
 ANY = Slo()
 
 
 class Point(NamedTuple):
-    """``concurrency`` clients at each replica, each with one request after the other of so many tokens.
+    """``concurrency`` closed-loop clients per replica with requests of these token counts.
 
-    One that is ``held`` out takes no part in the fit.
+    A point that is ``held`` out takes no part in the fit.
     """
 
     concurrency: int
@@ -36,22 +38,22 @@ class Point(NamedTuple):
 
     @property
     def description(self) -> str:
-        """It in a few words."""
+        """A short description."""
         clients = "1 client" if self.concurrency == 1 else f"{self.concurrency} clients"
         return f"{clients}, {self.input_tokens} tokens in, {self.output_tokens} out"
 
 
 class PlannedPoints(NamedTuple):
-    """Load points in the order in which they are driven, each for a number of seconds."""
+    """Load points in the order in which they are driven, each for ``point_s`` seconds."""
 
     points: list[Point]
     point_s: float
 
 
 def share_time(plan: Callable[[float], list[Point]], seconds: float, between_s: float) -> PlannedPoints:
-    """The points that ``plan`` has for as long as each gets, so that all share ``seconds``.
+    """The points of ``plan`` for the duration of each, so that all share ``seconds``.
 
-    The fewer there are the longer each lasts, and the more become possible. ``between_s`` pass after each.
+    Fewer points last longer, which makes more points possible. ``between_s`` seconds pass after each.
     """
     for count in range(1, POINTS + 1):
         point_s = max(SHORTEST_S, seconds / count - between_s)
@@ -64,13 +66,12 @@ def share_time(plan: Callable[[float], list[Point]], seconds: float, between_s: 
 def plan_points(
     model: EngineModel, limits: Limits, *, max_model_len: int, bound: int, point_s: float, slo: Slo = ANY
 ) -> list[Point]:
-    """The points for a replica that ``model`` is about right for, :data:`POINTS` at most.
+    """At most :data:`POINTS` points for a replica that ``model`` roughly describes.
 
-    ``bound`` is how many requests it admits at once, ``point_s`` how many seconds each point has; only one
-    client alone may be beyond ``slo``. Prompts of three lengths, from one client that decodes alone to as
-    many as there is room and time for. Light and heavy ones take turns, so that what changes while they last
-    is in all alike. Of prompts of each length the lightest and the heaviest are never held out: between them
-    a model is asked what it was not told.
+    ``bound`` is the replica's concurrency limit, ``point_s`` the seconds per point; only a single client may
+    miss ``slo``. Prompts have three lengths, with one client up to as many as fit in memory and time. Light
+    and heavy points alternate, so that drift affects all alike. The lightest and heaviest point of each
+    length are never held out: the held-out points test interpolation.
     """
     longest = max(_SHORTEST, int(_ROOM * max_model_len) - _OUTPUTS[1])
     middle = round((_SHORTEST * longest) ** 0.5)
@@ -90,14 +91,14 @@ def plan_points(
 
 
 def _counts(most: int) -> list[int]:
-    """1, 2, 4 and so on, and the most there may be; all of a few."""
+    """1, 2, 4 and so on up to ``most``; all counts of a small ``most``."""
     if most <= _FEW:
         return list(range(1, most + 1))
     return [1 << i for i in range(most.bit_length() - 1)] + [most]
 
 
 def _within(model: EngineModel, limits: Limits, slo: Slo, clients: int, length: int) -> bool:
-    """Whether so many clients are served within ``slo`` though all their prompts come at once."""
+    """Whether the clients are served within ``slo`` even if all their prompts arrive at once."""
     step_s = model.step_time(clients, clients * length, clients)
     return (
         step_s <= slo.itl_s and model.prefill_s(clients * length, limits.max_num_batched_tokens) <= slo.ttft_s
@@ -105,7 +106,7 @@ def _within(model: EngineModel, limits: Limits, slo: Slo, clients: int, length: 
 
 
 def _point(model: EngineModel, limits: Limits, clients: int, length: int, point_s: float) -> Point | None:
-    """The longest answers of which rounds end in time; ``None`` where not even the shortest do, or fit."""
+    """The longest answers whose rounds end in time; ``None`` where the shortest do not fit."""
     step_s = model.step_time(clients, clients * length, clients)
     prefill_s = model.prefill_s(clients * length, limits.max_num_batched_tokens)
     outputs = min(int((_ROUND * point_s - prefill_s) / step_s), _OUTPUTS[1])
@@ -115,7 +116,53 @@ def _point(model: EngineModel, limits: Limits, clients: int, length: int, point_
 
 
 def _thinned(points: list[Point], most: int) -> list[Point]:
-    """At most a number of them, evenly spaced, with the first and the last."""
+    """At most ``most`` points, evenly spaced, with the first and the last."""
     if len(points) <= most:
         return points
     return [points[round(i * (len(points) - 1) / (most - 1))] for i in range(most)]
+
+
+# Simultaneous requests are staggered: an idle engine begins with the first alone.
+APART_S = 1e-3
+
+
+class Latency(NamedTuple):
+    """One finished request: TTFT and mean ITL in seconds."""
+
+    ttft_s: float
+    itl_s: float
+
+
+def closed_loop(
+    model: EngineModel, limits: Limits, point: Point, seconds: float, path_s: float = 0.0
+) -> list[Latency]:
+    """The requests that end within ``seconds`` of a point, in order of completion.
+
+    ``path_s`` is the round trip to the engine: a next request misses the step that begins when the one before
+    it ends.
+    """
+    scheduler = Scheduler(model, limits)
+    coming = [(path_s / 2 + APART_S * client, client) for client in range(point.concurrency)]
+    began: dict[str, float] = {}
+    first: dict[str, float] = {}
+    found: list[Latency] = []
+    now, number = 0.0, 0
+    while now < seconds:
+        if not scheduler.running and not scheduler.waiting:
+            now = max(now, coming[0][0])
+        while coming and coming[0][0] <= now:
+            at, _ = heappop(coming)
+            began[str(number)] = at
+            scheduler.submit(Request(str(number), point.input_tokens, point.output_tokens))
+            number += 1
+        step = scheduler.step()
+        now += step.duration_s
+        for name in step.tokens:
+            first.setdefault(name, now)
+        for place, name in enumerate(step.finished):
+            if now + path_s / 2 <= seconds:
+                itl_s = (now - first[name]) / max(point.output_tokens - 1, 1)
+                found.append(Latency(first[name] - began[name] + path_s, itl_s))
+            del began[name]
+            heappush(coming, (now + path_s + APART_S * place, number))
+    return found

@@ -1,4 +1,4 @@
-"""Quantiles that were measured live beside those of the simulator."""
+"""Live latency quantiles compared with those of the simulator, as numbers and as a chart."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import numpy as np
 
+from sim.charts.figure import COLOURS, LIMIT, add_axes, log_axis, new_figure, styled, to_svg
+
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99}
 
 
 class Pair(msgspec.Struct, frozen=True):
-    """One quantile: seconds ``live`` and in the ``twin``, whose relative ``error`` is signed."""
+    """One quantile in seconds, ``live`` and in the ``twin``, with its signed relative ``error``."""
 
     live: float
     twin: float
@@ -29,7 +31,7 @@ class Compared(msgspec.Struct, frozen=True, kw_only=True):
 def compare(
     live: Mapping[str, Sequence[float]], twin: Mapping[str, Sequence[float]]
 ) -> dict[str, dict[str, Pair]]:
-    """The quantiles of each measure in both; one of which either has nothing but NaN is left out."""
+    """The quantiles of each measure; one without values on either side is left out."""
     found: dict[str, dict[str, Pair]] = {}
     for measure in live:
         one, other = known(live[measure]), known(twin[measure])
@@ -42,11 +44,40 @@ def compare(
 
 
 def known(values: Sequence[float]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """Those that are numbers, sorted."""
+    """The finite values, sorted."""
     given = np.asarray(values, dtype=np.float64)
     return np.sort(given[~np.isnan(given)])
 
 
 def _pair(live: float, twin: float) -> Pair:
-    # Under a microsecond neither clock tells them apart.
+    # Below the clock resolution of a microsecond.
     return Pair(live, twin, twin / live - 1.0 if live > 1e-6 else 0.0)
+
+
+WIDTH, HEIGHT, LEFT, TOP, GAP = 260, 220, 70, 70, 80
+
+
+@styled
+def curves(title: str, live: Mapping[str, Sequence[float]], twin: Mapping[str, Sequence[float]]) -> str:
+    """The SVG: a panel for each measure with the seconds of each quantile, on a logarithmic scale."""
+    measures = [measure for measure in live if known(live[measure]).size and known(twin[measure]).size]
+    width, height = LEFT + (WIDTH + GAP) * len(measures), TOP + HEIGHT + 50
+    figure = new_figure(width, height, title)
+    figure.text(10 / width, 1 - 38 / height, "live", color=COLOURS[0])
+    figure.text(46 / width, 1 - 38 / height, "twin", color=LIMIT)
+    parts = np.linspace(0.0, 1.0, 101)
+    for column, measure in enumerate(measures):
+        axes = add_axes(figure, LEFT + column * (WIDTH + GAP), TOP, WIDTH, HEIGHT)
+        axes.set_title(measure.upper())
+        values = [np.maximum(np.quantile(known(side[measure]), parts), 1e-6) for side in (live, twin)]
+        log_axis(axes, min(v[0] for v in values), max(v[-1] for v in values), _label)
+        axes.set_xlim(0.0, 1.0)
+        axes.set_xticks([0.0, 0.5, 0.9], ["0%", "50%", "90%"])
+        axes.grid(visible=True, axis="x")
+        for colour, line in zip((COLOURS[0], LIMIT), values, strict=True):
+            axes.plot(parts, np.maximum(line, axes.get_ylim()[0]), color=colour, linewidth=2)
+    return to_svg(figure)
+
+
+def _label(seconds: float) -> str:
+    return f"{seconds:g} s" if seconds >= 1.0 else f"{1e3 * seconds:g} ms"

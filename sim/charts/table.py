@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from sim.oracle.bounds import Bounds
-from sim.results.summary import Summary
+from sim.results.comparison import Summary
 
 
 class Figure(NamedTuple):

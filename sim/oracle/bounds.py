@@ -1,4 +1,4 @@
-"""How much a plan takes that knows the whole trace beforehand: what policies are measured against."""
+"""The offline optimum of a deployment: GPU-hours that policies are compared with."""
 
 from __future__ import annotations
 
@@ -15,36 +15,32 @@ from policy.config.deployment import Deployment, ModelSpec, Shape
 from policy.config.gpu_sharing import gpu_group_of
 from policy.errors import TargetError
 from sim.arrival import Arrival
-from sim.oracle.clairvoyant import Clairvoyant, clairvoyant
-from sim.oracle.integer_plan import Plan
+from sim.oracle.clairvoyant import Clairvoyant, Plan, clairvoyant, verify
 from sim.oracle.linear_program import lower_bound
 from sim.oracle.problem import Problem
 from sim.oracle.replica_capacity import attained_rate
-from sim.oracle.verify import verify
 from sim.twin.record import HOUR_S
 from sim.twin.run import simulate
 from sim.twin.scenario import Scenario
-from sim.workload.model_names import ModelNames
-from sim.workload.survey import Load, Survey
+from sim.workload.survey import Load, ModelNames, Survey
 
-# A request is answered in about a bin. With more of them than so many the program takes long to solve.
+# About the duration of a request; more bins than this take long to solve.
 BIN_S = 10.0
 MOST_BINS = 1000
-# Where a plan misses in the twin though it serves all of its fluid, replicas are taken to do so much less.
+# Capacity factors that are tried in turn where a plan misses the SLO in the simulator.
 DERATES = (1.0, 0.9, 0.8)
-# A plan is carried out as it is: nothing is held, and no step is too large.
+# The plan is applied as it is: no scale-down delay and no step limits.
 _FREE = msgspec.convert(
     {"max_step_up": 100, "max_step_down": 1, "hold_s": 1e-3, "min_healthy": 0}, ScaleConfig
 )
 
 
 class Bounds(msgspec.Struct, frozen=True, kw_only=True):
-    """GPU-hours of a trace, or core-hours where there are no GPUs; ``None`` where nothing is known.
+    """GPU-hours of a trace (core-hours without GPUs); ``None`` where unknown.
 
-    ``lower_gpu_hours`` no plan can do with less than, as its replicas may be fractions that are held until
-    the last request comes; so they are 0 where all come at once;
-    ``achievable_gpu_hours`` are those of a clairvoyant's plan of whole replicas, which held when it was run.
-    ``why`` there are none is for people.
+    No plan uses less than ``lower_gpu_hours``; its replicas may be fractions held until the last arrival, so
+    it is 0 where all requests arrive at once. ``achievable_gpu_hours`` are those of a clairvoyant plan of
+    whole replicas that met the SLO in the simulator. ``why`` explains missing values.
     """
 
     lower_gpu_hours: float | None = None
@@ -61,7 +57,7 @@ def bounds_of(
     seed: int = 0,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Bounds:
-    """The bounds of all models together, for the time of a few runs; ``progress`` gets what is tried.
+    """The bounds of all models together, at the cost of a few runs; ``progress`` gets what is tried.
 
     The achievable plan keeps to one mode. Raises :class:`policy.errors.TargetError`, with the reason, where
     no plan meets the SLO.
@@ -91,7 +87,7 @@ class _Mode(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Oracle:
-    """What is asked about one model."""
+    """The offline optimum of one model."""
 
     deployment: Deployment
     spec: ModelSpec
@@ -103,7 +99,7 @@ class _Oracle:
     progress: Callable[[str], None]
 
     def modes(self) -> list[_Mode]:
-        """The modes in which requests are within the SLO at some rate; one at least."""
+        """The modes in which requests meet the SLO at some rate; at least one."""
         found = []
         for name, mode in self.spec.modes.items():
             shape, budget = self.spec.shapes[mode.shape], self.deployment.budget
@@ -126,9 +122,9 @@ class _Oracle:
         return found
 
     def least_s(self, modes: list[_Mode]) -> float:
-        """Device-seconds that no plan does with less than, in one mode or in several.
+        """The lower bound in device-seconds, over one or several modes.
 
-        It is that of single devices, of which each does what it does in the mode that makes the most of it.
+        It is that of single devices, each with the rate per device of the best mode.
         """
         relaxed = _Mode(
             name="",
@@ -140,7 +136,7 @@ class _Oracle:
         return lower_bound(self._problem(relaxed), self.ends_at).replica_s
 
     def planned_s(self, modes: list[_Mode]) -> float:
-        """Device-seconds of the cheapest plan that holds in the twin."""
+        """Device-seconds of the cheapest plan that meets the SLO in the simulator."""
         planned = []
         for mode in modes:
             try:
@@ -154,34 +150,30 @@ class _Oracle:
                 self.progress(f"{self.spec.name}: what a clairvoyant takes in {mode.name}")
                 best = min(best, self._held_s(mode))
         if best == math.inf:
-            raise TargetError(
-                f"{self.spec.name}: as many replicas as there may be cannot keep what is promised"
-            )
+            raise TargetError(f"{self.spec.name}: the SLO is missed even at the maximum replica count")
         return best
 
     def _held_s(self, mode: _Mode) -> float:
         problem = self._problem(mode)
         for derate in DERATES:
             try:
-                held = verify(
-                    replace(problem, mu=derate * problem.mu), lambda plan: self._attained(mode.name, plan)
-                )
+                derated = replace(problem, mu=derate * problem.mu)
+                held = verify(derated, lambda plan: self._attained(mode.name, plan))
             except (ValueError, TargetError):
                 continue
             return held.plan.replica_s * mode.devices
         return math.inf
 
     def _attained(self, mode: str, plan: Plan) -> float:
-        """Of the requests those within the SLO when the plan is run."""
+        """The fraction of requests within the SLO when the plan is run."""
         control = msgspec.structs.replace(
             self.spec.control,
             scale=_FREE,
             guard=GuardConfig(),
             mode=msgspec.structs.replace(self.spec.control.mode, sleep="never"),
         )
-        only = msgspec.structs.replace(
-            self.spec, modes={mode: self.spec.modes[mode]}, mode=mode, control=control
-        )
+        modes = {mode: self.spec.modes[mode]}
+        only = msgspec.structs.replace(self.spec, modes=modes, mode=mode, control=control)
         alone = msgspec.structs.replace(self.deployment, models=(only,), upstreams=())
         policies = {only.name: Clairvoyant(plan)}
         record = simulate(alone, policies, self._mine(), world=self.world, seed=self.seed)
@@ -189,9 +181,8 @@ class _Oracle:
 
     def _problem(self, mode: _Mode) -> Problem:
         control, world = self.spec.control, self.world
-        starts = [
-            control.assumed_start_s if each is None else each for each in (world.cold_s, world.cached_s)
-        ]
+        default_s = control.assumed_start_s
+        starts = [default_s if each is None else each for each in (world.cold_s, world.cached_s)]
         wait_s = control.slo.ttft_p95_s
         bin_s = math.ceil(max(BIN_S, (self.ends_at + 1) / MOST_BINS))
         demand = np.zeros(int(self.ends_at // bin_s) + 1)

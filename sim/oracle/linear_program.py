@@ -1,16 +1,16 @@
-"""The lower bound: a linear program that lets a replica be a fraction, and knows the future.
+"""The lower bound of replica-seconds: a linear program with fractional replicas and known demand.
 
 Over the bins ``t``, with the demand ``a`` in full replicas, ``n`` ready replicas, ``u`` newly ready ones,
 ``d`` dropped and ``q`` left waiting at the end of the bin:
 
     least    sum of bin_s n_t + min(L, t bin_s) u_t
-    where    n_t - n_(t-1) <= u_t                                 who is newly ready was started L before
-             q_t >= q_(t-1) + a_t - d_t - n_t                     what is neither served nor dropped waits
-             q_t <= sum of a_k - d_k over the last W bins         and for W bins at most
+    where    n_t - n_(t-1) <= u_t                                 newly ready replicas were started L before
+             q_t >= q_(t-1) + a_t - d_t - n_t                     load neither served nor dropped waits
+             q_t <= sum of a_k - d_k over the last W bins         for W bins at most
              sum of d_t <= (1 - attainment) sum of a_t
 
-Every plan of whole replicas that serves as much of the fluid is a solution, so none costs less. Solved by
-HiGHS (Huangfu and Hall, "Parallelizing the dual revised simplex method", 2018).
+Every plan of whole replicas that serves as much is a solution, so none costs less. Solved by HiGHS
+(Huangfu and Hall, "Parallelizing the dual revised simplex method", 2018).
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _INFEASIBLE = 2
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bound:
-    """``replica_s`` seconds of replicas are the least, and ``ready`` replicas of each bin take them.
+    """``replica_s`` is the least number of replica-seconds, with ``ready`` replicas in each bin.
 
-    ``dropped`` are requests, by the bin in which they came.
+    ``dropped`` are requests, by the bin in which they arrive.
     """
 
     replica_s: float
@@ -43,7 +43,7 @@ class Bound:
 def lower_bound(problem: Problem, lasts_s: float | None = None) -> Bound:
     """The optimum; raises :class:`policy.errors.TargetError` where ``most`` replicas cannot serve enough.
 
-    A run that may be over after ``lasts_s`` seconds, within the last bin, pays for no more of that bin.
+    A run that may be over after ``lasts_s`` seconds, within the last bin, pays only for that part of the bin.
     """
     bins, load = problem.bins, problem.load
     one = eye_array(bins)

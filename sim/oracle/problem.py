@@ -1,8 +1,7 @@
 """The problem of the offline optimum: the demand over time, and the capacity per replica.
 
-Idealised: requests are divisible and alike, a replica takes ``mu`` of them in a second and is ready exactly
-``lead_s`` after it was started. Devices are held from the start of a replica to its stop, which is at once. A
-run begins warm: what is ready at 0 was started before, and costs from 0 on.
+Requests are divisible and alike. A replica serves ``mu`` per second, is ready exactly ``lead_s`` after its
+start, and holds its GPUs from start to stop. Replicas ready at 0 were started before and cost from 0 on.
 """
 
 from __future__ import annotations
@@ -14,19 +13,19 @@ import numpy as np
 
 from sim.twin.record import Floats
 
-# What a count of requests or replicas may be off by for the rounding of floats.
+# Tolerance for float rounding of counts.
 ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Problem:
-    """``demand`` requests come in each bin of ``bin_s`` seconds; one replica takes ``mu`` in a second.
+    """``demand`` requests arrive in each bin of ``bin_s`` seconds; one replica serves ``mu`` per second.
 
-    ``mu`` is what a replica attains within the SLO (:mod:`sim.oracle.replica_capacity`). A start takes
-    ``lead_s`` seconds. All but ``1 - attainment`` of the requests must be served, each within ``wait_s``
-    seconds, rounded down to whole bins, of the bin in which it came; who still waits at the end is served
-    after it. There are ``least`` to ``most`` replicas at any time, and no bound above with ``None``. Raises
-    :class:`ValueError` for figures that make no problem.
+    ``mu`` is the capacity within the SLO (:mod:`sim.oracle.replica_capacity`). A start takes ``lead_s``
+    seconds. At least ``attainment`` of the requests must be served, each within ``wait_s`` seconds (rounded
+    down to whole bins) of its bin; requests still waiting at the end are served after it. There are ``least``
+    to ``most`` replicas at any time (``None``: unbounded). Raises :class:`ValueError` for values out of
+    range.
     """
 
     demand: Floats
@@ -39,9 +38,8 @@ class Problem:
     most: int | None = None
 
     def __post_init__(self) -> None:
-        _expect(
-            self.demand.ndim == 1 and len(self.demand) > 0, "demand", self.demand.shape, "one row of bins"
-        )
+        shape = self.demand.shape
+        _expect(len(shape) == 1 and shape[0] > 0, "demand", shape, "one row of bins")
         wrong = self.demand[~(np.isfinite(self.demand) & (self.demand >= 0))]
         _expect(not len(wrong), "demand", wrong[:1], "finite counts of at least 0")
         _expect(0 < self.bin_s < math.inf, "bin_s", self.bin_s, "seconds above 0")
@@ -54,17 +52,17 @@ class Problem:
 
     @property
     def bins(self) -> int:
-        """How many there are."""
+        """The number of bins."""
         return len(self.demand)
 
     @property
     def ends_at(self) -> float:
-        """The instant in seconds at which the last bin ends; the first begins at 0."""
+        """The end of the last bin in seconds; the first begins at 0."""
         return self.bins * self.bin_s
 
     @property
     def load(self) -> Floats:
-        """The demand of each bin in replicas that would be exactly full."""
+        """The demand of each bin in full replicas."""
         return self.demand / (self.mu * self.bin_s)
 
     @property
@@ -74,14 +72,14 @@ class Problem:
 
     @property
     def waits(self) -> int:
-        """For how many bins a request may wait."""
+        """How many bins a request may wait."""
         return min(int(self.wait_s / self.bin_s + ROUNDING), self.bins)
 
     @property
     def start_s(self) -> Floats:
-        """What a start costs by the bin at whose beginning the replica is ready, in seconds of its device.
+        """The cost of a start, in replica-seconds, by the bin at whose beginning the replica is ready.
 
-        One that is ready before ``lead_s`` cannot be started after 0: it has been there since.
+        A replica ready before ``lead_s`` was started before 0 and costs from 0 on.
         """
         ahead = self.bin_s * np.arange(self.bins, dtype=np.float64)
         return np.minimum(ahead, self.lead_s)

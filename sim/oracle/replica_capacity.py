@@ -1,11 +1,8 @@
-"""Capacity of one replica by simulation: the highest rate at which enough requests are within the SLO.
+"""The capacity of one replica in the simulator: the highest rate at which enough requests meet the SLO.
 
-The engine model's ``mu`` is one of means, which hide that requests come in bursts and differ in length. A
-plan made with it would miss what it promises. So the oracle's is found by trying rates on a fleet of a fixed
-size, large enough (about ten replicas) that the bursts of single requests are shared as in the runs that are
-judged.
-
-What one replica of a mode attains with the requests of a trace, as tried in the twin."""
+The engine model's ``mu`` uses mean lengths and ignores bursts, so a plan made with it would miss the SLO.
+Here rates are tried on a fleet of fixed size, about ten replicas, which share bursts as judged runs do.
+"""
 
 from __future__ import annotations
 
@@ -34,10 +31,9 @@ def rate_attaining(
 ) -> float:
     """The highest rate per replica at which ``run(rate)`` is at least ``attainment``, in requests per second.
 
-    By bisection between ``low`` and ``high``; the rate returned has been tried, and one that is ``precision``
-    (a fraction of it) higher has failed. The lower the rate, the longer a run: ``low`` itself is tried last,
-    where all rates down to twice it have failed. Raises :class:`ValueError` where the edge is not between
-    the two.
+    By bisection between ``low`` and ``high``; the rate returned was tried, and a rate that is ``precision``
+    (a fraction) higher failed. Low rates need long runs, so ``low`` itself is tried last. Raises
+    :class:`ValueError` where the edge is not between the two.
     """
     if not 0 < low < high or precision <= 0:
         raise ValueError(
@@ -61,33 +57,23 @@ def rate_attaining(
     return low
 
 
-# So many replicas share the bursts, as in the runs that are judged; a mode that has fewer is tried on those,
-# and one request cannot be shared.
+# Fleet size of a trial; a mode with fewer replicas uses those.
 REPLICAS = 10
 
-# Of the requests that are sent at each rate the first find the replicas idle, and are not counted. An answer
-# takes many seconds, and one in a hundred is a figure only of many requests.
+# A trial sends at least so many requests for at least so long: a 99th percentile needs many.
 REQUESTS = 2000
-
 LASTS_S = 60.0
-
-# At low rates there are fewer, or it would take longer than the runs that are judged; and each request of a
-# short trace is sent so often at most.
+# Limits of a trial: its simulated duration, and how often each request of a short trace is repeated.
 MOST_S = 4 * 3600.0
-
 AGAIN = 100
-
+# The first fraction of requests finds idle replicas and is not counted.
 WARM = 0.25
-
-# So many different ones are sent.
+# Distinct requests in a sample.
 SAMPLE = 10_000
-
 PRECISION = 0.03
-
-# Where the rate is looked for, in parts of the one at which a replica no longer keeps up.
+# The search range, as fractions of the saturation rate.
 _LOW, _HIGH = 0.02, 1.2
-
-# The longest that a document may have: nothing is decided on a fleet that never changes.
+# The longest tick allowed: a fixed fleet needs no decisions.
 _TICK_S = 300.0
 
 
@@ -100,11 +86,10 @@ def attained_rate(
     load: Load,
     seed: int,
 ) -> float:
-    """Requests per second of one replica at which as many are within the SLO as are promised.
+    """Requests per second of one replica at which the SLO's attainment is just met.
 
-    ``arrivals`` are those of the model, of which some are sent at random instants. Of a model that is
-    promised nothing it is the rate at which a replica no longer keeps up, by the engine model. Raises
-    :class:`ValueError` where requests miss the SLO at any rate.
+    ``arrivals`` are those of the model; a sample of them is sent at random instants. Without an SLO it is the
+    engine model's saturation rate. Raises :class:`ValueError` where requests miss the SLO at any rate.
     """
     shape, slo = spec.shapes[spec.modes[mode].shape], spec.control.slo
     timing = shipped(spec, shape)
@@ -128,14 +113,14 @@ def attained_rate(
     try:
         return rate_attaining(run, _LOW * edge, _HIGH * edge, slo.attainment, PRECISION)
     except ValueError:
-        # What is shared between requests takes nothing: then more than the engine model knows of is carried.
+        # Prefix-cache hits cost nothing, so a replica may carry more than the engine model predicts.
         if run(_HIGH * edge) >= slo.attainment:
             return _HIGH * edge
         raise
 
 
 def _means(sample: Sequence[Arrival], load: Load, limits: Limits) -> Workload:
-    """What requests are like on average, without those that fit no KV cache: they are refused at once."""
+    """The mean lengths of requests that fit the KV cache; the others are rejected at once."""
     held = [each for each in sample if each.input_tokens + each.output_tokens <= limits.kv_tokens]
     if len(held) == len(sample):
         requests, inputs, outputs = load.requests, load.input_tokens, load.output_tokens
@@ -147,7 +132,7 @@ def _means(sample: Sequence[Arrival], load: Load, limits: Limits) -> Workload:
 
 
 def _fixed(deployment: Deployment, spec: ModelSpec, mode: str, count: int) -> Deployment:
-    """The model alone, with so many replicas of one mode, whatever the budget."""
+    """The model alone, with ``count`` replicas of one mode and no budget."""
     control = msgspec.structs.replace(spec.control, mode=ModeSwitchConfig(sleep="never"), tick_s=_TICK_S)
     only = {mode: Mode(shape=spec.modes[mode].shape, replicas=count)}
     model = msgspec.structs.replace(spec, modes=only, mode=mode, control=control)
@@ -156,14 +141,14 @@ def _fixed(deployment: Deployment, spec: ModelSpec, mode: str, count: int) -> De
 
 
 def _sample(arrivals: Callable[[], Iterable[Arrival]], load: Load) -> Sequence[Arrival]:
-    """Requests from all over the trace, or from its middle where they belong to each other."""
+    """Requests from all over the trace, or from its middle where they share sessions or prefixes."""
     each = 1 if load.related else max(1, load.requests // SAMPLE)
     first = max(0, (load.requests - SAMPLE) // 2) if load.related else 0
     return list(itertools.islice(arrivals(), first, first + each * SAMPLE, each))
 
 
 def _retimed(sample: Sequence[Arrival], rate: float, seed: int) -> Iterator[Arrival]:
-    """The requests in their order, at random instants of that rate; a short sample more than once."""
+    """The requests in order, at random instants of ``rate``; a short sample is repeated."""
     rng = random.Random(seed)  # noqa: S311 - reproducible, not secret
     at = 0.0
     for i in range(max(min(REQUESTS, AGAIN * len(sample)), int(rate * LASTS_S))):

@@ -1,4 +1,4 @@
-"""What there is to choose from: kinds of devices, and how many of them one replica spans."""
+"""The candidates of a plan: GPU types, and the number of GPUs per replica."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from policy.engine.profiles import PROFILES, kind_and_size, profile
 from policy.errors import ConfigError
 from policy.types import EngineKind
 
-# Degrees of tensor parallelism that are tried where the weights fit; of cores, the document's beside these.
+# Tensor-parallel degrees that are tried where the weights fit; for cores also the document's.
 GPU_DEGREES = (1, 2, 4, 8)
 CORE_DEGREES = (1, 2)
-# What the shape is called that replicas are tried in.
+# The name of the shape in trials.
 _SHAPE = "planned"
 
 
 class Basis(StrEnum):
-    """What a number rests on: observed as such, fitted to a live replica, or taken from elsewhere."""
+    """What a number rests on: a measurement, a calibration on a live replica, or an assumption."""
 
     MEASURED = "measured"
     CALIBRATED = "calibrated"
@@ -30,9 +30,9 @@ class Basis(StrEnum):
 
 
 class Candidate(msgspec.Struct, frozen=True, kw_only=True):
-    """A shape on one kind of device: ``degree`` of them make one replica.
+    """A shape on one kind of device; ``degree`` devices make one replica.
 
-    ``profile`` is what times its steps, on the ``basis`` of what ``source`` says.
+    ``profile`` times its steps; ``source`` says where the profile comes from, ``basis`` how good it is.
     """
 
     kind: str
@@ -45,14 +45,11 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """It in a word: h100 x 2."""
+        """Its short name: h100 x 2."""
         return f"{self.kind} x {self.degree}"
 
     def of(self, spec: ModelSpec, count: int) -> ModelSpec:
-        """``spec`` with ``count`` replicas of this shape and no others, timed by its profile.
-
-        A simulated engine that is slower or faster than its profile is so on other devices too.
-        """
+        """``spec`` with ``count`` replicas of this shape and no others, timed by its profile."""
         mode = mode_of(count)
         timed: dict[str, Any] = {"profile": self.profile}
         if spec.engine is EngineKind.SIM and spec.profile is None:
@@ -69,18 +66,17 @@ class Candidate(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def mode_of(count: int) -> str:
-    """The mode that so many replicas make."""
+    """The mode that ``count`` replicas make."""
     return "single-large" if count == 1 else "multi-replica"
 
 
 def candidates(
     spec: ModelSpec, kinds: Sequence[str] | None = None, degrees: Sequence[int] | None = None
 ) -> list[Candidate]:
-    """Every shape of every kind that there is a profile of for a model like ``spec``, where it fits.
+    """Every shape of every device kind with a profile for a model like ``spec``, where the weights fit.
 
-    They are those of models of the same size as the profile of the document, which itself stands for its
-    kind. ``kinds`` and ``degrees`` leave only those. Raises :class:`policy.errors.ConfigError` where there is
-    none.
+    Profiles of other kinds are those of the same model size as the document's. ``kinds`` and ``degrees``
+    limit the result. Raises :class:`policy.errors.ConfigError` where nothing is left.
     """
     given = spec.timed_by
     if given is None:

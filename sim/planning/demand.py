@@ -1,4 +1,4 @@
-"""What is asked for: a trace or a described load, read as often as it is tried, and its busiest minute."""
+"""The demand of a plan: a trace or a described load, its busiest minute, and the network that it needs."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from sim.arrival import Arrival
 from sim.workload.generators.arrivals import RateShape, arrival_times
 
 _MINUTE_S = 60.0
-# Of a described load: the shape of the gamma variable that prompts are drawn from. Answers are exponential.
+# The gamma shape of the prompts of a described load.
 _INPUT_SHAPE = 2.0
 
-# The arrivals of one model at so many times the rate; the same at each call.
+# The arrivals of one model at a multiple of the rate; the same at each call.
 Arrivals = Callable[[float], Iterable[Arrival]]
 
 
 class Demand(msgspec.Struct, frozen=True, kw_only=True):
-    """A load in figures: ``requests`` over ``lasts_s`` seconds, and the means of their tokens.
+    """A load in numbers: ``requests`` over ``lasts_s`` seconds, and their mean tokens.
 
-    In its busiest minute, from ``busiest_s`` on, come ``peak_rps`` requests per second, with so many tokens
-    of prompts and of answers per second.
+    The busiest minute starts at ``busiest_s`` with ``peak_rps`` requests per second, and that many tokens of
+    prompts and of answers per second.
     """
 
     requests: int
@@ -40,21 +40,21 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def rps(self) -> float:
-        """Requests per second on average."""
+        """Mean requests per second."""
         return self.requests / self.lasts_s
 
     def workload(self, factor: float = 1.0) -> Workload:
-        """The busiest minute, at ``factor`` times the load, as the engine model takes it."""
+        """The busiest minute at ``factor`` times the load, as input of the engine model."""
         return Workload(
             lam=self.peak_rps * factor, input_tokens=self.input_tokens, output_tokens=self.output_tokens
         )
 
 
 def describe(load: Workload, cv: float, lasts_s: float, seed: int) -> Iterator[Arrival]:
-    """Requests that come at random, with gaps of that coefficient of variation, and lengths that vary.
+    """Random requests with gaps of coefficient of variation ``cv``, and lengths that vary.
 
-    Prompts are gamma variables of shape 2, answers exponential ones, of those means: lengths of one value
-    would be served better than any users' are.
+    Prompts are gamma variables of shape 2, answers exponential, with the means of ``load``: constant lengths
+    would be served better than real ones.
     """
     rng = random.Random(seed)  # noqa: S311 - reproducible, not secret
     for at in arrival_times(RateShape(rate=load.lam, cv=cv), rng, lasts_s):
@@ -98,12 +98,10 @@ def demand_of(arrivals: Iterable[Arrival], where: str) -> Demand:
 def met_alone(
     arrivals: Iterable[Arrival], model: EngineModel, limits: Limits, slo: SloConfig, longest: int | None
 ) -> float:
-    """The part of ``arrivals`` within ``slo`` if each had a replica for itself: no count attains more.
+    """The fraction of ``arrivals`` within ``slo`` if each had a replica for itself: an upper bound.
 
-    A replica takes ``longest`` tokens of prompt and answer at most, and what fits in its KV cache.
-
-    It is an upper bound: gaps are those of the first step after the prompt, and what may be found in a prefix
-    cache is taken to be.
+    A replica takes at most ``longest`` tokens of prompt and answer, and what fits in its KV cache. Gaps are
+    those of the first step after the prompt, and shared prompts count as prefix-cache hits.
     """
     met = count = 0
     for arrival in arrivals:
@@ -121,3 +119,54 @@ def met_alone(
         gap_s = model.step_time(1, arrival.input_tokens, 1)
         met += arrival.output_tokens < 2 or slo.itl_p95_s is None or gap_s <= slo.itl_p95_s
     return met / count if count else 1.0
+
+
+# Measured on the simulated engine's chat stream, which has vLLM's fields, for a model's name of 4 characters.
+EVENT_BYTES = 216
+STREAM_BYTES = 264
+_NAME = 4
+# Ethernet with preamble and gap (38), IPv4 (20), TCP with timestamps (32): a token is a packet of its own.
+PACKET_BYTES = 90
+# HTTP/1.1's chunk around an event: three hexadecimal digits and two line ends.
+CHUNK_BYTES = 7
+# Assumed: characters of text a token, and headers and JSON around a prompt.
+CHARACTERS_PER_TOKEN = 4.0
+REQUEST_BYTES = 800
+# What a packet carries at an MTU of 1500.
+_SEGMENT_BYTES = 1448
+
+
+class Network(msgspec.Struct, frozen=True, kw_only=True):
+    """The traffic of the busiest minute in bytes per second: ``requests`` to replicas, ``streams`` back.
+
+    A gateway has each twice, from clients and to replicas; ``each_way`` is its traffic in one direction.
+    ``replica_in`` and ``replica_out`` are of one replica. ``streams_open`` is the peak number of streams,
+    each a connection to a client and one to a replica.
+    """
+
+    requests: float
+    streams: float
+    each_way: float
+    replica_in: float
+    replica_out: float
+    streams_open: int
+    events_per_s: float
+
+
+def network(demand: Demand, model: str, replicas: int, streams_open: int, factor: float = 1.0) -> Network:
+    """The traffic of ``factor`` times the load, all of it streamed chat, of a model called ``model``."""
+    rps = demand.peak_rps * factor
+    event = EVENT_BYTES + len(model.encode()) - _NAME + CHUNK_BYTES + PACKET_BYTES
+    output_tokens = demand.peak_output_tokens_per_s * factor
+    streams = output_tokens * event + rps * STREAM_BYTES
+    body = demand.peak_input_tokens_per_s * factor * CHARACTERS_PER_TOKEN + rps * REQUEST_BYTES
+    requests = body * (1.0 + PACKET_BYTES / _SEGMENT_BYTES)
+    return Network(
+        requests=requests,
+        streams=streams,
+        each_way=requests + streams,
+        replica_in=requests / replicas,
+        replica_out=streams / replicas,
+        streams_open=streams_open,
+        events_per_s=output_tokens,
+    )

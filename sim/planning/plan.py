@@ -1,4 +1,4 @@
-"""The plan of a model's capacity: every candidate judged on the load, and what follows for the best."""
+"""The capacity plan of a model: every candidate is tried on the load, and the best one is worked out."""
 
 from __future__ import annotations
 
@@ -10,20 +10,28 @@ import msgspec
 from policy.config.deployment import Price
 from policy.engine.power import btu_per_h, joules_per_token, power_model_of
 from sim.planning.candidates import Basis, Candidate, mode_of
-from sim.planning.network import network
-from sim.planning.purchase_schedule import Need, schedule
-from sim.planning.result import Failure, GrowthStep, Option, Overflow, Plan, PlanRequest, Power
-from sim.planning.search import fewest
-from sim.planning.trial import CRASH_AFTER_S, TrialResult, Trials
+from sim.planning.demand import network
+from sim.planning.result import (
+    Failure,
+    GrowthStep,
+    Need,
+    Option,
+    Overflow,
+    Plan,
+    PlanRequest,
+    Power,
+    schedule,
+)
+from sim.planning.trial import CRASH_AFTER_S, TrialResult, Trials, fewest
 
-# A replica beside those that the load needs, so that one may fail at any time and stay away for any time.
+# Replicas beyond those that the load needs: one may fail at any time.
 SPARE = 1
-# No more counts than this are shown of what an upstream would take over.
+# The most rows of the overflow table.
 _ROWS = 6
 
 
 def fewest_of(trials: Trials, candidate: Candidate, most: int, factor: float = 1.0) -> int | None:
-    """The fewest replicas of ``candidate`` that meet the objective at ``factor`` times the load."""
+    """The fewest replicas of ``candidate`` that meet the SLO at ``factor`` times the load."""
     if not trials.could(candidate):
         return None
     guess = trials.guess(candidate, factor)
@@ -31,9 +39,9 @@ def fewest_of(trials: Trials, candidate: Candidate, most: int, factor: float = 1
 
 
 def plan(trials: Trials, found: Sequence[Candidate], ask: PlanRequest, *, load: str, seed: int) -> Plan:
-    """Judge every candidate ``found``, and say what the best of them takes."""
+    """Try every candidate in ``found`` and build the plan of the best one."""
     options = {each.name: _option(trials, each, ask) for each in found}
-    # Money decides where it is known of all, since devices of different kinds are worth differently much.
+    # Rank by cost where all prices are known: devices of different kinds are not comparable by count.
     prices = [each.cost_per_h for each in options.values() if each.replicas is not None]
     by_cost = bool(prices) and None not in prices
     ranked = sorted(found, key=lambda each: _rank(options[each.name], by_cost))
@@ -51,13 +59,6 @@ def plan(trials: Trials, found: Sequence[Candidate], ask: PlanRequest, *, load: 
         options=[options[each.name] for each in ranked],
         by_cost=by_cost,
         most=ask.most,
-        failure=None,
-        growth=[],
-        power=None,
-        schedule=[],
-        overflow=[],
-        network=None,
-        basis={},
     )
     if count is None:
         return made
@@ -77,23 +78,27 @@ def plan(trials: Trials, found: Sequence[Candidate], ask: PlanRequest, *, load: 
 
 def _option(trials: Trials, candidate: Candidate, ask: PlanRequest) -> Option:
     count = fewest_of(trials, candidate, ask.most)
-    price = ask.prices.get(candidate.kind)
-    came: TrialResult | None = None if count is None else trials.tried(candidate, count)
-    devices = None if count is None else count * candidate.degree
-    return Option(
+    option = Option(
         kind=candidate.kind,
         degree=candidate.degree,
         device=candidate.device,
-        replicas=count,
-        devices=devices,
-        with_spare=None if count is None else (count + SPARE) * candidate.degree,
-        mode="" if count is None else mode_of(count),
-        attainment=None if came is None else came.attainment,
-        ttft_p95_s=None if came is None else came.ttft_p95_s,
-        itl_p95_s=None if came is None else came.itl_p95_s,
-        cost_per_h=None if devices is None or price is None else devices * price,
         basis=candidate.basis,
         source=candidate.source,
+    )
+    if count is None:
+        return option
+    result, price = trials.tried(candidate, count), ask.prices.get(candidate.kind)
+    devices = count * candidate.degree
+    return msgspec.structs.replace(
+        option,
+        replicas=count,
+        devices=devices,
+        with_spare=devices + SPARE * candidate.degree,
+        mode=mode_of(count),
+        attainment=result.attainment,
+        ttft_p95_s=result.ttft_p95_s,
+        itl_p95_s=result.itl_p95_s,
+        cost_per_h=None if price is None else devices * price,
     )
 
 
@@ -157,7 +162,7 @@ def _peak_w(candidate: Candidate, ask: PlanRequest) -> float:
 
 
 def _overflow(trials: Trials, best: Candidate, count: int, price: Price, ask: PlanRequest) -> list[Overflow]:
-    """From all that the load needs down to none of it, where what is kept is within the SLO."""
+    """From all the replicas that the load needs down to none, where the requests kept meet the SLO."""
     at_once = trials.tried(best, count).streams // count + 1
     rows = sorted({round(count * part / (_ROWS - 1)) for part in range(_ROWS)}, reverse=True)
     found = []
@@ -180,7 +185,7 @@ def _overflow(trials: Trials, best: Candidate, count: int, price: Price, ask: Pl
 
 
 def _basis(best: Candidate, ask: PlanRequest) -> dict[str, str]:
-    """What each part of a plan rests on, in words that begin with it."""
+    """What each part of a plan rests on; each text begins with the :class:`Basis`."""
     assumed = Basis.ASSUMED.value
     counted = f"{Basis.MEASURED.value}: counted in the requests that are replayed"
     return {

@@ -1,43 +1,96 @@
-"""What a plan says: options, and what the best of them takes."""
+"""The result of a capacity plan: options, and power, failure, growth and purchases of the best one."""
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import msgspec
 
 from policy.config.deployment import Price
 from sim.planning.candidates import Basis
-from sim.planning.demand import Demand
-from sim.planning.network import Network
-from sim.planning.purchase_schedule import Addition
+from sim.planning.demand import Demand, Network
 from sim.planning.trial import Outage, OverflowResult
+
+# A month is a twelfth of 365.25 days.
+WEEKS_PER_MONTH = 365.25 / 12 / 7
+
+
+class Need(NamedTuple):
+    """``devices`` are needed at ``factor`` times today's load."""
+
+    factor: float
+    devices: int
+
+
+class Addition(msgspec.Struct, frozen=True, kw_only=True):
+    """``modules`` that serve from ``month`` on, when the load is ``factor`` times today's.
+
+    They have to be ordered in ``order_month`` (negative: before today). ``devices`` is the total with them.
+    """
+
+    month: float
+    order_month: float
+    factor: float
+    modules: int
+    devices: int
+
+
+def schedule(needs: Sequence[Need], growth: float, module: int, lead_weeks: float) -> list[Addition]:
+    """The purchases while the load grows by ``growth`` a month, compounded, until the last of ``needs``.
+
+    ``needs`` begin with today's, at a factor of 1, in ascending order of factor; between two of them the
+    devices are interpolated linearly. The first addition is what is needed today.
+    """
+
+    def addition(month: float, factor: float, modules: int, owned: int) -> Addition:
+        order_month, devices = month - lead_weeks / WEEKS_PER_MONTH, owned * module
+        return Addition(month=month, order_month=order_month, factor=factor, modules=modules, devices=devices)
+
+    owned = math.ceil(needs[0].devices / module)
+    found = [addition(0.0, 1.0, owned, owned)]
+    while owned < math.ceil(max(need.devices for need in needs) / module):
+        factor = _outgrown(needs, owned * module)
+        owned += 1
+        found.append(addition(math.log(factor) / math.log1p(growth), factor, 1, owned))
+    return found
+
+
+def _outgrown(needs: Sequence[Need], devices: int) -> float:
+    """The load factor beyond which more than ``devices`` are needed."""
+    for before, after in itertools.pairwise(needs):
+        if after.devices > devices:
+            part = (devices - before.devices) / (after.devices - before.devices)
+            return before.factor + part * (after.factor - before.factor)
+    raise ValueError(f"{devices} devices are never outgrown")
 
 
 class Option(msgspec.Struct, frozen=True, kw_only=True):
-    """A candidate: the fewest ``replicas`` that meet the objective, ``None`` where no count does.
+    """A candidate: the fewest ``replicas`` that meet the SLO, ``None`` where no count does.
 
-    ``devices`` are GPUs or cores of ``kind``; ``with_spare`` as many with a replica more. ``cost_per_h`` is
-    theirs without it, where a price is known. ``basis`` is what the count rests on.
+    ``devices`` are GPUs or cores of ``kind``; ``with_spare`` includes one more replica. ``cost_per_h`` is
+    without the spare, where a price is known. ``basis`` says what the count rests on.
     """
 
     kind: str
     degree: int
     device: str
-    replicas: int | None
-    devices: int | None
-    with_spare: int | None
-    mode: str
-    attainment: float | None
-    ttft_p95_s: float | None
-    itl_p95_s: float | None
-    cost_per_h: float | None
+    replicas: int | None = None
+    devices: int | None = None
+    with_spare: int | None = None
+    mode: str = ""
+    attainment: float | None = None
+    ttft_p95_s: float | None = None
+    itl_p95_s: float | None = None
+    cost_per_h: float | None = None
     basis: Basis
     source: str
 
 
 class GrowthStep(msgspec.Struct, frozen=True, kw_only=True):
-    """The best candidate at ``factor`` times the load; ``devices`` and ``peak_w`` are with the spare."""
+    """The best candidate at ``factor`` times the load; ``devices`` and ``peak_w`` include the spare."""
 
     factor: float
     replicas: int
@@ -48,10 +101,10 @@ class GrowthStep(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Failure(msgspec.Struct, frozen=True, kw_only=True):
-    """A crash ``at_s``, in the busiest minute, of a replica that is back after ``away_s`` seconds.
+    """A replica crashes at ``at_s``, in the busiest minute, and is back after ``away_s`` seconds.
 
-    ``none`` is what the fewest replicas attain in that time if none of them crashes, ``without_spare`` if one
-    does, ``with_spare`` if one of one more does.
+    The outages are those of the fewest replicas without a crash (``none``), with one (``without_spare``), and
+    of one more replica with a crash (``with_spare``).
     """
 
     at_s: float
@@ -62,9 +115,10 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Power(msgspec.Struct, frozen=True, kw_only=True):
-    """The devices with the spare and their part of the servers, in watts; the heat is that of ``peak_w``.
+    """Power of the devices with the spare and their share of the servers, in watts.
 
-    ``mean_w`` is over the load as it came, ``peak_w`` with every device busy: what has to be fed and cooled.
+    ``mean_w`` is over the load; ``peak_w`` with every device busy, which sizes supply and cooling; the heat
+    is that of ``peak_w``.
     """
 
     mean_w: float
@@ -76,9 +130,9 @@ class Power(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Overflow(msgspec.Struct, frozen=True, kw_only=True):
-    """``replicas`` owned, and an upstream for the rest; ``total_per_h`` is known where both prices are.
+    """``replicas`` owned, and a fallback provider for the rest; ``total_per_h`` needs both prices.
 
-    What the replicas keep is within the SLO with the bound of requests at once that ``bought`` has.
+    Requests that the replicas keep meet the SLO with the concurrency limit of ``bought``.
     """
 
     replicas: int
@@ -89,11 +143,10 @@ class Overflow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """What to have for ``load``, ``options`` the best first; the rest is about the first of them.
+    """The plan for ``load``: ``options`` with the best first; the other fields are about the best.
 
-    They are in the order of cost where ``by_cost``, and of how many devices there are where not. No count
-    above ``most`` was tried.
-    ``basis`` says of each part what it rests on.
+    Options are ordered by cost where ``by_cost``, otherwise by device count. Counts up to ``most`` were
+    tried. ``basis`` says what each part rests on.
     """
 
     model: str
@@ -106,23 +159,22 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     options: list[Option]
     by_cost: bool
     most: int
-    failure: Failure | None
-    growth: list[GrowthStep]
-    power: Power | None
-    schedule: list[Addition]
-    overflow: list[Overflow]
-    network: Network | None
-    basis: dict[str, str]
+    failure: Failure | None = None
+    growth: list[GrowthStep] = []
+    power: Power | None = None
+    schedule: list[Addition] = []
+    overflow: list[Overflow] = []
+    network: Network | None = None
+    basis: dict[str, str] = {}
 
 
 class PlanRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a plan is asked for.
+    """The inputs of a plan.
 
-    ``growth`` are factors of the load, in their order, ``prices`` what a device of a kind costs in an hour,
-    ``gpu_peak_w`` and ``core_peak_w`` what one of a kind that is not known draws. ``monthly`` is the growth
-    in a month (0.1 is a tenth); devices come ``module`` at once after ``lead_weeks``. ``upstream`` is the
-    price of overflow, ``most`` the largest count that is tried. A load that was
-    ``described`` is no trace.
+    ``growth`` are load factors in ascending order; ``prices`` the price per device-hour by kind;
+    ``gpu_peak_w`` and ``core_peak_w`` the power of unknown kinds. ``monthly`` is the growth per month (0.1 is
+    10 %); devices come in units of ``module`` after ``lead_weeks``. ``upstream`` is the price of overflow,
+    ``most`` the largest count that is tried. ``described`` marks a load that is not a trace.
     """
 
     growth: Sequence[float] = (1.5, 2.0, 4.0)

@@ -1,4 +1,4 @@
-"""A fleet of a fixed size tried on the load in the twin: what it attains, and how busy it is."""
+"""Trials of fixed-size fleets on the load in the simulator, and the search for the fewest replicas."""
 
 from __future__ import annotations
 
@@ -14,21 +14,70 @@ from policy.engine.profiles import max_request_tokens, shipped
 from policy.scaling.policies.static import Static, StaticParameters
 from sim.planning.candidates import Candidate
 from sim.planning.demand import Arrivals, Demand, met_alone
-from sim.planning.search import fewest
 from sim.twin.record import HOUR_S, Outcome, Record, Requests, finite_quantiles
 from sim.twin.run import simulate
 from sim.twin.scenario import EARTH, Crash, Scenario
 
-# A load may begin with its busiest minute: a replica that crashes then has requests by now.
+# Counts below the least one that are tried too: near the SLO more replicas may do worse by chance.
+DEPTH = 2
+
+
+def fewest(meets: Callable[[int], bool], guess: int, most: int) -> int | None:
+    """The least count from 1 to ``most`` that ``meets``; ``None`` where ``most`` itself does not.
+
+    Strides from ``guess``, doubling, until one count meets and a lower one does not, then bisects. The
+    :data:`DEPTH` counts below the result do not meet, so the result is that of trying all counts from 1 up
+    even where a count above it misses by chance.
+    """
+    known: dict[int, bool] = {}
+
+    def tried(count: int) -> bool:
+        if count not in known:
+            known[count] = meets(count)
+        return known[count]
+
+    low, high = _bracket(tried, max(1, min(guess, most)), most)
+    if high is None:
+        return None
+    while True:
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if tried(middle) else (middle, high)
+        below = [count for count in range(max(1, high - DEPTH), high) if tried(count)]
+        if not below:
+            return high
+        high = below[0]
+        low = max((count for count, met in known.items() if not met and count < high), default=0)
+
+
+def _bracket(tried: Callable[[int], bool], guess: int, most: int) -> tuple[int, int | None]:
+    """A count that does not meet (or 0) and a larger one that does, in strides that double."""
+    stride, at = 1, guess
+    if tried(at):
+        while at > 1:
+            below = max(1, at - stride)
+            if not tried(below):
+                return below, at
+            at, stride = below, 2 * stride
+        return 0, at
+    while at < most:
+        above = min(most, at + stride)
+        if tried(above):
+            return at, above
+        at, stride = above, 2 * stride
+    return at, None
+
+
+# Seconds after the busiest minute began: by then the crashing replica has requests.
 CRASH_AFTER_S = 10.0
 
 
 class TrialResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What came of one run.
+    """The result of one run.
 
-    ``attainment`` is the part of the requests within the SLO. ``busy`` is the part of the time that a
-    replica had steps to run, ``tokens_per_s`` are of prompts and answers together; ``streams`` is the most
-    requests that were open at once.
+    ``attainment`` is the fraction of requests within the SLO, ``busy`` the fraction of time in which a
+    replica had steps to run. ``tokens_per_s`` counts prompts and answers; ``streams`` is the peak of open
+    requests.
     """
 
     attainment: float
@@ -40,14 +89,13 @@ class TrialResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OverflowResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What an upstream took of one run: the part of the requests, tokens per hour, and what these cost in it.
+    """What a fallback provider served in one run: its share of requests, tokens per hour and cost per hour.
 
-    ``served_within`` is the part within the SLO of those that the fleet kept, of which a replica had
-    ``bound`` at once, at most.
+    ``served_within`` is the fraction within the SLO of the requests that the fleet kept, with at most
+    ``bound`` requests at once per replica.
     """
 
     bound: int
-
     share: float
     input_tokens_per_h: float
     output_tokens_per_h: float
@@ -56,16 +104,16 @@ class OverflowResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Outage(msgspec.Struct, frozen=True, kw_only=True):
-    """What is attained while a replica may be away, and how many answers were ``cut`` off."""
+    """Attainment while a replica may be away, and how many answers were ``cut`` off."""
 
     attainment: float
     cut: int
 
 
 class Trials:
-    """Runs of one model's load on fleets of fixed sizes. Each is run once, however often it is asked for.
+    """Runs of one model's load on fleets of fixed size; each is run once and cached.
 
-    ``progress`` hears what is tried and how far it has come, in seconds of the load and of how many.
+    ``progress`` gets what is tried, and the simulated seconds so far and in all.
     """
 
     def __init__(
@@ -94,25 +142,25 @@ class Trials:
         return self._tried[key]
 
     def meets(self, candidate: Candidate, count: int, factor: float = 1.0) -> bool:
-        """Whether as many requests are within the SLO as are promised."""
+        """Whether the SLO is attained."""
         return self.tried(candidate, count, factor).attainment >= self.spec.control.slo.attainment
 
     def could(self, candidate: Candidate) -> bool:
-        """Whether any count could: whether requests would be within the SLO if each were alone."""
+        """Whether any count could meet the SLO: whether requests would if each were alone."""
         timing = self._timing(candidate)
         assert timing.model is not None
         slo, most = self.spec.control.slo, max_request_tokens(candidate.of(self.spec, 1), candidate.shape)
         return met_alone(self._arrivals(1.0), timing.model, timing.limits, slo, most) >= slo.attainment
 
     def guess(self, candidate: Candidate, factor: float = 1.0) -> int:
-        """A count near which to look, by the engine model and the means of the busiest minute."""
+        """A replica count to start the search at, by the engine model for the busiest minute."""
         load = self.demand.workload(factor)
         able = capability(self._timing(candidate), load, self.spec.control.slo)
         rate = able.mu or able.mu_max
         return max(1, round(load.lam / rate)) if rate else 1
 
     def outage(self, candidate: Candidate, count: int, *, crash: bool) -> Outage:
-        """The time of a start, from the busiest minute on; with a ``crash`` one replica is away in it."""
+        """A start-up time from the busiest minute on; with a ``crash`` one replica is away in it."""
         at, away_s = self.demand.busiest_s + CRASH_AFTER_S, self.spec.control.assumed_start_s
         crashes = (Crash(at=at, model=self.spec.name),) if crash else ()
         requests = self._run(candidate, count, 1.0, world=Scenario(crashes=crashes)).requests[self.spec.name]
@@ -123,11 +171,10 @@ class Trials:
         )
 
     def overflow(self, candidate: Candidate, count: int, price: Price, guess: int) -> OverflowResult | None:
-        """``count`` replicas, with an upstream of that price for what they turn away.
+        """``count`` replicas, with a fallback provider of that price for the requests that they reject.
 
-        Replicas that are full turn requests away, so their bound is what keeps the rest within the SLO:
-        it is the largest that does, looked for near ``guess``, and at most the document's. ``None`` where no
-        bound does.
+        The concurrency limit of a replica is the largest that keeps the requests it serves within the SLO, at
+        most the configured one; the search starts near ``guess``. ``None`` where no limit does.
         """
         if not count:
             return self._all_bought(price)
@@ -144,12 +191,11 @@ class Trials:
         return bounds.get(most if least is None else least - 1)
 
     def _overflown(self, candidate: Candidate, count: int, price: Price, bound: int) -> OverflowResult:
-        """The same with replicas that take ``bound`` requests at once, at most."""
+        """The run with at most ``bound`` requests at once per replica."""
         shape = msgspec.structs.replace(candidate.shape, max_in_flight=bound)
         candidate = msgspec.structs.replace(candidate, shape=shape)
-        upstream = Upstream(
-            name="overflow", url="", models={self.spec.name: ""}, price=price, cost_cap_per_h=float("inf")
-        )
+        models = {self.spec.name: ""}
+        upstream = Upstream(name="overflow", url="", models=models, price=price, cost_cap_per_h=float("inf"))
         record = self._run(candidate, count, 1.0, upstreams=(upstream,))
         requests = record.requests[self.spec.name]
         gone = requests.outcome == Outcome.OVERFLOWN
@@ -164,7 +210,7 @@ class Trials:
         )
 
     def _all_bought(self, price: Price) -> OverflowResult:
-        """Every request goes to the upstream."""
+        """Every request goes to the fallback provider."""
         per_h = self.demand.rps * HOUR_S
         inputs, outputs = self.demand.input_tokens * per_h, self.demand.output_tokens * per_h
         return OverflowResult(
@@ -189,9 +235,8 @@ class Trials:
         upstreams: tuple[Upstream, ...] = (),
     ) -> Record:
         model = candidate.of(self.spec, count)
-        fixed = msgspec.structs.replace(
-            self._deployment, models=(model,), budget=Budget(), upstreams=upstreams
-        )
+        document, budget = self._deployment, Budget()
+        fixed = msgspec.structs.replace(document, models=(model,), budget=budget, upstreams=upstreams)
         what, ends_at = f"{count} of {candidate.name}", self.demand.lasts_s / factor
         if factor != 1.0:
             what += f", load x {factor:g}"
@@ -224,7 +269,7 @@ def _of(record: Record, model: str, count: int) -> TrialResult:
 
 
 def _most_open(requests: Requests) -> int:
-    """The most requests that were there at once, of those that were served."""
+    """The peak number of served requests that were open at once."""
     served = requests.outcome == Outcome.SERVED
     came = requests.at[served]
     changes = np.concatenate([came, came + requests.e2e_s[served]])

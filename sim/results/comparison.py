@@ -1,4 +1,4 @@
-"""Several policies on the same arrivals, beside each other."""
+"""The summary of one simulated run, and several policies compared on the same arrivals."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 
 from policy.config.control import SloConfig
 from policy.config.deployment import Deployment
@@ -15,15 +16,98 @@ from policy.scaling.view import Policy
 from sim.arrival import Arrival
 from sim.oracle.bounds import Bounds
 from sim.results.series import ChartData, chart_data
-from sim.results.summary import Summary, summarise
-from sim.twin.record import Record
+from sim.twin.record import HOUR_S, LOST, Floats, Outcome, Record, finite_quantiles
+
+
+class Summary(msgspec.Struct, frozen=True, kw_only=True):
+    """One policy on one trace, over all models.
+
+    ``attainment`` is the fraction of all ``requests`` served within the SLO of their model; ``goodput_rps``
+    counts those per second of the run. ``failed`` requests got no answer: ``refused``, ``expired`` in the
+    queue, or cut off. Quantiles are in seconds over the requests that have the value; ITL is each request's
+    mean. ``gpu_hours`` are core-hours where there are no GPUs. ``cost`` is in the currency of the budget,
+    ``overflow_cost`` in that of the fallback providers. ``oracle_ratio`` is ``gpu_hours`` over the lower
+    bound. ``None``: no value.
+    """
+
+    attainment: float | None
+    gpu_hours: float
+    oracle_ratio: float | None
+    ttft_p50_s: float | None
+    ttft_p90_s: float | None
+    ttft_p95_s: float | None
+    ttft_p99_s: float | None
+    itl_p50_s: float | None
+    itl_p95_s: float | None
+    itl_p99_s: float | None
+    e2e_p50_s: float | None
+    e2e_p95_s: float | None
+    e2e_p99_s: float | None
+    goodput_rps: float
+    switches: int
+    requests: int
+    failed: int
+    refused: int
+    expired: int
+    overflown: int
+    preemptions: int
+    adapter_loads: int
+    decisions: int
+    cost: float
+    overflow_cost: float
+    joules: float
+
+
+def summarise(record: Record, lower_gpu_hours: float | None = None) -> Summary:
+    """The summary of ``record``; ``lower_gpu_hours`` is the lower bound of the offline optimum."""
+    tables = list(record.requests.values())
+    count = sum(len(table) for table in tables)
+    met = sum(int(np.count_nonzero(table.met)) for table in tables)
+    became = [sum(int(np.count_nonzero(table.outcome == each)) for table in tables) for each in Outcome]
+
+    def joined(name: str) -> Floats:
+        return np.concatenate([np.empty(0), *(getattr(table, name) for table in tables)])
+
+    ttft = finite_quantiles(joined("ttft_s"), (0.5, 0.9, 0.95, 0.99))
+    itl = finite_quantiles(joined("itl_s"), (0.5, 0.95, 0.99))
+    e2e = finite_quantiles(joined("e2e_s"), (0.5, 0.95, 0.99))
+    gpu_hours = record.gpu_s / HOUR_S
+    return Summary(
+        attainment=met / count if count else None,
+        gpu_hours=gpu_hours,
+        oracle_ratio=gpu_hours / lower_gpu_hours if lower_gpu_hours else None,
+        ttft_p50_s=ttft[0],
+        ttft_p90_s=ttft[1],
+        ttft_p95_s=ttft[2],
+        ttft_p99_s=ttft[3],
+        itl_p50_s=itl[0],
+        itl_p95_s=itl[1],
+        itl_p99_s=itl[2],
+        e2e_p50_s=e2e[0],
+        e2e_p95_s=e2e[1],
+        e2e_p99_s=e2e[2],
+        goodput_rps=met / record.ends_at if record.ends_at > 0 else 0.0,
+        switches=record.switches,
+        requests=count,
+        failed=sum(became[each] for each in LOST),
+        refused=became[Outcome.REFUSED],
+        expired=became[Outcome.EXPIRED],
+        overflown=became[Outcome.OVERFLOWN],
+        preemptions=record.preemptions,
+        adapter_loads=record.adapter_loads,
+        decisions=len(record.decisions),
+        cost=record.cost,
+        overflow_cost=record.overflow_cost,
+        joules=record.joules,
+    )
+
 
 # Runs one policy; the callback gets the simulated seconds as they pass.
 Play = Callable[[Deployment, Mapping[str, Policy], Iterable[Arrival], Callable[[float], None]], Record]
 
 
 class PolicyEntry(NamedTuple):
-    """A policy of each model by its name, and the document as it would be with them."""
+    """A policy of each model by name, and the deployment with them."""
 
     name: str
     deployment: Deployment
@@ -32,7 +116,7 @@ class PolicyEntry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PolicyRun:
-    """One contender, and what came of it."""
+    """The result of one policy."""
 
     name: str
     summary: Summary
@@ -50,7 +134,7 @@ class PolicyComparison:
     runs: tuple[PolicyRun, ...]
 
     def plain(self) -> dict[str, Any]:
-        """What scripts read: no NaN, and ``None`` for a figure that there is none of."""
+        """The JSON output: ``None`` for missing values, no NaN."""
         return {
             "trace": self.trace,
             "seed": self.seed,
@@ -75,8 +159,8 @@ def compare(
 ) -> PolicyComparison:
     """Run each of ``contenders`` on ``arrivals``, which must be the same at each call.
 
-    ``progress`` gets how far each is in simulated seconds, ``kept`` each whole record, of which only what the
-    report draws stays in memory.
+    ``progress`` gets the simulated seconds of each, ``kept`` each whole record; only what the report draws
+    stays in memory.
     """
     runs = []
     for name, deployment, policies in contenders:

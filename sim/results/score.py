@@ -1,4 +1,4 @@
-"""The score of one run: what was attained for one model in a stretch of time, and what it took."""
+"""The score of one run: attainment and GPU time of one model in a span of time."""
 
 from __future__ import annotations
 
@@ -11,19 +11,18 @@ from numpy.typing import NDArray
 
 from sim.twin.record import HOUR_S, LOST, Floats, Outcome, Record, Requests, finite_quantiles
 
-# Windows of this length are attained or not: shorter ones have too few requests to miss one in a hundred.
+# Shorter windows have too few requests to judge a 99 % attainment.
 WINDOW_S = 30.0
 
 
 class Score(msgspec.Struct, frozen=True, kw_only=True):
-    """What a policy made of one run, or of a part of it.
+    """One policy on one run, or on a part of it.
 
-    ``attainment`` is the fraction of all ``requests`` that were served within the SLO, those that
-    ``failed`` (refused, expired or broken) among them; ``goodput_rps`` is how many of those there were in a
-    second, ``goodput_per_gpu_hour`` in an hour of one GPU. Quantiles, in seconds, are of the requests that
-    were served, ITL by request; NaN where there were none. ``gpu_hours`` count starts and drains, and cores
-    where there are no GPUs. ``recovery_s`` is the longest time for which windows of :data:`WINDOW_S` on end
-    were below the attainment that is promised. ``switches`` are of the mode.
+    ``attainment`` is the fraction of all ``requests`` served within the SLO, ``failed`` ones (refused,
+    expired or cut off) included; ``goodput_rps`` counts those per second, ``goodput_per_gpu_hour`` per GPU-
+    hour. Quantiles are in seconds over served requests, ITL by request; NaN without any. ``gpu_hours``
+    include starts and drains, and are core-hours where there are no GPUs. ``recovery_s`` is the longest run
+    of consecutive windows of :data:`WINDOW_S` below the SLO's attainment. ``switches`` are of the mode.
     """
 
     attainment: float
@@ -41,7 +40,7 @@ class Score(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Of a run the time from ``since`` to before ``until``, in seconds."""
+    """The part of a run from ``since`` to before ``until``, in seconds."""
 
     since: float
     until: float
@@ -54,8 +53,8 @@ class Stretch:
 def score(record: Record, model: str, stretch: Stretch | None = None, promised: float = 0.99) -> Score:
     """The score of ``model`` in ``stretch`` of the run, or in all of it.
 
-    A request belongs to the stretch in which it came. Raises :class:`ValueError` where none did, and
-    :class:`KeyError` for a model that the run does not have.
+    A request belongs to the stretch in which it arrived. Raises :class:`ValueError` where none did, and
+    :class:`KeyError` for an unknown model.
     """
     stretch = stretch or Stretch(0.0, record.ends_at)
     requests = record.requests[model]
@@ -87,7 +86,7 @@ def _quantile(requests: Requests, mine: NDArray[np.bool_], values: Floats, part:
 
 
 def _gpu_s(record: Record, model: str, stretch: Stretch) -> float:
-    """Of what the run took, the part of this model's replicas in this stretch, by the lives of replicas."""
+    """The GPU time of this model in this stretch, by the lifetimes of its replicas."""
     whole = mine = 0.0
     gpus = any(span.gpus for span in record.spans)
     for span in record.spans:
@@ -97,7 +96,7 @@ def _gpu_s(record: Record, model: str, stretch: Stretch) -> float:
         if span.model == model:
             inside = min(ended_at, stretch.until) - max(span.asked_at, stretch.since)
             mine += devices * max(0.0, inside)
-    # Shapes that take turns on the same GPUs hold them once; the record knows, their lives do not.
+    # Shapes that share a GPU group hold it once: the total is the record's, not the sum of lifetimes.
     return record.gpu_s * mine / whole if whole else 0.0
 
 
@@ -110,11 +109,10 @@ def _switches(record: Record, model: str, stretch: Stretch) -> int:
 
 
 def _recovery_s(at: Floats, met: NDArray[np.bool_], stretch: Stretch, promised: float) -> float:
-    """The longest time of windows on end that miss; one without requests misses nothing."""
+    """The longest time of consecutive windows below the SLO; a window without requests meets it."""
     windows = ((at - stretch.since) / WINDOW_S).astype(np.int64)
     came = np.bincount(windows)
     missed = np.bincount(windows, weights=met) < promised * came
     edges = np.flatnonzero(np.diff(missed, prepend=False, append=False))
-    # The last window may end before its time.
     instants = np.minimum(edges * WINDOW_S, stretch.until - stretch.since)
     return float((instants[1::2] - instants[::2]).max(initial=0.0))

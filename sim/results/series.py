@@ -1,4 +1,4 @@
-"""Chart data of one model under one policy, reduced to as many points as a chart is wide."""
+"""Chart data of one model under one policy, reduced to the resolution of a chart."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ QUANTILES = (0.5, 0.9, 0.99)
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """The p50, p90 and p99 in seconds of the requests that came in each window of ``width_s``."""
+    """p50, p90 and p99 in seconds of the requests that arrived in each window of ``width_s``."""
 
     width_s: float
     p50: Floats
@@ -33,7 +33,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Annotation:
-    """What was decided about ``at``: the decisions of the same few seconds are one mark."""
+    """The decisions at about ``at``; those within a few seconds share one mark."""
 
     at: float
     text: str
@@ -50,10 +50,10 @@ class Dwell:
 
 @dataclass(frozen=True, slots=True)
 class ChartData:
-    """One model: from 0 to ``ends_at`` seconds in windows of ``width_s``, NaN where a window has nothing.
+    """One model from 0 to ``ends_at`` seconds in windows of ``width_s``; NaN where a window is empty.
 
-    ``arrivals`` and ``met`` are means of a window, ``queued`` and ``running`` the most in it, replicas the
-    last ones in it.
+    ``arrivals`` and ``met`` are means over a window, ``queued`` and ``running`` maxima, replica counts the
+    last values.
     """
 
     model: str
@@ -74,7 +74,7 @@ class ChartData:
 
 
 def chart_data(record: Record) -> tuple[ChartData, ...]:
-    """A picture of each model of the run, in the order of its requests."""
+    """The chart data of each model of the run, in the order of its requests."""
     return tuple(_picture(record, model, requests) for model, requests in record.requests.items())
 
 
@@ -128,7 +128,7 @@ def _most(values: Floats, where: Ints, count: int) -> Floats:
 
 
 def _last(values: Floats, where: Ints, count: int) -> Floats:
-    """The last of each window, or of the one before it."""
+    """The last value of each window, or of the one before it."""
     last = np.full(count, np.nan)
     last[where] = values
     known = np.where(np.isnan(last), 0, np.arange(count))
@@ -171,7 +171,7 @@ def _marks(decisions: Sequence[tuple[float, Decision]], end: float) -> tuple[Ann
 
 
 def decisions_of(at: float, decision: Decision) -> str:
-    """One decision as people read it: what changed, why, and which rules changed the count."""
+    """One decision as text: the change, its reason, and the rules that changed the count."""
     before, after = f"{decision.was_mode} x {decision.was_count}", f"{decision.mode} x {decision.count}"
     lines = [f"{clock(at)} {before} → {after}: {decision.reason}"]
     lines += [f"  {clip.rule.value}: {clip.was} → {clip.now}, {clip.why}" for clip in decision.clips]
@@ -179,6 +179,6 @@ def decisions_of(at: float, decision: Decision) -> str:
 
 
 def clock(at: float) -> str:
-    """An instant of a run as hours, minutes and seconds."""
+    """An instant of a run as h:mm:ss."""
     minutes, seconds = divmod(math.floor(at), 60)
     return f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d}"

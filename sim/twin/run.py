@@ -38,7 +38,7 @@ from sim.twin.gateway import TwinGateway, TwinTicket
 from sim.twin.record import HOUR_S, Moment, Outcome, Record, Span
 from sim.twin.request_log import RequestLog
 from sim.twin.scenario import EARTH, Scenario
-from sim.workload.model_names import ModelNames
+from sim.workload.survey import ModelNames
 
 # Period of the reports of gateways and replicas, and the opening of a trace that sizes the first fleet.
 REPORT_PERIOD_S = 1.0

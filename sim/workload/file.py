@@ -13,8 +13,8 @@ from policy.config.control import Section
 from policy.config.convert import convert
 from policy.errors import ConfigError
 from sim.arrival import Arrival
+from sim.workload.generators.distributions import Lengths
 from sim.workload.generators.generate import GeneratedWorkload, check_workload, generate
-from sim.workload.generators.lengths import Lengths
 from sim.workload.traces.open import open_trace
 from sim.workload.transforms import mix, scale_rate, slice_trace
 from store.yaml_file import read_yaml
@@ -26,9 +26,9 @@ _Factor = Annotated[float, Meta(gt=0, le=1000)]
 
 
 class TraceSource(Section, frozen=True):
-    """The trace at ``path``, from ``from_s`` to before ``to_s`` of its seconds; of ``only_model``, if given.
+    """The trace at ``path`` from ``from_s`` to before ``to_s`` seconds, of ``only_model`` if given.
 
-    It then comes ``rate`` times as fast, with so many times its tokens.
+    It is replayed ``rate`` times as fast, with scaled token counts.
     """
 
     path: str
@@ -41,7 +41,7 @@ class TraceSource(Section, frozen=True):
 
 
 class Source(Section, frozen=True):
-    """A trace, or what generates requests; ``model`` and ``tenant`` are whom they are for and from."""
+    """A trace or a generator; ``model`` and ``tenant`` replace those of its requests."""
 
     trace: TraceSource | None = None
     generate: GeneratedWorkload | None = None
@@ -50,7 +50,7 @@ class Source(Section, frozen=True):
 
 
 class Spec(Section, frozen=True):
-    """The document: sources that are mixed by their instants, for ``duration_s``."""
+    """The document: sources merged by arrival time, for ``duration_s``."""
 
     mix: tuple[Source, ...]
     duration_s: _Duration | None = None
@@ -58,18 +58,18 @@ class Spec(Section, frozen=True):
 
 @dataclass(frozen=True)
 class Workload:
-    """A workload whose paths are taken from ``folder``."""
+    """A workload; paths are relative to ``folder``."""
 
     spec: Spec
     folder: Path
 
     @property
     def duration_s(self) -> float | None:
-        """How long it is, in seconds; ``None`` for until the last request of its traces."""
+        """Its duration in seconds; ``None``: until the last request of its traces."""
         return self.spec.duration_s
 
     def arrivals(self, seed: int) -> Iterator[Arrival]:
-        """The requests in order: the same for the same ``seed``.
+        """The requests in order, the same for the same ``seed``.
 
         Raises :class:`policy.errors.TraceError` for a bad trace.
         """
@@ -101,10 +101,10 @@ class Workload:
 
 
 def parse_workload(document: object, folder: Path) -> Workload:
-    """Check a whole document; its paths will be taken from ``folder``.
+    """Validate a document; paths are relative to ``folder``.
 
-    Raises :class:`policy.errors.ConfigError` for unknown keys, wrong types, values out of range, and what
-    contradicts itself.
+    Raises :class:`policy.errors.ConfigError` for unknown keys, wrong types, values out of range, and
+    contradictions.
     """
     spec = convert(document, Spec, "")
     if not spec.mix:
@@ -124,9 +124,9 @@ def parse_workload(document: object, folder: Path) -> Workload:
 
 
 def read_workload(path: Path) -> Workload:
-    """The workload in the YAML file at ``path``, from whose folder its paths are taken.
+    """The workload in the YAML file at ``path``; paths are relative to its folder.
 
-    Raises :class:`policy.errors.ConfigError` with the file and the key, also for a trace that is not there.
+    Raises :class:`policy.errors.ConfigError` with the file and the key, also for a missing trace.
     """
     raw = read_yaml(path, "mix")
     try:
@@ -138,9 +138,9 @@ def read_workload(path: Path) -> Workload:
 
 
 def arrivals_of(path: Path, seed: int, rate: float = 1.0) -> Iterator[Arrival]:
-    """The requests of the trace or of the workload (``.yaml``, ``.yml``) at ``path``, ``rate`` times as fast.
+    """The requests of the trace or workload (``.yaml``, ``.yml``) at ``path``, ``rate`` times as fast.
 
-    ``seed`` is for generators: a trace has none. Raises :class:`policy.errors.ConfigError` and
+    ``seed`` is for generators. Raises :class:`policy.errors.ConfigError` and
     :class:`policy.errors.TraceError`.
     """
     workload = path.suffix.lower() in (".yaml", ".yml")

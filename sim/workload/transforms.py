@@ -1,10 +1,8 @@
-"""Workloads out of others: a slice, another rate, other lengths, several at once; all of them streams.
+"""Transforms of traces, all of them streams: slice, scale, mix and resample.
 
-The same load, thicker or thinner, and again by another chance: for runs that are alike but for luck.
-
-To scale a trace by its clock (:func:`sim.workload.transforms.scale_rate`) makes its ramps steeper too, and
-whoever has to start in time is judged on another load. Here the time axis stays, and there are more requests
-or fewer."""
+Scaling the clock (:func:`scale_rate`) also makes ramps steeper. :func:`resample` keeps the time axis and
+changes the number of requests, so that start-up times matter as much as before.
+"""
 
 from __future__ import annotations
 
@@ -34,10 +32,9 @@ def slice_trace(trace: Trace, from_s: float, to_s: float | None = None) -> Itera
 def scale_rate(
     trace: Trace, *, rate: float = 1.0, input_scale: float = 1.0, output_scale: float = 1.0
 ) -> Iterator[Arrival]:
-    """The same requests ``rate`` times as fast, with so many times the tokens, of at least one each.
+    """The same requests ``rate`` times as fast, with scaled tokens, at least one each.
 
-    Blocks are thinned out or multiplied with the input, so that two prompts share the same part of it as
-    before, to within a block.
+    Blocks scale with the input, so that two prompts share the same fraction as before, to within a block.
     """
     for arrival in trace:
         tokens = max(1, round(arrival.input_tokens * input_scale))
@@ -50,7 +47,7 @@ def scale_rate(
 
 
 def mix(traces: Iterable[Trace]) -> Iterator[Arrival]:
-    """All of them in the order of their instants, and where these are the same in the order of ``traces``.
+    """All of them merged by instant; ties keep the order of ``traces``.
 
     Sessions and blocks of different traces stay different.
     """
@@ -60,7 +57,7 @@ def mix(traces: Iterable[Trace]) -> Iterator[Arrival]:
 
 
 def _apart(trace: Trace, number: int, of: int) -> Iterator[Arrival]:
-    """``trace`` with sessions and blocks that no other ``number`` below ``of`` has."""
+    """``trace`` with sessions and blocks that are disjoint for each ``number`` below ``of``."""
     for arrival in trace:
         yield arrival._replace(
             session=(arrival.session * of + number) & _MASK if arrival.session else 0,
@@ -69,10 +66,10 @@ def _apart(trace: Trace, number: int, of: int) -> Iterator[Arrival]:
 
 
 def _stretched(blocks: tuple[int, ...], scale: float, input_tokens: int) -> tuple[int, ...]:
-    """Hashes of the blocks of a prompt that is ``scale`` times as long: ``input_tokens`` now.
+    """The block hashes of a prompt that is ``scale`` times as long: ``input_tokens`` now.
 
-    The new block i ends where ``(i + 1) / scale`` old ones do: it is the same in two prompts where the old
-    block that reaches there is.
+    New block i ends where ``(i + 1) / scale`` old ones do; two prompts share it where they share the old
+    block that reaches there.
     """
     count = min(round(len(blocks) * scale), -(-input_tokens // BLOCK_TOKENS))
     made: list[int] = []
@@ -86,12 +83,12 @@ def _stretched(blocks: tuple[int, ...], scale: float, input_tokens: int) -> tupl
 
 
 def resample(trace: Trace, factor: float, seed: int, window_s: float = 10.0) -> Iterator[Arrival]:
-    """``factor`` times as many requests as in ``trace`` at any time, moved about within ``window_s`` seconds.
+    """``factor`` times the requests of ``trace`` at any time, shifted randomly within ``window_s`` seconds.
 
-    Each request comes as often as ``factor`` says, by chance where that is no whole number, up to half of
-    ``window_s`` sooner or later, and not before 0. The first of them is itself. Each further one has the
-    lengths and blocks of one that came within ``window_s`` before it, and belongs to no conversation. Memory
-    holds what is within the window. Raises :class:`ValueError` for a factor or window that is not above 0.
+    Each request is repeated ``factor`` times (randomly rounded), up to half of ``window_s`` earlier or later,
+    not before 0. The first copy is the request itself; each further one has the lengths and blocks of a
+    request within ``window_s`` before it, and no conversation. Memory holds one window. Raises
+    :class:`ValueError` for a factor or window that is not above 0.
     """
     if factor <= 0 or window_s <= 0:
         raise ValueError(f"factor {factor:g} within {window_s:g} s: expected both above 0")

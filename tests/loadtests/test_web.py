@@ -7,7 +7,7 @@ from typing import Any
 
 from flask import Flask
 
-from loadtests import report, web_page
+from loadtests import report
 from loadtests.slo import Ledger, Objective, Outcome
 
 
@@ -19,7 +19,7 @@ def test_the_page_has_a_tab_with_the_rows() -> None:
     ledger.begin(0.0)
     ledger.end(Outcome("chat, whole", e2e_s=1.0, tokens=30), Objective(ttft_s=1.0, itl_s=0.05), 2.0)
     page: Any = SimpleNamespace(app=app, template_args={"kept": 1})
-    web_page.extend(page, ledger)
+    report.add_web_tab(page, ledger)
     (table,) = page.template_args["extended_tables"]
     assert page.template_args["kept"] == 1
     assert [column["key"] for column in table["structure"]] == list(report.COLUMNS)

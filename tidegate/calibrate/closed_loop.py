@@ -12,8 +12,7 @@ import numpy as np
 
 from policy.errors import PreconditionFailed
 from sim.arrival import Arrival
-from sim.calibration.closed_loop import Latency
-from sim.calibration.load_points import Point
+from sim.calibration.load_points import Latency, Point
 from tidegate.replay.endpoint import RequestFormat
 from tidegate.replay.http_client import Pool
 from tidegate.replay.prompts import Prompts

@@ -12,11 +12,11 @@ import msgspec
 from loadtests.bench.client import Load, paced
 from loadtests.bench.figures import Figure
 from loadtests.bench.plan import Plan, log
+from loadtests.bench.processes import Mock
 from loadtests.bench.replica import Setting
 from loadtests.bench.systems import System, running
 from loadtests.bench.upstream import Order
 from loadtests.bench.upstream_answers import stream_body
-from loadtests.bench.upstream_process import Mock
 from loadtests.bench.workload import Prefixed, draws
 from policy.stats.quantiles import nearest_rank
 

@@ -12,10 +12,10 @@ from loadtests.bench.client import Load, Result, paced
 from loadtests.bench.figures import Figure
 from loadtests.bench.parts.cost import check
 from loadtests.bench.plan import Plan, log
+from loadtests.bench.processes import Mock
 from loadtests.bench.replica import Setting
 from loadtests.bench.systems import Running, System, running
 from loadtests.bench.upstream_answers import stream_body
-from loadtests.bench.upstream_process import Mock
 from loadtests.bench.workload import Sized
 from policy.stats.quantiles import nearest_rank
 

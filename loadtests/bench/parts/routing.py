@@ -13,10 +13,10 @@ from loadtests.bench.client import Load, Result
 from loadtests.bench.figures import Figure
 from loadtests.bench.parts.cost import check
 from loadtests.bench.plan import Plan, log
+from loadtests.bench.processes import Mock
 from loadtests.bench.replica import CHARS_PER_TOKEN, Counts, Setting
 from loadtests.bench.systems import System, running
 from loadtests.bench.upstream_answers import adapter_name, stream_body
-from loadtests.bench.upstream_process import Mock
 from loadtests.bench.workload import Adapted, Prefixed, draws, even
 from policy.stats.quantiles import nearest_rank
 

@@ -1,4 +1,4 @@
-"""All heats of a contest, on as many processes as there are."""
+"""All trials of the benchmark, on several processes."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from multiprocessing import get_context
 from policy.config.control import Choice
 from sim.benchmarks.policies.run import PLAN, Trial, TrialResult, run_trial
 from sim.benchmarks.policies.setup import Setup
-from sim.benchmarks.policies.sizing import ReplicaSize
-from sim.results.sweeps import SHIPPED, ladder
+from sim.benchmarks.policies.sizing import SHIPPED, ReplicaSize, ladder
 
-# The plan is made for replicas that take so much of what one attains by itself, and the cheapest one that
-# keeps the promise counts: bins hide bursts, and replicas that are not full help out.
+# Capacity factors of the plan, of which the cheapest that meets the SLO counts: bins hide bursts, and
+# replicas in a pool help each other out.
 PLANNED = (0.84, 0.88, 0.92, 0.96, 1.0, 1.04, 1.08, 1.12)
 
 
@@ -27,7 +26,7 @@ def trials(
     seeds: Sequence[int],
     each: int = 1,
 ) -> list[Trial]:
-    """The plan and each policy of ``names`` at every ``each``-th of its settings, for each lead and seed."""
+    """The plan and each policy of ``names`` at every ``each``-th setting, for each start-up time and seed."""
     found = []
     for lead_s in leads_s:
         for seed in seeds:
@@ -41,7 +40,7 @@ def trials(
 
 
 def parameter_steps(name: str, size: ReplicaSize, each: int = 1) -> list[Choice]:
-    """Every ``each``-th setting of a policy, the shipped one of ``predictive`` among them."""
+    """Every ``each``-th setting of a policy, the default of ``predictive`` among them."""
     settings = ladder(name, size.full)
     return list(settings[SHIPPED % each :: each])
 
@@ -60,7 +59,7 @@ def run_all(
     processes: int | None = None,
     ended: Callable[[TrialResult], None] = lambda lap: None,
 ) -> list[TrialResult]:
-    """Run all of them; ``ended`` gets each as it ends. The order is that of ``field``."""
+    """Run all of them, in the order of ``field``; ``ended`` gets each result as it ends."""
     field = list(field)
     found: dict[int, TrialResult] = {}
     with ProcessPoolExecutor(processes or os.cpu_count(), mp_context=get_context("spawn")) as pool:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 WIDTH, HEIGHT, LEFT = 430, 330, 52
-# The fraction of misses is drawn by its square root, so that a thousandth and a tenth can both be read.
+# The fraction of misses is drawn by its square root, so that 0.1 % and 10 % are both readable.
 MISSES = (0.0, 0.001, 0.01, 0.05, 0.1, 0.2)
 MIN_RATIO, MAX_RATIO = 0.8, 2.0
 POLICIES = {

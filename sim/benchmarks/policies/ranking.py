@@ -1,30 +1,141 @@
-"""The ranking of policies: the GPU time of each at the SLO, beside the offline plan and the lower bound."""
+"""The ranking of policies: the GPU time of each at the SLO, compared with the offline plan and lower bound.
+
+Each policy runs at every step of a parameter sweep, which gives a Pareto front of attainment against
+GPU-hours. Fronts are compared at the same attainment. A mix of two settings over time attains any mean of
+them, so points are connected by straight lines.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from statistics import fmean
 from typing import NamedTuple
 
 import msgspec
 
 from sim.benchmarks.policies.run import PLAN, TrialResult, problem
-from sim.results.pareto import Point, averaged, front, hours_at, ratios
-from sim.results.regret import Regret, split
+from sim.oracle.clairvoyant import clairvoyant
+from sim.oracle.linear_program import lower_bound
+from sim.oracle.problem import Problem
 from sim.twin.record import HOUR_S
+
+
+class Point(NamedTuple):
+    """The attainment (0..1) and the GPU-hours of one ``setting`` of a policy."""
+
+    attainment: float
+    gpu_hours: float
+    setting: str = ""
+
+
+def front(points: Sequence[Point]) -> tuple[Point, ...]:
+    """The Pareto front, the cheapest point first."""
+    best: list[Point] = []
+    for point in sorted(points, key=lambda each: (each.gpu_hours, -each.attainment)):
+        if not best or point.attainment > best[-1].attainment:
+            best.append(point)
+    return tuple(best)
+
+
+def hours_at(points: Sequence[Point], attainment: float) -> float | None:
+    """The fewest GPU-hours for ``attainment``, on the lines between points; ``None`` if none attains it."""
+    enough = [point.gpu_hours for point in points if point.attainment >= attainment]
+    if not enough:
+        return None
+    least = min(enough)
+    # Lines between any two points: a front may be dented, and a mean of its outer ones then is cheaper.
+    ranked = sorted(points)
+    for i, low in enumerate(ranked):
+        for high in ranked[i + 1 :]:
+            if low.attainment < attainment < high.attainment:
+                part = (attainment - low.attainment) / (high.attainment - low.attainment)
+                least = min(least, low.gpu_hours + part * (high.gpu_hours - low.gpu_hours))
+    return least
+
+
+def averaged(by_seed: Mapping[int, Sequence[Point]]) -> tuple[Point, ...]:
+    """The mean of each setting over the seeds; raises :class:`ValueError` where a seed lacks a setting."""
+    settings = [[point.setting for point in points] for points in by_seed.values()]
+    for seed, found in zip(by_seed, settings, strict=True):
+        if found != settings[0]:
+            raise ValueError(f"seed {seed} was run at {found}, expected {settings[0]} as for the others")
+    return tuple(
+        Point(
+            fmean(point.attainment for point in same),
+            fmean(point.gpu_hours for point in same),
+            same[0].setting,
+        )
+        for same in zip(*by_seed.values(), strict=True)
+    )
+
+
+def ratios(
+    ours: Mapping[int, Sequence[Point]], theirs: Mapping[int, Sequence[Point]], at: float = 0.99
+) -> dict[int, float | None]:
+    """Our GPU-hours over theirs by seed, at the attainment ``at``; ``None`` where one never attains it.
+
+    Both must have the same seeds, so that they saw the same arrivals; raises :class:`ValueError` otherwise.
+    """
+    if ours.keys() != theirs.keys():
+        raise ValueError(f"seeds {sorted(ours)} and {sorted(theirs)}: expected the same, to compare in pairs")
+    found: dict[int, float | None] = {}
+    for seed in ours:
+        own, other = hours_at(ours[seed], at), hours_at(theirs[seed], at)
+        found[seed] = None if own is None or other is None else own / other
+    return found
+
+
+class Regret(msgspec.Struct, frozen=True, kw_only=True):
+    """The GPU time of a policy beyond the lower bound, in replica-seconds, by its cause.
+
+    integrality   the plan of whole replicas without start-up time, less the bound without it
+    lead          the plan with start-up time, less the plan without
+    forecast      the policy's run, less the plan with start-up time
+
+    They sum to the policy's seconds less ``fluid_s``, the bound without start-up time. ``forecast`` is what a
+    better policy could save, safety rules and ticks included; it may be negative for a run that attains less
+    than the plan. ``lower_s`` and ``achievable_s`` are the bound and the plan with start-up time.
+    """
+
+    forecast_s: float
+    lead_s: float
+    integrality_s: float
+    fluid_s: float
+    lower_s: float
+    achievable_s: float
+
+
+def split(policy_s: float, problem: Problem) -> Regret:
+    """The regret of a run that took ``policy_s`` replica-seconds, starts and drains included.
+
+    Raises :class:`policy.errors.TargetError` where no plan can serve enough.
+    """
+    at_once = replace(problem, lead_s=0.0)
+    fluid_s, lower_s = lower_bound(at_once).replica_s, lower_bound(problem).replica_s
+    at_once_s, achievable_s = clairvoyant(at_once).replica_s, clairvoyant(problem).replica_s
+    return Regret(
+        forecast_s=policy_s - achievable_s,
+        lead_s=achievable_s - at_once_s,
+        integrality_s=at_once_s - fluid_s,
+        fluid_s=fluid_s,
+        lower_s=lower_s,
+        achievable_s=achievable_s,
+    )
+
 
 OURS = "predictive"
 
 
 class Ranking(msgspec.Struct, frozen=True, kw_only=True):
-    """One policy at one lead, over all seeds.
+    """One policy at one start-up time, over all seeds.
 
-    ``gpu_hours`` are what it takes for the attainment that is promised, between its settings; ``None`` where
-    none of them attains it. ``oracle_ratio`` is that over what the plan takes in the twin, with the least and
-    the most of any seed, and ``lower_ratio`` over the bound. ``dominated`` says that predictive takes less.
-    The rest is of the cheapest ``setting`` that attains, or of the one that attains most; ``regret`` in
-    seconds of replicas. ``front`` are the settings that no other one of the policy beats.
+    ``gpu_hours`` are those at the SLO's attainment, interpolated between settings; ``None`` where no setting
+    attains it. ``oracle_ratio`` is that over the plan's run in the simulator, with its minimum and maximum
+    over the seeds; ``lower_ratio`` is over the lower bound. ``dominated`` says that predictive takes less.
+    The rest is of the cheapest ``setting`` that attains the SLO, or of the one that attains most. ``front``
+    is the Pareto front.
     """
 
     lead_s: float
@@ -48,10 +159,9 @@ class Ranking(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OracleCosts(msgspec.Struct, frozen=True, kw_only=True):
-    """At one lead, on average over the seeds: the bound, the plan on paper, and what its run took.
+    """At one start-up time, means over the seeds: the bound, the plan on paper, and the plan's run.
 
-    ``mu`` requests per second of a replica is what the plan was made with, ``replicas`` how many it has on
-    average.
+    ``mu`` is the capacity per replica that the plan assumes, ``replicas`` its mean replica count.
     """
 
     lead_s: float
@@ -64,7 +174,7 @@ class OracleCosts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankingTable(NamedTuple):
-    """All leads of a contest."""
+    """The rankings at all start-up times."""
 
     oracles: tuple[OracleCosts, ...]
     standings: tuple[Ranking, ...]
@@ -153,7 +263,7 @@ def _standing(
 
 
 def _regret(mine: Sequence[TrialResult], hours: float, oracle: OracleCosts) -> Regret:
-    """On average over the seeds; what the plan's run takes above the plan on paper is in ``forecast``."""
+    """The mean over the seeds; ``forecast`` includes what the plan's run takes above the plan on paper."""
     parts = []
     for heat in {lap.heat.seed: lap.heat for lap in mine}.values():
         ground = heat.ground

@@ -1,4 +1,4 @@
-"""One run of a contest: one policy at one setting, or the plan that knows the future."""
+"""One run of the benchmark: one policy at one setting, or the offline plan."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ from sim.twin.run import simulate
 PLAN = "clairvoyant"
 # Requests of the Azure trace are answered in about as long.
 BIN_S = 10.0
-# Safety is there for those who may be wrong.
+# The plan runs without the safety limits.
 UNHELD = {"hold_s": 0.1, "max_step_up": 100, "max_step_down": 1.0}
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """``choice`` on ``factor`` times the load drawn with ``seed``; with a ``mu`` it is the plan made with it.
+    """``choice`` on ``factor`` times the load drawn with ``seed``; with a ``mu`` the offline plan made with
+    it.
 
-    ``setting`` names it among those of one policy.
+    ``setting`` is unique within one policy.
     """
 
     ground: Setup
@@ -44,7 +45,7 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class TrialResult:
-    """What came of a heat. Of the plan also what it is on paper, and the bound below it, in GPU-hours."""
+    """The result of a trial; for the plan also its GPU-hours on paper and the lower bound."""
 
     heat: Trial
     score: Score
@@ -53,7 +54,7 @@ class TrialResult:
 
 
 def run_trial(heat: Trial) -> TrialResult:
-    """Run it; the same heat gives the same lap."""
+    """Run ``heat``; the same trial gives the same result."""
     ground = heat.ground
     arrivals = ground.arrivals(heat.factor, heat.seed)
     if not heat.mu:

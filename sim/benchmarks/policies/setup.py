@@ -1,4 +1,4 @@
-"""Where policies compete: one half of a trace, on replicas of a size at which it asks for about ten."""
+"""The setup of the benchmark: one half of a trace, and a model whose plan has about ten replicas."""
 
 from __future__ import annotations
 
@@ -17,15 +17,17 @@ from sim.workload.transforms import resample, slice_trace
 
 MODEL = "contest"
 MODE = "multi-replica"
-# No policy should be bounded by what there may be.
+# High enough never to limit a policy.
 MOST = 40
-# Runs begin with what the first minute needs and with empty engines; what comes of that is not judged.
+# The warm-up with empty engines, which is not judged.
 WARM_S = 300.0
 WARM_PART = 0.25
+# A trace with a higher mean of prompt tokens has long prompts.
+LONG_TOKENS = 4000
 
 
 class TraceHalf(StrEnum):
-    """Of a trace: policies are tuned on one and judged on the other."""
+    """Policies are tuned on one half of a trace and judged on the other."""
 
     TUNE = "tune"
     JUDGE = "judge"
@@ -33,10 +35,9 @@ class TraceHalf(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """The ``half`` of ``trace``, which lasts ``lasts_s`` in all, served by replicas of one GPU each.
+    """The ``half`` of ``trace``, which lasts ``lasts_s`` in all, served by single-GPU replicas.
 
-    ``profile`` is their engine, which takes requests up to the ``longest`` of the trace, in tokens; the
-    objectives are in seconds.
+    ``profile`` is their engine, which takes requests up to ``longest`` tokens; the SLO is in seconds.
     """
 
     trace: Path
@@ -50,7 +51,7 @@ class Setup:
 
     @property
     def stretch(self) -> Stretch:
-        """Of a run what is judged: of the first half all but the beginning, the second as a whole."""
+        """The judged part of a run: all but the warm-up."""
         end = self.lasts_s / 2 + (self._warm_s if self.half is TraceHalf.JUDGE else 0.0)
         return Stretch(self._warm_s, end)
 
@@ -60,17 +61,13 @@ class Setup:
         return self.lasts_s / 2 - self._warm_s if self.half is TraceHalf.JUDGE else 0.0
 
     def arrivals(self, factor: float, seed: int) -> list[Arrival]:
-        """``factor`` times as many as in the trace, from the beginning of a run to the end of the half."""
+        """``factor`` times the requests of the trace, from the beginning of a run to the end of the half."""
         return _arrivals(self, factor, seed)
 
     def deployment(self, lead_s: float, scale: dict[str, Any] | None = None) -> Deployment:
-        """A document with that model alone, whose starts take ``lead_s``; ``scale`` replaces its defaults."""
+        """The deployment of the model, whose starts take ``lead_s``; ``scale`` replaces defaults."""
         control: dict[str, Any] = {
-            "slo": {
-                "ttft_p95_s": self.ttft_p95_s,
-                "itl_p95_s": self.itl_p95_s,
-                "attainment": self.attainment,
-            },
+            "slo": {key: getattr(self, key) for key in ("ttft_p95_s", "itl_p95_s", "attainment")},
             "assumed_start_s": lead_s,
         }
         if scale:
@@ -98,10 +95,10 @@ def _arrivals(ground: Setup, factor: float, seed: int) -> list[Arrival]:
 
 
 def setup_of(trace: Path, half: TraceHalf) -> Setup:
-    """The ground of a trace: an 8B model on an L4, or on an H100 where prompts are long.
+    """The setup for a trace: an 8B model on an L4, or on an H100 where prompts are long.
 
-    So a trace of a few requests per second asks for about ten replicas, and a run takes seconds. Prompts of
-    many thousands of tokens do not fit beside others into what an L4 has left for KV.
+    So a trace of a few requests per second needs about ten replicas, and a run takes seconds. The KV cache of
+    an L4 is too small for several prompts of many thousands of tokens.
     """
     last, longest, tokens, requests = 0.0, 0, 0, 0
     for arrival in open_trace(trace):
@@ -110,7 +107,3 @@ def setup_of(trace: Path, half: TraceHalf) -> Setup:
     if tokens > LONG_TOKENS * requests:
         return Setup(trace, half, last, longest, "h100-8b", ttft_p95_s=8.0, itl_p95_s=0.2)
     return Setup(trace, half, last, longest, "l4-8b", ttft_p95_s=2.0, itl_p95_s=0.2)
-
-
-# Prompts that are longer than this on average are long.
-LONG_TOKENS = 4000

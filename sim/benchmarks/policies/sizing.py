@@ -1,24 +1,102 @@
-"""Sizing of the benchmark: the capacity per replica, its metrics at that rate, and the load."""
+"""Sizing of the benchmark: the load, the capacity per replica, and the parameter sweep of each policy.
+
+Policies with engine-dependent units (concurrency, KV cache use) are swept around the values that a replica
+shows at its capacity (:mod:`sim.oracle.replica_capacity`). The sweep of ``predictive`` contains its defaults.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import msgspec
+import numpy as np
 
+from policy.config.control import Choice
 from policy.engine.profiles import profile
+from policy.scaling.policies.predictive import PredictiveParameters
 from policy.scaling.policies.static import Static, StaticParameters
+from policy.scaling.policies.token_saturation import TokenSaturationParameters
 from sim.benchmarks.policies.run import problem
 from sim.benchmarks.policies.setup import MODE, MODEL, MOST, Setup
 from sim.oracle.clairvoyant import clairvoyant
 from sim.oracle.replica_capacity import attained_rate
-from sim.results.sweeps import Full
 from sim.twin.record import Outcome
 from sim.twin.run import simulate
-from sim.workload.model_names import ModelNames
-from sim.workload.survey import survey
+from sim.workload.survey import ModelNames, survey
 
-# Of replicas, on average: integrality hides everything where a plan has few of them.
+# Targets as fractions of what a replica shows at its capacity.
+PARTS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.15)
+# The step of ``predictive`` with the default parameters.
+SHIPPED = 2
+# Thrifty settings also react later to a change of the rate, and extrapolate it for less time.
+_CAREFUL = {"quantile": 0.95, "margin": 1.12, "down": 0.95, "full": 0.85}
+_THRIFTY = {"quantile": 0.5, "margin": 1.0, "level_s": 120.0, "trend_s": 120.0, "lasts_s": 60.0}
+CAREFUL_TO_THRIFTY: tuple[dict[str, float], ...] = (
+    {**_CAREFUL, "quantile": 0.99, "margin": 1.25, "down": 0.85},
+    _CAREFUL,
+    {"full": PredictiveParameters().full},
+    {"full": 0.92},
+    {**_THRIFTY, "full": 0.92},
+    {**_THRIFTY, "full": 1.0},
+    {**_THRIFTY, "full": 1.0, "level_s": 240.0, "trend_s": 240.0, "lasts_s": 30.0},
+)
+
+
+class Full(msgspec.Struct, frozen=True, kw_only=True):
+    """One replica at its capacity: ``at_once`` requests running or waiting on average, ``kv_used`` (0..1) of
+    its KV cache in use. Static counts are swept from ``least`` to ``most``.
+    """
+
+    at_once: float
+    kv_used: float
+    least: int
+    most: int
+
+
+def ladder(name: str, full: Full) -> tuple[Choice, ...]:
+    """The settings of the built-in policy ``name``, from careful to thrifty; raises :class:`KeyError`."""
+    return LADDERS[name](full)
+
+
+def _static(full: Full) -> tuple[Choice, ...]:
+    counts = np.unique(np.linspace(full.least, full.most, len(PARTS)).round().astype(int))
+    return tuple({"static": {"replicas": int(count)}} for count in counts[::-1])
+
+
+def _target_tracking(full: Full) -> tuple[Choice, ...]:
+    return tuple(
+        {"target_tracking": {"metric": "concurrency", "target": part * full.at_once}} for part in PARTS
+    )
+
+
+def _panic_window(full: Full) -> tuple[Choice, ...]:
+    # Utilisation is at most 1, so the concurrency is swept.
+    return tuple({"panic_window": {"concurrency": part * full.at_once, "utilisation": 1.0}} for part in PARTS)
+
+
+def _token_saturation(full: Full) -> tuple[Choice, ...]:
+    usual = TokenSaturationParameters()
+    thresholds = {"scale_up": usual.scale_up, "scale_down": usual.scale_down}
+    # A threshold is at most 1, so a crowded cache has fewer steps.
+    taken = dict.fromkeys(min(1.0, part * full.kv_used / usual.scale_up) for part in PARTS)
+    return tuple({"token_saturation": {"kv": kv, **thresholds}} for kv in taken)
+
+
+def _predictive(full: Full) -> tuple[Choice, ...]:
+    return tuple({"predictive": rung} for rung in CAREFUL_TO_THRIFTY)
+
+
+LADDERS: Mapping[str, Callable[[Full], tuple[Choice, ...]]] = {
+    "static": _static,
+    "target_tracking": _target_tracking,
+    "panic_window": _panic_window,
+    "token_saturation": _token_saturation,
+    "predictive": _predictive,
+}
+
+
+# Mean replica count of the plan: with few replicas, rounding hides the differences.
 AIM = 10.0
 _PRECISION = 0.01
 # Factors of the replica count that static fleets are run with.
@@ -26,9 +104,9 @@ LEAST, MOST_OF = 0.8, 1.8
 
 
 class ReplicaSize(msgspec.Struct, frozen=True, kw_only=True):
-    """One replica attains what is promised at ``mu`` requests per second, and is ``full`` then.
+    """``mu`` is the capacity of a replica in requests per second, ``full`` its state then.
 
-    With ``factor`` times the load a plan that knows the future has :data:`AIM` replicas on average.
+    With ``factor`` times the load the offline plan has :data:`AIM` replicas on average.
     """
 
     mu: float
@@ -37,7 +115,7 @@ class ReplicaSize(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def size_of(ground: Setup, lead_s: float, seed: int = 0) -> ReplicaSize:
-    """The size for starts of ``lead_s``. Raises :class:`ValueError` where no rate attains."""
+    """The size at a start-up time of ``lead_s``. Raises :class:`ValueError` where no rate attains the SLO."""
     arrivals = ground.arrivals(1.0, seed)
     document = ground.deployment(lead_s)
     load = survey(arrivals, ModelNames([MODEL])).loads[MODEL]
@@ -59,7 +137,7 @@ def size_of(ground: Setup, lead_s: float, seed: int = 0) -> ReplicaSize:
 
 
 def _full(ground: Setup, lead_s: float, mu: float, factor: float, seed: int) -> Full:
-    """What replicas show that take what they attain, on average: of the same requests, as many as that."""
+    """The state of replicas at their capacity, on as many of the same requests."""
     arrivals = ground.arrivals(factor, seed)
     span_s = arrivals[-1].at - arrivals[0].at
     count = max(1, round(len(arrivals) / span_s / mu))

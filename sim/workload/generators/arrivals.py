@@ -1,4 +1,4 @@
-"""When requests come: a rate that changes over time, and how bursty they are around it."""
+"""Arrival times: a rate that changes over time, and the burstiness around it."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _Factor = Annotated[float, Meta(ge=0, le=1000)]
 
 
 class Diurnal(Section, frozen=True):
-    """A sine around the rate: ``swing`` of it more at ``peak_s``, each ``period_s`` again, less between.
+    """A sine around the rate with amplitude ``swing`` and period ``period_s``, highest at ``peak_s``.
 
-    Without more it is a day that peaks at noon.
+    The default is a day with its peak at noon.
     """
 
     period_s: Annotated[float, Meta(ge=60)] = 86_400.0
@@ -29,24 +29,24 @@ class Diurnal(Section, frozen=True):
     peak_s: _Instant = 43_200.0
 
     def scale(self, at: float) -> float:
-        """What the rate is multiplied with."""
+        """The factor of the rate at the instant ``at``."""
         return 1.0 + self.swing * math.cos(2.0 * math.pi * (at - self.peak_s) / self.period_s)
 
 
 class Ramp(Section, frozen=True):
-    """From the rate to ``factor`` times as much, on a line from ``from_s`` on that takes ``rise_s``."""
+    """A linear change from the rate to ``factor`` times the rate, from ``from_s`` on for ``rise_s``."""
 
     factor: _Factor
     rise_s: Seconds
     from_s: _Instant = 0.0
 
     def scale(self, at: float) -> float:
-        """What the rate is multiplied with."""
+        """The factor of the rate at the instant ``at``."""
         return 1.0 + (self.factor - 1.0) * _between((at - self.from_s) / self.rise_s)
 
 
 class Flash(Section, frozen=True):
-    """A flash crowd: ``factor`` times the rate for ``hold_s`` from ``at_s``; a rise before, a fall after."""
+    """A flash crowd: ``factor`` times the rate for ``hold_s`` from ``at_s``, with a rise and a fall."""
 
     at_s: _Instant
     factor: _Factor
@@ -55,7 +55,7 @@ class Flash(Section, frozen=True):
     fall_s: Annotated[float, Meta(ge=0)] = 0.0
 
     def scale(self, at: float) -> float:
-        """What the rate is multiplied with."""
+        """The factor of the rate at the instant ``at``."""
         late = at - self.at_s
         rising = 1.0 + late / self.rise_s if self.rise_s else float(late >= 0.0)
         falling = 1.0 - (late - self.hold_s) / self.fall_s if self.fall_s else float(late < self.hold_s)
@@ -63,10 +63,10 @@ class Flash(Section, frozen=True):
 
 
 class RateShape(Section, frozen=True):
-    """``rate`` arrivals a second, times the factors of what changes it.
+    """``rate`` arrivals per second, times the factors of its modulations.
 
-    ``cv`` is the coefficient of variation of the gaps between arrivals, at a rate that does not change: 1 is
-    a Poisson process, 0 a clock, above 1 they come in bursts (Gamma).
+    ``cv`` is the coefficient of variation of the gaps at a constant rate: 1 is a Poisson process, 0 a
+    constant gap, above 1 bursts (Gamma).
     """
 
     rate: Annotated[float, Meta(gt=0, le=1e6)]
@@ -76,7 +76,7 @@ class RateShape(Section, frozen=True):
     flashes: tuple[Flash, ...] = ()
 
     def at(self, at: float) -> float:
-        """Arrivals a second that are due ``at``."""
+        """The rate at the instant ``at``, per second."""
         factor = math.prod(flash.scale(at) for flash in self.flashes)
         if self.ramp is not None:
             factor *= self.ramp.scale(at)
@@ -84,11 +84,11 @@ class RateShape(Section, frozen=True):
 
 
 def arrival_times(pace: RateShape, rng: random.Random, until_s: float) -> Iterator[float]:
-    """Arrivals in order, from 0 to before ``until_s`` seconds.
+    """Arrival times in order, from 0 to before ``until_s`` seconds.
 
-    They are those of a process with a mean gap of 1 on a clock that runs at the rate of ``pace``: with
-    exponential gaps the inhomogeneous Poisson process, with others what bursts at any rate alike (the time
-    rescaling theorem, Brown et al. 2002).
+    A process with a mean gap of 1 runs on a clock at the rate of ``pace``: with exponential gaps this is the
+    inhomogeneous Poisson process, with others one that is equally bursty at any rate (the time rescaling
+    theorem, Brown et al. 2002).
     """
     gap = _gap(pace.cv, rng)
     for cell in range(math.ceil(until_s / CELL_S)):

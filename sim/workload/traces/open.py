@@ -1,4 +1,4 @@
-"""Open a trace of any format that is known here: its first line says which."""
+"""Opening a trace: its first line tells the format."""
 
 from __future__ import annotations
 
@@ -11,21 +11,30 @@ from typing import Any, NamedTuple
 from policy.errors import ConfigError
 from policy.wire.capture import CaptureHeader, CaptureLine
 from sim.arrival import Arrival
-from sim.workload.traces import azure, burstgpt, captured, mooncake, servegen
+from sim.workload.traces.formats import (
+    AZURE_COLUMNS,
+    BURSTGPT_COLUMNS,
+    SERVEGEN_COLUMNS,
+    MooncakeLine,
+    read_azure,
+    read_burstgpt,
+    read_capture,
+    read_mooncake,
+    read_servegen,
+)
 from sim.workload.traces.reader import Lines, Objects, Table, cells
 
 
 class OpenTrace(Iterator[Arrival]):
-    """The requests of a trace, read as they are asked for: memory does not grow with its length.
+    """The requests of a trace, streamed: memory does not grow with its length.
 
-    ``format`` is its name; ``taken`` counts the requests so far, and ``skipped`` those left out, which the
-    format says had failed.
+    ``taken`` counts the requests so far, ``skipped`` the failed ones that were left out.
     """
 
     def __init__(self, lines: Lines) -> None:
         self.taken = self.skipped = 0
         self._lines = lines
-        # Half a number is a number, too; half an object, or half of a word that nobody reads, is none.
+        # A truncated number is still valid; a truncated object is not.
         self._ends_in_number = False
         self.format, self._arrivals = self._detected(lines)
 
@@ -35,7 +44,7 @@ class OpenTrace(Iterator[Arrival]):
         return arrival
 
     def notes(self) -> list[str]:
-        """What a person should know of the part that was read."""
+        """Warnings about the part that was read."""
         notes = []
         name, number = self._lines.path.name, self._lines.number
         if self.skipped:
@@ -71,7 +80,7 @@ class OpenTrace(Iterator[Arrival]):
 
 
 def open_trace(path: Path) -> OpenTrace:
-    """The requests of the trace at ``path``, packed by gzip or not, from 0 s at its first one on.
+    """The requests of the trace at ``path``, plain or gzip; the first is at 0 s.
 
     Raises :class:`policy.errors.TraceError` with the line, at once for an unknown format and otherwise when
     that line is reached; :class:`policy.errors.ConfigError` for a file that cannot be read, or only once.
@@ -86,7 +95,7 @@ def open_trace(path: Path) -> OpenTrace:
 
 @contextmanager
 def opened() -> Iterator[list[OpenTrace]]:
-    """Yields the traces that are opened meanwhile, also by a workload, which nobody outside it sees."""
+    """Yields the list of traces opened in the ``with`` block, also by a workload."""
     traces: list[OpenTrace] = []
     token = _opened.set(traces)
     try:
@@ -96,7 +105,7 @@ def opened() -> Iterator[list[OpenTrace]]:
 
 
 def notes(traces: list[OpenTrace]) -> list[str]:
-    """What a person should know of them, each thing once."""
+    """The warnings about all of them, without repetition."""
     return list(dict.fromkeys(note for trace in traces for note in trace.notes()))
 
 
@@ -110,9 +119,9 @@ class _TableKind(NamedTuple):
 
 
 _TABLES = (
-    _TableKind("azure", azure.COLUMNS, lambda table, _: azure.read(table)),
-    _TableKind("burstgpt", burstgpt.COLUMNS, burstgpt.read),
-    _TableKind("servegen", servegen.COLUMNS, lambda table, _: servegen.read(table)),
+    _TableKind("azure", AZURE_COLUMNS, lambda table, _: read_azure(table)),
+    _TableKind("burstgpt", BURSTGPT_COLUMNS, read_burstgpt),
+    _TableKind("servegen", SERVEGEN_COLUMNS, lambda table, _: read_servegen(table)),
 )
 
 
@@ -120,9 +129,9 @@ def _of_objects(lines: Lines, first: str) -> tuple[str, Iterator[Arrival]]:
     keys: dict[str, Any] = Objects(lines, dict[str, Any]).decoded(first)
     if "tidegate" in keys:
         Objects(lines, CaptureHeader).decoded(first)
-        return "capture", captured.read(Objects(lines, CaptureLine))
-    if keys.keys() & set(mooncake.MooncakeLine.__struct_fields__):
-        return "mooncake", mooncake.read(Objects(lines, mooncake.MooncakeLine, first))
+        return "capture", read_capture(Objects(lines, CaptureLine))
+    if keys.keys() & set(MooncakeLine.__struct_fields__):
+        return "mooncake", read_mooncake(Objects(lines, MooncakeLine, first))
     known = (
         'a header {"tidegate": "capture", ...} or Mooncake\'s keys: timestamp, input_length, output_length'
     )

@@ -1,8 +1,4 @@
-"""The lines of a trace, one in memory at a time, and refusals that say which one it was.
-
-Rows of a CSV with a header, and the numbers in them.
-
-Lines of JSON that are objects of one kind."""
+"""Readers of trace files: lines, CSV rows and JSON objects, one in memory at a time, with errors by line."""
 
 from __future__ import annotations
 
@@ -21,22 +17,20 @@ import msgspec
 from policy.errors import ConfigError, TraceError
 from policy.wire.capture import BLOCK_TOKENS, MAX_TOKENS
 
-# A prompt of ten million tokens has some 20,000 blocks, whose hashes take half of this.
+# A prompt of ten million tokens has about 20,000 blocks, whose hashes take half of this.
 MAX_LINE_BYTES = 1 << 20
-
-# What a refusal shows of a line.
+# Characters of a line in an error message.
 _SHOWN = 80
-
-# How a gzip file begins, whatever it is called; no text does.
+# The magic bytes of gzip.
 _PACKED = b"\x1f\x8b"
 
 
 class Lines:
-    """The lines of the text at ``path``, unpacked where it is a gzip file, without their ends.
+    """The lines of the text file at ``path``, plain or gzip, without line ends.
 
-    ``number`` is that of the line read last, from 1; ``unended`` is whether it alone had no line end, as
-    where a file was cut off. Raises :class:`policy.errors.TraceError` for bytes that are no UTF-8, for a line
-    over :data:`MAX_LINE_BYTES`, for an empty line before another one, and for a packed file that is cut off;
+    ``number`` is that of the line read last, from 1; ``unended`` says that it has no line end although others
+    have, as in a truncated file. Raises :class:`policy.errors.TraceError` for invalid UTF-8, a line over
+    :data:`MAX_LINE_BYTES`, an empty line before another one, and a truncated gzip file;
     :class:`policy.errors.ConfigError` for a file that cannot be opened.
     """
 
@@ -58,7 +52,7 @@ class Lines:
         return next(self._lines)
 
     def refused(self, value: object, expected: str, line: int | None = None) -> TraceError:
-        """What to raise about ``value`` in the line read last, or in ``line``."""
+        """The error to raise about ``value`` in the line read last, or in ``line``."""
         shown = f"{value[:_SHOWN]}..." if isinstance(value, str) and len(value) > _SHOWN else value
         return TraceError(str(self.path), line or max(1, self.number), shown, expected)
 
@@ -77,7 +71,7 @@ class Lines:
                 if len(raw) > MAX_LINE_BYTES:
                     raise self.refused(f"over {MAX_LINE_BYTES} bytes", f"at most {MAX_LINE_BYTES} a line")
                 try:
-                    # Spreadsheets put a mark before the first character.
+                    # Spreadsheets write a byte order mark.
                     text = raw.decode("utf-8-sig" if self.number == 1 else "utf-8").rstrip("\r\n")
                 except UnicodeDecodeError as error:
                     raise self.refused(f"byte {error.start}", "UTF-8 text") from None
@@ -97,7 +91,7 @@ _NUMBER = re.compile(r"[+-]?\d+(\.\d*)?([eE][+-]?\d+)?", re.ASCII)
 
 
 def cells(line: str) -> list[str]:
-    """The cells of one line, without the space around them; one, where its quotes make no sense."""
+    """The stripped cells of one CSV line; a single cell where its quotes are invalid."""
     try:
         row = next(csv.reader([line])) if '"' in line else line.split(",")
     except csv.Error:
@@ -106,9 +100,9 @@ def cells(line: str) -> list[str]:
 
 
 class Table:
-    """The rows below ``header``, each as its cells; ``at`` says where a column stands.
+    """The rows below ``header`` as cells; ``at`` is the index of each column.
 
-    Raises :class:`policy.errors.TraceError` for a row with another number of cells, such as half a line.
+    Raises :class:`policy.errors.TraceError` for a row with another number of cells.
     """
 
     def __init__(self, lines: Lines, header: list[str]) -> None:
@@ -124,7 +118,7 @@ class Table:
             yield row
 
     def number(self, row: list[str], column: str) -> float:
-        """The finite number in ``column`` that is not negative."""
+        """The finite, non-negative number in ``column``."""
         text = row[self.at[column]]
         value = float(text) if _NUMBER.fullmatch(text) else math.nan
         if not 0.0 <= value < math.inf:
@@ -132,9 +126,9 @@ class Table:
         return value
 
     def tokens(self, row: list[str], column: str, least: int = 1) -> int:
-        """The whole number in ``column``, of at least ``least`` tokens."""
+        """The whole number in ``column``, at least ``least``."""
         text = row[self.at[column]]
-        # Whoever saves a column with gaps writes 12 as 12.0.
+        # pandas writes an integer column with gaps as floats: 12.0.
         value = float(text) if _NUMBER.fullmatch(text) else math.nan
         if not (least <= value <= MAX_TOKENS and value.is_integer()):
             raise self.lines.refused(text, f"a whole number, {least}..{MAX_TOKENS}, in {column}")
@@ -146,7 +140,7 @@ Instant = TypeVar("Instant", int, float)
 
 
 class Objects(Generic[T]):
-    """Each line as a ``kind``; raises :class:`policy.errors.TraceError` for one that is none."""
+    """Each line as a ``kind``; raises :class:`policy.errors.TraceError` for an invalid one."""
 
     def __init__(self, lines: Lines, kind: type[T], first: str | None = None) -> None:
         self.lines = lines
@@ -167,7 +161,7 @@ class Objects(Generic[T]):
             raise self.lines.refused(line, f"an object of this format: {error}") from None
 
     def blocks(self, hashes: tuple[int, ...], input_tokens: int) -> tuple[int, ...]:
-        """``hashes``, if ``input_tokens`` can have that many blocks; raises a trace error otherwise."""
+        """``hashes``; raises a trace error for more blocks than ``input_tokens`` can have."""
         if len(hashes) > (most := -(-input_tokens // BLOCK_TOKENS)):
             expected = f"at most {most}, one for each {BLOCK_TOKENS} of {input_tokens} tokens"
             raise self.lines.refused(f"{len(hashes)} hashes", expected)
@@ -175,10 +169,10 @@ class Objects(Generic[T]):
 
 
 class Elapsed(Generic[Instant]):
-    """Counts from the first instant, in a unit of which a second has ``per_s``.
+    """Seconds since the first instant; ``per_s`` units make a second.
 
-    Raises :class:`policy.errors.TraceError` for an instant before the last one. Whole units stay exact: two
-    instants that differ are never rounded past one another.
+    Raises :class:`policy.errors.TraceError` for a decreasing instant. Integer units stay exact: rounding
+    never reorders two instants.
     """
 
     def __init__(self, lines: Lines, per_s: int) -> None:

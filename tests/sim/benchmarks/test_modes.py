@@ -16,8 +16,7 @@ from policy.document.parse import parse
 from policy.errors import ConfigError
 from policy.scaling.policies.registry import choose, make
 from sim.arrival import Arrival
-from sim.benchmarks.modes import BY_LOAD, WINDOW_S, compare, fixed_mode
-from sim.benchmarks.modes_chart import curves
+from sim.benchmarks.modes import BY_LOAD, WINDOW_S, compare, curves, fixed_mode
 from sim.results.comparison import PolicyEntry
 from sim.twin.record import Record
 from sim.twin.run import simulate

@@ -5,9 +5,8 @@ from __future__ import annotations
 from policy.engine.model import EngineModel, Limits
 from policy.engine.scheduler import Request, Scheduler
 from policy.engine.step_samples import StepSample
-from sim.calibration.closed_loop import closed_loop
 from sim.calibration.fit import Observation
-from sim.calibration.load_points import Point
+from sim.calibration.load_points import Point, closed_loop
 
 
 def steps(model: EngineModel, limits: Limits, point: Point, seconds: float) -> list[StepSample]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from policy.engine.model import EngineModel, Limits
-from sim.calibration.closed_loop import closed_loop
-from sim.calibration.load_points import Point
+from sim.calibration.load_points import Point, closed_loop
 
 # A step takes a second, whatever is in it.
 CLOCK = EngineModel(o=1.0, w=0.0, c=0.0, g=0.0, r=0.0)

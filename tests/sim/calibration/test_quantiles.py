@@ -7,8 +7,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from sim.calibration.chart import curves
-from sim.calibration.quantiles import compare
+from sim.calibration.quantiles import compare, curves
 
 LIVE = {"ttft": [float(i) for i in range(101)], "itl": [math.nan, 0.02]}
 

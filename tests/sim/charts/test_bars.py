@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from xml.etree import ElementTree
 
-from sim.charts.bars import Panel, bars
+from sim.charts.figure import Panel, bars
 
 NAMES = ("a", "b & c")
 

@@ -12,9 +12,8 @@ import pytest
 from policy.config.control import SloConfig
 from sim.charts.page import page
 from sim.oracle.bounds import Bounds
-from sim.results.comparison import PolicyComparison, PolicyRun
+from sim.results.comparison import PolicyComparison, PolicyRun, summarise
 from sim.results.series import chart_data
-from sim.results.summary import summarise
 from sim.twin.record import Record
 from tests.sim.records import record, requests
 

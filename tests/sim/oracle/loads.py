@@ -7,7 +7,7 @@ from itertools import product
 import numpy as np
 from hypothesis import strategies as st
 
-from sim.oracle.integer_plan import dropped, replica_seconds
+from sim.oracle.clairvoyant import dropped, replica_seconds
 from sim.oracle.problem import Problem
 
 # In tenths of a full replica, of bins of 5 s.

@@ -13,8 +13,7 @@ from sim.oracle import replica_capacity
 from sim.oracle.replica_capacity import AGAIN, MOST_S, attained_rate
 from sim.twin import run as twin
 from sim.twin.record import Record
-from sim.workload.model_names import ModelNames
-from sim.workload.survey import survey
+from sim.workload.survey import ModelNames, survey
 
 GIANT = Arrival(0.0, 10_000_000, 20)
 

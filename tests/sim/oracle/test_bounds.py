@@ -17,8 +17,7 @@ from sim.oracle.bounds import bounds_of
 from sim.oracle.replica_capacity import attained_rate
 from sim.twin.run import simulate
 from sim.twin.scenario import EARTH
-from sim.workload.model_names import ModelNames
-from sim.workload.survey import survey
+from sim.workload.survey import ModelNames, survey
 
 # One in a second for the first four minutes, four in a second after.
 STEP_S, ENDS_S = 240, 480
@@ -104,7 +103,7 @@ def test_the_bound_of_a_short_trace_is_below_what_a_run_takes(requests: int, eac
 
 @pytest.mark.usefixtures("one_a_second")
 def test_too_few_replicas_are_refused() -> None:
-    with pytest.raises(TargetError, match="as many replicas as there may be"):
+    with pytest.raises(TargetError, match="even at the maximum replica count"):
         _bounds(deployment(most=2))
 
 

@@ -11,9 +11,7 @@ from policy.engine.capacity import Capability
 from policy.errors import TargetError
 from policy.scaling.view import Supply, View
 from policy.signals.types import Signals
-from sim.oracle.clairvoyant import Clairvoyant, clairvoyant
-from sim.oracle.dropped_demand import served_demand
-from sim.oracle.integer_plan import Plan, dropped, plan_layers
+from sim.oracle.clairvoyant import Clairvoyant, Plan, clairvoyant, dropped, plan_layers, served_demand
 from sim.oracle.linear_program import lower_bound
 from sim.oracle.problem import Problem
 from tests.sim.oracle.loads import ATTAINED, LEADS, LOADS, cheapest, problem

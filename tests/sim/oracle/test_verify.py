@@ -5,10 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from sim.oracle.clairvoyant import clairvoyant
-from sim.oracle.integer_plan import Plan
+from sim.oracle.clairvoyant import PRECISION, Plan, clairvoyant, verify
 from sim.oracle.problem import Problem
-from sim.oracle.verify import PRECISION, verify
 
 ASKED = Problem(
     demand=np.random.default_rng(2).poisson(100.0, 200).astype(np.float64), bin_s=5.0, mu=2.0, attainment=0.98

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sim.planning.demand import Demand
-from sim.planning.network import CHUNK_BYTES, EVENT_BYTES, PACKET_BYTES, STREAM_BYTES, network
+from sim.planning.demand import CHUNK_BYTES, EVENT_BYTES, PACKET_BYTES, STREAM_BYTES, Demand, network
 from tests.serve.sim_driver import client_of, engine_of, spec
 
 DEMAND = Demand(

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from sim.planning.purchase_schedule import WEEKS_PER_MONTH, Need, schedule
+from sim.planning.result import WEEKS_PER_MONTH, Need, schedule
 
 NEEDS = (Need(1.0, 6), Need(2.0, 12), Need(4.0, 24))
 

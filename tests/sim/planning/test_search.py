@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sim.planning.search import DEPTH, fewest
+from sim.planning.trial import DEPTH, fewest
 
 
 @given(least=st.integers(1, 300), guess=st.integers(-5, 500), most=st.integers(1, 300))

@@ -7,7 +7,7 @@ import json
 import msgspec
 import pytest
 
-from sim.results.summary import summarise
+from sim.results.comparison import summarise
 from sim.twin.record import Outcome, Record
 from tests.sim.records import NAN, decision, record, requests
 

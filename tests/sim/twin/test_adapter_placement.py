@@ -14,7 +14,7 @@ from policy.hashing import hash_name
 from policy.placement.types import Host
 from policy.scaling.policies.registry import choose, make
 from sim.arrival import Arrival
-from sim.benchmarks.adapters.benchmark import LOAD_S, PROFILE, traffic
+from sim.benchmarks.adapters.benchmark import LOAD_S, PROFILE, RunOutcome, arrivals, run_events, traffic
 from sim.benchmarks.adapters.contenders import (
     LeastLoaded,
     PlacementPolicy,
@@ -22,12 +22,10 @@ from sim.benchmarks.adapters.contenders import (
     ReplicaSetup,
     ServeMultiplex,
 )
-from sim.benchmarks.adapters.event_loop import RunOutcome, run_events
 from sim.twin.adapters import TwinPlacement, TwinSlots
 from sim.twin.record import Record
 from sim.twin.run import simulate
 from sim.twin.scenario import Scenario
-from sim.workload.generators.popularity import arrivals
 
 REPLICAS, SLOTS = 4, 8
 

@@ -14,7 +14,7 @@ from policy.errors import ConfigError, TraceError
 from policy.wire.capture import HEADER
 from sim.arrival import Arrival
 from sim.workload.file import arrivals_of, parse_workload, read_workload
-from sim.workload.traces.captured import captured
+from sim.workload.traces.formats import captured
 from sim.workload.traces.open import open_trace
 from sim.workload.transforms import slice_trace
 

@@ -15,10 +15,22 @@ from policy.errors import ConfigError
 from policy.wire.capture import BLOCK_TOKENS
 from sim.arrival import Arrival
 from sim.workload.generators.arrivals import Diurnal, Flash, Ramp, RateShape, arrival_times
-from sim.workload.generators.conversations import Conversations, ConversationState, check_conversations
-from sim.workload.generators.generate import GeneratedWorkload, generate
-from sim.workload.generators.lengths import Length, Lengths, check_length, sample_length
-from sim.workload.generators.popularity import Popularity, check_popularity, sample_adapter
+from sim.workload.generators.distributions import (
+    Length,
+    Lengths,
+    Popularity,
+    check_length,
+    check_popularity,
+    sample_adapter,
+    sample_length,
+)
+from sim.workload.generators.generate import (
+    Conversations,
+    ConversationState,
+    GeneratedWorkload,
+    check_conversations,
+    generate,
+)
 
 
 def rng(seed: int = 1) -> random.Random:

@@ -6,7 +6,7 @@ import pytest
 
 from policy.errors import ConfigError
 from sim.arrival import Arrival
-from sim.workload.model_names import ModelNames
+from sim.workload.survey import ModelNames
 
 
 def test_a_name_is_that_model_and_none_is_the_first() -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from sim.arrival import Arrival
-from sim.workload.model_names import ModelNames
-from sim.workload.survey import survey
+from sim.workload.survey import ModelNames, survey
 
 
 def test_requests_are_counted_by_model_and_second() -> None:

@@ -14,17 +14,15 @@ from policy.errors import ConfigError, TargetError
 from policy.scaling.policies import registry
 from sim.arrival import Arrival
 from sim.benchmarks.adapters.benchmark import NAMES as ROUTINGS
-from sim.benchmarks.adapters.benchmark import Comparison, Fleet, compare_seeds, traffic
-from sim.benchmarks.adapters.event_loop import RunOutcome
-from sim.benchmarks.modes import BY_LOAD, ModeBenchmark, compare
-from sim.benchmarks.modes_chart import curves
+from sim.benchmarks.adapters.benchmark import Comparison, Fleet, RunOutcome, compare_seeds, traffic
+from sim.benchmarks.modes import BY_LOAD, ModeBenchmark, compare, curves
 from sim.benchmarks.policies.all_runs import run_all, trials
 from sim.benchmarks.policies.chart import chart
 from sim.benchmarks.policies.ranking import Ranking, RankingTable, rank
 from sim.benchmarks.policies.run import Trial, TrialResult
 from sim.benchmarks.policies.setup import TraceHalf, setup_of
 from sim.benchmarks.policies.sizing import ReplicaSize, size_of
-from sim.charts.bars import Panel, bars
+from sim.charts.figure import Panel, bars
 from sim.charts.table import percent, seconds
 from sim.results.comparison import PolicyEntry
 from sim.results.series import clock

@@ -13,7 +13,7 @@ from rich.table import Table
 from policy.config.deployment import Deployment
 from policy.engine.model_file import ModelFile, encode, model_file
 from serve.controller.client import ControllerClient
-from sim.calibration.chart import curves
+from sim.calibration.quantiles import curves
 from store.state_dir import StateDir, write_atomic
 from tidegate import document as documents
 from tidegate.calibrate.calibration import CalibrationRun, served_shape

@@ -18,7 +18,7 @@ from sim.planning.result import PlanRequest
 from sim.planning.trial import Trials
 from sim.results.series import clock
 from sim.workload.file import arrivals_of
-from sim.workload.model_names import ModelNames
+from sim.workload.survey import ModelNames
 from sim.workload.traces.open import notes, opened
 from sim.workload.transforms import scale_rate, slice_trace
 from store.state_dir import StateDir

@@ -23,8 +23,7 @@ from sim.twin.record import Record
 from sim.twin.run import simulate as run
 from sim.twin.scenario import EARTH, scenario_of
 from sim.workload.file import arrivals_of
-from sim.workload.model_names import ModelNames
-from sim.workload.survey import survey
+from sim.workload.survey import ModelNames, survey
 from sim.workload.traces.open import notes, opened
 from sim.workload.transforms import slice_trace
 from store.state_dir import StateDir

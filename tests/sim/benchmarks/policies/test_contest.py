@@ -15,9 +15,8 @@ from sim.benchmarks.policies.chart import chart
 from sim.benchmarks.policies.ranking import rank
 from sim.benchmarks.policies.run import PLAN, Trial, TrialResult, run_trial
 from sim.benchmarks.policies.setup import MODEL, Setup, TraceHalf, setup_of
-from sim.benchmarks.policies.sizing import ReplicaSize, size_of
+from sim.benchmarks.policies.sizing import Full, ReplicaSize, size_of
 from sim.results.score import Score
-from sim.results.sweeps import Full
 
 SIZE = ReplicaSize(mu=0.5, factor=1.0, full=Full(at_once=9.0, kv_used=0.6, least=8, most=18))
 BEGAN = datetime(2023, 11, 16, 18, 15)

@@ -8,7 +8,7 @@ import pytest
 
 from policy.scaling.policies.predictive import PredictiveParameters
 from policy.scaling.policies.registry import NAMES, choose
-from sim.results.sweeps import LADDERS, Full, ladder
+from sim.benchmarks.policies.sizing import LADDERS, Full, ladder
 
 FULL = Full(at_once=20.0, kv_used=0.4, least=4, most=16)
 

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 
-from sim.workload.generators.popularity import Traffic, arrivals
+from sim.benchmarks.adapters.benchmark import Traffic, arrivals
 
 TRAFFIC = Traffic(
     adapters=50,

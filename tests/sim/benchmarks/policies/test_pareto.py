@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sim.results.pareto import Point, averaged, dominates, front, hours_at, ratios
+from sim.benchmarks.policies.ranking import Point, averaged, front, hours_at, ratios
 
 # Rounded, so that points tie.
 POINTS = st.lists(
@@ -62,17 +62,6 @@ def test_to_attain_more_never_takes_less(points: list[Point], one: float, other:
 @given(POINTS, st.floats(0, 1))
 def test_who_is_dominated_changes_nothing(points: list[Point], attainment: float) -> None:
     assert hours_at(points, attainment) == pytest.approx(hours_at(front(points), attainment), nan_ok=True)
-
-
-def test_who_takes_less_for_the_same_dominates() -> None:
-    dearer = [point._replace(gpu_hours=point.gpu_hours + 1.0) for point in LADDER]
-    assert dominates(LADDER, dearer)
-    assert not dominates(dearer, LADDER)
-    assert not dominates(LADDER, LADDER)
-    # Who never attains it is dominated by who does, however cheap.
-    assert dominates(dearer, LADDER[:2])
-    assert not dominates(LADDER[:2], dearer)
-    assert dominates(LADDER[:2], dearer, at=0.95)
 
 
 def test_settings_are_averaged_over_the_seeds() -> None:

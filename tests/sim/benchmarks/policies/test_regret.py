@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sim.results.regret import split
+from sim.benchmarks.policies.ranking import split
 from tests.sim.oracle.loads import ATTAINED, LEADS, LOADS, problem
 
 
