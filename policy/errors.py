@@ -1,4 +1,4 @@
-"""Every error that Tidegate raises on purpose.
+"""The errors of Tidegate.
 
 TidegateError
   ConfigError         an invalid value in a config: path, value, what was expected
@@ -13,8 +13,7 @@ TidegateError
   Unreachable         a process of Tidegate that does not answer
   PreconditionFailed  something on this machine is in the way: a port, memory, another Ray
 
-``Refusal`` is the closed vocabulary of why a request is not served; the gateway's edge alone
-maps it to HTTP.
+``Refusal`` is the closed set of reasons why a request is not served; only the gateway's edge maps it to HTTP.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class ConfigError(TidegateError):
 
 
 class TraceError(TidegateError):
-    """Line ``line`` (from 1) of the trace at ``path`` holds ``value``, where ``expected`` should stand."""
+    """Line ``line`` (from 1) of the trace at ``path`` has ``value`` in place of ``expected``."""
 
     def __init__(self, path: str, line: int, value: object, expected: str) -> None:
         self.path = path
@@ -48,11 +47,11 @@ class TraceError(TidegateError):
 
 
 class TargetError(TidegateError):
-    """The wanted count or mode is not one that the deployment allows."""
+    """The deployment does not allow the desired replica count or mode."""
 
 
 class SwitchRefused(TidegateError):
-    """The switch of mode would cut streams or starve the queue; the text says how."""
+    """The mode switch would interrupt streams or exceed queue timeouts; the message has the details."""
 
 
 class ModelUnavailable(TidegateError):

@@ -1,4 +1,4 @@
-"""The 64-bit keys of replicas, models, tenants and adapters, where their names would cost too much."""
+"""64-bit keys of replicas, models, tenants and adapters, and weighted rendezvous hashing."""
 
 from __future__ import annotations
 
@@ -6,16 +6,14 @@ import hashlib
 import math
 
 _MASK = 0xFFFF_FFFF_FFFF_FFFF
-
 _UNIT = 1.0 / 2.0**64
 
 
 def rendezvous(item: int, replica: int, weight: float = 1.0) -> float:
-    """How strongly ``replica`` claims ``item``, both 64-bit hashes: -w / ln h(item, replica).
+    """The score of ``replica`` for ``item``, both 64-bit hashes: -w / ln h(item, replica); the highest wins.
 
-    The largest claim wins. Every process computes alike, the shares follow the weights, and a
-    replica that comes or goes moves only what it wins or held (Thaler and Ravishankar, 1998, in
-    the weighted form of Schindelhauer and Schomaker, 2005).
+    Deterministic over processes; shares follow the weights, and a replica that joins or leaves moves only its
+    own items (Thaler and Ravishankar, 1998, weighted as by Schindelhauer and Schomaker, 2005).
     """
     mixed = (item ^ (replica * 0x9E3779B97F4A7C15)) & _MASK
     # The finaliser of splitmix64: neighbouring inputs give unrelated outputs.
@@ -26,5 +24,5 @@ def rendezvous(item: int, replica: int, weight: float = 1.0) -> float:
 
 
 def hash_name(name: str) -> int:
-    """The key of ``name``, alike in every process."""
+    """The key of ``name``, the same in every process."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest())

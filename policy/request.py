@@ -1,17 +1,17 @@
-"""The request as decisions see it: all that admission, batching and routing may use."""
+"""The request as admission, batching and routing see it."""
 
 from __future__ import annotations
 
 from policy.types import Priority
 
-# Tokens of an answer before any answer of the model was counted.
+# Assumed tokens of an answer before the first one was counted.
 ASSUMED_OUTPUT_TOKENS = 128.0
 # The weight of the latest answer in the mean: about the last hundred count.
 ANSWER_GAIN = 0.02
 
 
 class AnswerLength:
-    """The decaying mean of how many tokens the answers of a model have."""
+    """The decaying mean of tokens per answer of a model."""
 
     __slots__ = ("_count", "mean")
 
@@ -31,20 +31,17 @@ class AnswerLength:
 class Request:
     """One request on its way to a replica.
 
-    ``prompt_tokens`` and ``output_tokens`` are estimates until an engine has counted.
-    ``prefix`` are chained hashes of the prompt at growing depths, ``depths`` the prompt tokens (an
-    estimate too) that each of them covers; both are empty where there is nothing to share. Tenant and
-    adapter are part of the hashes, which are even. ``adapter_key`` is an odd hash of the adapter, 0
-    without one. ``session`` is a hash of the client's session header, 0 without one. ``size`` is what it
-    holds in memory while it waits, in bytes. ``arrived`` and ``deadline`` are seconds of one monotonic
-    clock.
+    ``prompt_tokens`` and ``output_tokens`` are estimates. ``prefix`` are chained hashes of the prompt at
+    growing depths (even numbers that include tenant and adapter), ``depths`` the estimated prompt tokens of
+    each; both are empty if there is nothing to share. ``adapter_key`` is an odd hash of the adapter, 0
+    without one; ``session`` a hash of the client's session header, 0 without one. ``size`` is its memory in
+    bytes. ``arrived`` and ``deadline`` are seconds of one monotonic clock.
 
-    ``ticket`` is its place in the order of arrival and stays with it when a replica sends it back.
-    ``avoid`` names replicas that already failed it: taken again only when there is no other. ``begun``
-    counts those that failed after they began it, alone or as a part of a shared call.
+    ``ticket`` is its place in the order of arrival, kept when a replica returns it. ``avoid`` names replicas
+    that failed it: they are used only if there is no other. ``begun`` counts failures after an attempt began.
     """
 
-    # What @dataclass would write, which runs as bytecode where the rest is machine code.
+    # Written out, because the methods of @dataclass are not compiled.
     __slots__ = (
         "adapter", "adapter_key", "arrived", "avoid", "begun", "deadline", "depths", "model",
         "output_tokens", "prefix", "priority", "prompt_tokens", "session", "size", "tenant", "ticket",
@@ -88,5 +85,5 @@ class Request:
 
     @property
     def tokens(self) -> int:
-        """The tokens that it is expected to cost an engine: prompt and output."""
+        """The expected tokens: prompt and output."""
         return self.prompt_tokens + self.output_tokens

@@ -1,7 +1,6 @@
-"""The vocabulary: what a replica, a fleet and a load are. Read this first.
+"""The vocabulary: replicas, models, fleets and their load.
 
-Durations are seconds and end in ``_s``; instants are Unix seconds and are called ``at``;
-fractions are 0..1.
+Durations are seconds and end in ``_s``; instants are Unix seconds named ``at``; fractions are 0..1.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import msgspec
 
 
 class EngineKind(StrEnum):
-    """What produces the tokens of a model."""
+    """The engine of a model."""
 
     VLLM = "vllm"
     SIM = "sim"
@@ -20,16 +19,16 @@ class EngineKind(StrEnum):
 
 
 class Runner(StrEnum):
-    """What a model does: write text, or turn text into vectors and scores."""
+    """The task of a model: text generation, or embeddings and scores."""
 
     GENERATE = "generate"
     POOLING = "pooling"
 
 
 class ReplicaPhase(StrEnum):
-    """The life of a replica; traffic goes to ``READY`` alone.
+    """The phase of a replica; only ``READY`` ones get traffic.
 
-    ``ASLEEP`` replicas left their GPUs to another of their shared GPU group; they are woken, not started.
+    ``ASLEEP`` replicas left their GPUs to another engine of their shared GPU group.
     """
 
     STARTING = "starting"
@@ -40,9 +39,9 @@ class ReplicaPhase(StrEnum):
 
 
 class Priority(StrEnum):
-    """Priorities of requests, the highest first; the tenant's key decides, never the request.
+    """Priorities of requests, the highest first; set by the tenant, never by the request.
 
-    ``SHEDDABLE`` is turned away first when there is too much, ``BATCH`` runs in what is left over.
+    ``SHEDDABLE`` requests are rejected first under overload, ``BATCH`` uses spare capacity.
     """
 
     CRITICAL = "critical"
@@ -52,13 +51,12 @@ class Priority(StrEnum):
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
-    """The load of a replica at ``at``, as it counted it itself.
+    """The load that a replica reports at ``at``.
 
-    ``in_flight`` counts requests inside the guard, ``bound`` is how many it admits;
-    ``running`` and ``waiting`` are the engine's own split of them, ``kv_used`` the fraction of
-    its KV cache in use. ``tokens`` counts scheduled tokens since the engine started.
-    ``pending_tokens`` are the prompt tokens, as the gateways announced them, of requests that have
-    not had their first byte: the prefill ahead of a request that arrives now.
+    ``in_flight`` requests are inside the guard, which admits ``bound``; ``running`` and ``waiting`` are the
+    engine's counts, ``kv_used`` the fraction of KV cache in use. ``tokens`` counts scheduled tokens since the
+    engine started. ``pending_tokens`` are the announced prompt tokens of requests without a first byte: the
+    prefill ahead of a new request.
     """
 
     at: float
@@ -72,11 +70,7 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StartPath(StrEnum):
-    """What a start had to do.
-
-    ``COLD`` is the first of these weights on a node: they are fetched, prepared or read from disk. ``CACHED``
-    is any later one, ``SLEEPING`` only wakes an engine that was put to sleep.
-    """
+    """How a replica starts: first load of the weights on a node, a later load, or a wake-up."""
 
     COLD = "cold"
     CACHED = "cached"
@@ -86,10 +80,9 @@ class StartPath(StrEnum):
 class Replica(msgspec.Struct, frozen=True, kw_only=True):
     """One engine with its own HTTP address.
 
-    ``url`` is empty until the engine listens. ``generation`` is the configuration of engine and
-    weights it was built from, ``incarnation`` counts restarts of its engine in place, ``failures``
-    the last ones of them in a row. ``start_s`` is how long the last start to ready took, by ``start_path``;
-    ``wake_s`` the last wake of one that sleeps.
+    ``url`` is empty until the engine listens. ``generation`` numbers the configuration it was built from,
+    ``incarnation`` counts restarts of its engine in place, ``failures`` consecutive failed ones. ``start_s``
+    is the duration of the last start, by ``start_path``, ``wake_s`` that of the last wake-up.
     """
 
     id: str
@@ -129,8 +122,8 @@ class Model(msgspec.Struct, frozen=True, kw_only=True):
 class Fleet(msgspec.Struct, frozen=True, kw_only=True):
     """An immutable snapshot of models and replicas.
 
-    ``epoch`` is the instant at which the controller that wrote it started, so a snapshot of a
-    restarted controller is newer than any of its predecessor; ``version`` orders within an epoch.
+    ``epoch`` is the start of the controller that wrote it, so snapshots of a restarted controller are newer;
+    ``version`` orders within an epoch.
     """
 
     epoch: float

@@ -14,8 +14,7 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from policy.gpu_errors import is_of_card
-from policy.wire.reports import PowerReport
+from policy.wire.reports import PowerReport, is_of_card
 
 log = logging.getLogger("tidegate.host")
 

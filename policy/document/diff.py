@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -13,6 +13,7 @@ from policy.config.generation import changed_shapes, engine_inputs, used_shapes
 from policy.config.gpu_sharing import gpu_group_of
 from policy.engine.model_file import describe
 
+_T = TypeVar("_T")
 _Named = Tenant | Upstream | AdapterSource
 
 
@@ -62,8 +63,7 @@ def _models(old: Deployment, new: Deployment) -> Iterator[Change]:
     after = {spec.name: spec for spec in new.models}
     # Without a deployed model no controller runs, so the first and the last one need a restart.
     cluster = old.needs_controller != new.needs_controller
-    for name in [*before, *(name for name in after if name not in before)]:
-        one, other = before.get(name), after.get(name)
+    for name, one, other in _pairs(before, after):
         if one is None or other is None:
             yield _whole_model(name, one, other, cluster)
             continue
@@ -81,8 +81,7 @@ def _named(section: str, old: Sequence[_Named], new: Sequence[_Named]) -> Iterat
     """Differences of a list of named entries, whose order does not matter; all are live."""
     before = {entry.name: _plain(entry) for entry in old}
     after = {entry.name: _plain(entry) for entry in new}
-    for name in [*before, *(name for name in after if name not in before)]:
-        one, other = before.get(name), after.get(name)
+    for name, one, other in _pairs(before, after):
         path = f"{section}[{name}]"
         if one is None or other is None:
             yield Change(path=path, before=one, after=other, effect=Effect.LIVE)
@@ -142,10 +141,15 @@ def _section_effect(path: str) -> tuple[Effect, str]:
 def _leaves(path: str, one: Any, other: Any) -> Iterator[tuple[str, Any, Any]]:
     """Differences of two plain values: mappings by key, everything else as a whole."""
     if isinstance(one, Mapping) and isinstance(other, Mapping):
-        for key in [*one, *(key for key in other if key not in one)]:
-            yield from _leaves(f"{path}.{key}", one.get(key), other.get(key))
+        for key, was, becomes in _pairs(one, other):
+            yield from _leaves(f"{path}.{key}", was, becomes)
     elif one != other:
         yield path, one, other
+
+
+def _pairs(one: Mapping[str, _T], other: Mapping[str, _T]) -> Iterator[tuple[str, _T | None, _T | None]]:
+    """Every key of either with both values, in the order of ``one`` and then of ``other``."""
+    return ((key, one.get(key), other.get(key)) for key in {**one, **other})
 
 
 def _plain(section: msgspec.Struct) -> Any:

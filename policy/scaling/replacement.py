@@ -12,9 +12,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from policy.gpu_errors import is_of_card
 from policy.stats.backoff import Backoff
-from policy.wire.reports import PowerReport
+from policy.wire.reports import PowerReport, is_of_card
 
 # NVML's reasons for slow clocks that are the hardware's own: slowdown, heat, power brake.
 HARDWARE = 0x08 | 0x40 | 0x80

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 
-from policy.gpu_errors import is_of_card
 from policy.signals.types import ReplicaSample
 from policy.types import Replica, ReplicaPhase
 from policy.wire.heartbeat import Heartbeat
-from policy.wire.reports import EngineReport, PowerReport
+from policy.wire.reports import EngineReport, PowerReport, is_of_card
 
 # Rates are means over so long, of marks that are at least so far apart.
 RATE_S = 6.0

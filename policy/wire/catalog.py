@@ -1,8 +1,7 @@
 """The adapter catalog: names, their versions, and the tenants that may see them.
 
-A name is an alias: requests that arrive are given one of its versions by weight, the same one for the same
-client, and keep it when the alias changes. What engines call a version carries its digest, so
-that nothing which was cached for another is ever used for it.
+A name is an alias: a request gets one of its versions by weight, the same for the same client, and keeps it
+when the alias changes. Engines know a version by a name with its digest, so caches of versions never mix.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ DIGITS = 12
 class Version(msgspec.Struct, frozen=True, kw_only=True):
     """An immutable version of an adapter.
 
-    ``number`` counts the versions of its name from 1 (people write ``v1``), ``digest`` is the sha256 of its
-    content in hex, ``size`` the bytes of its files, ``source`` where it came from, ``at`` its admission.
+    ``number`` counts from 1 (displayed as ``v1``), ``digest`` is the SHA-256 of its content in hex, ``size``
+    in bytes, ``source`` its origin, ``at`` the instant of its admission.
     """
 
     number: int
@@ -53,10 +52,7 @@ class Alias(msgspec.Struct, frozen=True, kw_only=True):
         return next((version for version in self.versions if version.number == number), None)
 
     def pick(self, key: int) -> Version:
-        """The version for the client with the 64-bit ``key``: the shares follow the weights.
-
-        By weighted rendezvous, so that a change of weights moves no more clients than it must.
-        """
+        """The version for the client with the 64-bit ``key``, by weighted rendezvous hashing."""
         kept = [(self.version(number), weight) for number, weight in self.split if weight > 0]
         found = [(version, weight) for version, weight in kept if version is not None]
         if len(found) == 1:

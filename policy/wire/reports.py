@@ -82,3 +82,12 @@ class PowerReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     reasons: int = 0
     xid: int = 0
     card: str = ""
+
+
+# XIDs that are errors of the program and not of the card (from NVIDIA's device plugin for Kubernetes).
+PROGRAM_XIDS = frozenset({13, 31, 43, 45, 68, 109})
+
+
+def is_of_card(xid: int) -> bool:
+    """Whether an XID says that the card itself failed."""
+    return xid > 0 and xid not in PROGRAM_XIDS
