@@ -72,7 +72,6 @@ MODULES = {
         "queue/admission",
         "queue/model_pool",
         "queue/model_queue",
-        "queue/rejections",
         "routing/loaded_adapters",
         "routing/replica",
         "routing/router",

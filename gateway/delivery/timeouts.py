@@ -35,11 +35,9 @@ class WatchedAttempt(Protocol):
 
     def stirred(self) -> bool:
         """Whether any byte came since the last call."""
-        ...
 
     def expire(self, waited_s: float) -> None:
         """The replica was silent for too long."""
-        ...
 
 
 class IdleTimeouts:

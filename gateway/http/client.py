@@ -31,19 +31,15 @@ class Sink(Protocol):
 
     def on_head(self, status: int, headers: dict[bytes, bytes]) -> None:
         """The head; header names are lower case, the last one of repeated headers is used."""
-        ...
 
     def on_data(self, data: bytes, *, complete: bool) -> None:
         """Body bytes of one read, joined; the last call has ``complete``."""
-        ...
 
     def on_chunk(self, data: bytes, framed: bytes) -> None:
         """:meth:`on_data` for a read that is exactly one chunk; ``framed`` is the raw chunk."""
-        ...
 
     def on_lost(self, *, begun: bool) -> None:
         """The connection broke; ``begun`` is whether any byte of a response had arrived."""
-        ...
 
 
 class ClientConnection:

@@ -57,23 +57,18 @@ class _ResponseWriter(Protocol):
     @property
     def leaving(self) -> bool:
         """Whether this is the last response on the connection."""
-        ...
 
     def write(self, data: bytes) -> None:
         """Write bytes to the client's connection, if it is open."""
-        ...
 
     def general_header(self) -> bytes:
         """The header lines of every response."""
-        ...
 
     def answered(self, exchange: Exchange) -> None:
         """The last byte of the response was written."""
-        ...
 
     def abort(self) -> None:
         """Close immediately, so that an aborted response does not look complete."""
-        ...
 
 
 class Exchange:

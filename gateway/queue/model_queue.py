@@ -8,13 +8,13 @@ from collections.abc import Callable, Set
 
 from gateway.protocol.errors import Refused
 from gateway.queue.model_pool import ModelPool, SharedPeers
-from gateway.queue.rejections import refused_by
 from gateway.routing.fleet import ServedModel
 from gateway.routing.replica import ReplicaHandle, UnseenPrefill
 from gateway.telemetry.metrics import QueueCounters
 from policy.admission import dispatcher as dispatching
 from policy.admission.dispatcher import Dispatcher
 from policy.admission.retry import AttemptOutcome, Cause, Rejection
+from policy.errors import Refusal
 from policy.request import Request
 from policy.routing.outlier_ejection import ReplicaHealth
 
@@ -22,6 +22,9 @@ from policy.routing.outlier_ejection import ReplicaHealth
 REST_S = 0.004
 # The timer's clock has a coarser tick than a deadline, and may fire a hair early.
 TIMER_TICK_S = 0.002
+# By then a replica that failed to load an adapter may be asked for it again.
+ADAPTER_RETRY_S = 5
+_LOST = "Two replicas were lost while they held this request."
 _COUNTED_ON_ARRIVAL = frozenset({Cause.LATE, Cause.FULL, Cause.DEADLINE})
 
 
@@ -67,7 +70,7 @@ class Ticket(dispatching.Ticket[ReplicaHandle]):
         """The answer to its client, once it is rejected; ``upstream`` is that of the last replica."""
         assert self.rejection is not None
         queued = len(self.dispatcher.queue)
-        return refused_by(self.rejection, self.served, self.request.adapter, queued, upstream)
+        return _refused_by(self.rejection, self.served, self.request.adapter, queued, upstream)
 
     def is_abandoned(self) -> bool:
         return self._granted is None or self._granted.done()
@@ -187,3 +190,33 @@ class ModelQueue:
         self.dispatcher.offer(at)
         self._publish()
         self.arm()
+
+
+def _refused_by(
+    rejection: Rejection, served: ServedModel, adapter: str, queued: int, upstream: Refused | None = None
+) -> Refused:
+    """The answer to a rejected request. ``queued`` requests wait for the model; ``upstream`` is the answer
+    of the replica that was tried last, if it gave one."""
+    name, cause, retry_after_s = served.name, rejection.cause, rejection.retry_after_s
+    if upstream is not None and cause in (Cause.REJECTED, Cause.FAILED):
+        return upstream
+    if cause is Cause.ADAPTER:
+        reason = served.causes.get(adapter)
+        text = f"No replica of {name} could load the adapter '{adapter}'{f' ({reason})' if reason else ''}."
+        return Refused(rejection.refusal, text, param="model", status=503, retry_after_s=ADAPTER_RETRY_S)
+    if cause is Cause.LATE:
+        text = f"{queued} requests wait for {name}: this one would not be served before its deadline."
+    elif cause is Cause.FULL:
+        text = f"{queued} requests already wait for {name}."
+    elif cause is Cause.DISPLACED:
+        text = f"The queue for {name} is full, and this request made room for another."
+    elif cause is Cause.DEADLINE:
+        was = "had room" if rejection.refusal is Refusal.DEADLINE else "was ready"
+        text = f"No replica of {name} {was} before the request's deadline."
+    elif cause in (Cause.UNAVAILABLE, Cause.RETRIES_SPENT):
+        text = f"No replica of {name} serves at present."
+        if upstream is not None:
+            retry_after_s = upstream.retry_after_s
+    else:
+        text = _LOST
+    return Refused(rejection.refusal, text, retry_after_s=retry_after_s, final=cause is Cause.FAILED)

@@ -71,11 +71,9 @@ class SharedCounts(Protocol):
 
     def begin(self, key: int, tokens: int) -> None:
         """A request with ``tokens`` uncached prompt tokens goes to the replica with ``key``."""
-        ...
 
     def first_token(self, key: int, tokens: int) -> None:
         """The prefill of such a request is over: its first token came, or it ended without one."""
-        ...
 
     def end(self, key: int) -> None: ...
 
@@ -84,31 +82,24 @@ class SharedCounts(Protocol):
 
         The last may fall: a worker that starts anew begins at 0.
         """
-        ...
 
     def publish(self, model_key: int, replica_key: int, hashes: Sequence[int]) -> None:
         """Say that prompts with these prefixes were sent to a replica of a model."""
-        ...
 
     def news(self) -> list[News]:
         """What the others published since the last call: (model key, replica key, hashes)."""
-        ...
 
     def served(self, tenant_key: int, tokens: int) -> None:
         """A tenant was served so many virtual tokens; a correction may be negative."""
-        ...
 
     def served_by_others(self, tenant_key: int) -> int:
         """Virtual tokens that the others served a tenant since they started; it may fall."""
-        ...
 
     def beat(self) -> None:
         """Say that this worker lives, and look who else does; every :data:`BEAT_EVERY_S`."""
-        ...
 
     def close(self) -> None:
         """Leave: the others count nothing of this worker any more."""
-        ...
 
 
 class LocalCounts:

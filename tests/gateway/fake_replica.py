@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import socket
 import struct
@@ -201,6 +202,11 @@ class FakeReplica(_Server):
             "adapters": self.adapters,
         }
 
+    def _report(self) -> dict[str, Any]:
+        return {
+            "state": self.state, "load": self._load(), "adapters": self.adapters, "refused": self.refused
+        }  # fmt: skip
+
     def _load(self) -> dict[str, Any]:
         return {"at": 1.0, "in_flight": self.in_flight, "bound": self.bound}
 
@@ -208,17 +214,7 @@ class FakeReplica(_Server):
         if exchange.headers.get("x-tidegate-secret") != SECRET:
             await exchange.reply(b"{}", status=401)
         elif exchange.path == "/internal/load":
-            await exchange.head("application/x-ndjson")
-            while not exchange.gone.is_set():
-                self._changed.clear()
-                line = {
-                    "state": self.state,
-                    "load": self._load(),
-                    "adapters": self.adapters,
-                    "refused": self.refused,
-                }
-                await exchange.chunk(_line(line))
-                await _within(self._changed, 0.5)
+            await _follow(exchange, self._changed, self._report)
         else:
             self.hits.append(exchange)
             self.in_flight += 1
@@ -293,9 +289,9 @@ class FakeController(_Server):
     async def _run(self, exchange: Exchange) -> None:
         assert exchange.headers["x-tidegate-secret"] == SECRET
         if exchange.path == "/fleet/stream":
-            await self._tell_fleet(exchange)
+            await _follow(exchange, self._changed, lambda: self._document("models", "replicas", at=1.0))
         elif exchange.path == "/adapters/stream":
-            await self._tell_catalog(exchange)
+            await _follow(exchange, self._published, lambda: self._document("aliases"))
         elif exchange.path == "/signals":
             self.reports.append(exchange.json)
             await exchange.reply(b"{}")
@@ -303,39 +299,24 @@ class FakeController(_Server):
             self.asked.append(exchange)
             await self.answer(exchange)
 
-    async def _tell_catalog(self, exchange: Exchange) -> None:
-        await exchange.head("application/x-ndjson")
-        while not exchange.gone.is_set():
-            self._published.clear()
-            catalog = {"epoch": self.epoch, "version": self.version, "aliases": self.aliases}
-            await exchange.chunk(_line(catalog))
-            await _within(self._published, 0.5)
+    def _document(self, *fields: str, **more: Any) -> dict[str, Any]:
+        named = {name: getattr(self, name) for name in fields}
+        return {"epoch": self.epoch, "version": self.version, **named, **more}
 
-    async def _tell_fleet(self, exchange: Exchange) -> None:
-        await exchange.head("application/x-ndjson")
-        while not exchange.gone.is_set():
-            self._changed.clear()
-            fleet = {
-                "epoch": self.epoch,
-                "version": self.version,
-                "at": 1.0,
-                "models": self.models,
-                "replicas": self.replicas,
-            }
-            await exchange.chunk(_line(fleet))
-            await _within(self._changed, 0.5)
+
+async def _follow(exchange: Exchange, changed: asyncio.Event, line: Callable[[], dict[str, Any]]) -> None:
+    """Stream a new line at each change, and twice a second."""
+    await exchange.head("application/x-ndjson")
+    while not exchange.gone.is_set():
+        changed.clear()
+        await exchange.chunk(_line(line()))
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(changed.wait(), 0.5)
 
 
 def _line(said: dict[str, Any]) -> bytes:
     """A line of NDJSON, in which a lone surrogate stands for a byte that is no text."""
     return json.dumps(said, ensure_ascii=False).encode(errors="surrogateescape") + b"\n"
-
-
-async def _within(event: asyncio.Event, seconds: float) -> None:
-    try:
-        await asyncio.wait_for(event.wait(), seconds)
-    except TimeoutError:
-        return
 
 
 ANSWER = json.dumps(
