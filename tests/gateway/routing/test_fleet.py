@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -11,7 +13,9 @@ import pytest
 from gateway.control.controller_feed import fleet_replaces
 from gateway.routing.fleet import RESTART_S, SETTLE_S, WORD_S, FleetView
 from gateway.routing.replica import NO_EVENTS, STALE_S, FleetEvents, ReplicaHandle
+from gateway.routing.shared_memory import SharedRows
 from gateway.telemetry.metrics import Metrics
+from policy.hashing import hash_name
 from policy.routing.outlier_ejection import AttemptResult
 from policy.types import EngineKind, Fleet, Load, Model, Replica, ReplicaPhase, Runner
 from tests.gateway.fake_replica import ready_replica
@@ -250,3 +254,24 @@ async def test_how_long_a_start_took_is_known_when_all_are_gone() -> None:
     view.take(with_replicas(version=3), "controller", 3.0)
     assert served.start_s == 2.0
     view.close()
+
+
+async def test_a_prefill_that_nobody_will_see_end_is_over_when_that_was_foreseen(tmp_path: Path) -> None:
+    mine, others = (SharedRows(tmp_path / "rows", row) for row in range(2))
+    replica = ReplicaHandle(ready_replica(), 1.0, None, mine)
+    for tokens in (100, 20, 3):
+        replica.begin(tokens)
+    others.beat()
+    assert replica.look().pending_tokens == others.others(hash_name("r"))[1] == 123
+    now = time.monotonic()
+    replica.foresee(100, now - 1.0)
+    ahead = replica.foresee(20, now + 3600.0)
+    assert replica.look().pending_tokens == others.others(hash_name("r"))[1] == 23
+    replica.first_token(3, now)
+    assert replica.look().pending_tokens == 20
+    for _ in range(2):  # its request has ended before, and is over once
+        replica.over(ahead)
+        assert replica.look().pending_tokens == others.others(hash_name("r"))[1] == 0
+    assert replica.look().in_flight == 3
+    mine.close()
+    others.close()

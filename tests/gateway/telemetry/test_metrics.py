@@ -1,13 +1,17 @@
-"""Numbers of each adapter, for a bounded number of them."""
+"""Numbers of models and of a bounded number of adapters, published once each."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 
+from gateway.http.reserve_descriptor import ReserveDescriptor
 from gateway.intake.adapter_catalog import CatalogView
 from gateway.protocol.usage import Usage
 from gateway.telemetry import adapter_metrics
@@ -25,6 +29,18 @@ def samples(metrics: Metrics, name: str) -> dict[str, float]:
     lines = metrics.render().decode().splitlines()
     found = [line.rpartition(" ") for line in lines if line.startswith(name + "{")]
     return {labels.removeprefix(name): float(value) for labels, _, value in found}
+
+
+@contextmanager
+def failing(patch: pytest.MonkeyPatch, metric: Any) -> Iterator[None]:
+    """A metric whose file cannot grow."""
+
+    def labels(*_: object) -> None:
+        raise OSError("no room")
+
+    with patch.context() as full, pytest.raises(OSError, match="no room"):
+        full.setattr(metric, "labels", labels)
+        yield
 
 
 def sent(metrics: Metrics, *names: str) -> None:
@@ -118,14 +134,8 @@ def test_what_cannot_be_published_of_a_dropped_name_is_published_the_next_time(
     metrics.adapters.follow(alphas("a"))
     sent(metrics, "a")
     metrics.adapters.follow(())
-
-    def labels(*values: str) -> Any:
-        raise OSError("no room")
-
-    with monkeypatch.context() as full:
-        full.setattr(metrics.adapters._requests, "labels", labels)
-        with pytest.raises(OSError, match="no room"):
-            metrics.publish()
+    with failing(monkeypatch, metrics.adapters._requests):
+        metrics.publish()
     for _ in range(2):
         assert counted(metrics) == {"a": 1.0}
 
@@ -142,3 +152,33 @@ def test_the_names_are_the_catalogs() -> None:
 
 def test_no_adapter_can_be_called_as_the_others_are() -> None:
     assert NAME.fullmatch(adapter_metrics.OTHER) is None
+
+
+@pytest.mark.parametrize("what", ["_requests", "_attempts", "_streams", "_tokens"])
+def test_nothing_is_counted_twice_or_lost(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    metrics = Metrics()
+    meter = metrics.model("m")
+    meter.requests["/v1/chat/completions", "ok"] += 2
+    meter.attempts["served"] += 3
+    meter.streams["0.1", "0.01"] += 4
+    meter.completion_tokens += 5
+    with failing(monkeypatch, getattr(metrics, what)):
+        metrics.publish()
+    metrics.publish()
+    counted = {
+        name: sum(samples(metrics, f"tidegate_{name}_total").values())
+        for name in ("requests", "upstream_attempts", "served_streams", "tokens")
+    }
+    assert counted == {"requests": 2, "upstream_attempts": 3, "served_streams": 4, "tokens": 5}
+
+
+def test_a_spare_descriptor_is_there_when_it_is_given() -> None:
+    spare = ReserveDescriptor()
+    before = set(os.listdir("/proc/self/fd"))  # noqa: PTH208
+    assert spare.give()
+    assert len(set(os.listdir("/proc/self/fd"))) == len(before) - 1  # noqa: PTH208
+    assert not spare.give()
+    spare.keep()
+    spare.keep()
+    assert set(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
+    assert spare.give()
