@@ -117,11 +117,11 @@ class OverflowEndpoint:
         edits = [set_model(raw, self.upstream.models[name])]
         if body.cache_salt is not ABSENT:
             edits.append(_without(raw, body.cache_salt))
-        usage = None
-        if body.stream and route.path in ASKED_FOR_USAGE:
-            usage = force_usage(raw, body.stream_options)
-            if usage is not None:
-                edits.append(usage)
+        usage = (
+            force_usage(raw, body.stream_options) if body.stream and route.path in ASKED_FOR_USAGE else None
+        )
+        if usage is not None:
+            edits.append(usage)
         parts = splice(raw, edits)
         return UpstreamBody(parts, length(parts), usage is not None)
 

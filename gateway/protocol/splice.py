@@ -122,13 +122,10 @@ def upstream_body(route: Route, body: Body, raw: bytes, salt: bytes, adapter: st
         edits.append(set_model(raw, adapter))
     if salt and route.runner is not None:  # what only counts tokens caches nothing
         edits.append(set_member(raw, "cache_salt", body.cache_salt, salt))
-    counts = False
-    if body.stream and route.path in ASKED_FOR_USAGE:
-        usage = force_usage(raw, body.stream_options)
-        if usage is not None:
-            edits.append(usage)
-            counts = True
+    usage = force_usage(raw, body.stream_options) if body.stream and route.path in ASKED_FOR_USAGE else None
+    if usage is not None:
+        edits.append(usage)
     if not edits:
-        return UpstreamBody(raw, len(raw), counts)
+        return UpstreamBody(raw, len(raw), False)
     parts = splice(raw, edits)
-    return UpstreamBody(parts, length(parts), counts)
+    return UpstreamBody(parts, length(parts), usage is not None)

@@ -11,10 +11,8 @@ from collections import Counter as Counts
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry
-
 from gateway.protocol.usage import Usage
-from gateway.telemetry.prometheus import MergedHistogram, MetricFamilies
+from gateway.telemetry.prometheus import MetricFamilies
 from policy.stats.histogram import HistogramCounter
 
 if TYPE_CHECKING:
@@ -60,14 +58,13 @@ class AdapterCounters:
 class AdapterMetrics:
     """The published counters of at most :data:`MOST` adapters, and one per model for all its others."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def __init__(self, declared: MetricFamilies) -> None:
         self._names: Collection[tuple[str, str]] = ()
         self._meters: dict[tuple[str, str], AdapterCounters] = {}
         self._others: dict[str, AdapterCounters] = {}
         # What was counted of names that are gone, and not published yet.
         self._leaving: list[tuple[tuple[str, str], AdapterCounters]] = []
         self._ever: set[tuple[str, str]] = set()
-        declared = MetricFamilies(registry)
         self._requests = declared.counter(
             "adapter_requests", "Requests for an adapter by outcome.", "model", "adapter", "outcome"
         )
@@ -75,13 +72,10 @@ class AdapterMetrics:
             "adapter_tokens", "Tokens of answers of an adapter; what was cached is a part of the prompt.",
             "model", "adapter", "kind",
         )  # fmt: skip
-        self._ttft = MergedHistogram(
-            "tidegate_adapter_ttft_seconds",
-            "Time to the first body byte of an adapter's streams.",
-            ("model", "adapter"),
-            buckets=SECONDS,
-            registry=registry,
-        )
+        self._ttft = declared.histogram(
+            "adapter_ttft_seconds", "Time to the first body byte of an adapter's streams.",
+            "model", "adapter", buckets=SECONDS,
+        )  # fmt: skip
 
     def follow(self, names: Collection[tuple[str, str]]) -> None:
         """Take the models and names of the catalog; names that it dropped free their places."""

@@ -18,7 +18,7 @@ from gateway.http.reserve_descriptor import ReserveDescriptor
 from gateway.protocol.errors import NO_ROOM
 from gateway.protocol.usage import Usage
 from gateway.telemetry.adapter_metrics import AdapterMetrics
-from gateway.telemetry.prometheus import MergedHistogram, MetricFamilies
+from gateway.telemetry.prometheus import MetricFamilies
 from policy.routing.outlier_ejection import HealthCounters
 from policy.signals.counters import WorkerCounters
 from policy.stats.histogram import HistogramCounter
@@ -195,7 +195,7 @@ class Metrics:
         self._spare = ReserveDescriptor()
         declared = MetricFamilies(registry)
         self.queues = QueueMetrics(declared)
-        self.adapters = AdapterMetrics(registry)
+        self.adapters = AdapterMetrics(declared)
         self._meters: dict[str, ModelCounters] = {}
         counter, gauge = declared.counter, declared.gauge
         self._requests = counter("requests", "Requests by outcome.", "model", "route", "outcome")
@@ -231,23 +231,28 @@ class Metrics:
         self._breakers = gauge(
             "breakers", "Replicas by the state of their breaker.", "model", "state", over="livemax"
         )
-        self._queue_wait = self._histogram("tidegate_queue_wait_seconds", "Time in the queue.", SECONDS)
-        self._ttft = self._histogram("tidegate_ttft_seconds", "Time to the first body byte.", SECONDS)
-        self._ttft_error = self._histogram(
-            "tidegate_ttft_prediction_error_seconds",
+        self._queue_wait = declared.histogram(
+            "queue_wait_seconds", "Time in the queue.", "model", buckets=SECONDS
+        )
+        self._ttft = declared.histogram(
+            "ttft_seconds", "Time to the first body byte.", "model", buckets=SECONDS
+        )
+        self._ttft_error = declared.histogram(
+            "ttft_prediction_error_seconds",
             "Predicted minus actual time from a replica's request to its first token.",
-            ERRORS,
+            "model",
+            buckets=ERRORS,
         )
-        self._ttft_error_part = self._histogram(
-            "tidegate_ttft_prediction_error_ratio",
+        self._ttft_error_part = declared.histogram(
+            "ttft_prediction_error_ratio",
             "Absolute error of the predicted time to the first token, as a part of the actual.",
-            PARTS,
+            "model",
+            buckets=PARTS,
         )
-        self._itl = self._histogram("tidegate_itl_seconds", "Gap between chunks of a stream.", GAPS)
-        self._e2e = self._histogram("tidegate_e2e_seconds", "Time of a served request.", SECONDS)
-
-    def _histogram(self, name: str, text: str, bounds: tuple[float, ...]) -> MergedHistogram:
-        return MergedHistogram(name, text, ("model",), buckets=bounds, registry=self._registry)
+        self._itl = declared.histogram(
+            "itl_seconds", "Gap between chunks of a stream.", "model", buckets=GAPS
+        )
+        self._e2e = declared.histogram("e2e_seconds", "Time of a served request.", "model", buckets=SECONDS)
 
     def model(self, name: str) -> ModelCounters:
         """The meter of a model that the deployment knows; the empty name collects all others."""

@@ -25,6 +25,9 @@ class MetricFamilies:
         """A gauge; ``over`` is how the live workers' values are combined."""
         return Gauge(f"tidegate_{name}", text, labels, registry=self._registry, multiprocess_mode=over)
 
+    def histogram(self, name: str, text: str, *labels: str, buckets: tuple[float, ...]) -> MergedHistogram:
+        return MergedHistogram(f"tidegate_{name}", text, labels, buckets=buckets, registry=self._registry)
+
 
 class MergedHistogram(Histogram):
     """A histogram that takes the counts of many observations at once."""
