@@ -1,8 +1,7 @@
 """The dispatcher of one model: admits, orders, retries and rejects requests. Read this file first.
 
-The gateway and the simulator both drive it, so that they decide alike. It is pure: instants are arguments
-(seconds of one monotonic clock), the replicas are a :class:`ReplicaPool`, and what follows from a decision is
-reported by callbacks.
+Both the gateway and the simulator drive it. It is pure: instants are arguments (seconds of one monotonic
+clock), the replicas are a :class:`ReplicaPool`, and decisions are reported by callbacks.
 """
 
 from __future__ import annotations
@@ -32,20 +31,16 @@ OFFER_EVERY_S = 0.02
 # Priorities whose wait is bounded by the SLO; the others wait until their deadline.
 _BOUND_BY_SLO = frozenset({Priority.STANDARD, Priority.SHEDDABLE})
 
-
 R = TypeVar("R", bound=Replica)
 
 
 class Ticket(Generic[R]):
     """The life of one request from its arrival to its last attempt.
 
-    ``enter`` asks for a slot, ``began`` reports that the request was sent to :attr:`replica`, ``first`` its
-    first token, ``end`` how the attempt ended. After ``enter`` the ticket has a replica, or a rejection, or
-    waits (:attr:`queued`), after which the dispatcher's ``resolved`` is called once. After ``end`` it has a
-    rejection, or may ``enter`` again: it then takes its old place in the queue, uncharged.
-
-    ``pending`` are its uncached prompt tokens at the replica until the first token, ``new_hashes`` the prefix
-    hashes that are new there, ``quote`` the router's estimate, ``expected_wait_s`` the predicted wait.
+    After :meth:`enter` it has a replica, or a rejection, or waits (:attr:`queued`), and the dispatcher's
+    ``resolved`` follows. After :meth:`end` it has a rejection, or may :meth:`enter` again, at its old place
+    in the queue and uncharged. ``pending`` are its uncached prompt tokens at the replica until the first
+    token, ``new_hashes`` the prefix hashes that are new there, ``quote`` the router's estimate.
     """
 
     __slots__ = (
@@ -106,8 +101,7 @@ class Ticket(Generic[R]):
     def first(self, at: float) -> None:
         """The first token of the answer came."""
         self._prefilled(at)
-        if self._sent_at is not None:
-            assert self.quote is not None
+        if self._sent_at is not None and self.quote is not None:
             self.dispatcher.pool.timed(self.request, self.quote, at - self._sent_at, at)
 
     def end(
@@ -116,9 +110,8 @@ class Ticket(Generic[R]):
     ) -> None:  # fmt: skip
         """The attempt ended.
 
-        ``tokens`` are those of prompt and answer, where the engine counted them; ``gap_s`` is the mean
-        inter-token gap of a complete stream; ``adapter_failed`` is whether the replica refused the request
-        since it could not load its adapter.
+        ``tokens`` are those of prompt and answer, if known, ``gap_s`` the mean inter-token gap of a complete
+        stream; ``adapter_failed`` means that the replica could not load the adapter.
         """
         assert self.replica is not None and self.quote is not None
         health, breaker = self.dispatcher.health, self.replica.breaker
@@ -161,7 +154,7 @@ class Ticket(Generic[R]):
             self.rejection = Rejection(Cause.RETRIES_SPENT, Refusal.NO_REPLICA)
 
     def _enqueue(self, at: float) -> None:
-        """Wait, or be rejected on arrival; a request that a replica sent back finds room in any case."""
+        """Wait, or be rejected on arrival; a request that a replica sent back always finds room."""
         owner, request = self.dispatcher, self.request
         pool, queue = owner.pool, owner.queue
         queue.serve(at, ready=pool.ready)
@@ -235,9 +228,8 @@ class Dispatcher(Generic[R]):
     """One model's queue and the tickets that wait in it.
 
     ``resolved`` is called with a ticket that waited and now has a replica or a rejection. ``changed`` is
-    called when requests began or ceased to wait, or a slot fell free that one may take: :meth:`offer` is then
-    due, best after all events of the same instant. ``weight`` is a tenant's share of the model, ``peers``
-    what other workers of this host served.
+    called when the queue changed or a slot fell free: :meth:`offer` is then due, best after all events of the
+    same instant. ``weight`` is a tenant's share, ``peers`` what other workers of this host served.
     """
 
     def __init__(
@@ -300,7 +292,8 @@ class Dispatcher(Generic[R]):
             ticket._admit(at)
             for passed in pick.passed:
                 queue.pass_by(passed)
-            self._settle(ticket)
+            pool.queued(-1)
+            self._resolved(ticket)
         if not picks:
             self.idle_since = at
 
@@ -335,12 +328,12 @@ class Dispatcher(Generic[R]):
         """A request that was taken out of the queue is rejected."""
         ticket = self.waiting.pop(request.ticket)
         ticket.rejection = rejection
-        self._settle(ticket)
+        self.pool.queued(-1)
+        self._resolved(ticket)
 
     def expired(self) -> Rejection:
         """The rejection of a request whose deadline has passed."""
-        refusal = Refusal.DEADLINE if self.pool.candidates() else Refusal.NO_REPLICA
-        return Rejection(Cause.DEADLINE, refusal)
+        return Rejection(Cause.DEADLINE, Refusal.DEADLINE if self.pool.candidates() else Refusal.NO_REPLICA)
 
     def choose(self, ticket: Ticket[R], at: float) -> bool:
         """Have the router choose a replica for the ticket; returns whether it did."""
@@ -385,19 +378,14 @@ class Dispatcher(Generic[R]):
 
     def keeps_slot_for(self, tenant: str) -> bool:
         """Whether a slot is free that is reserved for tenants below their share, such as ``tenant``."""
-        if not self.reserved.contended or not self.has_room():
-            return False
-        return self._kept_from(tenant, self.pool.candidates()) == 0
+        contended = self.reserved.contended and self.has_room()
+        return contended and self._kept_from(tenant, self.pool.candidates()) == 0
 
     def _kept_from(self, tenant: str, candidates: list[Candidate]) -> int:
         """How many slots of each replica the tenant leaves to others; -1 if it gets none at present."""
-        if not self.reserved.contended:
+        if not self.reserved.contended or not all(each.bound for each in candidates):
             return 0
-        free = 0
-        for each in candidates:
-            if not each.bound:
-                return 0
-            free += max(0, each.bound - each.in_flight)
+        free = sum([max(0, each.bound - each.in_flight) for each in candidates])
         return self.reserved.kept_from(tenant, free, len(candidates))
 
     def _in_order(self) -> Iterator[Waiting]:
@@ -410,7 +398,3 @@ class Dispatcher(Generic[R]):
                     yield waiting
                 else:  # slots that are taken leave less room, never more
                     denied.add(tenant)
-
-    def _settle(self, ticket: Ticket[R]) -> None:
-        self.pool.queued(-1)
-        self._resolved(ticket)

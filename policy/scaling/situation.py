@@ -1,4 +1,4 @@
-"""What a decision is made of, and what it says: from both, as the log has them, it can be made again."""
+"""The input and output of a decision, as the journal keeps them for replay."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class Guardrail(StrEnum):
 
 
 class ModeOption(msgspec.Struct, frozen=True, kw_only=True):
-    """A mode that the model may be in, with ``least`` to ``most`` replicas of a shape.
+    """A possible mode of the model, with ``least`` to ``most`` replicas of a shape.
 
-    One replica takes ``gpus``, ``cpus``, ``watts`` and ``cost_per_h``. ``timing`` is its engine model, by
-    ``version`` (0: as shipped) and with the relative ``error`` that it showed. ``lead_s`` is from start to
-    ready by the quickest path, ``gap_s`` how long nobody serves while the model is switched to it.
+    ``gpus``, ``cpus``, ``watts`` and ``cost_per_h`` are per replica. ``timing`` has the engine model, of
+    ``version`` (0: as shipped) and with a relative ``error``. ``lead_s`` is the start-up time by the quickest
+    path, ``gap_s`` the time without a serving replica during a switch to it.
     """
 
     mode: str
@@ -57,14 +57,13 @@ class Override(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Memory(msgspec.Struct, frozen=True, kw_only=True):
-    """What the decision of ``at`` leaves to the next.
+    """The state that the decision of ``at`` leaves to the next. Instants are Unix seconds.
 
-    The memories of the live policy, of the ``shadow`` and of the ``others`` by name. ``low_since`` is since
-    when each count below that of today would have been enough, told where that changes: an instant holds for
-    its count and all above it. ``better_since`` is since when each other mode promised its gain,
-    ``switched_at`` when a switch of mode was last under way, ``starved_since`` since when budgets leave fewer
-    replicas than are asked for, ``waits_since`` since when a switch waits for what a lower priority holds.
-    Instants are Unix seconds.
+    It has the memories of the live policy, of the ``shadow`` and of the ``others`` by name. ``low_since``:
+    since when each lower count would have been enough (an instant holds for its count and those above).
+    ``better_since``: since when each other mode has a sufficient predicted saving. ``switched_at``: the last
+    mode switch. ``starved_since``: since when budgets leave too few replicas. ``waits_since``: since when a
+    switch waits for resources of lower priorities.
     """
 
     at: float | None = None
@@ -79,11 +78,11 @@ class Memory(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Situation(msgspec.Struct, frozen=True, kw_only=True):
-    """One model when a decision is due: all that it may depend on.
+    """All that the decision on one model may depend on.
 
-    ``mode`` and ``count`` are aimed for now; ``settled`` once they were reached, and nothing of another
-    layer is left, of which ``leaving`` counts by mode the replicas that still hold anything. ``queue_s`` is
-    how long a request may wait in a gateway. ``overflow`` says that upstreams may take what the fleet cannot.
+    ``mode`` and ``count`` are the desired ones, ``settled`` once reached with no other layer left;
+    ``leaving`` counts the remaining replicas of other layers by mode. A request waits in a gateway for at
+    most ``queue_s``. With ``overflow``, fallback providers may take what the fleet cannot.
     """
 
     at: float
@@ -108,7 +107,7 @@ class Situation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Limit(msgspec.Struct, frozen=True, kw_only=True):
-    """A rule that changed a count, and why."""
+    """The effect of a guardrail on a count, and its reason."""
 
     rule: Guardrail
     was: int
@@ -117,10 +116,10 @@ class Limit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ModeForecast(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rung promises: with ``count`` replicas, so much is met, and it costs so much.
+    """The forecast of one mode with ``count`` replicas.
 
-    ``ttft_s`` and ``itl_s`` are predicted 95th percentiles (``None``: it cannot keep up), ``met`` the part
-    of the requests that would be within the objective. ``cost`` has no unit: only its ratios count.
+    ``ttft_s`` and ``itl_s`` are predicted 95th percentiles (``None``: it cannot keep up), ``met`` the
+    fraction of requests within the SLO. ``cost`` has no unit: only ratios count.
     """
 
     mode: str
@@ -133,12 +132,11 @@ class ModeForecast(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
-    """What shall be, and why: ``count`` replicas in ``mode``.
+    """The decision for ``count`` replicas in ``mode``, with its reason.
 
-    The live policy's ``proposal`` was changed by ``clips``,
-    in their order. ``outlooks`` compare the modes; ``gain`` is what a switch that is made promises, as a
-    part of the cost. ``shadow`` and the ``others`` say what else would have been asked for. ``short`` is the
-    rate in requests per second that budgets and bounds leave unserved, for upstreams if there are any.
+    ``clips`` changed the live policy's ``proposal``, in order. ``outlooks`` compare the modes; ``gain`` is
+    the predicted saving of a switch, as a fraction of the cost. ``shadow`` and ``others`` are the proposals
+    of other policies. ``short`` is the rate (requests per second) left unserved by budgets and bounds.
     """
 
     at: float
@@ -160,5 +158,5 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def changes(self) -> bool:
-        """Whether it asks for anything else than there was."""
+        """Whether mode or count change."""
         return (self.mode, self.count) != (self.was_mode, self.was_count)

@@ -1,4 +1,4 @@
-"""What the controller is told of one model: totals since this worker started, which only grow."""
+"""The totals of one model since the start of a gateway worker, as it reports them to the controller."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from policy.wire.reports import ModelReport
 
 
 class WorkerCounters:
-    """The totals of :class:`policy.wire.reports.ModelReport`, in its words.
+    """The totals of :class:`policy.wire.reports.ModelReport`.
 
-    A stream is judged when it ends, by the objective of the model as it is then.
+    A stream is judged when it ends, by the current SLO of the model.
     """
 
     __slots__ = (
@@ -37,23 +37,23 @@ class WorkerCounters:
         self.e2e = HistogramCounter(BOUNDS)
 
     def promise(self, slo: SloConfig) -> None:
-        """Judge by this objective from now on."""
+        """Judge by this SLO from now on."""
         self._ttft_limit_s = inf if slo.ttft_p95_s is None else slo.ttft_p95_s
         self._itl_limit_s = inf if slo.itl_p95_s is None else slo.itl_p95_s
 
     def end(self, e2e_s: float) -> None:
-        """An answer was whole, ``e2e_s`` seconds after its request came."""
+        """Count a complete answer, ``e2e_s`` seconds after its request arrived."""
         self.ended += 1
         self.e2e.add(e2e_s)
 
     def count_tokens(self, prompt: int, cached: int, output: int) -> None:
-        """Count what whole answers cost: tokens of prompts, those of them that were cached, and answers."""
+        """Count the tokens of a complete answer: prompt, the cached part of it, and output."""
         self.input_tokens += prompt
         self.cached_tokens += cached
         self.output_tokens += output
 
     def judge(self, ttft_s: float, gap_s: float) -> None:
-        """A stream ended whole; ``gap_s`` is the mean time between its events, 0 of a single one."""
+        """Judge a complete stream; ``gap_s`` is the mean time between its events, 0 for a single one."""
         if gap_s > 0.0:
             self.itl.add(gap_s)
         self.judged += 1
@@ -65,7 +65,7 @@ class WorkerCounters:
             self.met_itl += 1
 
     def report(self, *, in_flight: int, queued: int, oldest_s: float) -> ModelReport:
-        """All that was counted until now, and what waits and runs."""
+        """The totals, with what waits and runs now."""
         return ModelReport(
             arrived=self.arrived,
             refused=self.refused,

@@ -1,4 +1,4 @@
-"""What replicas tell of themselves with their beats, as figures that decisions read."""
+"""Metrics of replicas from their heartbeats, as decisions read them."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from policy.types import Replica, ReplicaPhase
 from policy.wire.heartbeat import Heartbeat
 from policy.wire.reports import EngineReport, PowerReport, is_of_card
 
-# Rates are means over so long, of marks that are at least so far apart.
+# Rates are means over RATE_S, of samples at least APART_S apart.
 RATE_S = 6.0
 APART_S = 0.5
-# One that is silent for so long is gone, whether or not it said so.
+# A replica without a heartbeat for this long has ended.
 SILENT_S = 60.0
 
 
-class _Heard:
-    """One life of a replica's engine: its last beat, and what it told before."""
+class _Reports:
+    """The reports of one engine process: the last heartbeat, and earlier samples."""
 
     __slots__ = ("at", "engine", "marks", "power", "replica")
 
@@ -26,13 +26,13 @@ class _Heard:
         self.at = 0.0
         self.engine: EngineReport | None = None
         self.power: PowerReport | None = None
-        # When, the tokens scheduled until then, and the requests preempted.
+        # Samples: instant, total tokens scheduled, total requests preempted.
         self.marks: deque[tuple[float, int, int]] = deque()
 
     def take(self, beat: Heartbeat, at: float) -> None:
         self.replica, self.at = beat.replica, at
         if beat.engine is not None:
-            if self.engine is None:  # what it counted before it was heard came not just now
+            if self.engine is None:  # earlier counts are not of this moment
                 self.marks.clear()
             self.engine = beat.engine
         if beat.power is not None:
@@ -56,41 +56,41 @@ class _Heard:
 
 
 class ReplicaMetrics:
-    """The replicas that beat; how slow they are is for :mod:`policy.engine.calibration` to say."""
+    """The replicas that send heartbeats; their slowness is measured by :mod:`policy.engine.calibration`."""
 
     def __init__(self) -> None:
-        self._replicas: dict[str, _Heard] = {}
+        self._replicas: dict[str, _Reports] = {}
 
     def take(self, beat: Heartbeat, at: float) -> None:
-        """A replica tells how it is."""
+        """Take the heartbeat of a replica."""
         replica = beat.replica
         if replica.state is ReplicaPhase.STOPPED:
             self._replicas.pop(replica.id, None)
             return
-        heard = self._replicas.get(replica.id)
-        if heard is None:
+        reports = self._replicas.get(replica.id)
+        if reports is None:
             self._replicas = {n: other for n, other in self._replicas.items() if other.at >= at - SILENT_S}
-        if heard is None or _engine(heard.replica) != _engine(replica):
-            heard = self._replicas[replica.id] = _Heard(replica)
-        heard.take(beat, at)
+        if reports is None or _engine(reports.replica) != _engine(replica):
+            reports = self._replicas[replica.id] = _Reports(replica)
+        reports.take(beat, at)
 
     def figures(self, model: str, at: float) -> tuple[ReplicaSample, ...]:
-        """Those of the replicas of ``model`` that serve."""
+        """The metrics of the ready replicas of ``model``."""
         found = sorted(self._replicas.items())
         return tuple(
-            self._figures(heard, at)
-            for _, heard in found
-            if heard.replica.model == model
-            and heard.replica.state is ReplicaPhase.READY
-            and heard.at >= at - SILENT_S
+            self._figures(reports, at)
+            for _, reports in found
+            if reports.replica.model == model
+            and reports.replica.state is ReplicaPhase.READY
+            and reports.at >= at - SILENT_S
         )
 
-    def _figures(self, heard: _Heard, at: float) -> ReplicaSample:
-        load, engine, power = heard.replica.load, heard.engine, heard.power
-        tokens_per_s, preempted_per_s = heard.rates()
+    def _figures(self, reports: _Reports, at: float) -> ReplicaSample:
+        load, engine, power = reports.replica.load, reports.engine, reports.power
+        tokens_per_s, preempted_per_s = reports.rates()
         return ReplicaSample(
-            id=heard.replica.id,
-            age_s=at - heard.at,
+            id=reports.replica.id,
+            age_s=at - reports.at,
             running=load.running,
             waiting=load.waiting,
             kv_used=load.kv_used,
@@ -104,11 +104,11 @@ class ReplicaMetrics:
 
 
 def _trouble(power: PowerReport) -> str:
-    """What its cards suffer from: an error of one goes before what slows them."""
+    """Errors of its GPUs, and the reasons for throttling."""
     failed = f"XID {power.xid} on {power.card or 'a card'}" if is_of_card(power.xid) else ""
     return ", ".join(part for part in (failed, power.throttled) if part)
 
 
 def _engine(replica: Replica) -> tuple[int, int]:
-    """What is another with each start of its engine."""
+    """A key that changes with each start of its engine."""
     return replica.incarnation, replica.pid

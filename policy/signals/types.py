@@ -1,6 +1,6 @@
-"""What a decision may know: figures with their ages, as gateways and replicas told them.
+"""The signals that a decision may use, with their ages.
 
-:mod:`policy.wire.reports` has what they tell, :mod:`policy.signals.aggregator` makes these of it.
+:mod:`policy.signals.aggregator` computes them from :mod:`policy.wire.reports`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import msgspec
 
 
 class Rates(msgspec.Struct, frozen=True, kw_only=True):
-    """A mean over the last so many seconds: of a rate per second, or of a level."""
+    """Means over the last 6 to 600 seconds, of a rate per second or of a level."""
 
     last_6_s: float
     last_20_s: float
@@ -18,7 +18,7 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LatencyQuantiles(msgspec.Struct, frozen=True, kw_only=True):
-    """Durations in seconds over the last minute, of ``count`` that were measured."""
+    """Quantiles in seconds of the ``count`` durations of the last minute."""
 
     count: int
     p50: float
@@ -28,7 +28,7 @@ class LatencyQuantiles(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Shares(msgspec.Struct, frozen=True, kw_only=True):
-    """Which parts of the requests of the last minute met each objective, and both; 1 where none is set."""
+    """The fractions of requests of the last minute that met each SLO target, and both; 1 without a target."""
 
     ttft: float = 1.0
     itl: float = 1.0
@@ -36,13 +36,12 @@ class Shares(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Demand(msgspec.Struct, frozen=True, kw_only=True):
-    """What gateways say of one model, all of them together. The oldest of what counts is ``age_s`` old.
+    """The load of one model as seen by all gateways; the oldest report in it is ``age_s`` old.
 
-    ``arrivals`` are requests per second before any was refused, ``refused`` those that were. Of ``queued``
-    requests in gateways the oldest waits for ``oldest_s``. ``concurrency`` counts requests that wait or run.
-    Means per request over the last minute, or as much more (ten at most) as three hundred need to have ended:
-    ``input_tokens``, of which the fraction ``hit`` was cached, and ``output_tokens``; 0 before any ended.
-    ``idle_s`` is how long nobody asked, or had an answer coming.
+    ``arrivals`` (requests per second) include the ``refused``. ``oldest_s`` is the age of the oldest of the
+    ``queued`` requests. ``concurrency`` counts requests that wait or run. ``input_tokens`` (of which the
+    fraction ``hit`` was cached) and ``output_tokens`` are means per request over the last minute, or up to
+    ten minutes if fewer than 300 have ended; 0 before any has. ``idle_s`` is the time without requests.
     """
 
     age_s: float
@@ -62,13 +61,12 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReplicaSample(msgspec.Struct, frozen=True, kw_only=True):
-    """What one replica that serves says of itself, ``age_s`` ago.
+    """The metrics of one ready replica, reported ``age_s`` ago.
 
-    ``running`` and ``waiting`` requests in its engine, ``kv_used`` of its KV cache (0..1), ``tokens_per_s``
-    scheduled, ``deferred`` of the waiting ones for a slot of an adapter, ``preempted_per_s`` requests that
-    lost their KV. ``slowness`` is the time of its steps over what the model of its shape says (1: as it
-    should be). ``watts`` and ``celsius`` of its cards together and of the hottest, ``None`` without a card
-    that tells; ``throttled`` names why it runs slower than it could, if it does, and the error of a card.
+    ``running`` and ``waiting`` requests in its engine, of which ``deferred`` wait for an adapter slot;
+    ``kv_used`` (0..1) of its KV cache; ``tokens_per_s`` scheduled; ``preempted_per_s`` requests. ``slowness``
+    is its step time over that of the engine model. ``watts`` of all its GPUs and ``celsius`` of the hottest,
+    ``None`` if unknown; ``throttled`` names GPU errors and reasons for throttling.
     """
 
     id: str
@@ -86,7 +84,7 @@ class ReplicaSample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Signals(msgspec.Struct, frozen=True, kw_only=True):
-    """All that was measured of one model; ``demand`` is ``None`` while no gateway told anything."""
+    """The signals of one model; ``demand`` is ``None`` before the first report of a gateway."""
 
     demand: Demand | None = None
     replicas: tuple[ReplicaSample, ...] = ()
