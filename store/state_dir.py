@@ -113,23 +113,20 @@ class StateDir:
 
     @property
     def socket_path(self) -> Path:
-        """The supervisor's Unix socket: elsewhere if its path would exceed 107 bytes."""
-        direct = self.root / "supervisor.sock"
-        if len(os.fsencode(direct)) <= 100:
-            return direct
-        return private_directory() / f"{self._short}.sock"
+        """The supervisor's Unix socket; the path of a socket has at most 107 bytes."""
+        return self._short_path("supervisor.sock", "sock", 100)
 
     @property
     def captures(self) -> Path:
-        """The directory of the sockets of captures, made by the first; its path is short, too."""
-        direct = self.root / "captures"
-        if len(os.fsencode(direct)) <= 80:
-            return direct
-        return private_directory() / f"{self._short}.captures"
+        """The directory of the sockets of captures, made by the first one."""
+        return self._short_path("captures", "captures", 80)
 
-    @property
-    def _short(self) -> str:
-        return hashlib.sha256(os.fsencode(self.root)).hexdigest()[:16]
+    def _short_path(self, name: str, suffix: str, max_bytes: int) -> Path:
+        """``name`` under the root, or a path under the runtime directory if that one is too long."""
+        direct = self.root / name
+        if len(os.fsencode(direct)) <= max_bytes:
+            return direct
+        return private_directory() / f"{hashlib.sha256(os.fsencode(self.root)).hexdigest()[:16]}.{suffix}"
 
     def secret(self) -> str:
         """The secret that guards every internal port, made on first use with mode 600."""

@@ -87,20 +87,6 @@ class AdapterNames:
                 if record.origin == DOCUMENT
             }
 
-    def add(
-        self,
-        model: str,
-        name: str,
-        digest: str,
-        facts: AdapterFacts,
-        source: str,
-        *,
-        tenants: Collection[str] | None = None,
-        origin: str = API,
-    ) -> Alias:
-        """Assign this adapter alone to the name; see :meth:`put`."""
-        return self.put(model, name, [NewVersion(digest, facts, source)], tenants=tenants, origin=origin)
-
     def put(
         self,
         model: str,

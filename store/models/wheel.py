@@ -10,20 +10,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path, PurePosixPath
-from typing import IO, Protocol
+from typing import IO
 
 from policy.errors import ModelUnavailable
 from store.progress import Progress, Report
-
-
-class Archive(Protocol):
-    """Files by their name inside a package, with ``/`` between the parts; sizes are in bytes."""
-
-    version: str
-
-    def names(self) -> tuple[str, ...]: ...
-    def size(self, name: str) -> int: ...
-    def open(self, name: str) -> IO[bytes]: ...
 
 
 class Wheel:
@@ -76,6 +66,10 @@ class Installed:
 
     def open(self, name: str) -> IO[bytes]:
         return self._paths[name].open("rb")
+
+
+# Files by their name inside a package, with `/` between the parts; sizes are in bytes.
+Archive = Wheel | Installed
 
 
 def extract(archive: Archive, name: str, target: Path) -> None:

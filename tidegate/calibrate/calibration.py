@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
 from types import TracebackType
@@ -175,47 +176,37 @@ def _of(spec: ModelSpec, shape: str, ready: list[Replica]) -> ServedShape:
     )
 
 
+@dataclass(frozen=True)
 class CalibrationRun:
     """One run against the gateway at ``url``; ``warn`` receives problems that do not end it."""
 
-    def __init__(
-        self,
-        client: ControllerClient,
-        subject: ServedShape,
-        *,
-        url: str,
-        key: str,
-        seed: int,
-        progress: Progress,
-        warn: Callable[[str], None],
-    ) -> None:
-        self._client = client
-        self._subject = subject
-        self._url = url
-        self._key = key
-        self._seed = seed
-        self._progress = progress
-        self._warn = warn
+    client: ControllerClient
+    subject: ServedShape
+    url: str
+    key: str
+    seed: int
+    progress: Progress
+    warn: Callable[[str], None]
 
     def run(self, seconds: float, at: str) -> ModelFile:
         """Calibrate for about ``seconds``, with a fixed replica count; ``at`` is the timestamp of the file.
 
         Raises :class:`policy.errors.TidegateError`.
         """
-        name = self._subject.spec.name
-        status = next(each for each in self._client.status().models if each.name == name)
+        name = self.subject.spec.name
+        status = next(each for each in self.client.status().models if each.name == name)
         if status.override is not None:
             return uvloop.run(self._run(seconds, at))
-        self._client.scale(name, status.target, seconds + LATE_S)
+        self.client.scale(name, status.target, seconds + LATE_S)
         try:
             return uvloop.run(self._run(seconds, at))
         finally:
-            self._client.scale(name, None)
+            self.client.scale(name, None)
 
     async def _run(self, seconds: float, at: str) -> ModelFile:
-        subject, pool = self._subject, Pool(self._url, self._key)
+        subject, pool = self.subject, Pool(self.url, self.key)
         try:
-            with StepListener(self._client, subject.spec.name) as listener:
+            with StepListener(self.client, subject.spec.name) as listener:
                 seen = await self._driven(pool, listener, seconds)
         finally:
             pool.close()
@@ -250,11 +241,11 @@ class CalibrationRun:
         )
 
     async def _driven(self, pool: Pool, listener: StepListener, seconds: float) -> list[Observation]:
-        subject = self._subject
-        asking, fit = await probe(pool, RequestFormat(subject.spec.name), self._seed)
+        subject = self.subject
+        asking, fit = await probe(pool, RequestFormat(subject.spec.name), self.seed)
         if not asking.exact:
-            self._warn("the engine takes no `ignore_eos`: answers are as long as the model makes them")
-        driver = LoadDriver(pool, asking, Prompts(self._seed, fit))
+            self.warn("the engine takes no `ignore_eos`: answers are as long as the model makes them")
+        driver = LoadDriver(pool, asking, Prompts(self.seed, fit))
         for point in WARM_UP:
             await driver.drive(point, subject.replicas, asyncio.sleep(WARM_UP_PART * seconds))
         await self._settled()
@@ -263,20 +254,20 @@ class CalibrationRun:
         points, point_s = self._planned(model, listener.limits or subject.limits, left_s)
         seen: list[Observation] = []
         for number, point in enumerate(points):
-            self._progress(number, len(points), point.description)
+            self.progress(number, len(points), point.description)
             driven = await driver.drive(point, subject.replicas, asyncio.sleep(point_s))
             if driven.refused:
-                self._warn(f"{point.description}: {driven.refused}")
+                self.warn(f"{point.description}: {driven.refused}")
             await self._settled()
             seen.append(Observation(driven.point, driven.seconds, listener.take(), driven.latencies))
-        self._progress(len(points), len(points), "")
+        self.progress(len(points), len(points), "")
         return seen
 
     async def _settled(self) -> None:
         """Wait until engines have dropped the cancelled requests and reported their steps."""
-        name, started = self._subject.spec.name, perf_counter()
+        name, started = self.subject.spec.name, perf_counter()
         while perf_counter() - started < MOST_SETTLING_S:
-            fleet = await asyncio.to_thread(self._client.fleet)
+            fleet = await asyncio.to_thread(self.client.fleet)
             loads = [replica.load for replica in fleet.replicas if replica.model == name]
             if not any(load.in_flight or load.running for load in loads):
                 break
@@ -285,8 +276,8 @@ class CalibrationRun:
 
     def _planned(self, model: EngineModel, limits: Limits, seconds: float) -> PlannedPoints:
         """The load points that share ``seconds``, without those that would miss the SLO."""
-        spec, bound = self._subject.spec, self._subject.spec.shapes[self._subject.shape].max_in_flight
-        length = self._subject.max_model_len
+        spec, bound = self.subject.spec, self.subject.spec.shapes[self.subject.shape].max_in_flight
+        length = self.subject.max_model_len
 
         def within(slo: Slo, point_s: float) -> list[Point]:
             return plan_points(model, limits, max_model_len=length, bound=bound, point_s=point_s, slo=slo)
@@ -294,7 +285,7 @@ class CalibrationRun:
         found = share_time(partial(within, _slo(spec)), seconds, SETTLED_S)
         every = within(Slo(), found.point_s)
         if left_out := len(every) - len(found.points):
-            self._warn(
+            self.warn(
                 f"{left_out} of {len(every)} load points are left out: the gateway would hold back what"
                 f" misses the objective of {spec.name}. Without `control.slo` they are driven, too"
             )

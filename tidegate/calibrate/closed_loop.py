@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Iterator
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import NamedTuple
 
@@ -34,14 +35,14 @@ class DriveResult(NamedTuple):
     refused: str
 
 
+@dataclass(frozen=True)
 class LoadDriver:
     """Drives one endpoint, with prompts that share no prefix, so that no cache helps."""
 
-    def __init__(self, pool: Pool, asking: RequestFormat, prompts: Prompts) -> None:
-        self._pool = pool
-        self._asking = asking
-        self._prompts = prompts
-        self._numbers = itertools.count()
+    pool: Pool
+    asking: RequestFormat
+    prompts: Prompts
+    _numbers: Iterator[int] = field(default_factory=itertools.count)
 
     async def drive(self, point: Point, replicas: int, over: Awaitable[object]) -> DriveResult:
         """Run the clients of ``point`` for each of ``replicas`` until ``over`` ends, then cancel them.
@@ -83,11 +84,11 @@ class LoadDriver:
     async def _client(self, point: Point, ended: list[StreamTimings], refused: list[str]) -> None:
         while True:
             wanted = Arrival(0.0, point.input_tokens, point.output_tokens)
-            text = self._prompts.text(wanted, next(self._numbers))
-            body = self._asking.body(self._asking.model, text, point.output_tokens)
+            text = self.prompts.text(wanted, next(self._numbers))
+            body = self.asking.body(self.asking.model, text, point.output_tokens)
             reading = StreamTimings()
             try:
-                reading.end(await self._pool.post(self._asking.path, body, reading))
+                reading.end(await self.pool.post(self.asking.path, body, reading))
             except OSError as error:
                 reading.error = str(error) or type(error).__name__
             if reading.error:

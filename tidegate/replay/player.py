@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from time import perf_counter
 
 from sim.arrival import Arrival
@@ -17,30 +18,22 @@ from tidegate.replay.stream_reader import StreamTimings
 LEAD_S = 0.05
 
 
+@dataclass
 class Player:
     """Plays a trace against ``pool``; ``on_row`` receives each request that ended.
 
     At most ``in_flight`` requests are open: later ones are delayed. ``cut`` counts those cut by :meth:`stop`.
     """
 
-    def __init__(
-        self,
-        pool: Pool,
-        asking: RequestFormat,
-        prompts: Prompts,
-        *,
-        in_flight: int,
-        on_row: Callable[[ReplayRow], None],
-    ) -> None:
-        self.cut = 0
-        self._pool = pool
-        self._asking = asking
-        self._prompts = prompts
-        self._on_row = on_row
-        self._room = asyncio.Semaphore(in_flight)
-        self._open: set[asyncio.Task[None]] = set()
-        self._error: BaseException | None = None
-        self._sending: asyncio.Task[None] | None = None
+    pool: Pool
+    asking: RequestFormat
+    prompts: Prompts
+    in_flight: int
+    on_row: Callable[[ReplayRow], None]
+    cut: int = 0
+    _open: set[asyncio.Task[None]] = field(default_factory=set)
+    _error: BaseException | None = None
+    _sending: asyncio.Task[None] | None = None
 
     async def play(self, arrivals: Iterable[Arrival]) -> None:
         """Return when every answer has ended, or :meth:`stop` was called."""
@@ -62,20 +55,21 @@ class Player:
 
     async def _send(self, arrivals: Iterable[Arrival]) -> None:
         start = perf_counter() + LEAD_S
+        room = asyncio.Semaphore(self.in_flight)
         for number, arrival in enumerate(arrivals):
             due = start + arrival.at
             await _until(due - LEAD_S)
-            name = self._asking.name(arrival)
-            body = self._asking.body(name, self._prompts.text(arrival, number), arrival.output_tokens)
+            name = self.asking.name(arrival)
+            body = self.asking.body(name, self.prompts.text(arrival, number), arrival.output_tokens)
             await _until(due)
-            await self._room.acquire()
+            await room.acquire()
             task = asyncio.create_task(self._ask(arrival, name, body, start))
             self._open.add(task)
+            task.add_done_callback(lambda _: room.release())
             task.add_done_callback(self._closed)
 
     def _closed(self, task: asyncio.Task[None]) -> None:
         self._open.discard(task)
-        self._room.release()
         if task.cancelled():
             self.cut += 1
         elif (error := task.exception()) is not None:
@@ -86,12 +80,12 @@ class Player:
         reading = StreamTimings()
         tried_at, status = perf_counter(), 0
         try:
-            status = await self._pool.post(self._asking.path, body, reading)
+            status = await self.pool.post(self.asking.path, body, reading)
             reading.end(status)
         except OSError as error:
             reading.error = str(error) or type(error).__name__
         sent_at = tried_at if reading.sent_at is None else reading.sent_at
-        self._on_row(_row(arrival, name, reading, status, sent_at=sent_at, start=start))
+        self.on_row(_row(arrival, name, reading, status, sent_at=sent_at, start=start))
 
 
 def _row(

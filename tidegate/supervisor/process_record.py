@@ -14,10 +14,6 @@ import psutil
 from store.process import end_all, find, started_at
 from store.state_dir import StateDir
 
-_PR_SET_CHILD_SUBREAPER = 36
-# Between SIGTERM and SIGKILL for a process whose supervisor died.
-_ORPHAN_GRACE_S = 5.0
-
 
 class RecordedProcess(msgspec.Struct, frozen=True, kw_only=True):
     """A process of ours; ``created_at`` distinguishes it from a later one with the same pid."""
@@ -36,6 +32,9 @@ class RecordedProcess(msgspec.Struct, frozen=True, kw_only=True):
 
 class ProcessRecord:
     """The file of recorded processes of one state directory."""
+
+    # Between SIGTERM and SIGKILL for a process whose supervisor died.
+    _GRACE_S = 5.0
 
     def __init__(self, state: StateDir) -> None:
         self._state = state
@@ -95,7 +94,7 @@ class ProcessRecord:
         Blocks meanwhile; returns those that still run.
         """
         processes = {entry: process for entry in entries if (process := entry.process()) is not None}
-        running = end_all(processes.values(), _ORPHAN_GRACE_S)
+        running = end_all(processes.values(), self._GRACE_S)
         left = tuple(entry for entry, process in processes.items() if process in running)
         for entry in processes:
             if entry not in left:
@@ -114,4 +113,5 @@ class ProcessRecord:
 def adopt_orphans() -> None:
     """Become the parent of descendants whose parent exits, such as the Ray head's detached daemons."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        pr_set_child_subreaper = 36
+        ctypes.CDLL(None).prctl(pr_set_child_subreaper, 1, 0, 0, 0)

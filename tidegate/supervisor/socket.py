@@ -28,15 +28,6 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     document: Any = None
 
 
-class ProcessStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """A child process; ``pid`` is 0 between two runs."""
-
-    name: str
-    pid: int
-    restarts: int
-    up_s: float
-
-
 class SupervisorStatus(msgspec.Struct, frozen=True, kw_only=True):
     """The supervisor's state; ``since`` is its start in Unix seconds."""
 
@@ -48,6 +39,15 @@ class SupervisorStatus(msgspec.Struct, frozen=True, kw_only=True):
     admin: str
     document: Any
     processes: tuple[ProcessStatus, ...]
+
+
+class ProcessStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A child process; ``pid`` is 0 between two runs."""
+
+    name: str
+    pid: int
+    restarts: int
+    up_s: float
 
 
 class Line(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

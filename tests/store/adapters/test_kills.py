@@ -17,7 +17,7 @@ import pytest
 from policy.errors import AdapterUnknown
 from store.adapters.blobs import Blobs
 from store.adapters.import_adapter import import_adapter
-from store.adapters.names import AdapterNames
+from store.adapters.names import AdapterNames, NewVersion
 from store.adapters.validate import AdapterFacts
 from tests.store.adapters.making import TERMS, files, write, zipped
 
@@ -143,7 +143,7 @@ def test_killed_while_the_database_is_made(tmp_path: Path) -> None:
             path.unlink()
         number = int(killed(work, chance.uniform(0.0, 0.1))[-1])
         registry = AdapterNames(url(number))
-        registry.add("m", "sql", "a" * 64, AdapterFacts(8, 1), "")
+        registry.put("m", "sql", [NewVersion("a" * 64, AdapterFacts(8, 1), "")])
         assert registry.revision() == 1
         registry.close()
 

@@ -64,7 +64,7 @@ def registry(url: str, clock: Clock) -> Iterator[AdapterNames]:
 
 
 def add(registry: AdapterNames, digest: str, name: str = "sql", **options: object) -> Alias:
-    return registry.add("m", name, digest, FACTS, f"/from/{digest[0]}", **options)  # type: ignore[arg-type]
+    return registry.put("m", name, [NewVersion(digest, FACTS, f"/from/{digest[0]}")], **options)  # type: ignore[arg-type]
 
 
 def only(registry: AdapterNames) -> Alias:
@@ -183,7 +183,7 @@ def test_what_there_is_not(registry: AdapterNames) -> None:
 
 def test_models_do_not_share_names(registry: AdapterNames) -> None:
     add(registry, A)
-    registry.add("other/m", "sql", B, FACTS, "/b")
+    registry.put("other/m", "sql", candidates(b=1))
     registry.remove("m", "sql")
     assert (only(registry).model, digests(only(registry))) == ("other/m", {"b": 1.0})
 

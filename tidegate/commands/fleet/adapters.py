@@ -30,6 +30,11 @@ _name = click.argument("name")
 _model = click.option("--model", help="The base model, if several support adapters.")
 
 
+def _on_adapter(command: Callable[..., None]) -> Callable[..., None]:
+    """The parameters of a command on one adapter: its name, ``--model`` and ``--json``."""
+    return _name(_model(as_json(click.pass_obj(command))))
+
+
 @click.group(invoke_without_command=True, help="Show LoRA adapters; with a command, show or change one.")
 @as_json
 @click.pass_context
@@ -48,10 +53,7 @@ def adapters(ctx: click.Context, as_json: bool) -> None:
 
 
 @adapters.command(help="Show the versions of NAME, the replicas that have them loaded, and their sources.")
-@_name
-@_model
-@as_json
-@click.pass_obj
+@_on_adapter
 def show(state: StateDir, name: str, model: str | None, as_json: bool) -> None:
     status = controller_client(state).adapters()
     adapter = _find(status, name, model)
@@ -112,10 +114,7 @@ def add(  # noqa: PLR0917 - click passes them by name
 
 
 @adapters.command(help="Remove NAME: new requests for it get 404, those in flight finish.")
-@_name
-@_model
-@as_json
-@click.pass_obj
+@_on_adapter
 def remove(state: StateDir, name: str, model: str | None, as_json: bool) -> None:
     client = controller_client(state)
     base = _find(client.adapters(), name, model).model
@@ -142,10 +141,7 @@ def split(state: StateDir, name: str, shares: tuple[str, ...], model: str | None
 
 
 @adapters.command(help="Return to the versions that NAME served before the last change.")
-@_name
-@_model
-@as_json
-@click.pass_obj
+@_on_adapter
 def rollback(state: StateDir, name: str, model: str | None, as_json: bool) -> None:
     client = controller_client(state)
     base = _find(client.adapters(), name, model).model
