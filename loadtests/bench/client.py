@@ -1,7 +1,6 @@
 """A load generator on uvloop protocols that leaves its core to the upstream: closed and open loop.
 
-Every answer is compared with the bytes it must have; what is not 200 or not those bytes is counted as
-what went wrong, never as a latency.
+Every answer is compared with the expected bytes; any other answer counts as an error, not as a latency.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import random
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, repeat, takewhile
 from time import perf_counter
 from typing import Literal, cast
 
@@ -23,10 +23,10 @@ GRACE_S = 30.0
 
 @dataclass(slots=True)
 class Result:
-    """What a run gave. Times are seconds; ``ttft`` is from the moment a request was due.
+    """The result of a run. Times are seconds; ``ttft`` is from the moment a request was due.
 
-    ``wrong`` counts outcomes: another ``status`` than 200, a body that ``differs``, a stream that
-    ended by ``told`` the client of an error, one that was ``cut``, a connection ``refused``.
+    ``wrong`` counts errors: another ``status`` than 200, a body that ``differs``, a stream that ended with an
+    error event (``told``) or was ``cut``, a connection ``refused``.
     """
 
     ttft: list[float] = field(default_factory=list)
@@ -39,12 +39,12 @@ class Result:
 
     @property
     def ok(self) -> int:
-        """Answers that were as they must be."""
+        """The number of correct answers."""
         return len(self.e2e)
 
 
 class Connection(asyncio.Protocol):
-    """One kept connection: a request at a time, handed back to its load when it ended."""
+    """A kept connection with one request at a time; its load gets it back afterwards."""
 
     def __init__(self, load: Load) -> None:
         self._load = load
@@ -104,7 +104,7 @@ class Connection(asyncio.Protocol):
 
 
 class Load:
-    """Requests to one port until all were answered. Make one for each run, inside the loop.
+    """Requests to one port until all were answered; make one for each run, inside the event loop.
 
     ``request(i)`` is the i-th request's bytes.
     """
@@ -122,7 +122,7 @@ class Load:
         self._done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def closed(self, count: int, clients: int) -> Result:
-        """``count`` requests by ``clients`` that ask again as soon as they were answered."""
+        """``count`` requests by ``clients``, each of which sends the next after an answer."""
         self._closed, self._count, self._left = True, count, count
         for _ in range(clients):
             await self._connect()
@@ -132,7 +132,7 @@ class Load:
         return await self._finish(began)
 
     async def open(self, due: Sequence[float], clients: int = 32) -> Result:
-        """A request at each of ``due``, seconds from now in order, whatever became of those before."""
+        """A request at each of ``due``, seconds from now in order, independent of earlier ones."""
         self._count = self._left = len(due)
         for _ in range(clients):
             self._idle.append(await self._connect())
@@ -173,7 +173,7 @@ class Load:
             self._idle.append(connection)
 
     def lost(self, connection: Connection) -> None:
-        """Called by a connection that is gone."""
+        """Called by a connection that was closed."""
         self._all.discard(connection)
         if not connection.busy and self._closed and self._left:
             self._spawn(None)
@@ -230,9 +230,5 @@ class Load:
 
 def paced(rate: float, seconds: float, rng: random.Random) -> list[float]:
     """Poisson arrivals: when each request is due, in seconds."""
-    due: list[float] = []
-    at = rng.expovariate(rate)
-    while at < seconds:
-        due.append(at)
-        at += rng.expovariate(rate)
-    return due
+    arrivals = accumulate(rng.expovariate(rate) for _ in repeat(None))
+    return list(takewhile(lambda at: at < seconds, arrivals))

@@ -27,8 +27,9 @@ from loadtests.bench.systems import PEERS, System, available
 
 PARTS = ("cost", "latency", "routing", "adapters", "failing", "soak")
 REPLICAS = 4
-# Round robin is the same whoever serves it, so one stands for all; consistent hashing keys on a
-# session header, which these requests do not send.
+# The options that are fields of the plan.
+SIZES = ("rounds", "scale", "cell_s", "prefixes", "soak", "seed", "out")
+# One round robin stands for all; consistent hashing needs a session header, which these requests lack.
 NO_PREFIX = ("consistent_hash",)
 SAME = ("smg/round_robin", "sglang-router/round_robin")
 
@@ -81,12 +82,6 @@ async def run(
             return await cost.measure_soak(single[0], upstream, plan)
 
 
-def _cores() -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The first core for the gateway, the others for load and upstream (the same one if it is alone)."""
-    cores = sorted(os.sched_getaffinity(0))
-    return tuple(cores[:1]), tuple(cores[1:2] or cores)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure and write; returns 1 when a part could not be measured."""
     parser = argparse.ArgumentParser(
@@ -109,17 +104,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     parts = given.parts.split(",")
     if unknown := set(parts) - set(PARTS):
         parser.error(f"no such parts: {', '.join(sorted(unknown))}")
-    gateway_cores, other_cores = _cores()
+    # The first core is for the gateway, the next for load and upstream (the same one if it is alone).
+    cores = sorted(os.sched_getaffinity(0))
+    gateway_cores, other_cores = tuple(cores[:1]), tuple(cores[1:2] or cores)
     plan = Plan(
-        rounds=given.rounds,
-        scale=given.scale,
-        cell_s=given.cell_s,
-        prefixes=given.prefixes,
-        soak=given.soak,
-        seed=given.seed,
         gateway_cores=gateway_cores,
         other_cores=other_cores,
-        out=given.out,
+        **{name: getattr(given, name) for name in SIZES},
     )
     wanted = [name for name in given.systems.split(",") if name]
     systems, left_out = chosen(wanted, given.peers_dir, [int(each) for each in given.workers.split(",")])

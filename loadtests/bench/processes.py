@@ -1,4 +1,4 @@
-"""A program under measurement: started on chosen cores, its whole process tree's time and memory read."""
+"""Processes of the benchmark: systems under measurement on chosen cores, and the simulated upstream."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ STOP_S = 10.0
 
 
 def cpu_clock(pid: int) -> int:
-    """The clock that ``time.clock_gettime`` reads a process's processor time by (clock_getcpuclockid(3)).
+    """The clock id of a process's processor time (clock_getcpuclockid(3)).
 
-    It has nanoseconds, where ``/proc`` has hundredths of a second, and counts threads that ended.
+    It has nanoseconds, where ``/proc`` has hundredths of a second, and includes threads that ended.
     """
     return (~pid << 3) | 2
 
 
 def pinned(argv: Sequence[str], cores: Sequence[int]) -> list[str]:
-    """A command line that runs on ``cores`` alone; its process id stays the same."""
+    """A command line that runs on ``cores`` alone with the same process id."""
     return ["/usr/bin/taskset", "-c", ",".join(map(str, cores)), *argv]
 
 
 class Tree:
-    """One or more processes and all their children. ``log`` gets what they write."""
+    """One or more processes and all their children; ``log`` gets their output."""
 
     def __init__(self, log: Path) -> None:
         self._log = log
@@ -69,7 +69,7 @@ class Tree:
                 raise RuntimeError(f"ended with {process.returncode}: {self.tail()}")
 
     def tail(self) -> str:
-        """The last lines that were written."""
+        """The end of the output."""
         return self._log.read_text(errors="replace")[-2000:]
 
     def _all(self) -> list[psutil.Process]:
@@ -97,7 +97,7 @@ class Tree:
         return total
 
     def stop(self) -> None:
-        """End them; those that do not listen are killed."""
+        """Terminate them; kill those that do not exit."""
         everyone = [process for process in self._all() if process.is_running()]
         for process in self._roots:
             process.terminate()
@@ -117,7 +117,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports on loopback that nothing listens on now."""
+    """Unused loopback ports."""
     held = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     ports = [each.getsockname()[1] for each in held]
     for each in held:
@@ -126,7 +126,7 @@ def free_ports(count: int) -> list[int]:
 
 
 class Mock:
-    """A handle on the upstream: ``ports`` of its replicas, and its control."""
+    """A handle on the upstream: ``ports`` of its replicas, and its control connection."""
 
     def __init__(self, ports: list[int], control: int) -> None:
         self.ports = ports
@@ -139,20 +139,20 @@ class Mock:
         return [f"http://127.0.0.1:{port}" for port in self.ports]
 
     def order(self, order: Order) -> list[Counts]:
-        """Tell it something; returns what each replica had counted after that."""
+        """Send an order; returns the counts of each replica after it."""
         self._socket.sendall(msgspec.json.encode(order) + b"\n")
         return msgspec.json.decode(self._answers.readline(), type=list[Counts])
 
     def configure(self, setting: Setting) -> None:
-        """All replicas behave like this from now on, with empty caches and counts."""
+        """Set the behaviour of all replicas, with empty caches and counts."""
         self.order(Order(setting=setting))
 
     def counts(self) -> list[Counts]:
-        """What the replicas saw since they were configured."""
+        """The counts of each replica since they were configured."""
         return self.order(Order())
 
     def close(self) -> None:
-        """Let go of the control connection."""
+        """Close the control connection."""
         self._answers.close()
         self._socket.close()
 

@@ -1,9 +1,8 @@
-"""The routers that Tidegate is measured beside: each in a virtual environment of its own.
+"""The gateways that are compared: how each is installed, started and known to be ready.
 
-They are made on demand in a folder that the user names, from the lists in ``requirements/``; one that
-is there already is used as it is.
-
-The gateways that are compared: how each is started, and when it is ready."""
+Peers are installed on demand from ``requirements/``, each into its own virtual environment in a folder of the
+user's; an existing environment is reused.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ REQUIREMENTS = Path(__file__).parent / "requirements"
 
 @dataclass(frozen=True)
 class Peer:
-    """A router for OpenAI-compatible servers and the policies of it that are measured.
+    """A router for OpenAI-compatible servers, and its policies that are measured.
 
     ``launch`` is what its interpreter runs; ``flags`` are given in every run.
     """
@@ -43,7 +42,7 @@ class Peer:
 
     @property
     def requirements(self) -> Path:
-        """What pip installs."""
+        """The requirements file."""
         return REQUIREMENTS / f"{self.name}.txt"
 
     def python(self, folder: Path) -> Path:
@@ -51,7 +50,7 @@ class Peer:
         return folder / self.name / "bin" / "python"
 
     def installed(self, folder: Path) -> bool:
-        """Whether its environment is there and complete."""
+        """Whether its environment is complete."""
         python = self.python(folder)
         if not python.exists():
             return False
@@ -59,7 +58,7 @@ class Peer:
         return asked.returncode == 0
 
     def install(self, folder: Path) -> None:
-        """Make its environment; raises ``subprocess.CalledProcessError`` when pip cannot."""
+        """Create its environment; raises ``subprocess.CalledProcessError`` when pip fails."""
         if not self.python(folder).exists():
             venv.create(folder / self.name, with_pip=True)
         pip = [str(self.python(folder)), "-m", "pip", "install", "--quiet", "-r", str(self.requirements)]
@@ -68,7 +67,7 @@ class Peer:
     def argv(
         self, python: Path, policy: str, urls: Sequence[str], port: int, metrics: int, *, retries: bool
     ) -> list[str]:
-        """The command line: one worker, no access log, ``retries`` as they come or off."""
+        """The command line: one worker, no access log, default retries or none."""
         return [
             str(python),
             *self.launch,
@@ -102,7 +101,7 @@ PEERS = (
 
 
 def available(folder: Path | None, wanted: Sequence[Peer]) -> tuple[dict[str, Path], dict[str, str]]:
-    """Interpreters of the peers that can run, and for the others why not; missing ones are installed."""
+    """Interpreters of the peers that can run, and the reasons for the others; missing ones are installed."""
     pythons: dict[str, Path] = {}
     left_out: dict[str, str] = {}
     for peer in wanted:
@@ -143,7 +142,7 @@ class System:
 
 @dataclass
 class Running:
-    """A system that answers: on ``port``, ``cold_start_s`` after it was started."""
+    """A ready system on ``port``; it took ``cold_start_s`` seconds to start."""
 
     system: System
     port: int
@@ -153,7 +152,7 @@ class Running:
 
 
 def document(urls: Sequence[str], *, adapters: int = 8) -> dict[str, object]:
-    """Tidegate's deployment with everything on: tenants with weights, a service level, adapters."""
+    """Tidegate's deployment with all features: weighted tenants, an SLO, adapters."""
     key = hashlib.sha256(KEY.encode()).hexdigest()
     other = hashlib.sha256(b"sk-other").hexdigest()
     return {
@@ -163,7 +162,7 @@ def document(urls: Sequence[str], *, adapters: int = 8) -> dict[str, object]:
                 "engine": "external",
                 "urls": list(urls),
                 "adapters": {"slots_per_replica": adapters},
-                # Never in the way: the upstream computes no prompt, however long.
+                # Never limiting: the upstream computes no prompts.
                 "control": {"slo": {"ttft_p95_s": 60.0}},
             }
         ],
@@ -205,7 +204,7 @@ def running(
 
 
 def _wait(found: Running, began: float, probes: int) -> None:
-    """Until it answers as the upstream does, ``probes`` times in a row on new connections."""
+    """Wait until ``probes`` requests in a row, on new connections, get the upstream's answer."""
     asked = request(chat("ready?"))
     good = 0
     while good < probes:

@@ -6,16 +6,17 @@ import json
 import random
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate
 
 from loadtests.bench.replica import MARK_CHARS, marked
+from sim.workload.generators.distributions import zipf_weights
 
 KEY = "sk-bench-0123456789abcdef"
 WORDS = ["quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "while", "seven", "wizards", "judge"]
 
 
 def request(body: bytes) -> bytes:
-    """A whole chat request around ``body``; every system is sent the same key, Tidegate checks it."""
+    """A chat request around ``body``; every system gets the same API key, which Tidegate checks."""
     return (
         b"POST /v1/chat/completions HTTP/1.1\r\nhost: gateway\r\ncontent-type: application/json\r\n"
         b"authorization: Bearer %b\r\ncontent-length: %d\r\n\r\n%b" % (KEY.encode(), len(body), body)
@@ -24,7 +25,7 @@ def request(body: bytes) -> bytes:
 
 @lru_cache(maxsize=4096)
 def words(chars: int, seed: int) -> str:
-    """Text of exactly ``chars`` characters that differs from its start for each ``seed``."""
+    """Text of exactly ``chars`` characters; texts of different seeds differ from the start."""
     rng = random.Random(seed)  # noqa: S311 - text to fill prompts with
     parts: list[str] = [f"{seed:08x}"]
     length = 8
@@ -42,7 +43,7 @@ def chat(content: str, *, model: str = "alpha", stream: bool = False) -> bytes:
 
 
 class Sized:
-    """Chats of ``size`` bytes in all with ``prefixes`` different texts, taken in turn."""
+    """Chats of ``size`` bytes with ``prefixes`` different texts in rotation."""
 
     def __init__(self, size: int, prefixes: int, *, stream: bool = False) -> None:
         bare = len(chat("", stream=stream))
@@ -68,7 +69,7 @@ class Prefixed:
         prefix = self._draws[index]
         mark = marked(prefix, self._prefix_chars, self._prefix_chars + self._own_chars)
         shared = words(self._prefix_chars - MARK_CHARS, prefix)
-        # Prompts differ from their first character, which a mark does not.
+        # Prompts differ from the first character on; marks do not.
         content = shared[:8] + mark + shared[8:] + words(self._own_chars, 1_000_000 + index)
         return request(chat(content, stream=True))
 
@@ -87,20 +88,12 @@ class Adapted:
 
 
 def draws(count: int, kinds: int, exponent: float, rng: random.Random) -> list[int]:
-    """``count`` of the numbers below ``kinds``, the k-th with weight ``(k+1)**-exponent`` (0: uniform).
-
-    Which of them are popular is shuffled, so that no policy gains by an order of names.
-    """
+    """``count`` of the numbers below ``kinds`` by Zipf's law; their order of popularity is shuffled."""
     names = list(range(kinds))
     rng.shuffle(names)
-    weights = [(k + 1) ** -exponent for k in range(kinds)]
-    return rng.choices(names, weights, k=count)
+    return rng.choices(names, zipf_weights(kinds, exponent), k=count)
 
 
 def even(count: int, rate: float, rng: random.Random) -> list[float]:
-    """``count`` Poisson arrivals at ``rate`` a second: when each is due, in seconds."""
-    due = [0.0]
-    for _ in range(count):
-        due.append(due[-1] + rng.expovariate(rate))
-    assert all(a <= b for a, b in pairwise(due))
-    return due[1:]
+    """``count`` Poisson arrivals at ``rate`` per second: when each is due, in seconds."""
+    return list(accumulate(rng.expovariate(rate) for _ in range(count)))

@@ -1,4 +1,4 @@
-"""Part 1: processor time per request and per chunk, peak memory, cold start."""
+"""Parts 1 and 5: processor time per request and chunk, cold start, and memory over many requests."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CLIENTS = 32
 
 
 class Cost(msgspec.Struct, kw_only=True):
-    """One system's row. Microseconds of the whole process tree, bytes, seconds, requests a second."""
+    """The results of one system: microseconds of the whole process tree, bytes, seconds, requests/s."""
 
     small_us: Figure
     kb32_us: Figure
@@ -42,13 +42,13 @@ def check(result: Result, name: str) -> None:
 
 
 async def measure(systems: Sequence[System], upstream: Mock, plan: Plan) -> dict[str, Cost]:
-    """All systems run side by side, idle but for the one that is measured; rounds are interleaved."""
+    """All systems run side by side, idle but for the measured one; rounds are interleaved."""
     upstream.configure(Setting(chunks=CHUNKS, gap_s=GAP_S))
     cells = {
-        "small": (Sized(110, plan.prefixes), plan.count(4000)),
-        "kb32": (Sized(32 * 1024, min(plan.prefixes, 1000)), plan.count(1000)),
-        # A tenth as many texts, so that every one was seen before: prompts this long are resumed chats.
-        "kb240": (Sized(240 * 1024, max(1, plan.prefixes // 20)), plan.count(300)),
+        "small_us": (Sized(110, plan.prefixes), plan.count(4000)),
+        "kb32_us": (Sized(32 * 1024, min(plan.prefixes, 1000)), plan.count(1000)),
+        # Few texts, so that each was seen before: prompts this long are resumed chats.
+        "kb240_us": (Sized(240 * 1024, max(1, plan.prefixes // 20)), plan.count(300)),
     }
     streams = Sized(110, plan.prefixes, stream=True)
     rounds: dict[str, dict[str, list[float]]] = {}
@@ -57,19 +57,19 @@ async def measure(systems: Sequence[System], upstream: Mock, plan: Plan) -> dict
         for system in systems:
             started.append(stack.enter_context(running(system, upstream.urls, plan.gateway_cores)))
             log(f"cost: {system.name} is ready after {started[-1].cold_start_s:.2f} s")
-        for turn in range(-1, plan.rounds):  # the first is to warm up, and counts for nothing
+        for turn in range(-1, plan.rounds):  # the first warms up
             for each in started:
                 found: dict[str, float] = {}
                 for name, (request, count) in cells.items():
                     used, result = await _used(each, Load(each.port, request, BODY), count, CLIENTS)
                     found[name] = 1e6 * used / count
-                    if name == "small":
+                    if name == "small_us":
                         found["rate"] = count / result.wall_s
                 for clients in (32, 128):
                     count = max(clients, plan.count(5 * clients))
                     load = Load(each.port, streams, stream_body(CHUNKS))
                     used, _ = await _used(each, load, count, clients)
-                    found[f"chunk{clients}"] = (1e6 * used / count - found["small"]) / CHUNKS
+                    found[f"chunk{clients}_us"] = (1e6 * used / count - found["small_us"]) / CHUNKS
                 if turn >= 0:
                     for name, value in found.items():
                         rounds.setdefault(each.system.name, {}).setdefault(name, []).append(value)
@@ -77,14 +77,9 @@ async def measure(systems: Sequence[System], upstream: Mock, plan: Plan) -> dict
                     log(f"cost {turn + 1}/{plan.rounds} {each.system.name}: {shown}")
         return {
             each.system.name: Cost(
-                small_us=Figure.of(rounds[each.system.name]["small"]),
-                kb32_us=Figure.of(rounds[each.system.name]["kb32"]),
-                kb240_us=Figure.of(rounds[each.system.name]["kb240"]),
-                chunk32_us=Figure.of(rounds[each.system.name]["chunk32"]),
-                chunk128_us=Figure.of(rounds[each.system.name]["chunk128"]),
-                rate=Figure.of(rounds[each.system.name]["rate"]),
                 peak=each.tree.peak(),
                 cold_start_s=each.cold_start_s,
+                **{name: Figure.of(values) for name, values in rounds[each.system.name].items()},
             )
             for each in started
         }
@@ -103,7 +98,7 @@ BATCH = 10_000
 
 
 class Soak(msgspec.Struct, kw_only=True):
-    """Resident bytes after so many requests, and bytes a request from the second quarter on."""
+    """Resident bytes after each number of requests, and bytes per request from the second quarter on."""
 
     requests: list[int]
     memory: list[int]

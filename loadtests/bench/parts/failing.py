@@ -29,10 +29,10 @@ EVENTS = {"slow": Order(replica=0, slow=SLOW), "killed": Order(replica=0, kill=T
 
 
 class Failing(msgspec.Struct, kw_only=True):
-    """One system in one scene, over all rounds. TTFT in seconds, of answers that were whole.
+    """One system in one scene, over all rounds; TTFT in seconds, of whole answers.
 
-    ``failed`` counts requests whose client got anything but the whole answer; ``told`` those of them
-    that ended with an error status or event, the others were cut without a word.
+    ``failed`` requests got anything but the whole answer; ``told`` ones ended with an error status or event,
+    the others were cut off.
     """
 
     failed: Figure
@@ -77,11 +77,8 @@ async def measure(systems: Sequence[System], upstream: Mock, plan: Plan) -> dict
     return {
         scene: {
             name: Failing(
-                failed=Figure.of([each["failed"] for each in found]),
-                told=Figure.of([each["told"] for each in found]),
-                p50=Figure.of([each["p50"] for each in found]),
-                p99=Figure.of([each["p99"] for each in found]),
                 outcomes=dict(outcomes[scene, name]),
+                **{key: Figure.of([each[key] for each in found]) for key in found[0]},
             )
             for name, found in by_system.items()
         }

@@ -1,4 +1,4 @@
-"""Part 2: what a gateway adds to TTFT and ITL, open loop, at shares of the slowest Rust peer's capacity."""
+"""Part 2: TTFT and ITL added by a gateway, open loop, at fractions of the slowest Rust peer's capacity."""
 
 from __future__ import annotations
 
@@ -22,14 +22,16 @@ from policy.stats.quantiles import nearest_rank
 CHUNKS = 16
 GAP_S = 0.01
 SHARES = (0.3, 0.6, 0.9)
-# Streams a second at which the capacity of a core is read off: busy enough to be warm, and no queue.
+# Streams per second at which capacity is measured: busy enough to be warm, without a queue.
 PROBE_RATE = 200.0
 DIRECT = "no gateway"
 
 
 class Latency(msgspec.Struct, kw_only=True):
-    """One system at one rate, in seconds. TTFT is what was added to that without a gateway in the same
-    round; ITL's 99th percentile is whole, the upstream's gap is 10 ms."""
+    """One system at one rate, in seconds. TTFT is that added to a run without a gateway in the same round.
+
+    ITL's 99th percentile is absolute; the upstream's gap is 10 ms.
+    """
 
     added_p50: Figure
     added_p99: Figure
@@ -38,10 +40,11 @@ class Latency(msgspec.Struct, kw_only=True):
 
 
 class Latencies(msgspec.Struct, kw_only=True):
-    """All cells: by share of the capacity, then by system.
+    """All cells: by fraction of the capacity, then by system.
 
-    ``capacity`` is streams a second, by the processor time of each at :data:`PROBE_RATE`: busier
-    gateways read several chunks at once and carry somewhat more."""
+    ``capacity`` is in streams per second, by the processor time of each at :data:`PROBE_RATE`: busier
+    gateways read several chunks at once and carry somewhat more.
+    """
 
     slowest: str
     capacity: float
@@ -51,7 +54,7 @@ class Latencies(msgspec.Struct, kw_only=True):
 
 
 async def measure(systems: Sequence[System], upstream: Mock, plan: Plan) -> Latencies:
-    """Capacity first, then the cells, interleaved by round; every round has one arrival sequence for all."""
+    """Capacity first, then the cells, interleaved by round; each round has one arrival sequence for all."""
     upstream.configure(Setting(chunks=CHUNKS, gap_s=GAP_S))
     request, expected = Sized(110, plan.prefixes, stream=True), stream_body(CHUNKS)
     with ExitStack() as stack:
@@ -87,9 +90,9 @@ async def measure(systems: Sequence[System], upstream: Mock, plan: Plan) -> Late
                 for each in started:
                     result, cpu = await cell(each, share * capacity, turn)
                     values = {
-                        "p50": nearest_rank(result.ttft, 0.5) - nearest_rank(bare.ttft, 0.5),
-                        "p99": nearest_rank(result.ttft, 0.99) - nearest_rank(bare.ttft, 0.99),
-                        "itl": nearest_rank(result.itl, 0.99),
+                        "added_p50": nearest_rank(result.ttft, 0.5) - nearest_rank(bare.ttft, 0.5),
+                        "added_p99": nearest_rank(result.ttft, 0.99) - nearest_rank(bare.ttft, 0.99),
+                        "itl_p99": nearest_rank(result.itl, 0.99),
                         "cpu": cpu,
                     }
                     cells = found.setdefault(level, {}).setdefault(each.system.name, {})
@@ -104,12 +107,7 @@ async def measure(systems: Sequence[System], upstream: Mock, plan: Plan) -> Late
         itl_direct_p99={level: Figure.of(values) for level, values in direct.items()},
         cells={
             level: {
-                name: Latency(
-                    added_p50=Figure.of(values["p50"]),
-                    added_p99=Figure.of(values["p99"]),
-                    itl_p99=Figure.of(values["itl"]),
-                    cpu=Figure.of(values["cpu"]),
-                )
+                name: Latency(**{key: Figure.of(rounds) for key, rounds in values.items()})
                 for name, values in by_system.items()
             }
             for level, by_system in found.items()

@@ -1,4 +1,4 @@
-"""Part 3: where requests go. Cold prefills, balance and TTFT on four replicas that simulate their caches."""
+"""Part 3: routing. Cold prefills, balance and TTFT on four replicas that simulate their caches."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ from policy.stats.quantiles import nearest_rank
 
 
 class Scene(NamedTuple):
-    """Requests for ``kinds`` prefixes (adapters where ``setting`` has any), of which the k-th is asked for
-    with weight ``(k+1)**-exponent``, at ``rate`` requests per second.
+    """Requests for ``kinds`` prefixes (adapters where ``setting`` has any) at ``rate`` per second.
+
+    The k-th has weight ``(k+1)**-exponent``.
     """
 
     name: str
@@ -36,7 +37,7 @@ class Scene(NamedTuple):
 
 
 def arrivals(scene: Scene, seed: str) -> tuple[list[int], list[float]]:
-    """The kind of each request and its arrival time in seconds; a seed and a scene give one result."""
+    """The kind and the arrival time in seconds of each request, reproducible by seed and scene."""
     rng = random.Random(f"{seed} {scene.name}")  # noqa: S311 - a reproducible workload
     return draws(scene.requests, scene.kinds, scene.exponent, rng), even(scene.requests, scene.rate, rng)
 
@@ -44,9 +45,9 @@ def arrivals(scene: Scene, seed: str) -> tuple[list[int], list[float]]:
 def least_pairs(drawn: Sequence[int], replicas: int, bound: float, room: int) -> int:
     """The fewest (prefix, replica) pairs by which no replica has more than ``bound`` times the mean.
 
-    ``room`` is how many prefixes a replica caches. The largest is packed first, where there is least, and
-    what exceeds the bound there is cut off and packed like the others. That is the least if nothing is cut
-    but what has more requests than a replica may, and a few too many at worst. 0 if they do not all fit.
+    ``room`` is how many prefixes a replica caches. The largest prefix is packed first, on the least loaded
+    replica, and what exceeds the bound is packed like another prefix. This is the optimum if only prefixes
+    above the bound are split, and slightly above it otherwise. 0 if they do not all fit.
     """
     most = bound * len(drawn) / replicas
     loads, homes = [0.0] * replicas, [0] * replicas
@@ -66,28 +67,19 @@ def least_pairs(drawn: Sequence[int], replicas: int, bound: float, room: int) ->
     return sum(homes)
 
 
-# Tokens of a chat: what it shares with others, and its own; and those of a prompt for an adapter.
+# Tokens of a chat (shared prefix, own text) and of a prompt for an adapter.
 PREFIX_TOKENS, OWN_TOKENS, ADAPTER_TOKENS = 1024, 64, 32
-
 PREFIX_CHARS = PREFIX_TOKENS * CHARS_PER_TOKEN
-
 OWN_CHARS = OWN_TOKENS * CHARS_PER_TOKEN
-
 ADAPTERS = 200
-
 CHUNKS = 4
-
 ADAPTER_CHARS = ADAPTER_TOKENS * CHARS_PER_TOKEN
-
 # 50,000 prompt tokens a second and a prefix of 1024: 28 ms cold, 7 ms warm with 64 tokens of its own.
 _FITS = Setting(chunks=CHUNKS, gap_s=0.005, base_s=0.006, token_s=2e-5, lanes=1, cache_tokens=12 * 1024)
-
 _TIGHT = msgspec.structs.replace(_FITS, cache_tokens=4 * 1024)
-
 _ADAPTERS = Setting(
     chunks=CHUNKS, gap_s=0.005, base_s=0.002, token_s=2e-5, lanes=1, slots=8, load_s=0.02, adapters=ADAPTERS
 )
-
 # The rates keep four replicas about half busy when the routing is right.
 PREFIX_SCENES = (
     Scene("working set fits, uniform", _FITS, rate=240.0),
@@ -95,10 +87,8 @@ PREFIX_SCENES = (
     Scene("does not fit, uniform", _TIGHT, requests=800, rate=135.0),
     Scene("does not fit, Zipf", _TIGHT, requests=800, rate=135.0, exponent=1.0),
 )
-
 ADAPTER_SCENE = Scene("200 adapters, Zipf", _ADAPTERS, ADAPTERS, requests=2000, rate=200.0, exponent=1.0)
-
-# How far a replica's requests may be above the mean.
+# The most requests of a replica over the mean.
 BOUND = 1.10
 
 
@@ -146,11 +136,11 @@ def least_cold(scene: Scene, drawn: Sequence[int]) -> int:
 
 
 def seen(counts: Sequence[Counts], ttft: Sequence[float], least: int = 0) -> Seen:
-    """What the replicas counted and the clients felt.
+    """What the replicas counted and the clients measured.
 
-    ``home`` is the share of requests at the replica that had most of their prefix, ``pairs`` how many
-    (prefix, replica) pairs there were, ``cold`` prefills without a cache, ``balance`` the most loaded
-    replica's requests over the mean, ``least`` as :func:`least_cold` says.
+    ``home`` is the fraction of requests at the replica that had most of their prefix, ``pairs`` the number of
+    (prefix, replica) pairs, ``cold`` the prefills without a cache hit, ``balance`` the maximum of requests
+    per replica over the mean, ``least`` that of :func:`least_cold`.
     """
     total = sum(each.requests for each in counts)
     prefixes = {prefix for each in counts for prefix in each.by_prefix}
@@ -173,7 +163,7 @@ async def measure(
 ) -> dict[str, dict[str, Routed]]:
     """By scene, then by system; every run starts a system anew, with empty caches everywhere.
 
-    One that fails is left out from then on, and ``left_out`` says why.
+    A system that fails is left out from then on, with the reason in ``left_out``.
     """
     scenes = (ADAPTER_SCENE,) if adapters else PREFIX_SCENES
     found: dict[str, dict[str, list[Seen]]] = {}
