@@ -5,15 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from policy.config.control import ScaleConfig, SloConfig
+from policy.config.control import ScaleConfig
 from policy.config.deployment import Budget
 from policy.scaling.decide import ModelPolicies
 from policy.scaling.policies.registry import choose, make
 from policy.scaling.situation import Override
-from tests.policy.control_play import LARGE, NOON, SMALL, Model, Play, rung
-
-# The large shape alone is within this, up to 4.7 requests per second.
-QUICK = SloConfig(ttft_p95_s=3.0, itl_p95_s=0.06)
+from tests.policy.control_play import BOTH, NOON, QUICK, SMALL, Model, Play, rung
 
 
 def mind(shadow: str | None = None) -> ModelPolicies:
@@ -69,9 +66,7 @@ def shared() -> Play:
 
 def crossover() -> Play:
     """One large replica meets the objective until it cannot keep up; then eight small ones, and back."""
-    model = Model(
-        "chat", lambda t: 7.5 if 300 <= t < 1500 else 2.0, rungs=(LARGE, SMALL), slo=QUICK, mind=mind()
-    )
+    model = Model("chat", lambda t: 7.5 if 300 <= t < 1500 else 2.0, rungs=BOTH, slo=QUICK, mind=mind())
     return Play(model, budget=Budget(gpus=12)).run(2100)
 
 

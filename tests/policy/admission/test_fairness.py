@@ -46,18 +46,6 @@ def jain(shares: list[float]) -> float:
     return sum(shares) ** 2 / (len(shares) * sum(share * share for share in shares))
 
 
-def test_ten_to_one_of_demand_is_one_to_one_of_service() -> None:
-    desk = Desk(FairQueue())
-    rng = random.Random(1)  # noqa: S311
-    for _ in range(2000):
-        desk.ask("loud", rng.randint(1, 500))
-        if rng.random() < 0.1:
-            desk.ask("quiet", rng.randint(1, 500))
-    for _ in range(300):
-        desk.serve()
-    assert jain([desk.served["loud"], desk.served["quiet"]]) >= 0.95
-
-
 @given(st.lists(st.sampled_from([0.5, 1.0, 2.0, 5.0]), min_size=2, max_size=5), st.randoms())
 def test_weights_are_respected(weights: list[float], rng: random.Random) -> None:
     share = {str(i): weight for i, weight in enumerate(weights)}

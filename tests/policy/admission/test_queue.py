@@ -61,14 +61,6 @@ def foreseen(queue: Queue, newcomer: Request, at: float, *, full: bool = False) 
     return verdict.wait_s
 
 
-def test_classes_go_strictly_in_their_order() -> None:
-    queue = queue_of()
-    batch, sheddable, standard, critical = (
-        enter(queue, priority=priority) for priority in reversed(Priority)
-    )
-    assert order(queue) == [critical, standard, sheddable, batch]
-
-
 def test_whoever_returns_stands_before_who_came_later() -> None:
     queue = queue_of()
     first = enter(queue)
@@ -130,15 +122,6 @@ def test_one_larger_than_all_may_be_waits_alone() -> None:
     queue = queue_of()
     assert queue.enter(request(queue, size=10**10), WIDE, 0.0).refusal is None
     assert queue.enter(request(queue, size=1), WIDE, 0.0).refusal is Refusal.QUEUE_FULL
-
-
-def test_deadlines_end_the_wait_earliest_first() -> None:
-    queue = queue_of()
-    late, early, middle = (enter(queue, deadline=at) for at in (3.0, 1.0, 2.0))
-    assert queue.next_deadline() == 1.0
-    assert queue.expire(2.0) == [early, middle]
-    assert queue.next_deadline() == 3.0
-    assert order(queue) == [late]
 
 
 def test_the_wait_is_what_stands_ahead_over_the_rate() -> None:

@@ -61,6 +61,10 @@ def fed(calibration: Calibration, truth: tuple[EngineModel, int, int, int], coun
         calibration.take(steps(truth, 12, seed + int(how.get("seed", 0)), slower=how.get("slower", 1.0)))
 
 
+def restarted(calibration: Calibration, prior: EngineModel) -> Calibration:
+    return Calibration(prior, msgspec.json.decode(msgspec.json.encode(calibration.state), type=State))
+
+
 def furthest(found: EngineModel, truth: tuple[EngineModel, int, int, int], slower: float = 1.0) -> float:
     """The largest relative error over loads that were seen."""
     return max(
@@ -177,9 +181,8 @@ def test_one_of_two_that_is_slow_says_nothing_of_the_other(start: EngineModel) -
 def test_who_told_what_survives_a_restart_and_a_slow_replica_that_is_mended() -> None:
     calibration = Calibration(CPU[0])
     both(calibration, 40, 1.0, 3.0)
-    kept = msgspec.json.decode(msgspec.json.encode(calibration.state), type=State)
-    calibration = Calibration(CPU[0], kept)
-    assert slowdown(kept.told, "other") == pytest.approx(3.0, rel=0.1)
+    calibration = restarted(calibration, CPU[0])
+    assert slowdown(calibration.state.told, "other") == pytest.approx(3.0, rel=0.1)
     both(calibration, 40, 1.0, 1.0, seed=9000)
     assert slowdown(calibration.state.told, "other") == 1.0
     assert furthest(calibration.current.model, CPU) < 0.1
@@ -203,8 +206,7 @@ def test_the_same_steps_make_the_same_model_also_over_a_restart() -> None:
     for seed in range(60):
         told = steps(CPU, 12, seed)
         assert one.take(told) == other.take(told)
-        kept = msgspec.json.decode(msgspec.json.encode(other.state), type=State)
-        other = Calibration(GENERIC_MODEL, kept)
+        other = restarted(other, GENERIC_MODEL)
     assert one.current == other.current
     assert one.current.version > 0
     assert len(msgspec.json.encode(one.state)) < 40_000

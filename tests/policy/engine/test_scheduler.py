@@ -79,11 +79,6 @@ def test_tokens_are_conserved_in_causal_order_within_the_limits(asked: Asked, bo
     assert scheduled >= recomputed
 
 
-@given(requests, limits)
-def test_the_same_input_gives_the_same_steps(asked: Asked, bounds: Limits) -> None:
-    assert drain(loaded(asked, bounds)) == drain(loaded(asked, bounds))
-
-
 @given(requests, limits, st.sets(st.integers(0, 11)), st.integers(0, 15))
 def test_an_abort_frees_everything_at_once(asked: Asked, bounds: Limits, gone: set[int], after: int) -> None:
     scheduler = loaded(asked, bounds)

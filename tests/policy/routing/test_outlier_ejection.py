@@ -30,6 +30,13 @@ def fail(ejections: OutlierEjection, breaker: Breaker, at: float, times: int = 5
     return [ejections.note(breaker, AttemptResult.BAD, at, MIDDLE) for _ in range(times)][-1]
 
 
+def ejected(limits: Eject = LIMITS) -> tuple[OutlierEjection, Breaker]:
+    """The first of two replicas, ejected at 0."""
+    ejections, (one, _) = model(2, limits)
+    fail(ejections, one, 0.0)
+    return ejections, one
+
+
 def readmit(breaker: Breaker, at: float, sign: AttemptResult = AttemptResult.GOOD) -> None:
     assert breaker.due(at)
     breaker.half_open()
@@ -73,8 +80,7 @@ def test_failures_that_are_older_than_the_window_are_forgotten() -> None:
 
 
 def test_time_alone_readmits_nobody() -> None:
-    ejections, (one, _) = model(2)
-    fail(ejections, one, 0.0)
+    ejections, one = ejected()
     assert not one.due(29.0)
     assert one.due(30.0)
     assert not ejections.admits(one)
@@ -85,8 +91,7 @@ def test_time_alone_readmits_nobody() -> None:
 
 
 def test_one_probe_passes_and_what_says_nothing_leaves_its_place() -> None:
-    ejections, (one, _) = model(2)
-    fail(ejections, one, 0.0)
+    ejections, one = ejected()
     one.half_open()
     assert ejections.admits(one)
     assert one.take_probe()
@@ -99,8 +104,7 @@ def test_one_probe_passes_and_what_says_nothing_leaves_its_place() -> None:
 
 
 def test_the_answer_of_an_earlier_request_is_no_probe() -> None:
-    ejections, (one, _) = model(2)
-    fail(ejections, one, 0.0)
+    ejections, one = ejected()
     ejections.note(one, AttemptResult.GOOD, 1.0, MIDDLE)
     one.half_open()
     ejections.note(one, AttemptResult.GOOD, 31.0, MIDDLE)
@@ -126,8 +130,7 @@ def test_flapping_at_1_hz_is_readmitted_ever_more_seldom() -> None:
 
 
 def test_good_time_forgives() -> None:
-    ejections, (one, _) = model(2)
-    fail(ejections, one, 0.0)
+    ejections, one = ejected()
     readmit(one, 30.0)
     fail(ejections, one, 31.0)
     assert not one.due(90.0)
@@ -155,8 +158,7 @@ def test_the_draw_spreads_the_probes_of_many_workers(draw: float, lasts_s: float
 
 
 def test_a_new_process_is_probed_at_once_and_starts_without_guilt() -> None:
-    ejections, (one, _) = model(2)
-    fail(ejections, one, 0.0)
+    ejections, one = ejected()
     one.renew(1.0)
     assert one.due(1.0)
     assert not ejections.admits(one)

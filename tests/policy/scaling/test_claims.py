@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policy.config.control import GuardConfig, SloConfig
+from policy.config.control import GuardConfig
 from policy.config.deployment import Budget
 from policy.engine.capacity import capability
 from policy.scaling.budget import Allocation
@@ -21,8 +21,10 @@ from policy.scaling.policies.registry import choose, make
 from policy.scaling.situation import Decision, Memory, Override, Situation
 from policy.scaling.view import Supply
 from tests.policy.control_play import (
+    BOTH,
     LARGE,
     NOON,
+    QUICK,
     SMALL,
     Model,
     Play,
@@ -34,8 +36,6 @@ from tests.policy.control_play import (
     situation,
 )
 
-# The large shape alone is within this, up to 4.7 requests per second; at 7 the small one costs less.
-QUICK = SloConfig(ttft_p95_s=3.0, itl_p95_s=0.06)
 RISE = 300.0
 
 
@@ -44,7 +44,7 @@ def shared(gpus: int, low: int, *, priority: int = 1) -> Play:
     high = Model(
         "high",
         lambda t: 7.0 if t >= RISE else 2.0,
-        rungs=(LARGE, SMALL),
+        rungs=BOTH,
         mode=LARGE.mode,
         priority=priority,
         slo=QUICK,
@@ -118,7 +118,7 @@ def waiting(**changes: Any) -> dict[str, Situation]:
         rate=7.0,
         priority=1,
         mode=LARGE.mode,
-        rungs=(LARGE, SMALL),
+        rungs=BOTH,
         slo=QUICK,
         signals=msgspec.structs.replace(situation(7.0).signals, demand=demand(7.0, queued=120)),
         memory=memory,

@@ -21,8 +21,10 @@ from policy.scaling.situation import Decision, Memory, Override, Situation
 from policy.scaling.view import Supply
 from policy.signals.types import Rates, Signals
 from tests.policy.control_play import (
+    BOTH,
     LARGE,
     NOON,
+    QUICK,
     SMALL,
     Model,
     Play,
@@ -35,9 +37,6 @@ from tests.policy.control_play import (
     rung,
     situation,
 )
-
-BOTH = (LARGE, SMALL)
-QUICK = SloConfig(ttft_p95_s=3.0, itl_p95_s=0.06)
 
 
 def mind(name: str = "predictive", shadow: str | None = None) -> ModelPolicies:

@@ -25,8 +25,10 @@ from policy.scaling.situation import Decision, Memory, ModeForecast, Override, S
 from policy.scaling.view import Supply
 from policy.signals.types import LatencyQuantiles, Rates, Shares, Signals
 from tests.policy.control_play import (
+    BOTH,
     LARGE,
     NOON,
+    QUICK,
     SMALL,
     Wants,
     demand,
@@ -37,9 +39,6 @@ from tests.policy.control_play import (
 )
 
 ALL = Allocation(math.inf, math.inf, math.inf, math.inf)
-# The large shape alone is within this, up to 4.7 requests per second.
-QUICK = SloConfig(ttft_p95_s=3.0, itl_p95_s=0.06)
-BOTH = (LARGE, SMALL)
 
 
 def large(**changes: Any) -> Situation:

@@ -84,12 +84,9 @@ def rates(rates: Rates) -> list[float]:
     return [rates.last_6_s, rates.last_20_s, rates.last_60_s, rates.last_600_s]
 
 
-def test_before_any_report_nothing_is_known() -> None:
-    assert SignalAggregator().signals("m", T).demand is None
-
-
 def test_a_model_that_nobody_named_is_not_known() -> None:
     gathering = SignalAggregator()
+    assert gathering.signals("other", T).demand is None
     Teller(gathering).tell(T + 1, arrived=1)
     assert gathering.signals("other", T + 1).demand is None
 
@@ -140,13 +137,6 @@ def test_a_report_that_comes_late_or_twice_counts_nothing() -> None:
     teller.gathering.take(early, T + 2)
     teller.gathering.take(again, T + 2)
     assert demand(teller.gathering, T + 2) == before
-
-
-def test_a_worker_that_starts_anew_loses_nothing_and_counts_nothing_twice() -> None:
-    gathering = SignalAggregator()
-    steady(Teller(gathering, "one"), T, T + 30, 3)
-    steady(Teller(gathering, "two", began=T + 30), T + 30, T + 60, 3)
-    assert demand(gathering, T + 60).arrivals.last_60_s == pytest.approx(3.0, rel=0.02)
 
 
 def test_a_restarted_controller_takes_no_history_for_a_burst() -> None:

@@ -154,12 +154,7 @@ def test_more_load_never_asks_for_less(
         return
 
     def raised(rates: Rates) -> Rates:
-        return Rates(
-            last_6_s=rates.last_6_s + extra,
-            last_20_s=rates.last_20_s + extra,
-            last_60_s=rates.last_60_s + extra,
-            last_600_s=rates.last_600_s + extra,
-        )
+        return Rates(**{name: value + extra for name, value in msgspec.structs.asdict(rates).items()})
 
     heavier = msgspec.structs.replace(
         demand,

@@ -32,15 +32,21 @@ def beat(
     return Heartbeat(replica=replica, engine=engine, power=power)
 
 
+def taken(*beats: Heartbeat) -> ReplicaMetrics:
+    """The metrics after ``beats`` at :data:`T` and each second after it."""
+    presence = ReplicaMetrics()
+    for i, each in enumerate(beats):
+        presence.take(each, T + i)
+    return presence
+
+
 def only(presence: ReplicaMetrics, at: float) -> ReplicaSample:
     (figures,) = presence.figures("m", at)
     return figures
 
 
 def test_a_replica_says_its_load_and_how_old_that_is() -> None:
-    presence = ReplicaMetrics()
-    presence.take(beat(running=3, waiting=2, kv_used=0.4), T)
-    seen = only(presence, T + 1.5)
+    seen = only(taken(beat(running=3, waiting=2, kv_used=0.4)), T + 1.5)
     assert (seen.id, seen.age_s, seen.running, seen.waiting, seen.kv_used) == ("r1", 1.5, 3, 2, 0.4)
     assert (seen.tokens_per_s, seen.slowness, seen.watts, seen.celsius) == (0.0, 1.0, None, None)
 
@@ -64,29 +70,23 @@ def test_beats_in_a_burst_are_one_mark() -> None:
 
 
 def test_an_engine_that_started_anew_counts_from_its_start() -> None:
-    presence = ReplicaMetrics()
-    presence.take(beat(tokens=9_000_000, engine=EngineReport(preempted=50)), T)
-    presence.take(beat(tokens=100, incarnation=1), T + 1)
+    before = beat(tokens=9_000_000, engine=EngineReport(preempted=50))
+    presence = taken(before, beat(tokens=100, incarnation=1))
     assert only(presence, T + 1).tokens_per_s == 0.0
     presence.take(beat(tokens=300, incarnation=1), T + 2)
     assert only(presence, T + 2).tokens_per_s == 200.0
 
 
 def test_what_an_engine_counted_before_it_was_heard_came_not_just_now() -> None:
-    presence = ReplicaMetrics()
-    presence.take(beat(), T)
-    presence.take(beat(engine=EngineReport(preempted=500)), T + 1)
+    presence = taken(beat(), beat(engine=EngineReport(preempted=500)))
     assert only(presence, T + 1).preempted_per_s == 0.0
     presence.take(beat(engine=EngineReport(preempted=502)), T + 2)
     assert only(presence, T + 2).preempted_per_s == 2.0
 
 
 def test_the_engines_and_the_cards_last_word_stands_until_the_next() -> None:
-    presence = ReplicaMetrics()
     power = PowerReport(watts=300.0, celsius=71.0, throttled="sw_power_cap")
-    presence.take(beat(engine=EngineReport(deferred=2), power=power), T)
-    presence.take(beat(), T + 1)
-    seen = only(presence, T + 1)
+    seen = only(taken(beat(engine=EngineReport(deferred=2), power=power), beat()), T + 1)
     assert (seen.deferred, seen.watts, seen.celsius, seen.throttled) == (2, 300.0, 71.0, "sw_power_cap")
 
 
@@ -120,6 +120,4 @@ def test_one_that_is_silent_for_long_is_gone() -> None:
     ],
 )
 def test_the_error_of_a_card_is_told_with_what_slows_it(power: PowerReport, said: str) -> None:
-    presence = ReplicaMetrics()
-    presence.take(beat(power=power), T)
-    assert only(presence, T).throttled == said
+    assert only(taken(beat(power=power)), T).throttled == said
