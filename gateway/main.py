@@ -33,8 +33,7 @@ YOUNGEST = 10_000
 def keep_freed_memory() -> None:
     """Allocate bodies from the heap, and give it back only beyond :data:`KEPT_BYTES`; glibc only.
 
-    By default glibc maps each block of 128 KiB anew: a copy of 240 KB then takes 430 us for page faults, not
-    25.
+    By default glibc maps blocks of 128 KiB anew: to copy 240 KB takes 430 us for page faults, not 25.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -47,8 +46,7 @@ def keep_freed_memory() -> None:
 def collect_seldom() -> None:
     """Exempt what exists from collections, and collect only after :data:`YOUNGEST` new objects.
 
-    Calls free what they make by reference counts. The default, every 700 objects, costs a sixth of a call's
-    time.
+    Calls free their objects by reference counts; the default, every 700 objects, costs a sixth of their time.
     """
     gc.collect()
     gc.freeze()

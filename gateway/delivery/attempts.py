@@ -41,10 +41,7 @@ class Attempts:
         self._clock = asyncio.get_running_loop().time
 
     async def run(self) -> None:
-        """Return once the client has an answer.
-
-        Raises :class:`gateway.protocol.errors.Refused` where it is to be told of an error instead.
-        """
+        """Serve the call; raises :class:`gateway.protocol.errors.Refused` with its client's error."""
         call, ticket = self._call, self._ticket
         while True:
             asked_at = perf_counter()
@@ -96,7 +93,7 @@ class Attempts:
     async def _attempt(self, replica: ReplicaHandle) -> tuple[AttemptOutcome, Relay | None]:
         """Try one replica; a kept connection that turns out to be closed is replaced once.
 
-        Raises :class:`gateway.protocol.errors.Refused` when this machine can open no connection at all.
+        Raises :class:`gateway.protocol.errors.Refused` when this machine can open no connection.
         """
         head = self._head(replica)
         connection = replica.pool.take()

@@ -102,10 +102,7 @@ class Relay:
         self.done: asyncio.Future[AttemptOutcome] = asyncio.get_running_loop().create_future()
 
     async def run(self, head: bytes, body: bytes | Sequence[bytes | memoryview]) -> AttemptOutcome:
-        """Send the request and relay its answer; cancelling closes the connection at once.
-
-        ``body`` may be a list of buffers, which are sent one after the other.
-        """
+        """Send the request, whose body is one or several buffers, and relay its answer."""
         call = self._call
         self.sent_at = self.quiet_since = call.sent_at = monotonic()
         deadlines = call.deadlines

@@ -89,10 +89,7 @@ class ClientConnection:
         return self._transport is not None and not self._transport.is_closing()
 
     def send(self, sink: Sink, head: bytes, body: bytes | Sequence[bytes | memoryview]) -> None:
-        """Write a request in one system call; its response goes to ``sink``.
-
-        A body that is large, or comes in several buffers, is not copied.
-        """
+        """Write a request in one system call, without copying a large body; its response goes to ``sink``."""
         assert self._transport is not None
         assert self._sink is None
         self._reset()

@@ -261,10 +261,7 @@ class ServerConnection:
     # reading
 
     def _stay(self, rest: bytes) -> None:
-        """Serve a request that offers an upgrade (some clients always offer h2c) as HTTP/1.1.
-
-        The parser stops after such a head; ``rest`` is the data after it.
-        """
+        """Serve a request that offers an upgrade (often h2c) as HTTP/1.1; ``rest`` follows its head."""
         self._parser = httptools.HttpRequestParser(self)
         if self._refused is not None:
             self._refuse(self._refused)

@@ -143,10 +143,7 @@ class Exchange:
         return self._line.sent
 
     def pass_on(self, body: bytes, framed: bytes | None) -> Awaitable[None]:
-        """:meth:`send` for a part of the body that is not the last, without building a message.
-
-        ``framed`` is ``body`` as a chunk of HTTP/1.1, if available.
-        """
+        """Send a part of the body that is not the last; ``framed`` is it as an HTTP/1.1 chunk, if known."""
         if self._chunked and not (self.done or self.left):
             self._line.write(framed or b"%x\r\n%b\r\n" % (len(body), body))
             return self._line.sent

@@ -152,10 +152,7 @@ class Server:
 
 
 def allow_connections() -> None:
-    """Raise this process's descriptor limit to the hard limit, up to :data:`MAX_DESCRIPTORS`.
-
-    The usual soft limit of 1024 is meant for programs that use ``select``.
-    """
+    """Raise this process's soft limit of descriptors to the hard one, up to :data:`MAX_DESCRIPTORS`."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, wanted), hard))

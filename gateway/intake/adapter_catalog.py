@@ -1,6 +1,6 @@
 """The adapters that requests may name: an index, rebuilt when the catalog or the deployment changes.
 
-A name is looked up once, when its request arrives; the version that it stood for then stays with the request.
+A request keeps the version that its name stood for when it arrived.
 """
 
 from __future__ import annotations
@@ -19,11 +19,7 @@ EMPTY = Catalog(epoch=0.0, version=0)
 
 
 class Adapter:
-    """A version of an adapter, as requests use it.
-
-    ``served`` is what engines and answers call it, ``header`` the line of a request's head that tells a
-    replica of ours what to load.
-    """
+    """A version of an adapter: ``served`` is its name in engines and answers, ``header`` tells a replica."""
 
     __slots__ = ("digest", "header", "model", "name", "served")
 

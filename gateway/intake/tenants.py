@@ -91,10 +91,7 @@ class Tenants:
         return 1.0 if account is None else account.weight
 
     def salt(self, name: str) -> bytes:
-        """The prefix cache salt of the tenant called ``name``, as a JSON string.
-
-        A tenant that was removed keeps its salt to the end of its last request.
-        """
+        """The prefix cache salt of a tenant, as a JSON string, also of one that was removed."""
         account = self._by_name.get(name)
         return self._salt(name) if account is None and name else (account or self._anonymous).salt
 

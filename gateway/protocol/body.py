@@ -65,10 +65,7 @@ def read(raw: bytes) -> Body:
 
 
 def depth_exceeds(raw: bytes, limit: int) -> bool:
-    """Whether valid JSON nests deeper than ``limit``: each pass removes the innermost level.
-
-    Whole-buffer operations, since a loop over the characters costs more than serving the request.
-    """
+    """Whether valid JSON nests deeper than ``limit``; whole-buffer passes remove the innermost level."""
     if b"\\" in raw:
         raw = raw.replace(b"\\\\", b"").replace(b'\\"', b"")
     outside = b"".join(raw.split(b'"')[::2])  # of strings, whose quotes are all that is left
@@ -81,10 +78,7 @@ def depth_exceeds(raw: bytes, limit: int) -> bool:
 
 
 def _opens_more_than(raw: bytes, limit: int) -> bool:
-    """Whether ``raw`` has more than ``limit`` opening brackets, those in strings included.
-
-    ``find`` skips what is none thirty times faster than ``count`` does: 5 us in 240 KB, not 200.
-    """
+    """Whether ``raw`` has over ``limit`` opening brackets; ``find`` is thirty times faster than ``count``."""
     for bracket in (b"[", b"{"):
         at = raw.find(bracket)
         while at >= 0:

@@ -73,10 +73,9 @@ _NOT_LOADED = re.compile(
 
 
 class Refused(TidegateError):
-    """A request that is not served, with the contents of its answer.
+    """A request that is not served. ``status``, ``code`` and ``retry_after_s`` override the table.
 
-    ``status``, ``code`` and ``retry_after_s`` override the table where more is known; the last is
-    rounded up to a whole second, at least 1 and at most :data:`MAX_RETRY_AFTER_S`.
+    Seconds are rounded up to a whole number from 1 to :data:`MAX_RETRY_AFTER_S`.
     """
 
     def __init__(
@@ -159,10 +158,9 @@ def from_upstream(status: int, body: bytes, retry_after: bytes | None, route: Ro
 
 
 def adapter_failure(body: bytes) -> Refused | None:
-    """The refusal for an upstream's error that speaks of an adapter which cannot be loaded.
+    """The refusal for an upstream's 500 about an adapter that cannot be loaded, which no retry helps.
 
-    Engines answer it with 500, but another replica would fail as this one did. Their text may name
-    files, so ours stands in for it.
+    The engine's text is replaced, since it may name files.
     """
     message, _, _ = read_error(body)
     if not _ADAPTER.search(message) or not _NOT_LOADED.search(message):

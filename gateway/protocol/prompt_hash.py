@@ -59,8 +59,7 @@ class BytesPerToken:
     ) -> None:
         """Take an engine's count for an estimate, whose ``depths`` say by which density it was made.
 
-        The density changes while answers are on their way, and a correction must not be applied once for
-        each.
+        The density changes while answers are under way; each of them must not repeat a correction.
         """
         gain = self.answers.learn(output_tokens)
         if depths and prompt_tokens > 0 and estimated_tokens not in (0, prompt_tokens):
@@ -91,10 +90,7 @@ class BytesPerToken:
 
 
 def parts_of(body: Body, route: Route, raw: bytes) -> list[memoryview]:
-    """The parts of ``body`` that an engine reads, in the order of a chat template, as slices.
-
-    A route whose prompt is no one field has the whole body for it.
-    """
+    """The parts of ``body`` that an engine reads, in template order; the whole of routes without a prompt."""
     if route.prompt is None:
         return [memoryview(raw)]
     fields = (body.tools, body.system, getattr(body, route.prompt))
@@ -107,10 +103,7 @@ def limit_of(body: Body) -> int | None:
 
 
 def grid_of(seed: int, body: Body, route: Route, raw: bytes, *, most: int) -> tuple[int, ...]:
-    """Hashes of the prompt's beginnings, one each :data:`BLOCK_BYTES`, of the first ``most`` of them.
-
-    Their places depend on nothing that is learned, so that they compare between workers and over time.
-    """
+    """Hashes of the prompt's first ``most`` prefixes, one per :data:`BLOCK_BYTES`: equal in all workers."""
     parts = parts_of(body, route, raw)
     count = min(sum(map(len, parts)) // BLOCK_BYTES, most)
     return _chain(seed, parts, range(BLOCK_BYTES, count * BLOCK_BYTES + 1, BLOCK_BYTES)) if count else ()

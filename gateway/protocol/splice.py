@@ -29,10 +29,7 @@ class Edit(NamedTuple):
 
 
 def locate(raw: bytes, value: Raw) -> tuple[int, int]:
-    """Where ``value``, decoded from ``raw``, begins and ends in it.
-
-    Raises ``ValueError`` if it was decoded from something else.
-    """
+    """Begin and end of ``value`` in ``raw``; raises ``ValueError`` if it was decoded from other bytes."""
     begin = address(value) - address(raw)
     size = len(memoryview(value))
     if not 0 <= begin <= len(raw) - size:
@@ -41,11 +38,7 @@ def locate(raw: bytes, value: Raw) -> tuple[int, int]:
 
 
 def set_member(raw: bytes, name: str, value: Raw, text: bytes) -> Edit:
-    """Give the member ``name`` of the object ``raw`` the JSON ``text``.
-
-    ``value`` is what a decoder found under that name, empty where it found nothing. The object has at
-    least one member.
-    """
+    """Give ``name`` the JSON ``text`` in ``raw``, a non-empty object; ``value`` is its present one."""
     if value is not ABSENT:
         return Edit(*locate(raw, value), text)
     begin = raw.index(b"{") + 1
@@ -57,10 +50,7 @@ def set_model(raw: bytes, name: str) -> Edit:
 
 
 def force_usage(raw: bytes, stream_options: Raw) -> Edit | None:
-    """Have a stream of chat or completions end with its usage; ``None`` if the client asked for that itself.
-
-    What else the client set stays, but for usage in every chunk, which says nothing without this.
-    """
+    """Have a stream end with its usage; ``None`` if the client asked for that. Usage per chunk is dropped."""
     options: dict[str, Any] = {}
     if stream_options is not ABSENT:
         decoded = msgspec.json.decode(stream_options)
@@ -102,10 +92,7 @@ ASKED_FOR_USAGE = frozenset({"/v1/chat/completions", "/v1/completions"})
 
 
 class UpstreamBody(NamedTuple):
-    """``parts`` to be written one after the other, ``size`` bytes in all.
-
-    ``counts`` says that the usage at the end of the stream was asked for by us and is not the client's.
-    """
+    """``parts`` of ``size`` bytes in all. ``counts``: usage at a stream's end was requested by us alone."""
 
     parts: bytes | list[Buffer]
     size: int

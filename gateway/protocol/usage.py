@@ -59,11 +59,7 @@ def usage_inside(raw: bytes | Raw) -> Usage | None:
 
 
 def usage_of_answer(end: bytes) -> Usage | None:
-    """The usage of a whole JSON answer, of which ``end`` is all or (longer ones) the end.
-
-    A quote inside a string is escaped, so text never looks like the key; of several objects under
-    that key the last one that counts tokens is taken.
-    """
+    """The usage of a JSON answer (``end`` is all or its last part): the last one that counts tokens."""
     if len(end) <= MAX_DECODED and end.lstrip().startswith(b"{") and (found := usage_inside(end)):
         return found
     for match in reversed(list(_KEY.finditer(end[-MAX_DECODED:]))):

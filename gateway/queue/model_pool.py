@@ -27,8 +27,8 @@ YIELD_EVERY_S = 1.0
 class ModelPool:
     """A :class:`policy.admission.dispatcher.ReplicaPool`.
 
-    ``queued_elsewhere`` are the bytes that wait in this worker for other models, ``shared`` is what the
-    workers of this host count together.
+    ``queued_elsewhere``: the bytes that wait for other models; ``shared``: the counts of all workers of the
+    host.
     """
 
     def __init__(

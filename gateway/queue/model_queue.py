@@ -44,10 +44,9 @@ class Ticket(dispatching.Ticket[ReplicaHandle]):
         return self._queue.served
 
     async def wait(self) -> ReplicaHandle:
-        """The replica to send the request to, with its slot taken.
+        """The replica to send the request to, with its slot taken; a retry keeps its place in the queue.
 
-        Waits if need be, after an attempt in its old place and uncharged. Raises
-        :class:`gateway.protocol.errors.Refused` if the request is rejected.
+        Raises :class:`gateway.protocol.errors.Refused` if the request is rejected.
         """
         queue = self._queue
         self.enter(queue.clock())
@@ -80,8 +79,7 @@ class Ticket(dispatching.Ticket[ReplicaHandle]):
             self._granted.set_result(None)
 
     def began(self, at: float, *, streams: bool = True) -> None:
-        """Without a stream the first token is not seen: the prefill counts as over when it is predicted to
-        be."""
+        """Without a stream the first token is not seen: the prefill counts as over at its predicted end."""
         super().began(at, streams=streams)
         if not streams and self.pending and self.replica is not None and self.quote is not None:
             self._unseen = self.replica.foresee(self.pending, at + self.quote.total)
@@ -195,8 +193,7 @@ class ModelQueue:
 def _refused_by(
     rejection: Rejection, served: ServedModel, adapter: str, queued: int, upstream: Refused | None = None
 ) -> Refused:
-    """The answer to a rejected request. ``queued`` requests wait for the model; ``upstream`` is the answer
-    of the replica that was tried last, if it gave one."""
+    """The answer to a rejected request; ``upstream`` is the last replica's, ``queued`` the queue's length."""
     name, cause, retry_after_s = served.name, rejection.cause, rejection.retry_after_s
     if upstream is not None and cause in (Cause.REJECTED, Cause.FAILED):
         return upstream

@@ -30,9 +30,8 @@ MOST_CAUSES = 256
 class ServedModel:
     """A model as this worker serves it: its settings and its replicas.
 
-    ``coming`` is whether the fleet starts replicas of it, or has none by intent; ``down`` whether it has none
-    that serves, ``asleep`` whether it starts none besides. ``start_s`` is how long replicas took to start, as
-    far as any did. ``causes`` says why adapters could not be loaded last, as a word.
+    ``coming``: replicas start, or it has none by intent; ``down``: none serves; ``asleep``: none serves or
+    starts. ``start_s``: the slowest measured start. ``causes``: why adapters could not be loaded, as a word.
     """
 
     def __init__(self, name: str, health: ReplicaHealth | None = None) -> None:
@@ -147,10 +146,10 @@ class FleetView:
                 link.pool.connect_timeout_s = self._connect_timeout_s
 
     def take(self, fleet: Fleet, source: Source, at: float) -> None:
-        """Follow a snapshot of the controller (or of the last one, from disk); ``at`` is loop time.
+        """Follow a snapshot of the controller, or the last one from disk; ``at`` is loop time.
 
-        In the first :data:`SETTLE_S` of a new epoch a replica that it does not list as ready is kept
-        while the replica itself says that it is.
+        For :data:`SETTLE_S` after a new epoch, replicas that report ready are kept even if it does not list
+        them.
         """
         if fleet.epoch != self.fleet.epoch:
             self._epoch_began = at

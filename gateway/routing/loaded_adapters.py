@@ -10,10 +10,10 @@ FAILED_S = 2.0
 
 
 class LoadedAdapters:
-    """The adapters of one replica.
+    """The adapters of one replica, which lists those ``loaded``.
 
-    One that ``loads`` serves whatever it is asked for but ``refused``: what it says that it could not load
-    lately. Another serves what it lists alone. ``loaded`` is what it lists.
+    If it ``loads`` on demand, it serves all but those ``refused``, which it could not load lately; else only
+    those listed.
     """
 
     __slots__ = ("_failed", "_listed", "_refused", "loaded", "loads", "refused")

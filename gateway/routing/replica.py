@@ -149,10 +149,7 @@ class ReplicaHandle:
         return self.view.bound
 
     def look(self) -> Candidate:
-        """The current view, with the requests of this host's other workers.
-
-        While there are none it stays true by itself (``lone``), until ``due_at``.
-        """
+        """The current view with other workers' requests; while ``lone`` it holds until ``due_at``."""
         while self._foreseen and self._foreseen[0].at <= monotonic():
             self.over(self._foreseen[0])
         view = self.view
@@ -164,10 +161,7 @@ class ReplicaHandle:
         return view
 
     def begin(self, tokens: int = 0) -> bool:
-        """Take a slot for a request with ``tokens`` uncached prompt tokens.
-
-        Returns whether the request is the probe that a half-open breaker waits for.
-        """
+        """Take a slot for ``tokens`` uncached prompt tokens; returns whether it is a half-open probe."""
         self.mine += 1
         view = self.view
         view.in_flight += 1

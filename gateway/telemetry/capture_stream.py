@@ -28,7 +28,7 @@ MAX_LINES = 10_000
 class Pseudonyms:
     """Keys the hashes of prompts and sessions with a secret, and cuts prompts into blocks of tokens.
 
-    ``density`` gives a model's bytes per token. It is called once per model, so that equal prompts keep equal
+    ``density`` gives a model's bytes per token; called once per model, so that equal prompts keep equal
     blocks.
     """
 

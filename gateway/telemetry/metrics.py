@@ -262,9 +262,9 @@ class Metrics:
         return meter
 
     def publish(self) -> None:
-        """Merge the counts into the shared metrics; what cannot be merged is merged the next time.
+        """Merge the counts into the shared metrics; what fails is merged the next time.
 
-        Their files are mapped anew when they grow, for which a descriptor is kept.
+        The reserved descriptor is for files that grow.
         """
         self._spare.give()
         try:

@@ -153,28 +153,23 @@ def test_an_answer_without_usage_is_split_without(usage: Any) -> None:
         assert part.get("usage") is None
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        [item(0), item(1)],
-        [item(0), item(1), item(1)],
-        [item(0), item(1), item(2), item(2)],
-        [item(0), item(1), item(3)],
-        [item(0), item(1), {"embedding": [2.0]}],
-        [item(0), item(1), 2],
-        "three",
-        None,
-    ],
+DATA: tuple[Any, ...] = (
+    *(
+        [item(0), item(1), *more]
+        for more in ([], [item(1)], [item(2)] * 2, [item(3)], [{"embedding": [2.0]}], [2])
+    ),
+    "three",
+    None,
 )
-def test_an_answer_that_does_not_fit_is_not_split(data: Any) -> None:
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [*(json.dumps({"data": data}).encode() for data in DATA), b"", b"[]", b"{}", b'{"data":[', b"\xff"],
+)
+def test_an_answer_that_does_not_fit_is_not_split(answer: bytes) -> None:
     with pytest.raises(ValueError):
-        split(json.dumps({"data": data}).encode(), two(), b"S", [b"o", b"t"])
-
-
-def test_an_answer_that_is_none_is_not_split() -> None:
-    for answer in (b"", b"[]", b"{}", b'{"data":[', b"\xff"):
-        with pytest.raises(ValueError):
-            split(answer, two(), b"S", [b"o", b"t"])
+        split(answer, two(), b"S", [b"o", b"t"])
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
