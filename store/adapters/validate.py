@@ -17,8 +17,8 @@ from policy.errors import AdapterRefused
 from store.adapters import CONFIG, FILES, WEIGHTS
 from store.adapters.base_model import BaseModel
 from store.adapters.tensors import Tensor, is_finite, tensors
+from store.models.package import PICKLES
 
-PICKLES = frozenset({".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt"})
 MAX_CONFIG_BYTES = 1024 * 1024
 # Maximum number of patterns; each is matched with every module.
 MAX_PATTERNS = 512

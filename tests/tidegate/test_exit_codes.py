@@ -40,13 +40,8 @@ def test_an_error_says_what_kind_of_failure_it_is(error: Exception, code: Exit) 
     assert exit_of(error) is code
 
 
-def test_every_code_means_something() -> None:
+def test_every_code_has_a_meaning() -> None:
     assert set(MEANINGS) == set(Exit)
-
-
-def test_a_bad_line_is_named() -> None:
-    error = TraceError("mine.csv", 7, "-1", "at least 0")
-    assert isinstance(error, TidegateError) and str(error) == "mine.csv:7: got '-1', expected at least 0"
 
 
 class Refusing:

@@ -59,8 +59,7 @@ def scale(
     wait: bool,
     as_json: bool,
 ) -> None:
-    _check_duration(replicas, for_s)
-    client = controller_client(state)
+    client = _client(state, replicas, for_s)
     status = client.scale(model, replicas if isinstance(replicas, int) else None, for_s)
     now = _settled(client, status) if wait else status
     _report(now, status, as_json, _describe_override("scale", status, replicas, for_s))
@@ -77,16 +76,16 @@ def scale(
 @as_json
 @click.pass_obj
 def mode(state: StateDir, *, model: str, name: str, for_s: float | None, wait: bool, as_json: bool) -> None:
-    _check_duration(name, for_s)
-    client = controller_client(state)
+    client = _client(state, name, for_s)
     status = client.mode(model, None if name == AUTO else name, for_s)
     now = _settled(client, status) if wait else status
     _report(now, status, as_json, _describe_override("mode", status, name, for_s))
 
 
-def _check_duration(wanted: int | str, for_s: float | None) -> None:
+def _client(state: StateDir, wanted: int | str, for_s: float | None) -> ControllerClient:
     if wanted == AUTO and for_s is not None:
         raise click.UsageError("--for is the duration of an override: leave it out with 'auto'")
+    return controller_client(state)
 
 
 def _describe_override(command: str, status: ModelStatus, wanted: int | str, for_s: float | None) -> str:
