@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
-from policy.config.control import ControlConfig
 from policy.config.convert import convert, convert_values
 from policy.config.deployment import (
     ENTRY_NAME,
@@ -30,16 +29,7 @@ from policy.errors import ConfigError
 from policy.scaling.policies.registry import choose
 from policy.types import EngineKind
 
-
-def check_control(path: str, control: ControlConfig) -> None:
-    """Check the section ``control`` beyond its types; raises :class:`policy.errors.ConfigError`."""
-    choose(f"{path}.policy", control.policy)
-    if control.shadow is not None:
-        choose(f"{path}.shadow", control.shadow)
-
-
 _DIGEST = re.compile(r"[0-9a-f]{64}")
-
 _VISIBLE = re.compile(r"[!-~]+")
 
 
@@ -72,8 +62,12 @@ def parse(document: object) -> Deployment:
         if spec.name in seen:
             raise ConfigError(f"{path}.name", spec.name, "a name that no other model has")
         seen.add(spec.name)
-        _check_profiles(path, spec)
-        check_control(f"{path}.control", spec.control)
+        profile(spec.sim.profile, f"{path}.sim.profile")
+        if spec.profile is not None:
+            profile(spec.profile, f"{path}.profile")
+        choose(f"{path}.control.policy", spec.control.policy)
+        if spec.control.shadow is not None:
+            choose(f"{path}.control.shadow", spec.control.shadow)
         if spec.engine is EngineKind.EXTERNAL:
             _check_external(path, spec)
         else:
@@ -87,12 +81,6 @@ def parse(document: object) -> Deployment:
     _check_tenants(deployment.tenants)
     _check_upstreams(deployment.upstreams, seen)
     return deployment
-
-
-def _check_profiles(path: str, spec: ModelSpec) -> None:
-    profile(spec.sim.profile, f"{path}.sim.profile")
-    if spec.profile is not None:
-        profile(spec.profile, f"{path}.profile")
 
 
 def _check_external(path: str, spec: ModelSpec) -> None:

@@ -1,9 +1,8 @@
 """The prefix cache of an engine: which blocks of prompts are in KV memory. Source: vLLM's free-block queue.
 
-Blocks of running requests stay. Other blocks stay until running requests need their KV memory; the block
-that was released first is evicted first. Approximations: a block counts from the admission of its request,
-although a later step may compute it; requests that share a block hold KV for it each, as in
-:mod:`policy.engine.scheduler`; blocks of output tokens are not kept.
+Blocks without a running request stay until running requests need their memory; the one released first is
+evicted first. Approximations: a block counts from the admission of its request; requests that share a block
+hold KV for it each, as in :mod:`policy.engine.scheduler`; blocks of output tokens are not kept.
 """
 
 from __future__ import annotations
