@@ -44,12 +44,11 @@ class Allocation(NamedTuple):
 
 
 class Claim(NamedTuple):
-    """What one model asks for: so many replicas that take ``each``, ``floor`` of them before anybody else.
+    """The claim of one model: ``asked`` replicas that take ``each``, the first ``floor`` of them guaranteed.
 
-    ``now`` of them are aimed for already. ``held`` is all that its replicas take, those that leave and those
-    of other shapes included. With ``replaces`` that makes way for what is asked for, as in a switch.
-    ``starved`` says that it lacks something for long enough to take it of those of a lower priority.
-    ``claim`` is what a switch that waits needs in all, and has waited for as long.
+    ``now`` is its current count, ``held`` all that its replicas take, draining ones and other shapes
+    included; with ``replaces`` (a switch) that is released. A ``starved`` model may take from lower
+    priorities. ``claim`` is what a waiting switch needs in all.
     """
 
     model: str
@@ -117,12 +116,12 @@ def attainable(model: str, wants: Mapping[str, Claim], budget: Budget) -> Alloca
 def allocate(wants: Sequence[Claim], budget: Budget) -> dict[str, int]:
     """The count that each model gets, never more than it asks for.
 
-    First every floor, the highest priority first; then what each asks for, by priority. Those of one
-    priority take nothing of each other that is in use, and of the rest whoever lacks the most gets the
-    next. Who is not starved yet takes above its floor nothing that is in use of a lower priority either. What
-    is claimed for a switch is kept from lower priorities, down to their floors, if it can be had whole. A
-    model only grows into what nobody holds: what others have to give up has to be free first. Watts and
-    money, which are measured and may turn out more than foreseen, take nobody that runs below its floor.
+    First every floor, the highest priority first; then what each asks for, by priority. Models of one
+    priority take nothing in use from each other; the one that lacks the most is served next. A model that is
+    not starved takes nothing in use above its floor from lower priorities either. The claim of a switch is
+    kept from lower priorities, down to their floors, if it can be met whole. A model only grows into free
+    resources: others have to release them first. Watts and money, if exceeded, take no running model below
+    its floor.
     """
     left = total(budget)
     ranked = sorted(wants, key=lambda want: (-want.priority, want.model))

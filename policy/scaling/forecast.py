@@ -34,7 +34,7 @@ _DIGITS = 4
 
 
 class Smoothing(msgspec.Struct, frozen=True):
-    """How long it takes to believe a new level, and a new trend, and how long a trend lasts, in seconds."""
+    """The smoothing times of level and trend, and the decay time of a trend, in seconds."""
 
     level_s: float
     trend_s: float
@@ -42,12 +42,11 @@ class Smoothing(msgspec.Struct, frozen=True):
 
 
 class Series(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is remembered of a rate: its ``level`` and ``trend`` (per second) as of ``at``.
+    """The state of a rate: its ``level`` and ``trend`` (per second) as of ``at``.
 
-    Until ``jumps_until`` the level goes with the rate. ``pending`` are forecasts by when they are due, made
-    for ``horizon_s`` ahead; ``errors`` how much larger the root of what came was than the root of what was
-    said. Of counts it spreads alike at any rate: as parts of the rate, a miss at night would cost half a
-    fleet by day.
+    Until ``jumps_until`` the level equals the rate. ``pending`` are forecasts for ``horizon_s`` ahead with
+    their due times; ``errors`` are differences of square roots (measured minus forecast), whose spread does
+    not depend on the rate.
     """
 
     at: float
@@ -62,10 +61,10 @@ class Series(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def observed(
     series: Series | None, at: float, rate: float, smoothing: Smoothing, over_s: float = 0.0
 ) -> Series:
-    """The series with one observation more; one that is no newer than the last changes nothing.
+    """The series with one more observation; one no newer than the last changes nothing.
 
-    If the rate is a mean ``over_s``, one that chance does not make of the level is believed at once, and for
-    as long as some of that mean is older than the jump.
+    If the rate is a mean over ``over_s`` seconds, a significant jump sets the level at once, until the mean
+    covers only the time after it.
     """
     if series is None:
         return Series(at, rate)
@@ -87,16 +86,12 @@ def observed(
 
 
 def ahead(series: Series, horizon_s: float, smoothing: Smoothing) -> float:
-    """The rate that is expected so many seconds after the last observation.
-
-    A rise goes on. That a fall does is not counted on: carried on, it would end below what comes, and the
-    next rise were a surprise.
-    """
+    """The forecast rate ``horizon_s`` seconds after the last observation; falls are not extrapolated."""
     return series.level + max(0.0, series.trend) * _lasting(horizon_s, smoothing.lasts_s)
 
 
 def tried(series: Series, rate: float, horizon_s: float, forecast: float) -> Series:
-    """The series with those forecasts resolved by ``rate`` that are due, and with this one pending."""
+    """The series with the due forecasts compared to ``rate``, and with this one pending."""
     if not 1 / ALIKE <= (series.horizon_s or horizon_s) / horizon_s <= ALIKE:
         series = msgspec.structs.replace(series, horizon_s=horizon_s, pending=(), errors=())
     due = [said for when, said in series.pending if when <= series.at]
@@ -109,7 +104,7 @@ def tried(series: Series, rate: float, horizon_s: float, forecast: float) -> Ser
 
 
 def shortfall(series: Series, part: float, forecast: float) -> float:
-    """What ``part`` (0..1) of forecasts like this one are short of at most, per second; 0 or more."""
+    """The quantile ``part`` (0..1) of the shortfall of such forecasts, in requests per second; 0 or more."""
     said = math.sqrt(forecast)
     untried = [math.sqrt(1.0 + UNTRIED) * said - said] * (ERRORS - len(series.errors))
     error = interpolated([*series.errors, *untried], part)

@@ -1,8 +1,8 @@
-"""What is done to a count that a policy asks for, in this order and nowhere else.
+"""The guardrails that limit the count of a policy.
 
 OVERRIDE, STALENESS, MIN_HEALTHY, then BUDGET over all models, STEP, HOLD. Each rule that changes the count
-leaves a :class:`policy.scaling.situation.Limit`. What somebody sets by hand replaces the policy's count and
-waits for neither signals nor steps nor holds: bounds, ``min_healthy`` and budgets still bind it.
+leaves a :class:`policy.scaling.situation.Limit`. A manual override replaces the policy's count and ignores
+stale signals, steps and holds, but not bounds, ``min_healthy`` and budgets.
 """
 
 from __future__ import annotations
@@ -23,11 +23,10 @@ NOBODY = 1e-6
 
 @dataclass(slots=True)
 class GuardrailTrace:
-    """A count on its way through the rules.
+    """A count and its changes by the guardrails.
 
-    ``enough`` is what it was before budgets were looked at, and ``since`` when it would have been enough;
-    ``floor`` what the model keeps whoever else asks. ``by_hand`` says that somebody set it, ``asleep`` why
-    there shall be none.
+    ``enough`` is the count before budgets, sufficient since ``since``; ``floor`` is guaranteed. ``by_hand``
+    marks a manual override, ``asleep`` is the reason for a scale to zero.
     """
 
     count: int
@@ -39,7 +38,7 @@ class GuardrailTrace:
     clips: list[Limit] = field(default_factory=list)
 
     def turn(self, rule: Guardrail, count: int, why: str) -> None:
-        """Go on with ``count``, and leave a clip if that is another one."""
+        """Set ``count``, and record a change."""
         if count != self.count:
             self.clips.append(Limit(rule=rule, was=self.count, now=count, why=why))
             self.count = count
@@ -139,10 +138,7 @@ def asked(situation: Situation, rung: ModeOption, proposed: int) -> GuardrailTra
 
 
 def allowed(course: GuardrailTrace, situation: Situation, rung: ModeOption, granted: int) -> None:
-    """Take the count on through BUDGET, which grants so many, STEP and HOLD.
-
-    The last two are about a count of today, which another mode does not have.
-    """
+    """Apply BUDGET with ``granted`` replicas, STEP and HOLD; the last two only within a mode."""
     was = situation.count
     # Replicas whose resources go to others are not held.
     most = granted if granted < course.count else was

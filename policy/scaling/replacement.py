@@ -1,8 +1,8 @@
-"""When a replica's card is not to be trusted or is slowed, and when the replica is replaced for it.
+"""Replacement of replicas whose GPUs fail or are throttled.
 
-A replica leaves by being told to: its host drains it, ends, and whoever holds its layer starts another. Where
-there is room its successor is started first. One of a model is replaced at a time, and after it there is a
-pause that grows: who comes may get the same card.
+The replica's host drains it and ends, and the actuator starts another; where there is room, the successor
+starts first. One replica of a model is replaced at a time, with a growing pause: the next may get the same
+GPU.
 """
 
 from __future__ import annotations
@@ -20,22 +20,21 @@ HARDWARE = 0x08 | 0x40 | 0x80
 
 SLOWED_S = 60.0
 
-# What was not heard of for so long may have paused.
+# After this time without a report throttling may have paused.
 UNHEARD_S = 10.0
 
 # The pause between two replacements of a model.
 PAUSE = Backoff(60.0, 3600.0)
 
-# Hosts end a moment after they said so, and whoever holds the layer sees it later: until then it would let
-# the youngest go, which is the successor.
+# The actuator sees the end of a host with a delay: before that it would remove the youngest, the successor.
 PARTING_S = 3.0
 
-# How long more than a drain one may take to leave before it is let be.
+# The time beyond the drain timeout after which the removal is given up.
 LATE_S = 60.0
 
 
 class GpuHealth(NamedTuple):
-    """What the cards of one replica told last, at ``heard``; ``slowed`` is since when without a pause."""
+    """The last GPU report of a replica, at ``heard``; ``slowed`` is since when it has been throttled."""
 
     heard: float
     slowed: float | None = None
@@ -44,14 +43,14 @@ class GpuHealth(NamedTuple):
 
 
 class Condition(NamedTuple):
-    """Why a replica should leave; what is ``fatal`` may answer wrongly, the others only slowly."""
+    """Why a replica should be replaced; a ``fatal`` condition may give wrong answers, others slow ones."""
 
     why: str
     fatal: bool
 
 
 def observe(before: GpuHealth | None, told: PowerReport | None, at: float) -> GpuHealth:
-    """The health after a report; an error of a card stays until its replica has left."""
+    """The health after a report; an error of a GPU stays until the replica has ended."""
     if told is None:
         return before or GpuHealth(at)
     lasting = before is not None and at - before.heard <= UNHEARD_S
@@ -63,7 +62,7 @@ def observe(before: GpuHealth | None, told: PowerReport | None, at: float) -> Gp
 
 
 def condition(health: GpuHealth, at: float) -> Condition | None:
-    """What ails a replica, if anything."""
+    """The condition of a replica, if it is unhealthy."""
     if health.xid:
         return Condition(f"XID {health.xid}" + (f" on {health.card}" if health.card else ""), fatal=True)
     if (
@@ -76,7 +75,7 @@ def condition(health: GpuHealth, at: float) -> Condition | None:
 
 
 class Slot(NamedTuple):
-    """One replica of the layer that serves, as it is: ``ready`` or not, and what ails it."""
+    """One replica of the serving layer, with its condition."""
 
     id: str
     ready: bool
@@ -84,10 +83,10 @@ class Slot(NamedTuple):
 
 
 class ReplacementState(NamedTuple):
-    """What a model has beside its replicas.
+    """The state of a model: the desired count ``aimed``, and ``healthy``, the least ready replicas.
 
-    ``aimed`` for are so many, ``healthy`` is the fewest that may be ready; ``room`` is whether one more fits,
-    ``busy`` why none is replaced now. A start takes at most ``start_s``, a drain ``drain_s``.
+    ``room`` is whether one more fits, ``busy`` why none is replaced now; ``start_s`` and ``drain_s`` are
+    timeouts.
     """
 
     aimed: int
@@ -99,11 +98,11 @@ class ReplacementState(NamedTuple):
 
 
 class ReplacementPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """The replacement that goes on, if any, and what is left of the last.
+    """The current replacement, if any, and the back-off of the last.
 
-    ``replica`` is replaced since ``begun``, by one ``more`` beside it where there is room; it was told to
-    leave at ``told``, and was gone at ``gone``. ``row`` counts replacements in a row, after which there is
-    a pause until ``pause``. ``note`` is what people should know.
+    ``replica`` is being replaced since ``begun``, with one ``more`` beside it where there is room; its drain
+    began at ``told``, and it had ended at ``gone``. ``row`` counts replacements in a row; the next waits
+    until ``pause``. ``note`` is for operators.
     """
 
     replica: str = ""
@@ -118,7 +117,7 @@ class ReplacementPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def leaves(self) -> str:
-        """Who has to leave."""
+        """The replica that has to drain."""
         return self.replica if self.told is not None and self.gone is None else ""
 
 
@@ -136,7 +135,7 @@ def step(
 
 
 def _worst(plan: ReplacementPlan, slots: Sequence[Slot], at: float) -> ReplacementPlan:
-    """Have the successor of one that is only slow take the place of one whose card failed."""
+    """Replace a replica with a failed GPU before one that is only slow."""
     fatal = {s.id: s.ailment.why for s in slots if s.ready and s.ailment is not None and s.ailment.fatal}
     if not fatal or plan.replica in fatal:
         return plan
@@ -149,11 +148,11 @@ def _worst(plan: ReplacementPlan, slots: Sequence[Slot], at: float) -> Replaceme
 def _chosen(
     before: ReplacementPlan, slots: Sequence[Slot], state: ReplacementState, at: float
 ) -> ReplacementPlan:
-    """Begin with the worst of those that ail, if any may leave."""
+    """Begin with the worst unhealthy replica, if one may leave."""
     unhealthy = sorted(
         (not s.ailment.fatal, s.id, s.ailment) for s in slots if s.ready and s.ailment is not None
     )
-    # Whoever came has been well for as long again as was waited for it.
+    # The back-off ends when the successor has been healthy for the same time again.
     forgotten = before.row and at >= before.pause + PAUSE.delay_s(before.row)
     if not unhealthy:
         return (
@@ -184,7 +183,7 @@ def _chosen(
 def _succeeded(
     plan: ReplacementPlan, slots: Sequence[Slot], state: ReplacementState, at: float
 ) -> ReplacementPlan:
-    """Let it leave once its successor is there; one with a fatal error only until others are enough."""
+    """Drain it once its successor is ready, or with a fatal error once enough others are."""
     slot = next((slot for slot in slots if slot.id == plan.replica), None)
     if slot is None or slot.ailment is None:
         # It recovered, or something else ended it.
@@ -200,7 +199,7 @@ def _succeeded(
 def _removed(
     plan: ReplacementPlan, slots: Sequence[Slot], state: ReplacementState, at: float
 ) -> ReplacementPlan:
-    """Wait until it is gone, and as long as it takes others to see that."""
+    """Wait until it has ended, and the actuator has seen it."""
     assert plan.told is not None
     if plan.gone is not None:
         return _ended(plan, plan.gone) if at - plan.gone >= PARTING_S else plan
@@ -219,7 +218,7 @@ def _ended(plan: ReplacementPlan, at: float) -> ReplacementPlan:
 
 
 def _others(replica: str, slots: Sequence[Slot]) -> int:
-    """How many others serve that can be trusted."""
+    """How many other replicas serve without a fatal condition."""
     return sum(
         slot.ready and slot.id != replica and not (slot.ailment is not None and slot.ailment.fatal)
         for slot in slots

@@ -78,11 +78,10 @@ class TwinController:
         self.switches = 0
 
     def begin(self, rates: Mapping[str, float], shapes: Mapping[str, tuple[float, float]]) -> None:
-        """Have as many replicas from the beginning as the first minute's ``rates`` need.
+        """Start with as many replicas as the ``rates`` of the first minute need.
 
-        ``shapes`` are the mean tokens of prompts and answers of that minute. A fleet that is replayed from
-        the middle of a day was there before. Whoever does not go by the load begins with the count that
-        production would have, whatever comes.
+        ``shapes`` are the mean tokens of prompts and answers of that minute. A fixed policy starts with its
+        own count.
         """
         for name, course in self.courses.items():
             count = self._fixed(course)
@@ -96,7 +95,7 @@ class TwinController:
             course.fleet.begin(course.key, count)
 
     def _fixed(self, course: SwitchCourse) -> int | None:
-        """The count that a model is kept at whose policy does not go by the load."""
+        """The count of a fixed policy, else ``None``."""
         spec, bounds = course.spec, course.spec.modes[course.mode].bounds
         view = View(
             at=0.0,
@@ -140,7 +139,7 @@ class TwinController:
         self.act(at)
 
     def act(self, at: float) -> None:
-        """Take the next step of every model towards what is aimed for."""
+        """Take the next step of every model towards its desired state."""
         for course in self.courses.values():
             layers = course.fleet.layers()
             here = layers.get(course.key)
@@ -210,7 +209,7 @@ class TwinController:
 
 
 def _needed(course: SwitchCourse, rate: float, shape: tuple[float, float]) -> int:
-    """How many replicas ``rate`` requests per second of that shape need, and how many there are at least."""
+    """How many replicas ``rate`` requests per second of that shape need, within the least count."""
     spec, (inputs, outputs) = course.spec, shape
     count = max(spec.modes[course.mode].bounds.min, 1 if rate else 0)
     if inputs:

@@ -97,10 +97,8 @@ class _Run:
             if spec.adapters is not None
         }
         self._controller = TwinController(deployment, self._fleets, policies, self._aggregator)
-        self._spend_caps = {
-            upstream.name: SpendCap(upstream.cost_cap_per_h) for upstream in deployment.upstreams
-        }
-        self._record = Record(ends_at=0.0, requests={})
+        self._spend_caps = {each.name: SpendCap(each.cost_cap_per_h) for each in deployment.upstreams}
+        self._record = Record(ends_at=0.0, requests={}, spans=self._spans)
         self._recent: dict[str, deque[tuple[float, bool]]] = {name: deque() for name in self._gateways}
         self._counted = dict.fromkeys(self._gateways, 0)
         self._looks: dict[str, float] = {}
@@ -118,8 +116,7 @@ class _Run:
         self._push(REPORT_PERIOD_S, "report", "", 0)
         for name in self._placements:
             self._push(HEARTBEAT_PERIOD_S, "beat", name, 1)
-        progress_at = at = 0.0
-        events = self._events
+        progress_at, at, events = 0.0, 0.0, self._events
         while upcoming is not None or self._open:
             due = events[0][0]
             if upcoming is not None and upcoming.at <= due:
@@ -208,13 +205,11 @@ class _Run:
     def _of_replica(self, kind: str, runner: TwinReplica, detail: int, at: float) -> None:
         model = runner.key.model
         fleet, gateway = self._fleets[model], self._gateways[model]
-        if kind == "engine":
-            if detail == runner.version:
-                self._advance(runner, fleet, gateway, at)
-        elif kind == "ready":
-            if fleet.ready(runner, at):
-                self._controller.act(at)
-                gateway.offer(at)
+        if kind == "engine" and detail == runner.version:
+            self._advance(runner, fleet, gateway, at)
+        elif kind == "ready" and fleet.ready(runner, at):
+            self._controller.act(at)
+            gateway.offer(at)
         elif kind == "cut":
             for place in fleet.cut(runner, at):
                 gateway.broken(place, at)
@@ -370,9 +365,7 @@ class _Run:
         for fleet in self._fleets.values():
             fleet.close(at)
         record.ends_at = at
-        record.spans = self._spans
-        record.decisions = self._controller.decisions
-        record.switches = self._controller.switches
+        record.decisions, record.switches = self._controller.decisions, self._controller.switches
         record.adapter_loads = sum(fleet.adapter_loads for fleet in self._fleets.values())
         record.preemptions = sum(fleet.preemptions for fleet in self._fleets.values())
         beds = {spec.name: bed for spec in self._deployment.models if (bed := gpu_group_of(spec)) is not None}

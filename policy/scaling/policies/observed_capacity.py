@@ -1,8 +1,7 @@
-"""What replicas take together, as they show: the rate that each was given over the KV cache that it filled.
+"""The capacity per replica as observed: the rate of each, over the fraction of its KV cache in use.
 
-The engine model knows one replica, and requests of one length. Many share what comes, so that a burst finds
-room somewhere, and each mix of lengths fills caches in its own way. The longer requests are well within the
-objective, the more it is believed to take the rate at which its cache would be as full as it may be.
+The engine model covers one replica and one request length; a pool absorbs bursts better, and each mix of
+lengths fills caches differently. The longer latencies are well within the SLO, the more this is trusted.
 """
 
 from __future__ import annotations
@@ -14,24 +13,23 @@ import msgspec
 from policy.scaling.policies.rounding import is_usable
 from policy.scaling.view import View
 
-# The means are of so long: longer than answers take, shorter than a load of another kind.
+# The time constant of the means: longer than an answer, shorter than a change of the load.
 MEAN_S = 180.0
-# No further beyond what was given is concluded from it.
+# The capacity is extrapolated to at most this multiple of the observed rate.
 FURTHER = 2.0
-# Latencies that are near the objective for so long end all belief in it, those within it restore all.
+# Trust is lost within LOST_S of latencies near the SLO, and restored within WON_S of good ones.
 LOST_S = 300.0
 WON_S = 120.0
-# Within the objective by so much a latency says that there is room.
+# Latencies below this fraction of the SLO are well within it.
 ROOM = 0.75
-# Less than this of a cache in use says nothing.
+# The least cache use that counts.
 _LEAST_USED = 0.02
 
 
 class ObservedCapacity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """As of ``at`` a replica of a mode was given ``rate`` requests per second and filled ``used`` of its KV.
+    """The mean ``rate`` (requests per second) and KV use per replica of a mode, from ``since`` to ``at``.
 
-    Both are means over the past while, which began at ``since``. ``trust`` (0..1) is how far what follows
-    from them is believed, and ``mu`` what a replica was taken to take.
+    ``trust`` (0..1) weighs the conclusion; ``mu`` is the last assumed capacity of a replica.
     """
 
     at: float
@@ -44,10 +42,7 @@ class ObservedCapacity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def observe_capacity(before: ObservedCapacity | None, view: View, mu: float) -> ObservedCapacity:
-    """What is known after this view, in which a replica was taken to take ``mu``.
-
-    Of another mode that is nothing, and no more than before without figures of replicas.
-    """
+    """The state after this view, with an assumed capacity ``mu``; a new one for another mode."""
     if before is None or before.mode != view.mode:
         before = ObservedCapacity(view.at, view.mode, view.at)
     demand, figures = view.signals.demand, view.signals.replicas
@@ -56,7 +51,7 @@ def observe_capacity(before: ObservedCapacity | None, view: View, mu: float) -> 
     rate = is_usable(demand.arrivals.last_20_s) / len(figures)
     used = sum(min(is_usable(each.kv_used), 1.0) for each in figures) / len(figures)
     elapsed_s = max(0.0, view.at - before.at)
-    # While they are young they are means of all that was seen.
+    # Young means cover all observations.
     age_s = max(elapsed_s, min(MEAN_S, view.at - before.since))
     part = -math.expm1(-elapsed_s / age_s) if before.used and age_s > 0 else 1.0
     return ObservedCapacity(
@@ -71,11 +66,10 @@ def observe_capacity(before: ObservedCapacity | None, view: View, mu: float) -> 
 
 
 def sustained(proof: ObservedCapacity | None, view: View, alone: float, full: float) -> float:
-    """The requests per second of one replica, of which one ``alone`` takes so many by the model.
+    """The capacity of one replica in requests per second, at least ``alone``, that of the engine model.
 
-    No less than that, and no more than ``full`` (0..1) of what it keeps up with by the model or than fill
-    its cache to that part: sharing makes up for chance, and not for what is missing. A start that was asked
-    for is not taken back before it is over, so it is a mean over as long as that.
+    It is at most ``full`` (0..1) of the saturation rate, by the model and by cache use, and smoothed over the
+    start-up time.
     """
     if proof is None or proof.mode != view.mode:
         return alone
@@ -100,5 +94,5 @@ def _late(view: View) -> bool:
     demand, slo = view.signals.demand, view.slo
     assert demand is not None
     pairs = ((demand.ttft, slo.ttft_p95_s), (demand.itl, slo.itl_p95_s))
-    near = any(told.p95 > ROOM * limit for told, limit in pairs if told and told.count and limit is not None)
+    near = any(seen.p95 > ROOM * limit for seen, limit in pairs if seen and seen.count and limit is not None)
     return near or demand.met.both < slo.attainment

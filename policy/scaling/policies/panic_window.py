@@ -1,8 +1,7 @@
-"""Requests at once per replica over a long window, and over a short one in a panic, as Knative does.
+"""Concurrency per replica over a stable and a panic window, as in Knative.
 
-After ``pkg/autoscaler/scaling/autoscaler.go`` of knative/serving: the stable window is a minute, the panic
-window six seconds. A panic lasts until a stable window has passed without cause for it, and meanwhile nothing
-is taken away.
+After ``pkg/autoscaler/scaling/autoscaler.go`` of knative/serving, with windows of 60 and 6 seconds. A panic
+lasts until a stable window has passed without cause; meanwhile there is no scale-down.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ STABLE_S = 60.0
 
 
 class PanicWindowParameters(Section, frozen=True):
-    """``concurrency`` requests at once are as many as a replica takes, of which ``utilisation`` are aimed at.
+    """The target is ``utilisation`` of the ``concurrency`` that a replica can take.
 
-    A panic begins when the short window asks for ``panic`` times the ready replicas. One decision multiplies
-    them by ``up`` at most, and divides them by ``down``.
+    A panic begins when the panic window asks for ``panic`` times the ready replicas. One decision multiplies
+    them by at most ``up``, and divides them by at most ``down``.
     """
 
     concurrency: Annotated[float, Meta(gt=0, le=1e6)] = 16.0
@@ -34,21 +33,21 @@ class PanicWindowParameters(Section, frozen=True):
 
 
 class PanicWindowState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One that goes on: since when there was cause last, and the most replicas that it asked for."""
+    """A current panic: its last cause, and the largest count so far."""
 
     panic_at: float
     most: int
 
 
 class PanicWindow:
-    """The two windows; the memory is the panic that goes on."""
+    """The policy; its memory is the current panic."""
 
     def __init__(self, parameters: PanicWindowParameters) -> None:
         self._parameters = parameters
         self._target = parameters.concurrency * parameters.utilisation
 
     def decide(self, view: View, memory: Any) -> Proposal:
-        """So many that each has the aimed-at requests at once; in a panic never fewer than before."""
+        """The count for the target concurrency; in a panic no scale-down."""
         demand = view.signals.demand
         panic = decode_state(memory, PanicWindowState)
         if demand is None:
@@ -79,7 +78,7 @@ class PanicWindow:
         )
 
     def _paced(self, wanted: float, ready: int) -> int:
-        """As many as wanted, not further from those that are ready than one decision may go."""
+        """``wanted`` within the step limits of one decision."""
         fewest = int(ready / self._parameters.down)
         most = whole(self._parameters.up * ready)
         return min(max(whole(wanted), fewest), most)

@@ -1,12 +1,12 @@
-"""As many replicas as the load will need when one that is started now is ready.
+"""The replica count forecast to meet the SLO when a replica started now is ready.
 
     need = max(F(t + L) + q(E(L)), margin * the rate of late, what the KV caches ask for) + queue / drain_s
 
-in requests per second, and ``count = need / mu``: ``L`` is how long a start takes as measured, ``F`` a damped
-forecast (:mod:`policy.scaling.forecast`), ``E`` what such forecasts were short of, and ``mu`` what the engine
-model says that a replica takes within the objective, less what slow replicas and the model's own error take
-off, or what many together are seen to take (:mod:`policy.scaling.policies.observed_capacity`). The constants
-are tuned against plans that know the future, on traces, by ``tidegate bench policies``.
+in requests per second, and ``count = need / mu``: ``L`` is the measured start-up time, ``F`` a damped
+forecast (:mod:`policy.scaling.forecast`), ``E`` its past errors, and ``mu`` the capacity per replica within
+the SLO by the engine model, less slow replicas and the model's error, or as observed
+(:mod:`policy.scaling.policies.observed_capacity`). The constants are tuned against the offline optimum on
+traces, by ``tidegate bench policies``.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from policy.scaling.policies.token_saturation import learned, remembered, satura
 from policy.scaling.view import Proposal, View
 from policy.signals.types import Demand, Rates
 
-# Without an objective a replica is loaded so far: its queue grows without bound as it nears all.
+# The utilisation without an SLO: queues grow without bound near 1.
 LOADED = 0.85
-# A model that is off by more than this is not mended by headroom.
+# The largest error of the engine model that adds headroom.
 MOST_ERROR = 0.5
-# A replica is not counted for less than this of its shape, nor for more than all.
+# The least capacity of a slow replica, as a fraction of its shape.
 SLOWEST = 0.2
-# Where a start takes no longer, a jump of the rate is answered before the mean of 20 s has it. Where it takes
-# longer most bursts are over by then, and to run after each costs more than it serves.
+# With start-up times up to this, jumps of the rate are answered at once; with longer ones most bursts would
+# be over before a replica is ready.
 QUICK_S = 20.0
-# A rise of the rate counts beyond so many standard deviations of what chance makes.
+# A rise counts beyond this many standard deviations of chance.
 BY_CHANCE = 0.3
-# No start is foreseen further.
+# The longest forecast horizon.
 LONGEST_S = 3600.0
-# A rate as small as this is nobody.
+# Smaller rates count as zero.
 _NOBODY = 1e-6
 # A removed replica that is needed again within this time should have stayed.
 SOON_S = 600.0
@@ -50,14 +50,12 @@ FADES_S = 1800.0
 
 
 class PredictiveParameters(Section, frozen=True):
-    """How careful it is, and how it looks ahead.
+    """The count covers ``quantile`` of the forecast errors, and ``margin`` times the rate of the last 20 s.
 
-    ``quantile`` of the forecasts turn out no further short than what stands by for it. ``margin`` times
-    the rate of the last 20 s is served in any case. A backlog that a start can still help with is worked off
-    in ``drain_s``. A replica is given up when the others would then be loaded to ``down`` at most, of what
-    they take within the objective. Together they are given at most ``full`` of what they keep up with by the
-    model, however well they do. A new level of the rate is believed in ``level_s``, a new trend in
-    ``trend_s``, and a trend lasts for ``lasts_s``.
+    A backlog that a start can still help with is cleared in ``drain_s``. A replica is removed if the others
+    are then loaded to at most ``down`` of their capacity, and replicas are loaded to at most ``full`` of
+    their saturation rate. ``level_s`` and ``trend_s`` are the smoothing times of level and trend, ``lasts_s``
+    the decay time of a trend.
     """
 
     quantile: Annotated[float, Meta(ge=0.5, le=0.999)] = 0.9
@@ -100,10 +98,7 @@ def rising(now: ScaleDownDamping) -> ScaleDownDamping:
 
 
 class PredictiveState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What one decision leaves to the next: the rates that came, and where the KV caches of a mode filled.
-
-    Also how reluctantly replicas are given up.
-    """
+    """The rates so far, ``k2`` by mode, the scale-down damping, and the observed capacity."""
 
     series: Series
     k2: dict[str, float] = {}
@@ -112,24 +107,24 @@ class PredictiveState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Predictive:
-    """Ahead of the load by the time that a start takes."""
+    """The policy, ahead of the load by the start-up time."""
 
     def __init__(self, parameters: PredictiveParameters) -> None:
         self._parameters = parameters
         self._smoothing = Smoothing(parameters.level_s, parameters.trend_s, parameters.lasts_s)
 
     def decide(self, view: View, memory: Any) -> Proposal:
-        """What the term that asks for the most asks for, and the backlog; fewer only when nothing starts."""
+        """The largest term plus the backlog; a scale-down only while no replica starts."""
         demand = view.signals.demand
         before = decode_state(memory, PredictiveState)
         if demand is None:
             return view.hold(encode_state(before), "no gateway has reported")
-        series, forecast, high = self._foreseen(view, demand, None if before is None else before.series)
+        series, forecast, high = self._forecast(view, demand, None if before is None else before.series)
         k2 = {} if before is None else before.k2
         mode = view.mode
-        reluctance = observe_demand(None if before is None else before.reluctance, view.at, mode, view.count)
-        left = PredictiveState(series, remembered(k2, mode, learned(view, k2.get(mode))), reluctance)
-        # As proved before this view: what comes now shall not lower what it asks for.
+        damping = observe_demand(None if before is None else before.reluctance, view.at, mode, view.count)
+        left = PredictiveState(series, remembered(k2, mode, learned(view, k2.get(mode))), damping)
+        # The capacity as observed before this view: the present load must not lower its own need.
         proof = None if before is None else before.proof
         mu = sustained(proof, view, capacity(view), self._parameters.full)
         left = msgspec.structs.replace(left, proof=observe_capacity(proof, view, mu))
@@ -152,18 +147,18 @@ class Predictive:
             if terms["late"] > need:
                 most, need = "late", terms["late"]
         if whole(need) > view.count:
-            left = msgspec.structs.replace(left, reluctance=rising(reluctance))
+            left = msgspec.structs.replace(left, reluctance=rising(damping))
         return Proposal(
-            count=view.within(self._changed(view, need, reluctance.spare)),
-            reason=_said(most, terms[most], view, high) + (f", {demand.queued} queued" if behind else ""),
+            count=view.within(self._changed(view, need, damping.spare)),
+            reason=_describe(most, terms[most], view, high) + (f", {demand.queued} queued" if behind else ""),
             terms=terms,
             forecast=forecast,
             forecast_high=high,
             memory=encode_state(left),
         )
 
-    def _foreseen(self, view: View, demand: Demand, series: Series | None) -> tuple[Series, float, float]:
-        """The rates so far, the one expected when a start is over, and what it may be at most."""
+    def _forecast(self, view: View, demand: Demand, series: Series | None) -> tuple[Series, float, float]:
+        """The rates so far, and the forecast for the end of a start with its upper bound."""
         lead_s = min(max(view.lead_s, view.tick_s, 1.0), LONGEST_S)
         elapsed_s = 0.0 if series is None else view.at - series.at
         newest, over_s = _newest(demand.arrivals, elapsed_s)
@@ -171,23 +166,20 @@ class Predictive:
         series = observed(series, view.at, newest, self._smoothing, jumps)
         deserted = demand.arrivals.last_60_s <= _NOBODY and not view.has_demand
         forecast = 0.0 if deserted else is_usable(self._ahead(series, lead_s))
-        # Against the level, for a mean of the last minute is half a minute late.
+        # The level, since a mean of the last minute is half a minute late.
         series = tried(series, is_usable(series.level), lead_s, forecast)
         return series, forecast, is_usable(forecast + shortfall(series, self._parameters.quantile, forecast))
 
     def _ahead(self, series: Series, lead_s: float) -> float:
-        """The rate in so many seconds, with as much of a rise as chance does not make."""
+        """The rate in ``lead_s`` seconds, with the significant part of a rise."""
         rise = ahead(series, lead_s, self._smoothing) - series.level
         level_s, trend_s = self._smoothing.level_s, self._smoothing.trend_s
-        # Of requests that come each for itself the level has a variance of the rate over 2 level_s.
+        # With Poisson arrivals the level has a variance of rate / (2 level_s).
         chance = math.sqrt(max(0.0, series.level) / (2 * level_s)) * lead_s / math.sqrt(level_s * trend_s)
         return series.level + max(0.0, rise - BY_CHANCE * chance)
 
     def _changed(self, view: View, need: float, spare: float) -> int:
-        """The count for so many: up at once, down when the rest can take it and nothing is on its way.
-
-        And when the rest has ``spare`` parts of a replica left; who is deserted needs none of them.
-        """
+        """The count for ``need``: up at once, down if the rest has ``spare`` replicas of capacity left."""
         if whole(need) >= view.count:
             return whole(need)
         if view.supply.starting_s:
@@ -196,9 +188,9 @@ class Predictive:
 
 
 def capacity(view: View) -> float:
-    """``mu``: the requests per second that one replica takes within the objective, as they are now.
+    """``mu``: the present capacity of one replica within the SLO, in requests per second; 0 if unknown.
 
-    Where the objective cannot be met at all it is what a replica keeps up with; 0 where nothing is known.
+    If the SLO cannot be met at all, it is a fraction of the saturation rate.
     """
     capability = view.capability
     promised = view.slo.ttft_p95_s is not None or view.slo.itl_p95_s is not None
@@ -215,17 +207,14 @@ def _pace(slowness: float) -> float:
 
 
 def _newest(rates: Rates, elapsed_s: float) -> tuple[float, float]:
-    """The longest mean of arrivals that has nothing in it of what was seen before, and its seconds."""
+    """The longest mean of arrivals since the last view, and its seconds."""
     if elapsed_s >= 60.0:
         return is_usable(rates.last_60_s), 60.0
     return (is_usable(rates.last_20_s), 20.0) if elapsed_s >= 20.0 else (is_usable(rates.last_6_s), 6.0)
 
 
 def _backlog(view: View, demand: Demand, mu: float) -> float:
-    """Of requests that wait, and those to come, how many would wait when a start begun now is over.
-
-    0 if nobody waits, or those that serve and start work it off before: then a start would come too late.
-    """
+    """How many requests would wait when a replica started now is ready; 0 if none waits now."""
     waiting = is_usable(demand.queued + sum(replica.waiting for replica in view.signals.replicas))
     if not waiting:
         return 0.0
@@ -233,7 +222,7 @@ def _backlog(view: View, demand: Demand, mu: float) -> float:
     grown = (rate - view.supply.serving * mu) * lead_s
     grown -= sum(mu * max(0.0, lead_s - is_usable(ready_s)) for ready_s in view.supply.starting_s)
     if lead_s > view.queue_s:
-        # Of those to come only the last wait still when it is over: the others have given up.
+        # Requests leave after queue_s, so only the latest arrivals still wait then.
         ready = view.supply.serving + sum(ready_s < lead_s for ready_s in view.supply.starting_s)
         grown = min(grown, (rate - ready * mu) * view.queue_s)
     return is_usable(waiting + grown)
@@ -244,7 +233,7 @@ def _late(view: View, demand: Demand) -> bool:
     return limit_s is not None and demand.ttft is not None and demand.ttft.p95 > limit_s
 
 
-def _said(most: str, replicas: float, view: View, high: float) -> str:
+def _describe(most: str, replicas: float, view: View, high: float) -> str:
     """One short sentence on the term that asks for the most."""
     if not replicas:
         return "no requests"

@@ -1,4 +1,4 @@
-"""Which policies there are, and how the document chooses one: by name, or by name with parameters."""
+"""The scaling policies, and how a config chooses one: by name, or by name with parameters."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _CLASS_FORM = "module:Class, as in my_policies:Steps"
 
 
 class _Kind:
-    """The parameters of one policy, and how it is made of them."""
+    """The parameters of one policy, and its constructor."""
 
     def __init__(self, parameters: type[P], make: Callable[[P], Policy]) -> None:
         self.parameters: type[Section] = parameters
@@ -46,7 +46,7 @@ NAMES = tuple(_KINDS)
 
 
 class PolicyChoice(msgspec.Struct, frozen=True, kw_only=True):
-    """A policy: its ``name`` and ``parameters``; of a ``custom`` one the class, and what it is made with."""
+    """A policy: its ``name`` and ``parameters``, or the class and arguments of a ``custom`` one."""
 
     name: str
     parameters: Section | None = None
@@ -55,12 +55,12 @@ class PolicyChoice(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def label(self) -> str:
-        """What decisions and their log call it."""
+        """Its name in decisions and their journal."""
         return self.class_path or self.name
 
 
 def choose(path: str, raw: object) -> PolicyChoice:
-    """The choice that stands at ``path``; raises :class:`policy.errors.ConfigError`."""
+    """The choice at ``path`` of the config; raises :class:`policy.errors.ConfigError`."""
     if isinstance(raw, str):
         return _chosen(path, path, raw, None)
     if not isinstance(raw, Mapping) or len(raw) != 1:
@@ -84,7 +84,7 @@ def _chosen(path: str, inner: str, name: object, parameters: object) -> PolicyCh
         close = difflib.get_close_matches(str(name), known, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
         raise ConfigError(path, name, f"one of the policies: {', '.join(known)}{hint}")
-    # A name with nothing after its colon is one with nothing to say of it.
+    # A name with nothing after its colon has default parameters.
     given = {} if parameters is None else parameters
     return PolicyChoice(name=name, parameters=convert(given, kind.parameters, inner))
 

@@ -1,4 +1,4 @@
-"""As many as there are, or as were named."""
+"""A fixed replica count."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from policy.scaling.view import Proposal, View
 
 
 class StaticParameters(Section, frozen=True):
-    """``replicas`` there shall be, within the bounds of the mode; those that there are if not given."""
+    """The fixed count within the bounds of the mode; by default the current one."""
 
     replicas: Count | None = None
 
 
 class Static:
-    """Changes nothing by load, and has the mode not change by it."""
+    """Keeps count and mode, whatever the load."""
 
     def __init__(self, parameters: StaticParameters) -> None:
         self._replicas = parameters.replicas
 
     def decide(self, view: View, memory: Any) -> Proposal:
-        """The same count whatever is measured; so it needs no figures either."""
+        """The same count, whatever the signals."""
         wanted = view.count if self._replicas is None else self._replicas
         count = max(view.least, min(wanted, view.most))
         reason = f"{wanted} as now" if self._replicas is None else f"{wanted} configured"

@@ -1,7 +1,7 @@
-"""Keeps one metric at a target by proportion, as the Horizontal Pod Autoscaler of Kubernetes does.
+"""Keeps one metric at a target, as the Horizontal Pod Autoscaler of Kubernetes does.
 
-``ceil(current * metric / target)``, with a tolerance. What is missing is read against the change: as at its
-target when that would take replicas away, as idle when it would add some
+``ceil(current * metric / target)``, with a tolerance. Missing metrics count against the change: as at the
+target for a scale-down, as idle for a scale-up
 (kubernetes.io/docs/tasks/run-application/horizontal-pod-autoscale, "Algorithm details").
 """
 
@@ -19,7 +19,7 @@ from policy.signals.types import Demand
 
 
 class Metric(StrEnum):
-    """What may be kept at a target."""
+    """The metric kept at a target."""
 
     CONCURRENCY = "concurrency"
     QUEUE = "queue"
@@ -28,7 +28,7 @@ class Metric(StrEnum):
     TOKENS_PER_S = "tokens_per_s"
 
 
-# What each metric is kept at where the document says nothing; in its own unit, of one replica.
+# The default target of each metric, in its own unit, per replica.
 TARGETS: dict[Metric, float] = {
     Metric.CONCURRENCY: 16.0,
     Metric.QUEUE: 4.0,
@@ -36,7 +36,7 @@ TARGETS: dict[Metric, float] = {
     Metric.TTFT_P95: 1.0,
     Metric.TOKENS_PER_S: 2000.0,
 }
-# How old a replica's own figures may be to count, in seconds.
+# The maximum age of a replica's metrics in seconds.
 FRESH_S = 15.0
 
 
@@ -62,7 +62,7 @@ class TargetTracking:
         self._tolerance = parameters.tolerance
 
     def decide(self, view: View, memory: Any) -> Proposal:
-        """So many that the metric would be at its target."""
+        """The count that brings the metric to its target."""
         demand = view.signals.demand
         if demand is None:
             return view.hold(None, "no gateway has reported")
@@ -71,10 +71,10 @@ class TargetTracking:
             return Proposal(count=view.within(1), reason="requests arrive and there is no replica")
         if self._metric in (Metric.CONCURRENCY, Metric.QUEUE):
             return self._by_total(view, self._total(view, demand), target)
-        told = self._told(view, demand)
-        if not told:
+        values = self._values_of(view, demand)
+        if not values:
             return view.hold(None, f"no replica reports {self._metric}")
-        return self._by_each(view, told, target)
+        return self._by_each(view, values, target)
 
     def _target_of(self, view: View) -> float:
         if self._target is not None:
@@ -88,8 +88,8 @@ class TargetTracking:
             return is_usable(demand.concurrency.last_20_s)
         return is_usable(demand.queued + sum(replica.waiting for replica in view.signals.replicas))
 
-    def _told(self, view: View, demand: Demand) -> list[float]:
-        """What each replica that serves shows, as far as it is known."""
+    def _values_of(self, view: View, demand: Demand) -> list[float]:
+        """The known values of the serving replicas."""
         if self._metric is Metric.TTFT_P95:
             known = demand.ttft is not None and demand.ttft.count > 0
             return (
@@ -103,7 +103,7 @@ class TargetTracking:
         return [is_usable(replica.tokens_per_s) for replica in fresh]
 
     def _by_total(self, view: View, total: float, target: float) -> Proposal:
-        """A total is shared by all that there are, those that start included."""
+        """The count for a total, which starting replicas share too."""
         needed = per_replica(total, target)
         terms = {str(self._metric): needed}
         if view.count and abs(needed / view.count - 1.0) <= self._tolerance:
@@ -112,20 +112,20 @@ class TargetTracking:
         said = f"{self._metric} is {total:.4g}, target {target:.4g} per replica"
         return Proposal(count=count, reason=said, terms=terms)
 
-    def _by_each(self, view: View, told: list[float], target: float) -> Proposal:
-        """A mean over replicas, where those that tell nothing count against the change."""
-        mean = sum(told) / len(told)
+    def _by_each(self, view: View, values: list[float], target: float) -> Proposal:
+        """The count for a mean; replicas without metrics count against the change."""
+        mean = sum(values) / len(values)
         ratio = mean / target
-        silent = max(0, view.supply.serving - len(told))
+        silent = max(0, view.supply.serving - len(values))
         if ratio > 1.0:
-            # Those that start show nothing yet: as idle, so that what is under way is not asked for again.
+            # Starting replicas count as idle, so that they are not requested again.
             idle = silent + max(len(view.supply.starting_s), view.count - view.supply.serving)
-            counted = len(told) + idle
-            ratio = sum(told) / target / counted
+            counted = len(values) + idle
+            ratio = sum(values) / target / counted
             direction = 1
         else:
-            counted = len(told) + silent
-            ratio = (sum(told) / target + silent) / counted
+            counted = len(values) + silent
+            ratio = (sum(values) / target + silent) / counted
             direction = -1
         needed = min(ratio * counted, 1e9)
         terms = {str(self._metric): needed}
@@ -134,7 +134,7 @@ class TargetTracking:
         count = whole(needed)
         if (count - view.count) * direction < 0:
             return self._near(view, mean, target, terms)
-        said = f"{self._metric} is {mean:.4g} on average over {len(told)}, target {target:.4g}"
+        said = f"{self._metric} is {mean:.4g} on average over {len(values)}, target {target:.4g}"
         return Proposal(count=view.within(count), reason=said, terms=terms)
 
     def _near(self, view: View, mean: float, target: float, terms: dict[str, float]) -> Proposal:

@@ -1,7 +1,7 @@
-"""How full the KV caches are, in tokens, as the workload-variant autoscaler of llm-d counts it.
+"""Saturation of the KV caches in tokens, as in the workload-variant autoscaler of llm-d.
 
-A replica takes ``k1``, 0.8 of its KV cache, or ``k2``, what was in use when requests began to wait in its
-engine, if that is less. Above 0.85 of that on average replicas are added, below 0.70 taken.
+The capacity of a replica is ``k1``, 0.8 of its KV cache, or ``k2``, the tokens in use when requests began to
+wait in its engine, if less. It scales up above 0.85 of that on average, down below 0.70.
 """
 
 from __future__ import annotations
@@ -16,17 +16,16 @@ from policy.scaling.policies.rounding import decode_state, encode_state, is_usab
 from policy.scaling.view import Proposal, View
 from policy.signals.types import ReplicaSample
 
-# How much of k2 one sight of a queue changes.
+# The weight of one observed queue in k2.
 _STEP = 0.3
-# Of so many modes it is remembered.
+# The number of modes whose k2 is kept.
 MODES = 8
 
 
 class TokenSaturationParameters(Section, frozen=True):
-    """Replicas are added above ``scale_up`` of what they take and taken below ``scale_down``.
+    """Replicas are added above ``scale_up`` of the capacity and removed below ``scale_down``.
 
-    ``kv`` is the part of the KV cache that a replica takes, ``queue`` how many must wait in its engine for
-    it to count as full.
+    ``kv`` is the usable fraction of the KV cache; with ``queue`` waiting requests an engine counts as full.
     """
 
     kv: Annotated[float, Meta(gt=0, le=1)] = 0.8
@@ -46,23 +45,23 @@ class SaturationSample(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SaturationState(msgspec.Struct, frozen=True):
-    """``demand`` in tokens, ``each`` of them that one replica takes."""
+    """``demand`` in tokens, and ``each``, the capacity of a replica in tokens."""
 
     demand: float
     each: float
 
     @property
     def replicas(self) -> float:
-        """How many would be exactly full."""
+        """How many replicas the demand fills."""
         return per_replica(self.demand, self.each)
 
 
 def saturation(
     view: View, k2: float | None, kv: float = 0.8, *, queued: bool = True
 ) -> SaturationState | None:
-    """The tokens in use, and those of who waits; ``None`` where the size of the KV cache is unknown.
+    """The tokens in use and of waiting requests; ``None`` if the size of the KV cache is unknown.
 
-    Without ``queued`` only those count that wait in an engine.
+    Without ``queued`` only requests that wait in engines count.
     """
     demand = view.signals.demand
     size = is_usable(view.capability.kv_tokens)
@@ -70,7 +69,7 @@ def saturation(
         return None
     used = sum(min(is_usable(replica.kv_used), 1.0) for replica in view.signals.replicas) * size
     waiting = sum(replica.waiting for replica in view.signals.replicas) + (demand.queued if queued else 0)
-    # Halfway through its output a request holds what it does on average.
+    # The mean length of a request, halfway through its output.
     length = is_usable(demand.input_tokens) + is_usable(demand.output_tokens) / 2
     most = kv * size
     return SaturationState(
@@ -79,7 +78,7 @@ def saturation(
 
 
 def learned(view: View, k2: float | None, queue: int = 5) -> float | None:
-    """``k2`` after this view: moved towards what is in use where requests wait, for want of room."""
+    """``k2`` after this view, moved towards the use of engines in which requests wait."""
     size = is_usable(view.capability.kv_tokens)
     full = [_in_use(replica) for replica in view.signals.replicas if _queues(replica, queue)]
     if not full or not size:
@@ -89,8 +88,7 @@ def learned(view: View, k2: float | None, queue: int = 5) -> float | None:
 
 
 def _queues(replica: ReplicaSample, queue: int) -> bool:
-    # Who waits for an adapter's slot says nothing of the room, and an engine that has just begun to fill
-    # queues what it is about to start.
+    # Requests that wait for an adapter slot do not count, nor the queue of an engine that is almost empty.
     return replica.waiting - replica.deferred >= queue and _in_use(replica) >= 0.1
 
 
@@ -99,20 +97,20 @@ def _in_use(replica: ReplicaSample) -> float:
 
 
 class TokenSaturation:
-    """The thresholds on the tokens; the memory is ``k2``, which counts from the next decision on."""
+    """The policy; its memory is ``k2``, used from the next decision on."""
 
     def __init__(self, parameters: TokenSaturationParameters) -> None:
         self._parameters = parameters
 
     def decide(self, view: View, memory: Any) -> Proposal:
-        """Up to what keeps replicas below the upper threshold, down to what keeps them below the lower."""
+        """The count that keeps replicas between both thresholds."""
         before = decode_state(memory, SaturationSample)
         seen = before or SaturationSample({})
         k2 = seen.k2.get(view.mode)
         full = saturation(view, k2, self._parameters.kv)
         if full is None:
-            heard = view.signals.demand is not None
-            why = "the size of the KV cache is unknown" if heard else "no gateway has reported"
+            reported = view.signals.demand is not None
+            why = "the size of the KV cache is unknown" if reported else "no gateway has reported"
             return view.hold(encode_state(before), why)
         seen = SaturationSample(remembered(seen.k2, view.mode, learned(view, k2, self._parameters.queue)))
         up = full.replicas / self._parameters.scale_up
@@ -132,7 +130,7 @@ class TokenSaturation:
 
 
 def remembered(before: dict[str, float], mode: str, k2: float | None) -> dict[str, float]:
-    """What is known of each mode after this; the one that was seen longest ago goes when there are many."""
+    """``before`` with the ``k2`` of a mode; beyond :data:`MODES` the oldest is dropped."""
     if k2 is None:
         return before
     others = [(name, value) for name, value in before.items() if name != mode][-(MODES - 1) :]
