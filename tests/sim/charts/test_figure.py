@@ -10,6 +10,9 @@ from sim.charts.figure import add_axes, log_axis, new_figure, styled, time_axis,
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+from xml.etree import ElementTree
+
+from sim.charts.figure import Panel, bars
 
 
 @pytest.fixture
@@ -68,3 +71,19 @@ def line() -> str:
 
 def test_a_chart_has_no_date_and_is_the_same_each_time() -> None:
     assert line() == line() and "<dc:date>" not in line()
+
+
+NAMES = ("a", "b & c")
+
+
+def test_each_value_has_its_bar_and_its_number() -> None:
+    panels = [Panel("one", (1.0, 2.0)), Panel("two", (0.0, 3.0), 1.5)]
+    svg = bars("loads < 1", NAMES, panels)
+    assert svg == bars("loads < 1", NAMES, panels)
+    root = ElementTree.fromstring(svg)  # noqa: S314 - written above
+    texts = [element.text for element in root.iter() if element.tag.endswith("text")]
+    assert {"loads < 1", "one", "two", "a", "b & c", "0", "1", "2", "3"} == set(texts)
+
+
+def test_nothing_but_zeros_is_drawn_too() -> None:
+    assert "none" in bars("zeros", NAMES, [Panel("none", (0.0, 0.0))])

@@ -11,7 +11,16 @@ from policy.engine.capacity import Capability
 from policy.errors import TargetError
 from policy.scaling.view import Supply, View
 from policy.signals.types import Signals
-from sim.oracle.clairvoyant import Clairvoyant, Plan, clairvoyant, dropped, plan_layers, served_demand
+from sim.oracle.clairvoyant import (
+    PRECISION,
+    Clairvoyant,
+    Plan,
+    clairvoyant,
+    dropped,
+    plan_layers,
+    served_demand,
+    verify,
+)
 from sim.oracle.linear_program import lower_bound
 from sim.oracle.problem import Problem
 from tests.sim.oracle.loads import ATTAINED, LEADS, LOADS, cheapest, problem
@@ -155,3 +164,33 @@ def test_the_policy_stays_within_the_mode_and_leaves_it_alone() -> None:
     assert policy.decide(view(0.0, most=3), None).count == 3
     assert policy.decide(view(0.0, least=6), None).count == 6
     assert policy.decide(view(0.0), None).fixed
+
+
+ASKED = Problem(
+    demand=np.random.default_rng(2).poisson(100.0, 200).astype(np.float64), bin_s=5.0, mu=2.0, attainment=0.98
+)
+
+
+def served(plan: Plan) -> float:
+    """What of the fluid is served: without a lead a plan has just what each bin needs."""
+    ready = np.array([plan.count_at(ASKED.bin_s * index) for index in range(ASKED.bins)])
+    return float(np.minimum(ASKED.load, ready).sum() / ASKED.load.sum())
+
+
+def test_a_plan_that_holds_is_taken_as_it_is() -> None:
+    found = verify(ASKED, served)
+    assert found.plan == clairvoyant(ASKED)
+    assert found.fluid == 0.98
+    assert found.attained == served(found.plan) >= 0.98
+
+
+def test_what_replicas_miss_is_taken_off_what_the_fluid_may_leave() -> None:
+    found = verify(ASKED, lambda plan: served(plan) - 0.01)
+    assert found.attained >= 0.98
+    assert found.fluid == pytest.approx(0.99, abs=2 * PRECISION)
+    assert clairvoyant(ASKED).replica_s < found.plan.replica_s
+
+
+def test_replicas_that_miss_too_much_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"serves all of the fluid attains 0\.97, expected 0\.98"):
+        verify(ASKED, lambda plan: served(plan) - 0.03)

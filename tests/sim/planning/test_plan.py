@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from policy.config.deployment import Deployment, Price
 from policy.document.parse import parse
@@ -17,14 +21,25 @@ from policy.engine.profiles import shipped
 from policy.errors import ConfigError
 from sim.arrival import Arrival
 from sim.planning.candidates import Basis, Candidate, candidates
-from sim.planning.demand import Arrivals, demand_of, describe
+from sim.planning.demand import (
+    CHUNK_BYTES,
+    EVENT_BYTES,
+    PACKET_BYTES,
+    STREAM_BYTES,
+    Arrivals,
+    Demand,
+    demand_of,
+    describe,
+    network,
+)
 from sim.planning.plan import fewest_of, plan
-from sim.planning.result import PlanRequest
-from sim.planning.trial import Trials
+from sim.planning.result import WEEKS_PER_MONTH, Need, PlanRequest, schedule
+from sim.planning.trial import DEPTH, Trials, fewest
 from sim.workload.traces.open import open_trace
 from sim.workload.transforms import scale_rate, slice_trace
 from tests.policy.engine.test_model_file import content
 from tests.policy.engine.test_model_file import spec as calibrated
+from tests.serve.sim_driver import client_of, engine_of, spec
 
 
 def deployment(profile: str = "a100-8b", **slo: Any) -> Deployment:
@@ -258,3 +273,105 @@ def test_a_described_load_has_the_means_that_were_asked_for() -> None:
     assert demand.rps == pytest.approx(20.0, rel=0.05)
     assert demand.input_tokens == pytest.approx(900, rel=0.05)
     assert demand.output_tokens == pytest.approx(150, rel=0.05)
+
+
+@given(least=st.integers(1, 300), guess=st.integers(-5, 500), most=st.integers(1, 300))
+def test_it_is_what_trying_all_of_them_finds(least: int, guess: int, most: int) -> None:
+    expected = least if least <= most else None
+    assert fewest(lambda count: count >= least, guess, most) == expected
+
+
+@given(least=st.integers(1, 60), guess=st.integers(1, 100), gaps=st.sets(st.integers(1, DEPTH - 1)))
+def test_a_count_that_misses_by_chance_just_above_the_least_one_hides_nothing(
+    least: int, guess: int, gaps: set[int]
+) -> None:
+    def meets(count: int) -> bool:
+        return count >= least and count - least not in gaps
+
+    assert fewest(meets, guess, 200) == least
+
+
+@pytest.mark.parametrize(("guess", "most_tries"), [(40, 4), (39, 5), (1, 16), (200, 18)])
+def test_a_good_guess_needs_few_tries_and_no_count_is_tried_twice(guess: int, most_tries: int) -> None:
+    tries: list[int] = []
+
+    def meets(count: int) -> bool:
+        tries.append(count)
+        return count >= 40
+
+    assert fewest(meets, guess, 1000) == 40
+    assert len(tries) == len(set(tries)) <= most_tries
+
+
+DEMAND = Demand(
+    requests=600,
+    lasts_s=60.0,
+    input_tokens=1000.0,
+    output_tokens=200.0,
+    busiest_s=0.0,
+    peak_rps=10.0,
+    peak_input_tokens_per_s=10_000.0,
+    peak_output_tokens_per_s=2000.0,
+)
+
+
+async def streamed(tokens: int) -> int:
+    """Bytes of a chat answer of the simulated engine, whose model is called ``base``."""
+    body = {
+        "model": "base",
+        "messages": [{"role": "user", "content": "hello"}],
+        "max_tokens": tokens,
+        "stream": True,
+        "ignore_eos": True,
+    }
+    async with engine_of(spec()) as engine, client_of(engine) as client:
+        return len((await client.post("/v1/chat/completions", json=body)).content)
+
+
+async def test_an_event_has_the_bytes_that_the_engine_sends() -> None:
+    short, long = await streamed(20), await streamed(220)
+    each = (long - short) / 200
+    assert each == pytest.approx(EVENT_BYTES, abs=1.5)
+    assert short - 20 * each == pytest.approx(STREAM_BYTES, abs=20)
+
+
+def test_what_goes_one_way_is_requests_and_streams() -> None:
+    found = network(DEMAND, "base", 4, 50)
+    assert found.streams == 2000 * (EVENT_BYTES + CHUNK_BYTES + PACKET_BYTES) + 10 * STREAM_BYTES
+    assert found.requests > 4 * 10_000
+    assert found.each_way == found.requests + found.streams
+    assert (found.replica_in, found.replica_out) == (found.requests / 4, found.streams / 4)
+    assert (found.streams_open, found.events_per_s) == (50, 2000.0)
+
+
+def test_a_longer_name_is_in_every_event() -> None:
+    short, long = (network(DEMAND, name, 4, 50).streams for name in ("base", "base" + 10 * "x"))
+    assert long - short == 10 * 2000
+
+
+NEEDS = (Need(1.0, 6), Need(2.0, 12), Need(4.0, 24))
+
+
+def test_devices_are_there_when_the_load_outgrows_what_is_owned() -> None:
+    steps = schedule(NEEDS, growth=0.1, module=8, lead_weeks=4)
+    assert [(step.modules, step.devices) for step in steps] == [(1, 8), (1, 16), (1, 24)]
+    # 8 devices carry a factor of 8/6, 16 one of 16/6: here devices grow with the load.
+    assert [step.factor for step in steps] == pytest.approx([1.0, 8 / 6, 16 / 6])
+    for step in steps:
+        assert math.pow(1.1, step.month) == pytest.approx(step.factor)
+        assert step.month - step.order_month == pytest.approx(4 / WEEKS_PER_MONTH)
+
+
+def test_what_is_needed_today_comes_first_and_should_have_been_ordered() -> None:
+    first = schedule((Need(1.0, 20),), growth=0.1, module=8, lead_weeks=4)
+    assert [(step.month, step.modules, step.devices) for step in first] == [(0.0, 3, 24)]
+    assert first[0].order_month < 0
+
+
+@pytest.mark.parametrize("module", [1, 3, 8, 100])
+def test_at_no_time_are_fewer_owned_than_are_needed(module: int) -> None:
+    steps = schedule(NEEDS, growth=0.1, module=module, lead_weeks=2)
+    for before, after in itertools.pairwise(steps):
+        assert after.devices - before.devices == module and after.month >= before.month
+        assert 6 * after.factor == pytest.approx(before.devices)
+    assert steps[-1].devices >= 24

@@ -21,6 +21,8 @@ from sim.twin.run import simulate
 from sim.twin.scenario import Crash, Scenario, Slowdown
 from store.yaml_file import read_yaml
 
+WORLD = Scenario(crashes=(Crash(at=200.0),), slow=(Slowdown(at=100.0, until=300.0, factor=2.0),), spread=0.1)
+
 
 def deployment(**changes: Any) -> Deployment:
     """One model on up to six small cards, and what a test changes of it."""
@@ -62,10 +64,7 @@ def run(document: Deployment, trace: Iterator[Arrival], policy: object = "predic
 @pytest.fixture(scope="module")
 def ramp() -> Record:
     """A rise and a fall, with a crash and a slow replica on the way."""
-    world = Scenario(
-        crashes=(Crash(at=200.0),), slow=(Slowdown(at=100.0, until=300.0, factor=2.0),), spread=0.1
-    )
-    return run(deployment(), steps(1.0, 5.0, 1.0), world=world)
+    return run(deployment(), steps(1.0, 5.0, 1.0), world=WORLD)
 
 
 @pytest.mark.slow
@@ -122,15 +121,12 @@ def test_gpus_are_counted_from_when_they_were_asked_for(ramp: Record) -> None:
 
 @pytest.mark.slow
 def test_the_same_seed_gives_the_same_bytes(ramp: Record) -> None:
-    world = Scenario(
-        crashes=(Crash(at=200.0),), slow=(Slowdown(at=100.0, until=300.0, factor=2.0),), spread=0.1
-    )
-    again = run(deployment(), steps(1.0, 5.0, 1.0), world=world)
+    again = run(deployment(), steps(1.0, 5.0, 1.0), world=WORLD)
     for name in ("ttft_s", "e2e_s", "replica", "outcome"):
         first, second = (getattr(record.requests["m"], name).tobytes() for record in (ramp, again))
         assert first == second
     assert repr(again.decisions) == repr(ramp.decisions)
-    other = run(deployment(), steps(1.0, 5.0, 1.0), world=world, seed=1)
+    other = run(deployment(), steps(1.0, 5.0, 1.0), world=WORLD, seed=1)
     assert other.spans[-1] != ramp.spans[-1]
 
 

@@ -106,33 +106,19 @@ GENERATE: dict[str, Any] = {"arrivals": {"rate": 1}, "input_tokens": 1, "output_
             "more than from_s",
         ),
         ({"duration_s": -1, "mix": [{"generate": GENERATE}]}, "duration_s", "> 0"),
-        (
-            {"duration_s": 1, "mix": [{"generate": {**GENERATE, "arrivals": {}}}]},
-            "mix[0].generate.arrivals.rate",
-            "required",
-        ),
-        (
-            {"duration_s": 1, "mix": [{"generate": {**GENERATE, "input_tokens": {"p50": 3, "p99": 2}}}]},
-            "mix[0].generate.input_tokens.p99",
-            "at least p50 = 3",
-        ),
-        (
-            {"duration_s": 1, "mix": [{"generate": {**GENERATE, "output_tokens": {}}}]},
-            "mix[0].generate.output_tokens",
-            "p50 and p99",
-        ),
-        (
-            {"duration_s": 1, "mix": [{"generate": {**GENERATE, "adapters": {}}}]},
-            "mix[0].generate.adapters.count",
-            "at least 1 or names",
-        ),
-        (
-            {
-                "duration_s": 1,
-                "mix": [{"generate": {**GENERATE, "conversations": {"system_tokens": 99_999}}}],
-            },
-            "mix[0].generate.conversations.system_tokens",
-            "at most max_tokens",
+        *(
+            ({"duration_s": 1, "mix": [{"generate": {**GENERATE, **more}}]}, f"mix[0].generate.{path}", text)
+            for more, path, text in (
+                ({"arrivals": {}}, "arrivals.rate", "required"),
+                ({"input_tokens": {"p50": 3, "p99": 2}}, "input_tokens.p99", "at least p50 = 3"),
+                ({"output_tokens": {}}, "output_tokens", "p50 and p99"),
+                ({"adapters": {}}, "adapters.count", "at least 1 or names"),
+                (
+                    {"conversations": {"system_tokens": 99_999}},
+                    "conversations.system_tokens",
+                    "at most max_tokens",
+                ),
+            )
         ),
     ],
 )

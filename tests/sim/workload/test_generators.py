@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from itertools import pairwise
 from statistics import mean, pstdev
+from typing import Any
 
 import msgspec
 import pytest
@@ -54,32 +55,32 @@ def test_arrivals_have_their_rate_and_their_burstiness(cv: float) -> None:
     assert made[0] >= 0.0 and made[-1] < 4000.0
 
 
+DAY = {"diurnal": Diurnal(period_s=1000.0, swing=0.5, peak_s=250.0)}
+RISE = {"ramp": Ramp(factor=4.0, from_s=100.0, rise_s=100.0)}
+
+
+def flash(**more: float) -> dict[str, tuple[Flash, ...]]:
+    return {"flashes": (Flash(at_s=100.0, factor=5.0, hold_s=50.0, **more),)}
+
+
 @pytest.mark.parametrize(
-    ("pace", "at", "rate"),
+    ("shapes", "at", "rate"),
     [
-        (RateShape(rate=2.0, diurnal=Diurnal(period_s=1000.0, swing=0.5, peak_s=250.0)), 250.0, 3.0),
-        (RateShape(rate=2.0, diurnal=Diurnal(period_s=1000.0, swing=0.5, peak_s=250.0)), 1750.0, 1.0),
-        (RateShape(rate=2.0, ramp=Ramp(factor=4.0, from_s=100.0, rise_s=100.0)), 50.0, 2.0),
-        (RateShape(rate=2.0, ramp=Ramp(factor=4.0, from_s=100.0, rise_s=100.0)), 150.0, 5.0),
-        (RateShape(rate=2.0, ramp=Ramp(factor=0.0, from_s=100.0, rise_s=100.0)), 300.0, 0.0),
-        (RateShape(rate=2.0, flashes=(Flash(at_s=100.0, factor=5.0, hold_s=50.0),)), 99.9, 2.0),
-        (RateShape(rate=2.0, flashes=(Flash(at_s=100.0, factor=5.0, hold_s=50.0),)), 100.0, 10.0),
-        (RateShape(rate=2.0, flashes=(Flash(at_s=100.0, factor=5.0, hold_s=50.0),)), 150.0, 2.0),
-        (RateShape(rate=2.0, flashes=(Flash(at_s=100.0, factor=5.0, hold_s=50.0, rise_s=10.0),)), 95.0, 6.0),
-        (RateShape(rate=2.0, flashes=(Flash(at_s=100.0, factor=5.0, hold_s=50.0, fall_s=10.0),)), 155.0, 6.0),
-        (
-            RateShape(
-                rate=2.0,
-                ramp=Ramp(factor=2.0, rise_s=1.0),
-                flashes=(Flash(at_s=9.0, factor=3.0, hold_s=9.0),),
-            ),
-            10.0,
-            12.0,
-        ),
+        (DAY, 250.0, 3.0),
+        (DAY, 1750.0, 1.0),
+        (RISE, 50.0, 2.0),
+        (RISE, 150.0, 5.0),
+        ({"ramp": Ramp(factor=0.0, from_s=100.0, rise_s=100.0)}, 300.0, 0.0),
+        (flash(), 99.9, 2.0),
+        (flash(), 100.0, 10.0),
+        (flash(), 150.0, 2.0),
+        (flash(rise_s=10.0), 95.0, 6.0),
+        (flash(fall_s=10.0), 155.0, 6.0),
+        (flash() | {"ramp": Ramp(factor=2.0, rise_s=1.0)}, 110.0, 20.0),
     ],
 )
-def test_the_rate_is_what_the_shapes_say(pace: RateShape, at: float, rate: float) -> None:
-    assert pace.at(at) == pytest.approx(rate)
+def test_the_rate_is_what_the_shapes_say(shapes: dict[str, Any], at: float, rate: float) -> None:
+    assert RateShape(rate=2.0, **shapes).at(at) == pytest.approx(rate)
 
 
 @pytest.mark.parametrize(

@@ -36,19 +36,44 @@ def refused(folder: Path, text: str | bytes, name: str = "trace") -> TraceError:
     return caught.value
 
 
-def test_azure_of_2023_has_ticks_of_100_ns(tmp_path: Path) -> None:
-    text = AZURE + "2023-11-16 18:15:46.6805900,374,44\r\n2023-11-16 18:15:46.6805901,396,109"
+@pytest.mark.parametrize(
+    ("text", "name", "expected"),
+    [
+        # 2023 has ticks of 100 ns, 2024 a zone.
+        (
+            AZURE + "2023-11-16 18:15:46.6805900,374,44\r\n2023-11-16 18:15:46.6805901,396,109",
+            "azure",
+            [Arrival(0.0, 374, 44), Arrival(1e-7, 396, 109)],
+        ),
+        (
+            AZURE + "2024-05-10 23:59:59.009930+00:00,2162,5\n2024-05-11 00:00:00+00:00,7,8\n"
+            "2024-05-11T02:00:01+02:00,1,1\n",
+            "azure",
+            [Arrival(0.0, 2162, 5), Arrival(0.99007, 7, 8), Arrival(1.99007, 1, 1)],
+        ),
+        (
+            SERVEGEN + '0,0.53,143,20\n1,0.78,"15",7\n',
+            "servegen",
+            [Arrival(0.0, 143, 20), Arrival(0.25, 15, 7)],
+        ),
+        (
+            '{"timestamp": 27000, "input_length": 513, "output_length": 6, "hash_ids": [46, 47]}\n'
+            '{"timestamp": 27500, "input_length": 700, "output_length": 1, "hash_ids": [46], "more": 1}\n',
+            "mooncake",
+            [Arrival(0.0, 513, 6, blocks=(46, 47)), Arrival(0.5, 700, 1, blocks=(46,))],
+        ),
+        (
+            CAPTURE + '{"at": 7.5, "input_tokens": 513, "output_tokens": 1, "model": "m", "adapter": "a",'
+            ' "tenant": "t", "session": 3, "blocks": [9, 8]}\n'
+            '{"at": 8, "input_tokens": 1, "output_tokens": 2}\n',
+            "capture",
+            [Arrival(0.0, 513, 1, "m", "a", "t", 3, (9, 8)), Arrival(0.5, 1, 2)],
+        ),
+    ],
+)
+def test_each_format_is_known_and_read(tmp_path: Path, text: str, name: str, expected: list[Arrival]) -> None:
     trace = open_trace(write(tmp_path, text))
-    assert trace.format == "azure"
-    assert list(trace) == [Arrival(0.0, 374, 44), Arrival(1e-7, 396, 109)]
-
-
-def test_azure_of_2024_has_a_zone(tmp_path: Path) -> None:
-    text = AZURE + (
-        "2024-05-10 23:59:59.009930+00:00,2162,5\n2024-05-11 00:00:00+00:00,7,8\n"
-        "2024-05-11T02:00:01+02:00,1,1\n"
-    )
-    assert [each.at for each in open_trace(write(tmp_path, text))] == [0.0, 0.99007, 1.99007]
+    assert (trace.format, list(trace)) == (name, expected)
 
 
 def test_burstgpt_skips_what_failed(tmp_path: Path) -> None:
@@ -67,32 +92,6 @@ def test_burstgpt_with_sessions_keeps_turns_together(tmp_path: Path) -> None:
     one, none, again = open_trace(write(tmp_path, header + rows))
     assert one.session == again.session > 0 == none.session
     assert again == Arrival(2.0, 36, 29, "GPT-4", session=one.session)
-
-
-def test_servegen(tmp_path: Path) -> None:
-    text = SERVEGEN + '0,0.53,143,20\n1,0.78,"15",7\n'
-    trace = open_trace(write(tmp_path, text))
-    assert (trace.format, list(trace)) == ("servegen", [Arrival(0.0, 143, 20), Arrival(0.25, 15, 7)])
-
-
-def test_mooncake_has_milliseconds_and_hashes(tmp_path: Path) -> None:
-    text = (
-        '{"timestamp": 27000, "input_length": 513, "output_length": 6, "hash_ids": [46, 47]}\n'
-        '{"timestamp": 27500, "input_length": 700, "output_length": 1, "hash_ids": [46], "more": 1}\n'
-    )
-    trace = open_trace(write(tmp_path, text))
-    assert list(trace) == [Arrival(0.0, 513, 6, blocks=(46, 47)), Arrival(0.5, 700, 1, blocks=(46,))]
-    assert trace.format == "mooncake"
-
-
-def test_a_capture_has_all_that_an_arrival_has(tmp_path: Path) -> None:
-    text = CAPTURE + (
-        '{"at": 7.5, "input_tokens": 513, "output_tokens": 1, "model": "m", "adapter": "a", "tenant": "t",'
-        ' "session": 3, "blocks": [9, 8]}\n{"at": 8, "input_tokens": 1, "output_tokens": 2}\n'
-    )
-    trace = open_trace(write(tmp_path, text))
-    assert list(trace) == [Arrival(0.0, 513, 1, "m", "a", "t", 3, (9, 8)), Arrival(0.5, 1, 2)]
-    assert trace.format == "capture"
 
 
 def test_a_packed_trace_and_one_from_a_spreadsheet(tmp_path: Path) -> None:
