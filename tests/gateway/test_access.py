@@ -34,7 +34,7 @@ async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stac
     """A worker with three tenants."""
     stack = Stack(tmp_path_factory.mktemp("access"))
     stack.tenants = TENANTS
-    stack.gateway |= {"coalesce": {"window_s": 0.05, "max_inputs": 8}}
+    stack.gateway |= {"coalesce": {"window_s": 1, "max_inputs": 4}}
     await stack.start_controller()
     await stack.start_worker()
     yield stack
