@@ -24,12 +24,15 @@ async def spread(stand: Stand, model: str, fleet: list[FaultyUpstream], streams:
     None has a token before all are placed: on a busy machine tokens come later from one than from the other,
     and routing learns from that as well.
     """
+    placed = asyncio.Event()
     for one in fleet:
-        one.usual = faults.paced(200, 0.05, first_s=1.0)
+        one.usual = hold(placed, faults.paced(200, 0.05))
     clients = [await stand.post(model, stream=True) for _ in range(streams)]
+    await until(lambda: sum(len(one.open) for one in fleet) == streams, "all are placed")
+    found = [len(one.open) for one in fleet]
+    placed.set()
     for client in clients:
         await client.events(1)
-    found = [len(one.open) for one in fleet]
     for client in clients:
         client.leave()
     for one in fleet:
