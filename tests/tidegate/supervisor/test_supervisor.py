@@ -190,6 +190,8 @@ def test_processes_that_outlive_their_supervisor_are_ended_by_record(site: Site)
 
 @process
 def test_ctrl_c_during_up_ends_what_was_started(site: Site) -> None:
+    # A shell's background job ignores SIGINT, and so would all that it starts.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     # It never becomes ready, however late the signal arrives.
     site.file.write_text(json.dumps(document(site, start_s=600)))
     started = site.popen("up", str(site.file), "--no-ray")
