@@ -32,8 +32,8 @@ def fetch(job: FetchJob) -> None:
         system, path = fsspec.core.url_to_fs(job.source)
     except ImportError as error:
         # Such as "Install s3fs to access S3".
-        said = known_implementations.get(protocol, {}).get("err", error)
-        raise job.unreachable(f"{said}; `pip install 'tidegate[s3]'` does for s3://") from error
+        hint = known_implementations.get(protocol, {}).get("err", error)
+        raise job.unreachable(f"{hint}; for s3:// run `pip install 'tidegate[s3]'`") from error
     except Exception as error:  # each driver has its own exceptions
         raise job.unreachable(error) from error
     try:
@@ -86,6 +86,6 @@ def _take(job: FetchJob, system: Any, path: str, name: str) -> PartialDownload:
 def _identity(system: Any, path: str) -> tuple[int, str]:
     """The size of an object (0 if unknown), and a mark that changes with its content."""
     system.invalidate_cache()
-    said = {key.lower().replace("_", ""): value for key, value in system.info(path).items()}
-    mark = next((f"{key} {said[key]}" for key in _MARKS if said.get(key)), "")
-    return int(said.get("size") or 0), mark
+    details = {key.lower().replace("_", ""): value for key, value in system.info(path).items()}
+    mark = next((f"{key} {details[key]}" for key in _MARKS if details.get(key)), "")
+    return int(details.get("size") or 0), mark

@@ -110,18 +110,18 @@ class AdapterNames:
             before = _find(connection, model, name)
             at = self._clock()
             kept, split = _numbered(before.alias.versions if before else (), candidates, at)
-            saying = _declaration(candidates, tenants) if origin == DOCUMENT else None
-            said = _declared(before)
+            declaration = _declaration(candidates, tenants) if origin == DOCUMENT else None
+            former = _declared(before)
             if before is None:
                 alias = Alias(model=model, name=name, revision=0, versions=kept, split=split, at=at)
                 after = AdapterRow(alias, origin, "", ())
-            elif saying and said and saying.content == said.content:
+            elif declaration and former and declaration.content == former.content:
                 after = before
             else:
                 after = _standing_for(before, split, kept)
-            if saying:
-                after = after._replace(origin=origin, declared=msgspec.json.encode(saying).decode())
-            if tenants is not None and not (saying and said and saying.tenants == said.tenants):
+            if declaration:
+                after = after._replace(origin=origin, declared=msgspec.json.encode(declaration).decode())
+            if tenants is not None and not (declaration and former and declaration.tenants == former.tenants):
                 alias = msgspec.structs.replace(after.alias, tenants=tuple(sorted(set(tenants))))
                 after = after._replace(alias=alias)
             return self._keep(connection, before, after)

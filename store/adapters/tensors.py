@@ -89,7 +89,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     for name, value in pairs:
         name.encode()
         if name in found:
-            raise ValueError(f"{name:.200} stands there twice")
+            raise ValueError(f"{name:.200} occurs twice")
         found[name] = value
     return found
 

@@ -237,7 +237,7 @@ def _check_numbers(path: Path, found: Mapping[str, Tensor], progress: Callable[[
         for name, tensor in found.items():
             if not is_finite(file, tensor):
                 raise AdapterRefused(
-                    "not_finite", f"{name:.200} holds numbers that are none (NaN or infinite)"
+                    "not_finite", f"{name:.200} holds numbers that are not finite (NaN or infinite)"
                 )
             seen += tensor.end - tensor.begin
             progress(seen / whole)

@@ -135,12 +135,12 @@ def served_shape(
     """
     spec = deployment.model(model)
     if spec.engine is EngineKind.EXTERNAL:
-        raise TargetError(f"{model} is external: its servers tell nothing of their steps")
+        raise TargetError(f"{model} is external: its servers report no steps")
     if spec.runner is not Runner.GENERATE:
         raise TargetError(f"{model} writes no text: its engine makes no steps to calibrate")
     status = next((each for each in client.status().models if each.name == model), None)
     if status is None:
-        raise TargetError(f"{model} is in the document, and the controller does not know it")
+        raise TargetError(f"{model} is in the deployment file, but the controller does not know it")
     if shape is not None and shape != status.shape:
         raise TargetError(
             f"{model}: replicas of shape {status.shape} serve, and none of {shape}; see `tidegate mode`"
@@ -212,7 +212,7 @@ class CalibrationRun:
             pool.close()
         if listener.shapes != {subject.shape}:
             raise PreconditionFailed(
-                f"replicas of {' and '.join(sorted(listener.shapes)) or 'no shape'} told of their steps,"
+                f"replicas of {' and '.join(sorted(listener.shapes)) or 'no shape'} reported steps,"
                 f" where {subject.shape} was to be calibrated: calibrate again"
             )
         limits = listener.limits or subject.limits
@@ -286,8 +286,8 @@ class CalibrationRun:
         every = within(Slo(), found.point_s)
         if left_out := len(every) - len(found.points):
             self.warn(
-                f"{left_out} of {len(every)} load points are left out: the gateway would hold back what"
-                f" misses the objective of {spec.name}. Without `control.slo` they are driven, too"
+                f"{left_out} of {len(every)} load points are left out: the gateway would queue requests that"
+                f" miss the SLO of {spec.name}. Without `control.slo` they are driven, too"
             )
         return found
 

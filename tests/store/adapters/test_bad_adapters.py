@@ -247,7 +247,7 @@ BAD: list[tuple[str, Make, str, str]] = [
      "unsupported_feature", "is no half of a LoRA module"),
     ("another type", adapted(lambda found: found.update({FIRST: np.ones((4, 16))})), "unsupported_feature",
      "is of F64; expected one of BF16, F16, F32"),
-    ("NaN", poisoned(float("nan")), "not_finite", "v_proj.lora_B.weight holds numbers that are none"),
+    ("NaN", poisoned(float("nan")), "not_finite", "v_proj.lora_B.weight holds numbers that are not finite"),
     ("infinity", poisoned(float("inf")), "not_finite", "v_proj.lora_B.weight"),
     ("minus infinity in half", poisoned(float("-inf"), "float16"), "not_finite", "v_proj.lora_B.weight"),
     # the file of the weights
@@ -263,7 +263,7 @@ BAD: list[tuple[str, Make, str, str]] = [
     ("a header that is no JSON", weighing(lambda data: data[:8] + b"!" + data[9:]), "not_an_adapter",
      "no readable header"),
     ("a header that is a list", weighing(lambda data: weights({}, b"[1]")), "not_an_adapter", "no JSON"),
-    ("a name twice", said_twice, "not_an_adapter", "stands there twice"),
+    ("a name twice", said_twice, "not_an_adapter", "occurs twice"),
     ("overlaps", headed(shifted), "not_an_adapter", "does not lie where its shape says"),
     ("gaps", headed(gapped), "not_an_adapter", "does not lie where its shape says"),
     ("a negative shape", headed(lambda h: h[FIRST].update(shape=[-4, -16])), "not_an_adapter", ">= 0"),

@@ -90,7 +90,7 @@ def test_what_cannot_be_calibrated_is_refused(over: dict[str, Any], said: str) -
 
 def test_servers_that_tell_nothing_are_refused() -> None:
     document = deployment({"name": "m", "engine": "external", "urls": ["http://127.0.0.1:1"]})
-    with pytest.raises(TargetError, match="tell nothing of their steps"):
+    with pytest.raises(TargetError, match="report no steps"):
         served_shape(cast("ControllerClient", FakeController()), document, "m", None)
 
 
