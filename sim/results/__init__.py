@@ -1,4 +1,4 @@
-"""Scores, series and summaries of simulation runs.
+"""Scores, series and comparisons of simulation runs.
 
-Read first: `summary`.
+Read first: `score`.
 """
