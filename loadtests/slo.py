@@ -9,10 +9,10 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One request that ended. ``error`` is empty for a success; ``aborted`` is a client that left.
+    """One finished request; ``error`` is empty for a success, ``aborted`` is a client that left.
 
-    Seconds and tokens; ``ttft_s`` is None for an answer that was not streamed, ``itl_s`` is the mean
-    time per token after the first, ``gaps`` the seconds between reads.
+    Seconds and tokens; ``ttft_s`` is None for an answer that was not streamed, ``itl_s`` the mean time per
+    token after the first, ``gaps`` the seconds between reads.
     """
 
     user: str
@@ -28,16 +28,16 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Objective:
-    """The service level objective of a request, in seconds."""
+    """The SLO of a request, in seconds."""
 
     ttft_s: float
     itl_s: float
 
     def met(self, outcome: Outcome) -> bool:
-        """Whether a request met it.
+        """Whether a request met the SLO.
 
-        A stream must keep both limits. A whole answer has no first token, so it must come by the
-        moment at which a stream that just keeps both would have ended.
+        A stream must meet both limits. A whole answer must arrive by the time at which a stream that just
+        meets both would have ended.
         """
         if outcome.error or outcome.aborted:
             return False
@@ -48,10 +48,10 @@ class Objective:
 
 @dataclass(slots=True)
 class Tally:
-    """Sums of one kind of user. ``requests`` ended by the server, well or not; ``served`` well.
+    """Sums of one kind of user. ``requests`` were ended by the server, ``served`` ones successfully.
 
-    Times are sums in seconds: ``ttft_s`` over ``begun`` streams, ``itl_s`` over ``gaps`` gaps,
-    ``e2e_s`` over ``served`` requests.
+    Times are sums in seconds: ``ttft_s`` over ``begun`` streams, ``itl_s`` over ``gaps`` gaps, ``e2e_s`` over
+    ``served`` requests.
     """
 
     requests: int = 0
@@ -107,7 +107,7 @@ class Ledger:
         return self.tallies.setdefault(user, Tally())
 
     def begin(self, at: float) -> None:
-        """Forget everything; the run begins ``at``."""
+        """Reset; the run begins ``at``."""
         self.tallies.clear()
         self.began_at = self.ended_at = at
 

@@ -1,7 +1,4 @@
-"""A simulated replica of the routing benchmark: prefix cache, adapter slots and bounded prefill.
-
-Time comes in as an argument, so that what the upstream plays on sockets is tested without them.
-"""
+"""A simulated replica of the routing benchmark: prefix cache, adapter slots and bounded prefill."""
 
 from __future__ import annotations
 
@@ -15,12 +12,11 @@ CHARS_PER_TOKEN = 4
 
 
 class Setting(msgspec.Struct, frozen=True, kw_only=True):
-    """How replicas behave. Durations are seconds, ``cache_tokens`` and per-token times are of prompt tokens.
+    """The behaviour of replicas. Durations are seconds; tokens are prompt tokens.
 
-    A request whose answer is streamed has ``chunks`` events, ``gap_s`` apart. Its first event comes
-    after it had one of ``lanes`` prefills: ``base_s`` plus ``token_s`` for each token that is not
-    cached, times ``slow``. ``token_s`` 0 answers at once and simulates nothing. An adapter that is not
-    in one of ``slots`` takes ``load_s`` more.
+    A streamed answer has ``chunks`` events, ``gap_s`` apart. The first comes after a prefill on one of
+    ``lanes``: ``base_s`` plus ``token_s`` for each uncached token, times ``slow``. ``token_s`` 0 answers at
+    once. An adapter that is not in one of ``slots`` takes ``load_s`` more.
     """
 
     chunks: int = 64
@@ -36,7 +32,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Counts(msgspec.Struct, frozen=True, kw_only=True):
-    """What one replica saw: requests by prefix, prefills that no cache helped, adapter loads."""
+    """The counts of one replica: requests by prefix, prefills without a cache hit, adapter loads."""
 
     requests: int = 0
     by_prefix: dict[int, int] = {}
@@ -45,7 +41,7 @@ class Counts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Mark(NamedTuple):
-    """What a prompt says of itself: its shared prefix and how many tokens it and the rest have."""
+    """The mark of a prompt: its shared prefix, and the tokens of the prefix and of the whole."""
 
     prefix: int
     prefix_tokens: int
@@ -76,7 +72,7 @@ class Replica:
         self.configure(setting)
 
     def configure(self, setting: Setting) -> None:
-        """Behave like this from now on; caches and counts begin anew."""
+        """Set the behaviour; caches and counts start empty."""
         self.setting = setting
         self._cached: OrderedDict[int, int] = OrderedDict()
         self._cached_tokens = 0
@@ -86,11 +82,11 @@ class Replica:
         self._cold = self._loads = 0
 
     def slow_down(self, factor: float) -> None:
-        """Take ``factor`` times as long for every prefill, with caches as they are."""
+        """Multiply the time of every prefill by ``factor``, with caches as they are."""
         self.setting = msgspec.structs.replace(self.setting, slow=factor)
 
     def counts(self) -> Counts:
-        """What was seen since the last :meth:`configure`."""
+        """The counts since the last :meth:`configure`."""
         return Counts(
             requests=self._by_prefix.total(),
             by_prefix=dict(self._by_prefix),
@@ -99,11 +95,10 @@ class Replica:
         )
 
     def arrive(self, mark: Mark, adapter: str, at: float) -> float:
-        """A request comes; returns the instant of its first token.
+        """Take a request; returns the instant of its first token.
 
-        Prefills are served in the order of arrival, each by the lane that is free first. A prefix is
-        cached when its prefill begins: a later request that shares it waits for the same lane's time
-        or finds it there, as in an engine that schedules both in one step.
+        Prefills run in order of arrival, each on the lane that is free first. A prefix is cached when its
+        prefill begins, as in an engine that schedules two requests in one step.
         """
         self._by_prefix[mark.prefix] += 1
         setting = self.setting

@@ -67,19 +67,19 @@ END = _event(b"[DONE]") + b"0\r\n\r\n"
 
 
 def usage(prompt_tokens: int, tokens: int) -> bytes:
-    """The event that says what a stream cost, for those who ask for it: gateways learn lengths from it."""
+    """The usage event of a stream, from which gateways learn lengths."""
     return _event(_chunk([], usage=_usage(prompt_tokens, tokens)))
 
 
 def stream_body(chunks: int) -> bytes:
-    """What a client must receive of a stream of ``chunks`` events, transfer encoding undone."""
+    """The body of a stream of ``chunks`` events, transfer encoding undone."""
     data = [_chunk(_choice(" token", None))] * chunks + [_chunk(_choice("", "stop")), b"[DONE]"]
     return b"".join(b"data: " + each + b"\n\n" for each in data)
 
 
 @lru_cache
 def models(adapters: int, path: bytes) -> bytes:
-    """The answer to every GET: models and adapters, or the little that routers ask a worker about itself."""
+    """The answer to every GET: models and adapters, or what routers ask of a worker."""
     if path.endswith((b"/health", b"/health_generate")):
         return json_answer(b"{}")
     if not path.startswith(b"/v1/models"):
@@ -99,12 +99,12 @@ def models(adapters: int, path: bytes) -> bytes:
 
 
 def adapter_name(index: int) -> str:
-    """What the adapter with that number is called."""
+    """The name of adapter number ``index``."""
     return f"adapter-{index:03d}"
 
 
 def rendered(body: bytes) -> bytes:
-    """Token ids of a chat, as vllm-router's cache-aware policy asks for them: four bytes make one."""
+    """Token ids of a chat for vllm-router's cache-aware policy: four bytes make one."""
     text = body[body.find(b'"messages"') :]
     tokens = memoryview(text[: len(text) // 4 * 4]).cast("I").tolist()
     answer = {"request_id": "r", "model": "alpha", "token_ids": tokens, "sampling_params": {}}

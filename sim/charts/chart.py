@@ -52,7 +52,7 @@ VARIABLES = (
 class Line:
     """One value per window of ``width_s``; ``kind`` (a..d) is its colour and dash.
 
-    ``steps`` stay until the next value. ``above`` fills the area between this line and that other one.
+    ``steps`` hold a value until the next; ``above`` is the lower line of a filled area.
     """
 
     name: str
@@ -68,7 +68,7 @@ class Line:
 class Chart:
     """A chart: ``limit`` is an SLO target in the unit of the values, ``note`` an explanation in its heading.
 
-    Values that are ``whole`` are counts. A dwell has the tint of its mode's place in ``modes``.
+    ``whole`` values are counts. A dwell has the tint of its mode's place in ``modes``.
     """
 
     key: str

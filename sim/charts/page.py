@@ -18,22 +18,21 @@ from sim.results.comparison import PolicyComparison
 from sim.results.series import ChartData, Series
 
 ALONE = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
-# Of fewer windows than these it is drawn how long each is.
+# Series with fewer windows are drawn as steps.
 FEW = 60
 
 
 def page(study: PolicyComparison) -> str:
-    """The whole file; it is well-formed XML too, and asks for nothing from anywhere."""
+    """The HTML file; it is well-formed XML and loads no other resource."""
     columns, values = _columns(study)
     title = f"{', '.join(run.name for run in study.runs)} on {study.trace}"
-    # In a script nothing is escaped, and what would end it must not stand there.
+    # A script has no escapes, so the characters that could end it are encoded.
     frame = {"frame": [LEFT, RIGHT, WIDTH], "charts": values}
     data = json.dumps(frame, separators=(",", ":")).replace("&", "\\u0026").replace("<", "\\u003c")
     return "\n".join(
         [
             "<!DOCTYPE html>",
             '<html lang="en"><head><meta charset="utf-8"/>',
-            # The browser itself sees to it that nothing is asked for.
             f'<meta http-equiv="Content-Security-Policy" content="{ALONE}"/>',
             '<meta name="viewport" content="width=device-width, initial-scale=1"/>',
             f"<title>{escape(title)}</title><style>{STYLE}</style></head><body>",
@@ -63,7 +62,7 @@ def _table(study: PolicyComparison) -> str:
 
 
 def _columns(study: PolicyComparison) -> tuple[list[str], dict[str, Any]]:
-    """The markup of each column, and the values that the page shows of an instant, by the chart's id."""
+    """The markup of each column, and the values at each instant by chart id."""
     drawn = [picture for run in study.runs for picture in run.pictures]
     modes = tuple(dict.fromkeys(stay.mode for picture in drawn for stay in picture.stays))
     charts = [
@@ -143,7 +142,7 @@ def _band(band: Series) -> tuple[Line, ...]:
 
 
 def _legend(chart: Chart) -> str:
-    # Into <b> the page writes the value of the instant that is pointed at.
+    # The script writes the value at the pointer into <b>.
     entries = [
         f'<li><svg viewBox="0 0 22 8" aria-hidden="true"><path class="line {line.kind}" d="M0,4 22,4"/></svg>'
         f"{escape(line.name)}{'' if np.isfinite(line.values).any() else ' (none)'}<b></b></li>"

@@ -1,11 +1,8 @@
-"""What a policy of routing and placement decides in the benchmark of adapters, and what it is told.
+"""The policies of the adapter benchmark: Tidegate's placement, least loaded, and Ray Serve's multiplexing.
 
-Tidegate's own policies: the gateway's router, the controller's plan, the rule of a replica's guard.
-
-Router and plan are those that are deployed. What one of the three knows of the others comes as late as it
-does between their processes: load lines after a moment, counts with heartbeats, orders as answers to those.
-
-What others do with adapters, as small baselines: least loaded, and Ray Serve's multiplexing."""
+Tidegate's router and placement plan are the deployed ones. Information between processes has the deployed
+delays: load reports after a moment, counts with heartbeats, orders as answers to those.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ from sim.twin.engine import Engine
 
 
 class ReplicaSetup(NamedTuple):
-    """What all replicas are alike in: the engine, how many adapters it holds, and the seconds of a load."""
+    """What all replicas share: the engine, the number of adapter slots, and the seconds of a load."""
 
     timing: Timing
     slots: int
@@ -40,10 +37,10 @@ class ReplicaSetup(NamedTuple):
 
 
 class PlacementPolicy:
-    """Where requests go; what it need not hear of it does not overwrite.
+    """A routing and placement policy; hooks that it does not need are not overridden.
 
-    ``in_flight`` counts what was sent to each replica and has not ended; who plays the policy keeps it.
-    ``slot_rules`` are the rules of the replicas' adapter slots.
+    ``in_flight`` counts the open requests of each replica; the event loop maintains it. ``slot_rules`` are
+    the rules of the replicas' adapter slots.
     """
 
     slot_rules: type[TwinSlots] = TwinSlots
@@ -57,17 +54,17 @@ class PlacementPolicy:
         raise NotImplementedError
 
     def first(self, number: int, at: float) -> None:
-        """The first token of a request came."""
+        """The first token of a request arrived."""
 
     def changed(self, replica: int, at: float) -> None:
-        """What that replica has loaded has changed."""
+        """The adapters loaded on a replica changed."""
 
     def tick(self, replicas: Sequence[Engine], at: float) -> float:
-        """Do what is due by the clock; returns when that is next, in seconds."""
+        """Do what is due by the clock; returns when the next action is due, in seconds."""
         return float("inf")
 
     def moves_per_min(self) -> float:
-        """How often at most one adapter was given another home within a minute, by who gives homes."""
+        """The most placement moves within a minute."""
         return 0.0
 
 
@@ -165,15 +162,14 @@ class PlannedPlacement(PlacementPolicy):
         return key
 
 
-# PUSH_MULTIPLEXED_MODEL_IDS_INTERVAL_S and CONTROL_LOOP_INTERVAL_S of ray/serve/_private/constants.py: a
-# replica says which models it has and loads so often, and the controller tells the routers as often.
+# PUSH_MULTIPLEXED_MODEL_IDS_INTERVAL_S and CONTROL_LOOP_INTERVAL_S of ray/serve/_private/constants.py:
+# how often a replica reports its models, and the controller updates the routers.
 PUSH_S = 0.1
-
 CONTROL_S = 0.1
 
 
 class LeastLoaded(PlacementPolicy):
-    """The fewest requests in flight, any of those; what waits for one adapter shares its load."""
+    """The replica with the fewest requests in flight, ties at random; waiting for an adapter is shared."""
 
     slot_rules = LeastRecentlyUsedSlots
 
@@ -185,11 +181,10 @@ class LeastLoaded(PlacementPolicy):
 class ServeMultiplex(PlacementPolicy):
     """Ray Serve 2.60: ``MultiplexMixin.apply_multiplex_routing`` and ``PowerOfTwoChoicesRequestRouter``.
 
-    Candidates are the replicas that have the model or are about to load it, or without any those with the
-    fewest models; of two of them, by chance, the one with fewer requests. No bound on requests in flight
-    sends any elsewhere, as Ray's LLM deployments have it. ``_ModelMultiplexWrapper`` evicts the least
-    recently used and loads under a lock, which those that wait get in turn. One thing is in its favour: what
-    requests use stays.
+    Candidates are the replicas that have the model or are about to load it; without any, those with the
+    fewest models. Of two random candidates the one with fewer requests is chosen, without a limit on requests
+    in flight, as in Ray's LLM deployments. ``_ModelMultiplexWrapper`` evicts the least recently used model
+    and loads under a fair lock. In its favour, models in use are never evicted here.
     """
 
     slot_rules = InTurnSlots

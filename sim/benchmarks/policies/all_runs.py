@@ -18,7 +18,7 @@ PLANNED = (0.84, 0.88, 0.92, 0.96, 1.0, 1.04, 1.08, 1.12)
 
 
 def trials(
-    ground: Setup,
+    setup: Setup,
     size: ReplicaSize,
     names: Sequence[str],
     *,
@@ -32,10 +32,10 @@ def trials(
         for seed in seeds:
             for part in PLANNED[::each]:
                 mu = part * size.mu
-                found.append(Trial(ground, size.factor, lead_s, seed, PLAN, f"{mu:.4g} requests/s", mu=mu))
+                found.append(Trial(setup, size.factor, lead_s, seed, PLAN, f"{mu:.4g} requests/s", mu=mu))
             for name in names:
                 for choice in parameter_steps(name, size, each):
-                    found.append(Trial(ground, size.factor, lead_s, seed, name, describe(choice), choice))
+                    found.append(Trial(setup, size.factor, lead_s, seed, name, describe(choice), choice))
     return found
 
 
@@ -57,20 +57,20 @@ def describe(choice: Choice) -> str:
 def run_all(
     field: Iterable[Trial],
     processes: int | None = None,
-    ended: Callable[[TrialResult], None] = lambda lap: None,
+    ended: Callable[[TrialResult], None] = lambda result: None,
 ) -> list[TrialResult]:
     """Run all of them, in the order of ``field``; ``ended`` gets each result as it ends."""
     field = list(field)
     found: dict[int, TrialResult] = {}
     with ProcessPoolExecutor(processes or os.cpu_count(), mp_context=get_context("spawn")) as pool:
-        pending = {pool.submit(run_trial, heat): number for number, heat in enumerate(field)}
+        pending = {pool.submit(run_trial, trial): number for number, trial in enumerate(field)}
         try:
             while pending:
                 done, _ = wait(pending, return_when=FIRST_COMPLETED)
                 for future in done:
-                    found[pending[future]] = lap = future.result()
+                    found[pending[future]] = result = future.result()
                     del pending[future]
-                    ended(lap)
+                    ended(result)
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise

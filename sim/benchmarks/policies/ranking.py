@@ -180,66 +180,67 @@ class RankingTable(NamedTuple):
     standings: tuple[Ranking, ...]
 
 
-def rank(laps: Sequence[TrialResult]) -> RankingTable:
-    """The table of all ``laps``. Raises :class:`ValueError` where no plan met the SLO."""
+def rank(results: Sequence[TrialResult]) -> RankingTable:
+    """The table of all ``results``. Raises :class:`ValueError` where no plan met the SLO."""
     oracles, standings = [], []
-    for lead_s in dict.fromkeys(lap.heat.lead_s for lap in laps):
-        here = [lap for lap in laps if lap.heat.lead_s == lead_s]
-        oracle = _oracle([lap for lap in here if lap.heat.name == PLAN])
+    for lead_s in dict.fromkeys(result.trial.lead_s for result in results):
+        here = [result for result in results if result.trial.lead_s == lead_s]
+        oracle = _oracle([result for result in here if result.trial.name == PLAN])
         oracles.append(oracle)
         standings += _ranked(here, oracle)
     return RankingTable(tuple(oracles), tuple(standings))
 
 
-def _oracle(laps: Sequence[TrialResult]) -> OracleCosts:
+def _oracle(results: Sequence[TrialResult]) -> OracleCosts:
     """The cheapest plan that meets the SLO in the simulator, averaged over the seeds."""
-    promised = laps[0].heat.ground.attainment
+    promised = results[0].trial.setup.attainment
     found = []
-    for setting in dict.fromkeys(lap.heat.setting for lap in laps):
-        same = [lap for lap in laps if lap.heat.setting == setting]
-        attained = fmean(lap.score.attainment for lap in same)
+    for setting in dict.fromkeys(result.trial.setting for result in results):
+        same = [result for result in results if result.trial.setting == setting]
+        attained = fmean(result.score.attainment for result in same)
         if attained >= promised:
-            found.append((fmean(lap.score.gpu_hours for lap in same), attained, same))
+            found.append((fmean(result.score.gpu_hours for result in same), attained, same))
     if not found:
-        most = max(lap.score.attainment for lap in laps)
+        most = max(result.score.attainment for result in results)
         raise ValueError(f"no plan attains {promised:g}, the best one {most:.4g}: make starts shorter")
     hours, attained, same = min(found, key=lambda each: each[0])
-    stretch = same[0].heat.ground.stretch
+    stretch = same[0].trial.setup.stretch
     return OracleCosts(
-        lead_s=same[0].heat.lead_s,
-        mu=same[0].heat.mu,
-        lower_gpu_hours=fmean(lap.lower_hours for lap in same),
-        plan_gpu_hours=fmean(lap.plan_hours for lap in same),
+        lead_s=same[0].trial.lead_s,
+        mu=same[0].trial.mu,
+        lower_gpu_hours=fmean(result.lower_hours for result in same),
+        plan_gpu_hours=fmean(result.plan_hours for result in same),
         gpu_hours=hours,
         attainment=attained,
         replicas=hours * HOUR_S / (stretch.until - stretch.since),
     )
 
 
-def _ranked(laps: Sequence[TrialResult], oracle: OracleCosts) -> list[Ranking]:
-    names = [name for name in dict.fromkeys(lap.heat.name for lap in laps) if name != PLAN]
-    ours = [lap for lap in laps if lap.heat.name == OURS]
+def _ranked(results: Sequence[TrialResult], oracle: OracleCosts) -> list[Ranking]:
+    names = [name for name in dict.fromkeys(result.trial.name for result in results) if name != PLAN]
+    ours = [result for result in results if result.trial.name == OURS]
     least = _hours(ours) if ours else None
-    return [_standing([lap for lap in laps if lap.heat.name == name], laps, oracle, least) for name in names]
+    return [
+        _standing([result for result in results if result.trial.name == name], results, oracle, least)
+        for name in names
+    ]
 
 
 def _standing(
-    mine: Sequence[TrialResult], all_laps: Sequence[TrialResult], oracle: OracleCosts, ours: float | None
+    mine: Sequence[TrialResult], all_results: Sequence[TrialResult], oracle: OracleCosts, ours: float | None
 ) -> Ranking:
-    name, ground = mine[0].heat.name, mine[0].heat.ground
+    name, setup = mine[0].trial.name, mine[0].trial.setup
     points = averaged(_points(mine))
-    hours = hours_at(points, ground.attainment)
+    hours = hours_at(points, setup.attainment)
     plan = {
-        lap.heat.seed: (Point(1.0, lap.score.gpu_hours),)
-        for lap in all_laps
-        if lap.heat.name == PLAN and lap.heat.mu == oracle.mu
+        result.trial.seed: (Point(1.0, result.score.gpu_hours),)
+        for result in all_results
+        if result.trial.name == PLAN and result.trial.mu == oracle.mu
     }
-    by_seed = [
-        ratio for ratio in ratios(_points(mine), plan, ground.attainment).values() if ratio is not None
-    ]
-    enough = [point for point in points if point.attainment >= ground.attainment]
+    by_seed = [ratio for ratio in ratios(_points(mine), plan, setup.attainment).values() if ratio is not None]
+    enough = [point for point in points if point.attainment >= setup.attainment]
     shown = min(enough, key=lambda point: point.gpu_hours) if enough else max(points)
-    scores = [lap.score for lap in mine if lap.heat.setting == shown.setting]
+    scores = [result.score for result in mine if result.trial.setting == shown.setting]
     return Ranking(
         lead_s=oracle.lead_s,
         policy=name,
@@ -265,23 +266,23 @@ def _standing(
 def _regret(mine: Sequence[TrialResult], hours: float, oracle: OracleCosts) -> Regret:
     """The mean over the seeds; ``forecast`` includes what the plan's run takes above the plan on paper."""
     parts = []
-    for heat in {lap.heat.seed: lap.heat for lap in mine}.values():
-        ground = heat.ground
-        arrivals = ground.arrivals(heat.factor, heat.seed)
-        asked = problem(ground, arrivals, oracle.mu, heat.lead_s, since=ground.stretch.since)
+    for trial in {result.trial.seed: result.trial for result in mine}.values():
+        setup = trial.setup
+        arrivals = setup.arrivals(trial.factor, trial.seed)
+        asked = problem(setup, arrivals, oracle.mu, trial.lead_s, since=setup.stretch.since)
         parts.append(split(hours * HOUR_S, asked))
     fields = Regret.__struct_fields__
     return Regret(**{field: fmean(getattr(part, field) for part in parts) for field in fields})
 
 
-def _hours(laps: Sequence[TrialResult]) -> float:
-    hours = hours_at(averaged(_points(laps)), laps[0].heat.ground.attainment)
+def _hours(results: Sequence[TrialResult]) -> float:
+    hours = hours_at(averaged(_points(results)), results[0].trial.setup.attainment)
     return math.inf if hours is None else hours
 
 
-def _points(laps: Sequence[TrialResult]) -> dict[int, list[Point]]:
+def _points(results: Sequence[TrialResult]) -> dict[int, list[Point]]:
     found: dict[int, list[Point]] = {}
-    for lap in laps:
-        point = Point(lap.score.attainment, lap.score.gpu_hours, lap.heat.setting)
-        found.setdefault(lap.heat.seed, []).append(point)
+    for result in results:
+        point = Point(result.score.attainment, result.score.gpu_hours, result.trial.setting)
+        found.setdefault(result.trial.seed, []).append(point)
     return found

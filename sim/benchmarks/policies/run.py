@@ -33,7 +33,7 @@ class Trial:
     ``setting`` is unique within one policy.
     """
 
-    ground: Setup
+    setup: Setup
     factor: float
     lead_s: float
     seed: int
@@ -47,42 +47,42 @@ class Trial:
 class TrialResult:
     """The result of a trial; for the plan also its GPU-hours on paper and the lower bound."""
 
-    heat: Trial
+    trial: Trial
     score: Score
     plan_hours: float = 0.0
     lower_hours: float = 0.0
 
 
-def run_trial(heat: Trial) -> TrialResult:
-    """Run ``heat``; the same trial gives the same result."""
-    ground = heat.ground
-    arrivals = ground.arrivals(heat.factor, heat.seed)
-    if not heat.mu:
-        policy = make(choose("policy", heat.choice))
-        record = simulate(ground.deployment(heat.lead_s), {MODEL: policy}, arrivals, seed=heat.seed)
-        return TrialResult(heat, score(record, MODEL, ground.stretch, ground.attainment))
-    whole = problem(ground, arrivals, heat.mu, heat.lead_s, since=0.0)
-    judged = problem(ground, arrivals, heat.mu, heat.lead_s, since=ground.stretch.since)
+def run_trial(trial: Trial) -> TrialResult:
+    """Run ``trial``; the same trial gives the same result."""
+    setup = trial.setup
+    arrivals = setup.arrivals(trial.factor, trial.seed)
+    if not trial.mu:
+        policy = make(choose("policy", trial.choice))
+        record = simulate(setup.deployment(trial.lead_s), {MODEL: policy}, arrivals, seed=trial.seed)
+        return TrialResult(trial, score(record, MODEL, setup.stretch, setup.attainment))
+    whole = problem(setup, arrivals, trial.mu, trial.lead_s, since=0.0)
+    judged = problem(setup, arrivals, trial.mu, trial.lead_s, since=setup.stretch.since)
     planned = Clairvoyant(clairvoyant(whole))
-    record = simulate(ground.deployment(heat.lead_s, UNHELD), {MODEL: planned}, arrivals, seed=heat.seed)
+    record = simulate(setup.deployment(trial.lead_s, UNHELD), {MODEL: planned}, arrivals, seed=trial.seed)
     return TrialResult(
-        heat,
-        score(record, MODEL, ground.stretch, ground.attainment),
+        trial,
+        score(record, MODEL, setup.stretch, setup.attainment),
         clairvoyant(judged).replica_s / HOUR_S,
         lower_bound(judged).replica_s / HOUR_S,
     )
 
 
-def problem(ground: Setup, arrivals: Iterable[Arrival], mu: float, lead_s: float, *, since: float) -> Problem:
+def problem(setup: Setup, arrivals: Iterable[Arrival], mu: float, lead_s: float, *, since: float) -> Problem:
     """The problem of the offline optimum from ``since`` on, at ``mu`` requests per second per replica."""
-    until = ground.stretch.until
+    until = setup.stretch.until
     at = np.array([arrival.at for arrival in arrivals])
     return Problem(
         demand=bin_arrivals(at, BIN_S, since, until),
         bin_s=BIN_S,
         mu=mu,
         lead_s=lead_s,
-        attainment=ground.attainment,
-        wait_s=ground.ttft_p95_s,
+        attainment=setup.attainment,
+        wait_s=setup.ttft_p95_s,
         least=1,
     )

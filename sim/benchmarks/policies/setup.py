@@ -89,9 +89,9 @@ class Setup:
 
 
 @lru_cache(maxsize=8)
-def _arrivals(ground: Setup, factor: float, seed: int) -> list[Arrival]:
-    drawn = resample(open_trace(ground.trace), factor, seed)
-    return list(slice_trace(drawn, ground.begins_s, ground.begins_s + ground.stretch.until))
+def _arrivals(setup: Setup, factor: float, seed: int) -> list[Arrival]:
+    drawn = resample(open_trace(setup.trace), factor, seed)
+    return list(slice_trace(drawn, setup.begins_s, setup.begins_s + setup.stretch.until))
 
 
 def setup_of(trace: Path, half: TraceHalf) -> Setup:

@@ -114,15 +114,15 @@ class ReplicaSize(msgspec.Struct, frozen=True, kw_only=True):
     full: Full
 
 
-def size_of(ground: Setup, lead_s: float, seed: int = 0) -> ReplicaSize:
+def size_of(setup: Setup, lead_s: float, seed: int = 0) -> ReplicaSize:
     """The size at a start-up time of ``lead_s``. Raises :class:`ValueError` where no rate attains the SLO."""
-    arrivals = ground.arrivals(1.0, seed)
-    document = ground.deployment(lead_s)
+    arrivals = setup.arrivals(1.0, seed)
+    document = setup.deployment(lead_s)
     load = survey(arrivals, ModelNames([MODEL])).loads[MODEL]
     spec = document.models[0]
     mu = attained_rate(document, spec, MODE, arrivals=lambda: arrivals, load=load, seed=seed)
 
-    asked = problem(ground, arrivals, mu, lead_s, since=ground.stretch.since)
+    asked = problem(setup, arrivals, mu, lead_s, since=setup.stretch.since)
 
     def mean(factor: float) -> float:
         return clairvoyant(replace(asked, demand=asked.demand * factor)).mean
@@ -133,22 +133,22 @@ def size_of(ground: Setup, lead_s: float, seed: int = 0) -> ReplicaSize:
     while high - low > _PRECISION * low:
         middle = (low + high) / 2
         low, high = (middle, high) if mean(middle) < AIM else (low, middle)
-    return ReplicaSize(mu=mu, factor=round(low, 3), full=_full(ground, lead_s, mu, low, seed))
+    return ReplicaSize(mu=mu, factor=round(low, 3), full=_full(setup, lead_s, mu, low, seed))
 
 
-def _full(ground: Setup, lead_s: float, mu: float, factor: float, seed: int) -> Full:
+def _full(setup: Setup, lead_s: float, mu: float, factor: float, seed: int) -> Full:
     """The state of replicas at their capacity, on as many of the same requests."""
-    arrivals = ground.arrivals(factor, seed)
+    arrivals = setup.arrivals(factor, seed)
     span_s = arrivals[-1].at - arrivals[0].at
     count = max(1, round(len(arrivals) / span_s / mu))
     fixed = {MODEL: Static(StaticParameters(replicas=count))}
-    record = simulate(ground.deployment(lead_s), fixed, arrivals, seed=seed)
+    record = simulate(setup.deployment(lead_s), fixed, arrivals, seed=seed)
     requests = record.requests[MODEL]
     served = requests.outcome == Outcome.SERVED
     # By Little's law: each is there for so long, and holds on average its prompt and half of its answer.
     there_s = requests.e2e_s[served] - requests.queued_s[served]
     tokens = requests.input_tokens[served] + requests.output_tokens[served] / 2
-    limits = profile(ground.profile).limits(1)
+    limits = profile(setup.profile).limits(1)
     replica_s = count * record.ends_at
     return Full(
         at_once=float(requests.e2e_s[served].sum()) / replica_s,

@@ -1,4 +1,4 @@
-"""Every policy on the same ground, and how what came of it is ranked."""
+"""Every policy on the same setup, and how what came of it is ranked."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def test_long_prompts_get_a_card_that_holds_them(tmp_path: Path) -> None:
 
 
 def test_all_run_on_the_same_arrivals_and_the_shipped_setting_is_among_them(tmp_path: Path) -> None:
-    ground = setup_of(trace(tmp_path), TraceHalf.TUNE)
-    field = trials(ground, SIZE, ["static", "predictive"], leads_s=[30.0, 120.0], seeds=range(2))
+    setup = setup_of(trace(tmp_path), TraceHalf.TUNE)
+    field = trials(setup, SIZE, ["static", "predictive"], leads_s=[30.0, 120.0], seeds=range(2))
     assert len(field) == 2 * 2 * (
         len(PLANNED) + len(parameter_steps("static", SIZE)) + len(parameter_steps("predictive", SIZE))
     )
@@ -63,8 +63,8 @@ def test_all_run_on_the_same_arrivals_and_the_shipped_setting_is_among_them(tmp_
     assert describe({"static": {"replicas": 3}}) == "replicas 3"
 
 
-def lap(
-    ground: Setup, name: str, setting: str, *, hours: float, attained: float, seed: int = 0
+def result(
+    setup: Setup, name: str, setting: str, *, hours: float, attained: float, seed: int = 0
 ) -> TrialResult:
     score = Score(
         attainment=attained,
@@ -80,21 +80,21 @@ def lap(
         failed=0,
     )
     mu = 0.5 if name == PLAN else 0.0
-    heat = Trial(ground, 1.0, 30.0, seed, name, setting, {"static": {"replicas": 1}}, mu)
-    return TrialResult(heat, score, *((0.9 * hours, 0.8 * hours) if mu else ()))
+    trial = Trial(setup, 1.0, 30.0, seed, name, setting, {"static": {"replicas": 1}}, mu)
+    return TrialResult(trial, score, *((0.9 * hours, 0.8 * hours) if mu else ()))
 
 
 def test_policies_are_compared_where_they_attain_the_same(tmp_path: Path) -> None:
-    ground = setup_of(trace(tmp_path), TraceHalf.TUNE)
+    setup = setup_of(trace(tmp_path), TraceHalf.TUNE)
     seeds = (0, 1)
     table = rank(
         [
-            *(lap(ground, PLAN, "cheap", hours=3.0, attained=0.95, seed=seed) for seed in seeds),
-            *(lap(ground, PLAN, "dear", hours=4.0, attained=0.995, seed=seed) for seed in seeds),
-            *(lap(ground, "predictive", "a", hours=4.4, attained=0.995, seed=seed) for seed in seeds),
-            *(lap(ground, "predictive", "b", hours=4.0, attained=0.985, seed=seed) for seed in seeds),
-            *(lap(ground, "static", "a", hours=6.0, attained=0.999, seed=seed) for seed in seeds),
-            *(lap(ground, "panic_window", "a", hours=3.5, attained=0.9, seed=seed) for seed in seeds),
+            *(result(setup, PLAN, "cheap", hours=3.0, attained=0.95, seed=seed) for seed in seeds),
+            *(result(setup, PLAN, "dear", hours=4.0, attained=0.995, seed=seed) for seed in seeds),
+            *(result(setup, "predictive", "a", hours=4.4, attained=0.995, seed=seed) for seed in seeds),
+            *(result(setup, "predictive", "b", hours=4.0, attained=0.985, seed=seed) for seed in seeds),
+            *(result(setup, "static", "a", hours=6.0, attained=0.999, seed=seed) for seed in seeds),
+            *(result(setup, "panic_window", "a", hours=3.5, attained=0.9, seed=seed) for seed in seeds),
         ]
     )
     (oracle,) = table.oracles
@@ -117,23 +117,23 @@ def test_policies_are_compared_where_they_attain_the_same(tmp_path: Path) -> Non
 
 
 def test_without_a_plan_that_keeps_the_promise_nothing_is_compared(tmp_path: Path) -> None:
-    ground = setup_of(trace(tmp_path), TraceHalf.TUNE)
+    setup = setup_of(trace(tmp_path), TraceHalf.TUNE)
     with pytest.raises(ValueError, match=r"no plan attains 0\.99, the best one 0\.9"):
-        rank([lap(ground, PLAN, "cheap", hours=3.0, attained=0.9)])
+        rank([result(setup, PLAN, "cheap", hours=3.0, attained=0.9)])
 
 
 @pytest.mark.slow
 def test_a_plan_and_a_policy_run_and_run_alike_in_another_process(tmp_path: Path) -> None:
-    ground = setup_of(trace(tmp_path, each_s=0.5), TraceHalf.TUNE)
-    size = size_of(ground, 30.0)
+    setup = setup_of(trace(tmp_path, each_s=0.5), TraceHalf.TUNE)
+    size = size_of(setup, 30.0)
     assert 7.0 < size.factor * 2.0 / size.mu < 13.0
     assert 0.0 < size.full.kv_used <= 1.0
-    plan = Trial(ground, size.factor, 30.0, 0, PLAN, "plan", mu=size.mu)
-    policy = Trial(ground, size.factor, 30.0, 0, "static", "ten", {"static": {"replicas": 10}})
+    plan = Trial(setup, size.factor, 30.0, 0, PLAN, "plan", mu=size.mu)
+    policy = Trial(setup, size.factor, 30.0, 0, "static", "ten", {"static": {"replicas": 10}})
     alone = run_trial(plan), run_trial(policy)
     assert alone[0].score.attainment > 0.9
     assert 0 < alone[0].lower_hours <= alone[0].plan_hours
-    stretch = ground.stretch
+    stretch = setup.stretch
     assert alone[1].score.gpu_hours == pytest.approx(10 * (stretch.until - stretch.since) / 3600, rel=0.01)
     ended: list[TrialResult] = []
     assert tuple(run_all([plan, policy], 1, ended.append)) == alone
