@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 
 from policy.errors import EngineFailed
 from policy.types import ReplicaPhase
@@ -16,6 +17,7 @@ from serve.engine.port import Engine
 log = logging.getLogger("tidegate.engine")
 
 
+@dataclass(slots=True, eq=False)
 class SleepControl:
     """Puts one ready engine to sleep and wakes it, by the last command.
 
@@ -23,23 +25,15 @@ class SleepControl:
     fails, because a stuck engine holds GPUs that others wait for.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        guard: Guard,
-        adapters: AdapterLoader,
-        warm: Callable[[], Awaitable[None]],
-        timeout_s: float,
-    ) -> None:
-        self._engine = engine
-        self._guard = guard
-        self._adapters = adapters
-        self._warm = warm
-        self._timeout_s = timeout_s
-        self._drain_s: float | None = None
-        self._asleep = False
-        self._left = False
-        self._commanded = asyncio.Event()
+    engine: Engine
+    guard: Guard
+    adapters: AdapterLoader
+    warm: Callable[[], Awaitable[None]]
+    timeout_s: float
+    _drain_s: float | None = None
+    _asleep: bool = False
+    _left: bool = False
+    _commanded: asyncio.Event = field(default_factory=asyncio.Event)
 
     def sleep(self, drain_s: float) -> None:
         """Sleep when no request is in flight. After ``drain_s`` seconds the remaining ones are cancelled."""
@@ -68,43 +62,43 @@ class SleepControl:
                 await self._wake_up()
 
     async def _fall_asleep(self, drain_s: float) -> None:
-        self._guard.become(ReplicaPhase.DRAINING)
+        self.guard.become(ReplicaPhase.DRAINING)
         commanded = asyncio.create_task(self._commanded.wait())
-        emptied = asyncio.create_task(self._guard.emptied())
+        emptied = asyncio.create_task(self.guard.emptied())
         try:
             await asyncio.wait({commanded, emptied}, timeout=drain_s, return_when=asyncio.FIRST_COMPLETED)
             if self._left:
                 return
             if commanded.done():
                 if self._drain_s is None:
-                    self._guard.reopen()
+                    self.guard.reopen()
                 return
             if not emptied.done():
                 log.warning("requests were still in flight after %g s: they are cut", drain_s)
-                self._guard.cut()
-                await self._in_time(self._guard.emptied(), "end its requests")
+                self.guard.cut()
+                await self._in_time(self.guard.emptied(), "end its requests")
         finally:
             commanded.cancel()
             emptied.cancel()
         # No adapter may be loaded until it wakes: there is no GPU memory for it.
-        await self._adapters.engine.acquire()
-        await self._in_time(self._engine.sleep(), "fall asleep")
+        await self.adapters.engine.acquire()
+        await self._in_time(self.engine.sleep(), "fall asleep")
         self._asleep = True
         if not self._left:
-            self._guard.become(ReplicaPhase.ASLEEP)
+            self.guard.become(ReplicaPhase.ASLEEP)
 
     async def _wake_up(self) -> None:
-        self._guard.become(ReplicaPhase.STARTING)
-        await self._in_time(self._engine.wake(), "wake")
-        self._adapters.engine.release()
+        self.guard.become(ReplicaPhase.STARTING)
+        await self._in_time(self.engine.wake(), "wake")
+        self.adapters.engine.release()
         self._asleep = False
-        await self._in_time(self._warm(), "answer after it woke")
+        await self._in_time(self.warm(), "answer after it woke")
         if not self._left:
-            self._guard.become(ReplicaPhase.READY)
+            self.guard.become(ReplicaPhase.READY)
 
     async def _in_time(self, doing: Awaitable[None], what: str) -> None:
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(self.timeout_s):
                 await doing
                 return
-        raise EngineFailed(f"the engine did not {what} within {self._timeout_s:g} s")
+        raise EngineFailed(f"the engine did not {what} within {self.timeout_s:g} s")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 from starlette.requests import Request
 
@@ -15,35 +16,27 @@ from serve.engine.sim.step_loop import Generation, StepLoop
 from serve.engine.sim.text import Output, Prompt, natural_length, seed_of, write
 
 
+@dataclass(slots=True, eq=False)
 class Service:
     """One engine for its endpoints; ``clock`` gives Unix seconds for ``created`` fields."""
 
-    def __init__(
-        self,
-        *,
-        model: str,
-        adapters: dict[str, str],
-        runner: Runner,
-        max_model_len: int,
-        seed: int,
-        loop: StepLoop,
-        metrics: Metrics,
-        clock: Callable[[], float],
-    ) -> None:
-        self.model = model
-        self.adapters = adapters
-        self.runner = runner
-        self.max_model_len = max_model_len
-        self.seed = seed
-        self.metrics = metrics
-        self.created = int(clock())
-        self._loop = loop
-        self._clock = clock
-        self._names = itertools.count()
+    model: str
+    adapters: dict[str, str]
+    runner: Runner
+    max_model_len: int
+    seed: int
+    loop: StepLoop
+    metrics: Metrics
+    clock: Callable[[], float]
+    created: int = field(init=False)
+    _names: Iterator[int] = field(default_factory=itertools.count, init=False)
+
+    def __post_init__(self) -> None:
+        self.created = self.now()
 
     def now(self) -> int:
         """Whole Unix seconds, for ``created``."""
-        return int(self._clock())
+        return int(self.clock())
 
     def resolve(self, model: str | None) -> str:
         """The adapter that ``model`` names, empty for the base; raises 404 for any other name."""
@@ -89,7 +82,7 @@ class Service:
 
     def abort(self, generation: Generation) -> None:
         """Abort ``generation``; no effect if it has ended."""
-        self._loop.abort(generation)
+        self.loop.abort(generation)
 
     def _room(self, prompt: Prompt) -> int:
         count = len(prompt.tokens)
@@ -106,7 +99,7 @@ class Service:
         self, prompts: Sequence[Prompt], outputs: Sequence[Output], salt: tuple[str, str | None]
     ) -> Generation:
         generation = Generation(str(next(self._names)), prompts, outputs)
-        self._loop.submit(generation, salt)
+        self.loop.submit(generation, salt)
         return generation
 
 

@@ -75,6 +75,14 @@ class Place:
         self.rest.sleep(LONG_S)
         await self.until(lambda: self.guard.state is ASLEEP)
 
+    async def draining(self) -> Request:
+        """The engine is to sleep after the request that it has."""
+        request = self.request()
+        await in_flight(self.guard, 1)
+        self.rest.sleep(LONG_S)
+        await self.until(lambda: self.guard.state is DRAINING)
+        return request
+
     def request(self, **headers: str) -> Request:
         return Request(self.guard, "POST", CHAT, SECRET | headers)
 
@@ -95,10 +103,7 @@ async def place() -> AsyncIterator[Place]:
 
 async def test_it_sleeps_after_the_last_request_and_wakes_with_an_answer(place: Place) -> None:
     place.run()
-    request = place.request()
-    await in_flight(place.guard, 1)
-    place.rest.sleep(LONG_S)
-    await place.until(lambda: place.guard.state is DRAINING)
+    request = await place.draining()
     assert await place.refusal() == "draining"
     assert place.engine.did == []
     place.engine.go.set()
@@ -131,10 +136,7 @@ async def test_told_twice_it_does_it_once(place: Place) -> None:
 
 async def test_one_that_is_wanted_again_while_it_drains_serves_on(place: Place) -> None:
     place.run()
-    request = place.request()
-    await in_flight(place.guard, 1)
-    place.rest.sleep(LONG_S)
-    await place.until(lambda: place.guard.state is DRAINING)
+    request = await place.draining()
     place.rest.wake()
     await place.until(lambda: place.guard.state is READY)
     place.engine.go.set()
