@@ -28,6 +28,8 @@ from sim.planning.trial import CRASH_AFTER_S, TrialResult, Trials, fewest
 SPARE = 1
 # The most rows of the overflow table.
 _ROWS = 6
+# The fields that an option has from its candidate.
+_SHARED = ("kind", "degree", "device", "basis", "source")
 
 
 def fewest_of(trials: Trials, candidate: Candidate, most: int, factor: float = 1.0) -> int | None:
@@ -78,13 +80,7 @@ def plan(trials: Trials, found: Sequence[Candidate], ask: PlanRequest, *, load: 
 
 def _option(trials: Trials, candidate: Candidate, ask: PlanRequest) -> Option:
     count = fewest_of(trials, candidate, ask.most)
-    option = Option(
-        kind=candidate.kind,
-        degree=candidate.degree,
-        device=candidate.device,
-        basis=candidate.basis,
-        source=candidate.source,
-    )
+    option = Option(**{name: getattr(candidate, name) for name in _SHARED})
     if count is None:
         return option
     result, price = trials.tried(candidate, count), ask.prices.get(candidate.kind)
