@@ -7,6 +7,8 @@ import os
 import signal
 import sys
 import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +56,17 @@ class Live(Stand):
     @property
     def controller_address(self) -> str:
         return self.address
+
+    @asynccontextmanager
+    async def running(self, replicas: int) -> AsyncIterator[Live]:
+        """A controller, a worker and ``replicas`` that serve; all end with the block."""
+        try:
+            await self.start_controller()
+            await self.start_worker()
+            await self.scale(replicas)
+            yield self
+        finally:
+            await self.close()
 
     async def start_controller(self) -> None:
         """Start the controller and return once it answers; hosts that live are found again."""

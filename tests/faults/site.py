@@ -32,10 +32,5 @@ async def opened(root: Path, *, ttft_s: float, keys: Mapping[str, str] | None = 
         {"name": name, "keys_sha256": [hashlib.sha256(key.encode()).hexdigest()]}
         for name, key in (keys or {}).items()
     ]
-    try:
-        await live.start_controller()
-        await live.start_worker()
-        await live.scale(REPLICAS)
+    async with live.running(REPLICAS):
         yield live
-    finally:
-        await live.close()

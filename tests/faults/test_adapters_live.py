@@ -34,13 +34,8 @@ async def live(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Live]:
     live.models[0]["adapters"] = {"slots_per_replica": SLOTS, "max_rank": 8}
     live.models[0]["shapes"]["small"]["max_in_flight"] = 256
     live.http.headers["connection"] = "close"
-    try:
-        await live.start_controller()
-        await live.start_worker()
-        await live.scale(REPLICAS)
+    async with live.running(REPLICAS):
         yield live
-    finally:
-        await live.close()
 
 
 def adapter(folder: Path, seed: int) -> str:

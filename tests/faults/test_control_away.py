@@ -23,11 +23,8 @@ def processes(fleet: dict[str, dict[str, object]]) -> dict[str, tuple[object, ob
 
 
 async def test_c_the_controller_is_killed(tmp_path: Path) -> None:
-    live = Live(tmp_path)
-    try:
-        await live.start_controller()
-        worker = await live.start_worker()
-        before = await live.scale(2)
+    async with Live(tmp_path).running(2) as live:
+        before, worker = await live.settle(2), live.workers[0]
         epoch = (await live.tell("GET", "/fleet"))["epoch"]
         async with live.aftermath(MODEL, {"ok": 34}, attempts=34):
             streams = [await live.post(MODEL, stream=True, max_tokens=300, ignore_eos=True) for _ in range(4)]
@@ -59,5 +56,3 @@ async def test_c_the_controller_is_killed(tmp_path: Path) -> None:
                 return (await live.admin.get("/admin/fleet")).json()["source"] == "controller"
 
             await until(followed, "the new controller is followed")
-    finally:
-        await live.close()

@@ -36,12 +36,8 @@ GATEWAY = {
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def live(tmp_path_factory: pytest.TempPathFactory, gateway: dict[str, Any]) -> AsyncIterator[Live]:
     """Two engines and a worker; rows leave it as they found it."""
-    made = Live(tmp_path_factory.mktemp("live"), gateway)
-    await made.start_controller()
-    await made.start_worker()
-    await made.scale(2)
-    yield made
-    await made.close()
+    async with Live(tmp_path_factory.mktemp("live"), gateway).running(2) as live:
+        yield live
 
 
 async def serves(live: Live, replica: str) -> None:

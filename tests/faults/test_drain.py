@@ -120,11 +120,8 @@ async def test_40_a_replica_leaves_under_its_streams(stand: Stand, told: str) ->
 
 
 async def test_40_scaling_down_ends_an_engine_after_its_streams(tmp_path: Path) -> None:
-    live = Live(tmp_path)
-    try:
-        await live.start_controller()
-        await live.start_worker()
-        before = await live.scale(2)
+    async with Live(tmp_path).running(2) as live:
+        before = await live.settle(2)
         async with live.aftermath(MODEL, {"ok": 30}):
             clients = [
                 await live.post(MODEL, stream=True, max_tokens=200, ignore_eos=True) for _ in range(20)
@@ -137,5 +134,3 @@ async def test_40_scaling_down_ends_an_engine_after_its_streams(tmp_path: Path) 
             replies = await asyncio.gather(*(client.end() for client in clients), *later)
             assert all(reply.status == 200 and reply.error is None for reply in replies)
             await live.settle(1)
-    finally:
-        await live.close()
