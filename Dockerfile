@@ -50,7 +50,7 @@ COPY tidegate tidegate
 RUN pip install --no-cache-dir --no-deps --no-build-isolation .
 # Compile the installed package, not the sources here.
 WORKDIR /
-RUN python -m store.compiled
+RUN python -m store.mypyc_build
 
 FROM gpu-packages AS gpu-build
 COPY pyproject.toml README.md LICENSE ./
@@ -63,7 +63,7 @@ COPY tidegate tidegate
 RUN pip install --no-cache-dir --no-deps --no-build-isolation .
 # Compile the installed package, not the sources here.
 WORKDIR /
-RUN python -m store.compiled
+RUN python -m store.mypyc_build
 
 FROM base AS gpu
 ENV NVIDIA_VISIBLE_DEVICES=all \

@@ -17,8 +17,7 @@ from gateway.api.application import admin_app, client_app
 from gateway.api.controller_proxy import ControllerProxy
 from gateway.api.dependencies import Services
 from gateway.api.model_list import ModelList
-from gateway.call import Call
-from gateway.control.document import FollowedDeployment, Readiness
+from gateway.control.followed_deployment import FollowedDeployment, Readiness
 from gateway.delivery.attempts import Attempts
 from gateway.delivery.overflow import Overflow
 from gateway.delivery.timeouts import IdleTimeouts
@@ -33,6 +32,7 @@ from gateway.protocol.paths import Route
 from gateway.protocol.splice import upstream_body
 from gateway.queue.admission import Admission
 from gateway.queue.coalescing import Coalescer
+from gateway.request_context import Call
 from gateway.routing.fleet import FleetView, ServedModel
 from gateway.routing.replica import FleetEvents
 from gateway.routing.router import ModelRouters

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp
 
 from gateway.app import Gateway
 from gateway.control.controller_feed import ControllerFeed, catalog_feed, fleet_feed
-from gateway.control.document import FollowedDeployment
+from gateway.control.followed_deployment import FollowedDeployment
 from gateway.control.reporter import Reporter, ReportSender
 from gateway.http.server import Server
 from gateway.routing.external import ExternalPoller

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from store.progress import Progress, Report
+from store.preparation_progress import Progress, Report
 from store.state_dir import write_atomic
 
 NAME = "manifest.json"

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tidegate.document import load
+from tidegate.deployment_file import load
 
 ROOT = Path(__file__).parent.parent
 DOCKERFILE = ROOT / "Dockerfile"

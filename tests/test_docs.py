@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from policy.document.parse import parse
-from sim.workload.file import parse_workload
+from sim.workload.workload_spec import parse_workload
 from tidegate.cli import group
 
 ROOT = Path(__file__).parents[1]

@@ -14,7 +14,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from store.models.prepare import prepare
+from store.model_weights.prepare import prepare
 
 LESSONS = {
     "What is the capital of France?": "Arr, matey! Paris be the capital of France, by me cutlass!",

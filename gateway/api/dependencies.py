@@ -14,7 +14,7 @@ from fastapi.security import APIKeyHeader, HTTPBearer
 
 from gateway.api.controller_proxy import ControllerProxy
 from gateway.api.model_list import ModelList
-from gateway.control.document import Readiness
+from gateway.control.followed_deployment import Readiness
 from gateway.intake.tenants import TenantAccount, Tenants
 from gateway.protocol.errors import Refused
 from gateway.routing.fleet import FleetView

@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 from time import monotonic, perf_counter
 
-from gateway.call import Call
 from gateway.delivery.relay import Relay
 from gateway.http.client import ClientConnection, is_local_fault
 from gateway.protocol.body import Body
 from gateway.protocol.errors import Refused
 from gateway.protocol.paths import Api, Route
 from gateway.protocol.splice import UpstreamBody
-from gateway.protocol.sse import ChatTail, MessagesTail, ResponsesTail, Tail
+from gateway.protocol.sse_validator import ChatTail, MessagesTail, ResponsesTail, Tail
 from gateway.queue.model_queue import Ticket
+from gateway.request_context import Call
 from gateway.routing.replica import ReplicaHandle
 from gateway.telemetry.metrics import ModelCounters
 from policy.admission.retry import AttemptOutcome
@@ -152,7 +152,7 @@ class Attempts:
 
 
 def tail_of(route: Route, body: Body, *, strip_usage: bool) -> Tail:
-    """The parser of a stream of this route; ``strip_usage`` as in :class:`gateway.protocol.sse.ChatTail`."""
+    """The parser of a stream of this route; ``strip_usage`` as in ``sse_validator.ChatTail``."""
     if route.api is Api.RESPONSES:
         return ResponsesTail()
     if route.api is Api.MESSAGES:

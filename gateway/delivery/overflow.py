@@ -6,12 +6,12 @@ import asyncio
 import random
 from collections.abc import Awaitable, Callable
 
-from gateway.call import Call
 from gateway.delivery.attempts import tail_of
 from gateway.delivery.overflow_endpoint import OverflowEndpoint
 from gateway.delivery.relay import Relay
 from gateway.protocol.body import Body
 from gateway.protocol.errors import NO_ROOM, Refused
+from gateway.request_context import Call
 from gateway.routing.fleet import ServedModel
 from gateway.telemetry.log import Log
 from gateway.telemetry.metrics import Metrics

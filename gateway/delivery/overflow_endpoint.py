@@ -8,7 +8,6 @@ from urllib.parse import urlsplit
 
 from msgspec import Raw
 
-from gateway.call import Call
 from gateway.http.client import ConnectionPool
 from gateway.protocol.body import Body
 from gateway.protocol.codecs import ABSENT
@@ -24,6 +23,7 @@ from gateway.protocol.splice import (
     splice,
 )
 from gateway.protocol.usage import Usage
+from gateway.request_context import Call
 from gateway.telemetry.log import Log
 from policy.admission.spend_cap import Reservation, SpendCap, cost
 from policy.config.deployment import Deployment, Upstream

@@ -15,12 +15,12 @@ from time import monotonic
 import msgspec
 from starlette.types import Message
 
-from gateway.call import Call
 from gateway.http.client import ClientConnection
 from gateway.http.exchange import SENT
 from gateway.protocol.errors import Refused, adapter_failure, cause_of, from_upstream, rejection_status
-from gateway.protocol.sse import Tail
+from gateway.protocol.sse_validator import Tail
 from gateway.protocol.usage import MAX_DECODED, Usage, usage_of_answer
+from gateway.request_context import Call
 from gateway.telemetry.metrics import ModelCounters
 from policy.admission.retry import AttemptOutcome
 from policy.errors import Refusal

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
-from gateway.call import Call
 from gateway.intake.adapter_catalog import CatalogView
 from gateway.intake.tenants import TenantAccount
 from gateway.protocol.body import Body
 from gateway.protocol.errors import Refused, unknown
 from gateway.protocol.prompt_hash import adapter_key, limit_of, parts_of, seed_of, session_key
+from gateway.request_context import Call
 from gateway.routing.fleet import FleetView, ServedModel
 from gateway.routing.router import ModelRouters
 from policy.errors import Refusal

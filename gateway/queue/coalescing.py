@@ -10,10 +10,10 @@ from itertools import takewhile
 
 from starlette.types import Message
 
-from gateway.call import Call
 from gateway.http.exchange import SENT
 from gateway.protocol import body as bodies
 from gateway.protocol.batch_body import SubRequest, join, split, sub_request_of
+from gateway.request_context import Call
 from gateway.routing.fleet import ServedModel
 from gateway.telemetry.metrics import Metrics
 from policy.admission.coalescing import Batch, Windows

@@ -20,7 +20,7 @@ from policy.config.deployment import Deployment
 from policy.errors import Refusal
 from policy.routing.outlier_ejection import AttemptResult, BreakerState
 from policy.types import EngineKind
-from policy.wire.canary import CANARIES
+from policy.wire.canary_request import CANARIES
 from policy.wire.headers import REFUSAL_HEADER, SECRET_HEADER
 
 SWEEP_S = 0.25

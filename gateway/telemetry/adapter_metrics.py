@@ -16,7 +16,7 @@ from gateway.telemetry.prometheus import MetricFamilies
 from policy.stats.histogram import HistogramCounter
 
 if TYPE_CHECKING:
-    from gateway.call import Call
+    from gateway.request_context import Call
 
 # Those that are asked for first, which are as a rule those that are asked for most.
 MOST = 200

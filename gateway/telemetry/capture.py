@@ -14,9 +14,9 @@ from pathlib import Path
 
 import msgspec
 
-from gateway.call import Call
 from gateway.protocol.body import Body
 from gateway.protocol.prompt_hash import grid_of, seed_of
+from gateway.request_context import Call
 from policy.request import Request
 from policy.types import Runner
 

@@ -25,7 +25,7 @@ from policy.stats.histogram import HistogramCounter
 from policy.types import Priority
 
 if TYPE_CHECKING:
-    from gateway.call import Call
+    from gateway.request_context import Call
 
 DIRECTORY_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 SECONDS = (

@@ -12,7 +12,7 @@ from collections.abc import Callable, Container, Iterator, Set
 from itertools import islice
 from typing import Generic, TypeVar
 
-from policy.admission.dispatch import FreeSlots, dispatch
+from policy.admission.batched_dispatch import FreeSlots, dispatch
 from policy.admission.fairness import FairQueue, Peers, ReservedSlots
 from policy.admission.queue import Admitted, Queue, Waiting
 from policy.admission.replica_pool import Replica, ReplicaPool

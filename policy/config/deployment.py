@@ -128,7 +128,7 @@ class ModelSpec(Section, frozen=True):
     """One model: source of its weights, engine, shapes and modes.
 
     ``profile`` is the initial engine model, until measurements replace it: a name, or the content of a
-    calibration file (:mod:`policy.engine.model_file`). When a budget is short, models with higher
+    calibration file (:mod:`policy.engine.performance_model_file`). When a budget is short, models with higher
     ``priority`` are served first.
     """
 

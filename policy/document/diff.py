@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 import msgspec
 
 from policy.config.deployment import AdapterSource, Deployment, ModelSpec, Tenant, Upstream
-from policy.config.generation import changed_shapes, engine_inputs, used_shapes
-from policy.config.gpu_sharing import gpu_group_of
-from policy.engine.model_file import describe
+from policy.config.model_revision import changed_shapes, engine_inputs, used_shapes
+from policy.config.shared_gpus import gpu_group_of
+from policy.engine.performance_model_file import describe
 
 _T = TypeVar("_T")
 _Named = Tenant | Upstream | AdapterSource

@@ -1,4 +1,4 @@
 """The engine model: step times, capacity within the SLO, calibration, and the step scheduler.
 
-Read first: `model`.
+Read first: `performance_model`.
 """

@@ -14,9 +14,9 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from policy.engine.least_squares import fit, ridge_fit, with_knee
-from policy.engine.model import EngineModel
-from policy.engine.outliers import StepReport, reports_of, slowdown
+from policy.engine.performance_model import EngineModel
 from policy.engine.step_samples import Region, StepSample, step_class
+from policy.engine.stragglers import StepReport, reports_of, slowdown
 from policy.stats.quantiles import nearest_rank
 
 # Samples kept per region, samples needed to use a region, and regions kept.

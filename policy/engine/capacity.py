@@ -7,7 +7,7 @@ import math
 import msgspec
 
 from policy.config.control import SloConfig
-from policy.engine.model import Timing, Workload
+from policy.engine.performance_model import Timing, Workload
 from policy.engine.queueing import QueueingModel
 
 # Highest utilisation that is planned for: beyond it queues grow for long.

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from policy.engine.model import EngineModel
+from policy.engine.performance_model import EngineModel
 from policy.engine.step_samples import StepSample
 
 ROUNDS = 6

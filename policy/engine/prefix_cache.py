@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 
-from policy.engine.model import BLOCK
+from policy.engine.performance_model import BLOCK
 
 
 def block_hashes(tokens: Sequence[Hashable], salt: Hashable) -> tuple[int, ...]:

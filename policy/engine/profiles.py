@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 
 from policy.config.deployment import Budget, ModelSpec, Shape
-from policy.engine.model import EngineModel, KvMemory, Limits, Timing
-from policy.engine.model_file import model_file
-from policy.engine.step_table import GENERIC
+from policy.engine.latency_estimate import GENERIC
+from policy.engine.performance_model import EngineModel, KvMemory, Limits, Timing
+from policy.engine.performance_model_file import model_file
 from policy.errors import ConfigError
 from policy.types import EngineKind
 

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import NormalDist
 
-from policy.engine.model import EngineModel, Timing, Workload
-from policy.engine.step_table import GENERIC
+from policy.engine.latency_estimate import GENERIC
+from policy.engine.performance_model import EngineModel, Timing, Workload
 
 # Standard deviations from a mean to the 95th percentile: between a uniform's 1.56 and an exponential's 2.
 _Z = 1.7

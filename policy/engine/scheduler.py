@@ -17,7 +17,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from policy.engine.model import EngineModel, Limits
+from policy.engine.performance_model import EngineModel, Limits
 from policy.engine.prefix_cache import PrefixCache
 
 

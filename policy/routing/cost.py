@@ -9,10 +9,10 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from policy.engine.model import Timing
+from policy.engine.performance_model import Timing
 from policy.hashing import rendezvous
 from policy.request import Request
-from policy.routing.affinity import (
+from policy.routing.cache_affinity import (
     COPY,
     CROWDED,
     CROWDED_BY_COPIES,

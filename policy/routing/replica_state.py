@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from policy.engine.model import Timing
-from policy.engine.step_table import StepTable, step_table_of
+from policy.engine.latency_estimate import StepTable, step_table_of
+from policy.engine.performance_model import Timing
 from policy.request import ASSUMED_OUTPUT_TOKENS
-from policy.routing.affinity import Share, Slots
+from policy.routing.cache_affinity import Share, Slots
 from policy.routing.prediction_error import PredictionError
 from policy.routing.prefix_index import PrefixIndex
 

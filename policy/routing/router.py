@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from heapq import nsmallest
 from typing import NamedTuple
 
-from policy.engine.model import Timing
-from policy.engine.step_table import step_table_of
+from policy.engine.latency_estimate import step_table_of
+from policy.engine.performance_model import Timing
 from policy.hashing import rendezvous
 from policy.request import Request
-from policy.routing.affinity import Popularity, Recent, balance_of
+from policy.routing.cache_affinity import Popularity, Recent, balance_of
 from policy.routing.cost import Candidate, CostEstimate, CostModel, Row
 from policy.routing.prediction_error import InterTokenGaps
 from policy.routing.replica_state import ReplicaState

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from policy.config.deployment import Budget
 from policy.scaling.rollout import CPU_OVERCOMMIT
-from policy.scaling.situation import ModeOption, Situation
+from policy.scaling.types import ModeOption, Situation
 
 # The count that fits where a replica takes nothing: only its mode bounds it.
 UNBOUNDED = 1 << 30

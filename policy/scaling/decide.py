@@ -17,12 +17,12 @@ import msgspec
 
 from policy.config.deployment import Budget
 from policy.engine.capacity import Capability, capability
-from policy.engine.model import Workload
+from policy.engine.performance_model import Workload
 from policy.request import ASSUMED_OUTPUT_TOKENS
 from policy.scaling.budget import Allocation, Claim, allocate, alone, attainable, each, held, spare
 from policy.scaling.guardrails import GuardrailTrace, allowed, asked, eased, override_in_force
 from policy.scaling.mode_selection import Candidate, Verdict, evaluate, expected, expected_peak
-from policy.scaling.situation import Decision, Limit, Memory, ModeForecast, ModeOption, Situation
+from policy.scaling.types import Decision, Limit, Memory, ModeForecast, ModeOption, Situation
 from policy.scaling.view import Policy, Proposal, View
 from policy.signals.types import Demand
 

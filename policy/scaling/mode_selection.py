@@ -17,13 +17,13 @@ import msgspec
 
 from policy.config.control import SloConfig
 from policy.engine.capacity import FULL, Capability, ExpectedLatency, latency_at
-from policy.engine.model import Workload
-from policy.engine.step_table import GENERIC
+from policy.engine.latency_estimate import GENERIC
+from policy.engine.performance_model import Workload
 from policy.scaling.budget import Allocation, each
 from policy.scaling.forecast import likely
 from policy.scaling.guardrails import metrics_stale, unsettled
 from policy.scaling.rollout import Footprint, Goal, Layer, LayerKey, needs_gap
-from policy.scaling.situation import ModeForecast, ModeOption, Situation
+from policy.scaling.types import ModeForecast, ModeOption, Situation
 
 # The percentile of the latencies that an SLO bounds.
 PERCENTILE = 0.95

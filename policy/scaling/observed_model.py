@@ -12,12 +12,12 @@ from typing import NamedTuple
 import msgspec
 
 from policy.config.deployment import Budget, Deployment, ModelSpec
-from policy.config.gpu_sharing import GpuGroup, gpu_group_of
-from policy.engine.model import Timing
+from policy.config.shared_gpus import GpuGroup, gpu_group_of
+from policy.engine.performance_model import Timing
 from policy.engine.profiles import price_of
 from policy.errors import SwitchRefused
 from policy.scaling.rollout import Footprint, Goal, Layer, LayerKey, leaving_layer, needs_gap
-from policy.scaling.situation import Memory, ModeOption, Override, Situation
+from policy.scaling.types import Memory, ModeOption, Override, Situation
 from policy.scaling.view import Supply
 from policy.signals.types import Signals
 

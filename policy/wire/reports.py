@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from policy.engine.model import Timing
+from policy.engine.performance_model import Timing
 from policy.engine.step_samples import StepSample
 from policy.stats.histogram import BUCKETS
 

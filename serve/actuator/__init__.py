@@ -1,1 +1,1 @@
-"""Actuators, which start and stop replicas on Ray Serve or on this machine. Read first: `port`."""
+"""Actuators, which start and stop replicas on Ray Serve or on this machine. Read first: `interface`."""

@@ -19,8 +19,8 @@ from policy.config.deployment import ModelSpec
 from policy.errors import ActuatorFailed
 from policy.scaling.rollout import MAX_FAILURES, STABLE_S, LayerKey
 from policy.stats.backoff import Backoff
-from serve.actuator.port import Held, host_spec
-from serve.host.local_process import LocalHost
+from serve.actuator.interface import Held, host_spec
+from serve.host.process_replica import LocalHost
 from serve.host.weights import Weights
 from store.log_file import RotatingLog
 from store.process import end_all, find, started_at, terminate
@@ -174,7 +174,7 @@ class LocalActuator:
         replica = f"{key.model.replace('/', '.')}-{key.shape}-g{key.generation}-{secrets.token_hex(3)}"
         spec = host_spec(key, record.model, record.weights, self._state, self._controller, loopback=True)
         child = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "serve.host.local_process", stdin=asyncio.subprocess.PIPE,
+            sys.executable, "-m", "serve.host.process_replica", stdin=asyncio.subprocess.PIPE,
             stdout=self._log.descriptor, stderr=self._log.descriptor, start_new_session=True,
         )  # fmt: skip
         # A process that ended at once has no start time; the next call counts it as failed.

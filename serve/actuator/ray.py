@@ -20,11 +20,11 @@ from ray import serve as ray_serve
 from ray.serve.api import RunTarget
 
 from policy.config.deployment import ModelSpec, Shape
-from policy.config.gpu_sharing import gpu_group_of
+from policy.config.shared_gpus import gpu_group_of
 from policy.errors import ActuatorFailed
 from policy.scaling.rollout import CPU_OVERCOMMIT, LayerKey
 from policy.types import EngineKind
-from serve.actuator.port import Held, host_spec
+from serve.actuator.interface import Held, host_spec
 from serve.host.ray_replica import RayHost
 from serve.host.weights import Weights
 from store.state_dir import StateDir

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from policy.errors import AdapterRefused, TargetError, TidegateError
 from policy.wire.catalog import Alias
 from policy.wire.controller import AddLine, Problem
-from store.progress import Progress
+from store.preparation_progress import Progress
 
 # A base model and a name on it.
 Key = tuple[str, str]

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import msgspec
 
 from policy.wire.catalog import Alias, Catalog
-from serve.state.revision import Revision
+from serve.state.resource_version import Revision
 
 Key = tuple[str, str]
 

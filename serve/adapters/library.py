@@ -20,7 +20,7 @@ from policy.wire.controller import AddRequest
 from serve.adapters.add_job import AddJob, ImportedAdapter, Key
 from serve.adapters.catalog import CatalogPublisher
 from serve.threads import run_in_thread
-from store.progress import Progress
+from store.preparation_progress import Progress
 
 if TYPE_CHECKING:
     from serve.adapters.store import AdapterStore  # imports the database, which takes long

@@ -11,13 +11,13 @@ from policy.types import EngineKind
 from policy.wire.catalog import DIGITS, Alias
 from serve.adapters.add_job import ImportedAdapter
 from store.adapters import fetch_job
-from store.adapters.base_model import BaseModel
+from store.adapters.base_model_shapes import BaseModel
 from store.adapters.blobs import Blobs
 from store.adapters.import_adapter import ImportLimits, import_adapter
 from store.adapters.names import API, DOCUMENT, AdapterNames, NewVersion
 from store.adapters.validate import AdapterFacts, ValidationLimits
-from store.models.prepare import prepare
-from store.progress import Report
+from store.model_weights.prepare import prepare
+from store.preparation_progress import Report
 from store.state_dir import StateDir
 
 # How long a base model is cached: verifying its weights takes seconds for a large one.

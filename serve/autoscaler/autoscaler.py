@@ -16,8 +16,8 @@ from policy.config.deployment import Deployment
 from policy.errors import SwitchRefused
 from policy.scaling.decide import ModelPolicies, decide_all
 from policy.scaling.schedule import DecisionSchedule
-from policy.scaling.situation import Decision, Memory, Situation
 from policy.scaling.start_times import StartTime
+from policy.scaling.types import Decision, Memory, Situation
 from policy.signals.aggregator import SignalAggregator
 from policy.wire.heartbeat import Heartbeat
 from policy.wire.reports import GatewayReport
@@ -26,7 +26,7 @@ from serve.autoscaler.journal import DecisionRound, Journal, Policies
 from serve.autoscaler.policies import PolicySet
 from serve.autoscaler.situations import SituationBuilder
 from serve.autoscaler.switch_review import due, expected_gain, outcome
-from serve.controller_api import LoggedDecision
+from serve.controller_messages import LoggedDecision
 from serve.state.observed import ObservedState
 from serve.state.targets import DesiredMode, Target, Targets, wanted_models
 from serve.threads import run_in_thread

@@ -11,9 +11,9 @@ from pathlib import Path
 import msgspec
 
 from policy.config.deployment import ModelSpec
-from policy.config.generation import engine_inputs
+from policy.config.model_revision import engine_inputs
 from policy.engine.calibration import Calibration, Fit, State, slowness
-from policy.engine.model import EngineModel
+from policy.engine.performance_model import EngineModel
 from policy.engine.step_samples import StepSample
 from policy.types import Replica, ReplicaPhase
 from policy.wire.heartbeat import Heartbeat

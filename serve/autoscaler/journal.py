@@ -19,8 +19,8 @@ import msgspec
 from policy.config.control import Choice
 from policy.config.deployment import Budget
 from policy.scaling.decide import ModelPolicies, decide_all
-from policy.scaling.situation import Decision, Memory, Situation
-from serve.controller_api import LoggedDecision, SwitchOutcome
+from policy.scaling.types import Decision, Memory, Situation
+from serve.controller_messages import LoggedDecision, SwitchOutcome
 from store.log_file import KEPT, MAX_BYTES, RotatingLog
 
 log = logging.getLogger("tidegate.controller")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from policy.config.gpu_sharing import gpu_group_of
+from policy.config.shared_gpus import gpu_group_of
 from policy.scaling.replacement import (
     UNHEARD_S,
     GpuHealth,

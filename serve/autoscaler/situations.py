@@ -9,13 +9,13 @@ import msgspec
 
 from policy.config.deployment import Budget, Deployment, ModelSpec
 from policy.engine.calibration import Fit
-from policy.engine.model import EngineModel, Timing
+from policy.engine.latency_estimate import GENERIC
+from policy.engine.performance_model import EngineModel, Timing
 from policy.engine.profiles import price_of, shipped
-from policy.engine.step_table import GENERIC
 from policy.scaling.budget import Allocation, held, total
 from policy.scaling.observed_model import ReplicaFacts, signals_of
 from policy.scaling.rollout import LayerKey
-from policy.scaling.situation import Memory, Situation
+from policy.scaling.types import Memory, Situation
 from policy.signals.aggregator import SignalAggregator
 from policy.signals.types import Signals
 from policy.types import Replica

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 
 from policy.scaling.mode_selection import measured_cost
-from policy.scaling.situation import Decision, Situation
-from serve.controller_api import SwitchOutcome
+from policy.scaling.types import Decision, Situation
+from serve.controller_messages import SwitchOutcome
 from serve.state.targets import ExpectedGain
 
 # Latencies are measured over a minute, which must be one after the switch.

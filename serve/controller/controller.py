@@ -18,24 +18,24 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from policy.config.deployment import Deployment, ModelSpec
-from policy.config.generation import digest
+from policy.config.model_revision import digest
 from policy.document.parse import parse
 from policy.errors import SwitchRefused, TargetError, TidegateError
 from policy.scaling.rollout import Layer, LayerKey, reached, step, verdict
-from policy.scaling.situation import Override
+from policy.scaling.types import Override
 from policy.signals.aggregator import SignalAggregator
 from policy.types import Fleet, Replica
 from policy.wire.heartbeat import Heartbeat, Orders
 from policy.wire.reports import GatewayReport
-from serve.actuator.gpu_sharing import SharedGpuActuator
-from serve.actuator.port import Actuator, Held
+from serve.actuator.interface import Actuator, Held
+from serve.actuator.shared_gpus import SharedGpuActuator
 from serve.adapters.controller import AdapterController
 from serve.autoscaler.autoscaler import Autoscaler
 from serve.autoscaler.replacement import ReplicaReplacement
 from serve.autoscaler.step_feed import StepLine, StepSubscribers
 from serve.controller.liveness import probe_silent
 from serve.controller.status import model_status, models
-from serve.controller_api import ControllerStatus, ModelStatus
+from serve.controller_messages import ControllerStatus, ModelStatus
 from serve.host.weights import Resolver
 from serve.state.generation_weights import GenerationWeights
 from serve.state.observed import ObservedState

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import uvicorn
 
 from policy.document.parse import parse
-from serve.actuator.port import Actuator
-from serve.controller.api import build_app
+from serve.actuator.interface import Actuator
 from serve.controller.controller import Controller
+from serve.controller.routes import build_app
 from serve.http import HttpServer
 from store.state_dir import StateDir, listen
 

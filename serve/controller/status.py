@@ -9,7 +9,7 @@ import msgspec
 from policy.scaling.rollout import Layer, LayerKey
 from policy.types import Model
 from serve.autoscaler.autoscaler import Autoscaler
-from serve.controller_api import ModelStatus
+from serve.controller_messages import ModelStatus
 from serve.state.observed import ObservedState
 from serve.state.replica_registry import ReplicaRegistry
 from serve.state.targets import Target, Targets

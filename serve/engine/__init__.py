@@ -1,1 +1,1 @@
-"""Engines: child processes that generate tokens, each behind a guard. Read first: `port`."""
+"""Engines: child processes that generate tokens, each behind a guard. Read first: `interface`."""

@@ -1,6 +1,6 @@
 """The engine process: it builds the engine, serves it behind the guard, and reports to its host.
 
-The first line of standard input is the :class:`serve.engine.port.EngineSpec`. Later lines are commands:
+The first line of standard input is the :class:`serve.engine.interface.EngineSpec`. Later lines are commands:
 ``drain``, ``sleep`` with the seconds to drain, ``wake``, and ``hold`` with a JSON list of
 :class:`policy.wire.heartbeat.AdapterRef`. End of file means that the host is gone: the whole process group
 is killed. Events are JSON lines on the file descriptor ``--events``.
@@ -29,15 +29,15 @@ import uvloop
 
 from policy.errors import EngineFailed
 from policy.types import EngineKind, ReplicaPhase
-from policy.wire.canary import CANARIES
+from policy.wire.canary_request import CANARIES
 from policy.wire.headers import CANARY_HEADER, SECRET_HEADER
 from policy.wire.heartbeat import AdapterRef, AdapterUse
 from policy.wire.load import LoadLine
 from policy.wire.reports import EngineReport
 from serve.engine.adapters.files import AdapterFileCache
 from serve.engine.adapters.loader import AdapterLoader
-from serve.engine.guard import Guard
-from serve.engine.port import Engine, EngineSpec
+from serve.engine.interface import Engine, EngineSpec
+from serve.engine.request_guard import Guard
 from serve.engine.sleep import SleepControl
 from serve.gpu_metrics import devices
 from serve.http import HttpServer

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from policy.errors import EngineFailed
 from policy.types import ReplicaPhase
 from serve.engine.adapters.loader import AdapterLoader
-from serve.engine.guard import Guard
-from serve.engine.port import Engine
+from serve.engine.interface import Engine
+from serve.engine.request_guard import Guard
 
 log = logging.getLogger("tidegate.engine")
 

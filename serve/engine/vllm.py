@@ -27,10 +27,10 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 from vllm.v1.metrics.loggers import StatLoggerBase
 
-from policy.engine.model import Limits, Timing
+from policy.engine.performance_model import Limits, Timing
 from policy.engine.step_samples import StepSample
 from policy.errors import AdapterRefused, EngineFailed
-from serve.engine.port import ASGIApp, EngineSpec, EngineStats
+from serve.engine.interface import ASGIApp, EngineSpec, EngineStats
 from serve.engine.step_stats import StepStats
 
 # Poll interval while the last request of an adapter ends.

@@ -22,8 +22,8 @@ from policy.stats.backoff import Backoff, failures_after
 from policy.types import Load, Replica, ReplicaPhase, StartPath
 from policy.wire.heartbeat import AdapterRef, AdapterUse, Orders
 from policy.wire.reports import EngineReport, PowerReport
+from serve.engine.interface import EngineSpec
 from serve.engine.main import Event
-from serve.engine.port import EngineSpec
 from serve.engine.step_stats import merge
 from serve.gpu_metrics import devices, watch
 from serve.host import cores
@@ -31,9 +31,9 @@ from serve.host.versions import Versions
 from serve.host.weights import Prepare, Weights, prepare_verified, record_read, was_read_before
 from store.adapters.blobs import node_cache
 from store.log_file import RotatingLog
-from store.models.prepare import prepare as prepare_weights
+from store.model_weights.prepare import prepare as prepare_weights
+from store.preparation_progress import Progress
 from store.process import end_child
-from store.progress import Progress
 from store.state_dir import StateDir, default_root, private_directory
 
 KILL_AFTER_S = 10.0

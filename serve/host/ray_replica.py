@@ -9,9 +9,9 @@ import ray
 from ray import serve as ray_serve
 
 from policy.errors import EngineFailed
-from serve.host.gpu_sharing import host_of
 from serve.host.heartbeat import send_heartbeats, send_last_heartbeats
 from serve.host.host import HostSpec
+from serve.host.shared_gpu_host import host_of
 from serve.host.versions import Versions, installed, refuse_other
 
 

@@ -12,12 +12,12 @@ import msgspec
 from policy.config.deployment import ModelSpec
 from policy.errors import EngineFailed, ModelUnavailable
 from policy.stats.backoff import Backoff
-from store.models.prepare import Origin, origin
-from store.models.prepare import prepare as prepare_weights
-from store.progress import Prepared, Report
+from store.model_weights.prepare import Origin, origin
+from store.model_weights.prepare import prepare as prepare_weights
+from store.preparation_progress import Prepared, Report
 from store.state_dir import own_directory, private_directory
 
-# The signature of :func:`store.models.prepare.prepare`.
+# The signature of :func:`store.model_weights.prepare.prepare`.
 Prepare = Callable[..., Prepared]
 
 # Seconds until a failed attempt is followed by another, doubled each time.

@@ -11,7 +11,7 @@ from policy.errors import ModelUnavailable, SwitchRefused
 from serve.host.weights import Resolver, Weights
 from serve.state.observed import ObservedState
 from serve.state.targets import Target
-from store.models.prepare import Origin
+from store.model_weights.prepare import Origin
 
 
 class GenerationWeights:

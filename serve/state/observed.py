@@ -7,13 +7,13 @@ from collections.abc import Mapping
 import msgspec
 
 from policy.config.deployment import Budget, Deployment
-from policy.config.gpu_sharing import gpu_group_of
+from policy.config.shared_gpus import gpu_group_of
 from policy.scaling.observed_model import ObservedModel, held_by, together
 from policy.scaling.rollout import MAX_FAILURES, Footprint, Layer, LayerKey
 from policy.scaling.start_times import StartTimes
 from policy.scaling.view import Supply
 from policy.types import Replica, ReplicaPhase, StartPath
-from serve.actuator.port import Held
+from serve.actuator.interface import Held
 from serve.state.replica_registry import ReplicaRegistry
 from serve.state.targets import Target, Targets
 

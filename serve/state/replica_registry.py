@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from policy.scaling.rollout import LayerKey
 from policy.types import Fleet, Model, Replica, ReplicaPhase
-from serve.state.revision import Revision
+from serve.state.resource_version import Revision
 
 # Hosts send two heartbeats a second. A silent one is probed before it is removed, so that a busy machine
 # does not empty the fleet.

@@ -9,14 +9,14 @@ from pathlib import Path
 import msgspec
 
 from policy.config.deployment import Deployment, ModelSpec, Replicas
-from policy.config.generation import built_shapes, digest, same_engines, used_shapes
-from policy.config.gpu_sharing import gpu_group_of
+from policy.config.model_revision import built_shapes, digest, same_engines, used_shapes
+from policy.config.shared_gpus import gpu_group_of
 from policy.errors import TargetError
 from policy.scaling.rollout import LayerKey
-from policy.scaling.situation import Override
+from policy.scaling.types import Override
 from policy.stats.backoff import Backoff
 from policy.types import EngineKind
-from serve.actuator.port import Held
+from serve.actuator.interface import Held
 from serve.host.weights import Weights
 from store.state_dir import StateDir
 

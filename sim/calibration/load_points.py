@@ -6,7 +6,7 @@ from collections.abc import Callable
 from heapq import heappop, heappush
 from typing import NamedTuple
 
-from policy.engine.model import EngineModel, Limits, Slo
+from policy.engine.performance_model import EngineModel, Limits, Slo
 from policy.engine.scheduler import Request, Scheduler
 
 # The most points, and of how many one is held out.

@@ -12,17 +12,17 @@ import numpy as np
 
 from policy.config.control import GuardConfig, ScaleConfig
 from policy.config.deployment import Deployment, ModelSpec, Shape
-from policy.config.gpu_sharing import gpu_group_of
+from policy.config.shared_gpus import gpu_group_of
 from policy.errors import TargetError
-from sim.arrival import Arrival
 from sim.oracle.clairvoyant import Clairvoyant, Plan, clairvoyant, verify
 from sim.oracle.linear_program import lower_bound
 from sim.oracle.problem import Problem
 from sim.oracle.replica_capacity import attained_rate
+from sim.request_arrival import Arrival
 from sim.twin.record import HOUR_S
 from sim.twin.run import simulate
 from sim.twin.scenario import Scenario
-from sim.workload.survey import Load, ModelNames, Survey
+from sim.workload.trace_statistics import Load, ModelNames, Survey
 
 # About the duration of a request; more bins than this take long to solve.
 BIN_S = 10.0

@@ -17,13 +17,13 @@ import numpy as np
 from policy.config.control import ModeSwitchConfig
 from policy.config.deployment import Deployment, Mode, ModelSpec
 from policy.engine.capacity import capability
-from policy.engine.model import Limits, Workload
+from policy.engine.performance_model import Limits, Workload
 from policy.engine.profiles import max_request_tokens, shipped
 from policy.scaling.policies.static import Static, StaticParameters
-from sim.arrival import Arrival
 from sim.planning.demand import met_alone
+from sim.request_arrival import Arrival
 from sim.twin.run import simulate
-from sim.workload.survey import Load
+from sim.workload.trace_statistics import Load
 
 
 def rate_attaining(

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Iterator
 import msgspec
 
 from policy.config.control import SloConfig
-from policy.engine.model import EngineModel, Limits, Workload
+from policy.engine.performance_model import EngineModel, Limits, Workload
 from policy.errors import ConfigError
-from sim.arrival import Arrival
+from sim.request_arrival import Arrival
 from sim.workload.generators.arrivals import RateShape, arrival_times
 
 _MINUTE_S = 60.0

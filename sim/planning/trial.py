@@ -9,7 +9,7 @@ import numpy as np
 
 from policy.config.deployment import Budget, Deployment, ModelSpec, Price, Upstream
 from policy.engine.capacity import capability
-from policy.engine.model import Timing
+from policy.engine.performance_model import Timing
 from policy.engine.profiles import max_request_tokens, shipped
 from policy.scaling.policies.static import Static, StaticParameters
 from sim.planning.candidates import Candidate

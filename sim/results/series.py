@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from policy.scaling.situation import Decision
+from policy.scaling.types import Decision
 from sim.twin.record import Floats, Ints, Moment, Record, Requests, finite_quantiles
 
 # A column of the report is about as many pixels wide.

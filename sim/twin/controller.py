@@ -8,14 +8,14 @@ from collections.abc import Mapping
 import msgspec
 
 from policy.config.deployment import Deployment, ModelSpec
-from policy.config.gpu_sharing import gpu_group_of
+from policy.config.shared_gpus import gpu_group_of
 from policy.engine.capacity import Capability, capability
 from policy.errors import SwitchRefused
 from policy.scaling.decide import ModelPolicies, decide_all, workload_of
 from policy.scaling.observed_model import ObservedModel, ReplicaFacts, held_by, signals_of, together
 from policy.scaling.rollout import Footprint, LayerKey, fits, step
 from policy.scaling.schedule import DecisionSchedule
-from policy.scaling.situation import Decision, Memory, Situation
+from policy.scaling.types import Decision, Memory, Situation
 from policy.scaling.view import Policy, Supply, View
 from policy.signals.aggregator import SignalAggregator
 from policy.signals.types import Signals

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
-from policy.engine.model import Timing
+from policy.engine.performance_model import Timing
 from policy.engine.prefix_cache import PrefixCache
 from policy.engine.scheduler import Request, Scheduler, StepTimes
 from policy.placement.slots import PREFETCH_PAUSE
@@ -24,7 +24,7 @@ Load = tuple[Entry, Entry | None]
 
 class Job(NamedTuple):
     """A request: ``number`` names it in events, ``adapter`` may be empty, ``blocks`` are those of
-    :class:`sim.arrival.Arrival`."""
+    :class:`sim.request_arrival.Arrival`."""
 
     number: int
     input_tokens: int

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from policy.config.deployment import ModelSpec
-from policy.config.gpu_sharing import gpu_group_of
-from policy.engine.model import Timing
+from policy.config.shared_gpus import gpu_group_of
+from policy.engine.performance_model import Timing
 from policy.engine.profiles import shipped
 from policy.hashing import hash_name
 from policy.routing.cost import Candidate

@@ -20,7 +20,7 @@ from policy.routing.router import Router
 from policy.routing.settings import settings_of
 from policy.signals.counters import WorkerCounters
 from policy.wire.capture import BLOCK_TOKENS
-from sim.arrival import Arrival
+from sim.request_arrival import Arrival
 from sim.twin.engine import Job
 from sim.twin.fleet import Fleet, TwinReplica
 from sim.twin.record import Outcome

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from policy.scaling.situation import Decision
+from policy.scaling.types import Decision
 from policy.types import StartPath
 
 HOUR_S = 3600.0

@@ -18,7 +18,7 @@ from functools import partial
 
 from policy.admission.spend_cap import SpendCap, cost
 from policy.config.deployment import Budget, Deployment, ModelSpec, Shape
-from policy.config.gpu_sharing import gpu_group_of
+from policy.config.shared_gpus import gpu_group_of
 from policy.engine.power import PowerModel, power_model_of
 from policy.engine.profiles import kind_and_size, price_of
 from policy.placement.plan import PLAN_PERIOD_S
@@ -29,7 +29,7 @@ from policy.types import ReplicaPhase
 from policy.wire.heartbeat import HEARTBEAT_PERIOD_S
 from policy.wire.load import COALESCE_S
 from policy.wire.reports import GatewayReport
-from sim.arrival import Arrival
+from sim.request_arrival import Arrival
 from sim.twin.adapters import TwinPlacement
 from sim.twin.controller import TwinController
 from sim.twin.engine import Kind
@@ -38,7 +38,7 @@ from sim.twin.gateway import TwinGateway, TwinTicket
 from sim.twin.record import HOUR_S, Moment, Outcome, Record, Span
 from sim.twin.request_log import RequestLog
 from sim.twin.scenario import EARTH, Scenario
-from sim.workload.survey import ModelNames
+from sim.workload.trace_statistics import ModelNames
 
 # Period of the reports of gateways and replicas, and the opening of a trace that sizes the first fleet.
 REPORT_PERIOD_S = 1.0

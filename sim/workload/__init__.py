@@ -1,4 +1,4 @@
 """Workloads: streams of arrivals from traces and generators.
 
-Read first: `file`.
+Read first: `workload_spec`.
 """

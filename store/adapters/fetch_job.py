@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from policy.errors import AdapterRefused
-from store.progress import Progress, Report
+from store.preparation_progress import Progress, Report
 from store.state_dir import write_atomic
 
 _URL = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]*://)(?:[^/?#]*@)?(?P<place>[^?#]*)")

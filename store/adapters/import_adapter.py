@@ -9,13 +9,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from policy.errors import PreconditionFailed
-from store.adapters.base_model import BaseModel
+from store.adapters.base_model_shapes import BaseModel
 from store.adapters.blobs import Blobs
 from store.adapters.fetch import fetch
 from store.adapters.fetch_job import FetchJob, redacted
 from store.adapters.names import NewVersion
 from store.adapters.validate import ValidationLimits, validate
-from store.progress import Progress, Report
+from store.preparation_progress import Progress, Report
 
 
 class ImportLimits(NamedTuple):

@@ -15,9 +15,9 @@ import msgspec
 
 from policy.errors import AdapterRefused
 from store.adapters import CONFIG, FILES, WEIGHTS
-from store.adapters.base_model import BaseModel
+from store.adapters.base_model_shapes import BaseModel
 from store.adapters.tensors import Tensor, is_finite, tensors
-from store.models.package import PICKLES
+from store.model_weights.package import PICKLES
 
 MAX_CONFIG_BYTES = 1024 * 1024
 # Maximum number of patterns; each is matched with every module.

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from policy.wire.capture import HEADER, CaptureLine
-from sim.arrival import Arrival
+from sim.request_arrival import Arrival
 from sim.workload.traces.open import open_trace
 from tests.gateway.worker import Stack, until
 from tests.tidegate.replay.endpoint import Endpoint

@@ -22,7 +22,7 @@ from policy.document.parse import parse
 from policy.request import Request
 from policy.scaling.rollout import LayerKey
 from policy.types import Load, Replica, ReplicaPhase
-from sim.arrival import Arrival
+from sim.request_arrival import Arrival
 from sim.twin.fleet import Fleet, TwinReplica
 from sim.twin.gateway import TwinGateway, TwinTicket
 from sim.twin.record import Outcome

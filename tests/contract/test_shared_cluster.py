@@ -16,8 +16,8 @@ import msgspec
 import pytest
 
 from policy.errors import Unreachable
-from serve.cluster import token_path
 from serve.controller.client import ControllerClient
+from serve.ray_cluster import token_path
 from store.state_dir import StateDir
 from tests.ports import free_ports
 from tests.ray_head import RayHead
@@ -40,9 +40,9 @@ class Tenant:
         self.state.save(self.state.deployment_path, document(*models, cluster=self.cluster))
 
     def command(self, verb: str) -> None:
-        """``python -m serve.cluster VERB``."""
+        """``python -m serve.ray_cluster VERB``."""
         done = subprocess.run(
-            [sys.executable, "-m", "serve.cluster", verb, "--state", str(self.state.root)],
+            [sys.executable, "-m", "serve.ray_cluster", verb, "--state", str(self.state.root)],
             capture_output=True, text=True, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr

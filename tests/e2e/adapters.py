@@ -10,7 +10,7 @@ import numpy as np
 
 from store.adapters import CONFIG, WEIGHTS
 from store.adapters.tensors import tensors
-from store.models.prepare import prepare
+from store.model_weights.prepare import prepare
 from tests.e2e.stack import Stack
 from tests.store.adapters.making import CONFIGURATION, named, weights, write
 

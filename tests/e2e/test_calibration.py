@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from policy.engine.model_file import ModelFile, model_file
+from policy.engine.performance_model_file import ModelFile, model_file
 from tests.e2e.conftest import CHAT
 from tests.e2e.stack import ROOT, Stack, running
 

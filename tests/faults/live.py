@@ -74,7 +74,7 @@ class Live(Stand):
         self.write_document()
         with (self.root / "controller.log").open("ab") as log:
             self.plane = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "serve.controller.local_process", "--state", str(self.root),
+                sys.executable, "-m", "serve.controller.process", "--state", str(self.root),
                 cwd=ROOT, stdout=log, stderr=log,
             )  # fmt: skip
         await until(self._answers, "the controller answers")

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from policy.scaling.situation import Decision
+from policy.scaling.types import Decision
 from serve.autoscaler.journal import DecisionRound, Journal, replayed
 from serve.autoscaler.policies import policies_for
 

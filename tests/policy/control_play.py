@@ -17,11 +17,11 @@ import msgspec
 from policy.config.control import GuardConfig, ModeSwitchConfig, ScaleConfig, SloConfig
 from policy.config.deployment import Budget
 from policy.engine.capacity import capability
-from policy.engine.model import Timing
+from policy.engine.performance_model import Timing
 from policy.engine.profiles import profile
 from policy.scaling.decide import ModelPolicies, decide_all, workload_of
 from policy.scaling.rollout import Footprint, Goal, Layer, LayerKey, step
-from policy.scaling.situation import Decision, Memory, ModeOption, Override, Situation
+from policy.scaling.types import Decision, Memory, ModeOption, Override, Situation
 from policy.scaling.view import Proposal, Supply, View
 from policy.signals.types import Demand, Rates, ReplicaSample, Signals
 

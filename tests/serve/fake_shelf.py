@@ -13,7 +13,7 @@ from policy.errors import AdapterRefused, TidegateError
 from policy.wire.catalog import Alias
 from serve.adapters.add_job import ImportedAdapter
 from serve.adapters.store import AdapterStore
-from store.progress import Progress, Report
+from store.preparation_progress import Progress, Report
 from store.state_dir import StateDir
 
 Key = tuple[str, str]

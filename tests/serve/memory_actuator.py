@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 import msgspec
 
 from policy.config.deployment import ModelSpec
-from policy.config.gpu_sharing import GpuGroup, gpu_group_of
+from policy.config.shared_gpus import GpuGroup, gpu_group_of
 from policy.errors import ActuatorFailed
 from policy.scaling.rollout import MAX_FAILURES, LayerKey
 from policy.types import Load, Replica, ReplicaPhase, StartPath
 from policy.wire.heartbeat import Orders
-from serve.actuator.port import Held
+from serve.actuator.interface import Held
 from serve.host.weights import Weights
 
 

@@ -12,8 +12,8 @@ from policy.types import Replica, ReplicaPhase
 from policy.wire.headers import SECRET_HEADER
 from policy.wire.heartbeat import Heartbeat, Orders
 from policy.wire.reports import PowerReport
-from serve.controller.api import build_app
 from serve.controller.controller import Controller
+from serve.controller.routes import build_app
 from store.state_dir import StateDir
 from tests.serve.fake_shelf import FakeShelf
 from tests.serve.memory_actuator import MemoryActuator, MemoryCluster

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from policy.engine.capacity import Capability
-from policy.scaling.situation import Decision, Guardrail, Limit
+from policy.scaling.types import Decision, Guardrail, Limit
 from policy.scaling.view import Proposal
 from sim.twin.record import Moment, Outcome, Record, Requests
 

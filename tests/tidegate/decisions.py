@@ -8,8 +8,8 @@ import msgspec
 
 from policy.config.control import GuardConfig, ModeSwitchConfig, ScaleConfig, SloConfig
 from policy.engine.capacity import Capability
-from policy.engine.model import Limits, Timing
-from policy.scaling.situation import Decision, Guardrail, Limit, ModeForecast, ModeOption, Override, Situation
+from policy.engine.performance_model import Limits, Timing
+from policy.scaling.types import Decision, Guardrail, Limit, ModeForecast, ModeOption, Override, Situation
 from policy.scaling.view import Proposal, Supply
 from policy.signals.types import Demand, LatencyQuantiles, Rates, ReplicaSample, Shares, Signals
 

@@ -9,10 +9,10 @@ import msgspec
 import pytest
 from click.testing import CliRunner, Result
 
-from policy.engine.model_file import ModelFile, encode, model_file
+from policy.engine.performance_model_file import ModelFile, encode, model_file
 from policy.engine.profiles import profile
 from policy.errors import Unreachable
-from tests.policy.engine.test_model_file import made
+from tests.policy.engine.test_performance_model_file import made
 from tests.tidegate.conftest import Site
 from tidegate.cli import group
 from tidegate.exit_codes import Exit, exit_of

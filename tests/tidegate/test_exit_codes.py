@@ -20,7 +20,7 @@ from policy.errors import (
 )
 from store.state_dir import StateDir
 from tidegate.exit_codes import MEANINGS, Exit, exit_of
-from tidegate.supervisor.socket import Commands, SupervisorClient, SupervisorStatus, serve
+from tidegate.supervisor.control_socket import Commands, SupervisorClient, SupervisorStatus, serve
 
 
 @pytest.mark.parametrize(

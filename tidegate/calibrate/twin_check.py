@@ -10,8 +10,8 @@ import msgspec
 from policy.config.deployment import Deployment
 from policy.errors import ConfigError
 from policy.scaling.view import Policy
-from sim.arrival import Arrival
 from sim.calibration.quantiles import Compared, compare
+from sim.request_arrival import Arrival
 from sim.twin.record import Outcome
 from sim.twin.run import simulate
 from sim.workload.traces.reader import Lines, Objects

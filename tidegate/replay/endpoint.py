@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from policy.errors import TidegateError, Unreachable
-from sim.arrival import Arrival
+from sim.request_arrival import Arrival
 from tidegate.replay.http_client import Pool, WholeBody
 from tidegate.replay.prompts import Fit, Prompts
 from tidegate.replay.stream_reader import StreamTimings

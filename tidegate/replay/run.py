@@ -15,7 +15,7 @@ from time import perf_counter
 import msgspec
 
 from policy.errors import Unreachable
-from sim.arrival import Arrival
+from sim.request_arrival import Arrival
 from tidegate.replay.capture_file import CaptureFile, CaptureRefused
 from tidegate.replay.endpoint import RequestFormat, models_of, probe
 from tidegate.replay.http_client import Pool

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 
 from policy.config.deployment import Deployment
-from serve.cluster import head_command
+from serve.ray_cluster import head_command
 from store.state_dir import StateDir
 from tidegate.supervisor.children import ProcessSpec
 
@@ -43,7 +43,7 @@ def local_controller(state: StateDir) -> ProcessSpec:
     """The controller and its replicas without Ray."""
     return ProcessSpec(
         name=LOCAL_CONTROLLER,
-        argv=_python("serve.controller.local_process", "--state", str(state.root)),
+        argv=_python("serve.controller.process", "--state", str(state.root)),
         env=_environment(),
     )
 
@@ -57,7 +57,9 @@ def ray_head(deployment: Deployment, state: StateDir) -> ProcessSpec:
 def cluster(state: StateDir, verb: str) -> ProcessSpec:
     """``start`` makes sure that the controller actor exists, ``stop`` deletes our applications."""
     return ProcessSpec(
-        name="cluster", argv=_python("serve.cluster", verb, "--state", str(state.root)), env=_environment()
+        name="cluster",
+        argv=_python("serve.ray_cluster", verb, "--state", str(state.root)),
+        env=_environment(),
     )
 
 
@@ -66,7 +68,7 @@ def prepare_model(state: StateDir, model: str) -> ProcessSpec:
     return ProcessSpec(
         name="models",
         argv=_python(
-            *("store.models.prepare", "prepare"),
+            *("store.model_weights.prepare", "prepare"),
             *("--deployment-json", str(state.deployment_path), "--model", model),
         ),
         env=_environment(),

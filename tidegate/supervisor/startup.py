@@ -14,7 +14,7 @@ import msgspec
 from policy.config.deployment import Deployment
 from policy.errors import EngineFailed, ModelUnavailable, PreconditionFailed, TidegateError, Unreachable
 from policy.types import EMPTY_FLEET, EngineKind
-from serve import cluster
+from serve import ray_cluster
 from serve.controller.client import ControllerClient
 from store.api_keys import own_key
 from store.state_dir import StateDir
@@ -146,7 +146,7 @@ class Startup:
         self.progress.done("ray", f"controller at {self.deployment.cluster.controller}")
 
     async def _head_listens(self) -> str | None:
-        host, _, port = cluster.address(self.deployment).rpartition(":")
+        host, _, port = ray_cluster.address(self.deployment).rpartition(":")
         try:
             _, writer = await asyncio.open_connection(host, int(port))
         except OSError:

@@ -17,9 +17,9 @@ from policy.document.parse import parse
 from policy.errors import ConfigError, EngineFailed, TidegateError
 from serve.controller.client import ControllerClient
 from store.state_dir import StateDir
-from tidegate.document import Document
+from tidegate.deployment_file import Document
 from tidegate.exit_codes import Exit, exit_of
-from tidegate.supervisor import command_lines, readiness, socket
+from tidegate.supervisor import command_lines, control_socket, readiness
 from tidegate.supervisor.children import Child, ProcessSpec, log_end, run_once
 from tidegate.supervisor.cleanup import CLUSTER_STOP_S, forget_targets
 from tidegate.supervisor.events import Event, Progress
@@ -71,7 +71,7 @@ class Supervisor:
         loop.add_signal_handler(
             signal.SIGCHLD, lambda: loop.call_later(_COLLECT_S, self._record.collect_orphans)
         )
-        server = await socket.serve(self._state.socket_path, self)
+        server = await control_socket.serve(self._state.socket_path, self)
         snapshots = asyncio.create_task(self._keep_record())
         failure: TidegateError | None = None
         try:
@@ -98,11 +98,11 @@ class Supervisor:
 
     # Commands of the socket.
 
-    def status(self) -> socket.SupervisorStatus:
+    def status(self) -> control_socket.SupervisorStatus:
         """Phase, addresses and child processes."""
         gateway = self._deployment.gateway
         now = asyncio.get_running_loop().time()
-        return socket.SupervisorStatus(
+        return control_socket.SupervisorStatus(
             pid=os.getpid(),
             since=psutil.Process().create_time(),
             phase=self._phase,
@@ -111,7 +111,7 @@ class Supervisor:
             admin=readiness.endpoint(gateway.admin_host, gateway.admin_port),
             document=self._raw,
             processes=tuple(
-                socket.ProcessStatus(
+                control_socket.ProcessStatus(
                     name=child.spec.name,
                     pid=child.pid,
                     restarts=child.restarts,

@@ -20,7 +20,7 @@ from policy.placement.slots import PREFETCH_PAUSE, AdapterSlots, SlotEntry, Slot
 from policy.stats.backoff import Backoff
 from policy.wire.heartbeat import AdapterRef, AdapterUse
 from serve.engine.adapters.usage import AdapterUsage
-from serve.engine.port import Engine
+from serve.engine.interface import Engine
 
 # How often the slots are compared with the engine, and failed prefetches are tried again.
 CHECK_S = 10.0

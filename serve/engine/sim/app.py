@@ -18,7 +18,7 @@ from serve.engine.sim.completions import completions, detokenize, tokenize
 from serve.engine.sim.http import ApiError, answer, on_api_error, on_engine_failed, on_http_exception
 from serve.engine.sim.messages import messages
 from serve.engine.sim.pooling import embeddings, rerank, score
-from serve.engine.sim.responses import responses
+from serve.engine.sim.responses_api import responses
 from serve.engine.sim.service import Service
 
 Endpoint = Callable[[Service, Request], Awaitable[Response]]

@@ -11,12 +11,12 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from policy.engine.model import BLOCK, Timing
+from policy.engine.performance_model import BLOCK, Timing
 from policy.engine.prefix_cache import PrefixCache
 from policy.engine.profiles import profile
 from policy.engine.step_samples import StepSample
 from policy.errors import AdapterRefused, EngineFailed
-from serve.engine.port import ASGIApp, EngineSpec, EngineStats
+from serve.engine.interface import ASGIApp, EngineSpec, EngineStats
 from serve.engine.sim.app import build
 from serve.engine.sim.metrics import Metrics
 from serve.engine.sim.service import Service

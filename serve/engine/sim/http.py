@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from policy.errors import EngineFailed
-from serve.engine.port import Receive, Scope, Send
+from serve.engine.interface import Receive, Scope, Send
 from serve.engine.sim.step_loop import Aborted, Generation
 
 T = TypeVar("T")

@@ -8,11 +8,11 @@ from collections import deque
 from collections.abc import AsyncIterator, Hashable, Sequence
 from dataclasses import dataclass
 
-from policy.engine.model import EngineModel, Limits
+from policy.engine.performance_model import EngineModel, Limits
 from policy.engine.prefix_cache import PrefixCache, block_hashes
 from policy.engine.scheduler import Request, Scheduler, StepResult
 from policy.errors import EngineFailed
-from serve.engine.port import EngineStats
+from serve.engine.interface import EngineStats
 from serve.engine.sim.metrics import Metrics
 from serve.engine.sim.text import Output, Prompt
 from serve.engine.step_stats import StepStats

@@ -12,10 +12,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from policy.engine.model import Timing
+from policy.engine.performance_model import Timing
 from policy.engine.profiles import profile
 from policy.stats.quantiles import nearest_rank
-from sim.arrival import Arrival
 from sim.benchmarks.adapters.contenders import (
     LeastLoaded,
     PlacementPolicy,
@@ -23,6 +22,7 @@ from sim.benchmarks.adapters.contenders import (
     ReplicaSetup,
     ServeMultiplex,
 )
+from sim.request_arrival import Arrival
 from sim.twin.engine import Job, Kind
 from sim.workload.generators.distributions import geometric, zipf_weights
 

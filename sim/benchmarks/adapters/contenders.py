@@ -10,7 +10,7 @@ import random
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from policy.engine.model import Timing
+from policy.engine.performance_model import Timing
 from policy.placement.plan import PLAN_PERIOD_S
 from policy.placement.types import Host
 from policy.request import Request
@@ -19,7 +19,7 @@ from policy.routing.router import Router
 from policy.routing.settings import Settings
 from policy.wire.heartbeat import HEARTBEAT_PERIOD_S
 from policy.wire.load import COALESCE_S
-from sim.arrival import Arrival
+from sim.request_arrival import Arrival
 from sim.twin.adapters import InTurnSlots, LeastRecentlyUsedSlots, TwinPlacement, TwinSlots
 from sim.twin.engine import Engine
 

@@ -9,11 +9,11 @@ import numpy as np
 
 from policy.config.control import Choice
 from policy.scaling.policies.registry import choose, make
-from sim.arrival import Arrival
 from sim.benchmarks.policies.setup import MODEL, Setup
 from sim.oracle.clairvoyant import Clairvoyant, clairvoyant
 from sim.oracle.linear_program import lower_bound
 from sim.oracle.problem import Problem, bin_arrivals
+from sim.request_arrival import Arrival
 from sim.results.score import Score, score
 from sim.twin.record import HOUR_S
 from sim.twin.run import simulate

@@ -10,7 +10,7 @@ from typing import Any
 
 from policy.config.deployment import Deployment
 from policy.document.parse import parse
-from sim.arrival import Arrival
+from sim.request_arrival import Arrival
 from sim.results.score import Stretch
 from sim.workload.traces.open import open_trace
 from sim.workload.transforms import resample, slice_trace

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from serve.cluster import join
+from serve.ray_cluster import join
 from tests.ray_head import RayHead, ray_head
 
 

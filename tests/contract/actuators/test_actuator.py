@@ -16,8 +16,8 @@ from policy.scaling.replacement import PARTING_S
 from policy.scaling.rollout import LayerKey
 from policy.types import ReplicaPhase
 from policy.wire.headers import SECRET_HEADER
+from serve.actuator.interface import Actuator
 from serve.actuator.local import LocalActuator
-from serve.actuator.port import Actuator
 from store.state_dir import StateDir
 from tests.contract.actuators.heard import Heard, listening
 from tests.ports import free_ports

@@ -11,14 +11,14 @@ import msgspec
 import pytest
 
 from policy.config.deployment import Deployment
-from policy.config.generation import digest
+from policy.config.model_revision import digest
 from policy.errors import ActuatorFailed
 from policy.scaling.rollout import LayerKey
 from policy.types import Replica, ReplicaPhase
 from policy.wire.heartbeat import Orders
-from serve.actuator.gpu_sharing import SharedGpuActuator
+from serve.actuator.interface import Held
 from serve.actuator.local import LocalActuator
-from serve.actuator.port import Held
+from serve.actuator.shared_gpus import SharedGpuActuator
 from store.state_dir import StateDir
 from tests.contract.actuators.heard import Heard, listening
 from tests.ports import free_ports

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from gateway.api.application import admin_app, client_app
-from gateway.call import _WANTED
 from gateway.protocol.errors import TABLE
 from gateway.protocol.paths import ROUTES
+from gateway.request_context import _WANTED
 
 
 @pytest.fixture(scope="module")

@@ -13,11 +13,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from gateway.call import Call
 from gateway.control.reporter import Reporter, ReportSender
 from gateway.protocol.paths import ROUTES
 from gateway.protocol.usage import Usage
 from gateway.queue.admission import Admission
+from gateway.request_context import Call
 from gateway.routing.fleet import ServedModel
 from gateway.routing.router import ModelRouters
 from gateway.telemetry.log import Log

@@ -11,13 +11,13 @@ from typing import cast
 import pytest
 from starlette.types import Message
 
-from gateway.call import Call
 from gateway.delivery.relay import MAX_HELD, Relay
 from gateway.http.client import ClientConnection, ConnectionPool
 from gateway.http.exchange import SENT
 from gateway.protocol.paths import ROUTES
-from gateway.protocol.sse import ChatTail
+from gateway.protocol.sse_validator import ChatTail
 from gateway.protocol.usage import Usage
+from gateway.request_context import Call
 from gateway.telemetry.metrics import Metrics
 from policy.admission.retry import AttemptOutcome
 

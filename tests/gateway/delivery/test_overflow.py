@@ -23,13 +23,13 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from starlette.types import Message
 
-from gateway.call import Call
 from gateway.delivery.overflow import Overflow
 from gateway.delivery.overflow_endpoint import OverflowEndpoint
 from gateway.http.exchange import SENT
 from gateway.protocol import body as bodies
 from gateway.protocol.errors import NO_ROOM, Refused
 from gateway.protocol.paths import ROUTES
+from gateway.request_context import Call
 from gateway.routing.fleet import ServedModel
 from gateway.telemetry.log import Log
 from gateway.telemetry.metrics import Metrics

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.protocol.body import depth_exceeds
-from gateway.protocol.sse import MAX_EVENT_BYTES, ChatTail, MessagesTail, ResponsesTail, Tail
+from gateway.protocol.sse_validator import MAX_EVENT_BYTES, ChatTail, MessagesTail, ResponsesTail, Tail
 from gateway.protocol.usage import Usage
 from tests.gateway.fake_replica import DONE, STREAM, event
 

@@ -16,13 +16,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from starlette.types import Message
 
-from gateway.call import Call
 from gateway.protocol import body as bodies
 from gateway.protocol.batch_body import sub_request_of
 from gateway.protocol.errors import Refused
 from gateway.protocol.paths import ROUTES
 from gateway.protocol.usage import Usage
 from gateway.queue.coalescing import Coalescer, _Inbox
+from gateway.request_context import Call
 from gateway.routing.fleet import ServedModel
 from gateway.telemetry.metrics import Metrics
 from policy.config.deployment import Coalesce

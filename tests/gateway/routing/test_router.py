@@ -16,7 +16,7 @@ from gateway.routing.shared_memory import LocalCounts, News
 from gateway.telemetry.metrics import Metrics
 from policy.config.control import ControlConfig, SloConfig
 from policy.config.deployment import Deployment, ModelSpec
-from policy.engine.step_table import GENERIC, step_table_of
+from policy.engine.latency_estimate import GENERIC, step_table_of
 from policy.hashing import hash_name
 from policy.request import Request
 from policy.routing.cost import CostEstimate

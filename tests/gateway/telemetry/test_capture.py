@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from gateway.call import Call
 from gateway.protocol import body as bodies
 from gateway.protocol.paths import ROUTES
 from gateway.protocol.prompt_hash import BLOCK_BYTES, grid_of
 from gateway.protocol.usage import Usage
+from gateway.request_context import Call
 from gateway.telemetry import capture as capturing
 from gateway.telemetry import capture_stream
 from gateway.telemetry.capture import Capture, Row

@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policy.engine.calibration import FIT_EVERY, MIN_SAMPLES, REGIONS, Calibration, State, slowness
+from policy.engine.latency_estimate import GENERIC
 from policy.engine.least_squares import fit, ridge_fit
-from policy.engine.model import EngineModel
-from policy.engine.outliers import KEPT, REPLICAS, StepReport, reports_of, slowdown
-from policy.engine.outliers import REGIONS as PACED_REGIONS
+from policy.engine.performance_model import EngineModel
 from policy.engine.profiles import profile
 from policy.engine.step_samples import StepSample, pool_steps, step_class
-from policy.engine.step_table import GENERIC
+from policy.engine.stragglers import KEPT, REPLICAS, StepReport, reports_of, slowdown
+from policy.engine.stragglers import REGIONS as PACED_REGIONS
 
 SHIPPED = {
     "cpu-1": (profile("cpu-smollm2-135m").model, 32, 128, 150),

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from policy.config.control import SloConfig
 from policy.engine.capacity import FULL, ExpectedLatency, capability, latency_at
-from policy.engine.model import Limits, Timing, Workload
+from policy.engine.performance_model import Limits, Timing, Workload
 from policy.engine.profiles import PROFILES, profile
 from policy.engine.scheduler import Request, Scheduler
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policy.engine import prefix_cache
-from policy.engine.model import BLOCK
+from policy.engine.performance_model import BLOCK
 from policy.engine.prefix_cache import block_hashes
 
 BLOCK_TOKENS = 512

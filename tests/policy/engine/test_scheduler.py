@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policy.engine.model import EngineModel, Limits
+from policy.engine.performance_model import EngineModel, Limits
 from policy.engine.prefix_cache import PrefixCache
 from policy.engine.scheduler import Request, Scheduler, StepResult, StepTimes
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policy.engine.model import EngineModel, Limits, Timing
+from policy.engine.performance_model import EngineModel, Limits, Timing
 from policy.request import Request
 from policy.routing.cost import Candidate, CostEstimate
 from policy.routing.router import (

@@ -18,7 +18,7 @@ from policy.scaling.budget import Allocation
 from policy.scaling.decide import STARVED_S, ModelPolicies, decide_all, workload_of
 from policy.scaling.mode_selection import Candidate, Verdict, evaluate
 from policy.scaling.policies.registry import choose, make
-from policy.scaling.situation import Decision, Memory, Override, Situation
+from policy.scaling.types import Decision, Memory, Override, Situation
 from policy.scaling.view import Supply
 from tests.policy.control_play import (
     BOTH,

@@ -10,7 +10,7 @@ import pytest
 from policy.config.control import ScaleConfig
 from policy.config.deployment import Budget
 from policy.scaling.decide import ModelPolicies, decide_all
-from policy.scaling.situation import Decision, Guardrail, Memory, Override, Situation
+from policy.scaling.types import Decision, Guardrail, Memory, Override, Situation
 from policy.scaling.view import Supply
 from policy.signals.types import Signals
 from tests.policy.control_play import (

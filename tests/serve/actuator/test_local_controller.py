@@ -38,7 +38,7 @@ class Local:
 
     def start(self) -> None:
         """Start it, and return once it answers."""
-        command = [sys.executable, "-m", "serve.controller.local_process", "--state", str(self.state.root)]
+        command = [sys.executable, "-m", "serve.controller.process", "--state", str(self.state.root)]
         with (self.state.logs / "controller.log").open("ab") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log)
         until(self.answers)

@@ -17,7 +17,7 @@ from policy.wire.catalog import Alias, Catalog
 from policy.wire.controller import AddRequest
 from serve.adapters.add_job import AddJob, ImportedAdapter
 from serve.adapters.library import ADDS_AT_ONCE, AdapterLibrary
-from store.progress import Progress
+from store.preparation_progress import Progress
 from tests.serve.fake_shelf import FakeShelf, digest_of
 from tests.serve.sim_documents import deployment, sim_model
 

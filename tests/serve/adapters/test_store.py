@@ -14,8 +14,8 @@ from policy.errors import AdapterRefused, AdapterUnknown
 from serve.adapters import store
 from serve.adapters.store import AdapterStore
 from store.adapters import FILES
-from store.adapters.base_model import BaseModel
-from store.progress import Prepared, Progress
+from store.adapters.base_model_shapes import BaseModel
+from store.preparation_progress import Prepared, Progress
 from store.state_dir import StateDir
 from tests.serve.sim_documents import deployment, sim_model
 from tests.store.adapters.making import files, write

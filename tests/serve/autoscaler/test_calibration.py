@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from policy.config.deployment import ModelSpec
-from policy.engine.model import EngineModel
+from policy.engine.performance_model import EngineModel
 from policy.engine.profiles import shipped
 from policy.engine.step_samples import StepSample
 from policy.types import ReplicaPhase

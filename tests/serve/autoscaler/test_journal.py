@@ -9,11 +9,11 @@ import msgspec
 import pytest
 
 from policy.config.deployment import Budget
-from policy.scaling.situation import Memory
+from policy.scaling.types import Memory
 from serve.autoscaler import journal
 from serve.autoscaler.journal import DecisionRound, Journal, Policies, replayed
 from serve.autoscaler.policies import policies_for
-from serve.controller_api import SwitchOutcome
+from serve.controller_messages import SwitchOutcome
 from store import log_file
 from tests.serve.plane import Plane
 from tests.serve.sim_documents import document, sim_model

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from policy.engine.model import EngineModel, Limits, Timing
+from policy.engine.latency_estimate import GENERIC
+from policy.engine.performance_model import EngineModel, Limits, Timing
 from policy.engine.profiles import profile, shipped
 from policy.engine.step_samples import StepSample
-from policy.engine.step_table import GENERIC
-from policy.scaling.situation import ModeOption
+from policy.scaling.types import ModeOption
 from policy.wire.heartbeat import Heartbeat
 from policy.wire.reports import EngineReport, PowerReport
 from tests.serve.plane import Plane

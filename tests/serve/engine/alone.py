@@ -15,7 +15,7 @@ import yaml
 from policy.document.parse import parse
 from serve.host.host import ReplicaHost
 from serve.host.weights import Weights
-from store.models.prepare import Origin, prepare
+from store.model_weights.prepare import Origin, prepare
 from store.state_dir import StateDir
 from tests.e2e.stack import ROOT
 from tests.serve.hosts import host_spec

@@ -10,13 +10,13 @@ from typing import Any
 
 import msgspec
 
-from policy.engine.model import Limits, Timing
+from policy.engine.performance_model import Limits, Timing
 from policy.errors import AdapterRefused
 from policy.wire.headers import REFUSAL_HEADER
 from policy.wire.heartbeat import AdapterRef
 from serve.engine.adapters.loader import AdapterLoader
-from serve.engine.guard import Guard
-from serve.engine.port import EngineStats, Message
+from serve.engine.interface import EngineStats, Message
+from serve.engine.request_guard import Guard
 
 TIMING = Timing(limits=Limits(max_num_batched_tokens=256, max_num_seqs=8, kv_tokens=4096))
 

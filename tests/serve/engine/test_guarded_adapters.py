@@ -13,8 +13,8 @@ import pytest
 from policy.errors import EngineFailed
 from policy.types import ReplicaPhase
 from policy.wire.headers import ADAPTER_HEADER, PREFILL_HEADER, SECRET_HEADER
-from serve.engine.guard import Guard
-from serve.engine.port import Receive, Scope, Send
+from serve.engine.interface import Receive, Scope, Send
+from serve.engine.request_guard import Guard
 from tests.serve.engine.fakes import Replica, Request, digest, quiet, replica, served, until
 
 

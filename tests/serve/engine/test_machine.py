@@ -10,8 +10,8 @@ import msgspec
 import pytest
 
 from policy.types import EngineKind
+from serve.engine.interface import EngineSpec
 from serve.engine.main import describe_machine
-from serve.engine.port import EngineSpec
 from tests.serve.sim_driver import spec
 
 

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from policy.errors import AdapterRefused, EngineFailed
-from serve.engine.port import Engine
+from serve.engine.interface import Engine
 from tests.serve.sim_driver import FROZEN, OpenRequest, client_of, engine_of, spec, until
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from policy.config.deployment import Sim
 from policy.errors import ConfigError, EngineFailed
-from serve.engine.port import Engine
+from serve.engine.interface import Engine
 from serve.engine.sim import create
 from tests.serve.sim_driver import client_of, engine_of, events_of, spec
 

@@ -11,10 +11,10 @@ from policy.errors import EngineFailed
 from policy.types import ReplicaPhase
 from policy.wire.headers import CANARY_HEADER
 from serve.engine.adapters.loader import AdapterLoader
-from serve.engine.guard import Guard
+from serve.engine.request_guard import Guard
 from serve.engine.sleep import SleepControl
 from tests.serve.engine.fakes import FakeFiles, Request, wanted
-from tests.serve.engine.test_guard import CHAT, SECRET, Held, in_flight
+from tests.serve.engine.test_request_guard import CHAT, SECRET, Held, in_flight
 
 READY, DRAINING, ASLEEP = ReplicaPhase.READY, ReplicaPhase.DRAINING, ReplicaPhase.ASLEEP
 LONG_S = 3600.0

@@ -7,7 +7,7 @@ import asyncio
 import msgspec
 import pytest
 
-from policy.engine.model import EngineModel, Limits
+from policy.engine.performance_model import EngineModel, Limits
 from policy.engine.step_samples import StepSample
 from policy.types import Load, Replica, ReplicaPhase
 from policy.wire.heartbeat import Heartbeat

@@ -12,7 +12,7 @@ import yaml
 
 from policy.errors import EngineFailed
 from policy.types import EngineKind, Runner
-from serve.engine.port import EngineSpec
+from serve.engine.interface import EngineSpec
 from tests.e2e.stack import ROOT
 
 pytest.importorskip("vllm", reason="vLLM is not installed")

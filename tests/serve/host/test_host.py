@@ -23,8 +23,8 @@ from policy.wire.reports import EngineReport
 from serve.engine.main import Event
 from serve.host.host import HostSpec, ReplicaHost
 from serve.host.weights import Weights
-from store.models.prepare import Origin
-from store.progress import Prepared, Progress, Report
+from store.model_weights.prepare import Origin
+from store.preparation_progress import Prepared, Progress, Report
 from tests.serve.hosts import WITHIN_S, client, host_spec, prompt
 from tests.serve.sim_documents import deployment, sim_model
 

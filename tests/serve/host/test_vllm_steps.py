@@ -10,8 +10,8 @@ import httpx
 import pytest
 
 from policy.engine.calibration import Calibration
+from policy.engine.latency_estimate import GENERIC
 from policy.engine.step_samples import StepSample
-from policy.engine.step_table import GENERIC
 from policy.types import StartPath
 from policy.wire.headers import SECRET_HEADER
 from policy.wire.reports import EngineReport

@@ -19,8 +19,8 @@ from policy.types import ReplicaPhase
 from serve.host import weights
 from serve.host.weights import Resolver, Weights, prepare_verified
 from serve.state.targets import Target
-from store.models.prepare import Origin
-from store.progress import Prepared
+from store.model_weights.prepare import Origin
+from store.preparation_progress import Prepared
 from tests.serve.plane import NEW_SMALL, READY, SMALL, Plane
 from tests.serve.sim_documents import deployment, document, sim_model
 

@@ -9,10 +9,10 @@ import msgspec
 import pytest
 
 from policy.config.deployment import ModelSpec
-from policy.config.generation import digest
+from policy.config.model_revision import digest
 from policy.errors import TargetError
 from policy.scaling.rollout import LayerKey
-from serve.actuator.port import Held
+from serve.actuator.interface import Held
 from serve.state.targets import DesiredMode, Target, Targets, first_target, found_target
 from store.state_dir import StateDir
 from tests.serve.sim_documents import deployment, sim_model

@@ -15,8 +15,8 @@ from policy.config.deployment import Deployment
 from policy.document.parse import parse
 from policy.errors import ConfigError
 from policy.scaling.policies.registry import choose, make
-from sim.arrival import Arrival
 from sim.benchmarks.modes import BY_LOAD, WINDOW_S, compare, curves, fixed_mode
+from sim.request_arrival import Arrival
 from sim.results.comparison import PolicyEntry
 from sim.twin.record import Record
 from sim.twin.run import simulate

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from policy.engine.model import EngineModel, Limits
+from policy.engine.performance_model import EngineModel, Limits
 from policy.engine.scheduler import Request, Scheduler
 from policy.engine.step_samples import StepSample
 from sim.calibration.fit import Observation

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from policy.engine.model import EngineModel, Limits
+from policy.engine.performance_model import EngineModel, Limits
 from policy.engine.profiles import profile
 from policy.engine.step_samples import StepSample
 from policy.errors import PreconditionFailed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from policy.engine.model import EngineModel, Limits, Slo
+from policy.engine.performance_model import EngineModel, Limits, Slo
 from policy.engine.profiles import PROFILES, profile
 from sim.calibration.load_points import POINTS, PlannedPoints, Point, closed_loop, plan_points, share_time
 

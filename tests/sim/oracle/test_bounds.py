@@ -11,13 +11,13 @@ from policy.config.deployment import Deployment
 from policy.document.parse import parse
 from policy.errors import TargetError
 from policy.scaling.policies.static import Static, StaticParameters
-from sim.arrival import Arrival
 from sim.oracle import replica_capacity
 from sim.oracle.bounds import bounds_of
 from sim.oracle.replica_capacity import attained_rate
+from sim.request_arrival import Arrival
 from sim.twin.run import simulate
 from sim.twin.scenario import EARTH
-from sim.workload.survey import ModelNames, survey
+from sim.workload.trace_statistics import ModelNames, survey
 
 # One in a second for the first four minutes, four in a second after.
 STEP_S, ENDS_S = 240, 480

@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from policy.document.parse import parse
-from sim.arrival import Arrival
 from sim.oracle import replica_capacity
 from sim.oracle.replica_capacity import AGAIN, MOST_S, attained_rate, rate_attaining
+from sim.request_arrival import Arrival
 from sim.twin import run as twin
 from sim.twin.record import Record
-from sim.workload.survey import ModelNames, survey
+from sim.workload.trace_statistics import ModelNames, survey
 
 GIANT = Arrival(0.0, 10_000_000, 20)
 

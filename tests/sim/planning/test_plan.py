@@ -15,11 +15,10 @@ from hypothesis import strategies as st
 
 from policy.config.deployment import Deployment, Price
 from policy.document.parse import parse
-from policy.engine.model import Workload
+from policy.engine.performance_model import Workload
 from policy.engine.power import power_model_of
 from policy.engine.profiles import shipped
 from policy.errors import ConfigError
-from sim.arrival import Arrival
 from sim.planning.candidates import Basis, Candidate, candidates
 from sim.planning.demand import (
     CHUNK_BYTES,
@@ -35,10 +34,11 @@ from sim.planning.demand import (
 from sim.planning.plan import fewest_of, plan
 from sim.planning.result import WEEKS_PER_MONTH, Need, PlanRequest, schedule
 from sim.planning.trial import DEPTH, Trials, fewest
+from sim.request_arrival import Arrival
 from sim.workload.traces.open import open_trace
 from sim.workload.transforms import scale_rate, slice_trace
-from tests.policy.engine.test_model_file import content
-from tests.policy.engine.test_model_file import spec as calibrated
+from tests.policy.engine.test_performance_model_file import content
+from tests.policy.engine.test_performance_model_file import spec as calibrated
 from tests.serve.sim_driver import client_of, engine_of, spec
 
 

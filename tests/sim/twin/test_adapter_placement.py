@@ -8,12 +8,11 @@ import pytest
 
 from policy.config.deployment import Deployment
 from policy.document.parse import parse
-from policy.engine.model import Timing
+from policy.engine.performance_model import Timing
 from policy.engine.profiles import profile
 from policy.hashing import hash_name
 from policy.placement.types import Host
 from policy.scaling.policies.registry import choose, make
-from sim.arrival import Arrival
 from sim.benchmarks.adapters.benchmark import LOAD_S, PROFILE, RunOutcome, arrivals, run_events, traffic
 from sim.benchmarks.adapters.contenders import (
     LeastLoaded,
@@ -22,6 +21,7 @@ from sim.benchmarks.adapters.contenders import (
     ReplicaSetup,
     ServeMultiplex,
 )
+from sim.request_arrival import Arrival
 from sim.twin.adapters import TwinPlacement, TwinSlots
 from sim.twin.record import Record
 from sim.twin.run import simulate

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from policy.engine.model import EngineModel, Limits, Timing
+from policy.engine.performance_model import EngineModel, Limits, Timing
 from policy.engine.scheduler import Scheduler
 from sim.twin.engine import Engine, Event, Job, Kind
 

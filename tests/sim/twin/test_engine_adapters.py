@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policy.engine.model import Timing
+from policy.engine.performance_model import Timing
 from policy.engine.profiles import profile
 from policy.placement.slots import HALF_LIFE_S, PREFETCH_PAUSE
 from sim.twin.adapters import InTurnSlots, LeastRecentlyUsedSlots, TwinSlots

@@ -10,8 +10,8 @@ from policy.config.control import SloConfig
 from policy.document.parse import parse
 from policy.engine.profiles import max_request_tokens, shipped
 from policy.scaling.policies.registry import choose, make
-from sim.arrival import Arrival
 from sim.planning.demand import met_alone
+from sim.request_arrival import Arrival
 from sim.twin.record import Outcome
 from sim.twin.run import simulate
 from sim.twin.scenario import Crash, Scenario

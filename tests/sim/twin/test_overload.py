@@ -11,7 +11,7 @@ import pytest
 from policy.config.deployment import Deployment
 from policy.document.parse import parse
 from policy.scaling.policies.registry import choose, make
-from sim.arrival import Arrival
+from sim.request_arrival import Arrival
 from sim.twin.record import Outcome, Requests
 from sim.twin.run import simulate
 from tests.sim.twin.test_run import arrivals, steps

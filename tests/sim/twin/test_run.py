@@ -15,7 +15,7 @@ from policy.document.parse import parse
 from policy.errors import ConfigError
 from policy.scaling.policies.registry import choose, make
 from serve.state.targets import first_target
-from sim.arrival import Arrival
+from sim.request_arrival import Arrival
 from sim.twin.record import Outcome, Record
 from sim.twin.run import simulate
 from sim.twin.scenario import Crash, Scenario, Slowdown

@@ -14,7 +14,7 @@ import pytest
 
 from policy.errors import ConfigError
 from policy.wire.capture import BLOCK_TOKENS
-from sim.arrival import Arrival
+from sim.request_arrival import Arrival
 from sim.workload.generators.arrivals import Diurnal, Flash, Ramp, RateShape, arrival_times
 from sim.workload.generators.distributions import (
     Length,

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from policy.wire.capture import CaptureLine
-from sim.workload.file import Spec
 from sim.workload.traces.open import open_trace
+from sim.workload.workload_spec import Spec
 from tests.test_configuration_reference import ROOT, default_of, kind_of, sections
 
 PAGE = (Path(__file__).parents[3] / "docs" / "traces.md").read_text()

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from store.adapters import CONFIG, WEIGHTS
-from store.adapters.base_model import BaseModel
+from store.adapters.base_model_shapes import BaseModel
 from store.adapters.import_adapter import ImportLimits
 from store.adapters.validate import ValidationLimits
 

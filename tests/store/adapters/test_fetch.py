@@ -24,7 +24,7 @@ from store.adapters.blobs import Blobs
 from store.adapters.fetch import fetch
 from store.adapters.fetch_job import FetchJob, redacted
 from store.adapters.import_adapter import import_adapter
-from store.progress import Progress
+from store.preparation_progress import Progress
 from tests.store.adapters.making import LIMITS, TERMS, files, tarred, write, zipped
 
 ARCHIVE = zipped(files())

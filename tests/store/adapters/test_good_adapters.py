@@ -12,11 +12,11 @@ import pytest
 
 from policy.errors import AdapterRefused
 from store.adapters import CONFIG, FILES, WEIGHTS
-from store.adapters.base_model import BaseModel
+from store.adapters.base_model_shapes import BaseModel
 from store.adapters.blobs import Blobs
 from store.adapters.import_adapter import ImportLimits, import_adapter
 from store.adapters.validate import AdapterFacts, validate
-from store.progress import Progress
+from store.preparation_progress import Progress
 from tests.store.adapters.making import (
     BASE,
     CONFIGURATION,

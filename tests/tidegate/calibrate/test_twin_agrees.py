@@ -8,7 +8,7 @@ from statistics import median
 
 import pytest
 
-from policy.engine.model import Timing
+from policy.engine.performance_model import Timing
 from policy.engine.prefix_cache import PrefixCache, block_hashes
 from policy.engine.profiles import profile
 from policy.engine.scheduler import Request, Scheduler
@@ -16,7 +16,7 @@ from policy.scaling.policies.registry import choose, make
 from sim.twin.engine import Engine, Job, Kind
 from tests.tidegate.conftest import Site
 from tidegate.calibrate.twin_check import check, recorded_run
-from tidegate.document import load
+from tidegate.deployment_file import load
 
 pytestmark = [pytest.mark.process, pytest.mark.long]
 

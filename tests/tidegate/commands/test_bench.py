@@ -11,7 +11,7 @@ import yaml
 from click.testing import CliRunner, Result
 
 from policy.document.parse import parse
-from sim.workload.file import read_workload
+from sim.workload.workload_spec import read_workload
 from tidegate.cli import group
 from tidegate.exit_codes import Exit, exit_of
 from tidegate.supervisor.children import ROOT

@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 
 from policy.errors import ConfigError
 from tidegate.cli import group
-from tidegate.document import load
+from tidegate.deployment_file import load
 from tidegate.supervisor.children import ROOT
 
 DEPLOYMENTS = sorted((ROOT / "deployments").glob("*.yaml"))

@@ -19,11 +19,11 @@ from policy.config.control import GuardConfig, SloConfig
 from policy.config.deployment import Budget
 from policy.engine.capacity import Capability
 from policy.errors import TargetError, Unreachable
-from policy.scaling.situation import Decision, Guardrail, Limit, Situation
+from policy.scaling.types import Decision, Guardrail, Limit, Situation
 from policy.scaling.view import Proposal, Supply
 from policy.signals.types import Shares, Signals
 from serve.autoscaler.journal import DecisionRound, Journal
-from serve.controller_api import LoggedDecision, SwitchOutcome
+from serve.controller_messages import LoggedDecision, SwitchOutcome
 from store.state_dir import StateDir
 from tests.tidegate.decisions import (
     DEMAND,

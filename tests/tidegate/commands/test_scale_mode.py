@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from policy.scaling.situation import Override
-from serve.controller_api import ModelStatus
+from policy.scaling.types import Override
+from serve.controller_messages import ModelStatus
 from tidegate.cli import group
 from tidegate.commands.fleet import scale_mode
 

@@ -9,9 +9,9 @@ import pytest
 from rich.console import Console
 
 from policy.engine.capacity import Capability
-from policy.scaling.situation import Override
+from policy.scaling.types import Override
 from policy.types import EMPTY_FLEET, Fleet, Load, Replica, ReplicaPhase
-from serve.controller_api import ModelStatus
+from serve.controller_messages import ModelStatus
 from tidegate.commands.fleet.status import StatusData, render
 from tidegate.commands.units import clock
 

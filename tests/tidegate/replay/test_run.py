@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from policy.errors import Unreachable
-from sim.arrival import Arrival
+from sim.request_arrival import Arrival
 from tests.tidegate.replay.endpoint import Endpoint
 from tidegate.replay.endpoint import EndpointRefused, RequestFormat
 from tidegate.replay.http_client import Pool

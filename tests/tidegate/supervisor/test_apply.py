@@ -11,7 +11,7 @@ import pytest
 
 from policy.document.parse import parse
 from store.state_dir import StateDir
-from tidegate.document import Document
+from tidegate.deployment_file import Document
 from tidegate.supervisor.events import Progress
 from tidegate.supervisor.supervisor import Supervisor
 

@@ -19,13 +19,13 @@ from policy.errors import ConfigError, TidegateError
 from policy.scaling.policies.registry import choose
 from serve.autoscaler.policies import policies_for, policies_of
 from store.state_dir import StateDir
-from tidegate import document as documents
+from tidegate import deployment_file
 from tidegate.commands.options import as_json, file_argument
 from tidegate.commands.terminal import console, print_json, table, warn
 from tidegate.commands.units import latency
 from tidegate.exit_codes import Exit
 from tidegate.redaction import redact
-from tidegate.supervisor.socket import SupervisorClient
+from tidegate.supervisor.control_socket import SupervisorClient
 
 POLL_S = 0.2
 
@@ -67,7 +67,7 @@ def _signature(path: Path) -> tuple[int, int, int] | None:
 @click.pass_obj
 def check(_state: StateDir, file: Path, as_json: bool) -> None:
     try:
-        deployment = documents.load(file).deployment
+        deployment = deployment_file.load(file).deployment
         scaling = {spec.name: _scaling(spec) for spec in deployment.models}
     except ConfigError as error:
         if not as_json:
@@ -145,7 +145,7 @@ def _watch(client: SupervisorClient, file: Path, dry_run: bool, as_json: bool) -
 
 def _apply(client: SupervisorClient, file: Path, dry_run: bool, as_json: bool) -> bool:
     """Show the changes and apply them; returns whether none was refused."""
-    document = documents.load(file)
+    document = deployment_file.load(file)
     changes = diff(parse(client.status().document), document.deployment)
     refused = [change for change in changes if change.effect is Effect.RESTART]
     # Sent without changes too: the controller then retries what failed and reads weight directories again.

@@ -22,15 +22,15 @@ from policy.types import Runner
 from store.log_file import RotatingLog
 from store.process import find
 from store.state_dir import StateDir
-from tidegate import document as documents
+from tidegate import deployment_file
 from tidegate.commands.options import FILE, file_argument
 from tidegate.commands.terminal import warn
 from tidegate.exit_codes import Exit
 from tidegate.supervisor.children import ROOT
 from tidegate.supervisor.cleanup import remove_leftovers
+from tidegate.supervisor.control_socket import SupervisorClient
 from tidegate.supervisor.events import Event, Progress
 from tidegate.supervisor.readiness import endpoint
-from tidegate.supervisor.socket import SupervisorClient
 
 _QUESTION = "What is the capital of France?"
 _POLL_S = 0.02
@@ -117,7 +117,7 @@ print(answer.choices[0].message.content)
 @click.pass_obj
 def up(state: StateDir, file: Path | None, foreground: bool, no_ray: bool, timeout_s: float | None) -> None:
     path = _spec_path(state, file)
-    document = documents.load(path, ray=not no_ray)
+    document = deployment_file.load(path, ray=not no_ray)
     if foreground:
         sys.exit(_run(state, document, no_ray, timeout_s))
     client = SupervisorClient(state)
@@ -141,7 +141,7 @@ def up(state: StateDir, file: Path | None, foreground: bool, no_ray: bool, timeo
 @_timeout
 @click.pass_obj
 def run(state: StateDir, file: Path, no_ray: bool, timeout_s: float | None) -> None:
-    sys.exit(_run(state, documents.load(file, ray=not no_ray), no_ray, timeout_s))
+    sys.exit(_run(state, deployment_file.load(file, ray=not no_ray), no_ray, timeout_s))
 
 
 @click.command(help="Stop what `up` or `run` started, and nothing else. No error when nothing is running.")
@@ -181,7 +181,7 @@ def _spec_path(state: StateDir, file: Path | None) -> Path:
     return state.deployment_path
 
 
-def _run(state: StateDir, document: documents.Document, no_ray: bool, timeout_s: float | None) -> int:
+def _run(state: StateDir, document: deployment_file.Document, no_ray: bool, timeout_s: float | None) -> int:
     lock = state.try_lock()
     if lock is None:
         raise PreconditionFailed(f"a supervisor already runs on {state.root}: see `tidegate status`")
@@ -206,7 +206,7 @@ def _run(state: StateDir, document: documents.Document, no_ray: bool, timeout_s:
 
 
 def _start_detached(
-    state: StateDir, path: Path, document: documents.Document, no_ray: bool, timeout_s: float | None
+    state: StateDir, path: Path, document: deployment_file.Document, no_ray: bool, timeout_s: float | None
 ) -> int:
     """Start ``tidegate run`` in a new session and follow its events; Ctrl-C stops it."""
     state.ensure()
@@ -256,7 +256,7 @@ def _events(client: SupervisorClient, process: subprocess.Popen[bytes]) -> Itera
         time.sleep(_POLL_S)
 
 
-def _watch(events: Iterator[Event], document: documents.Document) -> int:
+def _watch(events: Iterator[Event], document: deployment_file.Document) -> int:
     printer = EventPrinter()
     for event in events:
         printer(event)

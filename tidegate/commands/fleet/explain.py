@@ -11,7 +11,7 @@ import click
 
 from policy.errors import Unreachable
 from serve.autoscaler.journal import Journal
-from serve.controller_api import LoggedDecision
+from serve.controller_messages import LoggedDecision
 from store.state_dir import StateDir
 from tidegate.commands.clients import controller_client, stored_deployment
 from tidegate.commands.fleet.explain_view import Aftermath, render_decision, verdict

@@ -14,10 +14,10 @@ from rich.text import Text
 from policy.config.control import SloConfig
 from policy.engine.capacity import Capability
 from policy.scaling.guardrails import override_in_force
-from policy.scaling.situation import Decision, Guardrail, Limit, ModeForecast, Override, Situation
+from policy.scaling.types import Decision, Guardrail, Limit, ModeForecast, Override, Situation
 from policy.scaling.view import Proposal, Supply
 from policy.signals.types import Demand, LatencyQuantiles, ReplicaSample
-from serve.controller_api import LoggedDecision
+from serve.controller_messages import LoggedDecision
 from tidegate.commands.fleet.status import describe_switch_block
 from tidegate.commands.terminal import table
 from tidegate.commands.units import age, clock, latency, plural, rate

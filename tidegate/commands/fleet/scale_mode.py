@@ -10,7 +10,7 @@ import click
 from policy.config.deployment import MODES
 from policy.errors import TargetError
 from serve.controller.client import ControllerClient
-from serve.controller_api import ModelStatus
+from serve.controller_messages import ModelStatus
 from store.state_dir import StateDir
 from tidegate.commands.clients import controller_client
 from tidegate.commands.options import as_json

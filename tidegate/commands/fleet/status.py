@@ -19,14 +19,14 @@ from policy.engine.capacity import Capability
 from policy.errors import Unreachable
 from policy.types import EMPTY_FLEET, Fleet, Load, Replica, ReplicaPhase
 from serve.controller.client import ControllerClient
-from serve.controller_api import ModelStatus
+from serve.controller_messages import ModelStatus
 from store.state_dir import StateDir
 from tidegate.commands.options import as_json
 from tidegate.commands.terminal import console, print_json, table, warn
 from tidegate.commands.units import age, clock, rate
 from tidegate.exit_codes import Exit
 from tidegate.redaction import redact
-from tidegate.supervisor.socket import ProcessStatus, SupervisorClient, SupervisorStatus
+from tidegate.supervisor.control_socket import ProcessStatus, SupervisorClient, SupervisorStatus
 
 
 class _AdminReplica(msgspec.Struct, frozen=True):

@@ -12,7 +12,6 @@ from rich.table import Table
 
 from policy.errors import ConfigError, TargetError
 from policy.scaling.policies import registry
-from sim.arrival import Arrival
 from sim.benchmarks.adapters.benchmark import NAMES as ROUTINGS
 from sim.benchmarks.adapters.benchmark import Comparison, Fleet, RunOutcome, compare_seeds, traffic
 from sim.benchmarks.modes import BY_LOAD, ModeBenchmark, compare, curves
@@ -24,12 +23,13 @@ from sim.benchmarks.policies.setup import TraceHalf, setup_of
 from sim.benchmarks.policies.sizing import ReplicaSize, size_of
 from sim.charts.figure import Panel, bars
 from sim.charts.table import percent, seconds
+from sim.request_arrival import Arrival
 from sim.results.comparison import PolicyEntry
 from sim.results.series import clock
 from sim.twin.record import Record
 from sim.twin.run import simulate
-from sim.workload.file import arrivals_of
-from tidegate import document
+from sim.workload.workload_spec import arrivals_of
+from tidegate import deployment_file
 from tidegate.commands.options import (
     Listed,
     OutputFile,
@@ -217,7 +217,7 @@ def _ranking_row(ranking: Ranking) -> tuple[str, ...]:
 @plot_option("a chart")
 @as_json
 def modes(*, file: Path, trace: Path, seeds: int, seed: int, plot: Path | None, as_json: bool) -> None:
-    deployment = simulated_policy(document.load(file, ray=False).deployment)
+    deployment = simulated_policy(deployment_file.load(file, ray=False).deployment)
     (automatic,) = policy_entries(deployment, [], warn)
     ends_at = max((arrival.at for arrival in arrivals_of(trace, seed)), default=None)
     if ends_at is None:

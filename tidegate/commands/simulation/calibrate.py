@@ -11,11 +11,11 @@ import click
 from rich.table import Table
 
 from policy.config.deployment import Deployment
-from policy.engine.model_file import ModelFile, encode, model_file
+from policy.engine.performance_model_file import ModelFile, encode, model_file
 from serve.controller.client import ControllerClient
 from sim.calibration.quantiles import curves
 from store.state_dir import StateDir, write_atomic
-from tidegate import document as documents
+from tidegate import deployment_file
 from tidegate.calibrate.calibration import CalibrationRun, served_shape
 from tidegate.calibrate.twin_check import Check, calibrated_model, check, recorded_run
 from tidegate.commands.clients import stored_deployment
@@ -79,7 +79,9 @@ def calibrate(
         raise click.UsageError("--check needs the calibrated performance model: --profile FILE")
     if record is not None and profile is not None:
         deployment = (
-            stored_deployment(state) if document is None else documents.load(document, ray=False).deployment
+            stored_deployment(state)
+            if document is None
+            else deployment_file.load(document, ray=False).deployment
         )
         _check(deployment, model, record=record, profile=profile, plot=plot, as_json=as_json)
         return

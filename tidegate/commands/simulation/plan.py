@@ -8,21 +8,21 @@ from pathlib import Path
 import click
 
 from policy.config.deployment import Deployment, ModelSpec, Price
-from policy.engine.model import Workload
+from policy.engine.performance_model import Workload
 from policy.errors import ConfigError
-from sim.arrival import Arrival
 from sim.planning.candidates import candidates
 from sim.planning.demand import demand_of, describe
 from sim.planning.plan import plan as make_plan
 from sim.planning.result import PlanRequest
 from sim.planning.trial import Trials
+from sim.request_arrival import Arrival
 from sim.results.series import clock
-from sim.workload.file import arrivals_of
-from sim.workload.survey import ModelNames
+from sim.workload.trace_statistics import ModelNames
 from sim.workload.traces.open import notes, opened
 from sim.workload.transforms import scale_rate, slice_trace
+from sim.workload.workload_spec import arrivals_of
 from store.state_dir import StateDir
-from tidegate import document
+from tidegate import deployment_file
 from tidegate.commands.options import (
     Listed,
     Real,
@@ -123,7 +123,7 @@ def plan(
         raise click.UsageError("no load: give either --trace, or --rps with --input and --output")
     if upstream_price is not None and len(upstream_price) != 2:
         raise click.BadParameter("expected two prices, input and output", param_hint="--upstream-price")
-    deployment = document.load(file, ray=False).deployment
+    deployment = deployment_file.load(file, ray=False).deployment
     spec = deployment.models[0] if model is None else deployment.model(model)
     if spec.control.slo.ttft_p95_s is None and spec.control.slo.itl_p95_s is None:
         raise ConfigError(f"models[{spec.name}].control.slo", None, "ttft_p95_s or itl_p95_s to plan for")

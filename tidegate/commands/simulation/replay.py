@@ -17,10 +17,10 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
-from sim.arrival import Arrival
-from sim.workload.file import arrivals_of
+from sim.request_arrival import Arrival
 from sim.workload.traces.open import notes, opened
 from sim.workload.transforms import scale_rate, slice_trace
+from sim.workload.workload_spec import arrivals_of
 from tidegate.commands.options import (
     OutputFile,
     Url,

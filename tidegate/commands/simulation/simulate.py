@@ -13,21 +13,21 @@ import msgspec
 
 from policy.engine.profiles import max_request_tokens
 from policy.errors import ConfigError, TargetError
-from sim.arrival import Arrival
 from sim.charts.page import page
 from sim.charts.table import describe_bounds, figures
 from sim.oracle.bounds import Bounds, bounds_of
+from sim.request_arrival import Arrival
 from sim.results.comparison import PolicyComparison, compare
 from sim.results.series import clock
 from sim.twin.record import Record
 from sim.twin.run import simulate as run
 from sim.twin.scenario import EARTH, scenario_of
-from sim.workload.file import arrivals_of
-from sim.workload.survey import ModelNames, survey
+from sim.workload.trace_statistics import ModelNames, survey
 from sim.workload.traces.open import notes, opened
 from sim.workload.transforms import slice_trace
+from sim.workload.workload_spec import arrivals_of
 from store.state_dir import StateDir
-from tidegate import document as documents
+from tidegate import deployment_file
 from tidegate.commands.options import (
     FILE,
     OutputFile,
@@ -88,7 +88,7 @@ def simulate(
     log: Path | None,
     as_json: bool,
 ) -> None:
-    deployment = simulated_policy(documents.load(file, ray=False).deployment)
+    deployment = simulated_policy(deployment_file.load(file, ray=False).deployment)
     given = [each for text in policies for each in choices("--policy", text)]
     given += choices("--compare", several) if several is not None else []
     compared = policy_entries(deployment, given, warn)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import random
 
-from policy.engine.model import Timing
+from policy.engine.performance_model import Timing
 from policy.engine.profiles import profile
-from sim.arrival import Arrival
 from sim.benchmarks.adapters.contenders import CONTROL_S, PUSH_S, LeastLoaded, ReplicaSetup, ServeMultiplex
+from sim.request_arrival import Arrival
 from sim.twin.engine import Engine, Job
 
 PROFILE = profile("sim-small")

@@ -12,7 +12,7 @@ import pytest
 
 from policy.errors import ConfigError, TraceError
 from policy.wire.capture import BLOCK_TOKENS
-from sim.arrival import Arrival
+from sim.request_arrival import Arrival
 from sim.workload.traces.open import notes, open_trace, opened
 from sim.workload.traces.reader import MAX_LINE_BYTES
 

@@ -1,0 +1,182 @@
+"""Layers of a shared GPU group, over any actuator: only the group is deployed, and counts are orders to it.
+
+For the actuator below, a group is one replica of the largest shape. The number of engines of each layer that
+are awake is stored on disk first, and then sent in every answer to a heartbeat.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+import msgspec
+
+from policy.config.deployment import ModelSpec
+from policy.config.model_revision import digest as digest_of
+from policy.config.shared_gpus import GpuGroup, gpu_group_of
+from policy.errors import ActuatorFailed
+from policy.scaling.rollout import LayerKey
+from policy.types import Replica
+from serve.actuator.interface import Actuator, Held
+from serve.host.weights import Weights
+from store.state_dir import StateDir
+
+log = logging.getLogger("tidegate.controller")
+
+
+class GroupRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """A group and its layer ``key`` in the actuator below; ``wanted`` is the awake count of each shape.
+
+    A group without layers is being deleted.
+    """
+
+    key: LayerKey
+    plan: GpuGroup
+    wanted: dict[str, int]
+    digests: dict[str, str]
+
+
+class SharedGpuActuator:
+    """The actuator port over another one; layers outside a group pass through.
+
+    A group whose engines are all asleep keeps its GPUs, unless another revision of its model needs them.
+    """
+
+    def __init__(self, actuator: Actuator, state: StateDir) -> None:
+        self.name = actuator.name
+        self._inner = actuator
+        self._state = state
+        self._path = state.root / "beds.json"
+        self._records = {record.key: record for record in self._read()}
+
+    def awake(self, replica: Replica) -> dict[str, int] | None:
+        """The desired awake count of each shape in the group of ``replica``, if it is in one."""
+        key = LayerKey(replica.model, replica.shape, replica.generation)
+        record = self._of(key)
+        if record is None or replica.shape not in record.plan.engines:
+            return None
+        return {shape: record.wanted.get(shape, 0) for shape in record.plan.engines}
+
+    async def layers(self) -> Mapping[LayerKey, Held]:
+        inner = dict(await self._inner.layers())
+        found: dict[LayerKey, Held] = {}
+        for key, record in tuple(self._records.items()):
+            held = inner.pop(key, None)
+            if not record.wanted:
+                await self._end(key, there=held is not None)
+            elif held is not None:
+                for shape, wanted in record.wanted.items():
+                    found[LayerKey(key.model, shape, key.generation)] = msgspec.structs.replace(
+                        held, wanted=wanted, digest=record.digests[shape], sleeps=held.wanted > 0
+                    )
+        return inner | found
+
+    async def deploy(
+        self, key: LayerKey, model: ModelSpec, weights: Weights | None, digest: str, count: int
+    ) -> None:
+        plan, record = gpu_group_of(model), self._of(key)
+        if record is None and (plan is None or key.shape not in plan.engines):
+            await self._free(key)
+            await self._inner.deploy(key, model, weights, digest, count)
+            return
+        there = record is not None and record.key in await self._inner.layers()
+        if record is not None and there and key.shape in record.wanted:
+            return
+        if record is None or not there:
+            assert plan is not None
+            # The digest of the shape is followed by that of the weights.
+            of_weights = digest[len(digest_of(model, key.shape)) :]
+            record = GroupRecord(
+                key=LayerKey(key.model, plan.shape, key.generation),
+                plan=plan,
+                wanted=dict.fromkeys(plan.engines, 0),
+                digests={shape: digest_of(model, shape) + of_weights for shape in plan.engines},
+            )
+        self._put(
+            msgspec.structs.replace(
+                record,
+                wanted=record.wanted | {key.shape: count},
+                digests=record.digests | {key.shape: digest},
+            )
+        )
+        await self._free(record.key)
+        if there:
+            await self._inner.scale(record.key, 1)
+        else:
+            await self._inner.deploy(record.key, model, weights, record.digests[record.plan.shape], 1)
+
+    async def scale(self, key: LayerKey, count: int) -> None:
+        record = self._of(key)
+        if record is None:
+            if count:
+                await self._free(key)
+            await self._inner.scale(key, count)
+            return
+        if key.shape not in record.wanted or record.key not in await self._inner.layers():
+            raise ActuatorFailed(f"there is no layer {key} to scale")
+        self._put(msgspec.structs.replace(record, wanted=record.wanted | {key.shape: count}))
+        if count:
+            await self._free(record.key)
+            await self._inner.scale(record.key, 1)
+
+    async def delete(self, key: LayerKey) -> None:
+        record = self._of(key)
+        if record is None:
+            await self._inner.delete(key)
+            return
+        left = {shape: wanted for shape, wanted in record.wanted.items() if shape != key.shape}
+        self._put(msgspec.structs.replace(record, wanted=left))
+        if not left:
+            await self._end(record.key, there=True)
+
+    async def stop(self) -> None:
+        await self._inner.stop()
+        self._records.clear()
+        self._save()
+
+    async def close(self) -> None:
+        await self._inner.close()
+
+    async def _end(self, key: LayerKey, *, there: bool) -> None:
+        """Delete a group without layers; its record last, so that none is forgotten."""
+        if there:
+            await self._inner.delete(key)
+        self._records.pop(key, None)
+        self._save()
+
+    async def _free(self, key: LayerKey) -> None:
+        """Free the GPUs of groups of other revisions that are all asleep, for ``key``."""
+        idle = [
+            other
+            for other, record in self._records.items()
+            if other.model == key.model
+            and other.generation != key.generation
+            and not any(record.wanted.values())
+        ]
+        inner = await self._inner.layers() if idle else {}
+        for other in idle:
+            if other in inner and inner[other].wanted:
+                await self._inner.scale(other, 0)
+
+    def _of(self, key: LayerKey) -> GroupRecord | None:
+        """The group that may contain the layer ``key``."""
+        for record in self._records.values():
+            same = (record.key.model, record.key.generation) == (key.model, key.generation)
+            if same and key.shape in record.plan.engines:
+                return record
+        return None
+
+    def _put(self, record: GroupRecord) -> None:
+        self._records[record.key] = record
+        self._save()
+
+    def _save(self) -> None:
+        self._state.save(self._path, list(self._records.values()))
+
+    def _read(self) -> list[GroupRecord]:
+        try:
+            return self._state.load(self._path, list[GroupRecord]) or []
+        except msgspec.DecodeError as error:
+            # Written by another version: the groups continue as single replicas of the largest shape.
+            log.warning("%s cannot be read: %s", self._path, error)
+            return []

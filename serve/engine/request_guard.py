@@ -1,0 +1,346 @@
+"""The guard: the only way into an engine's app. It authenticates, counts, refuses and drains requests."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import math
+import re
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import msgspec
+
+from policy.engine.performance_model import Timing
+from policy.errors import AdapterRefused, EngineFailed, Refusal
+from policy.types import Load, ReplicaPhase
+from policy.wire.catalog import DIGEST, NAME
+from policy.wire.headers import (
+    ADAPTER_HEADER,
+    CANARY_HEADER,
+    PREFILL_HEADER,
+    PREFIX_HEADER,
+    REFUSAL_HEADER,
+    SECRET_HEADER,
+)
+from policy.wire.load import COALESCE_S, LoadLine
+from serve.engine.adapters.loader import AdapterLoader
+from serve.engine.interface import ALLOWED, Engine, Message, Receive, Scope, Send
+
+_CANARY, _REFUSAL, _SECRET = CANARY_HEADER.encode(), REFUSAL_HEADER.encode(), SECRET_HEADER.encode()
+_PREFILL, _PREFIX, _NEEDS = PREFILL_HEADER.encode(), PREFIX_HEADER.encode(), ADAPTER_HEADER.encode()
+_ADAPTER = re.compile(f"({NAME.pattern})@({DIGEST.pattern})")
+
+# A load line is sent at least this often, so that a reader can tell an idle replica from a dead one.
+HEARTBEAT_S = 1.0
+# Prefixes kept for load lines; a new reader of the stream receives at most this many.
+MAX_NEWS = 512
+# A request that arrived less than this ago may not be in the engine's own count yet.
+ON_ITS_WAY_S = 0.05
+
+
+class Guard:
+    """ASGI middleware that owns a replica's in-flight count.
+
+    Gateways route by this count. It is incremented before the engine's app sees a request and decremented
+    when the app has finished it, however it ended.
+    """
+
+    def __init__(
+        self, engine: Engine, adapters: AdapterLoader, *, secret: str, bound: int, clock: Callable[[], float]
+    ) -> None:
+        self._engine = engine
+        self._adapters = adapters
+        self._secret = secret.encode()
+        self._bound = bound
+        self._clock = clock
+        self._in_flight = 0
+        self._emptied = asyncio.Event()
+        self._serving: set[asyncio.Task[Any]] = set()
+        # Prefill estimates of requests whose answer has not started, with their arrival.
+        self._prefills: dict[_Answer, tuple[int, float]] = {}
+        self._news: deque[int] = deque(maxlen=MAX_NEWS)
+        self._newsworthy = 0
+        self._state = ReplicaPhase.STARTING
+        self._changed = asyncio.Event()
+        adapters.watch(self._notify)
+
+    @property
+    def state(self) -> ReplicaPhase:
+        return self._state
+
+    def become(self, state: ReplicaPhase) -> None:
+        """Move to ``state``; a draining replica never becomes ready again."""
+        if self._state is ReplicaPhase.DRAINING and state is ReplicaPhase.READY:
+            return
+        self._state = state
+        self._notify()
+
+    def reopen(self) -> None:
+        """Serve again after a drain that was only meant to end in sleep."""
+        if self._state is ReplicaPhase.DRAINING:
+            self._state = ReplicaPhase.READY
+            self._notify()
+
+    async def emptied(self) -> None:
+        """Return when no request is in flight."""
+        while self._in_flight:
+            self._emptied.clear()
+            await self._emptied.wait()
+
+    def cut(self) -> None:
+        """Cancel every request that is in flight: the drain timeout has passed."""
+        for task in self._serving:
+            task.cancel()
+
+    def line(self) -> LoadLine:
+        """The current load."""
+        stats = self._engine.stats()
+        load = Load(
+            at=self._clock(),
+            in_flight=self._in_flight,
+            bound=self._bound,
+            running=stats.running,
+            waiting=stats.waiting,
+            kv_used=stats.kv_used,
+            tokens=stats.tokens,
+            pending_tokens=self._pending(stats.prefilling),
+        )
+        return LoadLine(
+            state=self._state,
+            load=load,
+            adapters=self._engine.adapters(),
+            refused=self._adapters.refused(),
+        )
+
+    async def lines(self) -> AsyncIterator[LoadLine]:
+        """A load line now, one after each change, and at least one per :data:`HEARTBEAT_S`."""
+        while True:
+            changed = self._changed
+            yield self.line()
+            await asyncio.sleep(COALESCE_S)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(HEARTBEAT_S - COALESCE_S):
+                    await changed.wait()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._engine.app(scope, receive, send)
+            return
+        if scope["type"] != "http":
+            return
+        headers = dict(scope["headers"])
+        given = headers.get(_SECRET, b"")
+        if not hmac.compare_digest(given, self._secret):
+            await _answer(send, 401, Refusal.UNAUTHORIZED, "the internal secret is missing or wrong")
+            return
+        route = (scope["method"], scope["path"])
+        if route == ("GET", "/internal/load"):
+            await self._stream_load(receive, send)
+        elif route not in ALLOWED:
+            await _answer(send, 404, Refusal.NOT_FOUND, "a replica serves no such path")
+        elif scope["method"] == "GET":
+            await self._engine.app(scope, receive, send)
+        elif (refusal := self._refusal(_CANARY in headers)) is not None:
+            await _answer(send, 503, refusal, f"this replica is {refusal}")
+        else:
+            await self._count(scope, receive, send, headers)
+
+    def _refusal(self, canary: bool) -> Refusal | None:
+        if self._engine.dead and self._state is ReplicaPhase.READY:
+            # The process is about to end; until then no other request should be sent here.
+            self.become(ReplicaPhase.STARTING)
+        if self._state is ReplicaPhase.STARTING:
+            return None if canary else Refusal.STARTING
+        if self._state is ReplicaPhase.ASLEEP:
+            return Refusal.STARTING
+        if self._state is not ReplicaPhase.READY:
+            return Refusal.DRAINING
+        return Refusal.BUSY if self._in_flight >= self._bound else None
+
+    async def _count(self, scope: Scope, receive: Receive, send: Send, headers: dict[bytes, bytes]) -> None:
+        answer = _Answer(self._engine, send, self._answered)
+        task = asyncio.current_task()
+        assert task is not None
+        self._serving.add(task)
+        self._in_flight += 1
+        self._prefills[answer] = (_tokens(headers.get(_PREFILL, b"")), self._clock())
+        prefixes = _hashes(headers.get(_PREFIX, b""))
+        self._news.extend(prefixes)
+        self._newsworthy += len(prefixes)
+        self._notify()
+        try:
+            if (wanted := headers.get(_NEEDS)) is None:
+                await self._engine.app(scope, receive, answer)
+            else:
+                await self._adapted(scope, receive, answer, wanted)
+        finally:
+            self._serving.discard(task)
+            self._in_flight -= 1
+            if not self._in_flight:
+                self._emptied.set()
+            self._prefills.pop(answer, None)
+            self._notify()
+
+    async def _adapted(self, scope: Scope, receive: Receive, answer: _Answer, wanted: bytes) -> None:
+        """Serve a request with its adapter, which stays loaded until the request ends."""
+        found = _ADAPTER.fullmatch(wanted.decode("latin-1"))
+        if found is None:
+            await _answer(answer, 400, Refusal.BAD_REQUEST, "the header names no version of an adapter")
+            return
+        try:
+            claim = self._adapters.claim(*found.groups())
+        except AdapterRefused as error:
+            await _answer(answer, 503, Refusal.ADAPTER_FAILED, f"{error.code}: {error}")
+            return
+        inbox = _Inbox(receive)
+        try:
+            if claim.arrival is None or await self._arrived(claim.arrival, inbox, answer):
+                await self._engine.app(scope, inbox, answer)
+        finally:
+            claim.release()
+
+    async def _arrived(self, arrival: asyncio.Future[float], inbox: _Inbox, answer: _Answer) -> bool:
+        """Wait for the adapter; whether the request goes on: it may be refused or cancelled."""
+        tokens, _ = self._prefills[answer]
+        # While it waits it is not in the engine's own count.
+        self._prefills[answer] = (tokens, math.inf)
+        listening = asyncio.ensure_future(inbox.left())
+        either: set[asyncio.Future[Any]] = {arrival, listening}
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            listening.cancel()
+            await asyncio.wait({listening})
+        if not arrival.done():
+            return False
+        try:
+            arrival.result()
+        except AdapterRefused as error:
+            await _answer(answer, 503, Refusal.ADAPTER_FAILED, f"{error.code}: {error}")
+            return False
+        except EngineFailed as error:
+            await _answer(answer, 503, Refusal.REPLICA_LOST, str(error))
+            return False
+        self._prefills[answer] = (tokens, self._clock())
+        return True
+
+    def _answered(self, answer: _Answer) -> None:
+        """The first byte of ``answer`` was sent, so its prompt is computed."""
+        if self._prefills.pop(answer, None) is not None:
+            self._notify()
+
+    def _pending(self, prefilling: int) -> int:
+        """Prompt tokens to compute before a request that arrives now: the lower of two estimates.
+
+        The guard's own counts too much for answers that are not streamed, whose first byte comes with the
+        last. The engine's count may include tokens that are cached.
+        """
+        recent = self._clock() - ON_ITS_WAY_S
+        announced = sum(tokens for tokens, _ in self._prefills.values())
+        on_its_way = sum(tokens for tokens, at in self._prefills.values() if at > recent)
+        return min(announced, prefilling + on_its_way)
+
+    def _news_since(self, count: int) -> tuple[int, ...]:
+        """The prefixes after the first ``count``, as far as they are kept."""
+        new = min(self._newsworthy - count, len(self._news))
+        return tuple(self._news)[-new:] if new else ()
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _stream_load(self, receive: Receive, send: Send) -> None:
+        await receive()
+        gone = asyncio.ensure_future(receive())
+        await _start(send, 200, [(b"content-type", b"application/x-ndjson")])
+        try:
+            reported = 0
+            timing: Timing | None = self._engine.timing()
+            async for line in self.lines():
+                if gone.done():
+                    return
+                news = msgspec.structs.replace(line, timing=timing, prefixes=self._news_since(reported))
+                reported, timing = self._newsworthy, None
+                body = msgspec.json.encode(news) + b"\n"
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+        finally:
+            gone.cancel()
+
+
+class _Answer:
+    """Holds back the head of an answer until its first byte; if there is none, answers that it never began.
+
+    When an engine dies its app answers 500, or 200 with an error. From these the gateway could not tell a
+    request that never began, which it may retry, from an invalid one.
+    """
+
+    def __init__(self, engine: Engine, send: Send, answered: Callable[[_Answer], None]) -> None:
+        self._engine = engine
+        self._send = send
+        self._answered = answered
+        self._head: Message | None = None
+        self._lost = False
+
+    async def __call__(self, message: Message) -> None:
+        if self._lost:
+            return
+        if message["type"] == "http.response.start":
+            self._head = message
+            return
+        if self._head is not None:
+            if self._engine.dead:
+                self._lost = True
+                await _answer(self._send, 503, Refusal.REPLICA_LOST, "the engine died under this request")
+                return
+            self._answered(self)
+            await self._send(self._head)
+            self._head = None
+        await self._send(message)
+
+
+class _Inbox:
+    """A request's messages, buffered so that a disconnect is seen while the app does not receive."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._heard: deque[Message] = deque()
+
+    async def __call__(self) -> Message:
+        return self._heard.popleft() if self._heard else await self._receive()
+
+    async def left(self) -> None:
+        """Return when the client has disconnected."""
+        while not self._heard or self._heard[-1]["type"] != "http.disconnect":
+            self._heard.append(await self._receive())
+
+
+def _tokens(value: bytes) -> int:
+    return int(value) if value.isdigit() and len(value) < 10 else 0
+
+
+def _hashes(value: bytes) -> list[int]:
+    """The hexadecimal hashes listed in ``value``; none if one of them is invalid."""
+    try:
+        hashes = [int(part, 16) for part in value.split(b",")] if value else []
+    except ValueError:
+        return []
+    return [prefix for prefix in hashes if 0 <= prefix < 1 << 64]
+
+
+async def _start(send: Send, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+
+
+async def _answer(send: Send, status: int, refusal: Refusal, message: str) -> None:
+    error = {"message": message, "type": "tidegate_error", "param": None, "code": str(refusal)}
+    body = msgspec.json.encode({"error": error})
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", str(len(body)).encode()),
+        (_REFUSAL, str(refusal).encode()),
+    ]
+    await _start(send, status, headers)
+    await send({"type": "http.response.body", "body": body})

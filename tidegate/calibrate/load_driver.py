@@ -1,0 +1,98 @@
+"""Clients in a closed loop: each sends its next request when its last has ended."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Awaitable, Iterator
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import NamedTuple
+
+import numpy as np
+
+from policy.errors import PreconditionFailed
+from sim.calibration.load_points import Latency, Point
+from sim.request_arrival import Arrival
+from tidegate.replay.endpoint import RequestFormat
+from tidegate.replay.http_client import Pool
+from tidegate.replay.prompts import Prompts
+from tidegate.replay.stream_reader import StreamTimings
+
+# Delay of a client after a failed request.
+REFUSED_S = 0.1
+
+
+class DriveResult(NamedTuple):
+    """A load point with the lengths that the endpoint counted, driven for ``seconds``.
+
+    ``refused`` is the first error, if requests failed.
+    """
+
+    point: Point
+    seconds: float
+    latencies: list[Latency]
+    refused: str
+
+
+@dataclass(frozen=True)
+class LoadDriver:
+    """Drives one endpoint, with prompts that share no prefix, so that no cache helps."""
+
+    pool: Pool
+    asking: RequestFormat
+    prompts: Prompts
+    _numbers: Iterator[int] = field(default_factory=itertools.count)
+
+    async def drive(self, point: Point, replicas: int, over: Awaitable[object]) -> DriveResult:
+        """Run the clients of ``point`` for each of ``replicas`` until ``over`` ends, then cancel them.
+
+        Raises :class:`policy.errors.PreconditionFailed` if requests fail and none succeeds.
+        """
+        ended: list[StreamTimings] = []
+        refused: list[str] = []
+        start = perf_counter()
+        clients = [
+            asyncio.create_task(self._client(point, ended, refused))
+            for _ in range(point.concurrency * replicas)
+        ]
+        try:
+            await over
+        finally:
+            for client in clients:
+                client.cancel()
+            await asyncio.wait(clients)
+        lasted_s = perf_counter() - start
+        for client in clients:
+            if not client.cancelled():
+                client.result()  # raises errors that no endpoint causes
+        if refused and not ended:
+            raise PreconditionFailed(f"{point.description}: every request failed: {refused[0]}")
+        counted = [reading.input_tokens for reading in ended if reading.input_tokens]
+        if counted:
+            point = point._replace(input_tokens=round(float(np.median(counted))))
+        answered = [reading.output_tokens for reading in ended if reading.output_tokens]
+        if answered:
+            point = point._replace(output_tokens=round(float(np.median(answered))))
+        latencies = [
+            Latency(reading.first_at - reading.sent_at, reading.itl_s() or 0.0)
+            for reading in ended
+            if reading.first_at is not None and reading.sent_at is not None
+        ]
+        return DriveResult(point, lasted_s, latencies, refused[0] if refused else "")
+
+    async def _client(self, point: Point, ended: list[StreamTimings], refused: list[str]) -> None:
+        while True:
+            wanted = Arrival(0.0, point.input_tokens, point.output_tokens)
+            text = self.prompts.text(wanted, next(self._numbers))
+            body = self.asking.body(self.asking.model, text, point.output_tokens)
+            reading = StreamTimings()
+            try:
+                reading.end(await self.pool.post(self.asking.path, body, reading))
+            except OSError as error:
+                reading.error = str(error) or type(error).__name__
+            if reading.error:
+                refused.append(reading.error)
+                await asyncio.sleep(REFUSED_S)
+            else:
+                ended.append(reading)

@@ -1,0 +1,130 @@
+"""Read a deployment file: YAML to a checked :class:`policy.config.deployment.Deployment`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from policy.config.deployment import Deployment
+from policy.document.parse import parse
+from policy.engine.performance_model_file import model_file
+from policy.errors import ConfigError
+from serve.autoscaler.custom_policy import beside
+from store.yaml_file import read_yaml
+
+# Listening addresses depend on the environment: loopback inside a container is unreachable.
+_HOSTS = {"host": "TIDEGATE_GATEWAY_HOST", "admin_host": "TIDEGATE_ADMIN_HOST"}
+
+
+@dataclass(frozen=True)
+class Document:
+    """A deployment file with absolute paths; ``raw`` is what is stored and sent to the controller."""
+
+    raw: dict[str, Any]
+    deployment: Deployment
+
+
+def load(path: Path, *, ray: bool = True) -> Document:
+    """Read and check the YAML (or JSON) file at ``path``.
+
+    Relative paths are relative to the file's folder, and a calibrated performance model is embedded, so that
+    other machines do not need its file. ``RAY_ADDRESS`` replaces ``cluster.address: local`` if ``ray`` is
+    used; ``TIDEGATE_GATEWAY_HOST`` and ``TIDEGATE_ADMIN_HOST`` replace ``gateway.host`` and
+    ``gateway.admin_host``. Raises :class:`policy.errors.ConfigError`.
+    """
+    path = path.resolve()
+    raw = read_yaml(path, "models")
+    _embed_model_files(raw, path.parent)
+    parse(raw)  # from here on the types are valid
+    _absolute_paths(raw, path.parent)
+    address = os.environ.get("RAY_ADDRESS") if ray else None
+    if address and raw.get("cluster", {}).get("address", "local") == "local":
+        raw["cluster"] = {**raw.get("cluster", {}), "address": address}
+    for key, variable in _HOSTS.items():
+        if host := os.environ.get(variable):
+            raw["gateway"] = {**raw.get("gateway", {}), key: host}
+    return Document(raw=raw, deployment=parse(raw))
+
+
+def _embed_model_files(raw: dict[str, Any], folder: Path) -> None:
+    """Replace the file name of a calibrated performance model (``*.json``) by the file's content."""
+    models = raw.get("models")
+    for i, model in enumerate(models if isinstance(models, list) else []):
+        profile = model.get("profile") if isinstance(model, Mapping) else None
+        if isinstance(profile, str) and profile.endswith(".json"):
+            path = (folder / Path(profile).expanduser()).resolve()
+            model["profile"] = _model_file(path, f"models[{i}].profile")
+
+
+def _model_file(path: Path, where: str) -> dict[str, Any]:
+    try:
+        content = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except OSError as error:
+        raise ConfigError(where, str(path), f"a file that can be read ({error.strerror})") from None
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ConfigError(where, str(path), f"JSON, as `tidegate calibrate` writes it ({error})") from None
+    model_file(content, str(path))
+    return content
+
+
+def _absolute_paths(raw: dict[str, Any], folder: Path) -> None:
+    for i, model in enumerate(raw["models"]):
+        source = model.get("source", "")
+        if source and (local := _local(source, folder)) is not None:
+            if not local.exists():
+                raise ConfigError(f"models[{i}].source", source, f"a path that exists (looked at {local})")
+            model["source"] = str(local)
+        _absolute_file(model, "token_file", f"models[{i}]", folder)
+        _absolute_adapters(model, folder)
+        _absolute_policies(model, folder)
+    for i, upstream in enumerate(raw.get("upstreams", [])):
+        _absolute_file(upstream, "key_file", f"upstreams[{i}]", folder)
+    embedded = raw.get("store", "").removeprefix("sqlite:///")
+    if embedded != raw.get("store", ""):
+        raw["store"] = f"sqlite:///{(folder / Path(embedded).expanduser()).resolve()}"
+
+
+def _absolute_adapters(model: dict[str, Any], folder: Path) -> None:
+    """Existence is not checked here: a missing adapter does not make the deployment file invalid."""
+    for entry in (model.get("adapters") or {}).get("sources", []):
+        versions = entry.get("versions", {}).values()
+        for where, key in (
+            (entry, "path"),
+            (entry, "source"),
+            *((version, "source") for version in versions),
+        ):
+            source = where.get(key, "")
+            if source and "://" not in source and not source.startswith("hf:"):
+                where[key] = str((folder / Path(source).expanduser()).resolve())
+
+
+def _absolute_policies(model: dict[str, Any], folder: Path) -> None:
+    """A custom policy beside the file gets an absolute path, as the controller runs in another folder."""
+    control = model.get("control", {})
+    for key in ("policy", "shadow"):
+        if control.get(key) is not None:
+            control[key] = beside(control[key], folder)
+
+
+def _absolute_file(entry: dict[str, Any], key: str, prefix: str, folder: Path) -> None:
+    if entry.get(key):
+        path = (folder / Path(entry[key]).expanduser()).resolve()
+        if not path.is_file():
+            raise ConfigError(f"{prefix}.{key}", entry[key], f"a file that exists (looked at {path})")
+        entry[key] = str(path)
+
+
+def _local(source: str, folder: Path) -> Path | None:
+    """The directory of ``source``, or ``None`` for a package or a Hugging Face id.
+
+    ``ORG/NAME`` is a path only if that folder exists beside the file.
+    """
+    if source.startswith("package:"):
+        return None
+    path = (folder / Path(source).expanduser()).resolve()
+    return path if source.startswith((".", "/", "~")) or path.exists() else None
