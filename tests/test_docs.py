@@ -196,18 +196,6 @@ def test_help_uses_the_words_of_the_field(command: str) -> None:
     assert idioms(HELP[command]) == []
 
 
-@pytest.mark.parametrize(
-    ("text", "count"),
-    [
-        ("| key | what may stand\nthere | without it |", 2),
-        ("--for TERM  Hold it for so long.", 2),
-        ("The SLO is a TTFT of 1 s at p95.", 0),
-    ],
-)
-def test_idioms_are_found_across_lines(text: str, count: int) -> None:
-    assert len(idioms(text)) == count
-
-
 @pytest.mark.parametrize("page", PAGES[2:], ids=lambda page: page.name)
 def test_a_page_starts_with_a_question_or_a_decision(page: Path) -> None:
     first, _, rest = page.read_text().partition("\n\n")

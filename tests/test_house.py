@@ -61,26 +61,3 @@ def test_a_package_says_what_it_is_and_what_to_read_first(init: Path) -> None:
     for name in re.findall(r"Read first: `(\w+)`", docstring):
         folder = ROOT / init.parent
         assert (folder / f"{name}.py").exists() or (folder / name / "__init__.py").exists(), name
-
-
-@pytest.mark.parametrize("package", PACKAGES)
-def test_every_package_is_checked(package: str) -> None:
-    assert any(module.parts[0] == package for module in MODULES)
-
-
-@pytest.mark.parametrize(
-    ("text", "count"),
-    [
-        ("", 1),
-        ("x = 1", 1),
-        ('"""No sentence"""', 1),
-        ('"""A first line\nthat goes on."""', 1),
-        ('"""Good."""', 0),
-        ('"""Good.\n\nMore of it.\n"""', 0),
-        ('"""Good."""\n' + "x = 1\n" * MAX_LINES, 1),
-        (f'"""Good.\n\nOver {MAX_LINES} lines: it is one table.\n"""\n' + "x = 1\n" * MAX_LINES, 0),
-        (f'"""Good.\n\nIt has over {MAX_LINES} lines.\n"""\n' + "x = 1\n" * MAX_LINES, 1),
-    ],
-)
-def test_the_rules_find_violations(text: str, count: int) -> None:
-    assert len(faults(text)) == count

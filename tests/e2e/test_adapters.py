@@ -54,22 +54,6 @@ def named_adapter(stack: Stack, tmp_path: Path) -> Iterator[str]:
     stack.run("adapters", "remove", "first")
 
 
-def test_one_is_added_while_streams_run(stack: Stack, tmp_path: Path) -> None:
-    stack.steady(CHAT, 1)
-    with Traffic(stack, CHAT, clients=1) as traffic:
-        assert traffic.heard.wait(120)
-        alias = tell(stack, "add", "sql", str(make(tmp_path / "sql", 1)))
-        model, text = ask(stack, "sql")
-        base = ask(stack, CHAT)
-    assert not traffic.problems
-    digest = alias["versions"][0]["digest"]
-    assert model == f"sql@{digest[:12]}"
-    assert text != base[1]
-    listed = httpx.get(f"{stack.base_url}/models", trust_env=False).json()["data"]
-    assert {card["id"]: card["parent"] for card in listed if card["parent"]} == {"sql": CHAT}
-    tell(stack, "remove", "sql")
-
-
 def test_a_replacement_under_load_is_wholly_the_old_or_the_new(
     stack: Stack, named_adapter: str, tmp_path: Path
 ) -> None:

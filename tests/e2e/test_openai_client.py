@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -20,19 +19,6 @@ pytestmark = [pytest.mark.vllm, pytest.mark.ray, pytest.mark.timeout(600, func_o
 
 QUESTION: Any = [{"role": "user", "content": "What is the capital of France?"}]
 COUNT = "1, 2, 3, 4, 5, 6,"
-WEATHER: Any = {
-    "type": "function",
-    "function": {
-        "name": "get_weather",
-        "strict": True,
-        "parameters": {
-            "type": "object",
-            "properties": {"city": {"enum": ["Paris", "Rome"]}},
-            "required": ["city"],
-            "additionalProperties": False,
-        },
-    },
-}
 
 
 @pytest.fixture(scope="module")
@@ -100,20 +86,6 @@ def test_a_schema_is_followed(client: openai.OpenAI) -> None:
     assert isinstance(response.output_parsed, City)
 
 
-def test_a_tool_is_called_with_arguments_of_its_schema(client: openai.OpenAI) -> None:
-    ask = {"model": CHAT, "messages": QUESTION, "temperature": 0, "max_tokens": 80, "tools": [WEATHER]}
-    answer = client.chat.completions.create(**ask, tool_choice="required").choices[0]
-    (call,) = answer.message.tool_calls or ()
-    assert call.function.name == "get_weather"
-    assert json.loads(call.function.arguments)["city"] in ("Paris", "Rome")
-    named = {"type": "function", "function": {"name": "get_weather"}}
-    parts = client.chat.completions.create(**ask, tool_choice=named, stream=True)
-    said = [delta.function for part in parts for delta in part.choices[0].delta.tool_calls or ()]
-    assert [function.name for function in said if function.name] == ["get_weather"]
-    streamed = "".join(function.arguments or "" for function in said)
-    assert json.loads(streamed)["city"] in ("Paris", "Rome")
-
-
 def test_a_pooling_model_turns_texts_into_vectors(client: openai.OpenAI) -> None:
     texts = ["The cat sat on the mat.", "A cat is sitting on the mat.", "Quarterly tax revenue rose."]
     # Left to itself the client asks for base64 and decodes it.
@@ -178,22 +150,6 @@ def test_models_are_listed_and_retrieved(client: openai.OpenAI) -> None:
         assert client.models.retrieve(card.id) == card
     # Where the weights lie is nobody's business.
     assert "/" not in listed.to_json()
-
-
-def test_an_answer_carries_the_id_of_its_request(client: openai.OpenAI) -> None:
-    ask: Any = {"model": CHAT, "prompt": COUNT, "max_tokens": 1}
-    mine = client.completions.create(**ask, extra_headers={"x-request-id": "mine-1"})
-    assert mine._request_id == "mine-1"
-    one, other = (client.completions.create(**ask)._request_id for _ in range(2))
-    assert one
-    assert other
-    assert one != other
-    raw = client.completions.with_streaming_response.create(
-        **ask, stream=True, extra_headers={"x-request-id": "mine-2"}
-    )
-    with raw as stream:
-        assert stream.headers["x-request-id"] == "mine-2"
-        stream.read()
 
 
 BAD_SCHEMA = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "nonsense"}}}

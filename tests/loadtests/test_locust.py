@@ -125,10 +125,3 @@ def test_processes_that_share_the_load_report_once_and_in_full(deployment: Deplo
     compared = rows(prefix.with_name("shared_gateway.csv"))
     for quantity in ("requests served", "streams begun"):
         assert compared[quantity]["users"] == compared[quantity]["gateway"], ran.stdout
-
-
-@pytest.mark.long
-def test_a_model_that_does_not_exist_is_a_failure_with_its_message(deployment: Deployment) -> None:
-    ran = deployment.locust("-u", "1", "-t", "8s", "--model", "nobody")
-    assert ran.returncode == 1
-    assert "404: The model 'nobody' does not exist." in ran.stdout + ran.stderr

@@ -99,11 +99,6 @@ def test_clients_beside_each_other_stay_within_what_is_promised() -> None:
     assert any(point.concurrency == 1 and point.input_tokens > 1000 for point in found)
 
 
-def test_a_point_says_what_it_is() -> None:
-    assert Point(1, 16, 64).description == "1 client, 16 tokens in, 64 out"
-    assert Point(2, 16, 64).description == "2 clients, 16 tokens in, 64 out"
-
-
 # A step takes a second, whatever is in it.
 CLOCK = EngineModel(o=1.0, w=0.0, c=0.0, g=0.0, r=0.0)
 LIMITS = Limits(max_num_batched_tokens=100, max_num_seqs=8, kv_tokens=10_000)

@@ -82,13 +82,6 @@ def test_decisions_are_marks_at_their_instants(text: str) -> None:
     assert "up to 3 requests/s <are> expected & need 5" in said and "step: 5 → 2, at most doubled" in said
 
 
-def test_modes_are_tinted_where_there_are_several(text: str) -> None:
-    titles = [dwell.findtext("title") for dwell in parsed(text).findall(".//g[@class='dwell']")]
-    assert (
-        "multi-replica from 0:00:00 to 0:05:00" in titles and "single-large from 0:05:00 to 0:10:00" in titles
-    )
-
-
 def test_a_mode_has_one_tint_in_all_columns() -> None:
     later = record()
     whole = replace(later, moments=[replace(each, mode="single-large") for each in later.moments])

@@ -16,11 +16,6 @@ SLACK = 1e-6
 WAITS = st.sampled_from([0.0, 5.0, 12.0])
 
 
-def test_a_steady_load_takes_its_fraction() -> None:
-    assert lower_bound(problem([15] * 4)).replica_s == pytest.approx(1.5 * 20)
-    assert lower_bound(problem([15] * 4, attainment=0.8)).replica_s == pytest.approx(0.8 * 1.5 * 20)
-
-
 def test_without_a_lead_the_bound_is_the_work_that_must_be_done() -> None:
     asked = problem([3, 28, 0, 14, 9], attainment=0.9)
     assert lower_bound(asked).replica_s == pytest.approx(0.9 * asked.load.sum() * asked.bin_s)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from sim.oracle.problem import Problem, bin_arrivals
 from tests.sim.oracle.loads import problem
@@ -45,13 +43,3 @@ def test_what_follows_from_the_figures() -> None:
 def test_instants_are_counted_by_bin() -> None:
     at = np.array([0.0, 9.9, 10.0, 12.0, 14.9, 15.0, 30.0])
     assert bin_arrivals(at, 5.0, 10.0, 22.0).tolist() == [3.0, 1.0, 0.0]
-
-
-@pytest.mark.slow
-@given(st.lists(st.floats(0, 100), max_size=50), st.floats(0.1, 30), st.floats(0, 50), st.floats(1, 50))
-def test_every_instant_of_the_window_is_in_one_bin(
-    at: list[float], bin_s: float, since: float, for_s: float
-) -> None:
-    instants = np.array(at)
-    inside = np.count_nonzero((instants >= since) & (instants < since + for_s))
-    assert bin_arrivals(instants, bin_s, since, since + for_s).sum() == inside

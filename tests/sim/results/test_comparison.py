@@ -109,12 +109,6 @@ def test_models_are_taken_together() -> None:
     assert found.ttft_p50_s == pytest.approx(0.1) and found.ttft_p99_s == pytest.approx(0.876)
 
 
-def test_gpu_seconds_are_hours_and_stand_beside_the_bound() -> None:
-    found = summarise(record(), lower_gpu_hours=0.8)
-    assert found.gpu_hours == pytest.approx(1.0) and found.oracle_ratio == pytest.approx(1.25)
-    assert summarise(record()).oracle_ratio is None
-
-
 @pytest.mark.parametrize("served", [[], [NAN, NAN]])
 def test_where_nothing_was_served_there_is_no_number(served: list[float]) -> None:
     outcome = [Outcome.REFUSED] * len(served)

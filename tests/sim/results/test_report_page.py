@@ -113,14 +113,6 @@ def test_what_the_page_would_ask_for_is_forbidden_by_itself(
     assert "Content Security Policy" in str(browser.complaints())
 
 
-def test_dark_and_light_are_those_of_the_system(browser: Chromium, pages: dict[str, Path]) -> None:
-    seen = []
-    for dark in (False, True):
-        browser.open(pages["one"], dark=dark)
-        seen.append(browser.evaluate("getComputedStyle(document.body).backgroundColor"))
-    assert seen == ["rgb(255, 255, 255)", "rgb(20, 24, 31)"]
-
-
 def place(browser: Chromium, selector: str) -> tuple[float, float]:
     """The middle of what ``selector`` finds, after it was scrolled to."""
     x, y = browser.evaluate(

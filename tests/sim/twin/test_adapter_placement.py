@@ -88,14 +88,6 @@ def asked(requests: int, seed: int) -> list[Arrival]:
 
 
 @pytest.mark.slow
-def test_one_trace_is_one_run_of_adapters() -> None:
-    requests = asked(1000, 1)
-    one, other = twin(requests), twin(requests)
-    assert one.adapter_loads == other.adapter_loads > 0
-    assert one.requests["m"].e2e_s.tobytes() == other.requests["m"].e2e_s.tobytes()
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2])
 def test_the_twin_loads_as_often_as_the_benchmark_of_placement_and_less_than_its_rivals(seed: int) -> None:
     requests = asked(4000, seed)

@@ -104,13 +104,6 @@ def test_every_request_ends_once_and_no_event_is_early(seed: int) -> None:
     assert all(event.first_at == first[event.number] <= event.at for event in done)
 
 
-@pytest.mark.slow
-@given(st.integers(0, 2**32))
-def test_the_same_calls_have_the_same_events(seed: int) -> None:
-    one, other = play(seed), play(seed)
-    assert repr(one) == repr(other)
-
-
 @given(st.lists(st.tuples(st.floats(0, 0.1), st.integers(1, 60)), min_size=1, max_size=12), st.booleans())
 def test_how_often_it_is_asked_changes_nothing(jobs: list[tuple[float, int]], often: bool) -> None:
     engine, at, events = Engine(TIMING), 0.0, []
@@ -187,25 +180,6 @@ def test_all_who_come_at_one_instant_start_together() -> None:
         engine.submit(Job(number, 10, 1), 1.0)
         assert engine.next_at() > 1.0
     assert [event.at for event in drained(engine)] == [pytest.approx(1.0 + MODEL.step_time(30, 30, 3))] * 6
-
-
-def test_a_slow_engine_takes_so_many_times_as_long_from_the_next_step_on() -> None:
-    engine = Engine(TIMING)
-    engine.submit(Job(1, 10, 2), 0.0)
-    prefill, decode = MODEL.step_time(10, 10, 1), MODEL.step_time(1, 11, 1)
-    engine.slow(3.0, prefill / 2)
-    assert [event.at for event in drained(engine)] == pytest.approx([prefill, prefill + 3 * decode])
-
-
-def test_an_abort_frees_what_it_held_and_leaves_no_event() -> None:
-    engine = Engine(TIMING)
-    engine.submit(Job(1, 10, 50), 0.0)
-    engine.submit(Job(2, 10, 5), 0.0)
-    engine.catch_up(0.001)
-    assert engine.abort(1) and not engine.abort(1)
-    assert (engine.in_flight, engine.running) == (1, 1)
-    assert {event.number for event in drained(engine)} == {2}
-    assert (engine.in_flight, engine.kv_used) == (0, 0.0)
 
 
 def test_a_crash_loses_everybody_and_it_can_begin_again() -> None:

@@ -145,13 +145,6 @@ def test_who_waits_is_served_in_the_order_of_arrival() -> None:
 
 
 @pytest.mark.slow
-def test_what_an_engine_never_could_hold_fails_alone() -> None:
-    trace = [Arrival(0.0, 100, 10), Arrival(1.0, 10_000_000, 10), Arrival(2.0, 100, 10)]
-    requests = run(deployment(), iter(trace)).requests["m"]
-    assert requests.outcome.tolist() == [Outcome.SERVED, Outcome.FAILED, Outcome.SERVED]
-
-
-@pytest.mark.slow
 def test_load_scales_up_and_down_again() -> None:
     record = run(deployment(), steps(0.5, 6.0, 0.5, each_s=300.0))
     counts = [moment.ready for moment in record.moments]

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
-from policy.errors import ConfigError
 from sim.request_arrival import Arrival
 from sim.workload.trace_statistics import ModelNames, survey
 
@@ -36,18 +33,6 @@ def test_requests_with_more_tokens_than_a_replica_takes_are_counted() -> None:
 
 def test_an_empty_trace_has_no_load() -> None:
     assert survey([], ModelNames(["m"])).loads == {}
-
-
-def test_a_name_is_that_model_and_none_is_the_first() -> None:
-    several = ModelNames(["m", "n"])
-    assert several.of(Arrival(0.0, 1, 1, model="n")) == "n"
-    assert several.of(Arrival(0.0, 1, 1)) == "m"
-    assert several.description() == ""
-
-
-def test_one_of_several_has_to_be_named_as_it_is() -> None:
-    with pytest.raises(ConfigError, match="got 'GPT-4', expected one of: m, n"):
-        ModelNames(["m", "n"]).of(Arrival(0.0, 1, 1, model="GPT-4"))
 
 
 def test_the_only_model_takes_all_and_says_so() -> None:

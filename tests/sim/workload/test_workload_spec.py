@@ -8,14 +8,12 @@ from typing import Any
 
 import msgspec
 import pytest
-import yaml
 
 from policy.errors import ConfigError, TraceError
 from policy.wire.capture import HEADER
 from sim.request_arrival import Arrival
 from sim.workload.traces.formats import captured
 from sim.workload.traces.open import open_trace
-from sim.workload.transforms import slice_trace
 from sim.workload.workload_spec import arrivals_of, parse_workload, read_workload
 
 ROOT = Path(__file__).parents[3]
@@ -163,42 +161,10 @@ def test_the_shipped_workloads_are_read_and_make_what_their_names_say(path: Path
     assert any(each.blocks for each in made) == (path.stem == "multi-turn")
 
 
-def test_there_is_a_shipped_workload_of_each_kind() -> None:
-    assert [path.stem for path in SHIPPED] == [
-        "adapters",
-        "crossover",
-        "diurnal",
-        "flash-crowd",
-        "multi-turn",
-    ]
-
-
 def test_the_trace_of_our_own_is_what_its_workload_makes() -> None:
     made = list(arrivals_of(MADE / "made.yaml", 7))
     first = made[0].at
     lines = [msgspec.structs.replace(captured(each), at=round(each.at - first, 3)) for each in made]
     assert (MADE / "made.jsonl").read_bytes() == b"".join(
         msgspec.json.encode(each) + b"\n" for each in (HEADER, *lines)
-    )
-
-
-def test_what_is_captured_is_read_again() -> None:
-    trace = open_trace(MADE / "made.jsonl")
-    read = list(trace)
-    text = (MADE / "made.jsonl").read_text().splitlines()
-    assert trace.format == "capture" and len(read) == len(text) - 1 > 100
-    assert [msgspec.json.encode(captured(each)).decode() for each in read] == text[1:]
-    assert {each.tenant for each in read} == {"", "acme"} and any(each.blocks for each in read)
-    assert {each.adapter for each in read} == {"", "sql", "pirate"}
-
-
-def test_the_azure_trace_in_a_workload(azure: Path, tmp_path: Path) -> None:
-    document = {"mix": [{"trace": {"path": str(azure), "to_s": 600, "rate": 2, "input_scale": 0.25}}]}
-    path = write(tmp_path, yaml.safe_dump(document))
-    made = list(arrivals_of(path, 1))
-    assert made[0].at == 0.0 and 299.0 < made[-1].at < 300.0
-    whole = list(slice_trace(open_trace(azure), 0.0, 600.0))
-    assert len(made) == len(whole)
-    assert sum(each.input_tokens for each in made) == pytest.approx(
-        sum(each.input_tokens for each in whole) / 4, rel=0.001
     )

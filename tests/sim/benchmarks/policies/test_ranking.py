@@ -17,11 +17,6 @@ POINTS = st.lists(
 LADDER = (Point(0.90, 8.0, "thrifty"), Point(0.98, 10.0, "usual"), Point(1.0, 14.0, "careful"))
 
 
-def test_the_front_leaves_out_who_is_dominated() -> None:
-    worse = [Point(0.97, 10.0), Point(0.98, 12.0), Point(0.85, 8.0)]
-    assert front([*worse, *LADDER]) == LADDER
-
-
 @pytest.mark.slow
 @given(POINTS)
 def test_a_front_is_what_nothing_dominates(points: list[Point]) -> None:
@@ -46,10 +41,6 @@ def test_hours_are_read_off_the_lines_between_points(attainment: float, hours: f
 def test_what_nobody_attains_has_no_hours() -> None:
     assert hours_at(LADDER[:2], 0.99) is None
     assert hours_at([], 0.0) is None
-
-
-def test_a_dent_is_bridged() -> None:
-    assert hours_at([Point(0.9, 8.0), Point(0.95, 20.0), Point(1.0, 10.0)], 0.95) == pytest.approx(9.0)
 
 
 @pytest.mark.slow

@@ -163,11 +163,6 @@ def test_a_bad_trace_is_refused_with_its_line(
         assert error.value == value
 
 
-def test_an_unknown_format_is_refused_before_it_is_read(tmp_path: Path) -> None:
-    with pytest.raises(TraceError):
-        open_trace(write(tmp_path, "when,what\n"))
-
-
 def test_a_long_line_is_not_repeated_whole(tmp_path: Path) -> None:
     assert len(str(refused(tmp_path, "x" * 10_000).value)) < 100
 
