@@ -113,7 +113,6 @@ class MemoryCluster:
             self.ready()
 
     def _blocked(self, replica: Replica) -> bool:
-        """Whether engines of another shape use the GPUs of its bed."""
         key = self._bed(replica)
         return key is not None and any(
             other.shape != replica.shape and other.state in (ReplicaPhase.READY, ReplicaPhase.DRAINING)

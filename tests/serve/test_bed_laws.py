@@ -89,7 +89,6 @@ async def _do(plane: Plane, op: str, gpus: int | None) -> None:
 
 
 def _check(plane: Plane) -> None:
-    """No more GPUs are used than each bed has, and a bed is of one shape at a time."""
     used = plane.counts(READY, DRAINING)
     for generation in {key.generation for key in used}:
         assert len({key.shape for key in used if key.generation == generation}) == 1, used

@@ -20,7 +20,6 @@ WAKE_S = 0.5  # of an engine in memory
 
 
 def written(gpus: int | None = GPUS, **over: Any) -> dict[str, Any]:
-    """A model of one large engine, or up to four small ones, on the same four GPUs."""
     model: dict[str, Any] = {
         "sim": {"profile": "sim-small", "wake_s": 1.0},
         "shapes": {"large": {"gpus": GPUS, "tensor_parallel": GPUS}, "small": {"gpus": 1}},
@@ -34,7 +33,6 @@ def written(gpus: int | None = GPUS, **over: Any) -> dict[str, Any]:
 
 
 async def up(plane: Plane, gpus: int | None = GPUS, **over: Any) -> set[str]:
-    """A bed with its large engine awake; returns its replicas."""
     await plane.ready(written(gpus, **over))
     assert plane.counts(READY) == {LARGE: 1}
     assert plane.counts(ASLEEP) == {SMALL: 4}
@@ -42,7 +40,6 @@ async def up(plane: Plane, gpus: int | None = GPUS, **over: Any) -> set[str]:
 
 
 def awake(cluster: MemoryCluster) -> set[str]:
-    """The shapes that use GPUs."""
     return {r.shape for r in cluster.replicas.values() if r.state in (READY, DRAINING)}
 
 
@@ -87,7 +84,6 @@ async def test_what_a_switch_costs_is_a_wake(plane: Plane) -> None:
 
 
 async def until_phase(plane: Plane, phase: str) -> None:
-    """One tick after the other, in which starts and drains end only when they are told."""
     for _ in range(40):
         if plane.phase() == phase:
             return

@@ -95,7 +95,6 @@ def local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Local]:
 
 
 def stream(replica: Replica, secret: str, lines: list[str]) -> None:
-    """One long answer of the replica itself."""
     body = {"model": "m", "prompt": "hi", "max_tokens": 400, "ignore_eos": True, "stream": True}
     with (
         httpx.Client(headers={SECRET_HEADER: secret}, timeout=120, trust_env=False) as http,

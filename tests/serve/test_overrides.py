@@ -16,7 +16,6 @@ from tests.serve.traffic import Traffic, by_rate
 
 
 def model(folder: Path, **over: Any) -> dict[str, Any]:
-    """One whose count follows its rate, at once both ways."""
     made = sim_model(**over)
     made["control"] |= {
         "tick_s": 1,

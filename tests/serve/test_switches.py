@@ -59,7 +59,6 @@ class Switch:
         self._looks = 0
 
     async def run(self, rate: float, seconds: float) -> None:
-        """Starts and drains take up to two seconds; every eleven the controller is killed, if it is to be."""
         for _ in range(round(seconds * 2)):
             await self.look(rate)
 
@@ -91,7 +90,6 @@ async def up(plane: Plane, gpus: int, **control: Any) -> Switch:
 
 
 def switches(plane: Plane) -> list[str]:
-    """The modes that were steered for since the controller started, without repetitions."""
     found: list[str] = []
     for event in plane.controller.status().events:
         _, is_target, rest = event.partition(" m: target ")
@@ -193,7 +191,6 @@ async def test_a_controller_killed_while_it_rolls_back_goes_on(plane: Plane) -> 
 
 
 async def until_phase(switch: Switch, rate: float, phase: str, to: str) -> None:
-    """Let time pass until the switch ``to`` a mode is in its ``phase``; ``steady`` is before it begins."""
     plane = switch.plane
     for look in range(300):
         aimed = plane.controller.status().models[0].mode == to

@@ -20,7 +20,6 @@ STUBBORN = (
 
 @pytest.fixture
 def stubborn() -> Iterator[subprocess.Popen[bytes]]:
-    """A process that ignores SIGTERM."""
     with subprocess.Popen([sys.executable, "-c", STUBBORN], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from store.state_dir import StateDir, default_root, listen, own_directory, write_atomic
+from store.state_dir import StateDir, default_root, own_directory, write_atomic
 
 
 @pytest.fixture
@@ -114,8 +114,3 @@ def test_the_root_follows_the_environment(tmp_path: Path, monkeypatch: pytest.Mo
     assert default_root() == tmp_path / "tidegate"
     monkeypatch.setenv("TIDEGATE_STATE_DIR", str(tmp_path / "own"))
     assert default_root() == tmp_path / "own"
-
-
-def test_a_taken_port_is_an_error_and_frees_the_socket() -> None:
-    with listen("127.0.0.1", 0) as first, pytest.raises(OSError, match="in use"):
-        listen("127.0.0.1", first.getsockname()[1])

@@ -88,7 +88,6 @@ def test_the_engine_is_found_and_the_twin_agrees_with_a_replay(sim: Site, tmp_pa
 
 
 def run(folder: Path, *words: str) -> Result:
-    """A command on the file of a deployment of external servers that was never started."""
     Site(folder, 1, 2, "http://127.0.0.1:3").write()
     state = ("--state-dir", str(folder / "state"))
     return CliRunner().invoke(group, [*state, "calibrate", "m", *words])

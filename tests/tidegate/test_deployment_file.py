@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from policy.engine.performance_model_file import encode, model_file
 from policy.errors import ConfigError
-from tests.policy.engine.test_performance_model_file import made
 from tidegate.deployment_file import load
 
 EXTERNAL = "models: [{name: e, engine: external, urls: ['http://127.0.0.1:8000']}]\n"
@@ -151,14 +149,6 @@ def test_a_stored_document_reads_back_as_itself(tmp_path: Path) -> None:
     stored.parent.mkdir()
     stored.write_text(json.dumps(document.raw))
     assert load(stored) == document
-
-
-def test_a_calibrated_performance_model_is_embedded(tmp_path: Path) -> None:
-    (tmp_path / "model.json").write_bytes(encode(made()))
-    document = load(write(tmp_path, EXTERNAL.replace("}]", ", profile: model.json}]")))
-    given = document.raw["models"][0]["profile"]
-    assert model_file(given, "profile") == made()
-    assert document.deployment.models[0].profile == given
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,6 @@ async def actuator(
 
 
 def run(monkeypatch: pytest.MonkeyPatch, folder: Path, command: str) -> None:
-    """Let a host be the shell's ``command`` instead of Tidegate's own."""
     program = folder / command.replace(" ", "-")
     program.write_text(f"#!/bin/sh\nexec {command}\n")
     program.chmod(0o755)
@@ -58,7 +57,6 @@ def run(monkeypatch: pytest.MonkeyPatch, folder: Path, command: str) -> None:
 
 
 async def failures(actuator: LocalActuator, count: int, clock: Clock) -> None:
-    """Look until ``count`` hosts have failed, going past each backoff."""
     while actuator._records[KEY].failures < count:
         clock.past(actuator._records[KEY].retry_at)
         await actuator.layers()
@@ -66,7 +64,6 @@ async def failures(actuator: LocalActuator, count: int, clock: Clock) -> None:
 
 
 async def ended(actuator: LocalActuator) -> None:
-    """Look until no host is left."""
     while actuator._records[KEY].processes:
         await actuator.layers()
         await asyncio.sleep(0.001)

@@ -37,26 +37,21 @@ class Local:
     process: subprocess.Popen[bytes] = field(init=False)
 
     def start(self) -> None:
-        """Start it, and return once it answers."""
         command = [sys.executable, "-m", "serve.controller.process", "--state", str(self.state.root)]
         with (self.state.logs / "controller.log").open("ab") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log)
         until(self.answers)
 
     def answers(self) -> bool:
-        """Whether a controller is there."""
         with suppress(Unreachable):
             return bool(self.client.status().pid)
         return False
 
     def end(self, how: signal.Signals) -> None:
-        """Send ``how`` and wait for the end."""
         self.process.send_signal(how)
         self.process.wait(WITHIN_S)
 
     def ready(self, count: int) -> dict[str, Replica]:
-        """The ``count`` ready replicas, by id, once they are all there is."""
-
         def found() -> list[Replica]:
             replicas = list(self.client.fleet().replicas)
             ready = [replica for replica in replicas if replica.state is ReplicaPhase.READY]
@@ -66,7 +61,6 @@ class Local:
 
 
 def until(true: Callable[[], Any]) -> Any:
-    """Poll other processes."""
     deadline = time.monotonic() + WITHIN_S
     while not (value := true()):
         assert time.monotonic() < deadline

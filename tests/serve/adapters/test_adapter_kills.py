@@ -72,7 +72,6 @@ class Site:
         self.process.wait(WITHIN_S)
 
     def says(self) -> dict[str, Standing]:
-        """What each name stands for, after a look at the files of every version."""
         found = self.client.adapters().adapters
         for adapter in found:
             for version in adapter.versions:
@@ -80,7 +79,6 @@ class Site:
         return {adapter.name: standing(adapter) for adapter in found}
 
     def digest(self, digest: str) -> str:
-        """The digest of the files that are sent under ``digest``."""
         url = f"http://{self.address}/adapters/blobs/{digest}"
         answer = httpx.get(url, headers={SECRET_HEADER: self.state.secret()}, trust_env=False)
         assert answer.status_code == 200, answer.text

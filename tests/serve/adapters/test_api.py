@@ -36,7 +36,6 @@ def adapted(name: str = "m", **adapters: Any) -> dict[str, Any]:
 
 @asynccontextmanager
 async def api_of(plane: Plane) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of the controller's API, whose adapters are reconciled within the block."""
     running = asyncio.create_task(plane.controller.adapters.run())
     async with plane.client() as client:
         yield client
@@ -52,7 +51,6 @@ async def served(plane: Plane) -> AsyncIterator[httpx.AsyncClient]:
 
 
 async def add(client: httpx.AsyncClient, name: str = "sql", source: str = "/a", **over: Any) -> AddLine:
-    """The last line of the answer."""
     answer = await client.post("/adapters", json={"name": name, "source": source, **over})
     assert answer.status_code == 200, answer.text
     return [msgspec.json.decode(line, type=AddLine) for line in answer.text.splitlines()][-1]
@@ -153,12 +151,6 @@ async def test_what_cannot_be_says_so(  # noqa: PLR0917 - a row of the table
     assert error(answer)["type"] == kind
     if kind == "AdapterRefused":
         assert error(answer)["code"] == "name"
-
-
-async def test_the_files_of_a_version_are_sent_to_other_nodes(served: httpx.AsyncClient) -> None:
-    await add(served)
-    answer = await served.get(f"/adapters/blobs/{digest_of('/a')}")
-    assert answer.content == b"tar of " + digest_of("/a").encode()
 
 
 async def test_the_stream_tells_each_change_and_beats(

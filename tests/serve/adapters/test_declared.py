@@ -53,7 +53,6 @@ class Desk:
         self.declaring.declare(document, applied=applied)
 
     async def settle(self) -> Desk:
-        """Steps until nothing is being added."""
         await self.declaring.step()
         while adding := self.library.adding():
             await adding[0].done.wait()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -61,18 +60,6 @@ async def catalog(library: AdapterLibrary) -> Catalog:
     return msgspec.json.decode(line, type=Catalog)
 
 
-async def test_an_add_is_in_the_catalog_when_it_is_acknowledged(
-    library: AdapterLibrary, shelf: FakeShelf
-) -> None:
-    before = await catalog(library)
-    alias = await added(library)
-    after = await catalog(library)
-    assert (after.epoch, after.aliases) == (5.0, (alias,))
-    assert after.version > before.version
-    assert shelf.kept[SQL] == alias
-    assert alias.versions[0].digest == digest_of("/a")
-
-
 async def test_a_replacement_is_a_new_version_and_the_same_content_is_none(
     library: AdapterLibrary, shelf: FakeShelf
 ) -> None:
@@ -103,20 +90,6 @@ async def test_adds_of_one_name_take_turns_and_others_do_not_wait(
     assert shelf.took[2] == "/b"
     assert shelf.kept[SQL].split == ((2, 1.0),)
     assert library.adding() == ()
-
-
-async def test_what_is_removed_while_it_is_replaced_stays_removed(
-    library: AdapterLibrary, shelf: FakeShelf
-) -> None:
-    await added(library)
-    shelf.gate.clear()
-    adding = library.add(AddRequest(name="sql", source="/b"))
-    await library.remove(SQL)
-    shelf.gate.set()
-    assert isinstance((await ended(adding)).error, TargetError)
-    assert library.alias(SQL) is None
-    # A later add counts.
-    assert [version.source for version in (await added(library, source="/b")).versions] == ["/b"]
 
 
 @pytest.mark.parametrize(
@@ -225,21 +198,6 @@ async def test_nothing_is_cleared_away_while_something_is_added(
     await asyncio.sleep(0)
     await library.clear({"law@0123"})
     assert shelf.cleared == [{"law@0123"}]
-
-
-async def test_an_add_that_is_cut_by_the_end_of_the_controller_says_so(shelf: FakeShelf) -> None:
-    library = AdapterLibrary(lambda: shelf, 5.0, lambda text: None)
-    library.declare(deployment(*adapted()))
-    await library.open()
-    shelf.gate.clear()
-    adding = library.add(AddRequest(name="sql", source="/a"))
-    await asyncio.sleep(0)
-    (task,) = library._adding.values()
-    task.cancel()
-    with suppress(asyncio.CancelledError):
-        await task
-    shelf.gate.set()
-    assert (await ended(adding)).line.error is not None
 
 
 async def test_slow_servers_hold_up_nothing_of_this_machine(

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import io
-import tarfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from policy.config.deployment import ModelSpec
-from policy.errors import AdapterRefused, AdapterUnknown
+from policy.errors import AdapterRefused
 from serve.adapters import store
 from serve.adapters.store import AdapterStore
-from store.adapters import FILES
 from store.adapters.base_model_shapes import BaseModel
 from store.preparation_progress import Prepared, Progress
 from store.state_dir import StateDir
@@ -63,19 +60,6 @@ def test_what_was_put_is_there_for_the_next_controller(
     assert again.holds(taken.digest)
 
 
-def test_names_are_split_taken_back_and_removed(shelf: AdapterStore, tmp_path: Path) -> None:
-    for seed in (1, 2):
-        taken = shelf.take(spec(), source(tmp_path, seed), quiet)
-        shelf.put(SQL, [(taken, 1.0)], None, declared=False)
-    assert shelf.split(*SQL, {1: 95, 2: 5}).split == ((1, 95.0), (2, 5.0))
-    assert shelf.rollback(*SQL).split == ((2, 1.0),)
-    assert shelf.declared() == set()
-    shelf.remove(*SQL)
-    assert shelf.aliases() == ()
-    with pytest.raises(AdapterUnknown):
-        shelf.remove(*SQL)
-
-
 def test_the_limits_are_the_documents(shelf: AdapterStore, tmp_path: Path) -> None:
     with pytest.raises(AdapterRefused) as refused:
         shelf.take(spec(max_rank=2), source(tmp_path), quiet)
@@ -83,15 +67,6 @@ def test_the_limits_are_the_documents(shelf: AdapterStore, tmp_path: Path) -> No
     with pytest.raises(AdapterRefused) as refused:
         shelf.take(spec(max_bytes=1000), source(tmp_path), quiet)
     assert refused.value.code == "too_large"
-
-
-def test_a_tar_has_the_files_and_is_of_what_is_there(shelf: AdapterStore, tmp_path: Path) -> None:
-    taken = shelf.take(spec(), source(tmp_path), quiet)
-    pieces = shelf.tar(taken.digest)
-    assert pieces is not None
-    with tarfile.open(fileobj=io.BytesIO(b"".join(pieces))) as archive:
-        assert set(FILES) <= set(archive.getnames())
-    assert shelf.tar("0" * 64) is None
 
 
 def test_only_what_nobody_names_or_uses_is_cleared_away(shelf: AdapterStore, tmp_path: Path) -> None:

@@ -17,7 +17,6 @@ from policy.scaling.rollout import LayerKey
 from policy.types import ReplicaPhase
 from serve.autoscaler import autoscaler
 from serve.autoscaler.autoscaler import KeptState
-from serve.controller import controller as control
 from serve.controller_messages import LoggedDecision, ModelStatus
 from store.state_dir import StateDir
 from tests.serve.plane import READY, SMALL, Plane
@@ -31,7 +30,6 @@ EMPTY = {"multi-replica": {"shape": "small", "replicas": {"min": 0, "max": 4}}}
 def model(
     folder: Path, name: str = "m", *, control: dict[str, Any] | None = None, **over: Any
 ) -> dict[str, Any]:
-    """One whose count follows its rate, up at once and down after ten seconds."""
     made = sim_model(name, **over)
     made["control"] |= {"tick_s": 1, "policy": by_rate(folder), "scale": ANY, **(control or {})}
     return made
@@ -49,7 +47,6 @@ def logged(
 
 @contextmanager
 def full_disk(but: Path | None = None) -> Iterator[None]:
-    """Nothing can be saved within the block, except to the path ``but``."""
     save = StateDir.save
 
     def full(self: StateDir, path: Path, value: Any) -> None:
@@ -60,18 +57,6 @@ def full_disk(but: Path | None = None) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as disk:
         disk.setattr(StateDir, "save", full)
         yield
-
-
-async def test_load_goes_up_and_down_and_so_does_the_count(plane: Plane, tmp_path: Path) -> None:
-    traffic = await Traffic.over(plane, document(model(tmp_path)), 12, m=1.0)
-    first = set(plane.cluster.replicas)
-    await traffic.run(8, m=4.0)
-    assert plane.counts(READY) == {SMALL: 4}
-    await traffic.run(10, m=1.0)
-    assert plane.counts(READY) == {SMALL: 4}
-    await traffic.run(15)
-    assert set(plane.cluster.replicas) == first
-    assert status(plane).generation == 1
 
 
 async def test_status_says_who_decides_and_why(plane: Plane, tmp_path: Path) -> None:
@@ -226,29 +211,6 @@ async def test_a_document_that_was_kept_is_adopted_whole_though_the_disk_is_full
     await traffic.run(1)
     await plane.restart()
     assert [status.generation for status in plane.controller.status().models] == [2, 2]
-
-
-async def test_a_controller_outlives_a_full_disk(
-    plane: Plane, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(control, "RETRY_S", 0.0)
-    await plane.up(document(model(tmp_path)))
-    again = asyncio.Event()
-    outcomes = iter([OSError(errno.ENOSPC, "no space left on device")])
-
-    async def tick() -> None:
-        if error := next(outcomes, None):
-            raise error
-        again.set()
-
-    monkeypatch.setattr(plane.controller, "tick", tick)
-    running = asyncio.create_task(plane.controller.run())
-    waiting = asyncio.create_task(again.wait())
-    await asyncio.wait({running, waiting}, return_when=asyncio.FIRST_COMPLETED)
-    assert again.is_set()
-    assert any("no space left" in event for event in plane.controller.status().events)
-    running.cancel()
-    await asyncio.wait({running})
 
 
 async def test_the_more_important_model_gets_what_the_other_gives_up(plane: Plane, tmp_path: Path) -> None:
@@ -481,7 +443,6 @@ class Slow:
 
 
 def remembered(plane: Plane) -> int:
-    """How often the policy was asked since it was new, as it is on disk."""
     kept = plane.state.load(plane.state.memory_path, KeptState)
     assert kept is not None
     return msgspec.convert(kept.memories["m"].policy, int)

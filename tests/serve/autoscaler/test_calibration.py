@@ -33,7 +33,6 @@ def prior(of: ModelSpec, shape: str = "small") -> EngineModel:
 
 
 def beat(truth: EngineModel, name: str = "r", **over: Any) -> Heartbeat:
-    """A replica tells of a step of each load."""
     steps = tuple(
         StepSample(count=5, tokens=n, kv_tokens=k, running=r, seconds=truth.step_time(n, k, r))
         for n, k, r in LOADS
@@ -47,7 +46,6 @@ def state(tmp_path: Path) -> StateDir:
 
 
 def learned(state: StateDir, factor: float, of: ModelSpec | None = None) -> CalibrationStore:
-    """Of engines that are ``factor`` times as slow as they were taken to be."""
     made, of = CalibrationStore(state), of or spec()
     for second in range(40):
         made.take(beat(prior(of).faster(1 / factor)), of, prior(of), float(second))

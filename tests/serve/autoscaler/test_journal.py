@@ -27,7 +27,6 @@ def log(tmp_path: Path) -> Journal:
 
 
 def made(at: float, count: int = 4, model: str = "sim", **over: Any) -> DecisionRound:
-    """A round that changes nothing of ``count``."""
     decided = decision(at=at, model=model, count=count, was_count=count, clips=(), **over)
     remembered = situation(at=at, model=model, memory=Memory(policy={"level": at}))
     return DecisionRound(
@@ -45,7 +44,6 @@ OUTCOME = SwitchOutcome(
 
 
 def written(log: Journal) -> list[float]:
-    """The instants that are on disk, newest first."""
     log.flush()
     return [line.at for line in log.lines()]
 

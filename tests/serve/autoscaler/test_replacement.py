@@ -18,7 +18,6 @@ FAILED = PowerReport(watts=0.0, xid=79, card="GPU 3")
 
 
 def written(gpus: int, count: int = 2, **scale: Any) -> dict[str, Any]:
-    """A count that load leaves alone, on so many GPUs."""
     model = sim_model(
         shapes={"small": {"gpus": 1, "cpus": 1}},
         modes={"multi-replica": {"shape": "small", "replicas": count}},
@@ -28,7 +27,6 @@ def written(gpus: int, count: int = 2, **scale: Any) -> dict[str, Any]:
 
 
 async def up(plane: Plane, gpus: int, count: int = 2, **scale: Any) -> list[str]:
-    """All serve; returns who, the oldest first."""
     await plane.ready(written(gpus, count, **scale))
     assert plane.counts(READY) == {SMALL: count}
     plane.cluster.slow = True

@@ -21,7 +21,6 @@ SMALL = profile("sim-small")
 
 
 def rungs(plane: Plane) -> dict[str, ModeOption]:
-    """Those of the last decision, by mode."""
     (now,) = plane.controller.autoscaler.journal.read(1)
     return {rung.mode: rung for rung in now.situation.rungs}
 
@@ -177,14 +176,12 @@ ON_CARDS = {"large": {"gpus": 2, "tensor_parallel": 2}, "small": {"gpus": 1}}
 async def test_what_was_measured_of_cores_in_another_hour_is_not_compared_with_now(
     plane: Plane, shapes: dict[str, Any], measured: float
 ) -> None:
-    """Others on the cores made small replicas slow; that they did says nothing once large ones serve."""
     await plane.up(document(sim_model(shapes=shapes, control={"tick_s": 1})))
     traffic = Traffic(plane)
     modes = {"single-large": of("large", shapes=shapes).model, "multi-replica": of(shapes=shapes).model}
     priors = {mode: model for mode, model in modes.items() if model is not None}
 
     async def serve(mode: str, factor: float) -> dict[str, float]:
-        """How many times as slow as they shipped both are taken to be, once one of them was."""
         for _ in range(40):
             *_, replica = plane.cluster.replicas.values()
             loads = [(n, 200.0 * n, n) for n in (1.0, 4.0, 16.0, 64.0, 200.0)]

@@ -29,7 +29,6 @@ def beat(name: str = "r1", engine: EngineReport | None = REPORT, **over: object)
 
 @asynccontextmanager
 async def hearing(listeners: StepSubscribers) -> AsyncIterator[AsyncIterator[StepLine]]:
-    """Somebody who listens to ``m``, and was told so."""
     async with aclosing(listeners.listen("m", silent_s=1e-3)) as told:
         assert await anext(told) == StepLine()
         yield told

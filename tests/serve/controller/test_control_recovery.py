@@ -52,19 +52,6 @@ async def test_what_serves_is_not_said_to_be_rolled_back_once_it_is_applied_agai
     assert set(plane.cluster.replicas) == running
 
 
-async def test_a_start_that_takes_too_long_is_rolled_back(plane: Plane) -> None:
-    await plane.ready(document())
-    plane.cluster.slow = True
-    plane.controller.mode("m", "single-large")
-    await plane.ticks()
-    plane.now += 60
-    await plane.ticks()
-    assert "not ready after 6" in plane.note()
-    plane.cluster.drained()
-    await plane.ticks()
-    assert plane.counts() == {SMALL: 1}
-
-
 async def test_reverting_in_the_middle_comes_back_to_the_same_replicas(plane: Plane) -> None:
     await plane.ready(document())
     running = set(plane.cluster.replicas)

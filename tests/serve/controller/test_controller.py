@@ -13,7 +13,6 @@ from tests.serve.sim_documents import document, sim_model
 
 
 def gpus(**over: Any) -> dict[str, Any]:
-    """Two GPUs: one large replica over both, or two small ones."""
     shapes = {
         "large": {"gpus": 2, "tensor_parallel": 2, "cpus": 1},
         "small": {"gpus": 1, "cpus": 1},
@@ -25,15 +24,6 @@ def gpus(**over: Any) -> dict[str, Any]:
     model = sim_model(shapes=shapes, modes=modes)
     model["control"] = {**model["control"], "assumed_start_s": 30}
     return document(model, budget={"gpus": 2}, **over)
-
-
-async def test_a_model_starts_in_its_first_mode_at_its_lowest_count(plane: Plane) -> None:
-    await plane.ready(document())
-    assert plane.counts(READY) == {SMALL: 1}
-    (status,) = plane.controller.status().models
-    assert (status.mode, status.target, status.ready, status.phase) == ("multi-replica", 1, 1, "steady")
-    (model,) = plane.controller.fleet().models
-    assert (model.name, model.shape, model.generation, model.target) == ("m", "small", 1, 1)
 
 
 async def test_scaling_keeps_what_runs(plane: Plane) -> None:

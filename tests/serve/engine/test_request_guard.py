@@ -58,7 +58,6 @@ class Held(FakeEngine):
 
 
 def guarded(engine: Held, bound: int = 2, clock: Callable[[], float] = lambda: 42.0) -> Guard:
-    """A guard of an engine that loads no adapters."""
     return Guard(engine, AdapterLoader(engine, FakeFiles()), secret="s", bound=bound, clock=clock)
 
 
@@ -87,7 +86,6 @@ async def in_flight(guard: Guard, count: int) -> None:
 
 
 def refusal(answer: httpx.Response) -> str:
-    """Why, as the header says; the envelope says the same."""
     body = answer.json()["error"]
     assert body.keys() == {"message", "type", "param", "code"}
     assert body["code"] == answer.headers[REFUSAL_HEADER]

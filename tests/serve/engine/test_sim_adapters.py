@@ -96,6 +96,5 @@ async def test_a_load_ends_with_its_engine(tmp_path: Path) -> None:
 
 
 async def bounded(engine: Engine, path: Path) -> None:
-    """A load that is given up after a moment."""
     async with asyncio.timeout(0.01):
         await engine.load("x@a", path)

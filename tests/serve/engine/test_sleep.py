@@ -76,7 +76,6 @@ class Place:
         await self.until(lambda: self.guard.state is ASLEEP)
 
     async def draining(self) -> Request:
-        """The engine is to sleep after the request that it has."""
         request = self.request()
         await in_flight(self.guard, 1)
         self.rest.sleep(LONG_S)

@@ -56,7 +56,6 @@ class Process:
             return await client.post(url, json=said)
 
     async def loaded(self, *adapters: AdapterRef) -> None:
-        """Return when exactly these are."""
         names = {served(adapter) for adapter in adapters}
         async with asyncio.timeout(WITHIN_S):
             while set(self.host.snapshot().adapters) != names:  # noqa: ASYNC110 - loads have no event
@@ -71,7 +70,6 @@ def served(wanted: AdapterRef) -> str:
 async def process(
     folder: Path, monkeypatch: pytest.MonkeyPatch, slots: int, hold: str = "", **sim: Any
 ) -> AsyncIterator[tuple[Process, list[AdapterRef]]]:
-    """A ready engine, told to ``hold`` adapters before it started."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
     made = Process(folder, slots, **sim)
     held = [made.adapter(name) for name in hold]

@@ -55,7 +55,6 @@ async def make(tmp_path: Path) -> AsyncIterator[Make]:
 
 
 async def until(host: ReplicaHost, true: Callable[[Replica], bool]) -> Replica:
-    """The first snapshot of which ``true`` holds; loads change without an event."""
     async with asyncio.timeout(WITHIN_S):
         while not true(host.snapshot()):  # noqa: ASYNC110 - loads have no event
             await asyncio.sleep(0.02)

@@ -28,7 +28,6 @@ Make = Callable[..., SharedGpuHost]
 
 
 def model(**over: Any) -> dict[str, Any]:
-    """A large shape of two GPUs, and two small ones of one each on them."""
     written: dict[str, Any] = {
         "sim": {"profile": "sim-small", "wake_s": 0.05},
         "shapes": {"large": {"gpus": 2, "tensor_parallel": 2}, "small": {"gpus": 1}},
@@ -71,7 +70,6 @@ def of(bed: SharedGpuHost, shape: str) -> list[Replica]:
 
 
 async def until(bed: SharedGpuHost, true: Callable[[], object]) -> None:
-    """Wait, and see to it that engines of two shapes are never awake together."""
     async with asyncio.timeout(WITHIN_S):
         while not true():
             awake = {replica.shape for replica in snapshots(bed) if replica.state in (READY, DRAINING)}
@@ -80,7 +78,6 @@ async def until(bed: SharedGpuHost, true: Callable[[], object]) -> None:
 
 
 def serves(bed: SharedGpuHost, shape: str, count: int) -> Callable[[], bool]:
-    """Whether so many of the shape are ready, and all others asleep."""
     return lambda: (
         sum(replica.state is READY for replica in of(bed, shape)) == count
         and sum(replica.state is ASLEEP for replica in snapshots(bed)) == 3 - count

@@ -53,7 +53,6 @@ class Engine:
         return AdapterRef(name=name, digest=publish(self.blobs, files))
 
     async def ask(self, wanted: AdapterRef | None, *, named: bool = True, tokens: int = 8) -> httpx.Response:
-        """A greedy completion, with or without the header that has the adapter loaded."""
         headers = {}
         if wanted is not None and named:
             headers["x-tidegate-adapter"] = f"{wanted.name}@{wanted.digest}"
@@ -112,7 +111,6 @@ async def test_an_adapter_answers_otherwise_and_goes_for_another(engine: Engine)
 
 
 async def test_a_load_delays_a_stream_by_less_than_a_step(engine: Engine) -> None:
-    """Of one stream the first half runs alone, and in the second adapters are loaded beside it."""
     others = [engine.adapter(f"beside{seed}", adapter(seed)) for seed in (10, 11)]
     tokens, loads = 320, 0
     streaming = asyncio.ensure_future(engine.stream(tokens))

@@ -25,7 +25,6 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.long]
 
 @pytest.fixture
 async def host() -> AsyncIterator[ReplicaHost]:
-    """One core of this machine."""
     async with running() as (host, _):
         yield host
 

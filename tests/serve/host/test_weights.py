@@ -60,7 +60,6 @@ def spec(source: str) -> ModelSpec:
 
 
 async def until(plane: Plane, true: Callable[[], bool]) -> None:
-    """Tick until it holds; a thread's answer takes as long as it takes."""
     while not true():
         await plane.ticks(1)
         await asyncio.sleep(0.001)

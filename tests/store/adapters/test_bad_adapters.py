@@ -55,8 +55,6 @@ def without(key: str) -> Make:
 
 
 def adapted(change: Callable[[Tensors], Any], **configuration: Any) -> Make:
-    """Tensors of another kind."""
-
     def make(root: Path) -> Path:
         tensors = half_pairs()
         change(tensors)
@@ -75,8 +73,6 @@ def renamed(old: str, new: str) -> Make:
 
 
 def headed(change: Callable[[dict[str, Any]], Any]) -> Make:
-    """A header that lies."""
-
     def make(root: Path) -> Path:
         tensors = half_pairs()
         header = header_of(tensors)
@@ -87,7 +83,6 @@ def headed(change: Callable[[dict[str, Any]], Any]) -> Make:
 
 
 def weighing(change: Callable[[bytes], bytes]) -> Make:
-    """The file of the weights, byte by byte."""
     return lambda root: write(root / "a", {**files(), WEIGHTS: change(files()[WEIGHTS])})
 
 
@@ -104,8 +99,6 @@ def packed(name: str, data: bytes) -> Make:
 
 
 def special(create: Callable[[Path], object]) -> Make:
-    """Weights that are no regular file."""
-
     def make(root: Path) -> Path:
         folder = write(root / "a", {CONFIG: files()[CONFIG]})
         create(folder / WEIGHTS)
@@ -134,7 +127,6 @@ def reshaped(name: str, *shape: int) -> Make:
 
 
 def shifted(header: dict[str, Any]) -> None:
-    """The second tensor over the first."""
     names = [name for name in header if name != "__metadata__"]
     begin, end = header[names[1]]["data_offsets"]
     header[names[1]]["data_offsets"] = [begin - 4, end - 4]
@@ -164,8 +156,6 @@ def linked_in_zip(root: Path) -> Path:
 
 
 def bomb(*, lying: bool) -> Make:
-    """A member that unpacks to five times the limit, and says so or not."""
-
     def make(root: Path) -> Path:
         data = zipped({WEIGHTS: bytes(5 * LIMITS.max_bytes), CONFIG: files()[CONFIG]})
         if lying:
@@ -184,7 +174,6 @@ def commented(comment: str, name: str = "f") -> tarfile.TarInfo:
 
 
 def sparse(root: Path) -> Path:
-    """A hole of many gigabytes in a file of a few bytes."""
     folder = write(root / "a", files())
     with (folder / WEIGHTS).open("r+b") as file:
         file.truncate(50 * 2**30)

@@ -12,7 +12,7 @@ import pytest
 
 from policy.errors import AdapterRefused
 from store.adapters import CONFIG, FILES, WEIGHTS
-from store.adapters.blobs import KEPT_S, Blobs, node_cache
+from store.adapters.blobs import KEPT_S, Blobs
 
 ABSENT = "0" * 64
 
@@ -134,15 +134,6 @@ def test_what_was_published_lately_is_not_removed(blobs: Blobs, clock: Clock) ->
     assert not blobs.remove("../x")
 
 
-def test_another_node_takes_it_and_has_the_same(blobs: Blobs, tmp_path: Path) -> None:
-    digest = stored(blobs, weights=b"w" * 3_000_000)
-    node = Blobs(tmp_path / "node")
-    path = node.take_tar(blobs.tar(digest), digest, 4_000_000)
-    assert path == node.path(digest)
-    assert (path / WEIGHTS).read_bytes() == b"w" * 3_000_000
-    assert node.take_tar(blobs.tar(digest), digest, 4_000_000) == path, "twice is fine"
-
-
 @pytest.mark.parametrize(
     ("limit", "digest", "code"),
     [(10, None, "too_large"), (1000, ABSENT, "changed"), (1000, None, "truncated")],
@@ -231,8 +222,3 @@ def test_one_source_is_fetched_by_one_at_a_time(blobs: Blobs) -> None:
         order.append("first")
     thread.join()
     assert order == ["first", "second"]
-
-
-def test_the_cache_of_other_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", "/c")
-    assert node_cache() == Path("/c/tidegate/adapters")

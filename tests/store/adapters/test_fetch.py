@@ -148,7 +148,6 @@ def served(site: Site) -> Iterator[Site]:
 
 @pytest.fixture(autouse=True)
 def direct(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """No proxy, and no waiting: the pauses that would be made."""
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     pauses: list[float] = []
     monkeypatch.setattr(from_web.fetch, "__defaults__", (pauses.append, lambda: 0.0))

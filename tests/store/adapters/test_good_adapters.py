@@ -38,7 +38,6 @@ from tests.store.adapters.making import (
 
 
 def kept(blobs: Blobs, source: Path) -> dict[str, bytes]:
-    """The files that are stored of the adapter at ``source``, but for the manifest."""
     path = blobs.path(import_adapter(blobs, str(source), TERMS, lambda _: None).digest)
     assert path is not None
     return {each.name: each.read_bytes() for each in path.iterdir() if each.name != "manifest.json"}

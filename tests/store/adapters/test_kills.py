@@ -73,7 +73,6 @@ class Site:
         ]
 
     def work(self, say: Callable[[str], object]) -> NoReturn:
-        """Rounds without end, over what a killed predecessor left; says each step before and after."""
         registry, blobs = AdapterNames(self.url), Blobs(self.blobs)
         steps = self.steps(registry, blobs)
         with suppress(AdapterUnknown):

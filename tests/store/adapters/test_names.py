@@ -73,7 +73,6 @@ def only(registry: AdapterNames) -> Alias:
 
 
 def digests(alias: Alias) -> dict[str, float]:
-    """The split, by the first letters of digests."""
     found = {version.number: version.digest[0] for version in alias.versions}
     return {found[number]: weight for number, weight in alias.split}
 

@@ -18,10 +18,6 @@ def model(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_it_is_used_in_place(model: Path) -> None:
-    assert prepare_directory(model).path == model
-
-
 def test_the_digest_is_stable_and_sees_changes(model: Path) -> None:
     first = prepare_directory(model).digest
     assert prepare_directory(model).digest == first

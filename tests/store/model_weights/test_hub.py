@@ -36,7 +36,6 @@ def snapshot(tmp_path: Path) -> Path:
 
 
 def replace(monkeypatch: pytest.MonkeyPatch, result: Path | Exception) -> dict[str, Any]:
-    """Let the client return or raise ``result``; what it was called with lands in the mapping."""
     seen: dict[str, Any] = {}
 
     def download(repo: str, **options: Any) -> str:

@@ -48,17 +48,6 @@ def test_a_gguf_becomes_a_sealed_directory(cache: Path, converter: Converter, in
     assert files(cache) == {prepared.path.name, ".toy-model.lock"}
 
 
-def test_the_second_run_verifies_and_makes_nothing(
-    cache: Path, converter: Converter, install: Install
-) -> None:
-    install("toy-model", "1.2", {"toy/weights.gguf": WEIGHTS})
-    first = prepare(converter)
-    said: list[Progress] = []
-    assert prepare(converter, into=said) == first
-    assert converter.runs == 1
-    assert [each.step for each in said] == ["verify"]
-
-
 @pytest.mark.parametrize("damage", ["change", "remove", "add", "manifest"])
 def test_a_directory_that_is_not_what_was_prepared_is_made_again(
     cache: Path, converter: Converter, install: Install, damage: str
@@ -152,7 +141,6 @@ def test_a_cache_that_cannot_be_written_is_named(
 
 @pytest.fixture
 def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder that is all that pip can see."""
     folder = tmp_path / "index"
     folder.mkdir()
     monkeypatch.setenv("PIP_NO_INDEX", "1")

@@ -33,7 +33,6 @@ mix:
 
 @pytest.fixture
 def sim(site: Site) -> Site:
-    """The shipped deployment with one replica, so that the routing of two plays no part."""
     document = site.shipped("sim.yaml")
     document["gateway"]["workers"] = 1
     document["models"][0]["modes"]["multi-replica"]["replicas"] = 1
@@ -65,7 +64,6 @@ TIMED = profile("cpu-smollm2-135m")
 
 
 def crowd(rate: float, seed: int) -> list[tuple[float, Job]]:
-    """Requests that come faster than one replica serves them."""
     rng, at, jobs = random.Random(seed), 0.0, []  # noqa: S311 - no secret is drawn
     for number in range(150):
         at += rng.expovariate(rate)
@@ -103,7 +101,6 @@ def as_engine(jobs: list[tuple[float, Job]]) -> tuple[dict[int, tuple[float, flo
 
 
 def as_twin(jobs: list[tuple[float, Job]]) -> dict[int, tuple[float, float]]:
-    """First and last tokens in the twin's engine."""
     limits = TIMED.limits(1)
     engine = Engine(Timing(limits=limits, model=TIMED.model), prefix_tokens=limits.kv_tokens)
     for at, job in jobs:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import signal
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from policy.errors import AdapterUnknown, ConfigError
+from policy.errors import ConfigError
 from policy.wire.catalog import Alias, Version
 from policy.wire.controller import AddLine, AddRequest
 from serve.adapters.status import AdaptersStatus, AdapterState, AdapterStatus, RefusedBy, VersionStatus
@@ -21,7 +20,6 @@ from tests.store.adapters.making import files, write
 from tests.tidegate.conftest import Site, until
 from tidegate.cli import group
 from tidegate.commands.fleet import adapters as module
-from tidegate.commands.fleet.adapters import add_progress
 
 DIGEST = {1: "a" * 64, 2: "b" * 64}
 
@@ -150,27 +148,6 @@ def test_a_name_is_widened_to_everybody(run: Run) -> None:
     assert controller.asked == [AddRequest(name="sql", source="hf:a/b", tenants=())]
 
 
-def test_a_terminal_has_a_bar(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    terminal = Terminal()
-    monkeypatch.setattr("sys.stderr", terminal)
-    with add_progress("sql", quiet=False) as progress:
-        progress(AddLine(step="fetch", message="copying it", done=50, total=100))
-    assert "copying it" in terminal.getvalue()
-    assert "50 B of 100 B" in terminal.getvalue()
-
-
-@pytest.mark.parametrize("source", ["https://host/a.zip", "hf:org/name@main", "s3://bucket/key"])
-def test_other_sources_are_sent_as_they_are(run: Run, source: str) -> None:
-    controller = Controller()
-    done = run(controller, "add", "sql", source, "--json")
-    assert controller.asked == [AddRequest(name="sql", source=source)]
-    assert json.loads(done.output)["revision"] == 2
-
-
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -213,12 +190,6 @@ def test_a_model_must_be_named_where_several_are_meant(run: Run) -> None:
     ]
 
 
-def test_an_unknown_name_says_which_there_are(run: Run) -> None:
-    done = run(Controller(adapter(), adapter(name="law")), "remove", "x")
-    assert isinstance(done.exception, AdapterUnknown)
-    assert str(done.exception) == "NAME: got 'x', expected one of law, sql"
-
-
 def test_split_and_rollback_say_what_the_name_stands_for(run: Run) -> None:
     controller = Controller(adapter())
     done = run(controller, "split", "sql", "v1=95", "v2=5")
@@ -239,7 +210,6 @@ def sim(site: Site) -> Site:
 
 
 def ask(site: Site, model: str) -> str:
-    """The model that answers a request for ``model``, or the status of an error."""
     answer = site.complete(model)
     return str(answer.json()["model"]) if answer.is_success else str(answer.status_code)
 

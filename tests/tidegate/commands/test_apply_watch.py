@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from policy.errors import SwitchRefused, TidegateError, Unreachable
+from policy.errors import SwitchRefused, TidegateError
 from tests.tidegate.conftest import Site, until
 from tidegate.cli import group
 from tidegate.commands.deployment import check_apply
@@ -135,14 +135,6 @@ def test_dry_run_only_shows(desk: Desk) -> None:
     assert [change["after"] for line in lines for change in line["changes"]] == [7.0]
 
 
-def test_nothing_is_watched_where_nothing_runs(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    def away() -> SimpleNamespace:
-        raise Unreachable("no supervisor answers")
-
-    monkeypatch.setattr(desk.running, "status", away)
-    assert isinstance(desk.watch().exception, Unreachable)
-
-
 class Hours:
     """Runs one edit at each look; a look without one changes nothing."""
 
@@ -160,7 +152,6 @@ class Hours:
 
 
 def count(path: Path, *edits: Edit | None) -> int:
-    """How many saves are told while ``edits`` happen, one at each look."""
     told = 0
     with pytest.raises(KeyboardInterrupt):
         for _ in file_changes(path, Hours(*edits).sleep):

@@ -39,7 +39,6 @@ def check(path: Path, *options: str) -> Result:
 
 
 def write(folder: Path, **control: Any) -> Path:
-    """A document whose first mode may have 1 to 4 replicas."""
     model = {
         "name": "m", "engine": "sim",
         "shapes": {"small": {"gpus": 1}, "large": {"gpus": 4, "tensor_parallel": 4}},
@@ -140,14 +139,7 @@ def test_an_invalid_custom_policy_is_refused_with_its_path(
     assert json.loads(answer.output)["path"] == done.exception.path
 
 
-def test_an_unknown_policy_is_refused_with_a_suggestion(tmp_path: Path) -> None:
-    done = check(write(tmp_path, policy="predictve"))
-    assert isinstance(done.exception, ConfigError)
-    assert "did you mean 'predictive'?" in str(done.exception)
-
-
 def shown_policies() -> list[tuple[str, str]]:
-    """Each custom policy in the documentation: its code and its class in the deployment file."""
     page = (ROOT / "docs" / "extending.md").read_text()
     code = page[page.index("## How do I write a scaling policy?") :].split("```python\n")[1].split("```")[0]
     return [(code, "half_full:HalfFull"), ((ROOT / "docs/examples/custom_policy.py").read_text(), EXAMPLE)]

@@ -50,7 +50,6 @@ def lines(
     after: Aftermath | None = None,
     review: SwitchOutcome | None = None,
 ) -> list[str]:
-    """What is printed of one decision at 100 columns, each line with its label."""
     out = io.StringIO()
     logged = LoggedDecision(situation=seen or situation(), decision=made, outcome=review)
     Console(file=out, width=100, markup=False, highlight=False).print(render_decision(logged, after, NOW))
@@ -58,7 +57,6 @@ def lines(
 
 
 def section(label: str, made: Decision, *rest: Any) -> str:
-    """The rows of one label, joined."""
     rows: list[str] = []
     current = ""
     for line in lines(made, *rest)[1:]:
@@ -69,7 +67,6 @@ def section(label: str, made: Decision, *rest: Any) -> str:
 
 
 def with_demand(**over: Any) -> Situation:
-    """A situation with another demand."""
     return situation(signals=Signals(demand=msgspec.structs.replace(DEMAND, **over)))
 
 
@@ -78,7 +75,6 @@ QUIET = {"arrivals": rates(0.0, 0.0), "concurrency": rates(0.0, 0.0), "queued": 
 
 
 def wants(count: int, now: int, rule: Guardrail | None = None, **over: Any) -> Decision:
-    """A decision whose policy wants ``count`` replicas; with a ``rule``, that rule makes it ``now``."""
     limits = () if rule is None else (Limit(rule=rule, was=count, now=now, why=""),)
     fields = {"proposal": Proposal(count=count, reason=""), "count": now, "was_count": now, "clips": limits}
     return decision(**fields | over)
@@ -326,7 +322,6 @@ def run(tmp_path: Path) -> Run:
 
 
 def times(result: Result) -> list[float]:
-    """When the decisions that are shown were made."""
     return [each["decision"]["at"] for each in json.loads(result.stdout)["decisions"]]
 
 

@@ -107,13 +107,6 @@ def test_a_model_without_an_slo_is_refused(document: Path) -> None:
     assert "models[chat].control.slo" in str(result.exception)
 
 
-def test_an_invalid_line_of_a_trace_is_named(document: Path, tmp_path: Path) -> None:
-    trace = tmp_path / "azure.csv"
-    trace.write_text(TRACE + "2023-11-16 18:16:00.0000000,-4,30\n")
-    result = run(document, "--trace", str(trace))
-    assert f"{trace}:102" in str(result.exception)
-
-
 def test_oddities_of_a_trace_are_reported(document: Path, tmp_path: Path) -> None:
     trace = tmp_path / "azure.csv"
     trace.write_text(TRACE.removesuffix("0\n"))

@@ -55,7 +55,6 @@ def run(site: Path, *words: str, trace: str = "load.yaml", document: str = "depl
 
 
 def refused(site: Path, *words: str, trace: str = "load.yaml", document: str = "deployment.yaml") -> str:
-    """The error of a run that ends with the code for invalid files."""
     error = run(site, *words, trace=trace, document=document).exception
     assert error is not None and exit_of(error) is Exit.INVALID
     return str(error)
@@ -155,19 +154,6 @@ def test_policies_are_named_as_written(site: Path) -> None:
     several = "predictive, predictive: {quantile: 0.8}, panic_window"
     assert names(site, "--compare", several) == ["predictive", 'predictive {"quantile":0.8}', "panic_window"]
     assert names(site, "--policy", "static", "--compare", "target_tracking") == ["static", "target_tracking"]
-
-
-def test_a_custom_policy_beside_the_file_is_found(site: Path) -> None:
-    (site / "mine.py").write_text(
-        "from policy.scaling.view import Proposal\n\nclass Two:\n"
-        "    def decide(self, view, memory):\n        return Proposal(count=2, reason='two it is')\n"
-    )
-    own = DOCUMENT.replace("{target_tracking: {metric: concurrency, target: 1}}", '{custom: "mine:Two"}')
-    (site / "deployment.yaml").write_text(own)
-    result = run(site, "--json", "--no-oracle", "--log", str(site / "d.jsonl"), "--compare", "custom,static")
-    assert result.exit_code == 0, result.exception
-    assert list(json.loads(result.stdout)["policies"]) == ["mine.py:Two", "static"]
-    assert "two it is" in (site / "d.jsonl").read_text()
 
 
 @pytest.mark.slow

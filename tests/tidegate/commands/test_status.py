@@ -28,7 +28,6 @@ def model(name: str = "sim", **over: Any) -> ModelStatus:
 
 
 def shown(*models: ModelStatus, fleet: Fleet = EMPTY_FLEET) -> list[list[str]]:
-    """The words of each line of what is printed at 120 columns."""
     out = io.StringIO()
     view = StatusData(
         state_dir="/s", at=NOW, supervisor=None, models=models, fleet=fleet, fleet_age_s=0.0,
@@ -42,7 +41,6 @@ HEADS = ["model", "scaled", "by", "forecast", "capacity", "per", "replica", "las
 
 
 def scaling(*models: ModelStatus) -> list[str]:
-    """The rows of the table of scaling."""
     lines = shown(*models)
     start = lines.index(HEADS) + 1
     return [" ".join(line) for line in lines[start : start + len(models)]]

@@ -16,7 +16,6 @@ from tidegate.commands.units import age, clock, duration, instant, latency, pars
 
 @pytest.fixture(autouse=True)
 def berlin(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A zone of its own, so that local times and UTC cannot be taken for each other."""
     monkeypatch.setenv("TZ", "CET-1CEST,M3.5.0,M10.5.0/3")
     time.tzset()
     yield

@@ -22,7 +22,6 @@ class Server:
         self._answers = list(answers)
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One connection: an answer for each request, and a hang-up after an empty one."""
         self.connections += 1
         while self._answers:
             try:

@@ -28,7 +28,6 @@ def run(*words: str | Path) -> Result:
 
 
 def trace(folder: Path, *instants: float) -> Path:
-    """A capture of short requests at these instants."""
     path = folder / "trace.jsonl"
     lines = [json.dumps({"at": at, "input_tokens": 30, "output_tokens": 4}) for at in instants]
     path.write_text(HEADER + "\n".join(lines) + "\n")
@@ -153,7 +152,6 @@ class Admin(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def admin() -> Iterator[str]:
-    """Its URL."""
     server = http.server.HTTPServer(("127.0.0.1", 0), Admin)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()

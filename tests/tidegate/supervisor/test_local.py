@@ -18,7 +18,6 @@ pytestmark = pytest.mark.process
 
 
 def document(site: Site, *, least: int = 1, **sim: object) -> dict[str, Any]:
-    """The shipped file, with changes to the simulated engine."""
     made = site.shipped("sim.yaml")
     made["models"][0]["sim"] |= sim
     made["models"][0]["modes"]["multi-replica"]["replicas"] = {"min": least, "max": 4}
@@ -27,7 +26,6 @@ def document(site: Site, *, least: int = 1, **sim: object) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def sim(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    """A deployment that these tests share; after `down` its decisions can still be explained."""
     port, admin_port = free_ports(2)
     site = Site(tmp_path_factory.mktemp("sim"), port, admin_port, upstream="")
     site.up(document(site))

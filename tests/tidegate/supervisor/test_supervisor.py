@@ -41,7 +41,6 @@ def supervisor_pid(site: Site) -> int:
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory, upstream: str) -> Iterator[Site]:
-    """A deployment that these tests share; each leaves the document and the workers as they were."""
     port, admin_port = free_ports(2)
     site = Site(tmp_path_factory.mktemp("running"), port, admin_port, upstream)
     site.write()

@@ -50,17 +50,6 @@ async def test_what_is_loaded_is_used_at_once() -> None:
         other.release()
 
 
-async def test_only_what_nobody_uses_goes() -> None:
-    async with replica(2) as there:
-        held = there.use("a")
-        await there.used("b")
-        await until(lambda: held.in_use)
-        # The other slot has been asked for far more often.
-        await there.used("b" * 50 + "c")
-        assert sorted(there.engine.there) == [served("a"), served("c")]
-        await held.stop()
-
-
 async def test_the_cheapest_to_load_again_for_what_it_is_asked_for_goes_first() -> None:
     async with replica(3) as there:
         there.engine.takes_s = {served("a"): 10.0}
@@ -70,15 +59,6 @@ async def test_the_cheapest_to_load_again_for_what_it_is_asked_for_goes_first() 
         assert there.engine.log[-2:] == ["-c", "+d"]
         await there.used("d" * 9 + "c")
         assert there.engine.log[-2:] == ["-b", "+c"]
-
-
-async def test_what_was_asked_for_is_forgotten_with_time() -> None:
-    async with replica(2) as there:
-        await there.used("a" * 8 + "b")
-        there.clock.now += 4 * HALF_LIFE_S
-        await there.used("b")
-        await there.used("c")
-        assert there.engine.log[-2:] == ["-a", "+c"]
 
 
 async def test_who_finds_no_slot_waits_in_order() -> None:
@@ -213,23 +193,6 @@ async def test_a_load_that_fails_is_one_attempt_for_all_who_ask_for_a_while(wher
         await there.used("a")
         assert sorted(there.engine.there) == [served("a"), served("b")]
         assert [use.failed for use in there.adapters.uses()] == ["", ""]
-
-
-@pytest.mark.parametrize("when", ["granted", "loading"])
-async def test_a_client_that_leaves_as_its_adapter_comes_frees_it(when: str) -> None:
-    async with replica(1) as there:
-        there.engine.gate.clear()
-        claim = there.adapters.claim("a", digest("a"))
-        assert claim.arrival is not None
-        await until(lambda: bool(there.engine.log))
-        if when == "loading":
-            claim.release()
-        there.engine.gate.set()
-        await until(lambda: bool(there.engine.there))
-        await quiet()
-        claim.release()
-        await there.used("b")
-        assert there.engine.log == ["+a", "-a", "+b"]
 
 
 async def test_what_everybody_left_before_its_turn_is_not_loaded() -> None:
