@@ -1,4 +1,4 @@
-"""Keys, shared calls, upstreams and explanations, through a real worker."""
+"""Keys, accounts and explanations, through a real worker."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 
 from tests.gateway.fake_replica import ANSWER, Exchange, hold
-from tests.gateway.worker import Stack, until
+from tests.gateway.worker import Stack
 
 pytestmark = [pytest.mark.process, pytest.mark.asyncio(loop_scope="module")]
 
@@ -34,7 +34,6 @@ async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stac
     """A worker with three tenants."""
     stack = Stack(tmp_path_factory.mktemp("access"))
     stack.tenants = TENANTS
-    stack.gateway |= {"coalesce": {"window_s": 1, "max_inputs": 4}}
     await stack.start_controller()
     await stack.start_worker()
     yield stack
@@ -166,54 +165,3 @@ async def test_the_admin_port_keeps_the_last_decisions_and_the_accounts(shared: 
     assert accounts["web"]["prompt_tokens"] - before["web"]["prompt_tokens"] == 2
     for entry in TENANTS:
         assert entry["keys_sha256"][0][:8] not in answer.text
-
-
-async def vectors(exchange: Exchange) -> None:
-    """Each input back, as a vector of its characters."""
-    inputs = exchange.json["input"]
-    inputs = [inputs] if isinstance(inputs, str) else inputs
-    if "bad" in inputs:
-        await exchange.reply(b'{"error":{"message":"bad input","code":400}}', status=400)
-        return
-    data = [{"index": i, "embedding": [ord(letter) for letter in text]} for i, text in enumerate(inputs)]
-    said = {
-        "id": f"embd-{exchange.headers['x-request-id']}",
-        "data": data,
-        "usage": {"prompt_tokens": len(inputs)},
-    }
-    await exchange.reply(json.dumps(said).encode())
-
-
-async def embed(stack: Stack, text: str, key: str = WEB, **more: Any) -> httpx.Response:
-    body = {"model": "vectors", "input": text, **more}
-    return await stack.http.post(
-        "/v1/embeddings", json=body, headers=bearer(key, **{"x-request-id": f"id-{text}"})
-    )
-
-
-async def test_those_who_come_together_share_a_call(shared: Stack) -> None:
-    replica = await shared.replica("embeds", model="vectors")
-    await shared.ready(replica)
-    release = asyncio.Event()
-    replica.answer = hold(release, vectors)
-    first = asyncio.create_task(embed(shared, "z"))
-    await until(lambda: len(replica.hits) == 1)
-    texts = ["a", "b", "bad", "c"]
-    asked = [asyncio.create_task(embed(shared, text)) for text in texts]
-    other = asyncio.create_task(embed(shared, "d", key=NIGHT))
-    alone = asyncio.create_task(embed(shared, "e", dimensions=4))
-    await until(lambda: len(replica.hits) == 4)
-    release.set()
-    answers = dict(zip(texts, await asyncio.gather(*asked), strict=True))
-    for text in ("a", "b", "c"):
-        said = answers[text].json()
-        assert said["data"] == [{"index": 0, "embedding": [ord(text)]}]
-        assert said["id"].startswith(f"embd-id-{text}-")
-        assert answers[text].headers["x-tidegate-replica"] == "embeds"
-        assert answers[text].headers["x-request-id"] == f"id-{text}"
-    assert (answers["bad"].status_code, answers["bad"].json()["error"]["message"]) == (400, "bad input")
-    for each in (first, other, alone):
-        assert (await each).status_code == 200
-    together = [hit.json["input"] for hit in replica.hits if isinstance(hit.json["input"], list)]
-    assert len(together) == 1
-    assert sorted(together[0]) == sorted(texts)

@@ -199,19 +199,6 @@ async def test_an_add_tells_its_progress_to_who_asks_for_it(site: Site) -> None:
     assert (answer.status_code, answer.json()) == (200, lines[-1])
 
 
-async def test_what_is_refused_after_a_while_is_a_400_or_the_last_line(site: Site) -> None:
-    error = {"type": "AdapterRefused", "code": "not_finite", "message": "layer 0 has a NaN"}
-    site.stream({"step": "check"}, {"error": error})
-    answer = await site.http.post("/admin/adapters", json=ADD)
-    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "not_finite")
-
-    answer = await site.http.post("/admin/adapters", json=ADD, headers=NDJSON)
-    first, last = (json.loads(line) for line in answer.text.splitlines())
-    assert first == {"step": "check"}
-    assert last["error"]["code"] == "not_finite"
-    assert last["error"]["message"] == error["message"]
-
-
 @pytest.mark.parametrize("headers", [{}, NDJSON])
 @pytest.mark.parametrize("whole", [True, False], ids=["without an end", "broken"])
 async def test_a_controller_that_goes_meanwhile_is_said(

@@ -246,14 +246,6 @@ async def test_a_client_that_holds_its_replica_back_is_no_silence(line: Line) ->
     assert line.relay.stirred()
 
 
-async def test_what_an_answer_cost_is_known_at_its_end(line: Line) -> None:
-    asked = await line.ask(Client().send)
-    body = b'{"usage":{"prompt_tokens":3,"completion_tokens":2}}'
-    line.answer(HEAD.replace(b"14", b"%d" % len(body)) + body)
-    await asked
-    assert line.call.usage == Usage(3, 0, 2)
-
-
 async def test_of_a_stream_that_was_left_its_events_are_known(line: Line) -> None:
     asked = await line.ask(Client().send)
     line.answer(STREAM_HEAD + b"1e\r\n" + b'data: {"x":1}\n\n' * 2 + b"\r\n")

@@ -153,14 +153,6 @@ async def fail(exchange: Exchange) -> None:
     await exchange.reply(b"{}", status=500)
 
 
-async def test_what_the_fleet_can_serve_stays(site: Site, upstream: FakeUpstream) -> None:
-    site.refusal = None
-    site.deploy(upstream)
-    told = await site.ask()
-    assert (told.body, told.call.elsewhere) == (b"ours", False)
-    assert upstream.hits == []
-
-
 async def test_what_it_cannot_goes_upstream_and_nothing_of_ours_with_it(
     site: Site, upstream: FakeUpstream
 ) -> None:

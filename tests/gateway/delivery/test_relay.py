@@ -10,7 +10,6 @@ import pytest
 from tests.gateway.fake_replica import (
     ANSWER,
     DONE,
-    STREAM,
     Exchange,
     FakeReplica,
     answer_json,
@@ -48,13 +47,6 @@ async def test_an_answer_is_the_bytes_that_came(shared: Stack) -> None:
     assert answer.headers["x-tidegate-replica"] == "identity"
     assert answer.headers["x-request-id"]
     assert replica.hits[0].json == CHAT
-
-
-async def test_a_stream_is_the_bytes_that_came(shared: Stack) -> None:
-    await one(shared, "stream")
-    answer = await shared.chat(stream=True)
-    assert answer.content == STREAM
-    assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
 
 
 async def test_the_first_event_does_not_wait_for_the_second(shared: Stack) -> None:

@@ -68,12 +68,6 @@ async def door() -> AsyncIterator[Door]:
     await asyncio.sleep(0)
 
 
-async def test_who_knocks_is_let_in(door: Door) -> None:
-    for _ in range(3):
-        door.knock()
-    await door.until(3)
-
-
 @pytest.mark.parametrize("error", [errno.EAGAIN, errno.ECONNABORTED, errno.EPROTO, errno.EINTR])
 async def test_a_connection_that_is_gone_is_no_matter(door: Door, error: int) -> None:
     door.listening.errors = [error]

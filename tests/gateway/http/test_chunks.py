@@ -93,15 +93,6 @@ def test_chunks_may_be_cut_anywhere(chunks: list[list[bytes]], cuts: list[int], 
     assert sink.complete
 
 
-@given(st.lists(PIECES, min_size=1, max_size=6), st.data())
-def test_a_read_may_end_inside_a_size_line(chunks: list[list[bytes]], data: st.DataObject) -> None:
-    framed = [chunk(b"".join(pieces)) for pieces in chunks]
-    cut = data.draw(st.integers(min_value=1, max_value=3))
-    reads = [HEAD + framed[0] + framed[-1][:cut], framed[-1][cut:], *framed, END]
-    whole = b"".join(b"".join(pieces) for pieces in [chunks[0], chunks[-1], *chunks])
-    assert taken(reads).body == whole
-
-
 @pytest.mark.parametrize(
     "data",
     [

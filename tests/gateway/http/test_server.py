@@ -525,14 +525,6 @@ async def test_a_drain_that_runs_out_lets_a_stream_say_so(port: Port) -> None:
     await draining
 
 
-def test_a_server_wants_uvloop() -> None:
-    async def make() -> None:
-        Server(echo, lambda: CAP, lambda refused: None)
-
-    with pytest.raises(RuntimeError, match="uvloop"):
-        asyncio.run(make())
-
-
 def test_a_low_limit_of_descriptors_is_raised() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 512), hard))

@@ -78,13 +78,6 @@ def test_a_name_a_base_and_a_digest_say_which(name: str, found: str | None) -> N
     assert digest(made, name) == found
 
 
-def test_what_replicas_are_told_is_name_and_digest() -> None:
-    found = view(alias("sql", OLD, NEW)).resolve("alpha:sql", ANYONE, None)
-    assert found is not None
-    assert (found.model, found.name, found.served) == ("alpha", "sql", f"sql@{NEW[:12]}")
-    assert found.header == f"x-tidegate-adapter: sql@{NEW}\r\n".encode()
-
-
 @pytest.mark.parametrize("name", ["sql", "alpha:sql", f"sql@{NEW[:12]}", f"alpha:sql@{NEW}"])
 def test_who_may_not_see_it_has_none_by_whatever_name(name: str) -> None:
     made = view(alias("sql", OLD, NEW, tenants=["web"]))
@@ -179,10 +172,3 @@ def test_whether_adapters_are_to_be_expected_and_known() -> None:
     assert made.wanted and not made.known
     made.take(catalog())
     assert made.known
-
-
-def test_tenants_on_the_same_lists_see_the_same() -> None:
-    made = view(alias("a", OLD, tenants=["web", "shop"]), alias("b", OLD, tenants=["web"]), alias("c", OLD))
-    assert made.views(WEB) != made.views(SHOP)
-    assert made.views(ANYONE) == made.views(TenantAccount("third", b"")) == frozenset()
-    assert made.views(ADMIN) == made.views(WEB)

@@ -36,23 +36,6 @@ def embedding(input_: Any, **more: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "inputs"),
-    [
-        ("/v1/embeddings", embedding("a b"), [b'"a b"']),
-        ("/v1/embeddings", embedding(["a", "b"]), [b'"a"', b'"b"']),
-        ("/v1/embeddings", embedding([1, 2]), [b"[1, 2]"]),
-        ("/v1/embeddings", embedding([[1], [2, 3]]), [b"[1]", b"[2, 3]"]),
-        ("/v1/embeddings", embedding("a", n=1, stream=False), [b'"a"']),
-        ("/v1/completions", {"model": "base", "prompt": ["a"]}, [b'"a"']),
-    ],
-)
-def test_inputs_are_the_slices_that_came(path: str, body: dict[str, Any], inputs: list[bytes]) -> None:
-    found = share(path, body)
-    assert found is not None
-    assert list(found.inputs[0]) == inputs
-
-
-@pytest.mark.parametrize(
     ("path", "body"),
     [
         ("/v1/embeddings", embedding("a" * 80)),
@@ -110,18 +93,6 @@ def test_bytes_of_inputs_go_through_unread() -> None:
     assert one is not None
     assert other is not None
     assert join([one, other]) == b'{"model":"base","input":["\\u00e9 \\/ \xc3\xa9","1","2"]}'
-
-
-def pair(one: Any, other: Any) -> SubRequest:
-    found = share("/v1/score", {"model": "base", "text_1": one, "text_2": other})
-    assert found is not None
-    return found
-
-
-def test_one_text_against_several_becomes_pairs() -> None:
-    body = json.loads(join([pair("q", ["a", "b"]), pair("r", "c"), pair(["s", "t"], ["d", "e"])]))
-    assert body["text_1"] == ["q", "q", "r", "s", "t"]
-    assert body["text_2"] == ["a", "b", "c", "d", "e"]
 
 
 def two() -> list[SubRequest]:

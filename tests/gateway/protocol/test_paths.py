@@ -50,14 +50,6 @@ async def test_a_bad_body_is_refused_with_its_parameter(
     assert error["type"] == "invalid_request_error"
 
 
-async def test_anthropic_errors_have_both_shapes(shared: Stack) -> None:
-    answer = await shared.http.post("/v1/messages", json={"model": "nobody"})
-    assert answer.status_code == 404
-    assert answer.json()["type"] == "error"
-    assert answer.json()["error"]["type"] == "not_found_error"
-    assert answer.json()["error"]["code"] == "model_not_found"
-
-
 async def test_a_body_over_the_cap_is_413(shared: Stack) -> None:
     shared.gateway["max_body_bytes"] = 2048
     shared.write_document()
@@ -116,16 +108,6 @@ async def test_a_stream_that_opens_with_a_rejection_is_one(shared: Stack, piece:
     assert answer.json()["error"] == {**error, "type": "invalid_request_error", "code": None}
     replica.answer = stream(STREAM)
     assert (await shared.chat(stream=True)).content == STREAM
-
-
-async def test_the_admin_port_tells_its_state(shared: Stack) -> None:
-    await one(shared, "admin")
-    assert (await shared.admin.get("/livez")).status_code == 200
-    assert (await shared.admin.get("/readyz")).json() == {"ready": True, "reasons": []}
-    fleet = (await shared.admin.get("/admin/fleet")).json()
-    assert fleet["source"] == "controller"
-    assert fleet["replicas"][0]["id"] == "admin"
-    assert "/admin/fleet" in (await shared.admin.get("/openapi.json")).json()["paths"]
 
 
 async def served_streams(stack: Stack) -> float:

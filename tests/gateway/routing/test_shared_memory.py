@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gateway.routing import shared_memory
-from gateway.routing.shared_memory import NEWS, LocalCounts, SharedCounts, SharedRows
+from gateway.routing.shared_memory import NEWS, SharedRows
 
 REPLICA, OTHER = 0xFEED_FACE_CAFE_BEEF, 7
 
@@ -216,14 +216,6 @@ def test_a_torn_entry_is_skipped(worker: Worker) -> None:
     at = other._base + shared_memory._RING + shared_memory._ENTRY_WORDS
     other._words[at + 2] = OTHER
     assert me.news() == [(1, REPLICA, [10, 12])]
-
-
-def test_a_worker_alone_has_no_others() -> None:
-    alone: SharedCounts = LocalCounts()
-    alone.begin(REPLICA, 1)
-    alone.publish(1, REPLICA, [1])
-    alone.served(1, 1)
-    assert (alone.others(REPLICA), alone.news(), alone.served_by_others(1)) == ((0, 0, 0), [], 0)
 
 
 def still() -> float:

@@ -75,18 +75,6 @@ def test_whoever_returns_stands_before_who_came_later() -> None:
         queue.put_back(first, 0.0)
 
 
-def test_a_full_queue_drops_the_least_important_first() -> None:
-    queue = queue_of()
-    bounds = Bounds(3, 10**9)
-    enter(queue, "a", priority=Priority.BATCH)
-    youngest = enter(queue, "a", priority=Priority.BATCH)
-    enter(queue, "a")
-    critical = request(queue, "b", priority=Priority.CRITICAL)
-    verdict = queue.enter(critical, bounds, 0.0)
-    assert (verdict.refusal, verdict.displaced) == (None, (youngest,))
-    assert youngest not in queue
-
-
 def test_a_full_queue_prefers_the_tenant_with_less_in_it() -> None:
     queue = queue_of()
     bounds = Bounds(3, 10**9)
@@ -97,31 +85,6 @@ def test_a_full_queue_prefers_the_tenant_with_less_in_it() -> None:
     assert queue.enter(request(queue, "loud"), bounds, 0.0).refusal is Refusal.QUEUE_FULL
     # It has as much as the other now.
     assert queue.enter(request(queue, "quiet"), bounds, 0.0).refusal is Refusal.QUEUE_FULL
-
-
-def test_a_better_class_is_never_dropped_for_a_worse_one() -> None:
-    queue = queue_of()
-    bounds = Bounds(1, 10**9)
-    enter(queue, "loud", priority=Priority.CRITICAL)
-    verdict = queue.enter(request(queue, "quiet"), bounds, 0.0)
-    assert verdict.refusal is Refusal.QUEUE_FULL
-    assert 1 <= verdict.retry_after_s <= 120
-
-
-def test_nobody_is_dropped_in_vain() -> None:
-    queue = queue_of()
-    waiting = [enter(queue, "a", size=10, priority=Priority.BATCH) for _ in range(3)]
-    enter(queue, "a", size=90)
-    newcomer = request(queue, "b", size=50)
-    assert queue.enter(newcomer, Bounds(100, 120), 0.0).refusal is Refusal.QUEUE_FULL
-    assert [one for one in order(queue) if one.priority is Priority.BATCH] == waiting
-    assert queue.size == 120
-
-
-def test_one_larger_than_all_may_be_waits_alone() -> None:
-    queue = queue_of()
-    assert queue.enter(request(queue, size=10**10), WIDE, 0.0).refusal is None
-    assert queue.enter(request(queue, size=1), WIDE, 0.0).refusal is Refusal.QUEUE_FULL
 
 
 def test_the_wait_is_what_stands_ahead_over_the_rate() -> None:

@@ -119,20 +119,6 @@ def test_no_steps_give_a_coefficient_below_zero(loads: list[tuple[float, float, 
 
 
 @pytest.mark.slow
-def test_an_engine_that_is_twice_as_slow_is_followed() -> None:
-    calibration = Calibration(CPU[0])
-    fed(calibration, CPU, 600)
-    before = calibration.current
-    fed(calibration, CPU, 480, slower=2.0, seed=9000)
-    after = calibration.current
-    assert furthest(after.model, CPU, slower=2.0) < 0.15
-    assert after.version > before.version
-    # And back.
-    fed(calibration, CPU, 480, seed=19_000)
-    assert furthest(calibration.current.model, CPU) < 0.15
-
-
-@pytest.mark.slow
 def test_what_was_not_seen_since_is_taken_to_have_slowed_down_with_the_rest() -> None:
     calibration = Calibration(CPU[0])
     fed(calibration, CPU, 600)
@@ -265,12 +251,6 @@ def test_at_its_own_degree_a_split_model_is_the_same_model() -> None:
             assert one.step_time(tokens, kv, running) == pytest.approx(
                 model.step_time(tokens, kv, running), rel=0.03
             ), name
-
-
-def test_a_slow_engine_is_told_from_its_model() -> None:
-    assert slowness(CPU[0], ()) == 1.0
-    assert slowness(CPU[0], steps(CPU, 200, 1)) == pytest.approx(1.0, abs=0.03)
-    assert slowness(CPU[0], steps(CPU, 200, 1, slower=1.8)) == pytest.approx(1.8, abs=0.05)
 
 
 def test_replicas_are_compared_at_the_same_load() -> None:

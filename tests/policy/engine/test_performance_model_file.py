@@ -11,7 +11,7 @@ from policy.config.deployment import ModelSpec
 from policy.document.diff import Effect, diff
 from policy.document.parse import parse
 from policy.engine.performance_model import EngineModel, Limits
-from policy.engine.performance_model_file import Errors, Measure, ModelFile, encode, model_file
+from policy.engine.performance_model_file import Errors, ModelFile, encode, model_file
 from policy.engine.profiles import profile, shipped
 from policy.errors import ConfigError
 
@@ -77,10 +77,6 @@ def test_a_file_that_is_none_is_refused_with_the_place(changed: dict[str, Any], 
 def test_what_is_no_mapping_is_refused() -> None:
     with pytest.raises(ConfigError, match="content of a model file"):
         model_file([1], "f")
-
-
-def test_an_error_is_a_part_of_what_was_measured() -> None:
-    assert Measure(measured=2.0, predicted=2.5).error == pytest.approx(0.25)
 
 
 def test_a_deployment_takes_it_where_a_profile_is_named() -> None:

@@ -137,11 +137,6 @@ def test_running_requests_go_before_waiting_ones_and_seats_are_bounded() -> None
     assert list(scheduler.step().tokens) == ["c"]
 
 
-def test_an_idle_step_takes_no_time() -> None:
-    result = Scheduler(MODEL, WIDE).step()
-    assert (result.duration_s, result.scheduled, result.tokens) == (0.0, 0, {})
-
-
 @pytest.mark.parametrize(
     ("request_", "reason"),
     [

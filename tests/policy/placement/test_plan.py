@@ -7,7 +7,6 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -310,11 +309,6 @@ def test_homes_outlast_a_moment_without_replicas() -> None:
     gone = plan([], zipf(4), made, 1.0)
     assert gone.hold == {} and gone.homes == made.homes
     assert plan(hosts, zipf(4), gone, 2.0).hold == made.hold
-
-
-def test_a_plan_survives_being_written_and_read() -> None:
-    made = plan([host(0)], zipf(4), EMPTY, 0.0)
-    assert msgspec.json.decode(msgspec.json.encode(made), type=Plan) == made
 
 
 def test_the_rule_in_the_documents_is_one() -> None:

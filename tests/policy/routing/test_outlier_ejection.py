@@ -79,39 +79,6 @@ def test_failures_that_are_older_than_the_window_are_forgotten() -> None:
     assert one.state is BreakerState.CLOSED
 
 
-def test_time_alone_readmits_nobody() -> None:
-    ejections, one = ejected()
-    assert not one.due(29.0)
-    assert one.due(30.0)
-    assert not ejections.admits(one)
-    assert not one.take_probe()
-    readmit(one, 30.0)
-    assert ejections.admits(one)
-    assert not fail(ejections, one, 30.0, 4)
-
-
-def test_one_probe_passes_and_what_says_nothing_leaves_its_place() -> None:
-    ejections, one = ejected()
-    one.half_open()
-    assert ejections.admits(one)
-    assert one.take_probe()
-    assert not ejections.admits(one)
-    assert not one.take_probe()
-    one.probed(AttemptResult.NOTHING, 30.0, MIDDLE)
-    assert one.take_probe()
-    one.probed(AttemptResult.BAD, 31.0, MIDDLE)
-    assert one.state is BreakerState.OPEN
-
-
-def test_the_answer_of_an_earlier_request_is_no_probe() -> None:
-    ejections, one = ejected()
-    ejections.note(one, AttemptResult.GOOD, 1.0, MIDDLE)
-    one.half_open()
-    ejections.note(one, AttemptResult.GOOD, 31.0, MIDDLE)
-    one.probed(AttemptResult.GOOD, 31.0, MIDDLE)
-    assert one.state is BreakerState.HALF_OPEN
-
-
 def test_flapping_at_1_hz_is_readmitted_ever_more_seldom() -> None:
     """Well in even seconds, failing in odd ones, probed as soon as may be."""
     ejections, (one, _) = model(2, Eject(base_s=1.0, max_s=60.0))
@@ -202,22 +169,6 @@ def test_half_of_them_are_out_at_most_and_what_fails_beside_them_is_known() -> N
     assert not ejections.all_fail(0.0)
 
 
-def test_the_last_that_can_be_reached_stays() -> None:
-    ejections, (one, two, three) = model(3, Eject(max_fraction=1.0))
-    two.reachable = False
-    fail(ejections, one, 0.0)
-    assert not fail(ejections, three, 0.0)
-    assert ejections.admits(three)
-
-
-def test_where_nothing_is_left_what_is_out_is_tried() -> None:
-    ejections, (one, two) = model(2)
-    fail(ejections, one, 0.0)
-    assert not ejections.admits(one)
-    two.reachable = False
-    assert ejections.admits(one)
-
-
 def test_other_limits_act_on_replicas_that_are_there() -> None:
     ejections, (one, _) = model(2)
     ejections.follow(Eject(failures=2))
@@ -228,15 +179,6 @@ def test_who_left_counts_no_more() -> None:
     ejections, (one, two) = model(2)
     ejections.leave(two)
     assert not fail(ejections, one, 0.0)
-
-
-def test_a_few_retries_are_always_there_and_more_only_for_many_requests() -> None:
-    budget = RetryBudget(Retry(budget=0.2, at_least=3, window_s=10.0))
-    assert [budget.take(0.0) for _ in range(4)] == [True] * 3 + [False]
-    for _ in range(30):
-        budget.request(1.0)
-    assert [budget.take(1.0) for _ in range(4)] == [True] * 3 + [False]
-    assert budget.take(30.0)
 
 
 def test_silence_counts_from_the_last_progress_and_only_while_something_is_held() -> None:

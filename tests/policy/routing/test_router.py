@@ -187,17 +187,6 @@ def test_an_adapter_that_is_being_loaded_is_work_ahead() -> None:
     assert max(quote.wait for quote in router.choose(short(), candidates, 10.01, 0.5).quotes) == 0.0
 
 
-def test_adapters_spread_while_their_home_loads_others() -> None:
-    router, candidates = Router(), fleet(2)
-    home = chosen(send(router, short(adapter_key=7), candidates))
-    for candidate in candidates:
-        if candidate.id == home:
-            for key in (9, 11, 13):
-                router.began(short(adapter_key=key), candidate, 0.0)
-    assert chosen(router.choose(short(adapter_key=7), candidates, 0.0, 0.5)) != home
-    assert chosen(router.choose(short(adapter_key=7), candidates, 60.0, 0.5)) == home
-
-
 def test_who_waited_for_an_adapter_says_nothing_of_prefills() -> None:
     router, candidates = Router(), fleet(1)
     before = router.choose(prompt(), candidates, 0.0, 0.5).quotes[0].total
@@ -254,16 +243,6 @@ def test_nobody_is_chosen_without_room_or_in_time() -> None:
 def test_its_own_prefill_never_keeps_a_request_from_an_idle_replica() -> None:
     router = Router(Settings(start_s=0.001, itl_s=0.001))
     assert router.choose(prompt(tokens=100_000), fleet(1), 0.0, 0.0).chosen is not None
-
-
-def test_no_more_run_at_once_than_keep_the_promised_pace() -> None:
-    [candidate] = fleet(1)
-    router = Router(Settings(itl_s=MODEL.step_time(8, 0, 8)))
-    taken = 0
-    while router.choose(short(), [candidate], 0.0, 0.0).chosen is not None:
-        candidate.in_flight += 1
-        taken += 1
-    assert 7 <= taken <= 9
 
 
 # Requests cost a step enough that how many run at once shows.

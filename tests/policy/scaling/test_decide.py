@@ -333,26 +333,6 @@ def test_a_decision_says_what_led_to_it() -> None:
     assert decision.outlooks == ()
 
 
-def test_the_last_replica_that_draws_more_than_was_foreseen_stays() -> None:
-    given = situation(count=1, rungs=(rung(SMALL.mode, watts=2560.0),))
-    assert [decide(given, asked, Budget(watts=2500))[0].count for asked in (1, 3)] == [1, 1]
-
-
-@pytest.mark.parametrize("lasts_s", [5.0, 10.0])
-def test_a_lower_priority_gives_up_what_it_uses_only_for_a_lasting_need(lasts_s: float) -> None:
-    low, high = Model("low", lambda t: 0.0, mind=ModelPolicies(Wants(6)), count=6), Wants(2)
-    goes_first = Model("high", lambda t: 0.0, mind=ModelPolicies(high), count=2, priority=1)
-    play = Play(low, goes_first, budget=Budget(gpus=8)).run(30)
-    high.count = 5
-    play.run(30 + lasts_s)
-    assert play.decisions("low")[-1].count == 6
-    high.count = 5 if lasts_s >= 10 else 2
-    play.tick()
-    assert play.decisions("low")[-1].count == (3 if lasts_s >= 10 else 6)
-    play.run(120)
-    assert play.decisions("high")[-1].count == high.count
-
-
 def test_a_dry_run_decides_the_same_and_keeps_counting() -> None:
     """Nothing of it is carried out, so the count stays: what was enough goes on having been enough."""
     guard = msgspec.structs.replace(situation().guard, dry_run=True)

@@ -35,11 +35,6 @@ def followed(rates: list[float], every_s: float = 5.0) -> Series:
     return series
 
 
-def test_what_stays_is_expected_to_stay() -> None:
-    series = followed([7.0] * 100)
-    assert ahead(series, 120.0, SMOOTHING) == pytest.approx(7.0)
-
-
 @pytest.mark.parametrize("every_s", [1.0, 5.0, 20.0])
 def test_a_ramp_is_followed_at_any_interval(every_s: float) -> None:
     """One request per second more in ten seconds: in 30 s nearly three more."""
@@ -176,16 +171,6 @@ def test_more_now_is_never_less_later(
     high = ahead(observed(series, at + 5.0, rate + more, SMOOTHING), horizon_s, SMOOTHING)
     assert math.isfinite(high)
     assert high >= low * (1 - 1e-9)
-
-
-@given(st.lists(st.tuples(st.floats(1.0, 600.0), rates), min_size=1, max_size=40))
-def test_what_is_remembered_survives_its_encoding(history: list[tuple[float, float]]) -> None:
-    series, at = None, 1e9
-    for elapsed, rate in history:
-        at += elapsed
-        series = observed(series, at, rate, SMOOTHING)
-        series = tried(series, rate, 30.0, ahead(series, 30.0, SMOOTHING))
-        assert msgspec.json.decode(msgspec.json.encode(series), type=Series) == series
 
 
 @pytest.mark.parametrize("rate", [0.3, 2.0, 20.0])

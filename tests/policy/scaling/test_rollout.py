@@ -203,17 +203,6 @@ def test_a_goal_that_was_reached_stays(cluster: Cluster) -> None:
     assert cluster.reached() == before
 
 
-@given(clusters())
-def test_a_step_only_depends_on_what_is_observed(cluster: Cluster) -> None:
-    """So a controller that was restarted in the middle of a switch goes on with it."""
-    for _ in range(4):
-        layers = cluster.layers()
-        first = step(cluster.goal, layers, cluster.footprints, cluster.gpus, cluster.cpus)
-        assert step(cluster.goal, layers, cluster.footprints, cluster.gpus, cluster.cpus) == first
-        assert set(first) == {*layers, cluster.goal.key}
-        cluster.tick()
-
-
 TIMELINES = {
     "eight small ones stop for a large one where a gap is allowed": (
         Goal(key=LARGE, count=1, gap=True), gpu_shapes(8, 1), {"gpus": 8}, {"small": 8},
@@ -254,14 +243,6 @@ def timeline(cluster: Cluster) -> list[dict[str, int]]:
 def test_a_switch_takes_these_steps(name: str) -> None:
     goal, shapes, budget, running, steps = TIMELINES[name]
     assert timeline(Cluster(goal, shapes, **budget).run(**running))[: len(steps)] == steps
-
-
-def test_without_a_gap_eight_small_ones_stay() -> None:
-    cluster = Cluster(Goal(key=LARGE, count=1), gpu_shapes(8, 1), gpus=8).run(small=8)
-    for _ in range(50):
-        cluster.tick()
-    assert cluster.timeline == [{"small": 8, "large": 0}]
-    assert cluster.ready() == 8
 
 
 def test_a_new_generation_of_the_same_shape_rolls_over_scarce_gpus() -> None:
@@ -350,11 +331,6 @@ def test_a_large_replica_over_all_gpus_needs_a_gap(gpus: int | None, min_healthy
     goal = Goal(key=LARGE, count=1, min_healthy=min_healthy)
     layers = {SMALL: Layer(wanted=8, ready=8)}
     assert needs_gap(goal, layers, gpu_shapes(8, 1), gpus, None) is gap
-
-
-def test_cpus_need_no_gap() -> None:
-    layers = {SMALL: Layer(wanted=2, ready=2)}
-    assert not needs_gap(Goal(key=LARGE, count=1), layers, cpu_shapes(2, 1), None, 2)
 
 
 def test_what_already_fails_to_serve_needs_no_gap_to_be_replaced() -> None:

@@ -84,22 +84,6 @@ def rates(rates: Rates) -> list[float]:
     return [rates.last_6_s, rates.last_20_s, rates.last_60_s, rates.last_600_s]
 
 
-def test_a_model_that_nobody_named_is_not_known() -> None:
-    gathering = SignalAggregator()
-    assert gathering.signals("other", T).demand is None
-    Teller(gathering).tell(T + 1, arrived=1)
-    assert gathering.signals("other", T + 1).demand is None
-
-
-def test_a_steady_rate_is_that_rate_in_each_window() -> None:
-    gathering = SignalAggregator()
-    steady(Teller(gathering), T, T + 700, 7, in_flight=3)
-    seen = demand(gathering, T + 700)
-    assert rates(seen.arrivals) == pytest.approx([7.0] * 4, rel=0.01)
-    assert rates(seen.concurrency) == pytest.approx([3.0] * 4, rel=0.01)
-    assert rates(seen.refused) == [0.0] * 4
-
-
 def test_a_step_of_load_is_seen_first_in_the_short_window() -> None:
     teller = Teller()
     steady(teller, T, T + 600, 1)
@@ -205,15 +189,6 @@ def test_all_that_said_goodbye_leave_an_age_too() -> None:
     teller.tell(T + 1, arrived=1, in_flight=1)
     teller.tell(T + 2, last=True, in_flight=0)
     assert (demand(teller.gathering, T + 50).age_s, demand(teller.gathering, T + 50).queued) == (48.0, 0)
-
-
-def test_a_worker_that_comes_back_goes_on_where_it_was() -> None:
-    gathering = SignalAggregator()
-    away, other = Teller(gathering, "away"), Teller(gathering, "other")
-    away.tell(T + 1, arrived=10)
-    steady(other, T, T + 100, 0)
-    away.tell(T + 101, arrived=100)
-    assert demand(gathering, T + 101).arrivals.last_600_s * 101 == pytest.approx(110.0, rel=0.01)
 
 
 def test_idle_since_the_last_request_or_the_first_report() -> None:

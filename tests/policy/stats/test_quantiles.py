@@ -18,11 +18,6 @@ def test_both_kinds_are_those_of_numpy(values: list[float], q: float) -> None:
     assert interpolated(values, q) == pytest.approx(float(np.quantile(values, q)), abs=1e-6)
 
 
-@pytest.mark.parametrize(("q", "value"), [(0.5, 2), (0.51, 3), (0.75, 3), (0.99, 4), (1.0, 4), (0.0, 1)])
-def test_the_nearest_rank_is_a_value_that_was_measured(q: float, value: float) -> None:
-    assert nearest_rank([4, 2, 1, 3], q) == value
-
-
 @pytest.mark.parametrize("quantile", [nearest_rank, interpolated])
 def test_no_values_have_no_quantile(quantile: object) -> None:
     assert callable(quantile)

@@ -40,35 +40,6 @@ def test_before_anything_was_seen_more_is_kept_ready() -> None:
     assert first.forecast_high == pytest.approx(12.0)
 
 
-def test_a_timeline_of_a_day() -> None:
-    """The load doubles in five minutes and falls again; a start takes a minute."""
-    loads = {0: 8.0, 300: 8.0, 360: 9.6, 420: 11.2, 480: 12.8, 540: 14.4, 600: 16.0, 900: 16.0, 1200: 8.0}
-    instants = sorted(loads)
-
-    def load(at: float) -> float:
-        before = max(instant for instant in instants if instant <= at)
-        after = min((instant for instant in instants if instant > at), default=before)
-        part = (at - before) / (after - before) if after > before else 0.0
-        return loads[before] + part * (loads[after] - loads[before])
-
-    rows = [(float(at), demand(load(at))) for at in range(0, 1800, 5)]
-    found = dict(zip((at for at, _ in rows), proposals(POLICY, rows, count=3, lead_s=60.0), strict=True))
-    assert {at: found[float(at)].count for at in (0, 290, 360, 420, 480, 540, 600, 890, 1200, 1790)} == {
-        0: 3,
-        290: 3,
-        360: 3,  # 9.6 of 12 requests per second
-        420: 4,
-        480: 5,  # 12.8 of 20, and 14.4 when the start is over
-        540: 5,
-        600: 6,
-        890: 5,
-        1200: 3,
-        1790: 3,
-    }
-    # By the time that a load is there, so is what serves it.
-    assert all(4.0 * found[float(at)].count >= load(at + 60.0) for at in range(420, 1700, 5))
-
-
 def test_what_was_not_foreseen_is_kept_ready_for() -> None:
     """A load that jumps by half every three minutes: what stands by grows once it was seen."""
     rows = [(float(at), demand(24.0 if at % 180 < 60 else 16.0)) for at in range(0, 1800, 5)]

@@ -9,10 +9,10 @@ import pytest
 from policy.document.parse import parse
 from policy.errors import ConfigError
 from policy.scaling.policies.panic_window import PanicWindow
-from policy.scaling.policies.predictive import Predictive, PredictiveParameters
-from policy.scaling.policies.registry import NAMES, choose, make
+from policy.scaling.policies.predictive import Predictive
+from policy.scaling.policies.registry import choose, make
 from policy.scaling.policies.static import Static
-from policy.scaling.policies.target_tracking import Metric, TargetTracking, TargetTrackingParameters
+from policy.scaling.policies.target_tracking import TargetTracking
 from policy.scaling.policies.token_saturation import TokenSaturation
 from tests.policy.example_documents import EXTERNAL, GOOD, changed
 
@@ -32,18 +32,6 @@ def test_each_name_makes_its_policy(name: str, kind: type) -> None:
         chosen = choose("policy", raw)
         assert (chosen.name, chosen.label) == (name, name)
         assert type(make(chosen)) is kind
-
-
-def test_every_policy_is_named() -> None:
-    assert NAMES == ("static", "target_tracking", "panic_window", "token_saturation", "predictive")
-
-
-def test_parameters_are_taken() -> None:
-    chosen = choose("policy", {"target_tracking": {"metric": "queue", "target": 4}})
-    assert chosen.parameters == TargetTrackingParameters(metric=Metric.QUEUE, target=4.0)
-    assert choose("policy", {"predictive": {"quantile": 0.99}}).parameters == PredictiveParameters(
-        quantile=0.99
-    )
 
 
 @pytest.mark.parametrize(
@@ -98,12 +86,6 @@ def test_the_document_refuses_what_no_policy_takes(raw: Any, path: str, value: A
         assert expected in caught.value.expected
         if value is not None:
             assert caught.value.value == value
-
-
-def test_the_document_takes_what_a_policy_takes() -> None:
-    document = changed(GOOD, f"{AT}.policy", {"panic_window": {"concurrency": 8}})
-    control = parse(changed(document, f"{AT}.shadow", "predictive")).models[0].control
-    assert (control.policy, control.shadow) == ({"panic_window": {"concurrency": 8}}, "predictive")
 
 
 def test_external_models_are_checked_too() -> None:
