@@ -67,7 +67,8 @@ class _Draft:
     def choose(self, demands: Sequence[Demand]) -> list[Demand]:
         """The demands that get slots, the most valuable first, with hysteresis for existing ones."""
         self._asked = {demand.name for demand in demands}
-        self._whole = sum(demand.expected for demand in demands) / self._seats
+        # The exact sum, which the order of the demands cannot change.
+        self._whole = math.fsum(demand.expected for demand in demands) / self._seats
         ordered = sorted(demands, key=self._worth)
         self._spare(ordered)
         room = sum(self._room.values())

@@ -14,8 +14,8 @@ from store import mypyc_build
 ROOT = Path(__file__).parents[2]
 RUN = """
 import sys
-from store import compiled
-assert compiled.use()
+from store import mypyc_build
+assert mypyc_build.use()
 import policy.routing.router as router
 assert router.__file__.endswith(".so"), router.__file__
 import pytest
